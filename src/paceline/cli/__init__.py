@@ -1,0 +1,43 @@
+"""The command line: one file a command. Nothing heavy is imported before a command has checked what it was given."""
+
+import io
+import sys
+from typing import Annotated
+
+import typer
+
+from paceline import __version__
+from paceline.cli.chat import chat
+from paceline.cli.run import run
+
+app = typer.Typer(
+    name="paceline",
+    help="Faster generation with local language models by speculative decoding, without changing a token.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(run)
+app.command()(chat)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _paceline(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)] = False,
+) -> None:
+    """Options that stand before the command."""
+
+
+def main() -> None:
+    """Run the command line and exit with its code: 0, 2 for what the caller can put right, 130 for Ctrl-C, 1 for the rest."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character must not end the program
+            stream.reconfigure(errors="backslashreplace" if stream is sys.stderr else "replace")
+    app()

@@ -1,0 +1,169 @@
+"""The options that commands share. Names, types and defaults are those of the dataclasses they fill, so --help cannot drift."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from paceline.cli.reporting import reported_errors
+from paceline.config import DEVICES, DTYPES, NUMERICS, EngineConfig, SpeculationConfig
+from paceline.errors import RequestError
+from paceline.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A group of options in --help: fields of one dataclass, each with what --help says about it."""
+
+    title: str
+    source: type[EngineConfig | SamplingParams | SpeculationConfig]
+    options: Mapping[str, str]
+
+
+MODEL = Panel(
+    "Model",
+    EngineConfig,
+    {
+        "model": 'The target: "mini" (embedded), a directory or a Hugging Face id.',
+        "numerics": "exact: a token never depends on what else is in the pass. fast: what the hardware does best.",
+        "dtype": "Type to compute in; auto = as stored.",
+        "threads": "CPU threads. Default: the processors this process may use.",
+        "max_context": "Longest prompt + output, in tokens. Default: what the model was made for.",
+        "cache_gb": "Memory for keys and values, in gigabytes. Default: a few full contexts, at most a quarter of the free memory.",
+        "device": "Where to run.",
+        "revision": "Branch, tag or commit of a model from the Hugging Face Hub.",
+        "token": "Access token for the Hugging Face Hub. Better: log in with its own client, then no shell history holds the token.",
+        "offline": "Use only what is on this machine.",
+    },
+)
+SAMPLING = Panel(
+    "Sampling",
+    SamplingParams,
+    {
+        "max_tokens": "Output tokens at most.",
+        "temperature": "0 = greedy: always the most probable token.",
+        "top_k": "Keep the k best tokens; 0 = off.",
+        "top_p": "Keep the best tokens until their mass reaches p; 1 = off.",
+        "min_p": "Keep tokens at least min_p times as probable as the best; 0 = off.",
+        "repetition_penalty": "Penalise tokens of the prompt and the output; 1 = off.",
+        "frequency_penalty": "Subtracted from a token's logit for each time it occurs in the output.",
+        "presence_penalty": "Subtracted once from tokens that occur in the output.",
+        "seed": "Same seed, same text. Default: a fresh one, printed at the end when it was used.",
+        "stop": "Text that ends the output; may be given several times.",
+        "ignore_eos": "Go on after the model's own end of text.",
+    },
+)
+SPECULATION = Panel(
+    "Speculation",
+    SpeculationConfig,
+    {
+        "drafter": "Who guesses: auto, none, ngram, or the directory or id of a draft model; given several times, all of them. "
+        "It changes the speed, never a token.",
+        "num_draft_tokens": 'Tokens to draft a step: "auto" or a number.',
+        "tree_width": "Guesses for one position of a draft model; 1 = a chain.",
+    },
+)
+PANELS = (MODEL, SAMPLING, SPECULATION)
+METAVARS = {
+    "numerics": "|".join(NUMERICS),
+    "dtype": "|".join(DTYPES),
+    "device": "|".join(DEVICES),
+    "num_draft_tokens": "auto|INTEGER",
+}
+REPEATABLE = ("stop", "drafter")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the shared options say, validated."""
+
+    engine: EngineConfig
+    sampling: SamplingParams
+    speculation: SpeculationConfig
+    debug: bool
+
+    @classmethod
+    def take_from(cls, values: dict[str, Any]) -> "Settings":
+        """Remove the shared options from a command's values.
+
+        Raises:
+            ConfigError, RequestError: a value is out of range.
+        """
+        engine, sampling, speculation = ({name: values.pop(name) for name in panel.options} for panel in PANELS)
+        sampling["stop"] = tuple(checked_text("stop", text) for text in sampling["stop"] or ())
+        drafters = speculation["drafter"]
+        speculation["drafter"] = drafters[0] if len(drafters) == 1 else drafters
+        return cls(EngineConfig(**engine), SamplingParams(**sampling), SpeculationConfig(**speculation), values.pop("debug"))
+
+    def llm_arguments(self) -> dict[str, Any]:
+        """The keyword arguments of `paceline.LLM`."""
+        of_engine = {name: getattr(self.engine, name) for name in MODEL.options}
+        return of_engine | {name: getattr(self.speculation, name) for name in SPECULATION.options}
+
+
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with the shared options added; it gets them, validated, as its keyword argument `settings`.
+
+    Errors of ours end the command as one line on stderr and an exit code; `--debug` adds the traceback.
+    """
+    own = [one for one in inspect.signature(command, eval_str=True).parameters.values() if one.name != "settings"]
+    parameters = [*own, *(parameter for panel in PANELS for parameter in _parameters(panel)), _DEBUG]
+
+    @functools.wraps(command)
+    def with_checked_options(**values: Any) -> None:
+        with reported_errors(debug=values["debug"]):
+            settings = Settings.take_from(values)
+            command(settings=settings, **values)
+
+    with_checked_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads options from it
+    with_checked_options.__annotations__ = {one.name: one.annotation for one in parameters}
+    return with_checked_options
+
+
+def checked_text(name: str, text: str) -> str:
+    """The text, if it is Unicode: bytes that are not UTF-8 arrive from a shell as lone surrogates.
+
+    Raises:
+        RequestError: it is not.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name} is not UTF-8 text at character {error.start}; convert it first", parameter=name) from None
+    return text
+
+
+_DEBUG = inspect.Parameter(
+    "debug",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[bool, typer.Option("--debug", help="Print tracebacks and what libraries warn about.", rich_help_panel="Output")],
+)
+
+
+def _parameters(panel: Panel) -> list[inspect.Parameter]:
+    hints, defaults = get_type_hints(panel.source), {field.name: field.default for field in fields(panel.source)}
+    return [_parameter(name, hints[name], defaults[name], help_text, panel.title) for name, help_text in panel.options.items()]
+
+
+def _parameter(name: str, hint: Any, default: Any, help_text: str, title: str) -> inspect.Parameter:
+    parser = None
+    if name in REPEATABLE:
+        hint, default = list[str], [default] if default else []
+    elif name == "num_draft_tokens":
+        hint, parser = str, _count_or_word
+    option = typer.Option(
+        f"--{name.replace('_', '-')}", help=help_text, rich_help_panel=title, metavar=METAVARS.get(name), parser=parser, show_default=True
+    )
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, option])
+
+
+def _count_or_word(text: str) -> int | str:
+    """Whole numbers become numbers; what else is allowed is for the dataclass to say."""
+    try:
+        return int(text)
+    except ValueError:
+        return text

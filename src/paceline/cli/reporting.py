@@ -1,0 +1,65 @@
+"""What goes to stderr: notices, and errors as one line and an exit code."""
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from paceline.errors import ConfigError, IncompatibleDrafterError, PacelineError, RequestError
+
+EXIT_FAILURE = 1
+EXIT_WRONG_INPUT = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+CALLER_CAN_FIX = (RequestError, ConfigError, IncompatibleDrafterError)
+
+
+def say(text: str | Text) -> None:
+    """Print to stderr, dim unless it has a style of its own. The stream is looked up now because tests and shells replace it; a long line is left to the terminal to fold."""
+    Console(stderr=True, highlight=False).print(text if isinstance(text, Text) else Text(text, style="dim"), soft_wrap=True)
+
+
+def say_error(error: PacelineError | str) -> None:
+    """Print one line `error: …` to stderr."""
+    line = Text.assemble(("error: ", "bold red"), " ".join(str(error).split()))
+    Console(stderr=True, highlight=False).print(line, soft_wrap=True)
+
+
+@contextmanager
+def reported_errors(*, debug: bool) -> Iterator[None]:
+    """Turn what a command raises into a line on stderr and an exit code.
+
+    Raises:
+        typer.Exit: 2 for what the caller can put right, 130 for Ctrl-C, 1 for everything else; nothing is said about a closed pipe.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except PacelineError as error:
+        if debug:
+            traceback.print_exc()
+        say_error(error)
+        raise typer.Exit(EXIT_WRONG_INPUT if isinstance(error, CALLER_CAN_FIX) else EXIT_FAILURE) from None
+    except KeyboardInterrupt:
+        say("interrupted")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except BrokenPipeError:
+        _drop_stdout()
+        raise typer.Exit(EXIT_FAILURE) from None
+    except Exception as error:
+        if isinstance(error, typer.Exit):
+            raise
+        if debug:
+            traceback.print_exc()
+        say_error(f"{type(error).__name__}: {error} (unexpected; --debug prints where)")
+        raise typer.Exit(EXIT_FAILURE) from None
+
+
+def _drop_stdout() -> None:
+    """Without a reader, the interpreter's last flush would complain."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,87 @@
+"""`paceline run`: complete a text, or answer one message."""
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline import __version__
+from paceline.cli.options import Settings, checked_text, with_settings
+from paceline.cli.reporting import EXIT_INTERRUPTED, say
+from paceline.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+
+SHOW_DRAFTS_HELP = (
+    "Show where each token came from: accepted drafts green, bonus tokens bold, plain tokens yellow and underlined. "
+    "Without a terminal or with NO_COLOR, accepted runs stand in square brackets and plain ones in curly ones. A legend goes to stderr."
+)
+ShowDrafts = Annotated[bool, typer.Option("--show-drafts", help=SHOW_DRAFTS_HELP, rich_help_panel="Output")]
+System = Annotated[str | None, typer.Option("--system", help="A system message; implies --chat.", rich_help_panel="Prompt")]
+
+
+@with_settings
+def run(
+    *,
+    prompt: Annotated[
+        str | None, typer.Argument(help='The text; absent or "-": standard input, every byte of it, a final newline included.')
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Apply the model's chat template: the text is a message.", rich_help_panel="Prompt")
+    ] = False,
+    system: System = None,
+    show_drafts: ShowDrafts = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, and nothing else on stdout.", rich_help_panel="Output")
+    ] = False,
+    settings: Settings,
+) -> None:
+    """Complete a text as it is, or with --chat answer it.
+
+    The text goes to stdout as it comes, with a newline at its end; everything else goes to stderr.
+    """
+    if as_json and show_drafts:
+        raise ConfigError("--json prints no stream for --show-drafts to colour: give one of them")
+    text = checked_text("prompt", prompt) if prompt is not None and prompt != "-" else _read_stdin()
+    messages = _messages(text, system) if chat or system is not None else None
+    from paceline.cli.loading import load
+
+    llm = load(settings)
+    if as_json:
+        _print_json(llm, text, messages, settings)
+    else:
+        _print_stream(llm, text, messages, settings, show_drafts=show_drafts)
+
+
+def _messages(text: str, system: str | None) -> list[dict[str, str]]:
+    first = [] if system is None else [{"role": "system", "content": checked_text("system", system)}]
+    return [*first, {"role": "user", "content": text}]
+
+
+def _print_json(llm: "LLM", text: str, messages: list[dict[str, str]] | None, settings: Settings) -> None:
+    output = llm.generate(text, settings.sampling)[0] if messages is None else llm.chat(messages, settings.sampling)
+    print(json.dumps(output.as_dict(model=settings.engine.model, version=__version__)))
+
+
+def _print_stream(llm: "LLM", text: str, messages: list[dict[str, str]] | None, settings: Settings, *, show_drafts: bool) -> None:
+    from paceline.cli.rendering import legend, write_stream, writer_for
+
+    if show_drafts:
+        say(legend())
+    params = settings.sampling
+    stream = llm.stream(text, params) if messages is None else llm.stream_chat(messages, params)
+    answer = write_stream(stream, writer_for(llm, show_drafts=show_drafts))
+    say(answer.closing_line(sampled=not params.is_greedy))
+    if answer.interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _read_stdin() -> str:
+    if sys.stdin.isatty():
+        say("reading the prompt from the terminal; Ctrl-D on an empty line ends it")
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"standard input is not UTF-8 text at byte {error.start}; convert it first", parameter="prompt") from None

@@ -1,0 +1,121 @@
+"""Settings of an engine, checked once and never changed."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import ConfigError
+
+NUMERICS = ("exact", "fast")
+DTYPES = ("auto", "bf16", "f16", "f32")
+DEVICES = ("auto", "cpu", "cuda")
+MAX_DRAFT_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """How to guess.
+
+    Attributes:
+        drafter: "auto", "none", "ngram", or a directory or Hugging Face id of a draft model.
+        num_draft_tokens: tokens to draft a step, or "auto".
+        tree_width: guesses a position of a draft model; 1 = a chain.
+    """
+
+    drafter: str = "auto"
+    num_draft_tokens: int | str = "auto"
+    tree_width: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.drafter:
+            raise ConfigError('drafter is empty: use "auto", "none", "ngram" or the directory or id of a draft model')
+        count = self.num_draft_tokens
+        if count != "auto" and (isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_DRAFT_TOKENS):
+            raise ConfigError(f'num_draft_tokens is {count!r}: use "auto" or a whole number from 1 to {MAX_DRAFT_TOKENS}')
+        _check_int("tree_width", self.tree_width, 1, 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How to load and run a target.
+
+    Attributes:
+        model: "mini", a directory, or a Hugging Face id.
+        numerics: "exact" (a token never depends on what else is in the pass) or "fast".
+        dtype: type to compute in; "auto" = as stored.
+        threads: CPU threads; None = the processors this process may use.
+        max_context: longest prompt + output; None = what the model was made for.
+        cache_gb: memory for keys and values; None = enough for a few full contexts, at most a quarter of the free memory.
+        device: "auto", "cpu" or "cuda".
+        max_num_seqs: sequences in one pass.
+        chunk_rows: prompt rows of one sequence in one pass.
+        revision, token, offline: for models from the Hugging Face Hub.
+    """
+
+    model: str = "mini"
+    numerics: str = "exact"
+    dtype: str = "auto"
+    threads: int | None = None
+    max_context: int | None = None
+    cache_gb: float | None = None
+    device: str = "auto"
+    max_num_seqs: int = 16
+    chunk_rows: int = 256
+    revision: str | None = None
+    token: str | None = None
+    offline: bool = False
+
+    def __post_init__(self) -> None:
+        _check_choice("numerics", self.numerics, NUMERICS)
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("device", self.device, DEVICES)
+        _check_int("max_num_seqs", self.max_num_seqs, 1, 1024)
+        _check_int("chunk_rows", self.chunk_rows, 1, 4096)
+        if self.threads is not None:
+            _check_int("threads", self.threads, 1, 1024)
+        if self.max_context is not None:
+            _check_int("max_context", self.max_context, 2, 10_000_000)
+        if self.cache_gb is not None and not 0 < self.cache_gb < 100_000:
+            raise ConfigError(f"cache_gb is {self.cache_gb!r}: use a size in gigabytes above 0, such as 2 or 0.5")
+
+    @property
+    def num_threads(self) -> int:
+        """Threads to compute with."""
+        return self.threads if self.threads is not None else usable_processors()
+
+
+def usable_processors() -> int:
+    """Processors this process may run on."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def available_memory_bytes() -> int:
+    """Memory that can be had without swapping; 8 GiB where the system does not tell."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 8 << 30
+
+
+def cache_directory() -> Path:
+    """Where measured facts about this machine are kept between runs (PACELINE_CACHE, else the user's cache directory)."""
+    own = os.environ.get("PACELINE_CACHE")
+    if own:
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "paceline"
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}: use one of {', '.join(choices)}")
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name} is {value!r}: use a whole number from {low} to {high}")

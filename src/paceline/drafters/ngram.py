@@ -1,0 +1,72 @@
+"""Guess that what followed these tokens before will follow them again (prompt lookup).
+
+Source: Saxena 2023, "Prompt Lookup Decoding". Deviations: the longest match wins and, among equally long ones, the latest; the index
+is built token by token instead of searching the prompt every step; short matches propose nothing.
+"""
+
+from collections.abc import Sequence
+
+from paceline.speculation.drafter import DraftBudget, Drafter
+from paceline.speculation.request import Request
+from paceline.speculation.tree import DraftTree
+
+MIN_MATCH = 3
+MAX_MATCH = 6
+
+
+class NgramIndex:
+    """Where each run of `min_match` to `max_match` tokens last ended with something behind it. O(1) amortised a token.
+
+    Example: after [1, 2, 3, 4, 1, 2, 3] with min_match 2, the longest run that occurred before is 1 2 3, and 4 1 2 3 followed it;
+    asked for six tokens, the proposal is 4 1 2 3 4 1.
+    """
+
+    def __init__(self, min_match: int = MIN_MATCH, max_match: int = MAX_MATCH) -> None:
+        self._lengths = range(min_match, max_match + 1)
+        self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in self._lengths]
+        self._num_indexed = 0
+
+    def propose(self, token_ids: Sequence[int], num_draft_tokens: int) -> list[int]:
+        """The tokens behind the latest earlier occurrence of the longest matching end of `token_ids`; empty without a match.
+
+        `token_ids` must begin with what earlier calls saw.
+        """
+        size = len(token_ids)
+        for end in range(self._num_indexed + 1, size):  # the run that ends at `size` has nothing behind it yet
+            for ends, length in zip(self._ends, self._lengths, strict=True):
+                if end >= length:
+                    ends[tuple(token_ids[end - length : end])] = end
+        self._num_indexed = max(self._num_indexed, size - 1)
+        for ends, length in zip(reversed(self._ends), reversed(self._lengths), strict=True):
+            if size > length:
+                found = ends.get(tuple(token_ids[size - length :]))
+                if found is not None:
+                    drafts = list(token_ids[found : found + num_draft_tokens])
+                    while len(drafts) < num_draft_tokens:  # a loop goes on with its own guesses
+                        drafts.append(drafts[found + len(drafts) - size])
+                    return drafts
+        return []
+
+
+class NgramDrafter(Drafter):
+    """Proposes a chain copied from the request's own tokens; needs no model and no memory to speak of."""
+
+    name = "ngram"
+
+    def __init__(self, min_match: int = MIN_MATCH, max_match: int = MAX_MATCH) -> None:
+        self._match = (min_match, max_match)
+        self._indices: dict[int, NgramIndex] = {}
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
+        trees: list[DraftTree | None] = []
+        for request, budget in zip(requests, budgets, strict=True):
+            index = self._indices.setdefault(id(request), NgramIndex(*self._match))
+            drafts = index.propose(request.token_ids, min(budget.max_depth, budget.row_budget - 1))
+            trees.append(DraftTree.chain(request.token_ids[-1], drafts, self.name) if drafts else None)
+        return trees
+
+    def release(self, request: Request) -> None:
+        self._indices.pop(id(request), None)
+
+    def describe(self) -> str:
+        return f"ngram (copies what followed the last {self._match[0]} or more tokens before)"

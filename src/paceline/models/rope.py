@@ -1,0 +1,73 @@
+"""Rotary frequencies: the one place that knows how each rope type scales them."""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.models.config import RopeConfig, RopeType
+
+
+def inverse_frequencies(rope: RopeConfig, head_size: int) -> tuple[NDArray[np.float32], float]:
+    """Radians per position of each of the D/2 rotated pairs (j, j + D/2), and the factor on cos and sin.
+
+    Returns:
+        frequencies [D/2] float32; attention factor (1.0 for all types but yarn).
+
+    Source: RoFormer (Su et al. 2021, section 3.2.2); linear: Chen et al. 2023; yarn: Peng et al. 2023, section 3;
+        llama3: the rule published with Llama 3.1.
+    """
+    exponents = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
+    powers = np.power(np.float32(rope.theta), exponents)
+    plain = (np.float32(1.0) / powers).astype(np.float32)
+    if rope.type is RopeType.DEFAULT:
+        return plain, 1.0
+    if rope.type is RopeType.LINEAR:
+        return plain / np.float32(rope.factor), 1.0
+    if rope.type is RopeType.LLAMA3:
+        return _llama3(rope, plain), 1.0
+    return _yarn(rope, powers, head_size), _yarn_attention_factor(rope)
+
+
+def _llama3(rope: RopeConfig, plain: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Long waves are stretched by the factor, short ones kept, those between interpolated."""
+    wavelengths = np.float32(2 * math.pi) / plain
+    longest = np.float32(rope.original_max_positions / rope.low_freq_factor)
+    shortest = np.float32(rope.original_max_positions / rope.high_freq_factor)
+    factor = np.float32(rope.factor)
+    keep = (np.float32(rope.original_max_positions) / wavelengths - np.float32(rope.low_freq_factor)) / np.float32(
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    between = (np.float32(1.0) - keep) * plain / factor + keep * plain
+    scaled = np.where(wavelengths > longest, plain / factor, np.where(wavelengths < shortest, plain, between))
+    return scaled.astype(np.float32)
+
+
+def _yarn(rope: RopeConfig, powers: NDArray[np.float32], head_size: int) -> NDArray[np.float32]:
+    """Pairs that turn often within the trained context are kept, those that turn rarely interpolated, a linear ramp between."""
+
+    def pair_turning(rotations: float) -> float:
+        return head_size * math.log(rope.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair_turning(rope.beta_fast), pair_turning(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_size - 1)
+    if low == high:
+        high += 0.001
+    ramp = np.clip((np.arange(head_size // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low), 0, 1)
+    keep = np.float32(1.0) - ramp.astype(np.float32)
+    stretched = np.float32(1.0) / (np.float32(rope.factor) * powers)
+    return np.asarray(stretched * (np.float32(1.0) - keep) + (np.float32(1.0) / powers) * keep, np.float32)
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return _magnitude(rope.factor, rope.mscale) / _magnitude(rope.factor, rope.mscale_all_dim)
+    return _magnitude(rope.factor, 1.0)
+
+
+def _magnitude(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,0 +1,155 @@
+"""The safetensors container: an 8-byte little-endian header length, a JSON header, then the tensors' bytes.
+
+The header comes from strangers, so every number in it is checked against the file's size before it is used.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import CheckpointError
+
+MAX_HEADER_BYTES = 100_000_000
+"""What the format's own library accepts."""
+
+_ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
+_ITEM_BYTES |= {"I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where one tensor's bytes are: file offsets [begin, end), the format's type name, and the shape."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def checkpoint_files(directory: Path) -> tuple[Path, ...]:
+    """The safetensors files of a checkpoint: `model.safetensors`, or the shards its index lists.
+
+    Raises:
+        CheckpointError: there are none, or the index names a file that is not there.
+    """
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.is_file():
+        return (single,)
+    if index.is_file():
+        return _shards(index)
+    if any(directory.glob("*.bin")) or any(directory.glob("*.pth")):
+        raise CheckpointError(
+            f"{directory} holds PyTorch *.bin weights only, which may run code when read; convert them: load the model with "
+            "transformers and save it again with save_pretrained(), which writes model.safetensors"
+        )
+    raise CheckpointError(f"{directory} holds neither model.safetensors nor model.safetensors.index.json; download the model again")
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Every tensor of one file, by its name in the file.
+
+    Raises:
+        CheckpointError: the file is truncated, or its header is no valid one for its size.
+    """
+    try:
+        file_size = path.stat().st_size
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            limit = min(MAX_HEADER_BYTES, max(file_size - 8, 0))
+            if file_size < 10 or not 2 <= header_bytes <= limit:
+                raise CheckpointError(
+                    f"{path} says its header is {header_bytes} bytes, but at most {limit} are possible in a file of {file_size}: "
+                    "it is truncated or no safetensors file; download it again"
+                )
+            header = json.loads(file.read(header_bytes).decode("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; download it again") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: the header is a JSON {type(header).__name__}, expected an object; download it again")
+    tensors = {
+        name: _stored_tensor(path, name, entry, 8 + header_bytes, file_size) for name, entry in header.items() if name != "__metadata__"
+    }
+    _check_overlaps(path, tensors)
+    return tensors
+
+
+def map_file(path: Path) -> NDArray[np.uint8]:
+    """The bytes of a file, in memory only once used; copy-on-write, because OpenVINO takes no read-only array. Nobody writes."""
+    return np.asarray(np.memmap(path, dtype=np.uint8, mode="c"))
+
+
+def view_tensor(tensor: StoredTensor, file_bytes: NDArray[np.uint8], item_type: "np.dtype[Any]") -> NDArray[Any]:
+    """A read-only view of the tensor in its mapped file, or a copy where it is not aligned for `item_type`."""
+    array: NDArray[Any] = file_bytes[tensor.begin : tensor.end].view(item_type).reshape(tensor.shape)
+    if not array.flags.aligned:
+        array = array.copy()
+        array.flags.writeable = False
+    return array
+
+
+def most_common_dtype(directory: Path) -> str:
+    """The type name that most bytes of a checkpoint have."""
+    num_bytes: Counter[str] = Counter()
+    for path in checkpoint_files(directory):
+        for tensor in read_header(path).values():
+            num_bytes[tensor.dtype] += tensor.end - tensor.begin
+    if not num_bytes:
+        raise CheckpointError(f"{directory} holds safetensors files without a tensor; download the model again")
+    return num_bytes.most_common(1)[0][0]
+
+
+def _shards(index: Path) -> tuple[Path, ...]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index} is no index of safetensors shards ({error!r}); download it again") from error
+    for name in names:
+        # A shard is a file next to its index: anything else could point out of the checkpoint.
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{index} names the shard {name!r}, expected the name of a *.safetensors file beside it")
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise CheckpointError(f"{index.parent} lacks {len(missing)} of {len(names)} shards: {', '.join(missing[:20])}; download them again")
+    return tuple(index.parent / name for name in names)
+
+
+def _stored_tensor(path: Path, name: str, entry: object, data_start: int, file_size: int) -> StoredTensor:
+    if not isinstance(entry, Mapping):
+        raise CheckpointError(f"{path}: header entry {name!r} is {entry!r}, expected an object; download the file again")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or not _is_counts(shape) or not _is_counts(offsets) or len(offsets) != 2:
+        raise CheckpointError(f"{path}: header entry {name!r} = {dict(entry)!r} lacks a dtype, shape or data_offsets; download it again")
+    begin, end = data_start + offsets[0], data_start + offsets[1]
+    if not begin <= end <= file_size:
+        raise CheckpointError(f"{path}: tensor {name!r} is at bytes {begin} to {end} of {file_size}: truncated, download it again")
+    num_items, item_bytes = math.prod(shape), _ITEM_BYTES.get(dtype)
+    if item_bytes is not None and num_items * item_bytes != end - begin:
+        raise CheckpointError(
+            f"{path}: tensor {name!r} of type {dtype} and shape {list(shape)} needs {num_items * item_bytes} bytes "
+            f"but has {end - begin}; download the file again"
+        )
+    return StoredTensor(path, dtype, tuple(shape), begin, end)
+
+
+def _is_counts(values: object) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values)
+
+
+def _check_overlaps(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    in_order = sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end))
+    for (first_name, first), (second_name, second) in pairwise(in_order):
+        if second.begin < first.end:
+            raise CheckpointError(
+                f"{path}: tensors {first_name!r} and {second_name!r} overlap at byte {second.begin} (the first ends at {first.end}); "
+                "the file is damaged, download it again"
+            )

@@ -1,0 +1,134 @@
+"""A checkpoint's weights under our names, memory-mapped: nothing is read until it is used."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import CheckpointError
+from paceline.models.config import ModelConfig, WeightType
+from paceline.models.families import checkpoint_name, tensor_shapes
+from paceline.models.safetensors_file import StoredTensor, checkpoint_files, map_file, read_header, view_tensor
+
+_STORED_TYPES: Mapping[str, tuple[WeightType, "np.dtype[Any]"]] = {
+    "F32": (WeightType.F32, np.dtype("<f4")),
+    "F16": (WeightType.F16, np.dtype("<f2")),
+    "BF16": (WeightType.BF16, np.dtype("<u2")),
+}
+_NAMES_IN_AN_ERROR = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One weight: a read-only view of the file; bf16, which numpy lacks, as the uint16 of its bits."""
+
+    array: NDArray[Any]
+    weight_type: WeightType
+    shape: tuple[int, ...]
+
+
+class Weights(Mapping[str, Tensor]):
+    """Our tensor name → `Tensor`, for exactly the tensors the config calls for."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(tensors)
+
+    @classmethod
+    def open(cls, directory: Path, config: ModelConfig) -> "Weights":
+        """Map the safetensors files of a checkpoint and check them against its config.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, a tensor is missing, unknown, or of another shape or type than expected.
+        """
+        stored: dict[str, StoredTensor] = {}
+        for path in checkpoint_files(directory):
+            stored.update(read_header(path))
+        shapes = tensor_shapes(config)
+        wanted = {name: checkpoint_name(name) for name in shapes}
+        if config.tied_embeddings and wanted["embedding.weight"] not in stored and "lm_head.weight" in stored:
+            wanted["embedding.weight"] = "lm_head.weight"  # either name may be the one that was kept
+        missing = [name for name in wanted.values() if name not in stored]
+        if missing:
+            raise CheckpointError(f"{directory} lacks {_listed(missing)} that its config.json calls for; is config.json another model's?")
+        known = set(wanted.values())
+        unknown = [name for name in stored if name not in known and not _is_ignorable(name, config)]
+        if unknown:
+            raise CheckpointError(
+                f"{directory} holds {_listed(unknown)} that a {config.family} model with this config.json does not have; "
+                "running without them would give other tokens"
+            )
+        files = {path: map_file(path) for path in {tensor.path for tensor in stored.values()}}
+        tensors = {name: _open_tensor(in_file, stored[in_file], shapes[name], files) for name, in_file in wanted.items()}
+        if config.tied_embeddings and "lm_head.weight" in stored:
+            _check_tied(tensors["embedding.weight"], stored["lm_head.weight"], files)
+        return cls(tensors)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def names(self) -> list[str]:
+        """Our names, in the order the network uses them."""
+        return list(self._tensors)
+
+    def has(self, name: str) -> bool:
+        """Whether the network has this tensor (a bias, say)."""
+        return name in self._tensors
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights as stored."""
+        return sum(tensor.array.nbytes for tensor in self._tensors.values())
+
+
+def as_float32(tensor: Tensor, rows: NDArray[np.int32] | None = None) -> NDArray[np.float32]:
+    """The exact values, of all rows or of `rows`, as float32; a view where they are stored so."""
+    stored = tensor.array if rows is None else tensor.array[rows]
+    if tensor.weight_type is WeightType.BF16:
+        bits: NDArray[np.uint32] = np.left_shift(stored, 16, dtype=np.uint32)
+        return bits.view(np.float32)
+    return np.asarray(stored, np.float32)
+
+
+def _open_tensor(name: str, stored: StoredTensor, shape: tuple[int, ...], files: Mapping[Path, NDArray[np.uint8]]) -> Tensor:
+    if stored.shape != shape:
+        raise CheckpointError(
+            f"{stored.path}: tensor {name!r} has shape {list(stored.shape)}, but config.json makes it {list(shape)}; "
+            "one of the two files is another model's"
+        )
+    if stored.dtype not in _STORED_TYPES:
+        raise CheckpointError(
+            f"{stored.path}: tensor {name!r} is of type {stored.dtype}, supported are {', '.join(_STORED_TYPES)}: "
+            "use an unquantised checkpoint"
+        )
+    weight_type, item_type = _STORED_TYPES[stored.dtype]
+    return Tensor(view_tensor(stored, files[stored.path], item_type), weight_type, shape)
+
+
+def _is_ignorable(name: str, config: ModelConfig) -> bool:
+    """Old checkpoints store the rotary frequencies, which we compute, and some the tied matrix twice."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight")
+
+
+def _check_tied(embedding: Tensor, stored: StoredTensor, files: Mapping[Path, NDArray[np.uint8]]) -> None:
+    lm_head = _open_tensor("lm_head.weight", stored, embedding.shape, files)
+    if lm_head.weight_type is not embedding.weight_type or not np.array_equal(lm_head.array, embedding.array):
+        raise CheckpointError(
+            f"{stored.path}: lm_head.weight differs from the embedding although tie_word_embeddings is true; "
+            "set tie_word_embeddings to false in config.json"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:_NAMES_IN_AN_ERROR])
+    rest = len(names) - _NAMES_IN_AN_ERROR
+    count = f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
+    return f"{count}: {shown}{f' and {rest} more' if rest > 0 else ''}"

@@ -1,0 +1,104 @@
+"""What a finished request returns, and what streaming yields on the way."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.speculation.request import TokenOrigin
+from paceline.speculation.stats import SpeculationStats
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Wall-clock seconds of a request: until its first token, from there to its last, both; neighbours in the batch included."""
+
+    prompt_s: float
+    decode_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.prompt_s + self.decode_s
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """One generated text.
+
+    Attributes:
+        text: the output's text, without special tokens; a stop string is cut off unless `include_stop`.
+        token_ids: output tokens, the one that ended it included.
+        origins: for each output token, whether it was a plain token, an accepted draft or a bonus token.
+        finish_reason: "stop" (EOS, stop token or stop string) or "length" (max_tokens or the end of the context).
+        seed: the seed used, drawn for requests that gave none.
+        numerics: "exact" or "fast".
+        drafter: name of the drafter, "none" for plain decoding.
+        speculation: counters of what speculation did.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: str
+    usage: Usage
+    timing: Timing
+    seed: int
+    numerics: str
+    drafter: str = "none"
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    origins: list[TokenOrigin] = field(default_factory=list)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens after the first one, per second of decoding; 0 when there is one token or none."""
+        return (len(self.token_ids) - 1) / self.timing.decode_s if self.timing.decode_s > 0 and self.token_ids else 0.0
+
+    def as_dict(self, *, model: str, version: str) -> dict[str, Any]:
+        """The JSON object of `paceline run --json`."""
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "prompt_token_ids": self.prompt_token_ids,
+            "finish_reason": self.finish_reason,
+            "usage": {
+                "prompt_tokens": self.usage.prompt_tokens,
+                "completion_tokens": self.usage.completion_tokens,
+                "total_tokens": self.usage.total_tokens,
+            },
+            "timing_s": {
+                "prompt": round(self.timing.prompt_s, 6),
+                "decode": round(self.timing.decode_s, 6),
+                "total": round(self.timing.total_s, 6),
+            },
+            "seed": self.seed,
+            "numerics": self.numerics,
+            "speculation": self.speculation.as_dict(self.drafter),
+            "model": model,
+            "version": version,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class StreamChunk:
+    """What one step added to a streamed request.
+
+    Attributes:
+        text: newly final text; may be empty while a character or a possible stop string is incomplete.
+        token_ids, origins: the step's tokens.
+        output: the finished request, in the last chunk only.
+    """
+
+    text: str
+    token_ids: list[int]
+    origins: list[TokenOrigin]
+    output: RequestOutput | None = None

@@ -1,0 +1,135 @@
+"""What every runtime promises: ragged rows in, logits and hidden states out, keys and values kept in the cache."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.row_plan import RowPlan, TreeLayout
+from paceline.models.config import ModelConfig, WeightType
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+
+
+class Numerics(Enum):
+    """Whether a row's bits may depend on what else is in the pass."""
+
+    EXACT = "exact"
+    FAST = "fast"
+
+
+@dataclass(frozen=True, slots=True)
+class RowRange:
+    """Consecutive rows of one path: rows [start, start + num_rows) of the batch.
+
+    They attend to `cached_len` rows already in the cache and to one another (causally, or by `mask`).
+    `block_table` covers at least `cached_len + num_rows` slots.
+    """
+
+    start: int
+    num_rows: int
+    cached_len: int
+    block_table: IntArray
+    mask: BoolArray | None = None  # [num_rows, num_rows], True = may attend
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One ragged pass of T rows.
+
+    Attributes:
+        token_ids: [T] int32.
+        positions: [T] int32, rotary positions.
+        ranges: the paths the rows belong to, in row order, without gaps.
+        logits_rows: [R] int32, rows whose logits are wanted (each once, any order).
+    """
+
+    token_ids: IntArray
+    positions: IntArray
+    ranges: tuple[RowRange, ...]
+    logits_rows: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOutput:
+    """What one pass returns; arrays are views that the next pass of the same runtime overwrites.
+
+    Attributes:
+        logits: [R, V] float32, in the order of `logits_rows`.
+        hidden_states: [T, E] float32, after the final norm.
+        collected_hidden_states: [num_collected, T, E] float32: the residual stream at the layer boundaries
+            the runtime was built to collect (boundary i is the input of layer i; L is the last layer's output).
+    """
+
+    logits: FloatArray
+    hidden_states: FloatArray
+    collected_hidden_states: FloatArray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a runtime can do on this machine."""
+
+    numerics: Numerics
+    tree_layout: TreeLayout
+    device: str
+    weight_type: WeightType
+    max_rows: int
+
+
+class Runtime(ABC):
+    """A loaded network. Not thread-safe: one caller, one pass at a time."""
+
+    config: ModelConfig
+    capabilities: Capabilities
+    num_passes: int  # how often `forward` ran, for tests and statistics
+
+    @abstractmethod
+    def new_cache(self, num_blocks: int) -> KVCache:
+        """Allocate a cache of `num_blocks` blocks and make it the one `forward` reads and writes.
+
+        Raises:
+            CapacityError: the memory cannot be had.
+        """
+
+    @abstractmethod
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        """Run one pass; keys and values of its rows are in the cache when it returns."""
+
+    @abstractmethod
+    def embed(self, token_ids: IntArray) -> FloatArray:
+        """Embedding rows [T, E] float32 of `token_ids` [T]."""
+
+    @abstractmethod
+    def lm_head(self, hidden_states: FloatArray) -> FloatArray:
+        """Logits [T, V] float32 of normalised hidden states [T, E]."""
+
+
+def assemble(plans: Sequence[RowPlan], node_token_ids: Sequence[Sequence[int]], logits_nodes: Sequence[Sequence[int]]) -> ForwardBatch:
+    """Lay the rows of several plans into one pass.
+
+    Args:
+        plans: what each sequence runs.
+        node_token_ids: per plan, the token of each node.
+        logits_nodes: per plan, the nodes whose logits are wanted; their logits come in this order.
+    """
+    token_ids: list[int] = []
+    positions: list[int] = []
+    ranges: list[RowRange] = []
+    logits_rows: list[int] = []
+    for plan, tokens, wanted in zip(plans, node_token_ids, logits_nodes, strict=True):
+        base = len(token_ids)
+        token_ids.extend(tokens[node] for node in plan.row_nodes)
+        positions.extend(plan.row_positions)
+        ranges.extend(
+            RowRange(base + path.first_row, path.num_rows, plan.committed_len, np.asarray(path.block_table, np.int32), path.mask)
+            for path in plan.paths
+        )
+        logits_rows.extend(base + plan.row_of_node[node] for node in wanted)
+    return ForwardBatch(np.asarray(token_ids, np.int32), np.asarray(positions, np.int32), tuple(ranges), np.asarray(logits_rows, np.int32))

@@ -1,0 +1,40 @@
+"""What a pass costs by its number of rows, measured on the machine it will run on."""
+
+import statistics
+import time
+from collections.abc import Sequence
+
+from paceline.kv_cache.paged import CachedSequence, KVCache
+from paceline.runtimes.base import Runtime, assemble
+
+
+def time_passes(runtime: Runtime, cache: KVCache, row_counts: Sequence[int], *, cached_len: int = 64, repeats: int = 5) -> dict[int, float]:
+    """t(M): median seconds of a pass with M rows of one sequence behind `cached_len` cached rows.
+
+    The row counts take turns, so that a drift of the machine's speed hits all of them alike. Rows share nothing with any request:
+    a sequence is made for the measurement and released.
+
+    Args:
+        cache: the runtime's current cache.
+    """
+    cached_len = min(cached_len, max(1, runtime.config.max_positions - max(row_counts) - 1))
+    sequence = cache.new_sequence()
+    times: dict[int, list[float]] = {count: [] for count in row_counts}
+    try:
+        _run(runtime, cache, sequence, cached_len)
+        cache.keep_path(sequence, cached_len - 1)
+        for repeat in range(repeats + 1):
+            for count in row_counts:
+                start = time.perf_counter()
+                _run(runtime, cache, sequence, count)
+                if repeat:  # the first round warms up
+                    times[count].append(time.perf_counter() - start)
+                cache.cancel(sequence)
+    finally:
+        cache.release(sequence)
+    return {count: statistics.median(own) for count, own in times.items()}
+
+
+def _run(runtime: Runtime, cache: KVCache, sequence: CachedSequence, count: int) -> None:
+    plan = cache.reserve(sequence, range(-1, count - 1))
+    runtime.forward(assemble([plan], [[0] * count], [range(count)]))

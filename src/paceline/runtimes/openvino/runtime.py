@@ -1,0 +1,152 @@
+"""The CPU runtime: one compiled graph, one infer request, keys and values in memory we own."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import openvino as ov
+
+from paceline.errors import CapacityError
+from paceline.kv_cache.block_pool import SCRATCH_BLOCK
+from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
+from paceline.kv_cache.row_plan import TreeLayout
+from paceline.models.config import ModelConfig, WeightType
+from paceline.models.rope import inverse_frequencies
+from paceline.models.weights import Weights, as_float32
+from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Numerics, RowRange, Runtime
+from paceline.runtimes.numerics import RowPadding
+from paceline.runtimes.openvino.attention import attention_inputs
+from paceline.runtimes.openvino.graph import build_graph, build_lm_head
+from paceline.runtimes.openvino.weights import NUMPY_TYPE, GraphWeights, shared_tensor
+
+
+class OpenVINORuntime(Runtime):
+    """Runs ragged passes of one network on the CPU."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        *,
+        weight_type: WeightType,
+        num_threads: int,
+        max_context: int,
+        collect_layers: Sequence[int] = (),
+        round_to: WeightType | None = None,
+    ) -> None:
+        """Compile the graph and make the plugin pack the weights.
+
+        Args:
+            weight_type: type of computation and cache, `graph.computable` of what is wanted.
+            max_context: positions to prepare for.
+            collect_layers: boundaries to return, 0 to L; fixed, because the outputs of a graph are part of its function.
+            round_to: type the weights' values are rounded to first.
+        """
+        self.config = config
+        self.num_passes = 0
+        self.num_threads = num_threads
+        self.version = f"openvino {ov.__version__}, {num_threads} threads"
+        self.collect_layers = tuple(collect_layers)
+        self.padding = RowPadding.NONE
+        self.capabilities = Capabilities(Numerics.FAST, TreeLayout.MASK, "cpu", weight_type, max_rows=4096)
+        graph_weights = GraphWeights(weights, weight_type, round_to or weight_type)
+        self._weight_type = weight_type
+        self._embedding = weights["embedding.weight"]
+        self._head = weights["embedding.weight" if config.tied_embeddings else "lm_head.weight"]
+        graph = build_graph(config, graph_weights, collect_layers, num_threads)
+        self._inputs = graph.inputs
+        self._request = graph.compiled.create_infer_request()
+        self._cos, self._sin = _rotary_tables(config, max_context)
+        self._lm_head: ov.CompiledModel | None = None
+        self.new_cache(2)
+        self._warm_up()
+        graph_weights.drop_matrices()
+        self._vectors = graph_weights.vectors
+
+    def new_cache(self, num_blocks: int) -> KVCache:
+        config = self.config
+        kind = self._weight_type
+        shape = (2 * config.num_layers, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_size)
+        try:
+            storage = np.zeros(shape, NUMPY_TYPE[kind])
+        except MemoryError as error:
+            raise CapacityError(f"a cache of {num_blocks} blocks does not fit in memory: lower cache_gb") from error
+        for layer in range(config.num_layers):
+            self._set(f"keys.{layer}", shared_tensor(storage[2 * layer], kind))
+            self._set(f"values.{layer}", shared_tensor(storage[2 * layer + 1], kind))
+        self._storage = storage
+        return KVCache(storage, self.capabilities.tree_layout)
+
+    def set_numerics(self, padding: RowPadding, numerics: Numerics) -> None:
+        """Fix how lone rows are padded and what is promised; call before `new_cache`."""
+        layout = TreeLayout.PATHS if numerics is Numerics.EXACT else TreeLayout.MASK
+        self.padding = padding
+        self.capabilities = Capabilities(numerics, layout, "cpu", self._weight_type, self.capabilities.max_rows)
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        if self.padding is RowPadding.WHOLE_ROW and any(item.num_rows == 1 for item in batch.ranges):
+            padded, kept = repeat_lone_rows(batch)
+            output = self._run(padded)
+            collected = output.collected_hidden_states
+            return ForwardOutput(output.logits, output.hidden_states[kept], None if collected is None else collected[:, kept])
+        return self._run(batch)
+
+    def _run(self, batch: ForwardBatch) -> ForwardOutput:
+        self.num_passes += 1
+        rows = attention_inputs(batch, repeat_lone_rows=self.padding is RowPadding.ATTENTION)
+        rows["embedded"] = self.embed(batch.token_ids)
+        rows["logits_rows"] = batch.logits_rows
+        rows["cos"] = self._cos[batch.positions]
+        rows["sin"] = self._sin[batch.positions]
+        for name, value in rows.items():
+            self._set(name, ov.Tensor(value, shared_memory=True))
+        self._request.infer()
+        collected = None
+        if self.collect_layers:
+            collected = np.stack([self._request.get_output_tensor(2 + i).data for i in range(len(self.collect_layers))])
+        return ForwardOutput(self._request.get_output_tensor(0).data, self._request.get_output_tensor(1).data, collected)
+
+    def embed(self, token_ids: IntArray) -> FloatArray:
+        return as_float32(self._embedding, token_ids)
+
+    def lm_head(self, hidden_states: FloatArray) -> FloatArray:
+        if self._lm_head is None:
+            self._lm_head = build_lm_head(self._head, self._weight_type, self.num_threads)
+        return np.asarray(self._lm_head([hidden_states])[0])
+
+    def _set(self, name: str, tensor: ov.Tensor) -> None:
+        self._request.set_input_tensor(self._inputs[name], tensor)
+
+    def _warm_up(self) -> None:
+        """Make the plugin pack every matrix, so that the source buffers can go."""
+        block = np.array([1], np.int32)
+        row = np.zeros(1, np.int32)
+        self._run(ForwardBatch(row, row, (RowRange(0, 1, 0, block),), row))
+        self.num_passes = 0
+
+
+def repeat_lone_rows(batch: ForwardBatch) -> tuple[ForwardBatch, IntArray]:
+    """The batch with each lone row doubled through the whole network, and the rows of it that were there before."""
+    rows: list[int] = []
+    kept: list[int] = []
+    ranges: list[RowRange] = []
+    for item in batch.ranges:
+        start = len(rows)
+        kept.extend(range(start, start + item.num_rows))
+        rows.extend(range(item.start, item.start + item.num_rows))
+        table, count = item.block_table, item.num_rows
+        if count == 1:
+            rows.append(item.start)
+            count = 2
+            if len(table) * BLOCK_SIZE < item.cached_len + 2:
+                table = np.append(table, np.int32(SCRATCH_BLOCK))
+        ranges.append(RowRange(start, count, item.cached_len, table, item.mask))
+    taken = np.array(rows, np.int32)
+    new_row = np.array(kept, np.int32)
+    return ForwardBatch(batch.token_ids[taken], batch.positions[taken], tuple(ranges), new_row[batch.logits_rows]), new_row
+
+
+def _rotary_tables(config: ModelConfig, max_context: int) -> tuple[FloatArray, FloatArray]:
+    """cos and sin [max_context + 1, 1, D / 2] float32, scaled by the attention factor."""
+    frequencies, factor = inverse_frequencies(config.rope, config.head_size)
+    angles = np.arange(max_context + 1, dtype=np.float32)[:, None] * frequencies[None, :]
+    return (np.cos(angles) * np.float32(factor))[:, None, :], (np.sin(angles) * np.float32(factor))[:, None, :]

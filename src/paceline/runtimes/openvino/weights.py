@@ -1,0 +1,69 @@
+"""Weights as graph constants that share memory with the checkpoint's mapped file.
+
+The plugin packs every matrix into its own layout at the first pass and reads the source until then, so the buffers must outlive
+that pass; `op.constant(ov.Tensor(...))` shares memory without keeping a reference, which is why they are held here.
+"""
+
+from typing import Any
+
+import numpy as np
+import openvino as ov
+from openvino import opset13 as ops
+
+from paceline.models.config import WeightType
+from paceline.models.weights import Tensor, Weights, as_float32
+
+OV_TYPE = {WeightType.F32: ov.Type.f32, WeightType.BF16: ov.Type.bf16}
+NUMPY_TYPE: dict[WeightType, Any] = {WeightType.F32: np.float32, WeightType.BF16: np.uint16}
+
+
+def shared_tensor(array: np.ndarray, weight_type: WeightType) -> ov.Tensor:
+    """An OpenVINO tensor over `array`'s memory; bf16 arrives as uint16 bits. The caller keeps `array` alive."""
+    if weight_type is WeightType.BF16:
+        return ov.Tensor(array.view(np.int16), ov.Shape(list(array.shape)), ov.Type.bf16)
+    return ov.Tensor(array, shared_memory=True)
+
+
+def to_bf16(values: np.ndarray) -> np.ndarray:
+    """bf16 bits (uint16) of float32 values, rounded to nearest even."""
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)).astype(np.uint16)
+
+
+class GraphWeights:
+    """Constants of one graph in `weight_type`, with values rounded to `round_to`; views of the file where nothing changes."""
+
+    def __init__(self, weights: Weights, weight_type: WeightType, round_to: WeightType) -> None:
+        self._weights = weights
+        self._round_to = round_to
+        self.weight_type = weight_type
+        self._matrices: list[np.ndarray] = []
+        self.vectors: list[np.ndarray] = []  # read in place at every pass: keep them as long as the graph
+
+    def has(self, name: str) -> bool:
+        return self._weights.has(name)
+
+    def vector(self, name: str) -> ov.Output:
+        """A norm weight or bias as float32, [width]."""
+        self.vectors.append(np.ascontiguousarray(as_float32(self._weights[name])))
+        return ops.constant(shared_tensor(self.vectors[-1], WeightType.F32)).output(0)
+
+    def matrix(self, name: str) -> ov.Output:
+        """A weight matrix in `weight_type`, [outputs, inputs]; a view of the file where nothing is converted."""
+        self._matrices.append(self._converted(self._weights[name]))
+        return ops.constant(shared_tensor(self._matrices[-1], self.weight_type)).output(0)
+
+    def drop_matrices(self) -> None:
+        """Forget the source of every matrix; call after the first pass."""
+        self._matrices.clear()
+
+    def _converted(self, tensor: Tensor) -> np.ndarray:
+        if tensor.weight_type is self.weight_type and self._round_to in (tensor.weight_type, WeightType.F32):
+            return tensor.array
+        values = as_float32(tensor)
+        if self._round_to is WeightType.F16 and tensor.weight_type is not WeightType.F16:
+            values = values.astype(np.float16).astype(np.float32)
+        if WeightType.BF16 in (self._round_to, self.weight_type) and tensor.weight_type is not WeightType.BF16:
+            bits = to_bf16(values)
+            return bits if self.weight_type is WeightType.BF16 else (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return to_bf16(values) if self.weight_type is WeightType.BF16 else values

@@ -1,0 +1,94 @@
+"""The blocks of `runtimes/decoder.py`, computed with tensors: this file is the definition the other runtime is compared with."""
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from paceline.models.config import ModelConfig
+from paceline.models.rope import inverse_frequencies
+from paceline.runtimes.base import ForwardBatch
+from paceline.runtimes.torch.attention import Attention
+from paceline.runtimes.torch.weights import TorchWeights
+
+
+class TorchBlocks:
+    """One pass: its rows, the weights and the cache. Rows are [T, width] in the weights' type."""
+
+    def __init__(
+        self, config: ModelConfig, weights: TorchWeights, storage: torch.Tensor, batch: ForwardBatch, attention: Attention
+    ) -> None:
+        device, dtype = storage.device, storage.dtype
+        self._config = config
+        self._weights = weights
+        self._storage = storage
+        self._attention = attention
+        self._token_ids = torch.from_numpy(batch.token_ids.astype(np.int64)).to(device)
+        self._logits_rows = torch.from_numpy(batch.logits_rows.astype(np.int64)).to(device)
+        self._cos, self._sin = _rotations(config, torch.from_numpy(batch.positions).to(device), dtype)
+        self._block_of_row, self._slot_of_row = _slots_of_rows(batch, storage.shape[3], device)
+
+    def embedding(self, name: str) -> torch.Tensor:
+        return F.embedding(self._token_ids, self._weights.plain[name])
+
+    def linear(self, x: torch.Tensor, *names: str) -> tuple[torch.Tensor, ...]:
+        fused = self._weights.fused[names]
+        return torch.split(F.linear(x, fused.weight, fused.bias), list(fused.sizes), dim=-1)
+
+    def rms_norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """Mean square in float32, then back to the type of x, then times the weight."""
+        wide = x.float()
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._config.norm_eps)
+        return self._weights.plain[name] * scaled.to(x.dtype)
+
+    def head_norm(self, x: torch.Tensor, name: str, num_heads: int) -> torch.Tensor:
+        return self.rms_norm(_heads(x, num_heads), name).flatten(-2)
+
+    def rope(self, x: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """Rotate the pairs (j, j + D/2) of each head."""
+        heads = _heads(x, num_heads)
+        first, second = heads.chunk(2, dim=-1)
+        return (heads * self._cos + torch.cat((-second, first), dim=-1) * self._sin).flatten(-2)
+
+    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
+        keys, values = self._storage[2 * layer], self._storage[2 * layer + 1]
+        keys[self._block_of_row, :, self._slot_of_row] = _heads(k, self._config.num_kv_heads)
+        values[self._block_of_row, :, self._slot_of_row] = _heads(v, self._config.num_kv_heads)
+        return self._attention(_heads(q, self._config.num_heads), keys, values).flatten(-2)
+
+    def gated_mlp(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return F.silu(gate) * up
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+    def logits_rows(self, x: torch.Tensor) -> torch.Tensor:
+        return x[self._logits_rows]
+
+    def lm_head(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.linear(x, self._weights.plain[name]).float()
+
+
+def _heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """[T, heads, D] from [T, heads * D]."""
+    return x.reshape(len(x), num_heads, -1)
+
+
+def _rotations(config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [T, 1, D], computed in float32."""
+    frequencies, attention_factor = inverse_frequencies(config.rope, config.head_size)
+    angles = positions[:, None].float() * torch.from_numpy(frequencies).to(positions.device)
+    angles = torch.cat((angles, angles), dim=-1)[:, None]
+    return (angles.cos() * attention_factor).to(dtype), (angles.sin() * attention_factor).to(dtype)
+
+
+def _slots_of_rows(batch: ForwardBatch, block_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each row's key and value go: block [T] and slot in the block [T]."""
+    blocks, slots = [], []
+    for rows in batch.ranges:
+        own = np.arange(rows.cached_len, rows.cached_len + rows.num_rows)
+        blocks.append(rows.block_table[own // block_size])
+        slots.append(own % block_size)
+    return (
+        torch.from_numpy(np.concatenate(blocks).astype(np.int64)).to(device),
+        torch.from_numpy(np.concatenate(slots).astype(np.int64)).to(device),
+    )

@@ -1,0 +1,138 @@
+"""Counter-based noise: the random numbers of one token, a pure function of (seed, sample, position, purpose, vocabulary id).
+
+Nothing is consumed and nothing is stored, so the noise of a position is the same however often, in whatever order
+and in whatever pass it is asked for. That is what makes speculation reproduce plain decoding.
+"""
+
+from enum import IntEnum
+from functools import lru_cache
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+BitsArray = NDArray[np.uint32]
+KeyArray = NDArray[np.uint64]
+IdArray = NDArray[np.integer]
+
+_MASK = 0xFFFFFFFFFFFFFFFF
+_GAMMA = 0x9E3779B97F4A7C15  # odd, 2**64 / golden ratio
+_FACTOR_1 = 0xBF58476D1CE4E5B9
+_FACTOR_2 = 0x94D049BB133111EB
+_WORD = 2.0**-32
+
+
+class Purpose(IntEnum):
+    """What the noise of a position is used for; purposes share no random numbers."""
+
+    TOKEN = 0  # the draw of the token itself: plain steps, verification and coupled drafting
+    ACCEPT = 1  # the three below serve acceptance="rejection" only
+    RESIDUAL = 2
+    DRAFT = 3
+
+
+@overload
+def noise_key(seed: int, sample_index: int, position: int, purpose: Purpose) -> int: ...
+@overload
+def noise_key(seed: KeyArray, sample_index: KeyArray, position: KeyArray, purpose: Purpose) -> KeyArray: ...
+def noise_key(seed: Any, sample_index: Any, position: Any, purpose: Purpose) -> Any:
+    """The 64-bit state that all vocabulary ids of one position start from.
+
+    Takes Python ints, or uint64 arrays of one shape (the keys of many rows at once); both give the same keys.
+    Each stage is a bijection of its word, so two positions (or samples, or seeds) that share the rest never share a key.
+    """
+    state = _mix((seed + _GAMMA) & _MASK)
+    state = _mix(state ^ (sample_index << 8) ^ int(purpose))
+    return _mix(((state ^ position) + _GAMMA) & _MASK)
+
+
+def _mix(state: Any) -> Any:
+    """SplitMix64's finaliser: every input bit flips every output bit with probability close to 1/2.
+
+    Source: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"; constants: Stafford's variant 13.
+    """
+    state = ((state ^ (state >> 30)) * _FACTOR_1) & _MASK
+    state = ((state ^ (state >> 27)) * _FACTOR_2) & _MASK
+    return state ^ (state >> 31)
+
+
+def _mix_in_place(state: KeyArray) -> KeyArray:
+    """`_mix` of a whole array with one scratch buffer; the array is overwritten."""
+    scratch = np.right_shift(state, 30)
+    np.bitwise_xor(state, scratch, out=state)
+    np.multiply(state, _FACTOR_1, out=state)
+    np.right_shift(state, 27, out=scratch)
+    np.bitwise_xor(state, scratch, out=state)
+    np.multiply(state, _FACTOR_2, out=state)
+    np.right_shift(state, 31, out=scratch)
+    np.bitwise_xor(state, scratch, out=state)
+    return state
+
+
+@lru_cache(maxsize=8)
+def _pair_offsets(vocab_size: int) -> KeyArray:
+    """Offsets of the ceil(V / 2) id pairs: one 64-bit mix serves the ids 2i (low half) and 2i + 1 (high half)."""
+    offsets: KeyArray = np.arange((vocab_size + 1) // 2, dtype=np.uint64) * np.uint64(_GAMMA)
+    offsets.flags.writeable = False
+    return offsets
+
+
+def key_bits(keys: KeyArray, token_ids: IdArray | int) -> BitsArray:
+    """32 random bits for each vocabulary id.
+
+    Args:
+        keys: uint64, of any shape [..., 1], from `noise_key`.
+        token_ids: ids [..., M], or the vocabulary size V for all ids in order (then M = V).
+
+    Returns:
+        [..., M] uint32.
+    """
+    if isinstance(token_ids, int):
+        state = _mix_in_place(keys + _pair_offsets(token_ids))
+        # Little-endian by name: the low half belongs to the even id on every machine.
+        bits: BitsArray = state.astype("<u8", copy=False).view("<u4")[..., :token_ids]
+        return bits
+    ids = token_ids.astype(np.uint64)
+    state = _mix_in_place(keys + (ids >> 1) * np.uint64(_GAMMA))
+    halves: BitsArray = (state >> ((ids & 1) << 5)).astype(np.uint32)
+    return halves
+
+
+def noise_bits(seed: int, sample_index: int, position: int, purpose: Purpose, token_ids: IdArray | int) -> BitsArray:
+    """32 random bits for each vocabulary id at one position.
+
+    Args:
+        seed: the request's, in [0, 2**64).
+        sample_index: which of the request's n samples, in [0, 2**32).
+        position: index in prompt + output of the token being drawn, in [0, 2**64).
+        purpose: what the bits are for.
+        token_ids: ids [M] of the target's vocabulary, or its size V for all of them in order.
+
+    Returns:
+        [M] (or [V]) uint32, the same on every machine. The bits of an id do not depend on the other ids asked for.
+    """
+    key = noise_key(int(seed), int(sample_index), int(position), purpose)
+    ids = int(token_ids) if isinstance(token_ids, (int, np.integer)) else np.asarray(token_ids)
+    return key_bits(np.array([key], np.uint64), ids)
+
+
+def exponential(bits: BitsArray) -> NDArray[np.float64]:
+    """Standard exponential variates E = -log1p(-w) with w = (bits + 1/2) / 2**32: finite and > 0 for every bit pattern."""
+    uniform = (bits + 0.5) * _WORD  # exact in float64: 33 significant bits, strictly inside (0, 1)
+    return np.asarray(-np.log1p(-uniform), np.float64)
+
+
+def token_noise(
+    seed: int, sample_index: int, position: int, token_ids: IdArray | int, purpose: Purpose = Purpose.TOKEN
+) -> NDArray[np.float64]:
+    """The exponential variates E_v of one position; the token is argmax_v (log prob_v - log E_v).
+
+    Arguments as in `noise_bits`.
+
+    Returns:
+        [M] (or [V]) float64, finite and > 0.
+
+    Source: Gumbel-max, in exponential form; shared between drafter and target it couples their choices
+        (Daliri et al. 2024, arXiv:2408.07978).
+    """
+    return exponential(noise_bits(seed, sample_index, position, purpose, token_ids))

@@ -1,0 +1,167 @@
+"""What a request may ask of sampling, validated once and immutable afterwards."""
+
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+
+from paceline.errors import RequestError
+
+MAX_TEMPERATURE = 100.0
+MIN_TEMPERATURE = 1e-4  # below it float32 scores overflow for large logits; 0 is greedy
+MAX_ADDEND = 1e6  # penalties and biases: far beyond any logit, far from float32's end
+MAX_INT = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when it ends.
+
+    Attributes:
+        max_tokens: output tokens at most, >= 1.
+        min_tokens: EOS and `stop_token_ids` cannot be drawn before the output has this many tokens.
+        temperature: 0 = greedy, else in [1e-4, 100].
+        top_k: keep the k best tokens and those tied with the k-th; 0 = off.
+        top_p: keep the best tokens until their mass reaches p, in (0, 1]; 1 = off.
+        min_p: keep tokens at least min_p times as probable as the best, in [0, 1]; 0 = off.
+        seed: in [0, 2**64); None = a fresh one is drawn and reported.
+        stop: text that ends the output; a string or several.
+        stop_token_ids: tokens that end the output, besides EOS.
+        include_stop: whether the stop text or token is part of the output.
+        ignore_eos: whether generation goes on after EOS.
+        repetition_penalty: > 0; divides positive and multiplies negative logits of tokens in prompt or output; 1 = off.
+        frequency_penalty: subtracted per occurrence in the output.
+        presence_penalty: subtracted once from tokens that occur in the output.
+        logit_bias: added to the logits of these ids before everything else.
+        banned_token_ids: tokens that are never drawn.
+
+    Raises:
+        RequestError: a value has the wrong type or is out of range; `parameter` names it.
+    """
+
+    max_tokens: int = 256
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop: bool = False
+    ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    banned_token_ids: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        self._set(max_tokens=_integer("max_tokens", self.max_tokens, 1, MAX_INT))
+        self._set(min_tokens=_integer("min_tokens", self.min_tokens, 0, self.max_tokens))
+        temperature = _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        if 0.0 < temperature < MIN_TEMPERATURE:
+            _refuse("temperature", temperature, f"is positive but below {MIN_TEMPERATURE}; use 0 for greedy decoding")
+        top_p = _number("top_p", self.top_p, 0.0, 1.0)
+        if top_p == 0.0:
+            _refuse("top_p", top_p, "would keep no token; it must be in (0, 1], and temperature=0 is greedy decoding")
+        repetition_penalty = _number("repetition_penalty", self.repetition_penalty, 0.0, MAX_ADDEND)
+        if repetition_penalty < 1.0 / MAX_ADDEND:
+            _refuse("repetition_penalty", repetition_penalty, f"must be at least {1.0 / MAX_ADDEND}; 1 switches it off")
+        self._set(
+            temperature=temperature,
+            top_p=top_p,
+            repetition_penalty=repetition_penalty,
+            top_k=_integer("top_k", self.top_k, 0, MAX_INT),
+            min_p=_number("min_p", self.min_p, 0.0, 1.0),
+            frequency_penalty=_number("frequency_penalty", self.frequency_penalty, -MAX_ADDEND, MAX_ADDEND),
+            presence_penalty=_number("presence_penalty", self.presence_penalty, -MAX_ADDEND, MAX_ADDEND),
+            seed=None if self.seed is None else _integer("seed", self.seed, 0, 2**64 - 1),
+            stop=_stop_texts(self.stop),
+            stop_token_ids=_ids("stop_token_ids", self.stop_token_ids),
+            banned_token_ids=_ids("banned_token_ids", self.banned_token_ids),
+            logit_bias=_bias(self.logit_bias),
+        )
+        for name in ("include_stop", "ignore_eos"):
+            if not isinstance(getattr(self, name), bool):
+                _refuse(name, getattr(self, name), "must be true or false")
+
+    def _set(self, **values: object) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is always taken."""
+        return self.temperature == 0.0
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Check every token id named here against the target's vocabulary.
+
+        Raises:
+            RequestError: an id is not below `vocab_size`; `parameter` names where.
+        """
+        for name in ("logit_bias", "banned_token_ids", "stop_token_ids"):
+            largest = max(getattr(self, name), default=-1)
+            if largest >= vocab_size:
+                _refuse(name, largest, f"is no token id of this model; ids are in [0, {vocab_size - 1}]")
+
+
+def resolve_seed(params: SamplingParams, entropy: Callable[[int], int] = secrets.randbits) -> int:
+    """The request's seed, or a fresh one of 63 bits, to be reported with the result so that it can be repeated.
+
+    Args:
+        params: the request's.
+        entropy: number of bits -> that many random bits.
+    """
+    return entropy(63) if params.seed is None else params.seed
+
+
+def _refuse(name: str, value: object, reason: str) -> None:
+    raise RequestError(f"{name}: {value!r} {reason}", parameter=name)
+
+
+def _integer(name: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise RequestError(f"{name}: {value!r} is not an integer", parameter=name)
+    if not low <= int(value) <= high:
+        _refuse(name, value, f"is out of range; it must be in [{low}, {high}]")
+    return int(value)
+
+
+def _number(name: str, value: object, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise RequestError(f"{name}: {value!r} is not a number", parameter=name)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond every float
+        number = math.inf
+    if not low <= number <= high:  # also refuses NaN
+        _refuse(name, value, f"is out of range; it must be in [{low:g}, {high:g}]")
+    return number
+
+
+def _ids(name: str, value: object) -> tuple[int, ...]:
+    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
+        raise RequestError(f"{name}: {value!r} is not a list of token ids", parameter=name)
+    return tuple(_integer(name, item, 0, MAX_INT) for item in value)
+
+
+def _bias(value: object) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise RequestError(f"logit_bias: {value!r} is not a mapping of token id to bias", parameter="logit_bias")
+    return {
+        _integer("logit_bias", token_id, 0, MAX_INT): _number("logit_bias", bias, -MAX_ADDEND, MAX_ADDEND)
+        for token_id, bias in value.items()
+    }
+
+
+def _stop_texts(value: object) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else value
+    if isinstance(texts, (bytes, Mapping)) or not isinstance(texts, Sequence):
+        raise RequestError(f"stop: {value!r} is neither a string nor a list of strings", parameter="stop")
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            _refuse("stop", text, "cannot end the output; every stop must be a non-empty string")
+    return tuple(texts)

@@ -1,0 +1,179 @@
+"""The one door from logits to a distribution, alike for plain steps, verification and drafting.
+
+Order: logit bias, repetition penalty, presence and frequency penalties, bans, min_tokens, temperature, top-k, top-p, min-p.
+Temperature 0 stops before temperature. A row that the parameters do not change is passed on without a copy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import CheckpointError, RequestError
+from paceline.sampling.history import TokenCounts
+from paceline.sampling.params import SamplingParams
+from paceline.sampling.restrict import restrict
+
+ScoreArray = NDArray[np.float32]
+ProbArray = NDArray[np.float64]
+
+_DENSE_SHARE = 4  # noise for more than V / 4 listed ids costs more than for all V in order
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """What is left of a row after all processors.
+
+    Attributes:
+        scores: [M] float32 log-probabilities up to a constant, already divided by the temperature. May be a view of the
+            row they were made from, so they live until the runtime's next pass.
+        token_ids: [M] ids, ascending; None = all V in order. Ids not listed have probability 0.
+        greedy: whether the token is the argmax instead of a draw.
+    """
+
+    scores: ScoreArray
+    token_ids: NDArray[np.int64] | None
+    greedy: bool
+
+    def argmax(self) -> int:
+        """The most probable token, lowest id on ties."""
+        best = int(np.argmax(self.scores))
+        return best if self.token_ids is None else int(self.token_ids[best])
+
+    def log_probs(self) -> ProbArray:
+        """[M] float64 normalised log-probabilities (of the unscaled logits where `greedy`)."""
+        shifted = self.scores.astype(np.float64) - self.scores.max()
+        return np.asarray(shifted - np.log(np.exp(shifted).sum()), np.float64)
+
+    def probs(self) -> ProbArray:
+        """[M] float64 probabilities, summing to 1."""
+        return np.exp(self.log_probs())
+
+
+class LogitsProcessor:
+    """Turns rows of logits into distributions for one sample of one request.
+
+    It knows the committed history. Rows of draft nodes name the path that leads to them, so a row is processed
+    with the same history, and to the same bits, whether its tokens are committed or still guesses.
+
+    Args:
+        params: the request's.
+        vocab_size: V of the rows.
+        prompt_token_ids: the prompt; counts for the repetition penalty only.
+        eos_token_ids: banned, like `params.stop_token_ids`, while the output is shorter than `params.min_tokens`.
+
+    Raises:
+        RequestError: an id of the parameters or the prompt is not in the vocabulary.
+    """
+
+    def __init__(self, params: SamplingParams, vocab_size: int, prompt_token_ids: Sequence[int], eos_token_ids: Sequence[int] = ()) -> None:
+        params.check_vocabulary(vocab_size)
+        self.num_output_tokens = 0
+        self._params = params
+        self._bias_ids = np.array(list(params.logit_bias.keys()), np.int64)
+        self._bias = np.array(list(params.logit_bias.values()), np.float32)
+        self._banned_ids = np.array(sorted(set(params.banned_token_ids)), np.int64)
+        ends = {*params.stop_token_ids, *(token_id for token_id in eos_token_ids if token_id < vocab_size)}
+        self._end_ids = np.array(sorted(ends), np.int64)
+        # Both count only what their penalty reads, so requests without penalties pay nothing per token.
+        self._seen = TokenCounts(_distinct(prompt_token_ids, vocab_size)) if params.repetition_penalty != 1.0 else None
+        self._generated = TokenCounts() if params.frequency_penalty or params.presence_penalty else None
+        self._trackers = [counts for counts in (self._seen, self._generated) if counts is not None]
+        self._edits_every_row = bool(params.logit_bias or params.banned_token_ids or self._trackers)
+
+    def commit(self, token_id: int) -> None:
+        """Record that a token became part of the output. O(1)."""
+        self.num_output_tokens += 1
+        for counts in self._trackers:
+            counts.add(token_id)
+
+    def process(self, logits: ScoreArray, path: Sequence[int] = ()) -> Distribution:
+        """The distribution of the token that follows prompt + committed output + `path`.
+
+        Args:
+            logits: [V] float32, never modified.
+            path: tokens after the committed output that lead to this row.
+
+        Raises:
+            CheckpointError: the row holds NaN or +inf, or nothing finite.
+            RequestError: the parameters leave no token to choose.
+        """
+        params = self._params
+        peak = _checked_peak(logits)
+        scores = logits
+        too_short = self.num_output_tokens + len(path) < params.min_tokens and self._end_ids.size > 0
+        if self._edits_every_row or too_short:
+            scores = logits.copy()
+            self._edit(scores, path, too_short=too_short)
+            peak = scores.max()
+            if np.isneginf(peak):
+                raise RequestError(
+                    f"no token is left to choose at output position {self.num_output_tokens + len(path)}: banned_token_ids and "
+                    "min_tokens exclude the whole vocabulary; ban fewer tokens or lower min_tokens",
+                    parameter="banned_token_ids" if self._banned_ids.size else "min_tokens",
+                )
+        # Processors that mask rows (grammars, custom callables) belong here: after the edits, before temperature.
+        if params.is_greedy:
+            return Distribution(scores, None, True)
+        if params.temperature != 1.0:
+            scores = scores / np.float32(params.temperature)
+            peak = peak / np.float32(params.temperature)
+        return _sampled(scores, restrict(scores, peak, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p))
+
+    def _edit(self, scores: ScoreArray, path: Sequence[int], *, too_short: bool) -> None:
+        """Everything before temperature, in place."""
+        if self._bias_ids.size:
+            scores[self._bias_ids] += self._bias
+        for counts in self._trackers:
+            counts.extend(path)
+        try:
+            if self._seen is not None:
+                _repetition_penalty(scores, self._seen.token_ids, self._params.repetition_penalty)
+            if self._generated is not None:
+                # Total counts first, one subtraction after: guessed and committed tokens round alike.
+                penalty = self._generated.counts * np.float32(self._params.frequency_penalty)
+                scores[self._generated.token_ids] -= penalty + np.float32(self._params.presence_penalty)
+        finally:
+            for counts in self._trackers:
+                counts.drop_last(path)
+        if self._banned_ids.size:
+            scores[self._banned_ids] = -np.inf
+        if too_short:
+            scores[self._end_ids] = -np.inf
+
+
+def _sampled(scores: ScoreArray, kept: NDArray[np.int64] | None) -> Distribution:
+    if kept is None:
+        return Distribution(scores, None, False)
+    if len(kept) <= len(scores) // _DENSE_SHARE:
+        return Distribution(scores[kept], kept, False)
+    dense = np.full_like(scores, -np.inf)
+    dense[kept] = scores[kept]
+    return Distribution(dense, None, False)
+
+
+def _checked_peak(logits: ScoreArray) -> np.float32:
+    peak: np.float32 = logits.max()  # NaN wins every maximum
+    if not np.isfinite(peak):
+        found = "NaN" if np.isnan(peak) else str(peak)
+        raise CheckpointError(
+            f"the target produced {found} logits (largest of a row of {len(logits)}): its weights are damaged or overflow in this "
+            "precision; verify the checkpoint's files or load it with a wider dtype"
+        )
+    return peak
+
+
+def _repetition_penalty(scores: ScoreArray, token_ids: NDArray[np.int64], penalty: float) -> None:
+    """Make seen tokens less likely (Keskar et al. 2019, arXiv:1909.05858, section 4.1; negative scores multiply, as transformers)."""
+    seen = scores[token_ids]
+    factor = np.float32(penalty)
+    scores[token_ids] = np.where(seen < 0, seen * factor, seen / factor)
+
+
+def _distinct(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int64]:
+    distinct = np.unique(np.asarray(token_ids, np.int64))
+    if distinct.size and not 0 <= distinct[0] <= distinct[-1] < vocab_size:
+        outside = int(distinct[0]) if distinct[0] < 0 else int(distinct[-1])
+        raise RequestError(f"prompt: {outside} is no token id of this model; ids are in [0, {vocab_size - 1}]", parameter="prompt")
+    return distinct

@@ -1,0 +1,81 @@
+"""The interface of everything that guesses. A drafter can make us slow, never wrong: it is only asked, nothing it says is believed."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.runtimes.base import FloatArray
+from paceline.speculation.request import Request
+from paceline.speculation.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBudget:
+    """How much one request may draft this step: `row_budget` rows of the target pass, root included, `max_depth` tokens deep."""
+
+    row_budget: int
+    max_depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterNeeds:
+    """Target activations a drafter wants to observe.
+
+    Attributes:
+        hidden_states: the final hidden states.
+        layers: boundaries to collect (fixed when the target is built).
+        prompt_rows: of every prompt row; otherwise only of the last one.
+    """
+
+    hidden_states: bool = False
+    layers: tuple[int, ...] = ()
+    prompt_rows: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedRows:
+    """Rows of one request that a target pass just made permanent.
+
+    Attributes:
+        request: whose rows; its `token_ids` already hold what the step emitted.
+        start: position of the first row; row i carries token `request.token_ids[start + i]`.
+        num_rows: how many.
+        hidden_states: [num_rows, E] or None, valid during the call.
+        collected_hidden_states: [num_layers, num_rows, E] or None, valid during the call.
+    """
+
+    request: Request
+    start: int
+    num_rows: int
+    hidden_states: FloatArray | None = None
+    collected_hidden_states: FloatArray | None = None
+
+
+class Drafter(ABC):
+    """Guesses next tokens for a batch of requests.
+
+    Called by the engine in this order, every step: `propose` before the target pass, `observe` after it; `release` when a request
+    ends, however it ends. Nothing a drafter raises reaches a user's request: the step becomes a plain one and is counted.
+    A drafter never reads one request's tokens while guessing for another.
+    """
+
+    name: str
+    needs: DrafterNeeds = DrafterNeeds()
+    cache_bytes_per_token: int = 0
+
+    @abstractmethod
+    def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
+        """A tree under each request's last token, or None for a plain step. May exceed the budget; the step trims it."""
+
+    def observe(self, rows: Sequence[CommittedRows]) -> None:
+        """Told after every target pass, prompt chunks included. May defer its work to `propose`."""
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """`child` continues from `parent`'s tokens; state may be shared or made anew."""
+
+    def release(self, request: Request) -> None:
+        """Forget a request; also called for requests never seen."""
+
+    def describe(self) -> str:
+        """One line for the banner at load."""
+        return self.name

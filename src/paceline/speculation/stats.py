@@ -1,0 +1,101 @@
+"""What speculation did, counted after the stop cut.
+
+steps: target passes that emitted. drafted: guessed tokens, roots excluded. accepted: guesses kept. emitted: tokens of those steps;
+emitted = accepted + bonus. mean_acceptance_length = emitted / steps (plain decoding = 1). acceptance_rate = accepted / drafted.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class PlainReason(Enum):
+    """Why a step ran without drafts."""
+
+    OFF = "speculation is off"
+    PROMPT = "the prompt's last pass"
+    NO_GUESS = "the drafter had no guess"
+    GUARD = "drafting did not pay"
+    NO_ROOM = "the end of the context or of max_tokens"
+    NO_MEMORY = "no cache block was free for drafts"
+    DRAFTER_FAILED = "the drafter failed"
+    CUT = "no guessed token was usable"
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """Counters of one request, or the sum of several."""
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    bonus: int = 0
+    emitted: int = 0
+    cut: int = 0  # guesses dropped before the pass: ids out of range, too deep, over budget
+    drafted_by_position: list[int] = field(default_factory=list)
+    accepted_by_position: list[int] = field(default_factory=list)
+    plain: Counter[PlainReason] = field(default_factory=Counter)
+
+    @property
+    def plain_steps(self) -> int:
+        return sum(self.plain.values())
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        return self.emitted / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def acceptance_rate_by_position(self) -> list[float]:
+        """Accepted / drafted at depth 1, 2, …"""
+        return [kept / max(1, drafted) for kept, drafted in zip(self.accepted_by_position, self.drafted_by_position, strict=True)]
+
+    def record(self, draft_depths: Sequence[int], num_accepted: int, num_emitted: int, plain: PlainReason | None) -> None:
+        """Count one step. `draft_depths`: depth of each guessed node; `num_accepted` and `num_emitted`: after the stop cut."""
+        self.steps += 1
+        self.drafted += len(draft_depths)
+        self.accepted += num_accepted
+        self.bonus += num_emitted - num_accepted
+        self.emitted += num_emitted
+        if plain is not None:
+            self.plain[plain] += 1
+        self._widen(max(draft_depths, default=0))
+        for depth in draft_depths:
+            self.drafted_by_position[depth - 1] += 1
+        for depth in range(num_accepted):
+            self.accepted_by_position[depth] += 1
+
+    def add(self, other: "SpeculationStats") -> None:
+        """Add another request's counters to these."""
+        for name in ("steps", "drafted", "accepted", "bonus", "emitted", "cut"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self._widen(len(other.drafted_by_position))
+        for depth, (drafted, accepted) in enumerate(zip(other.drafted_by_position, other.accepted_by_position, strict=True)):
+            self.drafted_by_position[depth] += drafted
+            self.accepted_by_position[depth] += accepted
+        self.plain.update(other.plain)
+
+    def as_dict(self, drafter: str) -> dict[str, Any]:
+        """The JSON form."""
+        return {
+            "drafter": drafter,
+            "steps": self.steps,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "emitted": self.emitted,
+            "mean_acceptance_length": round(self.mean_acceptance_length, 4),
+            "acceptance_rate": round(self.acceptance_rate, 4),
+            "acceptance_rate_by_position": [round(rate, 4) for rate in self.acceptance_rate_by_position],
+            "plain_steps": self.plain_steps,
+            "plain_reasons": {reason.value: count for reason, count in self.plain.items()},
+        }
+
+    def _widen(self, depth: int) -> None:
+        missing = depth - len(self.drafted_by_position)
+        self.drafted_by_position.extend([0] * missing)
+        self.accepted_by_position.extend([0] * missing)

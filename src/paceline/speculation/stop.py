@@ -1,0 +1,79 @@
+"""Stop strings, found in the text as it is made, across token borders."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Detokenizer(Protocol):
+    """Turns tokens into text one by one (`tokenizer.IncrementalDetokenizer`)."""
+
+    def push(self, token_id: int) -> str:
+        """The text that became final with this token."""
+        ...
+
+    def flush(self) -> str:
+        """What is left at the end."""
+        ...
+
+
+class TextStop:
+    """Collects a request's text and ends it at the first stop string.
+
+    `text` is what may be shown: it never holds a part of a stop string that later turns out to be one.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str], *, include_stop: bool) -> None:
+        self._detokenizer = detokenizer
+        self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._held = ""
+        self._shown: list[str] = []
+        self._num_taken = 0
+        self.is_stopped = False
+
+    @property
+    def text(self) -> str:
+        """All text that is final."""
+        return "".join(self._shown)
+
+    def take_new(self) -> str:
+        """The text that became final since the last call."""
+        new = "".join(self._shown[self._num_taken :])
+        self._num_taken = len(self._shown)
+        return new
+
+    def push(self, token_id: int) -> bool:
+        """Add a token; True when a stop string is complete: the request ends with this token."""
+        self._take(self._detokenizer.push(token_id))
+        return self.is_stopped
+
+    def finish(self) -> str:
+        """Make everything final, once no token will follow, and return the whole text."""
+        if not self.is_stopped:
+            self._take(self._detokenizer.flush())
+            self._show(len(self._held))
+        return self.text
+
+    def _take(self, piece: str) -> None:
+        self._held += piece
+        found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if found:
+            at, stop = min(found, key=lambda item: (item[0], len(item[1])))
+            self._show(at + len(stop) if self._include_stop else at)
+            self._held = ""
+            self.is_stopped = True
+            return
+        self._show(len(self._held) - self._open_len())
+
+    def _open_len(self) -> int:
+        """Length of the longest end of the held text that a stop string begins with."""
+        longest = max(map(len, self._stop), default=0)
+        for length in range(min(longest - 1, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
+                return length
+        return 0
+
+    def _show(self, length: int) -> None:
+        if length:
+            self._shown.append(self._held[:length])
+        self._held = self._held[length:]

@@ -1,0 +1,52 @@
+"""The walk: which guesses the target itself would have produced.
+
+At the root the target's own token is drawn from its own row, with the noise of that position. If a child holds it, the walk goes
+there and repeats; else it stops and that token is the bonus. No draft probability is needed and any tree is exact, because every
+token is the target's own draw (sample-and-match; deterministic given the seed).
+"""
+
+from dataclasses import dataclass
+
+from paceline.runtimes.base import FloatArray
+from paceline.sampling.draw import draw
+from paceline.speculation.request import Request
+from paceline.speculation.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyResult:
+    """Outcome of one walk.
+
+    Attributes:
+        accepted_nodes: nodes kept, from the root's child down.
+        token_ids: the target's tokens: one for each accepted node, then the bonus token.
+    """
+
+    accepted_nodes: tuple[int, ...]
+    token_ids: tuple[int, ...]
+
+    @property
+    def bonus_token_id(self) -> int:
+        return self.token_ids[-1]
+
+
+def verify(tree: DraftTree, logits: FloatArray, request: Request) -> VerifyResult:
+    """Walk `tree` with the target's rows.
+
+    Args:
+        tree: rooted at the request's last token.
+        logits: [N, V] float32, row i belongs to node i; only rows the walk reaches are read.
+        request: gives processors, seed and position. Not changed.
+    """
+    node = 0
+    accepted: list[int] = []
+    path: list[int] = []
+    while True:
+        distribution = request.processor.process(logits[node], path)
+        token = draw(distribution, request.seed, request.sample_index, len(request.token_ids) + len(path))
+        path.append(token)
+        child = tree.child(node, token)
+        if child is None:
+            return VerifyResult(tuple(accepted), tuple(path))
+        accepted.append(child)
+        node = child

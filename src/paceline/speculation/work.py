@@ -1,0 +1,89 @@
+"""The rows one request brings to a step, and reserving their slots."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.errors import CapacityError
+from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.row_plan import RowPlan
+from paceline.speculation.request import Request
+from paceline.speculation.stats import PlainReason
+from paceline.speculation.tree import DraftTree
+
+
+@dataclass(slots=True)
+class Work:
+    """Rows of one request: known tokens that are not cached yet, the last of them the root of a tree of guesses.
+
+    Nodes of the plan: [0, num_given) are the known tokens, node num_given - 1 is the root; then the tree's other nodes.
+
+    Attributes:
+        num_given: known tokens; 1 while decoding, a chunk of the prompt before.
+        tree: None for a chunk that does not reach the request's last token: it emits nothing.
+        plain: why there are no guesses.
+        plan: set by `reserve`.
+    """
+
+    request: Request
+    num_given: int
+    tree: DraftTree | None
+    plain: PlainReason | None = None
+    plan: RowPlan | None = None
+
+    @classmethod
+    def of(cls, request: Request, chunk_rows: int) -> "Work":
+        """What `request` does next: at most `chunk_rows` known tokens."""
+        uncached = len(request.token_ids) - request.sequence.committed_len
+        if uncached > chunk_rows:
+            return cls(request, chunk_rows, None)
+        return cls(request, uncached, DraftTree.root_only(request.token_ids[-1]))
+
+    @property
+    def root(self) -> int:
+        """The plan's node of the root."""
+        return self.num_given - 1
+
+    @property
+    def parents(self) -> Sequence[int]:
+        given = range(-1, self.num_given - 1)
+        if self.tree is None or self.tree.num_draft_tokens == 0:
+            return given
+        if self.num_given == 1:
+            return self.tree.parents
+        return [*given, *(self.root + parent for parent in self.tree.parents[1:])]
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        start = self.request.sequence.committed_len
+        given = self.request.token_ids[start : start + self.num_given]
+        return given if self.tree is None else [*given, *self.tree.token_ids[1:]]
+
+    @property
+    def logits_nodes(self) -> Sequence[int]:
+        return () if self.tree is None else range(self.root, self.num_given + self.tree.num_draft_tokens)
+
+    def make_plain(self, reason: PlainReason) -> None:
+        """Drop the guesses."""
+        self.tree, self.plain = DraftTree.root_only(self.request.token_ids[-1]), reason
+
+
+def reserve(works: Sequence[Work], cache: KVCache) -> list[RowPlan]:
+    """Reserve slots for every work; guesses that find no block are dropped.
+
+    Raises:
+        CapacityError: not even the known tokens fit; nothing was changed.
+    """
+    try:
+        for work in works:
+            try:
+                work.plan = cache.reserve(work.request.sequence, work.parents)
+            except CapacityError:
+                if work.tree is None or work.tree.num_draft_tokens == 0:
+                    raise
+                work.make_plain(PlainReason.NO_MEMORY)
+                work.plan = cache.reserve(work.request.sequence, work.parents)
+    except CapacityError:
+        for work in works:
+            cache.cancel(work.request.sequence)
+        raise
+    return [work.plan for work in works if work.plan is not None]

@@ -1,0 +1,166 @@
+"""Text to token ids and back, and text as it streams out of a model."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import CheckpointError, RequestError
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_MAX_WINDOW = 32
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint.
+
+    `vocab_size` is the number of ids it knows, the largest id + 1; a model's matrices may have more rows.
+    """
+
+    def __init__(self, pretrained: Any) -> None:
+        self._pretrained = pretrained
+        self._backend = pretrained.backend_tokenizer
+        self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.special_token_ids: frozenset[int] = frozenset(
+            token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
+        )
+
+    @classmethod
+    def open(cls, directory: Path) -> "Tokenizer":
+        """The tokenizer in a checkpoint directory; code that a checkpoint may bring along is never run.
+
+        Raises:
+            CheckpointError: there is none, or it cannot be read.
+        """
+        try:
+            return cls(_tokenizer_class(directory).from_pretrained(str(directory), trust_remote_code=False, local_files_only=True))
+        except Exception as error:  # what a damaged file raises is not documented and comes in many types
+            raise CheckpointError(
+                f"{directory} holds no tokenizer we can read ({type(error).__name__}: {error}); it needs tokenizer.json"
+            ) from error
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; special tokens written out in it become their ids."""
+        ids: list[int] = self._pretrained.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; ids the tokenizer does not know stand for nothing."""
+        text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def piece(self, token_id: int) -> str:
+        """The vocabulary's own spelling of a token ("Ġthe", "<0x0A>"); empty for ids it does not know."""
+        return self._backend.id_to_token(token_id) or ""
+
+    @property
+    def has_byte_pieces(self) -> bool:
+        """Whether characters outside the vocabulary are spelled as runs of pieces like <0xE4>."""
+        return self._backend.token_to_id("<0x00>") is not None
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation as the model was trained to see it.
+
+        Raises:
+            RequestError: the tokenizer has no chat template, or its template rejects the messages.
+        """
+        if not self._pretrained.chat_template:
+            raise RequestError("this model has no chat template, so it cannot take messages; send a plain prompt", parameter="messages")
+        if not messages:
+            raise RequestError("messages is empty; send at least one message", parameter="messages")
+        from jinja2 import TemplateError
+
+        try:
+            text = self._pretrained.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise RequestError(f"the model's chat template rejects these messages: {error}", parameter="messages") from error
+        return self.encode(text, add_special_tokens=False)
+
+    def detokenizer(self) -> "IncrementalDetokenizer":
+        """A fresh one for one stream of tokens."""
+        return IncrementalDetokenizer(self)
+
+
+def _tokenizer_class(directory: Path) -> Any:
+    """What AutoTokenizer would choose; asking it imports torch where that is installed, seconds a common tokenizer need not wait."""
+    settings = directory / "tokenizer_config.json"
+    values = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+    if values.get("tokenizer_class") in _PLAIN_CLASSES and (directory / "tokenizer.json").is_file():
+        from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+class IncrementalDetokenizer:
+    """Text as tokens arrive: what was returned never changes, and all of it together is `Tokenizer.decode` of all ids.
+
+    Only a window of the last tokens is decoded. It begins at a token boundary that is also a character boundary, one token
+    before the text not yet returned, because a tokenizer may drop the space in front of the first token it is given.
+    """
+
+    __slots__ = ("_decode", "_has_byte_pieces", "_num_returned", "_parts", "_read_from", "_special", "_tokenizer", "_window")
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decode = tokenizer.decode
+        self._special = tokenizer.special_token_ids
+        self._has_byte_pieces = tokenizer.has_byte_pieces
+        self._window: list[int] = []
+        self._read_from = 0  # index in the window of the first token whose text is not returned
+        self._num_returned = 0  # characters of the window's text that are
+        self._parts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """Everything returned so far."""
+        return "".join(self._parts)
+
+    def push(self, token_id: int) -> str:
+        """The text that became final with this token; empty while a character is incomplete."""
+        piece = self._tokenizer.piece(token_id)
+        if token_id in self._special or not piece:
+            return ""
+        self._window.append(token_id)
+        # One bad byte turns the whole run of byte pieces into replacement characters: nothing of it is final before it ends.
+        if self._has_byte_pieces and _BYTE_PIECE.fullmatch(piece):
+            return ""
+        text = self._decode(self._window)
+        if not text.endswith(_REPLACEMENT):
+            new = text[self._num_returned :]
+            self._start_window_at(self._read_from)
+        else:
+            # Only the last character may still turn into another one.
+            new = text[self._num_returned : -1]
+            self._num_returned += len(new)
+            if len(self._window) > _MAX_WINDOW:
+                self._shorten_window(text)
+        self._parts.append(new)
+        return new
+
+    def flush(self) -> str:
+        """The rest, with replacement characters for characters that were never completed."""
+        new = self._decode(self._window)[self._num_returned :]
+        self._window.clear()
+        self._read_from = self._num_returned = 0
+        self._parts.append(new)
+        return new
+
+    def _start_window_at(self, first: int) -> None:
+        del self._window[:first]
+        self._read_from = len(self._window)
+        self._num_returned = len(self._decode(self._window))
+
+    def _shorten_window(self, text: str) -> None:
+        """Garbage may go on for ever: four tokens hold every byte of the one character that is still open."""
+        num_pending = len(text) - self._num_returned
+        del self._window[:-4]
+        self._read_from = 0
+        self._num_returned = max(len(self._decode(self._window)) - num_pending, 0)

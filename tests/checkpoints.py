@@ -1,0 +1,220 @@
+"""Tiny random checkpoints and tokenizers in the real on-disk formats, for tests."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+VOCAB_SIZE = 97
+END_OF_TEXT_ID = 0
+_SPECIAL_PIECES = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_WORDS = [
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "bird",
+    "sat",
+    "ran",
+    "flew",
+    "on",
+    "under",
+    "over",
+    "mat",
+    "tree",
+    "house",
+    "and",
+    "then",
+    "it",
+    "was",
+    "very",
+    "happy",
+    "sad",
+    "big",
+    "small",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "red",
+    "blue",
+    "green",
+    "yes",
+    "no",
+    "if",
+    "else",
+    "for",
+    "in",
+    "while",
+    "return",
+    "def",
+    "class",
+    "self",
+    "print",
+    "name",
+    "value",
+    "list",
+    "set",
+]
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('unknown role ' + message['role']) }}{% endif %}"
+    "{{ '<|im_start|> ' + message['role'] + ' ' + message['content'] + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|> assistant' }}{% endif %}"
+)
+
+
+def write_checkpoint(
+    directory: Path, family: str, *, dtype: str = "float32", seed: int = 0, max_shard_size: str = "1GB", **overrides: Any
+) -> Path:
+    """A random model of `family` saved by transformers, with a tokenizer; its logits differ clearly between tokens.
+
+    Args:
+        overrides: values of its transformers config.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.15,
+        "tie_word_embeddings": False,
+        "bos_token_id": END_OF_TEXT_ID,
+        "eos_token_id": END_OF_TEXT_ID,
+        "pad_token_id": None,
+        **({"sliding_window": None} if family == "mistral" else {}),
+        **overrides,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = AutoConfig.for_model(family, **values)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.3)
+            elif "norm" in name:
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
+    write_tokenizer(directory, values["vocab_size"])
+    return directory
+
+
+def write_tokenizer(directory: Path, vocab_size: int = VOCAB_SIZE) -> Path:
+    """A word-level tokenizer with spaces in front of words, special pieces and a chat template; ids 0 to vocab_size - 1."""
+    pieces = [*_SPECIAL_PIECES, "<unk>", *("▁" + word for word in _WORDS)][:vocab_size]
+    pieces += [f"▁w{index}" for index in range(len(pieces), vocab_size)]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    _write_tokenizer_json(
+        directory,
+        model={"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
+        added=_SPECIAL_PIECES,
+        pre_tokenizer={"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": True},
+        decoder={"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": True},
+    )
+    return directory
+
+
+def write_byte_fallback_tokenizer(directory: Path) -> Path:
+    """A tokenizer in the manner of SentencePiece: ▁ for spaces, <0xNN> pieces for what the vocabulary lacks."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdehilorst.,!", "▁the", "é", "你"]
+    _write_tokenizer_json(
+        directory,
+        model={
+            "type": "BPE",
+            "vocab": {piece: index for index, piece in enumerate(pieces)},
+            "merges": [],
+            "unk_token": "<unk>",
+            "fuse_unk": True,
+            "byte_fallback": True,
+        },
+        added=("<unk>", "<s>", "</s>"),
+        pre_tokenizer=None,
+        normalizer={
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Prepend", "prepend": "▁"},
+                {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+            ],
+        },
+        decoder={
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+            ],
+        },
+    )
+    return directory
+
+
+def write_byte_level_tokenizer(directory: Path) -> Path:
+    """A tokenizer in the manner of GPT-2: every byte is a piece, a few merges, one special and one plain added token."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    pieces = [*sorted(ByteLevel.alphabet()), "Ġt", "Ġth", "Ġthe", "ðŁ", "ðŁĺ"]
+    _write_tokenizer_json(
+        directory,
+        model={
+            "type": "BPE",
+            "vocab": {piece: index for index, piece in enumerate(pieces)},
+            "merges": [["Ġ", "t"], ["Ġt", "h"], ["Ġth", "e"], ["ð", "Ł"], ["ðŁ", "ĺ"]],
+        },
+        added=("<|endoftext|>",),
+        plain_added=("<think>",),
+        pre_tokenizer={"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        decoder={"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    )
+    return directory
+
+
+def _write_tokenizer_json(
+    directory: Path,
+    *,
+    model: dict[str, Any],
+    added: tuple[str, ...],
+    pre_tokenizer: dict[str, Any] | None,
+    decoder: dict[str, Any],
+    plain_added: tuple[str, ...] = (),
+    normalizer: dict[str, Any] | None = None,
+) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    next_id = len(model["vocab"])
+    added_tokens = []
+    for piece in (*added, *plain_added):
+        token_id = model["vocab"].get(piece, next_id)
+        next_id += token_id == next_id
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": piece in added}
+        added_tokens.append({"id": token_id, "content": piece, **flags})
+    content = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added_tokens,
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": None,
+        "decoder": decoder,
+        "model": model,
+    }
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": added[-1] if "</s>" in added else added[0],
+        "clean_up_tokenization_spaces": False,
+        "chat_template": _CHAT_TEMPLATE if "<|im_start|>" in added else None,
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")

@@ -1,0 +1,139 @@
+"""Options, markers and fixtures every test may use, and one line per test with its time."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DEFAULT_SEED = 20260101
+
+
+class ResumableRun:
+    """Remembers, test by test, what has passed, so that a long run that was stopped can go on where it was.
+
+    A result belongs to a commit and a seed: with uncommitted changes in the sources nothing is remembered.
+    """
+
+    KEY = "paceline/passed"
+
+    def __init__(self, cache: pytest.Cache, *, seed: int, resume: bool) -> None:
+        self._cache = cache
+        commit = "" if _git("status", "--porcelain", "--", "src", "tests", "pyproject.toml") else _git("rev-parse", "HEAD")
+        self._run = f"{commit} seed {seed}" if commit else ""
+        record = cache.get(self.KEY, None) if resume else None
+        self.passed_before: set[str] = set(record["passed"]) if record and record["run"] == self._run != "" else set()
+        self._passed = sorted(self.passed_before)
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        again = [item for item in items if item.nodeid in self.passed_before]
+        if again:
+            config.hook.pytest_deselected(items=again)
+            items[:] = [item for item in items if item.nodeid not in self.passed_before]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if self._run and report.when == "call" and report.passed:
+            self._passed.append(report.nodeid)
+            self._cache.set(self.KEY, {"run": self._run, "passed": self._passed})
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("paceline")
+    group.addoption("--large-counts", action="store_true", help="run the tests marked long, and every other one with its large counts")
+    group.addoption("--seed", type=int, default=DEFAULT_SEED, help="seed of every random choice a test makes")
+    group.addoption("--resume", action="store_true", help="leave out what passed with large counts at this commit with this seed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--large-counts") and config.cache is not None:
+        run = ResumableRun(config.cache, seed=config.getoption("--seed"), resume=config.getoption("--resume"))
+        config.pluginmanager.register(run, "resumable-run")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Say the seed, also with -q, which drops the header."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    run = session.config.pluginmanager.get_plugin("resumable-run")
+    counts = "large counts" if session.config.getoption("--large-counts") else "small counts"
+    passed_before = f", {len(run.passed_before)} passed before" if run and run.passed_before else ""
+    if reporter is not None:
+        reporter.write_line(f"seed {session.config.getoption('--seed')}, {counts}{passed_before}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(REPOSITORY / "tests" / "gpu"):
+            item.add_marker("gpu")
+    if not config.getoption("--large-counts"):
+        _skip(items, "long", "long: run with --large-counts (make test-long)")
+    if any(item.get_closest_marker("gpu") for item in items) and not _has_cuda():
+        _skip(items, "gpu", "no CUDA device")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # looked up, not imported: most tests need no torch, and importing it takes seconds
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "set_num_threads") and torch.get_num_threads() != 2:
+        torch.set_num_threads(2)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport, config: pytest.Config) -> tuple[str, str, str] | None:
+    """With -q, a line `PASSED tests/unit/test_x.py::test_y  0.12s` in place of a dot."""
+    if not isinstance(report, pytest.TestReport) or config.get_verbosity() >= 0 or hasattr(report, "wasxfail"):
+        return None
+    if report.when != "call" and report.passed:
+        return None
+    category = "error" if report.failed and report.when != "call" else report.outcome
+    return category, f"{category.upper()} {report.nodeid}  {report.duration:.2f}s\n", category.upper()
+
+
+@pytest.fixture(scope="session")
+def large_counts(pytestconfig: pytest.Config) -> bool:
+    """Whether to run with the large counts."""
+    return bool(pytestconfig.getoption("--large-counts"))
+
+
+@pytest.fixture(scope="session")
+def seed(pytestconfig: pytest.Config) -> int:
+    """The seed of this run; printed in its header."""
+    return int(pytestconfig.getoption("--seed"))
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """The folder of larger test data that may lie beside a checkout."""
+    folder = REPOSITORY.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip("no folder ../shared beside this checkout")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def mini_dir() -> Path:
+    """The checkpoint directory of the embedded mini target."""
+    return REPOSITORY / "src" / "paceline" / "assets" / "mini" / "target"
+
+
+def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
+    for item in items:
+        if item.get_closest_marker(marker):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _has_cuda() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return bool(torch.cuda.is_available())
+
+
+def _git(*arguments: str) -> str:
+    """What git prints, or "" where there is no git or no repository."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,144 @@
+"""Over seeds, text made of verified guesses has exactly the target's law, and is each seed's plain text."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+
+from paceline.kv_cache.paged import CachedSequence
+from paceline.sampling.draw import draw
+from paceline.sampling.params import SamplingParams
+from paceline.sampling.processors import LogitsProcessor
+from paceline.speculation import verify as verify_module
+from paceline.speculation.commit import commit
+from paceline.speculation.request import Request
+from paceline.speculation.tree import DraftTree
+from paceline.speculation.verify import VerifyResult, verify
+from scripted_target import LEAST_EXPECTED, ScriptedTarget, Tokens, joint_counts, law_p_value
+
+NUM_TOKENS = 3
+TARGET = ScriptedTarget(vocab_size=12, spread=1.0)  # flat enough for guesses to fail at every depth
+LAWS = {
+    "top-k": SamplingParams(temperature=1.0, top_k=5),
+    "penalties": SamplingParams(temperature=0.8, top_k=6, repetition_penalty=1.6, frequency_penalty=0.8, presence_penalty=0.6),
+}
+Guess = tuple[DraftTree, np.ndarray]  # a tree and the target's row for each of its nodes
+Proposer = Callable[[Tokens], Guess]
+Commit = Callable[[Request, VerifyResult, DraftTree], None]
+
+
+def _best(context: Tokens, count: int) -> list[int]:
+    return np.argsort(-TARGET.logits(context), kind="stable")[:count].tolist()
+
+
+@cache
+def _argmax_chain(context: Tokens) -> Guess:
+    text = list(context)
+    for _ in range(3):
+        text.append(_best(tuple(text), 1)[0])
+    tokens = text[len(context) :]
+    rows = [TARGET.logits((*context, *tokens[:depth])) for depth in range(4)]
+    return DraftTree.chain(context[-1], tokens, "argmax"), np.stack(rows)
+
+
+@cache
+def _two_best_a_level(context: Tokens) -> Guess:
+    paths: list[Tokens] = [()]
+    parents: list[int] = []
+    for parent, path in enumerate(paths):  # `paths` grows while it is read
+        if len(path) < 2:
+            children = _best((*context, *path), 2)
+            paths.extend((*path, token) for token in children)
+            parents.extend([parent] * len(children))
+    tree = DraftTree.grow(context[-1], [path[-1] for path in paths[1:]], parents, "two best")
+    return tree, np.stack([TARGET.logits((*context, *path)) for path in paths])
+
+
+PROPOSERS: dict[str, Proposer] = {"chain": _argmax_chain, "tree": _two_best_a_level}
+EVERY = [pytest.param(law, proposer, id=f"{law}, {proposer}") for law in LAWS for proposer in PROPOSERS]
+
+
+def _commit(request: Request, result: VerifyResult, tree: DraftTree) -> None:
+    commit(request, result.token_ids, len(result.accepted_nodes), drafted=tree.num_draft_tokens > 0)
+
+
+def _speculate(params: SamplingParams, seed: int, propose: Proposer, commit_result: Commit = _commit) -> tuple[Tokens, int]:
+    """The first tokens of one request, and how many of them were guessed."""
+    processor = LogitsProcessor(params, TARGET.vocab_size, TARGET.prompt)
+    length = len(TARGET.prompt)
+    request = Request(list(TARGET.prompt), length, params, processor, CachedSequence(), seed, 0, max_len=length + NUM_TOKENS)
+    num_accepted = 0
+    while not request.is_finished:
+        tree, logits = propose(tuple(request.token_ids))
+        result = verify(tree, logits, request)
+        num_accepted += len(result.accepted_nodes)
+        commit_result(request, result, tree)
+    return tuple(request.output_token_ids), num_accepted
+
+
+def _texts(law: str, proposer: str, seeds: Sequence[int], commit_result: Commit = _commit) -> np.ndarray:
+    return np.array([_speculate(LAWS[law], one, PROPOSERS[proposer], commit_result)[0] for one in seeds], np.int64)
+
+
+def _plain_texts(law: str, seeds: Sequence[int]) -> np.ndarray:
+    return TARGET.generate_many(LAWS[law], np.array(seeds, np.uint64), NUM_TOKENS)
+
+
+@pytest.mark.parametrize(("law", "proposer"), EVERY)
+def test_verified_guesses_have_the_targets_joint_law_and_each_seeds_plain_text(law, proposer, seed, large_counts):
+    num_seeds = 100_000 if large_counts else 20_000
+    seeds = range(seed, seed + num_seeds)
+    exact = TARGET.exact_joint_law(LAWS[law], NUM_TOKENS)
+    assert sum(mass * num_seeds >= LEAST_EXPECTED for mass in exact.values()) > 50
+    texts = _texts(law, proposer, seeds)
+    assert (texts == _plain_texts(law, seeds)).all()
+    assert law_p_value(joint_counts(texts), exact) > 0.001
+
+
+@pytest.mark.parametrize(("law", "proposer"), EVERY)
+def test_guesses_are_both_accepted_and_rejected_here(law, proposer, seed):
+    accepted = [_speculate(LAWS[law], one, PROPOSERS[proposer])[1] for one in range(seed, seed + 300)]
+    assert set(accepted) >= {0, 1, 2}
+
+
+@pytest.mark.parametrize(("law", "proposer"), EVERY)
+def test_noise_reused_at_the_next_position_is_noticed(law, proposer, seed, monkeypatch):
+    first = len(TARGET.prompt)
+    monkeypatch.setattr(verify_module, "draw", lambda row, one, sample, position: draw(row, one, sample, max(first, position - 1)))
+    _check_notices(law, proposer, seed)
+
+
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_a_penalty_that_ignores_the_nodes_own_path_is_noticed(proposer, seed, monkeypatch):
+    process = LogitsProcessor.process
+    seeds = range(seed, seed + 3_000)
+    plain = _plain_texts("penalties", seeds)
+    monkeypatch.setattr(LogitsProcessor, "process", lambda processor, logits, path=(): process(processor, logits))
+    texts = _texts("penalties", proposer, seeds)
+    monkeypatch.undo()
+    _check_differs("penalties", texts, plain)
+
+
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_a_rejected_draft_kept_in_the_history_is_noticed(proposer, seed):
+    def commit_all(request: Request, result: VerifyResult, tree: DraftTree) -> None:
+        _commit(request, result, tree)
+        for node in range(1, len(tree.token_ids)):
+            if node not in result.accepted_nodes:
+                request.processor.commit(tree.token_ids[node])
+
+    _check_notices("penalties", proposer, seed, commit_all)
+
+
+def _check_notices(law: str, proposer: str, seed: int, commit_result: Commit = _commit) -> None:
+    seeds = range(seed, seed + 3_000)
+    _check_differs(law, _texts(law, proposer, seeds, commit_result), _plain_texts(law, seeds))
+
+
+def _check_differs(law: str, texts: np.ndarray, plain: np.ndarray) -> None:
+    """Both checks of this file fail: equality seed by seed, and the joint law."""
+    exact = TARGET.exact_joint_law(LAWS[law], NUM_TOKENS)
+    assert (texts != plain).any(axis=1).mean() > 0.01
+    assert law_p_value(joint_counts(plain), exact) > 0.001
+    assert law_p_value(joint_counts(texts), exact) < 0.001

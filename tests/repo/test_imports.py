@@ -1,0 +1,129 @@
+"""Imports point down one table of arrows, and the drawing of them in ARCHITECTURE.md is the real one."""
+
+from collections.abc import Iterable
+from functools import cache
+
+import pytest
+
+from draw_imports import REPOSITORY, Import, drawn, graph, imports, modules
+
+# Who may import whom. A target is a file or a folder with all its files; `x.__init__` is only what the folder x itself exports.
+# Everyone may import `errors`, a folder its own files.
+LEAVES = {"config"}
+SPECULATION = {*LEAVES, "runtimes.base", "sampling", "kv_cache", "tokenizer"}
+DRAFTERS = {*LEAVES, "speculation", "runtimes", "models", "sampling", "kv_cache", "hub", "tokenizer", "vocabulary"}
+ENGINE = {*LEAVES, "drafters.__init__", "speculation", "runtimes", "kv_cache", "sampling", "tokenizer", "models", "outputs"}
+LLM = {*ENGINE, "engine", "hub", "vocabulary"}
+ABOVE_LLM = {*LLM, "llm"}
+ARROWS: dict[str, set[str]] = {
+    "errors": set(),
+    "config": set(),
+    "hub": LEAVES,
+    "tokenizer": LEAVES,
+    "vocabulary": LEAVES,
+    "models": LEAVES,
+    "kv_cache": LEAVES,
+    "runtimes": {*LEAVES, "models", "kv_cache"},
+    "sampling": {*LEAVES, "tokenizer"},
+    "speculation": SPECULATION,
+    "drafters": DRAFTERS,
+    "engine": ENGINE,
+    "llm": LLM,
+    "training": {*ABOVE_LLM, "drafters"},
+    "benchmarking": ABOVE_LLM,
+    "proof": ABOVE_LLM,
+    "server": ABOVE_LLM,
+    "outputs": {"speculation.request", "speculation.stats"},
+    "cli": {*LEAVES, "__init__", "server", "training", "benchmarking", "proof", "llm", "outputs", "sampling.params"},
+    # the public names, resolved when they are first asked for
+    "__init__": {*LEAVES, "llm", "outputs", "sampling.params"},
+    "__main__": {"cli.__init__"},
+}
+
+# The bookkeeping of a request: testable and readable without a tensor library.
+WITHOUT_TORCH = ["kv_cache.block_pool", "kv_cache.prefix_index", "kv_cache.row_plan", "speculation.request", "engine.scheduler"]
+WITHOUT_TORCH += ["__init__", "errors", "config", "hub", "sampling.params", "speculation.tree", "speculation.stats", "cli.__init__"]
+
+# The only places that import torch when they are imported; elsewhere it is looked for where it is needed.
+WITH_TORCH = ("runtimes.torch.", "training.")
+
+
+@cache
+def _imports() -> list[Import]:
+    return imports()
+
+
+def _describe(found: Iterable[Import]) -> list[str]:
+    return [f"{one.source} line {one.line} imports {one.target}" for one in found]
+
+
+def _is_below(name: str, allowed: str) -> bool:
+    return name == allowed or name.startswith(f"{allowed}.")
+
+
+def test_the_table_of_arrows_names_every_part() -> None:
+    assert {name.split(".")[0] for name in modules()} - set(ARROWS) == set()
+
+
+def test_imports_point_along_the_arrows() -> None:
+    wrong = [
+        one
+        for one in _imports()
+        if one.internal
+        and one.source_part != one.target_part
+        and one.target_part != "errors"
+        and not any(_is_below(one.target, allowed) for allowed in ARROWS[one.source_part])
+    ]
+    assert _describe(wrong) == []
+
+
+def test_no_drafter_imports_another() -> None:
+    """Except the stack, which is made of others, and the table."""
+    wrong = [
+        one
+        for one in _imports()
+        if one.source.startswith("drafters.")
+        and one.target.startswith("drafters.")
+        and one.source.split(".")[1] not in {"__init__", "stack", one.target.split(".")[1]}
+    ]
+    assert _describe(wrong) == []
+
+
+def test_the_table_has_no_cycle() -> None:
+    def reachable(part: str, seen: tuple[str, ...]) -> None:
+        assert part not in seen, " -> ".join([*seen, part])
+        for target in ARROWS[part]:
+            if target != "__init__":
+                reachable(target.split(".")[0], (*seen, part))
+
+    reachable("cli", ())
+
+
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_bookkeeping_needs_no_torch(module: str) -> None:
+    """Neither itself nor through anything it imports."""
+    if module not in modules():
+        pytest.skip(f"src/paceline/{module.replace('.', '/')}.py is not written yet")
+    everything = _imports()
+    chains = {module: module}
+    pending = [module]
+    while pending:
+        source = pending.pop()
+        for one in everything:
+            # a deferred import of its own counts as well: such a file has no torch at all
+            if one.source != source or not (one.at_import or source == module):
+                continue
+            assert one.target.split(".")[0] != "torch", f"{chains[source]} -> torch (line {one.line})"
+            if one.internal and one.at_import and one.target not in chains:
+                chains[one.target] = f"{chains[source]} -> {one.target}"
+                pending.append(one.target)
+
+
+def test_torch_stays_in_its_runtime() -> None:
+    wrong = [one for one in _imports() if one.at_import and one.target.split(".")[0] == "torch" and not one.source.startswith(WITH_TORCH)]
+    assert _describe(wrong) == []
+
+
+def test_the_architecture_page_shows_the_real_imports() -> None:
+    document = (REPOSITORY / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    assert drawn(document) == graph(), "python tools/draw_imports.py --write redraws it"

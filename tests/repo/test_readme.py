@@ -1,0 +1,108 @@
+"""What the pages say can be typed as it stands, and nothing in the tree belongs to one machine."""
+
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from draw_imports import PACKAGE, REPOSITORY
+
+FENCED = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# in two halves, so that this file does not hold what it looks for
+MACHINE_PATHS = ["/wo" + "rk/", "/tm" + "p/", "/ro" + "ot/", "/ho" + "me/"]
+REGISTRIES = ["pypi" + ".org", "download." + "pytorch", "index" + "-url", "find" + "-links"]
+VOCABULARY_FILES = {"tokenizer.json"}  # a vocabulary holds any words
+MAX_TEXT_BYTES = 4_000_000
+
+
+def _page(name: str) -> str:
+    return (REPOSITORY / name).read_text(encoding="utf-8")
+
+
+def _pages() -> list[str]:
+    return [str(path.relative_to(REPOSITORY)) for path in [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("*.md"))]]
+
+
+def _code_blocks(page: str) -> str:
+    return "\n".join(FENCED.findall(page))
+
+
+@cache
+def _help(*command: str) -> str:
+    program = "from paceline.cli import main; main()"
+    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *command, "--help"], cwd=REPOSITORY, capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, f"paceline {' '.join(command)} --help: {done.stderr}"
+    return done.stdout
+
+
+def _project_files() -> list[Path]:
+    """Tracked files, and those that would be with `git add`."""
+    done = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        pytest.skip("not a git checkout: the project's files cannot be told from others")
+    return [path for name in done.stdout.split("\0") if name and (path := REPOSITORY / name).is_file()]
+
+
+def test_the_readme_names_the_two_commands() -> None:
+    commands = _code_blocks(_page("README.md"))
+    assert re.search(r"^\s*make demo\b", commands, re.MULTILINE)
+    assert re.search(r"^\s*make test\b", commands, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", _pages())
+def test_every_make_target_a_page_names_exists(page: str) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", _page("Makefile"), re.MULTILINE))
+    text = _page(page)
+    code = _code_blocks(text) + "\n" + "\n".join(re.findall(r"`(make [^`\n]*)`", text))
+    assert set(re.findall(r"^\s*make ([a-z][a-z-]*)", code, re.MULTILINE)) - targets == set()
+
+
+@pytest.mark.parametrize("page", _pages())
+def test_every_command_and_option_a_page_names_exists(page: str) -> None:
+    for command, rest in re.findall(r"^\s*(?:\.venv/bin/)?paceline ([a-z]+)((?:[^\n\\]|\\\n)*)", _code_blocks(_page(page)), re.MULTILINE):
+        assert re.search(rf"\b{command}\b", _help()), f"paceline {command}"
+        options = set(re.findall(r"(?<!\S)--[a-z][a-z-]*", re.sub(r"\"[^\"]*\"|'[^']*'|#.*", "", rest)))
+        unknown = {option for option in options if not re.search(rf"{option}(?![a-z-])", _help(command))}
+        assert unknown == set(), f"paceline {command}"
+
+
+@pytest.mark.parametrize("page", _pages())
+def test_every_link_between_pages_leads_somewhere(page: str) -> None:
+    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", _page(page))
+    assert [link for link in links if not (REPOSITORY / page).parent.joinpath(link).exists()] == []
+
+
+def test_the_file_map_of_the_readme_is_the_package() -> None:
+    """The map is the code block that starts with `src/paceline/`: one entry a line, then two spaces and what it is."""
+    blocks = [block.splitlines() for block in FENCED.findall(_page("README.md"))]
+    maps = [lines[1:] for lines in blocks if lines and lines[0].split("  ")[0].strip() == "src/paceline/"]
+    assert len(maps) == 1, "README.md needs one code block that starts with src/paceline/"
+    indent = min(len(line) - len(line.lstrip()) for line in maps[0] if line.strip())
+    listed = {re.split(r"\s{2,}", line.strip())[0] for line in maps[0] if line.strip() and len(line) - len(line.lstrip()) == indent}
+    real = {f"{path.name}/" if path.is_dir() else path.name for path in PACKAGE.iterdir()}
+    assert listed == {name for name in real if not name.startswith(("_", ".", "py.typed"))}
+
+
+@pytest.mark.parametrize("word", MACHINE_PATHS + REGISTRIES)
+def test_no_file_names_a_machine_or_a_registry(word: str) -> None:
+    found = []
+    for path in _project_files():
+        if path.name in VOCABULARY_FILES or path.stat().st_size > MAX_TEXT_BYTES:
+            continue
+        content = path.read_bytes()
+        if b"\0" not in content[:8192] and word.encode() in content:
+            found.append(str(path.relative_to(REPOSITORY)))
+    assert found == []
+
+
+def test_the_changelog_has_a_section_for_what_is_not_released() -> None:
+    assert re.search(r"^## \[Unreleased\]$", _page("CHANGELOG.md"), re.MULTILINE)

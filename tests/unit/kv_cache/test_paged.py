@@ -1,0 +1,278 @@
+"""Random use of a small cache of labels, held to lists: no operation loses, mixes or leaks a row."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from paceline.errors import CapacityError
+from paceline.kv_cache import paged
+from paceline.kv_cache.paged import CachedSequence, KVCache, blocks_in
+from paceline.kv_cache.row_plan import RowPlan, TreeLayout, path_to, plan_rows
+
+NUM_BLOCKS = 14
+BLOCK_SIZE = 4
+NUM_OPERATIONS = 40
+LAYOUTS = [TreeLayout.PATHS, TreeLayout.MASK]
+
+
+class CheckedCache:
+    """A cache whose rows are labels (values hold the negative), with the labels every sequence should hold."""
+
+    def __init__(self, layout: TreeLayout, num_blocks: int = NUM_BLOCKS, block_size: int = BLOCK_SIZE) -> None:
+        self.cache = KVCache(np.zeros((2, num_blocks, 2, block_size, 1), np.int64), layout)
+        self.labels: dict[CachedSequence, list[int]] = {}
+        self.node_labels: dict[CachedSequence, list[int]] = {}
+        self.num_refused = 0
+        self._last_label = 0
+
+    def start(self) -> CachedSequence:
+        sequence = self.cache.new_sequence()
+        self.labels[sequence] = []
+        return sequence
+
+    def reserve(self, sequence: CachedSequence, parents: Sequence[int]) -> bool:
+        """Reserve and write the rows as a pass would; False where memory was short."""
+        if not self._attempt(lambda: self.cache.reserve(sequence, parents)):
+            return False
+        self.node_labels[sequence] = [self._last_label + node for node in range(1, len(parents) + 1)]
+        self._last_label += len(parents)
+        for path in sequence.plan.paths:
+            for row, node in enumerate(path.nodes):
+                block, slot = self._place(path.block_table, sequence.committed_len + row)
+                label = self.node_labels[sequence][node]
+                self.cache.storage[0, block, :, slot] = label
+                self.cache.storage[1, block, :, slot] = -label
+        return True
+
+    def keep_path(self, sequence: CachedSequence, node: int) -> None:
+        parents = sequence.plan.parents
+        self.cache.keep_path(sequence, node)
+        node_labels = self.node_labels.pop(sequence)
+        self.labels[sequence] += [node_labels[one] for one in path_to(parents, node)]
+
+    def cancel(self, sequence: CachedSequence) -> None:
+        self.cache.cancel(sequence)
+        self.node_labels.pop(sequence, None)
+
+    def truncate(self, sequence: CachedSequence, length: int) -> None:
+        if self._attempt(lambda: self.cache.truncate(sequence, length)):
+            self.node_labels.pop(sequence, None)
+            del self.labels[sequence][length:]
+
+    def fork(self, sequence: CachedSequence) -> None:
+        twins: list[CachedSequence] = []
+        if self._attempt(lambda: twins.append(self.cache.fork(sequence))):
+            self.labels[twins[0]] = list(self.labels[sequence])
+
+    def release(self, sequence: CachedSequence) -> None:
+        self.cache.release(sequence)
+        self.node_labels.pop(sequence, None)
+        del self.labels[sequence]
+
+    def check(self) -> None:
+        """Ownership, every committed row, and what every row of a pass under way would attend to."""
+        self.cache.check()
+        for sequence, labels in self.labels.items():
+            assert sequence.committed_len == len(labels)
+            assert self._rows(sequence.block_table, len(labels)) == labels
+            for path in () if sequence.plan is None else sequence.plan.paths:
+                written = [self.node_labels[sequence][node] for node in path.nodes]
+                assert self._rows(path.block_table, len(labels) + path.num_rows) == labels + written
+
+    def _rows(self, table: Sequence[int], count: int) -> list[int]:
+        rows = self.cache.storage[:, list(table)].transpose(1, 3, 0, 2, 4).reshape(-1, 4)[:count]
+        assert (rows == rows[:, :1] * [1, 1, -1, -1]).all()
+        return rows[:, 0].tolist()
+
+    def _place(self, table: Sequence[int], slot: int) -> tuple[int, int]:
+        return table[slot // self.cache.block_size], slot % self.cache.block_size
+
+    def _attempt(self, action) -> bool:
+        """Whether it went well; if memory was short, nothing may have changed."""
+        before = self._state()
+        storage = self.cache.storage.copy()
+        try:
+            action()
+        except CapacityError:
+            assert self._state() == before
+            assert (self.cache.storage == storage).all()
+            self.num_refused += 1
+            return False
+        return True
+
+    def _state(self) -> list[object]:
+        owners = [self.cache.pool.num_owners(block) for block in range(self.cache.pool.num_blocks)]
+        return [owners, self.cache.pool.num_free, *((list(one.block_table), one.committed_len, one.plan) for one in self.labels)]
+
+
+def _random_parents(generator: np.random.Generator) -> Sequence[int]:
+    kind = int(generator.integers(3))
+    if kind == 0:
+        return range(-1, int(generator.integers(0, 12)))
+    width = 1 if kind == 1 else 3  # stars and combs, or bushy trees
+    return [-1, *(int(generator.integers(max(0, node - width), node)) // width for node in range(1, int(generator.integers(2, 9))))]
+
+
+def _random_operation(checked: CheckedCache, generator: np.random.Generator) -> None:
+    sequences = list(checked.labels)
+    if not sequences or (len(sequences) < 5 and generator.random() < 0.1):
+        checked.start()
+        return
+    sequence = sequences[int(generator.integers(len(sequences)))]
+    draw = generator.random()
+    if draw < 0.70:
+        if sequence.plan is not None:
+            checked.keep_path(sequence, int(generator.integers(len(sequence.plan.parents))))
+        else:
+            checked.reserve(sequence, _random_parents(generator))
+    elif draw < 0.76:
+        checked.cancel(sequence)
+    elif draw < 0.84:
+        checked.truncate(sequence, int(generator.integers(sequence.committed_len + 1)))
+    elif draw < 0.94:
+        checked.fork(sequence)
+    else:
+        checked.release(sequence)
+
+
+def _run_schedules(layout: TreeLayout, seed: int, count: int) -> int:
+    """Run random schedules, checking after every operation; returns how often memory was short."""
+    num_refused = 0
+    for schedule in range(count):
+        generator = np.random.default_rng([seed, schedule])
+        checked = CheckedCache(layout)
+        for _ in range(NUM_OPERATIONS):
+            _random_operation(checked, generator)
+            checked.check()
+        for sequence in list(checked.labels):
+            checked.release(sequence)
+            checked.check()
+        assert checked.cache.pool.num_free == NUM_BLOCKS - 1
+        num_refused += checked.num_refused
+    return num_refused
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_random_use_neither_loses_nor_mixes_nor_leaks_rows(layout, seed, large_counts):
+    count = 3_000 if large_counts else 200
+    assert _run_schedules(layout, seed, count) > count // 4
+
+
+@pytest.mark.parametrize("offset", [-1, 1], ids=["the parent", "the child"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_keeping_a_neighbour_of_the_node_is_noticed(layout, offset, seed, monkeypatch):
+    commit = RowPlan.commit
+
+    def off_by_one(plan: RowPlan, node: int):
+        path = next(list(path.nodes) for path in plan.paths if node in path.nodes)
+        wanted = path_to(plan.parents, node)[-2:][0] if offset < 0 else path[min(path.index(node) + 1, len(path) - 1)]
+        return commit(plan, wanted)
+
+    monkeypatch.setattr(RowPlan, "commit", off_by_one)
+    with pytest.raises(AssertionError):
+        _run_schedules(layout, seed, 20)
+
+
+def test_a_tail_that_was_not_copied_for_a_path_is_noticed(seed, monkeypatch):
+    monkeypatch.setattr(paged, "plan_rows", lambda *args: replace(plan_rows(*args), copies=()))
+    with pytest.raises(AssertionError):
+        _run_schedules(TreeLayout.PATHS, seed, 20)
+
+
+def test_rows_that_are_not_moved_down_are_noticed(seed, monkeypatch):
+    commit = RowPlan.commit
+    monkeypatch.setattr(RowPlan, "commit", lambda plan, node: replace(commit(plan, node), moves=()))
+    with pytest.raises(AssertionError):
+        _run_schedules(TreeLayout.MASK, seed, 20)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sequence_cannot_be_reserved_twice(layout):
+    checked = CheckedCache(layout)
+    sequence = checked.start()
+    checked.reserve(sequence, [-1, 0, 0])
+    with pytest.raises(RuntimeError, match="a pass is under way"):
+        checked.cache.reserve(sequence, [-1])
+    checked.check()
+
+
+def test_a_path_cannot_be_kept_before_one_was_reserved():
+    checked = CheckedCache(TreeLayout.PATHS)
+    with pytest.raises(RuntimeError, match="reserve first"):
+        checked.cache.keep_path(checked.start(), 0)
+
+
+@pytest.mark.parametrize("length", [0, 5, 8])
+def test_a_sequence_cannot_be_released_twice_even_if_its_blocks_have_a_new_owner(length):
+    checked = CheckedCache(TreeLayout.PATHS)
+    first, second = checked.start(), checked.start()
+    for sequence in (first, second):
+        if length:
+            checked.reserve(sequence, range(-1, length - 1))
+            checked.keep_path(sequence, length - 1)
+        if sequence is first:
+            checked.release(first)
+    with pytest.raises(RuntimeError, match="released before"):
+        checked.cache.release(first)
+    checked.check()
+
+
+def test_a_shortened_twin_writes_into_a_block_of_its_own():
+    checked = CheckedCache(TreeLayout.PATHS)
+    sequence = checked.start()
+    checked.reserve(sequence, range(-1, 7))
+    checked.keep_path(sequence, 7)
+    checked.fork(sequence)
+    twin = next(one for one in checked.labels if one is not sequence)
+    checked.truncate(twin, 6)
+    checked.reserve(twin, [-1, 0])
+    checked.check()
+
+
+@pytest.mark.parametrize("length", [-1, 6])
+def test_a_sequence_cannot_be_cut_to_a_length_it_does_not_have(length):
+    checked = CheckedCache(TreeLayout.PATHS)
+    sequence = checked.start()
+    checked.reserve(sequence, range(-1, 4))
+    checked.keep_path(sequence, 4)
+    with pytest.raises(ValueError, match="cannot truncate 5 committed rows"):
+        checked.cache.truncate(sequence, length)
+    checked.check()
+
+
+def test_a_tree_the_layout_refuses_takes_no_blocks():
+    checked = CheckedCache(TreeLayout.CHAIN)
+    with pytest.raises(ValueError, match="cannot be laid out as a chain"):
+        checked.cache.reserve(checked.start(), [-1, 0, 0])
+    checked.check()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_node_the_tree_does_not_have_leaves_the_pass_under_way(layout):
+    checked = CheckedCache(layout)
+    sequence = checked.start()
+    checked.reserve(sequence, [-1, 0, 0])
+    with pytest.raises(ValueError, match="not in the tree"):
+        checked.cache.keep_path(sequence, 3)
+    checked.check()
+    checked.keep_path(sequence, 2)
+    checked.check()
+
+
+def test_lengths_and_sizes_are_those_of_the_storage():
+    checked = CheckedCache(TreeLayout.PATHS)
+    assert checked.cache.max_slots == (NUM_BLOCKS - 1) * BLOCK_SIZE
+    sequence = checked.start()
+    assert sequence.tentative_len == 0
+    checked.reserve(sequence, [-1, 0, 0, 1])
+    assert (sequence.committed_len, sequence.tentative_len) == (0, 3)
+    checked.cancel(sequence)
+    assert (sequence.committed_len, sequence.tentative_len, checked.cache.pool.num_free) == (0, 0, NUM_BLOCKS - 1)
+
+
+def test_a_budget_that_holds_no_block_is_refused():
+    assert blocks_in(1_000, 100) == 10
+    with pytest.raises(CapacityError, match="at least 2 are needed"):
+        blocks_in(199, 100)

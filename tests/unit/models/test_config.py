@@ -1,0 +1,199 @@
+"""config.json and generation_config.json, as written by many versions of transformers, become one ModelConfig."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import CheckpointError
+from paceline.models.config import ModelConfig, RopeConfig, RopeType, WeightType, read_config
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+}
+QWEN2 = {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+QWEN3 = {**LLAMA, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+MISTRAL = {**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+
+
+def read(directory: Path, values: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+    (directory / "config.json").write_text(json.dumps(values))
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    return read_config(directory)
+
+
+def test_sizes_are_read(tmp_path: Path) -> None:
+    config = read(tmp_path, LLAMA)
+    assert config == ModelConfig(
+        family="llama",
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=16,
+        norm_eps=1e-5,
+        max_positions=512,
+        rope=RopeConfig(),
+        weight_type=WeightType.BF16,
+        bos_token_id=1,
+        eos_token_ids=(2,),
+    )
+
+
+def test_head_dim_may_differ_from_hidden_size_over_heads(tmp_path: Path) -> None:
+    assert read(tmp_path, {**LLAMA, "head_dim": 32}).head_size == 32
+    assert read(tmp_path, {**LLAMA, "head_dim": None}).head_size == 16
+    assert read(tmp_path, QWEN3).head_size == 128
+
+
+def test_key_value_heads_default_to_the_query_heads(tmp_path: Path) -> None:
+    without = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
+    assert read(tmp_path, without).num_kv_heads == 4
+    assert read(tmp_path, {**QWEN2, "num_key_value_heads": None}).num_kv_heads == 4
+
+
+@pytest.mark.parametrize(
+    ("values", "switches"),
+    [
+        (LLAMA, (False, False, False, False)),
+        ({**LLAMA, "attention_bias": True}, (True, True, False, False)),
+        ({**LLAMA, "mlp_bias": True}, (False, False, True, False)),
+        ({**MISTRAL, "attention_bias": True}, (False, False, False, False)),
+        (QWEN2, (True, False, False, False)),
+        (QWEN3, (False, False, False, True)),
+        ({**QWEN3, "attention_bias": True}, (True, True, False, True)),
+    ],
+)
+def test_each_family_has_its_biases_and_norms(tmp_path: Path, values: dict[str, Any], switches: tuple[bool, ...]) -> None:
+    config = read(tmp_path, values)
+    assert (config.attention_bias, config.output_bias, config.mlp_bias, config.qk_norm) == switches
+
+
+@pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
+@pytest.mark.parametrize(
+    ("name", "weight_type"),
+    [("float32", WeightType.F32), ("float16", WeightType.F16), ("bfloat16", WeightType.BF16), ("torch.bfloat16", WeightType.BF16)],
+)
+def test_the_weight_type_has_two_spellings(tmp_path: Path, key: str, name: str, weight_type: WeightType) -> None:
+    without = {name: value for name, value in LLAMA.items() if name != "torch_dtype"}
+    assert read(tmp_path, {**without, key: name}).weight_type is weight_type
+
+
+def test_end_tokens_are_the_union_of_both_files_in_a_stable_order(tmp_path: Path) -> None:
+    assert read(tmp_path, {**LLAMA, "eos_token_id": [7, 5]}, {"eos_token_id": [9, 7]}).eos_token_ids == (9, 7, 5)
+    assert read(tmp_path, {**LLAMA, "eos_token_id": 3}, {"eos_token_id": 4}).eos_token_ids == (4, 3)
+    assert read(tmp_path, {**LLAMA, "eos_token_id": None}, {}).eos_token_ids == ()
+    assert read(tmp_path, QWEN2, {}).eos_token_ids == ()
+
+
+OLD_LLAMA3 = {
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+NEW_LLAMA3 = {"rope_parameters": {**OLD_LLAMA3["rope_scaling"], "rope_theta": 500000.0}}
+
+
+@pytest.mark.parametrize("spelling", [OLD_LLAMA3, NEW_LLAMA3])
+def test_old_and_new_rope_spellings_mean_the_same(tmp_path: Path, spelling: dict[str, Any]) -> None:
+    rope = read(tmp_path, {**LLAMA, **spelling}).rope
+    assert rope == RopeConfig(500000.0, RopeType.LLAMA3, 32.0, 8192, 1.0, 4.0)
+
+
+def test_rope_scaling_may_say_type_for_rope_type(tmp_path: Path) -> None:
+    rope = read(tmp_path, {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}).rope
+    assert (rope.type, rope.factor, rope.theta) == (RopeType.LINEAR, 2.0, 10000.0)
+
+
+def test_yarn_without_a_factor_takes_the_ratio_of_the_contexts(tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 128}
+    assert read(tmp_path, {**LLAMA, "rope_scaling": scaling}).rope.factor == 4.0
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope", "su", "mrope"])
+def test_rope_types_that_depend_on_the_length_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{name}.*default, linear, llama3, yarn"):
+        read(tmp_path, {**LLAMA, "rope_scaling": {"rope_type": name, "factor": 2.0}})
+
+
+def test_a_mistral_window_ends_the_context(tmp_path: Path) -> None:
+    config = read(tmp_path, {**MISTRAL, "sliding_window": 128})
+    assert (config.max_positions, config.sliding_window) == (128, 128)
+    unlimited = read(tmp_path, {**MISTRAL, "sliding_window": None})
+    assert (unlimited.max_positions, unlimited.sliding_window) == (512, None)
+    longer = read(tmp_path, {**MISTRAL, "sliding_window": 4096})
+    assert (longer.max_positions, longer.sliding_window) == (512, None)
+
+
+@pytest.mark.parametrize("values", [QWEN2, QWEN3])
+def test_a_qwen_window_counts_only_where_a_layer_uses_it(tmp_path: Path, values: dict[str, Any]) -> None:
+    unused = {**values, "sliding_window": 128, "max_window_layers": 2}
+    assert read(tmp_path, {**unused, "use_sliding_window": False}).max_positions == 512
+    assert read(tmp_path, {**unused, "use_sliding_window": True}).sliding_window == 128
+    assert read(tmp_path, {**unused, "use_sliding_window": True, "max_window_layers": 3}).sliding_window is None
+    assert read(tmp_path, {**unused, "use_sliding_window": True, "layer_types": ["full_attention"] * 3}).sliding_window is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "gemma2.*llama.*mistral.*qwen2.*qwen3"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"model_type": None, "architectures": None}, "None"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"torch_dtype": "float64"}, "float64"),
+        ({"hidden_size": 0}, "hidden_size = 0"),
+        ({"hidden_size": "64"}, "hidden_size = '64'"),
+        ({"hidden_size": True}, "hidden_size = True"),
+        ({"vocab_size": None}, "no 'vocab_size'"),
+        ({"num_key_value_heads": 3}, "multiple of num_key_value_heads = 3"),
+        ({"num_attention_heads": 6}, "no multiple of num_attention_heads"),
+        ({"head_dim": 15}, "head_dim = 15"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps = 'small'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({"rope_theta": -1}, "rope_theta"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "no 'factor'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one set for all layers"),
+        ({"tie_word_embeddings": "yes"}, "expected true or false"),
+        ({"eos_token_id": "</s>"}, "expected a token id"),
+    ],
+)
+def test_what_we_cannot_run_is_an_error_that_says_what_it_is(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        read(tmp_path, {**LLAMA, **changes})
+
+
+def test_a_model_type_may_be_missing_where_the_architecture_is_known(tmp_path: Path) -> None:
+    assert read(tmp_path, {**LLAMA, "model_type": None}).family == "llama"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100000])
+def test_a_damaged_config_is_a_checkpoint_error(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        read_config(tmp_path)
+
+
+def test_a_directory_without_a_config_says_so(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+        read_config(tmp_path)

@@ -1,0 +1,248 @@
+"""Weights are mapped from safetensors files whose every number is checked first."""
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.errors import CheckpointError
+from paceline.models.config import ModelConfig, RopeConfig, WeightType
+from paceline.models.families import checkpoint_name, tensor_shapes
+from paceline.models.safetensors_file import most_common_dtype, read_header
+from paceline.models.weights import Weights, as_float32
+
+CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=11,
+    hidden_size=8,
+    intermediate_size=12,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_size=4,
+    norm_eps=1e-5,
+    max_positions=64,
+    rope=RopeConfig(),
+    weight_type=WeightType.F32,
+)
+NUMPY_TYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "I64": np.int64}
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], dtype: str = "F32") -> Path:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, array in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
+        offset += array.nbytes
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + b"".join(array.tobytes() for array in tensors.values()))
+    return path
+
+
+def random_tensors(config: ModelConfig = CONFIG, dtype: str = "F32") -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {checkpoint_name(name): rng.integers(1, 100, shape).astype(NUMPY_TYPES[dtype]) for name, shape in tensor_shapes(config).items()}
+
+
+def test_our_names_reach_the_checkpoints_tensors(tmp_path: Path) -> None:
+    tensors = random_tensors()
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    weights = Weights.open(tmp_path, CONFIG)
+    assert weights.names() == list(tensor_shapes(CONFIG))
+    assert np.array_equal(weights["layers.1.q_proj.weight"].array, tensors["model.layers.1.self_attn.q_proj.weight"])
+    assert np.array_equal(weights["final_norm.weight"].array, tensors["model.norm.weight"])
+    assert weights["embedding.weight"].shape == (11, 8)
+    assert weights.has("lm_head.weight")
+    assert not weights.has("layers.0.q_proj.bias")
+    assert weights.nbytes == sum(array.nbytes for array in tensors.values())
+
+
+def test_every_switch_adds_its_tensors() -> None:
+    plain = tensor_shapes(CONFIG)
+    full = tensor_shapes(replace(CONFIG, attention_bias=True, output_bias=True, mlp_bias=True, qk_norm=True))
+    added = {name.removeprefix("layers.0.") for name in set(full) - set(plain) if name.startswith("layers.0.")}
+    biases = {f"{name}_proj.bias" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+    assert added == biases | {"q_norm.weight", "k_norm.weight"}
+    assert checkpoint_name("layers.12.k_norm.weight") == "model.layers.12.self_attn.k_norm.weight"
+    assert checkpoint_name("layers.3.mlp_norm.weight") == "model.layers.3.post_attention_layernorm.weight"
+
+
+def test_arrays_are_views_of_the_file_that_cannot_change_it(tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path / "model.safetensors", random_tensors())
+    before = path.read_bytes()
+    array = Weights.open(tmp_path, CONFIG)["embedding.weight"].array
+    assert not array.flags.owndata
+    array += 1
+    del array
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+def test_float32_values_are_exact(tmp_path: Path, dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    values = torch.linspace(-3, 3, 88).reshape(11, 8).to({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[dtype])
+    tensors = random_tensors(dtype=dtype)
+    tensors["model.embed_tokens.weight"] = values.view(torch.uint16).numpy() if dtype == "BF16" else values.numpy()
+    write_safetensors(tmp_path / "model.safetensors", tensors, dtype)
+    tensor = Weights.open(tmp_path, CONFIG)["embedding.weight"]
+    assert tensor.weight_type is WeightType(dtype.lower())
+    assert as_float32(tensor).dtype == np.float32
+    assert np.array_equal(as_float32(tensor), values.float().numpy())
+    rows = np.array([7, 2, 7], np.int32)
+    assert np.array_equal(as_float32(tensor, rows), values.float().numpy()[rows])
+
+
+def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
+    tensors = random_tensors()
+    names = list(tensors)
+    for part, own in enumerate((names[:5], names[5:]), 1):
+        write_safetensors(tmp_path / f"model-{part}.safetensors", {name: tensors[name] for name in own})
+    shard_of = {name: f"model-{1 if name in names[:5] else 2}.safetensors" for name in names}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shard_of}))
+    weights = Weights.open(tmp_path, CONFIG)
+    assert all(np.array_equal(weights[name].array, tensors[checkpoint_name(name)]) for name in weights)
+    (tmp_path / "model-2.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"1 of 2 shards: model-2\.safetensors"):
+        Weights.open(tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/tmp/a.safetensors", "model.bin", 3])
+def test_an_index_names_only_files_beside_it(tmp_path: Path, name: object) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(CheckpointError, match="expected the name of"):
+        Weights.open(tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": []}}'])
+def test_a_damaged_index_is_a_checkpoint_error(tmp_path: Path, content: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(CheckpointError, match="index"):
+        Weights.open(tmp_path, CONFIG)
+
+
+def test_missing_tensors_are_listed(tmp_path: Path) -> None:
+    tensors = random_tensors()
+    del tensors["model.norm.weight"], tensors["lm_head.weight"]
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    with pytest.raises(CheckpointError, match=r"lacks 2 tensors: model\.norm\.weight, lm_head\.weight"):
+        Weights.open(tmp_path, CONFIG)
+
+
+def test_unknown_tensors_are_listed_up_to_twenty(tmp_path: Path) -> None:
+    extra = {f"model.extra.{index}": np.zeros(1, np.float32) for index in range(25)}
+    write_safetensors(tmp_path / "model.safetensors", random_tensors() | extra)
+    with pytest.raises(CheckpointError, match=r"25 tensors: model\.extra\.0, .*model\.extra\.19 and 5 more"):
+        Weights.open(tmp_path, CONFIG)
+
+
+def test_stored_rotary_frequencies_are_ignored(tmp_path: Path) -> None:
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(2, np.float32)}
+    write_safetensors(tmp_path / "model.safetensors", random_tensors() | extra)
+    assert len(Weights.open(tmp_path, CONFIG)) == len(tensor_shapes(CONFIG))
+
+
+def test_a_tied_matrix_may_be_stored_under_either_name_or_both(tmp_path: Path) -> None:
+    tied = replace(CONFIG, tied_embeddings=True)
+    tensors = random_tensors(tied)
+    table = tensors.pop("model.embed_tokens.weight")
+    for names in (["model.embed_tokens.weight"], ["lm_head.weight"], ["model.embed_tokens.weight", "lm_head.weight"]):
+        write_safetensors(tmp_path / "model.safetensors", tensors | dict.fromkeys(names, table))
+        weights = Weights.open(tmp_path, tied)
+        assert np.array_equal(weights["embedding.weight"].array, table)
+        assert not weights.has("lm_head.weight")
+
+
+def test_a_tied_model_with_another_head_is_refused(tmp_path: Path) -> None:
+    tied = replace(CONFIG, tied_embeddings=True)
+    tensors = random_tensors(tied)
+    write_safetensors(tmp_path / "model.safetensors", {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1})
+    with pytest.raises(CheckpointError, match="set tie_word_embeddings to false"):
+        Weights.open(tmp_path, tied)
+
+
+def test_a_shape_that_contradicts_the_config_shows_both(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "model.safetensors", random_tensors())
+    with pytest.raises(CheckpointError, match=r"\[11, 8\].*\[12, 8\]"):
+        Weights.open(tmp_path, replace(CONFIG, vocab_size=12))
+
+
+def test_integer_weights_are_refused(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "model.safetensors", random_tensors(dtype="I64"), "I64")
+    with pytest.raises(CheckpointError, match="type I64"):
+        Weights.open(tmp_path, CONFIG)
+
+
+def test_unaligned_tensors_are_copied(tmp_path: Path) -> None:
+    tensors = random_tensors()
+    path = write_safetensors(tmp_path / "model.safetensors", tensors)
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    path.write_bytes(struct.pack("<Q", length + 1) + content[8 : 8 + length] + b" " + content[8 + length :])
+    tensor = Weights.open(tmp_path, CONFIG)["embedding.weight"]
+    assert tensor.array.flags.aligned
+    assert np.array_equal(tensor.array, tensors["model.embed_tokens.weight"])
+
+
+def test_pytorch_files_are_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
+    with pytest.raises(CheckpointError, match="convert"):
+        Weights.open(tmp_path, CONFIG)
+
+
+def test_a_directory_without_weights_says_so(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+        Weights.open(tmp_path, CONFIG)
+
+
+def test_any_truncation_is_noticed(tmp_path: Path) -> None:
+    content = write_safetensors(tmp_path / "whole.safetensors", random_tensors()).read_bytes()
+    for length in (0, 4, 8, 9, 50, len(content) // 2, len(content) - 1):
+        (tmp_path / "model.safetensors").write_bytes(content[:length])
+        with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+            Weights.open(tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("entries", "text"),
+    [
+        (
+            {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "b": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}},
+            "overlap",
+        ),
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 2**62]}}, "truncated"),
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}, "at bytes"),
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}, "lacks a dtype"),
+        ({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, "needs 12 bytes but has 8"),
+        ({"a": {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}}, "lacks a dtype"),
+        ({"a": {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]}}, "lacks a dtype"),
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8, 9]}}, "lacks a dtype"),
+        ({"a": {"shape": [2], "data_offsets": [0, 8]}}, "lacks a dtype"),
+        ({"a": 3}, "expected an object"),
+        ([], "expected an object"),
+    ],
+)
+def test_an_impossible_header_is_refused(tmp_path: Path, entries: object, text: str) -> None:
+    encoded = json.dumps(entries).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + bytes(16))
+    with pytest.raises(CheckpointError, match=text):
+        read_header(path)
+
+
+@pytest.mark.parametrize("length", [0, 1, 101, 2**32, 2**64 - 1])
+def test_a_header_length_that_does_not_fit_the_file_allocates_nothing(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", length) + bytes(100))
+    with pytest.raises(CheckpointError, match=f"header is {length} bytes.*file of 108"):
+        read_header(path)
+
+
+def test_the_weight_type_of_a_checkpoint_is_that_of_most_bytes(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "model.safetensors", random_tensors(dtype="F16"), "F16")
+    assert most_common_dtype(tmp_path) == "F16"

@@ -1,0 +1,172 @@
+"""The torch runtime: row by row in exact numerics, and its two forms of attention."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from checkpoints import VOCAB_SIZE, write_checkpoint
+from paceline.errors import BackendUnavailableError, CapacityError, ConfigError
+from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.kv_cache.row_plan import TreeLayout, tree_mask
+from paceline.models.config import WeightType, read_config
+from paceline.models.weights import Weights
+from paceline.runtimes.base import ForwardBatch, Numerics, RowRange, assemble
+
+torch = pytest.importorskip("torch")
+
+from paceline.runtimes.torch.attention import PaddedAttention, PlainAttention  # noqa: E402
+from paceline.runtimes.torch.runtime import MAX_ROWS, TorchRuntime  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("llama"), "llama", num_hidden_layers=2)
+
+
+def open_runtime(
+    directory: Path,
+    *,
+    numerics: Numerics = Numerics.FAST,
+    weight_type: WeightType = WeightType.F32,
+    device: str = "cpu",
+    collect_layers: Sequence[int] = (),
+    tree_layout: TreeLayout | None = None,
+) -> TorchRuntime:
+    config = read_config(directory)
+    weights = Weights.open(directory, config)
+    return TorchRuntime(
+        config,
+        weights,
+        device=device,
+        weight_type=weight_type,
+        numerics=numerics,
+        collect_layers=collect_layers,
+        tree_layout=tree_layout,
+    )
+
+
+@pytest.mark.parametrize("weight_type", [WeightType.F32, WeightType.BF16])
+def test_with_exact_numerics_a_row_does_not_depend_on_its_neighbours(directory: Path, weight_type: WeightType, seed: int) -> None:
+    runtime = open_runtime(directory, numerics=Numerics.EXACT, weight_type=weight_type, collect_layers=(0, 2))
+    cache = runtime.new_cache(16)
+    prompt = np.random.default_rng(seed).integers(0, VOCAB_SIZE, 40).tolist()
+    alone, logits, hidden = cache.new_sequence(), [], []
+    for token_id in prompt:
+        output = runtime.forward(assemble([cache.reserve(alone, [-1])], [[token_id]], [[0]]))
+        cache.keep_path(alone, 0)
+        logits.append(output.logits[0])
+        hidden.append(output.hidden_states[0])
+    first, second = cache.new_sequence(), cache.new_sequence()
+    plans = [cache.reserve(first, range(-1, 39)), cache.reserve(second, [-1, 0, 0])]
+    output = runtime.forward(assemble(plans, [prompt, [prompt[0], 5, prompt[1]]], [[39, 3], [2]]))
+    assert np.array_equal(output.logits, np.stack([logits[39], logits[3], logits[1]]))
+    assert np.array_equal(output.hidden_states[:40], np.stack(hidden))
+    assert output.collected_hidden_states is not None
+    assert output.collected_hidden_states.shape == (2, 44, 64)
+
+
+def test_only_wanted_rows_have_logits_and_every_row_hidden_states(directory: Path) -> None:
+    for numerics in Numerics:
+        runtime = open_runtime(directory, numerics=numerics)
+        cache = runtime.new_cache(4)
+        plan = cache.reserve(cache.new_sequence(), range(-1, 4))
+        output = runtime.forward(assemble([plan], [[1, 2, 3, 4, 5]], [[]]))
+        assert output.logits.shape == (0, VOCAB_SIZE)
+        assert output.hidden_states.shape == (5, 64)
+        assert output.collected_hidden_states is None
+        assert runtime.num_passes == 1
+
+
+def random_ranges(seed: int) -> tuple[tuple[RowRange, ...], int]:
+    """Paths of many lengths, one with a tree, over random blocks; and the number of blocks."""
+    rng = np.random.default_rng(seed)
+    free, ranges, start = rng.permutation(np.arange(1, 40)).astype(np.int32), [], 0
+    for num_rows, cached_len, mask in [(1, 0, None), (5, 62, None), (1, 95, None), (7, 30, tree_mask([-1, 0, 0, 1, 1, 2, 3]))]:
+        num_blocks = -(-(cached_len + num_rows) // BLOCK_SIZE)
+        table, free = free[:num_blocks], free[num_blocks:]
+        ranges.append(RowRange(start, num_rows, cached_len, table, mask))
+        start += num_rows
+    return tuple(ranges), 40
+
+
+def attend(form: type[PlainAttention] | type[PaddedAttention], device: str, seed: int, dtype: "torch.dtype") -> "torch.Tensor":
+    ranges, num_blocks = random_ranges(seed)
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(sum(rows.num_rows for rows in ranges), 4, 16, generator=generator)
+    keys, values = torch.randn(2, num_blocks, 2, BLOCK_SIZE, 16, generator=generator)
+    attention = form(ranges, BLOCK_SIZE, torch.device(device))
+    return attention(*(part.to(device=device, dtype=dtype) for part in (q, keys, values))).float().cpu()
+
+
+@pytest.mark.parametrize("offset", range(3))
+def test_padded_attention_is_plain_attention(seed: int, offset: int) -> None:
+    plain = attend(PlainAttention, "cpu", seed + offset, torch.float32)
+    padded = attend(PaddedAttention, "cpu", seed + offset, torch.float32)
+    torch.testing.assert_close(padded, plain, atol=1e-5, rtol=0)
+
+
+def test_plain_attention_is_its_definition(seed: int) -> None:
+    ranges, _ = random_ranges(seed)
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(14, 4, 16, generator=generator)
+    keys, values = torch.randn(2, 40, 2, BLOCK_SIZE, 16, generator=generator)
+    found = PlainAttention(ranges, BLOCK_SIZE, torch.device("cpu"))(q, keys, values)
+    for rows in ranges:
+        for index in range(rows.num_rows):
+            own = [index >= other if rows.mask is None else bool(rows.mask[index, other]) for other in range(rows.num_rows)]
+            slots = [*range(rows.cached_len), *(rows.cached_len + other for other in range(rows.num_rows) if own[other])]
+            for head in range(4):
+                where = [(int(rows.block_table[slot // BLOCK_SIZE]), head // 2, slot % BLOCK_SIZE) for slot in slots]
+                key, value = torch.stack([keys[at] for at in where]), torch.stack([values[at] for at in where])
+                weights = torch.softmax(key @ q[rows.start + index, head] / 4.0, dim=0)
+                torch.testing.assert_close(found[rows.start + index, head], weights @ value, atol=1e-5, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-4), ("bfloat16", 3e-2)])
+def test_padded_attention_on_cuda_is_plain_attention_on_the_cpu(seed: int, dtype: str, bound: float) -> None:
+    plain = attend(PlainAttention, "cpu", seed, torch.float32)
+    padded = attend(PaddedAttention, "cuda", seed, getattr(torch, dtype))
+    torch.testing.assert_close(padded, plain, atol=bound, rtol=0)
+
+
+@pytest.mark.gpu
+def test_a_prompt_on_cuda_gives_the_logits_of_the_cpu(directory: Path) -> None:
+    outputs = []
+    for device in ("cpu", "cuda"):
+        runtime = open_runtime(directory, device=device)
+        cache = runtime.new_cache(8)
+        plan = cache.reserve(cache.new_sequence(), range(-1, 49))
+        outputs.append(runtime.forward(assemble([plan], [list(range(50))], [list(range(50))])).logits)
+    assert np.abs(outputs[0] - outputs[1]).max() <= 1e-3
+
+
+def test_settings_that_cannot_work_are_errors(directory: Path) -> None:
+    with pytest.raises(ConfigError, match="use 'paths'"):
+        open_runtime(directory, numerics=Numerics.EXACT, tree_layout=TreeLayout.MASK)
+    with pytest.raises(ConfigError, match="from 0 to 2"):
+        open_runtime(directory, collect_layers=(3,))
+    with pytest.raises(ConfigError, match="device = 'tpu'"):
+        open_runtime(directory, device="tpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(BackendUnavailableError, match="CUDA"):
+            open_runtime(directory, device="cuda")
+
+
+def test_too_large_a_cache_or_pass_is_a_capacity_error(directory: Path) -> None:
+    runtime = open_runtime(directory)
+    with pytest.raises(CapacityError, match="cannot be allocated"):
+        runtime.new_cache(2**40)
+    runtime.new_cache(4)
+    zeros = np.zeros(MAX_ROWS + 1, np.int32)
+    with pytest.raises(CapacityError, match=f"at most {MAX_ROWS}"):
+        runtime.forward(ForwardBatch(zeros, zeros, (), zeros[:0]))
+
+
+def test_what_is_promised_is_what_was_asked_for(directory: Path) -> None:
+    fast, exact = open_runtime(directory), open_runtime(directory, numerics=Numerics.EXACT)
+    assert (fast.capabilities.numerics, fast.capabilities.tree_layout) == (Numerics.FAST, TreeLayout.MASK)
+    assert (exact.capabilities.numerics, exact.capabilities.tree_layout) == (Numerics.EXACT, TreeLayout.PATHS)
+    assert exact.new_cache(4).layout is TreeLayout.PATHS

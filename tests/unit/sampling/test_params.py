@@ -1,0 +1,108 @@
+import math
+
+import numpy as np
+import pytest
+
+from paceline.errors import RequestError
+from paceline.sampling.params import SamplingParams, resolve_seed
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", True),
+        ("max_tokens", 3.0),
+        ("max_tokens", 2**31),
+        ("min_tokens", -1),
+        ("min_tokens", 257),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", 101),
+        ("temperature", 1e-7),
+        ("temperature", "0.7"),
+        ("temperature", True),
+        ("temperature", None),
+        ("temperature", 10**400),
+        ("top_k", -1),
+        ("top_k", 1.5),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_p", math.nan),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("seed", True),
+        ("seed", 1.0),
+        ("stop", ("a", "")),
+        ("stop", ("a", 3)),
+        ("stop", ""),
+        ("stop", b"a"),
+        ("stop", 5),
+        ("stop_token_ids", (1, -1)),
+        ("stop_token_ids", "12"),
+        ("stop_token_ids", 12),
+        ("stop_token_ids", (True,)),
+        ("include_stop", 1),
+        ("ignore_eos", "yes"),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", math.inf),
+        ("frequency_penalty", math.nan),
+        ("presence_penalty", "1"),
+        ("logit_bias", {1: math.inf}),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {"1": 1.0}),
+        ("logit_bias", [(1, 1.0)]),
+        ("banned_token_ids", (1.0,)),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(name, value):
+    with pytest.raises(RequestError) as refusal:
+        SamplingParams(**{name: value})
+    assert refusal.value.parameter == name
+    assert name in str(refusal.value)
+
+
+def test_values_are_normalised():
+    params = SamplingParams(
+        temperature=1, top_k=np.int64(5), top_p=np.float32(0.5), stop="end", stop_token_ids=[3, 4], logit_bias={np.int32(1): 2}
+    )
+    assert (type(params.temperature), type(params.top_k), type(params.top_p)) == (float, int, float)
+    assert params.stop == ("end",)
+    assert params.stop_token_ids == (3, 4)
+    assert params.logit_bias == {1: 2.0}
+    assert hash(params) == hash(SamplingParams(**{name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}))
+
+
+def test_a_list_that_changes_later_does_not_change_the_parameters():
+    bias, stops = {1: 1.0}, ["a"]
+    params = SamplingParams(logit_bias=bias, stop=stops)
+    bias[2] = 5.0
+    stops.append("b")
+    assert params.logit_bias == {1: 1.0}
+    assert params.stop == ("a",)
+
+
+@pytest.mark.parametrize("name", ["logit_bias", "banned_token_ids", "stop_token_ids"])
+def test_an_id_outside_the_vocabulary_is_refused_by_name(name):
+    ids = {10: 1.0} if name == "logit_bias" else (10,)
+    params = SamplingParams(**{name: ids})
+    params.check_vocabulary(11)
+    with pytest.raises(RequestError) as refusal:
+        params.check_vocabulary(10)
+    assert refusal.value.parameter == name
+
+
+def test_greedy_is_temperature_zero():
+    assert SamplingParams().is_greedy
+    assert not SamplingParams(temperature=0.5).is_greedy
+
+
+def test_an_unseeded_request_gets_a_fresh_63_bit_seed():
+    assert resolve_seed(SamplingParams(seed=7)) == 7
+    assert resolve_seed(SamplingParams(seed=0)) == 0
+    assert resolve_seed(SamplingParams(), entropy=lambda bits: bits) == 63
+    assert resolve_seed(SamplingParams()) != resolve_seed(SamplingParams())

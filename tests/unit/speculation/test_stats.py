@@ -1,0 +1,99 @@
+import json
+
+import numpy as np
+import pytest
+
+from paceline.speculation.stats import PlainReason, SpeculationStats
+
+
+def _record(stats: SpeculationStats, generator: np.random.Generator) -> None:
+    """One random step, cut by a stop or not."""
+    depths = sorted(generator.integers(1, 6, generator.integers(0, 9)).tolist())
+    depths = [depth for depth in depths if set(range(1, depth)) <= set(depths)]
+    accepted = int(generator.integers(0, max(depths, default=0) + 1))
+    was_cut = accepted > 0 and generator.random() < 0.2
+    plain = None if depths else list(PlainReason)[int(generator.integers(len(PlainReason)))]
+    stats.record(depths, accepted, accepted if was_cut else accepted + 1, plain)
+
+
+def _check_identities(stats: SpeculationStats) -> None:
+    assert stats.emitted == stats.accepted + stats.bonus
+    assert sum(stats.accepted_by_position) == stats.accepted
+    assert sum(stats.drafted_by_position) == stats.drafted
+    assert all(kept <= drafted for kept, drafted in zip(stats.accepted_by_position, stats.drafted_by_position, strict=True))
+    assert stats.accepted_by_position == sorted(stats.accepted_by_position, reverse=True)
+    assert stats.plain_steps == sum(stats.plain.values()) <= stats.steps
+    assert stats.bonus <= stats.steps
+    assert stats.mean_acceptance_length == pytest.approx(stats.emitted / max(1, stats.steps))
+    assert stats.acceptance_rate == pytest.approx(stats.accepted / max(1, stats.drafted))
+
+
+def test_the_counters_add_up_whatever_is_recorded(seed):
+    generator = np.random.default_rng(seed)
+    for _ in range(100):
+        stats = SpeculationStats()
+        for _ in range(30):
+            _record(stats, generator)
+            _check_identities(stats)
+
+
+def test_a_sum_is_what_one_request_with_all_steps_would_have_counted(seed):
+    generators = [np.random.default_rng([seed, half]) for half in range(2)]
+    halves = [SpeculationStats(), SpeculationStats()]
+    for half, generator in zip(halves, generators, strict=True):
+        for _ in range(20):
+            _record(half, generator)
+    halves[0].cut, halves[1].cut = 3, 4
+    whole = SpeculationStats()
+    for half in range(2):
+        generator = np.random.default_rng([seed, half])
+        for _ in range(20):
+            _record(whole, generator)
+    whole.cut = 7
+    for order in ((0, 1), (1, 0)):
+        total = SpeculationStats()
+        for half in order:
+            total.add(halves[half])
+        assert total == whole
+        _check_identities(total)
+
+
+def test_adding_leaves_the_other_as_it_was():
+    total, other = SpeculationStats(), SpeculationStats()
+    other.record([1, 2], 1, 2, None)
+    total.add(other)
+    total.record([1, 2, 3], 3, 4, None)
+    assert (other.drafted_by_position, other.accepted_by_position) == ([1, 1], [1, 0])
+
+
+def test_plain_decoding_has_a_mean_acceptance_length_of_one():
+    stats = SpeculationStats()
+    for _ in range(5):
+        stats.record([], 0, 1, PlainReason.OFF)
+    assert (stats.mean_acceptance_length, stats.acceptance_rate, stats.plain_steps) == (1.0, 0.0, 5)
+    assert stats.acceptance_rate_by_position == []
+
+
+def test_rates_of_a_tree_count_every_guess_of_a_depth():
+    stats = SpeculationStats()
+    stats.record([1, 1, 2, 2, 2, 2], 1, 2, None)
+    assert stats.acceptance_rate_by_position == [0.5, 0.0]
+    assert stats.acceptance_rate == pytest.approx(1 / 6)
+
+
+def test_nothing_counted_divides_by_nothing():
+    stats = SpeculationStats()
+    assert (stats.mean_acceptance_length, stats.acceptance_rate, stats.acceptance_rate_by_position) == (0.0, 0.0, [])
+
+
+def test_the_json_form_names_the_drafter_and_the_reasons():
+    stats = SpeculationStats()
+    stats.record([], 0, 1, PlainReason.PROMPT)
+    stats.record([1, 2, 3], 2, 3, None)
+    stats.cut = 2
+    record = json.loads(json.dumps(stats.as_dict("ngram")))
+    assert record["drafter"] == "ngram"
+    assert (record["steps"], record["drafted"], record["accepted"], record["emitted"]) == (2, 3, 2, 4)
+    assert record["mean_acceptance_length"] == 2.0
+    assert record["acceptance_rate_by_position"] == [1.0, 1.0, 0.0]
+    assert record["plain_reasons"] == {PlainReason.PROMPT.value: 1}

@@ -1,0 +1,102 @@
+import numpy as np
+import pytest
+
+from paceline.speculation.stop import TextStop
+
+SPLIT = "\N{REPLACEMENT CHARACTER}"
+
+
+class PieceDetokenizer:
+    """Token i is pieces[i]; a piece that ends in SPLIT becomes final only with the token after it, like half a character."""
+
+    def __init__(self, pieces):
+        self._pieces = pieces
+        self._pending = ""
+
+    def push(self, token_id: int) -> str:
+        piece = self._pending + self._pieces[token_id]
+        self._pending = piece if piece.endswith(SPLIT) else ""
+        return "" if self._pending else piece.replace(SPLIT, "")
+
+    def flush(self) -> str:
+        piece, self._pending = self._pending, ""
+        return piece.replace(SPLIT, "")
+
+
+def _feed(pieces, stop, *, include_stop=False):
+    """Every piece one token; returns the stop, how many were taken and what was shown after each."""
+    text_stop = TextStop(PieceDetokenizer(pieces), stop, include_stop=include_stop)
+    shown = []
+    for token_id in range(len(pieces)):
+        is_stopped = text_stop.push(token_id)
+        shown.append(text_stop.text)
+        if is_stopped:
+            break
+    return text_stop, shown
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "text", "text_with_stop"),
+    [
+        pytest.param(["ab", "cd"], ("cd",), "ab", "abcd", id="a token of its own"),
+        pytest.param(["ab", "c", "", "dx"], ("bcd",), "a", "abcd", id="across tokens"),
+        pytest.param(["abcdef"], ("cd",), "ab", "abcd", id="inside a token"),
+        pytest.param(["aaab"], ("aab",), "a", "aaab", id="a false start inside"),
+        pytest.param(["a", "a", "a", "b"], ("aab",), "a", "aaab", id="a false start across tokens"),
+        pytest.param(["xyz"], ("z", "yz"), "x", "xyz", id="the one that begins first"),
+        pytest.param(["xyz"], ("yz", "y"), "x", "xy", id="the shorter one of the same beginning"),
+        pytest.param(["x", "y" + SPLIT, "z"], ("yz",), "x", "xyz", id="completed by a held-back piece"),
+    ],
+)
+def test_the_text_ends_at_the_stop_string(pieces, stop, text, text_with_stop):
+    for include_stop, wanted in ((False, text), (True, text_with_stop)):
+        text_stop, _ = _feed(pieces, stop, include_stop=include_stop)
+        assert text_stop.is_stopped
+        assert text_stop.text == text_stop.finish() == wanted
+
+
+def test_text_that_may_become_a_stop_string_is_held_back_and_released_when_it_does_not():
+    _, shown = _feed(["a", "s", "t", "x", "st"], ("stop",))
+    assert shown == ["a", "a", "a", "astx", "astx"]
+
+
+def test_what_is_held_back_is_released_at_the_end():
+    text_stop, shown = _feed(["a", "st", "o"], ("stop",))
+    assert shown[-1] == "a"
+    assert text_stop.finish() == text_stop.finish() == text_stop.text == "asto"
+    assert not text_stop.is_stopped
+
+
+def test_a_piece_the_detokenizer_holds_back_is_released_at_the_end_and_may_complete_a_stop():
+    text_stop, _ = _feed(["a", "b" + SPLIT], ())
+    assert (text_stop.text, text_stop.finish()) == ("a", "ab")
+    text_stop, _ = _feed(["a", "sto", "p!" + SPLIT], ("stop",))
+    assert (text_stop.text, text_stop.finish()) == ("a", "a")
+
+
+def test_without_stop_strings_everything_is_shown_at_once():
+    _, shown = _feed(["a", "", "bc"], ())
+    assert shown == ["a", "a", "abc"]
+
+
+def test_what_was_shown_is_never_taken_back(seed):
+    """Against the whole text: shown is always a prefix, the end is at the first stop, and nothing is held back without need."""
+    generator = np.random.default_rng(seed)
+    for _ in range(3_000):
+        alphabet = ["", "a", "b", "ab", "ba", "aab", "a" + SPLIT, "c"]
+        pieces = [alphabet[index] for index in generator.integers(0, len(alphabet), 12)]
+        stop = tuple("".join(generator.choice(["a", "b"], generator.integers(2, 5))) for _ in range(generator.integers(0, 3)))
+        text_stop, shown = _feed(pieces, stop)
+        final = text_stop.finish()
+        assert all(final.startswith(text) for text in shown)
+        detokenizer = PieceDetokenizer(pieces)
+        raw = ""
+        for token_id, text in enumerate(shown):
+            raw += detokenizer.push(token_id)
+            if any(one in raw for one in stop):
+                assert token_id == len(shown) - 1
+                assert text == final == raw[: min(at for one in stop if (at := raw.find(one)) >= 0)]
+            else:
+                held = raw[len(text) :]
+                assert raw.startswith(text)
+                assert held == "" or any(one.startswith(held) for one in stop)

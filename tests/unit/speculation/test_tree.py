@@ -1,0 +1,145 @@
+import numpy as np
+import pytest
+
+from paceline.kv_cache.row_plan import TreeLayout, num_rows
+from paceline.speculation.tree import DraftTree
+
+LAYOUTS = [TreeLayout.PATHS, TreeLayout.MASK]
+UNLIMITED = {"vocab_size": 1_000_000, "max_depth": 1_000, "row_budget": 1_000_000}
+
+
+def _random_tree(generator: np.random.Generator, vocab_size: int = 4) -> tuple[DraftTree, list[int], list[int]]:
+    """A grown tree with the tokens and parents it was grown from; few ids, so that siblings often agree."""
+    count = int(generator.integers(0, 16))
+    tokens = generator.integers(0, vocab_size, count).tolist()
+    parents = [int(generator.integers(0, node)) for node in range(1, count + 1)]
+    return DraftTree.grow(99, tokens, parents, "ngram"), tokens, parents
+
+
+def _texts(tree: DraftTree) -> list[tuple[int, ...]]:
+    """The tokens from the root to each node, root included."""
+    texts: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.token_ids, tree.parents, strict=True):
+        texts.append((*(texts[parent] if parent >= 0 else ()), token))
+    return texts
+
+
+def _check_shape(tree: DraftTree) -> None:
+    assert len(tree.token_ids) == len(tree.parents) == len(tree.depths) == len(tree.sources)
+    assert (tree.parents[0], tree.depths[0], tree.sources[0]) == (-1, 0, "")
+    assert all(0 <= parent < node for node, parent in enumerate(tree.parents) if node)
+    assert list(tree.depths) == [len(text) - 1 for text in _texts(tree)]
+    assert list(tree.parents) == sorted(tree.parents), "children stand in the order of their parents: breadth-first"
+    assert len(set(_texts(tree))) == len(tree.token_ids), "two siblings hold the same token"
+    assert tree.tree_depth == max(tree.depths)
+    assert tree.num_draft_tokens == len(tree.token_ids) - 1
+
+
+def test_a_plain_step_is_a_tree_of_its_root():
+    tree = DraftTree.root_only(7)
+    _check_shape(tree)
+    assert (tree.num_draft_tokens, tree.tree_depth, tree.child(0, 7)) == (0, 0, None)
+
+
+@pytest.mark.parametrize("tokens", [[], [5], [5, 5, 6]])
+def test_a_chain_is_the_tree_grown_in_a_line(tokens):
+    chain = DraftTree.chain(9, tokens, "ngram")
+    grown = DraftTree.grow(9, tokens, range(len(tokens)), "ngram")
+    _check_shape(chain)
+    for name in ("token_ids", "parents", "depths", "sources"):
+        assert list(getattr(chain, name)) == list(getattr(grown, name))
+
+
+def test_growing_keeps_every_guessed_text_once_in_breadth_first_order(seed):
+    generator = np.random.default_rng(seed)
+    for _ in range(500):
+        tree, tokens, parents = _random_tree(generator)
+        _check_shape(tree)
+        wanted: list[tuple[int, ...]] = [(99,)]
+        for token, parent in zip(tokens, parents, strict=True):
+            wanted.append((*wanted[parent], token))
+        assert set(_texts(tree)) == set(wanted)
+        assert set(tree.sources[1:]) <= {"ngram"}
+
+
+def test_equal_siblings_are_merged_with_their_children_and_the_first_leads():
+    tree = DraftTree.grow(0, [5, 6, 5, 7, 8], [0, 0, 0, 3, 1], "ngram")
+    assert _texts(tree) == [(0,), (0, 5), (0, 6), (0, 5, 7), (0, 5, 8)]
+
+
+@pytest.mark.parametrize("parent", [1, 2, -1])
+def test_a_node_before_its_parent_is_refused(parent):
+    with pytest.raises(ValueError, match="parents come before their children"):
+        DraftTree.grow(0, [5], [parent], "ngram")
+
+
+def test_a_child_is_found_by_its_token_and_nothing_else(seed):
+    generator = np.random.default_rng(seed)
+    for _ in range(200):
+        tree, _, _ = _random_tree(generator)
+        texts = _texts(tree)
+        for node, text in enumerate(texts):
+            for token in range(5):
+                child = tree.child(node, token)
+                assert (None if child is None else texts[child]) == ((*text, token) if (*text, token) in texts else None)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_trimming_leaves_a_tree_within_its_limits_that_holds_only_guessed_texts(layout, seed):
+    generator = np.random.default_rng(seed)
+    for _ in range(500):
+        tree, _, _ = _random_tree(generator, vocab_size=6)
+        vocab_size, max_depth, row_budget = int(generator.integers(1, 8)), int(generator.integers(0, 7)), int(generator.integers(1, 20))
+        trimmed = tree.trim(vocab_size=vocab_size, max_depth=max_depth, row_budget=row_budget, layout=layout)
+        _check_shape(trimmed)
+        assert set(_texts(trimmed)) <= set(_texts(tree))
+        assert trimmed.token_ids[0] == 99
+        assert all(token < vocab_size for token in trimmed.token_ids[1:])
+        assert trimmed.tree_depth <= max_depth
+        assert num_rows(trimmed.parents, layout) <= row_budget
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_trimming_drops_nothing_that_fits(layout, seed):
+    generator = np.random.default_rng(seed)
+    for _ in range(200):
+        tree, _, _ = _random_tree(generator, vocab_size=6)
+        assert tree.trim(**UNLIMITED, layout=layout) is tree
+        exact = {"vocab_size": 6, "max_depth": tree.tree_depth, "row_budget": num_rows(tree.parents, layout)}
+        trimmed = tree.trim(**exact, layout=layout)
+        assert set(_texts(trimmed)) == set(_texts(tree))
+        kept = [text for text in _texts(tree) if len(text) <= 3 and all(token < 4 for token in text[1:])]
+        assert _texts(tree.trim(vocab_size=4, max_depth=2, row_budget=1_000, layout=layout)) == kept
+
+
+@pytest.mark.parametrize(
+    ("limits", "kept"),
+    [
+        pytest.param({"vocab_size": 6}, [5], id="an id past the vocabulary and what follows it"),
+        pytest.param({"max_depth": 2}, [5, 6], id="too deep"),
+        pytest.param({"row_budget": 2}, [5], id="over budget"),
+        pytest.param({"row_budget": 0}, [], id="no budget"),
+        pytest.param({"vocab_size": 0}, [], id="no vocabulary"),
+    ],
+)
+@pytest.mark.parametrize("layout", list(TreeLayout))
+def test_a_chain_is_cut_at_the_first_token_that_cannot_be_used(limits, kept, layout):
+    trimmed = DraftTree.chain(99, [5, 6, 2], "ngram").trim(**{**UNLIMITED, **limits}, layout=layout)
+    assert list(trimmed.token_ids) == [99, *kept]
+    assert list(trimmed.sources) == ["", *["ngram"] * len(kept)]
+
+
+def test_a_negative_id_is_cut():
+    assert DraftTree.chain(99, [-1, 5], "ngram").trim(**UNLIMITED, layout=TreeLayout.MASK).num_draft_tokens == 0
+
+
+def test_the_same_budget_holds_fewer_branches_as_paths_than_with_a_mask():
+    tree = DraftTree.grow(0, [1, 2, 3], [0, 1, 1], "ngram")
+    budget = {**UNLIMITED, "row_budget": 4}
+    assert tree.trim(**budget, layout=TreeLayout.MASK).num_draft_tokens == 3
+    assert _texts(tree.trim(**budget, layout=TreeLayout.PATHS)) == [(0,), (0, 1), (0, 1, 2)]
+
+
+def test_trimming_to_a_chain_keeps_the_first_guess_of_every_level():
+    tree = DraftTree.grow(0, [1, 2, 3, 4, 5], [0, 0, 1, 1, 3], "ngram")
+    assert _texts(tree.trim(**UNLIMITED, layout=TreeLayout.CHAIN)) == [(0,), (0, 1), (0, 1, 3), (0, 1, 3, 5)]

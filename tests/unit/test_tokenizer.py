@@ -1,0 +1,166 @@
+"""Tokenizers round-trip, and streamed text is the text of the whole."""
+
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from checkpoints import write_byte_fallback_tokenizer, write_byte_level_tokenizer, write_tokenizer
+from paceline.errors import CheckpointError, RequestError
+from paceline.tokenizer import Tokenizer
+
+WRITERS = {"words": write_tokenizer, "byte_fallback": write_byte_fallback_tokenizer, "byte_level": write_byte_level_tokenizer}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    return {kind: Tokenizer.open(write(tmp_path_factory.mktemp(kind))) for kind, write in WRITERS.items()}
+
+
+def streamed(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    detokenizer = tokenizer.detokenizer()
+    parts = [detokenizer.push(token_id) for token_id in ids]
+    parts.append(detokenizer.flush())
+    assert detokenizer.text == "".join(parts)
+    return parts
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_streamed_text_is_the_text_of_all_ids(tokenizers: dict[str, Tokenizer], kind: str, seed: int, large_counts: bool) -> None:
+    tokenizer, rng = tokenizers[kind], random.Random(seed)
+    for _ in range(20_000 if large_counts else 1000):
+        ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(1, 60))]
+        assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids), ids
+
+
+@pytest.mark.parametrize("kind", ["byte_fallback", "byte_level"])
+def test_streamed_text_with_any_character_is_that_text(tokenizers: dict[str, Tokenizer], kind: str, seed: int) -> None:
+    tokenizer, rng = tokenizers[kind], random.Random(seed)
+    for _ in range(300):
+        text = "".join(rng.choice(["the ", " ", "a", "é", "你", "😀", "👩‍👩‍👧", "\n", "\ufffd", "ß"]) for _ in range(rng.randrange(1, 20)))
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == text
+        assert "".join(streamed(tokenizer, ids)) == text
+
+
+def test_an_incomplete_character_is_held_back(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["byte_level"]
+    ids = tokenizer.encode("a😀b")
+    parts = streamed(tokenizer, ids)
+    assert [part for part in parts if part] == ["a", "😀", "b"]
+    assert "\ufffd" not in "".join(parts)
+    assert streamed(tokenizer, ids[:-2])[-1] == "\ufffd"
+
+
+def test_a_run_of_byte_pieces_is_held_back_until_it_ends(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["byte_fallback"]
+    parts = streamed(tokenizer, tokenizer.encode("a😀b"))
+    assert [part for part in parts if part] == ["a", "😀b"]
+
+
+def test_special_and_unknown_ids_have_no_text(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["byte_level"]
+    [special] = tokenizer.special_token_ids
+    ids = [*tokenizer.encode("a"), special, tokenizer.vocab_size + 7, *tokenizer.encode("b")]
+    assert "".join(streamed(tokenizer, ids)) == "ab"
+    assert streamed(tokenizer, [special]) == ["", ""]
+
+
+def test_garbage_without_end_keeps_the_window_short(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["byte_level"]
+    detokenizer = tokenizer.detokenizer()
+    broken = tokenizer.encode("😀")[0]
+    ids = [broken] * 2000
+    begin = time.perf_counter()
+    text = "".join(detokenizer.push(token_id) for token_id in ids) + detokenizer.flush()
+    assert text == tokenizer.decode(ids)
+    assert time.perf_counter() - begin < 2.0  # two thousand growing windows would take much longer
+
+
+def test_pushing_a_token_does_not_take_longer_in_a_long_text(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["byte_level"]
+    detokenizer = tokenizer.detokenizer()
+    ids = tokenizer.encode(" the" * 200)
+    times = []
+    for _ in range(30):
+        begin = time.perf_counter()
+        for token_id in ids:
+            detokenizer.push(token_id)
+        times.append((time.perf_counter() - begin) / len(ids))
+    assert min(times[20:]) < 5 * min(times[:10])
+    assert min(times) < 200e-6
+
+
+def test_special_tokens_written_in_a_text_become_their_ids(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["words"]
+    ids = tokenizer.encode("the<|im_end|> cat")
+    assert [tokenizer.piece(token_id) for token_id in ids] == ["▁the", "<|im_end|>", "▁cat"]
+    assert tokenizer.decode(ids) == "the cat"
+    assert "<|im_end|>" in tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_the_vocabulary_is_described(tokenizers: dict[str, Tokenizer]) -> None:
+    assert tokenizers["words"].vocab_size == 97
+    assert tokenizers["words"].special_token_ids == {0, 1, 2}
+    assert tokenizers["words"].piece(4) == "▁the"
+    assert tokenizers["words"].piece(97) == ""
+    assert tokenizers["byte_fallback"].has_byte_pieces
+    assert not tokenizers["byte_level"].has_byte_pieces
+
+
+def test_a_chat_template_turns_messages_into_ids(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["words"]
+    messages = [{"role": "user", "content": "the cat"}]
+    ids = tokenizer.apply_chat_template(messages)
+    closed = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+    assert [tokenizer.piece(token_id) for token_id in closed][-3:] == ["▁the", "▁cat", "<|im_end|>"]
+    assert ids[: len(closed)] == closed
+    assert len(ids) > len(closed)
+    assert tokenizer.piece(ids[0]) == "<|im_start|>"
+
+
+@pytest.mark.parametrize(
+    ("kind", "messages", "text"),
+    [
+        ("byte_level", [{"role": "user", "content": "hi"}], "no chat template"),
+        ("words", [], "empty"),
+        ("words", [{"role": "robot", "content": "hi"}], "unknown role robot"),
+        ("words", [{"content": "hi"}], "rejects these messages"),
+        ("words", [{"role": "user", "content": None}], "rejects these messages"),
+    ],
+)
+def test_messages_without_a_place_in_the_template_are_request_errors(
+    tokenizers: dict[str, Tokenizer], kind: str, messages: list[dict[str, object]], text: str
+) -> None:
+    with pytest.raises(RequestError, match=text) as raised:
+        tokenizers[kind].apply_chat_template(messages)
+    assert raised.value.parameter == "messages"
+
+
+def test_a_plain_tokenizer_is_opened_without_what_would_import_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    write_byte_level_tokenizer(tmp_path)
+    expected = Tokenizer(transformers.AutoTokenizer.from_pretrained(str(tmp_path)))
+    monkeypatch.setattr(transformers, "AutoTokenizer", None)
+    opened = Tokenizer.open(tmp_path)
+    assert opened.encode("the a😀<|endoftext|>") == expected.encode("the a😀<|endoftext|>")
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", "[1]"])
+def test_a_directory_without_a_readable_tokenizer_says_so(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"needs tokenizer\.json"):
+        Tokenizer.open(tmp_path)
+
+
+def test_a_tokenizer_of_a_real_small_model_streams(shared_dir: Path) -> None:
+    directory = shared_dir / "data" / "models" / "TinyStories-656K"
+    if not directory.is_dir():
+        pytest.skip("TinyStories-656K is not in ../shared")
+    tokenizer = Tokenizer.open(directory)
+    ids = tokenizer.encode("Once upon a time, there was a little girl.")
+    assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids) == "Once upon a time, there was a little girl."
