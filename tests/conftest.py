@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEFAULT_SEED = 20260101
+TALLY = pytest.StashKey["Counter[str]"]()
 
 
 class ResumableRun:
@@ -69,6 +71,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _skip(items, "long", "long: run with --large-counts (make test-long)")
     if any(item.get_closest_marker("gpu") for item in items) and not _has_cuda():
         _skip(items, "gpu", "no CUDA device")
+
+
+@pytest.fixture(scope="session")
+def tally(request: pytest.FixtureRequest) -> "Counter[str]":
+    """What tests counted, by name; printed at the end of the run."""
+    counts: Counter[str] = Counter()
+    request.config.stash[TALLY] = counts
+    return counts
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for name, count in sorted(config.stash.get(TALLY, Counter()).items()):
+        terminalreporter.write_line(f"{name}: {count:,}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

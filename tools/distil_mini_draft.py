@@ -29,7 +29,7 @@ Tensor = torch.Tensor
 Pool = tuple[Tensor, Tensor, Tensor]  # token ids [N, T], the target's final hidden states [N, T, E] in float16, prompt lengths [N]
 HEADER = "<|im_start|>assistant\n"
 SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-ROW_LEN, GROUP, DRAFT_LEN, BATCH, PEAK_LR, ARGMAX_SHARE, PROMPT_WEIGHT = 384, 48, 4, 8, 2e-3, 0.2, 0.5
+ROW_LEN, GROUP, DRAFT_LEN, BATCH, PEAK_LR, ARGMAX_SHARE, PROMPT_WEIGHT = 384, 48, 4, 4, 3e-3, 0.4, 0.5
 SHARES = {"chat": 0.32, "arithmetic": 0.18, "code-chat": 0.14, "code": 0.16, "json": 0.14, "book": 0.06}
 
 
@@ -43,8 +43,7 @@ def documents(data: Path) -> Iterator[tuple[str, str]]:
     corpora = data / "corpora"
     for name in ("chat/sgd_train_turns.jsonl", "chat/taskmaster4_turns.jsonl"):
         for doc in read_lines(corpora / name):
-            turns = (turn.partition(": ") for turn in doc["turns"])
-            pairs = (("user" if who.lower() == "user" else "assistant", text) for who, _, text in turns)
+            pairs = (("user" if who.lower() == "user" else "assistant", text) for who, _, text in (t.partition(": ") for t in doc["turns"]))
             yield "chat", SYSTEM + "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in pairs)
     answered = [("arithmetic", d["question"], d["answer"]) for d in read_lines(corpora / "instruct/gsm8k_train.jsonl")]
     codegen = json.loads((corpora / "instruct/gpteacher_codegen.json").read_text(encoding="utf-8"))
@@ -110,10 +109,8 @@ def build_pool(target_dir: Path, data: Path, num_rows: int) -> Pool:
     """About num_rows rows: of each kind its share, three fifths continued by the target, the rest corpus text."""
     tokenizer, rng = Tokenizer.from_file(str(target_dir / "tokenizer.json")), random.Random(0)
     held = {doc["text"] for doc in read_lines(target_dir / "heldout.jsonl")}
-    by_kind: dict[str, list[str]] = {kind: [] for kind in SHARES}
-    for kind, text in documents(data):
-        if text[:8000] not in held:
-            by_kind[kind].append(text)
+    allowed = [(kind, text) for kind, text in documents(data) if text[:8000] not in held]
+    by_kind = {kind: [text for other, text in allowed if other == kind] for kind in SHARES}
     prompts: list[list[int]] = []
     for kind, share in SHARES.items():
         goal, stream = len(prompts) + int(share * num_rows), list[int]()
@@ -126,7 +123,7 @@ def build_pool(target_dir: Path, data: Path, num_rows: int) -> Pool:
             prompts += [ids] if (ids := cut_prompt(rng.choice(by_kind[kind]), tokenizer, rng, 208)) else []
     prompts.sort(key=len)
     groups = [prompts[i : i + GROUP] for i in range(0, len(prompts), GROUP)]
-    begin, parts = time.time(), []
+    begin, parts = time.time(), list[Pool]()
     with ProcessPoolExecutor(2, get_context("spawn")) as executor:
         for part in executor.map(pool_rows, [target_dir] * len(groups), range(len(groups)), groups):
             parts.append(part)
@@ -138,13 +135,13 @@ def new_draft(target: LlamaForCausalLM, hidden_states: Tensor, hidden_size: int,
     draft = LlamaForCausalLM(LlamaConfig(
         vocab_size=target.config.vocab_size, hidden_size=hidden_size, intermediate_size=ffn, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=2048, rope_theta=10000.0, rms_norm_eps=1e-5,
-        tie_word_embeddings=True, bos_token_id=0, eos_token_id=[0, 2], attn_implementation="sdpa",
+        tie_word_embeddings=True, bos_token_id=0, eos_token_id=[0, 2], initializer_range=0.05,
     ))
     draft.generation_config.eos_token_id, draft.generation_config.pad_token_id = [0, 2], 0
     sample = hidden_states[::8, ::8].float().flatten(0, 1)
     values, vectors = torch.linalg.eigh(sample.T @ sample / len(sample))
-    with torch.no_grad():  # in whitened coordinates a hidden state has unit size, as the draft's final norm gives it
-        scaled = target.lm_head.weight @ (vectors * values.clamp_min(0).sqrt())
+    with torch.no_grad():  # small, since at first a position's own token is nearly all the draft's last hidden state holds
+        scaled = 0.2 * (target.lm_head.weight - target.lm_head.weight.mean(0)) @ (vectors * values.clamp_min(0).sqrt())
         spread, axes = torch.linalg.eigh(scaled.T @ scaled)
         draft.model.embed_tokens.weight.copy_(scaled @ axes[:, -hidden_size:])
     print(f"logit variance kept {spread[-hidden_size:].sum() / spread.sum():.4f}", flush=True)
@@ -171,8 +168,7 @@ def distil_loss(draft: LlamaForCausalLM, target: LlamaForCausalLM, rows: Pool) -
 
 def train(draft: LlamaForCausalLM, target: LlamaForCausalLM, pool: Pool, minutes: float, save_to: tuple[Path, Path]) -> None:
     optimizer = torch.optim.AdamW(draft.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.02)
-    begin = last_save = time.time()
-    step, recent = 0, 0.0
+    begin, last_save, step, recent = time.time(), time.time(), 0, 0.0
     while (done := (time.time() - begin) / (60 * minutes)) < 1:
         rows = torch.randint(len(pool[0]), (BATCH,))
         optimizer.param_groups[0]["lr"] = PEAK_LR * min(1.0, (step + 1) / 40) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
@@ -183,8 +179,7 @@ def train(draft: LlamaForCausalLM, target: LlamaForCausalLM, pool: Pool, minutes
         optimizer.step()
         step, recent = step + 1, 0.95 * recent + 0.05 * loss.item() if step else loss.item()
         if step % 20 == 0:
-            seen, passed = step * BATCH * ROW_LEN, time.time() - begin
-            print(f"step {step} tokens {seen / 1e6:.2f}M loss {recent:.4f} {seen / passed:.0f} tok/s {passed:.0f} s", flush=True)
+            print(f"step {step} tokens {step * BATCH * ROW_LEN / 1e6:.2f}M loss {recent:.4f} {time.time() - begin:.0f} s", flush=True)
         if time.time() - last_save > 180:
             save(draft, *save_to)
             last_save = time.time()
@@ -235,18 +230,20 @@ def main() -> None:
     for name in ("target_dir", "data_dir", "out_dir"):
         parser.add_argument(name, type=Path)
     parser.add_argument("minutes", type=float, nargs="?", default=15.0)
-    for flag, default in (("--hidden", 256), ("--layers", 1), ("--ffn", 960), ("--rows", 1600), ("--threads", 2)):
+    for flag, default in (("--hidden", 256), ("--layers", 1), ("--ffn", 960), ("--rows", 1600), ("--threads", 1)):
         parser.add_argument(flag, type=int, default=default)
-    parser.add_argument("--pool", type=Path, help="file to keep the pool in, or to take it from when it is there")
+    parser.add_argument("--pool", type=Path, default=Path("pool.pt"), help="kept here, and taken from here when it is there")
+    parser.add_argument("--start", type=Path, help="a draft to train further, in another directory than OUT_DIR")
     parser.add_argument("--evaluate", action="store_true", help="train nothing")
     args = parser.parse_args()
     if not args.evaluate:
-        pool = torch.load(args.pool) if args.pool and args.pool.exists() else build_pool(args.target_dir, args.data_dir, args.rows)
-        if args.pool and not args.pool.exists():
-            torch.save(pool, args.pool)
+        pool = torch.load(args.pool) if args.pool.exists() else build_pool(args.target_dir, args.data_dir, args.rows)
+        torch.save(pool, args.pool)
         torch.manual_seed(0)
         torch.set_num_threads(args.threads)
         draft = new_draft(load(args.target_dir), pool[1], args.hidden, args.layers, args.ffn)
+        if args.start:
+            draft = LlamaForCausalLM.from_pretrained(args.start, dtype=torch.float32)
         print(f"parameters {sum(p.numel() for p in draft.parameters())}, pool tokens {pool[0].numel()}", flush=True)
         train(draft, load(args.target_dir), pool, args.minutes, (args.target_dir, args.out_dir))
     evaluate(args.target_dir, args.out_dir)

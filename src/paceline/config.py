@@ -17,17 +17,18 @@ class SpeculationConfig:
     """How to guess.
 
     Attributes:
-        drafter: "auto", "none", "ngram", or a directory or Hugging Face id of a draft model.
+        drafter: "auto", "none", "ngram", or a directory or Hugging Face id of a draft model; several are asked in order.
         num_draft_tokens: tokens to draft a step, or "auto".
         tree_width: guesses a position of a draft model; 1 = a chain.
     """
 
-    drafter: str = "auto"
+    drafter: str | tuple[str, ...] = "auto"
     num_draft_tokens: int | str = "auto"
     tree_width: int = 1
 
     def __post_init__(self) -> None:
-        if not self.drafter:
+        names = (self.drafter,) if isinstance(self.drafter, str) else self.drafter
+        if not names or not all(names):
             raise ConfigError('drafter is empty: use "auto", "none", "ngram" or the directory or id of a draft model')
         count = self.num_draft_tokens
         if count != "auto" and (isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_DRAFT_TOKENS):

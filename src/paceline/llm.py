@@ -3,27 +3,15 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast, overload
 
-from paceline.config import EngineConfig, SpeculationConfig, cache_directory
-from paceline.drafters import TargetDescription, make_drafter
-from paceline.engine.batch import RequestMaker
-from paceline.engine.engine import Engine
-from paceline.engine.memory import plan_cache
+from paceline.config import EngineConfig, SpeculationConfig
+from paceline.engine.open import open_engine
 from paceline.errors import RequestError
-from paceline.hub import resolve
-from paceline.kv_cache.paged import KVCache
-from paceline.models.config import WeightType
 from paceline.outputs import RequestOutput, StreamChunk
-from paceline.runtimes.base import Numerics, Runtime
-from paceline.runtimes.cost import time_passes
-from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.base import Runtime
 from paceline.sampling.params import SamplingParams
-from paceline.speculation.draft_length import DraftLengthPolicy, StepCosts
 from paceline.speculation.drafter import Drafter
-from paceline.speculation.guess import Guesser
 from paceline.speculation.request import Request
 from paceline.tokenizer import Tokenizer
-
-DEFAULT_DRAFT_TOKENS = 4
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -71,7 +59,7 @@ class LLM:
         token: str | None = None,
         offline: bool = False,
     ) -> None:
-        self.config = EngineConfig(
+        config = EngineConfig(
             model=str(model),
             numerics=numerics,
             dtype=dtype,
@@ -84,38 +72,35 @@ class LLM:
             token=token,
             offline=offline,
         )
-        wanted = drafter if isinstance(drafter, Drafter) else drafter_names(drafter)
-        self.speculation = SpeculationConfig(
-            drafter=wanted if isinstance(wanted, str) else "custom" if isinstance(wanted, Drafter) else ",".join(wanted),
-            num_draft_tokens=num_draft_tokens,
-            tree_width=tree_width,
-        )
-        directory = resolve(model, revision=revision, token=token, offline=offline)
-        self.tokenizer = Tokenizer.open(directory)
-        loaded = load_runtime(directory, self._runtime_options())
-        self.runtime: Runtime = loaded.runtime
-        plan = plan_cache(self.runtime.config, self.config, self.runtime.capabilities.weight_type)
-        self.max_context = plan.max_context
-        self.notices = [*loaded.notices, *([plan.notice] if plan.notice else [])]
-        cache = self.runtime.new_cache(plan.num_blocks)
-        self.vocab_size = min(self.runtime.config.vocab_size, self.tokenizer.vocab_size)
-        target = TargetDescription(
-            directory=directory,
-            tokenizer=self.tokenizer,
-            vocab_size=self.vocab_size,
-            max_context=plan.max_context,
-            max_slots=cache.max_slots,
-            num_threads=self.config.num_threads,
-            device=device,
-            tree_width=tree_width,
-            offline=offline,
-            token=token,
-        )
-        self.drafter = wanted if isinstance(wanted, Drafter) else make_drafter(wanted, target)
-        policy = self._policy(cache)
-        guesser = Guesser(self.drafter, policy, vocab_size=self.vocab_size, layout=cache.layout)
-        self.engine = Engine(self.runtime, cache, guesser, max_num_seqs=self.config.max_num_seqs, chunk_rows=self.config.chunk_rows)
-        self._maker = RequestMaker(self.tokenizer, self.vocab_size, self.max_context, self.runtime.config.eos_token_ids)
+        names = drafter.name if isinstance(drafter, Drafter) else drafter if isinstance(drafter, str) else tuple(drafter)
+        speculation = SpeculationConfig(drafter=names, num_draft_tokens=num_draft_tokens, tree_width=tree_width)
+        opened = open_engine(config, speculation, drafter if isinstance(drafter, Drafter) else None)
+        self.engine = opened.engine
+        self.notices = list(opened.notices)
+        self._maker = opened.maker
+
+    @property
+    def runtime(self) -> Runtime:
+        """The target."""
+        return self.engine.runtime
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._maker.tokenizer
+
+    @property
+    def drafter(self) -> Drafter | None:
+        return self.engine.guesser.drafter
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that can be drawn or stand in a prompt."""
+        return self._maker.vocab_size
+
+    @property
+    def max_context(self) -> int:
+        """Prompt + output at most, in tokens."""
+        return self._maker.max_context
 
     @property
     def numerics(self) -> str:
@@ -212,31 +197,6 @@ class LLM:
     def _chat_ids(self, messages: Messages) -> list[int]:
         return self._maker.prompt_ids(self.tokenizer.apply_chat_template(messages))
 
-    def _runtime_options(self) -> RuntimeOptions:
-        config = self.config
-        return RuntimeOptions(
-            numerics=Numerics(config.numerics),
-            dtype=None if config.dtype == "auto" else WeightType(config.dtype),
-            num_threads=config.num_threads,
-            max_context=config.max_context,
-            device=config.device,
-            collect_layers=(),
-            facts_directory=cache_directory(),
-        )
-
-    def _policy(self, cache: KVCache) -> DraftLengthPolicy:
-        """A fixed draft length; the guard's costs are timed here, on the machine that will run."""
-        wanted = self.speculation.num_draft_tokens
-        count = wanted if isinstance(wanted, int) else DEFAULT_DRAFT_TOKENS
-        if self.drafter is None:
-            return DraftLengthPolicy(count)
-        rows = 1 + count * self.speculation.tree_width
-        times = time_passes(self.runtime, cache, (1, rows))
-        self.runtime.num_passes = 0
-        return DraftLengthPolicy(
-            count, row_budget=rows if self.speculation.tree_width > 1 else None, costs=StepCosts(times[1], times[rows])
-        )
-
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """One prompt is a string or a list of ids; anything else is a list of prompts."""
@@ -245,10 +205,3 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if not prompts:
         raise RequestError("there is no prompt: give a string, a list of token ids, or a list of these", parameter="prompt")
     return cast(Sequence[Prompt], prompts)
-
-
-def drafter_names(drafter: str | Sequence[str]) -> str | Sequence[str]:
-    """One name as it is; a list of one as that one."""
-    if isinstance(drafter, str):
-        return drafter
-    return drafter[0] if len(drafter) == 1 else list(drafter)

@@ -32,13 +32,18 @@ def _best(context: Tokens, count: int) -> list[int]:
     return np.argsort(-TARGET.logits(context), kind="stable")[:count].tolist()
 
 
+def _max_depth(context: Tokens) -> int:
+    """As deep as a step drafts: the last token is always the target's own."""
+    return len(TARGET.prompt) + NUM_TOKENS - len(context) - 1
+
+
 @cache
 def _argmax_chain(context: Tokens) -> Guess:
     text = list(context)
-    for _ in range(3):
+    for _ in range(_max_depth(context)):
         text.append(_best(tuple(text), 1)[0])
     tokens = text[len(context) :]
-    rows = [TARGET.logits((*context, *tokens[:depth])) for depth in range(4)]
+    rows = [TARGET.logits((*context, *tokens[:depth])) for depth in range(len(tokens) + 1)]
     return DraftTree.chain(context[-1], tokens, "argmax"), np.stack(rows)
 
 
@@ -47,7 +52,7 @@ def _two_best_a_level(context: Tokens) -> Guess:
     paths: list[Tokens] = [()]
     parents: list[int] = []
     for parent, path in enumerate(paths):  # `paths` grows while it is read
-        if len(path) < 2:
+        if len(path) < _max_depth(context):
             children = _best((*context, *path), 2)
             paths.extend((*path, token) for token in children)
             parents.extend([parent] * len(children))
@@ -56,7 +61,11 @@ def _two_best_a_level(context: Tokens) -> Guess:
 
 
 PROPOSERS: dict[str, Proposer] = {"chain": _argmax_chain, "tree": _two_best_a_level}
-EVERY = [pytest.param(law, proposer, id=f"{law}, {proposer}") for law in LAWS for proposer in PROPOSERS]
+# Law, guesses, and seeds by default: a text takes 0.5 ms, with penalties 0.8 ms.
+NUM_SEEDS = {("top-k", "chain"): 12_000, ("penalties", "tree"): 6_000, ("top-k", "tree"): 2_000, ("penalties", "chain"): 2_000}
+LARGE_NUM_SEEDS = 50_000
+NUM_BROKEN_SEEDS = 1_500
+EVERY = [pytest.param(*names, id=", ".join(names)) for names in NUM_SEEDS]
 
 
 def _commit(request: Request, result: VerifyResult, tree: DraftTree) -> None:
@@ -87,10 +96,10 @@ def _plain_texts(law: str, seeds: Sequence[int]) -> np.ndarray:
 
 @pytest.mark.parametrize(("law", "proposer"), EVERY)
 def test_verified_guesses_have_the_targets_joint_law_and_each_seeds_plain_text(law, proposer, seed, large_counts):
-    num_seeds = 100_000 if large_counts else 20_000
+    num_seeds = LARGE_NUM_SEEDS if large_counts else NUM_SEEDS[law, proposer]
     seeds = range(seed, seed + num_seeds)
     exact = TARGET.exact_joint_law(LAWS[law], NUM_TOKENS)
-    assert sum(mass * num_seeds >= LEAST_EXPECTED for mass in exact.values()) > 50
+    assert sum(mass * num_seeds >= LEAST_EXPECTED for mass in exact.values()) > 40
     texts = _texts(law, proposer, seeds)
     assert (texts == _plain_texts(law, seeds)).all()
     assert law_p_value(joint_counts(texts), exact) > 0.001
@@ -98,11 +107,11 @@ def test_verified_guesses_have_the_targets_joint_law_and_each_seeds_plain_text(l
 
 @pytest.mark.parametrize(("law", "proposer"), EVERY)
 def test_guesses_are_both_accepted_and_rejected_here(law, proposer, seed):
-    accepted = [_speculate(LAWS[law], one, PROPOSERS[proposer])[1] for one in range(seed, seed + 300)]
+    accepted = [_speculate(LAWS[law], one, PROPOSERS[proposer])[1] for one in range(seed, seed + 200)]
     assert set(accepted) >= {0, 1, 2}
 
 
-@pytest.mark.parametrize(("law", "proposer"), EVERY)
+@pytest.mark.parametrize(("law", "proposer"), EVERY[:2])
 def test_noise_reused_at_the_next_position_is_noticed(law, proposer, seed, monkeypatch):
     first = len(TARGET.prompt)
     monkeypatch.setattr(verify_module, "draw", lambda row, one, sample, position: draw(row, one, sample, max(first, position - 1)))
@@ -112,7 +121,7 @@ def test_noise_reused_at_the_next_position_is_noticed(law, proposer, seed, monke
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_a_penalty_that_ignores_the_nodes_own_path_is_noticed(proposer, seed, monkeypatch):
     process = LogitsProcessor.process
-    seeds = range(seed, seed + 3_000)
+    seeds = range(seed, seed + NUM_BROKEN_SEEDS)
     plain = _plain_texts("penalties", seeds)
     monkeypatch.setattr(LogitsProcessor, "process", lambda processor, logits, path=(): process(processor, logits))
     texts = _texts("penalties", proposer, seeds)
@@ -132,7 +141,7 @@ def test_a_rejected_draft_kept_in_the_history_is_noticed(proposer, seed):
 
 
 def _check_notices(law: str, proposer: str, seed: int, commit_result: Commit = _commit) -> None:
-    seeds = range(seed, seed + 3_000)
+    seeds = range(seed, seed + NUM_BROKEN_SEEDS)
     _check_differs(law, _texts(law, proposer, seeds, commit_result), _plain_texts(law, seeds))
 
 

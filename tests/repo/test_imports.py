@@ -12,15 +12,15 @@ from draw_imports import REPOSITORY, Import, drawn, graph, imports, modules
 LEAVES = {"config"}
 SPECULATION = {*LEAVES, "runtimes.base", "sampling", "kv_cache", "tokenizer"}
 DRAFTERS = {*LEAVES, "speculation", "runtimes", "models", "sampling", "kv_cache", "hub", "tokenizer", "vocabulary"}
-ENGINE = {*LEAVES, "drafters.__init__", "speculation", "runtimes", "kv_cache", "sampling", "tokenizer", "models", "outputs"}
-LLM = {*ENGINE, "engine", "hub", "vocabulary"}
+ENGINE = {*LEAVES, "drafters.__init__", "speculation", "runtimes", "kv_cache", "sampling", "tokenizer", "models", "outputs", "hub"}
+LLM = {*ENGINE, "engine", "vocabulary"}
 ABOVE_LLM = {*LLM, "llm"}
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "config": set(),
     "hub": LEAVES,
     "tokenizer": LEAVES,
-    "vocabulary": LEAVES,
+    "vocabulary": {*LEAVES, "tokenizer"},
     "models": LEAVES,
     "kv_cache": LEAVES,
     "runtimes": {*LEAVES, "models", "kv_cache"},
@@ -34,7 +34,7 @@ ARROWS: dict[str, set[str]] = {
     "proof": ABOVE_LLM,
     "server": ABOVE_LLM,
     "outputs": {"speculation.request", "speculation.stats"},
-    "cli": {*LEAVES, "__init__", "server", "training", "benchmarking", "proof", "llm", "outputs", "sampling.params"},
+    "cli": {*LEAVES, "__init__", "server", "training", "benchmarking", "proof", "llm", "outputs", "sampling.params", "speculation.request"},
     # the public names, resolved when they are first asked for
     "__init__": {*LEAVES, "llm", "outputs", "sampling.params"},
     "__main__": {"cli.__init__"},

@@ -13,7 +13,8 @@ from paceline import errors
 
 PUBLIC = {
     # generate
-    "LLM", "SamplingParams", "RequestOutput", "Usage", "Timing",
+    "LLM", "SamplingParams",
+    "StreamChunk", "RequestOutput", "Usage", "Timing",
     # errors
     "PacelineError", "ConfigError", "CheckpointError", "IncompatibleDrafterError", "CapacityError", "RequestError",
     "BackendUnavailableError",

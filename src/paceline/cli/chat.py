@@ -92,6 +92,11 @@ class Conversation:
         except (RequestError, CapacityError) as error:
             del self._messages[num_before:]
             say_error(error)
+            say("this message was taken back; /reset forgets the conversation")
+            return
+        except KeyboardInterrupt:  # before the stream began
+            del self._messages[num_before:]
+            say("interrupted")
             return
         self._messages.append({"role": "assistant", "content": answer.text})
         say(answer.closing_line(sampled=not self._params.is_greedy))

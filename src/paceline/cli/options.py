@@ -66,12 +66,15 @@ SPECULATION = Panel(
         "tree_width": "Guesses for one position of a draft model; 1 = a chain.",
     },
 )
+OUTPUT = "Output"
 PANELS = (MODEL, SAMPLING, SPECULATION)
 METAVARS = {
     "numerics": "|".join(NUMERICS),
     "dtype": "|".join(DTYPES),
     "device": "|".join(DEVICES),
-    "num_draft_tokens": "auto|INTEGER",
+    "num_draft_tokens": "auto|<int>",
+    "stop": "<str>",
+    "drafter": "<str>",
 }
 REPEATABLE = ("stop", "drafter")
 
@@ -83,6 +86,7 @@ class Settings:
     engine: EngineConfig
     sampling: SamplingParams
     speculation: SpeculationConfig
+    drafters: tuple[str, ...]
     debug: bool
 
     @classmethod
@@ -94,14 +98,15 @@ class Settings:
         """
         engine, sampling, speculation = ({name: values.pop(name) for name in panel.options} for panel in PANELS)
         sampling["stop"] = tuple(checked_text("stop", text) for text in sampling["stop"] or ())
-        drafters = speculation["drafter"]
-        speculation["drafter"] = drafters[0] if len(drafters) == 1 else drafters
-        return cls(EngineConfig(**engine), SamplingParams(**sampling), SpeculationConfig(**speculation), values.pop("debug"))
+        drafters = tuple(speculation["drafter"])
+        speculation["drafter"] = ",".join(drafters) if all(drafters) else ""
+        return cls(EngineConfig(**engine), SamplingParams(**sampling), SpeculationConfig(**speculation), drafters, values.pop("debug"))
 
     def llm_arguments(self) -> dict[str, Any]:
         """The keyword arguments of `paceline.LLM`."""
         of_engine = {name: getattr(self.engine, name) for name in MODEL.options}
-        return of_engine | {name: getattr(self.speculation, name) for name in SPECULATION.options}
+        of_speculation = {name: getattr(self.speculation, name) for name in SPECULATION.options}
+        return of_engine | of_speculation | {"drafter": list(self.drafters)}
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
@@ -110,7 +115,8 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     Errors of ours end the command as one line on stderr and an exit code; `--debug` adds the traceback.
     """
     own = [one for one in inspect.signature(command, eval_str=True).parameters.values() if one.name != "settings"]
-    parameters = [*own, *(parameter for panel in PANELS for parameter in _parameters(panel)), _DEBUG]
+    shared = [parameter for panel in PANELS for parameter in _parameters(panel)]
+    parameters = sorted([*own, *shared, _DEBUG], key=_is_about_output)  # --help shows panels in the order they are met
 
     @functools.wraps(command)
     def with_checked_options(**values: Any) -> None:
@@ -140,8 +146,13 @@ _DEBUG = inspect.Parameter(
     "debug",
     inspect.Parameter.KEYWORD_ONLY,
     default=False,
-    annotation=Annotated[bool, typer.Option("--debug", help="Print tracebacks and what libraries warn about.", rich_help_panel="Output")],
+    annotation=Annotated[bool, typer.Option("--debug", help="Print tracebacks and what libraries warn about.", rich_help_panel=OUTPUT)],
 )
+
+
+def _is_about_output(parameter: inspect.Parameter) -> bool:
+    (option,) = parameter.annotation.__metadata__
+    return bool(option.rich_help_panel == OUTPUT)
 
 
 def _parameters(panel: Panel) -> list[inspect.Parameter]:

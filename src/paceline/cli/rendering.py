@@ -15,7 +15,6 @@ from rich.text import Text
 
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.speculation.request import TokenOrigin
-from paceline.speculation.stats import SpeculationStats
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -199,7 +198,7 @@ def closing_line(output: RequestOutput, *, sampled: bool) -> str:
     if output.drafter != "none":
         parts.append(f"mean acceptance length {stats.mean_acceptance_length:.2f}")
         parts.append(f"acceptance rate {stats.acceptance_rate:.0%} ({stats.accepted} of {stats.drafted} drafted)")
-    parts += [_plain_steps(stats), f"finish reason {output.finish_reason}", f"numerics {output.numerics}"]
+    parts += [_plain_steps(output), f"finish reason {output.finish_reason}", f"numerics {output.numerics}"]
     if sampled:
         parts.append(f"seed {output.seed}")
     return " | ".join(parts)
@@ -209,7 +208,8 @@ def _in_colour(console: Console) -> bool:
     return console.is_terminal and console.color_system is not None and not console.no_color
 
 
-def _plain_steps(stats: SpeculationStats) -> str:
+def _plain_steps(output: RequestOutput) -> str:
+    stats = output.speculation
     reasons = ", ".join(f"{reason.value}: {count}" for reason, count in stats.plain.most_common() if count)
     return f"plain steps {stats.plain_steps} of {stats.steps}" + (f" ({reasons})" if reasons else "")
 

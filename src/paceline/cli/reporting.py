@@ -19,7 +19,8 @@ CALLER_CAN_FIX = (RequestError, ConfigError, IncompatibleDrafterError)
 
 
 def say(text: str | Text) -> None:
-    """Print to stderr, dim unless it has a style of its own. The stream is looked up now because tests and shells replace it; a long line is left to the terminal to fold."""
+    """Print to stderr, dim unless the text has styles of its own; a long line is left to the terminal to fold."""
+    # a console of its own each time: tests and shells replace sys.stderr
     Console(stderr=True, highlight=False).print(text if isinstance(text, Text) else Text(text, style="dim"), soft_wrap=True)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline import __version__
-from paceline.cli.options import Settings, checked_text, with_settings
+from paceline.cli.options import OUTPUT, Settings, checked_text, with_settings
 from paceline.cli.reporting import EXIT_INTERRUPTED, say
 from paceline.errors import ConfigError, RequestError
 
@@ -18,7 +18,7 @@ SHOW_DRAFTS_HELP = (
     "Show where each token came from: accepted drafts green, bonus tokens bold, plain tokens yellow and underlined. "
     "Without a terminal or with NO_COLOR, accepted runs stand in square brackets and plain ones in curly ones. A legend goes to stderr."
 )
-ShowDrafts = Annotated[bool, typer.Option("--show-drafts", help=SHOW_DRAFTS_HELP, rich_help_panel="Output")]
+ShowDrafts = Annotated[bool, typer.Option("--show-drafts", help=SHOW_DRAFTS_HELP, rich_help_panel=OUTPUT)]
 System = Annotated[str | None, typer.Option("--system", help="A system message; implies --chat.", rich_help_panel="Prompt")]
 
 
@@ -34,7 +34,7 @@ def run(
     system: System = None,
     show_drafts: ShowDrafts = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, and nothing else on stdout.", rich_help_panel="Output")
+        bool, typer.Option("--json", help="Print one JSON object, and nothing else on stdout.", rich_help_panel=OUTPUT)
     ] = False,
     settings: Settings,
 ) -> None:

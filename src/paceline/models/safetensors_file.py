@@ -88,12 +88,9 @@ def map_file(path: Path) -> NDArray[np.uint8]:
 
 
 def view_tensor(tensor: StoredTensor, file_bytes: NDArray[np.uint8], item_type: "np.dtype[Any]") -> NDArray[Any]:
-    """A read-only view of the tensor in its mapped file, or a copy where it is not aligned for `item_type`."""
+    """A view of the tensor in its mapped file, or a copy where it is not aligned for `item_type`."""
     array: NDArray[Any] = file_bytes[tensor.begin : tensor.end].view(item_type).reshape(tensor.shape)
-    if not array.flags.aligned:
-        array = array.copy()
-        array.flags.writeable = False
-    return array
+    return array if array.flags.aligned else array.copy()
 
 
 def most_common_dtype(directory: Path) -> str:

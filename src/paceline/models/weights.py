@@ -23,7 +23,7 @@ _NAMES_IN_AN_ERROR = 20
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One weight: a read-only view of the file; bf16, which numpy lacks, as the uint16 of its bits."""
+    """One weight: a view of the mapped file, not to be written to; bf16, which numpy lacks, as the uint16 of its bits."""
 
     array: NDArray[Any]
     weight_type: WeightType

@@ -20,22 +20,26 @@ def commit(request: Request, token_ids: Sequence[int], num_accepted: int, *, dra
         request.token_ids.append(token)
         request.processor.commit(token)
         request.origins.append(_origin(is_accepted=index < num_accepted, drafted=drafted))
-        if token in request.end_token_ids and request.num_output_tokens > 0:
-            request.finish_reason = FinishReason.STOP
-        if request.text_stop is not None and _push_text(request, token):
-            request.finish_reason = FinishReason.STOP
-        if request.finish_reason is None and len(request.token_ids) >= request.max_len:
-            request.finish_reason = FinishReason.LENGTH
+        request.finish_reason = _reason_to_end(request, token)
         if request.finish_reason is not None:
             return index + 1
     return len(token_ids)
 
 
-def _push_text(request: Request, token: int) -> bool:
+def _reason_to_end(request: Request, token: int) -> FinishReason | None:
+    ends = token in request.end_token_ids
+    is_full = len(request.token_ids) >= request.max_len
     text_stop = request.text_stop
-    if text_stop is None or token in request.end_token_ids:  # the token that ends a request is not part of its text
-        return False
-    return text_stop.push(token)
+    if text_stop is not None:
+        if not ends or request.params.include_stop:  # else the token that ends a request is no part of its text
+            text_stop.push(token)
+        if ends or is_full:
+            text_stop.finish()
+        if text_stop.is_stopped:
+            return FinishReason.STOP
+    if ends:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if is_full else None
 
 
 def _origin(*, is_accepted: bool, drafted: bool) -> TokenOrigin:

@@ -8,7 +8,7 @@ from paceline.speculation.request import Request
 
 WINDOW = 64  # drafted tokens the guard looks back on
 MIN_EVIDENCE = 24  # drafted tokens before it may act
-PROBE_INTERVAL = 32  # plain steps between two probes
+PROBE_INTERVAL = 32  # steps from one probe to the next, 31 of them plain
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,9 +56,10 @@ class TextStop:
 
     def _take(self, piece: str) -> None:
         self._held += piece
-        found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        # The one complete first wins, wherever token borders fall.
+        found = [(at + len(stop), at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:
-            at, stop = min(found, key=lambda item: (item[0], len(item[1])))
+            _, at, stop = min(found)
             self._show(at + len(stop) if self._include_stop else at)
             self._held = ""
             self.is_stopped = True

@@ -87,6 +87,8 @@ class DraftTree:
                 continue
             if kept and num_rows([*parents, new_index[parent]], layout) > row_budget:
                 continue
+            if kept and layout is TreeLayout.CHAIN and new_index[parent] != len(kept) - 1:
+                continue
             new_index[node] = len(kept)
             parents.append(new_index[parent])
             kept.append(node)

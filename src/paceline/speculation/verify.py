@@ -45,7 +45,8 @@ def verify(tree: DraftTree, logits: FloatArray, request: Request) -> VerifyResul
         distribution = request.processor.process(logits[node], path)
         token = draw(distribution, request.seed, request.sample_index, len(request.token_ids) + len(path))
         path.append(token)
-        child = tree.child(node, token)
+        # Nothing behind the token that ends the request can be kept.
+        child = None if token in request.end_token_ids else tree.child(node, token)
         if child is None:
             return VerifyResult(tuple(accepted), tuple(path))
         accepted.append(child)

@@ -77,10 +77,11 @@ class Case:
                 break
         if not any(stop in text for stop in self.stop):
             text += detokenizer.flush()
-        found = [(at, len(stop)) for stop in self.stop if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at) for stop in self.stop if (at := text.find(stop)) >= 0]
         if found:
-            at, length = min(found)
-            text = text[: at + length * self.include_stop]
+            end, at = min(found)
+            text = text[: end if self.include_stop else at]
+            reason = FinishReason.STOP if reason is not None else None
         return output, reason, text
 
 
@@ -123,14 +124,20 @@ def test_tokens_in_blocks_end_where_tokens_one_by_one_end(seed, large_counts):
             assert sum(kept) == len(output) == len(request.origins) == request.processor.num_output_tokens
             assert text.startswith(request.text_stop.text)
             assert request.text_stop.finish() == text
-            origins = [_origins(size) for size in block_sizes]
-            assert request.origins == [origin for block, count in zip(origins, kept, strict=False) for origin in block[:count]]
+            assert request.origins == _origins(block_sizes, kept)
         reasons[reason] += 1
     assert min(reasons.values()) > 50, "every way to end must be met"
 
 
-def _origins(size: int) -> list[TokenOrigin]:
-    return [TokenOrigin.PLAIN] if size == 1 else [*[TokenOrigin.ACCEPTED] * (size - 1), TokenOrigin.BONUS]
+def _origins(sizes: list[int], kept: list[int]) -> list[TokenOrigin]:
+    """Origins of the kept tokens of blocks of 14 tokens in all."""
+    origins: list[TokenOrigin] = []
+    left = 14
+    for size, count in zip(sizes, kept, strict=False):
+        last = TokenOrigin.BONUS if size > 1 else TokenOrigin.PLAIN
+        origins += [*[TokenOrigin.ACCEPTED] * (min(size, left) - 1), last][:count]
+        left -= size
+    return origins
 
 
 def _case(token_ids, *, stop=(), max_tokens=20, has_text=True) -> Case:

@@ -37,7 +37,9 @@ def _run(policy: DraftLengthPolicy, request: Request, num_steps: int, accepted: 
     return drafted, tokens / seconds
 
 
-@pytest.mark.parametrize(("plain_s", "speculative_s", "draft_s", "wanted"), [(1.0, 1.0, 0.0, 0.0), (2.0, 3.0, 1.0, 1.0), (1.0, 1.4, 0.2, 0.6)])
+@pytest.mark.parametrize(
+    ("plain_s", "speculative_s", "draft_s", "wanted"), [(1.0, 1.0, 0.0, 0.0), (2.0, 3.0, 1.0, 1.0), (1.0, 1.4, 0.2, 0.6)]
+)
 def test_at_break_even_a_step_with_drafts_is_as_fast_as_a_plain_one(plain_s, speculative_s, draft_s, wanted):
     costs = StepCosts(plain_s, speculative_s, draft_s)
     accepted = costs.break_even_accepted()

@@ -95,7 +95,7 @@ def test_what_was_shown_is_never_taken_back(seed):
             raw += detokenizer.push(token_id)
             if any(one in raw for one in stop):
                 assert token_id == len(shown) - 1
-                assert text == final == raw[: min(at for one in stop if (at := raw.find(one)) >= 0)]
+                assert text == final == raw[: min((at + len(one), at) for one in stop if (at := raw.find(one)) >= 0)[1]]
             else:
                 held = raw[len(text) :]
                 assert raw.startswith(text)

@@ -1,5 +1,6 @@
 """One OpenVINO model per network, compiled with every precision property set by us."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,10 +16,16 @@ from paceline.runtimes.openvino.weights import GraphWeights
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A compiled network; `inputs` gives the index of each named input."""
+    """A compiled network.
+
+    Attributes:
+        inputs: index of each named input.
+        digest: of its nodes and outputs; two graphs with the same digest are the same function of their inputs.
+    """
 
     compiled: ov.CompiledModel
     inputs: dict[str, int]
+    digest: str
 
 
 def build_graph(config: ModelConfig, weights: GraphWeights, collect_layers: Sequence[int], num_threads: int) -> Graph:
@@ -31,7 +38,9 @@ def build_graph(config: ModelConfig, weights: GraphWeights, collect_layers: Sequ
     outputs = [logits, hidden, *collected]
     model = ov.Model([ops.result(output) for output in outputs], list(blocks.parameters.values()), f"{config.family}-decoder")
     compiled = ov.Core().compile_model(model, "CPU", compile_properties(weights.weight_type, num_threads))
-    return Graph(compiled, {name: index for index, name in enumerate(blocks.parameters)})
+    nodes = [(node.get_type_name(), str(node.output(0).get_partial_shape())) for node in model.get_ordered_ops() if node.get_output_size()]
+    digest = hashlib.sha256(repr((nodes, len(outputs))).encode()).hexdigest()
+    return Graph(compiled, {name: index for index, name in enumerate(blocks.parameters)}, digest)
 
 
 def build_lm_head(head: Tensor, weight_type: WeightType, num_threads: int) -> ov.CompiledModel:

@@ -54,6 +54,7 @@ class OpenVINORuntime(Runtime):
         self._head = weights["embedding.weight" if config.tied_embeddings else "lm_head.weight"]
         graph = build_graph(config, graph_weights, collect_layers, num_threads)
         self._inputs = graph.inputs
+        self.graph_digest = graph.digest
         self._request = graph.compiled.create_infer_request()
         self._cos, self._sin = _rotary_tables(config, max_context)
         self._lm_head: ov.CompiledModel | None = None

@@ -1,0 +1,93 @@
+"""From settings to an engine that can run: target, cache, drafter and how much to draft."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.config import EngineConfig, SpeculationConfig, cache_directory
+from paceline.drafters import TargetDescription, make_drafter
+from paceline.engine.batch import RequestMaker
+from paceline.engine.engine import Engine
+from paceline.engine.memory import plan_cache
+from paceline.hub import resolve
+from paceline.kv_cache.paged import KVCache
+from paceline.models.config import WeightType
+from paceline.runtimes.base import Numerics, Runtime
+from paceline.runtimes.cost import time_passes
+from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.speculation.draft_length import DraftLengthPolicy, StepCosts
+from paceline.speculation.drafter import Drafter
+from paceline.speculation.guess import Guesser
+from paceline.tokenizer import Tokenizer
+
+DEFAULT_DRAFT_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedEngine:
+    """An engine, how requests for it are made, and one-line notices its user should see."""
+
+    engine: Engine
+    maker: RequestMaker
+    notices: tuple[str, ...]
+
+
+def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: Drafter | None = None) -> OpenedEngine:
+    """Load what the settings name.
+
+    Args:
+        drafter: one made by the caller; `speculation.drafter` is then only a name.
+
+    Raises:
+        CheckpointError, CapacityError, IncompatibleDrafterError, BackendUnavailableError, ConfigError: with the way out.
+    """
+    directory = resolve(config.model, revision=config.revision, token=config.token, offline=config.offline)
+    tokenizer = Tokenizer.open(directory)
+    loaded = load_runtime(directory, _runtime_options(config))
+    runtime = loaded.runtime
+    plan = plan_cache(runtime.config, config, runtime.capabilities.weight_type)
+    cache = runtime.new_cache(plan.num_blocks)
+    vocab_size = min(runtime.config.vocab_size, tokenizer.vocab_size)
+    if drafter is None:
+        target = TargetDescription(
+            directory=directory,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            max_context=plan.max_context,
+            max_slots=cache.max_slots,
+            num_threads=config.num_threads,
+            device=config.device,
+            tree_width=speculation.tree_width,
+            offline=config.offline,
+            token=config.token,
+        )
+        drafter = make_drafter(speculation.drafter, target)
+    policy = _policy(speculation, runtime, cache) if drafter is not None else DraftLengthPolicy(DEFAULT_DRAFT_TOKENS)
+    guesser = Guesser(drafter, policy, vocab_size=vocab_size, layout=cache.layout)
+    engine = Engine(runtime, cache, guesser, max_num_seqs=config.max_num_seqs, chunk_rows=config.chunk_rows)
+    maker = RequestMaker(tokenizer, vocab_size, plan.max_context, runtime.config.eos_token_ids)
+    return OpenedEngine(engine, maker, _notices(loaded.notices, plan.notice))
+
+
+def _runtime_options(config: EngineConfig) -> RuntimeOptions:
+    return RuntimeOptions(
+        numerics=Numerics(config.numerics),
+        dtype=None if config.dtype == "auto" else WeightType(config.dtype),
+        num_threads=config.num_threads,
+        max_context=config.max_context,
+        device=config.device,
+        facts_directory=cache_directory(),
+    )
+
+
+def _policy(speculation: SpeculationConfig, runtime: Runtime, cache: KVCache) -> DraftLengthPolicy:
+    """A fixed draft length; the guard's costs are timed here, on the machine that will run."""
+    wanted = speculation.num_draft_tokens
+    count = wanted if isinstance(wanted, int) else DEFAULT_DRAFT_TOKENS
+    row_budget = 1 + count * speculation.tree_width
+    times = time_passes(runtime, cache, (1, row_budget))
+    runtime.num_passes = 0
+    return DraftLengthPolicy(count, row_budget=row_budget, costs=StepCosts(times[1], times[row_budget]))
+
+
+def _notices(loaded: Sequence[str], cache_notice: str | None) -> tuple[str, ...]:
+    return (*loaded, cache_notice) if cache_notice else tuple(loaded)

@@ -1,0 +1,546 @@
+"""The command line as a person or a script meets it: stdout, stderr, exit codes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import paceline
+from paceline.cli import app
+from paceline.cli.options import PANELS, Settings
+from paceline.config import EngineConfig, SpeculationConfig
+from paceline.errors import (
+    BackendUnavailableError,
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    IncompatibleDrafterError,
+    PacelineError,
+    RequestError,
+)
+from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
+from paceline.sampling.params import SamplingParams
+from paceline.speculation.request import TokenOrigin
+from paceline.speculation.stats import PlainReason, SpeculationStats
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+HEAVY = {"torch", "transformers", "openvino", "tokenizers", "scipy"}
+PLAIN, ACCEPTED, BONUS = TokenOrigin.PLAIN, TokenOrigin.ACCEPTED, TokenOrigin.BONUS
+
+# one step a row: (piece of a token as bytes, where it came from); a character is split over the last step's tokens
+STEPS: list[list[tuple[bytes, TokenOrigin]]] = [
+    [(b"The", PLAIN)],
+    [(b" quick", ACCEPTED), (b" brown", ACCEPTED), (b" fox", BONUS)],
+    [(b" caf", ACCEPTED), (b"\xc3", ACCEPTED), (b"\xa9", BONUS)],
+]
+TEXT = "The quick brown fox café"
+NUM_TOKENS = 7
+
+
+class FakeDetokenizer:
+    """Holds bytes back until they are a character."""
+
+    def __init__(self) -> None:
+        self._pieces = [piece for step in STEPS for piece, _ in step]
+        self._pending = b""
+
+    def push(self, token_id: int) -> str:
+        self._pending += self._pieces[token_id]
+        try:
+            text = self._pending.decode()
+        except UnicodeDecodeError:
+            return ""
+        self._pending = b""
+        return text
+
+
+class FakeTokenizer:
+    def detokenizer(self) -> FakeDetokenizer:
+        return FakeDetokenizer()
+
+
+class FakeLLM:
+    """Says the same whatever it is asked, and remembers how it was asked."""
+
+    made: "list[FakeLLM]"
+    fails_at: int | None = None  # step
+    failure: BaseException = KeyboardInterrupt()
+    load_failure: PacelineError | None = None
+    steps = STEPS
+    text = TEXT
+
+    def __init__(self, **arguments: Any) -> None:
+        if self.load_failure is not None:
+            raise self.load_failure
+        self.arguments = arguments
+        self.asked: list[Any] = []
+        self.params: SamplingParams | None = None
+        self.tokenizer = FakeTokenizer()
+        self.notices = ["a notice"]
+        self.banner = "a banner"
+        self.closed_streams = 0
+        self.made.append(self)
+
+    def generate(self, prompt: str, params: SamplingParams) -> list[RequestOutput]:
+        self._remember(prompt, params)
+        return [self._output()]
+
+    def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams) -> RequestOutput:
+        self._remember(list(messages), params)
+        return self._output()
+
+    def stream(self, prompt: str, params: SamplingParams) -> Iterator[StreamChunk]:
+        self._remember(prompt, params)
+        return self._stream()
+
+    def stream_chat(self, messages: Sequence[dict[str, str]], params: SamplingParams) -> Iterator[StreamChunk]:
+        self._remember(list(messages), params)
+        return self._stream()
+
+    def _remember(self, asked: Any, params: SamplingParams) -> None:
+        self.asked.append(asked)
+        self.params = params
+
+    def _stream(self) -> Iterator[StreamChunk]:
+        detokenizer, token_id, num_left = FakeDetokenizer(), 0, len(self.text)
+        try:
+            for number, step in enumerate(self.steps):
+                if number == self.fails_at:
+                    raise self.failure
+                ids = list(range(token_id, token_id + len(step)))
+                text = "".join(detokenizer.push(one) for one in ids)[:num_left]
+                token_id, num_left = token_id + len(step), num_left - len(text)
+                is_last = number == len(self.steps) - 1
+                yield StreamChunk(text, ids, [origin for _, origin in step], self._output() if is_last else None)
+        finally:
+            self.closed_streams += 1
+
+    def _output(self) -> RequestOutput:
+        reasons = Counter({PlainReason.PROMPT: 1})
+        stats = SpeculationStats(
+            steps=3, drafted=8, accepted=4, bonus=3, emitted=7, drafted_by_position=[2], accepted_by_position=[2], plain=reasons
+        )
+        return RequestOutput(
+            text=self.text,
+            token_ids=list(range(NUM_TOKENS)),
+            prompt_token_ids=[5, 6],
+            finish_reason="length",
+            usage=Usage(2, NUM_TOKENS),
+            timing=Timing(0.1, 0.5),
+            seed=77,
+            numerics="exact",
+            drafter="ngram",
+            speculation=stats,
+        )
+
+
+@pytest.fixture
+def fake_llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
+    """A fresh class, so that a test may change how it fails; in place of the real one."""
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"):
+        monkeypatch.setenv(name, "1")  # set by the command if nobody has: so that it is taken back
+    fake = type("ThisTestsLLM", (FakeLLM,), {"made": []})
+    module = ModuleType("paceline.llm")
+    module.LLM = fake  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "paceline.llm", module)
+    return fake
+
+
+def _invoke(*arguments: str, stdin: str | bytes | None = None) -> Result:
+    return CliRunner().invoke(app, list(arguments), input=stdin)
+
+
+def _paceline(*arguments: str, stdin: str = "", **environment: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "paceline", *arguments],
+        cwd=REPOSITORY,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+# --- what goes where ---
+
+
+def test_stdout_holds_the_text_and_nothing_else(fake_llm: type[FakeLLM]) -> None:
+    done = _invoke("run", "Once")
+    assert (done.exit_code, done.stdout) == (0, TEXT + "\n")
+    assert "a notice" in done.stderr
+    assert "a banner" in done.stderr
+
+
+def test_the_closing_line_tells_what_speculation_did(fake_llm: type[FakeLLM]) -> None:
+    last = _invoke("run", "Once").stderr.splitlines()[-1]
+    assert last == (
+        "7 tokens | 12.0 tokens/s | drafter ngram | mean acceptance length 2.33 | acceptance rate 50% (4 of 8 drafted) | "
+        "plain steps 1 of 3 (the prompt's last pass: 1) | finish reason length | numerics exact"
+    )
+
+
+def test_the_seed_is_told_when_it_was_used(fake_llm: type[FakeLLM]) -> None:
+    assert _invoke("run", "Once", "--temperature", "0.7").stderr.splitlines()[-1].endswith("| seed 77")
+
+
+def test_json_is_one_object_and_nothing_else(fake_llm: type[FakeLLM]) -> None:
+    done = _invoke("run", "Once", "--json")
+    assert done.exit_code == 0
+    assert done.stdout.count("\n") == 1
+    answer = json.loads(done.stdout)
+    assert list(answer) == [
+        "text", "token_ids", "prompt_token_ids", "finish_reason", "usage", "timing_s", "seed", "numerics", "speculation",
+        "model", "version",
+    ]  # fmt: skip
+    assert (answer["text"], answer["model"], answer["version"]) == (TEXT, "mini", paceline.__version__)
+    assert answer["speculation"]["mean_acceptance_length"] == 2.3333
+
+
+def test_without_colours_runs_stand_in_brackets(fake_llm: type[FakeLLM]) -> None:
+    done = _invoke("run", "Once", "--show-drafts")
+    assert done.stdout == "{The}[ quick brown] fox[ caf]é\n"
+    assert "[accepted draft], bonus token, {plain token}" in done.stderr
+
+
+def test_a_terminal_shows_three_styles_that_differ_without_colours(fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    done = CliRunner().invoke(app, ["run", "Once", "--show-drafts"], color=True)
+    assert done.stdout.startswith("\x1b[4;33mThe\x1b[0m\x1b[32m quick\x1b[0m\x1b[32m brown\x1b[0m\x1b[1m fox\x1b[0m")
+    assert "accepted draft (green)" in done.stderr
+
+
+def test_no_color_is_obeyed(fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert CliRunner().invoke(app, ["run", "Once", "--show-drafts"], color=True).stdout == "{The}[ quick brown] fox[ caf]é\n"
+
+
+def test_show_drafts_ends_where_the_text_ends(fake_llm: type[FakeLLM]) -> None:
+    """A stop string cuts inside a token."""
+    fake_llm.text = "The quick br"
+    assert _invoke("run", "Once", "--show-drafts").stdout == "{The}[ quick br]\n"
+
+
+# --- what is asked of the engine ---
+
+
+def test_a_prompt_is_completed_as_it_is(fake_llm: type[FakeLLM]) -> None:
+    _invoke("run", "Once ")
+    assert fake_llm.made[0].asked == ["Once "]
+
+
+@pytest.mark.parametrize("arguments", [[], ["-"]])
+def test_without_a_prompt_standard_input_is_read_to_the_byte(fake_llm: type[FakeLLM], arguments: list[str]) -> None:
+    _invoke("run", *arguments, stdin="Es war\r\neinmal ä\n".encode())
+    assert fake_llm.made[0].asked == ["Es war\r\neinmal ä\n"]
+
+
+def test_chat_and_system_make_messages(fake_llm: type[FakeLLM]) -> None:
+    user = {"role": "user", "content": "Hi"}
+    _invoke("run", "Hi", "--chat")
+    _invoke("run", "Hi", "--system", "Be brief.", "--json")
+    assert [llm.asked for llm in fake_llm.made] == [[[user]], [[{"role": "system", "content": "Be brief."}, user]]]
+
+
+def test_options_reach_the_engine(fake_llm: type[FakeLLM]) -> None:
+    options = "--model m --threads 3 --cache-gb 0.5 --offline --num-draft-tokens 7 --drafter ngram --drafter d --tree-width 2"
+    sampling = "--max-tokens 9 --temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --seed 5 --stop A --stop B --ignore-eos"
+    penalties = "--repetition-penalty 1.1 --frequency-penalty -0.5 --presence-penalty 0.25"
+    assert _invoke("run", "x", *options.split(), *sampling.split(), *penalties.split()).exit_code == 0
+    (llm,) = fake_llm.made
+    assert llm.arguments == {
+        "model": "m", "numerics": "exact", "dtype": "auto", "threads": 3, "max_context": None, "cache_gb": 0.5, "device": "auto",
+        "revision": None, "token": None, "offline": True, "drafter": ["ngram", "d"], "num_draft_tokens": 7, "tree_width": 2,
+    }  # fmt: skip
+    assert llm.params == SamplingParams(
+        max_tokens=9, temperature=0.5, top_k=4, top_p=0.9, min_p=0.1, seed=5, stop=("A", "B"), ignore_eos=True,
+        repetition_penalty=1.1, frequency_penalty=-0.5, presence_penalty=0.25,
+    )  # fmt: skip
+
+
+def test_defaults_are_those_of_the_library(fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Settings] = []
+    monkeypatch.setattr("paceline.cli.loading.load", lambda settings: taken.append(settings) or fake_llm())  # type: ignore[func-returns-value]
+    _invoke("run", "x")
+    assert taken == [Settings(EngineConfig(), SamplingParams(), SpeculationConfig(), ("auto",), False)]
+
+
+# --- a conversation ---
+
+
+def test_a_conversation_remembers_what_was_said(fake_llm: type[FakeLLM]) -> None:
+    done = _invoke("chat", "--system", "Be brief.", stdin="Hi\n\nAnd?\n")
+    assert (done.exit_code, done.stdout) == (0, f"{TEXT}\n{TEXT}\n")
+    first = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    assert fake_llm.made[0].asked == [first, [*first, {"role": "assistant", "content": TEXT}, {"role": "user", "content": "And?"}]]
+
+
+def test_reset_forgets_all_but_the_system_message(fake_llm: type[FakeLLM]) -> None:
+    _invoke("chat", "--system", "Be brief.", stdin="Hi\n/reset\nAnd?\n")
+    assert [message["content"] for message in fake_llm.made[0].asked[1]] == ["Be brief.", "And?"]
+
+
+def test_exit_ends_and_help_lists(fake_llm: type[FakeLLM]) -> None:
+    done = _invoke("chat", stdin="/help\n/nonsense\n/exit\nnever asked\n")
+    assert done.exit_code == 0
+    assert fake_llm.made[0].asked == []
+    assert all(command in done.stderr for command in ("/help", "/reset", "/exit", "/nonsense is not a command"))
+
+
+def test_a_message_may_start_with_a_path(fake_llm: type[FakeLLM]) -> None:
+    _invoke("chat", stdin="/etc/hosts holds what?\n")
+    assert fake_llm.made[0].asked == [[{"role": "user", "content": "/etc/hosts holds what?"}]]
+
+
+def test_interrupting_an_answer_keeps_the_conversation(fake_llm: type[FakeLLM]) -> None:
+    fake_llm.fails_at = 1
+    done = _invoke("chat", stdin="Hi\nAnd?\n")
+    assert (done.exit_code, done.stdout) == (0, "The\nThe\n")
+    assert [message["content"] for message in fake_llm.made[0].asked[1]] == ["Hi", "The", "And?"]
+    assert fake_llm.made[0].closed_streams == 2
+
+
+def test_a_message_that_cannot_be_served_is_taken_back(fake_llm: type[FakeLLM]) -> None:
+    fake_llm.fails_at, fake_llm.failure = 0, RequestError("the prompt is too long", parameter="prompt")
+    done = _invoke("chat", stdin="Hi\nAnd?\n")
+    assert done.exit_code == 0
+    assert done.stderr.count("error: the prompt is too long\n") == 2
+    assert [message["content"] for message in fake_llm.made[0].asked[1]] == ["And?"]
+
+
+# --- what goes wrong ---
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("wrong"), 2),
+        (RequestError("wrong"), 2),
+        (IncompatibleDrafterError("wrong"), 2),
+        (CheckpointError("wrong"), 1),
+        (CapacityError("wrong"), 1),
+        (BackendUnavailableError("wrong"), 1),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_an_error_is_one_line_and_an_exit_code(fake_llm: type[FakeLLM], error: PacelineError, code: int) -> None:
+    fake_llm.load_failure = error
+    done = _invoke("run", "Once")
+    assert (done.exit_code, done.stdout, done.stderr) == (code, "", "error: wrong\n")
+
+
+def test_a_long_error_stays_one_line(fake_llm: type[FakeLLM]) -> None:
+    fake_llm.load_failure = CheckpointError("no\nsuch [file] " + "x" * 300)
+    assert _invoke("run", "Once").stderr == "error: no such [file] " + "x" * 300 + "\n"
+
+
+def test_debug_adds_the_traceback(fake_llm: type[FakeLLM]) -> None:
+    fake_llm.load_failure = ConfigError("wrong")
+    done = _invoke("run", "Once", "--debug")
+    assert "Traceback" in done.stderr
+    assert done.stderr.endswith("error: wrong\n")
+
+
+def test_an_error_of_another_library_is_one_line_too(fake_llm: type[FakeLLM]) -> None:
+    fake_llm.fails_at, fake_llm.failure = 1, RuntimeError("out of luck")
+    done = _invoke("run", "Once")
+    assert (done.exit_code, done.stdout) == (1, "The\n")
+    assert done.stderr.splitlines()[-1] == "error: RuntimeError: out of luck (unexpected; --debug prints where)"
+
+
+def test_an_interrupted_run_keeps_what_it_has(fake_llm: type[FakeLLM]) -> None:
+    fake_llm.fails_at = 2
+    done = _invoke("run", "Once")
+    assert (done.exit_code, done.stdout) == (130, "The quick brown fox\n")
+    assert done.stderr.splitlines()[-1].startswith("4 tokens | ")
+    assert done.stderr.splitlines()[-1].endswith("mean acceptance length 2.00 | finish reason interrupted")
+    assert fake_llm.made[0].closed_streams == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--temperature -1", "temperature: -1.0 is out of range"),
+        ("--temperature nan", "temperature: nan is out of range"),
+        ("--max-tokens 0", "max_tokens: 0 is out of range"),
+        ("--max-tokens -5", "max_tokens: -5 is out of range"),
+        ("--top-p 0", "top_p: 0.0 would keep no token"),
+        ("--top-k -3", "top_k: -3 is out of range"),
+        ("--min-p 2", "min_p: 2.0 is out of range"),
+        ("--repetition-penalty 0", "repetition_penalty: 0.0 must be at least"),
+        ("--seed -1", "seed: -1 is out of range"),
+        ("--seed 99999999999999999999", "seed: 99999999999999999999 is out of range"),
+        ("--stop=", "stop: '' cannot end the output"),
+        ("--numerics exactly", "numerics is 'exactly': use one of exact, fast"),
+        ("--dtype int3", "dtype is 'int3'"),
+        ("--device tpu", "device is 'tpu'"),
+        ("--threads 0", "threads is 0"),
+        ("--max-context 1", "max_context is 1"),
+        ("--cache-gb -2", "cache_gb is -2.0"),
+        ("--num-draft-tokens 0", "num_draft_tokens is 0"),
+        ("--num-draft-tokens many", "num_draft_tokens is 'many'"),
+        ("--tree-width 99", "tree_width is 99"),
+        ("--drafter=", "drafter is empty"),
+        ("--json --show-drafts", "give one of them"),
+    ],
+)
+def test_absurd_values_are_refused_before_anything_is_loaded(fake_llm: type[FakeLLM], options: str, says: str) -> None:
+    done = _invoke("run", "x", *options.split())
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert says in done.stderr
+    assert fake_llm.made == []
+
+
+@pytest.mark.parametrize("options", ["--top-k many", "--no-such-option", "x y z"])
+def test_what_is_no_option_at_all_exits_with_2(fake_llm: type[FakeLLM], options: str) -> None:
+    done = _invoke("run", *options.split())
+    assert (done.exit_code, done.stdout) == (2, "")
+
+
+def test_bytes_that_are_no_text_are_refused(fake_llm: type[FakeLLM]) -> None:
+    assert "standard input is not UTF-8 text at byte 2" in _invoke("run", stdin=b"ab\xff").stderr
+    assert "prompt is not UTF-8 text at character 1" in _invoke("run", "a\udcff").stderr
+    assert fake_llm.made == []
+
+
+# --- in a process of its own ---
+
+LIST_MODULES = """
+import contextlib, json, sys
+from paceline.cli import main
+sys.argv = ["paceline", *sys.argv[1:]]
+with contextlib.suppress(SystemExit):
+    main()
+print("\\n" + json.dumps(sorted({name.split(".")[0] for name in sys.modules})))
+"""
+
+
+@pytest.mark.parametrize("arguments", ["--version", "chat --help", "run x --temperature -1", "run --no-such-option"])
+def test_help_and_refusals_load_no_heavy_library(arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIST_MODULES, *arguments.split()], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert set(json.loads(done.stdout.splitlines()[-1])) & HEAVY == set()
+
+
+def test_the_version_is_printed() -> None:
+    done = _paceline("--version")
+    assert (done.returncode, done.stdout) == (0, f"paceline {paceline.__version__}\n")
+
+
+def test_every_field_a_panel_names_is_in_help() -> None:
+    text = _invoke("run", "--help").stdout
+    assert all(f"--{name.replace('_', '-')}" in text for panel in PANELS for name in panel.options)
+    assert [title for title in ("Prompt", "Model", "Sampling", "Speculation", "Output") if f"─ {title} ─" not in text] == []
+
+
+ENDLESS_STREAM = """
+import itertools, sys, types
+from paceline.outputs import StreamChunk
+class LLM:
+    notices, banner = [], ""
+    def __init__(self, **arguments): pass
+    def stream(self, prompt, params):
+        for number in itertools.count():
+            yield StreamChunk("text\\n", [number], [], None)
+module = types.ModuleType("paceline.llm")
+module.LLM = LLM
+sys.modules["paceline.llm"] = module
+from paceline.cli import main
+sys.argv = ["paceline", "run", "x"]
+main()
+"""
+
+
+def test_a_reader_that_stops_reading_ends_the_run_quietly() -> None:
+    running = subprocess.Popen([sys.executable, "-c", ENDLESS_STREAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert running.stdout is not None
+    assert running.stderr is not None
+    with running, running.stdout, running.stderr:
+        assert running.stdout.readline() == "text\n"
+        running.stdout.close()
+        assert running.wait(timeout=60) == 1
+        assert running.stderr.read() == ""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals of a terminal")
+def test_an_interrupt_from_the_terminal_exits_with_130() -> None:
+    running = subprocess.Popen([sys.executable, "-c", ENDLESS_STREAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert running.stdout is not None
+    with running:
+        running.stdout.readline()
+        running.send_signal(signal.SIGINT)
+        text, said = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert text.endswith("text\n")
+    assert said.endswith("finish reason interrupted\n")
+
+
+# --- the real thing ---
+
+
+PROMPT = "I want to book a table for two. I want to book a table for"
+LIMITS = ("--max-tokens", "32", "--ignore-eos", "--offline")
+
+
+@pytest.fixture(scope="module")
+def answers(mini_dir: Path) -> dict[str, dict[str, Any]]:
+    """What the embedded model says to PROMPT, by drafter."""
+    _need(mini_dir)
+    return {drafter: _answer(drafter) for drafter in ("none", "ngram", "auto")}
+
+
+def _need(mini_dir: Path) -> None:
+    if not mini_dir.is_dir():
+        pytest.skip("src/paceline/assets/mini/target is not here")
+
+
+def _answer(drafter: str) -> dict[str, Any]:
+    done = _paceline("run", PROMPT, "--json", "--drafter", drafter, *LIMITS)
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def test_the_embedded_model_says_the_same_with_any_drafter(answers: dict[str, dict[str, Any]]) -> None:
+    assert (answers["none"]["speculation"]["drafter"], answers["ngram"]["speculation"]["drafter"]) == ("none", "ngram")
+    assert answers["ngram"]["speculation"]["accepted"] > 0
+    assert len(answers["none"]["token_ids"]) == 32
+    assert answers["none"]["token_ids"] == answers["ngram"]["token_ids"] == answers["auto"]["token_ids"]
+
+
+def test_the_embedded_model_streams_what_json_holds(answers: dict[str, dict[str, Any]]) -> None:
+    streamed = _paceline("run", "-", *LIMITS, stdin=PROMPT, PYTHONUTF8="1")
+    assert streamed.returncode == 0, streamed.stderr
+    assert streamed.stdout.removesuffix("\n") == answers["none"]["text"].removesuffix("\n")
+    assert streamed.stderr.splitlines()[-1].startswith("32 tokens | ")
+
+
+def test_the_embedded_model_converses(mini_dir: Path) -> None:
+    _need(mini_dir)
+    done = _paceline("chat", "--max-tokens", "8", "--offline", stdin="Hello\nA table for two\n/exit\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("finish reason") == 2
+
+
+def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
+    done = _paceline("run", "x", "--model", str(tmp_path / "nothing"), "--offline")
+    assert done.returncode in (1, 2)
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1

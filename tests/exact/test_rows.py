@@ -1,0 +1,227 @@
+"""Promise 1 at its root: a row's logits are the same bits whatever else is in the pass.
+
+The reference is plain decoding: one sequence alone, one row a pass. Compared with it are random mixes of decode rows, rows of drafts and
+prompt chunks of one to six sequences, and trees as paths over shared blocks.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from exact_targets import DTYPES, TARGETS
+from paceline.kv_cache import paged
+from paceline.kv_cache.paged import CachedSequence, KVCache
+from paceline.kv_cache.row_plan import RowPlan, path_to
+from paceline.models.config import WeightType
+from paceline.runtimes.base import FloatArray, Numerics, assemble
+from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.numerics import RowPadding
+
+pytest.importorskip("openvino")
+from paceline.runtimes.openvino.runtime import OpenVINORuntime
+
+NUM_SEQUENCES = 6
+Directory = Callable[[str], Path]
+Work = tuple[CachedSequence, Sequence[int], Sequence[int]]  # sequence, parents, token of each node
+
+
+@dataclass
+class Subject:
+    """A runtime, its cache, token sequences and the reference logits of each of their positions."""
+
+    runtime: OpenVINORuntime
+    cache: KVCache
+    token_ids: list[list[int]]
+    solo: list[list[FloatArray]]
+
+
+def open_target(directory: Path, dtype: str, collect_layers: Sequence[int] = ()) -> OpenVINORuntime:
+    options = RuntimeOptions(
+        numerics=Numerics.EXACT, dtype=WeightType(dtype), num_threads=2, max_context=512, backend="openvino", collect_layers=collect_layers
+    )
+    runtime = load_runtime(directory, options).runtime
+    assert isinstance(runtime, OpenVINORuntime)
+    if runtime.capabilities.numerics is not Numerics.EXACT:
+        pytest.skip("this machine has no exact numerics")
+    return runtime
+
+
+def run(runtime: OpenVINORuntime, cache: KVCache, work: Sequence[Work]) -> list[FloatArray]:
+    """One pass over the work and the logits of all nodes of each."""
+    plans = [cache.reserve(sequence, parents) for sequence, parents, _ in work]
+    output = runtime.forward(assemble(plans, [tokens for _, _, tokens in work], [range(len(parents)) for _, parents, _ in work]))
+    bounds = np.cumsum([0, *(len(parents) for _, parents, _ in work)])
+    return [output.logits[start:end].copy() for start, end in pairwise(bounds)]
+
+
+def decode_alone(runtime: OpenVINORuntime, cache: KVCache, token_ids: Sequence[int]) -> list[FloatArray]:
+    sequence = cache.new_sequence()
+    rows = []
+    for token in token_ids:
+        rows.append(run(runtime, cache, [(sequence, range(-1, 0), [token])])[0][0])
+        cache.keep_path(sequence, 0)
+    cache.release(sequence)
+    return rows
+
+
+def make_subject(directory: Path, dtype: str, length: int, seed: int) -> Subject:
+    runtime = open_target(directory, dtype)
+    random = np.random.default_rng(seed)
+    token_ids = [random.integers(0, runtime.config.vocab_size, length).tolist() for _ in range(NUM_SEQUENCES)]
+    cache = runtime.new_cache(200)
+    return Subject(runtime, cache, token_ids, [decode_alone(runtime, cache, ids) for ids in token_ids])
+
+
+def mixed_passes(subject: Subject, random: np.random.Generator) -> Iterator[tuple[int, int]]:
+    """Run all sequences to their end in random mixes; yields (rows compared, rows that differ) of each pass."""
+    cache = subject.cache
+    sequences = [cache.new_sequence() for _ in subject.token_ids]
+    while live := [i for i, ids in enumerate(subject.token_ids) if sequences[i].committed_len < len(ids)]:
+        picked = random.permutation(live)[: random.integers(1, len(live) + 1)].tolist()
+        work = []
+        for index in picked:
+            start = sequences[index].committed_len
+            count = min(int(random.choice([1, 1, 2, 3, 5, 8, 13, 33, 64])), len(subject.token_ids[index]) - start)
+            work.append((sequences[index], range(-1, count - 1), subject.token_ids[index][start : start + count]))
+        logits = run(subject.runtime, cache, work)
+        differing = 0
+        for index, rows, (sequence, parents, _) in zip(picked, logits, work, strict=True):
+            start = sequence.committed_len
+            differing += sum(not np.array_equal(row, subject.solo[index][start + i]) for i, row in enumerate(rows))
+            cache.keep_path(sequence, len(parents) - 1)
+        yield sum(map(len, logits)), differing
+    for sequence in sequences:
+        cache.release(sequence)
+    cache.check()
+
+
+def compare_mixes(subject: Subject, seed: int, repeats: int) -> tuple[int, int]:
+    random = np.random.default_rng(seed)
+    counts = [count for _ in range(repeats) for count in mixed_passes(subject, random)]
+    return sum(rows for rows, _ in counts), sum(differing for _, differing in counts)
+
+
+def compare_trees(subject: Subject, seed: int, num_trees: int) -> tuple[int, int]:
+    """Random trees behind random prefixes, committed along a random path and continued; every node against decoding its path alone."""
+    random = np.random.default_rng(seed)
+    runtime, cache = subject.runtime, subject.cache
+    rows = differing = 0
+    for _ in range(num_trees):
+        index = int(random.integers(NUM_SEQUENCES))
+        prefix = subject.token_ids[index][: int(random.integers(1, 70))]
+        sequence = cache.new_sequence()
+        run(runtime, cache, [(sequence, range(-1, len(prefix) - 1), prefix)])
+        cache.keep_path(sequence, len(prefix) - 1)
+        for _ in range(2):  # the second tree grows behind what the first one committed
+            size = int(random.integers(2, 13))
+            parents = [-1, *sorted(int(random.integers(0, node)) for node in range(1, size))]
+            tokens = random.integers(0, runtime.config.vocab_size, size).tolist()
+            base = list(prefix)
+            (logits,) = run(runtime, cache, [(sequence, parents, tokens)])
+            for node in range(size):
+                path = [tokens[step] for step in path_to(parents, node)]
+                expected = solo_row(subject, base, path)
+                rows += 1
+                differing += not np.array_equal(logits[node], expected)
+            kept = int(random.integers(0, size))
+            cache.keep_path(sequence, kept)
+            prefix = [*base, *(tokens[step] for step in path_to(parents, kept))]
+        cache.release(sequence)
+    cache.check()
+    return rows, differing
+
+
+def solo_row(subject: Subject, prefix: Sequence[int], path: Sequence[int]) -> FloatArray:
+    """Logits of the last token of prefix + path, the path decoded row by row alone."""
+    sequence = subject.cache.new_sequence()
+    run(subject.runtime, subject.cache, [(sequence, range(-1, len(prefix) - 1), prefix)])
+    subject.cache.keep_path(sequence, len(prefix) - 1)
+    for token in path:
+        row = run(subject.runtime, subject.cache, [(sequence, range(-1, 0), [token])])[0][0]
+        subject.cache.keep_path(sequence, 0)
+    subject.cache.release(sequence)
+    return row
+
+
+@pytest.fixture(scope="module", params=[(name, dtype) for name in TARGETS for dtype in DTYPES], ids="-".join)
+def subject(request: pytest.FixtureRequest, checkpoint: Directory, large_counts: bool, seed: int) -> Subject:
+    name, dtype = request.param
+    length = 300 if large_counts else 44 if name == "mini" else 90
+    return make_subject(checkpoint(name), dtype, length, seed)
+
+
+def test_a_row_does_not_depend_on_what_else_is_in_the_pass(subject: Subject, large_counts: bool, seed: int, tally: "Counter[str]") -> None:
+    rows, differing = compare_mixes(subject, seed, repeats=8 if large_counts else 1)
+    tally["rows of mixed passes compared bit by bit with solo decoding"] += rows
+    assert differing == 0
+    assert rows >= (14_000 if large_counts else 200)
+
+
+def test_rows_of_a_tree_are_those_of_its_paths_decoded_alone(
+    subject: Subject, large_counts: bool, seed: int, tally: "Counter[str]"
+) -> None:
+    rows, differing = compare_trees(subject, seed, num_trees=40 if large_counts else 2)
+    tally["rows of trees compared bit by bit with solo decoding"] += rows
+    assert differing == 0
+    assert rows > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", TARGETS)
+def test_collecting_boundaries_does_not_change_a_bit(checkpoint: Directory, name: str, dtype: str, seed: int) -> None:
+    plain = open_target(checkpoint(name), dtype)
+    layers = (0, 1, plain.config.num_layers)
+    collecting = open_target(checkpoint(name), dtype, layers)
+    tokens = np.random.default_rng(seed).integers(0, plain.config.vocab_size, 24).tolist()
+    one, other = (decode_alone(runtime, runtime.new_cache(4), tokens) for runtime in (plain, collecting))
+    assert all(np.array_equal(row, twin) for row, twin in zip(one, other, strict=True))
+
+
+# Planted faults: each must be seen by the comparisons above.
+
+
+@pytest.fixture(scope="module")
+def small_subject(checkpoint: Directory, seed: int) -> Subject:
+    return make_subject(checkpoint("llama"), "f32", 80, seed)
+
+
+def test_a_stale_cache_row_is_seen(small_subject: Subject, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The partial tail block of a path is not copied: the path attends to what the block held before."""
+    real = paged.plan_rows
+
+    def without_copies(*args: object) -> RowPlan:
+        plan = real(*args)  # type: ignore[arg-type]
+        return RowPlan(
+            plan.layout, plan.parents, plan.committed_len, plan.block_size, plan.row_nodes, plan.row_positions, plan.row_of_node,
+            plan.paths, (), plan.fresh_blocks,
+        )  # fmt: skip
+
+    monkeypatch.setattr(paged, "plan_rows", without_copies)
+    assert compare_trees(small_subject, seed, num_trees=4)[1] > 0
+
+
+def test_an_off_by_one_in_keep_path_is_seen(small_subject: Subject, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = RowPlan.commit
+
+    def parent_instead(plan: RowPlan, node: int) -> object:
+        return real(plan, max(0, plan.parents[node]))
+
+    monkeypatch.setattr(RowPlan, "commit", parent_instead)
+    assert compare_trees(small_subject, seed, num_trees=4)[1] > 0
+
+
+def test_a_missing_repeated_row_is_seen(small_subject: Subject, seed: int) -> None:
+    """Without the repetition a lone row runs through another attention kernel."""
+    runtime = small_subject.runtime
+    if runtime.padding is RowPadding.NONE:
+        pytest.skip("rows need no repetition on this machine")
+    runtime.padding, padding = RowPadding.NONE, runtime.padding
+    try:
+        assert compare_mixes(small_subject, seed, repeats=1)[1] > 0
+    finally:
+        runtime.padding = padding

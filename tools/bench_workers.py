@@ -1,0 +1,242 @@
+"""The engines that bench_passes.py times, each the whole work of one process; runs where only numpy and that engine are installed."""
+
+import argparse
+import importlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench_machine import package_versions
+from bench_models import stored_tensors, write_gguf
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+CACHED_LEN = 64
+LOGITS_COMPARED = 256
+
+
+class Engine:
+    """One library with one checkpoint. `load`, `prepare` once, then `run` any number of times."""
+
+    def load(self) -> dict[str, Any]:
+        """Open the checkpoint; returns what is worth printing."""
+        raise NotImplementedError
+
+    def cache(self, blocks: int) -> dict[str, Any]:
+        """Allocate and touch a cache of `blocks` blocks; returns its bytes and the weights'."""
+        raise NotImplementedError
+
+    def prepare(self, rows: int, batch: int) -> None:
+        """Cache the prompt for `batch` sequences and leave room for `rows` more rows each."""
+        raise NotImplementedError
+
+    def run(self, rows: int, batch: int) -> tuple[float, list[float]]:
+        """Seconds of one pass, and logits of its last row; the cache is as before afterwards."""
+        raise NotImplementedError
+
+
+class Paceline(Engine):
+    """This library, through the runtime its engine drives."""
+
+    def __init__(self, options: argparse.Namespace, numerics: str) -> None:
+        sys.path.insert(0, str(REPOSITORY / "src"))
+        from paceline.models.config import WeightType
+        from paceline.runtimes.base import Numerics
+        from paceline.runtimes.load import RuntimeOptions, load_runtime
+
+        self._checkpoint = options.checkpoint
+        self._facts = options.work / "facts"
+        dtype = None if options.dtype == "auto" else WeightType(options.dtype)
+        self._options = RuntimeOptions(
+            numerics=Numerics(numerics), dtype=dtype, num_threads=options.threads, max_context=512, facts_directory=self._facts
+        )
+        self._open = load_runtime
+
+    def load(self) -> dict[str, Any]:
+        loaded = self._open(self._checkpoint, self._options)
+        self._runtime = loaded.runtime
+        capabilities = loaded.runtime.capabilities
+        item_bytes = 4 if capabilities.weight_type.value == "f32" else 2
+        return {
+            "numerics": capabilities.numerics.value,
+            "type": capabilities.weight_type.value,
+            "weights_bytes": item_bytes * sum(math.prod(item["shape"]) for item in stored_tensors(self._checkpoint).values()),
+            "notices": loaded.notices,
+        }
+
+    def cache(self, blocks: int) -> dict[str, Any]:
+        storage = self._runtime.new_cache(blocks).storage
+        storage.fill(0)
+        return {"cache_bytes": storage.nbytes}
+
+    def prepare(self, rows: int, batch: int) -> None:
+        from paceline.runtimes.base import assemble
+
+        self._assemble = assemble
+        block_size = 32
+        self._cache = self._runtime.new_cache(1 + batch * -(-(CACHED_LEN + rows) // block_size))
+        self._sequences = [self._cache.new_sequence() for _ in range(batch)]
+        for sequence in self._sequences:
+            plan = self._cache.reserve(sequence, range(-1, CACHED_LEN - 1))
+            if sequence is self._sequences[0]:
+                self._runtime.forward(assemble([plan], [_prompt(self._runtime.config.vocab_size)], [[]]))
+            self._cache.keep_path(sequence, CACHED_LEN - 1)
+            self._cache.storage[:, sequence.block_table] = self._cache.storage[:, self._sequences[0].block_table]
+
+    def run(self, rows: int, batch: int) -> tuple[float, list[float]]:
+        sequences = self._sequences[:batch]
+        ids = _new_rows(rows, self._runtime.config.vocab_size)
+        start = time.perf_counter()
+        plans = [self._cache.reserve(sequence, range(-1, rows - 1)) for sequence in sequences]
+        output = self._runtime.forward(self._assemble(plans, [ids] * batch, [range(rows)] * batch))
+        seconds = time.perf_counter() - start
+        for sequence in sequences:
+            self._cache.cancel(sequence)
+        return seconds, output.logits[-1, :LOGITS_COMPARED].tolist()
+
+
+class Transformers(Engine):
+    """AutoModelForCausalLM without compilation."""
+
+    def __init__(self, options: argparse.Namespace, dtype: str) -> None:
+        self._torch = importlib.import_module("torch")
+        self._transformers = importlib.import_module("transformers")
+        self._torch.set_num_threads(options.threads)
+        self._options, self._dtype = options, dtype
+
+    def load(self) -> dict[str, Any]:
+        attention = self._options.attention
+        opened = self._transformers.AutoModelForCausalLM.from_pretrained
+        self._model = opened(str(self._options.checkpoint), dtype=self._dtype, attn_implementation=attention).eval()
+        return {"type": str(self._model.dtype), "attention": attention}
+
+    def prepare(self, rows: int, batch: int) -> None:
+        self._caches: dict[int, Any] = {}
+
+    def run(self, rows: int, batch: int) -> tuple[float, list[float]]:
+        torch = self._torch
+        vocab_size = self._model.config.vocab_size
+        with torch.inference_mode():
+            if batch not in self._caches:
+                self._caches[batch] = self._transformers.DynamicCache(config=self._model.config)
+                self._model(torch.tensor([_prompt(vocab_size)]), past_key_values=self._caches[batch])
+                self._caches[batch].batch_repeat_interleave(batch)
+            cache = self._caches[batch]
+            ids = _new_rows(rows, vocab_size)
+            start = time.perf_counter()
+            logits = self._model(torch.tensor([ids] * batch), past_key_values=cache).logits
+            seconds = time.perf_counter() - start
+            cache.crop(-rows)
+            return seconds, logits[-1, -1, :LOGITS_COMPARED].float().tolist()
+
+
+class LlamaCpp(Engine):
+    """llama_decode of llama-cpp-python's low-level interface, on a GGUF file with the checkpoint's bf16 matrices."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._api = importlib.import_module("llama_cpp")
+        self._options = options
+        self._file = options.work / f"{options.checkpoint.name}.gguf"
+
+    def load(self) -> dict[str, Any]:
+        api = self._api
+        if not self._file.is_file():
+            write_gguf(self._options.checkpoint, self._file)
+        model_parameters = api.llama_model_default_params()
+        model_parameters.n_gpu_layers = 0
+        self._model = api.llama_model_load_from_file(str(self._file).encode(), model_parameters)
+        if not self._model:
+            raise RuntimeError(f"llama.cpp cannot load {self._file}")
+        self._vocab_size = int(api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model)))
+        return {"type": "bf16", "system": api.llama_print_system_info().decode().strip()}
+
+    def prepare(self, rows: int, batch: int) -> None:
+        api = self._api
+        parameters = api.llama_context_default_params()
+        parameters.n_ctx = batch * 256 * -(-(CACHED_LEN + rows) // 256)
+        parameters.n_seq_max = batch
+        parameters.n_outputs_max_per_seq = parameters.n_outputs_max = max(rows, batch, CACHED_LEN)
+        parameters.n_threads = parameters.n_threads_batch = self._options.threads
+        self._context = api.llama_init_from_model(self._model, parameters)
+        if not self._context:
+            raise RuntimeError("llama.cpp cannot make a context")
+        self._memory = api.llama_get_memory(self._context)
+        self._batch = api.llama_batch_init(max(rows, batch, CACHED_LEN), 0, 1)
+        self._decode(_prompt(self._vocab_size), 1, 0)
+        for sequence in range(1, batch):
+            api.llama_memory_seq_cp(self._memory, 0, sequence, -1, -1)
+
+    def run(self, rows: int, batch: int) -> tuple[float, list[float]]:
+        api = self._api
+        ids = _new_rows(rows, self._vocab_size)
+        start = time.perf_counter()
+        self._decode(ids, batch, CACHED_LEN)
+        logits = api.llama_get_logits_ith(self._context, rows * batch - 1)
+        seconds = time.perf_counter() - start
+        for sequence in range(batch):
+            api.llama_memory_seq_rm(self._memory, sequence, CACHED_LEN, -1)
+        return seconds, list(logits[:LOGITS_COMPARED])
+
+    def _decode(self, ids: Sequence[int], batch: int, position: int) -> None:
+        row = 0
+        for sequence in range(batch):
+            for offset, token in enumerate(ids):
+                self._batch.token[row] = token
+                self._batch.pos[row] = position + offset
+                self._batch.n_seq_id[row] = 1
+                self._batch.seq_id[row][0] = sequence
+                self._batch.logits[row] = True
+                row += 1
+        self._batch.n_tokens = row
+        code = self._api.llama_decode(self._context, self._batch)
+        if code:
+            raise RuntimeError(f"llama_decode returned {code}")
+
+
+ENGINES: dict[str, Callable[[argparse.Namespace], Engine]] = {
+    "exact": lambda options: Paceline(options, "exact"),
+    "fast": lambda options: Paceline(options, "fast"),
+    "transformers": lambda options: Transformers(options, "auto"),
+    "transformers-f32": lambda options: Transformers(options, "float32"),
+    "llama": LlamaCpp,
+}
+
+
+def serve(options: argparse.Namespace) -> None:
+    """Obey orders until stdin ends; whatever a library prints goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    engine = ENGINES[options.worker](options)
+    for line in sys.stdin:
+        order = json.loads(line)
+        start = time.perf_counter()
+        answer: dict[str, Any] = {}
+        if order["do"] == "imported":
+            answer = {"versions": package_versions()}
+        elif order["do"] == "load":
+            answer = engine.load()
+            answer["load_s"] = round(time.perf_counter() - start, 2)
+        elif order["do"] == "cache":
+            answer = engine.cache(order["blocks"])
+        elif order["do"] == "prepare":
+            engine.prepare(order["rows"], order["batch"])
+        elif order["do"] == "pass":
+            for _ in range(order["warm"]):
+                engine.run(order["rows"], order["batch"])
+            answer["seconds"], answer["logits"] = engine.run(order["rows"], order["batch"])
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def _prompt(vocab_size: int) -> list[int]:
+    """Tokens of the cached rows."""
+    return [(37 * index + 11) % vocab_size for index in range(CACHED_LEN)]
+
+
+def _new_rows(count: int, vocab_size: int) -> list[int]:
+    """Tokens of one sequence's new rows."""
+    return [(101 * index + 7) % vocab_size for index in range(count)]
