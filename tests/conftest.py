@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,15 @@ def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport, c
         return None
     category = "error" if report.failed and report.when != "call" else report.outcome
     return category, f"{category.upper()} {report.nodeid}  {report.duration:.2f}s\n", category.upper()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def measured_facts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where this run keeps what it measured about the machine: no test reads or writes the user's cache."""
+    directory = tmp_path_factory.mktemp("facts")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PACELINE_CACHE", str(directory))
+        yield directory
 
 
 @pytest.fixture(scope="session")

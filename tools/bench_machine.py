@@ -17,7 +17,7 @@ def describe_machine(versions: dict[str, str] | None = None) -> dict[str, Any]:
     """Processor, its flags that matter for matrices, usable cores, load now, library versions and the commit.
 
     Args:
-        versions: of libraries that live in other environments.
+        versions: of libraries that live in other environments; this one's go before them.
     """
     fields: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -30,7 +30,7 @@ def describe_machine(versions: dict[str, str] | None = None) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "python": platform.python_version(),
-        "versions": {**package_versions(), **(versions or {})},
+        "versions": {**(versions or {}), **package_versions()},
         "commit": _commit(),
     }
 

@@ -40,7 +40,8 @@ class Worker:
         self.versions: dict[str, str] = self.ask({"do": "imported"})["versions"]
 
     def ask(self, order: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
@@ -131,7 +132,8 @@ def _print_times(
     rows = [[case, *(f"{1e3 * medians[e][case]:.4g} ({1e3 * min(samples[e][case]):.4g})" for e in engines)] for case in cases]
     print(markdown_table(["case", *engines], rows))
     print(f"\ncost against a pass of one row: t(case) / t({cases[0]})\n")
-    print(markdown_table(["case", *engines], [[case, *(f"{medians[e][case] / medians[e][cases[0]]:.2f}" for e in engines)] for case in cases]))
+    rows = [[case, *(f"{medians[e][case] / medians[e][cases[0]]:.2f}" for e in engines)] for case in cases]
+    print(markdown_table(["case", *engines], rows))
 
 
 def _memory(pid: int) -> dict[str, int]:
@@ -184,8 +186,8 @@ def measure_memory(options: argparse.Namespace) -> dict[str, Any]:
         with PeakSampler(worker.pid) as running:
             worker.ask({"do": "pass", "rows": 32, "batch": 1, "warm": 1})
         worker.close()
-        results.append({"title": title, "load_s": seconds, "before": before, "load_peak": loading.peak, "after_load": after, **loaded, **cache})
-        results[-1].update(with_cache=with_cache, pass_peak=running.peak, versions=worker.versions)
+        results.append({"title": title, "versions": worker.versions, **loaded, **cache, "load_s": seconds, "before": before})
+        results[-1].update(load_peak=loading.peak, after_load=after, with_cache=with_cache, pass_peak=running.peak)
     machine = describe_machine(results[0]["versions"])
     print(f"machine: {json.dumps(machine)}\n\ncheckpoint {options.checkpoint.name}, dtype {options.dtype}, {options.threads} threads\n")
     _print_memory(results)
@@ -212,7 +214,8 @@ def _print_memory(results: Sequence[dict[str, Any]]) -> None:
         )
     print(markdown_table(head, rows))
     print("\nGB of anonymous memory, above what the process held after its imports; weights: every parameter in the computed type")
-    print(f"peak of a 32-row pass: {max(item['pass_peak'] for item in results) / 1e9:.3f} GB, imports: {results[0]['before']['RssAnon'] / 1e9:.3f} GB")
+    passes = max(item["pass_peak"] for item in results) / 1e9
+    print(f"whole process during a 32-row pass: {passes:.3f} GB, after its imports: {results[0]['before']['RssAnon'] / 1e9:.3f} GB")
 
 
 def _options() -> argparse.Namespace:

@@ -100,8 +100,7 @@ def pool_rows(target_dir: Path, seed: int, group: list[list[int]]) -> Pool:
     """The pool's rows of one group, in a process of its own; full rows are corpus text, the others are continued."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    heat = torch.tensor([0.0, 0.7, 1.0])[torch.randint(3, (len(group),))]
-    rows, hidden = generate(load(target_dir), group, heat, ROW_LEN)
+    rows, hidden = generate(load(target_dir), group, torch.tensor([0.0, 0.7, 1.0])[torch.randint(3, (len(group),))], ROW_LEN)
     return rows.short(), hidden, torch.tensor([len(ids) % ROW_LEN for ids in group])
 
 
@@ -109,7 +108,7 @@ def build_pool(target_dir: Path, data: Path, num_rows: int) -> Pool:
     """About num_rows rows: of each kind its share, three fifths continued by the target, the rest corpus text."""
     tokenizer, rng = Tokenizer.from_file(str(target_dir / "tokenizer.json")), random.Random(0)
     held = {doc["text"] for doc in read_lines(target_dir / "heldout.jsonl")}
-    allowed = [(kind, text) for kind, text in documents(data) if text[:8000] not in held]
+    allowed = [doc for doc in documents(data) if doc[1][:8000] not in held]
     by_kind = {kind: [text for other, text in allowed if other == kind] for kind in SHARES}
     prompts: list[list[int]] = []
     for kind, share in SHARES.items():
@@ -150,8 +149,8 @@ def new_draft(target: LlamaForCausalLM, hidden_states: Tensor, hidden_size: int,
 
 def save(draft: LlamaForCausalLM, target_dir: Path, out: Path) -> None:
     copy.deepcopy(draft).to(torch.bfloat16).save_pretrained(out)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(target_dir / name, out / name)
+    shutil.copyfile(target_dir / "tokenizer.json", out / "tokenizer.json")
+    shutil.copyfile(target_dir / "tokenizer_config.json", out / "tokenizer_config.json")
 
 
 def distil_loss(draft: LlamaForCausalLM, target: LlamaForCausalLM, rows: Pool) -> Tensor:
@@ -193,8 +192,7 @@ def chain_lengths(draft: LlamaForCausalLM, row: Tensor, at: int, noise: Tensor |
     while at < end:
         cached, position = int(cache.get_seq_length()), at
         while position < min(at + DRAFT_LEN, end):  # the first wrong draft token ends the step: what follows it is never kept
-            hidden = draft.model(row[None, cached:position], past_key_values=cache).last_hidden_state[0, -1]
-            logits = draft.lm_head(hidden)
+            logits = draft.lm_head(draft.model(row[None, cached:position], past_key_values=cache).last_hidden_state[0, -1])
             if int((logits if noise is None else logits + noise[position]).argmax()) != row[position]:
                 break
             cached, position = position, position + 1
@@ -226,7 +224,7 @@ def evaluate(target_dir: Path, out: Path, num_prompts: int = 24, num_new: int = 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser()
     for name in ("target_dir", "data_dir", "out_dir"):
         parser.add_argument(name, type=Path)
     parser.add_argument("minutes", type=float, nargs="?", default=15.0)
@@ -235,17 +233,16 @@ def main() -> None:
     parser.add_argument("--pool", type=Path, default=Path("pool.pt"), help="kept here, and taken from here when it is there")
     parser.add_argument("--start", type=Path, help="a draft to train further, in another directory than OUT_DIR")
     parser.add_argument("--evaluate", action="store_true", help="train nothing")
-    args = parser.parse_args()
-    if not args.evaluate:
-        pool = torch.load(args.pool) if args.pool.exists() else build_pool(args.target_dir, args.data_dir, args.rows)
-        torch.save(pool, args.pool)
+    if not (args := parser.parse_args()).evaluate:
+        if not args.pool.exists():
+            torch.save(build_pool(args.target_dir, args.data_dir, args.rows), args.pool)
+        pool: Pool = torch.load(args.pool)
         torch.manual_seed(0)
         torch.set_num_threads(args.threads)
-        draft = new_draft(load(args.target_dir), pool[1], args.hidden, args.layers, args.ffn)
-        if args.start:
-            draft = LlamaForCausalLM.from_pretrained(args.start, dtype=torch.float32)
+        target, start = load(args.target_dir), args.start and LlamaForCausalLM.from_pretrained(args.start, dtype=torch.float32)
+        draft = start or new_draft(target, pool[1], args.hidden, args.layers, args.ffn)
         print(f"parameters {sum(p.numel() for p in draft.parameters())}, pool tokens {pool[0].numel()}", flush=True)
-        train(draft, load(args.target_dir), pool, args.minutes, (args.target_dir, args.out_dir))
+        train(draft, target, pool, args.minutes, (args.target_dir, args.out_dir))
     evaluate(args.target_dir, args.out_dir)
 
 

@@ -27,9 +27,9 @@ class SpeculationConfig:
     tree_width: int = 1
 
     def __post_init__(self) -> None:
-        names = (self.drafter,) if isinstance(self.drafter, str) else self.drafter
-        if not names or not all(names):
-            raise ConfigError('drafter is empty: use "auto", "none", "ngram" or the directory or id of a draft model')
+        names: object = (self.drafter,) if isinstance(self.drafter, str) else self.drafter
+        if not isinstance(names, tuple) or not names or not all(isinstance(name, str) and name for name in names):
+            raise ConfigError(f'drafter is {self.drafter!r}: use "auto", "none", "ngram" or the directory or id of a draft model')
         count = self.num_draft_tokens
         if count != "auto" and (isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_DRAFT_TOKENS):
             raise ConfigError(f'num_draft_tokens is {count!r}: use "auto" or a whole number from 1 to {MAX_DRAFT_TOKENS}')
@@ -76,7 +76,7 @@ class EngineConfig:
             _check_int("threads", self.threads, 1, 1024)
         if self.max_context is not None:
             _check_int("max_context", self.max_context, 2, 10_000_000)
-        if self.cache_gb is not None and not 0 < self.cache_gb < 100_000:
+        if self.cache_gb is not None and not _is_between(self.cache_gb, 0, 100_000):
             raise ConfigError(f"cache_gb is {self.cache_gb!r}: use a size in gigabytes above 0, such as 2 or 0.5")
 
     @property
@@ -115,6 +115,10 @@ def cache_directory() -> Path:
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name} is {value!r}: use one of {', '.join(choices)}")
+
+
+def _is_between(value: object, low: float, high: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low < value < high
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

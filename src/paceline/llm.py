@@ -1,6 +1,7 @@
 """The public class: load a model once, generate with it."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any, cast, overload
 
 from paceline.config import EngineConfig, SpeculationConfig
@@ -72,7 +73,7 @@ class LLM:
             token=token,
             offline=offline,
         )
-        names = drafter.name if isinstance(drafter, Drafter) else drafter if isinstance(drafter, str) else tuple(drafter)
+        names = drafter.name if isinstance(drafter, Drafter) else _as_setting(drafter)
         speculation = SpeculationConfig(drafter=names, num_draft_tokens=num_draft_tokens, tree_width=tree_width)
         opened = open_engine(config, speculation, drafter if isinstance(drafter, Drafter) else None)
         self.engine = opened.engine
@@ -152,7 +153,12 @@ class LLM:
         Returns:
             one output for one conversation, a list for a list.
         """
-        if messages and isinstance(messages[0], Mapping):
+        given: object = messages
+        if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+            raise RequestError(
+                f"messages is {given!r}: give a list of {{'role', 'content'}}, or a list of such lists", parameter="messages"
+            )
+        if isinstance(messages[0], Mapping):
             return self._run([self._chat_ids(cast(Messages, messages))], params)[0]
         return self._run([self._chat_ids(conversation) for conversation in cast(Sequence[Messages], messages)], params)
 
@@ -166,18 +172,20 @@ class LLM:
 
     def _run(self, prompts: Sequence[list[int]], params: SamplingParams | None) -> list[RequestOutput]:
         requests = self._requests(prompts, params, is_streamed=False)
-        for _ in self.engine.run(requests):
-            pass
+        with closing(self.engine.run(requests)) as steps:  # closed at once if we are interrupted between two steps
+            for _ in steps:
+                pass
         return [self._output(request) for request in requests]
 
     def _stream(self, prompt: list[int], params: SamplingParams | None) -> Iterator[StreamChunk]:
         (request,) = self._requests([prompt], params, is_streamed=True)
         seen = request.num_prompt_tokens
-        for _ in self.engine.run([request]):
-            output = self._output(request) if request.is_finished else None
-            text = request.text_stop.take_new() if request.text_stop is not None else ""
-            yield StreamChunk(text, request.token_ids[seen:], request.origins[seen - request.num_prompt_tokens :], output)
-            seen = len(request.token_ids)
+        with closing(self.engine.run([request])) as steps:
+            for _ in steps:
+                output = self._output(request) if request.is_finished else None
+                text = request.text_stop.take_new() if request.text_stop is not None else ""
+                yield StreamChunk(text, request.token_ids[seen:], request.origins[seen - request.num_prompt_tokens :], output)
+                seen = len(request.token_ids)
 
     def _requests(self, prompts: Sequence[list[int]], params: SamplingParams | None, *, is_streamed: bool) -> list[Request]:
         made: list[Request] = []
@@ -198,10 +206,15 @@ class LLM:
         return self._maker.prompt_ids(self.tokenizer.apply_chat_template(messages))
 
 
+def _as_setting(names: Any) -> Any:
+    """Drafter names as `SpeculationConfig` keeps and checks them: one as it is, several as a tuple."""
+    return tuple(names) if isinstance(names, list) else names
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """One prompt is a string or a list of ids; anything else is a list of prompts."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], str | Sequence)):
+    if isinstance(prompts, str) or not hasattr(prompts, "__len__") or (len(prompts) > 0 and not hasattr(prompts[0], "__len__")):
         return [cast(Prompt, prompts)]
-    if not prompts:
+    if len(prompts) == 0:
         raise RequestError("there is no prompt: give a string, a list of token ids, or a list of these", parameter="prompt")
     return cast(Sequence[Prompt], prompts)

@@ -28,6 +28,10 @@ SAMPLINGS = {
     "top-p": SamplingParams(temperature=0.7, top_p=0.9, seed=11),
     "top-k-penalties": SamplingParams(temperature=1.3, top_k=20, frequency_penalty=0.5, repetition_penalty=1.1, seed=12),
     "free": SamplingParams(temperature=1.3, seed=13),
+    "everything": SamplingParams(
+        temperature=0.9, min_p=0.02, logit_bias={5: 2.0, 7: -3.0}, banned_token_ids=(9, 11), min_tokens=8, repetition_penalty=1.05, seed=14
+    ),
+    "ends": SamplingParams(temperature=1.3, stop_token_ids=(3, 17, 40, 61), min_tokens=4, seed=15),
 }
 SAMPLE = ["llama-f32", "qwen2-bf16", "qwen3-f32", "mini-bf16"]  # the targets of `make test`
 DRAFTERS = ["none", "ngram", "draft_model", "draft_tree", "oracle", "wrong", "chaos"]

@@ -93,7 +93,10 @@ class DraftModelDrafter(Drafter):
         if state is None:
             state = self._states[id(request)] = _State(self.cache.new_sequence())
         self._drop_rejected(state, request.token_ids)
-        return _Draft(request, state, depth, list(request.token_ids[len(state.token_ids) :]))
+        pending = list(request.token_ids[len(state.token_ids) :])
+        if max(pending) >= self.runtime.config.vocab_size:  # a token only the target knows
+            return None
+        return _Draft(request, state, depth, pending)
 
     def _drop_rejected(self, state: _State, token_ids: Sequence[int]) -> None:
         """Keep the rows whose tokens the target committed; the root always runs again, for its logits."""

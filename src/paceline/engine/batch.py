@@ -1,6 +1,7 @@
 """From what a user asked to a request, and from a finished request to what the user gets."""
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import RequestError
@@ -34,7 +35,7 @@ class RequestMaker:
         Raises:
             RequestError: it is empty, holds an id that does not exist, or leaves no room for output.
         """
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [_as_id(item) for item in prompt]
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _as_ids(prompt)
         if not ids:
             raise RequestError("the prompt is empty: give at least one token", parameter="prompt")
         for token_id in ids:
@@ -99,8 +100,16 @@ class RequestMaker:
         return self.tokenizer.decode(ids[:-1] if ended_by_token else ids)
 
 
+def _as_ids(prompt: object) -> list[int]:
+    if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | bytearray):
+        raise RequestError(f"prompt is {prompt!r}: give a string or a list of token ids", parameter="prompt")
+    return [_as_id(item) for item in prompt]
+
+
 def _as_id(item: object) -> int:
     try:
-        return int(item.__index__())  # type: ignore[attr-defined]
-    except AttributeError as error:
-        raise RequestError(f"prompt holds {item!r}, which is no token id: give a string or whole numbers", parameter="prompt") from error
+        if not isinstance(item, bool):
+            return operator.index(item)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise RequestError(f"prompt holds {item!r}, which is no token id: give a string or whole numbers", parameter="prompt")

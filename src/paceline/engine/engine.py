@@ -1,7 +1,7 @@
 """Many requests on one target: who runs in the next step, and giving everything back however a request ends."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 from paceline.errors import CapacityError
 from paceline.kv_cache.paged import KVCache
@@ -33,7 +33,7 @@ class Engine:
         self._max_num_seqs = max_num_seqs
         self._chunk_rows = chunk_rows
 
-    def run(self, requests: Sequence[Request]) -> Iterator[None]:
+    def run(self, requests: Sequence[Request]) -> Generator[None, None, None]:
         """Advance `requests` until all are finished, yielding after every step; each needs a sequence of `cache`.
 
         All sequences are released when the iterator ends, breaks off or raises.

@@ -44,7 +44,7 @@ def plan_cache(model: ModelConfig, config: EngineConfig, weight_type: WeightType
         return CachePlan(num_blocks, context)
     if config.max_context is not None:
         raise CapacityError(
-            f"a context of {context} tokens needs {per_sequence * block_bytes / 1e9:.2f} GB of cache, "
-            f"{num_blocks * block_bytes / 1e9:.2f} GB are to be had: lower max_context or raise cache_gb"
+            f"a context of {context} tokens needs {per_sequence * block_bytes / 1e9:.2g} GB of cache, "
+            f"{num_blocks * block_bytes / 1e9:.2g} GB are to be had: lower max_context or raise cache_gb"
         )
     return CachePlan(num_blocks, slots, f"the cache limits the context to {slots} of the model's {context} tokens: raise cache_gb")

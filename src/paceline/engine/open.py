@@ -61,7 +61,7 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
             token=config.token,
         )
         drafter = make_drafter(speculation.drafter, target)
-    policy = _policy(speculation, runtime, cache) if drafter is not None else DraftLengthPolicy(DEFAULT_DRAFT_TOKENS)
+    policy = DraftLengthPolicy(DEFAULT_DRAFT_TOKENS) if drafter is None else _policy(speculation, runtime, cache, plan.max_context)
     guesser = Guesser(drafter, policy, vocab_size=vocab_size, layout=cache.layout)
     engine = Engine(runtime, cache, guesser, max_num_seqs=config.max_num_seqs, chunk_rows=config.chunk_rows)
     maker = RequestMaker(tokenizer, vocab_size, plan.max_context, runtime.config.eos_token_ids)
@@ -79,12 +79,12 @@ def _runtime_options(config: EngineConfig) -> RuntimeOptions:
     )
 
 
-def _policy(speculation: SpeculationConfig, runtime: Runtime, cache: KVCache) -> DraftLengthPolicy:
+def _policy(speculation: SpeculationConfig, runtime: Runtime, cache: KVCache, max_context: int) -> DraftLengthPolicy:
     """A fixed draft length; the guard's costs are timed here, on the machine that will run."""
     wanted = speculation.num_draft_tokens
     count = wanted if isinstance(wanted, int) else DEFAULT_DRAFT_TOKENS
     row_budget = 1 + count * speculation.tree_width
-    times = time_passes(runtime, cache, (1, row_budget))
+    times = time_passes(runtime, cache, (1, row_budget), max_context=max_context)
     runtime.num_passes = 0
     return DraftLengthPolicy(count, row_budget=row_budget, costs=StepCosts(times[1], times[row_budget]))
 

@@ -161,6 +161,6 @@ def blocks_in(num_bytes: int, block_bytes: int) -> int:
     count = num_bytes // block_bytes
     if count < 2:
         raise CapacityError(
-            f"a cache of {num_bytes / 1e9:.3f} GB holds {count} blocks of {block_bytes} bytes; at least 2 are needed: raise cache_gb"
+            f"a cache of {num_bytes / 1e9:.2g} GB holds {count} blocks of {block_bytes} bytes; at least 2 are needed: raise cache_gb"
         )
     return count

@@ -8,7 +8,9 @@ from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.runtimes.base import Runtime, assemble
 
 
-def time_passes(runtime: Runtime, cache: KVCache, row_counts: Sequence[int], *, cached_len: int = 64, repeats: int = 5) -> dict[int, float]:
+def time_passes(
+    runtime: Runtime, cache: KVCache, row_counts: Sequence[int], *, max_context: int, cached_len: int = 64, repeats: int = 5
+) -> dict[int, float]:
     """t(M): median seconds of a pass with M rows of one sequence behind `cached_len` cached rows.
 
     The row counts take turns, so that a drift of the machine's speed hits all of them alike. Rows share nothing with any request:
@@ -16,8 +18,11 @@ def time_passes(runtime: Runtime, cache: KVCache, row_counts: Sequence[int], *, 
 
     Args:
         cache: the runtime's current cache.
+        max_context: positions the runtime is prepared for. Where that or the cache is short, fewer rows are cached, and a pass
+            that has no room is timed with the rows that have.
     """
-    cached_len = min(cached_len, max(1, runtime.config.max_positions - max(row_counts) - 1))
+    room = min(max_context, cache.max_slots)
+    cached_len = max(1, min(cached_len, room - max(row_counts)))
     sequence = cache.new_sequence()
     times: dict[int, list[float]] = {count: [] for count in row_counts}
     try:
@@ -26,7 +31,7 @@ def time_passes(runtime: Runtime, cache: KVCache, row_counts: Sequence[int], *, 
         for repeat in range(repeats + 1):
             for count in row_counts:
                 start = time.perf_counter()
-                _run(runtime, cache, sequence, count)
+                _run(runtime, cache, sequence, min(count, room - cached_len))
                 if repeat:  # the first round warms up
                     times[count].append(time.perf_counter() - start)
                 cache.cancel(sequence)

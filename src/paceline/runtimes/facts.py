@@ -44,7 +44,7 @@ class MeasuredFacts:
             return {}
         try:
             facts = json.loads(self._path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return facts if isinstance(facts, dict) else {}
 

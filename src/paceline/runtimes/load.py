@@ -69,8 +69,10 @@ def _build_openvino(config: ModelConfig, weights: Weights, options: RuntimeOptio
 
     wanted = options.dtype or config.weight_type
     computed = computable(wanted)
-    if wanted is WeightType.BF16 and computed is not wanted:
-        notices.append("this CPU has no bf16 arithmetic: weights are widened to float32, with the same values in twice the memory")
+    if computed is not wanted:
+        notices.append(
+            f"this CPU has no {wanted.value} arithmetic: weights are widened to float32, with the same values in twice the memory"
+        )
     max_context = min(options.max_context or config.max_positions, config.max_positions)
 
     def build(collect_layers: Sequence[int]) -> OpenVINORuntime:
@@ -95,7 +97,7 @@ def _build_torch(config: ModelConfig, weights: Weights, options: RuntimeOptions,
     from paceline.runtimes.torch.runtime import TorchRuntime
 
     if options.numerics is Numerics.EXACT:
-        notices.append("the torch runtime promises no bit-equality between passes: numerics is fast")
+        notices.append("torch picks kernels by a pass's shape, so near-ties may fall otherwise than in plain decoding: numerics is fast")
     return TorchRuntime(
         config, weights, device=device, weight_type=options.dtype or config.weight_type, collect_layers=tuple(options.collect_layers)
     )

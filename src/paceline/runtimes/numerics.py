@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from paceline.errors import CheckpointError
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.models.config import ModelConfig
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, Numerics, assemble
@@ -43,6 +44,9 @@ class PaddedRuntime(Protocol):
 _LENGTHS = (38, 9)
 _PASSES = ((0, 5), (17, 0), (1, 1), (14, 1), (1, 2), (5, 0))
 
+_INEXACT = "inexact"
+_ANSWERS = (*(padding.value for padding in RowPadding), _INEXACT)
+
 
 def settle_numerics(
     runtime: PaddedRuntime, wanted: Numerics, facts: MeasuredFacts, *, canonical: Callable[[], PaddedRuntime] | None = None
@@ -57,17 +61,20 @@ def settle_numerics(
 
     Returns:
         a notice for the user, or None when the wish is met.
+
+    Raises:
+        CheckpointError: the network computes nothing but NaN.
     """
     if wanted is Numerics.FAST:
         runtime.set_numerics(RowPadding.NONE, Numerics.FAST)
         return None
     key = fact_key("numerics", runtime.config, runtime.capabilities.weight_type, runtime.collect_layers, runtime.version, _LENGTHS, _PASSES)
     answer = facts.get(key)
-    if answer is None:
+    if answer not in _ANSWERS:
         padding = find_padding(runtime, canonical)
-        answer = padding.value if padding is not None else "inexact"
+        answer = padding.value if padding is not None else _INEXACT
         facts.put(key, answer)
-    if answer == "inexact":
+    if answer == _INEXACT:
         runtime.set_numerics(RowPadding.NONE, Numerics.FAST)
         return "on this machine a row's bits depend on what else is in the pass: numerics is fast"
     runtime.set_numerics(RowPadding(answer), Numerics.EXACT)
@@ -81,6 +88,11 @@ def find_padding(runtime: PaddedRuntime, canonical: Callable[[], PaddedRuntime] 
     for padding in RowPadding:
         runtime.set_numerics(padding, Numerics.EXACT)
         solo = [_solo(runtime, ids) for ids in tokens]
+        if any(np.isnan(row).all() for rows in solo for row in rows):  # nothing can be learned from it, so nothing is remembered
+            raise CheckpointError(
+                "the target produced NaN logits when it was tested at load: its weights are damaged or overflow in this precision; "
+                "verify the checkpoint's files or load it with a wider dtype"
+            )
         if not _equal(solo, _mixed(runtime, tokens)):
             continue
         if canonical is not None:
@@ -93,7 +105,7 @@ def find_padding(runtime: PaddedRuntime, canonical: Callable[[], PaddedRuntime] 
 
 
 def _equal(left: list[FloatArray], right: list[FloatArray]) -> bool:
-    return all(np.array_equal(one, other) for one, other in zip(left, right, strict=True))
+    return all(np.array_equal(one.view(np.int32), other.view(np.int32)) for one, other in zip(left, right, strict=True))
 
 
 def _solo(runtime: PaddedRuntime, token_ids: list[int]) -> FloatArray:

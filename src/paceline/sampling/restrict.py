@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 Scores = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
-_FIRST_SELECTIONS = (256, 4096)
+_FEW, _MANY = 256, 4096  # ids that a first and, in long rows, a second selection reckon with
+_LONG_ROW = 65536  # from here on a second selection is cheaper than sorting everything
 _LOWEST = np.finfo(np.float32).min
 
 
@@ -53,28 +54,26 @@ def _nucleus(scores: Scores, total: float, peak: np.float32, top_p: float) -> Id
     """Positions, ascending, of the best scores that together hold `top_p` of the `total` weight."""
     wanted = top_p * total
     for chosen in _selections(scores, peak, total - wanted):
-        falling = np.sort(scores[chosen])[::-1]
+        falling = np.sort(scores if chosen is None else scores[chosen])[::-1]
         mass = np.cumsum(_weights(falling, peak), dtype=np.float64)  # sequential: equal for equal prefixes, however many follow
         if mass[-1] >= wanted:
             break
     # Rank r stays where the mass before it is short; behind the whole row there is nothing to add.
     num_kept = min(int(np.searchsorted(mass, wanted)) + 1, len(falling))
     cut = falling[num_kept - 1]
-    kept: Ids = chosen[scores[chosen] >= cut]
+    # The best scores, whichever set they were found in: everything from the cut on.
+    kept: Ids = np.flatnonzero(scores >= cut) if chosen is None else chosen[scores[chosen] >= cut]
     surplus = len(kept) - num_kept
     return _drop_last_ties(kept, scores[kept] == cut, surplus) if surplus else kept
 
 
-def _selections(scores: Scores, peak: np.float32, spare: float) -> Iterator[Ids]:
-    """Ever larger sets of the best positions, the whole row last; each is a prefix of the row in order of score.
-
-    `spare` is the weight that need not be kept, in units of the peak's.
-    """
-    for size in (*_FIRST_SELECTIONS, len(scores)):
-        # Ids that weigh less than this cannot make up the spare weight unless there are more than `size` of them.
-        least = min(math.log(spare / size), 0.0) if spare > 0.0 else -math.inf
+def _selections(scores: Scores, peak: np.float32, spare: float) -> Iterator[Ids | None]:
+    """The best positions that hold all but the `spare` weight of a peaked row, then the whole row (None)."""
+    for count in (_FEW, _MANY) if len(scores) > _LONG_ROW else (_FEW,):
+        # Ids that weigh less than this cannot make up the spare weight unless there are more than `count` of them.
+        least = min(math.log(spare / count), 0.0) if spare > 0.0 else -math.inf
         yield np.flatnonzero(scores >= peak + np.float32(least))
-    yield np.arange(len(scores))
+    yield None
 
 
 def _weights(scores: Scores, peak: np.float32) -> Scores:

@@ -68,22 +68,34 @@ class Work:
 
 
 def reserve(works: Sequence[Work], cache: KVCache) -> list[RowPlan]:
-    """Reserve slots for every work; guesses that find no block are dropped.
+    """Reserve slots for every work; guesses that find no block, or stand in the way of another work's known tokens, are dropped.
 
     Raises:
         CapacityError: not even the known tokens fit; nothing was changed.
     """
     try:
         for work in works:
-            try:
-                work.plan = cache.reserve(work.request.sequence, work.parents)
-            except CapacityError:
-                if work.tree is None or work.tree.num_draft_tokens == 0:
-                    raise
-                work.make_plain(PlainReason.NO_MEMORY)
+            # Its own guesses go first, then everybody's: paths take more blocks than a request was admitted with.
+            for others in ([work], works):
+                try:
+                    work.plan = cache.reserve(work.request.sequence, work.parents)
+                    break
+                except CapacityError:
+                    _drop_guesses(others, cache)
+            else:
                 work.plan = cache.reserve(work.request.sequence, work.parents)
     except CapacityError:
         for work in works:
             cache.cancel(work.request.sequence)
         raise
     return [work.plan for work in works if work.plan is not None]
+
+
+def _drop_guesses(works: Sequence[Work], cache: KVCache) -> None:
+    """Make works plain and give the blocks of their guesses back."""
+    for work in works:
+        if work.tree is not None and work.tree.num_draft_tokens > 0:
+            work.make_plain(PlainReason.NO_MEMORY)
+            if work.plan is not None:
+                cache.cancel(work.request.sequence)
+                work.plan = cache.reserve(work.request.sequence, work.parents)

@@ -8,7 +8,7 @@ import openvino as ov
 from openvino import opset13 as ops
 
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.weights import Tensor, as_float32
+from paceline.runtimes.base import FloatArray
 from paceline.runtimes.decoder import decoder
 from paceline.runtimes.openvino.blocks import OpenVINOBlocks
 from paceline.runtimes.openvino.weights import GraphWeights
@@ -43,10 +43,10 @@ def build_graph(config: ModelConfig, weights: GraphWeights, collect_layers: Sequ
     return Graph(compiled, {name: index for index, name in enumerate(blocks.parameters)}, digest)
 
 
-def build_lm_head(head: Tensor, weight_type: WeightType, num_threads: int) -> ov.CompiledModel:
-    """A graph of the vocabulary projection alone: hidden states [T, E] to logits [T, V]."""
+def build_lm_head(head: FloatArray, weight_type: WeightType, num_threads: int) -> ov.CompiledModel:
+    """A graph of the vocabulary projection `head` [V, E] alone: hidden states [T, E] to logits [T, V]."""
     hidden = ops.parameter(ov.PartialShape([-1, head.shape[1]]), ov.Type.f32)
-    matrix = ops.constant(as_float32(head))
+    matrix = ops.constant(head)
     model = ov.Model([ops.matmul(hidden, matrix, False, True)], [hidden], "lm-head")
     return ov.Core().compile_model(model, "CPU", compile_properties(weight_type, num_threads))
 

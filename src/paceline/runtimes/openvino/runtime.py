@@ -16,7 +16,7 @@ from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, Forwa
 from paceline.runtimes.numerics import RowPadding
 from paceline.runtimes.openvino.attention import attention_inputs
 from paceline.runtimes.openvino.graph import build_graph, build_lm_head
-from paceline.runtimes.openvino.weights import NUMPY_TYPE, GraphWeights, shared_tensor
+from paceline.runtimes.openvino.weights import NUMPY_TYPE, GraphWeights, rounded, shared_tensor
 
 
 class OpenVINORuntime(Runtime):
@@ -44,17 +44,18 @@ class OpenVINORuntime(Runtime):
         self.config = config
         self.num_passes = 0
         self.num_threads = num_threads
-        self.version = f"openvino {ov.__version__}, {num_threads} threads"
         self.collect_layers = tuple(collect_layers)
         self.padding = RowPadding.NONE
         self.capabilities = Capabilities(Numerics.FAST, TreeLayout.MASK, "cpu", weight_type, max_rows=4096)
-        graph_weights = GraphWeights(weights, weight_type, round_to or weight_type)
+        self._round_to = round_to or weight_type
+        graph_weights = GraphWeights(weights, weight_type, self._round_to)
         self._weight_type = weight_type
+        self._weights = weights  # keeps the files mapped: embedding rows are read from them at every pass
         self._embedding = weights["embedding.weight"]
-        self._head = weights["embedding.weight" if config.tied_embeddings else "lm_head.weight"]
         graph = build_graph(config, graph_weights, collect_layers, num_threads)
         self._inputs = graph.inputs
         self.graph_digest = graph.digest
+        self.version = f"openvino {ov.__version__}, {num_threads} threads, graph {graph.digest}"
         self._request = graph.compiled.create_infer_request()
         self._cos, self._sin = _rotary_tables(config, max_context)
         self._lm_head: ov.CompiledModel | None = None
@@ -107,11 +108,13 @@ class OpenVINORuntime(Runtime):
         return ForwardOutput(self._request.get_output_tensor(0).data, self._request.get_output_tensor(1).data, collected)
 
     def embed(self, token_ids: IntArray) -> FloatArray:
-        return as_float32(self._embedding, token_ids)
+        rows = as_float32(self._embedding, token_ids)
+        return rows if self._embedding.weight_type is self._round_to else rounded(rows, self._round_to)
 
     def lm_head(self, hidden_states: FloatArray) -> FloatArray:
         if self._lm_head is None:
-            self._lm_head = build_lm_head(self._head, self._weight_type, self.num_threads)
+            head = self._weights["embedding.weight" if self.config.tied_embeddings else "lm_head.weight"]
+            self._lm_head = build_lm_head(rounded(as_float32(head), self._round_to), self._weight_type, self.num_threads)
         return np.asarray(self._lm_head([hidden_states])[0])
 
     def _set(self, name: str, tensor: ov.Tensor) -> None:
@@ -120,8 +123,9 @@ class OpenVINORuntime(Runtime):
     def _warm_up(self) -> None:
         """Make the plugin pack every matrix, so that the source buffers can go."""
         block = np.array([1], np.int32)
-        row = np.zeros(1, np.int32)
-        self._run(ForwardBatch(row, row, (RowRange(0, 1, 0, block),), row))
+        for num_rows in (1, BLOCK_SIZE):
+            rows = np.arange(num_rows, dtype=np.int32)
+            self._run(ForwardBatch(np.zeros(num_rows, np.int32), rows, (RowRange(0, num_rows, 0, block),), rows))
         self.num_passes = 0
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import openvino as ov
+from numpy.typing import NDArray
 from openvino import opset13 as ops
 
 from paceline.models.config import WeightType
@@ -30,6 +31,13 @@ def to_bf16(values: np.ndarray) -> np.ndarray:
     return ((bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)).astype(np.uint16)
 
 
+def rounded(values: NDArray[np.float32], to: WeightType) -> NDArray[np.float32]:
+    """`values` rounded to what `to` can hold, as float32."""
+    if to is WeightType.BF16:
+        return (to_bf16(values).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return values.astype(np.float16).astype(np.float32) if to is WeightType.F16 else values
+
+
 class GraphWeights:
     """Constants of one graph in `weight_type`, with values rounded to `round_to`; views of the file where nothing changes."""
 
@@ -45,7 +53,7 @@ class GraphWeights:
 
     def vector(self, name: str) -> ov.Output:
         """A norm weight or bias as float32, [width]."""
-        self.vectors.append(np.ascontiguousarray(as_float32(self._weights[name])))
+        self.vectors.append(np.ascontiguousarray(rounded(as_float32(self._weights[name]), self._round_to)))
         return ops.constant(shared_tensor(self.vectors[-1], WeightType.F32)).output(0)
 
     def matrix(self, name: str) -> ov.Output:
@@ -60,10 +68,5 @@ class GraphWeights:
     def _converted(self, tensor: Tensor) -> np.ndarray:
         if tensor.weight_type is self.weight_type and self._round_to in (tensor.weight_type, WeightType.F32):
             return tensor.array
-        values = as_float32(tensor)
-        if self._round_to is WeightType.F16 and tensor.weight_type is not WeightType.F16:
-            values = values.astype(np.float16).astype(np.float32)
-        if WeightType.BF16 in (self._round_to, self.weight_type) and tensor.weight_type is not WeightType.BF16:
-            bits = to_bf16(values)
-            return bits if self.weight_type is WeightType.BF16 else (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        values = rounded(as_float32(tensor), self._round_to)
         return to_bf16(values) if self.weight_type is WeightType.BF16 else values

@@ -1,0 +1,284 @@
+"""The public class as a caller meets it: what goes in, what comes out, and that how it was asked changes no token."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from checkpoints import END_OF_TEXT_ID, write_checkpoint, write_tokenizer
+from paceline import LLM, RequestError, RequestOutput, SamplingParams
+from paceline.config import EngineConfig, SpeculationConfig
+from paceline.engine.open import open_engine
+from paceline.runtimes.base import assemble
+from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.request import TokenOrigin
+
+pytest.importorskip("openvino")
+
+SAMPLED = SamplingParams(max_tokens=16, temperature=1.2, top_p=0.95, seed=5, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
+Open = Callable[..., LLM]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("llama"), "llama", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def open_llm(directory: Path) -> Open:
+    def open_llm(**options: object) -> LLM:
+        options = {"threads": 2, "device": "cpu", "cache_gb": 0.02, "drafter": "ngram", **options}
+        return LLM(str(options.pop("model", directory)), **options)  # type: ignore[arg-type]
+
+    return open_llm
+
+
+@pytest.fixture(scope="module")
+def shared_llm(open_llm: Open) -> LLM:
+    return open_llm()
+
+
+@pytest.fixture
+def llm(shared_llm: LLM) -> LLM:
+    """One LLM for all tests, checked to be clean after each."""
+    yield shared_llm
+    assert_clean(shared_llm)
+
+
+def assert_clean(llm: LLM) -> None:
+    llm.engine.cache.check()
+    assert llm.engine.cache.pool.num_free == llm.engine.cache.pool.num_blocks - 1
+
+
+def ids_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
+
+
+def test_prompts_come_as_text_or_ids_alone_or_in_lists_and_mixed(llm: LLM) -> None:
+    text, ids = "the cat sat", [4, 6, 9]
+    assert llm.tokenizer.encode(text) == ids
+    (expected,) = ids_of(llm.generate(text, GREEDY))
+    for prompt in (ids, tuple(ids), np.array(ids), [text], [ids], (ids,)):
+        outputs = llm.generate(prompt, GREEDY)
+        assert ids_of(outputs) == [expected]
+        assert outputs[0].prompt_token_ids == ids
+    other = ids_of(llm.generate("a dog", GREEDY))[0]
+    for prompts in ([text, "a dog"], [ids, "a dog"], [text, [5, 7]], [ids, np.array([5, 7])]):
+        assert ids_of(llm.generate(prompts, GREEDY)) == [expected, other]
+
+
+def test_an_output_says_what_it_did(llm: LLM) -> None:
+    (output,) = llm.generate("the cat sat", GREEDY)
+    assert output.text == llm.tokenizer.decode(output.token_ids)
+    assert (output.usage.prompt_tokens, output.usage.completion_tokens, output.usage.total_tokens) == (3, 16, 19)
+    assert output.timing.prompt_s > 0
+    assert output.timing.decode_s > 0
+    assert output.timing.total_s == output.timing.prompt_s + output.timing.decode_s
+    assert output.tokens_per_s == pytest.approx(15 / output.timing.decode_s)
+    assert output.finish_reason == "length"
+    assert output.numerics == llm.numerics
+    assert output.drafter == llm.drafter_name == "ngram"
+    stats = output.speculation
+    assert stats.emitted == stats.accepted + stats.bonus == len(output.token_ids) == len(output.origins)
+    assert output.origins.count(TokenOrigin.ACCEPTED) == stats.accepted
+    assert output.origins.count(TokenOrigin.PLAIN) == stats.plain_steps
+    assert output.origins[0] is TokenOrigin.PLAIN
+    record = output.as_dict(model="m", version="1")
+    assert record["usage"]["total_tokens"] == 19
+    assert record["token_ids"] == output.token_ids
+
+
+def test_by_default_decoding_is_greedy(llm: LLM) -> None:
+    first, second = (llm.generate("the cat")[0] for _ in range(2))
+    assert first.token_ids == second.token_ids
+    assert len(first.token_ids) <= 256
+
+
+def test_a_reported_seed_gives_the_same_text_again_and_unseeded_requests_differ(llm: LLM) -> None:
+    free = replace(SAMPLED, seed=None)
+    first, second = llm.generate(["the cat", "the cat"], free)
+    assert first.seed != second.seed
+    assert first.token_ids != second.token_ids
+    for output in (first, second):
+        (again,) = llm.generate("the cat", replace(SAMPLED, seed=output.seed))
+        assert again.token_ids == output.token_ids
+        assert again.seed == output.seed
+
+
+def test_chat_answers_one_conversation_or_several(llm: LLM) -> None:
+    one = [{"role": "user", "content": "the cat"}]
+    two = [{"role": "system", "content": "yes"}, {"role": "user", "content": "a dog"}]
+    answer = llm.chat(one, GREEDY)
+    assert isinstance(answer, RequestOutput)
+    assert answer.prompt_token_ids == llm.tokenizer.apply_chat_template(one)
+    assert ids_of(llm.chat([one], GREEDY)) == [answer.token_ids]
+    assert ids_of(llm.chat([one, two], GREEDY)) == [answer.token_ids, llm.chat(two, GREEDY).token_ids]
+    assert [chunk.output for chunk in llm.stream_chat(one, GREEDY)][-1].token_ids == answer.token_ids
+
+
+STREAMED = {
+    "greedy": GREEDY,
+    "sampled": SAMPLED,
+    "one token": replace(GREEDY, max_tokens=1),
+    "stop string": replace(GREEDY, stop="w8", max_tokens=60),
+    "stop string, kept": replace(SAMPLED, stop=[" w8", "zzz"], include_stop=True, max_tokens=60),
+    "eos": replace(SAMPLED, ignore_eos=False, logit_bias={END_OF_TEXT_ID: 3.0}, max_tokens=60),
+    "stop tokens": replace(SAMPLED, stop_token_ids=list(range(40, 60))),
+    "stop tokens, kept": replace(SAMPLED, stop_token_ids=list(range(40, 60)), include_stop=True),
+    "stop tokens kept in front of a stop string": replace(SAMPLED, stop_token_ids=range(40, 60), stop="zz", include_stop=True),
+}
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_a_stream_adds_up_to_what_generate_returns(llm: LLM, name: str) -> None:
+    for prompt in ("the cat sat", [7] * 300):
+        (whole,) = llm.generate([prompt], STREAMED[name])
+        chunks = list(llm.stream(prompt, STREAMED[name]))
+        assert "".join(chunk.text for chunk in chunks) == whole.text
+        assert [token for chunk in chunks for token in chunk.token_ids] == whole.token_ids
+        assert [origin for chunk in chunks for origin in chunk.origins] == whole.origins
+        assert [chunk.output is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        last = chunks[-1].output
+        assert (last.text, last.token_ids, last.finish_reason) == (whole.text, whole.token_ids, whole.finish_reason)
+
+
+def test_a_stop_string_across_tokens_is_cut_off_unless_it_is_kept(llm: LLM) -> None:
+    (whole,) = llm.generate("the cat sat", GREEDY)
+    words = whole.text.split(" ")
+    stop = words[3][1:] + " " + words[4][:1]
+    at = whole.text.index(stop)
+    for stops in (stop, [stop], ["nowhere", stop]):
+        (cut,) = llm.generate("the cat sat", replace(GREEDY, stop=stops))
+        assert (cut.text, cut.finish_reason) == (whole.text[:at], "stop")
+        assert whole.token_ids[: len(cut.token_ids)] == cut.token_ids
+        (kept,) = llm.generate("the cat sat", replace(GREEDY, stop=stops, include_stop=True))
+        assert kept.text == whole.text[: at + len(stop)]
+        assert kept.token_ids == cut.token_ids
+
+
+def test_a_stop_token_ends_the_output_and_is_text_only_if_kept(llm: LLM) -> None:
+    (whole,) = llm.generate("the cat sat", GREEDY)
+    stop = whole.token_ids[8]
+    count = whole.token_ids.index(stop) + 1
+    for include_stop in (False, True):
+        (output,) = llm.generate("the cat sat", replace(GREEDY, stop_token_ids=[stop], include_stop=include_stop))
+        assert (output.token_ids, output.finish_reason) == (whole.token_ids[:count], "stop")
+        assert output.text == llm.tokenizer.decode(whole.token_ids[: count - 1 + include_stop])
+
+
+def test_eos_ends_the_output_unless_ignored_or_too_early(llm: LLM) -> None:
+    eager = replace(GREEDY, ignore_eos=False, logit_bias={END_OF_TEXT_ID: 100.0})
+    (output,) = llm.generate("the cat", eager)
+    assert (output.token_ids, output.finish_reason, output.text) == ([END_OF_TEXT_ID], "stop", "")
+    (output,) = llm.generate("the cat", replace(eager, ignore_eos=True))
+    assert (output.token_ids, output.finish_reason) == ([END_OF_TEXT_ID] * 16, "length")
+    (output,) = llm.generate("the cat", replace(eager, min_tokens=5))
+    assert (output.token_ids.index(END_OF_TEXT_ID), len(output.token_ids), output.finish_reason) == (5, 6, "stop")
+
+
+def test_special_tokens_written_out_in_a_prompt_are_tokens(llm: LLM) -> None:
+    (output,) = llm.generate("<|im_start|>the cat<|im_end|>", GREEDY)
+    assert output.prompt_token_ids[0] == 1
+    assert output.prompt_token_ids[-1] == 2
+
+
+def test_max_tokens_beyond_the_context_ends_with_the_context(llm: LLM) -> None:
+    (output,) = llm.generate([[5] * (llm.max_context - 7)], SamplingParams(max_tokens=10_000, ignore_eos=True))
+    assert (len(output.token_ids), output.finish_reason) == (7, "length")
+
+
+PROMPTS = [[5, 6, 7], [9] * 70, [30, 31], [8] * 31, [11, 12, 13, 14], [3] * 200, [60]]
+
+
+@pytest.fixture(scope="module")
+def solo(shared_llm: LLM) -> dict[str, list[list[int]]]:
+    return {
+        name: [shared_llm.generate([prompt], params)[0].token_ids for prompt in PROMPTS]
+        for name, params in (("greedy", GREEDY), ("sampled", SAMPLED))
+    }
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_num_seqs": 2}, {"cache_gb": 9 * 16384 / 1e9, "max_context": 256}, {"max_num_seqs": 1, "drafter": "none"}], ids=str
+)
+def test_requests_that_must_wait_get_the_tokens_they_get_alone(open_llm: Open, options: dict[str, object], solo: dict[str, object]) -> None:
+    llm = open_llm(**options)
+    assert ids_of(llm.generate(PROMPTS, GREEDY)) == solo["greedy"]
+    assert ids_of(llm.generate(PROMPTS, SAMPLED)) == solo["sampled"]
+    assert_clean(llm)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 7, 256])
+def test_the_size_of_prompt_chunks_changes_no_token(directory: Path, chunk_rows: int, solo: dict[str, object]) -> None:
+    config = EngineConfig(model=str(directory), threads=2, device="cpu", cache_gb=0.02, chunk_rows=chunk_rows)
+    opened = open_engine(config, SpeculationConfig(drafter="ngram"))
+    requests = [opened.maker.make(prompt, SAMPLED, opened.engine.cache, is_streamed=False) for prompt in PROMPTS]
+    for _ in opened.engine.run(requests):
+        pass
+    assert [list(request.output_token_ids) for request in requests] == solo["sampled"]
+
+
+def test_a_long_prompt_runs_in_chunks_of_256_rows(open_llm: Open) -> None:
+    llm = open_llm(drafter="none")
+    llm.generate([[5] * 400], replace(GREEDY, max_tokens=3))
+    assert llm.runtime.num_passes == 2 + 2
+
+
+def test_two_streams_may_be_open_at_once_and_one_abandoned(llm: LLM) -> None:
+    (expected,) = ids_of(llm.generate("the cat sat", SAMPLED))
+    first, second, abandoned = (llm.stream("the cat sat", SAMPLED) for _ in range(3))
+    next(abandoned)
+    got = [(a.token_ids, b.token_ids) for a, b in zip(first, second, strict=True)]
+    assert [token for tokens, _ in got for token in tokens] == [token for _, tokens in got for token in tokens] == expected
+    del abandoned
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "self", "self, 3 wide"])
+def test_padded_ids_are_never_emitted_nor_drafted(tmp_path: Path, open_llm: Open, drafter: str) -> None:
+    """The last rows of lm_head belong to no token, and are the largest by far."""
+    from safetensors.numpy import load_file, save_file
+
+    directory = write_checkpoint(tmp_path, "llama", num_hidden_layers=2)
+    write_tokenizer(directory, 90)
+    weights = load_file(directory / "model.safetensors")
+    weights["lm_head.weight"][90:] *= 20
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    own = drafter.startswith("self")
+    llm = open_llm(model=directory, drafter=str(directory) if own else drafter, tree_width=3 if "wide" in drafter else 1)
+    llm.engine.guesser.policy = DraftLengthPolicy(4, row_budget=12)
+    assert llm.vocab_size == 90
+    plan = llm.engine.cache.reserve(sequence := llm.engine.cache.new_sequence(), [-1])
+    assert llm.runtime.forward(assemble([plan], [[5]], [[0]])).logits[0].argmax() >= 90
+    llm.engine.cache.release(sequence)
+    for params in (GREEDY, SAMPLED):
+        for output in llm.generate(["the cat sat", [7] * 50], params):
+            assert max(output.token_ids) < 90
+            assert output.speculation.cut == 0 or "wide" in drafter  # a wide tree is cut to its budget
+            assert output.speculation.acceptance_rate == 1.0 or drafter != "self"
+    with pytest.raises(RequestError, match="90"):
+        llm.generate([90], GREEDY)
+    assert_clean(llm)
+
+
+def test_a_path_is_a_model_and_the_banner_says_what_speculation_does(directory: Path, open_llm: Open) -> None:
+    assert "ngram" in LLM(directory, threads=2, device="cpu", cache_gb=0.02).banner  # type: ignore[arg-type]
+    assert open_llm(drafter="none").banner == "speculation: off"
+    both = open_llm(drafter=["ngram", str(directory)])
+    assert both.drafter_name == "ngram+draft_model"
+    assert both.generate("the cat", GREEDY)[0].drafter == "ngram+draft_model"
+    assert open_llm(drafter=["ngram"]).drafter_name == "ngram"
+
+
+def test_a_context_shorter_than_what_is_timed_at_load_is_no_obstacle(open_llm: Open) -> None:
+    for options in ({"max_context": 2, "num_draft_tokens": 64}, {"max_context": 40}, {"cache_gb": 2 * 16384 / 1e9}):
+        llm = open_llm(**options)
+        assert llm.generate([5], GREEDY)[0].finish_reason == "length"
+        assert_clean(llm)
+    assert "limits the context to 32" in llm.notices[-1]
+
+
+def test_the_cache_of_facts_lies_where_the_setting_says(shared_llm: LLM, measured_facts: Path) -> None:
+    assert (measured_facts / "measured.json").is_file()

@@ -1,0 +1,251 @@
+"""A draft model's passes, its cache, and what it proposes, against running its whole text anew."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from checkpoints import VOCAB_SIZE, write_checkpoint
+from paceline import LLM, SamplingParams
+from paceline.drafters.draft_model import CATCH_UP_ROWS, DraftModelDrafter
+from paceline.errors import CapacityError
+from paceline.kv_cache.paged import CachedSequence
+from paceline.runtimes.base import Numerics, Runtime
+from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.sampling.processors import LogitsProcessor
+from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.drafter import DraftBudget
+from paceline.speculation.request import Request
+from paceline.speculation.tree import DraftTree
+
+pytest.importorskip("openvino")
+
+NUM_BLOCKS = 64
+GREEDY = SamplingParams()
+FREE = SamplingParams(temperature=1.0, seed=3)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("draft"), "llama", num_hidden_layers=2, max_position_embeddings=1024)
+
+
+def open_runtime(directory: Path) -> Runtime:
+    return load_runtime(directory, RuntimeOptions(numerics=Numerics.FAST, num_threads=2, device="cpu")).runtime
+
+
+@pytest.fixture(scope="module")
+def runtime(directory: Path) -> Runtime:
+    return open_runtime(directory)
+
+
+def make_drafter(runtime: Runtime, *, vocab_size: int = VOCAB_SIZE, tree_width: int = 1) -> DraftModelDrafter:
+    runtime.num_passes = 0
+    return DraftModelDrafter(runtime, runtime.new_cache(NUM_BLOCKS), vocab_size=vocab_size, tree_width=tree_width)
+
+
+@pytest.fixture
+def drafter(runtime: Runtime) -> Iterator[DraftModelDrafter]:
+    """One that is checked to hold nothing once its requests are released."""
+    drafter = make_drafter(runtime)
+    requests: list[Request] = []
+    propose = drafter.propose
+
+    def remembering(asked: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
+        requests.extend(asked)
+        return propose(asked, budgets)
+
+    drafter.propose = remembering  # type: ignore[method-assign]
+    yield drafter
+    drafter.cache.check()
+    for request in requests:
+        drafter.release(request)
+    drafter.cache.check()
+    assert drafter.cache.pool.num_free == NUM_BLOCKS - 1
+
+
+def make_request(token_ids: Sequence[int], params: SamplingParams = GREEDY, *, vocab_size: int = VOCAB_SIZE, seed: int = 3) -> Request:
+    processor = LogitsProcessor(params, vocab_size, token_ids)
+    return Request(list(token_ids), len(token_ids), params, processor, CachedSequence(), seed=seed, sample_index=0, max_len=10_000)
+
+
+def ask(drafter: DraftModelDrafter, *requests: Request, depth: int = 4) -> list[list[int] | None]:
+    trees = drafter.propose(requests, [DraftBudget(depth + 1, depth)] * len(requests))
+    return [None if tree is None else list(tree.token_ids[1:]) for tree in trees]
+
+
+def append(request: Request, token_ids: Sequence[int]) -> None:
+    for token in token_ids:
+        request.token_ids.append(token)
+        request.processor.commit(token)
+
+
+def test_as_many_passes_run_as_tokens_are_drafted(drafter: DraftModelDrafter) -> None:
+    request = make_request([5, 6, 7])
+    for depth in (1, 4, 7):
+        before = drafter.runtime.num_passes
+        (drafts,) = ask(drafter, request, depth=depth)
+        assert drafts is not None
+        assert len(drafts) == depth == drafter.runtime.num_passes - before
+        append(request, [*drafts[: depth // 2], 11])
+
+
+@pytest.mark.parametrize("length", [CATCH_UP_ROWS, CATCH_UP_ROWS + 1, 600])
+def test_a_long_prompt_is_caught_up_in_chunks(drafter: DraftModelDrafter, length: int) -> None:
+    request = make_request([5, 6, 7, 8, 9, 10] * 100)
+    del request.token_ids[length:]
+    assert ask(drafter, request) == ask(make_drafter(open_twin(drafter)), request)
+    assert drafter.runtime.num_passes == (length - 1) // CATCH_UP_ROWS + 4
+
+
+def open_twin(drafter: DraftModelDrafter) -> Any:
+    """A runtime of the same weights with a cache of its own."""
+    return TWIN[drafter.runtime.config]
+
+
+TWIN: dict[Any, Runtime] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def twin(directory: Path, runtime: Runtime) -> Iterator[None]:
+    TWIN[runtime.config] = open_runtime(directory)
+    yield
+    TWIN.clear()
+
+
+@pytest.mark.parametrize("params", [GREEDY, FREE], ids=["greedy", "sampled"])
+def test_rejections_and_steps_without_a_guess_leave_no_trace(drafter: DraftModelDrafter, params: SamplingParams, seed: int) -> None:
+    """After every mix of accepted, rejected and unasked steps, it proposes what it would for a text it never saw."""
+    random = np.random.default_rng(seed)
+    request = make_request(random.integers(0, VOCAB_SIZE, 20).tolist(), params)
+    for _ in range(25):
+        (drafts,) = ask(drafter, request, depth=int(random.integers(1, 6)))
+        assert drafts is not None
+        drafter.cache.check()
+        fresh = make_drafter(open_twin(drafter))
+        assert drafts == ask(fresh, request, depth=len(drafts))[0]
+        kept = int(random.integers(0, len(drafts) + 1))
+        unasked = random.integers(0, VOCAB_SIZE, 1 + int(random.choice([0, 0, 3, 40]))).tolist()
+        append(request, [*drafts[:kept], *unasked])
+
+
+def test_a_request_as_long_as_the_drafts_context_gets_no_guess(drafter: DraftModelDrafter) -> None:
+    limit = drafter.runtime.config.max_positions
+    request = make_request([5] * (limit - 2))
+    assert [len(drafts or ()) for drafts in ask(drafter, request, depth=8)] == [2]
+    append(request, [6])
+    assert [len(drafts or ()) for drafts in ask(drafter, request, depth=8)] == [1]
+    append(request, [6])
+    assert ask(drafter, request, depth=8) == [None]
+    append(request, [6, 7])
+    assert ask(drafter, request, depth=8) == [None]
+
+
+def test_a_batch_is_guessed_as_each_alone(drafter: DraftModelDrafter, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    requests = [make_request(random.integers(0, VOCAB_SIZE, length).tolist(), FREE, seed=length) for length in (1, 7, 40, 300)]
+    for _ in range(3):
+        alone = [ask(make_drafter(open_twin(drafter)), request)[0] for request in requests]
+        assert ask(drafter, *requests) == alone
+        for request, drafts in zip(requests, alone, strict=True):
+            append(request, [*(drafts or ())[: len(request.token_ids) % 4], 9])
+
+
+def test_a_batch_with_different_depths_runs_no_pass_too_many(drafter: DraftModelDrafter) -> None:
+    requests = [make_request([5, 6]), make_request([7]), make_request([8, 9])]
+    trees = drafter.propose(requests, [DraftBudget(9, 5), DraftBudget(3, 9), DraftBudget(1, 4)])
+    assert [tree and tree.num_draft_tokens for tree in trees] == [5, 2, None]
+    assert drafter.runtime.num_passes == 5
+
+
+@pytest.mark.parametrize("width", [2, 3])
+def test_a_wider_tree_has_the_same_chain_and_the_best_others_beside_it(runtime: Runtime, width: int) -> None:
+    request = make_request([5, 6, 7], FREE)
+    (chain,) = ask(make_drafter(open_twin(make_drafter(runtime))), request)
+    drafter = make_drafter(runtime, tree_width=width)
+    (tree,) = drafter.propose([request], [DraftBudget(20, 4)])
+    assert tree is not None
+    assert runtime.num_passes == 4
+    assert tree.num_draft_tokens == 4 * width
+    node = 0
+    for token in chain or ():
+        siblings = [tree.token_ids[child] for child, parent in enumerate(tree.parents) if parent == node]
+        assert len(set(siblings)) == width
+        found = tree.child(node, token)
+        assert found is not None
+        node = found
+    drafter.cache.check()
+    drafter.release(request)
+    assert drafter.cache.pool.num_free == NUM_BLOCKS - 1
+
+
+def test_a_pass_that_breaks_off_leaves_nothing_and_the_next_one_works(
+    drafter: DraftModelDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [make_request([5, 6, 7]), make_request([8])]
+    expected = ask(drafter, *requests)
+    forward = drafter.runtime.forward
+    calls = iter([forward, None])
+    monkeypatch.setattr(drafter.runtime, "forward", lambda batch: (next(calls) or _fail)(batch))
+    for request in requests:
+        append(request, [3])
+    with pytest.raises(CapacityError):
+        ask(drafter, *requests)
+    drafter.cache.check()
+    assert drafter.cache.pool.num_free == NUM_BLOCKS - 1
+    monkeypatch.undo()
+    for request in requests:
+        del request.token_ids[-1]
+    assert ask(drafter, *requests) == expected
+
+
+def _fail(batch: object) -> None:
+    raise CapacityError("planted")
+
+
+def test_a_draft_cache_too_small_is_a_capacity_error_that_leaves_nothing(runtime: Runtime) -> None:
+    drafter = DraftModelDrafter(runtime, runtime.new_cache(4), vocab_size=VOCAB_SIZE)
+    with pytest.raises(CapacityError):
+        ask(drafter, make_request([5] * 90), make_request([5] * 90))
+    drafter.cache.check()
+    assert drafter.cache.pool.num_free == 3
+
+
+def test_logits_beyond_the_targets_ids_are_cropped_and_missing_ones_never_drafted(runtime: Runtime) -> None:
+    for vocab_size in (10, 96, 98, 150):
+        drafter = make_drafter(runtime, vocab_size=vocab_size)
+        for params in (GREEDY, FREE):
+            request = make_request([5, 6, 7], params, vocab_size=vocab_size)
+            (drafts,) = ask(drafter, request, depth=16)
+            assert drafts is not None
+            assert max(drafts) < min(vocab_size, VOCAB_SIZE)
+            drafter.release(request)
+
+
+def test_a_token_only_the_target_knows_ends_the_guesses_without_an_error(runtime: Runtime) -> None:
+    drafter = make_drafter(runtime, vocab_size=150)
+    request = make_request([5, 6, 7], vocab_size=150)
+    assert ask(drafter, request)[0] is not None
+    append(request, [120])
+    assert ask(drafter, request, make_request([5])) != [None, None]
+    assert ask(drafter, request) == [None]
+    append(request, [6])
+    assert ask(drafter, request) == [None]
+    drafter.cache.check()
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.4, top_p=0.9)])
+def test_a_draft_model_with_the_targets_weights_is_always_right(directory: Path, params: SamplingParams) -> None:
+    """Sampled too: both draw with the same noise."""
+    llm = LLM(str(directory), threads=2, device="cpu", cache_gb=0.02, drafter=str(directory), num_draft_tokens=5)
+    llm.engine.guesser.policy = DraftLengthPolicy(5)
+    prompts = [[5, 6, 7], [8] * 40, [9]]
+    for output in llm.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True, temperature=params.temperature, top_p=params.top_p)):
+        assert output.speculation.acceptance_rate == 1.0
+        assert output.speculation.mean_acceptance_length > 4
+    drafts = llm.drafter.cache  # type: ignore[union-attr]
+    drafts.check()
+    assert drafts.pool.num_free == drafts.pool.num_blocks - 1
+    assert "2 layers, hidden size 64" in llm.banner

@@ -1,0 +1,104 @@
+"""Copying what followed before, against a search of the whole text."""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from paceline.drafters.ngram import MAX_MATCH, MIN_MATCH, NgramDrafter, NgramIndex
+from paceline.kv_cache.paged import CachedSequence
+from paceline.sampling.params import SamplingParams
+from paceline.sampling.processors import LogitsProcessor
+from paceline.speculation.drafter import DraftBudget
+from paceline.speculation.request import Request
+
+VOCAB_SIZE = 8
+
+
+def make_request(token_ids: Sequence[int]) -> Request:
+    params = SamplingParams()
+    processor = LogitsProcessor(params, VOCAB_SIZE, token_ids)
+    return Request(list(token_ids), len(token_ids), params, processor, CachedSequence(), seed=0, sample_index=0, max_len=1000)
+
+
+def search(token_ids: Sequence[int], count: int, min_match: int, max_match: int) -> list[int]:
+    """The definition: of all earlier places with the longest matching end, the latest one goes on the same way, guesses included."""
+    size = len(token_ids)
+    for length in range(min(max_match, size - 1), min_match - 1, -1):
+        for end in range(size - 1, length - 1, -1):
+            if list(token_ids[end - length : end]) == list(token_ids[size - length :]):
+                text = list(token_ids)
+                while len(text) < size + count:
+                    text.append(text[end + len(text) - size])
+                return text[size:]
+    return []
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 3, 6])
+def test_proposals_are_those_of_a_search_of_the_whole_text(vocab_size: int, seed: int, large_counts: bool) -> None:
+    random = np.random.default_rng([seed, vocab_size])
+    proposals = 0
+    for _ in range(300 if large_counts else 12):
+        min_match = int(random.integers(1, 4))
+        max_match = min_match + int(random.integers(0, 4))
+        index = NgramIndex(min_match, max_match)
+        text: list[int] = []
+        while len(text) < 80:
+            text.extend(random.integers(0, vocab_size, random.integers(1, 9)).tolist())
+            for _ in range(int(random.integers(1, 3))):  # asked twice, nothing changes
+                count = int(random.integers(0, 12))
+                found = index.propose(text, count)
+                assert found == search(text, count, min_match, max_match)
+            proposals += bool(found)
+    assert proposals > 40
+
+
+def test_the_example_of_the_docstring_holds() -> None:
+    assert NgramIndex(2).propose([1, 2, 3, 4, 1, 2, 3], 6) == [4, 1, 2, 3, 4, 1]
+
+
+@pytest.mark.parametrize(("repeat", "count"), [(1, 1), (2, 5), (3, 20)])
+def test_a_loop_goes_on(repeat: int, count: int) -> None:
+    loop = [5, 6, 7][:repeat]
+    text = loop * 6
+    assert NgramIndex().propose(text, count) == (loop * (count + 1))[:count]
+
+
+def test_matches_shorter_than_the_least_propose_nothing() -> None:
+    assert MIN_MATCH == 3 <= MAX_MATCH
+    assert NgramIndex().propose([1, 2, 9, 1, 2], 4) == []
+    assert NgramIndex().propose([], 4) == NgramIndex().propose([1], 4) == []
+
+
+def test_a_step_costs_the_same_however_long_the_text_is(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    text = random.integers(0, 1000, 32_768).tolist()
+    index = NgramIndex()
+    index.propose(text, 8)
+    start = time.perf_counter()
+    for token in text[:1000]:
+        text.append(token)
+        index.propose(text, 8)
+    assert time.perf_counter() - start < 1.0, "a search of 32 thousand tokens a step would take ten times this"
+
+
+def test_each_request_is_guessed_from_its_own_text_and_forgotten_at_its_end() -> None:
+    drafter = NgramDrafter()
+    looping, fresh = make_request([1, 2, 3] * 3), make_request([1, 2, 3])
+    budgets = [DraftBudget(9, 4), DraftBudget(9, 4)]
+    tree, none = drafter.propose([looping, fresh], budgets)
+    assert none is None
+    assert tree is not None
+    assert list(tree.token_ids) == [3, 1, 2, 3, 1]
+    assert set(tree.sources[1:]) == {"ngram"}
+    for request in (looping, fresh, fresh):
+        drafter.release(request)
+    assert drafter._indices == {}
+    assert "3 or more" in drafter.describe()
+
+
+@pytest.mark.parametrize(("row_budget", "max_depth", "count"), [(9, 2, 2), (3, 9, 2), (1, 5, 0), (2, 1, 1)])
+def test_a_guess_keeps_to_its_budget(row_budget: int, max_depth: int, count: int) -> None:
+    (tree,) = NgramDrafter().propose([make_request([1, 2, 3] * 3)], [DraftBudget(row_budget, max_depth)])
+    assert (0 if tree is None else tree.num_draft_tokens) == count
