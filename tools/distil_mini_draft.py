@@ -7,6 +7,7 @@ rest corpus text, each with the target's final hidden states: its full law at a 
 Training: cross-entropy from the target's law, mixed with a little of its argmax, to the draft's. The embedding starts as the projection
 of the target's that keeps most of the variance of its logits. --evaluate only measures what is in OUT_DIR.
 """
+
 import argparse
 import copy
 import functools
@@ -131,11 +132,24 @@ def build_pool(target_dir: Path, data: Path, num_rows: int) -> Pool:
 
 
 def new_draft(target: LlamaForCausalLM, hidden_states: Tensor, hidden_size: int, layers: int, ffn: int) -> LlamaForCausalLM:
-    draft = LlamaForCausalLM(LlamaConfig(
-        vocab_size=target.config.vocab_size, hidden_size=hidden_size, intermediate_size=ffn, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=2048, rope_theta=10000.0, rms_norm_eps=1e-5,
-        tie_word_embeddings=True, bos_token_id=0, eos_token_id=[0, 2], initializer_range=0.05,
-    ))
+    draft = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=target.config.vocab_size,
+            hidden_size=hidden_size,
+            intermediate_size=ffn,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            max_position_embeddings=2048,
+            rope_theta=10000.0,
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=True,
+            bos_token_id=0,
+            eos_token_id=[0, 2],
+            initializer_range=0.05,
+        )
+    )
     draft.generation_config.eos_token_id, draft.generation_config.pad_token_id = [0, 2], 0
     sample = hidden_states[::8, ::8].float().flatten(0, 1)
     values, vectors = torch.linalg.eigh(sample.T @ sample / len(sample))

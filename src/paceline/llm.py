@@ -120,7 +120,7 @@ class LLM:
         policy = self.engine.guesser.policy
         text = f"speculation: on, drafter {self.drafter.describe()}, up to {policy.num_draft_tokens} draft tokens a step"
         if policy.costs is not None:
-            text += f"; pays from {policy.costs.break_even_accepted():.2f} accepted tokens a step on"
+            text += f"; pays from {max(0.0, policy.costs.break_even_accepted()):.2f} accepted tokens a step on"
         return text
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[RequestOutput]:

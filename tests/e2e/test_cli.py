@@ -263,7 +263,7 @@ def test_options_reach_the_engine(fake_llm: type[FakeLLM]) -> None:
     (llm,) = fake_llm.made
     assert llm.arguments == {
         "model": "m", "numerics": "exact", "dtype": "auto", "threads": 3, "max_context": None, "cache_gb": 0.5, "device": "auto",
-        "revision": None, "token": None, "offline": True, "drafter": ["ngram", "d"], "num_draft_tokens": 7, "tree_width": 2,
+        "revision": None, "token": None, "offline": True, "drafter": ("ngram", "d"), "num_draft_tokens": 7, "tree_width": 2,
     }  # fmt: skip
     assert llm.params == SamplingParams(
         max_tokens=9, temperature=0.5, top_k=4, top_p=0.9, min_p=0.1, seed=5, stop=("A", "B"), ignore_eos=True,
@@ -275,7 +275,7 @@ def test_defaults_are_those_of_the_library(fake_llm: type[FakeLLM], monkeypatch:
     taken: list[Settings] = []
     monkeypatch.setattr("paceline.cli.loading.load", lambda settings: taken.append(settings) or fake_llm())  # type: ignore[func-returns-value]
     _invoke("run", "x")
-    assert taken == [Settings(EngineConfig(), SamplingParams(), SpeculationConfig(), ("auto",), False)]
+    assert taken == [Settings(EngineConfig(), SamplingParams(), SpeculationConfig(), False)]
 
 
 # --- a conversation ---
@@ -393,7 +393,7 @@ def test_an_interrupted_run_keeps_what_it_has(fake_llm: type[FakeLLM]) -> None:
         ("--num-draft-tokens 0", "num_draft_tokens is 0"),
         ("--num-draft-tokens many", "num_draft_tokens is 'many'"),
         ("--tree-width 99", "tree_width is 99"),
-        ("--drafter=", "drafter is empty"),
+        ("--drafter=", "drafter is ''"),
         ("--json --show-drafts", "give one of them"),
     ],
 )
@@ -487,7 +487,7 @@ def test_an_interrupt_from_the_terminal_exits_with_130() -> None:
         running.send_signal(signal.SIGINT)
         text, said = running.communicate(timeout=60)
     assert running.returncode == 130
-    assert text.endswith("text\n")
+    assert text.replace("text\n", "") == ""
     assert said.endswith("finish reason interrupted\n")
 
 

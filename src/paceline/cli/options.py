@@ -86,7 +86,6 @@ class Settings:
     engine: EngineConfig
     sampling: SamplingParams
     speculation: SpeculationConfig
-    drafters: tuple[str, ...]
     debug: bool
 
     @classmethod
@@ -99,14 +98,14 @@ class Settings:
         engine, sampling, speculation = ({name: values.pop(name) for name in panel.options} for panel in PANELS)
         sampling["stop"] = tuple(checked_text("stop", text) for text in sampling["stop"] or ())
         drafters = tuple(speculation["drafter"])
-        speculation["drafter"] = ",".join(drafters) if all(drafters) else ""
-        return cls(EngineConfig(**engine), SamplingParams(**sampling), SpeculationConfig(**speculation), drafters, values.pop("debug"))
+        speculation["drafter"] = drafters[0] if len(drafters) == 1 else drafters
+        return cls(EngineConfig(**engine), SamplingParams(**sampling), SpeculationConfig(**speculation), values.pop("debug"))
 
     def llm_arguments(self) -> dict[str, Any]:
         """The keyword arguments of `paceline.LLM`."""
         of_engine = {name: getattr(self.engine, name) for name in MODEL.options}
         of_speculation = {name: getattr(self.speculation, name) for name in SPECULATION.options}
-        return of_engine | of_speculation | {"drafter": list(self.drafters)}
+        return of_engine | of_speculation
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:

@@ -54,12 +54,12 @@ def make_drafter(wanted: str | Sequence[str], target: TargetDescription) -> Draf
         IncompatibleDrafterError: it can never work with this target.
         CheckpointError: the draft model cannot be read.
     """
-    if isinstance(wanted, str):
-        return _one(wanted, target)
+    if isinstance(wanted, str) or len(wanted) == 1:
+        return _one(wanted if isinstance(wanted, str) else wanted[0], target)
     drafters = [drafter for name in wanted if (drafter := _one(name, target)) is not None]
     if len(drafters) < len(wanted) or not drafters:
         raise IncompatibleDrafterError(f"drafter list {list(wanted)} is empty or holds 'none': name drafters only, or use 'none' alone")
-    return drafters[0] if len(drafters) == 1 else StackDrafter(drafters)
+    return StackDrafter(drafters)
 
 
 def _one(wanted: str, target: TargetDescription) -> Drafter | None:

@@ -42,7 +42,7 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
     """
     directory = resolve(config.model, revision=config.revision, token=config.token, offline=config.offline)
     tokenizer = Tokenizer.open(directory)
-    loaded = load_runtime(directory, _runtime_options(config))
+    loaded = load_runtime(directory, _runtime_options(config, drafter))
     runtime = loaded.runtime
     plan = plan_cache(runtime.config, config, runtime.capabilities.weight_type)
     cache = runtime.new_cache(plan.num_blocks)
@@ -68,13 +68,14 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
     return OpenedEngine(engine, maker, _notices(loaded.notices, plan.notice))
 
 
-def _runtime_options(config: EngineConfig) -> RuntimeOptions:
+def _runtime_options(config: EngineConfig, drafter: Drafter | None) -> RuntimeOptions:
     return RuntimeOptions(
         numerics=Numerics(config.numerics),
         dtype=None if config.dtype == "auto" else WeightType(config.dtype),
         num_threads=config.num_threads,
         max_context=config.max_context,
         device=config.device,
+        collect_layers=drafter.needs.layers if drafter is not None else (),
         facts_directory=cache_directory(),
     )
 

@@ -1,5 +1,6 @@
 """A checkpoint directory becomes a runtime."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +107,8 @@ def _build_torch(config: ModelConfig, weights: Weights, options: RuntimeOptions,
 def _device(options: RuntimeOptions) -> str:
     if options.device == "cpu" or options.backend == "openvino":
         return "cpu"
+    if options.device == "auto" and not _may_have_cuda():
+        return "cpu"
     try:
         import torch
     except ImportError as error:
@@ -117,6 +120,11 @@ def _device(options: RuntimeOptions) -> str:
     if options.device == "cuda":
         raise BackendUnavailableError("device 'cuda' was asked for, but torch finds no CUDA device: use --device cpu")
     return "cpu"
+
+
+def _may_have_cuda() -> bool:
+    """Whether a driver is there at all; importing torch to find out takes seconds."""
+    return not sys.platform.startswith("linux") or any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
 
 
 def _backend(options: RuntimeOptions, device: str, notices: list[str]) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -38,6 +37,12 @@ def open_runtime(directory: Path) -> Runtime:
 
 @pytest.fixture(scope="module")
 def runtime(directory: Path) -> Runtime:
+    return open_runtime(directory)
+
+
+@pytest.fixture(scope="module")
+def twin(directory: Path) -> Runtime:
+    """The same weights, for drafters that know nothing yet: a runtime has one cache."""
     return open_runtime(directory)
 
 
@@ -93,30 +98,17 @@ def test_as_many_passes_run_as_tokens_are_drafted(drafter: DraftModelDrafter) ->
 
 
 @pytest.mark.parametrize("length", [CATCH_UP_ROWS, CATCH_UP_ROWS + 1, 600])
-def test_a_long_prompt_is_caught_up_in_chunks(drafter: DraftModelDrafter, length: int) -> None:
+def test_a_long_prompt_is_caught_up_in_chunks(drafter: DraftModelDrafter, twin: Runtime, length: int) -> None:
     request = make_request([5, 6, 7, 8, 9, 10] * 100)
     del request.token_ids[length:]
-    assert ask(drafter, request) == ask(make_drafter(open_twin(drafter)), request)
+    assert ask(drafter, request) == ask(make_drafter(twin), request)
     assert drafter.runtime.num_passes == (length - 1) // CATCH_UP_ROWS + 4
 
 
-def open_twin(drafter: DraftModelDrafter) -> Any:
-    """A runtime of the same weights with a cache of its own."""
-    return TWIN[drafter.runtime.config]
-
-
-TWIN: dict[Any, Runtime] = {}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def twin(directory: Path, runtime: Runtime) -> Iterator[None]:
-    TWIN[runtime.config] = open_runtime(directory)
-    yield
-    TWIN.clear()
-
-
 @pytest.mark.parametrize("params", [GREEDY, FREE], ids=["greedy", "sampled"])
-def test_rejections_and_steps_without_a_guess_leave_no_trace(drafter: DraftModelDrafter, params: SamplingParams, seed: int) -> None:
+def test_rejections_and_steps_without_a_guess_leave_no_trace(
+    drafter: DraftModelDrafter, twin: Runtime, params: SamplingParams, seed: int
+) -> None:
     """After every mix of accepted, rejected and unasked steps, it proposes what it would for a text it never saw."""
     random = np.random.default_rng(seed)
     request = make_request(random.integers(0, VOCAB_SIZE, 20).tolist(), params)
@@ -124,7 +116,7 @@ def test_rejections_and_steps_without_a_guess_leave_no_trace(drafter: DraftModel
         (drafts,) = ask(drafter, request, depth=int(random.integers(1, 6)))
         assert drafts is not None
         drafter.cache.check()
-        fresh = make_drafter(open_twin(drafter))
+        fresh = make_drafter(twin)
         assert drafts == ask(fresh, request, depth=len(drafts))[0]
         kept = int(random.integers(0, len(drafts) + 1))
         unasked = random.integers(0, VOCAB_SIZE, 1 + int(random.choice([0, 0, 3, 40]))).tolist()
@@ -143,11 +135,11 @@ def test_a_request_as_long_as_the_drafts_context_gets_no_guess(drafter: DraftMod
     assert ask(drafter, request, depth=8) == [None]
 
 
-def test_a_batch_is_guessed_as_each_alone(drafter: DraftModelDrafter, seed: int) -> None:
+def test_a_batch_is_guessed_as_each_alone(drafter: DraftModelDrafter, twin: Runtime, seed: int) -> None:
     random = np.random.default_rng(seed)
     requests = [make_request(random.integers(0, VOCAB_SIZE, length).tolist(), FREE, seed=length) for length in (1, 7, 40, 300)]
     for _ in range(3):
-        alone = [ask(make_drafter(open_twin(drafter)), request)[0] for request in requests]
+        alone = [ask(make_drafter(twin), request)[0] for request in requests]
         assert ask(drafter, *requests) == alone
         for request, drafts in zip(requests, alone, strict=True):
             append(request, [*(drafts or ())[: len(request.token_ids) % 4], 9])
@@ -161,9 +153,9 @@ def test_a_batch_with_different_depths_runs_no_pass_too_many(drafter: DraftModel
 
 
 @pytest.mark.parametrize("width", [2, 3])
-def test_a_wider_tree_has_the_same_chain_and_the_best_others_beside_it(runtime: Runtime, width: int) -> None:
+def test_a_wider_tree_has_the_same_chain_and_the_best_others_beside_it(runtime: Runtime, twin: Runtime, width: int) -> None:
     request = make_request([5, 6, 7], FREE)
-    (chain,) = ask(make_drafter(open_twin(make_drafter(runtime))), request)
+    (chain,) = ask(make_drafter(twin), request)
     drafter = make_drafter(runtime, tree_width=width)
     (tree,) = drafter.propose([request], [DraftBudget(20, 4)])
     assert tree is not None
@@ -181,9 +173,7 @@ def test_a_wider_tree_has_the_same_chain_and_the_best_others_beside_it(runtime: 
     assert drafter.cache.pool.num_free == NUM_BLOCKS - 1
 
 
-def test_a_pass_that_breaks_off_leaves_nothing_and_the_next_one_works(
-    drafter: DraftModelDrafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_that_breaks_off_leaves_nothing_and_the_next_one_works(drafter: DraftModelDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [make_request([5, 6, 7]), make_request([8])]
     expected = ask(drafter, *requests)
     forward = drafter.runtime.forward

@@ -64,7 +64,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(target: TargetDescriptio
         make_drafter(wanted, target)
 
 
-@pytest.mark.parametrize("wanted", [[], ["none"], ["ngram", "none"], ("none", "none")])
+@pytest.mark.parametrize("wanted", [[], ["ngram", "none"], ("none", "none")])
 def test_a_list_with_none_or_nothing_is_refused(target: TargetDescription, wanted: list[str]) -> None:
     with pytest.raises(IncompatibleDrafterError, match="use 'none' alone"):
         make_drafter(wanted, target)
@@ -83,8 +83,8 @@ def test_a_draft_model_that_cannot_be_read_is_a_checkpoint_error(target: TargetD
 def test_a_draft_model_with_another_tokenizer_is_refused(target: TargetDescription, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path, "llama", num_hidden_layers=1)
     text = (other / "tokenizer.json").read_text(encoding="utf-8")
-    (other / "tokenizer.json").write_text(text.replace('"▁w9', '"▁v9'), encoding="utf-8")
-    with pytest.raises(IncompatibleDrafterError, match=r"overlapping vocabularies: 92\.8% .* id 90 is '▁w90' there and '▁v90' here"):
+    (other / "tokenizer.json").write_text(text.replace("w9", "v9"), encoding="utf-8")
+    with pytest.raises(IncompatibleDrafterError, match=r"overlapping vocabularies: 92\.8% .*id 90 is '▁w90' there and '▁v90' here"):
         make_drafter(str(other), target)
 
 

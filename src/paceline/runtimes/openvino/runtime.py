@@ -18,6 +18,9 @@ from paceline.runtimes.openvino.attention import attention_inputs
 from paceline.runtimes.openvino.graph import build_graph, build_lm_head
 from paceline.runtimes.openvino.weights import NUMPY_TYPE, GraphWeights, rounded, shared_tensor
 
+MIN_POSITIONS = 256
+"""Positions prepared for however short the context: measurements at load run some rows of their own."""
+
 
 class OpenVINORuntime(Runtime):
     """Runs ragged passes of one network on the CPU."""
@@ -57,8 +60,9 @@ class OpenVINORuntime(Runtime):
         self.graph_digest = graph.digest
         self.version = f"openvino {ov.__version__}, {num_threads} threads, graph {graph.digest}"
         self._request = graph.compiled.create_infer_request()
-        self._cos, self._sin = _rotary_tables(config, max_context)
+        self._cos, self._sin = _rotary_tables(config, max(max_context, MIN_POSITIONS))
         self._lm_head: ov.CompiledModel | None = None
+        self._buffers: dict[str, np.ndarray] = {}  # what the request's input tensors point into
         self.new_cache(2)
         self._warm_up()
         graph_weights.drop_matrices()
@@ -100,7 +104,7 @@ class OpenVINORuntime(Runtime):
         rows["cos"] = self._cos[batch.positions]
         rows["sin"] = self._sin[batch.positions]
         for name, value in rows.items():
-            self._set(name, ov.Tensor(value, shared_memory=True))
+            self._feed(name, value)
         self._request.infer()
         collected = None
         if self.collect_layers:
@@ -116,6 +120,15 @@ class OpenVINORuntime(Runtime):
             head = self._weights["embedding.weight" if self.config.tied_embeddings else "lm_head.weight"]
             self._lm_head = build_lm_head(rounded(as_float32(head), self._round_to), self._weight_type, self.num_threads)
         return np.asarray(self._lm_head([hidden_states])[0])
+
+    def _feed(self, name: str, value: np.ndarray) -> None:
+        """Give an input its value; making and setting a tensor costs more than all else, so one of the same shape is written over."""
+        buffer = self._buffers.get(name)
+        if buffer is not None and buffer.shape == value.shape:
+            buffer[...] = value
+            return
+        self._buffers[name] = value.copy()
+        self._set(name, ov.Tensor(self._buffers[name], shared_memory=True))
 
     def _set(self, name: str, tensor: ov.Tensor) -> None:
         self._request.set_input_tensor(self._inputs[name], tensor)

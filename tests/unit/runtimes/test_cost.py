@@ -1,0 +1,74 @@
+"""Times of passes, on a clock that the passes themselves drive."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from paceline.kv_cache.paged import KVCache
+from paceline.runtimes import cost
+from paceline.runtimes.base import ForwardBatch
+
+
+class ClockedRuntime:
+    """A pass takes 1 s and a tenth for each row; the passes in `slow` take a minute more."""
+
+    def __init__(self, slow: tuple[int, ...] = ()) -> None:
+        self.now = 0.0
+        self.batches: list[ForwardBatch] = []
+        self._slow = slow
+
+    def forward(self, batch: ForwardBatch) -> None:
+        self.now += 1.0 + 0.1 * len(batch.token_ids) + 60.0 * (len(self.batches) in self._slow)
+        self.batches.append(batch)
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def make_cache(num_blocks: int = 8) -> KVCache:
+    return KVCache(np.zeros((2, num_blocks, 1, 32, 2), np.float32))
+
+
+def measure(runtime: ClockedRuntime, cache: KVCache, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, **options: int) -> dict:
+    monkeypatch.setattr(cost, "time", SimpleNamespace(perf_counter=runtime.perf_counter))
+    return cost.time_passes(runtime, cache, counts, **{"max_context": 512, **options})  # type: ignore[arg-type]
+
+
+def test_times_are_those_of_passes_behind_cached_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, cache = ClockedRuntime(), make_cache()
+    times = measure(runtime, cache, (1, 5), monkeypatch, repeats=3)
+    assert times == {1: pytest.approx(1.1), 5: pytest.approx(1.5)}
+    first, *rest = runtime.batches
+    assert len(first.token_ids) == 64
+    assert [len(batch.token_ids) for batch in rest] == [1, 5] * 4
+    assert all(batch.ranges[0].cached_len == 64 for batch in rest)
+    cache.check()
+    assert cache.pool.num_free == 7
+
+
+def test_a_slow_start_and_a_disturbance_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = measure(ClockedRuntime(slow=(0, 1, 2, 5, 8)), make_cache(), (1, 5), monkeypatch, repeats=5)
+    assert times == {1: pytest.approx(1.1), 5: pytest.approx(1.5)}
+
+
+@pytest.mark.parametrize("count", [1, 5, 30, 65])
+@pytest.mark.parametrize(("max_context", "num_blocks"), [(2, 8), (10, 8), (40, 8), (512, 2), (512, 3), (512, 4)])
+def test_no_row_lies_beyond_the_context_or_the_cache(
+    count: int, max_context: int, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, cache = ClockedRuntime(), make_cache(num_blocks)
+    times = measure(runtime, cache, (1, count), monkeypatch, max_context=max_context, repeats=1)
+    assert set(times) == {1, count}
+    assert max(int(batch.positions.max()) for batch in runtime.batches) < min(max_context, cache.max_slots)
+    assert min(times.values()) > 1
+    assert cache.pool.num_free == num_blocks - 1
+
+
+def test_a_pass_that_fails_leaves_the_cache_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, cache = ClockedRuntime(), make_cache()
+    monkeypatch.setattr(runtime, "forward", lambda batch: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        measure(runtime, cache, (1, 5), monkeypatch)
+    cache.check()
+    assert cache.pool.num_free == 7

@@ -1,0 +1,96 @@
+"""Settings are checked when they are made, and say what is allowed."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config import EngineConfig, SpeculationConfig, available_memory_bytes, cache_directory, usable_processors
+from paceline.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("numerics", "EXACT"),
+        ("numerics", None),
+        ("dtype", "int8"),
+        ("dtype", ""),
+        ("device", "gpu"),
+        ("threads", 0),
+        ("threads", 1.0),
+        ("threads", True),
+        ("threads", 1025),
+        ("max_context", 1),
+        ("max_context", -5),
+        ("max_context", "512"),
+        ("max_num_seqs", 0),
+        ("max_num_seqs", None),
+        ("chunk_rows", 0),
+        ("chunk_rows", 4097),
+        ("cache_gb", 0),
+        ("cache_gb", -1.0),
+        ("cache_gb", math.inf),
+        ("cache_gb", math.nan),
+        ("cache_gb", "2"),
+        ("cache_gb", True),
+    ],
+)
+def test_a_wrong_engine_setting_is_named_with_its_value(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=name) as caught:
+        EngineConfig(**{name: value})
+    assert repr(value) in str(caught.value)
+    assert ": use " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_draft_tokens", 0),
+        ("num_draft_tokens", 65),
+        ("num_draft_tokens", True),
+        ("num_draft_tokens", 4.0),
+        ("num_draft_tokens", "4"),
+        ("num_draft_tokens", None),
+        ("tree_width", 0),
+        ("tree_width", 9),
+        ("drafter", ""),
+        ("drafter", ()),
+        ("drafter", ("ngram", "")),
+        ("drafter", ("ngram", 5)),
+        ("drafter", 5),
+        ("drafter", None),
+    ],
+)
+def test_a_wrong_speculation_setting_is_named_with_its_value(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=name) as caught:
+        SpeculationConfig(**{name: value})
+    assert repr(value) in str(caught.value)
+
+
+def test_good_settings_stay_as_they_are() -> None:
+    config = EngineConfig(threads=1, max_context=2, cache_gb=0.001, max_num_seqs=1024, chunk_rows=4096, dtype="bf16", device="cuda")
+    assert (config.num_threads, config.cache_gb) == (1, 0.001)
+    assert EngineConfig(cache_gb=2).cache_gb == 2
+    for count in ("auto", 1, 64):
+        assert SpeculationConfig(num_draft_tokens=count, drafter=("ngram", "a/b"), tree_width=8).num_draft_tokens == count
+
+
+def test_threads_are_by_default_the_processors_there_are() -> None:
+    assert EngineConfig().num_threads == usable_processors() >= 1
+
+
+def test_available_memory_is_plausible() -> None:
+    assert 1 << 24 < available_memory_bytes() < 1 << 50
+
+
+def test_facts_lie_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", "/a/b")
+    assert cache_directory() == Path("/a/b")
+    monkeypatch.delenv("PACELINE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/c")
+    assert cache_directory() == Path("/c/paceline")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/someone")
+    assert cache_directory() == Path("/someone/.cache/paceline")

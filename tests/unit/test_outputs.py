@@ -1,0 +1,46 @@
+"""What a finished request returns."""
+
+import json
+
+import pytest
+
+from paceline.outputs import RequestOutput, Timing, Usage
+from paceline.speculation.stats import PlainReason, SpeculationStats
+
+
+def make_output(token_ids: list[int], *, decode_s: float = 2.0) -> RequestOutput:
+    stats = SpeculationStats()
+    stats.record((), 0, 1, PlainReason.PROMPT)
+    stats.record((1, 2), 1, 2, None)
+    return RequestOutput(
+        text="a b c",
+        token_ids=token_ids,
+        prompt_token_ids=[7, 8],
+        finish_reason="stop",
+        usage=Usage(2, len(token_ids)),
+        timing=Timing(0.5, decode_s),
+        seed=2**64 - 1,
+        numerics="exact",
+        drafter="ngram",
+        speculation=stats,
+    )
+
+
+def test_totals_are_sums() -> None:
+    assert Usage(2, 3).total_tokens == 5
+    assert Timing(0.5, 2.0).total_s == 2.5
+
+
+@pytest.mark.parametrize(("token_ids", "decode_s", "speed"), [([1, 2, 3], 2.0, 1.0), ([1], 0.0, 0.0), ([], 0.0, 0.0), ([1], 1.0, 0.0)])
+def test_speed_counts_the_tokens_after_the_first(token_ids: list[int], decode_s: float, speed: float) -> None:
+    assert make_output(token_ids, decode_s=decode_s).tokens_per_s == speed
+
+
+def test_the_json_record_is_json_and_complete() -> None:
+    record = make_output([1, 2, 3]).as_dict(model="mini", version="9.9")
+    assert json.loads(json.dumps(record)) == record
+    assert record["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    assert record["timing_s"] == {"prompt": 0.5, "decode": 2.0, "total": 2.5}
+    assert (record["seed"], record["model"], record["version"], record["finish_reason"]) == (2**64 - 1, "mini", "9.9", "stop")
+    assert record["speculation"]["drafter"] == "ngram"
+    assert (record["speculation"]["accepted"], record["speculation"]["drafted"], record["speculation"]["steps"]) == (1, 2, 2)
