@@ -4,6 +4,8 @@ The plugin packs every matrix into its own layout at the first pass and reads th
 that pass; `op.constant(ov.Tensor(...))` shares memory without keeping a reference, which is why they are held here.
 """
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from paceline.models.config import WeightType
 from paceline.models.weights import Tensor, Weights, as_float32
 
 OV_TYPE = {WeightType.F32: ov.Type.f32, WeightType.BF16: ov.Type.bf16}
+_SCRATCH = Path("/var/tmp")
 NUMPY_TYPE: dict[WeightType, Any] = {WeightType.F32: np.float32, WeightType.BF16: np.uint16}
 
 
@@ -36,6 +39,20 @@ def rounded(values: NDArray[np.float32], to: WeightType) -> NDArray[np.float32]:
     if to is WeightType.BF16:
         return (to_bf16(values).astype(np.uint32) << np.uint32(16)).view(np.float32)
     return values.astype(np.float16).astype(np.float32) if to is WeightType.F16 else values
+
+
+def on_disk(array: np.ndarray) -> np.ndarray:
+    """A copy of `array` in an unnamed temporary file, mapped: until it is packed the system may write it out instead of running full.
+
+    Where the disk has no room the array stays as it is.
+    """
+    directory = _SCRATCH if _SCRATCH.is_dir() else None  # unlike /tmp it is rarely kept in memory
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            array.tofile(file)
+            return np.memmap(file, array.dtype, mode="c", shape=array.shape)
+    except OSError:
+        return array
 
 
 class GraphWeights:
@@ -69,4 +86,4 @@ class GraphWeights:
         if tensor.weight_type is self.weight_type and self._round_to in (tensor.weight_type, WeightType.F32):
             return tensor.array
         values = rounded(as_float32(tensor), self._round_to)
-        return to_bf16(values) if self.weight_type is WeightType.BF16 else values
+        return on_disk(to_bf16(values) if self.weight_type is WeightType.BF16 else values)
