@@ -148,6 +148,9 @@ def bench_mini(options: argparse.Namespace) -> list[dict[str, Any]]:
     if llms["auto"].drafter_name == "ngram":
         print("the embedded model brings no draft model: auto is ngram and is left out")
         del llms["auto"]
+    if "auto" in llms:  # what the draft model is worth, wherever it does not pay
+        llms["unguarded"] = LLM("mini", num_draft_tokens=4, threads=options.threads, max_num_seqs=1)
+        llms["unguarded"].engine.guesser.policy = DraftLengthPolicy(4)
     for llm in llms.values():
         llm.generate("Once upon a time", SamplingParams(max_tokens=8))
         print(f"- {llm.banner}")

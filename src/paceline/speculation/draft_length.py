@@ -1,5 +1,6 @@
 """How much to draft. Decisions are pure functions of counts and costs; they change speed, never tokens."""
 
+import statistics
 from collections import deque
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ from paceline.speculation.request import Request
 
 WINDOW = 64  # drafted tokens the guard looks back on
 MIN_EVIDENCE = 24  # drafted tokens before it may act
+SHORT_EVIDENCE = 8  # the same where drafting did not pay for the requests before
 PROBE_INTERVAL = 32  # steps from one probe to the next, 31 of them plain
 
 
@@ -29,13 +31,23 @@ class StepCosts:
 
 @dataclass(slots=True)
 class _Guard:
-    """Recent acceptance of one request: (drafted, accepted) per step."""
+    """Recent acceptance: (drafted, accepted) per step, over the last `WINDOW` drafted tokens."""
 
     recent: deque[tuple[int, int]]
     drafted: int = 0
     accepted: int = 0
     plain_left: int = 0  # plain steps until the next probe; 0 = drafting
     is_probe: bool = False
+    min_evidence: int = MIN_EVIDENCE
+
+    def add(self, num_drafted: int, num_accepted: int) -> None:
+        self.recent.append((num_drafted, num_accepted))
+        self.drafted += num_drafted
+        self.accepted += num_accepted
+        while self.drafted - self.recent[0][0] >= WINDOW:
+            drafted, accepted = self.recent.popleft()
+            self.drafted -= drafted
+            self.accepted -= accepted
 
 
 class DraftLengthPolicy:
@@ -52,10 +64,15 @@ class DraftLengthPolicy:
         self.row_budget = row_budget if row_budget is not None else num_draft_tokens + 1
         self.costs = costs
         self._guards: dict[int, _Guard] = {}
+        self._lately = _Guard(deque())  # all requests together
+        self._draft_times: deque[float] = deque(maxlen=15)
 
     def budget(self, request: Request) -> DraftBudget | None:
         """What this request may draft now; None = a plain step because drafting does not pay at present."""
-        guard = self._guards.setdefault(id(request), _Guard(deque()))
+        guard = self._guards.get(id(request))
+        if guard is None:
+            is_doubtful = self._lately.drafted >= MIN_EVIDENCE and not self._pays(self._lately)
+            guard = self._guards[id(request)] = _Guard(deque(), min_evidence=SHORT_EVIDENCE if is_doubtful else MIN_EVIDENCE)
         if guard.plain_left > 0:
             guard.plain_left -= 1
             if guard.plain_left > 0:
@@ -68,23 +85,19 @@ class DraftLengthPolicy:
         guard = self._guards.get(id(request))
         if guard is None or self.costs is None:
             return
-        guard.recent.append((num_drafted, num_accepted))
-        guard.drafted += num_drafted
-        guard.accepted += num_accepted
-        while guard.drafted - guard.recent[0][0] >= WINDOW:
-            drafted, accepted = guard.recent.popleft()
-            guard.drafted -= drafted
-            guard.accepted -= accepted
-        if guard.drafted >= MIN_EVIDENCE or guard.is_probe:
+        guard.add(num_drafted, num_accepted)
+        self._lately.add(num_drafted, num_accepted)
+        if guard.drafted >= guard.min_evidence or guard.is_probe:
             guard.is_probe = False
+            guard.min_evidence = MIN_EVIDENCE
             if not self._pays(guard):
                 self._guards[id(request)] = _Guard(deque(), plain_left=PROBE_INTERVAL)
 
     def observe_draft_time(self, seconds: float) -> None:
-        """Told how long the last draft took to make; the break-even point follows it slowly."""
+        """Told how long the last draft took to make. The median counts: a first draft also reads the prompt."""
         if self.costs is not None:
-            draft_s = 0.9 * self.costs.draft_s + 0.1 * seconds if self.costs.draft_s else seconds
-            self.costs = StepCosts(self.costs.plain_s, self.costs.speculative_s, draft_s)
+            self._draft_times.append(seconds)
+            self.costs = StepCosts(self.costs.plain_s, self.costs.speculative_s, statistics.median(self._draft_times))
 
     def release(self, request: Request) -> None:
         """Forget a request."""

@@ -7,7 +7,7 @@ import pytest
 from paceline.kv_cache.paged import CachedSequence
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
-from paceline.speculation.draft_length import MIN_EVIDENCE, PROBE_INTERVAL, WINDOW, DraftLengthPolicy, StepCosts
+from paceline.speculation.draft_length import MIN_EVIDENCE, PROBE_INTERVAL, SHORT_EVIDENCE, WINDOW, DraftLengthPolicy, StepCosts
 from paceline.speculation.request import Request
 
 NUM_DRAFT_TOKENS = 4
@@ -115,11 +115,12 @@ def test_a_released_request_is_forgotten():
     assert policy.budget(request) is not None
 
 
-def test_a_slow_drafter_raises_the_break_even_point_slowly():
+def test_the_median_of_the_last_drafts_times_moves_the_break_even_point():
     policy = _policy(StepCosts(1.0, 1.0))
     policy.observe_draft_time(0.5)
     assert policy.costs.draft_s == 0.5
-    policy.observe_draft_time(1.5)
+    for _ in range(8):
+        policy.observe_draft_time(0.6)
     assert policy.costs.draft_s == pytest.approx(0.6)
     assert policy.costs.break_even_accepted() == pytest.approx(0.6)
     unguarded = _policy(None)
@@ -132,3 +133,21 @@ def test_the_budget_is_a_chain_unless_said_otherwise():
     assert (budget.row_budget, budget.max_depth) == (6, 5)
     budget = DraftLengthPolicy(5, row_budget=12).budget(_request())
     assert (budget.row_budget, budget.max_depth) == (12, 5)
+
+
+def test_a_request_that_follows_others_for_whom_drafting_did_not_pay_is_shut_off_sooner():
+    policy = _policy()
+    first, second, third = _request(), _request(), _request()
+    _run(policy, first, 100, lambda step: 0)
+    drafted, _ = _run(policy, second, 20, lambda step: 0)
+    assert drafted == [step < SHORT_EVIDENCE // NUM_DRAFT_TOKENS for step in range(20)]
+    good, _ = _run(policy, third, 20, lambda step: 3)
+    assert all(good)
+
+
+def test_one_slow_draft_does_not_move_the_break_even_point():
+    policy = _policy()
+    for seconds in (5.0, 0.2, 0.2, 0.2, 5.0, 0.2):
+        policy.observe_draft_time(seconds)
+    assert policy.costs is not None
+    assert policy.costs.draft_s == pytest.approx(0.2)
