@@ -450,7 +450,8 @@ def test_every_field_a_panel_names_is_in_help() -> None:
 
 
 ENDLESS_STREAM = """
-import itertools, sys, types
+import itertools, signal, sys, types
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
 from paceline.outputs import StreamChunk
 class LLM:
     notices, banner = [], ""
