@@ -22,6 +22,8 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -q -rs --durations=10
 comma := ,
 LONG_RECORD := docs/dev/test-long.txt
+# the record keeps what was counted, what failed or was skipped, and the times; not a line for every test
+RECORDED := '^(rows|token ids|FAILED|ERROR|SKIPPED|=+ slowest|[0-9.]+s (call|setup)|[0-9]+ (passed|failed))'
 
 .PHONY: all demo test test-long check format clean
 
@@ -51,8 +53,9 @@ test-long: $(STAMP)
 	@{ echo "commit $$(git rev-parse HEAD 2>/dev/null || echo none)$$(test -z "$$(git status --porcelain -- src tests pyproject.toml 2>/dev/null)" || echo ', with uncommitted changes')"; \
 	   echo "date   $$(date -u +%Y-%m-%dT%H:%M:%SZ)"; \
 	   echo "seed   $(SEED)$(if $(RESUME),$(comma) resumed)"; echo; } | tee $(if $(RESUME),-a) $(LONG_RECORD)
-	set -o pipefail; $(PYTEST) --color=no -m "long or not long" --large-counts --seed=$(SEED) -o faulthandler_timeout=3600 \
-	  $(if $(RESUME),--resume) $(ARGS) 2>&1 | tee -a $(LONG_RECORD)
+	status=0; $(PYTEST) --color=no -m "long or not long" --large-counts --seed=$(SEED) -o faulthandler_timeout=3600 \
+	  $(if $(RESUME),--resume) $(ARGS) 2>&1 | tee $(VENV)/test-long.log || status=$$?; \
+	  grep -E $(RECORDED) $(VENV)/test-long.log >> $(LONG_RECORD); exit $$status
 
 check: $(STAMP)
 	$(BIN)/ruff check
