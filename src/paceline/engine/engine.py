@@ -53,10 +53,10 @@ class Engine:
                 for request in running:
                     if request.num_output_tokens and not request.first_token_s:
                         request.first_token_s = now
-                    if request.is_finished:
-                        request.finished_s = now
-                        self._release(request)
-                running = [request for request in running if not request.is_finished]
+                for request in [request for request in running if request.is_finished]:
+                    running.remove(request)  # first, so that it is released once even if that raises
+                    request.finished_s = now
+                    self._release(request)
                 yield
         finally:
             for request in (*waiting, *running):
