@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.families import checkpoint_name, tensor_shapes
+from paceline.models.grouped import GroupedMatrix
 from paceline.models.safetensors_file import StoredTensor, checkpoint_files, map_file, read_header, view_tensor
 
 _STORED_TYPES: Mapping[str, tuple[WeightType, "np.dtype[Any]"]] = {
@@ -29,11 +30,34 @@ class Tensor:
     weight_type: WeightType
     shape: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        return int(self.array.nbytes)
 
-class Weights(Mapping[str, Tensor]):
-    """Our tensor name → `Tensor`, for exactly the tensors the config calls for."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+@dataclass(frozen=True, slots=True)
+class GroupedTensor:
+    """One weight matrix in groups; `weight_type` is what its values are meant to be computed in."""
+
+    matrix: GroupedMatrix
+    weight_type: WeightType = WeightType.F32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.matrix.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.matrix.nbytes
+
+
+AnyTensor = Tensor | GroupedTensor
+
+
+class Weights(Mapping[str, AnyTensor]):
+    """Our tensor name → its values, for exactly the tensors the config calls for."""
+
+    def __init__(self, tensors: Mapping[str, AnyTensor]) -> None:
         self._tensors = dict(tensors)
 
     @classmethod
@@ -66,7 +90,7 @@ class Weights(Mapping[str, Tensor]):
             _check_tied(tensors["embedding.weight"], stored["lm_head.weight"], files)
         return cls(tensors)
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> AnyTensor:
         return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -86,11 +110,13 @@ class Weights(Mapping[str, Tensor]):
     @property
     def nbytes(self) -> int:
         """Bytes of all weights as stored."""
-        return sum(tensor.array.nbytes for tensor in self._tensors.values())
+        return sum(tensor.nbytes for tensor in self._tensors.values())
 
 
-def as_float32(tensor: Tensor, rows: NDArray[np.int32] | None = None) -> NDArray[np.float32]:
+def as_float32(tensor: AnyTensor, rows: NDArray[np.int32] | None = None) -> NDArray[np.float32]:
     """The exact values, of all rows or of `rows`, as float32; a view where they are stored so."""
+    if isinstance(tensor, GroupedTensor):
+        return tensor.matrix.values(slice(None) if rows is None else rows)
     stored = tensor.array if rows is None else tensor.array[rows]
     if tensor.weight_type is WeightType.BF16:
         bits: NDArray[np.uint32] = np.left_shift(stored, 16, dtype=np.uint32)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from openvino import opset13 as ops
 
 from paceline.models.config import WeightType
-from paceline.models.weights import Tensor, Weights, as_float32
+from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
 
 OV_TYPE = {WeightType.F32: ov.Type.f32, WeightType.BF16: ov.Type.bf16}
 _SCRATCH = Path("/var/tmp")
@@ -82,8 +82,8 @@ class GraphWeights:
         """Forget the source of every matrix; call after the first pass."""
         self._matrices.clear()
 
-    def _converted(self, tensor: Tensor) -> np.ndarray:
-        if tensor.weight_type is self.weight_type and self._round_to in (tensor.weight_type, WeightType.F32):
+    def _converted(self, tensor: AnyTensor) -> np.ndarray:
+        if isinstance(tensor, Tensor) and tensor.weight_type is self.weight_type and self._round_to in (tensor.weight_type, WeightType.F32):
             return tensor.array
         values = rounded(as_float32(tensor), self._round_to)
         return on_disk(to_bf16(values) if self.weight_type is WeightType.BF16 else values)

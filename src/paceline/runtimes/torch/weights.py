@@ -7,8 +7,7 @@ import numpy as np
 import torch
 
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.weights import Tensor as StoredTensor
-from paceline.models.weights import Weights
+from paceline.models.weights import AnyTensor, GroupedTensor, Weights, as_float32
 
 DTYPES = {WeightType.F32: torch.float32, WeightType.F16: torch.float16, WeightType.BF16: torch.bfloat16}
 
@@ -60,7 +59,9 @@ class TorchWeights:
         ]
         return FusedLinear(weight, torch.cat(biases), sizes)
 
-    def _load(self, stored: StoredTensor) -> torch.Tensor:
+    def _load(self, stored: AnyTensor) -> torch.Tensor:
+        if isinstance(stored, GroupedTensor):
+            return torch.from_numpy(as_float32(stored)).to(device=self._device, dtype=self._dtype)
         # A copy, because torch has no read-only tensors and the file must stay as it is.
         copied = torch.from_numpy(np.array(stored.array.view(np.int16) if stored.weight_type is WeightType.BF16 else stored.array))
         if stored.weight_type is WeightType.BF16:
