@@ -36,7 +36,7 @@ class GroupedMatrix:
     @property
     def group(self) -> int:
         """Columns that share a scale: a multiple of 16."""
-        return self.shape[1] // self.scales.shape[1]
+        return int(self.shape[1] // self.scales.shape[1])
 
     @property
     def nbytes(self) -> int:
