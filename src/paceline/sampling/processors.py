@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from paceline.errors import CheckpointError, RequestError
 from paceline.sampling.history import TokenCounts
 from paceline.sampling.params import SamplingParams
-from paceline.sampling.restrict import restrict
+from paceline.sampling.restrict import Nucleus, restrict_lazily
 
 ScoreArray = NDArray[np.float32]
 ProbArray = NDArray[np.float64]
@@ -30,11 +30,20 @@ class Distribution:
             row they were made from, so they live until the runtime's next pass.
         token_ids: [M] ids, ascending; None = all V in order. Ids not listed have probability 0.
         greedy: whether the token is the argmax instead of a draw.
+        nucleus: which of the scores top-p and min-p leave, where listing them would take the sort of a wide, flat row: a draw
+            needs to know it of one or two ids only. None = all. Whatever else reads scores starts from `restricted()`.
     """
 
     scores: ScoreArray
     token_ids: NDArray[np.int64] | None
     greedy: bool
+    nucleus: Nucleus | None = None
+
+    def restricted(self) -> "Distribution":
+        """The same distribution with the nucleus applied: ids outside of it at -inf or no longer listed."""
+        if self.nucleus is None:
+            return self
+        return _sampled(self.scores, self.token_ids, self.nucleus.positions())
 
     def argmax(self) -> int:
         """The most probable token, lowest id on ties."""
@@ -42,8 +51,9 @@ class Distribution:
         return best if self.token_ids is None else int(self.token_ids[best])
 
     def log_probs(self) -> ProbArray:
-        """[M] float64 normalised log-probabilities (of the unscaled logits where `greedy`)."""
-        shifted = self.scores.astype(np.float64) - self.scores.max()
+        """[M] float64 normalised log-probabilities (of the unscaled logits where `greedy`), -inf outside the nucleus."""
+        scores = self.scores if self.nucleus is None else _only(self.scores, self.nucleus.positions())
+        shifted = scores.astype(np.float64) - scores.max()
         return np.asarray(shifted - np.log(np.exp(shifted).sum()), np.float64)
 
     def probs(self) -> ProbArray:
@@ -119,7 +129,10 @@ class LogitsProcessor:
         if params.temperature != 1.0:
             scores = scores / np.float32(params.temperature)
             peak = peak / np.float32(params.temperature)
-        return _sampled(scores, restrict(scores, peak, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p))
+        kept, nucleus = restrict_lazily(scores, peak, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+        if nucleus is None:
+            return _sampled(scores, None, kept)
+        return Distribution(nucleus.scores, kept, False, nucleus)
 
     def _edit(self, scores: ScoreArray, path: Sequence[int], *, too_short: bool) -> None:
         """Everything before temperature, in place."""
@@ -143,14 +156,20 @@ class LogitsProcessor:
             scores[self._end_ids] = -np.inf
 
 
-def _sampled(scores: ScoreArray, kept: NDArray[np.int64] | None) -> Distribution:
+def _sampled(scores: ScoreArray, token_ids: NDArray[np.int64] | None, kept: NDArray[np.int64] | None) -> Distribution:
+    """The distribution of the `kept` positions of scores whose ids are `token_ids`; None = all."""
     if kept is None:
-        return Distribution(scores, None, False)
-    if len(kept) <= len(scores) // _DENSE_SHARE:
-        return Distribution(scores[kept], kept, False)
+        return Distribution(scores, token_ids, False)
+    if token_ids is not None or len(kept) <= len(scores) // _DENSE_SHARE:
+        return Distribution(scores[kept], kept if token_ids is None else token_ids[kept], False)
+    return Distribution(_only(scores, kept), None, False)
+
+
+def _only(scores: ScoreArray, kept: NDArray[np.int64]) -> ScoreArray:
+    """A copy with -inf everywhere else."""
     dense = np.full_like(scores, -np.inf)
     dense[kept] = scores[kept]
-    return Distribution(dense, None, False)
+    return dense
 
 
 def _checked_peak(logits: ScoreArray) -> np.float32:

@@ -1,11 +1,12 @@
 """Top-k, top-p and min-p: which ids of a scored row may be drawn.
 
 The outcome is defined on the row sorted by (score descending, id ascending), but a sort of the whole row is the last resort:
-a threshold selects the best ids first, and is widened only where their mass is short of what top-p asks for.
+a threshold selects the best ids first, and where their mass is short of what top-p asks for, a wide row is not sorted at all.
+It is left as a `Nucleus`, which can be asked about one id: the mass before it is one masked sum.
 """
 
 import math
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +15,92 @@ Scores = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
 _FEW, _MANY = 256, 4096  # ids that a first and, in long rows, a second selection reckon with
-_LONG_ROW = 65536  # from here on a second selection is cheaper than sorting everything
+_WIDE_ROW = 4096  # from here on asking about one id is cheaper than sorting everything
+_LONG_ROW = 65536  # from here on a second selection is tried before
+_MAX_SHARE = 16  # a selection of more than 1 / 16 of a wide row is not worth sorting either
+_FLAT_TOTAL = 64.0  # weight, of which the best has 1, that makes a selection not worth trying
+_SAMPLE_STEP = 32  # one weight in 32 tells well enough whether a second one is
+_MAX_PEAK = 2.0**20  # beyond it float64 differences of score and log noise lose more than the slack of a lazy draw
+_SUM_SLACK = 2.0**-17  # more than pairwise float32 sums of a row err by, (19 + log2 V) * 2**-24 of the total at most
+_RUN = 8192  # scores summed before asking whether that already decides
 _LOWEST = np.finfo(np.float32).min
+
+
+@dataclass(frozen=True, slots=True)
+class Nucleus:
+    """The best scores of a row that hold a wanted weight, and of those the ones that min-p keeps, without listing them.
+
+    Attributes:
+        scores: [M] log-probabilities up to a constant.
+        weights: [M] exp(score - peak).
+        peak: the largest score, finite.
+        total: the sum of the weights.
+        wanted: a position is held while the weight before it, in (score descending, position ascending) order, is below this.
+        min_p: of the held positions those stay that weigh at least this.
+    """
+
+    scores: Scores
+    weights: Scores
+    peak: np.float32
+    total: float
+    wanted: float
+    min_p: float
+
+    def keeps(self, position: int) -> bool:
+        """Whether `position` is in the nucleus: what `positions` would say, nearly always without its sort."""
+        weight = float(self.weights[position])
+        if np.float32(weight) < np.float32(self.min_p):
+            return False
+        score = self.scores[position]
+        slack = self.total * _SUM_SLACK
+        upto = self.total  # weight of what ranks before it, of itself and of its ties
+        for first in range(0, len(self.scores), _RUN):
+            run = slice(first, first + _RUN)
+            upto -= float((self.weights[run] * (self.scores[run] < score)).sum())
+            if upto - weight + slack < self.wanted:
+                return True  # were it the last of its ties, and whatever the other runs hold
+        tied = np.flatnonzero(self.scores == score)
+        before = upto - weight * (len(tied) - int(np.searchsorted(tied, position)))
+        if abs(before - self.wanted) > slack:
+            return before < self.wanted
+        kept = self.positions()
+        return bool(kept[min(int(np.searchsorted(kept, position)), len(kept) - 1)] == position)
+
+    def positions(self) -> Ids:
+        """All positions in the nucleus, ascending; sorts the row."""
+        return self._heavy(_first_ranks(self.scores, None, *_ranked(self.scores, self.peak), self.wanted))
+
+    def positions_if_cheap(self) -> Ids | None:
+        """`positions`, or None where that takes the sort of a wide row, which whoever asks for one position only never needs."""
+        scores, peak = self.scores, self.peak
+        may_leave = len(scores) >= _WIDE_ROW and abs(peak) <= _MAX_PEAK
+        # min-p leaves out what is below this, whatever the rest weighs; 1/64 is far more than an exponential rounds.
+        floor = math.log(self.min_p) - 2.0**-6 if self.min_p > 0.0 else -math.inf
+        spare = self.total - self.wanted
+        if may_leave and self.min_p == 0.0 and self.total > _FLAT_TOTAL:
+            return None
+        for count in (_FEW, _MANY) if may_leave and len(scores) >= _LONG_ROW else (_FEW,):
+            # Scores that weigh less than this cannot make up the spare weight unless there are more than `count` of them.
+            least = min(math.log(spare / count), 0.0) if spare > 0.0 else -math.inf
+            if count == _MANY and floor < least and self._seems_flat(spare):
+                return None
+            chosen = np.flatnonzero(scores >= peak + np.float32(max(least, floor)))
+            if may_leave and len(chosen) * _MAX_SHARE > len(scores):
+                return None
+            falling, mass = _ranked(scores[chosen], peak)
+            if mass[-1] >= self.wanted or floor >= least:
+                return self._heavy(_first_ranks(scores, chosen, falling, mass, self.wanted))
+        return None if may_leave else self.positions()
+
+    def _seems_flat(self, spare: float) -> bool:
+        """Whether a second selection would be short or large too, as far as a sample can tell: a hint that only saves time."""
+        sample = self.weights[::_SAMPLE_STEP].copy()
+        light = sample < spare / _MANY
+        num_heavy = len(sample) - int(np.count_nonzero(light))
+        return num_heavy * _MAX_SHARE > len(sample) or _SAMPLE_STEP * float((sample * light).sum()) > spare
+
+    def _heavy(self, kept: Ids) -> Ids:
+        return kept[self.weights[kept] >= np.float32(self.min_p)] if self.min_p > 0.0 else kept
 
 
 def restrict(scores: Scores, peak: np.float32, *, top_k: int, top_p: float, min_p: float) -> Ids | None:
@@ -33,47 +118,53 @@ def restrict(scores: Scores, peak: np.float32, *, top_k: int, top_p: float, min_
 
     Source: Holtzman et al. 2019 (arXiv:1904.09751) section 3.1 for top-p; Nguyen et al. 2024 (arXiv:2407.01082) for min-p.
     """
+    ids, nucleus = restrict_lazily(scores, peak, top_k=top_k, top_p=top_p, min_p=min_p)
+    if nucleus is None:
+        return ids
+    kept = nucleus.positions()
+    return kept if ids is None else ids[kept]
+
+
+def restrict_lazily(scores: Scores, peak: np.float32, *, top_k: int, top_p: float, min_p: float) -> tuple[Ids | None, Nucleus | None]:
+    """`restrict`, which may leave top-p and min-p of a wide, flat row undone.
+
+    Returns:
+        ids, ascending, None = all V; and what is still to be left out of them (positions count in `ids`), None = nothing.
+    """
     ids: Ids | None = None
     if 0 < top_k < len(scores):
         kth = np.partition(scores, len(scores) - top_k)[len(scores) - top_k]
         ids = np.flatnonzero(scores >= max(kth, _LOWEST))
     if top_p == 1.0 and min_p == 0.0:
-        return ids
+        return ids, None
     left = scores if ids is None else scores[ids]
+    weights = _weights(left, peak)
     if top_p < 1.0:
-        kept = _nucleus(left, float(_weights(left, peak).sum()), peak, top_p)
-        ids = kept if ids is None else ids[kept]
-        left = scores[ids]
-    if min_p > 0.0:
-        kept = np.flatnonzero(_weights(left, peak) >= np.float32(min_p))
-        ids = kept if ids is None else ids[kept]
-    return ids
+        total = float(weights.sum())
+        nucleus = Nucleus(left, weights, peak, total, top_p * total, min_p)
+        kept = nucleus.positions_if_cheap()
+        if kept is None:
+            return ids, nucleus
+    else:
+        kept = np.flatnonzero(weights >= np.float32(min_p))
+    return (kept if ids is None else ids[kept]), None
 
 
-def _nucleus(scores: Scores, total: float, peak: np.float32, top_p: float) -> Ids:
-    """Positions, ascending, of the best scores that together hold `top_p` of the `total` weight."""
-    wanted = top_p * total
-    for chosen in _selections(scores, peak, total - wanted):
-        falling = np.sort(scores if chosen is None else scores[chosen])[::-1]
-        mass = np.cumsum(_weights(falling, peak), dtype=np.float64)  # sequential: equal for equal prefixes, however many follow
-        if mass[-1] >= wanted:
-            break
-    # Rank r stays where the mass before it is short; behind the whole row there is nothing to add.
+def _ranked(scores: Scores, peak: np.float32) -> tuple[Scores, NDArray[np.float64]]:
+    """Scores, best first, and the weight up to each."""
+    falling = np.sort(scores)[::-1]
+    return falling, np.cumsum(_weights(falling, peak), dtype=np.float64)  # sequential: equal for equal prefixes, however many follow
+
+
+def _first_ranks(scores: Scores, chosen: Ids | None, falling: Scores, mass: NDArray[np.float64], wanted: float) -> Ids:
+    """Positions, ascending, of the best `chosen` scores (None = all) that hold the `wanted` weight; of all if they weigh less."""
+    # Rank r stays where the mass before it is short; behind the last one there is nothing to add.
     num_kept = min(int(np.searchsorted(mass, wanted)) + 1, len(falling))
     cut = falling[num_kept - 1]
     # The best scores, whichever set they were found in: everything from the cut on.
     kept: Ids = np.flatnonzero(scores >= cut) if chosen is None else chosen[scores[chosen] >= cut]
     surplus = len(kept) - num_kept
     return _drop_last_ties(kept, scores[kept] == cut, surplus) if surplus else kept
-
-
-def _selections(scores: Scores, peak: np.float32, spare: float) -> Iterator[Ids | None]:
-    """The best positions that hold all but the `spare` weight of a peaked row, then the whole row (None)."""
-    for count in (_FEW, _MANY) if len(scores) > _LONG_ROW else (_FEW,):
-        # Ids that weigh less than this cannot make up the spare weight unless there are more than `count` of them.
-        least = min(math.log(spare / count), 0.0) if spare > 0.0 else -math.inf
-        yield np.flatnonzero(scores >= peak + np.float32(least))
-    yield None
 
 
 def _weights(scores: Scores, peak: np.float32) -> Scores:

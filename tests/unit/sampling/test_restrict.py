@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
-from paceline.sampling.restrict import restrict
+from paceline.sampling.restrict import _WIDE_ROW, Nucleus, restrict, restrict_lazily
 
 ROWS = {
     "normal": lambda generator, size: generator.standard_normal(size) * 3.0,
     "peaked": lambda generator, size: generator.standard_normal(size) - 4.0 * np.log1p(generator.permutation(size)),
     "flat": lambda generator, size: generator.standard_normal(size) * 0.1,
+    "few values": lambda generator, size: np.round(generator.standard_normal(size) * 8.0) / 8.0,
     "tied": lambda generator, size: generator.integers(-6, 3, size),
     "equal": lambda generator, size: np.zeros(size),
     "signed zeros": lambda generator, size: np.where(generator.random(size) < 0.5, 0.0, -0.0) - (generator.random(size) < 0.3),
@@ -26,7 +27,7 @@ def by_definition(scores: np.ndarray, top_k: int, top_p: float, min_p: float) ->
         mass = np.cumsum(weights[ranked], dtype=np.float64)
         before = np.concatenate([[0.0], mass[:-1]])
         ranked = ranked[before < top_p * float(weights[np.sort(ranked)].sum())]
-    return sorted(int(token_id) for token_id in ranked if weights[token_id] >= np.float32(min_p))
+    return np.sort(ranked[weights[ranked] >= np.float32(min_p)]).tolist()
 
 
 @pytest.mark.parametrize("kind", ROWS)
@@ -72,3 +73,66 @@ def test_nothing_to_restrict_is_said_without_listing_ids():
     scores = np.zeros(10, np.float32)
     assert restrict(scores, scores.max(), top_k=0, top_p=1.0, min_p=0.0) is None
     assert restrict(scores, scores.max(), top_k=10, top_p=1.0, min_p=0.0) is None
+
+
+@pytest.mark.parametrize("size", [32_000, 150_000])
+@pytest.mark.parametrize("kind", ROWS)
+def test_wide_rows_keep_the_ids_of_a_full_sort(kind, size, large_counts):
+    generator = np.random.default_rng(size)
+    mixtures = [(0, 0.9, 0.0), (0, 0.3, 0.0), (size // 3, 0.8, 0.0), (0, 0.95, 0.02), (0, 1.0 - 2.0**-53, 0.0), (50, 1e-6, 0.0)]
+    for top_k, top_p, min_p in mixtures if large_counts or size < 100_000 else mixtures[:1]:
+        scores = ROWS[kind](generator, size).astype(np.float32)
+        kept = restrict(scores, scores.max(), top_k=top_k, top_p=top_p, min_p=min_p)
+        assert kept.tolist() == by_definition(scores, top_k, top_p, min_p), (top_k, top_p, min_p)
+
+
+def _undone(scores: np.ndarray, top_p: float, min_p: float = 0.0) -> Nucleus:
+    ids, nucleus = restrict_lazily(scores, scores.max(), top_k=0, top_p=top_p, min_p=min_p)
+    assert ids is None
+    assert nucleus is not None, "the row was meant to be flat enough to be left alone"
+    return nucleus
+
+
+@pytest.mark.parametrize("kind", ["flat", "few values", "tied", "equal", "signed zeros"])
+@pytest.mark.parametrize(("top_p", "min_p"), [(0.2, 0.0), (0.5, 0.0), (0.9, 0.0), (0.999999, 0.0), (0.9, 1e-3)])
+def test_asking_about_one_position_says_what_listing_them_all_would(kind, top_p, min_p):
+    """Around the edge of the nucleus, where a rounded sum could tip the answer, and everywhere else."""
+    generator = np.random.default_rng(6)
+    scores = ROWS[kind](generator, 2 * _WIDE_ROW + 3).astype(np.float32)
+    nucleus = _undone(scores, top_p, min_p)
+    kept = set(by_definition(scores, 0, top_p, min_p))
+    ranked = np.lexsort((np.arange(len(scores)), -scores))
+    edge = len(kept)
+    asked = {*ranked[max(0, edge - 15) : edge + 15].tolist(), *ranked[:3].tolist(), *generator.integers(0, len(scores), 50).tolist()}
+    for position in asked:
+        assert nucleus.keeps(position) == (position in kept), position
+
+
+@pytest.mark.parametrize("kind", ["flat", "few values", "normal"])
+def test_a_wanted_weight_that_is_a_cumulated_one_to_the_last_bit_is_decided_as_the_sequential_sum_does(kind):
+    """float32 sums of the row err by far more than one bit of it."""
+    scores = ROWS[kind](np.random.default_rng(12), 2 * _WIDE_ROW).astype(np.float32)
+    weights = np.exp(scores - scores.max())
+    ranked = np.lexsort((np.arange(len(scores)), -scores))
+    mass = np.cumsum(weights[ranked], dtype=np.float64)
+    for rank in (1, 300, 4_000, 7_000):
+        for wanted in (mass[rank], np.nextafter(mass[rank], 0.0), np.nextafter(mass[rank], np.inf)):
+            nucleus = Nucleus(scores, weights, scores.max(), float(weights.sum()), float(wanted), 0.0)
+            expected = [bool(mass[one - 1] < wanted) for one in range(rank - 1, rank + 3) if one]
+            assert [nucleus.keeps(int(ranked[one])) for one in range(rank - 1, rank + 3) if one] == expected
+
+
+def test_a_peaked_row_is_listed_and_a_flat_one_is_not():
+    generator = np.random.default_rng(7)
+    for size in (32_000, 150_000):
+        noise = generator.standard_normal(size).astype(np.float32)
+        for spread, is_flat in ((1.2, True), (6.0, False)):
+            _, nucleus = restrict_lazily(spread * noise, (spread * noise).max(), top_k=0, top_p=0.9, min_p=0.0)
+            assert (nucleus is not None) == is_flat
+
+
+def test_scores_so_large_that_differences_lose_the_noise_are_always_listed():
+    scores = np.full(2 * _WIDE_ROW, 3e6, np.float32)
+    ids, nucleus = restrict_lazily(scores, scores.max(), top_k=0, top_p=0.5, min_p=0.0)
+    assert nucleus is None
+    assert ids.tolist() == list(range(_WIDE_ROW))
