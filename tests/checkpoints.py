@@ -70,11 +70,19 @@ _CHAT_TEMPLATE = (
 
 
 def write_checkpoint(
-    directory: Path, family: str, *, dtype: str = "float32", seed: int = 0, max_shard_size: str = "1GB", **overrides: Any
+    directory: Path,
+    family: str,
+    *,
+    dtype: str = "float32",
+    seed: int = 0,
+    max_shard_size: str = "1GB",
+    query_key_scale: float = 1.0,
+    **overrides: Any,
 ) -> Path:
     """A random model of `family` saved by transformers, with a tokenizer; its logits differ clearly between tokens.
 
     Args:
+        query_key_scale: factor on the weights of the query and key projections, for large attention scores.
         overrides: values of its transformers config.
     """
     import torch
@@ -105,7 +113,10 @@ def write_checkpoint(
             if name.endswith("bias"):
                 torch.nn.init.normal_(parameter, std=0.3)
             elif "norm" in name:
-                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+                offset = 1.0 if family.startswith("gemma") else 0.0  # its files hold norm weights less 1
+                torch.nn.init.uniform_(parameter, 0.5 - offset, 1.5 - offset)
+            elif name.endswith(("q_proj.weight", "k_proj.weight")):
+                parameter.data *= query_key_scale
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
     write_tokenizer(directory, values["vocab_size"])
     return directory

@@ -1,16 +1,19 @@
 """What a network is, read from a checkpoint's own metadata."""
 
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import CheckpointError
-from paceline.models.families import Family, JsonFields, family_of
+from paceline.models.families import Family, family_of
+from paceline.models.json_fields import JsonFields
+from paceline.models.rope_config import RopeConfig, RopeType, read_rope
 from paceline.models.safetensors_file import most_common_dtype
+
+__all__ = ["Activation", "ModelConfig", "RopeConfig", "RopeType", "WeightType", "config_from_values", "read_config"]
 
 
 class WeightType(Enum):
@@ -21,31 +24,11 @@ class WeightType(Enum):
     BF16 = "bf16"
 
 
-class RopeType(Enum):
-    """How rotary frequencies are scaled beyond the trained context."""
+class Activation(Enum):
+    """What is applied to the gate of the MLP."""
 
-    DEFAULT = "default"
-    LINEAR = "linear"
-    LLAMA3 = "llama3"
-    YARN = "yarn"
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding: its base and how it is scaled (see `models/rope.py` for the rules)."""
-
-    theta: float = 10000.0
-    type: RopeType = RopeType.DEFAULT
-    factor: float = 1.0
-    original_max_positions: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +56,44 @@ class ModelConfig:
     output_bias: bool = False  # on o
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm of each q and k head before rope
+    sandwich_norms: bool = False  # a second norm behind attention and MLP, in front of the addition
+    norm_offset: bool = False  # HF files hold norm weights less 1 (`Weights.open` adds it); products with them are float32
+    activation: Activation = Activation.SILU
+    embedding_scale: float = 1.0
+    query_scalar: float | None = None  # attention scores are divided by its root; None = head_size
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    sliding_layers: tuple[int, ...] = ()  # layers that attend within the window only
+    local_rope: RopeConfig | None = None  # of the sliding layers, where it differs
     sliding_window: int | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def attention_scale(self) -> float:
+        """What scores are multiplied by."""
+        return float((self.head_size if self.query_scalar is None else self.query_scalar) ** -0.5)
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        """How `layer` rotates positions."""
+        return self.local_rope if self.local_rope is not None and layer in self.sliding_layers else self.rope
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The different ones, the one of layers that see everything first."""
+        return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
+
+    def for_context(self, max_context: int | None) -> "ModelConfig":
+        """The network as a run of up to `max_context` positions computes it.
+
+        Rotary frequencies that depend on the length are chosen here, once: up to the original length those made for it, and no
+        longer context then; beyond it those for `max_context`. None = the original length.
+        """
+        if not self.rope.type.depends_on_length:
+            return self
+        rope = self.rope.for_context(max_context)
+        is_long = rope.context_len > rope.original_max_positions
+        return replace(self, rope=rope, max_positions=self.max_positions if is_long else min(self.max_positions, rope.context_len))
 
 
 _WEIGHT_TYPES = {
@@ -88,53 +106,99 @@ _WEIGHT_TYPES = {
 }
 
 
+_ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+}
+
+
 def read_config(directory: Path) -> ModelConfig:
     """The network a Hugging Face checkpoint directory holds, from its config.json and generation_config.json.
-
-    A sliding window is honoured by ending the context where the window would begin to slide.
 
     Raises:
         CheckpointError: a file is missing or no JSON, a value is missing or absurd, or the network is not one we run.
     """
     path = directory / "config.json"
-    values = _read_json(path)
-    family = family_of(values, path)
-    fields = JsonFields(values, path)
-    _refuse_what_we_do_not_compute(fields)
-    num_heads = fields.size("num_attention_heads")
-    hidden_size = fields.size("hidden_size")
-    num_kv_heads = fields.size("num_key_value_heads", family.default_kv_heads or num_heads, null=num_heads)
-    if num_heads % num_kv_heads:
-        raise CheckpointError(f"{path}: num_attention_heads = {num_heads} must be a multiple of num_key_value_heads = {num_kv_heads}")
-    if values.get("head_dim") is None and family.default_head_size is None and hidden_size % num_heads:
-        raise CheckpointError(f"{path}: no head_dim, and hidden_size = {hidden_size} is no multiple of num_attention_heads = {num_heads}")
-    head_size = fields.size("head_dim", family.default_head_size or hidden_size // num_heads, null=hidden_size // num_heads)
-    if head_size % 2:
-        raise CheckpointError(f"{path}: head_dim = {head_size}; rotary embeddings need an even one")
-    max_positions = fields.size("max_position_embeddings", family.default_max_positions)
-    window = family.sliding_window(fields)
-    limits_context = window is not None and window < max_positions
+    values = _text_values(_read_json(path))
     generation = directory / "generation_config.json"
-    generation_values = _read_json(generation) if generation.is_file() else {}
+    weight_type = None if _type_name(values) is not None else _weight_type(most_common_dtype(directory), path)
+    return config_from_values(values, path, generation=_read_json(generation) if generation.is_file() else None, weight_type=weight_type)
+
+
+def config_from_values(
+    values: Mapping[str, Any], path: Path, *, generation: Mapping[str, Any] | None = None, weight_type: WeightType | None = None
+) -> ModelConfig:
+    """The network that metadata in the terms of a Hugging Face config.json describes.
+
+    A sliding window is honoured by ending the context where the window would begin to slide.
+
+    Args:
+        values: what config.json holds, or the same made from another format's metadata.
+        path: the file errors name.
+        generation: what generation_config.json holds.
+        weight_type: None = the type `values` names.
+
+    Raises:
+        CheckpointError: a value is missing or absurd, or the network is not one we run.
+    """
+    values = _text_values(values)
+    family = family_of(values, path)
+    fields = JsonFields({**family.defaults, **values}, path)
+    _refuse_quantised(fields)
+    num_heads, num_kv_heads, head_size = _heads(fields)
+    rope = read_rope(fields, family, head_size=head_size)
+    local_rope = read_rope(fields, family, head_size=head_size, layer_type="sliding_attention") if family.has_local_rope else None
+    max_positions, window = _context(fields, family, rope)
+    generation = generation or {}
     return ModelConfig(
         family=family.name,
         vocab_size=fields.size("vocab_size"),
-        hidden_size=hidden_size,
+        hidden_size=fields.size("hidden_size"),
         intermediate_size=fields.size("intermediate_size"),
         num_layers=fields.size("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         norm_eps=fields.number("rms_norm_eps", 1e-6),
-        max_positions=window if window is not None and limits_context else max_positions,
-        rope=_read_rope(fields, max_positions),
-        weight_type=_read_weight_type(fields, directory),
+        max_positions=max_positions,
+        rope=rope,
+        local_rope=local_rope,
+        weight_type=weight_type or _weight_type(_type_name(values), path),
         tied_embeddings=fields.flag("tie_word_embeddings", default=False),
+        activation=_activation(fields, family),
         **family.switches(fields),
-        sliding_window=window if limits_context else None,
-        bos_token_id=_bos_token_id(generation_values, values, family),
-        eos_token_ids=_eos_token_ids(JsonFields(generation_values, generation), fields, family),
+        sliding_window=window,
+        bos_token_id=_bos_token_id(generation, fields.values),
+        eos_token_ids=_eos_token_ids(JsonFields(generation, path.with_name("generation_config.json")), fields),
     )
+
+
+def _heads(fields: JsonFields) -> tuple[int, int, int]:
+    """H, K and D."""
+    num_heads, hidden_size = fields.size("num_attention_heads"), fields.size("hidden_size")
+    num_kv_heads = fields.size("num_key_value_heads", num_heads, null=num_heads)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"{fields.path}: num_attention_heads = {num_heads} must be a multiple of num_key_value_heads = {num_kv_heads}"
+        )
+    if fields.values.get("head_dim") is None and hidden_size % num_heads:
+        raise CheckpointError(
+            f"{fields.path}: no head_dim, and hidden_size = {hidden_size} is no multiple of num_attention_heads = {num_heads}"
+        )
+    head_size = fields.size("head_dim", hidden_size // num_heads, null=hidden_size // num_heads)
+    if head_size % 2:
+        raise CheckpointError(f"{fields.path}: head_dim = {head_size}; rotary embeddings need an even one")
+    return num_heads, num_kv_heads, head_size
+
+
+def _context(fields: JsonFields, family: Family, rope: RopeConfig) -> tuple[int, int | None]:
+    """How many positions a run may have, and the sliding window where that is what limits them."""
+    max_positions = fields.size("max_position_embeddings")
+    if rope.type is RopeType.DYNAMIC:
+        max_positions = int(max_positions * rope.factor)
+    window = family.window(fields)
+    return (max_positions, None) if window is None or window >= max_positions else (window, window)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -149,84 +213,54 @@ def _read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _refuse_what_we_do_not_compute(fields: JsonFields) -> None:
-    activation = fields.values.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise CheckpointError(f"{fields.path}: hidden_act = {activation!r} is not supported, only 'silu' is")
+def _text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's values, where metadata nests them beside those of an image encoder."""
+    text = values.get("text_config")
+    if values.get("model_type") != "gemma3" or not isinstance(text, Mapping):
+        return values
+    outer = {name: value for name, value in values.items() if name not in ("text_config", "vision_config", "architectures")}
+    ends = {"eos_token_id": outer["eos_token_id"]} if outer.get("eos_token_id") is not None else {}
+    return {**outer, **text, **ends, "model_type": "gemma3_text"}
+
+
+def _activation(fields: JsonFields, family: Family) -> Activation:
+    name = fields.values.get(family.activation_field, "silu")
+    activation = _ACTIVATIONS.get(str(name))
+    if activation is None:
+        raise CheckpointError(
+            f"{fields.path}: {family.activation_field} = {name!r} is not supported, only {', '.join(map(repr, _ACTIVATIONS))} are"
+        )
+    return activation
+
+
+def _refuse_quantised(fields: JsonFields) -> None:
     quantization = fields.values.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
         raise CheckpointError(
             f"{fields.path}: the weights are quantised ({method!r}); supported are f32, f16 and bf16: use the model it was made from"
         )
-    _refuse_partial_rotation(fields)
 
 
-def _refuse_partial_rotation(fields: JsonFields) -> None:
-    factor = fields.number("partial_rotary_factor", 1.0)
-    if factor != 1.0:
-        raise CheckpointError(f"{fields.path}: partial_rotary_factor = {factor} is not supported, only 1.0 is")
+def _type_name(values: Mapping[str, Any]) -> str | None:
+    name = values.get("dtype") or values.get("torch_dtype")
+    return None if name is None or name == "auto" else str(name)
 
 
-def _read_rope(fields: JsonFields, max_positions: int) -> RopeConfig:
-    """Both spellings: `rope_parameters`, or the older `rope_theta` with `rope_scaling`."""
-    scaling = fields.values.get("rope_parameters") or fields.values.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping) or any(isinstance(value, Mapping) for value in scaling.values()):
-        raise CheckpointError(f"{fields.path}: rope parameters {scaling!r} are not supported, expected one set for all layers")
-    rope = JsonFields(scaling, fields.path)
-    name = scaling.get("rope_type", scaling.get("type", "default"))
-    supported = [rope_type.value for rope_type in RopeType]
-    if name not in supported:
-        raise CheckpointError(f"{fields.path}: rope type {name!r} is not supported, only {', '.join(supported)} are")
-    _refuse_partial_rotation(rope)
-    rope_type = RopeType(name)
-    theta = rope.positive("rope_theta", fields.positive("rope_theta", 10000.0))
-    if rope_type is RopeType.DEFAULT:
-        return RopeConfig(theta=theta)
-    original = fields.size("original_max_position_embeddings", rope.size("original_max_position_embeddings", max_positions))
-    # A YaRN checkpoint may leave the factor out and mean the ratio of the two context lengths.
-    default_factor = max_positions / original if rope_type is RopeType.YARN and scaling.get("factor") is None else None
-    config = RopeConfig(
-        theta=theta,
-        type=rope_type,
-        factor=rope.positive("factor", default_factor),
-        original_max_positions=original,
-        low_freq_factor=rope.positive("low_freq_factor", 1.0),
-        high_freq_factor=rope.positive("high_freq_factor", 4.0),
-        beta_fast=rope.positive("beta_fast", 32.0),
-        beta_slow=rope.positive("beta_slow", 1.0),
-        attention_factor=rope.optional_number("attention_factor"),
-        mscale=rope.optional_number("mscale"),
-        mscale_all_dim=rope.optional_number("mscale_all_dim"),
-        truncate=rope.flag("truncate", default=True),
-    )
-    if config.high_freq_factor <= config.low_freq_factor:
-        raise CheckpointError(
-            f"{fields.path}: high_freq_factor = {config.high_freq_factor} must be above low_freq_factor = {config.low_freq_factor}"
-        )
-    if rope_type is RopeType.YARN and math.isclose(theta, 1.0):
-        raise CheckpointError(f"{fields.path}: rope_theta = {theta} cannot be used with yarn, it must differ from 1")
-    return config
-
-
-def _read_weight_type(fields: JsonFields, directory: Path) -> WeightType:
-    name = fields.values.get("dtype") or fields.values.get("torch_dtype")
-    if name is None or name == "auto":
-        name = most_common_dtype(directory)
+def _weight_type(name: str | None, path: Path) -> WeightType:
     weight_type = _WEIGHT_TYPES.get(str(name).removeprefix("torch."))
     if weight_type is None:
-        raise CheckpointError(f"{fields.path}: weights of type {name!r} are not supported, only float32, float16 and bfloat16 are")
+        raise CheckpointError(f"{path}: weights of type {name!r} are not supported, only float32, float16 and bfloat16 are")
     return weight_type
 
 
-def _bos_token_id(generation: Mapping[str, Any], values: Mapping[str, Any], family: Family) -> int | None:
+def _bos_token_id(generation: Mapping[str, Any], values: Mapping[str, Any]) -> int | None:
     for source in (generation, values):
         if isinstance(source.get("bos_token_id"), int):
             return int(source["bos_token_id"])
-    return None if "bos_token_id" in values else family.default_bos_token_id
+    return None
 
 
-def _eos_token_ids(generation: JsonFields, fields: JsonFields, family: Family) -> tuple[int, ...]:
+def _eos_token_ids(generation: JsonFields, fields: JsonFields) -> tuple[int, ...]:
     """Both files name end tokens and either may know one the other does not: the union, generation_config.json first."""
-    default = () if "eos_token_id" in fields.values or family.default_eos_token_id is None else (family.default_eos_token_id,)
-    return tuple(dict.fromkeys((*generation.token_ids("eos_token_id"), *fields.token_ids("eos_token_id"), *default)))
+    return tuple(dict.fromkeys((*generation.token_ids("eos_token_id"), *fields.token_ids("eos_token_id"))))

@@ -1,96 +1,49 @@
 """The supported families in one table: what differs between them, and the tensors a network has.
 
 All are pre-norm decoders with rotary attention and a gated MLP (`runtimes/decoder.py`). A family differs in which
-projections have a bias, whether q and k heads are normed, how a sliding window is declared, and in a few defaults.
+projections have a bias, what is normed, scaled or capped, how a sliding window is declared, and in its defaults.
 """
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import CheckpointError
+from paceline.models.json_fields import JsonFields
 
 if TYPE_CHECKING:
     from paceline.models.config import ModelConfig
 
 
-@dataclass(frozen=True, slots=True)
-class JsonFields:
-    """Typed access to the values of one JSON file, with errors that name it."""
-
-    values: Mapping[str, Any]
-    path: Path
-
-    def size(self, name: str, default: int | None = None, *, null: int | None = None) -> int:
-        """A count >= 1; `default` where it is absent, `null` (or the default) where it is null."""
-        value = self.values.get(name, default)
-        if value is None:
-            value = default if null is None else null
-        if value is None:
-            raise CheckpointError(f"{self.path} has no {name!r}: it does not describe a decoder we can run")
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-            raise CheckpointError(f"{self.path}: {name} = {value!r}, expected an integer from 1 to {2**31 - 1}")
-        return value
-
-    def optional_number(self, name: str) -> float | None:
-        """A finite number, or None where it is absent or null."""
-        value = self.values.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            raise CheckpointError(f"{self.path}: {name} = {value!r}, expected a finite number")
-        return float(value)
-
-    def number(self, name: str, default: float) -> float:
-        """A finite number."""
-        value = self.optional_number(name)
-        return default if value is None else value
-
-    def positive(self, name: str, default: float | None = None) -> float:
-        """A finite number above 0."""
-        value = self.optional_number(name)
-        value = default if value is None else value
-        if value is None:
-            raise CheckpointError(f"{self.path} has no {name!r}, which its rope type needs")
-        if value <= 0:
-            raise CheckpointError(f"{self.path}: {name} = {value!r}, expected a number above 0")
-        return value
-
-    def flag(self, name: str, *, default: bool) -> bool:
-        """True or false; null counts as absent."""
-        value = self.values.get(name)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise CheckpointError(f"{self.path}: {name} = {value!r}, expected true or false")
-        return value
-
-    def token_ids(self, name: str) -> tuple[int, ...]:
-        """One id, several or none."""
-        value = self.values.get(name)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0 for token_id in ids):
-            raise CheckpointError(f"{self.path}: {name} = {value!r}, expected a token id or a list of them")
-        return tuple(ids)
+Switches = dict[str, Any]
 
 
-Switches = dict[str, bool]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What is particular about one family; defaults are what its configuration class in transformers assumes."""
+    """What is particular about one family.
+
+    Attributes:
+        switches: fields of `ModelConfig` that follow from its metadata.
+        window: the sliding window, or None where no layer has one.
+        defaults: what metadata leaves out, as its configuration class in transformers assumes.
+        activation_field: the name of the activation in the metadata.
+        has_local_rope: the sliding layers rotate by parameters of their own.
+        rotates_partially: `partial_rotary_factor` may be below 1.
+        fuses_projections: checkpoints stack q, k and v in one matrix, gate and up in another.
+        rope_types: other spellings of rope types.
+    """
 
     name: str
     architecture: str
     switches: Callable[[JsonFields], Switches]
-    sliding_window: Callable[[JsonFields], int | None]
-    default_max_positions: int
-    default_kv_heads: int | None = None  # None: as many as query heads
-    default_head_size: int | None = None  # None: hidden size / heads
-    default_bos_token_id: int | None = None
-    default_eos_token_id: int | None = None
+    window: Callable[[JsonFields], int | None]
+    defaults: Mapping[str, Any]
+    activation_field: str = "hidden_act"
+    has_local_rope: bool = False
+    rotates_partially: bool = False
+    fuses_projections: bool = False
+    rope_types: Mapping[str, str] = field(default_factory=dict)
 
 
 def _llama_switches(fields: JsonFields) -> Switches:
@@ -103,65 +56,154 @@ def _qwen3_switches(fields: JsonFields) -> Switches:
     return {"attention_bias": bias, "output_bias": bias, "qk_norm": True}
 
 
-def _mistral_window(fields: JsonFields) -> int | None:
-    if "sliding_window" in fields.values and fields.values["sliding_window"] is None:
-        return None
-    return fields.size("sliding_window", 4096)
+def _gemma_switches(fields: JsonFields) -> Switches:
+    if fields.flag("use_bidirectional_attention", default=False):
+        raise CheckpointError(f"{fields.path}: use_bidirectional_attention is set: the model embeds text, it does not generate")
+    bias = fields.flag("attention_bias", default=False)
+    return {
+        "attention_bias": bias,
+        "output_bias": bias,
+        "sandwich_norms": True,
+        "norm_offset": True,
+        "embedding_scale": fields.size("hidden_size") ** 0.5,
+        "query_scalar": fields.positive("query_pre_attn_scalar"),
+        "logit_soft_cap": _soft_cap(fields, "final_logit_softcapping"),
+        "sliding_layers": _sliding_layers(fields),
+    }
+
+
+def _soft_cap(fields: JsonFields, name: str) -> float | None:
+    return None if fields.values.get(name) is None else fields.positive(name)
+
+
+def _sliding_layers(fields: JsonFields) -> tuple[int, ...]:
+    """Those `layer_types` names, else all but every `sliding_window_pattern`-th."""
+    num_layers = fields.size("num_hidden_layers")
+    types = fields.values.get("layer_types")
+    if types is None:
+        pattern = fields.size("sliding_window_pattern")
+        return tuple(layer for layer in range(num_layers) if (layer + 1) % pattern)
+    if not isinstance(types, list) or len(types) != num_layers or not set(map(str, types)) <= {"sliding_attention", "full_attention"}:
+        raise CheckpointError(
+            f"{fields.path}: layer_types = {types!r}, expected sliding_attention or full_attention for {num_layers} layers"
+        )
+    return tuple(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
+
+
+def _window_of_all(fields: JsonFields) -> int | None:
+    return None if fields.values.get("sliding_window") is None else fields.size("sliding_window")
 
 
 def _qwen_window(fields: JsonFields) -> int | None:
     """The window of the layers that have one: those listed in `layer_types`, else those from `max_window_layers` on."""
-    if not fields.flag("use_sliding_window", default=False) or fields.values.get("sliding_window", 4096) is None:
+    if not fields.flag("use_sliding_window", default=False):
         return None
     layer_types = fields.values.get("layer_types")
     if isinstance(layer_types, list):
         slides = "sliding_attention" in layer_types
     else:
         slides = fields.number("max_window_layers", 28) < fields.size("num_hidden_layers")
-    return fields.size("sliding_window", 4096) if slides else None
+    return _window_of_all(fields) if slides else None
 
 
-FAMILIES: Mapping[str, Family] = {
-    family.name: family
-    for family in (
-        Family(
-            "llama",
-            "LlamaForCausalLM",
-            switches=_llama_switches,
-            sliding_window=lambda _: None,
-            default_max_positions=2048,
-            default_bos_token_id=1,
-            default_eos_token_id=2,
-        ),
-        Family(
-            "mistral",
-            "MistralForCausalLM",
-            switches=lambda _: {},
-            sliding_window=_mistral_window,
-            default_max_positions=131072,
-            default_kv_heads=8,
-            default_bos_token_id=1,
-            default_eos_token_id=2,
-        ),
-        Family(
-            "qwen2",
-            "Qwen2ForCausalLM",
-            switches=lambda _: {"attention_bias": True},
-            sliding_window=_qwen_window,
-            default_max_positions=32768,
-            default_kv_heads=32,
-        ),
-        Family(
-            "qwen3",
-            "Qwen3ForCausalLM",
-            switches=_qwen3_switches,
-            sliding_window=_qwen_window,
-            default_max_positions=32768,
-            default_kv_heads=32,
-            default_head_size=128,
-        ),
-    )
+def _gemma_window(fields: JsonFields) -> int | None:
+    return _window_of_all(fields) if _sliding_layers(fields) else None
+
+
+_QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
+_GEMMA = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
 }
+_TABLE = (
+    Family(
+        name="llama",
+        architecture="LlamaForCausalLM",
+        switches=_llama_switches,
+        window=lambda _: None,
+        defaults={"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
+    ),
+    Family(
+        name="mistral",
+        architecture="MistralForCausalLM",
+        switches=lambda _: {},
+        window=_window_of_all,
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+    Family(
+        name="qwen2",
+        architecture="Qwen2ForCausalLM",
+        switches=lambda _: {"attention_bias": True},
+        window=_qwen_window,
+        defaults=_QWEN,
+    ),
+    Family(
+        name="qwen3",
+        architecture="Qwen3ForCausalLM",
+        switches=_qwen3_switches,
+        window=_qwen_window,
+        defaults={**_QWEN, "head_dim": 128},
+    ),
+    Family(
+        name="phi3",
+        architecture="Phi3ForCausalLM",
+        switches=lambda _: {},
+        window=_window_of_all,
+        defaults={
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 1,
+            "eos_token_id": 32000,
+        },
+        rotates_partially=True,
+        fuses_projections=True,
+        rope_types={"su": "longrope", "yarn": "longrope"},  # early checkpoints say so
+    ),
+    Family(
+        name="gemma2",
+        architecture="Gemma2ForCausalLM",
+        switches=lambda fields: {**_gemma_switches(fields), "attention_soft_cap": _soft_cap(fields, "attn_logit_softcapping")},
+        window=_gemma_window,
+        defaults={
+            **_GEMMA,
+            "max_position_embeddings": 8192,
+            "sliding_window_pattern": 2,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        activation_field="hidden_activation",
+    ),
+    Family(
+        name="gemma3_text",
+        architecture="Gemma3ForCausalLM",
+        switches=lambda fields: {**_gemma_switches(fields), "qk_norm": True},
+        window=_gemma_window,
+        defaults={
+            **_GEMMA,
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+            "sliding_window_pattern": 6,
+            "rope_theta": 1e6,
+        },
+        activation_field="hidden_activation",
+        has_local_rope=True,
+    ),
+)
+FAMILIES: Mapping[str, Family] = {family.name: family for family in _TABLE}
 
 
 def family_of(values: Mapping[str, Any], path: Path) -> Family:
@@ -197,6 +239,8 @@ def tensor_shapes(config: "ModelConfig") -> dict[str, tuple[int, ...]]:
         "down_proj": (hidden, inner, config.mlp_bias),
     }
     norms = {"attention_norm": hidden, "mlp_norm": hidden}
+    if config.sandwich_norms:
+        norms |= {"attention_output_norm": hidden, "mlp_output_norm": hidden}
     if config.qk_norm:
         norms |= {"q_norm": config.head_size, "k_norm": config.head_size}
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, hidden)}
@@ -224,7 +268,16 @@ _CHECKPOINT_PARTS = {
 }
 
 
-def checkpoint_name(name: str) -> str:
+_SANDWICH_PARTS = {
+    **_CHECKPOINT_PARTS,
+    "attention_output_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_output_norm": "post_feedforward_layernorm",
+}
+
+
+def checkpoint_name(name: str, *, sandwich_norms: bool = False) -> str:
     """How Hugging Face checkpoints call our tensor: `layers.3.q_proj.weight` is `model.layers.3.self_attn.q_proj.weight`."""
     *prefix, part, kind = name.split(".")
-    return ".".join((["model", *prefix] if prefix else []) + [_CHECKPOINT_PARTS[part], kind])
+    parts = _SANDWICH_PARTS if sandwich_norms else _CHECKPOINT_PARTS
+    return ".".join((["model", *prefix] if prefix else []) + [parts[part], kind])

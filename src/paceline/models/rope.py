@@ -9,24 +9,50 @@ from paceline.models.config import RopeConfig, RopeType
 
 
 def inverse_frequencies(rope: RopeConfig, head_size: int) -> tuple[NDArray[np.float32], float]:
-    """Radians per position of each of the D/2 rotated pairs (j, j + D/2), and the factor on cos and sin.
+    """Radians per position of each of the R/2 rotated pairs (j, j + R/2), and the factor on cos and sin.
 
     Returns:
-        frequencies [D/2] float32; attention factor (1.0 for all types but yarn).
+        frequencies [R/2] float32, where R <= D values of a head rotate; attention factor (1.0 but for yarn and longrope).
 
-    Source: RoFormer (Su et al. 2021, section 3.2.2); linear: Chen et al. 2023; yarn: Peng et al. 2023, section 3;
-        llama3: the rule published with Llama 3.1.
+    Source: RoFormer (Su et al. 2021, section 3.2.2); linear: Chen et al. 2023; yarn, dynamic: Peng et al. 2023, section 3
+        and appendix B.2; longrope: Ding et al. 2024, section 3; llama3: the rule published with Llama 3.1. Deviation: the types
+        that depend on the length take one, `rope.context_len`, for a whole run, where others change it as a text grows.
     """
-    exponents = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
-    powers = np.power(np.float32(rope.theta), exponents)
+    rotary_size = rope.rotary_size(head_size)
+    exponents = np.arange(0, rotary_size, 2, dtype=np.float32) / np.float32(rotary_size)
+    # numpy's float32 power is often a last bit off, and a position in the thousands makes that a visible angle.
+    powers = np.power(_dynamic_theta(rope, rotary_size), exponents.astype(np.float64)).astype(np.float32)
     plain = (np.float32(1.0) / powers).astype(np.float32)
-    if rope.type is RopeType.DEFAULT:
+    if rope.type in (RopeType.DEFAULT, RopeType.DYNAMIC):
         return plain, 1.0
     if rope.type is RopeType.LINEAR:
         return plain / np.float32(rope.factor), 1.0
     if rope.type is RopeType.LLAMA3:
         return _llama3(rope, plain), 1.0
-    return _yarn(rope, powers, head_size), _yarn_attention_factor(rope)
+    if rope.type is RopeType.LONGROPE:
+        return _longrope(rope, powers), _longrope_attention_factor(rope)
+    return _yarn(rope, powers, rotary_size), _yarn_attention_factor(rope)
+
+
+def _dynamic_theta(rope: RopeConfig, rotary_size: int) -> float:
+    """The base grows with the context, so that the longest wave keeps pace with it."""
+    if rope.type is not RopeType.DYNAMIC or rope.context_len <= rope.original_max_positions or rotary_size <= 2:
+        return rope.theta
+    growth = rope.factor * rope.context_len / rope.original_max_positions - (rope.factor - 1)
+    return float(rope.theta * growth ** (rotary_size / (rotary_size - 2)))
+
+
+def _longrope(rope: RopeConfig, powers: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Each pair has a divisor of its own, one for contexts up to the original length and one for longer ones."""
+    is_long = rope.context_len > rope.original_max_positions
+    divisors = np.array(rope.long_factors if is_long else rope.short_factors, np.float32)
+    return np.asarray(np.float32(1.0) / (divisors * powers), np.float32)
+
+
+def _longrope_attention_factor(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_positions))
 
 
 def _llama3(rope: RopeConfig, plain: NDArray[np.float32]) -> NDArray[np.float32]:

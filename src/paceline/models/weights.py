@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.families import checkpoint_name, tensor_shapes
+from paceline.models.families import FAMILIES, checkpoint_name, tensor_shapes
 from paceline.models.grouped import GroupedMatrix
 from paceline.models.safetensors_file import StoredTensor, checkpoint_files, map_file, read_header, view_tensor
 
@@ -20,6 +20,8 @@ _STORED_TYPES: Mapping[str, tuple[WeightType, "np.dtype[Any]"]] = {
     "BF16": (WeightType.BF16, np.dtype("<u2")),
 }
 _NAMES_IN_AN_ERROR = 20
+_NESTINGS = ("model.language_model.", "language_model.model.")  # of a language model beside an image encoder, new and old
+_IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,15 @@ class Weights(Mapping[str, AnyTensor]):
         stored: dict[str, StoredTensor] = {}
         for path in checkpoint_files(directory):
             stored.update(read_header(path))
+        if config.num_layers > len(stored):  # said before a table of that size is made
+            raise CheckpointError(
+                f"{directory} holds {len(stored)} tensors, too few for the {config.num_layers} layers of its config.json; is it another model's?"
+            )
+        stored = _language_model(stored)
+        if FAMILIES[config.family].fuses_projections:
+            stored = _unfused(stored, config)
         shapes = tensor_shapes(config)
-        wanted = {name: checkpoint_name(name) for name in shapes}
+        wanted = {name: checkpoint_name(name, sandwich_norms=config.sandwich_norms) for name in shapes}
         if config.tied_embeddings and wanted["embedding.weight"] not in stored and "lm_head.weight" in stored:
             wanted["embedding.weight"] = "lm_head.weight"  # either name may be the one that was kept
         missing = [name for name in wanted.values() if name not in stored]
@@ -88,6 +97,8 @@ class Weights(Mapping[str, AnyTensor]):
         tensors = {name: _open_tensor(in_file, stored[in_file], shapes[name], files) for name, in_file in wanted.items()}
         if config.tied_embeddings and "lm_head.weight" in stored:
             _check_tied(tensors["embedding.weight"], stored["lm_head.weight"], files)
+        if config.norm_offset:
+            tensors |= {name: _plus_one(tensor) for name, tensor in tensors.items() if name.endswith("norm.weight")}
         return cls(tensors)
 
     def __getitem__(self, name: str) -> AnyTensor:
@@ -122,6 +133,54 @@ def as_float32(tensor: AnyTensor, rows: NDArray[np.int32] | None = None) -> NDAr
         bits: NDArray[np.uint32] = np.left_shift(stored, 16, dtype=np.uint32)
         return bits.view(np.float32)
     return np.asarray(stored, np.float32)
+
+
+def _language_model(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors of the language model under its plain names, where the files hold an image encoder's beside them."""
+    nesting = next((nesting for nesting in _NESTINGS if any(name.startswith(nesting) for name in stored)), None)
+    if nesting is None:
+        return dict(stored)
+    plain = {name: tensor for name, tensor in stored.items() if not name.removeprefix("model.").startswith(_IMAGE_PARTS)}
+    return {_plain_name(name, nesting): tensor for name, tensor in plain.items()}
+
+
+def _plain_name(name: str, nesting: str) -> str:
+    if name.startswith(nesting):
+        return "model." + name.removeprefix(nesting)
+    return name.removeprefix("language_model.")  # lm_head
+
+
+def _unfused(stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
+    """The projections of stacked matrices as row ranges of them: the same bytes of the file."""
+    query_size, kv_size, inner = config.num_heads * config.head_size, config.num_kv_heads * config.head_size, config.intermediate_size
+    stacks = {
+        "self_attn.qkv_proj": {"self_attn.q_proj": query_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size},
+        "mlp.gate_up_proj": {"mlp.gate_proj": inner, "mlp.up_proj": inner},
+    }
+    tensors: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        stack = next((stack for stack in stacks if name.endswith(f".{stack}.weight")), None)
+        if stack is None:
+            tensors[name] = tensor
+            continue
+        sizes = stacks[stack]
+        if len(tensor.shape) != 2 or tensor.shape[0] != sum(sizes.values()):
+            raise CheckpointError(
+                f"{tensor.path}: tensor {name!r} has shape {list(tensor.shape)}, but config.json makes it {sum(sizes.values())} rows; "
+                "one of the two files is another model's"
+            )
+        row_bytes = (tensor.end - tensor.begin) // tensor.shape[0]
+        begin = tensor.begin
+        for part, rows in sizes.items():
+            end = begin + rows * row_bytes
+            tensors[name.replace(stack, part)] = StoredTensor(tensor.path, tensor.dtype, (rows, tensor.shape[1]), begin, end)
+            begin = end
+    return tensors
+
+
+def _plus_one(tensor: AnyTensor) -> Tensor:
+    """A norm weight stored less 1, as float32, because the sum may need more bits than the file's type has."""
+    return Tensor(np.float32(1.0) + as_float32(tensor), WeightType.F32, tensor.shape)
 
 
 def _open_tensor(name: str, stored: StoredTensor, shape: tuple[int, ...], files: Mapping[Path, NDArray[np.uint8]]) -> Tensor:

@@ -18,27 +18,34 @@ class Blocks(Protocol[Value]):
     """
 
     def embedding(self, name: str) -> Value:
-        """Rows [T, E] of the batch's token ids."""
+        """Rows [T, E] of the batch's token ids, times `config.embedding_scale` rounded to the type of computation."""
         ...
 
     def linear(self, x: Value, *names: str) -> tuple[Value, ...]:
         """x W^T (+ bias) for each name, as one fused product."""
         ...
 
-    def rms_norm(self, x: Value, name: str) -> Value: ...
+    def rms_norm(self, x: Value, name: str) -> Value:
+        """x / rms(x) * weight; with `config.norm_offset` the product is taken in float32 before it is rounded."""
+        ...
 
     def head_norm(self, x: Value, name: str, num_heads: int) -> Value:
         """RMS norm over each head's D values."""
         ...
 
-    def rope(self, x: Value, num_heads: int) -> Value: ...
+    def rope(self, x: Value, num_heads: int, layer: int) -> Value:
+        """Rotate each head's first `rotary_size` values by `config.rope_of(layer)`; the others pass through."""
+        ...
 
     def attention(self, q: Value, k: Value, v: Value, layer: int) -> Value:
-        """Write k and v [T, K * D] to the cache and attend q [T, H * D] to all each row may see."""
+        """Write k and v [T, K * D] to the cache and attend q [T, H * D] to all each row may see.
+
+        Scores are multiplied by `config.attention_scale`, then soft-capped where `config.attention_soft_cap` is set.
+        """
         ...
 
     def gated_mlp(self, gate: Value, up: Value) -> Value:
-        """silu(gate) * up."""
+        """activation(gate) * up, the activation being `config.activation`."""
         ...
 
     def add(self, x: Value, y: Value) -> Value: ...
@@ -51,20 +58,28 @@ class Blocks(Protocol[Value]):
         """Logits [R, V] float32."""
         ...
 
+    def soft_cap(self, x: Value, cap: float) -> Value:
+        """cap * tanh(x / cap), of logits in float32."""
+        ...
+
 
 def decoder_layer(blocks: Blocks[Value], config: ModelConfig, x: Value, layer: int) -> Value:
-    """One pre-norm layer: attention, then a gated MLP, each added to the residual stream x [T, E]."""
+    """One pre-norm layer: attention, then a gated MLP, each (normed again with sandwich norms) added to the stream x [T, E]."""
     prefix = f"layers.{layer}."
     normed = blocks.rms_norm(x, prefix + "attention_norm")
     q, k, v = blocks.linear(normed, prefix + "q_proj", prefix + "k_proj", prefix + "v_proj")
     if config.qk_norm:
         q = blocks.head_norm(q, prefix + "q_norm", config.num_heads)
         k = blocks.head_norm(k, prefix + "k_norm", config.num_kv_heads)
-    q, k = blocks.rope(q, config.num_heads), blocks.rope(k, config.num_kv_heads)
+    q, k = blocks.rope(q, config.num_heads, layer), blocks.rope(k, config.num_kv_heads, layer)
     (attended,) = blocks.linear(blocks.attention(q, k, v, layer), prefix + "o_proj")
+    if config.sandwich_norms:
+        attended = blocks.rms_norm(attended, prefix + "attention_output_norm")
     x = blocks.add(x, attended)
     gate, up = blocks.linear(blocks.rms_norm(x, prefix + "mlp_norm"), prefix + "gate_proj", prefix + "up_proj")
     (down,) = blocks.linear(blocks.gated_mlp(gate, up), prefix + "down_proj")
+    if config.sandwich_norms:
+        down = blocks.rms_norm(down, prefix + "mlp_output_norm")
     return blocks.add(x, down)
 
 
@@ -80,4 +95,6 @@ def decoder(blocks: Blocks[Value], config: ModelConfig, collect_layers: Sequence
         boundaries.append(decoder_layer(blocks, config, boundaries[-1], layer))
     hidden = blocks.rms_norm(boundaries[-1], "final_norm")
     logits = blocks.lm_head(blocks.logits_rows(hidden), "embedding" if config.tied_embeddings else "lm_head")
+    if config.logit_soft_cap is not None:
+        logits = blocks.soft_cap(logits, config.logit_soft_cap)
     return logits, hidden, [boundaries[i] for i in collect_layers]

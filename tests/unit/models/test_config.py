@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import CheckpointError
-from paceline.models.config import ModelConfig, RopeConfig, RopeType, WeightType, read_config
+from paceline.models.config import Activation, ModelConfig, RopeConfig, RopeType, WeightType, config_from_values, read_config
 
 LLAMA = {
     "model_type": "llama",
@@ -129,9 +129,9 @@ def test_yarn_without_a_factor_takes_the_ratio_of_the_contexts(tmp_path: Path) -
     assert read(tmp_path, {**LLAMA, "rope_scaling": scaling}).rope.factor == 4.0
 
 
-@pytest.mark.parametrize("name", ["dynamic", "longrope", "su", "mrope"])
-def test_rope_types_that_depend_on_the_length_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(CheckpointError, match=f"{name}.*default, linear, llama3, yarn"):
+@pytest.mark.parametrize("name", ["su", "mrope", 3])
+def test_unknown_rope_types_are_refused(tmp_path: Path, name: object) -> None:
+    with pytest.raises(CheckpointError, match=f"{name}.*default, linear, llama3, yarn, dynamic, longrope"):
         read(tmp_path, {**LLAMA, "rope_scaling": {"rope_type": name, "factor": 2.0}})
 
 
@@ -156,7 +156,7 @@ def test_a_qwen_window_counts_only_where_a_layer_uses_it(tmp_path: Path, values:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "gemma2.*llama.*mistral.*qwen2.*qwen3"),
+        ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "gpt2.*llama.*mistral.*qwen2.*qwen3.*phi3.*gemma2.*gemma3"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"model_type": None, "architectures": None}, "None"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
@@ -197,3 +197,109 @@ def test_a_damaged_config_is_a_checkpoint_error(tmp_path: Path, content: bytes) 
 def test_a_directory_without_a_config_says_so(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         read_config(tmp_path)
+
+
+FACTORS = {"short_factor": [1.0, 1.1, 1.2], "long_factor": [2.0, 3.0, 4.0], "partial_rotary_factor": 0.375}
+PHI3 = {**LLAMA, "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 128}
+GEMMA2 = {**LLAMA, "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "max_position_embeddings": 8192}
+GEMMA3 = {**GEMMA2, "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 7}
+
+
+@pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
+def test_phi3_chooses_its_factors_by_the_context(tmp_path: Path, name: str) -> None:
+    config = read(tmp_path, {**PHI3, "rope_scaling": {"type": name, **FACTORS}})
+    assert config.rope == RopeConfig(
+        10000.0,
+        RopeType.LONGROPE,
+        factor=4.0,
+        original_max_positions=128,
+        rotated_fraction=0.375,
+        short_factors=(1.0, 1.1, 1.2),
+        long_factors=(2.0, 3.0, 4.0),
+    )
+    for max_context, positions, context_len in ((None, 128, 128), (64, 128, 128), (128, 128, 128), (129, 512, 129), (512, 512, 512)):
+        chosen = config.for_context(max_context)
+        assert (chosen.max_positions, chosen.rope.context_len) == (positions, context_len), max_context
+        assert chosen.for_context(max_context) == chosen
+    assert read(tmp_path, LLAMA).for_context(100).max_positions == 512
+
+
+def test_a_dynamic_context_is_the_factor_times_the_original_one(tmp_path: Path) -> None:
+    config = read(tmp_path, {**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 4.0}})
+    assert (config.rope.original_max_positions, config.max_positions) == (512, 2048)
+    assert config.for_context(None).max_positions == 512
+    assert config.for_context(600).max_positions == 2048
+
+
+def test_gemma2_is_what_its_configuration_class_assumes(tmp_path: Path) -> None:
+    config = read(tmp_path, GEMMA2)
+    assert (config.head_size, config.query_scalar, config.attention_scale) == (256, 256.0, 0.0625)
+    assert (config.attention_soft_cap, config.logit_soft_cap) == (50.0, 30.0)
+    assert (config.sandwich_norms, config.norm_offset, config.qk_norm, config.tied_embeddings) == (True, True, False, True)
+    assert (config.activation, config.embedding_scale) == (Activation.GELU_TANH, 8.0)
+    assert (config.sliding_layers, config.sliding_window, config.max_positions) == ((0, 2), 4096, 4096)
+    assert (config.local_rope, config.bos_token_id, config.eos_token_ids) == (None, 2, (1,))
+    without_caps = read(tmp_path, {**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": None})
+    assert (without_caps.attention_soft_cap, without_caps.logit_soft_cap, without_caps.max_positions) == (None, None, 8192)
+
+
+OLD_LOCAL = {"rope_theta": 500000.0, "rope_local_base_freq": 5000.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+NEW_LOCAL = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+    }
+}
+
+
+@pytest.mark.parametrize("spelling", [OLD_LOCAL, NEW_LOCAL])
+def test_gemma3_rotates_its_sliding_layers_by_another_base(tmp_path: Path, spelling: dict[str, Any]) -> None:
+    config = read(tmp_path, {**GEMMA3, **spelling})
+    assert config.sliding_layers == (0, 1, 2, 3, 4, 6)
+    assert config.local_rope == config.rope_of(6) == RopeConfig(5000.0)
+    assert (config.rope_of(5).theta, config.rope_of(5).type, config.rope_of(5).factor) == (500000.0, RopeType.LINEAR, 8.0)
+    assert (config.attention_soft_cap, config.logit_soft_cap, config.qk_norm) == (None, None, True)
+
+
+def test_gemma3_has_bases_without_being_told(tmp_path: Path) -> None:
+    config = read(tmp_path, GEMMA3)
+    assert [rope.theta for rope in config.ropes] == [1e6, 10000.0]
+    assert read(tmp_path, {**GEMMA3, "layer_types": ["full_attention"] * 7}).sliding_window is None
+
+
+def test_a_text_config_is_read_with_what_lies_around_it(tmp_path: Path) -> None:
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    outer = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106]}
+    config = read(tmp_path, {**outer, "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 1}, "text_config": text})
+    assert (config.family, config.hidden_size, config.vocab_size) == ("gemma3_text", 2560, 262208)
+    assert (config.num_heads, config.num_kv_heads, config.head_size, config.max_positions) == (8, 4, 256, 1024)
+    assert (config.eos_token_ids, config.weight_type) == ((1, 106), WeightType.BF16)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({**PHI3, "rope_scaling": {"type": "longrope", **FACTORS, "long_factor": [1.0]}}, "long_factor holds 1 values, expected 3"),
+        ({**PHI3, "rope_scaling": {"type": "longrope", **FACTORS, "short_factor": [1.0, 0.0, 1.0]}}, "expected 3 numbers above 0"),
+        ({**PHI3, "rope_scaling": {"type": "longrope", **FACTORS, "short_factor": None}}, "short_factor holds None"),
+        ({**PHI3, "partial_rotary_factor": 0.45}, "partial_rotary_factor = 0.45 rotates 7 of 16"),
+        ({**PHI3, "partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5"),
+        ({**PHI3, "original_max_position_embeddings": 1, "rope_scaling": {"type": "longrope", **FACTORS}}, "needs at least 2"),
+        ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({**GEMMA3, "layer_types": ["full_attention"]}, "layer_types"),
+        ({**GEMMA2, "hidden_activation": "relu"}, "hidden_activation = 'relu'"),
+        ({**GEMMA2, "attn_logit_softcapping": -1.0}, "attn_logit_softcapping = -1.0"),
+        ({**GEMMA2, "rope_parameters": NEW_LOCAL["rope_parameters"]}, "one set for all layers"),
+    ],
+)
+def test_what_a_new_family_cannot_mean_is_an_error(tmp_path: Path, values: dict[str, Any], text: str) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        read(tmp_path, values)
+
+
+def test_values_from_elsewhere_need_no_file(tmp_path: Path) -> None:
+    values = {name: value for name, value in LLAMA.items() if name != "torch_dtype"}
+    config = config_from_values(values, tmp_path / "model.gguf", weight_type=WeightType.F16, generation={"eos_token_id": 7})
+    assert (config.weight_type, config.eos_token_ids) == (WeightType.F16, (7, 2))
+    with pytest.raises(CheckpointError, match=r"model\.gguf: weights of type None"):
+        config_from_values(values, tmp_path / "model.gguf")

@@ -1,6 +1,7 @@
 """Rotary frequencies follow the published rule of each type."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -59,3 +60,38 @@ def test_yarn_attention_factor_may_be_given_or_come_from_two_scales() -> None:
 def test_yarn_may_leave_the_ramps_ends_unrounded() -> None:
     unrounded = RopeConfig(10000.0, RopeType.YARN, factor=4.0, original_max_positions=512, truncate=False)
     assert not np.array_equal(inverse_frequencies(unrounded, 64)[0], inverse_frequencies(YARN, 64)[0])
+
+
+LONGROPE = RopeConfig(
+    10000.0,
+    RopeType.LONGROPE,
+    factor=32.0,
+    original_max_positions=4096,
+    short_factors=(1.0, 1.5, 2.0, 3.0),
+    long_factors=(1.0, 4.0, 16.0, 64.0),
+)
+
+
+def test_longrope_divides_each_pair_by_its_own_factor() -> None:
+    plain, _ = inverse_frequencies(RopeConfig(), 8)
+    for max_context, factors in ((None, LONGROPE.short_factors), (4096, LONGROPE.short_factors), (4097, LONGROPE.long_factors)):
+        scaled, attention_factor = inverse_frequencies(LONGROPE.for_context(max_context), 8)
+        assert np.allclose(plain / scaled, factors, rtol=1e-6), max_context
+        assert attention_factor == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)))
+    assert inverse_frequencies(replace(LONGROPE, attention_factor=1.25), 8)[1] == 1.25
+    assert inverse_frequencies(replace(LONGROPE, factor=1.0), 8)[1] == 1.0
+
+
+def test_a_dynamic_base_grows_with_the_context_beyond_the_original_one() -> None:
+    dynamic = RopeConfig(type=RopeType.DYNAMIC, factor=2.0, original_max_positions=512)
+    plain, _ = inverse_frequencies(RopeConfig(), 8)
+    assert np.array_equal(inverse_frequencies(dynamic.for_context(512), 8)[0], plain)
+    grown, attention_factor = inverse_frequencies(dynamic.for_context(1024), 8)
+    assert np.allclose(grown, inverse_frequencies(RopeConfig(10000.0 * 3 ** (8 / 6)), 8)[0], rtol=1e-6)
+    assert grown[-1] == pytest.approx(plain[-1] / 3)  # the longest wave grows by factor * 1024 / 512 - (factor - 1)
+    assert attention_factor == 1.0
+
+
+def test_a_partial_rotation_has_the_frequencies_of_a_smaller_head() -> None:
+    partial, _ = inverse_frequencies(RopeConfig(rotated_fraction=0.75), 128)
+    assert np.array_equal(partial, inverse_frequencies(RopeConfig(), 96)[0])

@@ -14,7 +14,7 @@ from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, RopeConfig, WeightType
 from paceline.models.families import checkpoint_name, tensor_shapes
 from paceline.models.safetensors_file import most_common_dtype, read_header
-from paceline.models.weights import Weights, as_float32
+from paceline.models.weights import Tensor, Weights, as_float32
 
 CONFIG = ModelConfig(
     family="llama",
@@ -246,3 +246,51 @@ def test_a_header_length_that_does_not_fit_the_file_allocates_nothing(tmp_path: 
 def test_the_weight_type_of_a_checkpoint_is_that_of_most_bytes(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model.safetensors", random_tensors(dtype="F16"), "F16")
     assert most_common_dtype(tmp_path) == "F16"
+
+
+def test_stacked_projections_are_row_ranges_of_the_file(tmp_path: Path) -> None:
+    config = replace(CONFIG, family="phi3")
+    tensors = random_tensors(config)
+    stacked: dict[str, np.ndarray] = {}
+    for stack, parts in (("self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj")), ("mlp.gate_up_proj", ("gate_proj", "up_proj"))):
+        block = stack.split(".")[0]
+        for layer in range(config.num_layers):
+            rows = [tensors.pop(f"model.layers.{layer}.{block}.{part}.weight") for part in parts]
+            stacked[f"model.layers.{layer}.{stack}.weight"] = np.concatenate(rows)
+    write_safetensors(tmp_path / "model.safetensors", {**tensors, **stacked})
+    weights = Weights.open(tmp_path, config)
+    assert weights.names() == list(tensor_shapes(config))
+    qkv, gate_up = stacked["model.layers.1.self_attn.qkv_proj.weight"], stacked["model.layers.1.mlp.gate_up_proj.weight"]
+    for name, rows in {
+        "q_proj": qkv[:8],
+        "k_proj": qkv[8:12],
+        "v_proj": qkv[12:],
+        "gate_proj": gate_up[:12],
+        "up_proj": gate_up[12:],
+    }.items():
+        tensor = weights[f"layers.1.{name}.weight"]
+        assert isinstance(tensor, Tensor)
+        assert np.array_equal(tensor.array, rows)
+        assert not tensor.array.flags.owndata
+    with pytest.raises(CheckpointError, match="lacks 10 tensors"):
+        Weights.open(tmp_path, CONFIG)
+    stacked["model.layers.0.self_attn.qkv_proj.weight"] = qkv[:-1]
+    write_safetensors(tmp_path / "model.safetensors", {**tensors, **stacked})
+    with pytest.raises(CheckpointError, match=r"qkv_proj.weight' has shape \[15, 8\], but config.json makes it 16 rows"):
+        Weights.open(tmp_path, config)
+
+
+def test_norm_weights_stored_less_one_are_made_whole_in_float32(tmp_path: Path) -> None:
+    config = replace(CONFIG, sandwich_norms=True, norm_offset=True, qk_norm=True)
+    names = {name: checkpoint_name(name, sandwich_norms=True) for name in tensor_shapes(config)}
+    assert names["layers.0.mlp_norm.weight"] == "model.layers.0.pre_feedforward_layernorm.weight"
+    assert names["layers.0.attention_output_norm.weight"] == "model.layers.0.post_attention_layernorm.weight"
+    assert names["layers.0.mlp_output_norm.weight"] == "model.layers.0.post_feedforward_layernorm.weight"
+    quarter = np.uint16(0x3E80)
+    tensors = {names[name]: np.full(shape, quarter, np.uint16) for name, shape in tensor_shapes(config).items()}
+    write_safetensors(tmp_path / "model.safetensors", tensors, "BF16")
+    weights = Weights.open(tmp_path, config)
+    for name in weights:
+        is_norm = "norm" in name
+        assert np.all(as_float32(weights[name]) == (1.25 if is_norm else 0.25)), name
+        assert weights[name].weight_type is (WeightType.F32 if is_norm else WeightType.BF16)

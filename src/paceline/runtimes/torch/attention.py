@@ -5,6 +5,7 @@ q [T, H, D], keys and values [num_blocks, K, block_size, D] of that layer, the p
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -12,6 +13,17 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from paceline.runtimes.base import BoolArray, RowRange
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What becomes of q . k before the softmax: times `scale` (None = D ** -0.5), then soft_cap * tanh(score / soft_cap)."""
+
+    scale: float | None = None
+    soft_cap: float | None = None
+
+
+_PLAIN_SCORES = Scores()
 
 
 class Attention(Protocol):
@@ -27,11 +39,28 @@ def visible_slots(rows: RowRange) -> BoolArray:
     return mask
 
 
+def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scores: Scores) -> torch.Tensor:
+    """q [B, H, T, D] over keys and values [B, K, slots, D]; mask broadcastable to [B, H, T, slots], True = may attend.
+
+    Source: the soft cap is that of Gemma 2 (Gemma Team 2024, section 2).
+    """
+    if scores.soft_cap is None:
+        return scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scores.scale, enable_gqa=True)
+    group = q.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+    capped = torch.tanh(torch.matmul(q, keys.transpose(-1, -2)) * scale / scores.soft_cap) * scores.soft_cap
+    if mask is not None:
+        capped = capped.masked_fill(~mask, -torch.inf)
+    return torch.matmul(torch.softmax(capped, dim=-1, dtype=torch.float32).to(q.dtype), values)
+
+
 class PlainAttention:
     """Range by range: gather its blocks, mask, attend."""
 
-    def __init__(self, ranges: Sequence[RowRange], block_size: int, device: torch.device) -> None:
+    def __init__(self, ranges: Sequence[RowRange], block_size: int, device: torch.device, scores: Scores = _PLAIN_SCORES) -> None:
         self._ranges = ranges
+        self._scores = scores
         self._blocks = []
         self._masks = []
         for rows in ranges:
@@ -45,12 +74,12 @@ class PlainAttention:
         for rows, blocks, mask in zip(self._ranges, self._blocks, self._masks, strict=True):
             num_slots = rows.cached_len + rows.num_rows
             own = slice(rows.start, rows.start + rows.num_rows)
-            result = scaled_dot_product_attention(
+            result = attend(
                 q[own].transpose(0, 1)[None],
                 keys[blocks].transpose(0, 1).flatten(1, 2)[None, :, :num_slots],
                 values[blocks].transpose(0, 1).flatten(1, 2)[None, :, :num_slots],
-                attn_mask=mask,
-                enable_gqa=True,
+                mask,
+                self._scores,
             )
             attended[own] = result[0].transpose(0, 1)
         return attended
@@ -59,7 +88,8 @@ class PlainAttention:
 class PaddedAttention:
     """All ranges in one call, padded to the longest: few launches, at the price of reading padding."""
 
-    def __init__(self, ranges: Sequence[RowRange], block_size: int, device: torch.device) -> None:
+    def __init__(self, ranges: Sequence[RowRange], block_size: int, device: torch.device, scores: Scores = _PLAIN_SCORES) -> None:
+        self._scores = scores
         num_rows = max(rows.num_rows for rows in ranges)
         num_blocks = max(-(-(rows.cached_len + rows.num_rows) // block_size) for rows in ranges)
         tables = np.zeros((len(ranges), num_blocks), np.int64)
@@ -82,11 +112,11 @@ class PaddedAttention:
     def __call__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         padded = q.new_zeros(len(self._tables), self._num_rows, *q.shape[1:])
         padded[self._row_range, self._row_in_range] = q
-        attended = scaled_dot_product_attention(
+        attended = attend(
             padded.transpose(1, 2),
             keys[self._tables].transpose(1, 2).flatten(2, 3),
             values[self._tables].transpose(1, 2).flatten(2, 3),
-            attn_mask=self._mask,
-            enable_gqa=True,
+            self._mask,
+            self._scores,
         )
         return attended.transpose(1, 2)[self._row_range, self._row_in_range]

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from paceline.models.config import ModelConfig
+from paceline.models.config import Activation, ModelConfig, RopeConfig
 from paceline.models.rope import inverse_frequencies
 from paceline.runtimes.base import ForwardBatch
 from paceline.runtimes.torch.attention import Attention
@@ -24,30 +24,33 @@ class TorchBlocks:
         self._attention = attention
         self._token_ids = torch.from_numpy(batch.token_ids.astype(np.int64)).to(device)
         self._logits_rows = torch.from_numpy(batch.logits_rows.astype(np.int64)).to(device)
-        self._cos, self._sin = _rotations(config, torch.from_numpy(batch.positions).to(device), dtype)
+        positions = torch.from_numpy(batch.positions).to(device)
+        self._rotations = {rope: _rotations(rope, config.head_size, positions, dtype) for rope in config.ropes}
         self._block_of_row, self._slot_of_row = _slots_of_rows(batch, storage.shape[3], device)
 
     def embedding(self, name: str) -> torch.Tensor:
-        return F.embedding(self._token_ids, self._weights.plain[name])
+        return scaled_rows(F.embedding(self._token_ids, self._weights.plain[name]), self._config)
 
     def linear(self, x: torch.Tensor, *names: str) -> tuple[torch.Tensor, ...]:
         fused = self._weights.fused[names]
         return torch.split(F.linear(x, fused.weight, fused.bias), list(fused.sizes), dim=-1)
 
     def rms_norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """Mean square in float32, then back to the type of x, then times the weight."""
+        """Mean square in float32, then back to the type of x, then times the weight, or these two the other way round."""
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._config.norm_eps)
-        return self._weights.plain[name] * scaled.to(x.dtype)
+        weight = self._weights.plain[name]
+        return (scaled * weight).to(x.dtype) if self._config.norm_offset else weight * scaled.to(x.dtype)
 
     def head_norm(self, x: torch.Tensor, name: str, num_heads: int) -> torch.Tensor:
         return self.rms_norm(_heads(x, num_heads), name).flatten(-2)
 
-    def rope(self, x: torch.Tensor, num_heads: int) -> torch.Tensor:
-        """Rotate the pairs (j, j + D/2) of each head."""
-        heads = _heads(x, num_heads)
+    def rope(self, x: torch.Tensor, num_heads: int, layer: int) -> torch.Tensor:
+        """Rotate the pairs (j, j + R/2) of the first R values of each head."""
+        cos, sin = self._rotations[self._config.rope_of(layer)]
+        heads, passed = _heads(x, num_heads).tensor_split([cos.shape[-1]], dim=-1)
         first, second = heads.chunk(2, dim=-1)
-        return (heads * self._cos + torch.cat((-second, first), dim=-1) * self._sin).flatten(-2)
+        return torch.cat((heads * cos + torch.cat((-second, first), dim=-1) * sin, passed), dim=-1).flatten(-2)
 
     def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
         keys, values = self._storage[2 * layer], self._storage[2 * layer + 1]
@@ -56,7 +59,8 @@ class TorchBlocks:
         return self._attention(_heads(q, self._config.num_heads), keys, values).flatten(-2)
 
     def gated_mlp(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return F.silu(gate) * up
+        activated = F.silu(gate) if self._config.activation is Activation.SILU else F.gelu(gate, approximate="tanh")
+        return activated * up
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x + y
@@ -67,15 +71,28 @@ class TorchBlocks:
     def lm_head(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return F.linear(x, self._weights.plain[name]).float()
 
+    def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        return soft_cap(x, cap)
+
+
+def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(x / cap): x, bent so that it stays between -cap and cap."""
+    return torch.tanh(x / cap) * cap
+
+
+def scaled_rows(rows: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """Embedding rows as the first layer gets them; the factor is rounded to their type, as the models were trained."""
+    return rows if config.embedding_scale == 1.0 else rows * torch.tensor(config.embedding_scale, dtype=rows.dtype)
+
 
 def _heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
     """[T, heads, D] from [T, heads * D]."""
     return x.reshape(len(x), num_heads, -1)
 
 
-def _rotations(config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [T, 1, D], computed in float32."""
-    frequencies, attention_factor = inverse_frequencies(config.rope, config.head_size)
+def _rotations(rope: RopeConfig, head_size: int, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [T, 1, R], computed in float32."""
+    frequencies, attention_factor = inverse_frequencies(rope, head_size)
     angles = positions[:, None].float() * torch.from_numpy(frequencies).to(positions.device)
     angles = torch.cat((angles, angles), dim=-1)[:, None]
     return (angles.cos() * attention_factor).to(dtype), (angles.sin() * attention_factor).to(dtype)

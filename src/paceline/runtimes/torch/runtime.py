@@ -13,8 +13,8 @@ from paceline.models.config import ModelConfig, WeightType
 from paceline.models.weights import Weights
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Numerics, RowRange, Runtime
 from paceline.runtimes.decoder import decoder
-from paceline.runtimes.torch.attention import PaddedAttention, PlainAttention
-from paceline.runtimes.torch.blocks import TorchBlocks
+from paceline.runtimes.torch.attention import PaddedAttention, PlainAttention, Scores
+from paceline.runtimes.torch.blocks import TorchBlocks, scaled_rows, soft_cap
 from paceline.runtimes.torch.weights import DTYPES, TorchWeights
 
 MAX_ROWS = 4096
@@ -91,19 +91,21 @@ class TorchRuntime(Runtime):
     def embed(self, token_ids: IntArray) -> FloatArray:
         with torch.inference_mode():
             ids = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
-            return _to_numpy(F.embedding(ids, self._weights.plain["embedding"]))
+            return _to_numpy(scaled_rows(F.embedding(ids, self._weights.plain["embedding"]), self.config))
 
     def lm_head(self, hidden_states: FloatArray) -> FloatArray:
         with torch.inference_mode():
             table = self._weights.plain["embedding" if self.config.tied_embeddings else "lm_head"]
-            return _to_numpy(F.linear(torch.tensor(hidden_states, dtype=table.dtype, device=self._device), table))
+            logits = F.linear(torch.tensor(hidden_states, dtype=table.dtype, device=self._device), table).float()
+            return _to_numpy(logits if self.config.logit_soft_cap is None else soft_cap(logits, self.config.logit_soft_cap))
 
     def _run(self, batch: ForwardBatch) -> ForwardOutput:
         if self._storage is None:
             raise RuntimeError("there is no cache yet: call new_cache first")
         attention_type = PlainAttention if self._device.type == "cpu" else PaddedAttention
         with torch.inference_mode():
-            attention = attention_type(batch.ranges, BLOCK_SIZE, self._device)
+            scores = Scores(self.config.attention_scale, self.config.attention_soft_cap)
+            attention = attention_type(batch.ranges, BLOCK_SIZE, self._device, scores)
             blocks = TorchBlocks(self.config, self._weights, self._storage, batch, attention)
             logits, hidden, collected = decoder(blocks, self.config, self._collect_layers)
             return ForwardOutput(_to_numpy(logits), _to_numpy(hidden), _to_numpy(torch.stack(collected)) if collected else None)

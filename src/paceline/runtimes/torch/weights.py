@@ -31,13 +31,14 @@ class TorchWeights:
 
     def __init__(self, config: ModelConfig, weights: Weights, *, dtype: torch.dtype, device: torch.device) -> None:
         self._weights, self._dtype, self._device = weights, dtype, device
+        self._norms_in_float32 = config.norm_offset
         self.plain: dict[str, torch.Tensor] = {}
         self.fused: dict[tuple[str, ...], FusedLinear] = {}
         for name in ("embedding", "final_norm", "lm_head"):
             self._add_plain(name)
         for layer in range(config.num_layers):
             prefix = f"layers.{layer}."
-            for name in ("attention_norm", "q_norm", "k_norm", "mlp_norm"):
+            for name in ("attention_norm", "q_norm", "k_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm"):
                 self._add_plain(prefix + name)
             for group in (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)):
                 names = tuple(prefix + name for name in group)
@@ -45,7 +46,8 @@ class TorchWeights:
 
     def _add_plain(self, name: str) -> None:
         if self._weights.has(name + ".weight"):
-            self.plain[name] = self._load(self._weights[name + ".weight"])
+            wide = self._norms_in_float32 and name.endswith("norm")
+            self.plain[name] = self._load(self._weights[name + ".weight"], torch.float32 if wide else self._dtype)
 
     def _fuse(self, names: Sequence[str]) -> FusedLinear:
         parts = [self._load(self._weights[name + ".weight"]) for name in names]
@@ -59,11 +61,12 @@ class TorchWeights:
         ]
         return FusedLinear(weight, torch.cat(biases), sizes)
 
-    def _load(self, stored: AnyTensor) -> torch.Tensor:
+    def _load(self, stored: AnyTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        dtype = dtype or self._dtype
         if isinstance(stored, GroupedTensor):
-            return torch.from_numpy(as_float32(stored)).to(device=self._device, dtype=self._dtype)
+            return torch.from_numpy(as_float32(stored)).to(device=self._device, dtype=dtype)
         # A copy, because torch has no read-only tensors and the file must stay as it is.
         copied = torch.from_numpy(np.array(stored.array.view(np.int16) if stored.weight_type is WeightType.BF16 else stored.array))
         if stored.weight_type is WeightType.BF16:
             copied = copied.view(torch.bfloat16)
-        return copied.to(device=self._device, dtype=self._dtype)
+        return copied.to(device=self._device, dtype=dtype)

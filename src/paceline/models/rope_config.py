@@ -1,0 +1,159 @@
+"""How a checkpoint's metadata says that positions are rotated."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from paceline.errors import CheckpointError
+from paceline.models.families import Family
+from paceline.models.json_fields import JsonFields
+
+
+class RopeType(Enum):
+    """How rotary frequencies are scaled beyond the trained context."""
+
+    DEFAULT = "default"
+    LINEAR = "linear"
+    LLAMA3 = "llama3"
+    YARN = "yarn"
+    DYNAMIC = "dynamic"
+    LONGROPE = "longrope"
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether its frequencies are others for a long context than for a short one."""
+        return self in (RopeType.DYNAMIC, RopeType.LONGROPE)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding: its base and how it is scaled (see `models/rope.py` for the rules).
+
+    `context_len` is the length that frequencies depending on one are computed for; 0 = the original one.
+    """
+
+    theta: float = 10000.0
+    type: RopeType = RopeType.DEFAULT
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    rotated_fraction: float = 1.0  # of each head's values, from the first on
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    context_len: int = 0
+
+    def rotary_size(self, head_size: int) -> int:
+        """How many of a head's values rotate."""
+        return int(head_size * self.rotated_fraction)
+
+    def for_context(self, max_context: int | None) -> "RopeConfig":
+        """The same with the frequencies of a run of up to `max_context` positions, by default those of the original length."""
+        if not self.type.depends_on_length:
+            return self
+        return replace(self, context_len=max(max_context or 0, self.original_max_positions))
+
+
+def read_rope(fields: JsonFields, family: Family, *, head_size: int, layer_type: str = "full_attention") -> RopeConfig:
+    """Both spellings: `rope_parameters`, or the older `rope_theta` with `rope_scaling`.
+
+    Args:
+        layer_type: whose parameters to read where layers differ.
+
+    Raises:
+        CheckpointError: a value is missing or absurd, or the type is not one we compute.
+    """
+    scaling = _parameters(fields, family, layer_type)
+    rope = JsonFields(scaling, fields.path)
+    rope_type = _rope_type(fields, family, scaling)
+    theta = rope.positive("rope_theta", _default_theta(fields, family, layer_type))
+    fraction = _rotated_fraction(fields, family, rope, head_size)
+    max_positions = fields.size("max_position_embeddings")
+    if rope_type is RopeType.DEFAULT:
+        return RopeConfig(theta=theta, rotated_fraction=fraction)
+    if rope_type is RopeType.DYNAMIC:
+        return RopeConfig(
+            theta=theta, type=rope_type, factor=rope.positive("factor"), original_max_positions=max_positions, rotated_fraction=fraction
+        )
+    original = fields.size("original_max_position_embeddings", rope.size("original_max_position_embeddings", max_positions))
+    # A checkpoint of these types may leave the factor out and mean the ratio of the two context lengths.
+    means_ratio = rope_type in (RopeType.YARN, RopeType.LONGROPE) and scaling.get("factor") is None
+    config = RopeConfig(
+        theta=theta,
+        type=rope_type,
+        factor=rope.positive("factor", max_positions / original if means_ratio else None),
+        original_max_positions=original,
+        low_freq_factor=rope.positive("low_freq_factor", 1.0),
+        high_freq_factor=rope.positive("high_freq_factor", 4.0),
+        beta_fast=rope.positive("beta_fast", 32.0),
+        beta_slow=rope.positive("beta_slow", 1.0),
+        attention_factor=rope.optional_number("attention_factor"),
+        mscale=rope.optional_number("mscale"),
+        mscale_all_dim=rope.optional_number("mscale_all_dim"),
+        truncate=rope.flag("truncate", default=True),
+        rotated_fraction=fraction,
+    )
+    if rope_type is RopeType.LONGROPE:
+        if original < 2:
+            raise CheckpointError(f"{fields.path}: original_max_position_embeddings = {original}, longrope needs at least 2")
+        num_pairs = config.rotary_size(head_size) // 2
+        return replace(
+            config, short_factors=rope.positives("short_factor", num_pairs), long_factors=rope.positives("long_factor", num_pairs)
+        )
+    _check(config, fields)
+    return config
+
+
+def _parameters(fields: JsonFields, family: Family, layer_type: str) -> Mapping[str, Any]:
+    scaling = fields.values.get("rope_parameters") or fields.values.get("rope_scaling") or {}
+    if isinstance(scaling, Mapping) and any(isinstance(value, Mapping) for value in scaling.values()) and family.has_local_rope:
+        scaling = scaling.get(layer_type) or {}
+    elif family.has_local_rope and layer_type != "full_attention":
+        return {}  # in the older spelling scaling is for the layers that see everything
+    if not isinstance(scaling, Mapping) or any(isinstance(value, Mapping) for value in scaling.values()):
+        raise CheckpointError(f"{fields.path}: rope parameters {scaling!r} are not supported, expected one set for all layers")
+    return scaling
+
+
+def _rope_type(fields: JsonFields, family: Family, scaling: Mapping[str, Any]) -> RopeType:
+    name = scaling.get("rope_type", scaling.get("type", "default"))
+    name = family.rope_types.get(name, name)
+    supported = [rope_type.value for rope_type in RopeType]
+    if name not in supported:
+        raise CheckpointError(f"{fields.path}: rope type {name!r} is not supported, only {', '.join(supported)} are")
+    return RopeType(name)
+
+
+def _default_theta(fields: JsonFields, family: Family, layer_type: str) -> float:
+    if family.has_local_rope and layer_type != "full_attention":
+        return fields.positive("rope_local_base_freq", 10000.0)
+    return fields.positive("rope_theta", 10000.0)
+
+
+def _rotated_fraction(fields: JsonFields, family: Family, rope: JsonFields, head_size: int) -> float:
+    fraction = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if fraction != 1.0 and not family.rotates_partially:
+        raise CheckpointError(f"{fields.path}: partial_rotary_factor = {fraction} is not supported for {family.name}, only 1.0 is")
+    rotary_size = int(head_size * fraction)
+    if not 0.0 < fraction <= 1.0 or rotary_size % 2 or rotary_size < 2:
+        raise CheckpointError(
+            f"{fields.path}: partial_rotary_factor = {fraction} rotates {rotary_size} of {head_size} values a head, expected an even number"
+        )
+    return fraction
+
+
+def _check(config: RopeConfig, fields: JsonFields) -> None:
+    if config.high_freq_factor <= config.low_freq_factor:
+        raise CheckpointError(
+            f"{fields.path}: high_freq_factor = {config.high_freq_factor} must be above low_freq_factor = {config.low_freq_factor}"
+        )
+    if config.type is RopeType.YARN and math.isclose(config.theta, 1.0):
+        raise CheckpointError(f"{fields.path}: rope_theta = {config.theta} cannot be used with yarn, it must differ from 1")
