@@ -1,6 +1,7 @@
-"""From what a user types to a directory with a checkpoint in it."""
+"""From what a user types to a checkpoint: a directory, or a GGUF file."""
 
 import re
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -23,35 +24,118 @@ _FILES = (
     "chat_template*",
     "*.jinja",
 )
+_SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+_LATER_PART = re.compile(r".+-(?!00001)\d{5}-of-\d{5}\.gguf")
+_FIRST_PART = re.compile(r"(.+)-00001-of-(\d{5})\.gguf")
+_GGUF = ".gguf"
+_NAMES_IN_AN_ERROR = 20
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def resolve(model: str | Path, *, revision: str | None = None, token: str | None = None, offline: bool = False) -> Path:
-    """The directory of a model: a directory's path, the word "mini", or an id on the Hugging Face hub, which is downloaded once.
+def resolve(
+    model: str | Path, *, gguf_file: str | None = None, revision: str | None = None, token: str | None = None, offline: bool = False
+) -> Path:
+    """The checkpoint of a model.
 
     Args:
+        model: the path of a directory or of a GGUF file, the word "mini", or an id on the Hugging Face hub, which is downloaded once.
+        gguf_file: name of a GGUF file in the directory or in the hub's model.
         revision: branch, tag or commit on the hub.
         token: access token for gated or private models; the one stored by `hf auth login` otherwise.
         offline: use what is in the local cache and ask no server.
 
+    Returns:
+        the directory; or a GGUF file, where one is named or the directory holds one and no safetensors.
+
     Raises:
-        CheckpointError: there is no such directory or model, or it is not in the cache and cannot be fetched.
+        CheckpointError: there is no such directory, file or model, it is not in the cache and cannot be fetched, or there are
+            several GGUF files and none is named.
     """
     if not str(model).strip():
         raise CheckpointError(f"the model's name is empty; give a directory, {MINI!r}, or a Hugging Face id such as 'owner/name'")
     path = Path(model).expanduser()
     if path.is_dir():
-        return path
+        return _checkpoint_in(path, gguf_file)
     if path.is_file():
-        raise CheckpointError(f"{path} is a file; give the directory that holds config.json, the tokenizer and model.safetensors")
+        return _gguf_path(path, gguf_file)
     if model == MINI:
-        return _embedded_model()
+        return _checkpoint_in(_embedded_model(), gguf_file)
     name = str(model)
     if isinstance(model, Path) or not _HUB_ID.fullmatch(name):
         raise CheckpointError(
             f"the directory {name!r} does not exist; give a directory, {MINI!r}, or a Hugging Face id such as 'owner/name'"
         )
-    return _download(name, revision=revision, token=token, offline=offline)
+    return _from_hub(name, gguf_file, revision=revision, token=token, offline=offline)
+
+
+def _gguf_path(path: Path, gguf_file: str | None) -> Path:
+    if path.suffix.lower() != _GGUF:
+        raise CheckpointError(
+            f"{path} is a file; give the directory that holds config.json, the tokenizer and model.safetensors, or a *.gguf file"
+        )
+    if gguf_file is not None:
+        raise CheckpointError(f"the model {path} is a file and the GGUF file {gguf_file!r} is named besides; give one of them")
+    return path
+
+
+def _checkpoint_in(directory: Path, gguf_file: str | None) -> Path:
+    """The directory, or the GGUF file in it that is named or the only one."""
+    if gguf_file is None and any((directory / name).is_file() for name in _SAFETENSORS):
+        return directory
+    names = _models(file.name for file in directory.glob(f"*{_GGUF}"))
+    if gguf_file is None:
+        if not names:
+            return directory  # whoever opens it says what it lacks
+        return directory / _only(names, directory)
+    path = directory / gguf_file
+    if Path(gguf_file).is_absolute() or ".." in Path(gguf_file).parts or path.suffix.lower() != _GGUF or not path.is_file():
+        raise CheckpointError(f"{directory} has no GGUF file {gguf_file!r}; {_choice(names)}")
+    return path
+
+
+def _models(names: Iterable[str]) -> list[str]:
+    """GGUF files by name, sorted; of one in several parts the first alone."""
+    return sorted(name for name in names if name.lower().endswith(_GGUF) and not _LATER_PART.fullmatch(name))
+
+
+def _only(names: Sequence[str], place: object) -> str:
+    if len(names) > 1:
+        raise CheckpointError(f"{place} holds several GGUF files; name one with gguf_file (--gguf-file): {_choice(names)}")
+    return names[0]
+
+
+def _choice(names: Sequence[str]) -> str:
+    if not names:
+        return "it holds none"
+    shown = ", ".join(names[:_NAMES_IN_AN_ERROR])
+    return f"it holds {shown}" + (f" and {len(names) - _NAMES_IN_AN_ERROR} more" if len(names) > _NAMES_IN_AN_ERROR else "")
+
+
+def _from_hub(name: str, gguf_file: str | None, *, revision: str | None, token: str | None, offline: bool) -> Path:
+    """The safetensors of a model on the hub, or one GGUF file of it: the one named, or the only one where there is nothing else."""
+    if gguf_file is None:
+        directory = _download(name, _FILES, revision=revision, token=token, offline=offline)
+        if offline or any((directory / file).is_file() for file in _SAFETENSORS):
+            return _checkpoint_in(directory, None)
+        names = _models(_hub_files(name, revision=revision, token=token))
+        if not names:
+            return directory
+        gguf_file = _only(names, f"the model {name!r}")
+    parts = _FIRST_PART.fullmatch(gguf_file)
+    pattern = gguf_file if parts is None else f"{parts[1]}-*-of-{parts[2]}{_GGUF}"
+    return _checkpoint_in(_download(name, (pattern,), revision=revision, token=token, offline=offline), gguf_file)
+
+
+def _hub_files(name: str, *, revision: str | None, token: str | None) -> Sequence[str]:
+    from huggingface_hub import list_repo_files
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return list_repo_files(name, revision=revision, token=token)
+    except (HfHubHTTPError, OSError) as error:
+        raise CheckpointError(
+            f"the files of {name!r} cannot be listed: {error}; check the network, or name the file with gguf_file (--gguf-file)"
+        ) from error
 
 
 def _embedded_model() -> Path:
@@ -61,7 +145,7 @@ def _embedded_model() -> Path:
     return directory
 
 
-def _download(name: str, *, revision: str | None, token: str | None, offline: bool) -> Path:
+def _download(name: str, files: Sequence[str], *, revision: str | None, token: str | None, offline: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -72,7 +156,7 @@ def _download(name: str, *, revision: str | None, token: str | None, offline: bo
     )
 
     try:
-        return Path(snapshot_download(name, revision=revision, token=token, allow_patterns=list(_FILES), local_files_only=offline))
+        return Path(snapshot_download(name, revision=revision, token=token, allow_patterns=list(files), local_files_only=offline))
     except GatedRepoError as error:
         raise CheckpointError(
             f"the model {name!r} is gated: ask for access at https://huggingface.co/{name}, then pass a token or run `hf auth login`"

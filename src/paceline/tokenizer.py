@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CheckpointError, RequestError
+from paceline.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -17,11 +18,14 @@ _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 class Tokenizer:
     """The tokenizer of a checkpoint.
 
-    `vocab_size` is the number of ids it knows, the largest id + 1; a model's matrices may have more rows.
+    `vocab_size` is the number of ids it knows, the largest id + 1; a model's matrices may have more rows. `end_token_ids` are the ids
+    that end an answer where the tokenizer itself says so, which a GGUF file's does; `notices` are lines a user should see.
     """
 
-    def __init__(self, pretrained: Any) -> None:
+    def __init__(self, pretrained: Any, *, end_token_ids: Sequence[int] = (), notices: Sequence[str] = ()) -> None:
         self._pretrained = pretrained
+        self.end_token_ids = tuple(end_token_ids)
+        self.notices = tuple(notices)
         self._backend = pretrained.backend_tokenizer
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.special_token_ids: frozenset[int] = frozenset(
@@ -30,17 +34,31 @@ class Tokenizer:
 
     @classmethod
     def open(cls, directory: Path) -> "Tokenizer":
-        """The tokenizer in a checkpoint directory; code that a checkpoint may bring along is never run.
+        """The tokenizer in a checkpoint directory or a GGUF file; code that a checkpoint may bring along is never run.
 
         Raises:
             CheckpointError: there is none, or it cannot be read.
         """
+        if directory.suffix.lower() == ".gguf" and not directory.is_dir():
+            from paceline.models.gguf_file import open_gguf
+
+            return cls.from_gguf(open_gguf(directory).metadata, directory)
         try:
             return cls(_tokenizer_class(directory).from_pretrained(str(directory), trust_remote_code=False, local_files_only=True))
         except Exception as error:  # what a damaged file raises is not documented and comes in many types
             raise CheckpointError(
                 f"{directory} holds no tokenizer we can read ({type(error).__name__}: {error}); it needs tokenizer.json"
             ) from error
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any], source: object) -> "Tokenizer":
+        """The tokenizer in the metadata of a GGUF file; `source` names the file in errors.
+
+        Raises:
+            CheckpointError: the metadata describe none we know.
+        """
+        parts = read_gguf_tokenizer(metadata, source)
+        return cls(_FromGguf(parts), end_token_ids=parts.end_token_ids, notices=[parts.notice] if parts.notice else [])
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written out in it become their ids."""
@@ -84,6 +102,29 @@ class Tokenizer:
     def detokenizer(self) -> "IncrementalDetokenizer":
         """A fresh one for one stream of tokens."""
         return IncrementalDetokenizer(self)
+
+
+class _FromGguf:
+    """What `Tokenizer` needs of a pretrained tokenizer; transformers, slow to import, only renders templates."""
+
+    def __init__(self, parts: GgufTokenizer) -> None:
+        self.backend_tokenizer = parts.backend
+        self.chat_template = parts.chat_template
+        self._named_tokens = parts.named_tokens
+
+    def encode(self, text: str, *, add_special_tokens: bool, verbose: bool) -> list[int]:
+        ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        from tokenizers import Tokenizer as Backend
+        from tokenizers.models import BPE
+        from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
+
+        make: Any = PreTrainedTokenizerFast
+        renderer = make(tokenizer_object=Backend(BPE()), chat_template=self.chat_template, **self._named_tokens)
+        text: str = renderer.apply_chat_template(messages, **options)
+        return text
 
 
 def _tokenizer_class(directory: Path) -> Any:

@@ -111,3 +111,68 @@ def test_every_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Download(error))
     with pytest.raises(CheckpointError, match=text):
         resolve("owner/model", revision="v2", offline=offline)
+
+
+def touch(directory: Path, *names: str) -> None:
+    for name in names:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).touch()
+
+
+def test_a_gguf_file_is_a_model(tmp_path: Path, no_download: Download) -> None:
+    touch(tmp_path, "model.gguf")
+    assert resolve(tmp_path / "model.gguf") == tmp_path / "model.gguf"
+    with pytest.raises(CheckpointError, match=r"is a file and the GGUF file 'other\.gguf' is named besides"):
+        resolve(tmp_path / "model.gguf", gguf_file="other.gguf")
+
+
+def test_the_only_gguf_file_of_a_directory_without_safetensors_is_the_model(tmp_path: Path, no_download: Download) -> None:
+    touch(tmp_path, "one.gguf", "config.json")
+    assert resolve(tmp_path) == tmp_path / "one.gguf"
+    touch(tmp_path, "model.safetensors")
+    assert resolve(tmp_path) == tmp_path
+    assert resolve(tmp_path, gguf_file="one.gguf") == tmp_path / "one.gguf"
+
+
+def test_the_parts_of_a_split_file_are_one_model(tmp_path: Path, no_download: Download) -> None:
+    touch(tmp_path, *(f"m-0000{number}-of-00003.gguf" for number in (1, 2, 3)))
+    assert resolve(tmp_path) == tmp_path / "m-00001-of-00003.gguf"
+
+
+def test_several_gguf_files_are_listed(tmp_path: Path, no_download: Download) -> None:
+    touch(tmp_path, "q4.gguf", "q8.gguf", "sub/q2.gguf")
+    with pytest.raises(CheckpointError, match=r"several GGUF files; name one with gguf_file \(--gguf-file\): it holds q4\.gguf, q8\.gguf"):
+        resolve(tmp_path)
+    assert resolve(tmp_path, gguf_file="q8.gguf") == tmp_path / "q8.gguf"
+    assert resolve(tmp_path, gguf_file="sub/q2.gguf") == tmp_path / "sub" / "q2.gguf"
+    for name in ("q5.gguf", "../x.gguf", str(tmp_path / "q4.gguf"), "config.json"):
+        with pytest.raises(CheckpointError, match=r"has no GGUF file .*; it holds q4\.gguf, q8\.gguf"):
+            resolve(tmp_path, gguf_file=name)
+
+
+def test_a_named_gguf_file_is_all_that_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    download = Download(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    touch(tmp_path, "q4.gguf", "big-00001-of-00002.gguf")
+    assert resolve("owner/model", gguf_file="q4.gguf") == tmp_path / "q4.gguf"
+    assert resolve("owner/model", gguf_file="big-00001-of-00002.gguf") == tmp_path / "big-00001-of-00002.gguf"
+    assert [arguments["allow_patterns"] for _, arguments in download.calls] == [["q4.gguf"], ["big-*-of-00002.gguf"]]
+
+
+def test_a_model_of_gguf_files_alone_is_downloaded_or_its_files_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    download = Download(tmp_path)
+    files = ["README.md", "q4.gguf"]
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda name, **arguments: files)
+    touch(tmp_path, "q4.gguf")
+    assert resolve("owner/model") == tmp_path / "q4.gguf"
+    assert download.calls[-1][1]["allow_patterns"] == ["q4.gguf"]
+    files.append("q8.gguf")
+    with pytest.raises(CheckpointError, match=r"the model 'owner/model' holds several GGUF files; .*q4\.gguf, q8\.gguf"):
+        resolve("owner/model")
+
+
+def test_offline_the_only_gguf_file_of_the_cache_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Download(tmp_path))
+    touch(tmp_path, "q4.gguf")
+    assert resolve("owner/model", offline=True) == tmp_path / "q4.gguf"

@@ -1,0 +1,52 @@
+"""A checkpoint, whatever its format: a Hugging Face directory or a GGUF file."""
+
+from pathlib import Path
+
+from paceline.errors import CheckpointError
+from paceline.models.config import ModelConfig, read_config
+from paceline.models.gguf_config import gguf_config
+from paceline.models.gguf_file import open_gguf, split_parts
+from paceline.models.gguf_weights import GgufWeights
+from paceline.models.safetensors_file import checkpoint_files
+from paceline.models.weights import Weights
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a checkpoint's path is that of a GGUF file; all others are directories."""
+    return path.suffix.lower() == ".gguf" and not path.is_dir()
+
+
+def read_model_config(path: Path) -> ModelConfig:
+    """The network a checkpoint holds, from its metadata alone.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not one we run.
+    """
+    return gguf_config(open_gguf(path)) if is_gguf(path) else read_config(_directory(path))
+
+
+def open_weights(path: Path, config: ModelConfig, *, regroup: bool = False, num_threads: int = 1) -> Weights:
+    """A checkpoint's weights under our names, mapped.
+
+    Args:
+        config: what `read_model_config` returned for `path`.
+        regroup: quantise the matrices of a GGUF file again, to larger groups that run faster (`GgufWeights`).
+        num_threads: to convert a GGUF file's matrices with.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or does not hold what `config` calls for.
+    """
+    if is_gguf(path):
+        return GgufWeights(open_gguf(path), config, regroup=regroup, num_threads=num_threads)
+    return Weights.open(_directory(path), config)
+
+
+def weight_files(path: Path) -> tuple[Path, ...]:
+    """The files `open_weights` reads."""
+    return split_parts(path) if is_gguf(path) else checkpoint_files(_directory(path))
+
+
+def _directory(path: Path) -> Path:
+    if path.is_file():
+        raise CheckpointError(f"{path} is no checkpoint; give a directory with config.json and model.safetensors, or a *.gguf file")
+    return path

@@ -1,0 +1,223 @@
+"""GGUF's quantised blocks as groups of integer codes: the same values, bit for bit, without multiplying anything out.
+
+Every block type computes `scale * (integer) [+ or - minimum]` in float32, which is what `GroupedMatrix` holds; only the order of the
+codes changes. The layouts are those of ggml (ggml-common.h, ggml-quants.c).
+"""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import CheckpointError
+from paceline.models.gguf_header import BlockType
+from paceline.models.grouped import GroupedMatrix, pack_nibbles
+
+_CHUNK_ITEMS = 1 << 17  # elements converted at a time: temporaries stay small beside the matrix
+
+Bytes = NDArray[np.uint8]
+Codes = NDArray[np.uint8] | NDArray[np.int8]
+Floats = NDArray[np.float32]
+Parts = tuple[Codes, Floats, Floats | None]
+"""Of n blocks: codes as GroupedMatrix stores them, scales [n, groups of a block], minimums likewise."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How blocks of one type become groups: `read` takes [n, bytes of a block]."""
+
+    read: Callable[[Bytes], Parts]
+    bits: int
+    group: int
+    zero_point: int = 0
+
+
+def group_blocks(
+    raw: Bytes, block_type: BlockType, where: str, order: NDArray[np.int64] | None = None, *, num_threads: int = 1
+) -> GroupedMatrix:
+    """The matrix whose rows are stored as `raw` [N, bytes of a row], in the order `order` of the stored rows.
+
+    Args:
+        where: the file and the tensor, for errors.
+
+    Raises:
+        CheckpointError: the type is none of `GROUPED_TYPES`, or a scale is not finite.
+    """
+    layout = _layout_of(block_type, where)
+    num_rows, columns = len(raw), raw.shape[1] // block_type.num_bytes * block_type.num_items
+    matrix = _empty(layout, block_type, num_rows, columns)
+    step = max(1, _CHUNK_ITEMS // columns)
+
+    def fill(start: int) -> None:
+        rows = slice(start, start + step)
+        taken = raw[rows] if order is None else raw[order[rows]]
+        with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is refused below
+            parts = layout.read(taken.reshape(-1, block_type.num_bytes))
+        if not all(np.isfinite(part).all() for part in parts[1:] if part is not None):
+            raise CheckpointError(
+                f"{where} has a scale that is no finite number in rows {start} to {start + len(taken) - 1}; "
+                "the file is damaged, download it again"
+            )
+        for stored, part in zip((matrix.codes, matrix.scales, matrix.minimums), parts, strict=True):
+            if stored is not None and part is not None:
+                stored[rows] = part.reshape(len(taken), -1)
+
+    if num_threads == 1 or num_rows <= step:
+        for start in range(0, num_rows, step):
+            fill(start)
+    else:
+        with ThreadPoolExecutor(num_threads) as pool:
+            list(pool.map(fill, range(0, num_rows, step)))
+    return matrix
+
+
+def _empty(layout: _Layout, block_type: BlockType, num_rows: int, columns: int) -> GroupedMatrix:
+    codes, _, minimums = layout.read(np.zeros((1, block_type.num_bytes), np.uint8))
+    shape = (num_rows, columns * layout.bits // 8)
+    all_codes: Codes = np.empty(shape, np.int8) if codes.dtype == np.int8 else np.empty(shape, np.uint8)
+    scales = np.empty((num_rows, columns // layout.group), np.float32)
+    return GroupedMatrix(all_codes, scales, None if minimums is None else np.empty_like(scales), layout.bits, layout.zero_point)
+
+
+def grouped_nbytes(shape: tuple[int, ...], block_type: BlockType, where: str) -> int:
+    """Bytes the matrix takes as groups."""
+    layout = _layout_of(block_type, where)
+    with_minimums = layout.read(np.zeros((1, block_type.num_bytes), np.uint8))[2] is not None
+    num_items = shape[0] * shape[1]
+    return num_items * layout.bits // 8 + num_items // layout.group * (8 if with_minimums else 4)
+
+
+def _layout_of(block_type: BlockType, where: str) -> _Layout:
+    layout = _LAYOUTS.get(block_type.name)
+    if layout is None:
+        raise CheckpointError(
+            f"{where} is of type {block_type.name}; supported are F32, F16, BF16, {', '.join(_LAYOUTS)}: get the model in one of them"
+        )
+    return layout
+
+
+def _half(blocks: Bytes, start: int) -> Floats:
+    """The float16 at byte `start` of every block, as float32 [n, 1]."""
+    return np.ascontiguousarray(blocks[:, start : start + 2]).view("<f2").astype(np.float32)
+
+
+def _shifted(values: Bytes, shifts: tuple[int, ...]) -> Bytes:
+    """[n, p, 1, w] shifted right by each of `shifts`: [n, p, len(shifts), w]."""
+    return values >> np.array(shifts, np.uint8)[:, None]
+
+
+def _nibbles(values: Bytes) -> Bytes:
+    """[n, 16] bytes as [n, 32] codes: low halves, then high ones."""
+    return np.concatenate([values & np.uint8(15), values >> np.uint8(4)], axis=1)
+
+
+def _signed(codes: Bytes, zero_point: int) -> NDArray[np.int8]:
+    return codes.view(np.int8) - np.int8(zero_point)
+
+
+def _q4_0(blocks: Bytes) -> Parts:
+    return blocks[:, 2:], _half(blocks, 0), None  # the packing is the same as ours
+
+
+def _q4_1(blocks: Bytes) -> Parts:
+    return blocks[:, 4:], _half(blocks, 0), _half(blocks, 2)
+
+
+def _five_bits(high: Bytes, low: Bytes) -> Bytes:
+    """[n, 4] bytes with the fifth bits of 32 codes and [n, 16] with their nibbles."""
+    return _nibbles(low) | np.unpackbits(high, axis=1, bitorder="little") << np.uint8(4)
+
+
+def _q5_0(blocks: Bytes) -> Parts:
+    return _signed(_five_bits(blocks[:, 2:6], blocks[:, 6:]), 16), _half(blocks, 0), None
+
+
+def _q5_1(blocks: Bytes) -> Parts:
+    return _five_bits(blocks[:, 4:8], blocks[:, 8:]).view(np.int8), _half(blocks, 0), _half(blocks, 2)
+
+
+def _q8_0(blocks: Bytes) -> Parts:
+    return blocks[:, 2:].view(np.int8), _half(blocks, 0), None
+
+
+def _two_bits(values: Bytes) -> Bytes:
+    """[n, 64] bytes as [n, 256] codes: of each half of 32 bytes the lowest two bits of all, then the next two and so on."""
+    return (_shifted(values.reshape(-1, 2, 1, 32), (0, 2, 4, 6)) & np.uint8(3)).reshape(-1, 256)
+
+
+def _q2_k(blocks: Bytes) -> Parts:
+    factors = blocks[:, :16]
+    scales = _half(blocks, 80) * (factors & np.uint8(15)).astype(np.float32)
+    minimums = -(_half(blocks, 82) * (factors >> np.uint8(4)).astype(np.float32))
+    return pack_nibbles(_two_bits(blocks[:, 16:80])), scales, minimums
+
+
+def _q3_k(blocks: Bytes) -> Parts:
+    factors = blocks[:, 96:108]
+    high = _shifted(factors[:, None, None, 8:], (0, 2, 4, 6)).reshape(-1, 16) & np.uint8(3)
+    six_bits = _nibbles(factors[:, :8]) | high << np.uint8(4)
+    scales = _half(blocks, 108) * _signed(six_bits, 32).astype(np.float32)
+    third_bits = _shifted(blocks[:, None, None, :32], tuple(range(8))).reshape(-1, 256) & np.uint8(1)
+    return pack_nibbles(_two_bits(blocks[:, 32:96]) | third_bits << np.uint8(2)), scales, None
+
+
+def _scales_and_minimums(blocks: Bytes) -> tuple[Floats, Floats]:
+    """Of Q4_K and Q5_K: eight 6-bit factors each, in 12 bytes behind the two float16."""
+    first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    top = np.uint8(6)
+    factors = np.concatenate([first & np.uint8(63), third & np.uint8(15) | first >> top << np.uint8(4)], axis=1)
+    offsets = np.concatenate([second & np.uint8(63), third >> np.uint8(4) | second >> top << np.uint8(4)], axis=1)
+    return _half(blocks, 0) * factors.astype(np.float32), -(_half(blocks, 2) * offsets.astype(np.float32))
+
+
+def _q4_k(blocks: Bytes) -> Parts:
+    # 32 bytes hold one run in their low halves and the next in their high ones; ours hold one run in 16 bytes.
+    front, back = np.moveaxis(blocks[:, 16:].reshape(-1, 4, 2, 16), 2, 0)
+    packed = np.stack([front & np.uint8(15) | back << np.uint8(4), front >> np.uint8(4) | back & np.uint8(240)], axis=2)
+    return packed.reshape(-1, 128), *_scales_and_minimums(blocks)
+
+
+def _q5_k(blocks: Bytes) -> Parts:
+    low = (_shifted(blocks[:, 48:].reshape(-1, 4, 1, 32), (0, 4)) & np.uint8(15)).reshape(-1, 256)
+    fifth_bits = _shifted(blocks[:, None, None, 16:48], tuple(range(8))).reshape(-1, 256) & np.uint8(1)
+    return (low | fifth_bits << np.uint8(4)).view(np.int8), *_scales_and_minimums(blocks)
+
+
+def _q6_k(blocks: Bytes) -> Parts:
+    low = (_shifted(blocks[:, :128].reshape(-1, 2, 1, 64), (0, 4)) & np.uint8(15)).reshape(-1, 256)
+    codes = low | _two_bits(blocks[:, 128:192]) << np.uint8(4)
+    return _signed(codes, 32), _half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32), None
+
+
+_IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+
+
+def _iq4_nl(blocks: Bytes) -> Parts:
+    return _IQ4_VALUES[_nibbles(blocks[:, 2:])], _half(blocks, 0), None
+
+
+def _iq4_xs(blocks: Bytes) -> Parts:
+    low = _shifted(blocks[:, 4:8].reshape(-1, 4, 1, 1), (0, 4)).reshape(-1, 8) & np.uint8(15)
+    high = _shifted(blocks[:, 2:4].reshape(-1, 2, 1, 1), (0, 2, 4, 6)).reshape(-1, 8) & np.uint8(3)
+    scales = _half(blocks, 0) * _signed(low | high << np.uint8(4), 32).astype(np.float32)
+    return _IQ4_VALUES[_nibbles(blocks[:, 8:].reshape(-1, 16))].reshape(-1, 256), scales, None
+
+
+_LAYOUTS: Mapping[str, _Layout] = {
+    "Q4_0": _Layout(_q4_0, 4, 32, 8),
+    "Q4_1": _Layout(_q4_1, 4, 32),
+    "Q5_0": _Layout(_q5_0, 8, 32),
+    "Q5_1": _Layout(_q5_1, 8, 32),
+    "Q8_0": _Layout(_q8_0, 8, 32),
+    "Q2_K": _Layout(_q2_k, 4, 16),
+    "Q3_K": _Layout(_q3_k, 4, 16, 4),
+    "Q4_K": _Layout(_q4_k, 4, 32),
+    "Q5_K": _Layout(_q5_k, 8, 32),
+    "Q6_K": _Layout(_q6_k, 8, 16),
+    "IQ4_NL": _Layout(_iq4_nl, 8, 32),
+    "IQ4_XS": _Layout(_iq4_xs, 8, 32),
+}
+GROUPED_TYPES = tuple(_LAYOUTS)
+"""Names of the block types that can be read."""

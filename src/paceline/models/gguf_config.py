@@ -1,0 +1,257 @@
+"""A GGUF file's metadata in the terms of a Hugging Face config.json, from which `models/config.py` makes a network."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+
+from paceline.errors import CheckpointError
+from paceline.models.config import ModelConfig, RopeConfig, RopeType, WeightType, config_from_values
+from paceline.models.gguf_file import GgufFile
+from paceline.models.rope import inverse_frequencies
+
+_FAMILY_OF: Mapping[str, str] = {
+    "llama": "llama",  # and Mistral, which has the same network
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "phi3": "phi3",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+}
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+"""Divisors of rotary frequencies, which are part of the configuration."""
+
+_STORED_AS = {"F16": WeightType.F16, "BF16": WeightType.BF16}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_QUERY_SCALAR_IS_WIDTH = {"gemma2": 46, "gemma3": 62}  # the 27B models, known by their number of layers
+
+
+def gguf_config(file: GgufFile) -> ModelConfig:
+    """The network a GGUF file holds. Quantised matrices are computed in float32, which has room for all their values.
+
+    Raises:
+        CheckpointError: a value is missing or absurd, or the network is not one we run.
+    """
+    return config_from_values(_Reader(file).values(), file.path, weight_type=_weight_type(file))
+
+
+def _weight_type(file: GgufFile) -> WeightType:
+    """The type most bytes are stored in."""
+    num_bytes: Counter[str] = Counter()
+    for tensor in file.tensors.values():
+        num_bytes[tensor.block_type.name] += tensor.data.nbytes
+    return _STORED_AS.get(num_bytes.most_common(1)[0][0] if num_bytes else "", WeightType.F32)
+
+
+class _Reader:
+    """The values of one file."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self._file = file
+        self._architecture = self._plain("general.architecture")
+        if not isinstance(self._architecture, str) or self._architecture not in _FAMILY_OF:
+            raise CheckpointError(
+                f"{file.path} holds architecture {self._architecture!r}, which is not supported; supported are {', '.join(_FAMILY_OF)}"
+            )
+
+    def values(self) -> dict[str, Any]:
+        """What config.json would say."""
+        hidden_size, num_heads = self._count("embedding_length"), self._of_all_layers("attention.head_count")
+        head_size = self._head_size(hidden_size, num_heads)
+        max_positions = self._count("context_length")
+        values: dict[str, Any] = {
+            "model_type": _FAMILY_OF[self._architecture],
+            "vocab_size": self._vocab_size(hidden_size),
+            "hidden_size": hidden_size,
+            "intermediate_size": self._of_all_layers("feed_forward_length"),
+            "num_hidden_layers": self._num_layers(),
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": self._of_all_layers("attention.head_count_kv", num_heads),
+            "head_dim": head_size,
+            "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon"),
+            "max_position_embeddings": max_positions,
+            "tie_word_embeddings": not self._has("output.weight"),
+            "attention_bias": self._has("blk.0.attn_q.bias"),
+            "mlp_bias": self._has("blk.0.ffn_gate.bias"),
+            "bos_token_id": self._plain("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": self._end_token_ids(),
+        }
+        values |= self._rope(head_size, max_positions)
+        if self._architecture.startswith("gemma"):
+            values |= self._gemma(hidden_size, num_heads, head_size)
+        elif self._architecture == "phi3":
+            values["sliding_window"] = self._of_model("attention.sliding_window") or None  # 0 = none
+        return values
+
+    def _plain(self, key: str) -> Any:
+        value = self._file.metadata.get(key)
+        # Metadata has float32 only: the shortest number that rounds to it is the one that was meant (1e-05, not 9.99999975e-06).
+        return float(str(np.float32(value))) if isinstance(value, float) else value
+
+    def _of_model(self, key: str) -> Any:
+        return self._plain(f"{self._architecture}.{key}")
+
+    def _number(self, key: str, default: float | None = None) -> Any:
+        """A number above 0; 0 counts as absent.
+
+        Raises:
+            CheckpointError: it is absent and has no default, or is no such number.
+        """
+        value = self._of_model(key)
+        value = default if value is None or (value == 0 and default is not None) else value
+        if value is None:
+            raise CheckpointError(f"{self._file.path} has no metadata {self._architecture}.{key}: get a newer conversion of the model")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 2**31:
+            self._refuse(key, value, "a number above 0 and below 2**31")
+        return value
+
+    def _count(self, key: str, default: int | None = None) -> int:
+        value = self._number(key, default)
+        if not isinstance(value, int):
+            self._refuse(key, value, "a whole number")
+        return value
+
+    def _refuse(self, key: str, value: object, expected: str) -> NoReturn:
+        shown = str(value)[:200]
+        raise CheckpointError(f"{self._file.path}: {self._architecture}.{key} = {shown}, expected {expected}; download the file again")
+
+    def _of_all_layers(self, key: str, default: int | None = None) -> int:
+        """A size that may be given for every layer; ours are the same in all."""
+        value = self._of_model(key)
+        if not isinstance(value, list):
+            return self._count(key, default)
+        first = value[0] if value else None
+        if not isinstance(first, int) or isinstance(first, bool) or first < 1 or any(other != first for other in value):
+            self._refuse(key, value, "the same whole number above 0 for every layer")
+        return first
+
+    def _head_size(self, hidden_size: int, num_heads: int) -> int:
+        size = self._count("attention.key_length", max(hidden_size // num_heads, 1))
+        value_size = self._count("attention.value_length", size)
+        if size != value_size:
+            self._refuse("attention.value_length", value_size, f"the size of keys, {size}")
+        return size
+
+    def _num_layers(self) -> int:
+        """Checked against the tensors, because everything per layer is built from it."""
+        num_layers = self._count("block_count")
+        if num_layers > len(self._file.tensors):
+            self._refuse("block_count", num_layers, f"at most as many as the file has tensors, {len(self._file.tensors)}")
+        return num_layers
+
+    def _vocab_size(self, hidden_size: int) -> int:
+        table = self._file.tensors.get("token_embd.weight")
+        if table is None or len(table.shape) != 2 or table.shape[1] != hidden_size:
+            found = "is missing" if table is None else f"has shape {list(table.shape)}"
+            raise CheckpointError(
+                f"{self._file.path}: token_embd.weight {found}, expected [vocabulary, {hidden_size}]; is this a language model's file?"
+            )
+        return table.shape[0]
+
+    def _has(self, name: str) -> bool:
+        return name in self._file.tensors
+
+    def _end_token_ids(self) -> list[Any]:
+        """The ids named as an end; an out-of-vocabulary one never comes up, so the reader of the values may judge them."""
+        ids = [self._plain(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+        return list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
+
+    def _rope(self, head_size: int, max_positions: int) -> dict[str, Any]:
+        theta = self._number("rope.freq_base", 10000.0)
+        rotated = self._count("rope.dimension_count", head_size)
+        if rotated > head_size:
+            self._refuse("rope.dimension_count", rotated, f"at most the head size, {head_size}")
+        values = {"rope_theta": theta, "partial_rotary_factor": rotated / head_size}
+        original = self._count("rope.scaling.original_context_length", max_positions)
+        scaling = self._scaling(theta, rotated, original, max_positions)
+        if scaling is None:
+            return values
+        original = scaling.get("original_max_position_embeddings", original)
+        return {**values, "rope_scaling": scaling, "original_max_position_embeddings": original}
+
+    def _scaling(self, theta: float, rotated: int, original: int, max_positions: int) -> dict[str, Any] | None:
+        kind = self._of_model("rope.scaling.type") or "none"
+        factor = self._number("rope.scaling.factor", 1.0)
+        if self._has("rope_factors_short.weight") or self._has("rope_factors_long.weight"):
+            return self._longrope(rotated, original, max_positions)
+        if self._has("rope_freqs.weight"):
+            if kind != "none":
+                raise CheckpointError(f"{self._file.path}: rope_freqs.weight together with rope.scaling.type = {kind!r} is not supported")
+            return self._frequency_factors(theta, rotated, max_positions)
+        if kind == "none" or (kind == "linear" and factor == 1.0):
+            return None
+        if kind == "linear":
+            return {"rope_type": "linear", "factor": factor}
+        if kind == "yarn":
+            return self._yarn(factor, original)
+        raise CheckpointError(f"{self._file.path}: rope.scaling.type = {kind!r} is not supported, only none, linear, yarn and longrope are")
+
+    def _yarn(self, factor: float, original: int) -> dict[str, Any]:
+        betas = {name: self._of_model(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+        scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        scaling |= {name: beta for name, beta in betas.items() if beta is not None}
+        extra = self._number("rope.scaling.attn_factor", 1.0)
+        if extra != 1.0 and factor > 1:
+            scaling["attention_factor"] = extra * (0.1 * math.log(factor) + 1.0)
+        return scaling
+
+    def _longrope(self, rotated: int, original: int, max_positions: int) -> dict[str, Any]:
+        short, long = (self._divisors(f"rope_factors_{name}.weight", rotated) for name in ("short", "long"))
+        scaling = {
+            "rope_type": "longrope",
+            "short_factor": short,
+            "long_factor": long,
+            "original_max_position_embeddings": original,
+        }
+        ratio = max_positions / original
+        implied = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 and original > 1 else 1.0
+        stated = self._number("rope.scaling.attn_factor", implied)
+        if not math.isclose(stated, implied, rel_tol=1e-6):  # the file holds the implied one rounded to float32
+            scaling["attention_factor"] = stated
+        return scaling
+
+    def _frequency_factors(self, theta: float, rotated: int, max_positions: int) -> dict[str, Any]:
+        """Llama 3's rule where it explains the stored divisors, which are its float32 rounding; else the divisors themselves."""
+        divisors = self._divisors("rope_freqs.weight", rotated)
+        factor = max(divisors)
+        if factor > 1:
+            rope = RopeConfig(float(theta), RopeType.LLAMA3, factor, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
+            plain = inverse_frequencies(RopeConfig(float(theta)), rotated)[0]
+            if np.allclose(inverse_frequencies(rope, rotated)[0], plain / np.array(divisors, np.float32), rtol=1e-5, atol=0):
+                return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+        return {
+            "rope_type": "longrope",
+            "short_factor": divisors,
+            "long_factor": divisors,
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": max_positions,
+        }
+
+    def _divisors(self, name: str, rotated: int) -> list[float]:
+        tensor = self._file.tensors.get(name)
+        if tensor is None or tensor.block_type.name != "F32" or tensor.shape != (rotated // 2,):
+            found = "is missing" if tensor is None else f"is of type {tensor.block_type.name} and shape {list(tensor.shape)}"
+            raise CheckpointError(f"{self._file.path}: {name} {found}, expected F32 of shape [{rotated // 2}]; download the file again")
+        divisors = [float(str(value)) for value in tensor.data.view("<f4")]
+        if not all(math.isfinite(divisor) and divisor > 0 for divisor in divisors):
+            raise CheckpointError(f"{self._file.path}: {name} holds a number that is not above 0; download the file again")
+        return divisors
+
+    def _gemma(self, hidden_size: int, num_heads: int, head_size: int) -> dict[str, Any]:
+        """The format leaves out what llama.cpp knows by heart: the scale of attention scores and which layers slide."""
+        is_wide = self._of_model("block_count") == _QUERY_SCALAR_IS_WIDTH[self._architecture]
+        values: dict[str, Any] = {"query_pre_attn_scalar": hidden_size // num_heads if is_wide else head_size}
+        pattern = self._of_model("attention.sliding_window_pattern")
+        if isinstance(pattern, list):
+            values["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+        given = {
+            "sliding_window_pattern": None if isinstance(pattern, list) else pattern,
+            "sliding_window": self._of_model("attention.sliding_window"),
+            "rope_local_base_freq": self._of_model("rope.freq_base_swa"),
+        }
+        if self._architecture == "gemma2":
+            given["attn_logit_softcapping"] = self._of_model("attn_logit_softcapping")
+            given["final_logit_softcapping"] = self._of_model("final_logit_softcapping")
+        return values | {name: value for name, value in given.items() if value is not None}

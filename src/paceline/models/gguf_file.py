@@ -1,0 +1,89 @@
+"""The GGUF container: a header, then the tensors' bytes; memory-mapped, in one file or several."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import CheckpointError
+from paceline.models.gguf_header import GgufTensor, Header, Metadata
+from paceline.models.safetensors_file import map_file
+
+MAX_SPLITS = 1024
+_SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """A GGUF file, or all parts of a split one: `metadata` of the first part, tensors of all, by their names in the file."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+
+def open_gguf(path: Path) -> GgufFile:
+    """Map a GGUF file and read its header; of a split file (`name-00001-of-00003.gguf`) all parts, whichever is named.
+
+    Raises:
+        CheckpointError: a part is missing or truncated, or a header is no valid one for its file's size.
+    """
+    parts = split_parts(path)
+    first = _open_part(parts[0])
+    tensors = dict(first.tensors)
+    for part in parts[1:]:
+        more = _open_part(part).tensors
+        twice = sorted(set(more) & set(tensors))
+        if twice:
+            raise CheckpointError(f"{part} holds tensor {twice[0]!r} a second time; the parts are of different models, download them again")
+        tensors.update(more)
+    declared = first.metadata.get("split.tensors.count", len(tensors))
+    if len(parts) > 1 and declared != len(tensors):
+        raise CheckpointError(
+            f"{parts[0]} says its {len(parts)} parts hold {declared!r} tensors, they hold {len(tensors)}; download them again"
+        )
+    if len(parts) == 1 and first.metadata.get("split.count", 1) not in (0, 1):
+        raise CheckpointError(
+            f"{path} is one of {first.metadata['split.count']!r} parts but is not named name-00001-of-0000N.gguf; "
+            "give the parts their names back"
+        )
+    return GgufFile(parts[0], first.metadata, tensors)
+
+
+def split_parts(path: Path) -> tuple[Path, ...]:
+    """All parts of a split file, in order, or the file itself.
+
+    Raises:
+        CheckpointError: the name says that there are parts which are not there.
+    """
+    match = _SPLIT_NAME.fullmatch(path.name)
+    if match is None:
+        return (path,)
+    count = int(match["count"])
+    if not 1 <= int(match["number"]) <= count <= MAX_SPLITS:
+        raise CheckpointError(
+            f"{path} names part {match['number']} of {match['count']}; expected 1 to the number of parts, at most {MAX_SPLITS}"
+        )
+    parts = tuple(path.with_name(f"{match['stem']}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1))
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        raise CheckpointError(f"{path.parent} lacks {len(missing)} of {count} parts: {', '.join(missing[:20])}; download them again")
+    return parts
+
+
+def _open_part(path: Path) -> GgufFile:
+    try:
+        size = path.stat().st_size
+        if size < 24:
+            raise CheckpointError(f"{path} has {size} bytes, a GGUF file has at least 24: truncated, download it again")
+        file_bytes = map_file(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; check the path and its permissions") from error
+    header = Header(path, file_bytes)
+    num_tensors, num_keys = header.begin()
+    metadata = Metadata(header, header.metadata_places(num_keys))
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1 or alignment > 1 << 20 or alignment & (alignment - 1):
+        header.fail(f"general.alignment is {alignment!r}, expected a power of two up to {1 << 20}")
+    return GgufFile(path, metadata, header.tensors(num_tensors, alignment))

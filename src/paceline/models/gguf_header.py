@@ -1,0 +1,274 @@
+"""The header of a GGUF file: metadata and a table of tensors, read from front to back of a mapped file.
+
+It comes from strangers: every count and length is checked against the file's size before it is used, and values are decoded only
+when they are asked for.
+"""
+
+import math
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import CheckpointError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_ENTRIES = 1 << 16
+"""Metadata keys, and tensors, a file may have."""
+MAX_ITEMS = 1 << 22
+"""Strings and nested arrays in all metadata: they are walked one by one."""
+MAX_NESTING = 4
+MAX_NAME_BYTES = 1024
+"""Of a metadata key or a tensor's name; real ones have some dozens."""
+MAX_DIMENSIONS = 4
+_MIN_ENTRY_BYTES = 13  # a key of no letters, a type and a value
+
+_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "<Q", 11: "<q", 12: "<d"}
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+_LENGTH = struct.Struct("<Q")
+_FIXED_BYTES = {kind: struct.calcsize(layout) for kind, layout in _NUMBERS.items()} | {_BOOL: 1}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """How a tensor is stored: `num_bytes` for every `num_items` consecutive elements of a row."""
+
+    name: str
+    num_items: int
+    num_bytes: int
+
+
+# fmt: off
+BLOCK_TYPES: Mapping[int, BlockType] = {
+    number: BlockType(name, num_items, num_bytes)
+    for number, name, num_items, num_bytes in (
+        (0, "F32", 1, 4), (1, "F16", 1, 2), (30, "BF16", 1, 2), (28, "F64", 1, 8),
+        (24, "I8", 1, 1), (25, "I16", 1, 2), (26, "I32", 1, 4), (27, "I64", 1, 8),
+        (2, "Q4_0", 32, 18), (3, "Q4_1", 32, 20), (6, "Q5_0", 32, 22), (7, "Q5_1", 32, 24), (8, "Q8_0", 32, 34), (9, "Q8_1", 32, 40),
+        (10, "Q2_K", 256, 84), (11, "Q3_K", 256, 110), (12, "Q4_K", 256, 144), (13, "Q5_K", 256, 176), (14, "Q6_K", 256, 210),
+        (15, "Q8_K", 256, 292), (16, "IQ2_XXS", 256, 66), (17, "IQ2_XS", 256, 74), (18, "IQ3_XXS", 256, 98), (19, "IQ1_S", 256, 50),
+        (20, "IQ4_NL", 32, 18), (21, "IQ3_S", 256, 110), (22, "IQ2_S", 256, 82), (23, "IQ4_XS", 256, 136), (29, "IQ1_M", 256, 56),
+        (34, "TQ1_0", 256, 54), (35, "TQ2_0", 256, 66), (39, "MXFP4", 32, 17), (40, "NVFP4", 64, 36), (41, "Q1_0", 128, 18),
+    )
+}
+# fmt: on
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """One tensor: its shape as other formats write it (columns last) and its bytes in the mapped file."""
+
+    path: Path
+    name: str
+    block_type: BlockType
+    shape: tuple[int, ...]
+    data: NDArray[np.uint8]
+
+    def __str__(self) -> str:
+        return f"{self.path}: tensor {self.name!r}"
+
+
+class Metadata(Mapping[str, Any]):
+    """Key → value: int, float, bool, str, or a list of them; decoded when asked for, because vocabularies are long."""
+
+    def __init__(self, header: "Header", places: Mapping[str, tuple[int, int]]) -> None:
+        self._header = header
+        self._places = places
+
+    def __getitem__(self, key: str) -> Any:
+        kind, start = self._places[key]
+        return self._header.value_at(start, kind, key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+class Header:
+    """Reads one file from front to back; `position` never passes its end."""
+
+    def __init__(self, path: Path, file_bytes: NDArray[np.uint8]) -> None:
+        self._path = path
+        self._bytes = file_bytes
+        self._view = file_bytes.data
+        self._position = 0
+        self._items_left = MAX_ITEMS
+
+    def fail(self, problem: str) -> NoReturn:
+        raise CheckpointError(f"{self._path}: {problem}; the file is damaged, download it again")
+
+    def begin(self) -> tuple[int, int]:
+        """Number of tensors and of metadata keys."""
+        magic = bytes(self._view[:4])
+        if magic != MAGIC:
+            raise CheckpointError(f"{self._path} begins with {magic!r}, a GGUF file with {MAGIC!r}: it is none, give another file")
+        self._position = 4
+        version = self._number("<I", "the version")
+        if version not in VERSIONS:
+            raise CheckpointError(
+                f"{self._path} is GGUF version {version}, supported are {VERSIONS[0]} and {VERSIONS[1]}, little-endian; "
+                "get a newer conversion of the model"
+            )
+        counts = self._number("<Q", "the number of tensors"), self._number("<Q", "the number of metadata keys")
+        limit = min(MAX_ENTRIES, len(self._bytes) // _MIN_ENTRY_BYTES)
+        for what, count in zip(("tensors", "metadata keys"), counts, strict=True):
+            if count > limit:
+                self.fail(f"{count} {what} in a file of {len(self._bytes)} bytes, at most {limit} are possible")
+        return counts
+
+    def metadata_places(self, count: int) -> dict[str, tuple[int, int]]:
+        """Key → type and position of its value."""
+        places: dict[str, tuple[int, int]] = {}
+        for _ in range(count):
+            key = self._text("a metadata key", MAX_NAME_BYTES)
+            if key in places:
+                self.fail(f"metadata key {key!r} appears twice")
+            kind = self._number("<I", key)
+            places[key] = kind, self._position
+            self._skip(kind, key)
+        return places
+
+    def tensors(self, count: int, alignment: int) -> dict[str, GgufTensor]:
+        """The tensor table, with each tensor's bytes."""
+        table = [self._tensor_entry() for _ in range(count)]
+        data_start = -(-self._position // alignment) * alignment
+        tensors: dict[str, GgufTensor] = {}
+        spans: list[tuple[int, int, str]] = []
+        for name, shape, block_type, offset in table:
+            if name in tensors:
+                self.fail(f"tensor {name!r} appears twice")
+            if offset % alignment:
+                self.fail(f"tensor {name!r} is at offset {offset}, which is no multiple of the alignment {alignment}")
+            begin = data_start + offset
+            end = begin + math.prod(shape) // block_type.num_items * block_type.num_bytes
+            if end > len(self._bytes):
+                self.fail(
+                    f"tensor {name!r} of type {block_type.name} and shape {list(shape)} is at bytes {begin} to {end} of {len(self._bytes)}"
+                )
+            tensors[name] = GgufTensor(self._path, name, block_type, shape, self._bytes[begin:end])
+            spans.append((begin, end, name))
+        for (_, end, first), (begin, _, second) in pairwise(sorted(spans)):
+            if begin < end:
+                self.fail(f"tensors {first!r} and {second!r} overlap at byte {begin} (the first ends at {end})")
+        return tensors
+
+    def value_at(self, start: int, kind: int, key: str) -> Any:
+        """The value of a key whose place was checked; reading goes on where it was."""
+        begun, self._position = self._position, start
+        try:
+            return self._value(kind, key)
+        finally:
+            self._position = begun
+
+    def _tensor_entry(self) -> tuple[str, tuple[int, ...], BlockType, int]:
+        name = self._text("a tensor's name", MAX_NAME_BYTES)
+        num_dimensions = self._number("<I", name)
+        if not 1 <= num_dimensions <= MAX_DIMENSIONS:
+            self.fail(f"tensor {name!r} has {num_dimensions} dimensions, expected 1 to {MAX_DIMENSIONS}")
+        shape = tuple(self._number("<Q", name) for _ in range(num_dimensions))[::-1]
+        number = self._number("<I", name)
+        offset = self._number("<Q", name)
+        block_type = BLOCK_TYPES.get(number)
+        if block_type is None:
+            raise CheckpointError(f"{self._path}: tensor {name!r} is of type {number}, which is not known; get the model in another type")
+        if 0 in shape or shape[-1] % block_type.num_items:
+            self.fail(
+                f"tensor {name!r} has shape {list(shape)}; every size must be at least 1, "
+                f"and rows of type {block_type.name} a multiple of {block_type.num_items}"
+            )
+        return name, shape, block_type, offset
+
+    def _advance(self, num_bytes: int, what: str) -> int:
+        """The position before a step of `num_bytes`."""
+        start = self._position
+        if num_bytes > len(self._bytes) - start:
+            self.fail(f"{what!r} at byte {start} needs {num_bytes} bytes of a file of {len(self._bytes)}")
+        self._position = start + num_bytes
+        return start
+
+    def _number(self, layout: str, what: str) -> Any:
+        return struct.unpack_from(layout, self._view, self._advance(struct.calcsize(layout), what))[0]
+
+    def _text(self, what: str, max_bytes: int = sys.maxsize) -> str:
+        num_bytes = self._number("<Q", what)
+        if num_bytes > max_bytes:
+            self.fail(f"{what!r} at byte {self._position} has {num_bytes} bytes, at most {max_bytes} are possible")
+        start = self._advance(num_bytes, what)
+        return self._decoded(start, self._position, what)
+
+    def _spans(self, count: int, what: str) -> Iterator[tuple[int, int]]:
+        """Begin and end of each of `count` strings; a loop of its own, because vocabularies have hundreds of thousands."""
+        view, position, last = self._view, self._position, len(self._bytes) - _LENGTH.size
+        for _ in range(count):
+            if position > last:
+                self.fail(f"the strings of {what!r} reach byte {position + _LENGTH.size} of a file of {len(self._bytes)}")
+            start = position + _LENGTH.size
+            position = start + _LENGTH.unpack_from(view, position)[0]
+            yield start, position
+        self._position = position
+        self._advance(0, what)
+
+    def _decoded(self, start: int, end: int, what: str) -> str:
+        try:
+            return str(self._view[start:end], "utf-8")
+        except UnicodeDecodeError as error:
+            self.fail(f"{what!r} at byte {start} is not UTF-8 text ({error.reason})")
+
+    def _array(self, what: str, depth: int) -> tuple[int, int]:
+        """Type and number of an array's elements."""
+        if depth >= MAX_NESTING:
+            self.fail(f"{what!r} nests arrays more than {MAX_NESTING} deep")
+        return self._number("<I", what), self._number("<Q", what)
+
+    def _skip(self, kind: int, what: str, depth: int = 0) -> None:
+        if kind == _STRING:
+            self._advance(self._number("<Q", what), what)
+        elif kind == _ARRAY:
+            element, count = self._array(what, depth)
+            if element in _FIXED_BYTES:
+                self._advance(count * _FIXED_BYTES[element], what)
+                return
+            self._items_left -= count
+            if self._items_left < 0:
+                self.fail(f"{what!r} has an array of {count} entries, {MAX_ITEMS} in all metadata are possible")
+            if element == _STRING:
+                for _ in self._spans(count, what):
+                    pass
+                return
+            for _ in range(count):
+                self._skip(element, what, depth + 1)
+        else:
+            self._advance(self._fixed_bytes(kind, what), what)
+
+    def _value(self, kind: int, what: str, depth: int = 0) -> Any:
+        if kind == _STRING:
+            return self._text(what)
+        if kind == _ARRAY:
+            element, count = self._array(what, depth)
+            if element in _NUMBERS:
+                start = self._advance(count * _FIXED_BYTES[element], what)
+                return self._bytes[start : self._position].view(np.dtype(_NUMBERS[element])).tolist()
+            if element == _STRING:
+                return [self._decoded(start, end, what) for start, end in self._spans(count, what)]
+            return [self._value(element, what, depth + 1) for _ in range(count)]
+        if kind == _BOOL:
+            return self._number("<B", what) != 0
+        self._fixed_bytes(kind, what)
+        return self._number(_NUMBERS[kind], what)
+
+    def _fixed_bytes(self, kind: int, what: str) -> int:
+        if kind not in _FIXED_BYTES:
+            self.fail(f"{what!r} has a value of type {kind}, expected 0 to 12")
+        return _FIXED_BYTES[kind]

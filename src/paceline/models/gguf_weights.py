@@ -1,0 +1,197 @@
+"""The tensors of a GGUF file under our names, in our row order."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import CheckpointError
+from paceline.models.config import ModelConfig, WeightType
+from paceline.models.families import FAMILIES, tensor_shapes
+from paceline.models.gguf_blocks import group_blocks, grouped_nbytes
+from paceline.models.gguf_config import ROPE_TENSORS
+from paceline.models.gguf_file import GgufFile
+from paceline.models.gguf_header import GgufTensor
+from paceline.models.quantize import Scheme, fitting_group, quantize_tensor
+from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights
+
+_PARTS = {
+    "embedding": "token_embd",
+    "final_norm": "output_norm",
+    "lm_head": "output",
+    "attention_norm": "attn_norm",
+    "attention_output_norm": "post_attention_norm",
+    "mlp_norm": "ffn_norm",
+    "mlp_output_norm": "post_ffw_norm",
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "o_proj": "attn_output",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+}
+_STACKS = {"attn_qkv": ("q_proj", "k_proj", "v_proj"), "ffn_up": ("gate_proj", "up_proj")}
+_VIEWED = {"F32": (WeightType.F32, "<f4"), "F16": (WeightType.F16, "<f2"), "BF16": (WeightType.BF16, "<u2")}
+_NAMES_IN_AN_ERROR = 20
+_REGROUPED_COLUMNS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor of ours is stored: rows of a tensor of the file.
+
+    Attributes:
+        num_rotated_heads: rows are stored with the two halves of each head interleaved; None = as they are.
+    """
+
+    tensor: GgufTensor
+    shape: tuple[int, ...]
+    first_row: int = 0
+    num_rotated_heads: int | None = None
+
+
+class GgufWeights(Weights):
+    """Like `Weights`, but a quantised matrix becomes groups when it is first asked for, and is kept then.
+
+    Args:
+        num_threads: to convert with.
+        regroup: quantise such matrices again, to groups of 128 columns with one scale each, which runs faster; values change.
+    """
+
+    def __init__(self, file: GgufFile, config: ModelConfig, *, regroup: bool = False, num_threads: int = 1) -> None:
+        """Find every tensor the config calls for.
+
+        Raises:
+            CheckpointError: a tensor is missing, unknown, or of another shape or of a type that cannot be read.
+        """
+        super().__init__({})
+        self._places = _places(file, config)
+        self._regroup = regroup
+        self._num_threads = num_threads
+
+    def __getitem__(self, name: str) -> AnyTensor:
+        found = self._tensors.get(name)
+        if found is None:
+            found = self._tensors[name] = _read(name, self._places[name], regroup=self._regroup, num_threads=self._num_threads)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def names(self) -> list[str]:
+        return list(self._places)
+
+    def has(self, name: str) -> bool:
+        return name in self._places
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights, quantised ones as groups."""
+        return sum(_nbytes(place, regroup=self._regroup) for place in self._places.values())
+
+
+def _places(file: GgufFile, config: ModelConfig) -> dict[str, _Place]:
+    shapes = tensor_shapes(config)
+    stacked = _stacked(file, config, shapes) if FAMILIES[config.family].fuses_projections else {}
+    is_interleaved = file.metadata["general.architecture"] == "llama"
+    places: dict[str, _Place] = {}
+    missing: list[str] = []
+    for name, shape in shapes.items():
+        *prefix, part, kind = name.split(".")
+        in_file = ".".join((["blk", prefix[1]] if prefix else []) + [_PARTS[part], kind])
+        if name in stacked:
+            places[name] = stacked[name]
+        elif in_file in file.tensors:
+            heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(part) if is_interleaved else None
+            places[name] = _Place(file.tensors[in_file], shape, num_rotated_heads=heads)
+            _check(places[name], shape)
+        else:
+            missing.append(in_file)
+    if missing:
+        raise CheckpointError(f"{file.path} lacks {_listed(missing)} that its metadata calls for; download the file again")
+    known = {place.tensor.name for place in places.values()} | set(ROPE_TENSORS)
+    unknown = [name for name in file.tensors if name not in known]
+    if unknown:
+        raise CheckpointError(
+            f"{file.path} holds {_listed(unknown)} that a {config.family} model does not have; running without them would give other tokens"
+        )
+    return places
+
+
+def _stacked(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, _Place]:
+    """Projections that are row ranges of one stored matrix."""
+    places: dict[str, _Place] = {}
+    for layer in range(config.num_layers):
+        for stack, parts in _STACKS.items():
+            tensor = file.tensors.get(f"blk.{layer}.{stack}.weight")
+            if tensor is None or f"blk.{layer}.{_PARTS[parts[0]]}.weight" in file.tensors:
+                continue  # missing, or stored one by one
+            names = [f"layers.{layer}.{part}.weight" for part in parts]
+            num_rows, columns = sum(shapes[name][0] for name in names), shapes[names[0]][1]
+            first_row = 0
+            for name in names:
+                places[name] = _Place(tensor, shapes[name], first_row)
+                first_row += shapes[name][0]
+            _check(places[names[0]], (num_rows, columns))
+    return places
+
+
+def _check(place: _Place, shape: tuple[int, ...]) -> None:
+    tensor = place.tensor
+    if tensor.shape != shape:
+        raise CheckpointError(
+            f"{tensor} has shape {list(tensor.shape)}, but the metadata makes it {list(shape)}; the file is damaged, download it again"
+        )
+    if tensor.block_type.name in _VIEWED:
+        return
+    if len(shape) != 2:
+        raise CheckpointError(f"{tensor} is of type {tensor.block_type.name}; for one row {', '.join(_VIEWED)} are supported")
+    _nbytes(place, regroup=False)  # refuses a type that cannot be read
+
+
+def _nbytes(place: _Place, *, regroup: bool) -> int:
+    if place.tensor.block_type.name in _VIEWED:
+        return place.tensor.data.nbytes // place.tensor.shape[0] * place.shape[0]
+    scheme = _scheme(place) if regroup else None
+    if scheme is not None:
+        num_items = place.shape[0] * place.shape[1]
+        return num_items * scheme.bits // 8 + num_items // scheme.group * 4
+    return grouped_nbytes(place.shape, place.tensor.block_type, str(place.tensor))
+
+
+def _read(name: str, place: _Place, *, regroup: bool, num_threads: int) -> AnyTensor:
+    tensor, rows = place.tensor, slice(place.first_row, place.first_row + place.shape[0])
+    stored = tensor.data.reshape(tensor.shape[0], -1)[rows]
+    order = None if place.num_rotated_heads is None else _row_order(place.shape[0], place.num_rotated_heads)
+    if tensor.block_type.name in _VIEWED:
+        weight_type, item_type = _VIEWED[tensor.block_type.name]
+        array = (stored if order is None else stored[order]).view(item_type).reshape(place.shape)
+        return Tensor(array if array.flags.aligned else array.copy(), weight_type, place.shape)
+    grouped = GroupedTensor(group_blocks(stored, tensor.block_type, str(tensor), order, num_threads=num_threads))
+    scheme = _scheme(place) if regroup else None
+    return grouped if scheme is None else quantize_tensor(name, grouped, scheme, num_threads=num_threads)
+
+
+def _row_order(num_rows: int, num_heads: int) -> NDArray[np.int64]:
+    """Which stored row each row of ours is: llama's files interleave the halves of a head that rotate together."""
+    return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(num_rows)
+
+
+def _scheme(place: _Place) -> Scheme | None:
+    """How a matrix is regrouped: types of up to 4 bits to 4, others to 8; None where no group divides its width."""
+    has_four_bits = place.tensor.block_type.name.startswith(("Q4", "IQ4", "Q2", "Q3"))
+    group = fitting_group(place.shape[1], _REGROUPED_COLUMNS)
+    return None if group is None else Scheme(4 if has_four_bits else 8, group, symmetric=True)
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:_NAMES_IN_AN_ERROR])
+    rest = len(names) - _NAMES_IN_AN_ERROR
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''}: {shown}{f' and {rest} more' if rest > 0 else ''}"

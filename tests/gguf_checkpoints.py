@@ -1,0 +1,187 @@
+"""GGUF files made from checkpoint directories with the format's own library, for tests."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "phi3": "phi3",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+}
+HALVES = {
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q8_0": (0,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+}
+"""Where blocks of a type have their float16 numbers."""
+TypeOf = Callable[[str], str]
+
+
+def write_gguf(
+    directory: Path, path: Path, types: str | TypeOf = "F32", *, metadata: Mapping[str, Any] | None = None, max_tensors: int = 0
+) -> Path:
+    """The model of a checkpoint directory as a GGUF file, the way converters write it.
+
+    Args:
+        types: the block type of matrices, for all or by the tensor's GGUF name; vectors are F32.
+        metadata: integers, strings and lists to add.
+        max_tensors: tensors in one part of a split file; 0 = one file.
+    """
+    import gguf
+
+    values = json.loads((directory / "config.json").read_text())
+    architecture = ARCHITECTURES[values["model_type"]]
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=max_tensors)
+    _write_metadata(writer, values)
+    for key, value in (metadata or {}).items():
+        (writer.add_string if isinstance(value, str) else writer.add_array if isinstance(value, list) else writer.add_uint32)(key, value)
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), values["num_hidden_layers"])
+    for name, array in read_tensors(directory).items():
+        in_file = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert in_file is not None, name
+        stored = _as_converted(name, array, values)
+        block_type = "F32" if array.ndim == 1 else types if isinstance(types, str) else types(in_file)
+        kind = gguf.GGMLQuantizationType[block_type]
+        writer.add_tensor(in_file, gguf.quants.quantize(stored, kind), raw_dtype=kind)
+    _write_rope(writer, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def byte_level_vocabulary(directory: Path) -> dict[str, Any]:
+    """The metadata of a checkpoint's byte-level BPE tokenizer, split into words as GPT-2 does."""
+    tokenizer = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab = tokenizer["model"]["vocab"]
+    special = {token["content"] for token in tokenizer["added_tokens"]}
+    pieces = sorted(vocab, key=vocab.__getitem__)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.token_type": [3 if piece in special else 1 for piece in pieces],
+        "tokenizer.ggml.merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]],
+    }
+
+
+def read_tensors(directory: Path) -> dict[str, NDArray[np.float32]]:
+    """Every tensor of a checkpoint's model.safetensors in float32."""
+    from safetensors.torch import load_file
+
+    return {name: tensor.float().numpy() for name, tensor in load_file(directory / "model.safetensors").items()}
+
+
+def write_tensors(directory: Path, tensors: Mapping[str, NDArray[np.float32]]) -> None:
+    """Replace a checkpoint's weights by these."""
+    from safetensors.numpy import save_file
+
+    save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, directory / "model.safetensors")
+
+
+def random_blocks(rng: np.random.Generator, block_type: str, num_rows: int, columns: int, scale: float = 1.0) -> NDArray[np.uint8]:
+    """Rows of random blocks [num_rows, bytes of a row] whose float16 numbers are finite, of size `scale`."""
+    import gguf
+
+    num_items, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[block_type]]
+    blocks = rng.integers(0, 256, (num_rows, columns // num_items, num_bytes), np.uint8)
+    for start in HALVES[block_type]:
+        numbers = (rng.normal(size=blocks.shape[:2]) * scale).astype("<f2")
+        blocks[:, :, start : start + 2] = numbers[..., None].view(np.uint8)
+    return blocks.reshape(num_rows, -1)
+
+
+def _as_converted(name: str, array: NDArray[np.float32], values: Mapping[str, Any]) -> NDArray[np.float32]:
+    if values["model_type"] in ("llama", "mistral") and ".q_proj." in name:
+        return _interleaved(array, values["num_attention_heads"])
+    if values["model_type"] in ("llama", "mistral") and ".k_proj." in name:
+        return _interleaved(array, values["num_key_value_heads"])
+    is_offset = values["model_type"].startswith("gemma") and name.endswith("norm.weight")
+    return array + np.float32(1) if is_offset else array
+
+
+def _interleaved(array: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
+    halves = array.reshape(num_heads, 2, len(array) // num_heads // 2, *array.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
+
+
+def _write_metadata(writer: Any, values: Mapping[str, Any]) -> None:
+    head_size = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    writer.add_context_length(values["max_position_embeddings"])
+    writer.add_embedding_length(values["hidden_size"])
+    writer.add_block_count(values["num_hidden_layers"])
+    writer.add_feed_forward_length(values["intermediate_size"])
+    writer.add_head_count(values["num_attention_heads"])
+    writer.add_head_count_kv(values["num_key_value_heads"])
+    writer.add_key_length(head_size)
+    writer.add_value_length(head_size)
+    writer.add_layer_norm_rms_eps(values["rms_norm_eps"])
+    for name in ("bos", "eos"):
+        token_id = values.get(f"{name}_token_id")
+        token_id = token_id[0] if isinstance(token_id, list) else token_id  # converters find the other ends by their texts
+        if token_id is not None:
+            writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token_id)
+    if values["model_type"].startswith("gemma") or values["model_type"] == "phi3":
+        writer.add_sliding_window(values.get("sliding_window") or 0)
+    if values["model_type"] == "gemma2":
+        writer.add_attn_logit_softcapping(values["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(values["final_logit_softcapping"])
+
+
+def _write_rope(writer: Any, values: Mapping[str, Any]) -> None:
+    import gguf
+
+    rope = values["rope_parameters"]
+    rope = rope.get("full_attention", rope)
+    head_size = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    rotated = int(head_size * rope.get("partial_rotary_factor", 1.0))
+    writer.add_rope_dimension_count(rotated)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    kind = rope["rope_type"]
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if kind in ("yarn", "longrope"):
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if kind == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_divisors(rope, head_size))
+    if kind == "longrope":
+        ratio = values["max_position_embeddings"] / rope["original_max_position_embeddings"]
+        writer.add_rope_scaling_attn_factors(float(np.sqrt(1 + np.log(ratio) / np.log(rope["original_max_position_embeddings"]))))
+        for name in ("short", "long"):
+            writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
+
+
+def llama3_divisors(rope: Mapping[str, Any], head_size: int) -> NDArray[np.float32]:
+    """What converters store for rope type llama3: by how much each pair's frequency is divided."""
+    original, factor = rope["original_max_position_embeddings"], rope["factor"]
+    divisors = []
+    for frequency in 1.0 / rope["rope_theta"] ** (np.arange(0, head_size, 2, dtype=np.float32) / head_size):
+        wavelength = 2 * np.pi / frequency
+        if wavelength < original / rope["high_freq_factor"]:
+            divisors.append(1.0)
+        elif wavelength > original / rope["low_freq_factor"]:
+            divisors.append(factor)
+        else:
+            smooth = (original / wavelength - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
+            divisors.append(1.0 / ((1 - smooth) / factor + smooth))
+    return np.array(divisors, np.float32)

@@ -1,0 +1,201 @@
+"""A GGUF file is the same model as the checkpoint directory it was made from: not a bit of the logits differs on the torch runtime."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from checkpoints import VOCAB_SIZE, write_checkpoint
+from gguf_checkpoints import random_blocks, read_tensors, write_gguf, write_tensors
+from paceline.models.checkpoint import open_weights, read_model_config
+from paceline.models.config import RopeType, WeightType
+from paceline.models.gguf_blocks import GROUPED_TYPES
+from paceline.models.gguf_header import BLOCK_TYPES
+from paceline.runtimes.base import FloatArray, Numerics, assemble
+from paceline.runtimes.load import RuntimeOptions, load_runtime
+
+pytest.importorskip("torch")
+gguf = pytest.importorskip("gguf")
+
+NUM_TOKENS = 40
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 128}
+LONGROPE |= {"short_factor": [1.0 + pair / 8 for pair in range(8)], "long_factor": [1.5 + pair for pair in range(8)]}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-biased-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama-llama3": ("llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 8192}}),
+    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-yarn": (
+        "qwen2",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}},
+    ),
+    "qwen3": ("qwen3", {}),
+    "phi3": ("phi3", {"rope_parameters": {**LONGROPE, "partial_rotary_factor": 1.0}, "original_max_position_embeddings": 128}),
+    "gemma2": ("gemma2", {"tie_word_embeddings": True, "query_pre_attn_scalar": 16, "sliding_window": 64}),
+    "gemma3": ("gemma3_text", {"tie_word_embeddings": True, "query_pre_attn_scalar": 16, "sliding_window": 64}),
+    "gemma3-linear": ("gemma3_text", {"tie_word_embeddings": True, "query_pre_attn_scalar": 16, "rope_parameters": GEMMA3_ROPE}),
+}
+BY_CASE = pytest.mark.parametrize("case", CASES)
+Make = Callable[[str, str], Path]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    known: dict[tuple[str, str], Path] = {}
+
+    def make(case: str, dtype: str) -> Path:
+        if (case, dtype) not in known:
+            family, overrides = CASES[case]
+            known[case, dtype] = write_checkpoint(tmp_path_factory.mktemp(f"{case}-{dtype}"), family, dtype=dtype, **overrides)
+        return known[case, dtype]
+
+    return make
+
+
+def logits(path: Path, **options: Any) -> FloatArray:
+    """Of one prompt, computed in float32."""
+    options = {"numerics": Numerics.FAST, "dtype": WeightType.F32, "device": "cpu", "backend": "torch", **options}
+    runtime = load_runtime(path, RuntimeOptions(**options)).runtime
+    cache = runtime.new_cache(8)
+    token_ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, NUM_TOKENS).tolist()
+    plan = cache.reserve(cache.new_sequence(), range(-1, NUM_TOKENS - 1))
+    found = runtime.forward(assemble([plan], [token_ids], [list(range(NUM_TOKENS))])).logits
+    assert np.isfinite(found).all()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "block_type"),
+    [
+        *((case, "float32", "F32") for case in CASES),
+        ("llama", "float16", "F16"),
+        ("llama", "bfloat16", "BF16"),
+        ("gemma2", "bfloat16", "BF16"),
+    ],
+)
+def test_unquantised_files_give_the_logits_of_the_directory_they_were_made_from(
+    checkpoint: Make, tmp_path: Path, case: str, dtype: str, block_type: str
+) -> None:
+    directory = checkpoint(case, dtype)
+    path = write_gguf(directory, tmp_path / "model.gguf", block_type)
+    assert np.array_equal(logits(path), logits(directory))
+
+
+@BY_CASE
+def test_the_metadata_makes_the_config_of_the_directory(checkpoint: Make, tmp_path: Path, case: str) -> None:
+    directory = checkpoint(case, "float32")
+    found = read_model_config(write_gguf(directory, tmp_path / "model.gguf"))
+    assert found == read_model_config(directory)
+
+
+@BY_CASE
+def test_every_tensor_has_the_values_of_the_directory(checkpoint: Make, tmp_path: Path, case: str) -> None:
+    directory = checkpoint(case, "float32")
+    path = write_gguf(directory, tmp_path / "model.gguf")
+    config = read_model_config(path)
+    found, expected = open_weights(path, config), open_weights(directory, read_model_config(directory))
+    assert found.names() == expected.names()
+    assert found.nbytes == expected.nbytes
+    for name in found:
+        assert np.array_equal(found[name].array, expected[name].array), name
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2-tied", "phi3"])
+@pytest.mark.parametrize("block_type", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_quantised_files_give_the_logits_of_their_values(checkpoint: Make, tmp_path: Path, case: str, block_type: str) -> None:
+    """The values are what the format's own library makes of the blocks, written as safetensors."""
+    directory = checkpoint(case, "float32")
+    path = write_gguf(directory, tmp_path / "model.gguf", block_type)
+    kind = gguf.GGMLQuantizationType[block_type]
+    tensors = read_tensors(directory)
+    rounded = {
+        name: gguf.quants.dequantize(gguf.quants.quantize(array, kind), kind) if array.ndim == 2 else array
+        for name, array in tensors.items()
+    }
+    widened = tmp_path / "widened"
+    widened.mkdir()
+    (widened / "config.json").write_bytes((directory / "config.json").read_bytes())
+    write_tensors(widened, rounded)
+    assert np.array_equal(logits(path), logits(widened))
+    assert not np.array_equal(logits(path), logits(directory))
+
+
+def test_a_file_of_mixed_block_types_runs(tmp_path: Path, seed: int) -> None:
+    """As Q4_K_M files are: several types in one file, the output matrix in another than the rest."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+    directory = write_checkpoint(tmp_path / "directory", "llama", seed=seed, **sizes)
+    names = sorted(GROUPED_TYPES)
+    rng = np.random.default_rng(seed)
+    stored = {}
+    reader = gguf.GGUFReader(write_gguf(directory, tmp_path / "plain.gguf"))
+    writer = gguf.GGUFWriter(tmp_path / "mixed.gguf", "llama")
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            writer.add_key_value(field.name, field.contents(), field.types[0])
+    for index, tensor in enumerate(reader.tensors):
+        array = np.array(tensor.data)
+        if array.ndim == 2:
+            block_type = names[index % len(names)]
+            array = random_blocks(rng, block_type, *array.shape, scale=0.003)
+            stored[tensor.name] = block_type, array
+            writer.add_tensor(tensor.name, array, raw_dtype=gguf.GGMLQuantizationType[block_type])
+        else:
+            writer.add_tensor(tensor.name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    path = tmp_path / "mixed.gguf"
+    weights = open_weights(path, read_model_config(path))
+    assert {block_type for block_type, _ in stored.values()} == set(names)
+    block_type, blocks = stored["blk.1.attn_q.weight"]
+    values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[block_type])
+    ours = values.reshape(8, 16, 2, 256).swapaxes(1, 2).reshape(256, 256)
+    assert np.array_equal(weights["layers.1.q_proj.weight"].matrix.values(), ours)
+    assert weights.nbytes == sum(weights[name].nbytes for name in weights)
+    assert logits(path).shape == (NUM_TOKENS, VOCAB_SIZE)
+
+
+def test_a_split_file_is_the_whole_one(checkpoint: Make, tmp_path: Path) -> None:
+    directory = checkpoint("qwen3", "float32")
+    whole = write_gguf(directory, tmp_path / "whole.gguf")
+    write_gguf(directory, tmp_path / "split.gguf", max_tensors=10)
+    parts = sorted(tmp_path.glob("split-*.gguf"))
+    assert len(parts) > 2
+    for part in (parts[0], parts[-1]):
+        assert np.array_equal(logits(part), logits(whole))
+
+
+def test_regrouped_matrices_have_large_groups_and_nearly_the_same_logits(checkpoint: Make, tmp_path: Path) -> None:
+    directory = checkpoint("llama", "float32")
+    path = write_gguf(directory, tmp_path / "model.gguf", "Q8_0")
+    config = read_model_config(path)
+    matrix = open_weights(path, config, regroup=True)["layers.0.up_proj.weight"].matrix
+    assert (matrix.bits, matrix.group) == (8, 64)
+    assert open_weights(path, config)["layers.0.up_proj.weight"].matrix.group == 32
+    difference = np.abs(logits(path, regroup=True) - logits(path)).max()
+    assert 0 < difference < 0.5
+
+
+def test_divisors_that_follow_no_known_rule_are_taken_as_they_are(checkpoint: Make, tmp_path: Path) -> None:
+    rope = {**LLAMA3, "original_max_position_embeddings": 64}
+    directory = write_checkpoint(tmp_path / "directory", "llama", rope_parameters=rope)
+    path = write_gguf(directory, tmp_path / "model.gguf")
+    assert read_model_config(path).rope.type is RopeType.LONGROPE
+    assert np.abs(logits(path) - logits(directory)).max() <= 1e-5
+    known = write_gguf(checkpoint("llama-llama3", "float32"), tmp_path / "known.gguf")
+    assert read_model_config(known).rope.type is RopeType.LLAMA3
+
+
+def test_type_numbers_and_sizes_are_those_of_the_format() -> None:
+    known = {number: (block.name, block.num_items, block.num_bytes) for number, block in BLOCK_TYPES.items()}
+    expected = {int(kind): (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
+    assert {number: expected.get(number) for number in known} == known

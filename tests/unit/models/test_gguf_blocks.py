@@ -1,0 +1,94 @@
+"""Every block type becomes groups whose values are, bit for bit, those of the format's own library."""
+
+import numpy as np
+import pytest
+
+from gguf_checkpoints import HALVES, random_blocks
+from paceline.errors import CheckpointError
+from paceline.models import gguf_blocks
+from paceline.models.gguf_blocks import GROUPED_TYPES, group_blocks, grouped_nbytes
+from paceline.models.gguf_header import BLOCK_TYPES, BlockType
+from paceline.models.grouped import GroupedMatrix
+
+gguf = pytest.importorskip("gguf")
+
+NUM_ROWS, COLUMNS = 37, 512
+BY_TYPE = pytest.mark.parametrize("name", GROUPED_TYPES)
+
+
+def block_type(name: str) -> BlockType:
+    return next(one for one in BLOCK_TYPES.values() if one.name == name)
+
+
+def bits(values: np.ndarray) -> np.ndarray:
+    return values.view(np.uint32)
+
+
+@BY_TYPE
+def test_values_equal_those_of_the_formats_library_bit_for_bit(name: str, seed: int, large_counts: bool) -> None:
+    rng = np.random.default_rng(seed)
+    for round_index in range(100 if large_counts else 3):
+        raw = random_blocks(rng, name, NUM_ROWS, COLUMNS, scale=10.0 ** (round_index % 5 - 3))
+        expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
+        matrix = group_blocks(raw, block_type(name), "x")
+        assert matrix.shape == (NUM_ROWS, COLUMNS)
+        assert np.array_equal(bits(matrix.values()), bits(expected))
+
+
+@BY_TYPE
+def test_extreme_codes_and_factors_agree(name: str) -> None:
+    """All bits set, none set, and the largest and smallest numbers of float16."""
+    for byte in (0, 0xFF, 0x55, 0xAA):
+        for number in (0.0, -0.0, 6e-8, 65504.0, -65504.0):
+            raw = np.full((1, 2, block_type(name).num_bytes), byte, np.uint8)
+            for start in HALVES[name]:
+                raw[:, :, start : start + 2] = np.array([number], "<f2").view(np.uint8)
+            raw = raw.reshape(1, -1)
+            expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
+            assert np.array_equal(bits(group_blocks(raw, block_type(name), "x").values()), bits(expected)), (byte, number)
+
+
+@BY_TYPE
+def test_rows_can_be_taken_in_another_order(name: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    raw, order = random_blocks(rng, name, NUM_ROWS, COLUMNS), rng.permutation(NUM_ROWS)
+    assert np.array_equal(
+        group_blocks(raw, block_type(name), "x", order).values(), group_blocks(raw, block_type(name), "x").values()[order]
+    )
+
+
+@BY_TYPE
+def test_chunks_make_no_difference(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = random_blocks(np.random.default_rng(seed), name, NUM_ROWS, COLUMNS)
+    whole = group_blocks(raw, block_type(name), "x")
+    monkeypatch.setattr(gguf_blocks, "_CHUNK_ITEMS", 3 * COLUMNS)
+    assert same(group_blocks(raw, block_type(name), "x"), whole)
+
+
+@BY_TYPE
+def test_its_size_is_known_before_it_is_made(name: str, seed: int) -> None:
+    raw = random_blocks(np.random.default_rng(seed), name, NUM_ROWS, COLUMNS)
+    assert group_blocks(raw, block_type(name), "x").nbytes == grouped_nbytes((NUM_ROWS, COLUMNS), block_type(name), "x")
+
+
+@BY_TYPE
+@pytest.mark.parametrize("number", [np.inf, np.nan])
+def test_a_scale_that_is_not_finite_is_an_error(name: str, number: float, seed: int) -> None:
+    raw = random_blocks(np.random.default_rng(seed), name, NUM_ROWS, COLUMNS)
+    begin = 5 * block_type(name).num_bytes if raw.shape[1] > 5 * block_type(name).num_bytes else 0
+    start = begin + HALVES[name][0]
+    raw[30, start : start + 2] = np.array([number], "<f2").view(np.uint8)
+    with pytest.raises(CheckpointError, match=r"the tensor has a scale that is no finite number in rows"):
+        group_blocks(raw, block_type(name), "the tensor")
+
+
+def test_a_type_that_cannot_be_read_is_an_error_that_lists_those_that_can() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"x is of type IQ2_XS; supported are F32, F16, BF16, Q4_0, .*IQ4_XS: get the model in one of them"
+    ):
+        group_blocks(np.zeros((1, 74), np.uint8), block_type("IQ2_XS"), "x")
+
+
+def same(one: GroupedMatrix, other: GroupedMatrix) -> bool:
+    minimums = (one.minimums is None) == (other.minimums is None) and (one.minimums is None or np.array_equal(one.minimums, other.minimums))
+    return bool(np.array_equal(one.codes, other.codes) and np.array_equal(one.scales, other.scales) and minimums)
