@@ -14,6 +14,7 @@ from paceline.errors import (
 )
 
 if TYPE_CHECKING:
+    from paceline.config import QuantOptions
     from paceline.llm import LLM
     from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
     from paceline.sampling.params import SamplingParams
@@ -28,6 +29,7 @@ __all__ = [
     "ConfigError",
     "IncompatibleDrafterError",
     "PacelineError",
+    "QuantOptions",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
@@ -40,6 +42,7 @@ __all__ = [
 # Loaded on first use, so that `import paceline` and `paceline --help` stay instant.
 _LAZY = {
     "LLM": "paceline.llm",
+    "QuantOptions": "paceline.config",
     "RequestOutput": "paceline.outputs",
     "SamplingParams": "paceline.sampling.params",
     "StreamChunk": "paceline.outputs",

@@ -9,7 +9,61 @@ from paceline.errors import ConfigError
 NUMERICS = ("exact", "fast")
 DTYPES = ("auto", "bf16", "f16", "f32")
 DEVICES = ("auto", "cpu", "cuda")
+BACKENDS = ("auto", "native", "openvino", "torch")
+QUANT = ("none", "int8", "int4")
+GGUF_WEIGHTS = ("exact", "regroup")
 MAX_DRAFT_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantOptions:
+    """How the matrices of a network are quantised while it is loaded.
+
+    Bits are 4 or 8, or None for a matrix that stays as it is stored.
+
+    Attributes:
+        bits: of every matrix that nothing below is about.
+        group: columns that share a scale: 32, 64 or 128; a matrix whose width it does not divide gets the next smaller one that does.
+        symmetric: codes stand for multiples of a scale around zero, else from a group's minimum on.
+        embedding_bits, lm_head_bits: of these two; where one matrix is both, the finer holds.
+        overrides: (pattern, bits) for matrices that need another treatment, such as ("layers.*.down_proj.weight", 8); the first
+            pattern that fits our name of a tensor holds, before everything above.
+    """
+
+    bits: int = 8
+    group: int = 128
+    symmetric: bool = True
+    embedding_bits: int | None = 8
+    lm_head_bits: int | None = 8
+    overrides: tuple[tuple[str, int | None], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise ConfigError(f"bits is {self.bits!r}: use 4 or 8")
+        if self.group not in (32, 64, 128):
+            raise ConfigError(f"group is {self.group!r}: use 32, 64 or 128")
+        named = {"embedding_bits": self.embedding_bits, "lm_head_bits": self.lm_head_bits}
+        for name, bits in (*named.items(), *((f"the override {pattern!r}", bits) for pattern, bits in self.overrides)):
+            if bits not in (4, 8, None):
+                raise ConfigError(f"{name} is {bits!r}: use 4, 8 or None")
+
+
+Quant = str | QuantOptions
+
+
+def quant_options(name: str, quant: Quant) -> QuantOptions | None:
+    """What a setting of quantisation asks for; None = nothing.
+
+    Args:
+        name: of the setting, for the error.
+
+    Raises:
+        ConfigError: it is unknown.
+    """
+    if isinstance(quant, QuantOptions):
+        return quant
+    _check_choice(name, quant, QUANT)
+    return None if quant == "none" else QuantOptions(bits=int(quant.removeprefix("int")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,14 +71,16 @@ class SpeculationConfig:
     """How to guess.
 
     Attributes:
-        drafter: "auto", "none", "ngram", or a directory or Hugging Face id of a draft model; several are asked in order.
+        drafter: "auto", "none", "ngram", "suffix", "prediction", or the directory or id of a draft model; several guess together.
         num_draft_tokens: tokens to draft a step, or "auto".
         tree_width: guesses a position of a draft model; 1 = a chain.
+        draft_quant: quantise draft models while loading them: "none", "int8", "int4" or `QuantOptions`.
     """
 
     drafter: str | tuple[str, ...] = "auto"
     num_draft_tokens: int | str = "auto"
     tree_width: int = 1
+    draft_quant: Quant = "none"
 
     def __post_init__(self) -> None:
         names: object = (self.drafter,) if isinstance(self.drafter, str) else self.drafter
@@ -34,6 +90,7 @@ class SpeculationConfig:
         if count != "auto" and (isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_DRAFT_TOKENS):
             raise ConfigError(f'num_draft_tokens is {count!r}: use "auto" or a whole number from 1 to {MAX_DRAFT_TOKENS}')
         _check_int("tree_width", self.tree_width, 1, 8)
+        quant_options("draft_quant", self.draft_quant)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,25 +98,33 @@ class EngineConfig:
     """How to load and run a target.
 
     Attributes:
-        model: "mini", a directory, or a Hugging Face id.
+        model: "mini", a directory, a GGUF file, or a Hugging Face id.
+        gguf_file: name of the GGUF file to take from the directory or from the Hub's model; None = the only one.
+        gguf_weights: "exact" (the values of the file) or "regroup" (quantise its matrices again, to larger groups that run faster).
         numerics: "exact" (a token never depends on what else is in the pass) or "fast".
         dtype: type to compute in; "auto" = as stored.
+        quant: quantise the matrices while loading: "none", "int8", "int4" or `QuantOptions`.
         threads: CPU threads; None = the processors this process may use.
         max_context: longest prompt + output; None = what the model was made for.
         cache_gb: memory for keys and values; None = enough for a few full contexts, at most a quarter of the free memory.
         device: "auto", "cpu" or "cuda".
+        backend: what computes: "native" (our kernels), "openvino" or "torch"; "auto" = the fastest for this machine and these weights.
         max_num_seqs: sequences in one pass.
         chunk_rows: prompt rows of one sequence in one pass.
         revision, token, offline: for models from the Hugging Face Hub.
     """
 
     model: str = "mini"
+    gguf_file: str | None = None
+    gguf_weights: str = "exact"
     numerics: str = "exact"
     dtype: str = "auto"
+    quant: Quant = "none"
     threads: int | None = None
     max_context: int | None = None
     cache_gb: float | None = None
     device: str = "auto"
+    backend: str = "auto"
     max_num_seqs: int = 16
     chunk_rows: int = 256
     revision: str | None = None
@@ -68,8 +133,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_choice("numerics", self.numerics, NUMERICS)
+        _check_choice("gguf_weights", self.gguf_weights, GGUF_WEIGHTS)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("device", self.device, DEVICES)
+        _check_choice("backend", self.backend, BACKENDS)
+        quant_options("quant", self.quant)
         _check_int("max_num_seqs", self.max_num_seqs, 1, 1024)
         _check_int("chunk_rows", self.chunk_rows, 1, 4096)
         if self.threads is not None:

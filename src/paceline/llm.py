@@ -2,19 +2,23 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any, cast, overload
 
-from paceline.config import EngineConfig, SpeculationConfig
+from paceline.config import EngineConfig, Quant, SpeculationConfig
+from paceline.engine.batch import RequestMaker
+from paceline.engine.engine import Engine
 from paceline.engine.open import open_engine
-from paceline.errors import RequestError
+from paceline.errors import ConfigError, RequestError
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.runtimes.base import Runtime
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.drafter import Drafter
-from paceline.speculation.request import Request
+from paceline.speculation.request import DraftHints, Request
 from paceline.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+Predictions = Prompt | Sequence[Prompt | None] | None
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -26,16 +30,22 @@ class LLM:
         >>> llm.generate("The quick brown", SamplingParams(max_tokens=8))[0].text
 
     Args:
-        model: "mini", a model directory, or a Hugging Face id.
+        model: "mini", a model directory, a GGUF file, or a Hugging Face id.
+        gguf_file: name of the GGUF file to take from the directory or from the Hub's model; None = the only one.
+        gguf_weights: "exact" (the values of the file) or "regroup" (quantise them again so that they run faster).
         numerics: "exact": a token depends on nothing but target, prompt, sampling parameters and seed; "fast": any kernel.
         dtype: "auto" (as stored), "bf16", "f16" or "f32".
+        quant: quantise the weights while loading: "none", "int8", "int4" or `QuantOptions`; the result is cached on disk.
         threads: CPU threads; None = the processors this process may use.
         max_context: longest prompt + output.
         cache_gb: memory for keys and values.
         device: "auto", "cpu" or "cuda".
-        drafter: "auto" (the model's own draft model, else ngram), "none", "ngram", a draft model's directory or id, or several in order.
+        backend: "native" (our own CPU kernels), "openvino" or "torch"; "auto" = the fastest for this machine and these weights.
+        drafter: "auto" (the model's own draft model, else ngram), "none", "ngram", "suffix", "prediction", a draft model's
+            directory or id, or several of them together.
         num_draft_tokens: tokens guessed a step, or "auto" (4).
         tree_width: guesses a position of a draft model; 1 = a chain.
+        draft_quant: the same for draft models.
         revision, token, offline: for models from the Hugging Face Hub.
 
     Raises:
@@ -46,15 +56,20 @@ class LLM:
         self,
         model: str = "mini",
         *,
+        gguf_file: str | None = None,
+        gguf_weights: str = "exact",
         numerics: str = "exact",
         dtype: str = "auto",
+        quant: Quant = "none",
         threads: int | None = None,
         max_context: int | None = None,
         cache_gb: float | None = None,
         device: str = "auto",
+        backend: str = "auto",
         drafter: str | Sequence[str] | Drafter = "auto",
         num_draft_tokens: int | str = "auto",
         tree_width: int = 1,
+        draft_quant: Quant = "none",
         max_num_seqs: int = 16,
         revision: str | None = None,
         token: str | None = None,
@@ -62,23 +77,39 @@ class LLM:
     ) -> None:
         config = EngineConfig(
             model=str(model),
+            gguf_file=gguf_file,
+            gguf_weights=gguf_weights,
             numerics=numerics,
             dtype=dtype,
+            quant=quant,
             threads=threads,
             max_context=max_context,
             cache_gb=cache_gb,
             device=device,
+            backend=backend,
             max_num_seqs=max_num_seqs,
             revision=revision,
             token=token,
             offline=offline,
         )
         names = drafter.name if isinstance(drafter, Drafter) else _as_setting(drafter)
-        speculation = SpeculationConfig(drafter=names, num_draft_tokens=num_draft_tokens, tree_width=tree_width)
-        opened = open_engine(config, speculation, drafter if isinstance(drafter, Drafter) else None)
-        self.engine = opened.engine
-        self.notices = list(opened.notices)
-        self._maker = opened.maker
+        self._speculation = SpeculationConfig(
+            drafter=names, num_draft_tokens=num_draft_tokens, tree_width=tree_width, draft_quant=draft_quant
+        )
+        self._opened = open_engine(config, self._speculation, drafter if isinstance(drafter, Drafter) else None)
+
+    @property
+    def engine(self) -> Engine:
+        return self._opened.engine
+
+    @property
+    def notices(self) -> Sequence[str]:
+        """What loading had to say, a line each."""
+        return self._opened.notices
+
+    @property
+    def _maker(self) -> RequestMaker:
+        return self._opened.maker
 
     @property
     def runtime(self) -> Runtime:
@@ -123,12 +154,22 @@ class LLM:
             text += f"; pays from {max(0.0, policy.costs.break_even_accepted()):.2f} accepted tokens a step on"
         return text
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[RequestOutput]:
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        prediction: Predictions = None,
+        namespace: str | None = None,
+    ) -> list[RequestOutput]:
         """Complete prompts as they are.
 
         Args:
             prompts: a string, a list of token ids, or a list of these; several run as one ragged batch.
             params: for all of them; by default greedy, 256 tokens.
+            prediction: text or token ids the outputs will resemble; a list has one, or None, for each prompt. Needs the drafter
+                "prediction". Changes the speed, never a token.
+            namespace: whose finished outputs a suffix store may offer as guesses and remember these in; None = nobody's.
 
         Returns:
             one output a prompt, in order.
@@ -136,19 +177,37 @@ class LLM:
         Raises:
             RequestError: a prompt or parameter cannot be served; nothing ran.
         """
-        return self._run([self._maker.prompt_ids(prompt) for prompt in _as_list(prompts)], params)
+        ids = [self._maker.prompt_ids(prompt) for prompt in _as_list(prompts)]
+        return self._run(ids, params, self._hints(prediction, namespace, len(ids)))
 
     @overload
-    def chat(self, messages: Messages, params: SamplingParams | None = None) -> RequestOutput: ...
+    def chat(
+        self, messages: Messages, params: SamplingParams | None = None, *, prediction: Predictions = None, namespace: str | None = None
+    ) -> RequestOutput: ...
 
     @overload
-    def chat(self, messages: Sequence[Messages], params: SamplingParams | None = None) -> list[RequestOutput]: ...
+    def chat(
+        self,
+        messages: Sequence[Messages],
+        params: SamplingParams | None = None,
+        *,
+        prediction: Predictions = None,
+        namespace: str | None = None,
+    ) -> list[RequestOutput]: ...
 
-    def chat(self, messages: Messages | Sequence[Messages], params: SamplingParams | None = None) -> RequestOutput | list[RequestOutput]:
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | None = None,
+        *,
+        prediction: Predictions = None,
+        namespace: str | None = None,
+    ) -> RequestOutput | list[RequestOutput]:
         """Answer a conversation, or several.
 
         Args:
             messages: one conversation as a list of {"role", "content"}, or a list of conversations.
+            prediction, namespace: as for `generate`.
 
         Returns:
             one output for one conversation, a list for a list.
@@ -158,27 +217,52 @@ class LLM:
             raise RequestError(
                 f"messages is {given!r}: give a list of {{'role', 'content'}}, or a list of such lists", parameter="messages"
             )
-        if isinstance(messages[0], Mapping):
-            return self._run([self._chat_ids(cast(Messages, messages))], params)[0]
-        return self._run([self._chat_ids(conversation) for conversation in cast(Sequence[Messages], messages)], params)
+        is_one = isinstance(messages[0], Mapping)
+        conversations = [cast(Messages, messages)] if is_one else cast(Sequence[Messages], messages)
+        hints = self._hints(prediction, namespace, len(conversations))
+        outputs = self._run([self._chat_ids(conversation) for conversation in conversations], params, hints)
+        return outputs[0] if is_one else outputs
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, prediction: Prompt | None = None, namespace: str | None = None
+    ) -> Iterator[StreamChunk]:
         """Complete one prompt, yielding what every step adds; the last chunk carries the whole output."""
-        return self._stream(self._maker.prompt_ids(prompt), params)
+        return self._stream(self._maker.prompt_ids(prompt), params, self._hints(prediction, namespace, 1))
 
-    def stream_chat(self, messages: Messages, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+    def stream_chat(
+        self, messages: Messages, params: SamplingParams | None = None, *, prediction: Prompt | None = None, namespace: str | None = None
+    ) -> Iterator[StreamChunk]:
         """Answer one conversation, yielding what every step adds."""
-        return self._stream(self._chat_ids(messages), params)
+        return self._stream(self._chat_ids(messages), params, self._hints(prediction, namespace, 1))
 
-    def _run(self, prompts: Sequence[list[int]], params: SamplingParams | None) -> list[RequestOutput]:
-        requests = self._requests(prompts, params, is_streamed=False)
+    def requantize(self, quant: Quant) -> None:
+        """Go on with the target quantised in another way, or as stored with "none"; the drafter stays.
+
+        The new target is built beside the old one, so both need memory for a moment; then they change places at once. If anything
+        fails the old one goes on as if nothing had been asked.
+
+        Raises:
+            ConfigError: `quant` is unknown, or a request is still running.
+            CheckpointError, CapacityError: the new target cannot be built.
+        """
+        self._check_idle()
+        opened = open_engine(replace(self._opened.config, quant=quant), self._speculation, self.drafter)
+        self._check_idle()
+        self._opened = opened
+
+    def _check_idle(self) -> None:
+        if not self.engine.is_idle:
+            raise ConfigError("the target cannot be requantized while a request is running: finish its stream or close it first")
+
+    def _run(self, prompts: Sequence[list[int]], params: SamplingParams | None, hints: Sequence[DraftHints]) -> list[RequestOutput]:
+        requests = self._requests(prompts, params, hints, is_streamed=False)
         with closing(self.engine.run(requests)) as steps:  # closed at once if we are interrupted between two steps
             for _ in steps:
                 pass
         return [self._output(request) for request in requests]
 
-    def _stream(self, prompt: list[int], params: SamplingParams | None) -> Iterator[StreamChunk]:
-        (request,) = self._requests([prompt], params, is_streamed=True)
+    def _stream(self, prompt: list[int], params: SamplingParams | None, hints: Sequence[DraftHints]) -> Iterator[StreamChunk]:
+        (request,) = self._requests([prompt], params, hints, is_streamed=True)
         seen = request.num_prompt_tokens
         with closing(self.engine.run([request])) as steps:
             for _ in steps:
@@ -187,17 +271,23 @@ class LLM:
                 yield StreamChunk(text, request.token_ids[seen:], request.origins[seen - request.num_prompt_tokens :], output)
                 seen = len(request.token_ids)
 
-    def _requests(self, prompts: Sequence[list[int]], params: SamplingParams | None, *, is_streamed: bool) -> list[Request]:
+    def _requests(
+        self, prompts: Sequence[list[int]], params: SamplingParams | None, hints: Sequence[DraftHints], *, is_streamed: bool
+    ) -> list[Request]:
         made: list[Request] = []
         cache = self.engine.cache
         try:
-            for prompt in prompts:
-                made.append(self._maker.make(prompt, params or SamplingParams(), cache, is_streamed=is_streamed))
+            for prompt, hint in zip(prompts, hints, strict=True):
+                made.append(self._maker.make(prompt, params or SamplingParams(), cache, is_streamed=is_streamed, hints=hint))
         except Exception:
             for request in made:
                 cache.release(request.sequence)
             raise
         return made
+
+    def _hints(self, prediction: Predictions, namespace: str | None, num_prompts: int) -> list[DraftHints]:
+        reads = self.drafter is not None and self.drafter.reads_predictions
+        return self._maker.hints(prediction, namespace, num_prompts, are_predictions_read=reads)
 
     def _output(self, request: Request) -> RequestOutput:
         return self._maker.output(request, numerics=self.numerics, drafter=self.drafter_name)

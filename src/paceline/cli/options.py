@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from paceline.cli.reporting import reported_errors
-from paceline.config import DEVICES, DTYPES, NUMERICS, EngineConfig, SpeculationConfig
+from paceline.config import BACKENDS, DEVICES, DTYPES, GGUF_WEIGHTS, NUMERICS, QUANT, EngineConfig, SpeculationConfig
 from paceline.errors import RequestError
 from paceline.sampling.params import SamplingParams
 
@@ -27,13 +27,17 @@ MODEL = Panel(
     "Model",
     EngineConfig,
     {
-        "model": 'The target: "mini" (embedded), a directory or a Hugging Face id.',
+        "model": 'The target: "mini" (embedded), a directory, a GGUF file or a Hugging Face id.',
+        "gguf_file": "Name of the GGUF file to take from the directory or from the Hub's model. Default: the only one.",
+        "gguf_weights": "exact: the file's own values. regroup: quantise them again so that they run faster; it changes tokens.",
         "numerics": "exact: a token never depends on what else is in the pass. fast: what the hardware does best.",
         "dtype": "Type to compute in; auto = as stored.",
+        "quant": "Quantise the weights while loading; the result is cached on disk. It changes tokens: another target.",
         "threads": "CPU threads. Default: the processors this process may use.",
         "max_context": "Longest prompt + output, in tokens. Default: what the model was made for.",
         "cache_gb": "Memory for keys and values, in gigabytes. Default: a few full contexts, at most a quarter of the free memory.",
         "device": "Where to run.",
+        "backend": "What computes: our own CPU kernels, OpenVINO or torch; auto = the fastest for this machine and these weights.",
         "revision": "Branch, tag or commit of a model from the Hugging Face Hub.",
         "token": "Access token for the Hugging Face Hub. Better: log in with its own client, then no shell history holds the token.",
         "offline": "Use only what is on this machine.",
@@ -60,10 +64,11 @@ SPECULATION = Panel(
     "Speculation",
     SpeculationConfig,
     {
-        "drafter": "Who guesses: auto, none, ngram, or the directory or id of a draft model; given several times, all of them. "
+        "drafter": "Who guesses: auto, none, ngram, suffix, prediction, or the directory or id of a draft model; several times: all. "
         "It changes the speed, never a token.",
         "num_draft_tokens": 'Tokens to draft a step: "auto" or a number.',
         "tree_width": "Guesses for one position of a draft model; 1 = a chain.",
+        "draft_quant": "Quantise draft models while loading. It changes the speed, never a token.",
     },
 )
 OUTPUT = "Output"
@@ -71,7 +76,11 @@ PANELS = (MODEL, SAMPLING, SPECULATION)
 METAVARS = {
     "numerics": "|".join(NUMERICS),
     "dtype": "|".join(DTYPES),
+    "quant": "|".join(QUANT),
+    "draft_quant": "|".join(QUANT),
     "device": "|".join(DEVICES),
+    "backend": "|".join(BACKENDS),
+    "gguf_weights": "|".join(GGUF_WEIGHTS),
     "num_draft_tokens": "auto|<int>",
     "stop": "<str>",
     "drafter": "<str>",
@@ -163,6 +172,8 @@ def _parameter(name: str, hint: Any, default: Any, help_text: str, title: str) -
     parser = None
     if name in REPEATABLE:
         hint, default = list[str], [default] if default else []
+    elif name in ("quant", "draft_quant"):
+        hint = str
     elif name == "num_draft_tokens":
         hint, parser = str, _count_or_word
     option = typer.Option(

@@ -9,7 +9,7 @@ from paceline.kv_cache.paged import KVCache
 from paceline.outputs import RequestOutput, Timing, Usage
 from paceline.sampling.params import SamplingParams, resolve_seed
 from paceline.sampling.processors import LogitsProcessor
-from paceline.speculation.request import FinishReason, Request
+from paceline.speculation.request import DraftHints, FinishReason, Request
 from paceline.speculation.stop import TextStop
 from paceline.tokenizer import Tokenizer
 
@@ -35,14 +35,10 @@ class RequestMaker:
         Raises:
             RequestError: it is empty, holds an id that does not exist, or leaves no room for output.
         """
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _as_ids(prompt)
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _as_ids(prompt, "prompt")
         if not ids:
             raise RequestError("the prompt is empty: give at least one token", parameter="prompt")
-        for token_id in ids:
-            if not 0 <= token_id < self.vocab_size:
-                raise RequestError(
-                    f"prompt holds token id {token_id}; this model's ids go from 0 to {self.vocab_size - 1}", parameter="prompt"
-                )
+        self._check_ids(ids, "prompt")
         if len(ids) >= self.max_context:
             raise RequestError(
                 f"the prompt has {len(ids)} tokens, the context holds {self.max_context} and at least one must be left for the output: "
@@ -51,7 +47,45 @@ class RequestMaker:
             )
         return ids
 
-    def make(self, prompt_token_ids: list[int], params: SamplingParams, cache: KVCache, *, is_streamed: bool) -> Request:
+    def hints(self, prediction: object, namespace: str | None, num_prompts: int, *, are_predictions_read: bool) -> list[DraftHints]:
+        """What drafters are told about each of `num_prompts` prompts.
+
+        Args:
+            prediction: text or token ids the outputs will resemble, or a list of these, or of None, one for each prompt.
+            are_predictions_read: whether the drafter has a use for them.
+
+        Raises:
+            RequestError: a prediction is neither text nor token ids, nobody reads it, or there are not as many as prompts.
+        """
+        if not isinstance(namespace, str | None):
+            raise RequestError(f"namespace is {namespace!r}: give a string, or None", parameter="namespace")
+        if prediction is None:
+            return [DraftHints(namespace=namespace)] * num_prompts
+        if not are_predictions_read:
+            raise RequestError(
+                'a prediction is given, but no drafter in use reads it: load the model with drafter="prediction", or a list such as '
+                '["prediction", "ngram"]',
+                parameter="prediction",
+            )
+        if _is_one_text(prediction):
+            return [DraftHints(self._prediction_ids(prediction), namespace)] * num_prompts
+        if not isinstance(prediction, Sequence) or len(prediction) != num_prompts:
+            raise RequestError(
+                f"prediction is {prediction!r} for {num_prompts} prompts: give one text, one list of token ids, or a list with one of "
+                "these or None for each prompt",
+                parameter="prediction",
+            )
+        return [DraftHints(() if one is None else self._prediction_ids(one), namespace) for one in prediction]
+
+    def make(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        cache: KVCache,
+        *,
+        is_streamed: bool,
+        hints: DraftHints = DraftHints(),  # noqa: B008  # frozen
+    ) -> Request:
         """A request with an empty sequence in `cache`.
 
         Raises:
@@ -74,6 +108,7 @@ class RequestMaker:
             max_len=min(self.max_context, len(prompt_token_ids) + params.max_tokens),
             end_token_ids=frozenset(ends),
             text_stop=text_stop,
+            hints=hints,
         )
 
     def output(self, request: Request, *, numerics: str, drafter: str) -> RequestOutput:
@@ -93,6 +128,18 @@ class RequestMaker:
             origins=request.origins,
         )
 
+    def _prediction_ids(self, prediction: object) -> tuple[int, ...]:
+        if isinstance(prediction, str):
+            return tuple(self.tokenizer.encode(prediction, add_special_tokens=False))
+        ids = _as_ids(prediction, "prediction")
+        self._check_ids(ids, "prediction")
+        return tuple(ids)
+
+    def _check_ids(self, ids: Sequence[int], name: str) -> None:
+        for token_id in ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise RequestError(f"{name} holds token id {token_id}; this model's ids go from 0 to {self.vocab_size - 1}", parameter=name)
+
     def _text(self, request: Request, ids: list[int]) -> str:
         if request.text_stop is not None:
             return request.text_stop.finish()
@@ -100,16 +147,23 @@ class RequestMaker:
         return self.tokenizer.decode(ids[:-1] if ended_by_token else ids)
 
 
-def _as_ids(prompt: object) -> list[int]:
-    if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | bytearray):
-        raise RequestError(f"prompt is {prompt!r}: give a string or a list of token ids", parameter="prompt")
-    return [_as_id(item) for item in prompt]
+def _is_one_text(prediction: object) -> bool:
+    """Whether it is a string or a list of ids, not a list of these."""
+    if isinstance(prediction, str) or not isinstance(prediction, Sequence):
+        return isinstance(prediction, str) or hasattr(prediction, "dtype")  # an array of ids is no Sequence
+    return all(not isinstance(item, str | Sequence | None) for item in prediction)
 
 
-def _as_id(item: object) -> int:
+def _as_ids(ids: object, name: str) -> list[int]:
+    if not isinstance(ids, Iterable) or isinstance(ids, bytes | bytearray):
+        raise RequestError(f"{name} is {ids!r}: give a string or a list of token ids", parameter=name)
+    return [_as_id(item, name) for item in ids]
+
+
+def _as_id(item: object, name: str) -> int:
     try:
         if not isinstance(item, bool):
             return operator.index(item)  # type: ignore[arg-type]
     except TypeError:
         pass
-    raise RequestError(f"prompt holds {item!r}, which is no token id: give a string or whole numbers", parameter="prompt")
+    raise RequestError(f"{name} holds {item!r}, which is no token id: give a string or whole numbers", parameter=name)

@@ -32,6 +32,12 @@ class Engine:
         self.runtime, self.cache, self.guesser = runtime, cache, guesser
         self._max_num_seqs = max_num_seqs
         self._chunk_rows = chunk_rows
+        self._num_runs = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no run has begun that is not closed."""
+        return self._num_runs == 0
 
     def run(self, requests: Sequence[Request]) -> Generator[None, None, None]:
         """Advance `requests` until all are finished, yielding after every step; each needs a sequence of `cache`.
@@ -43,6 +49,7 @@ class Engine:
             CheckpointError: the target produced NaN.
         """
         waiting, running = list(requests), list[Request]()
+        self._num_runs += 1
         try:
             for request in requests:
                 self._check_fits(request)
@@ -59,6 +66,7 @@ class Engine:
                     self._release(request)
                 yield
         finally:
+            self._num_runs -= 1
             for request in (*waiting, *running):
                 self._release(request)
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.config import EngineConfig, SpeculationConfig, cache_directory
+from paceline.config import EngineConfig, SpeculationConfig, cache_directory, quant_options
 from paceline.drafters import TargetDescription, make_drafter
 from paceline.engine.batch import RequestMaker
 from paceline.engine.engine import Engine
@@ -24,11 +24,12 @@ DEFAULT_DRAFT_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class OpenedEngine:
-    """An engine, how requests for it are made, and one-line notices its user should see."""
+    """An engine, how requests for it are made, one-line notices its user should see, and the settings it was opened with."""
 
     engine: Engine
     maker: RequestMaker
     notices: tuple[str, ...]
+    config: EngineConfig
 
 
 def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: Drafter | None = None) -> OpenedEngine:
@@ -40,7 +41,7 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
     Raises:
         CheckpointError, CapacityError, IncompatibleDrafterError, BackendUnavailableError, ConfigError: with the way out.
     """
-    directory = resolve(config.model, revision=config.revision, token=config.token, offline=config.offline)
+    directory = resolve(config.model, gguf_file=config.gguf_file, revision=config.revision, token=config.token, offline=config.offline)
     tokenizer = Tokenizer.open(directory)
     loaded = load_runtime(directory, _runtime_options(config, drafter))
     runtime = loaded.runtime
@@ -59,13 +60,16 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
             tree_width=speculation.tree_width,
             offline=config.offline,
             token=config.token,
+            draft_quant=quant_options("draft_quant", speculation.draft_quant),
+            quant_directory=cache_directory(),
         )
         drafter = make_drafter(speculation.drafter, target)
     policy = DraftLengthPolicy(DEFAULT_DRAFT_TOKENS) if drafter is None else _policy(speculation, runtime, cache, plan.max_context)
     guesser = Guesser(drafter, policy, vocab_size=vocab_size, layout=cache.layout)
     engine = Engine(runtime, cache, guesser, max_num_seqs=config.max_num_seqs, chunk_rows=config.chunk_rows)
-    maker = RequestMaker(tokenizer, vocab_size, plan.max_context, runtime.config.eos_token_ids)
-    return OpenedEngine(engine, maker, _notices(loaded.notices, plan.notice))
+    ends = tuple(dict.fromkeys((*runtime.config.eos_token_ids, *tokenizer.end_token_ids)))
+    maker = RequestMaker(tokenizer, vocab_size, plan.max_context, ends)
+    return OpenedEngine(engine, maker, _notices((*tokenizer.notices, *loaded.notices), plan.notice), config)
 
 
 def _runtime_options(config: EngineConfig, drafter: Drafter | None) -> RuntimeOptions:
@@ -75,8 +79,12 @@ def _runtime_options(config: EngineConfig, drafter: Drafter | None) -> RuntimeOp
         num_threads=config.num_threads,
         max_context=config.max_context,
         device=config.device,
+        backend=config.backend,
         collect_layers=drafter.needs.layers if drafter is not None else (),
         facts_directory=cache_directory(),
+        quant=quant_options("quant", config.quant),
+        quant_directory=cache_directory(),
+        regroup=config.gguf_weights == "regroup",
     )
 
 

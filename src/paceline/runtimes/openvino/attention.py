@@ -82,12 +82,13 @@ def paged_attention(
     inputs: dict[str, ov.Output],
     num_kv_heads: int,
     head_size: int,
+    score_scale: float,
 ) -> ov.Output:
     """Write k and v [T', K * D] of `rows` (q, k, v) into the caches and attend q [T', H * D]; T' counts repeated lone rows."""
     no_ints = ops.constant(np.zeros(0, np.int32)).output(0)
     no_floats = ops.constant(np.zeros(0, np.float32)).output(0)
     zero = ops.constant(np.int32(0)).output(0)
-    scale = ops.constant(np.float32(head_size**-0.5)).output(0)
+    scale = ops.constant(np.float32(score_scale)).output(0)
     node = PagedAttention(
         [
             *rows, *caches,

@@ -37,8 +37,9 @@ def build_graph(config: ModelConfig, weights: GraphWeights, collect_layers: Sequ
     logits, hidden, collected = decoder(blocks, config, collect_layers)
     outputs = [logits, hidden, *collected]
     model = ov.Model([ops.result(output) for output in outputs], list(blocks.parameters.values()), f"{config.family}-decoder")
-    compiled = ov.Core().compile_model(model, "CPU", compile_properties(weights.weight_type, num_threads))
-    nodes = [(node.get_type_name(), str(node.output(0).get_partial_shape())) for node in model.get_ordered_ops() if node.get_output_size()]
+    compiled = ov.Core().compile_model(model, "CPU", compile_properties(weights.weight_type, num_threads, weights.smallest_group))
+    outputs_of_nodes = [(node.get_type_name(), node.output(0)) for node in model.get_ordered_ops() if node.get_output_size()]
+    nodes = [(kind, str(output.get_partial_shape()), str(output.get_element_type())) for kind, output in outputs_of_nodes]
     digest = hashlib.sha256(repr((nodes, len(outputs))).encode()).hexdigest()
     return Graph(compiled, {name: index for index, name in enumerate(blocks.parameters)}, digest)
 
@@ -51,12 +52,17 @@ def build_lm_head(head: FloatArray, weight_type: WeightType, num_threads: int) -
     return ov.Core().compile_model(model, "CPU", compile_properties(weight_type, num_threads))
 
 
-def compile_properties(weight_type: WeightType, num_threads: int) -> dict[str, str]:
-    """Plugin properties; left to its defaults it would keep 8-bit caches and run float32 models in bf16."""
+def compile_properties(weight_type: WeightType, num_threads: int, activation_group: int = 0) -> dict[str, str]:
+    """Plugin properties; left to its defaults it would keep 8-bit caches and run float32 models in bf16.
+
+    Args:
+        activation_group: activations in front of compressed matrices are quantised in groups of so many, where the processor
+            has instructions for it; 0 = never. More than a matrix's own group makes products far slower.
+    """
     return {
         "INFERENCE_PRECISION_HINT": weight_type.value,
         "KV_CACHE_PRECISION": weight_type.value,
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": str(activation_group),
         "PERFORMANCE_HINT": "LATENCY",
         "NUM_STREAMS": "1",
         "INFERENCE_NUM_THREADS": str(num_threads),

@@ -11,12 +11,14 @@ from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.rope import inverse_frequencies
-from paceline.models.weights import Weights, as_float32
+from paceline.models.weights import GroupedTensor, Weights, as_float32
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Numerics, RowRange, Runtime
 from paceline.runtimes.numerics import RowPadding
 from paceline.runtimes.openvino.attention import attention_inputs
+from paceline.runtimes.openvino.blocks import ROTARY_INPUTS
 from paceline.runtimes.openvino.graph import build_graph, build_lm_head
-from paceline.runtimes.openvino.weights import NUMPY_TYPE, GraphWeights, rounded, shared_tensor
+from paceline.runtimes.openvino.weights import NUMPY_TYPE, GraphWeights, shared_tensor
+from paceline.runtimes.rounding import rounded
 
 MIN_POSITIONS = 256
 """Positions prepared for however short the context: measurements at load run some rows of their own."""
@@ -60,7 +62,8 @@ class OpenVINORuntime(Runtime):
         self.graph_digest = graph.digest
         self.version = f"openvino {ov.__version__}, {num_threads} threads, graph {graph.digest}"
         self._request = graph.compiled.create_infer_request()
-        self._cos, self._sin = _rotary_tables(config, max(max_context, MIN_POSITIONS))
+        self._rotary_tables = _rotary_tables(config, max(max_context, MIN_POSITIONS))
+        self._embedding_scale = rounded(np.array([config.embedding_scale], np.float32), self._round_to)
         self._lm_head: ov.CompiledModel | None = None
         self._buffers: dict[str, np.ndarray] = {}  # what the request's input tensors point into
         self.new_cache(2)
@@ -101,8 +104,7 @@ class OpenVINORuntime(Runtime):
         rows = attention_inputs(batch, repeat_lone_rows=self.padding is RowPadding.ATTENTION)
         rows["embedded"] = self.embed(batch.token_ids)
         rows["logits_rows"] = batch.logits_rows
-        rows["cos"] = self._cos[batch.positions]
-        rows["sin"] = self._sin[batch.positions]
+        rows |= {name: table[batch.positions] for name, table in self._rotary_tables.items()}
         for name, value in rows.items():
             self._feed(name, value)
         self._request.infer()
@@ -113,13 +115,18 @@ class OpenVINORuntime(Runtime):
 
     def embed(self, token_ids: IntArray) -> FloatArray:
         rows = as_float32(self._embedding, token_ids)
-        return rows if self._embedding.weight_type is self._round_to else rounded(rows, self._round_to)
+        is_exact = isinstance(self._embedding, GroupedTensor) or self._embedding.weight_type is self._round_to
+        rows = rows if is_exact else rounded(rows, self._round_to)
+        return rows if self.config.embedding_scale == 1.0 else rounded(rows * self._embedding_scale, self._round_to)
 
     def lm_head(self, hidden_states: FloatArray) -> FloatArray:
         if self._lm_head is None:
             head = self._weights["embedding.weight" if self.config.tied_embeddings else "lm_head.weight"]
-            self._lm_head = build_lm_head(rounded(as_float32(head), self._round_to), self._weight_type, self.num_threads)
-        return np.asarray(self._lm_head([hidden_states])[0])
+            values = as_float32(head) if isinstance(head, GroupedTensor) else rounded(as_float32(head), self._round_to)
+            self._lm_head = build_lm_head(values, self._weight_type, self.num_threads)
+        logits = np.asarray(self._lm_head([hidden_states])[0])
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else np.tanh(logits / np.float32(cap)) * np.float32(cap)
 
     def _feed(self, name: str, value: np.ndarray) -> None:
         """Give an input its value; making and setting a tensor costs more than all else, so one of the same shape is written over."""
@@ -163,8 +170,11 @@ def repeat_lone_rows(batch: ForwardBatch) -> tuple[ForwardBatch, IntArray]:
     return ForwardBatch(batch.token_ids[taken], batch.positions[taken], tuple(ranges), new_row[batch.logits_rows]), new_row
 
 
-def _rotary_tables(config: ModelConfig, max_context: int) -> tuple[FloatArray, FloatArray]:
-    """cos and sin [max_context + 1, 1, D / 2] float32, scaled by the attention factor."""
-    frequencies, factor = inverse_frequencies(config.rope, config.head_size)
-    angles = np.arange(max_context + 1, dtype=np.float32)[:, None] * frequencies[None, :]
-    return (np.cos(angles) * np.float32(factor))[:, None, :], (np.sin(angles) * np.float32(factor))[:, None, :]
+def _rotary_tables(config: ModelConfig, max_context: int) -> dict[str, FloatArray]:
+    """cos and sin [max_context + 1, 1, R / 2] float32 by the graph's names, scaled by the attention factor."""
+    tables: dict[str, FloatArray] = {}
+    for (cos, sin), rope in zip(ROTARY_INPUTS, config.ropes, strict=False):
+        frequencies, factor = inverse_frequencies(rope, config.head_size)
+        angles = np.arange(max_context + 1, dtype=np.float32)[:, None] * frequencies[None, :]
+        tables[cos], tables[sin] = (np.cos(angles) * np.float32(factor))[:, None, :], (np.sin(angles) * np.float32(factor))[:, None, :]
+    return tables

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import openvino as ov
-from numpy.typing import NDArray
 from openvino import opset13 as ops
 
 from paceline.models.config import WeightType
-from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
+from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, as_float32
+from paceline.runtimes.openvino.compressed import compressed, is_compressible
+from paceline.runtimes.rounding import rounded, to_bf16
 
 OV_TYPE = {WeightType.F32: ov.Type.f32, WeightType.BF16: ov.Type.bf16}
 _SCRATCH = Path("/var/tmp")
@@ -26,19 +27,6 @@ def shared_tensor(array: np.ndarray, weight_type: WeightType) -> ov.Tensor:
     if weight_type is WeightType.BF16:
         return ov.Tensor(array.view(np.int16), ov.Shape(list(array.shape)), ov.Type.bf16)
     return ov.Tensor(array, shared_memory=True)
-
-
-def to_bf16(values: np.ndarray) -> np.ndarray:
-    """bf16 bits (uint16) of float32 values, rounded to nearest even."""
-    bits = values.astype(np.float32).view(np.uint32)
-    return ((bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)).astype(np.uint16)
-
-
-def rounded(values: NDArray[np.float32], to: WeightType) -> NDArray[np.float32]:
-    """`values` rounded to what `to` can hold, as float32."""
-    if to is WeightType.BF16:
-        return (to_bf16(values).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return values.astype(np.float16).astype(np.float32) if to is WeightType.F16 else values
 
 
 def on_disk(array: np.ndarray) -> np.ndarray:
@@ -62,20 +50,29 @@ class GraphWeights:
         self._weights = weights
         self._round_to = round_to
         self.weight_type = weight_type
+        self.smallest_group = 0  # columns, of the matrices that went in compressed so far; 0 = none did
         self._matrices: list[np.ndarray] = []
         self.vectors: list[np.ndarray] = []  # read in place at every pass: keep them as long as the graph
 
     def has(self, name: str) -> bool:
         return self._weights.has(name)
 
-    def vector(self, name: str) -> ov.Output:
-        """A norm weight or bias as float32, [width]."""
-        self.vectors.append(np.ascontiguousarray(rounded(as_float32(self._weights[name]), self._round_to)))
+    def vector(self, name: str, *, exact: bool = False) -> ov.Output:
+        """A norm weight or bias as float32, [width]; `exact` = not rounded."""
+        values = as_float32(self._weights[name])
+        self.vectors.append(np.ascontiguousarray(values if exact else rounded(values, self._round_to)))
         return ops.constant(shared_tensor(self.vectors[-1], WeightType.F32)).output(0)
 
     def matrix(self, name: str) -> ov.Output:
-        """A weight matrix in `weight_type`, [outputs, inputs]; a view of the file where nothing is converted."""
-        self._matrices.append(self._converted(self._weights[name]))
+        """A weight matrix in `weight_type`, [outputs, inputs]; a view of the file where nothing is converted.
+
+        One in groups becomes float32 computed from compressed constants, if the plugin can take its groups so.
+        """
+        tensor = self._weights[name]
+        if isinstance(tensor, GroupedTensor) and is_compressible(tensor.matrix):
+            self.smallest_group = min(self.smallest_group or tensor.matrix.group, tensor.matrix.group)
+            return compressed(tensor.matrix, self._matrices)
+        self._matrices.append(self._converted(tensor))
         return ops.constant(shared_tensor(self._matrices[-1], self.weight_type)).output(0)
 
     def drop_matrices(self) -> None:
@@ -85,5 +82,7 @@ class GraphWeights:
     def _converted(self, tensor: AnyTensor) -> np.ndarray:
         if isinstance(tensor, Tensor) and tensor.weight_type is self.weight_type and self._round_to in (tensor.weight_type, WeightType.F32):
             return tensor.array
-        values = rounded(as_float32(tensor), self._round_to)
+        values = as_float32(tensor)  # those of groups are nobody's to round
+        if isinstance(tensor, Tensor):
+            values = rounded(values, self._round_to)
         return on_disk(to_bf16(values) if self.weight_type is WeightType.BF16 else values)

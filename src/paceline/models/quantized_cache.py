@@ -1,0 +1,240 @@
+"""Quantised matrices on disk, so that a model is quantised once: one safetensors file for each content and each setting.
+
+A file is written under a temporary name, synced and renamed, so a name that can be found was written whole. Its header follows from
+the model and the settings alone and its data have a checksum, so a file that was damaged later is noticed and made anew.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.config import QuantOptions
+from paceline.models.grouped import GroupedMatrix
+from paceline.models.quantize import Scheme, quantize_tensor, schemes_for
+from paceline.models.safetensors_file import map_file
+from paceline.models.weights import AnyTensor, GroupedTensor, Weights
+
+FOLDER = "quantised"
+"""Folder of the cache directory that holds the files."""
+
+FORMAT = 1  # of the file and of the arithmetic in quantize.py: another number, another key
+_ALIGNMENT = 64
+_PARTIAL = ".partial-"
+_ABANDONED_S = 24 * 3600.0
+_DIGEST_BYTES = 32
+_SUMMED_WORDS = 8192  # a checksum's sums are of 64 KiB, so that exchanged pages are noticed as well
+_SAMPLES = 16  # places of a tensor that a key looks at
+_SAMPLE_BYTES = 512
+_SAFETENSORS_TYPE = {"i1": "I8", "u1": "U8", "f4": "F32"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One array of a matrix in the file: file offsets [begin, end)."""
+
+    name: str
+    item_type: "np.dtype[Any]"
+    shape: tuple[int, int]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What a file must look like: its first bytes, the parts of each matrix, where the checksum is (at the end)."""
+
+    header: bytes
+    parts: Mapping[str, tuple[_Part, ...]]
+    digest_begin: int
+
+    @property
+    def size(self) -> int:
+        return self.digest_begin + _DIGEST_BYTES
+
+
+def quantized_weights(
+    weights: Weights,
+    options: QuantOptions,
+    cache_directory: Path | None,
+    *,
+    files: Sequence[Path] = (),
+    num_threads: int = 1,
+    notices: list[str] | None = None,
+) -> Weights:
+    """The weights with their matrices in groups as `options` say, one tensor at a time; mapped from the cache where there is one.
+
+    Args:
+        cache_directory: None = keep the result in memory alone.
+        files: what `weights` were read from. Their sizes and times of change then enter the key, beside samples of every tensor;
+            without them every byte is read for it.
+        notices: gets a line when the cache cannot be written.
+
+    Raises:
+        CheckpointError: a weight is NaN, infinite or beyond 1e37.
+    """
+    schemes = schemes_for(weights, options)
+    if not schemes:
+        return weights
+    if cache_directory is not None:
+        key = _key(weights, options, schemes, files)
+        layout = _layout(weights, schemes, key)
+        path = cache_directory / FOLDER / f"{key}.safetensors"
+        try:
+            found = _read(path, layout, weights, schemes)
+            if found is None:
+                _write(path, layout, weights, schemes, num_threads)
+                found = _read(path, layout, weights, schemes)
+            if found is not None:
+                return Weights({**weights, **found})
+            problem = "what was written does not read back"
+        except OSError as error:
+            problem = str(error)
+        if notices is not None:
+            notices.append(f"the quantised weights could not be kept in {path.parent} ({problem}): they stay in memory, and are made again")
+    made = {name: quantize_tensor(name, weights[name], scheme, num_threads=num_threads) for name, scheme in schemes.items()}
+    return Weights({**weights, **made})
+
+
+def _key(weights: Weights, options: QuantOptions, schemes: Mapping[str, Scheme], files: Sequence[Path]) -> str:
+    digest = hashlib.sha256(repr((FORMAT, astuple(options), sorted(schemes))).encode())
+    for path in files:
+        status = path.stat()
+        digest.update(repr((status.st_size, status.st_mtime_ns)).encode())
+    for name in schemes:
+        tensor = weights[name]
+        digest.update(repr((name, tensor.shape, tensor.weight_type)).encode())
+        for array in _arrays(tensor):
+            digest.update(_samples(array) if files else _sums(array))
+    return digest.hexdigest()[:40]
+
+
+def _arrays(tensor: AnyTensor) -> list[NDArray[Any]]:
+    if not isinstance(tensor, GroupedTensor):
+        return [tensor.array]
+    matrix = tensor.matrix
+    return [matrix.codes, matrix.scales, *([] if matrix.minimums is None else [matrix.minimums])]
+
+
+def _samples(array: NDArray[Any]) -> bytes:
+    """Bytes from rows spread over the matrix."""
+    rows = np.unique(np.linspace(0, len(array) - 1, _SAMPLES).astype(np.int64))
+    return b"".join(np.ascontiguousarray(array[row]).tobytes()[:_SAMPLE_BYTES] for row in rows)
+
+
+def _sums(array: NDArray[Any]) -> bytes:
+    """A digest that every byte enters, at the speed of memory: sums of 64 KiB, hashed."""
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    block_bytes = 8 * _SUMMED_WORDS
+    whole = len(flat) - len(flat) % block_bytes
+    digest = hashlib.sha256(flat[whole:].tobytes())
+    digest.update(flat[:whole].view(np.uint64).reshape(-1, _SUMMED_WORDS).sum(axis=1, dtype=np.uint64).tobytes())
+    return digest.digest()
+
+
+def _layout(weights: Weights, schemes: Mapping[str, Scheme], key: str) -> _Layout:
+    entries: dict[str, Any] = {"__metadata__": {"format": f"paceline quantised {FORMAT}", "key": key}}
+    relative: dict[str, list[_Part]] = {}
+    offset = 0
+    for name, scheme in schemes.items():
+        rows, columns = weights[name].shape
+        groups = (rows, columns // scheme.group)
+        arrays = [("codes", scheme.code_type, (rows, columns * scheme.bits // 8)), ("scales", np.dtype("<f4"), groups)]
+        arrays += [] if scheme.symmetric else [("minimums", np.dtype("<f4"), groups)]
+        for part_name, item_type, shape in arrays:
+            end = offset + shape[0] * shape[1] * item_type.itemsize
+            relative.setdefault(name, []).append(_Part(f"{name}.{part_name}", item_type, shape, offset, end))
+            kind = _SAFETENSORS_TYPE[item_type.str[1:]]
+            entries[f"{name}.{part_name}"] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, end]}
+            offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+            if offset > end:  # the format allows no gaps
+                entries[f"padding.{end}"] = {"dtype": "U8", "shape": [offset - end], "data_offsets": [end, offset]}
+    entries["checksum"] = {"dtype": "U8", "shape": [_DIGEST_BYTES], "data_offsets": [offset, offset + _DIGEST_BYTES]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    start = len(header)
+    parts = {
+        name: tuple(_Part(part.name, part.item_type, part.shape, start + part.begin, start + part.end) for part in own)
+        for name, own in relative.items()
+    }
+    return _Layout(header, parts, start + offset)
+
+
+def _write(path: Path, layout: _Layout, weights: Weights, schemes: Mapping[str, Scheme], num_threads: int) -> None:
+    """Quantise into a file of another name and rename it; whoever breaks off leaves no file of this name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(path.parent)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_PARTIAL)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(layout.header)
+            sums = hashlib.sha256()
+            for name, scheme in schemes.items():
+                tensor = quantize_tensor(name, weights[name], scheme, num_threads=num_threads)
+                for array, part in zip(_arrays(tensor), layout.parts[name], strict=True):
+                    _append(file, array, part.begin)
+                    sums.update(_sums(array))
+            file.write(bytes(layout.digest_begin - file.tell()) + sums.digest())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _sync_directory(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _append(file: BinaryIO, array: NDArray[Any], begin: int) -> None:
+    file.write(bytes(begin - file.tell()))
+    file.write(array.reshape(-1).view(np.uint8).data)
+
+
+def _read(path: Path, layout: _Layout, weights: Weights, schemes: Mapping[str, Scheme]) -> dict[str, GroupedTensor] | None:
+    """The matrices of a file, or None where there is none or it is not what it should be."""
+    try:
+        if path.stat().st_size != layout.size:
+            return None
+        content = map_file(path)
+    except FileNotFoundError:
+        return None
+    if content[: len(layout.header)].tobytes() != layout.header:
+        return None
+    sums = hashlib.sha256()
+    found: dict[str, GroupedTensor] = {}
+    for name, scheme in schemes.items():
+        arrays = [content[part.begin : part.end].view(part.item_type).reshape(part.shape) for part in layout.parts[name]]
+        for array in arrays:
+            sums.update(_sums(array))
+        codes, scales = arrays[:2]
+        matrix = GroupedMatrix(codes, scales, None if scheme.symmetric else arrays[2], scheme.bits, scheme.zero_point)
+        found[name] = GroupedTensor(matrix, weights[name].weight_type)
+    return found if content[layout.digest_begin :].tobytes() == sums.digest() else None
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """What killed writers left, once nobody can still be writing it."""
+    for left in directory.glob(f"{_PARTIAL}*"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > _ABANDONED_S:
+                left.unlink()
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make the rename survive a power cut, where a directory can be opened."""
+    with suppress(OSError):
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

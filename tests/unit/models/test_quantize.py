@@ -1,0 +1,237 @@
+"""Quantised matrices stay close to what they were made from, are never NaN, and hold values that float32 holds exactly."""
+
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.config import EngineConfig, QuantOptions, SpeculationConfig, quant_options
+from paceline.errors import CheckpointError, ConfigError
+from paceline.models.config import WeightType
+from paceline.models.grouped import GroupedMatrix, unpack_nibbles
+from paceline.models.quantize import Scheme, fitting_group, quantize_matrix, quantize_tensor, scheme_for, schemes_for
+from paceline.models.weights import GroupedTensor, Tensor, Weights
+
+KINDS = [(8, True), (8, False), (4, True), (4, False)]
+every_kind = pytest.mark.parametrize(("bits", "symmetric"), KINDS)
+
+
+def normal(rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
+
+
+def f32(array: np.ndarray) -> Tensor:
+    return Tensor(array, WeightType.F32, array.shape)
+
+
+def codes_of(matrix: GroupedMatrix) -> np.ndarray:
+    return unpack_nibbles(matrix.codes.view(np.uint8)) if matrix.bits == 4 else matrix.codes
+
+
+@every_kind
+def test_no_value_is_off_by_more_than_clipping_allows(bits: int, symmetric: bool, seed: int) -> None:
+    values = normal(64, 256, seed) + (0 if symmetric else 2)
+    matrix = quantize_matrix(values, bits=bits, group=64, symmetric=symmetric)
+    error = np.abs(matrix.values() - values).reshape(64, 4, 64)
+    steps = np.abs(matrix.scales)[..., None]
+    assert (error.mean(axis=2) < 0.5 * steps[..., 0]).all()
+    assert (error <= (1.01 if bits == 8 else 2.6) * steps).all()
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_four_bits_err_less_than_plain_rounding_to_the_largest_value(group: int, seed: int) -> None:
+    values = normal(64, 256, seed)
+    groups = values.reshape(64, -1, group)
+    scales = np.abs(groups).max(axis=2, keepdims=True) / 7
+    plain = ((np.clip(np.rint(groups / scales), -8, 7) * scales - groups) ** 2).sum(axis=2)
+    ours = ((quantize_matrix(values, bits=4, group=group).values() - values) ** 2).reshape(groups.shape).sum(axis=2)
+    assert ours.sum() < 0.8 * plain.sum()
+    assert (ours <= 1.0001 * plain).all()
+
+
+@every_kind
+def test_values_are_exact_in_float32_in_any_order(bits: int, symmetric: bool, seed: int) -> None:
+    matrix = quantize_matrix(normal(16, 128, seed) * 3, bits=bits, group=32, symmetric=symmetric)
+    codes = codes_of(matrix).astype(np.float64) - matrix.zero_point
+    exact = codes.reshape(16, 4, 32) * matrix.scales.astype(np.float64)[..., None]
+    if matrix.minimums is not None:
+        zero_points = np.rint(-matrix.minimums / matrix.scales)
+        assert np.array_equal(-zero_points * matrix.scales, matrix.minimums)
+        exact += matrix.minimums.astype(np.float64)[..., None]
+    assert np.array_equal(exact.reshape(16, 128), matrix.values())
+    assert (matrix.scales.view(np.uint32) % (1 << 12) == 0).all()
+
+
+def test_codes_are_those_the_format_names() -> None:
+    values = normal(8, 64)
+    int8, int4 = quantize_matrix(values, bits=8, group=32), quantize_matrix(values, bits=4, group=32)
+    assert (int8.codes.dtype, int8.zero_point, int8.minimums) == (np.int8, 0, None)
+    assert (int8.codes.min(), int8.codes.max()) == (-127, 127)
+    assert (int4.codes.dtype, int4.zero_point, int4.minimums) == (np.uint8, 8, None)
+    assert int4.codes.shape == (8, 32)
+    assert (codes_of(int4).min(), codes_of(int4).max()) == (0, 15)
+    assert quantize_matrix(values, bits=8, group=32, symmetric=False).codes.dtype == np.uint8
+
+
+@every_kind
+def test_a_group_of_zeros_has_scale_one_and_stays_zero(bits: int, symmetric: bool) -> None:
+    values = normal(4, 128)
+    values[1, 32:64] = 0
+    values[2, :32] = -0.0
+    matrix = quantize_matrix(values, bits=bits, group=32, symmetric=symmetric)
+    assert matrix.scales[1, 1] == matrix.scales[2, 0] == 1
+    assert not matrix.values()[1, 32:64].any()
+    assert not matrix.values()[2, :32].any()
+    assert (matrix.scales != 1).sum() == 14
+
+
+@every_kind
+@pytest.mark.parametrize("size", [1e-45, 1e-38, 1e-30, 1e-29, 1e30, 1e37])
+def test_tiny_and_huge_values_give_finite_ones(bits: int, symmetric: bool, size: float) -> None:
+    signs = np.where(normal(4, 64) > 0, np.float32(size), -np.float32(size)).astype(np.float32)
+    matrix = quantize_matrix(signs, bits=bits, group=32, symmetric=symmetric)
+    assert np.isfinite(matrix.values()).all()
+    assert np.isfinite(matrix.scales).all()
+    assert (matrix.scales != 0).all()
+    if size >= 1e-28:
+        assert np.abs(matrix.values() / signs - 1).max() < 0.15
+
+
+def test_a_constant_group_keeps_its_value() -> None:
+    for value in (0.37, -0.37):
+        matrix = quantize_matrix(np.full((2, 64), value, np.float32), bits=4, group=64)
+        assert np.allclose(matrix.values(), value, rtol=2e-4)
+
+
+@every_kind
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e38, -1e38])
+def test_a_weight_that_is_not_finite_names_its_tensor(bits: int, symmetric: bool, bad: float) -> None:
+    values = normal(300, 1024)
+    values[299, 5] = bad
+    with pytest.raises(CheckpointError, match=r"layers\.3\.q_proj\.weight holds weights that are NaN, infinite or beyond"):
+        quantize_tensor("layers.3.q_proj.weight", f32(values), Scheme(bits, 128, symmetric))
+
+
+@pytest.mark.parametrize(("bits", "group"), [(5, 32), (4, 48), (4, 128), (8, 0)])
+def test_what_a_matrix_cannot_have_is_said(bits: int, group: int) -> None:
+    with pytest.raises(ConfigError, match=r"of width 96 .* use 4 or 8 bits"):
+        quantize_matrix(normal(2, 96), bits=bits, group=group)
+
+
+@every_kind
+@pytest.mark.parametrize("weight_type", list(WeightType))
+def test_chunks_and_threads_change_nothing(bits: int, symmetric: bool, weight_type: WeightType) -> None:
+    values = normal(700, 384)
+    stored = {
+        WeightType.F32: values,
+        WeightType.F16: values.astype(np.float16),
+        WeightType.BF16: (values.view(np.uint32) >> 16).astype(np.uint16),
+    }[weight_type]
+    widened = values if weight_type is WeightType.F32 else stored.astype(np.float32)
+    if weight_type is WeightType.BF16:
+        widened = (stored.astype(np.uint32) << 16).view(np.float32)
+    whole = quantize_matrix(widened, bits=bits, group=128, symmetric=symmetric)
+    for num_threads in (1, 3):
+        made = quantize_tensor("m", Tensor(stored, weight_type, stored.shape), Scheme(bits, 128, symmetric), num_threads=num_threads)
+        assert made.weight_type is weight_type
+        assert made.matrix.codes.dtype == whole.codes.dtype
+        assert np.array_equal(made.matrix.codes, whole.codes)
+        assert np.array_equal(made.matrix.scales, whole.scales)
+        assert (whole.minimums is None) == (made.matrix.minimums is None) == symmetric
+        assert whole.minimums is None or np.array_equal(made.matrix.minimums, whole.minimums)
+
+
+@pytest.mark.parametrize(
+    ("columns", "wished", "group"), [(384, 128, 128), (192, 128, 64), (96, 128, 32), (384, 32, 32), (100, 128, None), (16, 128, None)]
+)
+def test_the_group_is_the_largest_that_fits(columns: int, wished: int, group: int | None) -> None:
+    assert fitting_group(columns, wished) == group
+
+
+def tiny_weights(*, is_tied: bool = True) -> Weights:
+    shapes: dict[str, tuple[int, ...]] = {
+        "embedding.weight": (40, 64),
+        "layers.0.q_proj.weight": (64, 64),
+        "layers.0.q_proj.bias": (64,),
+        "layers.0.down_proj.weight": (64, 96),
+        "layers.1.q_proj.weight": (64, 64),
+        "layers.1.odd.weight": (64, 40),
+        "final_norm.weight": (64,),
+    }
+    shapes |= {} if is_tied else {"lm_head.weight": (40, 64)}
+    return Weights({name: f32(np.ones(shape, np.float32)) for name, shape in shapes.items()})
+
+
+def test_matrices_alone_are_quantised_each_by_its_setting() -> None:
+    found = schemes_for(tiny_weights(is_tied=False), QuantOptions(bits=4, embedding_bits=None))
+    assert found == {
+        "layers.0.q_proj.weight": Scheme(4, 64, symmetric=True),
+        "layers.0.down_proj.weight": Scheme(4, 32, symmetric=True),
+        "layers.1.q_proj.weight": Scheme(4, 64, symmetric=True),
+        "lm_head.weight": Scheme(8, 64, symmetric=True),
+    }
+
+
+def test_the_first_pattern_that_fits_decides() -> None:
+    overrides = (("layers.0.q_*", None), ("layers.0.*", 8), ("embedding.weight", 4), ("*", 4))
+    found = schemes_for(tiny_weights(), QuantOptions(overrides=overrides))
+    bits = {name: scheme.bits for name, scheme in found.items()}
+    assert bits == {"embedding.weight": 4, "layers.0.down_proj.weight": 8, "layers.1.q_proj.weight": 4}
+
+
+@pytest.mark.parametrize(("embedding", "lm_head", "bits"), [(4, 8, 8), (8, 4, 8), (4, 4, 4), (None, 4, None), (8, None, None)])
+def test_a_matrix_that_is_embedding_and_lm_head_gets_the_finer_setting(embedding: Any, lm_head: Any, bits: int | None) -> None:
+    options = QuantOptions(bits=4, embedding_bits=embedding, lm_head_bits=lm_head)
+    scheme = schemes_for(tiny_weights(), options).get("embedding.weight")
+    assert (None if scheme is None else scheme.bits) == bits
+
+
+def test_a_matrix_in_groups_is_only_made_smaller() -> None:
+    values = normal(16, 64)
+    int8, int4 = (GroupedTensor(quantize_matrix(values, bits=bits, group=32)) for bits in (8, 4))
+
+    def scheme(tensor: GroupedTensor, bits: int) -> Scheme | None:
+        return scheme_for("layers.0.q_proj.weight", tensor, QuantOptions(bits=bits), is_head_too=False)
+
+    assert scheme(int8, 8) is scheme(int4, 8) is scheme(int4, 4) is None
+    smaller = scheme(int8, 4)
+    assert smaller == Scheme(4, 64, symmetric=True)
+    again = quantize_tensor("m", int8, smaller)
+    expected = quantize_matrix(int8.matrix.values(), bits=4, group=64)
+    assert np.array_equal(again.matrix.values(), expected.values())
+
+
+def test_memory_beside_the_result_does_not_grow_with_the_matrix() -> None:
+    tensor = f32(normal(4096, 1024))
+    tracemalloc.start()
+    made = quantize_tensor("m", tensor, Scheme(4, 128, symmetric=True))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < made.nbytes + 4_000_000 < tensor.nbytes / 2
+
+
+def test_settings_are_named_or_spelt_out_and_checked() -> None:
+    assert quant_options("quant", "none") is None
+    assert quant_options("quant", "int4") == QuantOptions(bits=4)
+    assert quant_options("quant", "int8") == QuantOptions() == QuantOptions(bits=8, embedding_bits=8, lm_head_bits=8)
+    custom = QuantOptions(bits=4, group=32, overrides=(("layers.0.*", None),))
+    assert EngineConfig(quant=custom).quant is SpeculationConfig(draft_quant=custom).draft_quant is custom
+
+
+@pytest.mark.parametrize("value", ["int3", "INT8", "", None, 8, True])
+def test_an_unknown_setting_is_named_with_its_value(value: Any) -> None:
+    for make, name in ((lambda: EngineConfig(quant=value), "quant"), (lambda: SpeculationConfig(draft_quant=value), "draft_quant")):
+        with pytest.raises(ConfigError) as caught:
+            make()
+        assert str(caught.value) == f"{name} is {value!r}: use one of none, int8, int4"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("bits", 3), ("bits", None), ("group", 16), ("group", 0), ("embedding_bits", 2), ("lm_head_bits", "keep")]
+)
+def test_a_wrong_option_is_named_with_its_value(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} is {value!r}: use "):
+        QuantOptions(**{name: value})
+    with pytest.raises(ConfigError, match=r"the override 'layers\.\*' is 6: use 4, 8 or None"):
+        QuantOptions(overrides=(("layers.*", 6),))
