@@ -32,7 +32,7 @@ all: $(STAMP)
 
 # torch comes first and alone: its CPU build is a tenth of the size of the CUDA one, but pip only takes it when asked by its full
 # version, and only some sources offer it. Once any torch >= 2.6 is there, the second install is satisfied by it.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml hatch_build.py $(wildcard src/paceline/runtimes/native/kernels/*)
 	@$(PYTHON) -c 'import sys; sys.exit(f"paceline needs Python 3.10 or later, this is {sys.version.split()[0]}: make PYTHON=python3.12" if sys.version_info < (3, 10) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null \

@@ -1,29 +1,27 @@
 """Promise 1 at its root: a row's logits are the same bits whatever else is in the pass.
 
 The reference is plain decoding: one sequence alone, one row a pass. Compared with it are random mixes of decode rows, rows of drafts and
-prompt chunks of one to six sequences, and trees as paths over shared blocks.
+prompt chunks of one to six sequences, and trees: as paths over shared blocks, or masked where a runtime is exact with masks.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from exact_targets import DTYPES, TARGETS
+from exact_targets import BACKENDS, EVERYTHING, is_in_a_normal_run, skip_without
 from paceline.kv_cache import paged
 from paceline.kv_cache.paged import CachedSequence, KVCache
-from paceline.kv_cache.row_plan import RowPlan, path_to
+from paceline.kv_cache.row_plan import RowPlan, TreeLayout, path_to
 from paceline.models.config import WeightType
-from paceline.runtimes.base import FloatArray, Numerics, assemble
+from paceline.runtimes.base import FloatArray, ForwardBatch, Numerics, Runtime, assemble
 from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.native import execution
 from paceline.runtimes.numerics import RowPadding
-
-pytest.importorskip("openvino")
-from paceline.runtimes.openvino.runtime import OpenVINORuntime
 
 NUM_SEQUENCES = 6
 Directory = Callable[[str], Path]
@@ -34,24 +32,30 @@ Work = tuple[CachedSequence, Sequence[int], Sequence[int]]  # sequence, parents,
 class Subject:
     """A runtime, its cache, token sequences and the reference logits of each of their positions."""
 
-    runtime: OpenVINORuntime
+    runtime: Runtime
     cache: KVCache
     token_ids: list[list[int]]
     solo: list[list[FloatArray]]
 
 
-def open_target(directory: Path, dtype: str, collect_layers: Sequence[int] = ()) -> OpenVINORuntime:
+Subjects = Callable[[str], Subject]
+
+
+def open_target(directory: Path, dtype: str, backend: str, collect_layers: Sequence[int] = ()) -> Runtime:
+    skip_without(backend)
     options = RuntimeOptions(
-        numerics=Numerics.EXACT, dtype=WeightType(dtype), num_threads=2, max_context=512, backend="openvino", collect_layers=collect_layers
+        numerics=Numerics.EXACT, dtype=WeightType(dtype), num_threads=2, max_context=512, backend=backend, collect_layers=collect_layers
     )
     runtime = load_runtime(directory, options).runtime
-    assert isinstance(runtime, OpenVINORuntime)
+    if backend == "native":
+        assert runtime.capabilities.numerics is Numerics.EXACT
+        assert runtime.capabilities.tree_layout is TreeLayout.MASK
     if runtime.capabilities.numerics is not Numerics.EXACT:
         pytest.skip("this machine has no exact numerics")
     return runtime
 
 
-def run(runtime: OpenVINORuntime, cache: KVCache, work: Sequence[Work]) -> list[FloatArray]:
+def run(runtime: Runtime, cache: KVCache, work: Sequence[Work]) -> list[FloatArray]:
     """One pass over the work and the logits of all nodes of each."""
     plans = [cache.reserve(sequence, parents) for sequence, parents, _ in work]
     output = runtime.forward(assemble(plans, [tokens for _, _, tokens in work], [range(len(parents)) for _, parents, _ in work]))
@@ -59,7 +63,7 @@ def run(runtime: OpenVINORuntime, cache: KVCache, work: Sequence[Work]) -> list[
     return [output.logits[start:end].copy() for start, end in pairwise(bounds)]
 
 
-def decode_alone(runtime: OpenVINORuntime, cache: KVCache, token_ids: Sequence[int]) -> list[FloatArray]:
+def decode_alone(runtime: Runtime, cache: KVCache, token_ids: Sequence[int]) -> list[FloatArray]:
     sequence = cache.new_sequence()
     rows = []
     for token in token_ids:
@@ -69,8 +73,8 @@ def decode_alone(runtime: OpenVINORuntime, cache: KVCache, token_ids: Sequence[i
     return rows
 
 
-def make_subject(directory: Path, dtype: str, length: int, seed: int) -> Subject:
-    runtime = open_target(directory, dtype)
+def make_subject(directory: Path, dtype: str, backend: str, length: int, seed: int) -> Subject:
+    runtime = open_target(directory, dtype, backend)
     random = np.random.default_rng(seed)
     token_ids = [random.integers(0, runtime.config.vocab_size, length).tolist() for _ in range(NUM_SEQUENCES)]
     cache = runtime.new_cache(200)
@@ -148,11 +152,13 @@ def solo_row(subject: Subject, prefix: Sequence[int], path: Sequence[int]) -> Fl
     return row
 
 
-@pytest.fixture(scope="module", params=[(name, dtype) for name in TARGETS for dtype in DTYPES], ids="-".join)
+@pytest.fixture(scope="module", params=EVERYTHING, ids="-".join)
 def subject(request: pytest.FixtureRequest, checkpoint: Directory, large_counts: bool, seed: int) -> Subject:
-    name, dtype = request.param
+    name, dtype, backend = request.param
+    if not large_counts and not is_in_a_normal_run(*request.param):
+        pytest.skip("left to make test-long")
     length = 300 if large_counts else 44 if name == "mini" else 90
-    return make_subject(checkpoint(name), dtype, length, seed)
+    return make_subject(checkpoint(name), dtype, backend, length, seed)
 
 
 def test_a_row_does_not_depend_on_what_else_is_in_the_pass(subject: Subject, large_counts: bool, seed: int, tally: "Counter[str]") -> None:
@@ -171,12 +177,15 @@ def test_rows_of_a_tree_are_those_of_its_paths_decoded_alone(
     assert rows > 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", TARGETS)
-def test_collecting_boundaries_does_not_change_a_bit(checkpoint: Directory, name: str, dtype: str, seed: int) -> None:
-    plain = open_target(checkpoint(name), dtype)
+@pytest.mark.parametrize(("name", "dtype", "backend"), EVERYTHING)
+def test_collecting_boundaries_does_not_change_a_bit(
+    checkpoint: Directory, large_counts: bool, name: str, dtype: str, backend: str, seed: int
+) -> None:
+    if not large_counts and not is_in_a_normal_run(name, dtype, backend):
+        pytest.skip("left to make test-long")
+    plain = open_target(checkpoint(name), dtype, backend)
     layers = (0, 1, plain.config.num_layers)
-    collecting = open_target(checkpoint(name), dtype, layers)
+    collecting = open_target(checkpoint(name), dtype, backend, layers)
     tokens = np.random.default_rng(seed).integers(0, plain.config.vocab_size, 24).tolist()
     one, other = (decode_alone(runtime, runtime.new_cache(4), tokens) for runtime in (plain, collecting))
     assert all(np.array_equal(row, twin) for row, twin in zip(one, other, strict=True))
@@ -186,42 +195,82 @@ def test_collecting_boundaries_does_not_change_a_bit(checkpoint: Directory, name
 
 
 @pytest.fixture(scope="module")
-def small_subject(checkpoint: Directory, seed: int) -> Subject:
-    return make_subject(checkpoint("llama"), "f32", 80, seed)
+def small_subjects(checkpoint: Directory, seed: int) -> Callable[[str], Subject]:
+    made: dict[str, Subject] = {}
+
+    def make(backend: str) -> Subject:
+        if backend not in made:
+            made[backend] = make_subject(checkpoint("llama"), "f32", backend, 80, seed)
+        return made[backend]
+
+    return make
 
 
-def test_a_stale_cache_row_is_seen(small_subject: Subject, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The partial tail block of a path is not copied: the path attends to what the block held before."""
+def change_plans(monkeypatch: pytest.MonkeyPatch, change: Callable[[RowPlan], RowPlan]) -> None:
     real = paged.plan_rows
-
-    def without_copies(*args: object) -> RowPlan:
-        plan = real(*args)  # type: ignore[arg-type]
-        return RowPlan(
-            plan.layout, plan.parents, plan.committed_len, plan.block_size, plan.row_nodes, plan.row_positions, plan.row_of_node,
-            plan.paths, (), plan.fresh_blocks,
-        )  # fmt: skip
-
-    monkeypatch.setattr(paged, "plan_rows", without_copies)
-    assert compare_trees(small_subject, seed, num_trees=4)[1] > 0
+    monkeypatch.setattr(paged, "plan_rows", lambda *args: change(real(*args)))
 
 
-def test_an_off_by_one_in_keep_path_is_seen(small_subject: Subject, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_cache_row_is_seen(small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The partial tail block of a path is not copied: the path attends to what the block held before."""
+    subject = small_subjects("openvino")
+    change_plans(monkeypatch, lambda plan: replace(plan, copies=()))
+    assert compare_trees(subject, seed, num_trees=4)[1] > 0
+
+
+def test_a_mask_that_is_ignored_is_seen(small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = small_subjects("native")
+    change_plans(monkeypatch, lambda plan: replace(plan, paths=tuple(replace(path, mask=None) for path in plan.paths)))
+    assert compare_trees(subject, seed, num_trees=4)[1] > 0
+
+
+def test_rows_of_a_masked_tree_left_where_they_were_are_seen(small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of the path that was kept do not move together: what comes next attends to rejected ones."""
+    subject = small_subjects("native")
+    real = RowPlan.commit
+    monkeypatch.setattr(RowPlan, "commit", lambda plan, node: replace(real(plan, node), moves=()))
+    assert compare_trees(subject, seed, num_trees=8)[1] > 0
+
+
+def test_a_key_in_the_wrong_slot_is_seen(small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last sequence of a pass writes and reads in the blocks of the first."""
+    subject = small_subjects("native")
+    real = execution.describe_ranges
+
+    def misplaced(batch: ForwardBatch) -> object:
+        ranges, range_of_row, tables, masks = real(batch)
+        if len(ranges) > 1:
+            ranges[-1, 3] = ranges[0, 3]
+        return ranges, range_of_row, tables, masks
+
+    monkeypatch.setattr(execution, "describe_ranges", misplaced)
+    assert compare_mixes(subject, seed, repeats=1)[1] > 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_off_by_one_in_keep_path_is_seen(small_subjects: Subjects, backend: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = small_subjects(backend)
     real = RowPlan.commit
 
     def parent_instead(plan: RowPlan, node: int) -> object:
         return real(plan, max(0, plan.parents[node]))
 
     monkeypatch.setattr(RowPlan, "commit", parent_instead)
-    assert compare_trees(small_subject, seed, num_trees=4)[1] > 0
+    assert compare_trees(subject, seed, num_trees=4)[1] > 0
 
 
-def test_a_missing_repeated_row_is_seen(small_subject: Subject, seed: int) -> None:
+def test_a_missing_repeated_row_is_seen(small_subjects: Subjects, seed: int) -> None:
     """Without the repetition a lone row runs through another attention kernel."""
-    runtime = small_subject.runtime
+    pytest.importorskip("openvino")
+    from paceline.runtimes.openvino.runtime import OpenVINORuntime
+
+    subject = small_subjects("openvino")
+    runtime = subject.runtime
+    assert isinstance(runtime, OpenVINORuntime)
     if runtime.padding is RowPadding.NONE:
         pytest.skip("rows need no repetition on this machine")
     runtime.padding, padding = RowPadding.NONE, runtime.padding
     try:
-        assert compare_mixes(small_subject, seed, repeats=1)[1] > 0
+        assert compare_mixes(subject, seed, repeats=1)[1] > 0
     finally:
         runtime.padding = padding

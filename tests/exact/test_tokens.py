@@ -9,19 +9,24 @@ import numpy as np
 import pytest
 
 from adversaries import ChaosDrafter, OracleDrafter, WrongDrafter
-from exact_targets import DTYPES, TARGETS
+from exact_targets import BACKENDS, EVERYTHING, skip_without
 from paceline import LLM, SamplingParams
+from paceline.drafters.ngram import NgramDrafter
+from paceline.drafters.prediction import PredictionDrafter
+from paceline.drafters.stack import StackDrafter
+from paceline.drafters.suffix.drafter import SuffixDrafter
+from paceline.drafters.suffix.store import SuffixStore
 from paceline.kv_cache import paged
-from paceline.kv_cache.row_plan import RowPlan
+from paceline.kv_cache.row_plan import RowPlan, TreeLayout, path_to
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation import step as step_module
 from paceline.speculation import verify as verify_module
 from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.drafter import Drafter
 
-pytest.importorskip("openvino")
-
 Directory = Callable[[str], Path]
+PlainOf = Callable[[str, str, str], "Plain"]
+Faulty = Callable[[str], None]
 SAMPLINGS = {
     "greedy": SamplingParams(),
     "greedy-penalties": SamplingParams(repetition_penalty=1.3, presence_penalty=0.4),
@@ -33,8 +38,9 @@ SAMPLINGS = {
     ),
     "ends": SamplingParams(temperature=1.3, stop_token_ids=(3, 17, 40, 61), min_tokens=4, seed=15),
 }
-SAMPLE = ["llama-f32", "qwen2-bf16", "qwen3-f32", "mini-bf16"]  # the targets of `make test`
-DRAFTERS = ["none", "ngram", "draft_model", "draft_tree", "oracle", "wrong", "chaos"]
+SAMPLE = ["llama-f32-native", "qwen2-bf16-native", "qwen3-f32-openvino", "mini-bf16-native"]  # the targets of `make test`
+DRAFTERS = ["none", "ngram", "suffix", "suffix_tree", "prediction", "draft_model", "draft_tree", "stack", "oracle", "wrong", "chaos"]
+TREES = ("chaos", "draft_tree", "suffix_tree", "stack")  # get rows for branches
 
 
 @dataclass
@@ -43,6 +49,7 @@ class Plain:
 
     directory: Path
     dtype: str
+    backend: str
     prompts: list[list[int]]
     answers: dict[tuple[str, int], list[int]]
     max_tokens: int
@@ -56,6 +63,9 @@ class Plain:
                 known[tuple(prompt), seed_of(name)] = self.answers[name, index]
         return known
 
+    def open(self, drafter: str | Drafter, num_draft_tokens: int = 4, **options: object) -> LLM:
+        return open_llm(self.directory, self.dtype, self.backend, drafter, num_draft_tokens, **options)
+
 
 def seed_of(name: str) -> int:
     """Every sampling gets a seed, so that the adversaries can tell them apart."""
@@ -66,19 +76,29 @@ def params(name: str, max_tokens: int) -> SamplingParams:
     return replace(SAMPLINGS[name], seed=seed_of(name), max_tokens=max_tokens, ignore_eos=True)
 
 
-def open_llm(directory: Path, dtype: str, drafter: str | Drafter, num_draft_tokens: int = 4, **options: object) -> LLM:
+def open_llm(directory: Path, dtype: str, backend: str, drafter: str | Drafter, num_draft_tokens: int = 4, **options: object) -> LLM:
     return LLM(
-        str(directory), dtype=dtype, threads=2, max_context=512, cache_gb=0.2, drafter=drafter, num_draft_tokens=num_draft_tokens, **options
+        str(directory),
+        dtype=dtype,
+        backend=backend,
+        threads=2,
+        max_context=512,
+        cache_gb=0.2,
+        drafter=drafter,
+        num_draft_tokens=num_draft_tokens,
+        **options,
     )  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
-def plain_of(checkpoint: Directory, large_counts: bool, seed: int) -> Callable[[str, str], Plain]:
-    made: dict[tuple[str, str], Plain] = {}
+def plain_of(checkpoint: Directory, large_counts: bool, seed: int) -> PlainOf:
+    made: dict[tuple[str, str, str], Plain] = {}
 
-    def make(name: str, dtype: str) -> Plain:
-        if (name, dtype) not in made:
-            llm = open_llm(checkpoint(name), dtype, "none")
+    def make(name: str, dtype: str, backend: str) -> Plain:
+        skip_without(backend)
+        if (name, dtype, backend) not in made:
+            llm = open_llm(checkpoint(name), dtype, backend, "none")
+            assert (backend, llm.numerics) != ("native", "fast")
             if llm.numerics != "exact":
                 pytest.skip("this machine has no exact numerics")
             max_tokens = (96 if name != "mini" else 48) if large_counts else (32 if name != "mini" else 20)
@@ -88,8 +108,8 @@ def plain_of(checkpoint: Directory, large_counts: bool, seed: int) -> Callable[[
             for sampling in SAMPLINGS:
                 for index, prompt in enumerate(prompts):
                     answers[sampling, index] = llm.generate([prompt], params(sampling, max_tokens))[0].token_ids
-            made[name, dtype] = Plain(checkpoint(name), dtype, prompts, answers, max_tokens, llm.vocab_size)
-        return made[name, dtype]
+            made[name, dtype, backend] = Plain(checkpoint(name), dtype, backend, prompts, answers, max_tokens, llm.vocab_size)
+        return made[name, dtype, backend]
 
     return make
 
@@ -105,8 +125,22 @@ def make_drafter(kind: str, plain: Plain, draft: Path, seed: int) -> str | Draft
             return ChaosDrafter(answers, plain.vocab_size, seed=seed)
         case "draft_model" | "draft_tree":
             return str(draft)
+        case "suffix_tree":
+            return SuffixDrafter(1, store=SuffixStore())
+        case "stack":
+            adversaries = [ChaosDrafter(answers, plain.vocab_size, seed=seed), WrongDrafter(answers, plain.vocab_size)]
+            return StackDrafter([PredictionDrafter(), *adversaries, SuffixDrafter(1), NgramDrafter()])
         case _:
             return kind
+
+
+def predictions(llm: LLM, plain: Plain, name: str) -> list[list[int]] | None:
+    """The answers with a token here and there replaced, left out or added, where a drafter reads predictions."""
+    if llm.drafter is None or not llm.drafter.reads_predictions:
+        return None
+    edits: list[Callable[[int], list[int]]] = [lambda token: [5], lambda token: [], lambda token: [token, 6, token]]
+    answers = [plain.answers[name, index] for index in range(len(plain.prompts))]
+    return [[new for at, token in enumerate(answer) for new in (edits[at % 3](token) if at % 7 == 5 else [token])] for answer in answers]
 
 
 def compare(llm: LLM, plain: Plain, samplings: Sequence[str]) -> int:
@@ -114,8 +148,12 @@ def compare(llm: LLM, plain: Plain, samplings: Sequence[str]) -> int:
     count = 0
     for number, name in enumerate(samplings):
         wanted = params(name, plain.max_tokens)
-        outputs = [llm.generate([prompt], wanted)[0] for prompt in plain.prompts] if number % 2 == 0 else []
-        outputs += llm.generate(plain.prompts, wanted)
+        expected_texts = predictions(llm, plain, name)
+        outputs = []
+        if number % 2 == 0:
+            for index, prompt in enumerate(plain.prompts):
+                outputs += llm.generate([prompt], wanted, prediction=expected_texts and expected_texts[index], namespace="one")
+        outputs += llm.generate(plain.prompts, wanted, prediction=expected_texts, namespace="one")
         for index, output in enumerate(outputs):
             expected = plain.answers[name, index % len(plain.prompts)]
             assert output.token_ids == expected, f"{name}, prompt {index}: {output.speculation.as_dict(output.drafter)}"
@@ -127,55 +165,67 @@ def compare(llm: LLM, plain: Plain, samplings: Sequence[str]) -> int:
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-@pytest.mark.parametrize("target", [f"{name}-{dtype}" for name in TARGETS for dtype in DTYPES])
+@pytest.mark.parametrize("target", list(map("-".join, EVERYTHING)))
 def test_tokens_are_the_same_whatever_drafts(
     target: str,
     kind: str,
-    plain_of: Callable[[str, str], Plain],
+    plain_of: PlainOf,
     checkpoint: Directory,
     large_counts: bool,
     seed: int,
     tally: "Counter[str]",
 ) -> None:
-    name, dtype = target.split("-")
-    if not large_counts and (target not in SAMPLE or (name == "mini" and kind in ("none", "wrong", "draft_tree"))):
+    name, dtype, backend = target.split("-")
+    if not large_counts and (target not in SAMPLE or (name == "mini" and kind in ("none", "wrong", "draft_tree", "suffix"))):
         pytest.skip("left to make test-long")
-    plain = plain_of(name, dtype)
+    plain = plain_of(name, dtype, backend)
     random = np.random.default_rng(seed + sum(map(ord, target + kind)))
     embedded = plain.directory / "draft"
     draft = embedded if embedded.is_dir() else plain.directory
     for num_draft_tokens in random.permutation(np.arange(1, 13))[: 2 if large_counts else 1].tolist():
         width = 3 if kind == "draft_tree" else 1
-        llm = open_llm(plain.directory, dtype, make_drafter(kind, plain, draft, seed), num_draft_tokens, tree_width=width)
-        llm.engine.guesser.policy = DraftLengthPolicy(num_draft_tokens, row_budget=12 if kind in ("chaos", "draft_tree") else None)
+        llm = plain.open(make_drafter(kind, plain, draft, seed), num_draft_tokens, tree_width=width)
+        llm.engine.guesser.policy = DraftLengthPolicy(num_draft_tokens, row_budget=12 if kind in TREES else None)
         before = llm.runtime.num_passes
         tally["token ids compared with plain decoding"] += compare(llm, plain, list(SAMPLINGS))
         assert llm.runtime.num_passes > before
 
 
-def test_every_step_is_one_target_pass(plain_of: Callable[[str, str], Plain]) -> None:
-    plain = plain_of("llama", "f32")
-    llm = open_llm(plain.directory, plain.dtype, OracleDrafter(plain.by_prompt(list(SAMPLINGS))))
+def test_every_step_is_one_target_pass(plain_of: PlainOf) -> None:
+    plain = plain_of("llama", "f32", "native")
+    llm = plain.open(OracleDrafter(plain.by_prompt(list(SAMPLINGS))))
     before = llm.runtime.num_passes
     (output,) = llm.generate([plain.prompts[0]], params("greedy", plain.max_tokens))
     assert llm.runtime.num_passes - before == output.speculation.steps
     assert output.speculation.mean_acceptance_length > 3
 
 
-def test_a_draft_pass_is_run_for_every_drafted_token(plain_of: Callable[[str, str], Plain]) -> None:
-    plain = plain_of("llama", "f32")
-    llm = open_llm(plain.directory, plain.dtype, str(plain.directory))
+def test_a_prediction_that_comes_true_is_accepted_almost_everywhere(plain_of: PlainOf) -> None:
+    plain = plain_of("llama", "f32", "native")
+    llm = plain.open("prediction")
+    llm.engine.guesser.policy = DraftLengthPolicy(4)
+    wanted = params("free", plain.max_tokens)
+    outputs = llm.generate(plain.prompts, wanted, prediction=[plain.answers["free", index] for index in range(len(plain.prompts))])
+    for index, output in enumerate(outputs):
+        assert output.token_ids == plain.answers["free", index]
+        assert output.speculation.acceptance_rate == 1.0
+        assert output.speculation.steps <= 2 + plain.max_tokens / 5
+
+
+def test_a_draft_pass_is_run_for_every_drafted_token(plain_of: PlainOf) -> None:
+    plain = plain_of("llama", "f32", "native")
+    llm = plain.open(str(plain.directory))
     llm.engine.guesser.policy = DraftLengthPolicy(4)
     drafter = llm.drafter
     (output,) = llm.generate([plain.prompts[2]], params("greedy", plain.max_tokens))
     assert drafter.runtime.num_passes == output.speculation.drafted  # type: ignore[union-attr]
 
 
-def test_a_masked_tree_differs_from_plain_decoding_at_near_ties_only(plain_of: Callable[[str, str], Plain], seed: int) -> None:
+def test_a_masked_tree_differs_from_plain_decoding_at_near_ties_only(plain_of: PlainOf, seed: int) -> None:
     """The mask layout belongs to fast numerics: where a token differs, its logit and the other's are the same but for rounding."""
-    plain = plain_of("llama", "f32")
+    plain = plain_of("llama", "f32", "openvino")
     answers = plain.by_prompt(["greedy"])
-    llm = open_llm(plain.directory, "f32", ChaosDrafter(answers, plain.vocab_size, seed=seed, raises=False), 6, numerics="fast")
+    llm = plain.open(ChaosDrafter(answers, plain.vocab_size, seed=seed, raises=False), 6, numerics="fast")
     llm.engine.guesser.policy = DraftLengthPolicy(6, row_budget=12)
     for index, output in enumerate(llm.generate(plain.prompts, params("greedy", plain.max_tokens))):
         expected = plain.answers["greedy", index]
@@ -196,9 +246,9 @@ def margin(llm: LLM, context: list[int], one: int, other: int) -> float:
     return abs(float(row[one] - row[other]))
 
 
-def test_the_target_is_the_same_graph_whatever_drafts(plain_of: Callable[[str, str], Plain]) -> None:
-    plain = plain_of("llama", "f32")
-    graphs = {open_llm(plain.directory, "f32", kind).runtime.graph_digest for kind in ("none", "ngram", str(plain.directory))}  # type: ignore[attr-defined]
+def test_the_target_is_the_same_graph_whatever_drafts(plain_of: PlainOf) -> None:
+    plain = plain_of("llama", "f32", "openvino")
+    graphs = {plain.open(kind).runtime.graph_digest for kind in ("none", "ngram", str(plain.directory))}  # type: ignore[attr-defined]
     assert len(graphs) == 1
 
 
@@ -206,21 +256,25 @@ def test_the_target_is_the_same_graph_whatever_drafts(plain_of: Callable[[str, s
 
 
 @pytest.fixture
-def faulty(plain_of: Callable[[str, str], Plain], seed: int) -> Callable[[], None]:
-    def run() -> None:
-        plain = plain_of("llama", "f32")
-        llm = open_llm(plain.directory, "f32", ChaosDrafter(plain.by_prompt(list(SAMPLINGS)), plain.vocab_size, seed=seed, raises=False), 6)
+def faulty(plain_of: PlainOf, seed: int) -> Faulty:
+    """The comparison on a runtime."""
+
+    def run(backend: str) -> None:
+        plain = plain_of("llama", "f32", backend)
+        llm = plain.open(ChaosDrafter(plain.by_prompt(list(SAMPLINGS)), plain.vocab_size, seed=seed, raises=False), 6)
         llm.engine.guesser.policy = DraftLengthPolicy(6, row_budget=12)
         compare(llm, plain, list(SAMPLINGS))
 
     return run
 
 
-def test_the_comparison_passes_without_a_fault(faulty: Callable[[], None]) -> None:
-    faulty()
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_comparison_passes_without_a_fault(faulty: Faulty, backend: str) -> None:
+    faulty(backend)
 
 
-def test_an_off_by_one_in_keep_path_changes_tokens(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_off_by_one_in_keep_path_changes_tokens(faulty: Faulty, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = RowPlan.commit
 
     def parent_instead(plan: RowPlan, node: int) -> object:
@@ -229,21 +283,43 @@ def test_an_off_by_one_in_keep_path_changes_tokens(faulty: Callable[[], None], m
         return replace(commit, block_table=shorter.block_table) if len(shorter.block_table) == len(commit.block_table) else commit
 
     def sibling_path(plan: RowPlan, node: int) -> object:
+        if plan.layout is TreeLayout.MASK:
+            as_deep = [other for other in range(len(plan.parents)) if len(path_to(plan.parents, other)) == len(path_to(plan.parents, node))]
+            return real(plan, as_deep[-1] if as_deep[0] == node else as_deep[0])
         return parent_instead(plan, node) if len(plan.paths) == 1 else real(plan, len(plan.parents) - 1)
 
     monkeypatch.setattr(RowPlan, "commit", sibling_path)
     with pytest.raises(Exception):  # noqa: B017  # wrong tokens, or a table that no longer fits
-        faulty()
+        faulty(backend)
 
 
-def test_a_stale_cache_row_changes_tokens(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_cache_row_changes_tokens(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
     real = paged.plan_rows
     monkeypatch.setattr(paged, "plan_rows", lambda *args: replace(real(*args), copies=()))
     with pytest.raises(AssertionError):
-        faulty()
+        faulty("openvino")
 
 
-def test_a_rejected_draft_kept_in_history_changes_tokens(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_that_is_ignored_changes_tokens(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = paged.plan_rows
+
+    def without_masks(*args: object) -> RowPlan:
+        plan = real(*args)  # type: ignore[arg-type]
+        return replace(plan, paths=tuple(replace(path, mask=None) for path in plan.paths))
+
+    monkeypatch.setattr(paged, "plan_rows", without_masks)
+    with pytest.raises(AssertionError):
+        faulty("native")
+
+
+def test_kept_rows_of_a_masked_tree_left_where_they_were_change_tokens(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = RowPlan.commit
+    monkeypatch.setattr(RowPlan, "commit", lambda plan, node: replace(real(plan, node), moves=()))
+    with pytest.raises(AssertionError):
+        faulty("native")
+
+
+def test_a_rejected_draft_kept_in_history_changes_tokens(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache goes on behind the whole first path instead of behind what was accepted."""
     real = verify_module.verify
 
@@ -255,10 +331,10 @@ def test_a_rejected_draft_kept_in_history_changes_tokens(faulty: Callable[[], No
 
     monkeypatch.setattr(step_module, "verify", keeps_a_draft)
     with pytest.raises(AssertionError):
-        faulty()
+        faulty("native")
 
 
-def test_noise_reused_at_two_positions_changes_tokens(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_reused_at_two_positions_changes_tokens(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
     real = verify_module.draw
     first: dict[int, int] = {}
 
@@ -267,22 +343,22 @@ def test_noise_reused_at_two_positions_changes_tokens(faulty: Callable[[], None]
 
     monkeypatch.setattr(verify_module, "draw", same_noise_in_a_step)
     with pytest.raises(AssertionError):
-        faulty()
+        faulty("native")
 
 
-def test_a_penalty_that_ignores_the_nodes_path_changes_tokens(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_penalty_that_ignores_the_nodes_path_changes_tokens(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
     real = LogitsProcessor.process
     monkeypatch.setattr(LogitsProcessor, "process", lambda self, logits, path=(): real(self, logits))
     with pytest.raises(AssertionError):
-        faulty()
+        faulty("native")
 
 
-def test_a_drafter_in_the_targets_graph_is_seen(plain_of: Callable[[str, str], Plain], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_in_the_targets_graph_is_seen(plain_of: PlainOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph that returns one thing more is another function: in bf16 its logits may have other bits."""
     from paceline.runtimes.openvino import graph
 
-    plain = plain_of("llama", "f32")
-    clean = open_llm(plain.directory, "f32", "none").runtime.graph_digest  # type: ignore[attr-defined]
+    plain = plain_of("llama", "f32", "openvino")
+    clean = plain.open("none").runtime.graph_digest  # type: ignore[attr-defined]
     real = graph.decoder
 
     def with_a_head(blocks: object, config: object, collect_layers: object) -> object:
@@ -290,4 +366,4 @@ def test_a_drafter_in_the_targets_graph_is_seen(plain_of: Callable[[str, str], P
         return logits, hidden, [*collected, blocks.lm_head(hidden, "lm_head")]  # type: ignore[attr-defined]
 
     monkeypatch.setattr(graph, "decoder", with_a_head)
-    assert open_llm(plain.directory, "f32", "none").runtime.graph_digest != clean  # type: ignore[attr-defined]
+    assert plain.open("none").runtime.graph_digest != clean  # type: ignore[attr-defined]

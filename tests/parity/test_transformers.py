@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from checkpoints import VOCAB_SIZE, write_checkpoint
+from exact_targets import skip_without
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import TreeLayout, path_to
 from paceline.models.config import WeightType, read_config
@@ -55,11 +56,11 @@ def open_torch(numerics: Numerics, layout: TreeLayout) -> Open:
     return open_it
 
 
-def open_openvino(numerics: Numerics) -> Open:
+def open_cpu(backend: str, numerics: Numerics) -> Open:
     def open_it(directory: Path, weight_type: WeightType, collect_layers: Sequence[int]) -> Runtime:
-        pytest.importorskip("openvino")
+        skip_without(backend)
         options = RuntimeOptions(
-            numerics=numerics, dtype=weight_type, num_threads=2, device="cpu", backend="openvino", collect_layers=collect_layers
+            numerics=numerics, dtype=weight_type, num_threads=2, device="cpu", backend=backend, collect_layers=collect_layers
         )
         return load_runtime(directory, options).runtime
 
@@ -79,10 +80,11 @@ KINDS = {
     "torch": Kind(open_torch(Numerics.FAST, TreeLayout.MASK), 1e-5, 1e-3),
     "torch-paths": Kind(open_torch(Numerics.FAST, TreeLayout.PATHS), 1e-5, 1e-3),
     "torch-exact": Kind(open_torch(Numerics.EXACT, TreeLayout.PATHS), 3e-5, 0.3),
-    "openvino": Kind(open_openvino(Numerics.FAST), 1e-4, 0.3),
-    "openvino-exact": Kind(open_openvino(Numerics.EXACT), 1e-4, 0.3),
+    "native": Kind(open_cpu("native", Numerics.EXACT), 3e-5, 0.3),
+    "openvino": Kind(open_cpu("openvino", Numerics.FAST), 1e-4, 0.3),
+    "openvino-exact": Kind(open_cpu("openvino", Numerics.EXACT), 1e-4, 0.3),
 }
-BY_KIND = pytest.mark.parametrize("kind", ["torch", "openvino"])
+BY_KIND = pytest.mark.parametrize("kind", ["torch", "native", "openvino"])
 BY_KIND_AND_LAYOUT = pytest.mark.parametrize("kind", KINDS)
 BY_CASE = pytest.mark.parametrize("case", CASES)
 

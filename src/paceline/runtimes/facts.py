@@ -3,10 +3,11 @@
 import hashlib
 import json
 import os
-import platform
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from paceline.runtimes.processor import processor_name
 
 FILE_NAME = "measured.json"
 
@@ -51,14 +52,5 @@ class MeasuredFacts:
 
 def fact_key(kind: str, *parts: object) -> str:
     """A key that names what was measured and, by a digest, everything the answer depends on: `parts` and this processor."""
-    digest = hashlib.sha256("\n".join(map(repr, (*parts, _processor()))).encode()).hexdigest()[:24]
+    digest = hashlib.sha256("\n".join(map(repr, (*parts, processor_name()))).encode()).hexdigest()[:24]
     return f"{kind}:{digest}"
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
-            wanted = ("model name", "flags", "Features", "CPU part")
-            return "".join(sorted({line for line in lines if line.startswith(wanted)}))
-    except OSError:
-        return platform.processor()

@@ -1,13 +1,15 @@
-"""A checkpoint directory becomes a runtime."""
+"""A checkpoint becomes a runtime."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.errors import BackendUnavailableError, ConfigError
-from paceline.models.config import ModelConfig, WeightType, read_config
-from paceline.models.weights import Weights
+from paceline.config import QuantOptions
+from paceline.models.checkpoint import open_weights, read_model_config, weight_files
+from paceline.models.config import ModelConfig, WeightType
+from paceline.models.quantized_cache import quantized_weights
+from paceline.models.weights import GroupedTensor, Weights
+from paceline.runtimes.backend import choose_backend, choose_device
 from paceline.runtimes.base import Numerics, Runtime
 
 
@@ -21,9 +23,12 @@ class RuntimeOptions:
         num_threads: CPU threads.
         max_context: positions to prepare for; None = what the model was made for.
         device: "auto", "cpu" or "cuda".
-        backend: "auto", "openvino" or "torch".
+        backend: "auto", "native", "openvino" or "torch".
         collect_layers: layer boundaries to return.
         facts_directory: where facts measured on this machine are kept; None = nowhere.
+        quant: how to quantise the matrices; None = they stay as they are stored.
+        quant_directory: where quantised matrices are kept for the next time; None = nowhere.
+        regroup: quantise the matrices of a GGUF file again, to larger groups that run faster; their values change.
     """
 
     numerics: Numerics = Numerics.EXACT
@@ -34,6 +39,9 @@ class RuntimeOptions:
     backend: str = "auto"
     collect_layers: Sequence[int] = ()
     facts_directory: Path | None = None
+    quant: QuantOptions | None = None
+    quant_directory: Path | None = None
+    regroup: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +52,61 @@ class Loaded:
     notices: tuple[str, ...]
 
 
-def load_runtime(directory: Path, options: RuntimeOptions) -> Loaded:
+def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
     """Open a checkpoint and build the runtime for it.
 
     Raises:
-        CheckpointError: the directory cannot be used.
+        CheckpointError: the checkpoint cannot be used.
         BackendUnavailableError: the device or its library is absent.
     """
-    config = read_config(directory)
-    weights = Weights.open(directory, config)
+    stored = read_model_config(path)
+    config = stored.for_context(options.max_context)
+    weights = open_weights(path, config, regroup=options.regroup, num_threads=options.num_threads)
     notices: list[str] = []
+    if config.max_positions < stored.max_positions and options.max_context is None:
+        notices.append(
+            f"context is the {config.max_positions} tokens the model was first made for: with max_context up to {stored.max_positions} "
+            "its frequencies for long texts are taken"
+        )
+    if options.quant is not None:
+        weights = quantized_weights(
+            weights,
+            options.quant,
+            options.quant_directory,
+            files=weight_files(path),
+            num_threads=options.num_threads,
+            notices=notices,
+        )
     if config.sliding_window is not None and config.max_positions == config.sliding_window:
         notices.append(f"context is limited to the model's sliding window of {config.sliding_window} tokens")
-    device = _device(options)
-    backend = _backend(options, device, notices)
-    build = _build_openvino if backend == "openvino" else _build_torch
+    device = choose_device(options.device, options.backend)
+    quantised = any(isinstance(tensor, GroupedTensor) for tensor in weights.values())
+    weight_type = options.dtype or config.weight_type
+    backend = choose_backend(options.backend, device, config, weight_type, quantised=quantised, notices=notices)
+    build = {"native": _build_native, "openvino": _build_openvino, "torch": _build_torch}[backend]
     return Loaded(build(config, weights, options, device, notices), tuple(notices))
+
+
+def _build_native(config: ModelConfig, weights: Weights, options: RuntimeOptions, device: str, notices: list[str]) -> Runtime:
+    from paceline.runtimes.facts import MeasuredFacts
+    from paceline.runtimes.native.runtime import NativeRuntime
+    from paceline.runtimes.numerics import settle_numerics
+
+    def build(collect_layers: Sequence[int]) -> NativeRuntime:
+        return NativeRuntime(
+            config,
+            weights,
+            num_threads=options.num_threads,
+            max_context=min(options.max_context or config.max_positions, config.max_positions),
+            collect_layers=collect_layers,
+            round_to=options.dtype or config.weight_type,
+        )
+
+    runtime = build(options.collect_layers)
+    canonical = (lambda: build(())) if options.collect_layers else None
+    notice = settle_numerics(runtime, options.numerics, MeasuredFacts(options.facts_directory), canonical=canonical)
+    notices.extend([notice] if notice else [])
+    return runtime
 
 
 def _build_openvino(config: ModelConfig, weights: Weights, options: RuntimeOptions, device: str, notices: list[str]) -> Runtime:
@@ -102,41 +149,3 @@ def _build_torch(config: ModelConfig, weights: Weights, options: RuntimeOptions,
     return TorchRuntime(
         config, weights, device=device, weight_type=options.dtype or config.weight_type, collect_layers=tuple(options.collect_layers)
     )
-
-
-def _device(options: RuntimeOptions) -> str:
-    if options.device == "cpu" or options.backend == "openvino":
-        return "cpu"
-    if options.device == "auto" and not _may_have_cuda():
-        return "cpu"
-    try:
-        import torch
-    except ImportError as error:
-        if options.device == "cuda":
-            raise BackendUnavailableError("device 'cuda' needs torch: pip install 'paceline[torch]'") from error
-        return "cpu"
-    if torch.cuda.is_available():
-        return "cuda"
-    if options.device == "cuda":
-        raise BackendUnavailableError("device 'cuda' was asked for, but torch finds no CUDA device: use --device cpu")
-    return "cpu"
-
-
-def _may_have_cuda() -> bool:
-    """Whether a driver is there at all; importing torch to find out takes seconds."""
-    return not sys.platform.startswith("linux") or any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
-
-
-def _backend(options: RuntimeOptions, device: str, notices: list[str]) -> str:
-    if options.backend not in ("auto", "openvino", "torch"):
-        raise ConfigError(f"backend is {options.backend!r}: use auto, openvino or torch")
-    if options.backend != "auto":
-        return options.backend
-    if device == "cuda":
-        return "torch"
-    try:
-        from openvino.op import _PagedAttentionExtension  # noqa: F401
-    except ImportError:
-        notices.append("OpenVINO with PagedAttention is not available here: the torch runtime takes over")
-        return "torch"
-    return "openvino"

@@ -23,7 +23,8 @@ from paceline.runtimes.openvino import runtime as runtime_module
 from paceline.runtimes.openvino.attention import attention_inputs
 from paceline.runtimes.openvino.graph import computable
 from paceline.runtimes.openvino.runtime import OpenVINORuntime, repeat_lone_rows
-from paceline.runtimes.openvino.weights import GraphWeights, to_bf16
+from paceline.runtimes.openvino.weights import GraphWeights
+from paceline.runtimes.rounding import to_bf16
 
 TYPES = [WeightType.F32, WeightType.BF16]
 

@@ -1,0 +1,78 @@
+"""Which runtime serves a network on this machine, and the line that says so where it is not what one would expect."""
+
+import sys
+from pathlib import Path
+
+from paceline.config import BACKENDS
+from paceline.errors import BackendUnavailableError, ConfigError
+from paceline.models.config import ModelConfig, WeightType
+from paceline.runtimes.processor import multiplies_bf16, multiplies_bytes
+
+
+def choose_device(device: str, backend: str) -> str:
+    """ "cpu" or "cuda".
+
+    Raises:
+        BackendUnavailableError: CUDA was asked for and is not there.
+    """
+    if device == "cpu" or backend in ("native", "openvino"):
+        return "cpu"
+    if device == "auto" and not _may_have_cuda():
+        return "cpu"
+    try:
+        import torch
+    except ImportError as error:
+        if device == "cuda":
+            raise BackendUnavailableError("device 'cuda' needs torch: pip install 'paceline[torch]'") from error
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    if device == "cuda":
+        raise BackendUnavailableError("device 'cuda' was asked for, but torch finds no CUDA device: use --device cpu")
+    return "cpu"
+
+
+def choose_backend(backend: str, device: str, config: ModelConfig, weight_type: WeightType, *, quantised: bool, notices: list[str]) -> str:
+    """ "native", "openvino" or "torch".
+
+    OpenVINO where the processor multiplies the weights' type natively (bf16, or bytes for quantised weights), because its kernels use
+    those instructions and ours do not; elsewhere our own kernels, which read weights as they are stored instead of widening them.
+
+    Args:
+        backend: what was asked for; "auto" = choose.
+        weight_type: type of the weights as computed.
+        quantised: whether matrices are in groups.
+        notices: gets a line where torch has to take over.
+
+    Raises:
+        ConfigError: there is no such backend.
+    """
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend is {backend!r}: use {', '.join(BACKENDS)}")
+    if backend != "auto":
+        return backend
+    if device == "cuda":
+        return "torch"
+    from paceline.runtimes.native.library import kernels_path
+
+    has_openvino, has_native = _has_openvino(), kernels_path() is not None
+    suits_openvino = multiplies_bytes() if quantised else weight_type is WeightType.BF16 and multiplies_bf16()
+    if has_openvino and config.attention_soft_cap is None and (suits_openvino or not has_native):
+        return "openvino"
+    if has_native:
+        return "native"
+    reason = "OpenVINO with PagedAttention is not available here" if not has_openvino else f"{config.family} caps attention scores"
+    notices.append(f"{reason} and there are no native kernels for this machine: the torch runtime takes over")
+    return "torch"
+
+
+def _may_have_cuda() -> bool:
+    """Whether a driver is there at all; importing torch to find out takes seconds."""
+    return not sys.platform.startswith("linux") or any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
+
+
+def _has_openvino() -> bool:
+    """Found without importing it, which takes half a second."""
+    from importlib.util import find_spec
+
+    return find_spec("openvino") is not None

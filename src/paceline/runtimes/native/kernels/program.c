@@ -1,0 +1,111 @@
+/* Runs a network: a list of operations over buffers of rows, in order, every one shared out among the threads by tickets. */
+#include "native.h"
+#include "threads.h"
+
+#include <stdatomic.h>
+#include <string.h>
+
+#define OUTPUTS_A_TICKET 48
+#define FLOATS_A_TICKET 4096
+
+typedef struct {
+    const Program *program;
+    const Pass *pass;
+} Run;
+
+static int draw(const Program *program, int operation, int phase) {
+    return atomic_fetch_add_explicit((_Atomic int32_t *)&program->tickets[2 * operation + phase], 1, memory_order_relaxed);
+}
+
+static int parts_of(int total, int size) { return (total + size - 1) / size; }
+
+static void linear(const Program *program, const Operation *operation, int index, int rows) {
+    const Matrix *matrices = operation->data;
+    const float *x = program->buffers[operation->x];
+    const int columns = matrices[0].columns;
+    if (rows > 1 || columns % 16) { /* a single row is packed as it is */
+        for (int block; (block = draw(program, index, 0)) < parts_of(rows, MAX_ROWS);) pack_rows(x, rows, columns, block, program->packed);
+        meet();
+        x = program->packed;
+    }
+    int drawn = draw(program, index, 1), skipped = 0;
+    for (int part = 0; part < operation->count; part++) {
+        const Matrix *matrix = matrices + part;
+        const int tickets = parts_of(matrix->outputs, OUTPUTS_A_TICKET);
+        for (; drawn - skipped < tickets; drawn = draw(program, index, 1)) {
+            const int begin = (drawn - skipped) * OUTPUTS_A_TICKET, end = begin + OUTPUTS_A_TICKET;
+            multiply(matrix, begin, end < matrix->outputs ? end : matrix->outputs, x, program->buffers[matrix->out], rows);
+        }
+        skipped += tickets;
+    }
+}
+
+static void attention(const Program *program, const Pass *pass, const Operation *operation, int index, int thread) {
+    const size_t width = (size_t)(program->kv_heads * program->head_size);
+    for (int row; (row = draw(program, index, 0)) < pass->rows;)
+        keep_row(program, pass, operation->choice, row, program->buffers[operation->y] + (size_t)row * width,
+                 program->buffers[operation->z] + (size_t)row * width);
+    meet();
+    for (int item; (item = draw(program, index, 1)) < pass->rows * program->kv_heads;)
+        attend(program, pass, operation, item / program->kv_heads, item % program->kv_heads, program->scratch[thread]);
+}
+
+/* Heads of rows, or pieces of rows where there are no heads. */
+static void by_row(const Program *program, const Pass *pass, const Operation *operation, int index, int rows) {
+    const int width = operation->width, half = program->rotary_half;
+    const float *x = program->buffers[operation->x];
+    float *out = program->buffers[operation->out];
+    if (operation->code == NORM || operation->code == ROPE) {
+        const int row_of = operation->count, batch = operation->code == NORM && row_of == 1 ? 1 : 8;
+        for (int ticket; (ticket = draw(program, index, 0)) < parts_of(rows * row_of, batch);)
+            for (int item = ticket * batch; item < (ticket + 1) * batch && item < rows * row_of; item++) {
+                const size_t at = (size_t)item * (size_t)width, angles = (size_t)(item / row_of) * (size_t)half;
+                if (operation->code == NORM)
+                    norm_row(x + at, operation->data, width, operation->number, out + at);
+                else
+                    rotate_head(x + at, pass->cos[operation->choice] + angles, pass->sin[operation->choice] + angles, width, half, out + at);
+            }
+        return;
+    }
+    const int pieces = parts_of(width, FLOATS_A_TICKET);
+    for (int item; (item = draw(program, index, 0)) < rows * pieces;) {
+        const int begin = item % pieces * FLOATS_A_TICKET, count = width - begin < FLOATS_A_TICKET ? width - begin : FLOATS_A_TICKET;
+        const size_t row = (size_t)(item / pieces), at = row * (size_t)width + (size_t)begin;
+        const float *y = program->buffers[operation->y];
+        if (operation->code == GATED)
+            gate(x + at, y + at, count, operation->choice, out + at);
+        else if (operation->code == ADD)
+            add(x + at, y + at, count, out + at);
+        else if (operation->code == SOFT_CAP)
+            soft_cap(x + at, count, operation->limit, out + at);
+        else
+            memcpy(out + at, x + (size_t)pass->selected[row] * (size_t)width + (size_t)begin, (size_t)count * sizeof(float));
+    }
+}
+
+static void run(void *argument, int thread, int num_threads) {
+    const Program *program = ((Run *)argument)->program;
+    const Pass *pass = ((Run *)argument)->pass;
+    (void)num_threads;
+    for (int index = 0; index < program->num_operations; index++) {
+        const Operation *operation = program->operations + index;
+        const int rows = operation->selected ? pass->selected_rows : pass->rows;
+        if (operation->code == LINEAR)
+            linear(program, operation, index, rows);
+        else if (operation->code == ATTENTION)
+            attention(program, pass, operation, index, thread);
+        else
+            by_row(program, pass, operation, index, rows);
+        meet();
+    }
+}
+
+/* One pass; the results are in the buffers. */
+void paceline_run(const Program *program, const Pass *pass) {
+    Run both = {program, pass};
+    memset(program->tickets, 0, 2 * (size_t)program->num_operations * sizeof(int32_t));
+    run_on_threads(run, &both, program->num_threads);
+}
+
+/* Floats of `packed` for products of `rows` rows and `columns` columns. */
+int64_t paceline_packed_floats(int32_t rows, int32_t columns) { return (int64_t)packed_floats(rows, columns); }

@@ -1,0 +1,58 @@
+/* What happens to one row at a time. Each result depends on its row alone. */
+#include "native.h"
+#include "vectors.h"
+
+#include <math.h>
+
+#define EACH_16(column, count, width) \
+    for (int column = 0, count; count = (width) - column < LANES ? (width) - column : LANES, column < (width); column += LANES)
+
+static floats take(const float *from, int count) { return count == LANES ? load(from) : load_first(from, count); }
+
+static void put(float *to, floats v, int count) { memcpy(to, &v, (size_t)count * sizeof(float)); }
+
+/* x / sqrt(mean(x^2) + epsilon) * weight. */
+void norm_row(const float *x, const float *weight, int width, float epsilon, float *out) {
+    floats squares = broadcast(0.0f);
+    EACH_16(column, count, width) {
+        const floats v = take(x + column, count);
+        squares = fused(v, v, squares);
+    }
+    const floats scale = broadcast(1.0f / sqrtf(lane_sum(squares) / (float)width + epsilon));
+    EACH_16(column, count, width) put(out + column, take(x + column, count) * scale * take(weight + column, count), count);
+}
+
+/* The pairs (i, i + half) turned by their angle; what lies behind them passes through. */
+void rotate_head(const float *x, const float *cos, const float *sin, int width, int half, float *out) {
+    EACH_16(i, count, half) {
+        const floats first = take(x + i, count), second = take(x + half + i, count), c = take(cos + i, count), s = take(sin + i, count);
+        put(out + i, first * c - second * s, count);
+        put(out + half + i, second * c + first * s, count);
+    }
+    memcpy(out + 2 * half, x + 2 * half, (size_t)(width - 2 * half) * sizeof(float));
+}
+
+/* activation(x) * up. */
+void gate(const float *x, const float *up, int width, int activation, float *out) {
+    EACH_16(column, count, width) {
+        const floats v = take(x + column, count);
+        floats active;
+        if (activation == SILU)
+            active = v * sigmoid(v);
+        else {
+            const floats inner = broadcast(0.7978845608028654f) * (v + broadcast(0.044715f) * v * v * v);
+            active = broadcast(0.5f) * v * (broadcast(1.0f) + hyperbolic_tangent(inner));
+        }
+        put(out + column, active * take(up + column, count), count);
+    }
+}
+
+void add(const float *x, const float *y, int width, float *out) {
+    EACH_16(column, count, width) put(out + column, take(x + column, count) + take(y + column, count), count);
+}
+
+/* cap tanh(x / cap). */
+void soft_cap(const float *x, int width, float cap, float *out) {
+    EACH_16(column, count, width)
+        put(out + column, broadcast(cap) * hyperbolic_tangent(take(x + column, count) / broadcast(cap)), count);
+}

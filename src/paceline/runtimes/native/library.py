@@ -1,0 +1,88 @@
+"""The compiled kernels of this folder: found, loaded once, and described to ctypes.
+
+The records are those of kernels/native.h, field by field.
+"""
+
+import ctypes
+import platform
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+from paceline.errors import BackendUnavailableError
+from paceline.runtimes.processor import processor_flags
+
+# What an x86-64 processor must have for the level "x86_64_v4", and for "x86_64_v3".
+_LEVELS = {
+    "x86_64_v4": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"},
+    "x86_64_v3": {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"},
+}
+
+
+class Matrix(Structure):
+    """W [outputs, columns] as stored."""
+
+    _fields_ = (
+        ("kind", c_int32), ("outputs", c_int32), ("columns", c_int32), ("group", c_int32), ("zero_point", c_int32), ("out", c_int32),
+        ("row_bytes", c_int64), ("codes", c_void_p), ("scales", c_void_p), ("minimums", c_void_p), ("bias", c_void_p),
+    )  # fmt: skip
+
+
+class Operation(Structure):
+    """One step of a network."""
+
+    _fields_ = (
+        ("code", c_int32), ("x", c_int32), ("y", c_int32), ("z", c_int32), ("out", c_int32),
+        ("count", c_int32), ("width", c_int32), ("choice", c_int32), ("selected", c_int32),
+        ("number", c_float), ("limit", c_float), ("data", c_void_p),
+    )  # fmt: skip
+
+
+class Pass(Structure):
+    """The rows of one pass."""
+
+    _fields_ = (
+        ("rows", c_int32), ("selected_rows", c_int32), ("num_ranges", c_int32),
+        ("ranges", c_void_p), ("range_of_row", c_void_p), ("block_tables", c_void_p), ("masks", c_void_p), ("selected", c_void_p),
+        ("cos", c_void_p * 2), ("sin", c_void_p * 2),
+    )  # fmt: skip
+
+
+class Program(Structure):
+    """A network with its buffers and its cache."""
+
+    _fields_ = (
+        ("operations", POINTER(Operation)), ("num_operations", c_int32), ("num_threads", c_int32),
+        ("buffers", c_void_p), ("packed", c_void_p), ("scratch", c_void_p), ("cache", c_void_p),
+        ("num_blocks", c_int32), ("block_size", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("head_size", c_int32),
+        ("rotary_half", c_int32), ("max_context", c_int32), ("tickets", c_void_p),
+    )  # fmt: skip
+
+
+@cache
+def kernels() -> ctypes.CDLL:
+    """The library for this processor.
+
+    Raises:
+        BackendUnavailableError: it was not built, or the processor is none we build for.
+    """
+    path = kernels_path()
+    if path is None:
+        raise BackendUnavailableError(
+            f"there are no native kernels for this machine ({platform.system()} on {platform.machine()}): use --backend openvino or torch"
+        )
+    library = ctypes.CDLL(str(path))
+    library.paceline_run.argtypes = [POINTER(Program), POINTER(Pass)]
+    library.paceline_run.restype = None
+    library.paceline_packed_floats.argtypes = [c_int32, c_int32]
+    library.paceline_packed_floats.restype = c_int64
+    return library
+
+
+def kernels_path() -> Path | None:
+    """The best library that was built and that this processor runs."""
+    machine = platform.machine()
+    flags = processor_flags()
+    levels = ["baseline"] if machine in ("aarch64", "arm64") else [level for level, needed in _LEVELS.items() if needed <= flags]
+    paths = (Path(__file__).with_name(f"kernels.{level}.so") for level in levels)
+    return next((path for path in paths if path.is_file()), None)

@@ -1,0 +1,192 @@
+"""The blocks of `runtimes/decoder.py` as a list of operations over buffers, which kernels/program.c runs."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from paceline.models.config import Activation, ModelConfig
+from paceline.runtimes.decoder import decoder
+from paceline.runtimes.native.library import Matrix, Operation
+from paceline.runtimes.native.weights import NativeWeights
+
+
+class Code(IntEnum):
+    """What an operation does, as in kernels/native.h."""
+
+    LINEAR = 0
+    NORM = 1
+    ROPE = 2
+    ATTENTION = 3
+    GATED = 4
+    ADD = 5
+    SELECT = 6
+    SOFT_CAP = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Rows of `width` floats, the result of one operation; `selected`: of the rows whose logits are wanted alone."""
+
+    index: int
+    width: int
+    selected: bool = False
+
+
+class NativeBlocks:
+    """Records operations; every value has a number, and `assign_buffers` lets values share memory."""
+
+    def __init__(self, config: ModelConfig, weights: NativeWeights) -> None:
+        self._config = config
+        self._weights = weights
+        self.values: list[Value] = []
+        self.operations: list[Operation] = []
+        self.matrices: list[ctypes.Array[Matrix]] = []  # kept alive: operations hold their addresses
+
+    def value(self, width: int, *, selected: bool = False) -> Value:
+        self.values.append(Value(len(self.values), width, selected))
+        return self.values[-1]
+
+    def embedding(self, name: str) -> Value:
+        """Value 0: the runtime fills it."""
+        return self.value(self._config.hidden_size)
+
+    def linear(self, x: Value, *names: str) -> tuple[Value, ...]:
+        outs = []
+        matrices = []
+        for name in names:
+            matrix = self._weights.matrix(name, len(self.values))
+            outs.append(self.value(matrix.outputs, selected=x.selected))
+            matrices.append(matrix)
+        array = (Matrix * len(matrices))(*matrices)
+        self.matrices.append(array)
+        self._add(Code.LINEAR, x, out=outs[0], count=len(matrices), data=_address(array))
+        return tuple(outs)
+
+    def rms_norm(self, x: Value, name: str) -> Value:
+        return self._norm(x, name, 1)
+
+    def head_norm(self, x: Value, name: str, num_heads: int) -> Value:
+        return self._norm(x, name, num_heads)
+
+    def rope(self, x: Value, num_heads: int, layer: int) -> Value:
+        out = self.value(x.width)
+        table = self._config.ropes.index(self._config.rope_of(layer))
+        return self._add(Code.ROPE, x, out=out, count=num_heads, width=x.width // num_heads, choice=table)
+
+    def attention(self, q: Value, k: Value, v: Value, layer: int) -> Value:
+        config = self._config
+        cap = config.attention_soft_cap or 0.0
+        return self._add(
+            Code.ATTENTION, q, k, v, out=self.value(q.width), choice=layer, number=config.attention_scale, limit=cap
+        )  # fmt: skip
+
+    def gated_mlp(self, gate: Value, up: Value) -> Value:
+        choice = (Activation.SILU, Activation.GELU_TANH).index(self._config.activation)
+        return self._add(Code.GATED, gate, up, out=self.value(gate.width), choice=choice)
+
+    def add(self, x: Value, y: Value) -> Value:
+        return self._add(Code.ADD, x, y, out=self.value(x.width))
+
+    def logits_rows(self, x: Value) -> Value:
+        return self._add(Code.SELECT, x, out=self.value(x.width, selected=True))
+
+    def lm_head(self, x: Value, name: str) -> Value:
+        return self.linear(x, name)[0]
+
+    def soft_cap(self, x: Value, cap: float) -> Value:
+        return self._add(Code.SOFT_CAP, x, out=self.value(x.width, selected=x.selected), limit=cap)
+
+    def _norm(self, x: Value, name: str, num_heads: int) -> Value:
+        weight = self._weights.vector(name + ".weight", exact=self._config.norm_offset)
+        out = self.value(x.width, selected=x.selected)
+        width = x.width // num_heads
+        return self._add(Code.NORM, x, out=out, count=num_heads, width=width, number=self._config.norm_eps, data=weight)
+
+    def _add(
+        self, code: Code, x: Value, y: Value | None = None, z: Value | None = None, *, out: Value, count: int = 0,
+        width: int | None = None, choice: int = 0, number: float = 0.0, limit: float = 0.0, data: int | None = None,
+    ) -> Value:  # fmt: skip
+        numbers = [-1 if value is None else value.index for value in (x, y, z)]
+        self.operations.append(
+            Operation(code, *numbers, out.index, count, out.width if width is None else width, choice, out.selected, number, limit, data)
+        )
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A network as operations.
+
+    Attributes:
+        operations: they and the matrices name buffers, not values.
+        matrices: alive as long as the operations.
+        widths: floats a row of each buffer.
+        logits, hidden, collected: the buffers of the results.
+        most_columns: of the widest product's input.
+    """
+
+    operations: list[Operation]
+    matrices: list[ctypes.Array[Matrix]]
+    widths: list[int]
+    logits: int
+    hidden: int
+    collected: list[int]
+    most_columns: int
+
+
+def record(config: ModelConfig, weights: NativeWeights, collect_layers: Sequence[int]) -> Recorded:
+    """The operations of a decoder, in order, with as few buffers as its values need."""
+    blocks = NativeBlocks(config, weights)
+    logits, hidden, collected = decoder(blocks, config, collect_layers)
+    kept = {logits.index, hidden.index, *(value.index for value in collected)}
+    buffers, widths = _assign_buffers(blocks, kept)
+    for operation in blocks.operations:
+        for field in ("x", "y", "z", "out"):
+            value = getattr(operation, field)
+            setattr(operation, field, buffers[value] if value >= 0 else -1)
+    for matrices in blocks.matrices:
+        for matrix in matrices:
+            matrix.out = buffers[matrix.out]
+    most = max(matrices[0].columns for matrices in blocks.matrices)
+    results = [buffers[value.index] for value in collected]
+    return Recorded(blocks.operations, blocks.matrices, widths, buffers[logits.index], buffers[hidden.index], results, most)
+
+
+def record_lm_head(config: ModelConfig, weights: NativeWeights) -> Recorded:
+    """The vocabulary projection alone: rows [T, E] to logits [T, V]."""
+    blocks = NativeBlocks(config, weights)
+    logits = blocks.lm_head(blocks.embedding("hidden"), "embedding" if config.tied_embeddings else "lm_head")
+    if config.logit_soft_cap is not None:
+        logits = blocks.soft_cap(logits, config.logit_soft_cap)
+    return Recorded(blocks.operations, blocks.matrices, [value.width for value in blocks.values], logits.index, 0, [], config.hidden_size)
+
+
+def _assign_buffers(blocks: NativeBlocks, kept: set[int]) -> tuple[list[int], list[int]]:
+    """The buffer of every value, and each buffer's width: one is free again once the last reader of its value has run."""
+    outs = [[operation.out] for operation in blocks.operations]
+    products = iter(blocks.matrices)
+    for index, operation in enumerate(blocks.operations):
+        if operation.code == Code.LINEAR:
+            outs[index] = [matrix.out for matrix in next(products)]
+    last_read = {}
+    for index, operation in enumerate(blocks.operations):
+        last_read.update({value: index for value in (operation.x, operation.y, operation.z) if value >= 0})
+    buffers = [0] * len(blocks.values)
+    widths = [blocks.values[0].width]
+    free: dict[int, list[int]] = {}
+    for index, operation in enumerate(blocks.operations):
+        for out in outs[index]:
+            width = blocks.values[out].width
+            if not free.get(width):
+                free.setdefault(width, []).append(len(widths))
+                widths.append(width)
+            buffers[out] = free[width].pop()
+        for value in {operation.x, operation.y, operation.z} - {-1}:
+            if last_read[value] == index and value not in kept and value != 0:
+                free.setdefault(blocks.values[value].width, []).append(buffers[value])
+    return buffers, widths
+
+
+def _address(array: ctypes.Array[Matrix]) -> int:
+    return ctypes.addressof(array)

@@ -1,0 +1,122 @@
+"""The CPU runtime of our own kernels: weights are read as they are stored, and no row's bits depend on its neighbours."""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from paceline.errors import CapacityError
+from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
+from paceline.kv_cache.row_plan import TreeLayout
+from paceline.models.config import ModelConfig, WeightType
+from paceline.models.weights import GroupedTensor, Weights, as_float32
+from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Numerics, RowRange, Runtime
+from paceline.runtimes.native.execution import Execution
+from paceline.runtimes.native.library import kernels_path
+from paceline.runtimes.native.program import Recorded, record, record_lm_head
+from paceline.runtimes.native.weights import NativeWeights
+from paceline.runtimes.numerics import RowPadding
+from paceline.runtimes.rotary import rotary_tables
+from paceline.runtimes.rounding import rounded
+
+MAX_ROWS = 4096
+MIN_POSITIONS = 256
+"""Positions prepared for however short the context: measurements at load run some rows of their own."""
+
+
+class NativeRuntime(Runtime):
+    """Runs ragged passes of one network. Values are float32 between products; weights keep the type they are stored in."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        *,
+        num_threads: int,
+        max_context: int,
+        collect_layers: Sequence[int] = (),
+        round_to: WeightType,
+    ) -> None:
+        """Record the network; the weights stay where they are.
+
+        Args:
+            max_context: positions to prepare for.
+            collect_layers: boundaries to return, 0 to L.
+            round_to: type the weights' values are rounded to first, where they are stored in another.
+
+        Raises:
+            BackendUnavailableError: there are no kernels for this machine.
+        """
+        self.config = config
+        self.num_passes = 0
+        self.collect_layers = tuple(collect_layers)
+        self.capabilities = Capabilities(Numerics.EXACT, TreeLayout.MASK, "cpu", WeightType.F32, MAX_ROWS)
+        self._num_threads = num_threads
+        self._round_to = round_to
+        self.weights = weights
+        self._native_weights = NativeWeights(weights, round_to)
+        self._embedding = weights["embedding.weight"]
+        self._embedding_scale = rounded(np.array([config.embedding_scale], np.float32), round_to)
+        self._tables = rotary_tables(config, max(max_context, MIN_POSITIONS))
+        self._max_slots = len(self._tables[0][0]) + MAX_ROWS
+        recorded = record(config, self._native_weights, collect_layers)
+        self._recorded = recorded
+        self._execution = self._executed(recorded)
+        self._lm_head: Execution | None = None
+        path = kernels_path()
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path is not None else "none"
+        self.version = f"kernels {digest}, {num_threads} threads"
+        self.new_cache(2)
+        self._warm_up()
+
+    def new_cache(self, num_blocks: int) -> KVCache:
+        config = self.config
+        try:
+            storage = np.zeros((2 * config.num_layers, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_size), np.float32)
+        except MemoryError as error:
+            raise CapacityError(f"a cache of {num_blocks} blocks does not fit in memory: lower cache_gb") from error
+        self._execution.use_cache(storage)
+        return KVCache(storage, self.capabilities.tree_layout)
+
+    def set_numerics(self, padding: RowPadding, numerics: Numerics) -> None:
+        """Only what is promised changes: nothing is ever padded, and a masked tree is as exact as a chain."""
+        self.capabilities = Capabilities(numerics, TreeLayout.MASK, "cpu", WeightType.F32, MAX_ROWS)
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        num_rows = len(batch.token_ids)
+        if num_rows > MAX_ROWS:
+            raise CapacityError(f"a pass of {num_rows} rows was asked for, at most {MAX_ROWS} are possible")
+        self.num_passes += 1
+        execution, recorded = self._execution, self._recorded
+        execution.input_rows(num_rows)[...] = self.embed(batch.token_ids)
+        execution.run(batch, [(cos[batch.positions], sin[batch.positions]) for cos, sin in self._tables])
+        collected = None
+        if self.collect_layers:
+            collected = np.stack([execution.rows(buffer, num_rows) for buffer in recorded.collected])
+        logits = execution.rows(recorded.logits, len(batch.logits_rows))
+        return ForwardOutput(logits, execution.rows(recorded.hidden, num_rows), collected)
+
+    def embed(self, token_ids: IntArray) -> FloatArray:
+        rows = as_float32(self._embedding, token_ids)
+        is_exact = isinstance(self._embedding, GroupedTensor) or self._embedding.weight_type is self._round_to
+        rows = rows if is_exact else rounded(rows, self._round_to)
+        return rows if self.config.embedding_scale == 1.0 else rounded(rows * self._embedding_scale, self._round_to)
+
+    def lm_head(self, hidden_states: FloatArray) -> FloatArray:
+        if self._lm_head is None:
+            self._head = record_lm_head(self.config, self._native_weights)
+            self._lm_head = self._executed(self._head)
+        num_rows = len(hidden_states)
+        self._lm_head.input_rows(num_rows)[...] = hidden_states
+        rows = np.arange(num_rows, dtype=np.int32)
+        self._lm_head.run(ForwardBatch(rows, rows, (), rows), [])
+        return self._lm_head.rows(self._head.logits, num_rows).copy()
+
+    def _executed(self, recorded: Recorded) -> Execution:
+        return Execution(self.config, recorded, num_threads=self._num_threads, max_slots=self._max_slots)
+
+    def _warm_up(self) -> None:
+        """Read every weight once, so that the first request finds them in memory."""
+        row = np.zeros(1, np.int32)
+        self.forward(ForwardBatch(row, row, (RowRange(0, 1, 0, np.array([1], np.int32)),), row))
+        self.num_passes = 0

@@ -1,0 +1,88 @@
+"""Weights as the kernels read them: views of the mapped checkpoint wherever nothing is converted, so loading copies nothing."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.models.config import WeightType
+from paceline.models.grouped import GroupedMatrix
+from paceline.models.weights import GroupedTensor, Tensor, Weights, as_float32
+from paceline.runtimes.native.library import Matrix
+from paceline.runtimes.rounding import rounded, to_bf16
+
+_PLAIN_KINDS = {WeightType.F32: 0, WeightType.F16: 1, WeightType.BF16: 2}
+_SIGNED, _UNSIGNED, _UNSIGNED_MINIMUM, _NIBBLES, _NIBBLES_MINIMUM = range(3, 8)
+
+
+class NativeWeights:
+    """Keeps every array alive whose address a program holds.
+
+    Args:
+        weights: the checkpoint's.
+        round_to: type that values stored otherwise are rounded to; they are kept in it.
+    """
+
+    def __init__(self, weights: Weights, round_to: WeightType) -> None:
+        self._weights = weights
+        self._round_to = round_to
+        self._arrays: list[NDArray[Any]] = []
+
+    def vector(self, name: str, *, exact: bool = False) -> int:
+        """Address of a norm weight or bias as float32; `exact` = not rounded."""
+        values = as_float32(self._weights[name])
+        return self._address(values if exact else rounded(values, self._round_to))
+
+    def has(self, name: str) -> bool:
+        return self._weights.has(name)
+
+    def matrix(self, name: str, out: int) -> Matrix:
+        """The matrix `name.weight` with its bias, whose products go to buffer `out`."""
+        tensor = self._weights[name + ".weight"]
+        bias = self.vector(name + ".bias") if self.has(name + ".bias") else None
+        if isinstance(tensor, GroupedTensor):
+            return self._grouped(tensor.matrix, out, bias)
+        values, kind = self._plain(tensor)
+        outputs, columns = values.shape
+        address, row_bytes = self._rows(values)
+        return Matrix(kind, outputs, columns, 0, 0, out, row_bytes, address, None, None, bias)
+
+    def _plain(self, tensor: Tensor) -> tuple[NDArray[Any], int]:
+        if tensor.weight_type is self._round_to or self._round_to is WeightType.F32:
+            return tensor.array, _PLAIN_KINDS[tensor.weight_type]
+        values = as_float32(tensor)
+        if self._round_to is WeightType.BF16:
+            return to_bf16(values), _PLAIN_KINDS[WeightType.BF16]
+        return values.astype(np.float16), _PLAIN_KINDS[WeightType.F16]
+
+    def _grouped(self, matrix: GroupedMatrix, out: int, bias: int | None) -> Matrix:
+        has_minimums = matrix.minimums is not None
+        if matrix.bits == 4:
+            codes, zero_point = matrix.codes, matrix.zero_point
+            kind = _NIBBLES_MINIMUM if has_minimums else _NIBBLES
+        elif matrix.codes.dtype == np.int8 and not has_minimums and matrix.zero_point == 0:
+            codes, zero_point, kind = matrix.codes, 0, _SIGNED
+        else:
+            # Signed codes as unsigned ones: 128 more, and so is the zero point.
+            is_signed = matrix.codes.dtype == np.int8
+            codes = matrix.codes.view(np.uint8) ^ np.uint8(128) if is_signed else matrix.codes
+            zero_point = matrix.zero_point + (128 if is_signed else 0)
+            kind = _UNSIGNED_MINIMUM if has_minimums else _UNSIGNED
+        minimums = None if matrix.minimums is None else self._address(matrix.minimums)
+        outputs, columns = matrix.shape
+        address, row_bytes = self._rows(codes)
+        return Matrix(
+            kind, outputs, columns, matrix.group, zero_point, out, row_bytes, address, self._address(matrix.scales), minimums, bias
+        )  # fmt: skip
+
+    def _rows(self, array: NDArray[Any]) -> tuple[int, int]:
+        """Address and bytes from row to row of an array whose rows may lie apart, but not the columns of a row."""
+        array = array if array.strides[1] == array.itemsize else np.ascontiguousarray(array)
+        self._arrays.append(array)
+        return array.ctypes.data, array.strides[0]
+
+    def _address(self, array: NDArray[Any]) -> int:
+        """Address of values without gaps."""
+        array = np.ascontiguousarray(array)
+        self._arrays.append(array)
+        return array.ctypes.data

@@ -1,0 +1,112 @@
+"""Which runtime serves a network, for every kind of machine."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from native_network import native_config
+from paceline.errors import BackendUnavailableError, ConfigError
+from paceline.models.config import WeightType
+from paceline.runtimes import backend as backend_module
+from paceline.runtimes.backend import choose_backend, choose_device
+from paceline.runtimes.native import library
+
+CONFIG = native_config()
+CAPPED = replace(CONFIG, family="gemma2", attention_soft_cap=50.0)
+BF16, BYTES, KERNELS, OPENVINO = "bf16", "bytes", "kernels", "openvino"
+Choose = Callable[..., tuple[str, list[str]]]
+
+
+@pytest.fixture
+def choose(monkeypatch: pytest.MonkeyPatch) -> Choose:
+    """The choice on a machine that has what is named, and the notices."""
+
+    def chosen(
+        has: set[str], *, asked: str = "auto", device: str = "cpu", capped: bool = False, **weights: object
+    ) -> tuple[str, list[str]]:
+        monkeypatch.setattr(backend_module, "multiplies_bf16", lambda: BF16 in has)
+        monkeypatch.setattr(backend_module, "multiplies_bytes", lambda: BYTES in has)
+        monkeypatch.setattr(backend_module, "_has_openvino", lambda: OPENVINO in has)
+        monkeypatch.setattr(library, "kernels_path", lambda: Path("kernels.so") if KERNELS in has else None)
+        notices: list[str] = []
+        kind = {"weight_type": WeightType.BF16, "quantised": False, **weights}
+        return choose_backend(asked, device, CAPPED if capped else CONFIG, notices=notices, **kind), notices  # type: ignore[arg-type]
+
+    return chosen
+
+
+@pytest.mark.parametrize("weight_type", WeightType)
+@pytest.mark.parametrize("quantised", [True, False])
+def test_a_processor_without_the_weights_products_gets_our_kernels(choose: Choose, weight_type: WeightType, *, quantised: bool) -> None:
+    assert choose({KERNELS, OPENVINO}, weight_type=weight_type, quantised=quantised) == ("native", [])
+
+
+@pytest.mark.parametrize(
+    ("has", "weight_type", "quantised", "expected"),
+    [
+        (BF16, WeightType.BF16, False, "openvino"),
+        (BF16, WeightType.F32, False, "native"),
+        (BF16, WeightType.F16, False, "native"),
+        (BF16, WeightType.BF16, True, "native"),
+        (BYTES, WeightType.BF16, True, "openvino"),
+        (BYTES, WeightType.F32, True, "openvino"),
+        (BYTES, WeightType.BF16, False, "native"),
+    ],
+)
+def test_openvino_is_taken_where_the_processor_multiplies_what_is_stored(
+    choose: Choose, has: str, weight_type: WeightType, expected: str, *, quantised: bool
+) -> None:
+    assert choose({has, KERNELS, OPENVINO}, weight_type=weight_type, quantised=quantised) == (expected, [])
+    assert choose({has, KERNELS}, weight_type=weight_type, quantised=quantised) == ("native", [])
+
+
+@pytest.mark.parametrize("weight_type", WeightType)
+def test_without_kernels_openvino_serves(choose: Choose, weight_type: WeightType) -> None:
+    assert choose({OPENVINO}, weight_type=weight_type) == ("openvino", [])
+
+
+def test_capped_attention_never_goes_to_openvino(choose: Choose) -> None:
+    assert choose({BF16, BYTES, KERNELS, OPENVINO}, capped=True) == ("native", [])
+    chosen, (notice,) = choose({BF16, OPENVINO}, capped=True)
+    assert chosen == "torch"
+    assert "gemma2 caps attention scores" in notice
+    assert "torch runtime takes over" in notice
+
+
+def test_with_nothing_else_torch_takes_over_and_says_so(choose: Choose) -> None:
+    chosen, (notice,) = choose(set())
+    assert chosen == "torch"
+    assert "OpenVINO with PagedAttention is not available" in notice
+    assert "no native kernels" in notice
+
+
+@pytest.mark.parametrize("asked", ["native", "openvino", "torch"])
+def test_what_was_asked_for_is_taken_whatever_the_machine_has(choose: Choose, asked: str) -> None:
+    assert choose({BF16, KERNELS, OPENVINO}, asked=asked) == (asked, [])
+    assert choose(set(), asked=asked) == (asked, [])
+
+
+def test_a_cuda_device_is_torchs(choose: Choose) -> None:
+    assert choose({BF16, KERNELS, OPENVINO}, device="cuda") == ("torch", [])
+
+
+def test_an_unknown_backend_is_refused_by_name(choose: Choose) -> None:
+    with pytest.raises(ConfigError, match="backend is 'onnx': use auto, native, openvino, torch"):
+        choose({KERNELS}, asked="onnx")
+
+
+@pytest.mark.parametrize("backend", ["native", "openvino"])
+def test_cpu_runtimes_stay_on_the_cpu(backend: str) -> None:
+    assert choose_device("auto", backend) == "cpu"
+    assert choose_device("cpu", backend) == "cpu"
+
+
+def test_without_a_driver_auto_is_the_cpu_and_cuda_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "_may_have_cuda", lambda: False)
+    assert choose_device("auto", "auto") == "cpu"
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BackendUnavailableError, match="finds no CUDA device"):
+        choose_device("cuda", "auto")

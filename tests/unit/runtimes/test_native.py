@@ -1,0 +1,236 @@
+"""The runtime of our own kernels: what it returns, how it grows, and that it runs wherever a process runs it."""
+
+import os
+import signal
+import time
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from native_network import BUILT, native_config
+from paceline.errors import BackendUnavailableError, CapacityError
+from paceline.kv_cache.row_plan import TreeLayout
+from paceline.models.config import ModelConfig, WeightType
+from paceline.models.families import tensor_shapes
+from paceline.models.grouped import GroupedMatrix
+from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, as_float32
+from paceline.runtimes.base import FloatArray, ForwardOutput, Numerics, assemble
+from paceline.runtimes.native import library
+from paceline.runtimes.native import runtime as runtime_module
+from paceline.runtimes.native.runtime import MAX_ROWS, NativeRuntime
+from paceline.runtimes.numerics import RowPadding
+from paceline.runtimes.rounding import to_bf16
+
+if not BUILT:
+    pytest.skip("no native kernels for this machine", allow_module_level=True)
+
+CONFIG = replace(native_config(), num_layers=2)
+PATIENCE_S = 60.0
+
+
+def make_weights(config: ModelConfig, seed: int) -> dict[str, AnyTensor]:
+    random = np.random.default_rng(seed)
+    arrays = {name: 0.2 * random.normal(size=shape).astype(np.float32) for name, shape in tensor_shapes(config).items()}
+    return {name: Tensor(array + np.float32("norm" in name), WeightType.F32, array.shape) for name, array in arrays.items()}
+
+
+def open_runtime(
+    seed: int,
+    config: ModelConfig = CONFIG,
+    *,
+    num_threads: int = 2,
+    collect_layers: Sequence[int] = (),
+    round_to: WeightType = WeightType.F32,
+    tensors: dict[str, AnyTensor] | None = None,
+) -> NativeRuntime:
+    weights = Weights(make_weights(config, seed) if tensors is None else tensors)
+    return NativeRuntime(
+        config, weights, num_threads=num_threads, max_context=256, collect_layers=collect_layers, round_to=round_to
+    )  # fmt: skip
+
+
+def run_prompt(runtime: NativeRuntime, token_ids: Sequence[int], wanted: Sequence[int] | None = None) -> ForwardOutput:
+    """One pass over a prompt in a cache of its own."""
+    cache = runtime.new_cache(2 + len(token_ids) // 32)
+    plan = cache.reserve(cache.new_sequence(), range(-1, len(token_ids) - 1))
+    return runtime.forward(assemble([plan], [list(token_ids)], [range(len(token_ids)) if wanted is None else wanted]))
+
+
+def decode(runtime: NativeRuntime, token_ids: Sequence[int]) -> FloatArray:
+    """The logits of a text run row by row, as a copy."""
+    cache = runtime.new_cache(2 + len(token_ids) // 32)
+    sequence, rows = cache.new_sequence(), []
+    for token in token_ids:
+        plan = cache.reserve(sequence, range(-1, 0))
+        rows.append(runtime.forward(assemble([plan], [[token]], [[0]])).logits[0].copy())
+        cache.keep_path(sequence, 0)
+    return np.stack(rows)
+
+
+@pytest.fixture
+def token_ids(seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, CONFIG.vocab_size, 150).tolist()
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 31, 32, 33, 64, 65, 150])
+def test_buffers_grow_with_the_pass_and_keep_every_bit(num_rows: int, token_ids: list[int], seed: int) -> None:
+    runtime = open_runtime(seed)
+    expected = decode(runtime, token_ids[:num_rows])
+    assert np.array_equal(run_prompt(runtime, token_ids[:num_rows]).logits, expected)
+    assert np.array_equal(decode(runtime, token_ids[:num_rows]), expected)
+
+
+@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, tied_embeddings=True, logit_soft_cap=3.0)], ids=["plain", "tied-capped"])
+def test_the_head_alone_has_the_bits_of_the_pass(config: ModelConfig, token_ids: list[int], seed: int) -> None:
+    runtime = open_runtime(seed, config)
+    output = run_prompt(runtime, token_ids)
+    expected, hidden = output.logits.copy(), output.hidden_states.copy()
+    for count in (1, 40, 150, 2):
+        assert np.array_equal(runtime.lm_head(hidden[:count]), expected[:count])
+    assert runtime.lm_head(hidden[:0]).shape == (0, config.vocab_size)
+    assert np.array_equal(output.logits, expected)  # the head alone has buffers of its own
+
+
+def test_boundaries_come_in_the_order_asked_for_and_change_no_bit(token_ids: list[int], seed: int) -> None:
+    runtime = open_runtime(seed, collect_layers=(2, 0, 1))
+    output = run_prompt(runtime, token_ids[:40])
+    last, first, middle = output.collected_hidden_states  # type: ignore[misc]
+    assert np.array_equal(first, runtime.embed(np.array(token_ids[:40], np.int32)))
+    norm = as_float32(make_weights(CONFIG, seed)["final_norm.weight"])
+    assert np.allclose(last / np.sqrt((last**2).mean(axis=1, keepdims=True) + 1e-5) * norm, output.hidden_states, atol=1e-5)
+    assert not np.allclose(middle, first)
+    assert not np.allclose(middle, last)
+    assert np.array_equal(output.logits, run_prompt(open_runtime(seed), token_ids[:40]).logits)
+
+
+def test_no_logits_are_computed_where_none_are_wanted(token_ids: list[int], seed: int) -> None:
+    runtime = open_runtime(seed)
+    expected = run_prompt(runtime, token_ids[:40]).hidden_states.copy()
+    for count in (40, 1):
+        output = run_prompt(runtime, token_ids[:count], wanted=[])
+        assert output.logits.shape == (0, CONFIG.vocab_size)
+        assert np.array_equal(output.hidden_states, expected[:count])
+
+
+def test_a_pass_of_too_many_rows_is_a_capacity_error(seed: int) -> None:
+    runtime = open_runtime(seed)
+    with pytest.raises(CapacityError, match=f"{MAX_ROWS + 1} rows was asked for, at most {MAX_ROWS}"):
+        run_prompt(runtime, [1] * (MAX_ROWS + 1))
+    assert runtime.capabilities.max_rows == MAX_ROWS
+
+
+def test_a_cache_that_does_not_fit_in_memory_is_a_capacity_error(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = open_runtime(seed)
+
+    def no_memory(*args: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(runtime_module.np, "zeros", no_memory)
+    with pytest.raises(CapacityError, match="lower cache_gb"):
+        runtime.new_cache(2)
+
+
+@pytest.mark.parametrize("numerics", Numerics)
+def test_trees_are_masks_whatever_is_promised(numerics: Numerics, seed: int) -> None:
+    runtime = open_runtime(seed)
+    runtime.set_numerics(RowPadding.NONE, numerics)
+    assert runtime.capabilities.numerics is numerics
+    assert runtime.new_cache(2).layout is TreeLayout.MASK
+
+
+def test_weights_in_groups_give_the_bits_of_their_values(token_ids: list[int], seed: int) -> None:
+    """Codes of 8 and 4 bits against the same network with every value written out, embedding and head included."""
+    random = np.random.default_rng(seed)
+    grouped: dict[str, AnyTensor] = {}
+    for index, (name, tensor) in enumerate(make_weights(CONFIG, seed).items()):
+        if len(tensor.shape) == 1:
+            grouped[name] = tensor
+            continue
+        outputs, columns = tensor.shape
+        bits = (8, 4)[index % 2]
+        codes = random.integers(0, 256, (outputs, columns * bits // 8), dtype=np.uint8)
+        scales = random.uniform(0.5, 1.5, (outputs, columns // 32)).astype(np.float32) / 2**bits
+        grouped[name] = GroupedTensor(GroupedMatrix(codes, scales, None, bits, 2 ** (bits - 1)))
+    written_out = {name: Tensor(as_float32(tensor), WeightType.F32, tensor.shape) for name, tensor in grouped.items()}
+    found, expected = (run_prompt(open_runtime(seed, tensors=tensors), token_ids).logits for tensors in (grouped, written_out))
+    assert np.array_equal(found, expected)
+    assert found.std() > 0.1
+
+
+def test_rounding_at_load_gives_the_bits_of_weights_stored_so(token_ids: list[int], seed: int) -> None:
+    wide = make_weights(CONFIG, seed)
+    narrow = {name: Tensor(to_bf16(as_float32(tensor)), WeightType.BF16, tensor.shape) for name, tensor in wide.items()}
+    found, expected = (
+        run_prompt(open_runtime(seed, tensors=tensors, round_to=WeightType.BF16), token_ids).logits for tensors in (wide, narrow)
+    )
+    assert np.array_equal(found, expected)
+
+
+def test_runtimes_of_different_sizes_take_turns_with_one_pool_of_threads(token_ids: list[int], seed: int) -> None:
+    """Workers that a small team leaves idle are there again for the next large one, and run each pass once."""
+    expected = decode(open_runtime(seed, num_threads=1), token_ids)
+    for _ in range(3):
+        for num_threads in (2, 3, 2, 1, 4, 2):
+            assert np.array_equal(decode(open_runtime(seed, num_threads=num_threads), token_ids[:20]), expected[:20])
+
+
+def test_two_callers_at_once_get_their_own_results(token_ids: list[int], seed: int) -> None:
+    texts = [token_ids[:60], token_ids[60:120]]
+    runtimes = [open_runtime(seed), open_runtime(seed + 1)]
+    expected = [decode(runtime, text) for runtime, text in zip(runtimes, texts, strict=True)]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            assert all(map(np.array_equal, pool.map(decode, runtimes, texts), expected))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_child_runs_passes_of_its_own(token_ids: list[int], seed: int) -> None:
+    """Its parent's workers are asleep and do not exist in it; again and again, with time to fall asleep in between."""
+    runtime = open_runtime(seed)
+    expected = decode(runtime, token_ids[:20])
+    time.sleep(0.05)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer Pythons warn of forks while there are threads: that is the point here
+        child = os.fork()
+    if child == 0:
+        same = True
+        for _ in range(4):
+            same = same and np.array_equal(decode(runtime, token_ids[:20]), expected)
+            time.sleep(0.03)
+        os._exit(0 if same else 1)
+    deadline, ended, status = time.monotonic() + PATIENCE_S, 0, 0
+    while not ended and time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        time.sleep(0.01)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended, "the child hangs"
+    assert status == 0
+    assert np.array_equal(decode(runtime, token_ids[:20]), expected)
+
+
+def test_what_is_measured_belongs_to_the_kernels_and_a_number_of_threads(seed: int) -> None:
+    one, two, twin = (open_runtime(seed, num_threads=count).version for count in (1, 2, 2))
+    assert one != two == twin
+    assert "2 threads" in two
+
+
+@pytest.mark.parametrize(("flags", "level"), [("v4 v3", "x86_64_v4"), ("v3", "x86_64_v3"), ("", None)])
+def test_the_best_library_is_taken_that_this_processor_runs(flags: str, level: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = frozenset().union(*(library._LEVELS[f"x86_64_{flag}"] for flag in flags.split()))
+    monkeypatch.setattr(library, "processor_flags", lambda: held)
+    monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(library.Path, "is_file", lambda path: True)
+    path = library.kernels_path()
+    assert path is None if level is None else path is not None and path.name == f"kernels.{level}.so"
+
+
+def test_without_kernels_the_error_names_the_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "kernels_path", lambda: None)
+    with pytest.raises(BackendUnavailableError, match="use --backend openvino or torch"):
+        library.kernels.__wrapped__()

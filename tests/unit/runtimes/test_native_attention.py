@@ -1,0 +1,218 @@
+"""Native attention: its definition in float64, whatever the blocks, and the bits of decoding alone, whatever the mask."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from native_network import BUILT, Network, make_batch, native_config
+from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.kv_cache.row_plan import path_to, tree_mask
+from paceline.models.config import ModelConfig
+from paceline.runtimes.base import FloatArray, RowRange
+
+Random = np.random.Generator
+BY_LEVEL = pytest.mark.parametrize("level", BUILT)
+NUM_BLOCKS = 64
+
+
+@dataclass
+class Bench:
+    """One attention layer with a cache, and the rows that were run through it."""
+
+    config: ModelConfig
+    run: Network
+    storage: FloatArray
+
+    @classmethod
+    def make(
+        cls, heads: int, kv_heads: int, head_size: int, *, cap: float | None = None, num_threads: int = 1, level: str | None = None
+    ) -> "Bench":
+        config = native_config(heads=heads, kv_heads=kv_heads, head_size=head_size, attention_soft_cap=cap)
+        widths = [heads * head_size, kv_heads * head_size, kv_heads * head_size]
+        run = Network(
+            widths, lambda blocks, inputs: [blocks.attention(*inputs, layer=0)], config=config, num_threads=num_threads, level=level
+        )
+        storage = np.full((2, NUM_BLOCKS, kv_heads, BLOCK_SIZE, head_size), np.nan, np.float32)  # what nobody wrote must not be read
+        run.execution.use_cache(storage)
+        return cls(config, run, storage)
+
+    def rows(self, random: Random, count: int) -> list[FloatArray]:
+        """q, k and v of some rows."""
+        config = self.config
+        sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        return [random.normal(size=(count, heads * config.head_size)).astype(np.float32) for heads in sizes]
+
+    def attend(self, qkv: Sequence[FloatArray], ranges: Sequence[RowRange]) -> FloatArray:
+        return self.run(*qkv, batch=make_batch(ranges))[0]
+
+    def expected(self, q: FloatArray, k: FloatArray, v: FloatArray) -> np.ndarray:
+        """Attention of one row q [H * D] to k and v [S, K * D], in float64."""
+        config = self.config
+        group = config.num_heads // config.num_kv_heads
+        keys, states = (side.astype(np.float64).reshape(len(k), config.num_kv_heads, config.head_size) for side in (k, v))
+        heads = []
+        for head, query in enumerate(q.astype(np.float64).reshape(config.num_heads, config.head_size)):
+            scores = keys[:, head // group] @ query * config.attention_scale
+            if config.attention_soft_cap is not None:
+                scores = config.attention_soft_cap * np.tanh(scores / config.attention_soft_cap)
+            weights = np.exp(scores - scores.max())
+            heads.append(weights / weights.sum() @ states[:, head // group])
+        return np.concatenate(heads)
+
+
+def blocks(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int32)
+
+
+def random_tree(random: Random, size: int) -> list[int]:
+    return [-1, *sorted(int(random.integers(0, node)) for node in range(1, size))]
+
+
+@BY_LEVEL
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_size"), [(4, 4, 16), (4, 2, 24), (6, 1, 64), (8, 2, 80), (3, 3, 128), (2, 1, 256), (2, 2, 5)]
+)
+def test_attention_is_its_definition(heads: int, kv_heads: int, head_size: int, cap: float | None, level: str, seed: int) -> None:
+    """Two chunks and a lone row; the blocks lie in no order."""
+    bench = Bench.make(heads, kv_heads, head_size, cap=cap, level=level)
+    q, k, v = bench.rows(np.random.default_rng(seed), 70)
+    table = blocks(9, 3, 41)
+    for start, end in ((0, 40), (40, 69), (69, 70)):
+        found = bench.attend([part[start:end] for part in (q, k, v)], [RowRange(0, end - start, start, table)])
+        for row in range(start, end):
+            assert np.abs(found[row - start] - bench.expected(q[row], k[: row + 1], v[: row + 1])).max() <= 3e-6
+    assert np.isnan(bench.storage).mean() == pytest.approx(1 - 70 / (NUM_BLOCKS * BLOCK_SIZE))
+
+
+@BY_LEVEL
+@pytest.mark.parametrize("cached_len", [0, 1, 15, 16, 30, 31, 32, 33, 63, 64, 65])
+def test_a_row_alone_and_the_same_row_in_a_chunk_have_the_same_bits(cached_len: int, level: str, seed: int) -> None:
+    bench = Bench.make(4, 2, 16, level=level)
+    qkv = bench.rows(np.random.default_rng(seed), cached_len + 4)
+    whole = bench.attend(qkv, [RowRange(0, cached_len + 4, 0, blocks(1, 2, 3))])
+    for row in range(cached_len, cached_len + 4):
+        alone = bench.attend([part[row : row + 1] for part in qkv], [RowRange(0, 1, row, blocks(1, 2, 3))])
+        assert np.array_equal(alone[0], whole[row])
+        assert np.abs(alone[0] - bench.expected(qkv[0][row], qkv[1][: row + 1], qkv[2][: row + 1])).max() <= 3e-6
+
+
+def compare_trees(level: str, seed: int, mask_of: Callable[[Sequence[int]], np.ndarray] = tree_mask, num_trees: int = 12) -> int:
+    """Masked rows that differ from decoding their path alone, each node in slots of its own behind the same prefix."""
+    random = np.random.default_rng(seed)
+    bench = Bench.make(4, 2, 24, level=level, num_threads=2)
+    differing = 0
+    for _ in range(num_trees):
+        cached_len, size = int(random.integers(0, 66)), int(random.integers(2, 40))
+        prefix, tree = bench.rows(random, max(cached_len, 1)), bench.rows(random, size)
+        parents = random_tree(random, size)
+        for table in (blocks(1, 2, 3, 4), blocks(5, 6, 7, 8)):
+            if cached_len:
+                bench.attend(prefix, [RowRange(0, cached_len, 0, table)])
+        found = bench.attend(tree, [RowRange(0, size, cached_len, blocks(1, 2, 3, 4), mask_of(parents))])
+        for node in random.permutation(size)[:6].tolist():
+            for depth, step in enumerate(path_to(parents, node)):
+                row = [part[step : step + 1] for part in tree]
+                alone = bench.attend(row, [RowRange(0, 1, cached_len + depth, blocks(5, 6, 7, 8))])
+            differing += not np.array_equal(alone[0], found[node])
+    return differing
+
+
+@BY_LEVEL
+def test_a_masked_row_has_the_bits_of_its_path_decoded_alone(level: str, seed: int) -> None:
+    assert compare_trees(level, seed) == 0
+
+
+def test_any_mask_is_its_definition(seed: int) -> None:
+    """Rows that see later ones as well, and two masked ranges beside a causal one."""
+    random = np.random.default_rng(seed)
+    bench = Bench.make(4, 2, 16)
+    sizes, tables = (7, 3, 5), (blocks(1), blocks(2), blocks(3))
+    masks = [(random.random((size, size)) < 0.5) | np.eye(size, dtype=np.bool_) for size in sizes]
+    qkv = bench.rows(random, sum(sizes))
+    ranges, start = [], 0
+    for size, table, mask in zip(sizes, tables, (masks[0], None, masks[2]), strict=True):
+        ranges.append(RowRange(start, size, 0, table, mask))
+        start += size
+    found = bench.attend(qkv, ranges)
+    for item in ranges:
+        visible = np.tri(item.num_rows, dtype=np.bool_) if item.mask is None else item.mask
+        k, v = (part[item.start : item.start + item.num_rows] for part in qkv[1:])
+        for index in range(item.num_rows):
+            expected = bench.expected(qkv[0][item.start + index], k[visible[index]], v[visible[index]])
+            assert np.abs(found[item.start + index] - expected).max() <= 3e-6
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("count", [1, 2, 5, 17, 40])
+def test_sequences_in_one_pass_do_not_touch_one_another(count: int, num_threads: int, seed: int) -> None:
+    """A lone row, a chunk or a tree each, behind prefixes of their own, against the same work pass by pass."""
+    random = np.random.default_rng(seed)
+    together, apart = (Bench.make(4, 2, 16, num_threads=threads) for threads in (num_threads, 1))
+    work, ranges, start = [], [], 0
+    for index in range(count):
+        cached_len, size = int(random.integers(1, 20)), int(random.choice([1, 1, 3, 9]))
+        prefix = together.rows(random, cached_len)
+        mask = tree_mask(random_tree(random, size)) if index % 3 == 2 else None
+        for bench in (together, apart):
+            bench.attend(prefix, [RowRange(0, cached_len, 0, blocks(index + 1))])
+        work.append(together.rows(random, size))
+        ranges.append(RowRange(start, size, cached_len, blocks(index + 1), mask))
+        start += size
+    found = together.attend([np.concatenate(parts) for parts in zip(*work, strict=True)], ranges)
+    for rows, item in zip(work, ranges, strict=True):
+        alone = apart.attend(rows, [RowRange(0, item.num_rows, item.cached_len, item.block_table, item.mask)])
+        assert np.array_equal(found[item.start : item.start + item.num_rows], alone)
+    assert np.array_equal(together.storage, apart.storage, equal_nan=True)
+
+
+@BY_LEVEL
+def test_large_scores_do_not_overflow(level: str, seed: int) -> None:
+    bench = Bench.make(2, 1, 16, level=level)
+    q, k, v = bench.rows(np.random.default_rng(seed), 20)
+    q *= 1000
+    found = bench.attend([q, k, v], [RowRange(0, 20, 0, blocks(1))])
+    for row in range(20):
+        assert np.abs(found[row] - bench.expected(q[row], k[: row + 1], v[: row + 1])).max() <= 1e-3
+
+
+def test_a_score_that_is_not_a_number_makes_the_row_so(seed: int) -> None:
+    bench = Bench.make(2, 1, 16)
+    q, k, v = bench.rows(np.random.default_rng(seed), 20)
+    k[3, 0] = np.nan
+    found = bench.attend([q, k, v], [RowRange(0, 20, 0, blocks(1))])
+    assert np.isfinite(found[:3]).all()
+    assert np.isnan(found[3:]).all()
+
+
+# Planted faults: each must be seen by the comparisons above.
+
+
+def test_a_mask_that_is_ignored_is_seen(seed: int) -> None:
+    assert compare_trees(BUILT[0], seed, lambda parents: np.tri(len(parents), dtype=np.bool_)) > 0
+
+
+def test_a_row_that_sees_one_of_another_path_is_seen(seed: int) -> None:
+    def with_a_stranger(parents: Sequence[int]) -> np.ndarray:
+        mask = tree_mask(parents)
+        strangers = np.argwhere(~mask & np.tri(len(parents), dtype=np.bool_))
+        if len(strangers):
+            mask[strangers[-1][0], strangers[-1][1]] = True
+        return mask
+
+    assert compare_trees(BUILT[0], seed, with_a_stranger, num_trees=40) > 0
+
+
+def test_keys_in_the_wrong_slot_are_seen(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Bench.attend
+
+    def one_slot_later(bench: Bench, qkv: Sequence[FloatArray], ranges: Sequence[RowRange]) -> FloatArray:
+        moved = [
+            RowRange(item.start, item.num_rows, item.cached_len + (item.mask is not None), item.block_table, item.mask) for item in ranges
+        ]
+        return real(bench, qkv, moved)
+
+    monkeypatch.setattr(Bench, "attend", one_slot_later)
+    assert compare_trees(BUILT[0], seed) > 0

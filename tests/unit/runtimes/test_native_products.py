@@ -1,0 +1,183 @@
+"""Native matrix products: right for every way weights are stored, and the same bits whatever else is in the pass."""
+
+from collections.abc import Callable, Mapping
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from native_network import BUILT, Network, plain_tensor
+from paceline.models.config import WeightType
+from paceline.models.grouped import GroupedMatrix, pack_nibbles
+from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, as_float32
+from paceline.runtimes.base import FloatArray
+from paceline.runtimes.native.weights import NativeWeights
+from paceline.runtimes.rounding import to_bf16
+
+Random = np.random.Generator
+Make = Callable[[Random, int, int, int], AnyTensor]
+MAX_ROWS = 20
+PLAIN_WIDTHS = [1, 7, 16, 50, 64, 145]
+EPSILON = float(np.finfo(np.float32).eps) / 2
+
+
+def plain(weight_type: WeightType) -> Make:
+    def make(random: Random, outputs: int, columns: int, group: int) -> Tensor:
+        values = random.normal(size=(outputs, columns)).astype(np.float32)
+        stored: dict[WeightType, Any] = {
+            WeightType.F32: values, WeightType.F16: values.astype(np.float16), WeightType.BF16: to_bf16(values)
+        }  # fmt: skip
+        return Tensor(stored[weight_type], weight_type, values.shape)
+
+    return make
+
+
+def grouped(bits: int, zero_point: int, *, signed: bool = False, minimums: bool = False) -> Make:
+    def make(random: Random, outputs: int, columns: int, group: int) -> GroupedTensor:
+        shape = (outputs, columns // group)
+        scales = random.uniform(-0.1, 0.1, shape).astype(np.float32)
+        offsets = random.normal(size=shape).astype(np.float32) if minimums else None
+        if bits == 4:
+            codes = pack_nibbles(random.integers(0, 16, (outputs, columns), dtype=np.uint8))
+        else:
+            kind = np.int8 if signed else np.uint8
+            codes = random.integers(np.iinfo(kind).min, np.iinfo(kind).max + 1, (outputs, columns), dtype=kind)
+        return GroupedTensor(GroupedMatrix(codes, scales, offsets, bits, zero_point))
+
+    return make
+
+
+PLAIN: Mapping[str, Make] = {"f32": plain(WeightType.F32), "f16": plain(WeightType.F16), "bf16": plain(WeightType.BF16)}
+BYTES: Mapping[str, Make] = {
+    "s8": grouped(8, 0, signed=True),
+    "s8-zero-point": grouped(8, -16, signed=True),
+    "u8": grouped(8, 128),
+    "s8-minimum": grouped(8, 0, signed=True, minimums=True),
+    "u8-minimum": grouped(8, 3, minimums=True),
+}
+NIBBLES: Mapping[str, Make] = {"u4": grouped(4, 8), "u4-minimum": grouped(4, 0, minimums=True)}
+CASES: list[tuple[str, Make, int, int]] = [
+    *((name, make, width, 0) for (name, make), width in product(PLAIN.items(), PLAIN_WIDTHS)),
+    *((name, make, *size) for (name, make), size in product(BYTES.items(), [(48, 16), (96, 32), (192, 64), (256, 128), (80, 80)])),
+    *((name, make, *size) for (name, make), size in product(NIBBLES.items(), [(96, 16), (96, 32), (192, 64), (256, 128), (96, 96)])),
+]
+BY_CASE = pytest.mark.parametrize(("make", "columns", "group"), [case[1:] for case in CASES], ids=[f"{c[0]}-{c[2]}-{c[3]}" for c in CASES])
+BY_LEVEL = pytest.mark.parametrize("level", BUILT)
+
+
+def network(tensors: Mapping[str, AnyTensor], *, num_threads: int = 1, level: str | None = None) -> Network:
+    """All matrices of `tensors` as one product."""
+    names = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
+    columns = tensors[f"{names[0]}.weight"].shape[1]
+    return Network(
+        [columns], lambda blocks, inputs: blocks.linear(inputs[0], *names), tensors=tensors, num_threads=num_threads, level=level
+    )
+
+
+def check(found: FloatArray, x: FloatArray, weight: AnyTensor, bias: FloatArray | None) -> None:
+    """`found` is what a float32 sum in 16 lanes can be at worst."""
+    values = as_float32(weight).astype(np.float64)
+    wide = x.astype(np.float64)
+    offset = np.zeros(len(values)) if bias is None else bias.astype(np.float64)
+    roundings = x.shape[1] // 16 + 7
+    worst = EPSILON * roundings * (np.abs(wide) @ np.abs(values).T + np.abs(offset))
+    assert (np.abs(found - (wide @ values.T + offset)) <= worst).all()
+
+
+@BY_LEVEL
+@BY_CASE
+def test_a_product_is_right_and_a_row_of_it_the_same_whatever_rows_it_comes_with(
+    make: Make, columns: int, group: int, level: str, seed: int
+) -> None:
+    """One to twenty rows, a sum of tiles of every size; a number of outputs that no tile divides, with and without a bias."""
+    random = np.random.default_rng(seed)
+    x = random.normal(size=(MAX_ROWS, columns)).astype(np.float32)
+    weight, plainer = make(random, 53, columns, group), make(random, 7, columns, group)
+    bias = random.normal(size=53).astype(np.float32)
+    run = network({"a.weight": weight, "a.bias": plain_tensor(bias), "b.weight": plainer}, level=level)
+    all_rows = run(x)
+    check(all_rows[0], x, weight, bias)
+    check(all_rows[1], x, plainer, None)
+    for count in range(1, MAX_ROWS):
+        first = int(random.integers(0, MAX_ROWS - count + 1))
+        for found, expected in zip(run(x[first : first + count]), all_rows, strict=True):
+            assert np.array_equal(found, expected[first : first + count]), count
+
+
+@pytest.mark.parametrize("name", ["f16", "s8", "u4-minimum"])
+@pytest.mark.parametrize("num_rows", [1, 2, 13])
+def test_threads_do_not_change_a_bit(name: str, num_rows: int, seed: int) -> None:
+    """Three matrices of one product, whose outputs are shared out piece by piece."""
+    random = np.random.default_rng(seed)
+    make = {**PLAIN, **BYTES, **NIBBLES}[name]
+    tensors = {f"{part}.weight": make(random, outputs, 128, 32) for part, outputs in {"q": 200, "k": 49, "v": 48}.items()}
+    x = random.normal(size=(num_rows, 128)).astype(np.float32)
+    alone, *others = ([network(tensors, num_threads=count)(x) for _ in range(5)] for count in (1, 2, 3))
+    for results in (run for runs in others for run in runs):
+        assert all(np.array_equal(found, expected) for found, expected in zip(results, alone[0], strict=True))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_matrices_of_all_kinds_share_one_product(num_threads: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    tensors = {f"{name}.weight": make(random, 60, 96, 32) for name, make in {**PLAIN, **BYTES, **NIBBLES}.items()}
+    x = random.normal(size=(9, 96)).astype(np.float32)
+    results = network(tensors, num_threads=num_threads)(x)
+    for found, tensor in zip(results, tensors.values(), strict=True):
+        check(found, x, tensor, None)
+
+
+@pytest.mark.skipif(len(BUILT) < 2, reason="this machine has one instruction set we build for")
+@BY_CASE
+def test_every_instruction_set_gives_the_same_bits(make: Make, columns: int, group: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    x = random.normal(size=(5, columns)).astype(np.float32)
+    tensors = {"a.weight": make(random, 19, columns, group)}
+    best, *others = (network(tensors, level=level)(x)[0] for level in BUILT)
+    assert all(np.array_equal(best, other) for other in others)
+
+
+def test_every_kind_of_the_kernels_is_tested(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    tensors = {f"{name}.weight": make(random, 2, 64, 32) for name, make in {**PLAIN, **BYTES, **NIBBLES}.items()}
+    weights = NativeWeights(Weights(tensors), WeightType.F32)
+    assert {weights.matrix(name.removesuffix(".weight"), 0).kind for name in tensors} == set(range(8))
+
+
+@pytest.mark.parametrize("name", ["f32", "f16", "bf16", "s8", "s8-minimum", "u4-minimum"])
+def test_arrays_with_gaps_are_read_right(name: str, seed: int) -> None:
+    """Rows of a wider array, every other row, and columns that do not lie side by side."""
+    random = np.random.default_rng(seed)
+    make = {**PLAIN, **BYTES, **NIBBLES}[name]
+    whole = make(random, 24, 128, 32)
+    x = random.normal(size=(3, 128)).astype(np.float32)
+    if isinstance(whole, GroupedTensor):
+        matrix = whole.matrix
+        offsets = None if matrix.minimums is None else matrix.minimums[::2]
+        views: list[AnyTensor] = [
+            GroupedTensor(GroupedMatrix(matrix.codes[::2], matrix.scales[::2], offsets, matrix.bits, matrix.zero_point))
+        ]
+    else:
+        arrays = (whole.array[::2], np.asfortranarray(whole.array), np.concatenate([whole.array, whole.array], axis=1)[:, 128:])
+        views = [Tensor(array, whole.weight_type, array.shape) for array in arrays]
+    for view in views:
+        check(network({"a.weight": view})(x)[0], x, view, None)
+
+
+@pytest.mark.parametrize("wanted", [WeightType.F16, WeightType.BF16])
+def test_weights_are_rounded_to_the_type_that_is_wanted(wanted: WeightType, seed: int) -> None:
+    values = np.random.default_rng(seed).normal(size=(8, 32)).astype(np.float32)
+    weights = NativeWeights(Weights({"a.weight": plain_tensor(values)}), wanted)
+    assert weights.matrix("a", 0).row_bytes == 64
+    assert weights.matrix("a", 0).kind == {WeightType.F16: 1, WeightType.BF16: 2}[wanted]
+
+
+@BY_LEVEL
+def test_infinities_and_subnormals_of_half_precision_come_through(level: str) -> None:
+    stored = np.array([[6e-8, 65504.0, -6.1e-5, np.inf]], np.float16)
+    x = np.eye(3, 4, dtype=np.float32)
+    found = network({"a.weight": Tensor(stored, WeightType.F16, stored.shape)}, level=level)(x[:, :4])[0]
+    assert np.isnan(found).all()  # 0 * inf
+    finite = Tensor(stored[:, :3].copy(), WeightType.F16, (1, 3))
+    assert np.array_equal(network({"a.weight": finite}, level=level)(x[:, :3])[0][:, 0], stored[0, :3].astype(np.float32))

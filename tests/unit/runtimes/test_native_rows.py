@@ -1,0 +1,131 @@
+"""What the native kernels do to one row at a time, held to float64."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from native_network import BUILT, Network, make_batch, native_config, plain_tensor
+from paceline.models.config import Activation, ModelConfig
+from paceline.models.rope import inverse_frequencies
+from paceline.runtimes.base import FloatArray, RowRange
+from paceline.runtimes.native.program import NativeBlocks, Value
+from paceline.runtimes.rotary import rotary_tables
+
+pytestmark = pytest.mark.parametrize("level", BUILT)
+WIDTHS = [1, 15, 16, 33, 64, 200, 4100]  # the last one is shared out in pieces
+LARGE = [0.0, -0.0, 1e-30, -1e-30, 0.5, -0.5, 10.0, -10.0, 88.0, -88.0, 89.5, -89.5, 1e4, -1e4, 3e38]
+
+
+def values(rows: int, width: int, seed: int, scale: float = 3.0) -> FloatArray:
+    return (scale * np.random.default_rng(seed).normal(size=(rows, width))).astype(np.float32)
+
+
+def gate_of(activation: Activation, level: str, width: int) -> Callable[[FloatArray, FloatArray], FloatArray]:
+    run = Network(
+        [width, width], lambda blocks, inputs: [blocks.gated_mlp(*inputs)], config=native_config(activation=activation), level=level
+    )
+    return lambda x, up: run(x, up)[0]
+
+
+def activated(activation: Activation, x: FloatArray) -> np.ndarray:
+    wide = x.astype(np.float64)
+    if activation is Activation.SILU:
+        return wide * 0.5 * (1 + np.tanh(wide / 2))
+    return 0.5 * wide * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("activation", Activation)
+def test_a_gate_is_its_definition(activation: Activation, width: int, level: str, seed: int) -> None:
+    x, up = values(3, width, seed), values(3, width, seed + 1)
+    found = gate_of(activation, level, width)(x, up)
+    expected = activated(activation, x) * up
+    assert np.allclose(found, expected, rtol=5e-7, atol=5e-7 * np.abs(x * up).max())
+
+
+@pytest.mark.parametrize("activation", Activation)
+def test_a_gate_is_right_where_the_exponential_ends(activation: Activation, level: str) -> None:
+    x = np.array([[value for value in LARGE if value < 1e38]], np.float32)
+    found = gate_of(activation, level, x.shape[1])(x, np.ones_like(x))
+    with np.errstate(over="ignore"):
+        assert np.allclose(found, activated(activation, x), rtol=1e-6, atol=1e-30)
+
+
+def test_the_exponential_is_accurate_to_two_units_in_the_last_place(level: str) -> None:
+    """silu(-x) / -x = 1 / (1 + e^x): where e^x is large the exponential's own relative error shows."""
+    x = np.linspace(20.0, 87.0, 4096, dtype=np.float32)[None]
+    found = -gate_of(Activation.SILU, level, x.shape[1])(-x, np.ones_like(x)).astype(np.float64) / x
+    relative = np.abs(found * (1 + np.exp(x.astype(np.float64))) - 1)
+    assert relative.max() < 6 * np.finfo(np.float32).eps / 2
+
+
+def test_what_is_not_a_number_stays_so(level: str) -> None:
+    """Damaged weights must not turn into plausible values."""
+    x = np.array([[1.0, np.nan, 2.0]], np.float32)
+    for activation in Activation:
+        assert np.isnan(gate_of(activation, level, 3)(x, np.ones_like(x))).tolist() == [[False, True, False]]
+    capped = Network([3], lambda blocks, inputs: [blocks.soft_cap(inputs[0], 30.0)], level=level)
+    assert np.isnan(capped(x)[0]).tolist() == [[False, True, False]]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_an_addition_is_one_rounding(width: int, level: str, seed: int) -> None:
+    x, y = values(3, width, seed), values(3, width, seed + 1)
+    (found,) = Network([width, width], lambda blocks, inputs: [blocks.add(*inputs)], level=level)(x, y)
+    assert np.array_equal(found, x + y)
+
+
+@pytest.mark.parametrize("cap", [2.0, 30.0])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_soft_cap_is_its_definition(width: int, cap: float, level: str, seed: int) -> None:
+    x = values(3, width, seed, scale=20.0)
+    (found,) = Network([width], lambda blocks, inputs: [blocks.soft_cap(inputs[0], cap)], level=level)(x)
+    assert np.abs(found - cap * np.tanh(x.astype(np.float64) / cap)).max() <= 4e-7 * cap
+    assert np.abs(found).max() <= cap
+
+
+@pytest.mark.parametrize(("num_heads", "width"), [(1, 1), (1, 50), (1, 64), (1, 1000), (3, 16), (5, 24), (2, 80)])
+def test_a_norm_is_its_definition(num_heads: int, width: int, level: str, seed: int) -> None:
+    x, weight = values(11, num_heads * width, seed), values(1, width, seed + 1)[0]
+    x[0] = 0.0
+
+    def build(blocks: NativeBlocks, inputs: list[Value]) -> list[Value]:
+        return [blocks.rms_norm(inputs[0], "n") if num_heads == 1 else blocks.head_norm(inputs[0], "n", num_heads)]
+
+    (found,) = Network([x.shape[1]], build, tensors={"n.weight": plain_tensor(weight)}, level=level)(x)
+    wide = x.astype(np.float64).reshape(11, num_heads, width)
+    expected = (wide / np.sqrt((wide**2).mean(axis=2, keepdims=True) + 1e-5) * weight).reshape(x.shape)
+    assert np.allclose(found, expected, rtol=1e-6, atol=0)
+
+
+def rotated(config: ModelConfig, x: FloatArray, positions: np.ndarray) -> np.ndarray:
+    frequencies, _ = inverse_frequencies(config.rope, config.head_size)
+    angles = (positions.astype(np.float32)[:, None] * frequencies)[:, None].astype(np.float64)
+    half = angles.shape[-1]
+    wide = x.astype(np.float64).reshape(len(x), -1, config.head_size)
+    first, second = wide[..., :half], wide[..., half : 2 * half]
+    turned = (first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles), wide[..., 2 * half :])
+    return np.concatenate(turned, axis=-1).reshape(x.shape)
+
+
+@pytest.mark.parametrize(("head_size", "fraction"), [(16, 1.0), (24, 1.0), (64, 0.5), (80, 0.4), (128, 1.0), (96, 0.75)])
+def test_a_rotation_turns_its_part_of_a_head_and_leaves_the_rest(head_size: int, fraction: float, level: str, seed: int) -> None:
+    config = native_config(head_size=head_size, rotated_fraction=fraction)
+    x = values(9, 3 * head_size, seed)
+    positions = np.array([0, 1, 2, 31, 32, 33, 100, 255, 256])
+    rotations = [(cos[positions], sin[positions]) for cos, sin in rotary_tables(config, 256)]
+    run = Network([x.shape[1]], lambda blocks, inputs: [blocks.rope(inputs[0], 3, 0)], config=config, level=level)
+    (found,) = run(x, rotations=rotations)
+    assert np.abs(found - rotated(config, x, positions)).max() <= 3e-7 * np.abs(x).max()
+    kept = slice(config.rope.rotary_size(head_size), None)
+    assert np.array_equal(found.reshape(9, 3, -1)[..., kept], x.reshape(9, 3, -1)[..., kept])
+
+
+@pytest.mark.parametrize("wanted", [[], [4], [2, 0, 4], [4, 3, 2, 1, 0]])
+def test_selected_rows_come_in_the_order_they_were_asked_for(wanted: list[int], level: str, seed: int) -> None:
+    x = values(5, 4100, seed)
+    run = Network([x.shape[1]], lambda blocks, inputs: [blocks.soft_cap(blocks.logits_rows(inputs[0]), 1e9), inputs[0]], level=level)
+    batch = make_batch([RowRange(0, 5, 0, np.array([1], np.int32))], wanted)
+    run = Network([x.shape[1]], lambda blocks, inputs: [blocks.logits_rows(inputs[0])], level=level)
+    assert np.array_equal(run(x, batch=batch)[0], x[wanted])

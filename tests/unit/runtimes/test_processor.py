@@ -1,0 +1,61 @@
+"""What a processor can do is read from the flags the system lists."""
+
+import io
+from pathlib import Path
+
+import pytest
+
+from paceline.runtimes import processor
+
+X86 = "processor\t: 0\nmodel name\t: A Processor\nflags\t\t: fpu sse avx2 {}\n\nprocessor\t: 1\nflags\t\t: amx_bf16\n"
+ARM = "processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: fp asimd {}\nCPU part\t: 0xd40\n"
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
+    def opened(path: str, **options: str) -> io.StringIO:
+        assert Path(path) == Path("/proc/cpuinfo")
+        if text is None:
+            raise FileNotFoundError(path)
+        return io.StringIO(text)
+
+    monkeypatch.setattr(processor, "open", opened, raising=False)
+
+
+@pytest.mark.parametrize("text", [X86, ARM])
+@pytest.mark.parametrize(
+    ("flag", "bf16", "as_bytes"),
+    [
+        ("", False, False),
+        ("avx512f avx512vl", False, False),
+        ("avx512_bf16", True, False),
+        ("amx_bf16 amx_tile", True, False),
+        ("bf16 asimddp", True, True),
+        ("avx512_vnni", False, True),
+        ("avx_vnni", False, True),
+        ("amx_int8", False, True),
+        ("i8mm", False, True),
+        ("not_avx512_vnni bf16ish", False, False),
+    ],
+)
+def test_products_are_native_where_a_flag_says_so(
+    text: str, flag: str, *, bf16: bool, as_bytes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, text.format(flag))
+    assert set(flag.split()) <= processor.processor_flags()
+    assert (processor.multiplies_bf16(), processor.multiplies_bytes()) == (bf16, as_bytes)
+
+
+def test_without_a_list_nothing_is_taken_for_granted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, None)
+    assert processor.processor_flags() == frozenset()
+    assert not processor.multiplies_bf16()
+    assert not processor.multiplies_bytes()
+    assert isinstance(processor.processor_name(), str)
+
+
+def test_processors_that_differ_in_a_flag_have_different_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = set()
+    for text in (X86.format("avx512f"), X86.format("avx512_bf16"), ARM.format("bf16")):
+        pretend(monkeypatch, text)
+        names.add(processor.processor_name())
+    assert len(names) == 3
