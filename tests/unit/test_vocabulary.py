@@ -1,13 +1,24 @@
 """Two vocabularies are compared piece by piece."""
 
 import json
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from checkpoints import VOCAB_SIZE, write_tokenizer
 from paceline.tokenizer import Tokenizer
-from paceline.vocabulary import VocabularyMatch, compare_vocabularies
+from paceline.vocabulary import (
+    ENOUGH_PIECES,
+    SAMPLE_TEXT,
+    Speller,
+    VocabularyMatch,
+    compare_pieces,
+    compare_vocabularies,
+    match_ids,
+    piece_bytes,
+)
 
 
 def open_tokenizer(directory: Path, pieces: dict[int, str] | None = None, *, vocab_size: int = VOCAB_SIZE) -> Tokenizer:
@@ -60,3 +71,99 @@ def test_vocabularies_with_hardly_a_piece_in_common_are_disjoint(target: Tokeniz
     assert found.match is VocabularyMatch.DISJOINT
     assert not found.is_compatible
     assert found.shared_pieces == 4 / VOCAB_SIZE
+
+
+WORDS = ["the", "cat", "sat", " on", "é", "\n", " ", "a", "b"]
+
+
+def in_bytes_manner(text: str) -> str:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[0][0]
+
+
+def test_pieces_alone_can_be_compared() -> None:
+    assert compare_pieces(["a", "b", ""], ["a", "b"]).match is VocabularyMatch.SAME
+    assert compare_pieces(["a", "b"], ["a", "b", "c"]).match is VocabularyMatch.PADDED
+    assert compare_pieces(["a", "b"], ["b", "a"]).first_difference == (0, "a", "b")
+    assert compare_pieces([], []).is_hopeless
+
+
+def test_a_hole_is_no_difference_but_lowers_the_coverage() -> None:
+    found = compare_pieces(["a", "b", "c", "d"], ["a", "", "c", "d"])
+    assert (found.match, found.coverage) == (VocabularyMatch.PADDED, 0.75)
+
+
+def test_few_first_ids_of_a_vocabulary_are_too_few_to_pass_ids() -> None:
+    pieces = [f"Ġ{index}" for index in range(100)]
+    assert compare_pieces(pieces, pieces[:60]).match is VocabularyMatch.PADDED
+    assert compare_pieces(pieces, pieces[:40]).match is VocabularyMatch.DISJOINT
+
+
+def test_rows_a_gguf_file_names_as_padding_are_no_tokens() -> None:
+    assert compare_pieces(["a", "b"], ["a", "b", "[PAD2]", "[PAD3]"]).match is VocabularyMatch.SAME
+    assert compare_pieces(["a", "b", "c"], ["a", "b", "[PAD7]"]).match is VocabularyMatch.OVERLAPPING
+
+
+def test_a_piece_is_the_same_bytes_in_either_manner() -> None:
+    sentencepiece = [*(f"<0x{byte:02X}>" for byte in range(256)), *(word.replace(" ", "▁") for word in WORDS), "▁▁"]
+    byte_level = [in_bytes_manner(word) for word in [*WORDS, " the", " a"]]
+    assert piece_bytes(byte_level) == [word.encode() for word in [*WORDS, " the", " a"]]
+    assert piece_bytes(sentencepiece)[256:] == [word.encode() for word in [*WORDS, "  "]]
+    found = match_ids(byte_level, sentencepiece)
+    assert found[: len(WORDS)].tolist() == [256 + index for index in range(len(WORDS))]  # ordinary pieces before single bytes
+    assert found[len(WORDS) :].tolist() == [-1, -1]
+
+
+def test_a_manner_of_writing_is_no_difference_in_the_overlap() -> None:
+    sentencepiece = ["▁the", "▁cat", "▁dog", "<0x41>"]
+    byte_level = [in_bytes_manner(text) for text in (" the", " cat", " dog", "A")]
+    found = compare_pieces(sentencepiece, byte_level)
+    assert (found.match, found.shared_pieces) == (VocabularyMatch.OVERLAPPING, 1.0)
+    assert match_ids(sentencepiece, byte_level).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("text", ["", "the", "the cat sat on", "thé\n", "cab"])
+def test_a_speller_writes_any_text_its_pieces_can_write(text: str) -> None:
+    pieces = [in_bytes_manner(word) for word in [*WORDS, "c", "at", "t"]]
+    texts = piece_bytes(pieces)
+    ids = Speller(pieces).spell(text.encode())
+    possible = set(text.encode()) <= set(b"".join(texts))
+    assert possible == (ids is not None) or text == "thé\n"
+    if ids is not None:
+        assert b"".join(texts[token_id] for token_id in ids) == text.encode()
+
+
+def test_what_no_piece_spells_is_not_spelled() -> None:
+    assert Speller(["a", "b"]).spell(b"abc") is None
+
+
+def test_text_decides_where_the_target_can_spell_the_sample() -> None:
+    """A vocabulary of which most pieces are rare: few are shared, but they are those that text is made of."""
+    letters = [chr(code) for code in range(0x21, 0x7F)]
+    common = [in_bytes_manner(character) for character in dict.fromkeys([*SAMPLE_TEXT, *letters])]
+    common = list(dict.fromkeys("".join(common)))
+    rare = [f"qz{index}" for index in range(5 * len(common))]
+    sample_ids = [common.index(character) for character in in_bytes_manner(SAMPLE_TEXT)]
+    found = compare_pieces([*common, *rare], list(reversed(common)), sample_ids=sample_ids)
+    assert (found.match, found.sample_coverage) == (VocabularyMatch.OVERLAPPING, 1.0)
+    assert found.shared_pieces < ENOUGH_PIECES
+    assert compare_pieces([*common, *rare], list(reversed(common))).match is VocabularyMatch.DISJOINT
+
+
+def test_one_changed_piece_of_a_large_vocabulary_is_found_in_time(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    pieces = [f"Ġ{index:x}" for index in range(151_936)]
+    changed = int(random.integers(len(pieces)))
+    other = [*pieces[:changed], "other", *pieces[changed + 1 :], *(f"pad{index}" for index in range(128))]
+    start = time.process_time()
+    found = compare_pieces(pieces, other)
+    assert time.process_time() - start < 2.0
+    assert found.first_difference == (changed, pieces[changed], "other")
+
+
+def test_151936_rows_and_152064_rows_are_the_same_vocabulary_padded() -> None:
+    """Rows of matrices play no part: a tokenizer's pieces do."""
+    pieces = [f"Ġ{index:x}" for index in range(151_665)]
+    found = compare_pieces(pieces, [*pieces, *(f"<|extra_{index}|>" for index in range(4))])
+    assert (found.match, found.coverage, found.is_compatible) == (VocabularyMatch.PADDED, 1.0, True)

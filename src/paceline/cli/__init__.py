@@ -8,6 +8,7 @@ import typer
 
 from paceline import __version__
 from paceline.cli.chat import chat
+from paceline.cli.doctor import doctor
 from paceline.cli.run import run
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(chat)
+app.command()(doctor)
 
 
 def _print_version(wanted: bool) -> None:

@@ -19,7 +19,7 @@ def load(settings: Settings) -> "LLM":
         PacelineError: it cannot be loaded.
     """
     if not settings.debug:
-        _quieten_libraries()
+        quieten_libraries()
     if sys.stderr.isatty():
         say(f"loading {settings.engine.model}")
     from paceline.llm import LLM
@@ -31,7 +31,7 @@ def load(settings: Settings) -> "LLM":
     return llm
 
 
-def _quieten_libraries() -> None:
+def quieten_libraries() -> None:
     """Libraries talk about themselves; a person's own settings win. Progress of a download is for terminals only."""
     warnings.simplefilter("ignore")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

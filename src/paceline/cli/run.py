@@ -2,6 +2,8 @@
 
 import json
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -32,6 +34,15 @@ def run(
         bool, typer.Option("--chat", help="Apply the model's chat template: the text is a message.", rich_help_panel="Prompt")
     ] = False,
     system: System = None,
+    prediction_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--prediction-file",
+            help="A text the output will resemble, such as the file that is to be edited; it is guessed from first. It changes the speed, "
+            "never a token.",
+            rich_help_panel="Prompt",
+        ),
+    ] = None,
     show_drafts: ShowDrafts = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, and nothing else on stdout.", rich_help_panel=OUTPUT)
@@ -46,13 +57,16 @@ def run(
         raise ConfigError("--json prints no stream for --show-drafts to colour: give one of them")
     text = checked_text("prompt", prompt) if prompt is not None and prompt != "-" else _read_stdin()
     messages = _messages(text, system) if chat or system is not None else None
+    hints: dict[str, str] = {}
+    if prediction_file is not None:
+        hints["prediction"], settings = _read_prediction(prediction_file), _with_prediction(settings)
     from paceline.cli.loading import load
 
     llm = load(settings)
     if as_json:
-        _print_json(llm, text, messages, settings)
+        _print_json(llm, text, messages, settings, hints)
     else:
-        _print_stream(llm, text, messages, settings, show_drafts=show_drafts)
+        _print_stream(llm, text, messages, settings, hints, show_drafts=show_drafts)
 
 
 def _messages(text: str, system: str | None) -> list[dict[str, str]]:
@@ -60,18 +74,41 @@ def _messages(text: str, system: str | None) -> list[dict[str, str]]:
     return [*first, {"role": "user", "content": text}]
 
 
-def _print_json(llm: "LLM", text: str, messages: list[dict[str, str]] | None, settings: Settings) -> None:
-    output = llm.generate(text, settings.sampling)[0] if messages is None else llm.chat(messages, settings.sampling)
+def _with_prediction(settings: Settings) -> Settings:
+    """The same with the drafter "prediction" in front of those asked for."""
+    given = settings.speculation.drafter
+    names = (given,) if isinstance(given, str) else given
+    if "prediction" in names:
+        return settings
+    return replace(settings, speculation=replace(settings.speculation, drafter=("prediction", *names)))
+
+
+def _read_prediction(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path} is not UTF-8 text at byte {error.start}; convert it first", parameter="prediction") from None
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror}; give a text file", parameter="prediction") from None
+
+
+def _print_json(llm: "LLM", text: str, messages: list[dict[str, str]] | None, settings: Settings, hints: dict[str, str]) -> None:
+    if messages is None:
+        (output,) = llm.generate(text, settings.sampling, **hints)
+    else:
+        output = llm.chat(messages, settings.sampling, **hints)
     print(json.dumps(output.as_dict(model=settings.engine.model, version=__version__)))
 
 
-def _print_stream(llm: "LLM", text: str, messages: list[dict[str, str]] | None, settings: Settings, *, show_drafts: bool) -> None:
+def _print_stream(
+    llm: "LLM", text: str, messages: list[dict[str, str]] | None, settings: Settings, hints: dict[str, str], *, show_drafts: bool
+) -> None:
     from paceline.cli.rendering import legend, write_stream, writer_for
 
     if show_drafts:
         say(legend())
     params = settings.sampling
-    stream = llm.stream(text, params) if messages is None else llm.stream_chat(messages, params)
+    stream = llm.stream(text, params, **hints) if messages is None else llm.stream_chat(messages, params, **hints)
     answer = write_stream(stream, writer_for(llm, show_drafts=show_drafts))
     say(answer.closing_line(sampled=not params.is_greedy))
     if answer.interrupted:

@@ -1,47 +1,264 @@
-"""Several drafters, asked in order: who comes later guesses only where those before had no guess."""
+"""Several drafters at once: who is asked is decided by measured acceptance and cost, and what they say becomes one tree.
 
-from collections.abc import Sequence
+They are asked in the order given. The next one is asked where its guesses are expected to be worth its time, or where those before
+have none. Answers are merged token by token, the likely ones first, within the row budget; the acceptance of every answer is
+measured, whether or not it had a place in the tree.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
+from paceline.speculation.tree_growth import Guess, grow_tree
+
+log = logging.getLogger(__name__)
+
+FIRST_RATE = 0.8  # acceptance of a guessed token before any was measured: the earlier drafter is trusted
+FIRST_WEIGHT = 8.0  # tokens that belief counts for
+MEMORY = 64.0  # tokens a measured rate looks back on
+SIBLING_SHARE = 0.5  # probability of a sibling over that of the one before it in the same drafter's tree
+PROBE_INTERVAL = 32  # steps after which a drafter is asked again, whatever was measured before
+CHEAP_SHARE = 0.01  # of a target pass: drafters that take less are asked every time
+
+Places = tuple[tuple[int, int], ...]
+"""Where a node of the merged tree stands in the members' trees: (member, node)."""
+
+
+@dataclass(slots=True)
+class _Acceptance:
+    """How often the target says what a drafter guesses next, the latest tokens first.
+
+    Attributes:
+        examined, accepted: guessed tokens, those further back counting less.
+        has_read: whether the drafter was asked before; its first answer also takes reading the prompt.
+        num_skipped: steps since it was asked.
+    """
+
+    examined: float = FIRST_WEIGHT
+    accepted: float = FIRST_WEIGHT * FIRST_RATE
+    has_read: bool = False
+    num_skipped: int = 0
+
+    @property
+    def rate(self) -> float:
+        return self.accepted / self.examined
+
+    def add(self, num_examined: int, num_accepted: int) -> None:
+        keep = max(0.0, 1.0 - num_examined / MEMORY)
+        self.examined = self.examined * keep + num_examined
+        self.accepted = self.accepted * keep + num_accepted
+
+    def expected(self, depth: int) -> float:
+        """Accepted tokens of a chain of `depth` guesses."""
+        return sum(self.rate**position for position in range(1, depth + 1))
+
+
+@dataclass(slots=True)
+class _Asked:
+    """One request in one step: what was answered, and what that took.
+
+    Attributes:
+        trees: by member.
+        num_tokens: tokens of the request when it was asked.
+        gain: expected accepted tokens of the best answer.
+    """
+
+    budget: DraftBudget
+    num_tokens: int
+    trees: dict[int, DraftTree] = field(default_factory=dict)
+    gain: float = 0.0
+    draft_s: float = 0.0
 
 
 class StackDrafter(Drafter):
-    """The first guess wins; a later drafter costs nothing in steps where an earlier one has the answer."""
+    """Guesses with several drafters; what one of them lacks or breaks costs nothing where another has an answer.
+
+    Args:
+        drafters: in the order in which they are asked; cheap ones first.
+    """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         self._drafters = tuple(drafters)
         self.name = "+".join(drafter.name for drafter in drafters)
         self.cache_bytes_per_token = sum(drafter.cache_bytes_per_token for drafter in drafters)
+        self.reads_predictions = any(drafter.reads_predictions for drafter in drafters)
         self.needs = DrafterNeeds(
             hidden_states=any(drafter.needs.hidden_states for drafter in drafters),
             layers=tuple(sorted({layer for drafter in drafters for layer in drafter.needs.layers})),
             prompt_rows=any(drafter.needs.prompt_rows for drafter in drafters),
         )
+        self._lately = [_Acceptance() for _ in drafters]  # over all requests: where a new one begins
+        self._acceptance: dict[int, list[_Acceptance]] = {}
+        self._asked: dict[int, _Asked] = {}
+        self._draft_s = [0.0 for _ in drafters]  # of one call
+        self._pass_s = 0.0  # from the end of a proposal until its rows are observed
+        self._proposed_at: float | None = None
+        self._has_warned = [False for _ in drafters]
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
-        trees: list[DraftTree | None] = [None] * len(requests)
-        for drafter in self._drafters:
-            open_indices = [index for index, tree in enumerate(trees) if tree is None]
-            if not open_indices:
-                break
-            guesses = drafter.propose([requests[i] for i in open_indices], [budgets[i] for i in open_indices])
-            for index, tree in zip(open_indices, guesses, strict=True):
-                trees[index] = tree
+        asked = [_Asked(budget, len(request.token_ids)) for request, budget in zip(requests, budgets, strict=True)]
+        failed: dict[int, Exception] = {}
+        for member in range(len(self._drafters)):
+            indices = [i for i, one in enumerate(asked) if self._is_worth_asking(member, requests[i], one)]
+            if indices and (error := self._ask(member, [requests[i] for i in indices], [asked[i] for i in indices])):
+                failed[member] = error
+        if failed and not any(one.trees for one in asked):
+            raise next(iter(failed.values()))  # nobody covers for it: the engine counts the step as failed
+        for member, error in failed.items():
+            self._warn(member, error)
+        trees = [self._merge(request, one) for request, one in zip(requests, asked, strict=True)]
+        self._asked = {id(request): one for request, one in zip(requests, asked, strict=True) if one.trees}
+        self._proposed_at = time.perf_counter()
         return trees
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
-        for drafter in self._drafters:
-            drafter.observe(rows)
+        if self._proposed_at is not None:
+            self._pass_s = _smooth(self._pass_s, time.perf_counter() - self._proposed_at)
+            self._proposed_at = None
+        for one in rows:
+            self._measure(one.request)
+        _tell_all([partial(drafter.observe, [self._for_member(drafter, one) for one in rows]) for drafter in self._drafters])
 
     def fork(self, parent: Request, child: Request) -> None:
-        for drafter in self._drafters:
-            drafter.fork(parent, child)
+        _tell_all([partial(drafter.fork, parent, child) for drafter in self._drafters])
 
     def release(self, request: Request) -> None:
-        for drafter in self._drafters:
-            drafter.release(request)
+        self._acceptance.pop(id(request), None)
+        self._asked.pop(id(request), None)
+        _tell_all([partial(drafter.release, request) for drafter in self._drafters])
 
     def describe(self) -> str:
-        return ", else ".join(drafter.describe() for drafter in self._drafters)
+        return " + ".join(drafter.describe() for drafter in self._drafters)
+
+    def _rates(self, request: Request) -> list[_Acceptance]:
+        """This request's acceptance by member; a new request begins with what was measured lately, at the weight of a belief."""
+        rates = self._acceptance.get(id(request))
+        if rates is None:
+            rates = [_Acceptance(FIRST_WEIGHT, FIRST_WEIGHT * lately.rate) for lately in self._lately]
+            self._acceptance[id(request)] = rates
+        return rates
+
+    def _is_worth_asking(self, member: int, request: Request, one: _Asked) -> bool:
+        """Whether tokens per second are expected to rise by what this member may add; one that costs next to nothing always is."""
+        depth = min(one.budget.max_depth, one.budget.row_budget - 1)
+        draft_s = self._draft_s[member]
+        if not one.trees or 0.0 < draft_s < CHEAP_SHARE * self._pass_s:
+            return True
+        acceptance = self._rates(request)[member]
+        gain = max(one.gain, acceptance.expected(depth))
+        if self._pass_s == 0.0:  # what time is worth is not known yet
+            is_worth = gain > one.gain
+        else:
+            spent_s = self._pass_s + one.draft_s
+            is_worth = (1.0 + gain) * spent_s > (1.0 + one.gain) * (spent_s + draft_s)
+        if is_worth:
+            return True
+        acceptance.num_skipped += 1
+        return acceptance.num_skipped >= PROBE_INTERVAL
+
+    def _ask(self, member: int, requests: Sequence[Request], asked: Sequence[_Asked]) -> Exception | None:
+        """Collect one member's answers; whatever it raises is returned and harms nobody else's."""
+        start = time.perf_counter()
+        try:
+            guesses = self._drafters[member].propose(requests, [one.budget for one in asked])
+            answers = list(zip(requests, asked, guesses, strict=True))
+            for tree in guesses:
+                if tree is not None:
+                    tree.check()
+        except Exception as error:
+            return error
+        seconds = time.perf_counter() - start
+        if all(self._rates(request)[member].has_read for request in requests):
+            self._draft_s[member] = _smooth(self._draft_s[member], seconds)
+        for request, one, tree in answers:
+            acceptance = self._rates(request)[member]
+            acceptance.has_read, acceptance.num_skipped = True, 0
+            one.draft_s += seconds
+            if tree is not None and tree.num_draft_tokens > 0:
+                one.trees[member] = tree
+                depth = min(one.budget.max_depth, max(tree.depths))
+                one.gain = max(one.gain, acceptance.expected(depth))
+        return None
+
+    def _merge(self, request: Request, one: _Asked) -> DraftTree | None:
+        """All answers as one tree: siblings with the same token are one node, the likely ones come first."""
+        if len(one.trees) <= 1:
+            return next(iter(one.trees.values()), None)
+        rates = self._rates(request)
+        children = {member: _children(tree) for member, tree in one.trees.items()}
+
+        def expand(places: Places) -> Sequence[Guess[Places]]:
+            found: dict[int, Guess[Places]] = {}
+            for member, node in places:
+                tree, prob = one.trees[member], rates[member].rate
+                for child in children[member][node]:
+                    token = tree.token_ids[child]
+                    _, best, source, others = found.get(token, (token, -1.0, "", ()))
+                    found[token] = (token, max(best, prob), tree.sources[child] if prob > best else source, (*others, (member, child)))
+                    prob *= SIBLING_SHARE
+            return list(found.values())
+
+        return grow_tree(request.token_ids[-1], one.budget, tuple((member, 0) for member in one.trees), expand)
+
+    def _measure(self, request: Request) -> None:
+        """Compare what everybody said with what the target did; beyond the emitted tokens nothing is known."""
+        one = self._asked.pop(id(request), None)
+        if one is None:
+            return
+        emitted = request.token_ids[one.num_tokens :]
+        for member, tree in one.trees.items():
+            node, num_examined, num_accepted = 0, 0, 0
+            for token in emitted:
+                if node not in tree.parents:
+                    break
+                num_examined += 1
+                child = tree.child(node, token)
+                if child is None:
+                    break
+                node, num_accepted = child, num_accepted + 1
+            for acceptance in (self._rates(request)[member], self._lately[member]):
+                acceptance.add(num_examined, num_accepted)
+
+    def _for_member(self, drafter: Drafter, rows: CommittedRows) -> CommittedRows:
+        """With the boundaries this member asked for, in its order; the target collects everybody's."""
+        collected = rows.collected_hidden_states
+        if collected is None or drafter.needs.layers == self.needs.layers:
+            return rows
+        wanted = [self.needs.layers.index(layer) for layer in drafter.needs.layers]
+        return replace(rows, collected_hidden_states=collected[wanted] if wanted else None)
+
+    def _warn(self, member: int, error: Exception) -> None:
+        if not self._has_warned[member]:
+            name = self._drafters[member].name
+            log.warning("the drafter failed (%s, %s: %s); the others guess without it", name, type(error).__name__, error)
+            self._has_warned[member] = True
+
+
+def _children(tree: DraftTree) -> list[list[int]]:
+    children: list[list[int]] = [[] for _ in tree.parents]
+    for node, parent in enumerate(tree.parents):
+        if node:
+            children[parent].append(node)
+    return children
+
+
+def _smooth(before: float, seconds: float) -> float:
+    """A running average that one slow call, such as a first one that reads the prompt, does not rule for long."""
+    return seconds if before == 0.0 else 0.75 * before + 0.25 * min(seconds, 4.0 * before)
+
+
+def _tell_all(calls: Sequence[Callable[[], None]]) -> None:
+    """Make every call, then raise the first error: one that fails must not keep the others from hearing it."""
+    failure: Exception | None = None
+    for call in calls:
+        try:
+            call()
+        except Exception as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure

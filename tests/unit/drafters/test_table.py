@@ -1,5 +1,6 @@
 """From what a user asks for to a drafter, or an error that says why not."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,9 @@ from checkpoints import write_checkpoint, write_tokenizer
 from paceline.drafters import EMBEDDED, NAMES, TargetDescription, make_drafter
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.ngram import NgramDrafter
+from paceline.drafters.prediction import PredictionDrafter
 from paceline.drafters.stack import StackDrafter
+from paceline.drafters.suffix.drafter import SuffixDrafter
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.tokenizer import Tokenizer
 
@@ -33,10 +36,12 @@ def target(directory: Path) -> TargetDescription:
 
 
 def test_names_become_drafters(target: TargetDescription) -> None:
-    assert NAMES == ("auto", "none", "ngram", "draft_model")
+    assert NAMES == ("auto", "none", "ngram", "suffix", "prediction", "draft_model")
     assert make_drafter("none", target) is None
     assert isinstance(make_drafter("ngram", target), NgramDrafter)
     assert isinstance(make_drafter(["ngram"], target), NgramDrafter)
+    assert isinstance(make_drafter("suffix", target), SuffixDrafter)
+    assert isinstance(make_drafter("prediction", target), PredictionDrafter)
     assert isinstance(make_drafter(str(target.directory), target), DraftModelDrafter)
     stack = make_drafter(("ngram", str(target.directory)), target)
     assert isinstance(stack, StackDrafter)
@@ -60,7 +65,7 @@ def test_a_draft_model_holds_as_many_rows_as_its_target(target: TargetDescriptio
 
 @pytest.mark.parametrize("wanted", ["nothing", "/no/such/directory", "two words", "ngram,none"])
 def test_an_unknown_name_is_refused_with_the_known_ones(target: TargetDescription, wanted: str) -> None:
-    with pytest.raises(IncompatibleDrafterError, match="auto, none, ngram, draft_model"):
+    with pytest.raises(IncompatibleDrafterError, match="auto, none, ngram, suffix, prediction, draft_model"):
         make_drafter(wanted, target)
 
 
@@ -80,12 +85,29 @@ def test_a_draft_model_that_cannot_be_read_is_a_checkpoint_error(target: TargetD
         make_drafter(str(tmp_path), target)
 
 
-def test_a_draft_model_with_another_tokenizer_is_refused(target: TargetDescription, tmp_path: Path) -> None:
+def test_a_draft_model_with_other_ids_works_through_the_pieces_both_have(target: TargetDescription, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path, "llama", num_hidden_layers=1)
     text = (other / "tokenizer.json").read_text(encoding="utf-8")
     (other / "tokenizer.json").write_text(text.replace("w9", "v9"), encoding="utf-8")
-    with pytest.raises(IncompatibleDrafterError, match=r"overlapping vocabularies: 92\.8% .*id 90 is '▁w90' there and '▁v90' here"):
+    drafter = make_drafter(str(other), target)
+    assert isinstance(drafter, DraftModelDrafter)
+    assert "overlapping vocabularies: ids are mapped through the pieces both have (92.8% of the target's pieces)" in drafter.describe()
+
+
+def test_a_draft_model_that_cannot_spell_the_targets_text_is_refused(target: TargetDescription, tmp_path: Path) -> None:
+    other = write_checkpoint(tmp_path, "llama", num_hidden_layers=1)
+    content = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
+    content["model"]["vocab"] = {(f"q{index}" if index > 3 else piece): index for piece, index in content["model"]["vocab"].items()}
+    (other / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(IncompatibleDrafterError, match=r"disjoint .*its pieces spell 4\.1% of the target's, and at least 50%"):
         make_drafter(str(other), target)
+
+
+def test_the_banner_says_where_a_shorter_context_ends_the_drafts(target: TargetDescription, tmp_path: Path) -> None:
+    other = write_checkpoint(tmp_path, "llama", num_hidden_layers=1, max_position_embeddings=64)
+    drafter = make_drafter(str(other), target)
+    assert drafter is not None
+    assert "no drafts behind its context of 64 tokens" in drafter.describe()
 
 
 def test_a_draft_model_that_knows_fewer_tokens_is_good_enough(target: TargetDescription, tmp_path: Path) -> None:

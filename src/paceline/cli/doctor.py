@@ -1,0 +1,83 @@
+"""`paceline doctor`: will it run here, and what will it bring? Answered before anything is loaded."""
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli.options import MODEL, SPECULATION
+from paceline.cli.reporting import EXIT_FAILURE, reported_errors
+from paceline.config import DEVICES, QUANT, EngineConfig, SpeculationConfig, quant_options
+
+if TYPE_CHECKING:
+    from paceline.proof.doctor import Diagnosis, DoctorQuestion
+
+
+def doctor(
+    *,
+    model: Annotated[str, typer.Option("--model", help=MODEL.options["model"])] = "mini",
+    gguf_file: Annotated[str | None, typer.Option("--gguf-file", help=MODEL.options["gguf_file"])] = None,
+    drafter: Annotated[list[str] | None, typer.Option("--drafter", help=SPECULATION.options["drafter"], metavar="<str>")] = None,
+    quant: Annotated[str, typer.Option("--quant", help=MODEL.options["quant"], metavar="|".join(QUANT))] = "none",
+    draft_quant: Annotated[str, typer.Option("--draft-quant", help=SPECULATION.options["draft_quant"], metavar="|".join(QUANT))] = "none",
+    max_context: Annotated[int | None, typer.Option("--max-context", help=MODEL.options["max_context"])] = None,
+    device: Annotated[str, typer.Option("--device", help=MODEL.options["device"], metavar="|".join(DEVICES))] = "auto",
+    threads: Annotated[int | None, typer.Option("--threads", help=MODEL.options["threads"])] = None,
+    memory_gb: Annotated[
+        float | None, typer.Option("--memory-gb", help="Judge by this much memory, in gigabytes. Default: what is free here.")
+    ] = None,
+    probe: Annotated[bool, typer.Option("--probe", help="Load everything, time passes and predict the speedup.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else on stdout.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Print tracebacks and what libraries warn about.")] = False,
+) -> None:
+    """Say what a model will need here, whether its drafter can guess for it, and why (not).
+
+    Weights are not loaded and nothing is downloaded, unless --probe loads what is there. Exit code 1: it cannot work.
+    """
+    with reported_errors(debug=debug):
+        names = tuple(drafter or ("auto",))
+        engine = EngineConfig(
+            model=model, gguf_file=gguf_file, quant=quant, max_context=max_context, device=device, threads=threads, offline=True
+        )
+        speculation = SpeculationConfig(drafter=names[0] if len(names) == 1 else names, draft_quant=draft_quant)
+        from paceline.proof.doctor import DoctorQuestion, diagnose
+
+        question = DoctorQuestion(
+            model=model,
+            gguf_file=gguf_file,
+            drafters=names,
+            quant=quant_options("quant", engine.quant),
+            draft_quant=quant_options("draft_quant", speculation.draft_quant),
+            max_context=max_context,
+            device=device,
+            memory_bytes=None if memory_gb is None else int(memory_gb * 1e9),
+            probe_arguments=_probe_arguments(engine, speculation) if probe else None,
+        )
+        if probe and not debug:
+            from paceline.cli.loading import quieten_libraries
+
+            quieten_libraries()
+        found = diagnose(question)
+        _print(found, question, as_json=as_json)
+    if not found.works:
+        raise typer.Exit(EXIT_FAILURE)
+
+
+def _probe_arguments(engine: EngineConfig, speculation: SpeculationConfig) -> dict[str, object]:
+    of_engine = ("model", "gguf_file", "quant", "max_context", "device", "threads", "offline")
+    return {name: getattr(engine, name) for name in of_engine} | {
+        "drafter": speculation.drafter,
+        "draft_quant": speculation.draft_quant,
+    }
+
+
+def _print(found: "Diagnosis", question: "DoctorQuestion", *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(found.as_dict()))
+        return
+    from rich.console import Console
+
+    from paceline.cli.doctor_report import report
+
+    Console(file=sys.stdout, highlight=False).print(report(found), soft_wrap=False)

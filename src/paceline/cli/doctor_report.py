@@ -1,0 +1,105 @@
+"""A diagnosis as a person reads it."""
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from paceline.proof.doctor import Diagnosis
+
+
+def report(found: "Diagnosis") -> Group:
+    """The facts as one table, then what to know and the verdict."""
+    facts = found.as_dict()
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    rows = [*_target_rows(facts), *_drafter_rows(facts), *_memory_rows(facts), *_probe_rows(facts["probe"])]
+    for name, text in rows:
+        table.add_row(name, Text(text))
+    notes = [Text.assemble(("note: ", "yellow"), note) for note in _notes(facts)]
+    problems = [Text.assemble(("problem: ", "bold red"), problem) for problem in facts["problems"]]
+    verdict = Text("works", style="bold green") if facts["works"] else Text("does not work", style="bold red")
+    return Group(*([table] if rows else []), *notes, *problems, verdict)
+
+
+def _notes(facts: dict[str, Any]) -> list[str]:
+    of_pairs = [note for drafter in facts["drafters"] if drafter["pair"] for note in drafter["pair"]["notes"]]
+    of_probe = facts["probe"]["notices"] if facts["probe"] else []
+    return [*facts["notes"], *of_pairs, *of_probe]
+
+
+def _target_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    if facts["target"] is None:
+        return [("model", facts["model"])]
+    return [("model", facts["target"]["path"]), ("", _network(facts["target"]))]
+
+
+def _network(model: dict[str, Any]) -> str:
+    return (
+        f"{model['family']}, {model['parameters'] / 1e6:,.4g} million parameters, {model['layers']} layers, hidden size "
+        f"{model['hidden_size']}, {model['stored_as']} ({_size(model['stored_bytes'])}), context {model['max_context']} tokens, "
+        f"vocabulary {model['vocabulary_rows']} rows"
+        + ("" if model["vocabulary_ids"] is None else f" of which the tokenizer knows {model['vocabulary_ids']}")
+    )
+
+
+def _drafter_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = []
+    for drafter in facts["drafters"]:
+        if drafter["model"] is None:
+            rows.append(("drafter", drafter["name"]))
+            continue
+        rows += [("drafter", drafter["model"]["path"]), ("", _network(drafter["model"])), ("pair", drafter["pair"]["summary"])]
+    return rows
+
+
+def _memory_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    memory = facts["memory"]
+    if memory is None:
+        return []
+    rows = [
+        (
+            "memory",
+            f"target {_size(memory['target_weights_bytes'])}, {_size(memory['target_cache_bytes_per_1k_tokens'])} for every 1000 tokens; "
+            f"runtime {memory['target_backend']}",
+        )
+    ]
+    if memory["draft_weights_bytes"] is not None:
+        rows.append(
+            (
+                "",
+                f"draft model {_size(memory['draft_weights_bytes'])}, {_size(memory['draft_cache_bytes_per_1k_tokens'])} for every "
+                f"1000 tokens; runtime {memory['draft_backend']}",
+            )
+        )
+    full, available = _size(memory["full_context_bytes"]), _size(memory["available_bytes"])
+    rows.append(("", f"{full} with one text of {memory['context']} tokens; {available} are free"))
+    return [*rows, ("numerics", f"{facts['numerics']}: {facts['numerics_reason']}")]
+
+
+def _probe_rows(probe: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if probe is None:
+        return []
+    passes = ", ".join(f"{rows}: {ms:.2f}" for rows, ms in probe["pass_ms_by_rows"].items())
+    rows = [
+        ("loaded", f"in {probe['load_s']:.1f} s, numerics {probe['numerics']}, at most {_size(probe['peak_bytes'])} in use"),
+        ("pass", f"milliseconds by rows: {passes}; {probe['draft_ms_per_token']:.2f} to draft a token"),
+    ]
+    for one in probe["predictions"]:
+        best = (
+            f"{one['speedup']:.2f}x with {one['num_draft_tokens']} draft tokens a step"
+            if one["num_draft_tokens"]
+            else "drafting does not pay: plain steps"
+        )
+        rows.append((f"at {one['acceptance_rate']:.0%}", f"{best} (if that share of draft tokens is accepted)"))
+    return rows
+
+
+def _size(num_bytes: int) -> str:
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.3g} {name}"
+    return f"{num_bytes} bytes"

@@ -1,0 +1,102 @@
+"""Guess that the output is a text its sender gave in advance: a file to be edited, an answer to be corrected, a form to be filled in.
+
+Where the output leaves the prediction, the place where it joins it again is looked for.
+
+Source: OpenAI's "Predicted Outputs" as seen from outside; Saxena 2023, "Prompt Lookup Decoding", for finding a place by its last tokens.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from paceline.speculation.drafter import DraftBudget, Drafter
+from paceline.speculation.request import Request
+from paceline.speculation.tree import DraftTree
+
+MATCHES = (8, 4, 2)
+"""Last tokens of the output that must stand in front of a place, the longest run first."""
+NEAR = 16  # places behind the mismatch where one token is enough
+MAX_REPLACED = 2  # tokens that may stand for as many of the prediction before they count as something else
+
+
+class Prediction:
+    """A predicted text and where in it the output is.
+
+    Example: predicted [1, 2, 3, 4, 5, 6], output 1 2 9 (the 3 was replaced): the place is in front of 4. Output 1 2 9 8 5: nothing
+    else agrees, but 5 stands near, so the place is in front of 6.
+    """
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._token_ids = token_ids
+        self._places: list[dict[tuple[int, ...], list[int]]] | None = None
+        self.num_read = 0
+        self._tail: list[int] = []  # the output's last tokens, as many as a match may need
+        self._anchor = 0  # where the output last agreed: everything guessed from there on
+        self._num_lost = 0  # output tokens since then
+        self._place: int | None = 0  # where the output goes on, perhaps
+
+    def read(self, token_ids: Sequence[int]) -> None:
+        """Follow the output by its next tokens."""
+        for token in token_ids:
+            self._tail = [*self._tail[1 - MATCHES[0] :], token]
+            if self._place is not None and self._place < len(self._token_ids) and self._token_ids[self._place] == token:
+                self._place = self._anchor = self._place + 1
+                self._num_lost = 0
+            else:
+                self._num_lost += 1
+                self._place = self._find()
+        self.num_read += len(token_ids)
+
+    def propose(self, num_draft_tokens: int) -> Sequence[int]:
+        """What the prediction says comes next; empty at its end and where the output has left it."""
+        return () if self._place is None else self._token_ids[self._place : self._place + num_draft_tokens]
+
+    def _find(self) -> int | None:
+        """The place behind the longest run that the output ends with; of several, the first from the anchor on, else the last before."""
+        if self._places is None:
+            self._places = [_places(self._token_ids, length) for length in MATCHES]
+        for places, length in zip(self._places, MATCHES, strict=True):
+            found = places.get(tuple(self._tail[-length:])) if len(self._tail) >= length else None
+            if found:
+                index = bisect_left(found, self._anchor)
+                return found[index] if index < len(found) else found[-1]
+        nearby = list(self._token_ids[self._anchor : self._anchor + NEAR])
+        if self._tail[-1] in nearby:
+            return self._anchor + nearby.index(self._tail[-1]) + 1
+        return self._anchor + self._num_lost if self._num_lost <= MAX_REPLACED else None
+
+
+def _places(token_ids: Sequence[int], length: int) -> dict[tuple[int, ...], list[int]]:
+    """For each run of `length` tokens the places behind it, in order."""
+    places: dict[tuple[int, ...], list[int]] = {}
+    for end in range(length, len(token_ids) + 1):
+        places.setdefault(tuple(token_ids[end - length : end]), []).append(end)
+    return places
+
+
+class PredictionDrafter(Drafter):
+    """Proposes a chain of what the request's own prediction says; rests for requests without one."""
+
+    name = "prediction"
+    reads_predictions = True
+
+    def __init__(self) -> None:
+        self._predictions: dict[int, Prediction] = {}
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
+        return [self._guess(request, budget) for request, budget in zip(requests, budgets, strict=True)]
+
+    def release(self, request: Request) -> None:
+        self._predictions.pop(id(request), None)
+
+    def describe(self) -> str:
+        return "prediction (the text a request says its output will resemble)"
+
+    def _guess(self, request: Request, budget: DraftBudget) -> DraftTree | None:
+        if not request.hints.prediction_token_ids:
+            return None
+        prediction = self._predictions.get(id(request))
+        if prediction is None:
+            prediction = self._predictions[id(request)] = Prediction(request.hints.prediction_token_ids)
+        prediction.read(request.token_ids[request.num_prompt_tokens + prediction.num_read :])
+        drafts = prediction.propose(min(budget.max_depth, budget.row_budget - 1))
+        return DraftTree.chain(request.token_ids[-1], drafts, self.name) if drafts else None

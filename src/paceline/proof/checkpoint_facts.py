@@ -1,0 +1,134 @@
+"""What a checkpoint says of itself, read from headers and tokenizer files: no weight is read, no heavy library imported."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from paceline.errors import CheckpointError
+from paceline.models.checkpoint import is_gguf, open_weights, read_model_config, weight_files
+from paceline.models.config import ModelConfig, WeightType
+from paceline.models.families import tensor_shapes
+from paceline.models.gguf_file import open_gguf
+from paceline.models.weights import Weights
+from paceline.vocabulary import SAMPLE_TEXT
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """A tokenizer as far as pairing goes.
+
+    Attributes:
+        pieces: by id.
+        special_token_ids: ids of control tokens.
+        sample_ids: `vocabulary.SAMPLE_TEXT`, cut.
+    """
+
+    pieces: list[str]
+    special_token_ids: frozenset[int]
+    sample_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFacts:
+    """A checkpoint whose headers are whole and hold what its config calls for.
+
+    Attributes:
+        path: the directory or file.
+        stored_bytes: size of its weight files.
+        num_parameters: values of all tensors.
+        stored_as: container and type of the weights.
+        is_quantised: whether they are stored as small integers.
+        tokenizer: None where it cannot be read without converting it.
+    """
+
+    path: Path
+    config: ModelConfig
+    weights: Weights
+    stored_bytes: int
+    num_parameters: int
+    stored_as: str
+    is_quantised: bool
+    tokenizer: TokenizerFacts | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        config = self.config
+        return {
+            "path": str(self.path),
+            "family": config.family,
+            "stored_as": self.stored_as,
+            "parameters": self.num_parameters,
+            "stored_bytes": self.stored_bytes,
+            "layers": config.num_layers,
+            "hidden_size": config.hidden_size,
+            "heads": config.num_heads,
+            "kv_heads": config.num_kv_heads,
+            "head_size": config.head_size,
+            "max_context": config.max_positions,
+            "sliding_window": config.sliding_window,
+            "vocabulary_rows": config.vocab_size,
+            "vocabulary_ids": None if self.tokenizer is None else len(self.tokenizer.pieces),
+            "eos_token_ids": list(config.eos_token_ids),
+        }
+
+
+def read_checkpoint(path: Path, max_context: int | None = None) -> CheckpointFacts:
+    """Read what a checkpoint says of itself, and check its headers against its config.
+
+    Args:
+        max_context: what it is to be run with; some models compute otherwise for long texts.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or not one we run.
+    """
+    config = read_model_config(path).for_context(max_context)
+    weights = open_weights(path, config)
+    weight_type = _main_type(path) if is_gguf(path) else config.weight_type.value
+    return CheckpointFacts(
+        path,
+        config,
+        weights,
+        sum(file.stat().st_size for file in weight_files(path)),
+        sum(map(math.prod, tensor_shapes(config).values())),
+        f"{'gguf' if is_gguf(path) else 'safetensors'}, {weight_type}",
+        weight_type.lower() not in {stored.value for stored in WeightType},
+        _read_tokenizer(path),
+    )
+
+
+def _main_type(path: Path) -> str:
+    """The type that most bytes of a GGUF file have."""
+    sizes: dict[str, int] = {}
+    for tensor in open_gguf(path).tensors.values():
+        sizes[tensor.block_type.name] = sizes.get(tensor.block_type.name, 0) + tensor.data.nbytes
+    return max(sizes, key=sizes.__getitem__, default="no tensors")
+
+
+def _read_tokenizer(path: Path) -> TokenizerFacts | None:
+    backend = _gguf_backend(path) if is_gguf(path) else _backend(path / "tokenizer.json")
+    if backend is None:
+        return None
+    vocab = backend.get_vocab(with_added_tokens=True)
+    pieces = [""] * (max(vocab.values(), default=-1) + 1)
+    for piece, token_id in vocab.items():
+        pieces[token_id] = piece
+    special = frozenset(token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special)
+    return TokenizerFacts(pieces, special, backend.encode(SAMPLE_TEXT, add_special_tokens=False).ids)
+
+
+def _gguf_backend(path: Path) -> Backend:
+    from paceline.gguf_tokenizer import read_gguf_tokenizer
+
+    return read_gguf_tokenizer(open_gguf(path).metadata, path).backend
+
+
+def _backend(path: Path) -> Backend | None:
+    if not path.is_file():
+        return None
+    try:
+        return Backend.from_file(str(path))
+    except Exception as error:  # the library raises bare Exceptions
+        raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}; download the file again") from error

@@ -1,0 +1,201 @@
+"""Will this model run here, with this drafter, and how? Told before anything is loaded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.config import QuantOptions, available_memory_bytes
+from paceline.drafters import EMBEDDED, NAMES
+from paceline.errors import CheckpointError, PacelineError
+from paceline.hub import resolve
+from paceline.models.config import ModelConfig
+from paceline.proof.checkpoint_facts import CheckpointFacts, read_checkpoint
+from paceline.proof.memory_estimate import MemoryEstimate, ModelMemory, estimate_memory
+from paceline.proof.pairing import PairVerdict, judge_pair
+from paceline.proof.probe import ProbeResult, probe
+
+_GIGABYTE = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorQuestion:
+    """What is asked.
+
+    Attributes:
+        model, gguf_file: the target, as `paceline run` takes it.
+        drafters: as `paceline run` takes them.
+        quant, draft_quant: how they are quantised while they are loaded; None = not at all.
+        max_context: longest text; None = what the target was made for.
+        device: "auto", "cpu" or "cuda"; auto is judged as cpu.
+        memory_bytes: what there is; None = what this machine has free.
+        probe_arguments: arguments of `paceline.LLM` to load it with and time passes; None = load nothing.
+    """
+
+    model: str = "mini"
+    gguf_file: str | None = None
+    drafters: Sequence[str] = ("auto",)
+    quant: QuantOptions | None = None
+    draft_quant: QuantOptions | None = None
+    max_context: int | None = None
+    device: str = "auto"
+    memory_bytes: int | None = None
+    probe_arguments: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class DrafterDiagnosis:
+    """One drafter: its name, and for a draft model its facts and the verdict on the pair."""
+
+    name: str
+    facts: CheckpointFacts | None = None
+    pair: PairVerdict | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "name": self.name,
+            "model": None if self.facts is None else self.facts.as_dict(),
+            "pair": None if self.pair is None else self.pair.as_dict(),
+        }
+
+
+@dataclass(slots=True)
+class Diagnosis:
+    """Everything that was found; `problems` are reasons why it cannot work, `notes` are not."""
+
+    model: str
+    target: CheckpointFacts | None = None
+    drafters: list[DrafterDiagnosis] = field(default_factory=list)
+    memory: MemoryEstimate | None = None
+    numerics: str | None = None
+    numerics_reason: str = ""
+    probe: ProbeResult | None = None
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def works(self) -> bool:
+        """Whether nothing was found that keeps it from working."""
+        return not self.problems
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "works": self.works,
+            "model": self.model,
+            "target": None if self.target is None else self.target.as_dict(),
+            "drafters": [drafter.as_dict() for drafter in self.drafters],
+            "memory": None if self.memory is None else self.memory.as_dict(),
+            "numerics": self.numerics,
+            "numerics_reason": self.numerics_reason,
+            "probe": None if self.probe is None else self.probe.as_dict(),
+            "problems": self.problems,
+            "notes": self.notes,
+        }
+
+
+def diagnose(question: DoctorQuestion) -> Diagnosis:
+    """Look at the files and say what will happen; what cannot work is a problem of the result, never an exception.
+
+    Nothing is downloaded.
+    """
+    found = Diagnosis(question.model)
+    try:
+        path = resolve(question.model, gguf_file=question.gguf_file, offline=True)
+        found.target = read_checkpoint(path, question.max_context)
+    except PacelineError as error:
+        found.problems.append(str(error))
+        return found
+    if question.max_context is not None and question.max_context > found.target.config.max_positions:
+        found.problems.append(
+            f"max_context is {question.max_context}, the model was made for {found.target.config.max_positions} tokens: lower max_context"
+        )
+    for name in question.drafters:
+        found.drafters.append(_examine_drafter(name, found.target, question, found.problems))
+    _weigh(found, found.target, question)
+    if question.probe_arguments is not None and found.works:
+        try:
+            found.probe = probe(**question.probe_arguments)
+        except PacelineError as error:
+            found.problems.append(str(error))
+    return found
+
+
+def _examine_drafter(name: str, target: CheckpointFacts, question: DoctorQuestion, problems: list[str]) -> DrafterDiagnosis:
+    try:
+        path = _draft_path(name, target.path)
+        if path is None:
+            return DrafterDiagnosis("ngram" if name == "auto" else name)
+        facts = read_checkpoint(path, question.max_context)
+    except PacelineError as error:
+        problems.append(str(error))
+        return DrafterDiagnosis(name)
+    pair = judge_pair(target, facts)
+    if not pair.works:
+        problems.append(f"the draft model {path} cannot guess for {target.path}: {pair.summary}")
+    return DrafterDiagnosis("draft_model", facts, pair)
+
+
+def _draft_path(name: str, target: Path) -> Path | None:
+    """Where a draft model lies; None for a drafter without one.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    embedded = target / EMBEDDED
+    if name == "auto":
+        return embedded if (embedded / "config.json").is_file() else None
+    if name == "draft_model":
+        if not (embedded / "config.json").is_file():
+            raise CheckpointError(f"{target} has no embedded draft model (folder {EMBEDDED!r}): give the directory of one instead")
+        return embedded
+    if name in NAMES:
+        return None
+    try:
+        return resolve(name, offline=True)
+    except CheckpointError as error:
+        raise CheckpointError(f"drafter {name!r} is neither one of {', '.join(NAMES)} nor a draft model: {error}") from error
+
+
+def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) -> None:
+    """Memory and numerics, from the facts."""
+    device = "cuda" if question.device == "cuda" else "cpu"
+    main = estimate_memory(target, question.quant, device, found.notes)
+    drafts = [
+        estimate_memory(drafter.facts, question.draft_quant, device, found.notes) for drafter in found.drafters if drafter.facts is not None
+    ]
+    context = min(question.max_context or target.config.max_positions, target.config.max_positions)
+    available = available_memory_bytes() if question.memory_bytes is None else question.memory_bytes
+    found.memory = memory = MemoryEstimate(main, _together(drafts), context, available)
+    if not memory.fits:
+        found.problems.append(
+            f"weights take {memory.weights_bytes / _GIGABYTE:.3g} GB and 1000 tokens of cache "
+            f"{memory.cache_bytes_per_1k / _GIGABYTE:.3g} GB, {available / _GIGABYTE:.3g} GB are free: use --quant int8 or int4, "
+            "a smaller model, or close other programs"
+        )
+    elif memory.context_that_fits < context:
+        found.notes.append(
+            f"a text of {context} tokens needs {memory.full_context_bytes / _GIGABYTE:.3g} GB in all, {available / _GIGABYTE:.3g} GB are "
+            f"free: there is room for {memory.context_that_fits} tokens"
+        )
+    found.numerics, found.numerics_reason = expected_numerics(target.config, main)
+
+
+def _together(drafts: Sequence[ModelMemory]) -> ModelMemory | None:
+    if not drafts:
+        return None
+    weights = sum(draft.weights_bytes for draft in drafts)
+    cache = sum(draft.cache_bytes_per_1k for draft in drafts)
+    return ModelMemory(weights, cache, drafts[0].backend, drafts[0].is_quantised)
+
+
+def expected_numerics(config: ModelConfig, memory: ModelMemory) -> tuple[str, str]:
+    """What `numerics` will be, and why; the test of the real graph at load has the last word."""
+    if memory.backend == "torch":
+        return "fast", "torch picks kernels by a pass's shape"
+    if memory.backend == "native":
+        return "exact", "the native kernels compute every row on its own; tested again at load"
+    if memory.is_quantised:
+        return "exact", "if the test of the real graph at load finds rows that do not depend on their neighbours; else fast"
+    return "exact", f"a lone row of {config.family} is given company in the attention; the real graph is tested at load"

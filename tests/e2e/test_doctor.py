@@ -1,0 +1,304 @@
+"""`paceline doctor`: what it says of good and bad pairs and files, how fast, and with which libraries."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from checkpoints import VOCAB_SIZE, write_byte_level_tokenizer, write_checkpoint, write_tokenizer
+from gguf_checkpoints import byte_level_vocabulary, write_gguf
+from paceline.cli import app
+from paceline.config import QuantOptions
+from paceline.proof.doctor import DoctorQuestion, diagnose
+from paceline.proof.probe import expected_speedup, predict
+from vocabulary_pairs import reorder_vocabulary
+
+HEAVY = {"torch", "transformers", "openvino", "scipy"}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("doctor") / "target", "llama", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("doctor") / "draft", "llama", num_hidden_layers=1)
+
+
+def ask(*arguments: str | Path) -> tuple[int, dict[str, Any]]:
+    done = CliRunner().invoke(app, ["doctor", "--json", *map(str, arguments)])
+    return done.exit_code, json.loads(done.stdout)
+
+
+def text(*arguments: str | Path) -> tuple[int, str]:
+    done = CliRunner(env={"COLUMNS": "400"}).invoke(app, ["doctor", *map(str, arguments)])
+    return done.exit_code, " ".join(done.stdout.split())
+
+
+def pair_of(facts: dict[str, Any]) -> dict[str, Any]:
+    pair: dict[str, Any] = facts["drafters"][0]["pair"]
+    return pair
+
+
+# Pairs
+
+
+def test_a_good_pair(target: Path, draft: Path) -> None:
+    code, facts = ask("--model", target, "--drafter", draft)
+    assert (code, facts["works"], facts["problems"]) == (0, True, [])
+    assert (pair_of(facts)["match"], pair_of(facts)["same_ids"], pair_of(facts)["notes"]) == ("same", 1.0, [])
+    assert facts["numerics"] in ("exact", "fast")
+    code, said = text("--model", target, "--drafter", draft)
+    assert code == 0
+    assert said.endswith("works")
+    assert "pair same vocabularies: 100.0% of the target's ids mean the same to the drafter; ids are passed as they are" in said
+
+
+def test_a_padded_pair(target: Path, tmp_path: Path) -> None:
+    other = write_checkpoint(tmp_path / "padded", "llama", num_hidden_layers=1, vocab_size=128)
+    code, facts = ask("--model", target, "--drafter", other)
+    assert (code, pair_of(facts)["match"], facts["drafters"][0]["model"]["vocabulary_rows"]) == (0, "padded", 128)
+    write_tokenizer(other, VOCAB_SIZE)  # rows alone are no difference
+    assert pair_of(ask("--model", target, "--drafter", other)[1])["match"] == "same"
+
+
+def test_an_overlapping_pair(target: Path, draft: Path, tmp_path: Path) -> None:
+    other = reorder_vocabulary(draft, tmp_path / "other", list(range(VOCAB_SIZE))[::-1])
+    code, facts = ask("--model", target, "--drafter", other)
+    assert (code, pair_of(facts)["match"], pair_of(facts)["shared_pieces"]) == (0, "overlapping", 1.0)
+    assert "ids are mapped through the pieces both have (100.0% of the target's pieces)" in text("--model", target, "--drafter", other)[1]
+
+
+def test_a_disjoint_pair(mini_dir: Path, tmp_path: Path) -> None:
+    other = reorder_vocabulary(mini_dir / "draft", tmp_path / "other", list(range(700)))
+    code, facts = ask("--drafter", other)
+    assert (code, pair_of(facts)["match"], pair_of(facts)["spellable"]) == (0, "disjoint", 1.0)
+    assert "text is passed and cut anew on either side" in pair_of(facts)["summary"]
+
+
+def test_a_pair_that_cannot_work(mini_dir: Path, draft: Path) -> None:
+    code, facts = ask("--drafter", draft)
+    assert (code, facts["works"]) == (1, False)
+    assert f"the draft model {draft} cannot guess for {mini_dir}: disjoint vocabularies" in facts["problems"][0]
+    assert "at least 50% are needed" in facts["problems"][0]
+    code, said = text("--drafter", draft)
+    assert code == 1
+    assert said.endswith("does not work")
+
+
+def test_a_shorter_context_other_ends_and_a_large_draft_model_are_noted(target: Path, tmp_path: Path) -> None:
+    other = write_checkpoint(tmp_path / "d", "llama", num_hidden_layers=3, max_position_embeddings=64, eos_token_id=2)
+    notes = pair_of(ask("--model", target, "--drafter", other)[1])["notes"]
+    assert [note.partition(":")[0] for note in notes] == [
+        "the draft model was made for 64 tokens, the target for 512",
+        "the draft model has 105,024 parameters, the target 74,176",
+        "the target ends with <|endoftext|>, the draft model with <|im_end|>",
+    ]
+
+
+def test_drafters_without_a_model_and_unknown_ones(target: Path) -> None:
+    code, facts = ask("--model", target, "--drafter", "ngram")
+    assert (code, facts["drafters"][0]) == (0, {"name": "ngram", "model": None, "pair": None})
+    assert ask("--model", target)[1]["drafters"][0]["name"] == "ngram"
+    code, facts = ask("--model", target, "--drafter", "no such thing")
+    assert code == 1
+    assert "is neither one of auto, none, ngram" in facts["problems"][0]
+    code, facts = ask("--model", target, "--drafter", "draft_model")
+    assert code == 1
+    assert "has no embedded draft model" in facts["problems"][0]
+
+
+# Files
+
+
+def damage(path: Path, change: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(change(path.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("model.safetensors", lambda data: data[:-1000], "truncated, download it again"),
+        ("model.safetensors", lambda data: b"\xff" * 8 + data[8:], "truncated or no safetensors file"),
+        ("config.json", lambda data: data[:50], "cannot be read as JSON"),
+        ("config.json", lambda data: data.replace(b'"llama"', b'"other"'), "is not supported"),
+        ("tokenizer.json", lambda data: data[:500], "cannot be read as a tokenizer"),
+    ],
+)
+@pytest.mark.parametrize("is_draft", [False, True])
+def test_a_corrupted_file_is_one_clear_problem(
+    target: Path, tmp_path: Path, name: str, change: Callable[[bytes], bytes], message: str, is_draft: bool
+) -> None:
+    damaged = Path(shutil.copytree(target, tmp_path / "damaged"))
+    damage(damaged / name, change)
+    code, facts = ask("--model", target, "--drafter", damaged) if is_draft else ask("--model", damaged)
+    assert (code, len(facts["problems"])) == (1, 1)
+    assert message in facts["problems"][0]
+    assert str(damaged) in facts["problems"][0]
+
+
+def test_a_model_that_is_not_there_is_not_downloaded() -> None:
+    code, facts = ask("--model", "owner/no-such-model")
+    assert code == 1
+    assert "is not in the local cache" in facts["problems"][0]
+
+
+# Memory
+
+
+def test_a_model_too_big_for_memory(target: Path) -> None:
+    found = diagnose(DoctorQuestion(model=str(target), memory_bytes=100_000))
+    assert not found.works
+    assert "0.0001 GB are free: use --quant int8 or int4" in found.problems[0]
+    code, facts = ask("--model", target, "--memory-gb", "0.0001")
+    assert (code, facts["memory"]["fits"], facts["memory"]["context_that_fits"]) == (1, False, 0)
+
+
+def test_a_context_too_long_for_memory_is_a_note(target: Path) -> None:
+    memory = diagnose(DoctorQuestion(model=str(target))).memory
+    assert memory is not None
+    enough = diagnose(DoctorQuestion(model=str(target), memory_bytes=memory.full_context_bytes))
+    assert (enough.works, enough.notes) == (True, [])
+    less = memory.full_context_bytes - memory.cache_bytes_per_1k * 100 // 1000
+    found = diagnose(DoctorQuestion(model=str(target), memory_bytes=less, max_context=512))
+    assert found.works
+    assert "there is room for 412 tokens" in found.notes[0]
+
+
+def test_a_draft_model_is_added(target: Path, draft: Path) -> None:
+    alone, pair = (diagnose(DoctorQuestion(model=str(target), drafters=names)).memory for names in (["none"], [str(draft)]))
+    assert alone is not None
+    assert pair is not None
+    assert pair.draft is not None
+    assert pair.weights_bytes == alone.weights_bytes + pair.draft.weights_bytes
+
+
+def test_quantised_weights_take_less(mini_dir: Path) -> None:
+    sizes = []
+    for quant in (None, QuantOptions(bits=8), QuantOptions(bits=4)):
+        memory = diagnose(DoctorQuestion(drafters=["none"], quant=quant)).memory
+        assert memory is not None
+        sizes.append(memory.weights_bytes)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] < 2.1 * (mini_dir / "model.safetensors").stat().st_size
+    assert ask("--quant", "int4", "--drafter", "none")[1]["memory"]["target_weights_bytes"] == sizes[2]
+
+
+def test_a_context_longer_than_the_model_was_made_for_is_a_problem(target: Path) -> None:
+    code, facts = ask("--model", target, "--max-context", "513")
+    assert code == 1
+    assert facts["problems"] == ["max_context is 513, the model was made for 512 tokens: lower max_context"]
+
+
+# GGUF
+
+
+def test_a_gguf_file_is_read_as_well(shared_dir: Path) -> None:
+    path = shared_dir / "data" / "tokenizers" / "ggml-vocab" / "ggml-vocab-llama-spm.gguf"
+    if not path.is_file():
+        pytest.skip("no GGUF file")
+    code, facts = ask("--model", path)  # a vocabulary alone
+    assert code == 1
+    assert str(path) in facts["problems"][0]
+
+
+def test_a_gguf_draft_model_is_paired_by_its_pieces(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    directory = write_checkpoint(tmp_path / "hf", "llama", vocab_size=263, num_hidden_layers=1)
+    write_byte_level_tokenizer(directory)
+    size = len(json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]) + 2
+    assert size == 263
+    path = write_gguf(directory, tmp_path / "draft.gguf", "Q8_0", metadata=byte_level_vocabulary(directory))
+    code, facts = ask("--model", directory, "--drafter", path)
+    assert (code, pair_of(facts)["match"]) == (0, "padded")  # the file knows nothing of two added tokens
+    assert facts["drafters"][0]["model"]["stored_as"] == "gguf, Q8_0"
+    memory = facts["memory"]
+    assert memory["draft_weights_bytes"] < memory["target_weights_bytes"]
+    assert ask("--model", path, "--drafter", "none")[0] == 0
+
+
+# Without loading
+
+
+def run_doctor(*arguments: str | Path) -> tuple[set[str], float]:
+    """The libraries a run imported, and its processor time in seconds (the clock would count other programs as well)."""
+    script = (
+        "import json, resource, sys\nfrom paceline.cli import main\nsys.argv = ['paceline', 'doctor', *sys.argv[1:]]\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert end.code == 0, end.code\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print(json.dumps([sorted({name.split('.')[0] for name in sys.modules}), used.ru_utime + used.ru_stime]))"
+    )
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "NO_COLOR": "1"})
+    assert done.returncode == 0, done.stderr
+    modules, seconds = json.loads(done.stdout.splitlines()[-1])
+    return set(modules), seconds
+
+
+def test_it_imports_nothing_heavy_and_is_quick(mini_dir: Path) -> None:
+    modules, seconds = run_doctor("--model", mini_dir)
+    assert modules & HEAVY == set()
+    assert seconds < 2.0
+
+
+def test_a_pair_of_large_vocabularies_is_judged_in_two_seconds(tmp_path: Path, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    paths = []
+    for name, vocab_size in (("target", 120_000), ("draft", 60_000)):
+        path = write_checkpoint(tmp_path / name, "llama", vocab_size=vocab_size, hidden_size=16, num_hidden_layers=1, head_dim=4)
+        content = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
+        vocab = content["model"]["vocab"]
+        content["model"]["vocab"] = dict(zip(vocab, random.permutation(vocab_size).tolist(), strict=True))
+        for token in content["added_tokens"]:
+            token["id"] = content["model"]["vocab"][token["content"]]
+        (path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+        paths.append(path)
+    start = time.process_time()
+    found = diagnose(DoctorQuestion(model=str(paths[0]), drafters=[str(paths[1])]))
+    assert time.process_time() - start < 2.0
+    pair = found.drafters[0].pair
+    assert pair is not None
+    assert pair.vocabulary is not None
+    assert pair.vocabulary.shared_pieces == 0.5
+
+
+# With loading
+
+
+def test_a_probe_measures_and_predicts(target: Path, draft: Path) -> None:
+    pytest.importorskip("openvino")
+    code, facts = ask("--model", target, "--drafter", draft, "--probe", "--threads", "2")
+    assert code == 0
+    probe = facts["probe"]
+    assert probe["numerics"] in ("exact", "fast")
+    assert min(probe["pass_ms_by_rows"].values()) > 0
+    assert probe["draft_ms_per_token"] > 0
+    assert [one["acceptance_rate"] for one in probe["predictions"]] == [0.5, 0.7, 0.9]
+    assert "at 90%" in text("--model", target, "--drafter", "ngram", "--probe")[1]
+
+
+def test_a_prediction_is_the_best_draft_length() -> None:
+    pass_s = {1: 1.0, 2: 1.1, 5: 1.5}
+    best = predict(pass_s, 0.05)
+    assert [one.num_draft_tokens for one in best] == [1, 4, 4]
+    assert best[2].speedup == pytest.approx((1 + 0.9 + 0.81 + 0.729 + 0.6561) / (1.5 + 4 * 0.05))
+    assert expected_speedup(0.0, 4, 1.0, 1.0, 0.0) == 1.0
+    assert expected_speedup(1.0, 4, 1.0, 1.0, 0.0) == 5.0
+
+
+def test_a_disturbed_measurement_promises_no_more_than_is_possible() -> None:
+    assert [one.speedup for one in predict({1: 2.0, 2: 1.0}, 0.0)] == [1.5, 1.7, 1.9]
+
+
+def test_where_drafting_cannot_pay_none_is_predicted() -> None:
+    assert [(one.num_draft_tokens, one.speedup) for one in predict({1: 1.0, 2: 2.0, 5: 5.0}, 1.0)] == [(0, 1.0)] * 3

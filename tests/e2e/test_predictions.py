@@ -1,0 +1,137 @@
+"""A text the output will resemble, given with a request or on the command line."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from checkpoints import write_checkpoint
+from paceline import LLM, RequestError, SamplingParams
+from paceline.cli import app
+from paceline.drafters.suffix.drafter import SuffixDrafter
+from paceline.drafters.suffix.store import SuffixStore
+from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.drafter import Drafter
+
+pytest.importorskip("openvino")
+
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+PROMPTS = [[5, 6, 7], [8, 9], [30, 31, 32]]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=2)
+
+
+def open_llm(directory: Path, drafter: str | list[str] | Drafter = "prediction") -> LLM:
+    llm = LLM(str(directory), threads=2, device="cpu", cache_gb=0.02, drafter=drafter)
+    llm.engine.guesser.policy = DraftLengthPolicy(4)
+    return llm
+
+
+@pytest.fixture(scope="module")
+def answers(directory: Path) -> list[list[int]]:
+    return [output.token_ids for output in open_llm(directory, "none").generate(PROMPTS, GREEDY)]
+
+
+def test_each_prompt_has_its_own_prediction_or_none(directory: Path, answers: list[list[int]]) -> None:
+    llm = open_llm(directory)
+    outputs = llm.generate(PROMPTS, GREEDY, prediction=[answers[0], None, np.array(answers[2])])
+    assert [output.token_ids for output in outputs] == answers
+    assert [output.speculation.accepted > 15 for output in outputs] == [True, False, True]
+    assert outputs[1].speculation.drafted == 0
+
+
+def test_one_prediction_serves_all_prompts_as_ids_or_text(directory: Path, answers: list[list[int]]) -> None:
+    llm = open_llm(directory)
+    for prediction in (answers[0], tuple(answers[0]), np.array(answers[0])):
+        outputs = llm.generate(PROMPTS, GREEDY, prediction=prediction)
+        assert [output.token_ids for output in outputs] == answers
+        assert outputs[0].speculation.acceptance_rate == 1.0
+    text = open_llm(directory, "none").generate("w5 w6", GREEDY)[0].text
+    (output,) = llm.generate("w5 w6", GREEDY, prediction=text)
+    assert output.text == text
+    assert output.speculation.drafted > 0
+
+
+def test_streams_and_stacks_read_predictions_too(directory: Path, answers: list[list[int]]) -> None:
+    llm = open_llm(directory, ["ngram", "prediction"])
+    *_, last = llm.stream(PROMPTS[0], GREEDY, prediction=answers[0])
+    assert last.output is not None
+    assert last.output.token_ids == answers[0]
+    assert last.output.speculation.accepted > 15
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "suffix"])
+def test_a_prediction_nobody_reads_is_refused(directory: Path, drafter: str) -> None:
+    with pytest.raises(RequestError, match='drafter="prediction"') as caught:
+        open_llm(directory, drafter).generate([5], GREEDY, prediction="w5")
+    assert caught.value.parameter == "prediction"
+
+
+@pytest.mark.parametrize(
+    ("prediction", "said"),
+    [
+        ([[1], [2]], "3 prompts"),
+        (["a"], "3 prompts"),
+        (5, "3 prompts"),
+        ([5, "a", 6], "no token id|prediction is 5"),
+        ([5, 10_000], "10000"),
+        ([-1], "-1"),
+        ([1.5], "1.5"),
+        ([[1], [2.5], None], "2.5"),
+    ],
+    ids=str,
+)
+def test_a_prediction_that_is_none_is_refused_and_nothing_ran(directory: Path, prediction: Any, said: str) -> None:
+    llm = open_llm(directory)
+    with pytest.raises(RequestError, match=said) as caught:
+        llm.generate(PROMPTS, GREEDY, prediction=prediction)
+    assert caught.value.parameter == "prediction"
+    assert llm.engine.cache.pool.num_free == llm.engine.cache.pool.num_blocks - 1
+
+
+def test_finished_outputs_are_guessed_from_in_their_namespace_alone(directory: Path) -> None:
+    prompt = np.random.default_rng(3).integers(3, 90, 12).tolist()
+    sampled = replace(GREEDY, temperature=1.5, seed=4, max_tokens=32)
+    llm = open_llm(directory, SuffixDrafter(store=SuffixStore()))
+    first = llm.generate(prompt, sampled, namespace="a")[0]
+    again = {name: llm.generate(prompt, sampled, namespace=name)[0] for name in ("a", "b", None)}
+    assert all(output.token_ids == first.token_ids for output in again.values())
+    assert again["a"].speculation.accepted > 15
+    assert again["b"].speculation.accepted == again[None].speculation.accepted == first.speculation.accepted
+    with pytest.raises(RequestError, match="namespace"):
+        llm.generate(prompt, sampled, namespace=5)  # type: ignore[arg-type]
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["run", "w5 w6 w7", "--offline", "--max-tokens", "24", "--ignore-eos", "--cache-gb", "0.02", *arguments])
+
+
+def test_a_prediction_file_puts_its_drafter_in_front(directory: Path, tmp_path: Path) -> None:
+    plain = json.loads(run("--model", str(directory), "--drafter", "none", "--json").stdout)
+    path = tmp_path / "expected.txt"
+    path.write_text(plain["text"], encoding="utf-8")
+    for given, name in [(("--drafter", "ngram"), "prediction+ngram"), (("--drafter", "prediction"), "prediction")]:
+        done = run("--model", str(directory), "--prediction-file", str(path), "--json", *given)
+        assert done.exit_code == 0, done.stderr
+        answer = json.loads(done.stdout)
+        assert answer["token_ids"] == plain["token_ids"]
+        assert answer["speculation"]["drafter"] == name
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"], ids=["absent", "no text"])
+def test_a_prediction_file_that_cannot_be_read_is_said_in_a_line(directory: Path, tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "expected.txt"
+    if content is not None:
+        path.write_bytes(content)
+    done = run("--model", str(directory), "--prediction-file", str(path))
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "expected.txt" in done.stderr

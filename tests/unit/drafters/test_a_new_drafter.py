@@ -1,0 +1,87 @@
+"""A way of guessing is one class and one line of the table; nothing else has to know of it."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from checkpoints import write_checkpoint
+from paceline import LLM, SamplingParams, drafters
+from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.request import TokenOrigin
+
+pytest.importorskip("openvino")
+
+TOY = '''
+"""Guess that the last token is said again."""
+
+from paceline.speculation.drafter import Drafter
+from paceline.speculation.tree import DraftTree
+
+
+class EchoDrafter(Drafter):
+    name = "echo"
+
+    def __init__(self):
+        self.seen = set()
+        self.rows = 0
+
+    def propose(self, requests, budgets):
+        self.seen.update(map(id, requests))
+        last = [request.token_ids[-1] for request in requests]
+        return [DraftTree.chain(token, [token] * budget.max_depth, self.name) for token, budget in zip(last, budgets)]
+
+    def observe(self, rows):
+        self.rows += sum(one.num_rows for one in rows)
+
+    def release(self, request):
+        self.seen.discard(id(request))
+'''
+PARAMS = SamplingParams(max_tokens=40, ignore_eos=True, logit_bias={7: 30.0, 9: 28.0}, frequency_penalty=0.3)  # runs of two tokens
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=1)
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module written just now, and its line in the table."""
+    path = tmp_path / "echo.py"
+    path.write_text(TOY, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("echo", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(drafters.DRAFTERS, "echo", lambda target: module.EchoDrafter())
+    return module
+
+
+def open_llm(directory: Path, drafter: str | list[str]) -> LLM:
+    return LLM(str(directory), threads=2, device="cpu", cache_gb=0.02, drafter=drafter)
+
+
+def test_it_is_chosen_by_name_guesses_and_changes_no_token(directory: Path, toy: ModuleType) -> None:
+    prompts = [[5, 6, 7], [8] * 40]
+    plain = open_llm(directory, "none").generate(prompts, PARAMS)
+    llm = open_llm(directory, "echo")
+    llm.engine.guesser.policy = DraftLengthPolicy(3)
+    assert isinstance(llm.drafter, toy.EchoDrafter)
+    assert "drafter echo" in llm.banner
+    outputs = llm.generate(prompts, PARAMS)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+    assert all(output.drafter == "echo" for output in outputs)
+    assert any(TokenOrigin.ACCEPTED in output.origins for output in outputs)
+    assert llm.drafter.seen == set()
+    assert llm.drafter.rows == sum(len(prompt) + len(output.token_ids) - 1 for prompt, output in zip(prompts, outputs, strict=True))
+
+
+def test_it_works_together_with_others(directory: Path, toy: ModuleType) -> None:
+    plain = open_llm(directory, "none").generate([[5, 6, 7]], PARAMS)
+    llm = open_llm(directory, ["suffix", "echo", "ngram"])
+    (output,) = llm.generate([[5, 6, 7]], PARAMS)
+    assert output.token_ids == plain[0].token_ids
+    assert output.drafter == "suffix+echo+ngram"

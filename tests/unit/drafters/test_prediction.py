@@ -1,0 +1,173 @@
+"""Following a text that was given in advance, against a search of all its places."""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from paceline.drafters.prediction import MATCHES, MAX_REPLACED, NEAR, Prediction, PredictionDrafter
+from paceline.kv_cache.paged import CachedSequence
+from paceline.sampling.params import SamplingParams
+from paceline.sampling.processors import LogitsProcessor
+from paceline.speculation.drafter import DraftBudget
+from paceline.speculation.request import DraftHints, Request
+
+
+def make_request(prediction: Sequence[int], output: Sequence[int] = (), prompt: Sequence[int] = (90, 91)) -> Request:
+    params = SamplingParams()
+    return Request(
+        token_ids=[*prompt, *output],
+        num_prompt_tokens=len(prompt),
+        params=params,
+        processor=LogitsProcessor(params, 100_000, prompt),
+        sequence=CachedSequence(),
+        seed=0,
+        sample_index=0,
+        max_len=1_000_000,
+        hints=DraftHints(tuple(prediction)),
+    )
+
+
+def after(predicted: Sequence[int], output: Sequence[int], count: int = 3) -> list[int]:
+    prediction = Prediction(predicted)
+    prediction.read(output)
+    return list(prediction.propose(count))
+
+
+def search(predicted: Sequence[int], output: Sequence[int], count: int) -> list[int]:
+    """The definition, from the first token on, looking at every place each time."""
+    place: int | None = 0
+    anchor = num_lost = 0
+    for end in range(1, len(output) + 1):
+        if place is not None and list(predicted[place : place + 1]) == [output[end - 1]]:
+            place, num_lost = place + 1, 0
+            anchor = place
+            continue
+        num_lost += 1
+        place = None
+        for length in MATCHES:
+            places = [at for at in range(length, len(predicted) + 1) if list(predicted[at - length : at]) == list(output[:end][-length:])]
+            ahead = [at for at in places if at >= anchor]
+            if end >= length and places:
+                place = ahead[0] if ahead else places[-1]
+                break
+        if place is None:
+            near = [at for at in range(anchor + 1, min(anchor + NEAR, len(predicted)) + 1) if predicted[at - 1] == output[end - 1]]
+            place = near[0] if near else anchor + num_lost if num_lost <= MAX_REPLACED else None
+    return [] if place is None else list(predicted[place : place + count])
+
+
+def edited(text: Sequence[int], vocab_size: int, random: np.random.Generator) -> list[int]:
+    """With passages removed, inserted, replaced and moved."""
+    result: list[int] = []
+    at = 0
+    while at < len(text):
+        size = int(random.integers(1, 9))
+        match int(random.integers(0, 7)):
+            case 0:
+                pass
+            case 1:
+                result += [*random.integers(0, vocab_size, int(random.integers(1, 4))), *text[at : at + size]]
+            case 2:
+                result += random.integers(0, vocab_size, size).tolist()
+            case 3:
+                result += text[int(random.integers(0, len(text))) :][:size]
+            case _:
+                result += text[at : at + size]
+        at += size
+    return [int(token) for token in result]
+
+
+@pytest.mark.parametrize("vocab_size", [2, 5, 40, 1000])
+def test_proposals_are_those_of_a_search_of_all_places(vocab_size: int, seed: int, large_counts: bool) -> None:
+    random = np.random.default_rng([seed, vocab_size])
+    num_proposals = 0
+    for _ in range(30 if large_counts else 4):
+        predicted = random.integers(0, vocab_size, int(random.integers(1, 80))).tolist()
+        output = edited(predicted, vocab_size, random)
+        request, drafter = make_request(predicted), PredictionDrafter()
+        while len(request.output_token_ids) < len(output):
+            start = request.num_output_tokens
+            request.token_ids.extend(output[start : start + int(random.integers(1, 5))])
+            depth = int(random.integers(0, 9))
+            (tree,) = drafter.propose([request], [DraftBudget(6, depth)])
+            found = [] if tree is None else list(tree.token_ids[1:])
+            assert found == search(predicted, request.output_token_ids, min(depth, 5)), (predicted, request.output_token_ids)
+            num_proposals += bool(found)
+    assert num_proposals > 20
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ([], [1, 2, 3]),
+        ([1], [2, 3, 4]),
+        ([1, 2, 9], [4, 5, 6]),  # replaced
+        ([1, 2, 9, 4], [5, 6, 7]),
+        ([1, 2, 4], [5, 6, 7]),  # left out
+        ([1, 2, 9, 8, 3], [4, 5, 6]),  # inserted
+        ([1, 2, 9, 8, 7, 6], [7, 8]),  # 6 stands near
+        ([1, 2, 30, 31], [5, 6, 7]),  # two for two
+        ([1, 2, 30, 31, 32], []),  # something else
+        ([1, 2, 30, 31, 32, 5, 6], [7, 8]),  # back again
+        ([1, 2, 3, 4, 5, 6, 7, 8], []),  # its end
+        ([1, 2, 3, 4, 5, 6, 7, 8, 2, 3], [4, 5, 6]),  # a passage again
+        ([9], [2, 3, 4]),  # the first token differs
+    ],
+    ids=str,
+)
+def test_the_place_is_found_again_after(output: list[int], expected: list[int]) -> None:
+    assert after([1, 2, 3, 4, 5, 6, 7, 8], output) == expected
+
+
+def test_of_equal_places_the_next_one_is_taken() -> None:
+    predicted = [7, 8, 1, 7, 8, 2, 7, 8, 3, 7, 8, 4]
+    assert after(predicted, [7, 8, 1, 7, 8, 2, 50, 7, 8]) == [3, 7, 8]
+
+
+def test_a_verbatim_prediction_is_proposed_to_its_end() -> None:
+    predicted = list(range(100, 130))
+    request, drafter = make_request(predicted, predicted[:1]), PredictionDrafter()
+    num_steps = 0
+    while request.num_output_tokens < 30:
+        (tree,) = drafter.propose([request], [DraftBudget(5, 4)])
+        if tree is not None:
+            request.token_ids.extend(tree.token_ids[1:])
+            assert set(tree.sources[1:]) == {"prediction"}
+        num_steps += 1
+    assert num_steps == 8
+    assert request.output_token_ids == predicted
+    assert drafter.propose([request], [DraftBudget(5, 4)]) == [None]
+
+
+def test_each_request_follows_its_own_prediction_and_is_forgotten_at_its_end() -> None:
+    drafter = PredictionDrafter()
+    requests = [make_request([1, 2, 3], [1]), make_request([1, 5, 6], [1]), make_request([], [1])]
+    trees = drafter.propose(requests, [DraftBudget(9, 4)] * 3)
+    assert [None if tree is None else list(tree.token_ids) for tree in trees] == [[1, 2, 3], [1, 5, 6], None]
+    for request in (*requests, requests[0]):
+        drafter.release(request)
+    assert drafter._predictions == {}
+    assert drafter.reads_predictions
+    assert "resemble" in drafter.describe()
+
+
+@pytest.mark.parametrize(("row_budget", "max_depth", "count"), [(9, 2, 2), (3, 9, 2), (1, 5, 0), (2, 1, 1)])
+def test_a_guess_keeps_to_its_budget(row_budget: int, max_depth: int, count: int) -> None:
+    (tree,) = PredictionDrafter().propose([make_request(range(20), [0])], [DraftBudget(row_budget, max_depth)])
+    assert (0 if tree is None else tree.num_draft_tokens) == count
+
+
+def test_a_step_costs_the_same_however_long_the_texts_are(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    predicted = random.integers(0, 50, 32_768).tolist()  # few ids: runs of two stand in many places
+    request, drafter = make_request(predicted, predicted[:30_000]), PredictionDrafter()
+    drafter.propose([request], [DraftBudget(9, 8)])
+    request.token_ids.append(60)
+    drafter.propose([request], [DraftBudget(9, 8)])
+    start = time.thread_time()
+    for token in random.integers(0, 50, 500).tolist():
+        request.token_ids.append(token)
+        drafter.propose([request], [DraftBudget(9, 8)])
+    assert time.thread_time() - start < 0.3, "reading the texts again every step would take a hundred times this"

@@ -1,0 +1,276 @@
+"""Guessing by frequency, against counting in the whole text."""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from paceline.drafters.suffix.automaton import MAX_FOLLOWERS, MAX_SIBLINGS, SEPARATOR, SuffixAutomaton
+from paceline.drafters.suffix.drafter import LEAST_PROB, MIN_MATCH, SuffixDrafter
+from paceline.drafters.suffix.store import SuffixStore
+from paceline.errors import ConfigError
+from paceline.kv_cache.paged import CachedSequence
+from paceline.kv_cache.row_plan import TreeLayout, num_rows
+from paceline.sampling.params import SamplingParams
+from paceline.sampling.processors import LogitsProcessor
+from paceline.speculation.drafter import DraftBudget
+from paceline.speculation.request import DraftHints, Request
+from paceline.speculation.tree import DraftTree
+
+Path = tuple[int, ...]
+
+
+def make_request(token_ids: Sequence[int], num_prompt_tokens: int | None = None, namespace: str | None = None) -> Request:
+    params = SamplingParams()
+    return Request(
+        token_ids=list(token_ids),
+        num_prompt_tokens=len(token_ids) if num_prompt_tokens is None else num_prompt_tokens,
+        params=params,
+        processor=LogitsProcessor(params, 100_000, token_ids),
+        sequence=CachedSequence(),
+        seed=0,
+        sample_index=0,
+        max_len=1_000_000,
+        hints=DraftHints(namespace=namespace),
+    )
+
+
+def law(text: Sequence[int], context: Sequence[int], min_match: int, max_match: int) -> list[tuple[int, float]]:
+    """The definition: what followed the longest end of `context` that anything in `text` followed, most often first, then latest."""
+    for length in range(min(max_match, len(context), len(text) - 1), min_match - 1, -1):
+        ends = [end for end in range(length, len(text)) if list(text[end - length : end]) == list(context[len(context) - length :])]
+        if ends:
+            tokens = [text[end] for end in ends]
+            last = {token: end for end, token in zip(ends, tokens, strict=True)}
+            ranked = sorted(list(dict.fromkeys(tokens))[:MAX_FOLLOWERS], key=lambda token: (-tokens.count(token), -last[token], token))
+            return [(token, tokens.count(token) / len(tokens)) for token in ranked[:MAX_SIBLINGS]]
+    return []
+
+
+def search(text: Sequence[int], budget: DraftBudget, min_match: int, max_match: int) -> list[Path]:
+    """The tree by its definition: again and again the node that brings most per row it adds, the earlier offered of equal ones."""
+    nodes: list[Path] = [()]
+    offered: list[tuple[Path, float]] = []
+
+    def rows(extra: Sequence[Path] = ()) -> int:
+        everything = [*nodes, *extra]
+        order = sorted(everything, key=len)
+        return num_rows([-1, *(order.index(node[:-1]) for node in order[1:])], budget.layout)
+
+    def offer(node: Path, prob: float) -> None:
+        if len(node) < budget.max_depth:
+            for token, share in law(text, [*text, *node], min_match, max_match):
+                if prob * share >= LEAST_PROB:
+                    offered.append(((*node, token), prob * share))
+
+    offer((), 1.0)
+    while offered:
+        offered = [one for one in offered if rows([one[0]]) <= budget.row_budget]
+        if not offered:
+            break
+        best = max(offered, key=lambda one: one[1] / (rows([one[0]]) - rows()))
+        offered.remove(best)
+        nodes.append(best[0])
+        offer(*best)
+    return sorted(nodes[1:])
+
+
+def paths(tree: DraftTree | None) -> list[Path]:
+    if tree is None:
+        return []
+    texts: list[Path] = []
+    for token, parent in zip(tree.token_ids, tree.parents, strict=True):
+        texts.append((*texts[parent], token) if parent >= 0 else ())
+    return sorted(texts[1:])
+
+
+@pytest.mark.parametrize("layout", [TreeLayout.PATHS, TreeLayout.MASK])
+@pytest.mark.parametrize("vocab_size", [1, 2, 3, 6])
+def test_proposals_are_those_of_counting_in_the_whole_text(vocab_size: int, layout: TreeLayout, seed: int, large_counts: bool) -> None:
+    random = np.random.default_rng([seed, vocab_size])
+    num_branching = num_proposals = 0
+    for _ in range(60 if large_counts else 4):
+        min_match = int(random.integers(1, 4))
+        max_match = min_match + int(random.integers(0, 6))
+        drafter = SuffixDrafter(min_match, max_match)
+        request = make_request(random.integers(0, vocab_size, 3))
+        while len(request.token_ids) < 60:
+            new = random.integers(0, vocab_size, random.integers(1, 5)).tolist()
+            if random.random() < 0.4:
+                start = int(random.integers(0, len(request.token_ids)))
+                new += request.token_ids[start : start + 8]
+            request.token_ids.extend(new)
+            budget = DraftBudget(int(random.integers(1, 14)), int(random.integers(0, 7)), layout)
+            (tree,) = drafter.propose([request], [budget])
+            assert paths(tree) == search(request.token_ids, budget, min_match, max_match), (request.token_ids, budget)
+            if tree is not None:
+                tree.check()
+                assert num_rows(tree.parents, layout) <= budget.row_budget
+                assert tree.token_ids[0] == request.token_ids[-1]
+                num_proposals += 1
+                num_branching += list(tree.parents) != list(range(-1, tree.num_draft_tokens))
+    assert num_proposals > 20
+    assert num_branching > 3 or vocab_size == 1
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 4, 20])
+def test_counts_are_those_of_a_search_for_every_run_up_to_the_bound(vocab_size: int, seed: int) -> None:
+    random = np.random.default_rng([seed, vocab_size])
+    automaton = SuffixAutomaton(5)
+    text: list[int] = []
+    for _ in range(120):
+        text.append(int(random.integers(0, vocab_size)))
+        automaton.append(text[-1])
+        context = text[int(random.integers(0, len(text))) :][: int(random.integers(1, 9))]
+        match = (0, 0)
+        for token in context:
+            match = automaton.follow(match, token)
+        assert match[1] == min(5, len(context))
+        found = [(token, share) for token, share, _ in automaton.followers(match, 1)]
+        assert found == law(text, context, 1, 5)
+
+
+def test_a_loop_goes_on_and_a_certain_passage_is_a_chain() -> None:
+    (tree,) = SuffixDrafter().propose([make_request([5, 6, 7] * 4)], [DraftBudget(13, 10)])
+    assert tree is not None
+    assert list(tree.token_ids) == [7, 5, 6, 7, 5, 6, 7, 5, 6, 7, 5]
+    assert list(tree.parents) == list(range(-1, 10))
+    assert set(tree.sources[1:]) == {"suffix"}
+
+
+def test_the_more_frequent_continuation_comes_first_and_a_branch_must_pay_for_its_path() -> None:
+    text = [1, 2, 3, 1, 2, 3, 1, 2, 4, 9, 1, 2]
+    (chain,) = SuffixDrafter().propose([make_request(text)], [DraftBudget(2, 1)])
+    assert paths(chain) == [(3,)]
+    (masked,) = SuffixDrafter().propose([make_request(text)], [DraftBudget(3, 1, TreeLayout.MASK)])
+    assert paths(masked) == [(3,), (4,)]
+    (too_dear,) = SuffixDrafter().propose([make_request(text)], [DraftBudget(3, 1, TreeLayout.PATHS)])
+    assert paths(too_dear) == [(3,)]
+    (unbranched,) = SuffixDrafter().propose([make_request(text)], [DraftBudget(30, 3, TreeLayout.CHAIN)])
+    assert unbranched is not None
+    assert list(unbranched.parents) == list(range(-1, len(unbranched.parents) - 1))
+
+
+def test_matches_shorter_than_the_least_propose_nothing() -> None:
+    assert MIN_MATCH == 2
+    assert SuffixDrafter().propose([make_request([1, 2, 3, 9, 1])], [DraftBudget(9, 4)]) == [None]
+    assert SuffixDrafter().propose([make_request([1])], [DraftBudget(9, 4)]) == [None]
+    assert SuffixDrafter().propose([make_request([1, 2] * 9)], [DraftBudget(1, 4)]) == [None]
+    for wrong in ((0, 4), (5, 4)):
+        with pytest.raises(ConfigError, match="min_match"):
+            SuffixDrafter(*wrong)
+
+
+def test_each_request_is_guessed_from_its_own_text_and_forgotten_at_its_end() -> None:
+    drafter = SuffixDrafter()
+    looping, fresh = make_request([1, 2, 3] * 3, 2), make_request([1, 2, 3], 2)
+    tree, none = drafter.propose([looping, fresh], [DraftBudget(9, 4)] * 2)
+    assert tree is not None
+    assert none is None
+    for request in (looping, fresh, fresh):
+        drafter.release(request)
+    assert drafter._texts == {}
+    assert drafter.propose([make_request([1, 2, 3])], [DraftBudget(9, 4)]) == [None]
+
+
+def finish(drafter: SuffixDrafter, output: Sequence[int], namespace: str | None) -> None:
+    drafter.release(make_request([77, *output], 1, namespace))
+
+
+def guess(drafter: SuffixDrafter, text: Sequence[int], namespace: str | None) -> list[Path]:
+    request = make_request(text, 1, namespace)
+    (tree,) = drafter.propose([request], [DraftBudget(9, 4)])
+    drafter._texts.clear()  # without release: nothing is to be stored
+    return paths(tree)
+
+
+def test_nothing_is_shared_without_a_store_a_namespace_and_the_same_one() -> None:
+    output = [10, 11, 12, 13, 14, 15, 16]
+    for store, theirs, ours in [(None, "a", "a"), (SuffixStore(), None, "a"), (SuffixStore(), "a", None), (SuffixStore(), "a", "b")]:
+        drafter = SuffixDrafter(store=store)
+        finish(drafter, output, theirs)
+        assert guess(drafter, [5, 11, 12], ours) == []
+    shared = SuffixDrafter(store=SuffixStore())
+    finish(shared, output, "a")
+    assert guess(shared, [5, 11, 12], "a") == [(13,), (13, 14), (13, 14, 15), (13, 14, 15, 16)]
+    assert guess(shared, [5, 77, 10], "a") == [], "prompts are not stored"
+    assert "namespace" in shared.describe()
+
+
+def test_a_guess_never_runs_from_one_stored_output_into_the_next() -> None:
+    drafter = SuffixDrafter(store=SuffixStore())
+    for output in ([10, 11, 12], [20, 21, 22], [30, 11, 12]):
+        finish(drafter, output, "a")
+    assert guess(drafter, [5, 10, 11], "a") == [(12,)]
+    assert guess(drafter, [5, 11, 12], "a") == []
+    assert guess(drafter, [5, 20, 21, 22], "a") == []
+
+
+def test_the_own_text_comes_first_and_the_store_where_it_matches_more() -> None:
+    drafter = SuffixDrafter(store=SuffixStore())
+    finish(drafter, [1, 2, 3, 4, 50, 51], "a")
+    assert guess(drafter, [3, 4, 60, 3, 4], "a")[0] == (60,)
+    assert guess(drafter, [3, 4, 60, 2, 3, 4], "a")[0] == (50,)
+
+
+def test_a_request_follows_the_store_while_others_fill_it(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    store = SuffixStore(max_tokens=400)
+    drafter = SuffixDrafter(1, 6, store=store)
+    request = make_request([1], 1, "a")
+    for _ in range(80):
+        finish(drafter, random.integers(0, 4, random.integers(1, 40)).tolist(), "a")
+        request.token_ids.extend(random.integers(0, 5, random.integers(1, 4)).tolist())
+        (tree,) = drafter.propose([request], [DraftBudget(9, 4)])
+        if tree is not None:
+            tree.check()
+            assert min(tree.token_ids) >= 0
+        assert 0 < store.num_tokens("a") <= 400
+        for reader in drafter._texts[id(request)].stored:
+            length = reader.match[1]
+            assert length <= 6
+            fresh = (0, 0)
+            for token in request.token_ids[len(request.token_ids) - length :]:
+                fresh = reader.automaton.follow(fresh, token)
+            assert fresh == reader.match
+
+
+def test_a_store_is_bounded_and_cleared_by_namespace() -> None:
+    store = SuffixStore(max_tokens=100, max_namespaces=2)
+    for index in range(50):
+        store.add("a", [index] * 9)
+        assert store.num_tokens("a") <= 100
+    assert store.num_tokens("a") > 40
+    store.add("a", [3] * 1000)
+    assert store.num_tokens("a") <= 100
+    store.add("b", [1])
+    store.add("a", [2])
+    store.add("c", [1])
+    assert [store.num_tokens(name) > 0 for name in "abc"] == [True, False, True]
+    store.clear("a")
+    assert [store.num_tokens(name) for name in "ac"] == [0, 2]
+    store.clear()
+    assert store.num_tokens("c") == 0
+    assert SEPARATOR < 0
+    for bound in ({"max_tokens": 0}, {"max_namespaces": 0}):
+        with pytest.raises(ConfigError, match=next(iter(bound))):
+            SuffixStore(**bound)
+
+
+@pytest.mark.parametrize("text", ["mixed", "one token", "one word, many ends"])
+def test_a_step_costs_the_same_however_long_the_text_is(text: str, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    size = 32_768
+    ids = {
+        "mixed": random.integers(0, 1000, size).tolist(),
+        "one token": [7] * size,
+        "one word, many ends": [id_ for i in range(size // 2) for id_ in (5, 10 + i)],
+    }[text]
+    drafter, request = SuffixDrafter(min_match=1), make_request(ids)
+    drafter.propose([request], [DraftBudget(9, 8)])
+    start = time.thread_time()
+    for token in ids[:500]:
+        request.token_ids.append(token)
+        drafter.propose([request], [DraftBudget(9, 8)])
+    assert time.thread_time() - start < 0.5, "looking at every place a step would take a hundred times this"
