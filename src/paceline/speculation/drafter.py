@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -11,10 +12,17 @@ from paceline.speculation.tree import DraftTree
 
 @dataclass(frozen=True, slots=True)
 class DraftBudget:
-    """How much one request may draft this step: `row_budget` rows of the target pass, root included, `max_depth` tokens deep."""
+    """How much one request may draft this step.
+
+    Attributes:
+        row_budget: rows of the target pass, root included.
+        max_depth: tokens from the root to the deepest node.
+        layout: how the tree will be laid out, which decides what a branch costs (`num_rows` of kv_cache/row_plan.py).
+    """
 
     row_budget: int
     max_depth: int
+    layout: TreeLayout = TreeLayout.PATHS
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +70,8 @@ class Drafter(ABC):
     name: str
     needs: DrafterNeeds = DrafterNeeds()
     cache_bytes_per_token: int = 0
+    reads_predictions: bool = False
+    """Whether a request's `hints.prediction_token_ids` are of use; requests that carry some are refused where they are not."""
 
     @abstractmethod
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:

@@ -71,7 +71,7 @@ class Guesser:
         if room < 1:
             return PlainReason.NO_ROOM
         budget = self.policy.budget(work.request)
-        return PlainReason.GUARD if budget is None else DraftBudget(budget.row_budget, min(budget.max_depth, room))
+        return PlainReason.GUARD if budget is None else DraftBudget(budget.row_budget, min(budget.max_depth, room), self._layout)
 
     def _ask(self, drafter: Drafter, asked: list[tuple[Work, DraftBudget]]) -> None:
         start = time.perf_counter()
@@ -91,7 +91,7 @@ class Guesser:
         if tree is None or tree.num_draft_tokens == 0:
             work.make_plain(PlainReason.NO_GUESS)
             return
-        _check(tree)
+        tree.check()
         trimmed = tree.trim(vocab_size=self.vocab_size, max_depth=budget.max_depth, row_budget=budget.row_budget, layout=self._layout)
         work.request.stats.cut += tree.num_draft_tokens - trimmed.num_draft_tokens
         if trimmed.num_draft_tokens == 0:
@@ -103,14 +103,3 @@ class Guesser:
         if not self._has_warned:
             log.warning("the drafter failed (%s: %s); steps without its guesses are plain", type(error).__name__, error)
             self._has_warned = True
-
-
-def _check(tree: DraftTree) -> None:
-    """Raise ValueError where a tree is none: slots, positions and budgets are computed from its shape."""
-    depths: list[int] = []
-    for node, parent in enumerate(tree.parents):
-        if parent != -1 if node == 0 else not 0 <= parent < node:
-            raise ValueError(f"node {node} of the draft tree names parent {parent}: the root has -1, others a node before them")
-        depths.append(depths[parent] + 1 if node else 0)
-    if not depths or depths != list(tree.depths) or not len(tree.token_ids) == len(tree.sources) == len(depths):
-        raise ValueError(f"depths {list(tree.depths)} of {len(tree.token_ids)} nodes do not follow from parents {list(tree.parents)}")

@@ -26,6 +26,19 @@ class TokenOrigin(Enum):
     BONUS = "bonus"  # the target's own token of a step with drafts
 
 
+@dataclass(frozen=True, slots=True)
+class DraftHints:
+    """What the sender of a request offers to whoever guesses. It changes the speed, never a token.
+
+    Attributes:
+        prediction_token_ids: what the output is expected to resemble; empty = nothing is expected.
+        namespace: whose finished outputs may be guessed from, and to which this one is added; None = nobody's.
+    """
+
+    prediction_token_ids: Sequence[int] = ()
+    namespace: str | None = None
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """State of one request.
@@ -38,6 +51,7 @@ class Request:
         max_len: tokens (prompt and output) at which it ends, by max_tokens or the context.
         end_token_ids: ids that end it (EOS unless ignored, stop tokens).
         text_stop: finds stop strings; None when there are none and nobody streams.
+        hints: what its sender offers to drafters.
         started_s, first_token_s, finished_s: clock (`time.perf_counter`) at admission, after the prompt's last pass, at the end.
     """
 
@@ -51,6 +65,7 @@ class Request:
     max_len: int
     end_token_ids: frozenset[int] = frozenset()
     text_stop: TextStop | None = None
+    hints: DraftHints = DraftHints()
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     origins: list[TokenOrigin] = field(default_factory=list)
     finish_reason: FinishReason | None = None

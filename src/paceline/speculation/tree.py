@@ -34,13 +34,16 @@ class DraftTree:
         return cls((root_token_id, *draft_token_ids), range(-1, count - 1), range(count), ("", *[source] * (count - 1)))
 
     @classmethod
-    def grow(cls, root_token_id: int, draft_token_ids: Sequence[int], parents: Sequence[int], source: str) -> "DraftTree":
+    def grow(cls, root_token_id: int, draft_token_ids: Sequence[int], parents: Sequence[int], source: str | Sequence[str]) -> "DraftTree":
         """A tree from nodes in any parent-before-child order; siblings with the same token are merged, the first one leads.
 
         Args:
             draft_token_ids: tokens of nodes 1 … n.
             parents: parent of each of them, 0 = the root.
+            source: who guessed them, all or each.
         """
+        given = [source] * len(draft_token_ids) if isinstance(source, str) else source
+        names = [""]
         children: list[dict[int, int]] = [{}]  # per node of the result-to-be: token -> node
         node_of = [0]
         for index, (token, parent) in enumerate(zip(draft_token_ids, parents, strict=True), start=1):
@@ -50,6 +53,7 @@ class DraftTree:
             if token not in siblings:
                 siblings[token] = len(children)
                 children.append({})
+                names.append(given[index - 1])
             node_of.append(siblings[token])
         tokens, tree_parents, depths, order = [root_token_id], [-1], [0], [0]
         for position, node in enumerate(order):  # `order` grows while it is read: breadth-first
@@ -58,7 +62,21 @@ class DraftTree:
                 tree_parents.append(position)
                 depths.append(depths[position] + 1)
                 order.append(child)
-        return cls(tuple(tokens), tuple(tree_parents), tuple(depths), ("", *[source] * (len(tokens) - 1)))
+        return cls(tuple(tokens), tuple(tree_parents), tuple(depths), tuple(names[node] for node in order))
+
+    def check(self) -> None:
+        """Slots, positions and budgets are computed from a tree's shape, so it must be one.
+
+        Raises:
+            ValueError: parents, depths and tokens do not make a tree.
+        """
+        depths: list[int] = []
+        for node, parent in enumerate(self.parents):
+            if parent != -1 if node == 0 else not 0 <= parent < node:
+                raise ValueError(f"node {node} of the draft tree names parent {parent}: the root has -1, others a node before them")
+            depths.append(depths[parent] + 1 if node else 0)
+        if not depths or depths != list(self.depths) or not len(self.token_ids) == len(self.sources) == len(depths):
+            raise ValueError(f"depths {list(self.depths)} of {len(self.token_ids)} nodes do not follow from parents {list(self.parents)}")
 
     @property
     def num_draft_tokens(self) -> int:

@@ -1,0 +1,104 @@
+"""Growing a draft tree by expected tokens per row it adds to the target pass, within a budget of rows.
+
+A node of probability p (of being accepted, its whole path included) brings p tokens. What it costs depends on the layout and on
+where it hangs: below a leaf one row; beside a sibling one row with a mask, but a whole path of its own with paths. So with paths a
+branch must be worth several rows, and a chain wins most of the time.
+"""
+
+import heapq
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
+
+from paceline.kv_cache.row_plan import TreeLayout, is_chain
+from paceline.speculation.drafter import DraftBudget
+from paceline.speculation.tree import DraftTree
+
+ContextT = TypeVar("ContextT")
+
+
+Guess: TypeAlias = tuple[int, float, str, ContextT]
+"""One possible next token: its id, the estimated probability that the target says it once it said everything before, who guesses, and
+what to expand for the tokens behind it. A bare tuple: some drafters have microseconds."""
+
+
+def grow_tree(
+    root_token_id: int,
+    budget: DraftBudget,
+    context: ContextT,
+    expand: Callable[[ContextT], Sequence[Guess[ContextT]]],
+    *,
+    least_prob: float = 0.0,
+) -> DraftTree | None:
+    """The tree whose nodes were taken best first, by probability per added row; None when it has no node but the root.
+
+    Args:
+        budget: rows, depth and layout; the tree keeps to all three.
+        context: of the root.
+        expand: context of a node -> guesses behind it, no token twice. Called for nodes of the tree only.
+        least_prob: nodes less likely than this, their path included, are left out.
+    """
+    tree = _Growing([root_token_id], budget.layout)
+    rows_left = budget.row_budget - 1
+    # (-probability per row, order of arrival, probability, parent, guess); the order keeps ties and results the same in every run
+    queue: list[tuple[float, int, float, int, Guess[ContextT]]] = []
+    arrived, node, prob = 0, 0, 1.0
+    guesses: Sequence[Guess[ContextT]] = expand(context) if budget.max_depth > 0 else ()
+    while rows_left > 0:
+        for guess in guesses:
+            reached = prob * guess[1]
+            if reached > 0.0 and reached >= least_prob:
+                heapq.heappush(queue, (-reached, arrived, reached, node, guess))
+                arrived += 1
+        guesses = ()
+        if not queue:
+            break
+        value, order, prob, parent, guess = heapq.heappop(queue)
+        num_added = tree.added_rows(parent)
+        if num_added > rows_left:  # it will never cost less
+            continue
+        if -value > prob / num_added:  # a sibling was taken since: it costs more than it did, so it waits its turn again
+            heapq.heappush(queue, (-prob / num_added, order, prob, parent, guess))
+            continue
+        token_id, _, source, context = guess
+        node = tree.add(parent, token_id, source)
+        rows_left -= num_added
+        if rows_left > 0 and tree.depths[node] < budget.max_depth:
+            guesses = expand(context)
+    return tree.finished()
+
+
+@dataclass(slots=True)
+class _Growing:
+    """A tree in the order its nodes were taken."""
+
+    token_ids: list[int]
+    layout: TreeLayout
+    parents: list[int] = field(default_factory=lambda: [-1])
+    depths: list[int] = field(default_factory=lambda: [0])
+    sources: list[str] = field(default_factory=lambda: [""])
+    has_child: list[bool] = field(default_factory=lambda: [False])
+
+    def added_rows(self, parent: int) -> int:
+        """Rows that one more child of `parent` adds."""
+        if not self.has_child[parent] or self.layout is TreeLayout.MASK:
+            return 1
+        # with paths the child's whole path, from the root on
+        return self.depths[parent] + 2 if self.layout is TreeLayout.PATHS else sys.maxsize
+
+    def add(self, parent: int, token_id: int, source: str) -> int:
+        """Take a node; returns its number."""
+        self.has_child[parent] = True
+        self.has_child.append(False)
+        self.token_ids.append(token_id)
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1)
+        self.sources.append(source)
+        return len(self.token_ids) - 1
+
+    def finished(self) -> DraftTree | None:
+        """Breadth-first, as every tree; None without a guess."""
+        if is_chain(self.parents):
+            return DraftTree(self.token_ids, self.parents, self.depths, self.sources) if len(self.token_ids) > 1 else None
+        return DraftTree.grow(self.token_ids[0], self.token_ids[1:], self.parents[1:], self.sources[1:])

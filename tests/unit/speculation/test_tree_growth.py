@@ -1,0 +1,85 @@
+"""Trees grow by what a node brings per row it adds, and keep to their budget in every layout."""
+
+import numpy as np
+import pytest
+
+from paceline.kv_cache.row_plan import TreeLayout, is_chain, num_rows
+from paceline.speculation.drafter import DraftBudget
+from paceline.speculation.tree import DraftTree
+from paceline.speculation.tree_growth import Guess, grow_tree
+
+Path = tuple[int, ...]
+
+
+def expand_by(laws: dict[Path, dict[int, float]], asked: list[Path] | None = None):  # type: ignore[no-untyped-def]
+    def expand(path: Path) -> list[Guess[Path]]:
+        if asked is not None:
+            asked.append(path)
+        return [(token, prob, f"from {len(path)}", (*path, token)) for token, prob in laws.get(path, {}).items()]
+
+    return expand
+
+
+def paths(tree: DraftTree) -> list[Path]:
+    tree.check()
+    texts: list[Path] = []
+    for token, parent in zip(tree.token_ids, tree.parents, strict=True):
+        texts.append((*texts[parent], token) if parent >= 0 else ())
+    return texts[1:]
+
+
+LAWS: dict[Path, dict[int, float]] = {(): {1: 0.6, 2: 0.3}, (1,): {3: 0.9}, (1, 3): {4: 0.9}, (1, 3, 4): {5: 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("layout", "row_budget", "expected"),
+    [
+        (TreeLayout.MASK, 4, [(1,), (1, 3), (1, 3, 4)]),
+        (TreeLayout.MASK, 5, [(1,), (2,), (1, 3), (1, 3, 4)]),
+        (TreeLayout.PATHS, 5, [(1,), (1, 3), (1, 3, 4), (1, 3, 4, 5)]),  # one row is left, the branch costs two
+        (TreeLayout.PATHS, 6, [(1,), (2,), (1, 3), (1, 3, 4)]),  # 0.3 for two rows beats 0.05 for one
+        (TreeLayout.PATHS, 7, [(1,), (2,), (1, 3), (1, 3, 4), (1, 3, 4, 5)]),
+        (TreeLayout.CHAIN, 9, [(1,), (1, 3), (1, 3, 4), (1, 3, 4, 5)]),
+        (TreeLayout.PATHS, 2, [(1,)]),
+    ],
+)
+def test_a_branch_is_taken_where_it_is_worth_its_rows(layout: TreeLayout, row_budget: int, expected: list[Path]) -> None:
+    tree = grow_tree(9, DraftBudget(row_budget, 8, layout), (), expand_by(LAWS))
+    assert tree is not None
+    assert paths(tree) == expected
+    assert list(tree.sources[1:]) == [f"from {len(path) - 1}" for path in expected]
+    assert tree.token_ids[0] == 9
+
+
+def test_depth_and_least_probability_bound_the_tree_and_nothing_is_expanded_in_vain() -> None:
+    asked: list[Path] = []
+    tree = grow_tree(9, DraftBudget(20, 2, TreeLayout.MASK), (), expand_by(LAWS, asked), least_prob=0.5)
+    assert tree is not None
+    assert paths(tree) == [(1,), (1, 3)]
+    assert asked == [(), (1,)]
+
+
+@pytest.mark.parametrize(("row_budget", "max_depth", "laws"), [(1, 4, LAWS), (5, 0, LAWS), (5, 4, {}), (5, 4, {(): {1: 0.0}})])
+def test_without_a_guess_or_room_there_is_no_tree(row_budget: int, max_depth: int, laws: dict[Path, dict[int, float]]) -> None:
+    assert grow_tree(9, DraftBudget(row_budget, max_depth), (), expand_by(laws)) is None
+
+
+@pytest.mark.parametrize("layout", TreeLayout)
+def test_random_trees_keep_to_their_budget(layout: TreeLayout, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    for _ in range(150):
+        laws: dict[Path, dict[int, float]] = {}
+        open_paths: list[Path] = [()]
+        for path in open_paths:
+            if len(path) < 5:
+                probs = random.dirichlet([0.3] * 4)[: random.integers(0, 4)]
+                laws[path] = {token: float(prob) for token, prob in enumerate(probs)}
+                open_paths += [(*path, token) for token in laws[path]]
+        budget = DraftBudget(int(random.integers(1, 20)), int(random.integers(0, 6)), layout)
+        tree = grow_tree(9, budget, (), expand_by(laws))
+        if tree is not None:
+            assert set(paths(tree)) <= set(open_paths)
+            assert num_rows(tree.parents, layout) <= budget.row_budget
+            assert max(tree.depths) <= budget.max_depth
+            assert layout is not TreeLayout.CHAIN or is_chain(tree.parents)
+            assert tree.trim(vocab_size=10, max_depth=budget.max_depth, row_budget=budget.row_budget, layout=layout) is tree
