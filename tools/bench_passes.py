@@ -89,9 +89,9 @@ def _start(options: argparse.Namespace) -> tuple[list[Worker], dict[str, str], d
     versions: dict[str, str] = {}
     loads: dict[str, Any] = {}
     for engine in options.engines:
-        python = options.llama_python if engine == "llama" else sys.executable
+        python = options.llama_python if engine.startswith("llama") else sys.executable
         if python is None:
-            print("engine llama is left out: give --llama-python", file=sys.stderr)
+            print(f"engine {engine} is left out: give --llama-python", file=sys.stderr)
             continue
         try:
             worker = Worker(engine, python, options)
@@ -169,10 +169,11 @@ class PeakSampler:
 def measure_memory(options: argparse.Namespace) -> dict[str, Any]:
     """Load the checkpoint in fresh processes; print and return what it took."""
     results = []
-    for engine, title in (("fast", "fast"), ("exact", "exact, first load (tested)"), ("exact", "exact, later loads")):
-        if title.startswith("exact, first"):
-            for path in (options.work / "facts").glob("**/*"):
-                path.unlink()
+    for engine, title in [(engine, f"{engine}, {which}") for engine in options.engines for which in ("first load", "later loads")]:
+        if title.endswith("first load"):
+            for path in [*(options.work / "facts").glob("**/*"), *(options.work / "quantised").glob("**/*")]:
+                if path.is_file():
+                    path.unlink()
         worker = Worker(engine, sys.executable, options)
         before = _memory(worker.pid)
         with PeakSampler(worker.pid) as loading:
@@ -213,7 +214,7 @@ def _print_memory(results: Sequence[dict[str, Any]]) -> None:
             ]
         )
     print(markdown_table(head, rows))
-    print("\nGB of anonymous memory, above what the process held after its imports; weights: every parameter in the computed type")
+    print("\nGB of anonymous memory, above what the process held after its imports; weights: all of them as the runtime keeps them")
     passes = max(item["pass_peak"] for item in results) / 1e9
     print(f"whole process during a 32-row pass: {passes:.3f} GB, after its imports: {results[0]['before']['RssAnon'] / 1e9:.3f} GB")
 

@@ -1,6 +1,7 @@
 """The engines that bench_passes.py times, each the whole work of one process; runs where only numpy and that engine are installed."""
 
 import argparse
+import ctypes
 import importlib
 import json
 import math
@@ -37,34 +38,51 @@ class Engine(ABC):
 
 
 class Paceline(Engine):
-    """This library, through the runtime its engine drives."""
+    """This library, through the runtime its engine drives; quantised while loading, or from the GGUF file llama.cpp runs."""
 
-    def __init__(self, options: argparse.Namespace, numerics: str) -> None:
+    def __init__(
+        self, options: argparse.Namespace, *, numerics: str = "exact", backend: str = "auto", quant: str = "none", gguf: str | None = None
+    ) -> None:
         sys.path.insert(0, str(REPOSITORY / "src"))
+        from paceline.config import quant_options
         from paceline.models.config import WeightType
         from paceline.runtimes.base import Numerics
         from paceline.runtimes.load import RuntimeOptions, load_runtime
 
-        importlib.import_module("paceline.runtimes.openvino.runtime")  # else its memory would count as the checkpoint's
+        runtime = "openvino" if backend == "openvino" else "native"
+        importlib.import_module(f"paceline.runtimes.{runtime}.runtime")  # else its memory would count as the checkpoint's
         self._checkpoint = options.checkpoint
+        self._file = options.checkpoint if gguf is None else quantised_file(options, gguf)
         self._facts = options.work / "facts"
         dtype = None if options.dtype == "auto" else WeightType(options.dtype)
         self._options = RuntimeOptions(
-            numerics=Numerics(numerics), dtype=dtype, num_threads=options.threads, max_context=512, facts_directory=self._facts
+            numerics=Numerics(numerics),
+            dtype=dtype,
+            num_threads=options.threads,
+            max_context=512,
+            facts_directory=self._facts,
+            backend=backend,
+            quant=quant_options("quant", quant),
+            quant_directory=options.work / "quantised",
         )
         self._open = load_runtime
 
     def load(self) -> dict[str, Any]:
-        loaded = self._open(self._checkpoint, self._options)
+        loaded = self._open(self._file, self._options)
         self._runtime = loaded.runtime
         capabilities = loaded.runtime.capabilities
-        item_bytes = 4 if capabilities.weight_type.value == "f32" else 2
         return {
             "numerics": capabilities.numerics.value,
             "type": capabilities.weight_type.value,
-            "weights_bytes": item_bytes * sum(math.prod(item["shape"]) for item in stored_tensors(self._checkpoint).values()),
+            "weights_bytes": self._weights_bytes(capabilities.weight_type.value),
             "notices": loaded.notices,
         }
+
+    def _weights_bytes(self, computed: str) -> int:
+        """Bytes the runtime keeps: as stored or quantised in the native one, widened in the other."""
+        if hasattr(self._runtime, "weights"):
+            return int(self._runtime.weights.nbytes)
+        return (4 if computed == "f32" else 2) * sum(math.prod(item["shape"]) for item in stored_tensors(self._checkpoint).values())
 
     def cache(self, blocks: int) -> dict[str, Any]:
         """Allocate and touch a cache of `blocks` blocks; returns its bytes."""
@@ -136,22 +154,25 @@ class Transformers(Engine):
 class LlamaCpp(Engine):
     """llama_decode of llama-cpp-python's low-level interface, on a GGUF file with the checkpoint's bf16 matrices."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, gguf: str = "bf16") -> None:
         self._api = importlib.import_module("llama_cpp")
         self._options = options
+        self._gguf = gguf
         self._file = options.work / f"{options.checkpoint.name}.gguf"
 
     def load(self) -> dict[str, Any]:
         api = self._api
         if not self._file.is_file():
             write_gguf(self._options.checkpoint, self._file)
+        if self._gguf != "bf16":
+            self._file = self._quantised()
         model_parameters = api.llama_model_default_params()
         model_parameters.n_gpu_layers = 0
         self._model = api.llama_model_load_from_file(str(self._file).encode(), model_parameters)
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {self._file}")
         self._vocab_size = int(api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model)))
-        return {"type": "bf16", "system": api.llama_print_system_info().decode().strip()}
+        return {"type": self._gguf, "system": api.llama_print_system_info().decode().strip()}
 
     def prepare(self, rows: int, batch: int) -> None:
         api = self._api
@@ -180,6 +201,19 @@ class LlamaCpp(Engine):
             api.llama_memory_seq_rm(self._memory, sequence, CACHED_LEN, -1)
         return seconds, list(logits[:LOGITS_COMPARED])
 
+    def _quantised(self) -> Path:
+        """The file with every matrix in one block type, made by llama.cpp itself."""
+        api, file = self._api, quantised_file(self._options, self._gguf)
+        if not file.is_file():
+            parameters = api.llama_model_quantize_default_params()
+            parameters.ftype = {"q8_0": api.LLAMA_FTYPE_MOSTLY_Q8_0, "q4_0": api.LLAMA_FTYPE_MOSTLY_Q4_0}[self._gguf]
+            parameters.pure = True
+            part = file.with_suffix(".part")
+            if api.llama_model_quantize(str(self._file).encode(), str(part).encode(), ctypes.byref(parameters)):
+                raise RuntimeError(f"llama.cpp cannot quantise {self._file}")
+            part.rename(file)
+        return file
+
     def _decode(self, ids: Sequence[int], batch: int, position: int) -> None:
         row = 0
         for sequence in range(batch):
@@ -197,12 +231,28 @@ class LlamaCpp(Engine):
 
 
 ENGINES: dict[str, Callable[[argparse.Namespace], Engine]] = {
-    "exact": lambda options: Paceline(options, "exact"),
-    "fast": lambda options: Paceline(options, "fast"),
+    "exact": lambda options: Paceline(options),
+    "fast": lambda options: Paceline(options, numerics="fast"),
+    "native": lambda options: Paceline(options, backend="native"),
+    "openvino": lambda options: Paceline(options, backend="openvino"),
+    "int8": lambda options: Paceline(options, quant="int8"),
+    "int4": lambda options: Paceline(options, quant="int4"),
+    "openvino-int8": lambda options: Paceline(options, backend="openvino", quant="int8"),
+    "openvino-int4": lambda options: Paceline(options, backend="openvino", quant="int4"),
+    "gguf-q8_0": lambda options: Paceline(options, gguf="q8_0"),
+    "gguf-q4_0": lambda options: Paceline(options, gguf="q4_0"),
     "transformers": lambda options: Transformers(options, "auto"),
     "transformers-f32": lambda options: Transformers(options, "float32"),
     "llama": LlamaCpp,
+    "llama-q8_0": lambda options: LlamaCpp(options, "q8_0"),
+    "llama-q4_0": lambda options: LlamaCpp(options, "q4_0"),
 }
+
+
+def quantised_file(options: argparse.Namespace, kind: str) -> Path:
+    """Where llama.cpp's quantised copy of the checkpoint lies, once an engine llama-KIND has made it."""
+    directory: Path = options.work
+    return directory / f"{options.checkpoint.name}-{kind}.gguf"
 
 
 def serve(options: argparse.Namespace) -> None:

@@ -1,0 +1,137 @@
+"""Greedy tokens of GGUF files, ours beside llama.cpp's: how often they are the same, and how near a tie every difference is.
+
+    python tools/compare_llama_cpp.py MODEL --work DIR --llama-python PYTHON_WITH_LLAMA_CPP --prompts PROMPTS.jsonl
+
+MODEL is a bf16 Llama directory with a byte-level BPE tokenizer; it is written as BF16, Q8_0 and Q4_0 GGUF first. llama.cpp rounds
+activations to 8 bits in front of quantised matrices and we do not, so the two may part where the best two tokens are nearly level: both
+margins are shown, as logits, at the first token that differs. Prompts: a file with one JSON object or string a line.
+"""
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench_models import write_gguf
+
+KINDS = ("BF16", "Q8_0", "Q4_0")
+
+
+def llama_cpp_greedy(file: Path, prompts: list[list[int]], max_tokens: int, threads: int) -> list[list[dict[str, float]]]:
+    """For each prompt the tokens with their margin over the second best; runs where llama-cpp-python is installed."""
+    api = importlib.import_module("llama_cpp")
+    numpy = importlib.import_module("numpy")
+    model = api.Llama(str(file), n_ctx=1024, n_threads=threads, n_threads_batch=threads, logits_all=True, verbose=False)
+    answers = []
+    for prompt in prompts:
+        model.reset()
+        model.eval(prompt)
+        answer = []
+        for _ in range(max_tokens):
+            logits = numpy.asarray(model.scores[model.n_tokens - 1])
+            best, second = numpy.argsort(-logits, kind="stable")[:2]
+            answer.append({"token": int(best), "second": int(second), "margin": float(logits[best] - logits[second])})
+            model.eval([int(best)])
+        answers.append(answer)
+    return answers
+
+
+def our_greedy(file: Path, prompts: list[list[int]], max_tokens: int, threads: int) -> tuple[list[list[int]], Any]:
+    """Our tokens, and the model to ask for margins."""
+    from paceline import LLM, SamplingParams
+
+    llm = LLM(str(file), threads=threads, max_context=1024)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return [list(result.token_ids) for result in llm.generate(prompts, params)], llm
+
+
+def our_margin(llm: Any, context: list[int]) -> tuple[float, int]:
+    """Logit of our best token less that of the second after `context`, and the second."""
+    import numpy as np
+
+    from paceline.runtimes.base import assemble
+
+    cache = llm.engine.cache
+    sequence = cache.new_sequence()
+    plan = cache.reserve(sequence, range(-1, len(context) - 1))
+    logits = llm.engine.runtime.forward(assemble([plan], [context], [[len(context) - 1]])).logits[0]
+    best, second = np.argsort(-logits, kind="stable")[:2]
+    margin = float(logits[best] - logits[second])
+    cache.cancel(sequence)
+    cache.release(sequence)
+    return margin, int(second)
+
+
+def compare(file: Path, prompts: list[list[int]], options: argparse.Namespace) -> dict[str, Any]:
+    """Run both on one file and print what differs."""
+    ours, llm = our_greedy(file, prompts, options.max_tokens, options.threads)
+    work = json.dumps({"file": str(file), "prompts": prompts, "max_tokens": options.max_tokens, "threads": options.threads})
+    command = [options.llama_python, str(Path(__file__).resolve()), "--worker"]
+    done = subprocess.run(command, input=work, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr[-1500:])
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    same, differences = 0, []
+    for number, (prompt, mine, other) in enumerate(zip(prompts, ours, theirs, strict=True)):
+        at = next((i for i, (one, two) in enumerate(zip(mine, other, strict=True)) if one != two["token"]), None)
+        if at is None:
+            same += 1
+            continue
+        margin, second = our_margin(llm, prompt + mine[:at])
+        swapped = second == other[at]["token"] and other[at]["second"] == mine[at]
+        differences.append({"prompt": number, "at": at, "our_margin": margin, "their_margin": other[at]["margin"], "swapped": swapped})
+    print(f"{file.name}: {same} of {len(prompts)} texts of {options.max_tokens} tokens are the same")
+    for item in differences:
+        tie = "the same two tokens, swapped" if item["swapped"] else "other tokens"
+        print(
+            f"  prompt {item['prompt']}, token {item['at']}: our margin {item['our_margin']:.4f}, theirs {item['their_margin']:.4f}, {tie}"
+        )
+    return {"file": file.name, "same": same, "prompts": len(prompts), "differences": differences}
+
+
+def read_prompts(file: Path, directory: Path, count: int) -> list[list[int]]:
+    """Token ids of the first `count` prompts, cut to 200."""
+    from paceline.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.open(directory)
+    texts = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        item = json.loads(line)
+        texts.append(item if isinstance(item, str) else item.get("prompt") or item.get("text") or str(item.get("turns", [""])[0]))
+    prompts = [tokenizer.encode(text)[:200] for text in texts]
+    return [prompt for prompt in prompts if prompt][:count]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--llama-python")
+    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--count", type=int, default=50)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work = json.load(sys.stdin)
+        print(json.dumps(llama_cpp_greedy(Path(work["file"]), work["prompts"], work["max_tokens"], work["threads"])))
+        return
+    options.work.mkdir(parents=True, exist_ok=True)
+    prompts = read_prompts(options.prompts, options.model, options.count)
+    results = []
+    for kind in KINDS:
+        file = options.work / f"{options.model.name}-{kind.lower()}.gguf"
+        if not file.is_file():
+            write_gguf(options.model, file, kind)
+        results.append(compare(file, prompts, options))
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
