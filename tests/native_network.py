@@ -1,0 +1,98 @@
+"""A few native blocks, recorded as a network is, run on inputs that a test gives."""
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.models.config import Activation, ModelConfig, RopeConfig, WeightType
+from paceline.models.weights import AnyTensor, Tensor, Weights
+from paceline.runtimes.base import FloatArray, ForwardBatch, RowRange
+from paceline.runtimes.native import execution, library
+from paceline.runtimes.native.execution import Execution
+from paceline.runtimes.native.program import NativeBlocks, Recorded, Value
+from paceline.runtimes.native.weights import NativeWeights
+from paceline.runtimes.processor import processor_flags
+
+Build = Callable[[NativeBlocks, list[Value]], Sequence[Value]]
+LEVELS = [level for level, needed in {**library._LEVELS, "baseline": set()}.items() if needed <= processor_flags()]
+BUILT = [level for level in LEVELS if Path(library.__file__).with_name(f"kernels.{level}.so").is_file()]
+
+
+def open_kernels(level: str) -> ctypes.CDLL:
+    """The library that was built for an instruction set this machine has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "kernels_path", lambda: Path(library.__file__).with_name(f"kernels.{level}.so"))
+        return library.kernels.__wrapped__()
+
+
+def native_config(
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_size: int = 16,
+    hidden_size: int = 64,
+    rotated_fraction: float = 1.0,
+    activation: Activation = Activation.SILU,
+    attention_soft_cap: float | None = None,
+) -> ModelConfig:
+    return ModelConfig(
+        family="llama", vocab_size=97, hidden_size=hidden_size, intermediate_size=96, num_layers=1, num_heads=heads,
+        num_kv_heads=kv_heads, head_size=head_size, norm_eps=1e-5, max_positions=512, rope=RopeConfig(rotated_fraction=rotated_fraction),
+        weight_type=WeightType.F32, activation=activation, attention_soft_cap=attention_soft_cap,
+    )  # fmt: skip
+
+
+class Network:
+    """Runs what `build` records from inputs of `widths`; every value has a buffer of its own.
+
+    Args:
+        level: of the kernels; None = those this machine would use.
+    """
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        build: Build,
+        *,
+        config: ModelConfig | None = None,
+        tensors: Mapping[str, AnyTensor] | None = None,
+        num_threads: int = 1,
+        max_slots: int = 256,
+        level: str | None = None,
+    ) -> None:
+        config = config or native_config()
+        self._blocks = NativeBlocks(config, NativeWeights(Weights(tensors or {}), WeightType.F32))
+        self._inputs = [self._blocks.value(width) for width in widths]
+        self._results = build(self._blocks, self._inputs)
+        most = max([matrices[0].columns for matrices in self._blocks.matrices], default=0)
+        recorded = Recorded(self._blocks.operations, self._blocks.matrices, [value.width for value in self._blocks.values], 0, 0, [], most)
+        with pytest.MonkeyPatch.context() as patch:
+            if level is not None:
+                patch.setattr(execution, "kernels", lambda: open_kernels(level))
+            self.execution = Execution(config, recorded, num_threads=num_threads, max_slots=max_slots)
+
+    def __call__(
+        self, *inputs: FloatArray, batch: ForwardBatch | None = None, rotations: Sequence[tuple[FloatArray, FloatArray]] = ()
+    ) -> list[FloatArray]:
+        """The results of one pass, as copies."""
+        num_rows = len(inputs[0])
+        self.execution.input_rows(num_rows)
+        for value, rows in zip(self._inputs, inputs, strict=True):
+            self.execution.rows(value.index, num_rows)[...] = rows
+        batch = batch or make_batch([RowRange(0, num_rows, 0, np.arange(16, dtype=np.int32))])
+        self.execution.run(batch, list(rotations))
+        rows_of = {False: num_rows, True: len(batch.logits_rows)}
+        return [self.execution.rows(value.index, rows_of[value.selected]).copy() for value in self._results]
+
+
+def make_batch(ranges: Sequence[RowRange], logits_rows: Sequence[int] = ()) -> ForwardBatch:
+    """A batch whose token ids and positions play no part."""
+    rows = np.zeros(sum(item.num_rows for item in ranges), np.int32)
+    return ForwardBatch(rows, rows, tuple(ranges), np.array(logits_rows, np.int32))
+
+
+def plain_tensor(values: FloatArray) -> Tensor:
+    return Tensor(values, WeightType.F32, values.shape)
