@@ -56,25 +56,24 @@ def random_prompt(llm: LLM, length: int) -> list[int]:
     return [int(token) for token in np.random.default_rng(SEED).integers(10, llm.vocab_size, length)]
 
 
-class TimedRequest:
-    """An infer request that remembers how long it has been inferring."""
+class TimedKernels:
+    """The compiled kernels; they remember how long they have been running."""
 
-    def __init__(self, request: Any) -> None:
-        self._request = request
+    def __init__(self, kernels: Any) -> None:
+        self._kernels = kernels
         self.seconds = 0.0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._request, name)
+        return getattr(self._kernels, name)
 
-    def infer(self, *arguments: Any) -> Any:
+    def paceline_run(self, *arguments: Any) -> None:
         start = time.perf_counter()
-        result = self._request.infer(*arguments)
+        self._kernels.paceline_run(*arguments)
         self.seconds += time.perf_counter() - start
-        return result
 
 
-def time_steps(llm: LLM, prompt: list[int], params: SamplingParams, timed: TimedRequest, num_drafts: int) -> list[tuple[float, float, int]]:
-    """(host seconds, infer seconds, emitted tokens) of each step of one request whose pass had `num_drafts` draft tokens.
+def time_steps(llm: LLM, prompt: list[int], params: SamplingParams, timed: TimedKernels, num_drafts: int) -> list[tuple[float, float, int]]:
+    """(host seconds, kernel seconds, emitted tokens) of each step of one request whose pass had `num_drafts` draft tokens.
 
     The prompt's step and the first two after it are left out, and so are the last ones, which have no room for a whole draft.
     """
@@ -98,16 +97,17 @@ def bench_host(options: argparse.Namespace) -> list[dict[str, Any]]:
     for title, scale in (("flat", 0.15), ("peaked", 0.6)):
         with tempfile.TemporaryDirectory() as directory:
             write_checkpoint(Path(directory), "llama", vocab_size=options.vocab, num_hidden_layers=2, initializer_range=scale)
-            results += _host_cases(LLM(directory, drafter="none", threads=options.threads, max_num_seqs=1), options, title)
-    head = ["logits", "T", "drafts", "rows walked", "host ms (p90)", "host ms a walked row", "infer ms", "steps", "kept by top-p"]
-    print(f"\nhost time a step, batch 1, V = {options.vocab}: wall time less InferRequest.infer\n")
+            llm = LLM(directory, drafter="none", backend="native", threads=options.threads, max_num_seqs=1)
+            results += _host_cases(llm, options, title)
+    head = ["logits", "T", "drafts", "rows walked", "host ms (p90)", "host ms a walked row", "kernels ms", "steps", "kept by top-p"]
+    print(f"\nhost time a step, batch 1, V = {options.vocab}: wall time less the kernels' run\n")
     print(markdown_table(head, [list(result["row"]) for result in results]))
     return results
 
 
 def _host_cases(llm: LLM, options: argparse.Namespace, title: str) -> list[dict[str, Any]]:
     runtime: Any = llm.runtime
-    timed = runtime._request = TimedRequest(runtime._request)
+    timed = runtime._execution._kernels = TimedKernels(runtime._execution._kernels)
     prompt = random_prompt(llm, 64)
     greedy = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True, seed=SEED)
     sampled = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True, seed=SEED, temperature=0.7, top_p=0.9)
@@ -116,7 +116,7 @@ def _host_cases(llm: LLM, options: argparse.Namespace, title: str) -> list[dict[
     kept = {}
     for params in (greedy, sampled):
         answers = {(tuple(prompt), SEED): llm.generate(prompt, params)[0].token_ids}
-        kept[params.temperature] = _kept(runtime._request.get_output_tensor(0).data[0], params)
+        kept[params.temperature] = _kept(runtime._execution.rows(runtime._recorded.logits, 1)[0], params)
         cases += [(params, None), (params, oracle(llm, answers, 0.7, SEED))]
     samples: list[list[tuple[float, float, int]]] = [[] for _ in cases]
     for _ in range(options.repeats):
