@@ -4,7 +4,7 @@
 #define JOIN(a, b) JOIN_(a, b)
 #define TILE_OF(rows, outputs) JOIN(JOIN(JOIN(tile, KIND), rows), outputs)
 
-#if MAX_ROWS == 8
+#if MAX_ROWS == 8 && KIND < U4
 #define ROWS 1
 #define OUTPUTS 8
 #include "tile.h"
@@ -42,9 +42,45 @@
 #include "tile.h"
 #undef ROWS
 #define CASES CASE(1, 8) CASE(2, 8) CASE(3, 6) CASE(4, 6) CASE(6, 4) CASE(8, 3)
-#endif
-
-#if MAX_ROWS == 4
+#elif MAX_ROWS == 8 /* tables of 4-bit values take registers too */
+#define ROWS 1
+#define OUTPUTS 8
+#include "tile.h"
+#define OUTPUTS 1
+#include "tile.h"
+#undef ROWS
+#define ROWS 2
+#define OUTPUTS 4
+#include "tile.h"
+#define OUTPUTS 1
+#include "tile.h"
+#undef ROWS
+#define ROWS 3
+#define OUTPUTS 4
+#include "tile.h"
+#define OUTPUTS 1
+#include "tile.h"
+#undef ROWS
+#define ROWS 4
+#define OUTPUTS 4
+#include "tile.h"
+#define OUTPUTS 1
+#include "tile.h"
+#undef ROWS
+#define ROWS 6
+#define OUTPUTS 3
+#include "tile.h"
+#define OUTPUTS 1
+#include "tile.h"
+#undef ROWS
+#define ROWS 8
+#define OUTPUTS 3
+#include "tile.h"
+#define OUTPUTS 1
+#include "tile.h"
+#undef ROWS
+#define CASES CASE(1, 8) CASE(2, 4) CASE(3, 4) CASE(4, 4) CASE(6, 3) CASE(8, 3)
+#else
 #define ROWS 1
 #define OUTPUTS 4
 #include "tile.h"
