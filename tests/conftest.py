@@ -49,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--large-counts") and config.cache is not None:
+    if config.getoption("--large-counts") and getattr(config, "cache", None) is not None:
         run = ResumableRun(config.cache, seed=config.getoption("--seed"), resume=config.getoption("--resume"))
         config.pluginmanager.register(run, "resumable-run")
 

@@ -4,7 +4,8 @@
 
 MODEL is a bf16 Llama directory with a byte-level BPE tokenizer; it is written as BF16, Q8_0 and Q4_0 GGUF first. llama.cpp rounds
 activations to 8 bits in front of quantised matrices and we do not, so the two may part where the best two tokens are nearly level: both
-margins are shown, as logits, at the first token that differs. Prompts: a file with one JSON object or string a line.
+margins are shown, as logits, at the first token that differs. With --widened llama.cpp gets the values of the quantised file as F32, which
+it multiplies without rounding: what then still differs is not the file's doing. Prompts: a file with one JSON object or string a line.
 """
 
 import argparse
@@ -65,10 +66,10 @@ def our_margin(llm: Any, context: list[int]) -> tuple[float, int]:
     return margin, int(second)
 
 
-def compare(file: Path, prompts: list[list[int]], options: argparse.Namespace) -> dict[str, Any]:
-    """Run both on one file and print what differs."""
+def compare(file: Path, their_file: Path, prompts: list[list[int]], options: argparse.Namespace) -> dict[str, Any]:
+    """Run ours on one file, llama.cpp on the other, and print what differs."""
     ours, llm = our_greedy(file, prompts, options.max_tokens, options.threads)
-    work = json.dumps({"file": str(file), "prompts": prompts, "max_tokens": options.max_tokens, "threads": options.threads})
+    work = json.dumps({"file": str(their_file), "prompts": prompts, "max_tokens": options.max_tokens, "threads": options.threads})
     command = [options.llama_python, str(Path(__file__).resolve()), "--worker"]
     done = subprocess.run(command, input=work, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -83,7 +84,7 @@ def compare(file: Path, prompts: list[list[int]], options: argparse.Namespace) -
         margin, second = our_margin(llm, prompt + mine[:at])
         swapped = second == other[at]["token"] and other[at]["second"] == mine[at]
         differences.append({"prompt": number, "at": at, "our_margin": margin, "their_margin": other[at]["margin"], "swapped": swapped})
-    print(f"{file.name}: {same} of {len(prompts)} texts of {options.max_tokens} tokens are the same")
+    print(f"{file.name} beside {their_file.name}: {same} of {len(prompts)} texts of {options.max_tokens} tokens are the same")
     for item in differences:
         tie = "the same two tokens, swapped" if item["swapped"] else "other tokens"
         print(
@@ -114,6 +115,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--widened", action="store_true", help="give llama.cpp the quantised values as F32")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -128,7 +130,10 @@ def main() -> None:
         file = options.work / f"{options.model.name}-{kind.lower()}.gguf"
         if not file.is_file():
             write_gguf(options.model, file, kind)
-        results.append(compare(file, prompts, options))
+        theirs = file.with_suffix(".f32.gguf") if options.widened and kind != "BF16" else file
+        if not theirs.is_file():
+            write_gguf(options.model, theirs, kind, widened=True)
+        results.append(compare(file, theirs, prompts, options))
     if options.out:
         options.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
 

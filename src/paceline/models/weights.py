@@ -74,7 +74,8 @@ class Weights(Mapping[str, AnyTensor]):
             stored.update(read_header(path))
         if config.num_layers > len(stored):  # said before a table of that size is made
             raise CheckpointError(
-                f"{directory} holds {len(stored)} tensors, too few for the {config.num_layers} layers of its config.json; is it another model's?"
+                f"{directory} holds {len(stored)} tensors, too few for the {config.num_layers} layers of its config.json; "
+                "is it another model's?"
             )
         stored = _language_model(stored)
         if FAMILIES[config.family].fuses_projections:

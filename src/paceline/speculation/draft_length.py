@@ -9,7 +9,8 @@ from paceline.speculation.request import Request
 
 WINDOW = 64  # drafted tokens the guard looks back on
 MIN_EVIDENCE = 24  # drafted tokens before it may act
-SHORT_EVIDENCE = 8  # the same where drafting did not pay for the requests before
+CLEAR_EVIDENCE = 16  # the same where none of them was accepted, in at least 4 steps
+SHORT_EVIDENCE = 8  # enough where drafting did not pay for the requests before
 PROBE_INTERVAL = 32  # steps from one probe to the next, 31 of them plain
 
 
@@ -39,6 +40,11 @@ class _Guard:
     plain_left: int = 0  # plain steps until the next probe; 0 = drafting
     is_probe: bool = False
     min_evidence: int = MIN_EVIDENCE
+
+    def has_evidence(self) -> bool:
+        """Whether enough is known to judge; a probe is judged by itself."""
+        is_clear = self.accepted == 0 and self.drafted >= CLEAR_EVIDENCE and len(self.recent) >= 4
+        return self.is_probe or is_clear or self.drafted >= self.min_evidence
 
     def add(self, num_drafted: int, num_accepted: int) -> None:
         self.recent.append((num_drafted, num_accepted))
@@ -87,7 +93,7 @@ class DraftLengthPolicy:
             return
         guard.add(num_drafted, num_accepted)
         self._lately.add(num_drafted, num_accepted)
-        if guard.drafted >= guard.min_evidence or guard.is_probe:
+        if guard.has_evidence():
             guard.is_probe = False
             guard.min_evidence = MIN_EVIDENCE
             if not self._pays(guard):

@@ -7,7 +7,15 @@ import pytest
 from paceline.kv_cache.paged import CachedSequence
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
-from paceline.speculation.draft_length import MIN_EVIDENCE, PROBE_INTERVAL, SHORT_EVIDENCE, WINDOW, DraftLengthPolicy, StepCosts
+from paceline.speculation.draft_length import (
+    CLEAR_EVIDENCE,
+    MIN_EVIDENCE,
+    PROBE_INTERVAL,
+    SHORT_EVIDENCE,
+    WINDOW,
+    DraftLengthPolicy,
+    StepCosts,
+)
 from paceline.speculation.request import Request
 
 NUM_DRAFT_TOKENS = 4
@@ -53,7 +61,7 @@ def test_an_unmeasured_plain_pass_never_shuts_a_drafter_off():
 
 def test_a_useless_drafter_is_shut_off_after_the_evidence_and_probed_at_a_fixed_interval():
     drafted, speed = _run(_policy(), _request(), 1_000, lambda step: 0)
-    first = MIN_EVIDENCE // NUM_DRAFT_TOKENS
+    first = CLEAR_EVIDENCE // NUM_DRAFT_TOKENS
     probes = [step for step, is_drafted in enumerate(drafted) if is_drafted]
     assert probes[:first] == list(range(first))
     assert probes[first:] == list(range(first - 1 + PROBE_INTERVAL, 1_000, PROBE_INTERVAL))
@@ -85,8 +93,15 @@ def test_a_drafter_that_becomes_good_is_back_after_one_good_probe():
     assert all(drafted[back:])
 
 
+def test_few_rejected_tokens_in_few_steps_are_no_evidence_yet():
+    policy, request = DraftLengthPolicy(8, costs=COSTS), _request()
+    assert _run(policy, request, 3, lambda step: 0)[0] == [True] * 3
+    drafted, _ = _run(_policy(), _request(), 6, lambda step: int(step == 0))
+    assert drafted == [True] * (MIN_EVIDENCE // NUM_DRAFT_TOKENS)
+
+
 def test_a_lucky_probe_of_a_useless_drafter_costs_no_more_than_the_evidence():
-    drafted, _ = _run(_policy(), _request(), 300, lambda step: int(step == MIN_EVIDENCE // NUM_DRAFT_TOKENS - 1 + PROBE_INTERVAL))
+    drafted, _ = _run(_policy(), _request(), 300, lambda step: int(step == CLEAR_EVIDENCE // NUM_DRAFT_TOKENS - 1 + PROBE_INTERVAL))
     lucky = drafted.index(True, 10)
     assert drafted[lucky : lucky + 7] == [True] * 6 + [False]
 
