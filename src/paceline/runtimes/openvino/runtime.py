@@ -10,7 +10,6 @@ from paceline.kv_cache.block_pool import SCRATCH_BLOCK
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.rope import inverse_frequencies
 from paceline.models.weights import GroupedTensor, Weights, as_float32
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Numerics, RowRange, Runtime
 from paceline.runtimes.numerics import RowPadding
@@ -18,6 +17,7 @@ from paceline.runtimes.openvino.attention import attention_inputs
 from paceline.runtimes.openvino.blocks import ROTARY_INPUTS
 from paceline.runtimes.openvino.graph import build_graph, build_lm_head
 from paceline.runtimes.openvino.weights import NUMPY_TYPE, GraphWeights, shared_tensor
+from paceline.runtimes.rotary import rotary_tables
 from paceline.runtimes.rounding import rounded
 
 MIN_POSITIONS = 256
@@ -171,10 +171,8 @@ def repeat_lone_rows(batch: ForwardBatch) -> tuple[ForwardBatch, IntArray]:
 
 
 def _rotary_tables(config: ModelConfig, max_context: int) -> dict[str, FloatArray]:
-    """cos and sin [max_context + 1, 1, R / 2] float32 by the graph's names, scaled by the attention factor."""
+    """cos and sin [max_context + 1, 1, R / 2] float32 by the graph's names."""
     tables: dict[str, FloatArray] = {}
-    for (cos, sin), rope in zip(ROTARY_INPUTS, config.ropes, strict=False):
-        frequencies, factor = inverse_frequencies(rope, config.head_size)
-        angles = np.arange(max_context + 1, dtype=np.float32)[:, None] * frequencies[None, :]
-        tables[cos], tables[sin] = (np.cos(angles) * np.float32(factor))[:, None, :], (np.sin(angles) * np.float32(factor))[:, None, :]
+    for names, pair in zip(ROTARY_INPUTS, rotary_tables(config, max_context), strict=False):
+        tables |= {name: table[:, None, :] for name, table in zip(names, pair, strict=True)}
     return tables
