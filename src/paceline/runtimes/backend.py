@@ -55,13 +55,14 @@ def choose_backend(backend: str, device: str, config: ModelConfig, weight_type: 
         return "torch"
     from paceline.runtimes.native.library import kernels_path
 
-    has_openvino, has_native = _has_openvino(), kernels_path() is not None
+    has_native = kernels_path() is not None
     suits_openvino = multiplies_bytes() if quantised else weight_type is WeightType.BF16 and multiplies_bf16()
-    if has_openvino and config.attention_soft_cap is None and (suits_openvino or not has_native):
+    is_capped = config.attention_soft_cap is not None
+    if not is_capped and (suits_openvino or not has_native) and _has_openvino():
         return "openvino"
     if has_native:
         return "native"
-    reason = "OpenVINO with PagedAttention is not available here" if not has_openvino else f"{config.family} caps attention scores"
+    reason = f"{config.family} caps attention scores" if is_capped else "OpenVINO with PagedAttention is not available here"
     notices.append(f"{reason} and there are no native kernels for this machine: the torch runtime takes over")
     return "torch"
 
@@ -72,7 +73,9 @@ def _may_have_cuda() -> bool:
 
 
 def _has_openvino() -> bool:
-    """Found without importing it, which takes half a second."""
-    from importlib.util import find_spec
-
-    return find_spec("openvino") is not None
+    """Whether it can serve; asked only where it would, because importing it takes half a second."""
+    try:
+        from openvino.op import _PagedAttentionExtension  # noqa: F401
+    except ImportError:
+        return False
+    return True

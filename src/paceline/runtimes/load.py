@@ -1,8 +1,9 @@
 """A checkpoint becomes a runtime."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.config import QuantOptions
 from paceline.models.checkpoint import open_weights, read_model_config, weight_files
@@ -11,6 +12,11 @@ from paceline.models.quantized_cache import quantized_weights
 from paceline.models.weights import GroupedTensor, Weights
 from paceline.runtimes.backend import choose_backend, choose_device
 from paceline.runtimes.base import Numerics, Runtime
+from paceline.runtimes.native.library import kernels_path
+
+if TYPE_CHECKING:
+    from paceline.runtimes.native.runtime import NativeRuntime
+    from paceline.runtimes.openvino.runtime import OpenVINORuntime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,62 +89,74 @@ def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
     quantised = any(isinstance(tensor, GroupedTensor) for tensor in weights.values())
     weight_type = options.dtype or config.weight_type
     backend = choose_backend(options.backend, device, config, weight_type, quantised=quantised, notices=notices)
-    build = {"native": _build_native, "openvino": _build_openvino, "torch": _build_torch}[backend]
-    return Loaded(build(config, weights, options, device, notices), tuple(notices))
+    if backend == "torch":
+        return Loaded(_build_torch(config, weights, options, device, notices), tuple(notices))
+    if backend == "openvino":
+        loaded = _settled(_openvino(config, weights, options), options, [*notices, *_widening(config, options)])
+        is_as_wanted = loaded.runtime.capabilities.numerics is options.numerics
+        if is_as_wanted or options.backend != "auto" or kernels_path() is None:
+            return loaded
+        # Exactness before speed: where OpenVINO's kernels are not exact for these weights, ours are.
+    return _settled(_native(config, weights, options), options, notices)
 
 
-def _build_native(config: ModelConfig, weights: Weights, options: RuntimeOptions, device: str, notices: list[str]) -> Runtime:
+_Make = Callable[[Sequence[int]], "NativeRuntime | OpenVINORuntime"]
+"""Builds a CPU runtime that collects the boundaries it is given."""
+
+
+def _settled(make: _Make, options: RuntimeOptions, notices: Sequence[str]) -> Loaded:
+    """The runtime with its numerics tested; a line more where they are not what was asked for."""
     from paceline.runtimes.facts import MeasuredFacts
-    from paceline.runtimes.native.runtime import NativeRuntime
     from paceline.runtimes.numerics import settle_numerics
 
-    def build(collect_layers: Sequence[int]) -> NativeRuntime:
-        return NativeRuntime(
-            config,
-            weights,
-            num_threads=options.num_threads,
-            max_context=min(options.max_context or config.max_positions, config.max_positions),
-            collect_layers=collect_layers,
-            round_to=options.dtype or config.weight_type,
-        )
-
-    runtime = build(options.collect_layers)
-    canonical = (lambda: build(())) if options.collect_layers else None
+    runtime = make(options.collect_layers)
+    canonical = (lambda: make(())) if options.collect_layers else None
     notice = settle_numerics(runtime, options.numerics, MeasuredFacts(options.facts_directory), canonical=canonical)
-    notices.extend([notice] if notice else [])
-    return runtime
+    return Loaded(runtime, (*notices, notice) if notice else tuple(notices))
 
 
-def _build_openvino(config: ModelConfig, weights: Weights, options: RuntimeOptions, device: str, notices: list[str]) -> Runtime:
-    from paceline.runtimes.facts import MeasuredFacts
-    from paceline.runtimes.numerics import settle_numerics
+def _positions(config: ModelConfig, options: RuntimeOptions) -> int:
+    return min(options.max_context or config.max_positions, config.max_positions)
+
+
+def _native(config: ModelConfig, weights: Weights, options: RuntimeOptions) -> _Make:
+    from paceline.runtimes.native.runtime import NativeRuntime
+
+    return lambda collect_layers: NativeRuntime(
+        config,
+        weights,
+        num_threads=options.num_threads,
+        max_context=_positions(config, options),
+        collect_layers=collect_layers,
+        round_to=options.dtype or config.weight_type,
+    )
+
+
+def _openvino(config: ModelConfig, weights: Weights, options: RuntimeOptions) -> _Make:
     from paceline.runtimes.openvino.graph import computable
     from paceline.runtimes.openvino.runtime import OpenVINORuntime
 
     wanted = options.dtype or config.weight_type
     computed = computable(wanted)
-    if computed is not wanted:
-        notices.append(
-            f"this CPU has no {wanted.value} arithmetic: weights are widened to float32, with the same values in twice the memory"
-        )
-    max_context = min(options.max_context or config.max_positions, config.max_positions)
+    return lambda collect_layers: OpenVINORuntime(
+        config,
+        weights,
+        weight_type=computed,
+        num_threads=options.num_threads,
+        max_context=_positions(config, options),
+        collect_layers=collect_layers,
+        round_to=wanted,
+    )
 
-    def build(collect_layers: Sequence[int]) -> OpenVINORuntime:
-        return OpenVINORuntime(
-            config,
-            weights,
-            weight_type=computed,
-            num_threads=options.num_threads,
-            max_context=max_context,
-            collect_layers=collect_layers,
-            round_to=wanted,
-        )
 
-    runtime = build(options.collect_layers)
-    canonical = (lambda: build(())) if options.collect_layers else None
-    notice = settle_numerics(runtime, options.numerics, MeasuredFacts(options.facts_directory), canonical=canonical)
-    notices.extend([notice] if notice else [])
-    return runtime
+def _widening(config: ModelConfig, options: RuntimeOptions) -> list[str]:
+    """The line that says that OpenVINO computes in another type than the one asked for."""
+    from paceline.runtimes.openvino.graph import computable
+
+    wanted = options.dtype or config.weight_type
+    if computable(wanted) is wanted:
+        return []
+    return [f"this CPU has no {wanted.value} arithmetic: weights are widened to float32, with the same values in twice the memory"]
 
 
 def _build_torch(config: ModelConfig, weights: Weights, options: RuntimeOptions, device: str, notices: list[str]) -> Runtime:

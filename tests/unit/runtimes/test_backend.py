@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from checkpoints import write_checkpoint
 from native_network import native_config
 from paceline.errors import BackendUnavailableError, ConfigError
 from paceline.models.config import WeightType
 from paceline.runtimes import backend as backend_module
+from paceline.runtimes import load, numerics
 from paceline.runtimes.backend import choose_backend, choose_device
 from paceline.runtimes.native import library
 
@@ -110,3 +112,21 @@ def test_without_a_driver_auto_is_the_cpu_and_cuda_an_error(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(BackendUnavailableError, match="finds no CUDA device"):
         choose_device("cuda", "auto")
+
+
+@pytest.mark.parametrize(("asked", "served"), [("auto", ("native", "exact")), ("openvino", ("openvino", "fast"))])
+def test_where_openvino_turns_out_inexact_auto_takes_our_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, served: tuple[str, str]
+) -> None:
+    pytest.importorskip("openvino")
+    if library.kernels_path() is None:
+        pytest.skip("no native kernels for this machine")
+    from paceline.runtimes.openvino.runtime import OpenVINORuntime
+
+    real = numerics.find_padding
+    monkeypatch.setattr(numerics, "find_padding", lambda one, *rest: None if isinstance(one, OpenVINORuntime) else real(one, *rest))
+    monkeypatch.setattr(load, "choose_backend", lambda *_, **__: "openvino")
+    loaded = load.load_runtime(write_checkpoint(tmp_path, "llama"), load.RuntimeOptions(backend=asked, device="cpu"))
+    runtime = type(loaded.runtime).__module__.split(".")[2]
+    assert (runtime, loaded.runtime.capabilities.numerics.value) == served
+    assert any("numerics is fast" in notice for notice in loaded.notices) == (served[1] == "fast")
