@@ -501,15 +501,9 @@ LIMITS = ("--max-tokens", "32", "--ignore-eos", "--offline")
 
 
 @pytest.fixture(scope="module")
-def answers(mini_dir: Path) -> dict[str, dict[str, Any]]:
+def answers() -> dict[str, dict[str, Any]]:
     """What the embedded model says to PROMPT, by drafter."""
-    _need(mini_dir)
     return {drafter: _answer(drafter) for drafter in ("none", "ngram", "auto")}
-
-
-def _need(mini_dir: Path) -> None:
-    if not mini_dir.is_dir():
-        pytest.skip("src/paceline/assets/mini/target is not here")
 
 
 def _answer(drafter: str) -> dict[str, Any]:
@@ -533,8 +527,7 @@ def test_the_embedded_model_streams_what_json_holds(answers: dict[str, dict[str,
     assert streamed.stderr.splitlines()[-1].startswith("32 tokens | ")
 
 
-def test_the_embedded_model_converses(mini_dir: Path) -> None:
-    _need(mini_dir)
+def test_the_embedded_model_converses() -> None:
     done = _paceline("chat", "--max-tokens", "8", "--offline", stdin="Hello\nA table for two\n/exit\n")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("finish reason") == 2

@@ -27,6 +27,17 @@ class GroupedMatrix:
     bits: int
     zero_point: int = 0
 
+    def __post_init__(self) -> None:
+        """Refuse what the kernels would read wrongly.
+
+        Raises:
+            ValueError: a group is no multiple of 16 columns, or one of 4 bits neither a half nor whole runs.
+        """
+        columns, groups = self.shape[1], self.scales.shape[1]
+        is_whole = self.group % (16 if self.bits == 8 or self.group == 16 else RUN) == 0
+        if self.bits not in (4, 8) or columns % groups or not is_whole:
+            raise ValueError(f"{columns} columns of {self.bits} bits in {groups} groups: a group has 16 or a multiple of 32 columns")
+
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
@@ -35,7 +46,7 @@ class GroupedMatrix:
 
     @property
     def group(self) -> int:
-        """Columns that share a scale: a multiple of 16."""
+        """Columns that share a scale: a multiple of 16; of 4-bit codes 16 or a multiple of 32."""
         return int(self.shape[1] // self.scales.shape[1])
 
     @property

@@ -1,6 +1,7 @@
 """The decoder every supported family is, composed once from blocks that each runtime provides.
 
-On OpenVINO the blocks add nodes to a graph and `Value` is a graph output; on torch they compute and `Value` is a tensor.
+In the native runtime the blocks record operations and `Value` is a numbered buffer; on OpenVINO they add nodes to a graph and it is a graph
+output; on torch they compute and it is a tensor.
 """
 
 from collections.abc import Sequence

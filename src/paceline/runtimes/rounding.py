@@ -1,9 +1,10 @@
-"""Rounding weights to the narrower types."""
+"""Rounding weights, and embedding rows, to the narrower types."""
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.models.config import WeightType
+from paceline.models.config import ModelConfig, WeightType
+from paceline.models.weights import AnyTensor, GroupedTensor, as_float32
 
 
 def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
@@ -17,3 +18,13 @@ def rounded(values: NDArray[np.float32], to: WeightType) -> NDArray[np.float32]:
     if to is WeightType.BF16:
         return (to_bf16(values).astype(np.uint32) << np.uint32(16)).view(np.float32)
     return values.astype(np.float16).astype(np.float32) if to is WeightType.F16 else values
+
+
+def embedding_rows(embedding: AnyTensor, token_ids: NDArray[np.int32], config: ModelConfig, round_to: WeightType) -> NDArray[np.float32]:
+    """Rows [T, E] float32 of a table, read where it lies, rounded to `round_to` and scaled as the network wants them."""
+    rows = as_float32(embedding, token_ids)
+    is_exact = isinstance(embedding, GroupedTensor) or embedding.weight_type is round_to
+    rows = rows if is_exact else rounded(rows, round_to)
+    if config.embedding_scale == 1.0:
+        return rows
+    return rounded(rows * rounded(np.array([config.embedding_scale], np.float32), round_to), round_to)

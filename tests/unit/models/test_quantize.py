@@ -235,3 +235,10 @@ def test_a_wrong_option_is_named_with_its_value(name: str, value: Any) -> None:
         QuantOptions(**{name: value})
     with pytest.raises(ConfigError, match=r"the override 'layers\.\*' is 6: use 4, 8 or None"):
         QuantOptions(overrides=(("layers.*", 6),))
+
+
+@pytest.mark.parametrize(("bits", "columns", "groups"), [(4, 96, 2), (4, 96, 5), (8, 96, 4), (8, 90, 2), (2, 96, 3)])
+def test_groups_that_kernels_would_read_wrongly_cannot_be_made(bits: int, columns: int, groups: int) -> None:
+    codes = np.zeros((1, columns * bits // 8), np.uint8)
+    with pytest.raises(ValueError, match=f"{columns} columns of {bits} bits in {groups} groups"):
+        GroupedMatrix(codes, np.ones((1, groups), np.float32), None, bits)

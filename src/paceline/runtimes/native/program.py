@@ -34,7 +34,7 @@ class Value:
 
 
 class NativeBlocks:
-    """Records operations; every value has a number, and `assign_buffers` lets values share memory."""
+    """Records operations; every value has a number, and `record` lets values share memory."""
 
     def __init__(self, config: ModelConfig, weights: NativeWeights) -> None:
         self._config = config
@@ -60,7 +60,7 @@ class NativeBlocks:
             matrices.append(matrix)
         array = (Matrix * len(matrices))(*matrices)
         self.matrices.append(array)
-        self._add(Code.LINEAR, x, out=outs[0], count=len(matrices), data=_address(array))
+        self._add(Code.LINEAR, x, out=outs[0], count=len(matrices), data=ctypes.addressof(array))
         return tuple(outs)
 
     def rms_norm(self, x: Value, name: str) -> Value:
@@ -77,9 +77,7 @@ class NativeBlocks:
     def attention(self, q: Value, k: Value, v: Value, layer: int) -> Value:
         config = self._config
         cap = config.attention_soft_cap or 0.0
-        return self._add(
-            Code.ATTENTION, q, k, v, out=self.value(q.width), choice=layer, number=config.attention_scale, limit=cap
-        )  # fmt: skip
+        return self._add(Code.ATTENTION, q, k, v, out=self.value(q.width), choice=layer, number=config.attention_scale, limit=cap)
 
     def gated_mlp(self, gate: Value, up: Value) -> Value:
         choice = (Activation.SILU, Activation.GELU_TANH).index(self._config.activation)
@@ -186,7 +184,3 @@ def _assign_buffers(blocks: NativeBlocks, kept: set[int]) -> tuple[list[int], li
             if last_read[value] == index and value not in kept and value != 0:
                 free.setdefault(blocks.values[value].width, []).append(buffers[value])
     return buffers, widths
-
-
-def _address(array: ctypes.Array[Matrix]) -> int:
-    return ctypes.addressof(array)

@@ -9,7 +9,7 @@ from paceline.errors import CapacityError
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.weights import GroupedTensor, Weights, as_float32
+from paceline.models.weights import Weights
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Numerics, RowRange, Runtime
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.library import kernels_path
@@ -17,7 +17,7 @@ from paceline.runtimes.native.program import Recorded, record, record_lm_head
 from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.numerics import RowPadding
 from paceline.runtimes.rotary import rotary_tables
-from paceline.runtimes.rounding import rounded
+from paceline.runtimes.rounding import embedding_rows
 
 MAX_ROWS = 4096
 MIN_POSITIONS = 256
@@ -56,7 +56,6 @@ class NativeRuntime(Runtime):
         self.weights = weights
         self._native_weights = NativeWeights(weights, round_to)
         self._embedding = weights["embedding.weight"]
-        self._embedding_scale = rounded(np.array([config.embedding_scale], np.float32), round_to)
         self._tables = rotary_tables(config, max(max_context, MIN_POSITIONS))
         self._max_slots = len(self._tables[0][0]) + MAX_ROWS
         recorded = record(config, self._native_weights, collect_layers)
@@ -97,10 +96,7 @@ class NativeRuntime(Runtime):
         return ForwardOutput(logits, execution.rows(recorded.hidden, num_rows), collected)
 
     def embed(self, token_ids: IntArray) -> FloatArray:
-        rows = as_float32(self._embedding, token_ids)
-        is_exact = isinstance(self._embedding, GroupedTensor) or self._embedding.weight_type is self._round_to
-        rows = rows if is_exact else rounded(rows, self._round_to)
-        return rows if self.config.embedding_scale == 1.0 else rounded(rows * self._embedding_scale, self._round_to)
+        return embedding_rows(self._embedding, token_ids, self.config, self._round_to)
 
     def lm_head(self, hidden_states: FloatArray) -> FloatArray:
         if self._lm_head is None:

@@ -71,9 +71,8 @@ class NativeWeights:
         minimums = None if matrix.minimums is None else self._address(matrix.minimums)
         outputs, columns = matrix.shape
         address, row_bytes = self._rows(codes)
-        return Matrix(
-            kind, outputs, columns, matrix.group, zero_point, out, row_bytes, address, self._address(matrix.scales), minimums, bias
-        )  # fmt: skip
+        scales = self._address(matrix.scales)
+        return Matrix(kind, outputs, columns, matrix.group, zero_point, out, row_bytes, address, scales, minimums, bias)
 
     def _rows(self, array: NDArray[Any]) -> tuple[int, int]:
         """Address and bytes from row to row of an array whose rows may lie apart, but not the columns of a row."""

@@ -18,7 +18,7 @@ from paceline.runtimes.openvino.blocks import ROTARY_INPUTS
 from paceline.runtimes.openvino.graph import build_graph, build_lm_head
 from paceline.runtimes.openvino.weights import NUMPY_TYPE, GraphWeights, shared_tensor
 from paceline.runtimes.rotary import rotary_tables
-from paceline.runtimes.rounding import rounded
+from paceline.runtimes.rounding import embedding_rows, rounded
 
 MIN_POSITIONS = 256
 """Positions prepared for however short the context: measurements at load run some rows of their own."""
@@ -63,7 +63,6 @@ class OpenVINORuntime(Runtime):
         self.version = f"openvino {ov.__version__}, {num_threads} threads, graph {graph.digest}"
         self._request = graph.compiled.create_infer_request()
         self._rotary_tables = _rotary_tables(config, max(max_context, MIN_POSITIONS))
-        self._embedding_scale = rounded(np.array([config.embedding_scale], np.float32), self._round_to)
         self._lm_head: ov.CompiledModel | None = None
         self._buffers: dict[str, np.ndarray] = {}  # what the request's input tensors point into
         self.new_cache(2)
@@ -114,10 +113,7 @@ class OpenVINORuntime(Runtime):
         return ForwardOutput(self._request.get_output_tensor(0).data, self._request.get_output_tensor(1).data, collected)
 
     def embed(self, token_ids: IntArray) -> FloatArray:
-        rows = as_float32(self._embedding, token_ids)
-        is_exact = isinstance(self._embedding, GroupedTensor) or self._embedding.weight_type is self._round_to
-        rows = rows if is_exact else rounded(rows, self._round_to)
-        return rows if self.config.embedding_scale == 1.0 else rounded(rows * self._embedding_scale, self._round_to)
+        return embedding_rows(self._embedding, token_ids, self.config, self._round_to)
 
     def lm_head(self, hidden_states: FloatArray) -> FloatArray:
         if self._lm_head is None:
