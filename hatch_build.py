@@ -13,7 +13,12 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 NATIVE = Path("src/paceline/runtimes/native")
-LEVELS = {"x86_64": ("x86_64_v4", "x86_64_v3"), "AMD64": ("x86_64_v4", "x86_64_v3"), "aarch64": ("baseline",), "arm64": ("baseline",)}
+X86_64 = {
+    "x86_64_v4_bf16": ("-march=x86_64_v4", "-mavx512bf16"),
+    "x86_64_v4": ("-march=x86_64_v4",),
+    "x86_64_v3": ("-march=x86_64_v3",),
+}
+LEVELS: dict[str, dict[str, tuple[str, ...]]] = {"x86_64": X86_64, "AMD64": X86_64, "aarch64": {"baseline": ()}, "arm64": {"baseline": ()}}
 FLAGS = ("-std=c17", "-O3", "-g0", "-shared", "-fPIC", "-ffp-contract=off", "-mprefer-vector-width=512", "-lpthread", "-lm")
 
 
@@ -25,10 +30,9 @@ class KernelBuild(BuildHookInterface):  # type: ignore[type-arg]
             return
         root = Path(self.root)
         sources = sorted(str(file) for file in (root / NATIVE / "kernels").glob("*.c"))
-        for level in LEVELS.get(platform.machine(), ()):
+        for level, machine in LEVELS.get(platform.machine(), {}).items():
             library = root / NATIVE / f"kernels.{level}.so"
             unfinished = library.with_suffix(".part")
-            machine = [] if level == "baseline" else [f"-march={level}"]
             command = [sys.executable, "-m", "ziglang", "cc", *FLAGS, *machine, *sources, "-o", str(unfinished)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:

@@ -12,7 +12,7 @@ from paceline.models.weights import AnyTensor, Tensor, Weights
 from paceline.runtimes.base import FloatArray, ForwardBatch, RowRange
 from paceline.runtimes.native import execution, library
 from paceline.runtimes.native.execution import Execution
-from paceline.runtimes.native.program import NativeBlocks, Recorded, Value
+from paceline.runtimes.native.program import Code, NativeBlocks, Packing, Recorded, Value
 from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.processor import processor_flags
 
@@ -50,6 +50,7 @@ class Network:
 
     Args:
         level: of the kernels; None = those this machine would use.
+        round_to: type of computation.
     """
 
     def __init__(
@@ -62,9 +63,10 @@ class Network:
         num_threads: int = 1,
         max_slots: int = 256,
         level: str | None = None,
+        round_to: WeightType = WeightType.F32,
     ) -> None:
         config = config or native_config()
-        self._blocks = NativeBlocks(config, NativeWeights(Weights(tensors or {}), WeightType.F32))
+        self._blocks = NativeBlocks(config, NativeWeights(Weights(tensors or {}), round_to))
         self._inputs = [self._blocks.value(width) for width in widths]
         self._results = build(self._blocks, self._inputs)
         most = max([matrices[0].columns for matrices in self._blocks.matrices], default=0)
@@ -73,6 +75,11 @@ class Network:
             if level is not None:
                 patch.setattr(execution, "kernels", lambda: open_kernels(level))
             self.execution = Execution(config, recorded, num_threads=num_threads, max_slots=max_slots)
+
+    @property
+    def packings(self) -> list[Packing]:
+        """How each product takes its rows."""
+        return [Packing(operation.choice) for operation in self._blocks.operations if operation.code == Code.LINEAR]
 
     def __call__(
         self, *inputs: FloatArray, batch: ForwardBatch | None = None, rotations: Sequence[tuple[FloatArray, FloatArray]] = ()

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from paceline.config import BACKENDS
 from paceline.errors import BackendUnavailableError, ConfigError
-from paceline.models.config import ModelConfig, WeightType
-from paceline.runtimes.processor import multiplies_bf16, multiplies_bytes
+from paceline.models.config import ModelConfig
+from paceline.runtimes.processor import multiplies_bytes
 
 
 def choose_device(device: str, backend: str) -> str:
@@ -32,15 +32,14 @@ def choose_device(device: str, backend: str) -> str:
     return "cpu"
 
 
-def choose_backend(backend: str, device: str, config: ModelConfig, weight_type: WeightType, *, quantised: bool, notices: list[str]) -> str:
+def choose_backend(backend: str, device: str, config: ModelConfig, *, quantised: bool, notices: list[str]) -> str:
     """ "native", "openvino" or "torch".
 
-    OpenVINO where the processor multiplies the weights' type natively (bf16, or bytes for quantised weights), because its kernels use
-    those instructions and ours do not; elsewhere our own kernels, which read weights as they are stored instead of widening them.
+    Our own kernels, which read weights as they are stored and use a processor's bf16 products; OpenVINO for quantised weights where
+    the processor multiplies bytes, because its kernels use those instructions and ours do not.
 
     Args:
         backend: what was asked for; "auto" = choose.
-        weight_type: type of the weights as computed.
         quantised: whether matrices are in groups.
         notices: gets a line where torch has to take over.
 
@@ -56,7 +55,7 @@ def choose_backend(backend: str, device: str, config: ModelConfig, weight_type: 
     from paceline.runtimes.native.library import kernels_path
 
     has_native = kernels_path() is not None
-    suits_openvino = multiplies_bytes() if quantised else weight_type is WeightType.BF16 and multiplies_bf16()
+    suits_openvino = quantised and multiplies_bytes()
     is_capped = config.attention_soft_cap is not None
     if not is_capped and (suits_openvino or not has_native) and _has_openvino():
         return "openvino"

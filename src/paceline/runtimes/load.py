@@ -87,8 +87,7 @@ def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
         notices.append(f"context is limited to the model's sliding window of {config.sliding_window} tokens")
     device = choose_device(options.device, options.backend)
     quantised = any(isinstance(tensor, GroupedTensor) for tensor in weights.values())
-    weight_type = options.dtype or config.weight_type
-    backend = choose_backend(options.backend, device, config, weight_type, quantised=quantised, notices=notices)
+    backend = choose_backend(options.backend, device, config, quantised=quantised, notices=notices)
     if backend == "torch":
         return Loaded(_build_torch(config, weights, options, device, notices), tuple(notices))
     if backend == "openvino":

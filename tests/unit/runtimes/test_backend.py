@@ -9,7 +9,6 @@ import pytest
 from checkpoints import write_checkpoint
 from native_network import native_config
 from paceline.errors import BackendUnavailableError, ConfigError
-from paceline.models.config import WeightType
 from paceline.runtimes import backend as backend_module
 from paceline.runtimes import load, numerics
 from paceline.runtimes.backend import choose_backend, choose_device
@@ -17,7 +16,7 @@ from paceline.runtimes.native import library
 
 CONFIG = native_config()
 CAPPED = replace(CONFIG, family="gemma2", attention_soft_cap=50.0)
-BF16, BYTES, KERNELS, OPENVINO = "bf16", "bytes", "kernels", "openvino"
+BYTES, KERNELS, OPENVINO = "bytes", "kernels", "openvino"
 Choose = Callable[..., tuple[str, list[str]]]
 
 
@@ -28,50 +27,35 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Choose:
     def chosen(
         has: set[str], *, asked: str = "auto", device: str = "cpu", capped: bool = False, **weights: object
     ) -> tuple[str, list[str]]:
-        monkeypatch.setattr(backend_module, "multiplies_bf16", lambda: BF16 in has)
         monkeypatch.setattr(backend_module, "multiplies_bytes", lambda: BYTES in has)
         monkeypatch.setattr(backend_module, "_has_openvino", lambda: OPENVINO in has)
         monkeypatch.setattr(library, "kernels_path", lambda: Path("kernels.so") if KERNELS in has else None)
         notices: list[str] = []
-        kind = {"weight_type": WeightType.BF16, "quantised": False, **weights}
+        kind = {"quantised": False, **weights}
         return choose_backend(asked, device, CAPPED if capped else CONFIG, notices=notices, **kind), notices  # type: ignore[arg-type]
 
     return chosen
 
 
-@pytest.mark.parametrize("weight_type", WeightType)
-@pytest.mark.parametrize("quantised", [True, False])
-def test_a_processor_without_the_weights_products_gets_our_kernels(choose: Choose, weight_type: WeightType, *, quantised: bool) -> None:
-    assert choose({KERNELS, OPENVINO}, weight_type=weight_type, quantised=quantised) == ("native", [])
-
-
 @pytest.mark.parametrize(
-    ("has", "weight_type", "quantised", "expected"),
-    [
-        (BF16, WeightType.BF16, False, "openvino"),
-        (BF16, WeightType.F32, False, "native"),
-        (BF16, WeightType.F16, False, "native"),
-        (BF16, WeightType.BF16, True, "native"),
-        (BYTES, WeightType.BF16, True, "openvino"),
-        (BYTES, WeightType.F32, True, "openvino"),
-        (BYTES, WeightType.BF16, False, "native"),
-    ],
+    ("has", "quantised", "expected"),
+    [(set(), False, "native"), (set(), True, "native"), ({BYTES}, False, "native"), ({BYTES}, True, "openvino")],
 )
-def test_openvino_is_taken_where_the_processor_multiplies_what_is_stored(
-    choose: Choose, has: str, weight_type: WeightType, expected: str, *, quantised: bool
+def test_openvino_is_taken_for_quantised_weights_where_the_processor_multiplies_bytes(
+    choose: Choose, has: set[str], expected: str, *, quantised: bool
 ) -> None:
-    assert choose({has, KERNELS, OPENVINO}, weight_type=weight_type, quantised=quantised) == (expected, [])
-    assert choose({has, KERNELS}, weight_type=weight_type, quantised=quantised) == ("native", [])
+    assert choose({*has, KERNELS, OPENVINO}, quantised=quantised) == (expected, [])
+    assert choose({*has, KERNELS}, quantised=quantised) == ("native", [])
 
 
-@pytest.mark.parametrize("weight_type", WeightType)
-def test_without_kernels_openvino_serves(choose: Choose, weight_type: WeightType) -> None:
-    assert choose({OPENVINO}, weight_type=weight_type) == ("openvino", [])
+@pytest.mark.parametrize("quantised", [True, False])
+def test_without_kernels_openvino_serves(choose: Choose, *, quantised: bool) -> None:
+    assert choose({OPENVINO}, quantised=quantised) == ("openvino", [])
 
 
 def test_capped_attention_never_goes_to_openvino(choose: Choose) -> None:
-    assert choose({BF16, BYTES, KERNELS, OPENVINO}, capped=True) == ("native", [])
-    chosen, (notice,) = choose({BF16, OPENVINO}, capped=True)
+    assert choose({BYTES, KERNELS, OPENVINO}, capped=True, quantised=True) == ("native", [])
+    chosen, (notice,) = choose({OPENVINO}, capped=True)
     assert chosen == "torch"
     assert "gemma2 caps attention scores" in notice
     assert "torch runtime takes over" in notice
@@ -86,12 +70,12 @@ def test_with_nothing_else_torch_takes_over_and_says_so(choose: Choose) -> None:
 
 @pytest.mark.parametrize("asked", ["native", "openvino", "torch"])
 def test_what_was_asked_for_is_taken_whatever_the_machine_has(choose: Choose, asked: str) -> None:
-    assert choose({BF16, KERNELS, OPENVINO}, asked=asked) == (asked, [])
+    assert choose({KERNELS, OPENVINO}, asked=asked) == (asked, [])
     assert choose(set(), asked=asked) == (asked, [])
 
 
 def test_a_cuda_device_is_torchs(choose: Choose) -> None:
-    assert choose({BF16, KERNELS, OPENVINO}, device="cuda") == ("torch", [])
+    assert choose({KERNELS, OPENVINO}, device="cuda") == ("torch", [])
 
 
 def test_an_unknown_backend_is_refused_by_name(choose: Choose) -> None:

@@ -12,8 +12,9 @@ from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix, pack_nibbles
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, as_float32
 from paceline.runtimes.base import FloatArray
+from paceline.runtimes.native.program import Packing
 from paceline.runtimes.native.weights import NativeWeights
-from paceline.runtimes.rounding import to_bf16
+from paceline.runtimes.rounding import rounded, to_bf16
 
 Random = np.random.Generator
 Make = Callable[[Random, int, int, int], AnyTensor]
@@ -66,12 +67,22 @@ BY_CASE = pytest.mark.parametrize(("make", "columns", "group"), [case[1:] for ca
 BY_LEVEL = pytest.mark.parametrize("level", BUILT)
 
 
-def network(tensors: Mapping[str, AnyTensor], *, num_threads: int = 1, level: str | None = None) -> Network:
+ROUND_TO = pytest.mark.parametrize("round_to", [WeightType.F32, WeightType.BF16], ids=["computed-in-f32", "computed-in-bf16"])
+
+
+def network(
+    tensors: Mapping[str, AnyTensor], *, num_threads: int = 1, level: str | None = None, round_to: WeightType = WeightType.F32
+) -> Network:
     """All matrices of `tensors` as one product."""
     names = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
     columns = tensors[f"{names[0]}.weight"].shape[1]
     return Network(
-        [columns], lambda blocks, inputs: blocks.linear(inputs[0], *names), tensors=tensors, num_threads=num_threads, level=level
+        [columns],
+        lambda blocks, inputs: blocks.linear(inputs[0], *names),
+        tensors=tensors,
+        num_threads=num_threads,
+        level=level,
+        round_to=round_to,
     )
 
 
@@ -85,37 +96,83 @@ def check(found: FloatArray, x: FloatArray, weight: AnyTensor, bias: FloatArray 
     assert (np.abs(found - (wide @ values.T + offset)) <= worst).all()
 
 
+def as_computed(run: Network, x: FloatArray) -> FloatArray:
+    """The rows as the product takes them."""
+    return x if run.packings == [Packing.FLOATS] else rounded(x, WeightType.BF16)
+
+
+def as_stored(weight: AnyTensor, round_to: WeightType) -> AnyTensor:
+    """The weights as they are computed with: plain ones in the type of computation, codes as they are."""
+    if isinstance(weight, GroupedTensor) or round_to is WeightType.F32:
+        return weight
+    return plain_tensor(rounded(as_float32(weight), round_to))
+
+
 @BY_LEVEL
+@ROUND_TO
 @BY_CASE
 def test_a_product_is_right_and_a_row_of_it_the_same_whatever_rows_it_comes_with(
-    make: Make, columns: int, group: int, level: str, seed: int
+    make: Make, columns: int, group: int, level: str, seed: int, round_to: WeightType
 ) -> None:
     """One to twenty rows, a sum of tiles of every size; a number of outputs that no tile divides, with and without a bias."""
     random = np.random.default_rng(seed)
     x = random.normal(size=(MAX_ROWS, columns)).astype(np.float32)
     weight, plainer = make(random, 53, columns, group), make(random, 7, columns, group)
     bias = random.normal(size=53).astype(np.float32)
-    run = network({"a.weight": weight, "a.bias": plain_tensor(bias), "b.weight": plainer}, level=level)
+    run = network({"a.weight": weight, "a.bias": plain_tensor(bias), "b.weight": plainer}, level=level, round_to=round_to)
     all_rows = run(x)
-    check(all_rows[0], x, weight, bias)
-    check(all_rows[1], x, plainer, None)
+    taken = as_computed(run, x)
+    check(all_rows[0], taken, as_stored(weight, round_to), rounded(bias, round_to))
+    check(all_rows[1], taken, as_stored(plainer, round_to), None)
     for count in range(1, MAX_ROWS):
         first = int(random.integers(0, MAX_ROWS - count + 1))
         for found, expected in zip(run(x[first : first + count]), all_rows, strict=True):
             assert np.array_equal(found, expected[first : first + count]), count
 
 
+@ROUND_TO
 @pytest.mark.parametrize("name", ["f16", "s8", "u4-minimum"])
 @pytest.mark.parametrize("num_rows", [1, 2, 13])
-def test_threads_do_not_change_a_bit(name: str, num_rows: int, seed: int) -> None:
+def test_threads_do_not_change_a_bit(name: str, num_rows: int, seed: int, round_to: WeightType) -> None:
     """Three matrices of one product, whose outputs are shared out piece by piece."""
     random = np.random.default_rng(seed)
     make = {**PLAIN, **BYTES, **NIBBLES}[name]
     tensors = {f"{part}.weight": make(random, outputs, 128, 32) for part, outputs in {"q": 200, "k": 49, "v": 48}.items()}
     x = random.normal(size=(num_rows, 128)).astype(np.float32)
-    alone, *others = ([network(tensors, num_threads=count)(x) for _ in range(5)] for count in (1, 2, 3))
+    alone, *others = ([network(tensors, num_threads=count, round_to=round_to)(x) for _ in range(5)] for count in (1, 2, 3))
     for results in (run for runs in others for run in runs):
         assert all(np.array_equal(found, expected) for found, expected in zip(results, alone[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("names", "packing"),
+    [
+        (["bf16"], Packing.PAIRS),
+        (["f32", "f16"], Packing.PAIRS),  # stored as bfloat16 then
+        (["u4", "s8"], Packing.FLOATS),
+        (["bf16", "s8"], Packing.FLOATS),
+    ],
+)
+def test_rows_are_taken_as_every_matrix_of_a_product_wants_them(names: list[str], packing: Packing, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    tensors = {f"{name}.weight": {**PLAIN, **BYTES, **NIBBLES}[name](random, 20, 96, 32) for name in names}
+    x = random.normal(size=(3, 96)).astype(np.float32)
+    assert network(tensors).packings == [Packing.FLOATS]
+    run = network(tensors, round_to=WeightType.BF16)
+    assert run.packings == [packing]
+    for found, tensor in zip(run(x), tensors.values(), strict=True):
+        check(found, as_computed(run, x), as_stored(tensor, WeightType.BF16), None)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_rows_of_what_is_no_number_stay_so(num_rows: int) -> None:
+    """Rounding to bfloat16 must not turn a NaN into an infinity, nor the largest numbers into a NaN."""
+    x = np.ones((num_rows, 32), np.float32)
+    x[0, 3] = np.array([0x7F800001], np.uint32).view(np.float32)[0]
+    weight = plain(WeightType.BF16)(np.random.default_rng(0), 9, 32, 0)
+    (found,) = network({"a.weight": weight}, round_to=WeightType.BF16)(x)
+    assert np.isnan(found[0]).all()
+    assert np.isfinite(found[1:]).all()
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -129,12 +186,13 @@ def test_matrices_of_all_kinds_share_one_product(num_threads: int, seed: int) ->
 
 
 @pytest.mark.skipif(len(BUILT) < 2, reason="this machine has one instruction set we build for")
+@ROUND_TO
 @BY_CASE
-def test_every_instruction_set_gives_the_same_bits(make: Make, columns: int, group: int, seed: int) -> None:
+def test_every_instruction_set_gives_the_same_bits(make: Make, columns: int, group: int, seed: int, round_to: WeightType) -> None:
     random = np.random.default_rng(seed)
     x = random.normal(size=(5, columns)).astype(np.float32)
     tensors = {"a.weight": make(random, 19, columns, group)}
-    best, *others = (network(tensors, level=level)(x)[0] for level in BUILT)
+    best, *others = (network(tensors, level=level, round_to=round_to)(x)[0] for level in BUILT)
     assert all(np.array_equal(best, other) for other in others)
 
 

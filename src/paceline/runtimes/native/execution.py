@@ -38,8 +38,11 @@ class Execution:
         self._program = Program(
             operations=self._operations, num_operations=len(recorded.operations), num_threads=num_threads,
             scratch=self._scratch_addresses.ctypes.data, block_size=BLOCK_SIZE, heads=config.num_heads, kv_heads=config.num_kv_heads,
-            head_size=config.head_size, rotary_half=self._rotary_half, max_context=max_slots, tickets=self._tickets.ctypes.data,
+            head_size=config.head_size, rotary_half=self._rotary_half, max_context=max_slots, most_columns=recorded.most_columns,
+            tickets=self._tickets.ctypes.data,
         )  # fmt: skip
+        self._packed_rows = np.empty(num_threads * self._packed_floats(1), np.float32)
+        self._program.packed_rows = self._packed_rows.ctypes.data
         self._make_room(_MIN_ROWS)
 
     def use_cache(self, storage: FloatArray) -> None:
@@ -73,6 +76,10 @@ class Execution:
         )  # fmt: skip
         self._kernels.paceline_run(self._program, one_pass)
 
+    def _packed_floats(self, num_rows: int) -> int:
+        """Memory for the rows of the widest product as its kernel takes them."""
+        return int(self._kernels.paceline_packed_floats(num_rows, self._recorded.most_columns))
+
     def _make_room(self, num_rows: int) -> None:
         """Buffers for at least so many rows; memory that no pass has touched costs nothing."""
         if num_rows <= self._capacity:
@@ -80,8 +87,7 @@ class Execution:
         self._capacity = max(_MIN_ROWS, 1 << (num_rows - 1).bit_length())
         self._buffers = [np.empty(self._capacity * width, np.float32) for width in self._recorded.widths]
         self._addresses = np.array([buffer.ctypes.data for buffer in self._buffers], np.uint64)
-        packed = self._kernels.paceline_packed_floats(self._capacity, self._recorded.most_columns)
-        self._packed = np.empty(packed, np.float32)
+        self._packed = np.empty(self._packed_floats(self._capacity), np.float32)
         self._program.buffers = self._addresses.ctypes.data
         self._program.packed = self._packed.ctypes.data
 

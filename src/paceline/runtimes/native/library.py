@@ -12,9 +12,11 @@ from pathlib import Path
 from paceline.errors import BackendUnavailableError
 from paceline.runtimes.processor import processor_flags
 
-# What an x86-64 processor must have for the level "x86_64_v4", and for "x86_64_v3".
+# What an x86-64 processor must have for each of the levels, best first.
+_V4 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
 _LEVELS = {
-    "x86_64_v4": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"},
+    "x86_64_v4_bf16": {*_V4, "avx512_bf16"},
+    "x86_64_v4": _V4,
     "x86_64_v3": {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"},
 }
 
@@ -53,9 +55,9 @@ class Program(Structure):
 
     _fields_ = (
         ("operations", POINTER(Operation)), ("num_operations", c_int32), ("num_threads", c_int32),
-        ("buffers", c_void_p), ("packed", c_void_p), ("scratch", c_void_p), ("cache", c_void_p),
+        ("buffers", c_void_p), ("packed", c_void_p), ("packed_rows", c_void_p), ("scratch", c_void_p), ("cache", c_void_p),
         ("num_blocks", c_int32), ("block_size", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("head_size", c_int32),
-        ("rotary_half", c_int32), ("max_context", c_int32), ("tickets", c_void_p),
+        ("rotary_half", c_int32), ("max_context", c_int32), ("most_columns", c_int32), ("tickets", c_void_p),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from enum import IntEnum
 from paceline.models.config import Activation, ModelConfig
 from paceline.runtimes.decoder import decoder
 from paceline.runtimes.native.library import Matrix, Operation
-from paceline.runtimes.native.weights import NativeWeights
+from paceline.runtimes.native.weights import BF16_KIND, NativeWeights
 
 
 class Code(IntEnum):
@@ -22,6 +22,13 @@ class Code(IntEnum):
     ADD = 5
     SELECT = 6
     SOFT_CAP = 7
+
+
+class Packing(IntEnum):
+    """How a product takes its rows, as in kernels/native.h."""
+
+    FLOATS = 0
+    PAIRS = 1  # rounded to bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,8 @@ class NativeBlocks:
             matrices.append(matrix)
         array = (Matrix * len(matrices))(*matrices)
         self.matrices.append(array)
-        self._add(Code.LINEAR, x, out=outs[0], count=len(matrices), data=ctypes.addressof(array))
+        packing = self._packing(matrices)
+        self._add(Code.LINEAR, x, out=outs[0], count=len(matrices), choice=packing, data=ctypes.addressof(array))
         return tuple(outs)
 
     def rms_norm(self, x: Value, name: str) -> Value:
@@ -94,6 +102,11 @@ class NativeBlocks:
 
     def soft_cap(self, x: Value, cap: float) -> Value:
         return self._add(Code.SOFT_CAP, x, out=self.value(x.width, selected=x.selected), limit=cap)
+
+    def _packing(self, matrices: Sequence[Matrix]) -> Packing:
+        """Rows are rounded to bfloat16 where that is the type of computation, for products with bfloat16 weights alone."""
+        is_paired = self._weights.rounds_to_bf16 and all(matrix.kind == BF16_KIND for matrix in matrices)
+        return Packing.PAIRS if is_paired else Packing.FLOATS
 
     def _norm(self, x: Value, name: str, num_heads: int) -> Value:
         weight = self._weights.vector(name + ".weight", exact=self._config.norm_offset)

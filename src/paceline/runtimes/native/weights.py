@@ -12,6 +12,7 @@ from paceline.runtimes.native.library import Matrix
 from paceline.runtimes.rounding import rounded, to_bf16
 
 _PLAIN_KINDS = {WeightType.F32: 0, WeightType.F16: 1, WeightType.BF16: 2}
+BF16_KIND = _PLAIN_KINDS[WeightType.BF16]
 _SIGNED, _UNSIGNED, _UNSIGNED_MINIMUM, _NIBBLES, _NIBBLES_MINIMUM = range(3, 8)
 
 
@@ -27,6 +28,11 @@ class NativeWeights:
         self._weights = weights
         self._round_to = round_to
         self._arrays: list[NDArray[Any]] = []
+
+    @property
+    def rounds_to_bf16(self) -> bool:
+        """Whether bfloat16 is the type of computation."""
+        return self._round_to is WeightType.BF16
 
     def vector(self, name: str, *, exact: bool = False) -> int:
         """Address of a norm weight or bias as float32; `exact` = not rounded."""

@@ -1,14 +1,11 @@
 /* Matrix products y = x W^T with W as it is stored: float32, float16, bfloat16, or integer codes in groups.
  *
- * Weights are decoded to their exact float32 values in registers, once for up to MAX_ROWS rows of x, and multiplied in float32.
- * Every output is one sum in 16 lanes over ascending columns, whatever the number of rows: a row's bits never depend on its
+ * Weights are decoded to their exact float32 values in registers, once for up to MAX_ROWS rows of x, and multiplied in float32; where
+ * bfloat16 is the type of computation, rows of x are rounded to it and meet bfloat16 weights in pairs (pairs.h). Every output is one sum in 16 lanes over ascending columns, whatever the number of rows: a row's bits never depend on its
  * neighbours. Rows of x come packed (pack_rows), so that the rows of one step lie side by side in memory. */
 #include "native.h"
+#include "pairs.h"
 #include "vectors.h"
-
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
 
 INLINE floats decode_plain(const int kind, const uint8_t *codes, int column, int count) {
     if (kind == F32) {
@@ -64,6 +61,30 @@ INLINE floats decode_4_bits(ints codes, GroupOf4Bits group, int zero_point, cons
 #endif
 }
 
+/* `count` bfloat16 of a row, the rest zero. */
+INLINE words load_words(const uint8_t *codes, int count) {
+    words bits = {0};
+    memcpy(&bits, codes, 2 * (size_t)count);
+    return bits;
+}
+
+/* The lanes of the sums [outputs][rows] of a tile added up, with the bias, for the rows that are there. */
+INLINE void finish(const Matrix *matrix, int first, const floats *sums, const int outputs, const int rows, float *y, int real_rows) {
+    float totals[8 * MAX_ROWS];
+    _Pragma("unroll") for (int from = 0; from < outputs * rows; from += LANES) {
+        floats some[LANES];
+        _Pragma("unroll") for (int i = 0; i < LANES; i++) some[i] = from + i < outputs * rows ? sums[from + i] : broadcast(0.0f);
+        store(totals + from, lane_sums(some));
+    }
+    for (int row = 0; row < real_rows; row++)
+        _Pragma("unroll") for (int n = 0; n < outputs; n++) {
+            const float bias = matrix->bias ? matrix->bias[first + n] : 0.0f;
+            y[(size_t)row * (size_t)matrix->outputs + (size_t)(first + n)] = totals[n * rows + row] + bias;
+        }
+}
+
+#define PRODUCT product
+#define TILE "tile.h"
 #define KIND F32
 #include "tiles_of_kind.h"
 #define KIND F16
@@ -80,6 +101,13 @@ INLINE floats decode_4_bits(ints codes, GroupOf4Bits group, int zero_point, cons
 #include "tiles_of_kind.h"
 #define KIND U4_MINIMUM
 #include "tiles_of_kind.h"
+#undef PRODUCT
+#undef TILE
+
+#define PRODUCT paired
+#define TILE "paired_tile.h"
+#define KIND BF16
+#include "tiles_of_kind.h"
 
 typedef void Product(const Matrix *, int, int, const float *, float *, int, int);
 static Product *const PRODUCTS[] = {product_0, product_1, product_2, product_3, product_4, product_5, product_6, product_7};
@@ -87,27 +115,54 @@ static Product *const PRODUCTS[] = {product_0, product_1, product_2, product_3, 
 /* Rows of a block as computed: some counts have no tile of their own and take the next larger one. */
 static int tile_rows(int rows) { return MAX_ROWS == 8 && (rows == 5 || rows == 7) ? rows + 1 : rows; }
 
-static size_t packed_columns(int columns) { return (size_t)(columns + LANES - 1) / LANES * LANES; }
+static size_t steps_of(int columns, int step) { return (size_t)(columns + step - 1) / (size_t)step; }
 
-size_t packed_floats(int rows, int columns) { return (size_t)(rows + MAX_ROWS - 1) / MAX_ROWS * MAX_ROWS * packed_columns(columns); }
+/* Floats of a packed row. */
+static size_t packed_columns(int columns, int packing) {
+    return packing == AS_FLOATS ? steps_of(columns, LANES) * LANES : steps_of(columns, PAIRED) * PAIRS_FLOATS;
+}
 
-/* Block `block` of x [rows, columns] as [columns / 16][rows of the block][16], zero where there is nothing. */
-void pack_rows(const float *x, int rows, int columns, int block, float *packed) {
+size_t packed_floats(int rows, int columns) {
+    const size_t floats_a_row = packed_columns(columns, AS_FLOATS), pairs_a_row = packed_columns(columns, AS_PAIRS);
+    return steps_of(rows, MAX_ROWS) * MAX_ROWS * (floats_a_row > pairs_a_row ? floats_a_row : pairs_a_row);
+}
+
+/* Row `row` of x from `column` on, zero behind its last column. */
+INLINE floats take(const float *x, int columns, int row, int column) {
+    const float *from = x + (size_t)row * columns + column;
+    if (column + LANES <= columns) return load(from);
+    return column < columns ? load_first(from, columns - column) : broadcast(0.0f);
+}
+
+/* 32 columns from `column` on as pairs of bfloat16. */
+static pairs take_pairs(const float *x, int columns, int row, int column) {
+    const floats a = round_to_bf16(take(x, columns, row, column)), b = round_to_bf16(take(x, columns, row, column + LANES));
+    return pair_up(PAIR(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
+                PAIR(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
+}
+
+/* Block `block` of x [rows, columns] as [columns / step][rows of the block][step], zero where there is nothing. */
+void pack_rows(const float *x, int rows, int columns, int packing, int block, float *packed) {
     const int first = block * MAX_ROWS, real = rows - first < MAX_ROWS ? rows - first : MAX_ROWS, padded = tile_rows(real);
-    float *to = packed + (size_t)first * packed_columns(columns);
-    for (int column = 0; column < columns; column += LANES)
-        for (int row = 0; row < padded; row++, to += LANES) {
-            const int count = row < real ? (columns - column < LANES ? columns - column : LANES) : 0;
-            const float *from = x + (size_t)(first + (row < real ? row : 0)) * columns + column;
-            store(to, count == LANES ? load(from) : load_first(from, count));
+    float *to = packed + (size_t)first * packed_columns(columns, packing);
+    if (packing == AS_FLOATS) {
+        for (int column = 0; column < columns; column += LANES)
+            for (int row = 0; row < padded; row++, to += LANES) store(to, row < real ? take(x, columns, first + row, column) : broadcast(0.0f));
+        return;
+    }
+    for (int column = 0; column < columns; column += PAIRED)
+        for (int row = 0; row < padded; row++, to += PAIRS_FLOATS) {
+            const pairs taken = take_pairs(x, columns, first + (row < real ? row : 0), column);
+            memcpy(to, &taken, sizeof taken);
         }
 }
 
 /* Outputs [begin, end) of every row. */
-void multiply(const Matrix *matrix, int begin, int end, const float *packed, float *y, int rows) {
+void multiply(const Matrix *matrix, int begin, int end, int packing, const float *packed, float *y, int rows) {
+    Product *const product = packing == AS_FLOATS ? PRODUCTS[matrix->kind] : paired_2;
     for (int first = 0; first < rows; first += MAX_ROWS) {
         const int real = rows - first < MAX_ROWS ? rows - first : MAX_ROWS;
-        PRODUCTS[matrix->kind](matrix, begin, end, packed + (size_t)first * packed_columns(matrix->columns),
-                               y + (size_t)first * (size_t)matrix->outputs, tile_rows(real), real);
+        product(matrix, begin, end, packed + (size_t)first * packed_columns(matrix->columns, packing),
+                y + (size_t)first * (size_t)matrix->outputs, tile_rows(real), real);
     }
 }

@@ -34,13 +34,15 @@ typedef struct {
 /* What an operation does; rows are those of the pass, or the selected ones once SELECT has run. */
 enum { LINEAR, NORM, ROPE, ATTENTION, GATED, ADD, SELECT, SOFT_CAP };
 enum { SILU, GELU_TANH };
+/* How a product takes its rows: as they are, or rounded to bfloat16 in pairs (all its matrices are BF16 then). */
+enum { AS_FLOATS, AS_PAIRS };
 
 typedef struct {
     int32_t code;
     int32_t x, y, z, out; /* buffers */
     int32_t count;        /* heads (NORM, ROPE), matrices (LINEAR) */
     int32_t width;        /* floats of a row, or of a head where there is a count */
-    int32_t choice;       /* rope table, activation, or layer */
+    int32_t choice;       /* packing, rope table, activation, or layer */
     int32_t selected;     /* works on the selected rows */
     float number, limit;  /* epsilon or scale; soft cap, 0 = none */
     const void *data;     /* Matrix[count], or the norm's weight [width] */
@@ -65,18 +67,19 @@ typedef struct {
     const Operation *operations;
     int32_t num_operations, num_threads;
     float *const *buffers;
-    float *packed;         /* packed_floats(rows, columns) of the widest product */
+    float *packed;         /* packed_floats(rows, most_columns) */
+    float *packed_rows;    /* per thread: packed_floats(1, most_columns) */
     float *const *scratch; /* per thread: (1 + heads / kv_heads) * (max_context + 16) floats */
     float *cache;          /* [2 * layers, num_blocks, kv_heads, block_size, head_size] */
     int32_t num_blocks, block_size, heads, kv_heads, head_size, rotary_half;
-    int32_t max_context;
+    int32_t max_context, most_columns;
     int32_t *tickets;      /* [2 * num_operations] */
 } Program;
 
 
 size_t packed_floats(int rows, int columns);
-void pack_rows(const float *x, int rows, int columns, int block, float *packed);
-void multiply(const Matrix *matrix, int begin, int end, const float *packed, float *y, int rows);
+void pack_rows(const float *x, int rows, int columns, int packing, int block, float *packed);
+void multiply(const Matrix *matrix, int begin, int end, int packing, const float *packed, float *y, int rows);
 
 void norm_row(const float *x, const float *weight, int width, float epsilon, float *out);
 void rotate_head(const float *x, const float *cos, const float *sin, int width, int half, float *out);

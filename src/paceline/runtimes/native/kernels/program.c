@@ -19,14 +19,19 @@ static int draw(const Program *program, int operation, int phase) {
 
 static int parts_of(int total, int size) { return (total + size - 1) / size; }
 
-static void linear(const Program *program, const Operation *operation, int index, int rows) {
+static void linear(const Program *program, const Operation *operation, int index, int rows, int thread) {
     const Matrix *matrices = operation->data;
     const float *x = program->buffers[operation->x];
-    const int columns = matrices[0].columns;
-    if (rows > 1 || columns % 16) { /* a single row is packed as it is */
-        for (int block; (block = draw(program, index, 0)) < parts_of(rows, MAX_ROWS);) pack_rows(x, rows, columns, block, program->packed);
+    const int columns = matrices[0].columns, packing = operation->choice;
+    if (rows > 1) {
+        for (int block; (block = draw(program, index, 0)) < parts_of(rows, MAX_ROWS);)
+            pack_rows(x, rows, columns, packing, block, program->packed);
         meet();
         x = program->packed;
+    } else if (packing != AS_FLOATS || columns % 16) { /* sooner packed by everybody than waited for; else a single row is packed as it is */
+        float *own = program->packed_rows + (size_t)thread * packed_floats(1, program->most_columns);
+        pack_rows(x, rows, columns, packing, 0, own);
+        x = own;
     }
     int drawn = draw(program, index, 1), skipped = 0;
     for (int part = 0; part < operation->count; part++) {
@@ -34,7 +39,7 @@ static void linear(const Program *program, const Operation *operation, int index
         const int tickets = parts_of(matrix->outputs, OUTPUTS_A_TICKET);
         for (; drawn - skipped < tickets; drawn = draw(program, index, 1)) {
             const int begin = (drawn - skipped) * OUTPUTS_A_TICKET, end = begin + OUTPUTS_A_TICKET;
-            multiply(matrix, begin, end < matrix->outputs ? end : matrix->outputs, x, program->buffers[matrix->out], rows);
+            multiply(matrix, begin, end < matrix->outputs ? end : matrix->outputs, packing, x, program->buffers[matrix->out], rows);
         }
         skipped += tickets;
     }
@@ -91,7 +96,7 @@ static void run(void *argument, int thread, int num_threads) {
         const Operation *operation = program->operations + index;
         const int rows = operation->selected ? pass->selected_rows : pass->rows;
         if (operation->code == LINEAR)
-            linear(program, operation, index, rows);
+            linear(program, operation, index, rows, thread);
         else if (operation->code == ATTENTION)
             attention(program, pass, operation, index, thread);
         else

@@ -82,18 +82,7 @@ static void TILE_OF(ROWS, OUTPUTS)(const Matrix *matrix, int first, const float 
     }
 #endif
 #endif
-    float totals[(OUTPUTS * ROWS + LANES - 1) / LANES * LANES];
-    _Pragma("unroll") for (int from = 0; from < OUTPUTS * ROWS; from += LANES) {
-        floats some[LANES];
-        _Pragma("unroll") for (int i = 0; i < LANES; i++)
-            some[i] = from + i < OUTPUTS * ROWS ? sum[(from + i) / ROWS % OUTPUTS][(from + i) % ROWS] : broadcast(0.0f);
-        store(totals + from, lane_sums(some));
-    }
-    for (int row = 0; row < real_rows; row++)
-        EACH_OUTPUT {
-            const float bias = matrix->bias ? matrix->bias[first + n] : 0.0f;
-            y[(size_t)row * (size_t)matrix->outputs + (size_t)(first + n)] = totals[n * ROWS + row] + bias;
-        }
+    finish(matrix, first, &sum[0][0], OUTPUTS, ROWS, y, real_rows);
 }
 
 #undef EACH_OUTPUT
