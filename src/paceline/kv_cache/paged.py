@@ -5,6 +5,7 @@ from typing import Any
 
 from paceline.errors import CapacityError
 from paceline.kv_cache.block_pool import BlockPool
+from paceline.kv_cache.prefix_index import Link, PrefixIndex, PrefixStats
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout, blocks_for, fresh_blocks_needed, plan_rows
 
 BLOCK_SIZE = 32
@@ -14,15 +15,17 @@ BLOCK_SIZE = 32
 class CachedSequence:
     """Where one sequence's keys and values are.
 
-    Slots [0, committed_len) hold committed rows; [committed_len, tentative_len) belong to the pass under way.
+    Slots [0, committed_len) hold committed rows; [committed_len, tentative_len) belong to the pass under way. `chain` says what the
+    first blocks hold that were adopted or remembered, all of them full: they are never written again while the prefix index knows them.
     """
 
-    __slots__ = ("block_table", "committed_len", "plan")
+    __slots__ = ("block_table", "chain", "committed_len", "plan")
 
     def __init__(self) -> None:
         self.block_table: list[int] = []
         self.committed_len = 0
         self.plan: RowPlan | None = None
+        self.chain: list[Link] = []
 
     @property
     def tentative_len(self) -> int:
@@ -36,19 +39,47 @@ class KVCache:
     """Blocks of one storage array [2·L, num_blocks, K, block_size, D], keys of layer i at 2·i, values at 2·i + 1.
 
     `storage` is whatever the runtime computes with (a numpy array or a torch tensor): only indexing is used here.
+
+    Rows outlive their sequence: full blocks that were remembered can be adopted by sequences that begin with the same tokens, until their
+    room is needed. With `prefix_caching` off nothing is remembered or adopted.
     """
 
-    def __init__(self, storage: Any, layout: TreeLayout = TreeLayout.PATHS) -> None:
+    def __init__(self, storage: Any, layout: TreeLayout = TreeLayout.PATHS, *, prefix_caching: bool = True) -> None:
         self.storage = storage
         self.layout = layout
         self.block_size = int(storage.shape[3])
-        self.pool = BlockPool(int(storage.shape[1]))
+        self.prefix_caching = prefix_caching
+        self.prefix_index = PrefixIndex(self.block_size)
+        self.pool = BlockPool(int(storage.shape[1]), self.prefix_index)
+        self._storages = [storage]
         self._sequences: dict[int, CachedSequence] = {}
 
     @property
     def max_slots(self) -> int:
         """Rows the whole cache can hold."""
         return (self.pool.num_blocks - 1) * self.block_size
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks whose rows are known, in use or not: what new sequences can adopt."""
+        return self.prefix_index.num_blocks
+
+    @property
+    def stats(self) -> PrefixStats:
+        """What adopting saved."""
+        return self.prefix_index.stats
+
+    def attach(self, storage: Any) -> None:
+        """Keep a companion [.., num_blocks, ..] whose axis 1 is blocks: whole blocks that are copied here are copied there too.
+
+        It is for committed rows: those of a pass under way may still be moved within their blocks (`mask` layout), here only.
+
+        Raises:
+            ValueError: it has another number of blocks.
+        """
+        if int(storage.shape[1]) != self.pool.num_blocks:
+            raise ValueError(f"a companion storage has {storage.shape[1]} blocks, the cache {self.pool.num_blocks}: give it as many")
+        self._storages.append(storage)
 
     def new_sequence(self) -> CachedSequence:
         """An empty sequence that owns no block yet."""
@@ -68,7 +99,7 @@ class KVCache:
         needed = fresh_blocks_needed(parents, length, len(table), self.layout, self.block_size)
         plan = plan_rows(parents, length, table, self.pool.allocate(needed), self.layout, self.block_size)
         for source, target in plan.copies:
-            self.storage[:, target] = self.storage[:, source]
+            self._copy_block(source, target)
         sequence.plan = plan
         return plan
 
@@ -80,8 +111,9 @@ class KVCache:
             self.storage[:, commit.block_table[target // self.block_size], :, target % self.block_size] = self.storage[
                 :, plan.paths[0].block_table[source // self.block_size], :, source % self.block_size
             ]
-        kept = set(commit.block_table)
-        self.pool.release(block for block in (*sequence.block_table, *plan.fresh_blocks) if block not in kept)
+        shared = sequence.committed_len // self.block_size  # full blocks before: every path has them
+        kept = set(commit.block_table[shared:])
+        self.pool.release(block for block in (*sequence.block_table[shared:], *plan.fresh_blocks) if block not in kept)
         sequence.block_table = list(commit.block_table)
         sequence.committed_len = commit.committed_len
         sequence.plan = None
@@ -93,7 +125,9 @@ class KVCache:
             sequence.plan = None
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Keep the first `length` committed rows; a tail block that others own too becomes a copy, for rows will follow in it.
+        """Keep the first `length` committed rows.
+
+        Rows will follow in the tail block: if others own it too it becomes a copy, else it is no longer adopted.
 
         Raises:
             CapacityError: no block is free for that copy; nothing was changed.
@@ -101,14 +135,18 @@ class KVCache:
         if not 0 <= length <= sequence.committed_len:
             raise ValueError(f"cannot truncate {sequence.committed_len} committed rows to {length}")
         keep, table = blocks_for(length, self.block_size), sequence.block_table
-        shares_tail = length % self.block_size > 0 and self.pool.num_owners(table[keep - 1]) > 1
+        has_tail = length % self.block_size > 0
+        shares_tail = has_tail and self.pool.num_owners(table[keep - 1]) > 1
         own = self.pool.allocate(int(shares_tail))
         self.cancel(sequence)
         if shares_tail:
-            self.storage[:, own[0]] = self.storage[:, table[keep - 1]]
+            self._copy_block(table[keep - 1], own[0])
             keep -= 1
-        self.pool.release(table[keep:])
-        table[keep:] = own
+        elif has_tail:
+            self.prefix_index.forget(table[keep - 1])
+        self._give_back(sequence, keep)
+        table.extend(own)
+        del sequence.chain[length // self.block_size :]
         sequence.committed_len = length
 
     def fork(self, sequence: CachedSequence) -> CachedSequence:
@@ -123,20 +161,68 @@ class KVCache:
         twin = self.new_sequence()
         self.pool.share(sequence.block_table[:shared])
         if has_tail:
-            self.storage[:, own[0]] = self.storage[:, sequence.block_table[shared]]
+            self._copy_block(sequence.block_table[shared], own[0])
         twin.block_table = sequence.block_table[:shared] + own
         twin.committed_len = sequence.committed_len
+        twin.chain = list(sequence.chain)
         return twin
 
+    def adopt_prefix(self, sequence: CachedSequence, token_ids: Sequence[int], *, salt: bytes = b"") -> int:
+        """Begin an empty sequence with the longest run of cached full blocks that hold the first of `token_ids`, but not the last one.
+
+        Takes no free block, only idle ones out of those that can be had: see what is left before promising more.
+
+        Returns:
+            rows adopted, a multiple of the block size; they are committed.
+        """
+        if sequence.committed_len or sequence.plan is not None:
+            raise RuntimeError("only an empty sequence can adopt a prefix")
+        if not self.prefix_caching:
+            return 0
+        blocks: list[int] = []
+        for link in self.prefix_index.links(token_ids, salt, (), (len(token_ids) - 1) // self.block_size):
+            block = self.prefix_index.find(link)
+            if block is None:
+                break
+            blocks.append(block)
+            sequence.chain.append(link)
+        self.pool.share(blocks)
+        sequence.block_table = blocks
+        sequence.committed_len = len(blocks) * self.block_size
+        self.stats.queried_tokens += len(token_ids)
+        self.stats.hit_tokens += sequence.committed_len
+        return sequence.committed_len
+
+    def remember(self, sequence: CachedSequence, token_ids: Sequence[int], *, salt: bytes = b"") -> None:
+        """Let others adopt the blocks that became full since the last call; of two with the same rows the first stays known.
+
+        Args:
+            token_ids: what the rows were computed from; only the committed ones are read.
+            salt: whoever adopts must give the same; that of a sequence's first call (or `adopt_prefix`) counts.
+        """
+        first, full = len(sequence.chain), sequence.committed_len // self.block_size
+        if first == full or not self.prefix_caching:
+            return
+        links = self.prefix_index.links(token_ids, salt, sequence.chain, full)
+        for link, block in zip(links, sequence.block_table[first:full], strict=True):
+            self.prefix_index.add(link, block)
+            sequence.chain.append(link)
+
+    def forget(self, sequence: CachedSequence) -> None:
+        """Let nobody else adopt this sequence's blocks: what a pass left in them is not to be trusted."""
+        for block in sequence.block_table:
+            self.prefix_index.forget(block)
+        sequence.chain.clear()
+
     def release(self, sequence: CachedSequence) -> None:
-        """Give every block back; the sequence must not be used again."""
+        """Give every block back; the sequence must not be used again. What was remembered can be adopted until its room is needed."""
         if self._sequences.pop(id(sequence), None) is None:  # its blocks may have new owners
             raise RuntimeError("the sequence was released before, or is another cache's")
         self.cancel(sequence)
-        self.pool.release(sequence.block_table)
+        self._give_back(sequence, 0)
 
     def check(self) -> None:
-        """Raise RuntimeError unless every taken block belongs to exactly the sequences that name it."""
+        """Raise RuntimeError unless every owned block belongs to the sequences that name it and no known block can be written to."""
         tables: list[Sequence[int]] = []
         for sequence in self._sequences.values():
             if len(sequence.block_table) != blocks_for(sequence.committed_len, self.block_size):
@@ -144,7 +230,37 @@ class KVCache:
             tables.append(sequence.block_table)
             if sequence.plan is not None:
                 tables.append(sequence.plan.fresh_blocks)
+            self._check_known(sequence)
         self.pool.check(tables)
+
+    def _check_known(self, sequence: CachedSequence) -> None:
+        full = sequence.committed_len // self.block_size
+        if len(sequence.chain) > full:
+            raise RuntimeError(f"a chain of {len(sequence.chain)} links describes {full} full blocks")
+        written = [*sequence.block_table[full:], *(sequence.plan.fresh_blocks if sequence.plan is not None else ())]
+        if any(self.prefix_index.link_of(block) is not None for block in written):
+            raise RuntimeError("the prefix index knows a block that is being written")
+        for link, block in zip(sequence.chain, sequence.block_table, strict=False):
+            if self.prefix_index.link_of(block) not in {None, link}:
+                raise RuntimeError(f"block {block} is known for other rows than those it holds")
+
+    def _give_back(self, sequence: CachedSequence, first: int) -> None:
+        """Drop the blocks from index `first` on.
+
+        From the end, so that the end of a chain is evicted before what leads to it. Where the index knows a twin in place of a block, the
+        twin was used as well; where that twin is gone by now, the block takes its place.
+        """
+        table, chain = sequence.block_table, sequence.chain
+        self.pool.release(reversed(table[max(first, len(chain)) :]))
+        for link, block in zip(reversed(chain[first:]), reversed(table[first : len(chain)]), strict=True):
+            self.prefix_index.add(link, block)
+            self.pool.release((block,))
+            self.prefix_index.touch(link)
+        del table[first:], chain[first:]
+
+    def _copy_block(self, source: int, target: int) -> None:
+        for storage in self._storages:
+            storage[:, target] = storage[:, source]
 
     def _plan_of(self, sequence: CachedSequence) -> RowPlan:
         if sequence.plan is None:

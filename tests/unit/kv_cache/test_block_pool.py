@@ -3,10 +3,11 @@ import pytest
 
 from paceline.errors import CapacityError
 from paceline.kv_cache.block_pool import SCRATCH_BLOCK, BlockPool
+from paceline.kv_cache.prefix_index import PrefixIndex
 
 
 def test_every_block_but_the_scratch_block_can_be_taken():
-    pool = BlockPool(5)
+    pool = BlockPool(5, PrefixIndex(4))
     assert sorted(pool.allocate(4)) == [1, 2, 3, 4]
     assert pool.num_free == 0
     assert pool.num_owners(SCRATCH_BLOCK) == 0
@@ -14,11 +15,11 @@ def test_every_block_but_the_scratch_block_can_be_taken():
 
 def test_a_pool_of_a_lone_scratch_block_is_refused():
     with pytest.raises(CapacityError, match="at least 2 blocks"):
-        BlockPool(1)
+        BlockPool(1, PrefixIndex(4))
 
 
 def test_taking_too_many_blocks_takes_none():
-    pool = BlockPool(5)
+    pool = BlockPool(5, PrefixIndex(4))
     held = pool.allocate(2)
     with pytest.raises(CapacityError, match="3 blocks wanted, 2 of 4 free"):
         pool.allocate(3)
@@ -27,7 +28,7 @@ def test_taking_too_many_blocks_takes_none():
 
 
 def test_a_shared_block_is_free_only_after_its_last_owner_let_go():
-    pool = BlockPool(3)
+    pool = BlockPool(3, PrefixIndex(4))
     held = pool.allocate(1)
     pool.share(held)
     pool.release(held)
@@ -39,7 +40,7 @@ def test_a_shared_block_is_free_only_after_its_last_owner_let_go():
 
 
 def test_a_block_cannot_be_released_more_often_than_it_was_taken():
-    pool = BlockPool(3)
+    pool = BlockPool(3, PrefixIndex(4))
     held = pool.allocate(1)
     pool.release(held)
     with pytest.raises(RuntimeError, match="released more often"):
@@ -56,7 +57,7 @@ def test_a_block_cannot_be_released_more_often_than_it_was_taken():
     ],
 )
 def test_the_check_notices(tables, complaint):
-    pool = BlockPool(4)
+    pool = BlockPool(4, PrefixIndex(4))
     pool.allocate(2)
     with pytest.raises(RuntimeError, match=complaint):
         pool.check(tables)
@@ -64,7 +65,7 @@ def test_the_check_notices(tables, complaint):
 
 def test_counts_are_those_of_the_tables_over_random_use(seed):
     generator = np.random.default_rng(seed)
-    pool = BlockPool(12)
+    pool = BlockPool(12, PrefixIndex(4))
     tables: list[list[int]] = []
     for _ in range(2_000):
         action = int(generator.integers(3))

@@ -1,0 +1,514 @@
+"""Blocks that outlive their sequence: an adopted block holds exactly the rows asked for, whatever happened to the cache before."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from paceline.errors import CapacityError
+from paceline.kv_cache.block_pool import BlockPool
+from paceline.kv_cache.paged import CachedSequence, KVCache
+from paceline.kv_cache.prefix_index import Link, PrefixIndex
+from paceline.kv_cache.row_plan import TreeLayout, path_to
+
+SIZE = 4
+NUM_BLOCKS = 24
+SALTS = (b"", b"another tenant")
+LAYOUTS = [TreeLayout.PATHS, TreeLayout.MASK]
+
+
+class Text:
+    """A sequence in the cache and what its rows are computed from; the last token is never cached."""
+
+    def __init__(self, sequence: CachedSequence, token_ids: Sequence[int], salt: bytes = b"") -> None:
+        self.sequence, self.token_ids, self.salt = sequence, list(token_ids), salt
+        self.drafted: Sequence[int] | None = None  # the token of each node of the pass under way
+
+
+class CheckedCache:
+    """A cache whose rows are labels that depend on the salt and on every token up to the row, as keys and values do.
+
+    A companion storage gets the same labels when rows are committed.
+    """
+
+    def __init__(self, layout: TreeLayout = TreeLayout.PATHS, num_blocks: int = NUM_BLOCKS) -> None:
+        self.cache = KVCache(np.zeros((2, num_blocks, 1, SIZE, 1), np.int64), layout)
+        self.companion = np.zeros((1, num_blocks, SIZE), np.int64)
+        self.cache.attach(self.companion)
+        self.texts: list[Text] = []
+        self.num_adopted = 0
+        self._labels: dict[tuple[object, ...], int] = {}
+        self._known: dict[int, tuple[Link, list[int]]] = {}
+
+    def start(self, token_ids: Sequence[int], salt: bytes = b"") -> Text:
+        """A new sequence that adopts what it can: exactly the longest run of blocks that are known to hold its rows."""
+        self.check()
+        text = Text(self.cache.new_sequence(), token_ids, salt)
+        self.texts.append(text)
+        held = {tuple(rows): block for block, (_, rows) in self._known.items()}
+        wanted = self.labels(text)[: (len(token_ids) - 1) // SIZE * SIZE]
+        expected = []
+        while (rows := tuple(wanted[len(expected) * SIZE : (len(expected) + 1) * SIZE])) in held:
+            expected.append(held[rows])
+        num_adopted = self.cache.adopt_prefix(text.sequence, token_ids, salt=salt)
+        assert text.sequence.block_table == expected
+        assert num_adopted == text.sequence.committed_len == len(expected) * SIZE
+        self.num_adopted += len(expected)
+        return text
+
+    def run(self, text: Text, parents: Sequence[int], drafted: Sequence[int] = ()) -> None:
+        """Reserve and write rows as a pass would: known tokens in front, then nodes with the tokens `drafted`."""
+        plan = self.cache.reserve(text.sequence, parents)
+        start = text.sequence.committed_len
+        text.drafted = [*text.token_ids[start : start + len(parents) - len(drafted)], *drafted]
+        for path in plan.paths:
+            for row, node in enumerate(path.nodes):
+                before = [text.drafted[one] for one in path_to(parents, node)]
+                slot = start + row
+                self.cache.storage[:, path.block_table[slot // SIZE], :, slot % SIZE] = self._label(text, start, before)
+
+    def keep(self, text: Text, node: int, *, remember: bool = True) -> None:
+        """Commit a node's path; a token that no row was computed from yet follows it."""
+        start, parents = text.sequence.committed_len, text.sequence.plan.parents
+        kept = [text.drafted[one] for one in path_to(parents, node)]
+        self.cache.keep_path(text.sequence, node)
+        text.token_ids[start : start + len(kept)] = kept
+        if len(text.token_ids) == text.sequence.committed_len:
+            text.token_ids.append(len(text.token_ids) % 2)
+        labels = self.labels(text)
+        for slot in range(start, text.sequence.committed_len):
+            self.companion[:, text.sequence.block_table[slot // SIZE], slot % SIZE] = labels[slot]
+        if remember:
+            self.cache.remember(text.sequence, text.token_ids, salt=text.salt)
+
+    def extend(self, text: Text) -> None:
+        """Run and remember everything but the last token."""
+        count = len(text.token_ids) - 1 - text.sequence.committed_len
+        if count:
+            self.run(text, range(-1, count - 1))
+            self.keep(text, count - 1)
+
+    def prompt(self, token_ids: Sequence[int], salt: bytes = b"") -> Text:
+        """A sequence whose prompt has run."""
+        text = self.start(token_ids, salt)
+        self.extend(text)
+        self.check()
+        return text
+
+    def cancel(self, text: Text) -> None:
+        self.cache.cancel(text.sequence)
+        text.drafted = None
+
+    def truncate(self, text: Text, length: int) -> None:
+        self.cache.truncate(text.sequence, length)
+        text.drafted = None
+        text.token_ids[length:] = [len(text.token_ids) % 3]
+
+    def fork(self, text: Text) -> Text:
+        twin = Text(self.cache.fork(text.sequence), text.token_ids, text.salt)
+        self.texts.append(twin)
+        return twin
+
+    def release(self, text: Text) -> None:
+        self.cache.release(text.sequence)
+        self.texts.remove(text)
+
+    def labels(self, text: Text) -> list[int]:
+        """What the committed rows (and those of known tokens) must hold."""
+        return [self._label(text, 0, text.token_ids[: slot + 1]) for slot in range(len(text.token_ids) - 1)]
+
+    def check(self) -> None:
+        """The cache's own check; every committed row; no known block ever changes; whatever nobody owns can be had."""
+        self.cache.check()
+        for text in self.texts:
+            assert self._rows(text.sequence.block_table, text.sequence.committed_len) == self.labels(text)[: text.sequence.committed_len]
+        links = {block: self.cache.prefix_index.link_of(block) for block in range(self.cache.pool.num_blocks)}
+        known: dict[int, tuple[Link, list[int]]] = {}
+        for block, link in links.items():
+            if link is not None:
+                known[block] = (link, self._rows([block], SIZE))
+                assert self._known.get(block, known[block]) == known[block] or self._known[block][0] is not link, "a known block changed"
+        self._known = known
+        owned = {block for text in self.texts for block in text.sequence.block_table}
+        owned |= {block for text in self.texts if text.sequence.plan for block in text.sequence.plan.fresh_blocks}
+        assert self.cache.pool.num_free == self.cache.pool.num_blocks - 1 - len(owned)
+        assert self.cache.num_cached_blocks == len(known)
+
+    def _label(self, text: Text, start: int, tokens: Sequence[int]) -> int:
+        key = (text.salt, *text.token_ids[:start], *tokens)
+        return self._labels.setdefault(key, len(self._labels) + 1)
+
+    def _rows(self, table: Sequence[int], count: int) -> list[int]:
+        rows = self.cache.storage[:, list(table)].reshape(2, -1)[:, :count]
+        assert (rows[0] == rows[1]).all()
+        assert (self.companion[0, list(table)].reshape(-1)[:count] == rows[0]).all()
+        return rows[0].tolist()
+
+
+def _random_prompt(checked: CheckedCache, generator: np.random.Generator) -> list[int]:
+    """The beginning of a text that runs, or of one of a few fixed ones, and an end of its own."""
+    bases = [text.token_ids for text in checked.texts] + [[base] * 40 for base in range(3)]
+    base = bases[int(generator.integers(len(bases)))]
+    return [*base[: int(generator.integers(0, 41))], *generator.integers(0, 2, int(generator.integers(1, 8))).tolist()]
+
+
+def _random_pass(checked: CheckedCache, text: Text, generator: np.random.Generator) -> None:
+    uncached = len(text.token_ids) - text.sequence.committed_len
+    if uncached > 1:
+        count = int(generator.integers(1, uncached + 1))
+        checked.run(text, range(-1, count - 1))
+    else:
+        num_drafted = int(generator.integers(0, 9))
+        parents = [-1, *(int(generator.integers(max(0, node - 3), node)) for node in range(1, num_drafted + 1))]
+        checked.run(text, parents, generator.integers(0, 3, num_drafted).tolist())
+
+
+def _random_event(checked: CheckedCache, generator: np.random.Generator) -> None:
+    if not checked.texts or (len(checked.texts) < 6 and generator.random() < 0.12):
+        checked.start(_random_prompt(checked, generator), SALTS[int(generator.random() < 0.2)])
+        return
+    text = checked.texts[int(generator.integers(len(checked.texts)))]
+    draw = generator.random()
+    if draw < 0.76 and text.sequence.plan is not None:
+        nodes = len(text.sequence.plan.parents)
+        is_chunk = len(text.token_ids) - text.sequence.committed_len >= nodes > 1
+        checked.keep(text, nodes - 1 if is_chunk else int(generator.integers(nodes)), remember=generator.random() < 0.9)
+    elif draw < 0.76:
+        _random_pass(checked, text, generator)
+    elif draw < 0.79:
+        checked.cancel(text)
+    elif draw < 0.84:
+        checked.truncate(text, int(generator.integers(text.sequence.committed_len + 1)))
+    elif draw < 0.88:
+        checked.fork(text)
+    elif draw < 0.89:
+        checked.cache.forget(text.sequence)
+    else:
+        checked.release(text)
+
+
+def _run_events(layout: TreeLayout, seed: int, num_schedules: int, num_events: int = 250) -> tuple[int, int, int]:
+    """Run random events, checking after each; returns blocks adopted, blocks evicted and how often memory was short."""
+    num_adopted = num_evicted = num_refused = 0
+    for schedule in range(num_schedules):
+        generator = np.random.default_rng([seed, schedule])
+        checked = CheckedCache(layout)
+        for _ in range(num_events):
+            try:
+                _random_event(checked, generator)
+            except CapacityError:
+                num_refused += 1
+            checked.check()
+        for text in list(checked.texts):
+            checked.release(text)
+            checked.check()
+        assert checked.cache.pool.num_free == NUM_BLOCKS - 1
+        num_adopted += checked.num_adopted
+        num_evicted += checked.cache.stats.evicted_blocks
+    return num_adopted, num_evicted, num_refused
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_adopted_block_holds_the_rows_asked_for(layout, seed, large_counts, tally):
+    num_schedules = 100 if large_counts else 8
+    num_adopted, num_evicted, num_refused = _run_events(layout, seed, num_schedules)
+    tally["prefix cache events"] += num_schedules * 250
+    tally["blocks adopted"] += num_adopted
+    tally["blocks evicted"] += num_evicted
+    assert min(num_adopted, num_evicted, num_refused) > 10 * num_schedules
+
+
+def _own_tokens_only(index: PrefixIndex, token_ids, salt, chain, num_blocks):
+    for block in range(len(chain), num_blocks):
+        yield from index_links(index, token_ids[block * SIZE : (block + 1) * SIZE], salt, (), 1)
+
+
+index_links = PrefixIndex.links
+BREAKAGES = {
+    "a key that stands for its own block only": (PrefixIndex, "links", _own_tokens_only),
+    "a salt that does not count": (PrefixIndex, "links", lambda self, tokens, salt, *rest: index_links(self, tokens, b"", *rest)),
+    "a block that is written while it is known": (PrefixIndex, "forget", lambda self, block: self._idle.pop(block, None)),
+    "a companion that is left behind": (KVCache, "attach", lambda self, storage: None),
+    "blocks given to two sequences": (BlockPool, "share", lambda self, blocks: [self._index.revive(block) for block in blocks]),
+    "idle blocks that are never given up": (BlockPool, "num_free", property(lambda self: len(self._free))),
+    "blocks that are not known again": (PrefixIndex, "retire", lambda self, block: False),
+}
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES.values(), ids=BREAKAGES)
+def test_the_random_events_notice(breakage, seed, monkeypatch):
+    monkeypatch.setattr(*breakage)
+    with pytest.raises((AssertionError, RuntimeError)):
+        _run_events(TreeLayout.PATHS, seed, 8)
+
+
+def test_the_same_prompt_again_runs_its_last_block_only():
+    checked = CheckedCache()
+    for length in (1, 4, 5, 8, 9, 11, 12, 13):
+        prompt = [length] * length
+        first = checked.prompt(prompt)
+        again = checked.start(prompt)
+        assert again.sequence.committed_len == (length - 1) // SIZE * SIZE
+        assert again.sequence.block_table == first.sequence.block_table[: (length - 1) // SIZE]
+        checked.release(first)
+        checked.check()
+        checked.release(again)
+
+
+def test_a_prompt_is_found_after_its_sequence_ended_and_only_under_its_salt():
+    checked = CheckedCache()
+    checked.release(checked.prompt(range(13)))
+    assert checked.cache.pool.num_free == NUM_BLOCKS - 1
+    assert checked.cache.num_cached_blocks == 3
+    assert checked.start(range(13), b"salt").sequence.committed_len == 0
+    assert checked.start(range(13)).sequence.committed_len == 12
+    assert checked.start([*range(8), 99, *range(9, 13)]).sequence.committed_len == 8
+    checked.check()
+    assert (checked.cache.stats.queried_tokens, checked.cache.stats.hit_tokens, checked.cache.stats.missed_tokens) == (52, 20, 32)
+
+
+def test_output_is_found_as_well_as_prompts():
+    checked = CheckedCache()
+    text = checked.prompt(range(6))
+    checked.run(text, [-1, 0, 0, 1, 2, 4], [7, 8, 9, 10, 11])
+    checked.keep(text, 5)
+    checked.check()
+    assert text.token_ids[:9] == [*range(6), 8, 10, 11]
+    assert checked.start(text.token_ids).sequence.committed_len == 8
+    assert checked.start([*range(6), 7, 9, 11]).sequence.committed_len == 4
+
+
+def test_nothing_is_remembered_or_adopted_with_prefix_caching_off():
+    cache = KVCache(np.zeros((2, 9, 1, SIZE, 1)), prefix_caching=False)
+    sequence = cache.new_sequence()
+    cache.reserve(sequence, range(-1, 11))
+    cache.keep_path(sequence, 11)
+    cache.remember(sequence, range(12))
+    assert cache.num_cached_blocks == 0
+    assert cache.adopt_prefix(cache.new_sequence(), range(12)) == 0
+    assert cache.stats.queried_tokens == 0
+
+
+def test_remembering_reads_committed_tokens_only_and_nothing_while_no_block_became_full():
+    reads: list[slice] = []
+
+    class Watched(list):
+        def __getitem__(self, item):
+            reads.append(item)
+            return super().__getitem__(item)
+
+    checked = CheckedCache()
+    text = checked.start(range(11))
+    checked.run(text, range(-1, 5))
+    checked.keep(text, 5, remember=False)
+    tokens = Watched(text.token_ids)
+    for _ in range(2):
+        checked.cache.remember(text.sequence, tokens)
+        assert reads == [slice(0, 4)]
+    checked.extend(text)
+    checked.cache.remember(text.sequence, tokens)
+    assert reads == [slice(0, 4)]
+    adopting = checked.start([*text.token_ids, 1, 2, 3])
+    assert adopting.sequence.committed_len == 8
+    checked.run(adopting, range(-1, 4))
+    checked.keep(adopting, 4, remember=False)
+    checked.cache.remember(adopting.sequence, Watched(adopting.token_ids))
+    assert reads == [slice(0, 4), slice(8, 12)]
+
+
+def test_of_two_that_computed_the_same_the_first_stays_known():
+    checked = CheckedCache()
+    first, second = checked.start(range(9)), checked.start(range(9))
+    for text in (first, second):
+        checked.extend(text)
+        checked.check()
+    assert set(first.sequence.block_table).isdisjoint(second.sequence.block_table)
+    assert checked.start(range(9)).sequence.block_table == first.sequence.block_table[:2]
+
+
+def test_a_copy_takes_the_place_of_the_known_block_when_that_is_gone():
+    checked = CheckedCache(num_blocks=8)
+    first, second = checked.start(range(9)), checked.start(range(9))
+    checked.extend(first)
+    checked.extend(second)
+    checked.release(first)
+    blocks = checked.cache.pool.allocate(5)  # everything but the copies
+    assert checked.cache.num_cached_blocks == 0
+    checked.cache.pool.release(blocks)
+    kept = second.sequence.block_table[:2]
+    checked.release(second)
+    checked.check()
+    assert checked.start(range(9)).sequence.block_table == kept
+
+
+def test_the_copy_of_a_known_block_keeps_that_one_recent():
+    """The beginning of a chain is not given up before its end, though another sequence's block stands for it."""
+    checked = CheckedCache(num_blocks=9)
+    first, second = checked.start(range(9)), checked.start(range(13))
+    checked.extend(first)
+    checked.extend(second)
+    known = first.sequence.block_table[:2] + second.sequence.block_table[2:3]
+    checked.release(first)
+    checked.release(second)
+    checked.check()
+    checked.cache.pool.release(checked.cache.pool.allocate(6))
+    checked.check()
+    assert checked.start(range(13)).sequence.block_table == known[:2]
+
+
+def test_the_least_recently_used_prompt_is_given_up_first_and_from_its_end():
+    checked = CheckedCache(num_blocks=11)
+    prompts = [[base] * 13 for base in range(3)]
+    for prompt in prompts:
+        checked.release(checked.prompt(prompt))
+    checked.release(checked.start(prompts[0]))  # used again
+    for taken, lengths in ((2, (12, 8, 12)), (3, (12, 4, 12)), (5, (12, 0, 8)), (8, (8, 0, 0)), (10, (0, 0, 0))):
+        checked.cache.pool.release(checked.cache.pool.allocate(taken))
+        index = checked.cache.prefix_index
+        found = [sum(index.find(link) is not None for link in index.links(prompt, b"", (), 3)) * SIZE for prompt in prompts]
+        assert tuple(found) == lengths, taken
+
+
+def test_free_blocks_are_taken_before_known_ones():
+    checked = CheckedCache(num_blocks=8)
+    checked.release(checked.prompt(range(13)))
+    blocks = checked.cache.pool.allocate(4)
+    assert checked.cache.stats.evicted_blocks == 0
+    blocks += checked.cache.pool.allocate(1)
+    assert checked.cache.stats.evicted_blocks == 1
+    with pytest.raises(CapacityError, match="3 blocks wanted, 2 of 7 free"):
+        checked.cache.pool.allocate(3)
+    assert checked.cache.num_cached_blocks == 2
+
+
+def test_adopting_needs_no_free_block_and_takes_none_from_a_pass_under_way():
+    checked = CheckedCache(num_blocks=8)
+    checked.release(checked.prompt(range(13)))
+    other = checked.start([50] * 17)
+    checked.run(other, range(-1, 15))  # the four blocks that were free
+    checked.check()
+    assert checked.cache.pool.num_free == 3
+    text = checked.start(range(13))
+    assert (text.sequence.committed_len, checked.cache.pool.num_free) == (12, 0)
+    with pytest.raises(CapacityError):
+        checked.run(text, [-1])
+    checked.check()
+    checked.keep(other, 15)
+    checked.check()
+    checked.release(text)
+    checked.run(other, [-1])  # out of what was given back
+    checked.check()
+
+
+def test_rows_cut_into_a_known_block_are_not_found_any_more():
+    checked = CheckedCache()
+    text = checked.prompt(range(13))
+    checked.truncate(text, 6)
+    checked.check()
+    assert checked.start(range(13)).sequence.committed_len == 4
+    text.token_ids[6:] = [60, 61, 62, 63]
+    checked.extend(text)
+    checked.check()
+    assert checked.start([*range(6), 60, 61, 62]).sequence.committed_len == 8
+
+
+def test_rows_cut_out_of_a_block_that_others_share_are_copied_and_the_block_stays_known():
+    checked = CheckedCache()
+    text = checked.prompt(range(13))
+    sharing = checked.start(range(13))
+    before = list(text.sequence.block_table)
+    checked.truncate(sharing, 6)
+    checked.check()
+    assert sharing.sequence.block_table[0] == before[0]
+    assert sharing.sequence.block_table[1] not in before
+    assert checked.start(range(13)).sequence.block_table == before[:3]
+
+
+def test_samples_of_one_prompt_share_its_full_blocks_and_go_on_by_themselves():
+    checked = CheckedCache()
+    first = checked.prompt(range(11))
+    samples = [first, *(checked.fork(first) for _ in range(3))]
+    assert checked.cache.pool.num_free == NUM_BLOCKS - 1 - 2 - 4
+    for number, text in enumerate(samples):
+        text.token_ids[10:] = [100 + number] * 4
+        checked.extend(text)
+        checked.check()
+    for text in samples:
+        found = checked.start(text.token_ids)
+        assert found.sequence.block_table == text.sequence.block_table[:3]
+
+
+def test_what_is_not_to_be_trusted_is_adopted_by_nobody_even_after_its_end():
+    checked = CheckedCache()
+    text = checked.prompt(range(13))
+    checked.cache.forget(text.sequence)
+    checked.check()
+    assert checked.start(range(13)).sequence.committed_len == 0
+    checked.release(text)
+    checked.check()
+    assert checked.start(range(13)).sequence.committed_len == 0
+
+
+def test_only_an_empty_sequence_adopts():
+    checked = CheckedCache()
+    text = checked.prompt(range(13))
+    with pytest.raises(RuntimeError, match="only an empty sequence"):
+        checked.cache.adopt_prefix(text.sequence, range(13))
+    checked.truncate(text, 0)
+    checked.check()
+    text.token_ids = list(range(13))
+    assert checked.cache.adopt_prefix(text.sequence, text.token_ids) == 12
+    started = checked.start([70, 71])
+    checked.run(started, [-1])
+    with pytest.raises(RuntimeError, match="only an empty sequence"):
+        checked.cache.adopt_prefix(started.sequence, range(13))
+
+
+def test_a_free_block_cannot_be_shared():
+    pool = BlockPool(3, PrefixIndex(SIZE))
+    with pytest.raises(RuntimeError, match="block 1 is free"):
+        pool.share([1])
+
+
+def test_a_companion_with_other_blocks_is_refused():
+    checked = CheckedCache()
+    with pytest.raises(ValueError, match="has 5 blocks, the cache 24"):
+        checked.cache.attach(np.zeros((1, 5, SIZE)))
+
+
+def _know_the_tail(checked: CheckedCache, text: Text) -> None:
+    checked.cache.prefix_index.add(Link(b"key", b"tokens"), text.sequence.block_table[-1])
+
+
+def _know_a_fresh_block(checked: CheckedCache, text: Text) -> None:
+    checked.run(text, range(-1, 6), [0] * 6)
+    checked.cache.prefix_index.add(Link(b"key", b"tokens"), text.sequence.plan.fresh_blocks[0])
+
+
+def _know_it_for_something_else(checked: CheckedCache, text: Text) -> None:
+    checked.cache.prefix_index.forget(text.sequence.block_table[0])
+    checked.cache.prefix_index.add(Link(b"key", b"tokens"), text.sequence.block_table[0])
+
+
+def _lengthen_the_chain(checked: CheckedCache, text: Text) -> None:
+    text.sequence.chain.append(Link(b"key", b"tokens"))
+
+
+@pytest.mark.parametrize(
+    ("tamper", "complaint"),
+    [
+        (_know_the_tail, "a block that is being written"),
+        (_know_a_fresh_block, "a block that is being written"),
+        (_know_it_for_something_else, "known for other rows"),
+        (_lengthen_the_chain, "a chain of 3 links describes 2 full blocks"),
+        (lambda checked, text: checked.cache.prefix_index.add(Link(b"key", b"tokens"), 0), "knows the scratch block"),
+        (lambda checked, text: checked.cache.prefix_index.add(Link(b"key", b"tokens"), 20), "idle in the prefix index or without owners"),
+    ],
+)
+def test_the_check_notices(tamper, complaint):
+    checked = CheckedCache()
+    text = checked.prompt(range(11))
+    checked.check()
+    tamper(checked, text)
+    with pytest.raises(RuntimeError, match=complaint):
+        checked.cache.check()
