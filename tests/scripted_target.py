@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from paceline.sampling.draw import draw, draw_rows
 from paceline.sampling.params import SamplingParams
-from paceline.sampling.processors import LogitsProcessor
+from paceline.sampling.processors import Constraint, LogitsProcessor
 
 Tokens = tuple[int, ...]
 Law = dict[Tokens, float]
@@ -48,9 +48,11 @@ class ScriptedTarget:
             }
         return law
 
-    def generate(self, params: SamplingParams, seed: int, num_tokens: int, sample_index: int = 0) -> Tokens:
+    def generate(
+        self, params: SamplingParams, seed: int, num_tokens: int, sample_index: int = 0, constraint: Constraint | None = None
+    ) -> Tokens:
         """Plain decoding, one token at a time, as the engine does it."""
-        processor = LogitsProcessor(params, self.vocab_size, self.prompt)
+        processor = LogitsProcessor(params, self.vocab_size, self.prompt, constraint=constraint)
         text: list[int] = []
         for _ in range(num_tokens):
             context = (*self.prompt, *text)
@@ -84,7 +86,7 @@ def textbook_probs(
 ) -> NDArray[np.float64]:
     """[V] float64 probabilities of the next token, in the plainest way: every processor by its definition, by full sorts.
 
-    Without EOS ids: of min_tokens only the ban of `stop_token_ids` is here.
+    Without EOS ids: of min_tokens only the ban of `stop_token_ids` is here. Without a tokenizer: bad words are token sequences.
     """
     scores = [float(value) for value in logits]
     for token_id, bias in params.logit_bias.items():
@@ -93,8 +95,15 @@ def textbook_probs(
         scores[token_id] *= params.repetition_penalty if scores[token_id] < 0 else 1.0 / params.repetition_penalty
     for token_id in set(output):
         scores[token_id] -= params.presence_penalty + params.frequency_penalty * list(output).count(token_id)
+    text = [*prompt, *output]
     for token_id in {*params.banned_token_ids, *(params.stop_token_ids if len(output) < params.min_tokens else ())}:
         scores[token_id] = -math.inf
+    for token_id in range(len(scores)):
+        longer = [*text, token_id]
+        if _repeats_its_last(longer, params.no_repeat_ngram_size) or any(_ends_with(longer, word) for word in params.bad_words):
+            scores[token_id] = -math.inf
+    for processor in params.processors:
+        scores = [float(score) for score in processor(text, np.array(scores, np.float32))]
     ranked = sorted(range(len(scores)), key=lambda token_id: (-scores[token_id], token_id))
     if params.is_greedy:
         return np.eye(len(scores))[ranked[0]]
@@ -113,6 +122,16 @@ def textbook_probs(
     probs = np.zeros(len(scores))
     probs[kept] = [weights[token_id] for token_id in kept]
     return probs / probs.sum()
+
+
+def _ends_with(text: Sequence[int], end: Sequence[int]) -> bool:
+    return tuple(text[max(0, len(text) - len(end)) :]) == tuple(end)
+
+
+def _repeats_its_last(text: Sequence[int], size: int) -> bool:
+    """Whether the last `size` tokens stand somewhere before as well."""
+    starts = range(len(text) - size) if size else ()
+    return any(text[start : start + size] == text[len(text) - size :] for start in starts)
 
 
 def joint_counts(texts: NDArray[np.int64]) -> dict[Tokens, int]:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,16 @@ class Tokenizer:
     def has_byte_pieces(self) -> bool:
         """Whether characters outside the vocabulary are spelled as runs of pieces like <0xE4>."""
         return self._backend.token_to_id("<0x00>") is not None
+
+    def to_json(self) -> str:
+        """The text of a tokenizer.json with every token that was added since."""
+        backend = self._backend
+        if backend.padding is not None or backend.truncation is not None:  # what a call may ask for is no part of a tokenizer
+            backend = copy(backend)
+            backend.no_padding()
+            backend.no_truncation()
+        text: str = backend.to_str()
+        return text
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation as the model was trained to see it.

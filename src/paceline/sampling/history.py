@@ -1,6 +1,8 @@
-"""Counts of the distinct tokens of a growing text, as arrays that penalties can index with."""
+"""A growing text: counts of its distinct tokens, as arrays that penalties can index with, and views of it that stay true."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,3 +61,41 @@ class TokenCounts:
                 # Last in, first out: a token whose count returns to 0 holds the newest slot.
                 del self._slot_of[token_id]
                 self._size -= 1
+
+
+class TokenView(Sequence[int]):
+    """Prompt + output + path as one read-only sequence, made without copying the text; slices are lists.
+
+    Args:
+        token_ids: a list that only ever grows; what is added later is not seen.
+        path: tokens after them.
+    """
+
+    __slots__ = ("_path", "_size", "_token_ids")
+
+    def __init__(self, token_ids: list[int], path: Sequence[int]) -> None:
+        self._token_ids, self._size, self._path = token_ids, len(token_ids), tuple(path)
+
+    def __len__(self) -> int:
+        return self._size + len(self._path)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return [self._at(one) for one in range(len(self))[index]]
+        return self._at(range(len(self))[index])
+
+    def __iter__(self) -> Iterator[int]:
+        return chain(islice(self._token_ids, self._size), self._path)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[np.int64]:  # noqa: FBT001  # as numpy calls it
+        return np.fromiter(self, np.int64, len(self)).astype(dtype or np.int64, copy=False)
+
+    def __repr__(self) -> str:
+        return f"TokenView({list(self)})"
+
+    def _at(self, index: int) -> int:
+        return self._token_ids[index] if index < self._size else self._path[index - self._size]

@@ -162,3 +162,17 @@ def token_noise(
         (Daliri et al. 2024, arXiv:2408.07978).
     """
     return exponential(noise_bits(seed, sample_index, position, purpose, token_ids))
+
+
+def step_uniform(seed: int, sample_index: int, first_position: int, purpose: Purpose, depth: int, index: int = 0) -> float:
+    """A number of 48 random bits in (0, 1), for one decision of one step.
+
+    Args:
+        seed, sample_index: as in `noise_bits`.
+        first_position: position of the first token the step emits, in [0, 2**32): numbers of one step are not met in another.
+        depth: tokens of this step before the one that is decided on, in [0, 2**32).
+        index: which decision there.
+    """
+    key = noise_key(int(seed), int(sample_index), first_position << 32 | depth, purpose)
+    bits: int = _mix((key + index * _GAMMA) & _MASK) >> 16
+    return (bits + 0.5) * 2.0**-48

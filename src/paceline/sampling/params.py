@@ -2,16 +2,24 @@
 
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from typing import Any
 
 from paceline.errors import RequestError
+from paceline.sampling.grammar import Grammar
 
 MAX_TEMPERATURE = 100.0
 MIN_TEMPERATURE = 1e-4  # below it float32 scores overflow for large logits; 0 is greedy
 MAX_ADDEND = 1e6  # penalties and biases: far beyond any logit, far from float32's end
 MAX_INT = 2**31 - 1
+MAX_SAMPLES = 64
+MAX_LOGPROBS = 20
+LOGPROBS_MODES = ("raw", "processed")
+
+# (token ids, scores) -> scores, both arrays [V] float32: without numpy's types, so that `paceline --help` need not import it.
+CustomProcessor = Callable[[Sequence[int], Any], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +43,15 @@ class SamplingParams:
         presence_penalty: subtracted once from tokens that occur in the output.
         logit_bias: added to the logits of these ids before everything else.
         banned_token_ids: tokens that are never drawn.
+        n: how many samples to draw, in [1, 64]; more than 1 needs a temperature above 0.
+        logprobs: how many of the best tokens to report with each output token's log-probability, in [0, 20]; None = report nothing.
+        prompt_logprobs: the same for the prompt's tokens, always raw.
+        logprobs_mode: "raw" = what the target says, "processed" = after all processors, temperature and restriction.
+        bad_words: texts, or sequences of token ids, whose last token is never drawn where the tokens before it stand.
+        no_repeat_ngram_size: no run of so many tokens of prompt and output may occur twice; 0 = off.
+        processors: called with the token ids so far and a copy of the scores [V] float32, after penalties and bans and before temperature;
+            each returns the scores to go on with. They are called for guesses too, so the result must depend on the arguments only.
+        grammar: what the output must match.
 
     Raises:
         RequestError: a value has the wrong type or is out of range; `parameter` names it.
@@ -56,6 +73,14 @@ class SamplingParams:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     banned_token_ids: Sequence[int] = ()
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprobs_mode: str = "raw"
+    bad_words: str | Sequence[str | Sequence[int]] = ()
+    no_repeat_ngram_size: int = 0
+    processors: Sequence[CustomProcessor] = field(default=(), hash=False)
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         self._set(max_tokens=_integer("max_tokens", self.max_tokens, 1, MAX_INT))
@@ -86,6 +111,24 @@ class SamplingParams:
         for name in ("include_stop", "ignore_eos"):
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "must be true or false")
+        self._check_output_options()
+
+    def _check_output_options(self) -> None:
+        self._set(
+            n=_integer("n", self.n, 1, MAX_SAMPLES),
+            logprobs=None if self.logprobs is None else _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS),
+            prompt_logprobs=None if self.prompt_logprobs is None else _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS),
+            bad_words=_bad_words(self.bad_words),
+            no_repeat_ngram_size=_integer("no_repeat_ngram_size", self.no_repeat_ngram_size, 0, MAX_INT),
+            processors=_processors(self.processors),
+        )
+        if self.n > 1 and self.is_greedy:
+            _refuse("n", self.n, "samples of a greedy request would all be equal; set a temperature above 0, or n=1")
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            _refuse("logprobs_mode", self.logprobs_mode, f"is none of {', '.join(LOGPROBS_MODES)}")
+        grammar: object = self.grammar
+        if not isinstance(grammar, Grammar | None):
+            _refuse("grammar", grammar, "is no Grammar; make one, such as Grammar.regex(...)")
 
     def _set(self, **values: object) -> None:
         for name, value in values.items():
@@ -102,8 +145,10 @@ class SamplingParams:
         Raises:
             RequestError: an id is not below `vocab_size`; `parameter` names where.
         """
-        for name in ("logit_bias", "banned_token_ids", "stop_token_ids"):
-            largest = max(getattr(self, name), default=-1)
+        named: dict[str, Iterable[int]] = {name: getattr(self, name) for name in ("logit_bias", "banned_token_ids", "stop_token_ids")}
+        named["bad_words"] = [token_id for word in self.bad_words if not isinstance(word, str) for token_id in word]
+        for name, token_ids in named.items():
+            largest = max(token_ids, default=-1)
             if largest >= vocab_size:
                 _refuse(name, largest, f"is no token id of this model; ids are in [0, {vocab_size - 1}]")
 
@@ -165,3 +210,22 @@ def _stop_texts(value: object) -> tuple[str, ...]:
         if not isinstance(text, str) or not text:
             _refuse("stop", text, "cannot end the output; every stop must be a non-empty string")
     return tuple(texts)
+
+
+def _bad_words(value: object) -> tuple[str | tuple[int, ...], ...]:
+    words = (value,) if isinstance(value, str) else value
+    if isinstance(words, (bytes, Mapping)) or not isinstance(words, Sequence):
+        raise RequestError(f"bad_words: {value!r} is no list of texts or token sequences", parameter="bad_words")
+    for word in words:
+        if isinstance(word, Integral) or not hasattr(word, "__len__") or len(word) == 0:
+            _refuse("bad_words", word, "can be no bad word; give non-empty texts or lists of token ids")
+    return tuple(word if isinstance(word, str) else _ids("bad_words", word) for word in words)
+
+
+def _processors(value: object) -> tuple[CustomProcessor, ...]:
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence):
+        raise RequestError(f"processors: {value!r} is no list of callables", parameter="processors")
+    for processor in value:
+        if not callable(processor):
+            _refuse("processors", processor, "cannot be called; give functions of (token_ids, scores) that return scores")
+    return tuple(value)

@@ -1,23 +1,28 @@
 """The one door from logits to a distribution, alike for plain steps, verification and drafting.
 
-Order: logit bias, repetition penalty, presence and frequency penalties, bans, min_tokens, temperature, top-k, top-p, min-p.
+Order: logit bias, repetition penalty, presence and frequency penalties, no_repeat_ngram, bad words, bans, min_tokens, custom processors,
+grammar, temperature, top-k, top-p, min-p.
 Temperature 0 stops before temperature. A row that the parameters do not change is passed on without a copy.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, RequestError
+from paceline.sampling.custom_processors import CustomProcessors
 from paceline.sampling.history import TokenCounts
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.restrict import Nucleus, restrict_lazily
+from paceline.sampling.sequence_bans import BadWords, RepeatedNgrams
 
 ScoreArray = NDArray[np.float32]
 ProbArray = NDArray[np.float64]
 
+_MASK_ORDER = ("no_repeat_ngram_size", "bad_words", "banned_token_ids", "min_tokens", "processors", "grammar")
 _DENSE_SHARE = 4  # noise for more than V / 4 listed ids costs more than for all V in order
 
 
@@ -61,6 +66,16 @@ class Distribution:
         return np.exp(self.log_probs())
 
 
+class Constraint(Protocol):
+    """What may follow the output, decided row by row: a grammar, or one of our own bans."""
+
+    def mask(self, scores: ScoreArray, path: Sequence[int]) -> None:
+        """Set the scores [V] of what is not allowed after the committed output and `path` to -inf, in place; changes no state."""
+
+    def commit(self, token_id: int) -> None:
+        """Record that a token became part of the output; called once for each, in order."""
+
+
 class LogitsProcessor:
     """Turns rows of logits into distributions for one sample of one request.
 
@@ -70,33 +85,60 @@ class LogitsProcessor:
     Args:
         params: the request's.
         vocab_size: V of the rows.
-        prompt_token_ids: the prompt; counts for the repetition penalty only.
+        prompt_token_ids: the prompt; counts for the repetition penalty, repeated n-grams, bad words and custom processors.
         eos_token_ids: banned, like `params.stop_token_ids`, while the output is shorter than `params.min_tokens`.
+        constraint: what `params.grammar` allows.
+        bad_word_ids: `sequence_bans.bad_word_ids` of `params.bad_words`; may be left out where these hold no texts.
 
     Raises:
-        RequestError: an id of the parameters or the prompt is not in the vocabulary.
+        RequestError: an id of the parameters or the prompt is not in the vocabulary; bad words are texts and `bad_word_ids` is missing;
+            there is a grammar and no constraint.
     """
 
-    def __init__(self, params: SamplingParams, vocab_size: int, prompt_token_ids: Sequence[int], eos_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        prompt_token_ids: Sequence[int],
+        eos_token_ids: Sequence[int] = (),
+        *,
+        constraint: Constraint | None = None,
+        bad_word_ids: Sequence[Sequence[int]] = (),
+    ) -> None:
         params.check_vocabulary(vocab_size)
         self.num_output_tokens = 0
+        self.constraint = constraint
         self._params = params
         self._bias_ids = np.array(list(params.logit_bias.keys()), np.int64)
         self._bias = np.array(list(params.logit_bias.values()), np.float32)
         self._banned_ids = np.array(sorted(set(params.banned_token_ids)), np.int64)
         ends = {*params.stop_token_ids, *(token_id for token_id in eos_token_ids if token_id < vocab_size)}
         self._end_ids = np.array(sorted(ends), np.int64)
-        # Both count only what their penalty reads, so requests without penalties pay nothing per token.
+        self._min_tokens = params.min_tokens if ends else 0
+        # Everything below exists only where a parameter asks for it, so requests without it pay nothing per token.
         self._seen = TokenCounts(_distinct(prompt_token_ids, vocab_size)) if params.repetition_penalty != 1.0 else None
         self._generated = TokenCounts() if params.frequency_penalty or params.presence_penalty else None
         self._trackers = [counts for counts in (self._seen, self._generated) if counts is not None]
-        self._edits_every_row = bool(params.logit_bias or params.banned_token_ids or self._trackers)
+        words = _bad_word_sequences(params, bad_word_ids, vocab_size)
+        constraints = _own_constraints(params, words, prompt_token_ids, vocab_size)
+        if params.grammar is not None and constraint is None:
+            raise RequestError("grammar: nothing here can hold the output to it; generate without one", parameter="grammar")
+        if constraint is not None:
+            constraints["grammar"] = constraint
+        self._listeners = [*(counts.add for counts in self._trackers), *(one.commit for one in constraints.values())]
+        masks = {name: one.mask for name, one in constraints.items()}
+        if self._banned_ids.size:
+            masks["banned_token_ids"] = self._mask_banned
+        if self._min_tokens:
+            masks["min_tokens"] = self._mask_ends
+        self._masks = [(name, masks[name]) for name in _MASK_ORDER if name in masks]
+        self._edits_every_row = bool(params.logit_bias or self._trackers or masks.keys() - {"min_tokens"})
 
     def commit(self, token_id: int) -> None:
         """Record that a token became part of the output. O(1)."""
         self.num_output_tokens += 1
-        for counts in self._trackers:
-            counts.add(token_id)
+        for listen in self._listeners:
+            listen(token_id)
 
     def process(self, logits: ScoreArray, path: Sequence[int] = ()) -> Distribution:
         """The distribution of the token that follows prompt + committed output + `path`.
@@ -107,23 +149,14 @@ class LogitsProcessor:
 
         Raises:
             CheckpointError: the row holds NaN or +inf, or nothing finite.
-            RequestError: the parameters leave no token to choose.
+            RequestError: the parameters leave no token to choose, or a custom processor fails.
         """
         params = self._params
         peak = _checked_peak(logits)
         scores = logits
-        too_short = self.num_output_tokens + len(path) < params.min_tokens and self._end_ids.size > 0
-        if self._edits_every_row or too_short:
+        if self._edits_every_row or self.num_output_tokens + len(path) < self._min_tokens:
             scores = logits.copy()
-            self._edit(scores, path, too_short=too_short)
-            peak = scores.max()
-            if np.isneginf(peak):
-                raise RequestError(
-                    f"no token is left to choose at output position {self.num_output_tokens + len(path)}: banned_token_ids and "
-                    "min_tokens exclude the whole vocabulary; ban fewer tokens or lower min_tokens",
-                    parameter="banned_token_ids" if self._banned_ids.size else "min_tokens",
-                )
-        # Processors that mask rows (grammars, custom callables) belong here: after the edits, before temperature.
+            peak = self._edit(scores, path)
         if params.is_greedy:
             return Distribution(scores, None, True)
         if params.temperature != 1.0:
@@ -134,10 +167,21 @@ class LogitsProcessor:
             return _sampled(scores, None, kept)
         return Distribution(nucleus.scores, kept, False, nucleus)
 
-    def _edit(self, scores: ScoreArray, path: Sequence[int], *, too_short: bool) -> None:
-        """Everything before temperature, in place."""
+    def _edit(self, scores: ScoreArray, path: Sequence[int]) -> np.float32:
+        """Everything before temperature, in place; returns the largest score that is left."""
         if self._bias_ids.size:
             scores[self._bias_ids] += self._bias
+        if self._trackers:
+            self._penalise(scores, path)
+        peak: np.float32 | None = None
+        for name, mask in self._masks:
+            mask(scores, path)
+            peak = scores.max()
+            if np.isneginf(peak):
+                raise self._nothing_left(name, path)
+        return scores.max() if peak is None else peak
+
+    def _penalise(self, scores: ScoreArray, path: Sequence[int]) -> None:
         for counts in self._trackers:
             counts.extend(path)
         try:
@@ -150,10 +194,47 @@ class LogitsProcessor:
         finally:
             for counts in self._trackers:
                 counts.drop_last(path)
-        if self._banned_ids.size:
-            scores[self._banned_ids] = -np.inf
-        if too_short:
+
+    def _mask_banned(self, scores: ScoreArray, path: Sequence[int]) -> None:
+        scores[self._banned_ids] = -np.inf
+
+    def _mask_ends(self, scores: ScoreArray, path: Sequence[int]) -> None:
+        if self.num_output_tokens + len(path) < self._min_tokens:
             scores[self._end_ids] = -np.inf
+
+    def _nothing_left(self, name: str, path: Sequence[int]) -> RequestError:
+        position = self.num_output_tokens + len(path)
+        earlier = [one for one, _ in self._masks]
+        earlier = earlier[: earlier.index(name)]
+        left = f"what {' and '.join(earlier)} left of the vocabulary" if earlier else "the whole vocabulary"
+        return RequestError(f"no token is left to choose at output position {position}: {name} excludes {left}; allow more", parameter=name)
+
+
+def _bad_word_sequences(params: SamplingParams, bad_word_ids: Sequence[Sequence[int]], vocab_size: int) -> list[Sequence[int]]:
+    """The sequences in `params`, and those its texts were turned into."""
+    if not bad_word_ids and any(isinstance(word, str) for word in params.bad_words):
+        raise RequestError("bad_words: texts need a tokenizer, and there is none here; give token sequences", parameter="bad_words")
+    for token_id in (token_id for word in bad_word_ids for token_id in word):
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"bad_words: {token_id} is no token id of this model; ids are in [0, {vocab_size - 1}]", parameter="bad_words"
+            )
+    return [*(word for word in params.bad_words if not isinstance(word, str)), *bad_word_ids]
+
+
+def _own_constraints(
+    params: SamplingParams, words: Sequence[Sequence[int]], prompt_token_ids: Sequence[int], vocab_size: int
+) -> dict[str, Constraint]:
+    """The constraints we have ourselves, under the names of the parameters that ask for it."""
+    constraints: dict[str, Constraint] = {}
+    if params.no_repeat_ngram_size:
+        _distinct(prompt_token_ids, vocab_size)
+        constraints["no_repeat_ngram_size"] = RepeatedNgrams(params.no_repeat_ngram_size, prompt_token_ids)
+    if words:
+        constraints["bad_words"] = BadWords(words, prompt_token_ids)
+    if params.processors:
+        constraints["processors"] = CustomProcessors(params.processors, prompt_token_ids)
+    return constraints
 
 
 def _sampled(scores: ScoreArray, token_ids: NDArray[np.int64] | None, kept: NDArray[np.int64] | None) -> Distribution:

@@ -57,6 +57,33 @@ from paceline.sampling.params import SamplingParams, resolve_seed
         ("logit_bias", {"1": 1.0}),
         ("logit_bias", [(1, 1.0)]),
         ("banned_token_ids", (1.0,)),
+        ("n", 0),
+        ("n", 65),
+        ("n", 2.0),
+        ("n", 2),  # greedy
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("logprobs", True),
+        ("logprobs", "5"),
+        ("prompt_logprobs", 21),
+        ("prompt_logprobs", False),
+        ("logprobs_mode", "cooked"),
+        ("logprobs_mode", None),
+        ("bad_words", 5),
+        ("bad_words", ("a", "")),
+        ("bad_words", ("a", ())),
+        ("bad_words", ("a", 3)),
+        ("bad_words", ((1, -1),)),
+        ("bad_words", ((1, "a"),)),
+        ("bad_words", b"abc"),
+        ("bad_words", (b"abc",)),
+        ("no_repeat_ngram_size", -1),
+        ("no_repeat_ngram_size", 1.0),
+        ("processors", print),
+        ("processors", (print, 5)),
+        ("processors", "print"),
+        ("grammar", "a+"),
+        ("grammar", {"type": "object"}),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(name, value):
@@ -64,6 +91,19 @@ def test_a_wrong_value_is_refused_by_name(name, value):
         SamplingParams(**{name: value})
     assert refusal.value.parameter == name
     assert name in str(refusal.value)
+
+
+def test_several_samples_need_a_temperature():
+    assert SamplingParams(n=64, temperature=0.5).n == 64
+    assert SamplingParams(n=1).n == 1
+    with pytest.raises(RequestError, match="greedy"):
+        SamplingParams(n=2, temperature=0)
+
+
+def test_bad_words_are_texts_or_token_sequences():
+    params = SamplingParams(bad_words=["one", [1, 2], np.array([3]), ("two")])
+    assert params.bad_words == ("one", (1, 2), (3,), "two")
+    assert SamplingParams(bad_words="one").bad_words == ("one",)
 
 
 def test_values_are_normalised():
@@ -86,10 +126,9 @@ def test_a_list_that_changes_later_does_not_change_the_parameters():
     assert params.stop == ("a",)
 
 
-@pytest.mark.parametrize("name", ["logit_bias", "banned_token_ids", "stop_token_ids"])
+@pytest.mark.parametrize("name", ["logit_bias", "banned_token_ids", "stop_token_ids", "bad_words"])
 def test_an_id_outside_the_vocabulary_is_refused_by_name(name):
-    ids = {10: 1.0} if name == "logit_bias" else (10,)
-    params = SamplingParams(**{name: ids})
+    params = SamplingParams(**{name: {"logit_bias": {10: 1.0}, "bad_words": ("text", (1, 10))}.get(name, (10,))})
     params.check_vocabulary(11)
     with pytest.raises(RequestError) as refusal:
         params.check_vocabulary(10)

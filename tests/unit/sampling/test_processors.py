@@ -2,12 +2,31 @@ import numpy as np
 import pytest
 
 from paceline.errors import CheckpointError, RequestError
+from paceline.sampling.grammar import Grammar
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from scripted_target import textbook_probs
 
 VOCABULARY = 40
 SAMPLED = {"temperature": 0.7}
+
+
+def lift_what_follows_a_repeat(token_ids, scores):
+    """A custom processor that reads the whole text, its end and its length."""
+    if len(set(token_ids[-3:])) < len(token_ids[-3:]):
+        scores[token_ids[0]] += len(token_ids)
+    return scores
+
+
+def forbid_the_last(token_ids, scores):
+    return np.where(np.arange(len(scores)) == token_ids[-1], np.float32(-np.inf), scores)
+
+
+def lower_the_best(token_ids, scores):
+    scores[scores.argmax()] -= 5
+    return scores
+
+
 PARAMS = {
     "greedy": {},
     "temperature": SAMPLED,
@@ -19,6 +38,12 @@ PARAMS = {
     "bias": {**SAMPLED, "logit_bias": {3: 2.0, 4: -1.5}},
     "bans": {**SAMPLED, "banned_token_ids": (1, 2, 3)},
     "min tokens": {**SAMPLED, "min_tokens": 3, "stop_token_ids": (5, 6)},
+    "no token twice": {**SAMPLED, "no_repeat_ngram_size": 1},
+    "no pair twice": {**SAMPLED, "no_repeat_ngram_size": 2},
+    "no triple twice": {"no_repeat_ngram_size": 3},
+    "bad words": {**SAMPLED, "bad_words": ((3,), (2, 1), (0, 2), (2, 2), (1, 0, 2), (9, 5, 9, 1), (5, 1, 2))},
+    "custom": {**SAMPLED, "processors": (lift_what_follows_a_repeat, forbid_the_last)},
+    "greedy custom": {"processors": (forbid_the_last, lift_what_follows_a_repeat), "no_repeat_ngram_size": 2},
     "greedy penalties": {"repetition_penalty": 2.0, "frequency_penalty": 1.0, "logit_bias": {1: 3.0}},
     "all": {
         **SAMPLED,
@@ -32,8 +57,24 @@ PARAMS = {
         "banned_token_ids": (9,),
         "min_tokens": 2,
         "stop_token_ids": (11,),
+        "bad_words": ((0, 1), (2,)),
+        "no_repeat_ngram_size": 2,
+        "processors": (lift_what_follows_a_repeat,),
     },
 }
+
+
+class ByTheSum:
+    """A constraint with state: bans every third id, which ones depends on the sum of the output."""
+
+    def __init__(self):
+        self.committed = []
+
+    def mask(self, scores, path):
+        scores[(sum(self.committed) + sum(path)) % 3 :: 3] = -np.inf
+
+    def commit(self, token_id):
+        self.committed.append(token_id)
 
 
 def _rows(count: int, spread: float = 2.0) -> np.ndarray:
@@ -49,13 +90,18 @@ def _dense(distribution) -> np.ndarray:
     return probs
 
 
+def _bits(distribution) -> tuple[bytes, bytes | None]:
+    return distribution.scores.tobytes(), None if distribution.token_ids is None else distribution.token_ids.tobytes()
+
+
 @pytest.mark.parametrize("name", PARAMS)
 def test_a_row_gets_the_textbook_distribution(name):
     params = SamplingParams(**PARAMS[name])
     generator = np.random.default_rng(1)
     for row in _rows(60):
+        alphabet = generator.choice([3, 12, VOCABULARY])  # small ones repeat themselves
         prompt, output, path = (
-            generator.integers(0, VOCABULARY, size).tolist() for size in (4, generator.integers(5), generator.integers(4))
+            generator.integers(0, alphabet, size).tolist() for size in (4, generator.integers(9), generator.integers(4))
         )
         processor = LogitsProcessor(params, VOCABULARY, prompt)
         for token_id in output:
@@ -74,13 +120,28 @@ def test_a_guessed_path_gives_the_bits_of_the_same_tokens_committed(name):
         guessed.commit(token_id)
     for accepted in range(len(path) + 1):
         for row in _rows(5):
-            one, other = plain.process(row), guessed.process(row, path[:accepted])
-            assert one.scores.tobytes() == other.scores.tobytes()
-            assert (one.token_ids is None) == (other.token_ids is None)
-            assert one.token_ids is None or np.array_equal(one.token_ids, other.token_ids)
+            assert _bits(plain.process(row)) == _bits(guessed.process(row, path[:accepted]))
         if accepted < len(path):
             plain.commit(path[accepted])
     assert guessed.num_output_tokens == len(output)
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_it_does_not_matter_where_a_text_is_cut_into_output_and_path(name, seed, large_counts):
+    params = SamplingParams(**PARAMS[name])
+    generator = np.random.default_rng(seed)
+    for row in _rows(100 if large_counts else 6):
+        prompt, text = (generator.integers(0, 4, size).tolist() for size in (generator.integers(1, 6), 12))
+        cut = LogitsProcessor(params, VOCABULARY, prompt)
+        for num_committed in range(len(text) + 1):
+            for end in range(num_committed, min(num_committed + 8, len(text)) + 1):
+                whole = LogitsProcessor(params, VOCABULARY, prompt)
+                for token_id in text[:end]:
+                    whole.commit(token_id)
+                cut.process(row, [3, 3, 1])  # another branch of the tree leaves no trace
+                assert _bits(cut.process(row, text[num_committed:end])) == _bits(whole.process(row))
+            if num_committed < len(text):
+                cut.commit(text[num_committed])
 
 
 @pytest.mark.parametrize("name", PARAMS)
@@ -151,15 +212,83 @@ def test_a_row_that_is_not_finite_is_the_checkpoints_fault(value, text, params):
         ({"banned_token_ids": range(VOCABULARY)}, "banned_token_ids"),
         ({"min_tokens": 1, "stop_token_ids": range(VOCABULARY)}, "min_tokens"),
         ({"temperature": 1.0, "banned_token_ids": range(VOCABULARY)}, "banned_token_ids"),
+        ({"bad_words": tuple((token_id,) for token_id in range(VOCABULARY))}, "bad_words"),
+        ({"bad_words": ((1, 2), (1,)), "banned_token_ids": [0, *range(2, VOCABULARY)]}, "banned_token_ids"),
+        ({"processors": [lambda token_ids, scores: np.full_like(scores, -np.inf)], "banned_token_ids": (1,)}, "processors"),
     ],
 )
 def test_a_row_in_which_everything_is_banned_is_the_requests_fault(values, name):
     processor = LogitsProcessor(
         SamplingParams(**{key: tuple(value) if isinstance(value, range) else value for key, value in values.items()}), VOCABULARY, ()
     )
-    with pytest.raises(RequestError) as refusal:
+    with pytest.raises(RequestError, match="no token is left to choose at output position 0") as refusal:
         processor.process(_rows(1)[0])
     assert refusal.value.parameter == name
+
+
+def test_the_last_of_several_parameters_to_ban_something_is_told_with_those_before_it():
+    params = SamplingParams(no_repeat_ngram_size=1, bad_words=((3,),), banned_token_ids=range(4, VOCABULARY))
+    processor = LogitsProcessor(params, VOCABULARY, [0, 1])
+    processor.process(_rows(1)[0])
+    processor.commit(2)
+    with pytest.raises(RequestError, match="no_repeat_ngram_size and bad_words left") as refusal:
+        processor.process(_rows(1)[0])
+    assert refusal.value.parameter == "banned_token_ids"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, SAMPLED, {**SAMPLED, "top_p": 0.8}, {**SAMPLED, "top_k": 3, "processors": (lower_the_best,)}],
+    ids=["greedy", "sampled", "top-p", "after a custom processor"],
+)
+def test_a_constraint_masks_what_custom_processors_leave_and_comes_before_temperature(values):
+    """As the same mask by a custom processor that comes last."""
+    output, path = [5, 9, 4], [7, 7]
+
+    def by_the_sum(token_ids, scores):
+        scores[sum(token_ids[1:]) % 3 :: 3] = -np.inf
+        return scores
+
+    constraint = ByTheSum()
+    constrained = LogitsProcessor(SamplingParams(**values), VOCABULARY, [2], constraint=constraint)
+    expected = LogitsProcessor(SamplingParams(**{**values, "processors": (*values.get("processors", ()), by_the_sum)}), VOCABULARY, [2])
+    assert constrained.constraint is constraint
+    for token_id in output:
+        for row in _rows(10):
+            for accepted in range(len(path) + 1):
+                assert _bits(constrained.process(row, path[:accepted])) == _bits(expected.process(row, path[:accepted]))
+        constrained.commit(token_id)
+        expected.commit(token_id)
+    assert constraint.committed == output
+
+
+def test_a_constraint_that_allows_nothing_is_the_grammars_fault():
+    class Nothing(ByTheSum):
+        def mask(self, scores, path):
+            scores[:] = -np.inf
+
+    processor = LogitsProcessor(SamplingParams(min_tokens=1, stop_token_ids=(3,)), VOCABULARY, (), constraint=Nothing())
+    with pytest.raises(RequestError, match="min_tokens left") as refusal:
+        processor.process(_rows(1)[0])
+    assert refusal.value.parameter == "grammar"
+
+
+def test_nothing_that_was_asked_for_is_left_out_in_silence():
+    with pytest.raises(RequestError) as refusal:
+        LogitsProcessor(SamplingParams(bad_words=["word"]), VOCABULARY, [1])
+    assert refusal.value.parameter == "bad_words"
+    LogitsProcessor(SamplingParams(bad_words=["word"]), VOCABULARY, [1], bad_word_ids=[(1, 2)])
+    with pytest.raises(RequestError) as refusal:
+        LogitsProcessor(SamplingParams(grammar=Grammar.regex("a+")), VOCABULARY, [1])
+    assert refusal.value.parameter == "grammar"
+    LogitsProcessor(SamplingParams(grammar=Grammar.regex("a+")), VOCABULARY, [1], constraint=ByTheSum())
+
+
+@pytest.mark.parametrize("values", [{"bad_words": [[1, VOCABULARY]]}, {}])
+def test_a_bad_word_outside_the_vocabulary_is_refused_when_the_request_starts(values):
+    with pytest.raises(RequestError) as refusal:
+        LogitsProcessor(SamplingParams(**values), VOCABULARY, [1], bad_word_ids=[] if values else [(VOCABULARY,)])
+    assert refusal.value.parameter == "bad_words"
 
 
 def test_an_id_outside_the_vocabulary_is_refused_when_the_request_starts():

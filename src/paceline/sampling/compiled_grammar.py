@@ -1,0 +1,123 @@
+"""A grammar compiled by llguidance for the ids of one model. The one place that knows how llguidance wants to be called."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import BackendUnavailableError, RequestError
+from paceline.sampling.grammar import Grammar, GrammarKind
+from paceline.tokenizer import Tokenizer
+
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_NO_END = "<|end of grammar|>"  # stands for the end in a vocabulary that has no end token
+_MAX_REASON = 400  # characters of llguidance's that an error repeats
+
+
+class GrammarVocabulary:
+    """A tokenizer as llguidance sees it.
+
+    Attributes:
+        size: ids that exist.
+        eos_ids, eos_set: ids that end an output, ascending.
+        end_id: the one that stands for all of them in llguidance's masks; where the model has none, one that is no token.
+        num_words: 32-bit words of a mask.
+
+    Raises:
+        BackendUnavailableError: llguidance is not installed.
+        RequestError: it cannot read this tokenizer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> None:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise BackendUnavailableError("grammars need llguidance: pip install 'paceline[grammar]'") from error
+        self.llguidance: Any = llguidance
+        self.size = tokenizer.vocab_size
+        self.eos_ids = np.array(sorted({token_id for token_id in eos_token_ids if 0 <= token_id < self.size}), np.int64)
+        self.eos_set = frozenset(self.eos_ids.tolist())
+        text = tokenizer.to_json()
+        if self.eos_set:
+            self.end_id = int(self.eos_ids[0])
+        else:
+            text, self.end_id = _with_an_end(text)
+        try:
+            self.ids = self.llguidance.LLTokenizer(text, eos_token=self.end_id)
+        except ValueError as error:
+            raise RequestError(
+                f"grammar: the tokenizer of this model cannot be held to one ({error}); generate without it", parameter="grammar"
+            ) from error
+        self.num_words = (self.ids.vocab_size + 31) // 32
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The text of a token; empty for ids that do not exist."""
+        text: bytes = self.ids.decode_bytes([token_id]) if 0 <= token_id < self.size else b""
+        return text
+
+
+class CompiledGrammar:
+    """A grammar in llguidance's form, compiled once and copied for each request.
+
+    Args:
+        limits: llguidance's `LLParserLimits` by name; those not named are its own.
+
+    Raises:
+        RequestError: it does not compile, or no text matches it.
+    """
+
+    def __init__(self, grammar: Grammar, vocabulary: GrammarVocabulary, limits: dict[str, int]) -> None:
+        self.vocabulary = vocabulary
+        self._limits = vocabulary.llguidance.LLParserLimits(verbose_errors=False, **limits)
+        try:
+            self._text = _llguidance_text(grammar, vocabulary.llguidance.LLMatcher)
+        except ValueError as error:
+            raise RequestError(f"grammar: {error}", parameter="grammar") from error
+        self._first = self._compile()
+        if not self._first.is_error():
+            self._first.compute_bitmask()  # some find out only here that no text matches
+        if self._first.is_error():
+            raise RequestError(f"grammar: {reason_of(self._first)}", parameter="grammar")
+
+    def matcher(self) -> Any:
+        """A fresh matcher; what one learns of the grammar's automaton is learnt for all."""
+        return self._first.deep_copy()
+
+    def renew(self) -> Any:
+        """A fresh matcher that shares nothing with those before it; those of later requests share with it."""
+        self._first = self._compile()
+        return self._first.deep_copy()
+
+    def _compile(self) -> Any:
+        return self.vocabulary.llguidance.LLMatcher(self.vocabulary.ids, self._text, log_level=0, limits=self._limits)
+
+
+def reason_of(matcher: Any) -> str:
+    """Why a matcher of llguidance's broke, on one line."""
+    text: str = matcher.get_error()
+    if text.startswith("NoExtension"):
+        return "no text matches it"
+    return " ".join(text.replace("<non-verbose/>", "").split())[:_MAX_REASON]
+
+
+def _llguidance_text(grammar: Grammar, matcher: Any) -> str:
+    if grammar.kind is GrammarKind.REGEX:
+        text = matcher.grammar_from_regex(grammar.text)
+    elif grammar.kind is GrammarKind.LARK:
+        text = matcher.grammar_from_lark(grammar.text)
+    elif grammar.kind is GrammarKind.CHOICE:
+        # Lark's strings are JSON's
+        text = matcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in grammar.choices()))
+    else:
+        text = matcher.grammar_from_json_schema(grammar.text, defaults=_ONE_LINE)
+    return str(text)
+
+
+def _with_an_end(tokenizer_json: str) -> tuple[str, int]:
+    """The tokenizer with one more token, for llguidance needs an end; and its id."""
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend.from_str(tokenizer_json)
+    backend.add_special_tokens([_NO_END])
+    return backend.to_str(), backend.get_vocab()[_NO_END]

@@ -1,0 +1,94 @@
+"""Log-probabilities of chosen tokens and of the best alternatives, from the target's own row."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.sampling.processors import Distribution
+
+_BLOCK_RATIO = 16  # blocks for each id asked for; more make the bound tighter, fewer make it cheaper
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One token as its row sees it.
+
+    Attributes:
+        token_id: the token.
+        logprob: its natural log-probability; -inf where it cannot be drawn.
+        rank: 1 + how many tokens are strictly more probable.
+        top: (token id, logprob) of the most probable tokens, best first, lowest id first on ties; fewer than asked for where the
+            others have probability 0. Holds the token itself only if it is among them.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+def raw_logprobs(row: NDArray[np.float32], token_id: int, num_top: int) -> TokenLogprobs:
+    """What the target itself says of a token, before any processor and at temperature 1.
+
+    Args:
+        row: [V] float32 logits, never modified.
+        token_id: in [0, V).
+        num_top: how many of the best tokens to list; 0 = none.
+    """
+    return _token_logprobs(row, token_id, row[token_id], num_top, None)
+
+
+def processed_logprobs(distribution: Distribution, token_id: int, num_top: int) -> TokenLogprobs:
+    """What a draw sees of a token: after all processors, temperature and restriction; arguments as for `raw_logprobs`.
+
+    A greedy distribution counts with temperature 1 and without restriction, because it never gets that far.
+    """
+    kept = distribution.restricted()
+    ids = kept.token_ids
+    if ids is None:
+        return _token_logprobs(kept.scores, token_id, kept.scores[token_id], num_top, None)
+    index = int(np.searchsorted(ids, token_id))
+    is_listed = index < len(ids) and ids[index] == token_id
+    return _token_logprobs(kept.scores, token_id, kept.scores[index] if is_listed else np.float32(-np.inf), num_top, ids)
+
+
+def _token_logprobs(
+    scores: NDArray[np.float32], token_id: int, score: np.float32, num_top: int, token_ids: NDArray[np.int64] | None
+) -> TokenLogprobs:
+    """Of scores [M] whose ids are `token_ids`, None = all in order."""
+    peak = float(scores.max())
+    log_total = _log_total(scores, peak)
+    rank = 1 + int(np.count_nonzero(scores > score))
+    best = _best(scores, num_top)
+    best_ids: Sequence[int] = (best if token_ids is None else token_ids[best]).tolist()
+    top = tuple((best_id, value - peak - log_total) for best_id, value in zip(best_ids, scores[best].tolist(), strict=True))
+    return TokenLogprobs(int(token_id), float(score) - peak - log_total, rank, top)
+
+
+def _log_total(scores: NDArray[np.float32], peak: float) -> float:
+    """log of the sum of exp(score - peak), in float64."""
+    weights = scores.astype(np.float64)
+    weights -= peak
+    np.exp(weights, out=weights)
+    return float(np.log(weights.sum()))
+
+
+def _best(scores: NDArray[np.float32], count: int) -> NDArray[np.intp]:
+    """Positions of the `count` largest scores above -inf, largest first, lowest position first on ties.
+
+    At least `count` scores reach the count-th largest of the maxima of disjoint blocks, so only what reaches it is sorted.
+    """
+    num_blocks = count * _BLOCK_RATIO
+    if count == 0:
+        return np.empty(0, np.intp)
+    bound = np.float32(-np.inf)
+    if len(scores) >= 2 * num_blocks:
+        whole = len(scores) - len(scores) % num_blocks
+        maxima = scores[:whole].reshape(-1, num_blocks).max(axis=0)
+        bound = np.partition(maxima, num_blocks - count)[num_blocks - count]
+    reaching = np.flatnonzero(scores >= bound)
+    order = np.argsort(-scores[reaching], kind="stable")[:count]
+    best = reaching[order]
+    return best[scores[best] > -np.inf]
