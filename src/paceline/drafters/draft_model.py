@@ -2,7 +2,8 @@
 
 Each step costs as many draft passes as tokens are drafted: the first one also catches up on what the target committed since. Tokens are
 picked with the same `token` noise as the target's (Gumbel coupling, Daliri et al. 2024, arXiv:2408.07978, section 3), so that the
-two tend to draw the same token; at temperature 0 both take their argmax.
+two tend to draw the same token; at temperature 0 both take their argmax. Where drafts are kept by rejection they are drawn with noise of
+their own, and the tree says from which law.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,9 +12,13 @@ from typing import Protocol
 
 import numpy as np
 
+from paceline.errors import CapacityError, RequestError
 from paceline.kv_cache.paged import CachedSequence, KVCache
+from paceline.kv_cache.row_plan import RowPlan
 from paceline.runtimes.base import FloatArray, Runtime, assemble
 from paceline.sampling.draw import draw
+from paceline.sampling.processors import Distribution
+from paceline.sampling.residual import TokenProbs, draw_distinct
 from paceline.speculation.drafter import DraftBudget, Drafter
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -62,6 +67,8 @@ class _Draft:
     token_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     tip: int = 0  # node of the chain's last token
+    wants_draws: bool = False
+    draft_probs: dict[int, TokenProbs] = field(default_factory=dict)  # by node
 
 
 class DraftModelDrafter(Drafter):
@@ -105,9 +112,12 @@ class DraftModelDrafter(Drafter):
         drafts = []
         for request, budget in zip(requests, budgets, strict=True):
             context = request.token_ids if self._translation is None else self._translation.context(request)
-            drafts.append(self._begin(request, context, len(context), min(budget.max_depth, budget.row_budget - 1)))
+            draft = self._begin(request, context, len(context), min(budget.max_depth, budget.row_budget - 1))
+            if draft is not None:
+                draft.wants_draws = budget.wants_draws
+            drafts.append(draft)
         self._grow(requests, drafts, self._pick)
-        return [None if d is None else DraftTree.grow(d.request.token_ids[-1], d.token_ids, d.parents, self.name) for d in drafts]
+        return [None if draft is None or not draft.chain else self._tree(draft) for draft in drafts]
 
     def write(self, requests: Sequence[Request], contexts: Sequence[tuple[Sequence[int], int]], counts: Sequence[int]) -> list[list[int]]:
         """The draft model's most probable continuation of each context, in its own ids; empty where its context has no room.
@@ -140,12 +150,19 @@ class DraftModelDrafter(Drafter):
             return None
         state = self._states.get(id(request))
         if state is None:
-            state = self._states[id(request)] = _State(self.cache.new_sequence())
+            state = self._states[id(request)] = self._new_state(request, context)
         self._drop_rejected(state, context, num_unchanged)
+        self.cache.remember(state.sequence, state.token_ids, salt=request.salt)
         pending = list(context[len(state.token_ids) :])
         if max(pending) >= self.runtime.config.vocab_size:  # a token only the target knows
             return None
         return _Draft(request, state, depth, pending)
+
+    def _new_state(self, request: Request, context: Sequence[int]) -> _State:
+        """That of a request not seen before; rows of others that began with the same text need not run again."""
+        sequence = self.cache.new_sequence()
+        num_cached = self.cache.adopt_prefix(sequence, context, salt=request.salt)
+        return _State(sequence, list(context[:num_cached]), num_cached)
 
     def _drop_rejected(self, state: _State, token_ids: Sequence[int], num_unchanged: int) -> None:
         """Keep the rows whose tokens the target committed; the root always runs again, for its logits."""
@@ -162,9 +179,8 @@ class DraftModelDrafter(Drafter):
         active = [draft for draft in drafts if draft is not None]
         try:
             self._catch_up(active)
-            while active:
+            while active := [draft for draft in active if len(draft.chain) < draft.depth]:
                 self._advance(active, pick)
-                active = [draft for draft in active if len(draft.chain) < draft.depth]
         except Exception:
             for request in requests:  # a pass that broke off leaves no rows to trust
                 self.release(request)
@@ -172,16 +188,19 @@ class DraftModelDrafter(Drafter):
 
     def _catch_up(self, drafts: Sequence[_Draft]) -> None:
         """Run long prompts in chunks until one more pass reaches every root."""
-        while behind := [draft for draft in drafts if len(draft.pending) > CATCH_UP_ROWS]:
-            self._run(behind, [draft.pending[:CATCH_UP_ROWS] for draft in behind], wants_logits=False)
-            for draft in behind:
+        while behind := [draft for draft in drafts if len(draft.pending) > CATCH_UP_ROWS and draft.depth]:
+            ran, _ = self._run(behind, [draft.pending[:CATCH_UP_ROWS] for draft in behind], wants_logits=False)
+            for draft in ran:
                 del draft.pending[:CATCH_UP_ROWS]
 
     def _advance(self, drafts: Sequence[_Draft], pick: Callable[[_Draft, FloatArray], list[int]]) -> None:
         """One pass: everybody's pending rows, one more token for each."""
-        logits = self._run(drafts, [draft.pending for draft in drafts], wants_logits=True)
-        for draft, row in zip(drafts, logits, strict=True):
+        ran, logits = self._run(drafts, [draft.pending for draft in drafts], wants_logits=True)
+        for draft, row in zip(ran, logits, strict=True):
             tokens = pick(draft, row)
+            if not tokens:
+                draft.depth = len(draft.chain)
+                continue
             parent = draft.tip
             draft.tip = len(draft.token_ids) + 1
             draft.token_ids.extend(tokens)
@@ -190,9 +209,14 @@ class DraftModelDrafter(Drafter):
             draft.pending = [tokens[0] if self._translation is None else self._translation.draft_id(tokens[0])]
 
     def _pick(self, draft: _Draft, row: FloatArray) -> list[int]:
-        """The token the target would draw if its row were this one, then the row's best others."""
+        """The token the target would draw if its row were this one, then the row's best others; nothing where nothing is allowed."""
         request = draft.request
-        distribution = request.processor.process(self._as_target_row(row), draft.chain)
+        try:
+            distribution = request.processor.process(self._as_target_row(row), draft.chain)
+        except RequestError:
+            return []
+        if draft.wants_draws and not distribution.greedy:
+            return self._draw(draft, distribution)
         position = len(request.token_ids) + len(draft.chain)
         first = draw(distribution, request.seed, request.sample_index, position)
         if self._tree_width == 1:
@@ -201,6 +225,16 @@ class DraftModelDrafter(Drafter):
         best = best[distribution.scores[best] > -np.inf]  # the rest cannot be drafted
         ids = best if distribution.token_ids is None else distribution.token_ids[best]
         return [first, *[int(token) for token in ids if token != first][: self._tree_width - 1]]
+
+    def _draw(self, draft: _Draft, distribution: Distribution) -> list[int]:
+        """Tokens drawn from the row, and the law they were drawn from kept for the tree."""
+        request = draft.request
+        probs = draft.draft_probs[draft.tip] = TokenProbs.of(distribution)
+        key = request.seed, request.sample_index, len(request.token_ids)
+        return draw_distinct(probs, self._tree_width, *key, len(draft.chain))
+
+    def _tree(self, draft: _Draft) -> DraftTree:
+        return DraftTree.grow(draft.request.token_ids[-1], draft.token_ids, draft.parents, self.name, draft.draft_probs)
 
     def _as_target_row(self, row: FloatArray) -> FloatArray:
         """The row over the target's ids: padding cropped, or added as -inf."""
@@ -211,11 +245,27 @@ class DraftModelDrafter(Drafter):
             return row
         return np.concatenate([row, np.full(self._vocab_size - len(row), -np.inf, np.float32)])
 
-    def _run(self, drafts: Sequence[_Draft], token_ids: Sequence[list[int]], *, wants_logits: bool) -> FloatArray:
-        plans = [self.cache.reserve(draft.state.sequence, range(-1, len(ids) - 1)) for draft, ids in zip(drafts, token_ids, strict=True)]
-        wanted = [[len(ids) - 1] if wants_logits else [] for ids in token_ids]
-        output = self.runtime.forward(assemble(plans, token_ids, wanted))
+    def _run(self, drafts: Sequence[_Draft], token_ids: Sequence[list[int]], *, wants_logits: bool) -> tuple[list[_Draft], FloatArray]:
+        """One pass of the draft model; a draft for whose rows its cache has no block stays as long as it is.
+
+        Returns:
+            the drafts that ran, and the logits of the last row of each.
+        """
+        ran, plans, rows = list[_Draft](), list[RowPlan](), list[list[int]]()
         for draft, ids in zip(drafts, token_ids, strict=True):
+            try:
+                plans.append(self.cache.reserve(draft.state.sequence, range(-1, len(ids) - 1)))
+            except CapacityError:
+                draft.depth = len(draft.chain)
+                self.release(draft.request)
+                continue
+            ran.append(draft)
+            rows.append(ids)
+        wanted = [[len(ids) - 1] if wants_logits else [] for ids in rows]
+        if not ran:
+            return ran, np.empty((0, 0), np.float32)
+        output = self.runtime.forward(assemble(plans, rows, wanted))
+        for draft, ids in zip(ran, rows, strict=True):
             self.cache.keep_path(draft.state.sequence, len(ids) - 1)
             draft.state.token_ids.extend(ids)
-        return output.logits
+        return ran, output.logits

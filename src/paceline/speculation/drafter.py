@@ -18,11 +18,14 @@ class DraftBudget:
         row_budget: rows of the target pass, root included.
         max_depth: tokens from the root to the deepest node.
         layout: how the tree will be laid out, which decides what a branch costs (`num_rows` of kv_cache/row_plan.py).
+        wants_draws: drafts are kept by `acceptance="rejection"`: who has a law of its own draws from it with `draft` noise
+            (`paceline.sampling.residual.draw_distinct`) and says so in `DraftTree.draft_probs`, instead of using the target's noise.
     """
 
     row_budget: int
     max_depth: int
     layout: TreeLayout = TreeLayout.PATHS
+    wants_draws: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,8 @@ class Drafter(ABC):
     cache_bytes_per_token: int = 0
     reads_predictions: bool = False
     """Whether a request's `hints.prediction_token_ids` are of use; requests that carry some are refused where they are not."""
+    notices: Sequence[str] = ()
+    """Lines a user should see at load."""
 
     @abstractmethod
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
@@ -82,6 +87,10 @@ class Drafter(ABC):
 
     def fork(self, parent: Request, child: Request) -> None:
         """`child` continues from `parent`'s tokens; state may be shared or made anew."""
+
+    def preempt(self, request: Request) -> None:
+        """The target's rows of a request were dropped: they will be observed again from some block border on. Forgets it by default."""
+        self.release(request)
 
     def release(self, request: Request) -> None:
         """Forget a request; also called for requests never seen."""

@@ -1,9 +1,19 @@
 """What a drafter proposes: a tree of guessed tokens under the last committed one. A chain is a tree."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 
-from paceline.kv_cache.row_plan import TreeLayout, num_rows
+from paceline.kv_cache.row_plan import TreeLayout, is_chain, num_rows
+from paceline.sampling.residual import TokenProbs
+
+
+class Proposal(Enum):
+    """How guesses came to be, which decides by what law `acceptance="rejection"` keeps them."""
+
+    DETERMINISTIC = "deterministic"  # chosen: listed, ranked, pruned or merged, whatever drew them before
+    SAMPLED = "sampled"  # a chain: one draw from `draft_probs` at each node
+    WITHOUT_REPLACEMENT = "without_replacement"  # several draws at a node, each from what the ones before it left
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,12 +25,16 @@ class DraftTree:
         parents: [N] parent of each node, -1 for the root, parents[i] < i.
         depths: [N] tokens between the root and the node, 0 for the root.
         sources: [N] name of the drafter that guessed each node ("" for the root).
+        draft_probs: by node, the law its children were drawn from, over the target's ids; siblings stand in the order of their
+            draws. Where a node has none its children were chosen. Only for drafts whose number at each node was fixed before
+            any of them was drawn, and of which none was taken out for what it holds: such trees leave it empty.
     """
 
     token_ids: Sequence[int]
     parents: Sequence[int]
     depths: Sequence[int]
     sources: Sequence[str]
+    draft_probs: Mapping[int, TokenProbs] = field(default_factory=dict, hash=False)
 
     @classmethod
     def root_only(cls, root_token_id: int) -> "DraftTree":
@@ -29,18 +43,26 @@ class DraftTree:
 
     @classmethod
     def chain(cls, root_token_id: int, draft_token_ids: Sequence[int], source: str) -> "DraftTree":
-        """One guess a position."""
+        """One chosen guess a position."""
         count = len(draft_token_ids) + 1
         return cls((root_token_id, *draft_token_ids), range(-1, count - 1), range(count), ("", *[source] * (count - 1)))
 
     @classmethod
-    def grow(cls, root_token_id: int, draft_token_ids: Sequence[int], parents: Sequence[int], source: str | Sequence[str]) -> "DraftTree":
+    def grow(
+        cls,
+        root_token_id: int,
+        draft_token_ids: Sequence[int],
+        parents: Sequence[int],
+        source: str | Sequence[str],
+        draft_probs: Mapping[int, TokenProbs] | None = None,
+    ) -> "DraftTree":
         """A tree from nodes in any parent-before-child order; siblings with the same token are merged, the first one leads.
 
         Args:
             draft_token_ids: tokens of nodes 1 … n.
             parents: parent of each of them, 0 = the root.
             source: who guessed them, all or each.
+            draft_probs: by node in this order, where children were drawn; None = nowhere.
         """
         given = [source] * len(draft_token_ids) if isinstance(source, str) else source
         names = [""]
@@ -62,13 +84,19 @@ class DraftTree:
                 tree_parents.append(position)
                 depths.append(depths[position] + 1)
                 order.append(child)
-        return cls(tuple(tokens), tuple(tree_parents), tuple(depths), tuple(names[node] for node in order))
+        drawn: dict[int, TokenProbs] = {}
+        if draft_probs:
+            if len(order) <= len(draft_token_ids):
+                raise ValueError("two siblings of a drawn tree hold the same token: they were not drawn without replacement")
+            index_of = {node: index for index, node in enumerate(order)}
+            drawn = {index_of[node]: probs for node, probs in draft_probs.items()}  # nothing was merged: node_of is the identity
+        return cls(tuple(tokens), tuple(tree_parents), tuple(depths), tuple(names[node] for node in order), drawn)
 
     def check(self) -> None:
-        """Slots, positions and budgets are computed from a tree's shape, so it must be one.
+        """Slots, positions and budgets are computed from a tree's shape, so it must be one; so must laws be that were drawn from.
 
         Raises:
-            ValueError: parents, depths and tokens do not make a tree.
+            ValueError: parents, depths and tokens do not make a tree, or a node's children cannot have been drawn from its law.
         """
         depths: list[int] = []
         for node, parent in enumerate(self.parents):
@@ -77,6 +105,19 @@ class DraftTree:
             depths.append(depths[parent] + 1 if node else 0)
         if not depths or depths != list(self.depths) or not len(self.token_ids) == len(self.sources) == len(depths):
             raise ValueError(f"depths {list(self.depths)} of {len(self.token_ids)} nodes do not follow from parents {list(self.parents)}")
+        for node, probs in self.draft_probs.items():
+            drawn = self.children(node)
+            if not drawn or not probs.is_normalised() or not all(probs.prob(self.token_ids[child]) > 0 for child in drawn):
+                raise ValueError(
+                    f"the children {[self.token_ids[child] for child in drawn]} of node {node} cannot come from its draft_probs"
+                )
+
+    @property
+    def proposal(self) -> Proposal:
+        """By what law the guesses may be kept."""
+        if not self.draft_probs:
+            return Proposal.DETERMINISTIC
+        return Proposal.SAMPLED if is_chain(self.parents) else Proposal.WITHOUT_REPLACEMENT
 
     @property
     def num_draft_tokens(self) -> int:
@@ -95,8 +136,17 @@ class DraftTree:
                 return candidate
         return None
 
+    def children(self, node: int) -> Sequence[int]:
+        """The children of `node`, in order."""
+        return [child for child in range(node + 1, len(self.parents)) if self.parents[child] == node]
+
     def trim(self, *, vocab_size: int, max_depth: int, row_budget: int, layout: TreeLayout) -> "DraftTree":
-        """The tree without ids that do not exist, nodes deeper than `max_depth`, and what exceeds `row_budget` rows in `layout`."""
+        """The tree without ids that do not exist, nodes deeper than `max_depth`, and what exceeds `row_budget` rows in `layout`.
+
+        Drafts stay drawn: depths and rows depend on the shape alone, and what is left of a node's children are its first draws.
+        Where a law reaches ids that do not exist, its drafts pass for chosen whatever they hold: to go by what was drawn (keep
+        the type where all ids exist, change it where one does not) would give the ones kept more than their share.
+        """
         new_index: dict[int, int] = {-1: -1}
         kept: list[int] = []
         parents: list[int] = []
@@ -110,7 +160,11 @@ class DraftTree:
             new_index[node] = len(kept)
             parents.append(new_index[parent])
             kept.append(node)
-        if len(kept) == len(self.token_ids):
+        drawn = {node: probs for node, probs in self.draft_probs.items() if probs.is_within(vocab_size)}
+        if len(kept) == len(self.token_ids) and len(drawn) == len(self.draft_probs):
             return self
+        inner = set(parents)
+        drawn = {new_index[node]: probs for node, probs in drawn.items() if new_index.get(node) in inner}
         pick = [self.token_ids[node] for node in kept]
-        return DraftTree(tuple(pick), tuple(parents), tuple(self.depths[n] for n in kept), tuple(self.sources[n] for n in kept))
+        depths, sources = tuple(self.depths[node] for node in kept), tuple(self.sources[node] for node in kept)
+        return DraftTree(tuple(pick), tuple(parents), depths, sources, drawn)

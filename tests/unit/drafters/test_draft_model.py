@@ -9,15 +9,18 @@ import pytest
 from checkpoints import VOCAB_SIZE, write_checkpoint
 from paceline import LLM, SamplingParams
 from paceline.drafters.draft_model import CATCH_UP_ROWS, DraftModelDrafter
-from paceline.errors import CapacityError
+from paceline.errors import CapacityError, RequestError
 from paceline.kv_cache.paged import CachedSequence
 from paceline.runtimes.base import Numerics, Runtime
 from paceline.runtimes.load import RuntimeOptions, load_runtime
-from paceline.sampling.processors import LogitsProcessor
+from paceline.sampling.noise import Purpose, step_uniform
+from paceline.sampling.processors import Distribution, LogitsProcessor
+from paceline.sampling.residual import TokenProbs
 from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.drafter import DraftBudget
+from paceline.speculation.rejection import Acceptance
 from paceline.speculation.request import Request
-from paceline.speculation.tree import DraftTree
+from paceline.speculation.tree import DraftTree, Proposal
 
 pytest.importorskip("openvino")
 
@@ -173,6 +176,62 @@ def test_a_wider_tree_has_the_same_chain_and_the_best_others_beside_it(runtime: 
     assert drafter.cache.pool.num_free == NUM_BLOCKS - 1
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_for_rejection_drafts_are_drawn_from_the_laws_the_tree_names(runtime: Runtime, twin: Runtime, width: int) -> None:
+    """The law of a node is what its whole text, run anew, gives after the request's processors."""
+    params = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.2)
+    request = make_request([5, 6, 7], params)
+    drafter = make_drafter(runtime, tree_width=width)
+    (tree,) = drafter.propose([request], [DraftBudget(20, 4, wants_draws=True)])
+    assert tree is not None
+    tree.check()
+    assert tree.proposal is (Proposal.SAMPLED if width == 1 else Proposal.WITHOUT_REPLACEMENT)
+    assert tree.num_draft_tokens == 4 * width
+    path: list[int] = []
+    for node, probs in tree.draft_probs.items():
+        fresh = make_request([*request.token_ids, *path])
+        other = make_drafter(twin)
+        rows: list[np.ndarray] = []
+        pick = other._pick
+        other._pick = lambda draft, row, pick=pick, rows=rows: (rows.append(row.copy()), pick(draft, row))[1]  # type: ignore[method-assign]
+        ask(other, fresh, depth=1)
+        law = TokenProbs.of(request.processor.process(rows[0], path))
+        np.testing.assert_allclose(probs.over(law), law.values, atol=1e-5)
+        left: TokenProbs | None = probs
+        for index, child in enumerate(tree.children(node)):
+            assert left is not None
+            number = step_uniform(request.seed, 0, len(request.token_ids), Purpose.DRAFT, len(path), index)
+            assert tree.token_ids[child] == left.pick(number)
+            left = left.without(tree.token_ids[child])
+        path.append(tree.token_ids[tree.children(node)[0]])
+    assert len(path) == 4
+    drafter.release(request)
+
+
+def test_at_temperature_0_nothing_is_drawn(drafter: DraftModelDrafter) -> None:
+    request = make_request([5, 6, 7])
+    (tree,) = drafter.propose([request], [DraftBudget(5, 4, wants_draws=True)])
+    assert tree is not None
+    assert tree.proposal is Proposal.DETERMINISTIC
+    assert list(tree.token_ids[1:]) == ask(drafter, request)[0]
+
+
+@pytest.mark.parametrize("wants_draws", [False, True])
+def test_guesses_end_where_no_token_is_allowed(drafter: DraftModelDrafter, monkeypatch: pytest.MonkeyPatch, wants_draws: bool) -> None:
+    request = make_request([5, 6, 7], FREE)
+    process = request.processor.process
+
+    def at_most_two(row: np.ndarray, path: Sequence[int] = ()) -> Distribution:
+        if len(path) == 2:
+            raise RequestError("no token is left to choose")
+        return process(row, path)
+
+    monkeypatch.setattr(request.processor, "process", at_most_two)
+    (tree,) = drafter.propose([request], [DraftBudget(5, 4, wants_draws=wants_draws)])
+    assert tree is not None
+    assert tree.num_draft_tokens == 2
+
+
 def test_a_pass_that_breaks_off_leaves_nothing_and_the_next_one_works(drafter: DraftModelDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [make_request([5, 6, 7]), make_request([8])]
     expected = ask(drafter, *requests)
@@ -195,11 +254,15 @@ def _fail(batch: object) -> None:
     raise CapacityError("planted")
 
 
-def test_a_draft_cache_too_small_is_a_capacity_error_that_leaves_nothing(runtime: Runtime) -> None:
+def test_whom_a_full_draft_cache_has_no_room_for_gets_no_guess_and_leaves_nothing(runtime: Runtime) -> None:
+    """Nor does it take the others' guesses away; one that runs out of room on the way keeps what it has."""
     drafter = DraftModelDrafter(runtime, runtime.new_cache(4), vocab_size=VOCAB_SIZE)
-    with pytest.raises(CapacityError):
-        ask(drafter, make_request([5] * 90), make_request([5] * 90))
+    first, second, third = make_request([5] * 60), make_request([6] * 60), make_request([7] * 30)
+    alone = ask(make_drafter(runtime), first)[0]
+    assert ask(drafter, first, second, third) == [alone, None, ask(make_drafter(runtime), third, depth=3)[0]]
     drafter.cache.check()
+    for request in (first, second, third):
+        drafter.release(request)
     assert drafter.cache.pool.num_free == 3
 
 
@@ -239,3 +302,20 @@ def test_a_draft_model_with_the_targets_weights_is_always_right(directory: Path,
     drafts.check()
     assert drafts.pool.num_free == drafts.pool.num_blocks - 1
     assert "2 layers, hidden size 64" in llm.banner
+
+
+def test_by_rejection_too_a_draft_model_with_the_targets_weights_is_right_and_a_seed_repeats_its_text(directory: Path) -> None:
+    llm = LLM(str(directory), threads=2, device="cpu", cache_gb=0.02, drafter=str(directory), num_draft_tokens=5)
+    llm.engine.guesser.policy = DraftLengthPolicy(5)
+    prompts = [[5, 6, 7], [8] * 40, [9]]
+    params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, seed=4)
+    plain = llm.generate(prompts, params)
+    greedy = llm.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True))
+    llm.engine.guesser.acceptance = Acceptance.REJECTION
+    first, again = llm.generate(prompts, params), llm.generate(prompts, params)
+    for output in first:
+        assert output.speculation.acceptance_rate == 1.0
+        assert output.speculation.mean_acceptance_length > 4
+    assert [one.token_ids for one in first] == [one.token_ids for one in again] != [one.token_ids for one in plain]
+    unchanged = llm.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True))
+    assert [one.token_ids for one in unchanged] == [one.token_ids for one in greedy]

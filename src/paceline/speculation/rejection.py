@@ -1,0 +1,167 @@
+"""The second acceptance rule: keep a draft as often as the target's probability allows, else draw from what is left.
+
+Opt-in (`acceptance="rejection"`). Texts have exactly the target's law, as in `verify`, but they are not the seed's plain texts: which
+token comes out depends on what was drafted. In return a drafter that draws from a distribution of its own is followed more
+often, at high temperatures above all. Which law a place in the tree takes follows from how its drafts were made (`Proposal`):
+
+    a chain, each token drawn        block verification: the longest prefix that the joint probabilities allow
+    several draws at one place       one after the other, what a refused one accounted for taken out of the target's law
+    chosen in any other way          the target draws, the walk follows the child that holds its token
+"""
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Protocol
+
+from paceline.errors import PacelineError
+from paceline.runtimes.base import FloatArray
+from paceline.sampling.noise import Purpose, step_uniform
+from paceline.sampling.residual import TokenProbs, acceptance, block_threshold, excess, residual
+from paceline.speculation.request import Request
+from paceline.speculation.tree import DraftTree, Proposal
+from paceline.speculation.verify import VerifyResult, verify
+
+
+class Acceptance(Enum):
+    """Which guesses are kept."""
+
+    MATCH = "match"  # those that the target itself draws: the seed's plain text
+    REJECTION = "rejection"  # as many as the target's law allows: another text of the same law
+
+
+class Chance(Protocol):
+    """The random decisions of one walk; each is asked for once."""
+
+    def accepts(self, threshold: float, depth: int, index: int) -> bool:
+        """True with probability `threshold` (always from 1 on), for draft `index` of those behind `depth` tokens."""
+        ...
+
+    def draw(self, probs: TokenProbs, depth: int) -> int:
+        """The token behind `depth` tokens."""
+        ...
+
+
+class StepChance:
+    """Decisions by the request's noise.
+
+    Keyed by the step as well as by the place in it: block verification lets a later draft decide whether an earlier one is kept, so
+    what it used must not come again when the next step draws for the same position.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._key = request.seed, request.sample_index, len(request.token_ids)
+
+    def accepts(self, threshold: float, depth: int, index: int) -> bool:
+        return step_uniform(*self._key, Purpose.ACCEPT, depth, index) < threshold
+
+    def draw(self, probs: TokenProbs, depth: int) -> int:
+        return probs.pick(step_uniform(*self._key, Purpose.RESIDUAL, depth))
+
+
+def verify_rejection(tree: DraftTree, logits: FloatArray, request: Request) -> VerifyResult:
+    """Walk `tree` with the target's rows, keeping the target's law; at temperature 0 the same as `verify`.
+
+    Args:
+        tree: rooted at the request's last token. Where it has `draft_probs`, its drafts were drawn from them.
+        logits: [N, V] float32, row i belongs to node i; of a drawn chain all rows are read, else only those the walk reaches.
+        request: gives processors, seed and position. Not changed.
+    """
+    if request.params.is_greedy:
+        return verify(tree, logits, request)
+
+    def target_probs(node: int, path: Sequence[int]) -> TokenProbs:
+        return TokenProbs.of(request.processor.process(logits[node], path))
+
+    return Walk(tree, target_probs, request.end_token_ids, StepChance(request)).run()
+
+
+class Walk:
+    """One walk.
+
+    Args:
+        target_probs: (node, tokens from the root to it, root excluded) -> the target's law of what follows.
+        end_token_ids: nothing behind them is kept.
+    """
+
+    def __init__(
+        self,
+        tree: DraftTree,
+        target_probs: Callable[[int, Sequence[int]], TokenProbs],
+        end_token_ids: frozenset[int],
+        chance: Chance,
+    ) -> None:
+        self._tree, self._target_probs, self._chance = tree, target_probs, chance
+        self._end_token_ids = end_token_ids
+        self._accepted: list[int] = []
+        self._token_ids: list[int] = []
+
+    def run(self) -> VerifyResult:
+        """Walk to the end."""
+        length = self._block_length() if self._tree.proposal is Proposal.SAMPLED else 0
+        node = self._keep_block(length) if length else 0
+        while node is not None:
+            node = self._follow(node)
+        return VerifyResult(tuple(self._accepted), tuple(self._token_ids))
+
+    def _follow(self, node: int) -> int | None:
+        """Choose the token behind `node`; returns the child that was kept, None where the walk ends."""
+        tree, depth = self._tree, len(self._token_ids)
+        target = self._target_probs(node, self._token_ids)
+        draft = tree.draft_probs.get(node)
+        if draft is None:
+            token = self._chance.draw(target, depth)
+            return self._take(token, tree.child(node, token))
+        for index, child in enumerate(tree.children(node)):
+            token = tree.token_ids[child]
+            if draft is None:  # the draws before used up all there was to draw
+                break
+            if self._chance.accepts(acceptance(target, draft, token), depth, index):
+                return self._take(token, child)
+            target = residual(target, excess(target, draft))
+            draft = draft.without(token)
+        return self._take(self._chance.draw(target, depth), None)
+
+    def _keep_block(self, length: int) -> int | None:
+        """Keep the longest prefix that is accepted of `length` drawn tokens; returns the node to go on from where that is all of them.
+
+        Source: Sun et al. 2024 (arXiv:2403.10444), algorithm 2. Deviation: a chain ends at an end token or where its draws end.
+        """
+        tree = self._tree
+        share: float = 1
+        for depth in range(length):
+            try:
+                target = self._target_probs(depth, tree.token_ids[1 : depth + 1])
+            except PacelineError:  # a row that may never be reached: the block ends before it, and who gets there raises
+                if depth == 0:
+                    raise
+                length = depth
+                break
+            draft = tree.draft_probs[depth]
+            weights = excess(target, draft, share)
+            if depth == 0 or self._chance.accepts(block_threshold(share, weights), depth - 1, 0):
+                num_kept, law, left = depth, target, weights
+            share = min(1, share * acceptance(target, draft, tree.token_ids[depth + 1]))
+            if share == 0:  # neither this draft nor one behind it can be kept
+                break
+        is_whole = self._chance.accepts(share, length - 1, 0)
+        node: int | None = 0
+        for child in range(1, (length if is_whole else num_kept) + 1):
+            node = self._take(tree.token_ids[child], child)
+        return node if is_whole else self._take(self._chance.draw(residual(law, left), num_kept), None)
+
+    def _block_length(self) -> int:
+        """Drawn tokens of the chain from the root on, up to its first end token."""
+        length = 0
+        while length in self._tree.draft_probs:
+            length += 1
+            if self._tree.token_ids[length] in self._end_token_ids:
+                break
+        return length
+
+    def _take(self, token_id: int, child: int | None) -> int | None:
+        """Add a token; returns `child` where the walk goes on behind it."""
+        self._token_ids.append(token_id)
+        if child is None or token_id in self._end_token_ids:
+            return None
+        self._accepted.append(child)
+        return child
