@@ -24,6 +24,8 @@ _FILES = (
     "chat_template*",
     "*.jinja",
 )
+_HEAD_FILES = ("medusa_lm_head.*", "hydra_lm_head.pt")
+_TORCH_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin")
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 _LATER_PART = re.compile(r".+-(?!00001)\d{5}-of-\d{5}\.gguf")
 _FIRST_PART = re.compile(r"(.+)-00001-of-(\d{5})\.gguf")
@@ -33,7 +35,13 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def resolve(
-    model: str | Path, *, gguf_file: str | None = None, revision: str | None = None, token: str | None = None, offline: bool = False
+    model: str | Path,
+    *,
+    gguf_file: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    offline: bool = False,
+    with_heads: bool = False,
 ) -> Path:
     """The checkpoint of a model.
 
@@ -43,6 +51,7 @@ def resolve(
         revision: branch, tag or commit on the hub.
         token: access token for gated or private models; the one stored by `hf auth login` otherwise.
         offline: use what is in the local cache and ask no server.
+        with_heads: fetch the files of drafting heads too, and PyTorch's where there is nothing else.
 
     Returns:
         the directory; or a GGUF file, where one is named or the directory holds one and no safetensors.
@@ -65,7 +74,7 @@ def resolve(
         raise CheckpointError(
             f"the directory {name!r} does not exist; give a directory, {MINI!r}, or a Hugging Face id such as 'owner/name'"
         )
-    return _from_hub(name, gguf_file, revision=revision, token=token, offline=offline)
+    return _from_hub(name, gguf_file, revision=revision, token=token, offline=offline, with_heads=with_heads)
 
 
 def _gguf_path(path: Path, gguf_file: str | None) -> Path:
@@ -111,15 +120,16 @@ def _choice(names: Sequence[str]) -> str:
     return f"it holds {shown}" + (f" and {len(names) - _NAMES_IN_AN_ERROR} more" if len(names) > _NAMES_IN_AN_ERROR else "")
 
 
-def _from_hub(name: str, gguf_file: str | None, *, revision: str | None, token: str | None, offline: bool) -> Path:
+def _from_hub(name: str, gguf_file: str | None, *, revision: str | None, token: str | None, offline: bool, with_heads: bool) -> Path:
     """The safetensors of a model on the hub, or one GGUF file of it: the one named, or the only one where there is nothing else."""
     if gguf_file is None:
-        directory = _download(name, _FILES, revision=revision, token=token, offline=offline)
-        if offline or any((directory / file).is_file() for file in _SAFETENSORS):
+        files = (*_FILES, *_HEAD_FILES) if with_heads else _FILES
+        directory = _download(name, files, revision=revision, token=token, offline=offline)
+        if offline or any((directory / file).is_file() for file in _SAFETENSORS) or any(directory.glob(_HEAD_FILES[0])):
             return _checkpoint_in(directory, None)
         names = _models(_hub_files(name, revision=revision, token=token))
         if not names:
-            return directory
+            return _download(name, (*files, *_TORCH_FILES), revision=revision, token=token, offline=offline) if with_heads else directory
         gguf_file = _only(names, f"the model {name!r}")
     parts = _FIRST_PART.fullmatch(gguf_file)
     pattern = gguf_file if parts is None else f"{parts[1]}-*-of-{parts[2]}{_GGUF}"

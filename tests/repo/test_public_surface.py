@@ -13,7 +13,7 @@ from paceline import errors
 
 PUBLIC = {
     # generate
-    "LLM", "SamplingParams", "QuantOptions",
+    "LLM", "AsyncEngine", "SamplingParams", "RequestSpeculation", "Grammar", "QuantOptions",
     "StreamChunk", "RequestOutput", "Usage", "Timing",
     # errors
     "PacelineError", "ConfigError", "CheckpointError", "IncompatibleDrafterError", "CapacityError", "RequestError",

@@ -172,6 +172,24 @@ def test_a_model_of_gguf_files_alone_is_downloaded_or_its_files_are_listed(tmp_p
         resolve("owner/model")
 
 
+def test_heads_bring_the_files_of_their_methods_and_pytorchs_where_there_is_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    download = Download(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda name, **arguments: ["pytorch_model.bin"])
+    assert resolve("owner/head", with_heads=True) == tmp_path
+    first, second = (arguments["allow_patterns"] for _, arguments in download.calls)
+    assert "medusa_lm_head.*" in first
+    assert "pytorch_model.bin" not in first
+    assert "pytorch_model.bin" in second
+    resolve("owner/model")
+    assert all("medusa_lm_head.*" not in arguments["allow_patterns"] for _, arguments in download.calls[2:])
+    touch(tmp_path, "medusa_lm_head.pt")
+    assert resolve("owner/head", with_heads=True) == tmp_path
+    assert "pytorch_model.bin" not in download.calls[-1][1]["allow_patterns"]
+
+
 def test_offline_the_only_gguf_file_of_the_cache_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Download(tmp_path))
     touch(tmp_path, "q4.gguf")

@@ -7,15 +7,22 @@ from pathlib import Path
 
 from paceline.config import QuantOptions
 from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.drafters.eagle import layers_of, open_eagle_drafter, open_gguf_head
+from paceline.drafters.head_files import HeadFiles, HeadKind, is_head_file
+from paceline.drafters.medusa.drafter import open_medusa
+from paceline.drafters.mtp import open_mtp
 from paceline.drafters.ngram import NgramDrafter
+from paceline.drafters.pairs.config import PairVariant
+from paceline.drafters.pairs.opening import PairTarget
 from paceline.drafters.prediction import PredictionDrafter
 from paceline.drafters.stack import StackDrafter
 from paceline.drafters.suffix.drafter import SuffixDrafter
 from paceline.drafters.translate import ByteTokenizer, SharedPieces, TextDrafter
-from paceline.errors import CheckpointError, IncompatibleDrafterError
+from paceline.errors import CheckpointError, IncompatibleDrafterError, PacelineError
 from paceline.hub import resolve
-from paceline.models.checkpoint import read_model_config
-from paceline.runtimes.base import Numerics
+from paceline.kv_cache.paged import KVCache
+from paceline.models.checkpoint import is_gguf, read_model_config
+from paceline.runtimes.base import Numerics, Runtime
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.speculation.drafter import Drafter
 from paceline.tokenizer import Tokenizer
@@ -23,6 +30,19 @@ from paceline.vocabulary import SAMPLE_TEXT, VocabularyComparison, VocabularyMat
 
 EMBEDDED = "draft"
 """Folder of a model directory that holds its own draft model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadOptions:
+    """What a user may say of heads.
+
+    Attributes:
+        medusa_tree: see `MedusaDrafter`.
+        variant: conventions that the files of an EAGLE or MTP head do not say, or say wrongly; None = they are found out.
+    """
+
+    medusa_tree: str = "probability"
+    variant: PairVariant | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +60,10 @@ class TargetDescription:
         offline, token: for draft models from the hub.
         draft_quant: how to quantise draft models; None = they stay as they are stored.
         quant_directory: where quantised matrices are kept for the next time; None = nowhere.
+        facts_directory: where facts found out about heads are kept; None = nowhere.
+        runtime, cache: the target itself, for drafters whose rows live beside its own; None = it is not loaded.
+        collected_layers: what `layers_to_collect` said, which the runtime was built with.
+        head_options: how to guess with heads.
     """
 
     directory: Path
@@ -54,6 +78,38 @@ class TargetDescription:
     token: str | None = None
     draft_quant: QuantOptions | None = None
     quant_directory: Path | None = None
+    facts_directory: Path | None = None
+    runtime: Runtime | None = None
+    cache: KVCache | None = None
+    collected_layers: tuple[int, ...] = ()
+    head_options: HeadOptions = HeadOptions()
+
+
+def layers_to_collect(
+    wanted: str | Sequence[str],
+    target: Path,
+    *,
+    token: str | None = None,
+    offline: bool = False,
+    facts_directory: Path | None = None,
+    head_options: HeadOptions = HeadOptions(),
+) -> tuple[int, ...]:
+    """The boundaries of the target that the wanted drafters read, ascending: its runtime must be built to collect them.
+
+    Where it has to be found out which ones a head reads, these are all it may. Names that cannot be resolved are left to
+    `make_drafter` to complain about.
+    """
+    layers: set[int] = set()
+    for name in [wanted] if isinstance(wanted, str) else wanted:
+        if name not in NAMES:
+            try:
+                path = Path(name) if is_head_file(name) else resolve(name, token=token, offline=offline, with_heads=True)
+                files = open_gguf_head(path) if is_gguf(path) else HeadFiles.open(path)
+                if files is not None:
+                    layers.update(layers_of(files, target, facts_directory=facts_directory, variant=head_options.variant))
+            except PacelineError:
+                continue
+    return tuple(sorted(layers))
 
 
 def make_drafter(wanted: str | Sequence[str], target: TargetDescription) -> Drafter | None:
@@ -80,10 +136,66 @@ def _one(wanted: str, target: TargetDescription) -> Drafter | None:
     if wanted in DRAFTERS:
         return DRAFTERS[wanted](target)
     try:
-        directory = resolve(wanted, token=target.token, offline=target.offline)
+        directory = Path(wanted) if is_head_file(wanted) else _resolve(wanted, target)
     except CheckpointError as error:
         raise IncompatibleDrafterError(f"drafter {wanted!r} is neither one of {', '.join(NAMES)} nor a draft model: {error}") from error
-    return _open_draft_model(directory, target)
+    return _open_head(directory, target) or _open_draft_model(directory, target)
+
+
+def _resolve(wanted: str, target: TargetDescription) -> Path:
+    return resolve(wanted, token=target.token, offline=target.offline, with_heads=True)
+
+
+def _open_head(path: Path, target: TargetDescription, wanted: HeadKind | None = None) -> Drafter | None:
+    """The drafter for a head's files, None where they hold a language model; `wanted`: the only kind that will do."""
+    files = open_gguf_head(path) if is_gguf(path) else HeadFiles.open(path)
+    if files is None:
+        return None
+    is_own = files.kind is HeadKind.MTP and "speculators_model_type" not in files.config  # it guesses for the model around it alone
+    if wanted is None and (files.kind is HeadKind.LANGUAGE_MODEL or is_own):
+        return None
+    if wanted not in (None, files.kind):
+        raise IncompatibleDrafterError(
+            f"{path} holds no {wanted.value} head: drafter={wanted.value!r} guesses with one inside the target's own checkpoint; "
+            "give the directory of a head, or use another drafter"
+        )
+    if files.kind not in HEADS:
+        known = ", ".join(kind.value for kind in HEADS)
+        raise IncompatibleDrafterError(f"{path} holds a {files.kind.value} head, which cannot be used yet; heads of {known} can")
+    return HEADS[files.kind](files, target)
+
+
+def _open_medusa(files: HeadFiles, target: TargetDescription) -> Drafter:
+    return open_medusa(
+        files,
+        target.directory,
+        vocab_size=target.vocab_size,
+        num_threads=target.num_threads,
+        device=target.device if target.runtime is None else target.runtime.capabilities.device,
+        quant=target.draft_quant,
+        quant_directory=target.quant_directory,
+        tree=target.head_options.medusa_tree,
+    )
+
+
+def _pair_target(files: HeadFiles, target: TargetDescription) -> PairTarget:
+    if target.runtime is None or target.cache is None:
+        raise IncompatibleDrafterError(f"the head {files.path} keeps its rows beside its target's: load the target with it")
+    return PairTarget(
+        directory=target.directory,
+        runtime=target.runtime,
+        cache=target.cache,
+        tokenizer=target.tokenizer,
+        vocab_size=target.vocab_size,
+        max_context=target.max_context,
+        collected=target.collected_layers,
+        num_threads=target.num_threads,
+        tree_width=target.tree_width,
+        quant=target.draft_quant,
+        quant_directory=target.quant_directory,
+        facts_directory=target.facts_directory,
+        variant=target.head_options.variant,
+    )
 
 
 def _open_draft_model(directory: Path, target: TargetDescription) -> Drafter:
@@ -109,6 +221,7 @@ def _open_draft_model(directory: Path, target: TargetDescription) -> Drafter:
     runtime = load_runtime(directory, options).runtime
     block_size = 32
     cache = runtime.new_cache(2 + -(-math.ceil(target.max_slots * expansion) // block_size))
+    cache.prefix_caching = target.cache is None or target.cache.prefix_caching
     translation, by_text = None, None
     if not has_all_ids:
         ours, theirs = ByteTokenizer(target.tokenizer), ByteTokenizer(tokenizer)
@@ -152,11 +265,28 @@ def _embedded(target: TargetDescription) -> Drafter:
     return _open_draft_model(directory, target)
 
 
+def _own_head(kind: HeadKind, target: TargetDescription) -> Drafter:
+    """The head inside the target's own checkpoint."""
+    drafter = _open_head(target.directory, target, kind)
+    if drafter is None:
+        raise IncompatibleDrafterError(f"{target.directory} is a GGUF file, in which no {kind.value} head can be found: give a directory")
+    return drafter
+
+
 DRAFTERS: dict[str, Callable[[TargetDescription], Drafter]] = {
     "ngram": lambda target: NgramDrafter(),
     "suffix": lambda target: SuffixDrafter(),
     "prediction": lambda target: PredictionDrafter(),
     "draft_model": _embedded,
+    "medusa": lambda target: _own_head(HeadKind.MEDUSA, target),
+    "mtp": lambda target: _own_head(HeadKind.MTP, target),
+}
+
+HEADS: dict[HeadKind, Callable[[HeadFiles, TargetDescription], Drafter]] = {
+    HeadKind.MEDUSA: _open_medusa,
+    HeadKind.EAGLE: lambda files, target: open_eagle_drafter(files, _pair_target(files, target)),
+    HeadKind.EAGLE3: lambda files, target: open_eagle_drafter(files, _pair_target(files, target)),
+    HeadKind.MTP: lambda files, target: open_mtp(files, _pair_target(files, target)),
 }
 
 NAMES = ("auto", "none", *DRAFTERS)

@@ -85,6 +85,9 @@ class PredictionDrafter(Drafter):
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         return [self._guess(request, budget) for request, budget in zip(requests, budgets, strict=True)]
 
+    def preempt(self, request: Request) -> None:
+        """Its text stays what it is."""
+
     def release(self, request: Request) -> None:
         self._predictions.pop(id(request), None)
 

@@ -86,6 +86,7 @@ class StackDrafter(Drafter):
         self._drafters = tuple(drafters)
         self.name = "+".join(drafter.name for drafter in drafters)
         self.cache_bytes_per_token = sum(drafter.cache_bytes_per_token for drafter in drafters)
+        self.notices = [notice for drafter in drafters for notice in drafter.notices]
         self.reads_predictions = any(drafter.reads_predictions for drafter in drafters)
         self.needs = DrafterNeeds(
             hidden_states=any(drafter.needs.hidden_states for drafter in drafters),
@@ -99,6 +100,11 @@ class StackDrafter(Drafter):
         self._pass_s = 0.0  # from the end of a proposal until its rows are observed
         self._proposed_at: float | None = None
         self._has_warned = [False for _ in drafters]
+
+    @property
+    def members(self) -> Sequence[Drafter]:
+        """Those it asks."""
+        return self._drafters
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         asked = [_Asked(budget, len(request.token_ids)) for request, budget in zip(requests, budgets, strict=True)]
@@ -126,6 +132,10 @@ class StackDrafter(Drafter):
 
     def fork(self, parent: Request, child: Request) -> None:
         _tell_all([partial(drafter.fork, parent, child) for drafter in self._drafters])
+
+    def preempt(self, request: Request) -> None:
+        self._asked.pop(id(request), None)
+        _tell_all([partial(drafter.preempt, request) for drafter in self._drafters])
 
     def release(self, request: Request) -> None:
         self._acceptance.pop(id(request), None)

@@ -1,5 +1,6 @@
 """A checkpoint's weights under our names, memory-mapped: nothing is read until it is used."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ _STORED_TYPES: Mapping[str, tuple[WeightType, "np.dtype[Any]"]] = {
 _NAMES_IN_AN_ERROR = 20
 _NESTINGS = ("model.language_model.", "language_model.model.")  # of a language model beside an image encoder, new and old
 _IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.")
+_DRAFTING_PARTS = ("mtp.", "model.mtp.", "medusa_head.")  # heads that some checkpoints hold beside their model
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,12 @@ AnyTensor = Tensor | GroupedTensor
 
 
 class Weights(Mapping[str, AnyTensor]):
-    """Our tensor name → its values, for exactly the tensors the config calls for."""
+    """Our tensor name → its values, for exactly the tensors the config calls for.
+
+    `notices` are lines about what else the files hold.
+    """
+
+    notices: tuple[str, ...] = ()
 
     def __init__(self, tensors: Mapping[str, AnyTensor]) -> None:
         self._tensors = dict(tensors)
@@ -77,7 +84,7 @@ class Weights(Mapping[str, AnyTensor]):
                 f"{directory} holds {len(stored)} tensors, too few for the {config.num_layers} layers of its config.json; "
                 "is it another model's?"
             )
-        stored = _language_model(stored)
+        stored, heads = _without_heads(_language_model(stored), config)
         if FAMILIES[config.family].fuses_projections:
             stored = _unfused(stored, config)
         shapes = tensor_shapes(config)
@@ -100,7 +107,11 @@ class Weights(Mapping[str, AnyTensor]):
             _check_tied(tensors["embedding.weight"], stored["lm_head.weight"], files)
         if config.norm_offset:
             tensors |= {name: _plus_one(tensor) for name, tensor in tensors.items() if name.endswith("norm.weight")}
-        return cls(tensors)
+        weights = cls(tensors)
+        if heads:
+            drafter = "medusa" if heads[0].startswith("medusa_head.") else "mtp"
+            weights.notices = (f"{directory} also holds a drafting head of {len(heads)} tensors: drafter={drafter!r} guesses with it",)
+        return weights
 
     def __getitem__(self, name: str) -> AnyTensor:
         return self._tensors[name]
@@ -143,6 +154,21 @@ def _language_model(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTenso
         return dict(stored)
     plain = {name: tensor for name, tensor in stored.items() if not name.removeprefix("model.").startswith(_IMAGE_PARTS)}
     return {_plain_name(name, nesting): tensor for name, tensor in plain.items()}
+
+
+def _without_heads(stored: Mapping[str, StoredTensor], config: ModelConfig) -> tuple[dict[str, StoredTensor], list[str]]:
+    """The tensors of the model, and the names of those of a head that guesses for it.
+
+    A layer behind the last one is such a head only where it has a head's own tensors: else config.json names too few layers.
+    """
+    behind = re.compile(r"model\.layers\.(\d+)\.")
+    layers = {name: int(match[1]) for name in stored if (match := behind.match(name)) and int(match[1]) >= config.num_layers}
+    heads = [
+        name for name in stored
+        if name.startswith(_DRAFTING_PARTS) or (name in layers and f"model.layers.{layers[name]}.eh_proj.weight" in stored)
+    ]  # fmt: skip
+    left_out = set(heads)
+    return {name: tensor for name, tensor in stored.items() if name not in left_out}, heads
 
 
 def _plain_name(name: str, nesting: str) -> str:

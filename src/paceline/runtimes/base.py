@@ -29,7 +29,8 @@ class RowRange:
     """Consecutive rows of one path: rows [start, start + num_rows) of the batch.
 
     They attend to `cached_len` rows already in the cache and to one another (causally, or by `mask`).
-    `block_table` covers at least `cached_len + num_rows` slots.
+    `block_table` covers at least `cached_len + num_rows` slots. Of the cached rows those before slot `first_slot` are not seen,
+    which only the networks of `runtimes/head.py` use; it is at most `cached_len`.
     """
 
     start: int
@@ -37,6 +38,7 @@ class RowRange:
     cached_len: int
     block_table: IntArray
     mask: BoolArray | None = None  # [num_rows, num_rows], True = may attend
+    first_slot: int = 0
 
 
 @dataclass(frozen=True, slots=True)

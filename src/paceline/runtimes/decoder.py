@@ -64,10 +64,15 @@ class Blocks(Protocol[Value]):
         ...
 
 
-def decoder_layer(blocks: Blocks[Value], config: ModelConfig, x: Value, layer: int) -> Value:
-    """One pre-norm layer: attention, then a gated MLP, each (normed again with sandwich norms) added to the stream x [T, E]."""
+def decoder_layer(blocks: Blocks[Value], config: ModelConfig, x: Value, layer: int, *, normed: Value | None = None) -> Value:
+    """One pre-norm layer: attention, then a gated MLP, each (normed again with sandwich norms) added to the stream x [T, E].
+
+    Args:
+        normed: what q, k and v are computed from; None = x behind the layer's norm.
+    """
     prefix = f"layers.{layer}."
-    normed = blocks.rms_norm(x, prefix + "attention_norm")
+    if normed is None:
+        normed = blocks.rms_norm(x, prefix + "attention_norm")
     q, k, v = blocks.linear(normed, prefix + "q_proj", prefix + "k_proj", prefix + "v_proj")
     if config.qk_norm:
         q = blocks.head_norm(q, prefix + "q_norm", config.num_heads)

@@ -68,7 +68,7 @@ def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
     stored = read_model_config(path)
     config = stored.for_context(options.max_context)
     weights = open_weights(path, config, regroup=options.regroup, num_threads=options.num_threads)
-    notices: list[str] = []
+    notices = list(weights.notices)
     if config.max_positions < stored.max_positions and options.max_context is None:
         notices.append(
             f"context is the {config.max_positions} tokens the model was first made for: with max_context up to {stored.max_positions} "

@@ -36,7 +36,7 @@ def target(directory: Path) -> TargetDescription:
 
 
 def test_names_become_drafters(target: TargetDescription) -> None:
-    assert NAMES == ("auto", "none", "ngram", "suffix", "prediction", "draft_model")
+    assert NAMES == ("auto", "none", "ngram", "suffix", "prediction", "draft_model", "medusa", "mtp")
     assert make_drafter("none", target) is None
     assert isinstance(make_drafter("ngram", target), NgramDrafter)
     assert isinstance(make_drafter(["ngram"], target), NgramDrafter)

@@ -68,6 +68,9 @@ class SuffixDrafter(Drafter):
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         return [self._guess(request, budget) for request, budget in zip(requests, budgets, strict=True)]
 
+    def preempt(self, request: Request) -> None:
+        """Its text stays what it is, and is not finished yet."""
+
     def release(self, request: Request) -> None:
         self._texts.pop(id(request), None)
         if self._store is not None and request.hints.namespace is not None and request.num_output_tokens:

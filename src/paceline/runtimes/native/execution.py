@@ -51,10 +51,10 @@ class Execution:
         self._program.cache = storage.ctypes.data
         self._program.num_blocks = storage.shape[1]
 
-    def input_rows(self, num_rows: int) -> FloatArray:
-        """Where the first value of a pass of `num_rows` rows is to be written, [num_rows, width]."""
+    def input_rows(self, num_rows: int, buffer: int = 0) -> FloatArray:
+        """Where an input of a pass of `num_rows` rows is to be written, [num_rows, width]."""
         self._make_room(num_rows)
-        return self.rows(0, num_rows)
+        return self.rows(buffer, num_rows)
 
     def rows(self, buffer: int, num_rows: int) -> FloatArray:
         """The first rows of a buffer, [num_rows, width]."""
@@ -96,15 +96,15 @@ def describe_ranges(batch: ForwardBatch) -> tuple[IntArray, IntArray, IntArray, 
     """The ranges of a batch as kernels/native.h wants them.
 
     Returns:
-        [num_ranges, 5] start, rows, cached length, offset of the block table, offset of the mask or -1; [T] range of each row;
-        all block tables one after the other; all masks.
+        [num_ranges, 6] start, rows, cached length, offset of the block table, offset of the mask or -1, first slot seen;
+        [T] range of each row; all block tables one after the other; all masks.
     """
-    ranges = np.empty((len(batch.ranges), 5), np.int32)
+    ranges = np.empty((len(batch.ranges), 6), np.int32)
     range_of_row = np.empty(len(batch.token_ids), np.int32)
     masks: list[NDArray[np.uint8]] = []
     table = mask = 0
     for index, item in enumerate(batch.ranges):
-        ranges[index] = (item.start, item.num_rows, item.cached_len, table, -1 if item.mask is None else mask)
+        ranges[index] = (item.start, item.num_rows, item.cached_len, table, -1 if item.mask is None else mask, item.first_slot)
         range_of_row[item.start : item.start + item.num_rows] = index
         table += len(item.block_table)
         if item.mask is not None:

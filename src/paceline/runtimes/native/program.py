@@ -22,6 +22,8 @@ class Code(IntEnum):
     ADD = 5
     SELECT = 6
     SOFT_CAP = 7
+    CONCAT = 8
+    SILU_RESIDUAL = 9
 
 
 class Packing(IntEnum):
@@ -47,6 +49,7 @@ class NativeBlocks:
         self._config = config
         self._weights = weights
         self.values: list[Value] = []
+        self.inputs: dict[str, Value] = {}  # values that the runtime fills
         self.operations: list[Operation] = []
         self.matrices: list[ctypes.Array[Matrix]] = []  # kept alive: operations hold their addresses
 
@@ -56,7 +59,22 @@ class NativeBlocks:
 
     def embedding(self, name: str) -> Value:
         """Value 0: the runtime fills it."""
-        return self.value(self._config.hidden_size)
+        return self.input(name, self._config.hidden_size)
+
+    def input(self, name: str, width: int) -> Value:
+        if name not in self.inputs:
+            self.inputs[name] = self.value(width)
+        return self.inputs[name]
+
+    def concat(self, *values: Value) -> Value:
+        joined = values[0]
+        for value in values[1:]:
+            out = self.value(joined.width + value.width, selected=joined.selected)
+            joined = self._add(Code.CONCAT, joined, value, out=out, count=joined.width)
+        return joined
+
+    def silu_residual(self, x: Value, y: Value) -> Value:
+        return self._add(Code.SILU_RESIDUAL, x, y, out=self.value(x.width, selected=x.selected))
 
     def linear(self, x: Value, *names: str) -> tuple[Value, ...]:
         outs = []
@@ -150,18 +168,15 @@ def record(config: ModelConfig, weights: NativeWeights, collect_layers: Sequence
     """The operations of a decoder, in order, with as few buffers as its values need."""
     blocks = NativeBlocks(config, weights)
     logits, hidden, collected = decoder(blocks, config, collect_layers)
-    kept = {logits.index, hidden.index, *(value.index for value in collected)}
-    buffers, widths = _assign_buffers(blocks, kept)
-    for operation in blocks.operations:
-        for field in ("x", "y", "z", "out"):
-            value = getattr(operation, field)
-            setattr(operation, field, buffers[value] if value >= 0 else -1)
-    for matrices in blocks.matrices:
-        for matrix in matrices:
-            matrix.out = buffers[matrix.out]
-    most = max(matrices[0].columns for matrices in blocks.matrices)
+    buffers, widths = share_memory(blocks, {logits.index, hidden.index, *(value.index for value in collected)})
     results = [buffers[value.index] for value in collected]
+    most = most_columns(blocks)
     return Recorded(blocks.operations, blocks.matrices, widths, buffers[logits.index], buffers[hidden.index], results, most)
+
+
+def most_columns(blocks: NativeBlocks) -> int:
+    """Of the widest product's input."""
+    return max([matrices[0].columns for matrices in blocks.matrices], default=0)
 
 
 def record_lm_head(config: ModelConfig, weights: NativeWeights) -> Recorded:
@@ -173,8 +188,28 @@ def record_lm_head(config: ModelConfig, weights: NativeWeights) -> Recorded:
     return Recorded(blocks.operations, blocks.matrices, [value.width for value in blocks.values], logits.index, 0, [], config.hidden_size)
 
 
+def share_memory(blocks: NativeBlocks, kept: set[int]) -> tuple[list[int], list[int]]:
+    """Let operations and matrices name buffers, not values.
+
+    Args:
+        kept: the values that are results.
+
+    Returns:
+        the buffer of every value, and each buffer's width.
+    """
+    buffers, widths = _assign_buffers(blocks, kept | {value.index for value in blocks.inputs.values()})
+    for operation in blocks.operations:
+        for field in ("x", "y", "z", "out"):
+            value = getattr(operation, field)
+            setattr(operation, field, buffers[value] if value >= 0 else -1)
+    for matrices in blocks.matrices:
+        for matrix in matrices:
+            matrix.out = buffers[matrix.out]
+    return buffers, widths
+
+
 def _assign_buffers(blocks: NativeBlocks, kept: set[int]) -> tuple[list[int], list[int]]:
-    """The buffer of every value, and each buffer's width: one is free again once the last reader of its value has run."""
+    """One is free again once the last reader of its value has run."""
     outs = [[operation.out] for operation in blocks.operations]
     products = iter(blocks.matrices)
     for index, operation in enumerate(blocks.operations):
@@ -184,7 +219,9 @@ def _assign_buffers(blocks: NativeBlocks, kept: set[int]) -> tuple[list[int], li
     for index, operation in enumerate(blocks.operations):
         last_read.update({value: index for value in (operation.x, operation.y, operation.z) if value >= 0})
     buffers = [0] * len(blocks.values)
-    widths = [blocks.values[0].width]
+    widths = [value.width for value in blocks.inputs.values()]
+    for index, value in enumerate(blocks.inputs.values()):
+        buffers[value.index] = index
     free: dict[int, list[int]] = {}
     for index, operation in enumerate(blocks.operations):
         for out in outs[index]:
@@ -194,6 +231,6 @@ def _assign_buffers(blocks: NativeBlocks, kept: set[int]) -> tuple[list[int], li
                 widths.append(width)
             buffers[out] = free[width].pop()
         for value in {operation.x, operation.y, operation.z} - {-1}:
-            if last_read[value] == index and value not in kept and value != 0:
+            if last_read[value] == index and value not in kept:
                 free.setdefault(blocks.values[value].width, []).append(buffers[value])
     return buffers, widths

@@ -33,8 +33,9 @@ class Attention(Protocol):
 
 
 def visible_slots(rows: RowRange) -> BoolArray:
-    """[num_rows, cached_len + num_rows], True = the row may attend: all that is cached, then causally or by the range's mask."""
+    """[num_rows, cached_len + num_rows], True = the row may attend: what is cached, then causally or by the range's mask."""
     mask = np.ones((rows.num_rows, rows.cached_len + rows.num_rows), np.bool_)
+    mask[:, : rows.first_slot] = False
     mask[:, rows.cached_len :] = np.tri(rows.num_rows, dtype=np.bool_) if rows.mask is None else rows.mask
     return mask
 

@@ -33,10 +33,10 @@ static int visible_rows(const Program *program, const Pass *pass, const Range *r
     const int32_t *table = pass->block_tables + range->table;
     const int index = row - range->start, size = program->block_size, causal = range->mask < 0;
     const int known = range->cached_len + (causal ? index + 1 : 0);
-    int count = 0;
-    for (int block = 0; count < known; block++) {
-        const int32_t first = table[block] * program->kv_heads * size;
-        for (int32_t in_block = 0; in_block < size && count < known; in_block++) visible[count++] = first + in_block;
+    int count = 0, slot = range->first_slot;
+    while (slot < known) {
+        const int32_t first = table[slot / size] * program->kv_heads * size;
+        for (int32_t in_block = slot % size; in_block < size && slot < known; in_block++, slot++) visible[count++] = first + in_block;
     }
     if (!causal)
         for (int other = 0; other < range->rows; other++)

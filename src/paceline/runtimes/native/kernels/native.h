@@ -32,7 +32,7 @@ typedef struct {
 } Matrix;
 
 /* What an operation does; rows are those of the pass, or the selected ones once SELECT has run. */
-enum { LINEAR, NORM, ROPE, ATTENTION, GATED, ADD, SELECT, SOFT_CAP };
+enum { LINEAR, NORM, ROPE, ATTENTION, GATED, ADD, SELECT, SOFT_CAP, CONCAT, SILU_RESIDUAL };
 enum { SILU, GELU_TANH };
 /* How a product takes its rows: as they are, or rounded to bfloat16 in pairs (all its matrices are BF16 then). */
 enum { AS_FLOATS, AS_PAIRS };
@@ -40,7 +40,7 @@ enum { AS_FLOATS, AS_PAIRS };
 typedef struct {
     int32_t code;
     int32_t x, y, z, out; /* buffers */
-    int32_t count;        /* heads (NORM, ROPE), matrices (LINEAR) */
+    int32_t count;        /* heads (NORM, ROPE), matrices (LINEAR), floats of a row of x (CONCAT) */
     int32_t width;        /* floats of a row, or of a head where there is a count */
     int32_t choice;       /* packing, rope table, activation, or layer */
     int32_t selected;     /* works on the selected rows */
@@ -48,9 +48,10 @@ typedef struct {
     const void *data;     /* Matrix[count], or the norm's weight [width] */
 } Operation;
 
-/* Rows [start, start + rows) of the pass: one path. Its block table and its mask begin at these offsets; mask < 0: causal. */
+/* Rows [start, start + rows) of the pass: one path. Its block table and its mask begin at these offsets; mask < 0: causal.
+ * Cached slots before first_slot are not seen. */
 typedef struct {
-    int32_t start, rows, cached_len, table, mask;
+    int32_t start, rows, cached_len, table, mask, first_slot;
 } Range;
 
 typedef struct {
@@ -86,6 +87,8 @@ void rotate_head(const float *x, const float *cos, const float *sin, int width, 
 void gate(const float *x, const float *up, int width, int activation, float *out);
 void add(const float *x, const float *y, int width, float *out);
 void soft_cap(const float *x, int width, float cap, float *out);
+void add_silu(const float *x, const float *y, int width, float *out);
+void join(const float *x, int width, const float *y, int begin, int count, float *out);
 
 void keep_row(const Program *program, const Pass *pass, int layer, int row, const float *k, const float *v);
 void attend(const Program *program, const Pass *pass, const Operation *operation, int row, int kv_head, float *scratch);

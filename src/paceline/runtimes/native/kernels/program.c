@@ -83,6 +83,10 @@ static void by_row(const Program *program, const Pass *pass, const Operation *op
             add(x + at, y + at, count, out + at);
         else if (operation->code == SOFT_CAP)
             soft_cap(x + at, count, operation->limit, out + at);
+        else if (operation->code == SILU_RESIDUAL)
+            add_silu(x + at, y + at, count, out + at);
+        else if (operation->code == CONCAT)
+            join(x + row * (size_t)operation->count, operation->count, y + row * (size_t)(width - operation->count), begin, count, out + at);
         else
             memcpy(out + at, x + (size_t)pass->selected[row] * (size_t)width + (size_t)begin, (size_t)count * sizeof(float));
     }

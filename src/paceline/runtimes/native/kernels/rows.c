@@ -51,6 +51,21 @@ void add(const float *x, const float *y, int width, float *out) {
     EACH_16(column, count, width) put(out + column, take(x + column, count) + take(y + column, count), count);
 }
 
+/* x + silu(y). */
+void add_silu(const float *x, const float *y, int width, float *out) {
+    EACH_16(column, count, width) {
+        const floats v = take(y + column, count);
+        put(out + column, take(x + column, count) + v * sigmoid(v), count);
+    }
+}
+
+/* Columns [begin, begin + count) of the row that x [width] and then y make. */
+void join(const float *x, int width, const float *y, int begin, int count, float *out) {
+    const int left = begin >= width ? 0 : width - begin < count ? width - begin : count;
+    if (left) memcpy(out, x + begin, (size_t)left * sizeof(float));
+    if (left < count) memcpy(out + left, y + (begin + left - width), (size_t)(count - left) * sizeof(float));
+}
+
 /* cap tanh(x / cap). */
 void soft_cap(const float *x, int width, float cap, float *out) {
     EACH_16(column, count, width)

@@ -1,0 +1,36 @@
+"""Which of the target's activations an EAGLE-3 head reads: the sources disagree on how layers are counted."""
+
+from paceline.drafters.head_files import HeadFiles
+from paceline.errors import IncompatibleDrafterError
+from paceline.models.json_fields import JsonFields
+
+KEY = "eagle_aux_hidden_state_layer_ids"
+
+
+def boundaries_of(files: HeadFiles, nested: JsonFields, fields: JsonFields, count: int, num_layers: int) -> tuple[int, ...]:
+    """The boundaries, ascending, for boundary b = the residual stream that enters layer b (L = the last layer's output).
+
+    Speculators and GGUF files name boundaries. Other files do so too, but those of trainers that name the layers whose *outputs* they took
+    begin with 1, for every one of them takes the layer that follows boundary 1 first. Without ids: [2, L / 2, L - 3].
+
+    Args:
+        nested, fields: `eagle_config` and the whole config.
+        count: how many the head takes.
+        num_layers: L of the target.
+
+    Raises:
+        IncompatibleDrafterError: the target has no such boundaries, or there are more or fewer than the head takes.
+    """
+    ids = sorted(set(fields.token_ids(KEY) or nested.token_ids(KEY)))
+    source = KEY
+    if not ids:
+        source = "the usual choice"
+        ids = [2, num_layers // 2, num_layers - 3]
+    elif ids[0] == 1 and not {"speculators_model_type", "general.architecture"} & files.config.keys():
+        ids = [layer + 1 for layer in ids]
+    if len(ids) != count or sorted(set(ids)) != ids or ids[0] < 0 or ids[-1] > num_layers:
+        raise IncompatibleDrafterError(
+            f"{files.path} reads {count} of the target's layer boundaries, but {source} gives {ids} for its {num_layers} layers: "
+            f"the head was made for another model, or its config.json needs {KEY!r}"
+        )
+    return tuple(ids)

@@ -1,0 +1,167 @@
+"""Medusa heads from the four layouts they come in, under one set of names.
+
+Layouts: `{i}.{j}.linear.*` and `{i}.{n}.weight` (the paper's own code); the same without the vocabulary matrices, for which the target's
+stands in (TGI); both with `medusa_head.` in front, inside a whole model; `blocks.{i}.layers.{j}.*` with `lm_heads.{i}.weight` or
+one shared `lm_head.weight`, and perhaps a `token_map` of absolute ids (vLLM). Counts are taken from the tensors: configs are known to lie.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.drafters.head_files import HeadFiles, check_pairing
+from paceline.errors import CheckpointError
+from paceline.models.config import ModelConfig
+from paceline.models.weights import AnyTensor, Weights
+
+_NEST = re.compile(r"medusa_heads?\.")
+_ROW_OF_BLOCKS = re.compile(r"(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
+_NAMED_BLOCKS = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
+_NAMED_HEADS = re.compile(r"lm_heads\.(\d+)\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaHeads:
+    """Loaded heads.
+
+    Attributes:
+        num_heads: how many; head d guesses the token behind d others.
+        num_blocks: residual blocks of each.
+        weights: `heads.{i}.blocks.{j}.weight` (and `.bias`) [E, E]; `heads.{i}.lm_head.weight`, or `lm_head.weight` for all [rows, E].
+        shares_lm_head: whether one vocabulary matrix serves all heads.
+        num_rows: rows of a vocabulary matrix.
+        token_map: [rows] target id of each row; None = the row's own number.
+        soft_cap: of the logits, where the vocabulary matrix is the target's and it has one.
+        notices: lines a user should see.
+    """
+
+    num_heads: int
+    num_blocks: int
+    weights: Weights
+    shares_lm_head: bool
+    num_rows: int
+    token_map: NDArray[np.int64] | None = None
+    soft_cap: float | None = None
+    notices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Names in the files: of block (head, block, "weight" or "bias") and of the vocabulary matrix of a head."""
+
+    blocks: Mapping[tuple[int, int, str], str]
+    lm_heads: Mapping[int, str]
+    shared: str | None
+    num_heads: int
+    num_blocks: int
+
+
+def load_medusa(files: HeadFiles, target: ModelConfig, target_lm_head: AnyTensor) -> MedusaHeads:
+    """Heads for a target.
+
+    Args:
+        target_lm_head: the target's vocabulary matrix, for heads that bring none.
+
+    Raises:
+        CheckpointError: tensors are missing or of another shape.
+        IncompatibleDrafterError: they were made for another target.
+    """
+    names = _names(files)
+    hidden = files.tensors[next(iter(names.blocks.values()))].shape[-1]
+    check_pairing(files, target, hidden_size=hidden)
+    brings_lm_heads = bool(names.lm_heads) or names.shared is not None
+    num_rows = _check(files, names, target.hidden_size) if brings_lm_heads else target_lm_head.shape[0]
+    if not brings_lm_heads:
+        _check(files, names, target.hidden_size)
+    token_map = files.table("token_map") if "token_map" in files.tensors else None
+    _check_token_map(files, token_map, num_rows, target.vocab_size)
+    if token_map is None:
+        check_pairing(files, target, hidden_size=hidden, vocab_rows=num_rows)
+    weights: dict[str, AnyTensor] = {}
+    for (head, block, kind), name in sorted(names.blocks.items()):
+        weights[f"heads.{head}.blocks.{block}.{kind}"] = files.weight(name)
+    for head, name in names.lm_heads.items():
+        weights[f"heads.{head}.lm_head.weight"] = files.weight(name)
+    if not names.lm_heads:
+        weights["lm_head.weight"] = target_lm_head if names.shared is None else files.weight(names.shared)
+    used = [*names.blocks.values(), *names.lm_heads.values(), "token_map", *([names.shared] if names.shared else [])]
+    is_whole_model = any(_NEST.match(name) for name in files.tensors)
+    notices = files.unused(used, ignored=lambda name: is_whole_model and not _NEST.match(name))
+    return MedusaHeads(
+        names.num_heads,
+        names.num_blocks,
+        Weights(weights),
+        not names.lm_heads,
+        num_rows,
+        token_map,
+        None if brings_lm_heads else target.logit_soft_cap,
+        (*notices, *_count_notice(files, names.num_heads)),
+    )
+
+
+def _names(files: HeadFiles) -> _Names:
+    plain = {_NEST.sub("", name, count=1) if _NEST.match(name) else name: name for name in files.tensors}
+    named = {match: plain[name] for name in plain if (match := _NAMED_BLOCKS.fullmatch(name))}
+    if named:
+        blocks = {(int(match[1]), int(match[2]), match[3]): name for match, name in named.items()}
+        lm_heads = {int(match[1]): plain[name] for name in plain if (match := _NAMED_HEADS.fullmatch(name))}
+        shared = plain.get("lm_head.weight") if not lm_heads else None
+        if not lm_heads and shared is None and not files.config.get("original_lm_head"):
+            raise CheckpointError(
+                f"{files.path} is no complete medusa head for this target: it lacks lm_heads.0.weight and lm_head.weight, and its "
+                "config.json does not set original_lm_head, which would take the target's"
+            )
+    else:
+        rows = [(match, plain[name]) for name in plain if (match := _ROW_OF_BLOCKS.fullmatch(name))]
+        blocks = {(int(match[1]), int(match[2]), match[4]): name for match, name in rows if match[3]}
+        lm_heads = {int(match[1]): name for match, name in rows if not match[3] and match[4] == "weight"}
+        shared = None
+    if not blocks:
+        raise CheckpointError(f"{files.path} holds no medusa heads: expected tensors such as 0.0.linear.weight or blocks.0.layers.0.weight")
+    num_heads = 1 + max(max(head for head, _, _ in blocks), max(lm_heads, default=0))
+    return _Names(blocks, lm_heads, shared, num_heads, 1 + max(block for _, block, _ in blocks))
+
+
+def _check(files: HeadFiles, names: _Names, hidden: int) -> int:
+    """Hold every head to the same tensors; returns the rows of the vocabulary matrices (0 without any)."""
+    is_named = any("layers." in name for name in names.blocks.values())
+    nest = next((match[0] for name in names.blocks.values() if (match := _NEST.match(name))), "")
+    block_name = nest + ("blocks.{}.layers.{}" if is_named else "{}.{}.linear")
+    head_name = nest + ("lm_heads.{}.weight" if is_named else f"{{}}.{names.num_blocks}.weight")
+    required: dict[str, tuple[int, ...]] = {}
+    has_bias = any(kind == "bias" for _, _, kind in names.blocks)
+    for head in range(names.num_heads):
+        for block in range(names.num_blocks):
+            required[f"{block_name.format(head, block)}.weight"] = (hidden, hidden)
+            if has_bias:
+                required[f"{block_name.format(head, block)}.bias"] = (hidden,)
+    first = names.shared if names.shared is not None else names.lm_heads.get(min(names.lm_heads, default=0))
+    num_rows = files.tensors[first].shape[0] if first is not None else 0
+    if names.shared is not None:
+        required[names.shared] = (num_rows, hidden)
+    elif names.lm_heads:
+        required |= {head_name.format(head): (num_rows, hidden) for head in range(names.num_heads)}
+    files.check(required)
+    return num_rows
+
+
+def _check_token_map(files: HeadFiles, token_map: NDArray[np.int64] | None, num_rows: int, vocab_size: int) -> None:
+    if token_map is None:
+        return
+    if token_map.shape != (num_rows,):
+        raise CheckpointError(f"{files.path}: token_map has {token_map.size} entries for vocabulary matrices of {num_rows} rows")
+    if token_map.size and not 0 <= token_map.min() <= token_map.max() < vocab_size:
+        raise CheckpointError(
+            f"{files.path}: token_map names ids from {token_map.min()} to {token_map.max()}, the target's go from 0 to {vocab_size - 1}: "
+            "it was made for another base model"
+        )
+
+
+def _count_notice(files: HeadFiles, num_heads: int) -> tuple[str, ...]:
+    declared = files.config.get("medusa_num_heads", files.config.get("num_heads"))
+    if not isinstance(declared, int) or declared == num_heads:
+        return ()
+    return (f"{files.path}: config.json names {declared} medusa heads, the file holds {num_heads}: all of them are used",)

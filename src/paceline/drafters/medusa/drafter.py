@@ -1,0 +1,228 @@
+"""Medusa: extra heads on the target's own last feature guess several positions at once.
+
+Source: Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (arXiv:2401.10774).
+Deviations: the root is the token the target has already committed, so heads guess from its first child on; every kept token is the
+target's own draw (no typical acceptance); the tree is grown by probability per row of the target pass unless a fixed one is named; for
+sampled requests the first guess at a depth is drawn with the target's own noise, or, where drafts are kept by rejection, a chain with noise
+of its own.
+
+A head d reads the feature f of position t and guesses token t + 2 + d. The token t + 1 is the root, so head 0 guesses its children. A pass
+of the heads costs nothing but their weights: there is no cache, and the feature comes from the pass that produced the root.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from paceline.config import QuantOptions
+from paceline.drafters.head_files import HeadFiles
+from paceline.drafters.medusa.checkpoint import load_medusa
+from paceline.drafters.medusa.guesses import NUM_RANKS, Guesses, RankAccuracy, drawn_chain
+from paceline.drafters.medusa.network import MedusaNetwork
+from paceline.drafters.medusa.trees import STATIC_TREES, static_shape
+from paceline.errors import ConfigError
+from paceline.kv_cache.row_plan import TreeLayout
+from paceline.models.checkpoint import open_weights, read_model_config
+from paceline.models.quantized_cache import quantized_weights
+from paceline.runtimes.backend import choose_device
+from paceline.runtimes.base import FloatArray
+from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds
+from paceline.speculation.request import Request
+from paceline.speculation.tree import DraftTree
+from paceline.speculation.tree_growth import Guess, grow_tree
+
+GROWN_TREES = ("probability", "accuracy")
+_FIRST_ACCURACY = 0.5  # of a first guess, where nothing is measured yet
+_NEXT_ACCURACY = 0.1  # of the second, and half of it for every other one
+
+
+@dataclass(slots=True)
+class _Feature:
+    """The target's final hidden state [E] of the token at `position`."""
+
+    position: int
+    values: FloatArray
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request that drafts in this step."""
+
+    request: Request
+    budget: DraftBudget
+    feature: _Feature
+    depth: int
+
+
+class MedusaDrafter(Drafter):
+    """Proposes trees of what the heads guess.
+
+    Args:
+        vocab_size: V of the target; ids beyond it are never proposed.
+        tree: "probability" (grown by the heads' own probabilities), "accuracy" (grown by how often each head's r-th guess was right),
+            or the name of a published fixed tree.
+        note: what a user should know, for the banner.
+
+    Raises:
+        ConfigError: there is no such tree.
+    """
+
+    name = "medusa"
+    needs = DrafterNeeds(hidden_states=True)
+
+    def __init__(self, network: MedusaNetwork, *, vocab_size: int, tree: str = "probability", note: str = "") -> None:
+        if tree not in GROWN_TREES and tree not in STATIC_TREES:
+            raise ConfigError(f"medusa tree {tree!r} is unknown: use one of {', '.join((*GROWN_TREES, *STATIC_TREES))}")
+        self._network, self._vocab_size, self._tree, self._note = network, vocab_size, tree, note
+        self.notices = network.heads.notices
+        self._features: dict[int, _Feature] = {}
+        self._pending: dict[int, tuple[int, Guesses]] = {}  # tokens of the request when it was asked, what was guessed
+        self._accuracy = {is_greedy: RankAccuracy() for is_greedy in (True, False)}
+        self._token_map = network.heads.token_map
+        if self._token_map is not None:  # rows of ids that the target's tokenizer does not know count for nothing
+            self._known_rows = np.flatnonzero(self._token_map < vocab_size)
+            self._known_ids = self._token_map[self._known_rows]
+
+    def observe(self, rows: Sequence[CommittedRows]) -> None:
+        for one in rows:
+            self._measure(one.request)
+            last = one.start + one.num_rows - 1
+            if one.hidden_states is not None and last == len(one.request.token_ids) - 2:  # it produced the root
+                self._features[id(one.request)] = _Feature(last, np.array(one.hidden_states[-1], np.float32))
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
+        asked = [self._ask(request, budget) for request, budget in zip(requests, budgets, strict=True)]
+        active = [one for one in asked if one is not None]
+        if not active:
+            return [None] * len(requests)
+        logits = self._network.forward(np.stack([one.feature.values for one in active]), max(one.depth for one in active))
+        row_of_request = {id(one): row for row, one in enumerate(active)}
+        return [None if one is None else self._guess(one, [rows[row_of_request[id(one)]] for rows in logits]) for one in asked]
+
+    def fork(self, parent: Request, child: Request) -> None:
+        if id(parent) in self._features:
+            self._features[id(child)] = self._features[id(parent)]
+
+    def release(self, request: Request) -> None:
+        self._features.pop(id(request), None)
+        self._pending.pop(id(request), None)
+
+    def describe(self) -> str:
+        heads = self._network.heads
+        tree = f"trees by {self._tree}" if self._tree in GROWN_TREES else f"tree {self._tree}"
+        return f"medusa ({heads.num_heads} head{'s' if heads.num_heads > 1 else ''}, {tree}{self._note})"
+
+    def _ask(self, request: Request, budget: DraftBudget) -> _Asked | None:
+        feature = self._features.get(id(request))
+        depth = min(budget.max_depth, budget.row_budget - 1, self._network.heads.num_heads)
+        if feature is None or feature.position != len(request.token_ids) - 2 or depth < 1:
+            return None
+        return _Asked(request, budget, feature, depth)
+
+    def _guess(self, one: _Asked, rows: Sequence[FloatArray]) -> DraftTree | None:
+        request = one.request
+        if one.budget.wants_draws and not request.params.is_greedy:
+            token_ids, laws = drawn_chain(request, lambda depth: self._as_target_row(rows[depth]), one.depth)
+            return DraftTree.grow(request.token_ids[-1], token_ids, range(len(token_ids)), self.name, laws) if token_ids else None
+        shape = None
+        num_ranks = NUM_RANKS
+        if self._tree in STATIC_TREES:
+            shape = static_shape(self._tree, one.depth, one.budget.row_budget, one.budget.layout)
+            num_ranks = 1 + max((rank for _, _, rank in shape), default=0)
+        elif self._tree == "probability":  # no more of a depth can be taken, as the first ones are the likeliest
+            num_ranks = 1 if one.budget.layout is TreeLayout.CHAIN else min(NUM_RANKS, one.budget.row_budget - 1)
+        wants_probs = self._tree == "probability"
+        guesses = Guesses(request, lambda depth: self._as_target_row(rows[depth]), num_ranks, wants_probs=wants_probs)
+        self._pending[id(request)] = (len(request.token_ids), guesses)
+        return self._grown(one, guesses) if shape is None else self._static(one, guesses, shape)
+
+    def _static(self, one: _Asked, guesses: Guesses, shape: Sequence[tuple[int, int, int]]) -> DraftTree | None:
+        """The named tree, of (parent, depth, rank) a node, with this step's guesses."""
+        token_ids: list[int] = []
+        parents: list[int] = []
+        node_of = {0: 0}  # a rank that a narrow vocabulary does not have leaves a gap
+        for node, (parent, depth, rank) in enumerate(shape, start=1):
+            candidates = guesses.at(depth).token_ids if parent in node_of else ()
+            if rank < len(candidates):
+                token_ids.append(candidates[rank])
+                parents.append(node_of[parent])
+                node_of[node] = len(token_ids)
+        return DraftTree.grow(one.request.token_ids[-1], token_ids, parents, self.name) if token_ids else None
+
+    def _grown(self, one: _Asked, guesses: Guesses) -> DraftTree | None:
+        is_greedy = one.request.params.is_greedy
+        by_depth: list[list[Guess[int]]] = []
+
+        def expand(depth: int) -> list[Guess[int]]:
+            if depth == len(by_depth):
+                candidates = guesses.at(depth)
+                probs = self._probs(depth, candidates.probs, is_greedy=is_greedy)
+                by_depth.append([(token, prob, self.name, depth + 1) for token, prob in zip(candidates.token_ids, probs, strict=True)])
+            return by_depth[depth]
+
+        budget = DraftBudget(one.budget.row_budget, one.depth, one.budget.layout)
+        return grow_tree(one.request.token_ids[-1], budget, 0, expand)
+
+    def _probs(self, depth: int, probs: Sequence[float], *, is_greedy: bool) -> Sequence[float]:
+        """The estimated chance of each guess at a depth, once everything before it was right."""
+        accuracy = self._accuracy[is_greedy]
+        if self._tree == "accuracy":
+            expected = [_FIRST_ACCURACY, *(_NEXT_ACCURACY * 0.5**rank for rank in range(len(probs) - 1))]
+            return [accuracy.of(depth, rank, share) for rank, share in enumerate(expected)]
+        if is_greedy:
+            return probs
+        # Drawn with the target's noise, the first guess is right far more often than its probability says.
+        first = max(probs[0], accuracy.of(depth, 0, _FIRST_ACCURACY))
+        rest = sum(probs[1:])
+        return [first, *(prob * min(1.0, (1.0 - first) / rest) for prob in probs[1:])] if rest > 0.0 else [first]
+
+    def _measure(self, request: Request) -> None:
+        """Compare what was guessed with what the target said."""
+        asked_at, guesses = self._pending.pop(id(request), (0, None))
+        if guesses is not None:
+            self._accuracy[request.params.is_greedy].observe(guesses.by_depth, request.token_ids[asked_at:])
+
+    def _as_target_row(self, row: FloatArray) -> FloatArray:
+        """A head's row over the target's ids [V], -inf for those it does not know."""
+        if self._token_map is None and len(row) >= self._vocab_size:
+            return row[: self._vocab_size]
+        full = np.full(self._vocab_size, -np.inf, np.float32)
+        if self._token_map is None:
+            full[: len(row)] = row
+        else:
+            full[self._known_ids] = row[self._known_rows]
+        return full
+
+
+def open_medusa(
+    files: HeadFiles,
+    target: Path,
+    *,
+    vocab_size: int,
+    num_threads: int,
+    device: str = "auto",
+    quant: QuantOptions | None = None,
+    quant_directory: Path | None = None,
+    tree: str = "probability",
+) -> MedusaDrafter:
+    """The drafter for head files and a target's checkpoint.
+
+    Args:
+        vocab_size: V of the target's logits.
+        quant: how to quantise the heads; None = they stay as they are stored.
+        quant_directory: where quantised matrices are kept for the next time; None = nowhere.
+        tree: see `MedusaDrafter`.
+
+    Raises:
+        CheckpointError, IncompatibleDrafterError: the files do not hold what heads for this target need.
+        ConfigError: there is no such tree.
+    """
+    config = read_model_config(target)
+    target_weights = open_weights(target, config)
+    heads = load_medusa(files, config, target_weights["embedding.weight" if config.tied_embeddings else "lm_head.weight"])
+    if quant is not None:
+        heads = replace(heads, weights=quantized_weights(heads.weights, quant, quant_directory, files=files.files, num_threads=num_threads))
+    network = MedusaNetwork(heads, config, num_threads=num_threads, device=choose_device(device, "auto"))
+    return MedusaDrafter(network, vocab_size=vocab_size, tree=tree)

@@ -1,0 +1,140 @@
+"""What the heads guess for one request: candidates by depth, and how often candidates of a rank were right.
+
+Guesses at a depth do not depend on what was guessed before them, but for processors that look at history (penalties): these see the chain
+of first guesses.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paceline.errors import PacelineError
+from paceline.runtimes.base import FloatArray
+from paceline.sampling.draw import draw
+from paceline.sampling.residual import TokenProbs, draw_distinct
+from paceline.speculation.request import Request
+
+NUM_RANKS = 10
+_PRIOR_WEIGHT = 8.0
+_MEMORY = 512.0  # trials a depth remembers
+_WIDE_ROW = 8192
+_STRIDE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Guesses at one depth, best first, and the probability the head gives each; of a sampled request the first one is the draw."""
+
+    token_ids: Sequence[int]
+    probs: Sequence[float]
+
+
+@dataclass(slots=True)
+class RankAccuracy:
+    """How often the target's token was a head's r-th guess, over positions whose guesses before it were right; decays.
+
+    Attributes:
+        trials: [depths].
+        hits: [depths, ranks].
+    """
+
+    trials: list[float] = field(default_factory=list)
+    hits: list[list[float]] = field(default_factory=list)
+
+    def observe(self, candidates: Sequence[Candidates], token_ids: Sequence[int]) -> None:
+        """Told what the target said: the token behind the last right guess is the last of `token_ids`."""
+        while len(self.trials) < len(candidates):
+            self.trials.append(0.0)
+            self.hits.append([0.0] * NUM_RANKS)
+        for depth, (guesses, token) in enumerate(zip(candidates, token_ids, strict=False)):
+            if self.trials[depth] >= _MEMORY:
+                self.trials[depth] /= 2.0
+                self.hits[depth] = [hits / 2.0 for hits in self.hits[depth]]
+            self.trials[depth] += 1.0
+            if token in guesses.token_ids:
+                self.hits[depth][guesses.token_ids.index(token)] += 1.0
+
+    def of(self, depth: int, rank: int, expected: float) -> float:
+        """The share of a rank at a depth; `expected` where little is known."""
+        trials, hits = (self.trials[depth], self.hits[depth][rank]) if depth < len(self.trials) else (0.0, 0.0)
+        return (hits + _PRIOR_WEIGHT * expected) / (trials + _PRIOR_WEIGHT)
+
+
+class Guesses:
+    """Candidates of one request, made when a depth is asked for, in order.
+
+    Args:
+        row_of: a depth -> the head's row over the target's ids [V].
+        num_ranks: candidates a depth.
+        wants_probs: whether their probabilities are of use; else all are 1.
+    """
+
+    def __init__(self, request: Request, row_of: Callable[[int], FloatArray], num_ranks: int, *, wants_probs: bool) -> None:
+        self._request, self._row_of = request, row_of
+        self._num_ranks, self._wants_probs = num_ranks, wants_probs
+        self.by_depth: list[Candidates] = []
+
+    def at(self, depth: int) -> Candidates:
+        """Guesses for the token `depth` positions behind the root's child; none where nothing that the head knows is allowed."""
+        while len(self.by_depth) <= depth:
+            self.by_depth.append(self._make(len(self.by_depth)))
+        return self.by_depth[depth]
+
+    def _make(self, depth: int) -> Candidates:
+        request = self._request
+        chain = [guesses.token_ids[0] for guesses in self.by_depth if guesses.token_ids]
+        try:
+            distribution = request.processor.process(self._row_of(depth), chain)
+        except PacelineError:
+            return Candidates((), ())
+        position = len(request.token_ids) + depth
+        if self._num_ranks == 1:
+            return Candidates([draw(distribution, request.seed, request.sample_index, position)], [1.0])
+        scores, listed = distribution.scores, distribution.token_ids
+        best = best_scores(scores, self._num_ranks)
+        best = best[scores[best] > -np.inf]
+        ids = [int(token) for token in (best if listed is None else listed[best])]
+        probs = [1.0] * len(ids)
+        if self._wants_probs:
+            shares = np.exp(scores[best] - scores[best[0]]) / np.exp(scores - scores[best[0]]).sum()
+            probs = [float(share) for share in shares]
+        if distribution.greedy:
+            return Candidates(ids, probs)
+        first = draw(distribution, request.seed, request.sample_index, position)
+        others = [(token, prob) for token, prob in zip(ids, probs, strict=True) if token != first][: self._num_ranks - 1]
+        own = probs[ids.index(first)] if first in ids else probs[-1]
+        return Candidates([first, *(token for token, _ in others)], [own, *(prob for _, prob in others)])
+
+
+def drawn_chain(request: Request, row_of: Callable[[int], FloatArray], depth: int) -> tuple[list[int], dict[int, TokenProbs]]:
+    """One token a depth, each drawn from its head's law with noise of its own, and those laws, by the node they stand at."""
+    token_ids: list[int] = []
+    laws: dict[int, TokenProbs] = {}
+    for node in range(depth):
+        try:
+            laws[node] = TokenProbs.of(request.processor.process(row_of(node), token_ids))
+        except PacelineError:
+            break
+        token_ids += draw_distinct(laws[node], 1, request.seed, request.sample_index, len(request.token_ids), node)
+    return token_ids, laws
+
+
+def best_scores(scores: FloatArray, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Positions of the `count` largest scores, largest first, lower positions first on ties."""
+    if count == 1:
+        return np.array([np.argmax(scores)], np.int64)
+    size = len(scores)
+    if size >= _WIDE_ROW:  # only strides with a large maximum can hold one of them
+        whole = size - size % _STRIDE
+        peaks = scores[:whole].reshape(-1, _STRIDE).max(axis=1)
+        strides = np.flatnonzero(peaks >= np.partition(peaks, len(peaks) - count)[len(peaks) - count])
+        inside = (strides[:, None] * _STRIDE + np.arange(_STRIDE)).ravel()
+        candidates = np.concatenate((inside, np.arange(whole, size)))
+    else:
+        candidates = np.arange(size)
+    values = scores[candidates]
+    if len(values) > count:
+        least = np.partition(values, len(values) - count)[len(values) - count]
+        candidates, values = candidates[values >= least], values[values >= least]
+    return candidates[np.argsort(-values, kind="stable")[:count]]

@@ -1,0 +1,69 @@
+"""The forward pass of Medusa heads: no cache, no recurrence, one pass for all requests.
+
+Source: Cai et al. 2024, "Medusa" (arXiv:2401.10774), section 2.1.1: head i is blocks x + SiLU(W x + b), then a vocabulary matrix.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+
+from paceline.drafters.medusa.checkpoint import MedusaHeads
+from paceline.models.config import ModelConfig
+from paceline.runtimes.base import FloatArray, ForwardBatch
+from paceline.runtimes.head import HeadBlocks, HeadRuntime, Value, open_head
+
+
+class MedusaNetwork:
+    """Guesses from features; for every depth that was asked for it keeps a network of just so many heads.
+
+    Args:
+        target: whose features the heads read.
+        backend, device: see `runtimes/head.py`.
+    """
+
+    def __init__(self, heads: MedusaHeads, target: ModelConfig, *, num_threads: int, backend: str = "auto", device: str = "cpu") -> None:
+        self.heads = heads
+        self.hidden_size = target.hidden_size
+        one_head = partial(self._compose, num_heads=1)
+        first = open_head(one_head, target, heads.weights, num_threads=num_threads, max_context=1, backend=backend, device=device)
+        self._networks: dict[int, HeadRuntime] = {1: first}
+        # One vocabulary matrix for all heads is read once, for the rows of all of them together.
+        self._lm_head = first.beside(self._compose_lm_head) if heads.shares_lm_head else None
+
+    def forward(self, features: FloatArray, num_heads: int) -> list[FloatArray]:
+        """Logits [B, rows] of each of the first heads for features [B, E]; views that the next call overwrites."""
+        network = self._networks.get(num_heads)
+        if network is None:
+            network = self._networks[num_heads] = self._networks[1].beside(partial(self._compose, num_heads=num_heads))
+        results = network.forward({"features": features}, _rows(len(features)))
+        outputs = [results[f"head.{head}"] for head in range(num_heads)]
+        if self._lm_head is None:
+            return outputs
+        logits = self._lm_head.forward({"hidden": np.concatenate(outputs)}, _rows(num_heads * len(features)))["logits"]
+        return list(logits.reshape(num_heads, len(features), -1))
+
+    def _compose(self, blocks: HeadBlocks[Value], *, num_heads: int) -> Mapping[str, Value]:
+        """Logits of each head, or what a shared vocabulary matrix is to be multiplied with."""
+        features = blocks.input("features", self.hidden_size)
+        hidden = [features] * num_heads
+        for block in range(self.heads.num_blocks):
+            names = [f"heads.{head}.blocks.{block}" for head in range(num_heads)]
+            if block == 0:  # all read the same rows: one product
+                products = blocks.linear(features, *names)
+            else:
+                products = tuple(blocks.linear(x, name)[0] for x, name in zip(hidden, names, strict=True))
+            hidden = [blocks.silu_residual(x, product) for x, product in zip(hidden, products, strict=True)]
+        if not self.heads.shares_lm_head:
+            hidden = [blocks.lm_head(x, f"heads.{head}.lm_head") for head, x in enumerate(hidden)]
+        return {f"head.{head}": x for head, x in enumerate(hidden)}
+
+    def _compose_lm_head(self, blocks: HeadBlocks[Value]) -> Mapping[str, Value]:
+        logits = blocks.lm_head(blocks.input("hidden", self.hidden_size), "lm_head")
+        return {"logits": logits if self.heads.soft_cap is None else blocks.soft_cap(logits, self.heads.soft_cap)}
+
+
+def _rows(count: int) -> ForwardBatch:
+    """Rows that see nothing but themselves."""
+    rows = np.arange(count, dtype=np.int32)
+    return ForwardBatch(rows, rows, (), rows)

@@ -1,0 +1,66 @@
+"""Trees whose shape is fixed: which ranks of which head's guesses are tried.
+
+A choice is the path to a node, a digit a depth: "02" is the third guess of the second head behind the first guess of the first. The lists
+are those published with the first heads (Cai et al. 2024, arXiv:2401.10774, section 2.3.3), best node first, so that a beginning of a
+list is the tree of a smaller budget.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from paceline.kv_cache.row_plan import TreeLayout, num_rows
+
+STATIC_TREES = {
+    "mc_sim_7b_63": (
+        "0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 003 40 21 004 005 0000 011 006 "
+        "030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 101 021 90 060 0001 16 070"
+    ),
+    "vicuna_7b_stage2": (
+        "0 00 1 01 000 10 2 02 001 03 3 010 20 4 002 04 11 100 0000 5 003 05 020 30 011 06 6 07 004 40 12 08 7 030 0001 005 21 "
+        "006 101 0010 200 50 09 012 8 040 021 13 007 0002 008 110 0100 60 9 013 0003 102 050 31 0020 70 14"
+    ),
+    "vicuna_13b_stage2": (
+        "0 00 1 000 01 10 2 02 001 010 3 03 20 002 0000 04 100 11 4 003 05 020 5 30 011 06 004 0001 07 005 12 0010 030 101 40 006 "
+        "08 200 09 6 7 21 50 012 0002 8 040 0100 021 007 110 13 0020 9 008 050 0003 009 013 102 0011 300 1000"
+    ),
+    "vicuna_33b_stage2": (
+        "0 00 1 01 000 10 2 02 001 03 3 010 20 04 4 002 11 100 05 5 0000 003 30 020 06 011 6 004 07 7 12 40 8 030 005 0001 08 21 "
+        "09 101 200 006 50 0010 13 012 040 007 021 9 110 0002 60 008 0100 70 013 050 14 009 31 102 22"
+    ),
+    "zephyr_stage2": (
+        "0 00 1 01 2 000 10 02 3 03 4 20 001 04 5 05 010 11 6 002 30 06 7 07 08 003 100 09 020 12 40 8 9 21 011 004 0000 50 030 "
+        "13 005 006 60 200 101 012 040 14 31 22 007 70 021 008 013 050 15 009 110 0001 0010 41 23"
+    ),
+    "vicuna_7b_stage1": (
+        "0 00 1 2 01 10 3 02 4 000 03 5 20 04 6 05 11 001 7 30 06 8 9 010 07 08 40 002 12 09 21 50 100 003 13 020 011 004 60 14 "
+        "005 22 030 31 006 70 15 101 200 007 80 0000 41 012 040 90 021 23 16 008 050 32 51"
+    ),
+}
+
+
+@lru_cache(maxsize=256)
+def static_shape(name: str, max_depth: int, row_budget: int, layout: TreeLayout) -> tuple[tuple[int, int, int], ...]:
+    """The nodes of a named tree that fit: (parent, depth, rank) of nodes 1, 2, …; parent 0 is the root, depth 0 the root's children.
+
+    Args:
+        max_depth: levels below the root; deeper choices (of heads a checkpoint lacks, say) are left out.
+        row_budget: rows of the target pass, root included; later choices that would cost more are left out.
+        layout: how the tree will be laid out.
+    """
+    node_of = {"": 0}
+    parents = [-1]
+    nodes: list[tuple[int, int, int]] = []
+    for choice in STATIC_TREES[name].split():
+        parent = node_of.get(choice[:-1])
+        if parent is None or len(choice) > max_depth or not _fits(parents, parent, row_budget, layout):
+            continue
+        node_of[choice] = len(parents)
+        parents.append(parent)
+        nodes.append((parent, len(choice) - 1, int(choice[-1])))
+    return tuple(nodes)
+
+
+def _fits(parents: Sequence[int], parent: int, row_budget: int, layout: TreeLayout) -> bool:
+    if layout is TreeLayout.CHAIN and parent != len(parents) - 1:
+        return False
+    return num_rows([*parents, parent], layout) <= row_budget

@@ -1,0 +1,208 @@
+"""MTP: the layer for multi-token prediction that some models were trained with, kept in their own checkpoint, guesses token after token.
+
+Sources: DeepSeek-V3 (arXiv:2412.19437, section 2.2) and the checkpoints' reference code. A pair joins token t + 1 with the target's
+feature of position t, as in EAGLE, and is drafted with in the same way; the network differs: both halves are normed, the layer is an
+ordinary one of the model's family, and a norm stands in front of the vocabulary matrix. Deviations: modules behind the first one
+are left out, and the first one is applied again and again.
+
+Two layouts: `mtp.*` (Qwen3-Next and later: norms hold their weights less 1, the next feature is the normed output), and one layer more
+than config.json counts (DeepSeek-V3, GLM: the next feature is the output in front of the norm).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from paceline.drafters.head_files import HeadFiles, HeadKind
+from paceline.drafters.pairs.config import PairConfig
+from paceline.drafters.pairs.drafter import PairDrafter
+from paceline.drafters.pairs.head import EMBEDDING, FEATURE, PairHead
+from paceline.drafters.pairs.opening import PairTarget, settle
+from paceline.errors import IncompatibleDrafterError
+from paceline.models.checkpoint import open_weights
+from paceline.models.config import ModelConfig, WeightType
+from paceline.models.families import checkpoint_name, tensor_shapes
+from paceline.models.quantized_cache import quantized_weights
+from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
+from paceline.runtimes.decoder import decoder_layer
+from paceline.runtimes.head import Compose, HeadBlocks, Value, open_head
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where the parts of a module are.
+
+    Attributes:
+        prefix: of the names of its decoder layer.
+        names: our name -> the file's.
+        own_matrices: of those it may bring and the target has as well.
+        norms_less_one: its norm weights are stored less 1.
+        normed_recurrence: the next feature is the output behind the final norm.
+    """
+
+    prefix: str
+    names: Mapping[str, str]
+    own_matrices: Mapping[str, str]
+    norms_less_one: bool
+    normed_recurrence: bool
+
+
+def _layout(files: HeadFiles, target: ModelConfig) -> _Layout:
+    if any(name.startswith("mtp.") for name in files.tensors):
+        parts = {"fc": "fc", "embedding_norm": "pre_fc_norm_embedding", "feature_norm": "pre_fc_norm_hidden", "final_norm": "norm"}
+        names = {f"{ours}.weight": f"mtp.{theirs}.weight" for ours, theirs in parts.items()}
+        return _Layout("mtp.layers.0.", names, {}, norms_less_one=True, normed_recurrence=True)
+    prefix = f"layers.{target.num_layers}."
+    if f"{prefix}eh_proj.weight" in files.tensors:
+        parts = {"fc": "eh_proj", "embedding_norm": "enorm", "feature_norm": "hnorm", "final_norm": "shared_head.norm"}
+        names = {f"{ours}.weight": f"{prefix}{theirs}.weight" for ours, theirs in parts.items()}
+        own = {"embedding.weight": f"{prefix}embed_tokens.weight", "lm_head.weight": f"{prefix}shared_head.head.weight"}
+        return _Layout(prefix, names, own, norms_less_one=target.norm_offset, normed_recurrence=False)
+    raise IncompatibleDrafterError(
+        f"{files.path} holds no MTP module: neither mtp.* tensors nor a layer {target.num_layers} with eh_proj.weight; use another drafter"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MtpModule:
+    """A loaded module.
+
+    Attributes:
+        config: sizes and switches, in the terms of heads that draft with pairs.
+        weights: under the names of the network below; `lm_head.weight` is the target's where the file has none.
+        embedding: rows of the tokens of pairs.
+        soft_cap: of the logits, where the vocabulary matrix is the target's and it has one.
+        notices: lines a user should see.
+    """
+
+    config: PairConfig
+    weights: Weights
+    embedding: AnyTensor
+    soft_cap: float | None
+    notices: tuple[str, ...]
+
+
+def load_mtp(files: HeadFiles, target: ModelConfig, target_weights: Weights) -> MtpModule:
+    """The first module of a target's own checkpoint.
+
+    Raises:
+        CheckpointError: tensors are missing or of another shape; all of them are named.
+        IncompatibleDrafterError: there is no module.
+    """
+    layout = _layout(files, target)
+    layers = replace(target, num_layers=1, norm_offset=layout.norms_less_one, sliding_layers=(), local_rope=None)
+    shapes = {name: shape for name, shape in tensor_shapes(layers).items() if name.startswith("layers.0.")}
+    names = {name: _name_in_layer(name, layout.prefix, layers) for name in shapes} | dict(layout.names)
+    size = target.hidden_size
+    shapes |= {"fc.weight": (size, 2 * size), **{name: (size,) for name in layout.names if name != "fc.weight"}}
+    optional = dict.fromkeys(layout.own_matrices.values(), (target.vocab_size, size))
+    files.check({names[name]: shape for name, shape in shapes.items()}, optional)
+    tensors: dict[str, AnyTensor] = {name: files.weight(theirs) for name, theirs in names.items()}
+    if layout.norms_less_one:
+        tensors |= {name: _plus_one(tensor) for name, tensor in tensors.items() if name.endswith("norm.weight")}
+    own = {ours: files.weight(theirs) for ours, theirs in layout.own_matrices.items() if theirs in files.tensors}
+    embedding = _one_of(own.get("embedding.weight"), target_weights["embedding.weight"])
+    lm_head = target_weights["embedding.weight" if target.tied_embeddings else "lm_head.weight"]
+    tensors["lm_head.weight"] = _one_of(own.get("lm_head.weight"), lm_head)
+    used = {*names.values(), *layout.own_matrices.values()}
+    others = [name for name in files.tensors if name.startswith(("mtp.", layout.prefix)) and name not in used]
+    later = sum(name.endswith(".eh_proj.weight") for name in files.tensors) - 1
+    config = PairConfig(
+        kind=HeadKind.MTP,
+        layers=layers,
+        feature_size=size,
+        normed_recurrence=layout.normed_recurrence,
+        own_embedding="embedding.weight" in own,
+        own_lm_head="lm_head.weight" in own,
+    )
+    notices = [f"{files.path}: the mtp drafter does not know {', '.join(sorted(others)[:10])} and leaves it out"] * bool(others)
+    notices += [f"{files.path}: of {later + 1} MTP modules the first one guesses at every depth"] * (later > 0)
+    return MtpModule(config, Weights(tensors), embedding, None if "lm_head.weight" in own else target.logit_soft_cap, tuple(notices))
+
+
+def mtp_pairs(config: PairConfig, soft_cap: float | None = None) -> Compose:
+    """The network: inputs `embedding` and `feature`; results `feature` [T, E] for the pairs behind these, `logits` [R, V].
+
+        u = fc([embedding_norm(e), feature_norm(f)]);  o = layer(u);  logits = lm_head(final_norm(o))
+
+    Args:
+        soft_cap: of the target's logits, where its matrix is used.
+    """
+
+    def compose(blocks: HeadBlocks[Value]) -> Mapping[str, Value]:
+        size = config.feature_size
+        embedding = blocks.rms_norm(blocks.input(EMBEDDING, size), "embedding_norm")
+        feature = blocks.rms_norm(blocks.input(FEATURE, size), "feature_norm")
+        (mixed,) = blocks.linear(blocks.concat(embedding, feature), "fc")
+        x = decoder_layer(blocks, config.layers, mixed, 0)
+        out = blocks.rms_norm(x, "final_norm")
+        logits = blocks.lm_head(blocks.logits_rows(out), "lm_head")
+        if soft_cap is not None:
+            logits = blocks.soft_cap(logits, soft_cap)
+        return {FEATURE: out if config.normed_recurrence else x, "logits": logits}
+
+    return compose
+
+
+def open_mtp_head(module: MtpModule, *, num_threads: int, max_context: int, backend: str = "auto", device: str = "cpu") -> PairHead:
+    """The network of a module, ready to run."""
+    network = mtp_pairs(module.config, module.soft_cap)
+    runtime = open_head(
+        network, module.config.layers, module.weights, num_threads=num_threads, max_context=max_context, backend=backend, device=device
+    )
+    return PairHead(module.config, runtime, runtime, module.embedding, target_ids=None, notices=module.notices)
+
+
+def candidates(files: HeadFiles, config: PairConfig, target: ModelConfig) -> tuple[PairConfig, ...]:
+    """Every way in which a module's layout admits to hand features on; `config`, the documented default, comes first.
+
+    In the layout of one layer more the reference code takes them in front of the last norm, transformers behind it.
+    """
+    if _layout(files, target).normed_recurrence:
+        return (config,)
+    return (config, replace(config, normed_recurrence=True))
+
+
+def open_mtp(files: HeadFiles, target: PairTarget) -> PairDrafter:
+    """The drafter for a loaded target and `files`, its own checkpoint's.
+
+    Raises:
+        CheckpointError, IncompatibleDrafterError: the files hold no complete module.
+    """
+    sizes = target.runtime.config
+    module = load_mtp(files, sizes, open_weights(target.directory, sizes))
+    if target.quant is not None:
+        weights = quantized_weights(module.weights, target.quant, target.quant_directory, files=files.files, num_threads=target.num_threads)
+        module = replace(module, weights=weights)
+
+    def opened(config: PairConfig, max_context: int) -> PairHead:
+        device = target.runtime.capabilities.device
+        return open_mtp_head(replace(module, config=config), num_threads=target.num_threads, max_context=max_context, device=device)
+
+    named = target.variant
+    if named is None:
+        admitted = candidates(files, module.config, sizes)
+    else:
+        flag = module.config.normed_recurrence if named.normed_recurrence is None else named.normed_recurrence
+        admitted = (replace(module.config, normed_recurrence=flag),)
+    config, notices = settle(files, admitted, opened, target)
+    head = opened(config, target.max_context)
+    return PairDrafter(head, target.cache, vocab_size=target.vocab_size, tree_width=target.tree_width, notices=notices)
+
+
+def _name_in_layer(name: str, prefix: str, layers: ModelConfig) -> str:
+    """The file's name of our `layers.0.q_proj.weight`."""
+    return prefix + checkpoint_name(name, sandwich_norms=layers.sandwich_norms).removeprefix("model.layers.0.")
+
+
+def _plus_one(tensor: AnyTensor) -> Tensor:
+    return Tensor(np.float32(1.0) + as_float32(tensor), WeightType.F32, tensor.shape)
+
+
+def _one_of(own: Tensor | None, shared: AnyTensor) -> AnyTensor:
+    """The module's own matrix, or the target's where they are the same: its pages are in memory already."""
+    if own is None:
+        return shared
+    is_same = isinstance(shared, Tensor) and own.weight_type is shared.weight_type and np.array_equal(own.array, shared.array)
+    return shared if is_same else own

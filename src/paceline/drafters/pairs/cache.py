@@ -1,0 +1,205 @@
+"""Keys and values of a head's true pairs, kept where the target keeps those of the same tokens.
+
+A head with attention joins token s with the target's feature of position s - 1. That pair depends on the tokens up to s and on nothing
+else, like the target's own row of token s, so it lives at the same slot of the same block, and whatever happens to blocks (copies,
+forks, sharing of prefixes, eviction) is right for both:
+
+    slot                 0     1        2        …   n
+    the target's row     x_0   x_1      x_2          x_n (the root, pending)
+    the head's pair      -     x_1 f_0  x_2 f_1      x_n f_(n-1)      drafted pairs behind it, dropped afterwards
+
+Slot 0 has no pair and is never seen. Beside each row stands a mark, a hash of the tokens it was computed from: a sequence that adopts a
+prefix sees which of its rows were ever drafted. The first pair behind an adopted prefix needs the feature of the prefix's last token:
+one feature is kept for every full block.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.kv_cache.paged import CachedSequence, KVCache
+from paceline.kv_cache.row_plan import blocks_for
+from paceline.runtimes.base import FloatArray, IntArray, RowRange
+from paceline.runtimes.head import HeadRuntime
+from paceline.speculation.request import Request
+
+SPARE_BLOCKS = 64
+"""Blocks of the head's own, for drafted rows that go past the blocks a sequence has."""
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)  # odd, as is the factor below: no token hides another
+_FACTOR = np.uint64(0xD1342543DE82EF95)
+
+
+@dataclass(slots=True)
+class _Pairs:
+    """One request's pairs: slots [first, num_pairs) hold true ones; features of positions num_pairs - 1 … num_seen - 1 wait."""
+
+    sequence: CachedSequence
+    first: int
+    num_pairs: int
+    num_seen: int  # positions whose features arrived
+    mark: np.uint64  # of the tokens before slot num_pairs
+    waiting: list[FloatArray] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class TrueRows:
+    """True pairs to run.
+
+    Attributes:
+        token_ids: [T] tokens of the pairs.
+        features: [T, F] the features they are joined with.
+        rows: where they stand; positions of the pairs are their slots less 1.
+    """
+
+    token_ids: IntArray
+    features: FloatArray
+    rows: RowRange
+
+
+@dataclass(frozen=True, slots=True)
+class PairRows(TrueRows):
+    """Those of one request."""
+
+    request: Request
+
+
+class PairCache:
+    """The pairs of all requests of one target.
+
+    Args:
+        runtime: the head; its cache becomes this one's.
+        cache: the target's.
+        feature_size: F, values of a feature.
+        window: slots a pair may see, itself included.
+    """
+
+    def __init__(self, runtime: HeadRuntime, cache: KVCache, *, feature_size: int, window: int) -> None:
+        num_blocks = cache.pool.num_blocks
+        storage = runtime.new_cache(num_blocks + SPARE_BLOCKS).storage
+        self.block_size = cache.block_size
+        self.window = window
+        self.bytes_per_token = (storage.nbytes + feature_size * 4 * num_blocks) // max(1, cache.max_slots)
+        self._spares = range(num_blocks, num_blocks + SPARE_BLOCKS)
+        self._marks = np.zeros((1, num_blocks, self.block_size), np.uint64)
+        self._features = np.zeros((num_blocks, feature_size), np.float32)
+        self._feature_marks = np.zeros(num_blocks, np.uint64)
+        self._powers = np.cumprod(np.full(cache.max_slots + 1, _FACTOR, np.uint64), dtype=np.uint64)
+        self._pairs: dict[int, _Pairs] = {}
+        cache.attach(storage[:, :num_blocks])
+        cache.attach(self._marks)
+
+    def observe(self, request: Request, start: int, features: FloatArray) -> int:
+        """Take the target's features [T, F] of positions `start` …; returns how many wait.
+
+        A request that is new here, or begins anew, keeps the rows of its prefix that were drafted before.
+        """
+        end = start + len(features)
+        pairs = self._pairs.get(id(request))
+        if pairs is None or pairs.sequence is not request.sequence or pairs.num_seen != start:
+            pairs = self._pairs[id(request)] = self._begin(request, start)
+        pairs.waiting.append(np.array(features, np.float32))
+        pairs.num_seen = end
+        self._keep_features(request, start, features)
+        return end - pairs.num_pairs + 1
+
+    def release(self, request: Request) -> None:
+        """Forget a request; its rows stay as long as the target's."""
+        self._pairs.pop(id(request), None)
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """`child`, with a copy of `parent`'s sequence, goes on from its pairs."""
+        pairs = self._pairs.get(id(parent))
+        if pairs is not None:
+            self._pairs[id(child)] = _Pairs(child.sequence, pairs.first, pairs.num_pairs, pairs.num_seen, pairs.mark, list(pairs.waiting))
+
+    def waiting_rows(self, request: Request, *, with_root: bool, num_drafted: int = 0, spares: int = 0) -> PairRows | None:
+        """The pairs that can be computed now; None where there are none or the features stop short of the root.
+
+        Args:
+            with_root: the pair of the request's last token too, whose slot the target has not written yet.
+            num_drafted: drafted rows that will follow.
+            spares: spare blocks that other requests of the pass use.
+        """
+        pairs = self._pairs.get(id(request))
+        if pairs is None or (with_root and pairs.num_seen != len(request.token_ids) - 1):
+            return None
+        end = pairs.num_seen + int(with_root)
+        count = end - pairs.num_pairs
+        if count < 1:
+            return None
+        features = pairs.waiting[0] if len(pairs.waiting) == 1 else np.concatenate(pairs.waiting)
+        pairs.waiting = [features]
+        rows = RowRange(0, count, pairs.num_pairs, self._table(request, end + num_drafted, spares), None, self._first(pairs, end))
+        return PairRows(np.array(request.token_ids[pairs.num_pairs : end], np.int32), features[:count], rows, request)
+
+    def keep(self, rows: PairRows) -> None:
+        """Note that pairs were computed. That of a root whose slot lies in a spare block will run again."""
+        pairs = self._pairs[id(rows.request)]
+        table, size = rows.request.sequence.block_table, self.block_size
+        begin = pairs.num_pairs
+        end = min(begin + len(rows.token_ids), len(table) * size)
+        if end == begin:
+            return
+        marks = self._marks_of(rows.token_ids[: end - begin], begin, pairs.mark)
+        slots = np.arange(begin, end)
+        self._marks[0, np.array(table[begin // size : blocks_for(end, size)])[slots // size - begin // size], slots % size] = marks
+        pairs.num_pairs, pairs.mark = end, marks[-1]
+        pairs.waiting = [pairs.waiting[0][end - begin :]]
+
+    def num_spares(self, request: Request, num_drafted: int) -> int:
+        """Spare blocks that a root and `num_drafted` rows behind it need."""
+        end = len(request.token_ids) + num_drafted
+        return max(0, blocks_for(end, self.block_size) - len(request.sequence.block_table))
+
+    def first_pair(self, request: Request) -> int:
+        """The first slot of a request that can be seen, for tests and statistics."""
+        return self._pairs[id(request)].first
+
+    def num_pairs(self, request: Request) -> int:
+        """Slots before which all pairs from the first one on are true, for tests and statistics."""
+        return self._pairs[id(request)].num_pairs
+
+    def _begin(self, request: Request, start: int) -> _Pairs:
+        if start == 0:
+            return _Pairs(request.sequence, 1, 1, 0, self._marks_of(request.token_ids[:1], 0, np.uint64(0))[0])
+        marks = self._marks_of(request.token_ids[: start + 1], 0, np.uint64(0))
+        table, size = request.sequence.block_table, self.block_size
+        block = table[start // size - 1]
+        if start % size or self._feature_marks[block] != marks[start - 1]:
+            return _Pairs(request.sequence, start + 1, start + 1, start, marks[start])
+        known = self._marks[0, table[: start // size]].reshape(-1) == marks[:start]
+        known[0] = False
+        first = start - int(np.argmin(known[::-1]))  # the run that reaches the end; slot 0 ends every run
+        return _Pairs(request.sequence, first, start, start, marks[start - 1], [self._features[block : block + 1].copy()])
+
+    def _keep_features(self, request: Request, start: int, features: FloatArray) -> None:
+        """Those of the last tokens of full blocks."""
+        size = self.block_size
+        last = start + (size - 1 - start) % size
+        if last >= start + len(features):
+            return
+        pairs = self._pairs[id(request)]
+        begin = pairs.num_pairs
+        later = self._marks_of(request.token_ids[begin : start + len(features)], begin, pairs.mark)
+        for position in range(last, start + len(features), size):
+            block = request.sequence.block_table[position // size]
+            self._features[block] = features[position - start]
+            self._feature_marks[block] = pairs.mark if position < begin else later[position - begin]  # all before `begin` are marked
+
+    def _marks_of(self, token_ids: Sequence[int] | IntArray, first: int, before: np.uint64) -> NDArray[np.uint64]:
+        """The marks of slots `first` …: a polynomial of all tokens up to each."""
+        values = (np.asarray(token_ids, np.uint64) + np.uint64(1)) * _STEP * self._powers[first : first + len(token_ids)]
+        values[:1] += before
+        return np.cumsum(values, dtype=np.uint64)
+
+    def _first(self, pairs: _Pairs, end: int) -> int:
+        """The first slot that rows before `end` see."""
+        return min(pairs.num_pairs, max(pairs.first, end - self.window))
+
+    def _table(self, request: Request, num_slots: int, spares: int) -> IntArray:
+        table = request.sequence.block_table
+        missing = max(0, blocks_for(num_slots, self.block_size) - len(table))
+        return np.array([*table, *self._spares[spares : spares + missing]], np.int32)

@@ -1,0 +1,175 @@
+"""Drafting with pairs: a small decoder over the target's own features guesses token after token, and continues its features itself.
+
+Sources: EAGLE (Li et al. 2024, arXiv:2401.15077), EAGLE-2 (arXiv:2406.16858), EAGLE-3 (Li et al. 2025, arXiv:2503.01840). Deviations: every
+kept token is the target's own draw (`speculation/verify.py`); sampled requests draft a chain with the target's noise; a draft sees the
+last pairs only, as many as the head was trained for.
+
+One step of a request with root x_n: the pairs of what was committed since the last draft run with the target's features (catch-up); the
+last of them, (x_n, f_(n-1)), says what follows the root. Then level by level, for all requests together: the best guesses become pairs
+with the head's own outputs as features. Their rows are overwritten by true pairs later.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from paceline.drafters.pairs.cache import SPARE_BLOCKS, PairCache, PairRows
+from paceline.drafters.pairs.guesses import Guesses
+from paceline.drafters.pairs.head import PairHead
+from paceline.drafters.pairs.tree import GrowingDraft
+from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.row_plan import TreeLayout
+from paceline.runtimes.base import FloatArray
+from paceline.runtimes.head import MAX_HEAD_ROWS
+from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds
+from paceline.speculation.request import Request
+from paceline.speculation.tree import DraftTree
+
+FLUSH_ROWS = 32  # pairs that wait before they are run without a draft
+
+
+class PairDrafter(Drafter):
+    """Drafts with a head that takes pairs.
+
+    Args:
+        cache: the target's; the head's pairs are kept in step with it.
+        vocab_size: V of the target; ids beyond it are never proposed.
+        tree_width: guesses behind a node, and nodes of a level that are expanded; 1 = a chain.
+        collected: the boundaries the target collects, those of the head among them; None = just these.
+        notices: what a user should know, besides the head's own.
+    """
+
+    def __init__(
+        self,
+        head: PairHead,
+        cache: KVCache,
+        *,
+        vocab_size: int,
+        tree_width: int = 1,
+        collected: tuple[int, ...] | None = None,
+        notices: Sequence[str] = (),
+    ) -> None:
+        config = head.config
+        collected = config.boundaries if collected is None or not config.boundaries else collected
+        self.name = config.kind.value
+        self.needs = DrafterNeeds(hidden_states=not config.boundaries, layers=collected, prompt_rows=True)
+        self.notices = (*head.notices, *notices)
+        self.head = head
+        self.pairs = PairCache(head.runtime, cache, feature_size=config.num_features, window=config.layers.max_positions)
+        self.cache_bytes_per_token = self.pairs.bytes_per_token
+        self._guesses = Guesses(head.target_ids, vocab_size)
+        self._tree_width = tree_width
+        self._chosen = None if collected == config.boundaries else [collected.index(boundary) for boundary in config.boundaries]
+
+    def observe(self, rows: Sequence[CommittedRows]) -> None:
+        behind = []
+        for one in rows:
+            num_waiting = self.pairs.observe(one.request, one.start, self._features(one))
+            if num_waiting > FLUSH_ROWS or one.request.is_finished:
+                behind.append(one.request)
+        self._catch_up(behind)
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
+        trees: dict[int, DraftTree | None] = {}
+        group: list[tuple[PairRows, GrowingDraft]] = []
+        num_spares = 0
+        for request, budget in zip(requests, budgets, strict=True):
+            depth, width = _shape(budget, self._tree_width)
+            num_drafted = depth if width == 1 else width * depth
+            needed = self.pairs.num_spares(request, num_drafted)
+            if depth < 1 or needed > SPARE_BLOCKS:
+                continue
+            if num_spares + needed > SPARE_BLOCKS:
+                trees |= self._draft(group)
+                group, num_spares = [], 0
+            pairs = self.pairs.waiting_rows(request, with_root=True, num_drafted=num_drafted, spares=num_spares)
+            if pairs is None or int(pairs.token_ids.max()) >= self.head.embedded_ids:
+                continue
+            num_spares += needed
+            group.append((pairs, GrowingDraft(request, budget, depth, width, pairs.rows.block_table, pairs.rows.first_slot)))
+        trees |= self._draft(group)
+        return [trees.get(id(request)) for request in requests]
+
+    def fork(self, parent: Request, child: Request) -> None:
+        self.pairs.fork(parent, child)
+
+    def release(self, request: Request) -> None:
+        self.pairs.release(request)
+
+    def describe(self) -> str:
+        config = self.head.config
+        layers = config.layers
+        parts = [f"{layers.num_layers} layer{'s' if layers.num_layers > 1 else ''}", f"hidden size {layers.hidden_size}"]
+        if config.boundaries:
+            parts.append(f"features of layers {', '.join(map(str, config.boundaries))}")
+        if self.head.target_ids is not None:
+            parts.append(f"{layers.vocab_size} draft ids")
+        if self._tree_width > 1:
+            parts.append(f"trees {self._tree_width} wide")
+        return f"{self.name} ({', '.join(parts)}, sees the last {self.pairs.window} tokens)"
+
+    def _features(self, rows: CommittedRows) -> FloatArray:
+        """[num_rows, F]"""
+        collected = rows.collected_hidden_states
+        if collected is not None and self.head.config.boundaries:
+            chosen = collected if self._chosen is None else collected[self._chosen]
+            return chosen.transpose(1, 0, 2).reshape(rows.num_rows, -1)
+        if rows.hidden_states is None:
+            raise RuntimeError(f"the target returned none of the activations that {self.name} reads")
+        return rows.hidden_states
+
+    def _catch_up(self, requests: Sequence[Request]) -> None:
+        """Run what waits and no draft asked for."""
+        group: list[PairRows] = []
+        for request in requests:
+            pairs = self.pairs.waiting_rows(request, with_root=False)
+            if pairs is None or int(pairs.token_ids.max()) >= self.head.embedded_ids:
+                continue
+            if sum(len(one.token_ids) for one in (*group, pairs)) > MAX_HEAD_ROWS:
+                self._run_true(group, wants_logits=False)
+                group = []
+            group.append(pairs)
+        if group:
+            self._run_true(group, wants_logits=False)
+
+    def _draft(self, group: Sequence[tuple[PairRows, GrowingDraft]]) -> dict[int, DraftTree | None]:
+        if not group:
+            return {}
+        drafts = [draft for _, draft in group]
+        logits, features = self._run_true([pairs for pairs, _ in group], wants_logits=True)
+        self._take(drafts, logits, features)
+        while active := [draft for draft in drafts if draft.frontier]:
+            outputs = self.head.run_drafted([draft.next_rows() for draft in active])
+            self._take(active, outputs.logits, outputs.features)
+        return {id(draft.request): draft.finished(self.name) for draft in drafts}
+
+    def _take(self, drafts: Sequence[GrowingDraft], logits: FloatArray, features: FloatArray) -> None:
+        """Hand out rows [nodes of all frontiers] to the drafts."""
+        first = 0
+        for draft in drafts:
+            last = first + len(draft.frontier)
+            guesses = [
+                self._guesses.behind(draft.request, draft.path(node), row, draft.width, wants_draws=draft.budget.wants_draws)
+                for node, row in zip(draft.frontier, logits[first:last], strict=True)
+            ]
+            draft.take(guesses, features[first:last])
+            first = last
+
+    def _run_true(self, pairs: Sequence[PairRows], *, wants_logits: bool) -> tuple[FloatArray, FloatArray]:
+        """One pass; the logits and features of each one's last pair, copies."""
+        try:
+            outputs = self.head.run_true(pairs, wants_logits=wants_logits)
+        except Exception:
+            for one in pairs:  # a pass that broke off leaves no rows to trust
+                self.pairs.release(one.request)
+            raise
+        last = [end - 1 for end in accumulate(len(one.token_ids) for one in pairs)]
+        for one in pairs:
+            self.pairs.keep(one)
+        return outputs.logits, outputs.features[last]
+
+
+def _shape(budget: DraftBudget, tree_width: int) -> tuple[int, int]:
+    """Depth and width of a draft: a tree only where there are rows for branches beside the longest chain."""
+    depth = min(budget.max_depth, budget.row_budget - 1)
+    has_room = budget.row_budget > budget.max_depth + 1 and budget.layout is not TreeLayout.CHAIN
+    return depth, tree_width if has_room else 1

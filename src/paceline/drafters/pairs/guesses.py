@@ -1,0 +1,96 @@
+"""From a row of a head's logits to the tokens that are guessed, for one request and one path."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import PacelineError
+from paceline.runtimes.base import FloatArray
+from paceline.sampling.draw import draw
+from paceline.sampling.processors import Distribution
+from paceline.sampling.residual import TokenProbs, draw_distinct
+from paceline.speculation.request import Request
+
+COUPLED_PROB = 0.6
+"""How likely, at least, a token drawn with the target's own noise is taken to be the target's; its own probability says too little."""
+
+_REACH = 12.0  # log-probabilities: what is so far below the best is worth no row
+_MANY = 2048  # more candidates are not sorted as a whole
+
+
+@dataclass(frozen=True, slots=True)
+class Guessed:
+    """Guesses behind one node, best first, each with the estimated probability that the target says it.
+
+    Attributes:
+        law: what the guesses were drawn from, where drafts are kept by rejection.
+    """
+
+    token_ids: Sequence[int] = ()
+    probs: Sequence[float] = ()
+    law: TokenProbs | None = None
+
+
+class Guesses:
+    """Reads rows over the draft vocabulary as rows over the target's.
+
+    Args:
+        target_ids: [Vd] the target's id of each draft id; None = the same.
+        vocab_size: V; ids beyond it are never guessed.
+    """
+
+    def __init__(self, target_ids: NDArray[np.int64] | None, vocab_size: int) -> None:
+        self._row = np.full(vocab_size, -np.inf, np.float32)  # what no draft id stands for stays so
+        self._vocab_size = vocab_size
+        self._target_ids = None if target_ids is None else target_ids[target_ids < vocab_size]
+
+    def behind(self, request: Request, path: Sequence[int], row: FloatArray, width: int, *, wants_draws: bool) -> Guessed:
+        """What may follow the request's tokens and `path`.
+
+        At temperature 0 the most probable tokens; otherwise first the token that the target would draw if its row were this one
+        (Gumbel coupling, Daliri et al. 2024, arXiv:2408.07978, section 3), then the most probable others.
+
+        Args:
+            row: [Vd] logits.
+            wants_draws: draw from the row's law with noise of its own (a single guess only).
+        """
+        try:
+            distribution = request.processor.process(self._as_target_row(row), path)
+        except PacelineError:  # nothing the head knows is allowed here, or its row is no row
+            return Guessed()
+        position = len(request.token_ids) + len(path)
+        if wants_draws and width == 1 and not distribution.greedy:
+            law = TokenProbs.of(distribution)
+            return Guessed(draw_distinct(law, 1, request.seed, request.sample_index, len(request.token_ids), len(path)), (1.0,), law)
+        first = draw(distribution, request.seed, request.sample_index, position)
+        return Guessed((first,), (1.0,)) if width == 1 else self._ranked(distribution, first, width)
+
+    def _ranked(self, distribution: Distribution, first: int, width: int) -> Guessed:
+        scores, ids = distribution.scores, distribution.token_ids
+        if ids is None and self._target_ids is not None:  # the others are -inf
+            scores, ids = scores[self._target_ids], self._target_ids
+        peak = scores.max()
+        near = np.flatnonzero(scores > peak - _REACH)
+        if len(near) > _MANY:
+            near = np.sort(near[np.argpartition(-scores[near], width)[: width + 1]])
+        best = near[np.argsort(-scores[near], kind="stable")[: width + 1]]
+        shares = np.exp(scores[best] - peak) / np.exp(scores - peak).sum()
+        prob_of = {int(token): float(share) for token, share in zip(best if ids is None else ids[best], shares, strict=True)}
+        own = prob_of.pop(first, 0.0)
+        if not distribution.greedy:
+            own = max(own, COUPLED_PROB)
+        others = list(prob_of.items())[: width - 1]
+        rest = sum(prob for _, prob in others)
+        scale = min(1.0, (1.0 - own) / rest) if rest > 0.0 else 0.0
+        return Guessed((first, *(token for token, _ in others)), (own, *(prob * scale for _, prob in others)))
+
+    def _as_target_row(self, row: FloatArray) -> FloatArray:
+        if self._target_ids is not None:
+            self._row[self._target_ids] = row[: len(self._target_ids)]  # ids ascend: those beyond V come last
+            return self._row
+        if len(row) >= self._vocab_size:
+            return row[: self._vocab_size]
+        self._row[: len(row)] = row
+        return self._row

@@ -1,0 +1,139 @@
+"""Heads computed with torch: on a GPU, and the reference for the native ones."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from paceline.errors import CapacityError
+from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
+from paceline.kv_cache.row_plan import TreeLayout
+from paceline.models.config import ModelConfig
+from paceline.models.weights import Weights, as_float32
+from paceline.runtimes.base import FloatArray, ForwardBatch, RowRange
+from paceline.runtimes.head import MAX_HEAD_ROWS, Compose, HeadRuntime
+from paceline.runtimes.torch.attention import Attention, PaddedAttention, PlainAttention, Scores
+from paceline.runtimes.torch.blocks import TorchBlocks
+from paceline.runtimes.torch.weights import FusedLinear
+
+
+class HeadWeights:
+    """Float32 copies on the device, made when a network first asks for them."""
+
+    def __init__(self, weights: Weights, device: torch.device) -> None:
+        self.plain = _Loaded(weights, device)
+        self.fused = _Fused(self.plain, weights)
+
+
+class _Loaded(dict[str, torch.Tensor]):
+    """Weights by name without `.weight`, biases by their whole name."""
+
+    def __init__(self, weights: Weights, device: torch.device) -> None:
+        super().__init__()
+        self._weights, self._device = weights, device
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        stored = self._weights[name if name.endswith(".bias") else name + ".weight"]
+        self[name] = torch.from_numpy(np.array(as_float32(stored))).to(self._device)
+        return self[name]
+
+
+class _Fused(dict[tuple[str, ...], FusedLinear]):
+    """Products of one input, stacked."""
+
+    def __init__(self, plain: _Loaded, weights: Weights) -> None:
+        super().__init__()
+        self._plain, self._weights = plain, weights
+
+    def __missing__(self, names: tuple[str, ...]) -> FusedLinear:
+        parts = [self._plain[name] for name in names]
+        bias = None
+        if any(self._weights.has(name + ".bias") for name in names):
+            biases = [
+                self._plain[name + ".bias"] if self._weights.has(name + ".bias") else part.new_zeros(len(part))
+                for name, part in zip(names, parts, strict=True)
+            ]
+            bias = torch.cat(biases)
+        self[names] = FusedLinear(torch.cat(parts) if len(parts) > 1 else parts[0], bias, tuple(len(part) for part in parts))
+        return self[names]
+
+
+class TorchHeadBlocks(TorchBlocks):
+    """The blocks of one pass, with its inputs."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: HeadWeights,
+        storage: torch.Tensor,
+        batch: ForwardBatch,
+        attention: Attention,
+        inputs: Mapping[str, FloatArray],
+    ) -> None:
+        super().__init__(config, weights, storage, batch, attention)  # type: ignore[arg-type]  # a mapping that loads when asked
+        self._inputs = {name: torch.from_numpy(np.array(rows, np.float32)).to(storage.device) for name, rows in inputs.items()}
+
+    def input(self, name: str, width: int) -> torch.Tensor:
+        return self._inputs[name]
+
+    def concat(self, *values: torch.Tensor) -> torch.Tensor:
+        return torch.cat(values, dim=-1)
+
+    def silu_residual(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + F.silu(y)
+
+
+class TorchHead(HeadRuntime):
+    """A network computed anew in every pass."""
+
+    def __init__(self, compose: Compose, config: ModelConfig, weights: Weights, *, device: str = "cpu") -> None:
+        self.config = config
+        self._compose = compose
+        self._shared = _Shared(HeadWeights(weights, torch.device(device)), torch.device(device), self._zeros(config, 1, device))
+
+    @property
+    def num_passes(self) -> int:  # type: ignore[override]
+        return self._shared.num_passes
+
+    def forward(self, inputs: Mapping[str, FloatArray], batch: ForwardBatch) -> Mapping[str, FloatArray]:
+        num_rows = len(batch.positions)
+        if num_rows > MAX_HEAD_ROWS:
+            raise CapacityError(f"a pass of {num_rows} rows was asked of a head, at most {MAX_HEAD_ROWS} are possible")
+        shared, config = self._shared, self.config
+        shared.num_passes += 1
+        if not batch.ranges:  # no attention: where rows would be kept plays no part
+            batch = replace(batch, ranges=(RowRange(0, num_rows, 0, np.zeros(-(-num_rows // BLOCK_SIZE), np.int32)),))
+        attention_type = PlainAttention if shared.device.type == "cpu" else PaddedAttention
+        with torch.inference_mode():
+            attention = attention_type(batch.ranges, BLOCK_SIZE, shared.device, Scores(config.attention_scale, config.attention_soft_cap))
+            blocks = TorchHeadBlocks(config, shared.weights, shared.storage, batch, attention, inputs)
+            return {name: value.float().cpu().numpy() for name, value in self._compose(blocks).items()}
+
+    def new_cache(self, num_blocks: int) -> KVCache:
+        try:
+            self._shared.storage = self._zeros(self.config, num_blocks, self._shared.device)
+        except (RuntimeError, MemoryError) as error:
+            raise CapacityError(
+                f"a drafter's cache of {num_blocks} blocks does not fit on {self._shared.device}: lower cache_gb"
+            ) from error
+        return KVCache(self._shared.storage, TreeLayout.MASK)
+
+    def beside(self, compose: Compose) -> "TorchHead":
+        other = TorchHead.__new__(TorchHead)
+        other.config, other._compose, other._shared = self.config, compose, self._shared
+        return other
+
+    @staticmethod
+    def _zeros(config: ModelConfig, num_blocks: int, device: torch.device | str) -> torch.Tensor:
+        shape: Sequence[int] = (2 * config.num_layers, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_size)
+        return torch.zeros(tuple(shape), device=device)
+
+
+class _Shared:
+    """What networks beside one another have in common."""
+
+    def __init__(self, weights: HeadWeights, device: torch.device, storage: torch.Tensor) -> None:
+        self.weights, self.device, self.storage = weights, device, storage
+        self.num_passes = 0

@@ -1,0 +1,166 @@
+"""Tiny Medusa heads in the real layouts, and a target whose every next token is known, for heads that must guess perfectly."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from checkpoints import VOCAB_SIZE, write_checkpoint
+
+Arrays = dict[str, NDArray[Any]]
+LAYOUTS = ("rows", "rows_pt", "tgi", "whole", "vllm", "vllm_shared", "vllm_map")
+
+
+def random_heads(
+    *, hidden: int = 64, rows: int = VOCAB_SIZE, num_heads: int = 3, num_blocks: int = 1, seed: int = 0, bias: bool = True
+) -> Arrays:
+    """Heads under the paper's names: `{i}.{j}.linear.weight` and `.bias`, `{i}.{n}.weight`."""
+    random = np.random.default_rng(seed)
+    arrays: Arrays = {}
+    for head in range(num_heads):
+        for block in range(num_blocks):
+            arrays[f"{head}.{block}.linear.weight"] = random.normal(0, 0.3, (hidden, hidden)).astype(np.float32)
+            if bias:
+                arrays[f"{head}.{block}.linear.bias"] = random.normal(0, 0.3, hidden).astype(np.float32)
+        arrays[f"{head}.{num_blocks}.weight"] = random.normal(0, 0.3, (rows, hidden)).astype(np.float32)
+    return arrays
+
+
+def write_heads(
+    directory: Path,
+    layout: str,
+    arrays: Arrays,
+    *,
+    dtype: str = "float32",
+    token_map: NDArray[np.int64] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Path:
+    """Store heads given under the paper's names in one of `LAYOUTS`; returns the directory.
+
+    "whole" adds them to the model that lies in `directory`. In "vllm_shared" the first head's vocabulary matrix serves all.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    num_blocks = 1 + max(int(name.split(".")[1]) for name in arrays if ".linear." in name)
+    vocabulary = {name.split(".")[0]: array for name, array in arrays.items() if ".linear." not in name}
+    blocks = {name: array for name, array in arrays.items() if ".linear." in name}
+    values: dict[str, Any] = {"medusa_num_heads": len(vocabulary), "medusa_num_layers": num_blocks, **(config or {})}
+    if layout == "whole":
+        _save(
+            directory / "model.safetensors",
+            _load(directory / "model.safetensors") | {f"medusa_head.{name}": a for name, a in arrays.items()},
+            dtype,
+        )
+        return directory
+    if layout == "rows_pt":
+        _save_torch(directory / "medusa_lm_head.pt", arrays, dtype)
+    elif layout in ("rows", "tgi"):
+        _save(directory / "medusa_lm_head.safetensors", arrays if layout == "rows" else blocks, dtype)
+    else:
+        named = {_vllm_name(name): array for name, array in blocks.items()}
+        if layout == "vllm_shared":
+            named["lm_head.weight"] = vocabulary["0"]
+        else:
+            named |= {f"lm_heads.{head}.weight": array for head, array in vocabulary.items()}
+        tables = {} if token_map is None else {"token_map": token_map}
+        values |= {"model_type": "medusa", "num_heads": len(vocabulary), "original_lm_head": layout == "vllm_shared"}
+        _save(directory / "model.safetensors", named, dtype, tables)
+    (directory / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    return directory
+
+
+def write_successor_target(
+    directory: Path, family: str = "llama", *, sharpness: float = 1.0, **overrides: Any
+) -> tuple[Path, NDArray[np.int64]]:
+    """A model whose layers add nothing, so that the next token is a fixed one for each; returns them, by token.
+
+    Its features tell tokens apart (one value of E each), and its vocabulary matrix reads the successor off. All but the first id form one
+    cycle in a random order.
+    """
+    hidden = 128
+    write_checkpoint(directory, family, hidden_size=hidden, num_hidden_layers=2, **overrides)
+    order = np.random.default_rng(5).permutation(np.arange(1, VOCAB_SIZE))
+    successor = np.zeros(VOCAB_SIZE, np.int64)
+    successor[order] = np.roll(order, -1)
+    successor[0] = order[0]
+    arrays = _load(directory / "model.safetensors")
+    for name, array in arrays.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            array[...] = 0.0
+        if name == "model.norm.weight":
+            array[...] = 1.0
+    arrays["model.embed_tokens.weight"] = np.eye(VOCAB_SIZE, hidden, dtype=np.float32)
+    arrays["lm_head.weight"] = successor_rows(successor, 1, sharpness, hidden)
+    _save(directory / "model.safetensors", arrays, "float32")
+    return directory, successor
+
+
+def successor_rows(successor: NDArray[np.int64], steps: int, sharpness: float = 1.0, hidden: int = 128) -> NDArray[np.float32]:
+    """A vocabulary matrix that reads the token `steps` behind a token off its feature."""
+    rows = np.zeros((VOCAB_SIZE, hidden), np.float32)
+    rows[steps_behind(successor, steps), np.arange(VOCAB_SIZE)] = sharpness
+    return rows
+
+
+def steps_behind(successor: NDArray[np.int64], steps: int) -> NDArray[np.int64]:
+    """For every token the one `steps` behind it."""
+    tokens = np.arange(VOCAB_SIZE)
+    for _ in range(steps):
+        tokens = successor[tokens]
+    return tokens
+
+
+def perfect_heads(successor: NDArray[np.int64], num_heads: int = 3, *, shift: int = 0, sharpness: float = 1.0, hidden: int = 128) -> Arrays:
+    """Heads that know the successor target: head i says the token i + 2 behind the feature's, or `shift` more."""
+    arrays: Arrays = {}
+    for head in range(num_heads):
+        arrays[f"{head}.0.linear.weight"] = np.zeros((hidden, hidden), np.float32)
+        arrays[f"{head}.0.linear.bias"] = np.zeros(hidden, np.float32)
+        arrays[f"{head}.1.weight"] = successor_rows(successor, head + 2 + shift, sharpness, hidden)
+    return arrays
+
+
+def perfect_blocks(successor: NDArray[np.int64], num_heads: int = 3, *, hidden: int = 128) -> Arrays:
+    """The same for one vocabulary matrix, the target's: the block moves the feature to the token i + 1 behind."""
+    arrays: Arrays = {}
+    for head in range(num_heads):
+        weight = np.zeros((hidden, hidden), np.float32)
+        weight[steps_behind(successor, head + 1), np.arange(VOCAB_SIZE)] = 4.0
+        arrays[f"{head}.0.linear.weight"] = weight
+        arrays[f"{head}.1.weight"] = successor_rows(successor, 1, 1.0, hidden)
+    return arrays
+
+
+def _vllm_name(name: str) -> str:
+    head, block, _, kind = name.split(".")
+    return f"blocks.{head}.layers.{block}.{kind}"
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the tensors of a safetensors file."""
+    arrays = _load(path)
+    change(arrays)
+    _save(path, arrays, "float32")
+
+
+def _load(path: Path) -> Arrays:
+    from safetensors.numpy import load_file
+
+    return {name: array.copy() for name, array in load_file(path).items()}
+
+
+def _save(path: Path, arrays: Mapping[str, NDArray[Any]], dtype: str, tables: Mapping[str, NDArray[Any]] | None = None) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(array)).to(getattr(torch, dtype)).clone() for name, array in arrays.items()}
+    tensors |= {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in (tables or {}).items()}
+    save_file(tensors, path)
+
+
+def _save_torch(path: Path, arrays: Mapping[str, NDArray[Any]], dtype: str) -> None:
+    import torch
+
+    torch.save({name: torch.from_numpy(array).to(getattr(torch, dtype)) for name, array in arrays.items()}, path)

@@ -1,0 +1,350 @@
+"""Each variant of EAGLE heads computes what the formats say, held to a plain computation without cache, blocks or runtimes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional as F
+
+from eagle_checkpoints import DRAFT_IDS, EAGLE1, EAGLE3, VOCAB_SIZE, Tensors, eagle1_tensors, eagle3_tensors, write_gguf_head, write_head
+from native_network import plain_tensor
+from paceline.drafters.eagle.gguf import open_gguf_head
+from paceline.drafters.eagle.head import open_eagle_head
+from paceline.drafters.head_files import HeadFiles
+from paceline.drafters.pairs.cache import TrueRows
+from paceline.drafters.pairs.head import DraftedRows, PairHead
+from paceline.models.config import ModelConfig, RopeConfig, WeightType
+from paceline.models.weights import Weights
+from paceline.runtimes import head as head_module
+from paceline.runtimes.base import RowRange
+from paceline.runtimes.native.library import kernels_path
+
+TARGET_HIDDEN, NUM_LAYERS, NUM_PAIRS = 32, 9, 9
+BOUNDARIES = [2, 4, 6]
+TABLE = np.array([3, 1, 2], np.int32)
+Make = Callable[[], Tensors]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A head, and what the reference is told about it."""
+
+    spec: Mapping[str, Any]
+    tensors: Make
+    method: int = 3
+    theta: float = 10000.0
+    norm_before_residual: bool = False
+    normed_recurrence: bool = False
+    chunk_norms: bool = False
+    own_embedding: bool = False
+    container: str = "safetensors"
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+E1 = {**EAGLE1}
+E3 = {**EAGLE3, "eagle_aux_hidden_state_layer_ids": BOUNDARIES}
+SPECULATORS = {"speculators_model_type": "eagle3", "eagle_aux_hidden_state_layer_ids": BOUNDARIES, "draft_vocab_size": len(DRAFT_IDS)}
+LAYER_CONFIG = {name: value for name, value in EAGLE3.items() if name != "architectures"}
+VARIANTS: dict[str, Variant] = {
+    "eagle1": Variant(E1, eagle1_tensors, 1, own_embedding=True, container="bin"),
+    "eagle1, no fc bias, llama3's base": Variant(
+        {**E1, "bias": False, "rope_theta": 500000.0}, lambda: eagle1_tensors(bias=False), 1, theta=500000.0, own_embedding=True
+    ),
+    "eagle1, biases of q, k and v": Variant({**E1, "qkv_bias": True}, lambda: eagle1_tensors(qkv_bias=True), 1, own_embedding=True),
+    "eagle1, two layers, sharded": Variant(
+        {**E1, "num_hidden_layers": 2}, lambda: eagle1_tensors({**E1, "num_hidden_layers": 2}), 1, own_embedding=True, container="sharded"
+    ),
+    "eagle1, normed halves": Variant(E1, lambda: eagle1_tensors(norms=True), 1, own_embedding=True),
+    "eagle1, the target's embedding": Variant(E1, lambda: without(eagle1_tensors(), "embed_tokens.weight"), 1),
+    "eagle1, an old speculators export": Variant(
+        {"speculators_model_type": "eagle", "transformer_layer_config": E1},
+        lambda: renamed(eagle1_tensors(norms=True), {"fc.": "module.fusion_fc.", "hidden_states_layernorm": "pre_lm_head_layernorm"}),
+        1,
+        own_embedding=True,
+    ),
+    "eagle3": Variant(E3, eagle3_tensors, container="bin"),
+    "eagle3, default boundaries": Variant({**EAGLE3}, eagle3_tensors),
+    "eagle3, ids of layer outputs": Variant({**EAGLE3, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [5, 1, 3]}}, eagle3_tensors),
+    "eagle3, layers.0, own embedding": Variant(E3, lambda: eagle3_tensors(own_embedding=True, first_layer="layers.0."), own_embedding=True),
+    "eagle3, norm before the residual": Variant({**E3, "norm_before_residual": True}, eagle3_tensors, norm_before_residual=True),
+    "eagle3, features normed together": Variant({**E3, "norm_before_fc": True}, lambda: eagle3_tensors(norm_before_fc=True)),
+    "eagle3, features normed apart": Variant({**E3, "fc_norm": True}, lambda: eagle3_tensors(fc_norm=True), chunk_norms=True),
+    "eagle3, norms of q and k": Variant(E3, lambda: eagle3_tensors(qk_norm=True)),
+    "eagle3, other head size": Variant({**E3, "head_dim": 16}, lambda: eagle3_tensors({**EAGLE3, "head_dim": 16})),
+    "eagle3, two layers": Variant({**E3, "num_hidden_layers": 2}, lambda: eagle3_tensors({**EAGLE3, "num_hidden_layers": 2})),
+    "eagle3, narrower than the target": Variant(
+        {**E3, "hidden_size": 24, "target_hidden_size": TARGET_HIDDEN},
+        lambda: eagle3_tensors({**EAGLE3, "hidden_size": 24}, own_embedding=True),
+        own_embedding=True,
+    ),
+    "eagle3, no auxiliary states": Variant(
+        {**E3, "eagle_config": {"use_aux_hidden_state": False}}, lambda: eagle3_tensors(fc=False), more={"final": True}
+    ),
+    "eagle3, no norm of the embedding": Variant(
+        {**E3, "eagle_config": {"use_input_layernorm_in_first_layer": False}}, lambda: eagle3_tensors(embedding_norm=False)
+    ),
+    "eagle3, no last norm": Variant({**E3, "eagle_config": {"use_last_layernorm": False}}, lambda: eagle3_tensors(final_norm=False)),
+    "eagle3, whole vocabulary": Variant(
+        {**E3, "draft_vocab_size": None}, lambda: eagle3_tensors({**EAGLE3, "draft_vocab_size": None}, draft_ids=None)
+    ),
+    "eagle3, one boundary": Variant({**E3, "eagle_aux_hidden_state_layer_ids": [6]}, lambda: eagle3_tensors(num_boundaries=1)),
+    "speculators": Variant(
+        {
+            **SPECULATORS,
+            "transformer_layer_config": {**LAYER_CONFIG, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+            "norm_before_residual": True,
+            "architectures": ["Eagle3Speculator"],
+        },
+        lambda: eagle3_tensors(own_embedding=True, first_layer="layers.0."),
+        theta=1e6,
+        norm_before_residual=True,
+        own_embedding=True,
+    ),
+    "speculators, normed recurrence": Variant(
+        {**SPECULATORS, "transformer_layer_config": LAYER_CONFIG, "norm_output": True},
+        lambda: eagle3_tensors(own_embedding=True, first_layer="layers.0."),
+        normed_recurrence=True,
+        own_embedding=True,
+    ),
+    "norm_output outside of speculators": Variant({**E3, "norm_output": True}, eagle3_tensors),
+}
+BOUNDARIES_OF = {"eagle3, default boundaries": [2, 4, 6], "eagle3, one boundary": [6]}
+
+
+def without(tensors: Tensors, name: str) -> Tensors:
+    return {key: values for key, values in tensors.items() if key != name}
+
+
+def renamed(tensors: Tensors, parts: Mapping[str, str]) -> Tensors:
+    for old, new in parts.items():
+        tensors = {new + name.removeprefix(old) if name.startswith(old) else name: values for name, values in tensors.items()}
+    return tensors
+
+
+class Reference:
+    """The forward pass as it is written down, over all pairs at once."""
+
+    def __init__(self, variant: Variant, tensors: Tensors, target: Tensors) -> None:
+        names = {"midlayer.": "layers.0.", "module.fusion_fc.": "fc.", "pre_lm_head_layernorm": "hidden_states_layernorm"}
+        self.weights = renamed(tensors, names)
+        self.variant, self.target = variant, target
+        spec = {**variant.spec.get("transformer_layer_config", {}), **variant.spec}
+        self.num_heads, self.eps, self.num_layers = spec["num_attention_heads"], spec["rms_norm_eps"], spec["num_hidden_layers"]
+
+    def fused(self, features: torch.Tensor) -> torch.Tensor:
+        """EAGLE-3: from the target's states to what the layer takes; only for true pairs."""
+        weights = self.weights
+        if "input_norm.weight" in weights:
+            features = self.norm(features, "input_norm")
+        if self.variant.chunk_norms:
+            chunks = features.split(TARGET_HIDDEN, dim=-1)
+            features = torch.cat([self.norm(chunk, f"fc_norm.{index}") for index, chunk in enumerate(chunks)], dim=-1)
+        return features @ weights["fc.weight"].T if "fc.weight" in weights else features
+
+    def run(
+        self, token_ids: Sequence[int], inputs: torch.Tensor, positions: Sequence[int], visible: NDArray[np.bool_]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """inputs [T, H]: features, mixed already. Returns what the pairs behind take, and logits."""
+        weights = self.weights
+        embedding = weights["embed_tokens.weight"] if self.variant.own_embedding else self.target["embedding"]
+        e = embedding[torch.tensor(token_ids)]
+        mask, at = torch.from_numpy(visible), torch.tensor(positions)
+        if self.variant.method == 1:
+            h = inputs
+            if "embedding_layernorm.weight" in weights:
+                e, h = self.norm(e, "embedding_layernorm"), self.norm(h, "hidden_states_layernorm")
+            h = torch.cat([e, h], dim=-1) @ weights["fc.weight"].T + weights.get("fc.bias", torch.zeros(()))
+            attended = h
+        else:
+            if "layers.0.input_layernorm.weight" in weights:
+                e = self.norm(e, "layers.0.input_layernorm")
+            normed = self.norm(inputs, "layers.0.hidden_norm")
+            h = normed if self.variant.norm_before_residual else inputs
+            attended = torch.cat([e, normed], dim=-1)
+        for layer in range(self.num_layers):
+            if layer > 0:
+                attended = self.norm(h, f"layers.{layer}.input_layernorm")
+            h = h + self.attention(layer, attended, at, mask)
+            m = self.norm(h, f"layers.{layer}.post_attention_layernorm")
+            gate, up = m @ self.matrix(layer, "mlp.gate_proj").T, m @ self.matrix(layer, "mlp.up_proj").T
+            h = h + (F.silu(gate) * up) @ self.matrix(layer, "mlp.down_proj").T
+        out = self.norm(h, "norm") if "norm.weight" in weights else h
+        logits = out @ weights.get("lm_head.weight", self.target["lm_head"]).T
+        return out if self.variant.normed_recurrence else h, logits
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weights[name + ".weight"]
+
+    def matrix(self, layer: int, name: str) -> torch.Tensor:
+        return self.weights[f"layers.{layer}.{name}.weight"]
+
+    def attention(self, layer: int, x: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        heads = []
+        for part in ("q", "k", "v"):
+            name = f"layers.{layer}.self_attn.{part}_proj"
+            y = x @ self.weights[name + ".weight"].T + self.weights.get(name + ".bias", torch.zeros(()))
+            size = self.matrix(layer, "self_attn.q_proj").shape[0] // self.num_heads
+            y = y.reshape(len(x), -1, size)
+            if f"layers.{layer}.self_attn.{part}_norm.weight" in self.weights:
+                y = self.norm(y, f"layers.{layer}.self_attn.{part}_norm")
+            heads.append(y if part == "v" else self.rotate(y, positions))
+        q, k, v = heads
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = torch.einsum("thd,shd->hts", q, k) * q.shape[-1] ** -0.5
+        probs = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        return torch.einsum("hts,shd->thd", probs, v).reshape(len(x), -1) @ self.matrix(layer, "self_attn.o_proj").T
+
+    def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        half = x.shape[-1] // 2
+        angles = positions[:, None, None] * self.variant.theta ** (-torch.arange(half) / half)
+        first, second = x[..., :half], x[..., half:]
+        return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1)
+
+
+def target_config(hidden_size: int = TARGET_HIDDEN) -> ModelConfig:
+    return ModelConfig(
+        family="llama", vocab_size=VOCAB_SIZE, hidden_size=hidden_size, intermediate_size=64, num_layers=NUM_LAYERS, num_heads=4,
+        num_kv_heads=2, head_size=8, norm_eps=1e-5, max_positions=512, rope=RopeConfig(theta=1e6), weight_type=WeightType.F32,
+    )  # fmt: skip
+
+
+def open_variant(variant: Variant, directory: Path) -> tuple[PairHead, Reference]:
+    random = np.random.default_rng(5)
+    matrices = {name: random.normal(0, 0.3, (VOCAB_SIZE, TARGET_HIDDEN)).astype(np.float32) for name in ("embedding", "lm_head")}
+    tensors = variant.tensors()
+    files = HeadFiles.open(write_head(directory, variant.spec, tensors, container=variant.container))
+    weights = Weights({f"{name}.weight": plain_tensor(values) for name, values in matrices.items()})
+    head = open_eagle_head(files, target_config(), weights, num_threads=2, max_context=64)
+    head.runtime.new_cache(4)
+    return head, Reference(variant, tensors, {name: torch.from_numpy(values) for name, values in matrices.items()})
+
+
+@pytest.fixture(params=["native", "torch"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "torch":
+        monkeypatch.setattr(head_module, "kernels_path", lambda: None)
+    elif kernels_path() is None:
+        pytest.skip("no native kernels for this machine")
+    return str(request.param)
+
+
+def true_rows(token_ids: Sequence[int], features: NDArray[np.float32], first: int, last: int) -> TrueRows:
+    """Pairs [first, last) at slots one further on; slot 0 is never seen."""
+    rows = RowRange(0, last - first, first + 1, TABLE, None, 1)
+    return TrueRows(np.array(token_ids[first:last], np.int32), features[first:last], rows)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_true_pairs_and_recurrence_are_as_written_down(name: str, backend: str, tmp_path: Path) -> None:
+    variant = VARIANTS[name]
+    head, reference = open_variant(variant, tmp_path)
+    is_final = variant.method == 1 or variant.more.get("final", False)
+    assert head.config.boundaries == (() if is_final else tuple(BOUNDARIES_OF.get(name, BOUNDARIES)))
+    random = np.random.default_rng(7)
+    token_ids = random.integers(0, VOCAB_SIZE, NUM_PAIRS + 6).tolist()
+    features = random.normal(0, 1, (NUM_PAIRS, head.config.num_features)).astype(np.float32)
+
+    # the true pairs, in three passes
+    found = [head.run_true([true_rows(token_ids, features, first, last)], wants_logits=True) for first, last in ((0, 4), (4, 5))]
+    outputs = head.run_true([true_rows(token_ids, features, 5, NUM_PAIRS)], wants_logits=True)
+    inputs = reference.fused(torch.from_numpy(features)) if variant.method == 3 else torch.from_numpy(features)
+    causal = np.tri(NUM_PAIRS, dtype=np.bool_)
+    expected, logits = reference.run(token_ids[:NUM_PAIRS], inputs, range(NUM_PAIRS), causal)
+    np.testing.assert_allclose(outputs.features, expected[5:], atol=1e-4)
+    np.testing.assert_allclose(outputs.logits, logits[-1:], atol=1e-4)
+    assert len(found) == 2
+
+    # two recurrence steps: each drafted pair takes the output of the one before it
+    drafted, last_feature = token_ids[NUM_PAIRS : NUM_PAIRS + 2], outputs.features[-1].copy()
+    for depth in (1, 2):
+        rows = RowRange(0, 1, NUM_PAIRS + depth, TABLE, None, 1)
+        step = head.run_drafted([DraftedRows([drafted[depth - 1]], last_feature[None], [NUM_PAIRS - 1 + depth], rows, [0])])
+        inputs = torch.cat([inputs, expected[-1:]])
+        count = NUM_PAIRS + depth
+        expected, logits = reference.run(token_ids[:count], inputs, range(count), np.tri(count, dtype=np.bool_))
+        np.testing.assert_allclose(step.features, expected[-1:], atol=1e-4)
+        np.testing.assert_allclose(step.logits, logits[-1:], atol=1e-4)
+        last_feature = step.features[-1].copy()
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle3"])
+def test_a_tree_is_its_paths(name: str, backend: str, tmp_path: Path) -> None:
+    """Nodes of a masked pass compute what they would at the end of a chain of their ancestors."""
+    head, reference = open_variant(VARIANTS[name], tmp_path)
+    random = np.random.default_rng(8)
+    token_ids = random.integers(0, VOCAB_SIZE, NUM_PAIRS).tolist()
+    features = random.normal(0, 1, (NUM_PAIRS, head.config.num_features)).astype(np.float32)
+    last = head.run_true([true_rows(token_ids, features, 0, NUM_PAIRS)], wants_logits=True).features[-1].copy()
+    parents, tokens, depths = [-1, -1, 0, 1, 2], [11, 12, 13, 14, 15], [1, 1, 2, 2, 3]
+    mask = np.eye(5, dtype=np.bool_)
+    inputs: list[NDArray[np.float32]] = []
+    outputs: list[NDArray[np.float32]] = []
+    for count in (2, 4, 5):  # the tree so far runs as a whole, level by level
+        inputs = [last if parents[node] < 0 else outputs[parents[node]] for node in range(count)]
+        for node in range(count):
+            mask[node] |= mask[parents[node]] if parents[node] >= 0 else False
+        rows = RowRange(0, count, NUM_PAIRS + 1, TABLE, mask[:count, :count].copy(), 1)
+        positions = [NUM_PAIRS - 1 + depth for depth in depths[:count]]
+        found = head.run_drafted([DraftedRows(tokens[:count], np.stack(inputs), positions, rows, range(count))])
+        outputs = [row.copy() for row in found.features]
+    true_inputs = torch.from_numpy(features) if name == "eagle1" else reference.fused(torch.from_numpy(features))
+    for node in range(5):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        size = NUM_PAIRS + len(path)
+        rows_in = torch.cat([true_inputs, torch.from_numpy(np.stack([inputs[step] for step in path]))])
+        wanted, logits = reference.run([*token_ids, *(tokens[step] for step in path)], rows_in, range(size), np.tri(size, dtype=np.bool_))
+        np.testing.assert_allclose(outputs[node], wanted[-1], atol=1e-4)
+        np.testing.assert_allclose(found.logits[node], logits[-1], atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_weights_are_read_exactly(dtype: torch.dtype, tmp_path: Path) -> None:
+    wide = VARIANTS["eagle3"].tensors()
+    rounded = {name: values.to(dtype).float() if values.is_floating_point() else values for name, values in wide.items()}
+    weights = Weights(
+        {f"{name}.weight": plain_tensor(np.eye(VOCAB_SIZE, TARGET_HIDDEN, dtype=np.float32)) for name in ("embedding", "lm_head")}
+    )
+    results = []
+    for directory, tensors, stored in ((tmp_path / "narrow", wide, dtype), (tmp_path / "wide", rounded, torch.float32)):
+        files = HeadFiles.open(write_head(directory, VARIANTS["eagle3"].spec, tensors, dtype=stored))
+        head = open_eagle_head(files, target_config(), weights, num_threads=1, max_context=64)
+        head.runtime.new_cache(4)
+        features = np.random.default_rng(9).normal(0, 1, (3, head.config.num_features)).astype(np.float32)
+        results.append(head.run_true([true_rows([5, 6, 7], features, 0, 3)], wants_logits=True).features.copy())
+    np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.parametrize(("matrix_type", "tolerance"), [("F32", 0.0), ("F16", 2e-3), ("Q8_0", 0.05)])
+def test_a_gguf_head_is_the_head_it_was_made_from(matrix_type: str, tolerance: float, tmp_path: Path) -> None:
+    """Ids in place of offsets, interleaved rows and boundaries that begin with 1 included."""
+    pytest.importorskip("gguf")
+    spec = {**E3, "norm_before_residual": True, "intermediate_size": 64}
+    tensors = eagle3_tensors(spec)
+    path = write_gguf_head(tmp_path / "head.gguf", spec, tensors, boundaries=[1, 4, 6], matrix_type=matrix_type)
+    files = open_gguf_head(path)
+    assert files is not None
+    directory = write_head(tmp_path / "head", spec, tensors)
+    weights = Weights(
+        {f"{name}.weight": plain_tensor(np.eye(VOCAB_SIZE, TARGET_HIDDEN, dtype=np.float32)) for name in ("embedding", "lm_head")}
+    )
+    results = []
+    for source in (files, HeadFiles.open(directory)):
+        head = open_eagle_head(source, target_config(), weights, num_threads=1, max_context=64)
+        head.runtime.new_cache(4)
+        assert head.target_ids is not None
+        assert head.target_ids.tolist() == DRAFT_IDS
+        features = np.random.default_rng(9).normal(0, 1, (5, head.config.num_features)).astype(np.float32)
+        outputs = head.run_true([true_rows([5, 6, 7, 8, 9], features, 0, 5)], wants_logits=True)
+        results.append((outputs.features.copy(), outputs.logits.copy(), head.config.boundaries))
+    (found, found_logits, boundaries), (expected, expected_logits, _) = results
+    assert boundaries == (1, 4, 6)
+    np.testing.assert_allclose(found, expected, atol=tolerance * np.abs(expected).max())
+    np.testing.assert_allclose(found_logits, expected_logits, atol=tolerance * np.abs(expected_logits).max())

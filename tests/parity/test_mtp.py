@@ -1,0 +1,110 @@
+"""MTP modules, both layouts against the plain computation in torch: no cache, every pair recomputed, softmax over all pairs before."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from checkpoints import write_checkpoint
+from mtp_checkpoints import LAYOUTS, Arrays, add_module, random_matrix, random_module
+from paceline.drafters.head_files import HeadFiles, HeadKind
+from paceline.drafters.mtp import load_mtp, open_mtp_head
+from paceline.drafters.pairs.cache import TrueRows
+from paceline.drafters.pairs.head import DraftedRows, PairHead
+from paceline.models.checkpoint import open_weights, read_model_config
+from paceline.models.weights import as_float32
+from paceline.runtimes.base import RowRange
+
+Floats = NDArray[np.float32]
+TOLERANCE = 1e-4
+THETA, EPS = 10000.0, 1e-6
+HEADS, KV_HEADS, SIZE = 4, 2, 16
+
+
+def reference(
+    arrays: Arrays, embeddings: torch.Tensor, features: torch.Tensor, lm_head: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits, normed and plain outputs of pairs 0 … T - 1, each attending to all before."""
+    w = {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * w[name]
+
+    def heads(x: torch.Tensor, count: int, name: str) -> torch.Tensor:
+        x = norm(x.reshape(len(x), count, SIZE), name)
+        frequencies = THETA ** (-torch.arange(0, SIZE, 2).float() / SIZE)
+        angles = torch.arange(len(x)).float()[:, None] * frequencies
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        left, right = x[..., : SIZE // 2], x[..., SIZE // 2 :]
+        return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
+
+    u = torch.cat((norm(embeddings, "norm_e"), norm(features, "norm_h")), -1) @ w["fc"].T
+    a = norm(u, "layer.input_layernorm")
+    q = heads(a @ w["layer.self_attn.q_proj"].T, HEADS, "layer.self_attn.q_norm")
+    k = heads(a @ w["layer.self_attn.k_proj"].T, KV_HEADS, "layer.self_attn.k_norm")
+    v = (a @ w["layer.self_attn.v_proj"].T).reshape(len(a), KV_HEADS, SIZE)
+    attended = torch.zeros(len(a), HEADS, SIZE)
+    for row in range(len(a)):
+        for head in range(HEADS):
+            kv_head = head // (HEADS // KV_HEADS)
+            scores = (k[: row + 1, kv_head] @ q[row, head]) / SIZE**0.5
+            attended[row, head] = torch.softmax(scores, 0) @ v[: row + 1, kv_head]
+    z = u + attended.reshape(len(a), -1) @ w["layer.self_attn.o_proj"].T
+    m = norm(z, "layer.post_attention_layernorm")
+    gate = m @ w["layer.mlp.gate_proj"].T
+    o = z + (gate * torch.sigmoid(gate) * (m @ w["layer.mlp.up_proj"].T)) @ w["layer.mlp.down_proj"].T
+    normed = norm(o, "norm")
+    return normed @ lm_head.T, normed, o
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize(("layout", "brings_matrices"), [("mtp", False), ("extra_layer", False), ("extra_layer", True)])
+def test_true_pairs_and_recurrence_are_what_the_formula_says(tmp_path: Path, layout: str, brings_matrices: bool, backend: str) -> None:
+    assert layout in LAYOUTS
+    directory = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
+    arrays = random_module()
+    own = {"lm_head": random_matrix(8), "embed": random_matrix(9)} if brings_matrices else {}
+    add_module(directory, layout, arrays, num_layers=2, **own)
+    files = HeadFiles.open(directory)
+    assert files.kind is HeadKind.MTP
+    config = read_model_config(directory)
+    weights = open_weights(directory, config)
+    module = load_mtp(files, config, weights)
+    assert module.notices == ()
+    head = open_mtp_head(module, num_threads=2, max_context=128, backend=backend)
+    lm_head = torch.from_numpy(own["lm_head"] if own else as_float32(weights["lm_head.weight"]))
+    embedding = own["embed"] if own else as_float32(weights["embedding.weight"])
+    random = np.random.default_rng(4)
+    tokens = random.integers(1, 97, 43)
+    features = random.normal(0, 1, (43, 64)).astype(np.float32)
+    head.runtime.new_cache(8)
+    logits, output = _run(head, tokens[:30], features[:30], 0)
+    logits, output = _run(head, tokens[30:], features[30:], 30)  # a second pass over the cached pairs of the first
+    rows, fed = [torch.from_numpy(embedding[tokens])], [torch.from_numpy(features)]
+    for step in range(3):
+        expected, normed, plain = reference(arrays, torch.cat(rows), torch.cat(fed), lm_head)
+        recurrent = normed if layout == "mtp" else plain
+        assert _differ(logits, expected[-1]) <= TOLERANCE, step
+        assert _differ(output, recurrent[-1]) <= TOLERANCE, step
+        token = int(random.integers(1, 97))
+        rows.append(torch.from_numpy(embedding[[token]]))
+        fed.append(recurrent[-1:])
+        table = np.arange(1, 8, dtype=np.int32)
+        drafted = DraftedRows([token], output[None], [43 + step], RowRange(0, 1, 44 + step, table, None, 1), [0])
+        results = head.run_drafted([drafted])
+        logits, output = results.logits[0].copy(), results.features[0].copy()
+
+
+def _run(
+    head: PairHead, tokens: NDArray[np.int64], features: NDArray[np.float32], first: int
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Logits and feature of the last of the pairs from `first` on; pair t stands in slot t + 1."""
+    rows = RowRange(0, len(tokens), first + 1, np.arange(1, 8, dtype=np.int32), None, 1)
+    results = head.run_true([TrueRows(tokens.astype(np.int32), features, rows)], wants_logits=True)
+    return results.logits[0].copy(), results.features[-1].copy()
+
+
+def _differ(found: Floats, expected: torch.Tensor) -> float:
+    return float(np.abs(found - expected.numpy()).max() / max(1.0, float(expected.abs().max())))

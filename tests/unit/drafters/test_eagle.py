@@ -1,0 +1,327 @@
+"""EAGLE heads in the engine: heads that must predict perfectly do, whatever happens to rows; nobody's head changes a token."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from checkpoints import write_checkpoint
+from eagle_checkpoints import (
+    DRAFT_IDS,
+    EAGLE1,
+    EAGLE3,
+    FIRST_TOKEN,
+    eagle1_tensors,
+    eagle3_tensors,
+    write_head,
+    write_legible_target,
+    write_listening_eagle1,
+    write_reading_eagle1,
+    write_reading_eagle3,
+)
+from paceline import LLM, SamplingParams
+from paceline.drafters.pairs.drafter import PairDrafter
+from paceline.errors import IncompatibleDrafterError
+from paceline.outputs import RequestOutput
+from paceline.runtimes.native.library import kernels_path
+from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.stats import PlainReason
+
+NUM_TOKENS, DEPTH = 61, 4
+PERFECT_STEPS = 1 + (NUM_TOKENS - 1) // (DEPTH + 1)  # the prompt's own, then DEPTH + 1 tokens each
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=1.0, seed=3)
+SMALL_CACHE_GB = 16 * 2 * 4 * 3 * 32 * 24 * 4 / 1e9  # 16 blocks of the legible targets
+Head = tuple[Path, Path]
+Heads = Callable[[str], Head]
+WRITERS = {"listening": write_listening_eagle1, "reading": write_reading_eagle1, "reading 3": write_reading_eagle3}
+
+pytestmark = pytest.mark.skipif(kernels_path() is None, reason="no native kernels for this machine")
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Heads:
+    """A target and a head for it."""
+    folder = tmp_path_factory.mktemp("eagle")
+    targets = {reads: write_legible_target(folder / f"target-{reads}", reads_mean=reads) for reads in (True, False)}
+    written: dict[str, Path] = {}
+
+    def head(name: str) -> Head:
+        kind = name.removesuffix(" swapped")
+        if name not in written:
+            written[name] = WRITERS[kind](folder / name, swapped=name.endswith("swapped"))
+        return targets[kind == "listening"], written[name]
+
+    return head
+
+
+def open_llm(head: Head, *, depth: int = DEPTH, row_budget: int | None = None, **options: object) -> LLM:
+    target, files = head
+    given = {"backend": "native", "threads": 1, "max_context": 512, "cache_gb": 0.05, **options}
+    llm = LLM(str(target), drafter=str(files), num_draft_tokens=depth, **given)  # type: ignore[arg-type]
+    llm.engine.guesser.policy = DraftLengthPolicy(depth, row_budget=row_budget)
+    return llm
+
+
+def drafter_of(llm: LLM) -> PairDrafter:
+    assert isinstance(llm.drafter, PairDrafter)
+    return llm.drafter
+
+
+def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    random = np.random.default_rng(seed)
+    return [[FIRST_TOKEN, *random.choice(DRAFT_IDS, length - 1).tolist()] for length in lengths]
+
+
+class PlainTargets:
+    """What targets say by themselves, each opened and asked once."""
+
+    def __init__(self) -> None:
+        self._llms: dict[Path, LLM] = {}
+        self._answers: dict[tuple[Path, tuple[int, ...], SamplingParams], list[int]] = {}
+
+    def __call__(self, head: Head, texts: Sequence[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+        target = head[0]
+        if target not in self._llms:
+            self._llms[target] = LLM(str(target), drafter="none", backend="native", threads=1, max_context=512, prefix_cache=False)
+        for text in texts:
+            if (target, tuple(text), params) not in self._answers:
+                self._answers[target, tuple(text), params] = self._llms[target].generate([text], params)[0].token_ids
+        return [self._answers[target, tuple(text), params] for text in texts]
+
+
+@pytest.fixture(scope="module")
+def plain() -> PlainTargets:
+    return PlainTargets()
+
+
+def generate_without_head(llm: LLM, text: list[int]) -> None:
+    """Leaves rows in the cache that the head never saw."""
+    drafter, llm.engine.guesser.drafter = llm.engine.guesser.drafter, None
+    llm.generate([text], GREEDY)
+    llm.engine.guesser.drafter = drafter
+
+
+def check(llm: LLM) -> None:
+    llm.engine.cache.check()
+    assert llm.engine.cache.pool.num_free == llm.engine.cache.pool.num_blocks - 1
+    assert drafter_of(llm).pairs._pairs == {}
+
+
+def assert_perfect(outputs: Sequence[RequestOutput]) -> None:
+    for output in outputs:
+        assert output.speculation.acceptance_rate == 1.0, output.speculation.as_dict(output.drafter)
+        assert output.speculation.steps == PERFECT_STEPS
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_head_that_must_be_right_is(name: str, heads: Heads, plain: PlainTargets) -> None:
+    """Prompts that end at, before and behind the borders of blocks, one by one and as a batch."""
+    llm = open_llm(heads(name), prefix_cache=False)
+    texts = prompts(2, 3, 31, 32, 33, 64, 90)
+    expected = plain(heads(name), texts)
+    outputs = [llm.generate([text], GREEDY)[0] for text in texts] + llm.generate(texts, GREEDY)
+    assert [output.token_ids for output in outputs] == [*expected, *expected]
+    assert len({token for text in expected for token in text}) > 10
+    assert_perfect(outputs[2:7] + outputs[9:])
+    for output in outputs:  # of the shortest prompts the first steps alone know too little
+        assert output.speculation.acceptance_rate > 0.9
+    check(llm)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_head_with_embedding_and_feature_swapped_is_wrong(name: str, heads: Heads, plain: PlainTargets) -> None:
+    llm = open_llm(heads(f"{name} swapped"))
+    texts = prompts(31, 40)
+    outputs = llm.generate(texts, GREEDY)
+    assert [output.token_ids for output in outputs] == plain(heads(name), texts)
+    assert all(output.speculation.acceptance_rate < 0.2 for output in outputs)
+
+
+def test_d2t_read_as_absolute_ids_is_wrong(heads: Heads, plain: PlainTargets) -> None:
+    llm = open_llm(heads("reading 3"))
+    guesses = drafter_of(llm)._guesses
+    guesses._target_ids = np.array(DRAFT_IDS) - np.arange(len(DRAFT_IDS))  # what the file holds
+    (output,) = llm.generate(prompts(40), GREEDY)
+    assert output.token_ids == plain(heads("reading 3"), prompts(40))[0]
+    assert output.speculation.acceptance_rate < 0.2
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("backend", ["native", "openvino"])
+def test_trees_hold_the_right_path(name: str, backend: str, heads: Heads, plain: PlainTargets) -> None:
+    """As one masked pass, and as paths over shared blocks."""
+    if backend == "openvino":
+        pytest.importorskip("openvino")
+    rows = 1 + 3 * DEPTH if backend == "native" else 24
+    llm = open_llm(heads(name), row_budget=rows, tree_width=3, backend=backend)
+    texts = prompts(31, 33, 60)
+    outputs = llm.generate(texts, GREEDY)
+    assert [output.token_ids for output in outputs] == plain(heads(name), texts)
+    for output in outputs:
+        assert output.speculation.drafted > output.speculation.accepted  # there are branches
+        assert output.speculation.steps <= PERFECT_STEPS + (
+            2 if backend == "native" else 8
+        )  # a likelier guess may take a row from the right one
+    check(llm)
+
+
+def test_prompts_in_chunks_leave_no_gap(heads: Heads, plain: PlainTargets) -> None:
+    """Many prompts share a small pass, so that each runs in several pieces beside others that draft."""
+    llm = open_llm(heads("listening"), max_step_rows=48, prefix_cache=False)
+    texts = prompts(90, 70, 33, 120, 31)
+    outputs = llm.generate(texts, GREEDY)
+    assert [output.token_ids for output in outputs] == plain(heads("listening"), texts)
+    for output in outputs:  # passes with little room draft less, but nothing wrong
+        assert output.speculation.acceptance_rate == 1.0
+    check(llm)
+
+
+def test_an_adopted_prefix_was_drafted(heads: Heads, plain: PlainTargets) -> None:
+    """Texts that go on from others' rows: prompts, answers, and prefixes that part within and at the border of a block."""
+    llm = open_llm(heads("listening"))
+    (first,) = prompts(70)
+    (answer,) = llm.generate([first], GREEDY)
+    asked = [*first, *answer.token_ids]
+    random = np.random.default_rng(2)
+    texts = [
+        [*first[:64], *random.choice(DRAFT_IDS, 9).tolist()],
+        [*first[:69], *random.choice(DRAFT_IDS, 30).tolist()],
+        [*asked[:96], *random.choice(DRAFT_IDS, 5).tolist()],
+        [*asked[:128], *random.choice(DRAFT_IDS, 3).tolist()],
+        [*first[:32], *random.choice(DRAFT_IDS, 40).tolist()],
+    ]
+    for text in texts:
+        (output,) = llm.generate([text], GREEDY)
+        assert output.usage.num_cached_tokens >= 32
+        assert output.speculation.acceptance_rate == 1.0
+        assert output.token_ids == plain(heads("listening"), [text])[0]
+    assert_perfect(llm.generate([*texts, *texts[::-1]], GREEDY))
+    check(llm)
+
+
+def test_a_prefix_that_was_never_drafted_is_not_seen(heads: Heads, plain: PlainTargets) -> None:
+    """Rows that ran without the head: it drafts from what is behind them, at the right places."""
+    for name, is_perfect in (("reading", True), ("reading 3", True), ("listening", False)):
+        llm = open_llm(heads(name))
+        (text,) = prompts(100)
+        (expected,) = plain(heads(name), [text])
+        generate_without_head(llm, text)  # the cache knows the prompt, the head does not
+        seen: list[int] = []
+        pairs = drafter_of(llm).pairs
+        keep = pairs.keep
+        pairs.keep = lambda rows: (keep(rows), seen.append(pairs.first_pair(rows.request)))[0]  # type: ignore[method-assign]  # noqa: B023
+        (output,) = llm.generate([text], GREEDY)
+        assert output.token_ids == expected
+        assert output.usage.num_cached_tokens == 96
+        assert set(seen) == {97}
+        assert (output.speculation.acceptance_rate == 1.0) == is_perfect
+
+
+def test_rows_of_evicted_blocks_are_not_taken_for_drafted(heads: Heads, plain: PlainTargets, large_counts: bool) -> None:
+    """A cache so small that blocks change hands, some of them with the head off."""
+    llm = open_llm(heads("listening"), cache_gb=SMALL_CACHE_GB, max_context=256)
+    texts = [text for seed in range(5 if large_counts else 3) for text in prompts(40, 65, 97, seed=seed)]
+    for number, text in enumerate(texts + texts[::-1]):
+        if number % 3 == 2:
+            generate_without_head(llm, text)
+            continue
+        (output,) = llm.generate([text], GREEDY)
+        if output.usage.num_cached_tokens == 0:
+            assert output.speculation.acceptance_rate == 1.0
+        assert output.token_ids == plain(heads("listening"), [text])[0]
+    assert llm.engine.cache.stats.evicted_blocks > 20
+    check(llm)
+
+
+def test_a_preempted_request_goes_on_from_what_is_left_of_its_rows(heads: Heads, plain: PlainTargets) -> None:
+    """More requests than fit: some are interrupted, lose rows to others and begin anew."""
+    llm = open_llm(heads("listening"), cache_gb=SMALL_CACHE_GB, max_context=256)
+    params = replace(GREEDY, max_tokens=150)
+    texts = prompts(40, 65, 97, 41)
+    outputs = llm.generate(texts, params)
+    assert [output.token_ids for output in outputs] == plain(heads("listening"), texts, params)
+    assert all(output.speculation.acceptance_rate == 1.0 for output in outputs)
+    assert llm.engine.stats.num_preemptions > 0
+    check(llm)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_sampled_tokens_are_the_same_and_drafts_share_the_noise(name: str, heads: Heads, plain: PlainTargets) -> None:
+    llm = open_llm(heads(name))
+    texts = prompts(20, 40, 70, 33)
+    outputs = [llm.generate([text], SAMPLED)[0] for text in texts] + llm.generate(texts, SAMPLED)
+    assert [output.token_ids for output in outputs] == 2 * plain(heads(name), texts, SAMPLED)
+    if name == "reading":  # its logits are the target's
+        assert all(output.speculation.acceptance_rate == 1.0 for output in outputs)
+    assert len({tuple(output.token_ids) for output in outputs}) == len(texts)
+
+
+def test_penalties_count_what_was_drafted(heads: Heads, plain: PlainTargets) -> None:
+    params = replace(GREEDY, repetition_penalty=1.3, frequency_penalty=0.4)
+    llm = open_llm(heads("reading"))
+    texts = prompts(33, 50)
+    outputs = llm.generate(texts, params)
+    assert [output.token_ids for output in outputs] == plain(heads("reading"), texts, params)
+    assert_perfect(outputs)
+
+
+def test_a_text_longer_than_the_head_was_made_for_is_drafted_from_its_end(heads: Heads, plain: PlainTargets, tmp_path: Path) -> None:
+    files = write_reading_eagle1(tmp_path / "short", max_positions=40)
+    llm = open_llm((heads("reading")[0], files))
+    assert "sees the last 40 tokens" in drafter_of(llm).describe()
+    (output,) = llm.generate(prompts(150), GREEDY)
+    assert output.token_ids == plain(heads("reading"), prompts(150))[0]
+    assert_perfect([output])
+
+
+def test_a_head_whose_pass_fails_leaves_plain_steps(heads: Heads, plain: PlainTargets, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = open_llm(heads("listening"))
+    drafter = drafter_of(llm)
+    real, calls = drafter.head.runtime.forward, [0]
+
+    def sometimes(*arguments: object) -> object:
+        calls[0] += 1
+        if calls[0] % 5 == 3:
+            raise RuntimeError("no luck")
+        return real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(drafter.head.runtime, "forward", sometimes)
+    texts = prompts(40, 90)
+    outputs = llm.generate(texts, GREEDY)
+    assert [output.token_ids for output in outputs] == plain(heads("listening"), texts)
+    assert sum(output.speculation.plain[PlainReason.DRAFTER_FAILED] for output in outputs) > 3
+    check(llm)
+
+
+def test_a_head_for_another_target_is_refused(heads: Heads, tmp_path: Path) -> None:
+    with pytest.raises(IncompatibleDrafterError, match="boundaries"):
+        open_llm((heads("reading 3")[0], write_reading_eagle3(tmp_path / "deep", boundaries=(2, 4, 9))))
+
+
+@pytest.mark.parametrize(("method", "backend"), [("eagle", "native"), ("eagle3", "openvino")])
+def test_a_head_that_knows_nothing_changes_nothing(backend: str, method: str, tmp_path: Path) -> None:
+    """Random target and head, chains and trees, greedy and sampled, alone and together; the target with and without boundaries."""
+    if backend == "openvino":
+        pytest.importorskip("openvino")
+    target = write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=3)
+    sizes = {"hidden_size": 64, "head_dim": 16}
+    if method == "eagle":
+        files = write_head(tmp_path / "head", {**EAGLE1, **sizes}, eagle1_tensors({**EAGLE1, **sizes}))
+    else:
+        config = {**EAGLE3, **sizes, "eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
+        files = write_head(tmp_path / "head", config, eagle3_tensors(config, target_hidden=64))
+    alone = LLM(str(target), drafter="none", backend=backend, threads=1, max_context=512, cache_gb=0.05, prefix_cache=False)
+    texts = [np.random.default_rng(seed).integers(1, 97, 20 + 23 * seed).tolist() for seed in range(3)]
+    for depth, rows, width in ((3, None, 1), (4, 20, 3)):
+        llm = open_llm((target, files), depth=depth, row_budget=rows, tree_width=width, backend=backend)
+        if alone.numerics != "exact" or llm.numerics != "exact":
+            pytest.skip("this machine has no exact numerics")
+        for params in (GREEDY, SAMPLED):
+            expected = [alone.generate([text], params)[0].token_ids for text in texts]
+            outputs = [llm.generate([text], params)[0] for text in texts] + llm.generate(texts, params)
+            assert [output.token_ids for output in outputs] == 2 * expected
+            assert sum(output.speculation.drafted for output in outputs) > 100
+        check(llm)

@@ -1,0 +1,185 @@
+"""What files of EAGLE heads are taken for, and what is said of those that cannot be used."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eagle_checkpoints import DRAFT_IDS, EAGLE1, EAGLE3, VOCAB_SIZE, Tensors, eagle1_tensors, eagle3_tensors, write_head
+from paceline.drafters.eagle.checkpoint import EagleCheckpoint, open_eagle, our_name, plain_files, read_eagle_config
+from paceline.drafters.head_files import HeadFiles, HeadKind
+from paceline.errors import CheckpointError, IncompatibleDrafterError
+from paceline.models.config import ModelConfig, RopeConfig, RopeType, WeightType
+
+TARGET = ModelConfig(
+    family="llama", vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_layers=32, num_heads=4, num_kv_heads=2, head_size=8,
+    norm_eps=1e-5, max_positions=512, rope=RopeConfig(theta=5e5), weight_type=WeightType.F32,
+)  # fmt: skip
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def opened(directory: Path, config: Mapping[str, Any], tensors: Tensors, target: ModelConfig = TARGET) -> EagleCheckpoint:
+    files = HeadFiles.open(write_head(directory, config, tensors))
+    return open_eagle(files, read_eagle_config(files, target), target)
+
+
+def without(tensors: Tensors, *names: str) -> Tensors:
+    return {name: values for name, values in tensors.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("config", "boundaries"),
+    [
+        ({}, (2, 16, 29)),  # the usual choice
+        ({IDS: [29, 2, 16]}, (2, 16, 29)),  # in execution order, whatever their order in the file
+        ({"eagle_config": {IDS: [1, 15, 28]}}, (2, 16, 29)),  # outputs of layers
+        ({IDS: [24, 30, 32]}, (24, 30, 32)),  # the last one is the last layer's output
+        ({IDS: [1, 15, 28], "speculators_model_type": "eagle3"}, (1, 15, 28)),  # boundaries, by definition
+        ({IDS: [0, 15, 28]}, (0, 15, 28)),
+    ],
+)
+def test_boundaries(config: Mapping[str, Any], boundaries: tuple[int, ...], tmp_path: Path) -> None:
+    assert opened(tmp_path, {**EAGLE3, **config}, eagle3_tensors()).config.boundaries == boundaries
+
+
+@pytest.mark.parametrize("ids", [[2, 16], [2, 16, 33], [2, 16, 16], [1, 2, 3, 4]])
+def test_boundaries_that_cannot_be_are_refused(ids: list[int], tmp_path: Path) -> None:
+    with pytest.raises(IncompatibleDrafterError, match="reads 3 of the target's layer boundaries"):
+        opened(tmp_path, {**EAGLE3, IDS: ids}, eagle3_tensors())
+
+
+def test_a_shallow_target_has_no_usual_boundaries(tmp_path: Path) -> None:
+    with pytest.raises(IncompatibleDrafterError, match=r"the usual choice gives \[2, 2, 1\] for its 4 layers"):
+        opened(tmp_path, EAGLE3, eagle3_tensors(), replace(TARGET, num_layers=4))
+
+
+def test_the_base_of_rotations_is_never_the_targets(tmp_path: Path) -> None:
+    assert opened(tmp_path / "absent", EAGLE3, eagle3_tensors()).config.layers.rope.theta == 10000.0
+    assert opened(tmp_path / "given", {**EAGLE3, "rope_theta": 1e6}, eagle3_tensors()).config.layers.rope.theta == 1e6
+    scaled = {**EAGLE3, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    assert opened(tmp_path / "linear", scaled, eagle3_tensors()).config.layers.rope.type is RopeType.LINEAR
+    text = {**EAGLE3, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
+    assert opened(tmp_path / "mrope", text, eagle3_tensors()).config.layers.rope.type is RopeType.DEFAULT
+
+
+def test_offsets_become_ids(tmp_path: Path) -> None:
+    tensors = eagle3_tensors()
+    assert tensors["d2t"][1] == DRAFT_IDS[1] - 1
+    ids = opened(tmp_path / "narrow", EAGLE3, tensors).target_ids
+    assert ids is not None
+    assert ids.tolist() == DRAFT_IDS
+    marks = {**tensors, "t2d": tensors["t2d"].to(torch.uint8)}
+    assert opened(tmp_path / "old", EAGLE3, marks).target_ids is not None
+    whole = {**EAGLE3, "draft_vocab_size": VOCAB_SIZE}
+    zeros = {"d2t": torch.zeros(VOCAB_SIZE, dtype=torch.int64)}
+    assert opened(tmp_path / "zeros", whole, eagle3_tensors(whole, draft_ids=None) | zeros).target_ids is None
+    assert opened(tmp_path / "absent", whole, eagle3_tensors(whole, draft_ids=None)).target_ids is None
+
+
+@pytest.mark.parametrize(
+    ("tables", "kind", "message"),
+    [
+        ({"d2t": torch.tensor(DRAFT_IDS)}, IncompatibleDrafterError, "holds ids in place of offsets"),
+        ({"d2t": torch.zeros(29, dtype=torch.int64)}, CheckpointError, r"d2t has \[29\] entries for 30 rows"),
+        ({"d2t": -torch.arange(30)}, IncompatibleDrafterError, "do not ascend"),
+        ({"d2t": torch.arange(30)}, CheckpointError, "d2t and t2d name different target ids"),
+        ({"d2t": torch.zeros(30)}, CheckpointError, "expected whole numbers"),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused(tables: Tensors, kind: type[Exception], message: str, tmp_path: Path) -> None:
+    with pytest.raises(kind, match=message):
+        opened(tmp_path, EAGLE3, eagle3_tensors() | tables)
+
+
+def test_missing_and_misshapen_tensors_are_all_named(tmp_path: Path) -> None:
+    broken = without(eagle3_tensors(), "midlayer.hidden_norm.weight", "midlayer.self_attn.v_proj.weight", "norm.weight")
+    broken["midlayer.mlp.down_proj.weight"] = torch.zeros(32, 40)
+    with pytest.raises(CheckpointError) as error:
+        opened(tmp_path, EAGLE3, broken)
+    text = str(error.value)
+    assert "layers.0.hidden_norm.weight [32]" in text
+    assert "layers.0.self_attn.v_proj.weight [16, 64]" in text
+    assert "norm.weight [32]" in text
+    assert "layers.0.mlp.down_proj.weight [32, 40] instead of [32, 48]" in text
+
+
+def test_a_head_over_part_of_the_vocabulary_needs_its_own_matrix(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"lm_head.weight \[30, 32\]"):
+        opened(tmp_path / "narrow", EAGLE3, without(eagle3_tensors(), "lm_head.weight"))
+    whole = without(eagle3_tensors({**EAGLE3, "draft_vocab_size": None}, draft_ids=None), "lm_head.weight")
+    checkpoint = opened(tmp_path / "whole", {**EAGLE3, "draft_vocab_size": None}, whole)
+    assert not checkpoint.weights.has("lm_head.weight")
+
+
+def test_a_tied_embedding_is_believed_of_no_head(tmp_path: Path) -> None:
+    checkpoint = opened(tmp_path, {**EAGLE3, "tie_word_embeddings": True}, eagle3_tensors(own_embedding=True))
+    assert checkpoint.weights["lm_head.weight"].shape == (30, 32)
+
+
+def test_tensors_nobody_knows_are_named_but_do_no_harm(tmp_path: Path) -> None:
+    more = {
+        "strange.weight": torch.zeros(3),
+        "verifier_norm.weight": torch.zeros(32),
+        "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+    }
+    checkpoint = opened(tmp_path, EAGLE1, eagle1_tensors() | more)
+    (notice,) = checkpoint.notices
+    assert "1 tensor: strange.weight" in notice
+
+
+def test_sizes_follow_the_tensors(tmp_path: Path) -> None:
+    """As in a head whose config describes a mixture of experts that its file does not hold."""
+    wide = {**EAGLE1, "num_key_value_heads": 4, "intermediate_size": 80}
+    checkpoint = opened(tmp_path, {**EAGLE1, "num_local_experts": 8}, eagle1_tensors(wide))
+    assert checkpoint.config.layers.num_kv_heads == 4
+    assert checkpoint.config.layers.intermediate_size == 80
+
+
+def test_biases_are_those_that_are_there(tmp_path: Path) -> None:
+    assert opened(tmp_path / "with", {**EAGLE1, "bias": False}, eagle1_tensors()).weights.has("fc.bias")
+    assert not opened(tmp_path / "without", {**EAGLE1, "bias": True}, eagle1_tensors(bias=False)).weights.has("fc.bias")
+
+
+def test_the_length_a_head_was_made_for(tmp_path: Path) -> None:
+    lengthless = {name: value for name, value in EAGLE1.items() if name != "max_position_embeddings"}
+    assert opened(tmp_path / "absent", lengthless, eagle1_tensors()).config.layers.max_positions == 2048
+    other = {**lengthless, "max_sequence_length": 4096}
+    assert opened(tmp_path / "sequence", other, eagle1_tensors()).config.layers.max_positions == 4096
+
+
+@pytest.mark.parametrize(
+    ("config", "target", "message"),
+    [
+        (EAGLE3, replace(TARGET, hidden_size=40), "fc.weight takes 96 values"),
+        (EAGLE3, replace(TARGET, vocab_size=9000), "token ids|d2t"),
+        ({**EAGLE3, "target_hidden_size": 48}, TARGET, "made for another model"),
+        ({**EAGLE3, "eagle_config": {"parallel_draft_step": 3}}, TARGET, "parallel_draft_step"),
+        ({**EAGLE3, "eagle_config": {"use_mtp_layernorm": True}}, TARGET, "use_mtp_layernorm"),
+    ],
+)
+def test_a_head_for_something_else_is_refused(config: Mapping[str, Any], target: ModelConfig, message: str, tmp_path: Path) -> None:
+    with pytest.raises(IncompatibleDrafterError, match=message):
+        opened(tmp_path, config, eagle3_tensors(), target)
+
+
+def test_a_head_without_config_is_refused(tmp_path: Path) -> None:
+    directory = write_head(tmp_path / "head", EAGLE1, eagle1_tensors())
+    (directory / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config.json is missing"):
+        read_eagle_config(HeadFiles.open(directory), TARGET)
+
+
+def test_names_of_the_layer_agree(tmp_path: Path) -> None:
+    files = [
+        plain_files(HeadFiles.open(write_head(tmp_path / name.strip("."), EAGLE3, eagle3_tensors(first_layer=name))))
+        for name in ("midlayer.", "layers.0.", "model.midlayer.")
+    ]
+    assert all(one.kind is HeadKind.EAGLE3 for one in files)
+    assert files[0].tensors.keys() == files[1].tensors.keys() == files[2].tensors.keys()
+    assert our_name("layers.0.self_attn.q_proj.bias") == "layers.0.q_proj.bias"
+    assert our_name("fc_norm.2.weight") == "fc_norm.2.weight"
+    assert np.array_equal(files[0].weight("norm.weight").array, eagle3_tensors()["norm.weight"].numpy())

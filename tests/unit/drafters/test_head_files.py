@@ -1,0 +1,198 @@
+"""Files of heads: found under their many names, read without running anything, and told apart."""
+
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from paceline.drafters.head_files import METHOD_FILES, HeadFiles, HeadKind, check_pairing, is_head_file, plain_name
+from paceline.errors import CheckpointError, IncompatibleDrafterError
+from paceline.models.config import ModelConfig, RopeConfig, WeightType
+
+Shapes = Mapping[str, tuple[int, ...]]
+EAGLE = {"fc.weight": (8, 16), "layers.0.self_attn.q_proj.weight": (8, 8)}
+
+
+def tensors(shapes: Shapes, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return {name: torch.arange(int(np.prod(shape))).reshape(shape).to(dtype) for name, shape in shapes.items()}
+
+
+def write(directory: Path, shapes: Shapes, config: Mapping[str, Any] | None = None, file: str = "model.safetensors") -> Path:
+    if config is not None:
+        (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    if file.endswith(".safetensors"):
+        save_file(tensors(shapes), directory / file)
+    else:
+        torch.save(tensors(shapes), directory / file)
+    return directory
+
+
+KINDS: list[tuple[HeadKind, Shapes, dict[str, Any], str]] = [
+    (HeadKind.EAGLE3, {"layers.0.x": (1,)}, {"speculators_model_type": "eagle3", "architectures": ["X"]}, "model.safetensors"),
+    (HeadKind.MTP, {"mtp_layers.0.x": (1,)}, {"speculators_model_type": "mtp"}, "model.safetensors"),
+    (HeadKind.DFLASH, EAGLE, {"speculators_model_type": "dspark"}, "model.safetensors"),
+    (HeadKind.EAGLE3, {"x": (1,)}, {"architectures": ["LlamaForCausalLMEagle3"]}, "model.safetensors"),
+    (HeadKind.EAGLE3, {"midlayer.hidden_norm.weight": (8,)}, {}, "pytorch_model.bin"),
+    (HeadKind.EAGLE3, {"d2t": (4,)}, {}, "model.safetensors"),
+    (HeadKind.EAGLE3, {"fc.weight": (8, 24)}, {}, "model.safetensors"),
+    (HeadKind.EAGLE, EAGLE, {"architectures": ["LlamaForCausalLM"]}, "pytorch_model.bin"),
+    (HeadKind.EAGLE, {f"module.model.{name}": shape for name, shape in EAGLE.items()}, {}, "weights.safetensors"),
+    (HeadKind.LANGUAGE_MODEL, {**EAGLE, "lm_head.weight": (9, 8)}, {}, "model.safetensors"),
+    (HeadKind.MEDUSA, {"anything": (1,)}, {}, "medusa_lm_head.pt"),
+    (HeadKind.MEDUSA, {"0.0.linear.weight": (8, 8)}, {}, "model.safetensors"),
+    (HeadKind.MEDUSA, {"medusa_head.0.0.linear.weight": (8, 8), "model.norm.weight": (8,)}, {}, "model.safetensors"),
+    (HeadKind.MEDUSA, {"blocks.0.layers.0.weight": (8, 8)}, {"model_type": "medusa"}, "model.safetensors"),
+    (HeadKind.MEDUSA, {"lm_heads.0.weight": (9, 8)}, {}, "model.safetensors"),
+    (HeadKind.HYDRA, {"anything": (1,)}, {}, "hydra_lm_head.pt"),
+    (HeadKind.HYDRA, {"hydra_mlp.0.0.linear.weight": (8, 16)}, {}, "model.safetensors"),
+    (HeadKind.DFLASH, {"fc.weight": (8, 40)}, {"architectures": ["DFlashDraftModel"]}, "model.safetensors"),
+    (HeadKind.MTP, {"mtp.fc.weight": (8, 16), "model.norm.weight": (8,)}, {"num_hidden_layers": 3}, "model.safetensors"),
+    (HeadKind.MTP, {"model.layers.3.eh_proj.weight": (8, 16)}, {"num_hidden_layers": 3}, "model.safetensors"),
+    (HeadKind.LANGUAGE_MODEL, {"model.layers.3.eh_proj.weight": (8, 16)}, {"num_hidden_layers": 4}, "model.safetensors"),
+    (HeadKind.LANGUAGE_MODEL, {"model.embed_tokens.weight": (9, 8)}, {"model_type": "llama"}, "model.safetensors"),
+]
+
+
+@pytest.mark.parametrize(("kind", "shapes", "config", "file"), KINDS)
+def test_the_first_evidence_tells_the_method(tmp_path: Path, kind: HeadKind, shapes: Shapes, config: dict[str, Any], file: str) -> None:
+    assert HeadFiles.open(write(tmp_path, shapes, config, file)).kind is kind
+
+
+def test_the_methods_own_file_comes_first_then_safetensors(tmp_path: Path) -> None:
+    order = [*METHOD_FILES, "model.safetensors", "pytorch_model.bin", "x.safetensors"]
+    for index, file in enumerate(order):
+        write(tmp_path, {f"tensor{index}": (2,)}, file=file)
+    for index, file in enumerate(order):
+        if file != "x.safetensors":
+            assert list(HeadFiles.open(tmp_path).tensors) == [f"tensor{index}"]
+            (tmp_path / file).unlink()
+    assert list(HeadFiles.open(tmp_path).tensors) == ["tensor5"]
+    write(tmp_path, {"other": (2,)}, file="y.safetensors")
+    with pytest.raises(CheckpointError, match=r"holds 2 \*\.safetensors files.*medusa_lm_head\.pt"):
+        HeadFiles.open(tmp_path)
+
+
+def test_one_file_is_enough(tmp_path: Path) -> None:
+    write(tmp_path, {"0.0.linear.weight": (8, 8)}, file="medusa_lm_head.pt")
+    files = HeadFiles.open(tmp_path / "medusa_lm_head.pt")
+    assert (files.kind, files.config, files.files) == (HeadKind.MEDUSA, {}, (tmp_path / "medusa_lm_head.pt",))
+    assert is_head_file(str(tmp_path / "medusa_lm_head.pt"))
+    assert not is_head_file(str(tmp_path))
+    assert not is_head_file("owner/medusa.pt")
+
+
+def test_names_lose_the_prefixes_of_training_code(tmp_path: Path) -> None:
+    assert plain_name("module.ea_layer.fc.weight") == "fc.weight"
+    assert plain_name("draft_model.model.norm.weight") == "norm.weight"
+    assert plain_name("eagle_module.layers.0.x") == "layers.0.x"
+    assert plain_name("modules.x") == "modules.x"
+    save_file({"model.norm.weight": torch.zeros(2), "norm.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert HeadFiles.open(tmp_path).weight("norm.weight").array.tolist() == [1.0, 1.0]  # the name that needs no stripping
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_both_containers_give_the_same_bits(tmp_path: Path, dtype: torch.dtype) -> None:
+    content = {"w": torch.randn(3, 5).to(dtype), "ids": torch.tensor([3, 1]), "flags": torch.tensor([True, False])}
+    save_file(content, tmp_path / "model.safetensors")
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    one, other = HeadFiles.open(tmp_path / "model.safetensors"), HeadFiles.open(tmp_path / "pytorch_model.bin")
+    weight_type = {torch.float32: WeightType.F32, torch.float16: WeightType.F16, torch.bfloat16: WeightType.BF16}[dtype]
+    for files in (one, other):
+        assert files.weight("w").weight_type is weight_type
+        assert files.table("ids").tolist() == [3, 1]
+        assert files.table("flags").tolist() == [1, 0]
+        with pytest.raises(CheckpointError, match="'ids' is of type I64, supported are F32, F16, BF16"):
+            files.weight("ids")
+        with pytest.raises(CheckpointError, match="expected whole numbers"):
+            files.table("w")
+    assert np.array_equal(one.weight("w").array, other.weight("w").array)
+
+
+def test_shards_of_both_kinds_are_joined(tmp_path: Path) -> None:
+    for suffix, folder in ((".bin", "bin"), (".safetensors", "safe")):
+        directory = tmp_path / folder
+        directory.mkdir()
+        stem = "pytorch_model" if suffix == ".bin" else "model"
+        for index, name in enumerate(("a", "b")):
+            write(directory, {name: (2,)}, file=f"{stem}-{index}{suffix}")
+        weight_map = {"a": f"{stem}-0{suffix}", "b": f"{stem}-1{suffix}"}
+        (directory / f"{stem}{suffix}.index.json").write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+        assert sorted(HeadFiles.open(directory).tensors) == ["a", "b"]
+    index = tmp_path / "bin" / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "../../etc/passwd.bin"}}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"names .*/etc/passwd\.bin, expected \*\.bin files beside it"):
+        HeadFiles.open(tmp_path / "bin")
+
+
+class RunsWhenRead:
+    """Leaves a trace if a file that holds it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.trace,))
+
+
+@pytest.mark.parametrize("in_archive", [True, False])
+def test_nothing_in_a_file_is_run(tmp_path: Path, in_archive: bool) -> None:
+    trace, path = tmp_path / "trace", tmp_path / "pytorch_model.bin"
+    if in_archive:
+        torch.save({"w": RunsWhenRead(trace)}, path)
+    else:
+        path.write_bytes(pickle.dumps(RunsWhenRead(trace)))
+    with pytest.raises(CheckpointError, match=r"cannot be read as a file of tensors"):
+        HeadFiles.open(tmp_path)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("content", [{"w": torch.zeros(1), "step": 3}, [torch.zeros(1)], {"state_dict": {"w": torch.zeros(1)}}])
+def test_a_training_checkpoint_is_not_a_head(tmp_path: Path, content: object) -> None:
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="holds more than tensors by name"):
+        HeadFiles.open(tmp_path)
+
+
+def test_damaged_files_are_errors_that_name_them(tmp_path: Path) -> None:
+    write(tmp_path, {"w": (50, 50)}, file="pytorch_model.bin")
+    path = tmp_path / "pytorch_model.bin"
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin cannot be read"):
+        HeadFiles.open(tmp_path)
+    (tmp_path / "config.json").write_text("[1]", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"config\.json holds a JSON list"):
+        HeadFiles.open(tmp_path)
+
+
+def test_everything_that_is_missing_or_wrong_is_named_at_once(tmp_path: Path) -> None:
+    files = HeadFiles.open(write(tmp_path, {"a": (2, 3), "b": (4,), "extra": (1,), "rotary_emb.inv_freq": (4,)}, {}))
+    files.check({"a": (2, 3)}, {"b": (4,), "absent": (9,)})
+    with pytest.raises(CheckpointError) as caught:
+        files.check({"a": (3, 2), "c": (5,), "d": (6, 7)}, {"b": (5,)})
+    text = str(caught.value)
+    assert "it lacks 2 tensors: c [5], d [6, 7]" in text
+    assert "it holds 2 tensors: a [2, 3] instead of [3, 2], b [4] instead of [5]" in text
+    with pytest.raises(CheckpointError, match=r"this target: it holds 1 tensor: b \[4\] instead of \[5\]"):
+        files.check({"a": (2, 3)}, {"b": (5,)})
+    assert files.unused(["a", "b", "extra"]) == ()
+    (notice,) = files.unused(["a", "b"])
+    assert "1 tensor: extra" in notice
+    assert files.unused(["a", "b"], ignored=lambda name: name == "extra") == ()
+
+
+def test_a_head_of_another_model_is_refused(tmp_path: Path) -> None:
+    files = HeadFiles.open(write(tmp_path, {"0.0.linear.weight": (8, 8)}, {}))
+    rope = RopeConfig(theta=10000.0)
+    target = ModelConfig("llama", 32000, 8, 16, 1, 1, 1, 8, 1e-6, 64, rope, WeightType.F32)
+    check_pairing(files, target, hidden_size=8, vocab_rows=32064)
+    check_pairing(files, target, hidden_size=8)
+    with pytest.raises(IncompatibleDrafterError, match="features of 16 values, the target's have 8"):
+        check_pairing(files, target, hidden_size=16)
+    with pytest.raises(IncompatibleDrafterError, match="knows 128256 token ids, the target 32000"):
+        check_pairing(files, target, hidden_size=8, vocab_rows=128256)

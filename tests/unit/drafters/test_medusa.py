@@ -1,0 +1,401 @@
+"""The Medusa drafter: what it loads, what it proposes, and that a head that must be right is right every time."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from checkpoints import VOCAB_SIZE, write_checkpoint
+from medusa_checkpoints import Arrays, edit, perfect_blocks, perfect_heads, random_heads, write_heads, write_successor_target
+from paceline import LLM, SamplingParams
+from paceline.drafters.head_files import HeadFiles
+from paceline.drafters.medusa.drafter import MedusaDrafter, open_medusa
+from paceline.drafters.medusa.guesses import Candidates, RankAccuracy, best_scores
+from paceline.drafters.medusa.trees import STATIC_TREES, static_shape
+from paceline.errors import CheckpointError, ConfigError, IncompatibleDrafterError
+from paceline.kv_cache.paged import CachedSequence
+from paceline.kv_cache.row_plan import TreeLayout, num_rows
+from paceline.sampling.draw import draw
+from paceline.sampling.processors import LogitsProcessor
+from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.drafter import CommittedRows, DraftBudget
+from paceline.speculation.request import Request
+from paceline.speculation.tree import DraftTree
+
+GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
+PROMPTS = [[5, 6, 7], [9], list(range(1, 80)), [31, 2]]
+
+
+@pytest.fixture(autouse=True)
+def always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny target is too fast for drafting to pay."""
+    monkeypatch.setattr(DraftLengthPolicy, "_pays", lambda self, guard: True)
+
+
+def open_llm(target: Path, drafter: str | MedusaDrafter, num_draft_tokens: int = 3, **options: object) -> LLM:
+    return LLM(
+        str(target),
+        drafter=drafter,
+        num_draft_tokens=num_draft_tokens,
+        threads=2,
+        max_context=256,
+        cache_gb=0.05,
+        backend="native",
+        **options,
+    )  # type: ignore[arg-type]
+
+
+class Heads:
+    """A network whose rows are written down: depth d of a feature f [1] is row f + d of a table."""
+
+    def __init__(self, table: NDArray[np.float32], num_heads: int = 3, token_map: NDArray[np.int64] | None = None) -> None:
+        self.table = table
+        self.heads = SimpleNamespace(num_heads=num_heads, token_map=token_map)
+        self.num_passes = 0
+
+    def forward(self, features: NDArray[np.float32], num_heads: int) -> list[NDArray[np.float32]]:
+        self.num_passes += 1
+        return [self.table[features[:, 0].astype(int) + depth] for depth in range(num_heads)]
+
+
+def a_drafter(table: NDArray[np.float32], vocab_size: int = 0, **options: object) -> MedusaDrafter:
+    tree = str(options.pop("tree", "probability"))
+    return MedusaDrafter(Heads(table, **options), vocab_size=vocab_size or table.shape[1], tree=tree)  # type: ignore[arg-type]
+
+
+def a_request(token_ids: Sequence[int], params: SamplingParams = GREEDY, vocab_size: int = 50, seed: int = 0) -> Request:
+    processor = LogitsProcessor(params, vocab_size, token_ids)
+    return Request(list(token_ids), len(token_ids), params, processor, CachedSequence(), seed=seed, sample_index=0, max_len=999)
+
+
+def show(drafter: MedusaDrafter, request: Request, feature: float, num_rows: int = 1) -> None:
+    """As after a pass whose last row produced the request's last token."""
+    start = len(request.token_ids) - 1 - num_rows
+    rows = np.zeros((num_rows, 1), np.float32)
+    rows[-1] = feature
+    drafter.observe([CommittedRows(request, start, num_rows, rows)])
+
+
+@pytest.fixture(scope="module")
+def table() -> NDArray[np.float32]:
+    return np.random.default_rng(8).normal(0, 2, (12, 50)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def successor_target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, NDArray[np.int64]]:
+    return write_successor_target(tmp_path_factory.mktemp("successor"), sharpness=3.0)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("layout", ["rows", "rows_pt", "tgi", "whole", "vllm", "vllm_map"])
+def test_heads_that_must_be_right_are_accepted_always(
+    successor_target: tuple[Path, NDArray[np.int64]], tmp_path: Path, layout: str, params: SamplingParams
+) -> None:
+    target, successor = successor_target
+    arrays = perfect_blocks(successor) if layout == "tgi" else perfect_heads(successor, sharpness=3.0)
+    token_map = None
+    if layout == "vllm_map":  # rows in another order, named by the map
+        token_map = np.random.default_rng(1).permutation(VOCAB_SIZE)
+        arrays = {name: array if ".linear." in name else array[token_map] for name, array in arrays.items()}
+    wanted = tmp_path
+    if layout == "whole":
+        target, _ = write_successor_target(tmp_path, sharpness=3.0)
+    write_heads(wanted, layout, arrays, token_map=token_map)
+    llm = open_llm(target, "medusa" if layout == "whole" else str(wanted))
+    plain = [follow(successor, prompt, params.max_tokens) for prompt in PROMPTS]
+    for batch in (PROMPTS, PROMPTS[:1]):
+        for output, answer in zip(llm.generate(batch, params), plain, strict=False):
+            assert output.token_ids == answer
+            assert output.speculation.steps == 1 + 10  # the prompt's, and 39 tokens, four a step
+
+
+@pytest.mark.parametrize("tree", ["probability", "accuracy", "mc_sim_7b_63"])
+def test_the_right_path_of_a_tree_is_accepted_always(successor_target: tuple[Path, NDArray[np.int64]], tmp_path: Path, tree: str) -> None:
+    target, successor = successor_target
+    files = HeadFiles.open(write_heads(tmp_path, "rows", perfect_heads(successor, 4)))
+    drafter = open_medusa(files, target, vocab_size=VOCAB_SIZE, num_threads=2, tree=tree)
+    llm = open_llm(target, drafter, num_draft_tokens=4, tree_width=4)
+    for params in (GREEDY, SAMPLED):
+        for output, prompt in zip(llm.generate(PROMPTS, params), PROMPTS, strict=True):
+            assert output.token_ids == follow(successor, prompt, 40)
+            assert output.speculation.steps == 1 + (8 if tree != "mc_sim_7b_63" else 10)  # its fourth level begins behind 40 nodes
+            assert output.speculation.drafted > 2 * output.speculation.accepted  # it was a tree
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_heads_shifted_by_one_are_never_accepted(successor_target: tuple[Path, NDArray[np.int64]], tmp_path: Path, shift: int) -> None:
+    target, successor = successor_target
+    write_heads(tmp_path, "rows", perfect_heads(successor, shift=shift))
+    for output, prompt in zip(open_llm(target, str(tmp_path)).generate(PROMPTS, GREEDY), PROMPTS, strict=True):
+        assert output.token_ids == follow(successor, prompt, 40)
+        assert output.speculation.drafted > 40
+        assert output.speculation.accepted == 0
+
+
+def follow(successor: NDArray[np.int64], prompt: Sequence[int], count: int) -> list[int]:
+    tokens = [prompt[-1]]
+    for _ in range(count):
+        tokens.append(int(successor[tokens[-1]]))
+    return tokens[1:]
+
+
+@pytest.mark.parametrize(("tree_width", "quant"), [(1, "int8"), (3, "none")])
+def test_token_ids_are_those_of_plain_decoding(tmp_path: Path, tree_width: int, quant: str) -> None:
+    target = write_checkpoint(tmp_path / "target", "qwen3", num_hidden_layers=2)
+    heads = write_heads(tmp_path / "heads", "rows", random_heads(num_heads=4))
+    plain, drafting = open_llm(target, "none"), open_llm(target, str(heads), tree_width=tree_width, draft_quant=quant)
+    for params in (GREEDY, SAMPLED, SamplingParams(max_tokens=40, temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=4)):
+        answers = [output.token_ids for output in plain.generate(PROMPTS, params)]
+        together = drafting.generate(PROMPTS, params)
+        assert [output.token_ids for output in together] == answers
+        assert drafting.generate(PROMPTS[:1], params)[0].token_ids == answers[0]
+        assert sum(output.speculation.drafted for output in together) > 40
+
+
+def test_wrong_heads_are_named_exactly(tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=1)
+
+    def opened(name: str, layout: str, arrays: Arrays, **options: object) -> MedusaDrafter:
+        files = HeadFiles.open(write_heads(tmp_path / name, layout, arrays, **options))  # type: ignore[arg-type]
+        return open_medusa(files, target, vocab_size=VOCAB_SIZE, num_threads=1)
+
+    arrays = random_heads()
+    lacking = {name: array for name, array in arrays.items() if name not in ("1.0.linear.bias", "2.1.weight")}
+    with pytest.raises(CheckpointError, match=r"it lacks 2 tensors: 1\.0\.linear\.bias \[64\], 2\.1\.weight \[97, 64\]"):
+        opened("lacking", "rows", lacking)
+    wrong = arrays | {"2.1.weight": np.zeros((90, 64), np.float32)}
+    with pytest.raises(CheckpointError, match=r"it holds 1 tensor: lm_heads\.2\.weight \[90, 64\] instead of \[97, 64\]"):
+        opened("wrong", "vllm", wrong)
+    with pytest.raises(IncompatibleDrafterError, match=r"features of 32 values, the target's have 64"):
+        opened("narrow", "rows", random_heads(hidden=32))
+    with pytest.raises(IncompatibleDrafterError, match=r"knows 4000 token ids, the target 97"):
+        opened("wide", "rows", random_heads(rows=4000))
+    with pytest.raises(CheckpointError, match=r"token_map has 96 entries for vocabulary matrices of 97 rows"):
+        opened("short map", "vllm", arrays, token_map=np.arange(96))
+    with pytest.raises(CheckpointError, match=r"token_map names ids from 1 to 97, the target's go from 0 to 96"):
+        opened("wrong map", "vllm", arrays, token_map=np.arange(1, 98))
+    bare = tmp_path / "lacking" / "medusa_lm_head.safetensors"
+    edit(bare, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".linear." in name])  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="holds no medusa heads"):
+        open_medusa(HeadFiles.open(bare), target, vocab_size=VOCAB_SIZE, num_threads=1)
+
+
+def test_counts_come_from_the_tensors(tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=1)
+    directory = write_heads(tmp_path / "heads", "rows", random_heads(num_heads=5), config={"medusa_num_heads": 2})
+    drafter = open_medusa(HeadFiles.open(directory), target, vocab_size=VOCAB_SIZE, num_threads=1)
+    assert drafter.describe().startswith("medusa (5 heads")
+    assert any("names 2 medusa heads, the file holds 5" in notice for notice in drafter.notices)
+
+
+def test_a_target_with_heads_inside_runs_without_them(tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path, "llama", num_hidden_layers=1)
+    before = open_llm(target, "none").generate(PROMPTS, GREEDY)
+    write_heads(target, "whole", random_heads())
+    llm = open_llm(target, "none")
+    assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == [output.token_ids for output in before]
+    assert any("holds a drafting head of 9 tensors: drafter='medusa'" in notice for notice in llm.notices)
+
+
+def test_a_chain_takes_each_heads_best_guess(table: NDArray[np.float32]) -> None:
+    drafter = a_drafter(table)
+    request = a_request([1, 2, 3, 4])
+    show(drafter, request, 5.0, num_rows=2)
+    (tree,) = drafter.propose([request], [DraftBudget(4, 3, TreeLayout.CHAIN)])
+    assert tree is not None
+    assert list(tree.token_ids) == [4, *(int(table[5 + depth].argmax()) for depth in range(3))]
+    assert list(tree.parents) == [-1, 0, 1, 2]
+
+
+def test_a_sampled_chain_is_drawn_with_the_targets_noise(table: NDArray[np.float32]) -> None:
+    """What the target draws where its row is the head's: the processors see the chain before."""
+    params = SamplingParams(temperature=1.2, top_k=20, repetition_penalty=1.5)
+    for seed in range(40):
+        drafter, request = a_drafter(table), a_request([1, 2, 3, 4], params, seed=seed)
+        show(drafter, request, 2.0)
+        (tree,) = drafter.propose([request], [DraftBudget(4, 3, TreeLayout.CHAIN)])
+        assert tree is not None
+        chain: list[int] = []
+        for depth in range(3):
+            chain.append(draw(request.processor.process(table[2 + depth], chain), seed, 0, 4 + depth))
+        assert list(tree.token_ids) == [4, *chain]
+
+
+def test_a_grown_tree_holds_the_likeliest_nodes(table: NDArray[np.float32]) -> None:
+    """With a mask every node costs a row: the tree is the best N by probability of their whole path, which the heads give by product."""
+    drafter, request = a_drafter(table), a_request([4, 4])
+    show(drafter, request, 0.0)
+    (tree,) = drafter.propose([request], [DraftBudget(13, 3, TreeLayout.MASK)])
+    assert tree is not None
+    probs = [np.exp(row - row.max()) / np.exp(row - row.max()).sum() for row in table[:3].astype(np.float64)]
+    ranks = [np.argsort(-row)[:12] for row in table[:3]]
+    paths = {(int(a),): probs[0][a] for a in ranks[0]}
+    paths |= {(int(a), int(b)): probs[0][a] * probs[1][b] for a in ranks[0] for b in ranks[1]}
+    paths |= {(int(a), int(b), int(c)): probs[0][a] * probs[1][b] * probs[2][c] for a in ranks[0] for b in ranks[1] for c in ranks[2]}
+    best = sorted(paths, key=lambda path: -paths[path])[:12]
+    assert paths_of(tree) == set(best)
+
+
+def paths_of(tree: DraftTree) -> set[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tree.token_ids[1:], tree.parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return set(paths[1:])
+
+
+@pytest.mark.parametrize("name", STATIC_TREES)
+def test_published_trees_are_trees(name: str) -> None:
+    choices = STATIC_TREES[name].split()
+    assert len(choices) == len(set(choices)) == 63
+    assert max(map(len, choices)) <= 4
+    assert all(choice[:-1] in {"", *choices[:index]} for index, choice in enumerate(choices))  # parents first
+    full = static_shape(name, 9, 64, TreeLayout.MASK)
+    assert len(full) == 63
+    assert static_shape(name, 9, 9, TreeLayout.MASK) == full[:8]
+    assert all(depth < 2 for _, depth, _ in static_shape(name, 2, 64, TreeLayout.MASK))
+    for budget in (2, 5, 9, 16):
+        shape = static_shape(name, 4, budget, TreeLayout.PATHS)
+        assert 1 < num_rows([-1, *(parent for parent, _, _ in shape)], TreeLayout.PATHS) <= budget
+        assert all(parent == node for node, (parent, _, _) in enumerate(static_shape(name, 4, budget, TreeLayout.CHAIN)))
+
+
+def test_a_published_tree_tries_the_ranks_it_names(table: NDArray[np.float32]) -> None:
+    drafter, request = a_drafter(table, tree="zephyr_stage2", num_heads=4), a_request([7, 7])
+    show(drafter, request, 1.0)
+    (tree,) = drafter.propose([request], [DraftBudget(64, 4, TreeLayout.MASK)])
+    assert tree is not None
+    ranks = [np.argsort(-row, kind="stable") for row in table[1:5]]
+    expected = {
+        tuple(int(ranks[depth][int(rank)]) for depth, rank in enumerate(choice)) for choice in STATIC_TREES["zephyr_stage2"].split()
+    }
+    assert paths_of(tree) == expected
+
+
+def test_measured_accuracy_decides_which_ranks_are_tried(table: NDArray[np.float32]) -> None:
+    """A head whose third guess is always right comes to have its third guesses tried, and alone where there is room for one."""
+    drafter = a_drafter(table, tree="accuracy", num_heads=1)
+    ranks = np.argsort(-table[3])
+    tried = []
+    for _ in range(30):
+        request = a_request([1, 1])
+        show(drafter, request, 3.0)
+        (tree,) = drafter.propose([request], [DraftBudget(2, 4, TreeLayout.MASK)])
+        assert tree is not None
+        tried.append(tree.token_ids[1])
+        request.token_ids.append(int(ranks[2]))
+        show(drafter, request, 3.0)
+        drafter.release(request)
+    assert tried[0] == ranks[0]
+    assert tried[-1] == ranks[2]
+
+
+def test_accuracy_counts_positions_whose_guesses_before_were_right() -> None:
+    accuracy = RankAccuracy()
+    guesses = [Candidates([4, 5], [0.5, 0.5]), Candidates([6, 7], [0.5, 0.5]), Candidates([8], [1.0])]
+    accuracy.observe(guesses, [5, 6])  # the first one's second guess, then the second one's first; nothing is known of the third
+    assert accuracy.trials == [1.0, 1.0, 0.0]
+    assert [hits[:2] for hits in accuracy.hits] == [[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]
+    assert accuracy.of(7, 0, 0.25) == 0.25
+
+
+def test_drafts_kept_by_rejection_say_their_law(table: NDArray[np.float32]) -> None:
+    """Drawn from each head's law, which the tree names; and with other noise than the target's."""
+    counts = np.zeros(50)
+    differ = 0
+    for seed in range(3000):
+        drafter, request = a_drafter(table, num_heads=1), a_request([1, 2], SAMPLED, seed=seed)
+        show(drafter, request, 6.0)
+        (tree,) = drafter.propose([request], [DraftBudget(2, 3, TreeLayout.CHAIN, wants_draws=True)])
+        assert tree is not None
+        law = tree.draft_probs[0]
+        counts[tree.token_ids[1]] += 1
+        differ += tree.token_ids[1] != draw(request.processor.process(table[6]), seed, 0, 2)
+    probs = np.exp(table[6] - table[6].max())
+    probs /= probs.sum()
+    assert np.allclose(law.values, probs, atol=1e-6)
+    expected = 3000 * probs
+    large = expected > 10
+    statistic = ((counts[large] - expected[large]) ** 2 / expected[large]).sum()
+    assert statistic < large.sum() + 5 * np.sqrt(2 * large.sum())
+    assert differ > 500
+
+
+def test_one_pass_serves_all_requests(table: NDArray[np.float32]) -> None:
+    drafter = a_drafter(table)
+    requests = [a_request([1, token]) for token in (2, 3, 4, 5)]
+    for feature, request in enumerate(requests[:3]):
+        show(drafter, request, float(feature))
+    budgets = [DraftBudget(4, 3, TreeLayout.CHAIN), DraftBudget(3, 3, TreeLayout.CHAIN), DraftBudget(1, 3), DraftBudget(9, 3)]
+    trees = drafter.propose(requests, budgets)
+    assert [None if tree is None else tree.num_draft_tokens for tree in trees] == [3, 2, None, None]
+    assert drafter._network.num_passes == 1  # type: ignore[attr-defined]
+    assert [int(token) for token in trees[1].token_ids[1:]] == [int(table[1].argmax()), int(table[2].argmax())]  # type: ignore[union-attr]
+
+
+def test_a_feature_of_another_position_is_never_used(table: NDArray[np.float32]) -> None:
+    drafter, request = a_drafter(table), a_request([1, 2, 3])
+    budget = DraftBudget(4, 3)
+    assert drafter.propose([request], [budget]) == [None]
+    drafter.observe([CommittedRows(request, 0, 1, np.zeros((1, 1), np.float32))])  # a chunk of the prompt that emits nothing
+    assert drafter.propose([request], [budget]) == [None]
+    show(drafter, request, 1.0)
+    assert drafter.propose([request], [budget]) != [None]
+    request.token_ids.append(5)  # a token whose row this drafter was not shown
+    assert drafter.propose([request], [budget]) == [None]
+    show(drafter, request, 1.0)
+    child = a_request(request.token_ids)
+    drafter.fork(request, child)
+    assert drafter.propose([child], [budget]) == drafter.propose([request], [budget]) != [None]
+    for one in (request, child):
+        drafter.release(one)
+        drafter.release(one)
+        assert drafter.propose([one], [budget]) == [None]
+    assert not drafter._features
+    assert not drafter._pending
+
+
+def test_ids_that_the_target_does_not_know_are_never_proposed() -> None:
+    wide = np.zeros((1, 60), np.float32)
+    wide[0, 55], wide[0, 8] = 9.0, 5.0
+    narrow = np.array([[0.0, 3.0, 2.0, 9.0]], np.float32)
+    for drafter, expected in (
+        (a_drafter(wide, vocab_size=50, num_heads=1), [8]),
+        (a_drafter(narrow, vocab_size=50, num_heads=1), [3]),
+        (a_drafter(narrow, vocab_size=50, num_heads=1, token_map=np.array([20, 30, 40, 55])), [30]),
+    ):
+        request = a_request([1, 2])
+        show(drafter, request, 0.0)
+        (tree,) = drafter.propose([request], [DraftBudget(2, 4, TreeLayout.MASK)])
+        assert tree is not None
+        assert list(tree.token_ids[1:]) == expected
+
+
+def test_damaged_logits_cost_one_request_its_guess(table: NDArray[np.float32]) -> None:
+    broken = table.copy()
+    broken[0] = np.nan
+    drafter, requests = a_drafter(broken, num_heads=1), [a_request([1, 2]), a_request([1, 3])]
+    show(drafter, requests[0], 0.0)
+    show(drafter, requests[1], 4.0)
+    trees = drafter.propose(requests, [DraftBudget(2, 1, TreeLayout.CHAIN)] * 2)
+    assert trees[0] is None
+    assert trees[1] is not None
+
+
+def test_the_largest_scores_are_found_in_wide_rows(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    for size in (3, 100, 8192, 20_011):
+        for spread in (1.0, 3.0):
+            scores = np.round(random.normal(0, spread, size), 1).astype(np.float32)  # ties
+            scores[random.integers(0, size, size // 3)] = -np.inf
+            for count in (1, 2, 10):
+                expected = np.argsort(-scores, kind="stable")[:count]
+                assert best_scores(scores, count).tolist() == expected.tolist()
+
+
+def test_an_unknown_tree_is_refused(table: NDArray[np.float32]) -> None:
+    with pytest.raises(ConfigError, match="medusa tree 'oak' is unknown: use one of probability, accuracy, mc_sim_7b_63"):
+        a_drafter(table, tree="oak")

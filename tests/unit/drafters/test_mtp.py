@@ -1,0 +1,154 @@
+"""The MTP drafter: modules inside a model's own checkpoint, loaded, named where they are wrong, and right where they must be."""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from checkpoints import write_checkpoint
+from medusa_checkpoints import edit, write_successor_target
+from mtp_checkpoints import LAYOUTS, Arrays, add_module, perfect_module, random_matrix, random_module
+from paceline import LLM, SamplingParams
+from paceline.config import EngineConfig
+from paceline.drafters.head_files import HeadFiles
+from paceline.drafters.mtp import MtpModule, load_mtp
+from paceline.errors import CheckpointError, IncompatibleDrafterError
+from paceline.models.checkpoint import open_weights, read_model_config
+from paceline.models.weights import as_float32
+from paceline.speculation.draft_length import DraftLengthPolicy
+
+GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
+PROMPTS = [[5, 6, 7], [9], list(range(1, 80)), [31, 2]]
+
+
+@pytest.fixture(autouse=True)
+def always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny target is too fast for drafting to pay."""
+    monkeypatch.setattr(DraftLengthPolicy, "_pays", lambda self, guard: True)
+
+
+def open_llm(target: Path, drafter: str, **options: object) -> LLM:
+    shape = {"num_draft_tokens": 3, "threads": 2, "max_context": 256, "cache_gb": 0.05, "backend": "native", **options}
+    return LLM(str(target), drafter=drafter, **shape)  # type: ignore[arg-type]
+
+
+def loaded(directory: Path) -> MtpModule:
+    config = read_model_config(directory)
+    return load_mtp(HeadFiles.open(directory), config, open_weights(directory, config))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_module_that_must_be_right_is_accepted_always(tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over chunked prompts, batches and the second run, which begins on cached rows of the first; with its halves swapped it never is."""
+    monkeypatch.setattr("paceline.llm.EngineConfig", partial(EngineConfig, chunk_rows=32))
+    target, successor = write_successor_target(tmp_path, "qwen3", sharpness=3.0)
+    for is_swapped in (False, True):
+        add_module(target, layout, perfect_module(is_swapped=is_swapped), num_layers=2)
+        llm = open_llm(target, "mtp")
+        for params in (GREEDY, SAMPLED, GREEDY):
+            for batch in (PROMPTS, PROMPTS[2:3]):
+                for output, prompt in zip(llm.generate(batch, params), batch, strict=True):
+                    expected = [prompt[-1]]
+                    for _ in range(40):
+                        expected.append(int(successor[expected[-1]]))
+                    assert output.token_ids == expected[1:]
+                    stats = output.speculation
+                    assert stats.drafted > 28
+                    assert stats.accepted == (0 if is_swapped else stats.drafted)
+
+
+@pytest.mark.parametrize(("layout", "tree_width", "quant"), [("mtp", 1, "none"), ("extra_layer", 3, "int8")])
+def test_token_ids_are_those_of_plain_decoding(tmp_path: Path, layout: str, tree_width: int, quant: str) -> None:
+    target = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
+    plain = open_llm(target, "none")
+    samplings = (GREEDY, SAMPLED, SamplingParams(max_tokens=40, temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=4))
+    answers = [[output.token_ids for output in plain.generate(PROMPTS, params)] for params in samplings]
+    own = {"lm_head": random_matrix(8)} if layout == "extra_layer" else {}
+    add_module(target, layout, random_module(), num_layers=2, **own)
+    drafting = open_llm(target, "mtp", tree_width=tree_width, draft_quant=quant)
+    for params, expected in zip(samplings, answers, strict=True):
+        together = drafting.generate(PROMPTS, params)
+        assert [output.token_ids for output in together] == expected
+        assert drafting.generate(PROMPTS[:1], params)[0].token_ids == expected[0]
+        assert sum(output.speculation.drafted for output in together) > 100
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_target_with_a_module_inside_runs_without_it(tmp_path: Path, layout: str) -> None:
+    target = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
+    before = [output.token_ids for output in open_llm(target, "none").generate(PROMPTS, GREEDY)]
+    add_module(target, layout, random_module(), num_layers=2)
+    llm = open_llm(target, "none")
+    assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == before
+    assert any("holds a drafting head of 15 tensors: drafter='mtp'" in notice for notice in llm.notices)
+
+
+def test_a_layer_more_that_is_no_module_is_still_an_error(tmp_path: Path) -> None:
+    """config.json names too few layers: running without the others would give other tokens."""
+    target = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=3)
+    config = target / "config.json"
+    config.write_text(config.read_text(encoding="utf-8").replace('"num_hidden_layers": 3', '"num_hidden_layers": 2'), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"holds 11 tensors: model\.layers\.2"):
+        open_llm(target, "none")
+
+
+def test_wrong_modules_are_named_exactly(tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
+    with pytest.raises(IncompatibleDrafterError, match=r"holds no mtp head"):
+        open_llm(target, "mtp")
+    add_module(target, "mtp", random_module(), num_layers=2)
+    file = target / "model.safetensors"
+    edit(file, lambda tensors: tensors.pop("mtp.norm.weight"))
+    edit(file, lambda tensors: tensors.pop("mtp.layers.0.self_attn.k_norm.weight"))
+    with pytest.raises(
+        CheckpointError, match=r"it lacks 2 tensors: mtp\.layers\.0\.self_attn\.k_norm\.weight \[16\], mtp\.norm\.weight \[64\]"
+    ):
+        loaded(target)
+
+    def widen(tensors: Arrays) -> None:
+        tensors["mtp.norm.weight"] = np.zeros(64, np.float32)
+        tensors["mtp.layers.0.self_attn.k_norm.weight"] = np.zeros(16, np.float32)
+        tensors["mtp.layers.0.self_attn.q_proj.weight"] = np.zeros((128, 64), np.float32)  # with an output gate, as hybrid models have it
+
+    edit(file, widen)
+    with pytest.raises(
+        CheckpointError, match=r"it holds 1 tensor: mtp\.layers\.0\.self_attn\.q_proj\.weight \[128, 64\] instead of \[64, 64\]"
+    ):
+        loaded(target)
+
+
+def test_norms_of_one_layout_hold_their_weights_less_one(tmp_path: Path) -> None:
+    arrays = random_module()
+    for layout in LAYOUTS:
+        target = write_checkpoint(tmp_path / layout, "qwen3", num_hidden_layers=2)
+        module = loaded(add_module(target, layout, arrays, num_layers=2))
+        for ours, name in {"fc": "fc", "final_norm": "norm", "layers.0.q_norm": "layer.self_attn.q_norm"}.items():
+            assert np.allclose(as_float32(module.weights[f"{ours}.weight"]), arrays[name], atol=1e-6)
+        assert module.config.normed_recurrence == (layout == "mtp")
+
+
+def test_matrices_equal_to_the_targets_are_the_targets(tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
+    config = read_model_config(target)
+    own = {
+        name: as_float32(open_weights(target, config)[f"{ours}.weight"])
+        for name, ours in {"lm_head": "lm_head", "embed": "embedding"}.items()
+    }
+    add_module(target, "extra_layer", random_module(), num_layers=2, **own)
+    weights = open_weights(target, config)
+    module = load_mtp(HeadFiles.open(target), config, weights)
+    assert module.weights["lm_head.weight"] is weights["lm_head.weight"]
+    assert module.embedding is weights["embedding.weight"]
+    edit(target / "model.safetensors", lambda tensors: tensors.update({"model.layers.2.shared_head.head.weight": random_matrix(1)}))
+    assert np.array_equal(as_float32(loaded(target).weights["lm_head.weight"]), random_matrix(1))
+
+
+def test_modules_behind_the_first_are_left_out_and_said_to_be(tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
+    add_module(target, "extra_layer", random_module(), num_layers=2)
+    (one,) = [loaded(target).notices]
+    assert one == ()
+    add_module(target, "extra_layer", random_module(seed=1), num_layers=3)
+    assert any("of 2 MTP modules the first one guesses at every depth" in notice for notice in loaded(target).notices)

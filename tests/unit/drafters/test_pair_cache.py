@@ -1,0 +1,236 @@
+"""A head's rows beside its target's: which pairs run when, with which features, at which slots, and what a new sequence may see."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from paceline.drafters.pairs.cache import PairCache, PairRows
+from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
+from paceline.kv_cache.row_plan import TreeLayout
+from paceline.runtimes.base import FloatArray, ForwardBatch
+from paceline.runtimes.head import Compose, HeadRuntime
+from paceline.sampling.params import SamplingParams
+from paceline.sampling.processors import LogitsProcessor
+from paceline.speculation.request import Request
+
+NUM_BLOCKS, FEATURE = 24, 3
+
+
+class SilentHead(HeadRuntime):
+    """Has a cache and nothing else."""
+
+    def forward(self, inputs: Mapping[str, FloatArray], batch: ForwardBatch) -> Mapping[str, FloatArray]:
+        return {}
+
+    def new_cache(self, num_blocks: int) -> KVCache:
+        return KVCache(np.zeros((2, num_blocks, 1, BLOCK_SIZE, 2), np.float32))
+
+    def beside(self, compose: Compose) -> HeadRuntime:
+        return self
+
+
+@dataclass
+class Bench:
+    """A target's cache, the pairs beside it, and the tokens that each kept row was computed from, by block and slot."""
+
+    cache: KVCache
+    pairs: PairCache
+    rows: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def make(cls, window: int = 1000) -> "Bench":
+        cache = KVCache(np.zeros((2, NUM_BLOCKS, 1, BLOCK_SIZE, 2), np.float32), TreeLayout.MASK)
+        return cls(cache, PairCache(SilentHead(), cache, feature_size=FEATURE, window=window))
+
+    def request(self, token_ids: list[int]) -> Request:
+        params = SamplingParams()
+        processor = LogitsProcessor(params, 1000, token_ids)
+        return Request(list(token_ids), len(token_ids), params, processor, self.cache.new_sequence(), 0, 0, 10_000)
+
+    def commit(self, request: Request, count: int, *, observed: bool = True) -> None:
+        """The target runs `count` more of the request's tokens."""
+        start = request.sequence.committed_len
+        self.cache.reserve(request.sequence, range(-1, count - 1))
+        self.cache.keep_path(request.sequence, count - 1)
+        self.cache.remember(request.sequence, request.token_ids)
+        if observed:
+            self.pairs.observe(request, start, np.stack([feature(request.token_ids[: row + 1]) for row in range(start, start + count)]))
+
+    def run(self, request: Request, *, with_root: bool) -> PairRows | None:
+        """Run what waits, and check it: every pair joins its token with the feature of what stands before it."""
+        rows = self.pairs.waiting_rows(request, with_root=with_root)
+        if rows is None:
+            return None
+        first = rows.rows.cached_len
+        for index, token in enumerate(rows.token_ids):
+            slot = first + index
+            assert token == request.token_ids[slot]
+            np.testing.assert_array_equal(rows.features[index], feature(request.token_ids[:slot]))
+            block = int(rows.rows.block_table[slot // BLOCK_SIZE])
+            self.rows[block, slot % BLOCK_SIZE] = tuple(request.token_ids[: slot + 1])
+        for slot in range(rows.rows.first_slot, first):  # what they see was computed from this text
+            block = int(rows.rows.block_table[slot // BLOCK_SIZE])
+            assert self.rows[block, slot % BLOCK_SIZE] == tuple(request.token_ids[: slot + 1])
+        self.pairs.keep(rows)
+        return rows
+
+
+def feature(token_ids: list[int]) -> FloatArray:
+    """What a target would make of a text: another value for every one."""
+    return np.random.default_rng([len(token_ids), *token_ids]).normal(0, 1, FEATURE).astype(np.float32)
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 1000, length).tolist()
+
+
+@pytest.mark.parametrize("length", [2, 31, 32, 33, 34, 64, 65, 66])
+def test_the_pair_of_a_root_without_a_slot_runs_again(length: int) -> None:
+    """The target has written everything but the root; a pair outside of the target's blocks is not kept."""
+    bench = Bench.make()
+    request = bench.request(text(length))
+    bench.commit(request, length - 1)
+    rows = bench.run(request, with_root=True)
+    assert rows is not None
+    assert len(rows.token_ids) == length - 1
+    assert rows.rows.first_slot == rows.rows.cached_len == 1
+    has_slot = (length - 1) % BLOCK_SIZE > 0
+    assert bench.pairs.num_pairs(request) == (length if has_slot else length - 1)
+    request.token_ids += [7, 8]
+    bench.commit(request, 2)
+    again = bench.run(request, with_root=True)
+    assert again is not None
+    assert len(again.token_ids) == (2 if has_slot else 3)
+
+
+def test_chunks_run_without_a_root() -> None:
+    bench = Bench.make()
+    request = bench.request(text(100))
+    for count in (40, 30, 29):
+        bench.commit(request, count)
+        assert bench.run(request, with_root=False) is not None
+    assert bench.pairs.num_pairs(request) == 99
+    assert bench.run(request, with_root=False) is None
+    rows = bench.run(request, with_root=True)
+    assert rows is not None
+    assert len(rows.token_ids) == 1
+
+
+def test_a_root_whose_feature_is_missing_is_not_drafted() -> None:
+    bench = Bench.make()
+    request = bench.request(text(50))
+    bench.commit(request, 30)
+    assert bench.pairs.waiting_rows(request, with_root=True) is None
+    assert bench.pairs.waiting_rows(bench.request(text(3)), with_root=True) is None
+
+
+@pytest.mark.parametrize("shared", [32, 40, 64, 95])
+def test_an_adopted_prefix_goes_on_with_the_feature_of_its_last_token(shared: int) -> None:
+    bench = Bench.make()
+    first = bench.request(text(97))
+    bench.commit(first, 96)
+    bench.run(first, with_root=True)
+    second = bench.request([*text(97)[:shared], *text(20, seed=1)])
+    adopted = bench.cache.adopt_prefix(second.sequence, second.token_ids)
+    assert adopted == shared // BLOCK_SIZE * BLOCK_SIZE
+    bench.commit(second, len(second.token_ids) - 1 - adopted)
+    rows = bench.run(second, with_root=True)
+    assert rows is not None
+    assert rows.rows.cached_len == adopted
+    assert rows.rows.first_slot == 1
+
+
+def test_a_prefix_drafted_in_part_is_seen_in_part() -> None:
+    """Two blocks that ran without the head, two with it: who adopts all of them sees the latter."""
+    bench = Bench.make()
+    first = bench.request(text(65))
+    bench.commit(first, 64, observed=False)
+    second = bench.request(text(65) + text(70, seed=2))
+    assert bench.cache.adopt_prefix(second.sequence, second.token_ids) == 64
+    bench.commit(second, 70)
+    rows = bench.run(second, with_root=True)
+    assert rows is not None
+    assert rows.rows.first_slot == rows.rows.cached_len == 65  # the pair of token 64 needs a feature nobody has
+    third = bench.request([*second.token_ids[:130], 5, 6, 7])
+    assert bench.cache.adopt_prefix(third.sequence, third.token_ids) == 128
+    bench.commit(third, 4)
+    rows = bench.run(third, with_root=True)
+    assert rows is not None
+    assert (rows.rows.first_slot, rows.rows.cached_len) == (65, 128)
+
+
+def test_a_preempted_request_begins_anew() -> None:
+    bench = Bench.make()
+    request = bench.request(text(90))
+    bench.commit(request, 89)
+    bench.run(request, with_root=True)
+    bench.cache.release(request.sequence)
+    request.sequence = bench.cache.new_sequence()
+    assert bench.cache.adopt_prefix(request.sequence, request.token_ids) == 64
+    bench.commit(request, 25)
+    rows = bench.run(request, with_root=True)
+    assert rows is not None
+    assert (rows.rows.first_slot, rows.rows.cached_len) == (1, 64)
+
+
+def test_a_fork_goes_on_from_the_same_pairs() -> None:
+    bench = Bench.make()
+    parent = bench.request(text(50))
+    bench.commit(parent, 49)
+    bench.run(parent, with_root=True)
+    child = bench.request(parent.token_ids)
+    bench.cache.release(child.sequence)
+    child.sequence = bench.cache.fork(parent.sequence)
+    bench.pairs.fork(parent, child)
+    for slot in range(32, 50):
+        bench.rows[child.sequence.block_table[1], slot - 32] = tuple(parent.token_ids[: slot + 1])
+    for request, token in ((parent, 7), (child, 8)):
+        request.token_ids.append(token)
+        bench.commit(request, 1)
+        rows = bench.run(request, with_root=True)
+        assert rows is not None
+        assert rows.rows.cached_len == 50
+
+
+def test_a_window_hides_what_is_farther_back() -> None:
+    bench = Bench.make(window=20)
+    request = bench.request(text(60))
+    bench.commit(request, 59)
+    rows = bench.run(request, with_root=False)
+    assert rows is not None
+    assert rows.rows.first_slot == 1  # no farther than the rows that are there
+    rows = bench.run(request, with_root=True)
+    assert rows is not None
+    assert rows.rows.first_slot == 40  # the root's slot is 59
+
+
+def test_any_order_of_events_leaves_rows_of_the_right_text(seed: int, large_counts: bool) -> None:
+    """Prompts with common beginnings come and go, run with and without the head, are cut off and adopt one another's rows."""
+    random = np.random.default_rng(seed)
+    bench = Bench.make()
+    running: list[Request] = []
+    num_seen = 0
+    for _ in range(4000 if large_counts else 400):
+        event = random.integers(0, 10)
+        if event < 3 and bench.cache.pool.num_free > 8 and len(running) < 5:
+            beginning = text(int(random.integers(1, 90)), seed=int(random.integers(0, 3)))
+            request = bench.request([*beginning, *text(int(random.integers(1, 30)), seed=int(random.integers(0, 10_000)))])
+            bench.cache.adopt_prefix(request.sequence, request.token_ids)
+            running.append(request)
+        elif running:
+            request = running[int(random.integers(0, len(running)))]
+            due = len(request.token_ids) - 1 - request.sequence.committed_len
+            if event < 8 and bench.cache.pool.num_free > 6 and len(request.token_ids) < 200:
+                bench.commit(request, max(1, min(due, int(random.integers(1, 60)))), observed=event < 7) if due else None
+                if bench.run(request, with_root=bool(random.integers(0, 2))) is not None:
+                    num_seen += 1
+                if request.sequence.committed_len == len(request.token_ids) - 1:
+                    request.token_ids += text(int(random.integers(1, 6)), seed=int(random.integers(0, 10_000)))
+            else:
+                running.remove(request)
+                bench.pairs.release(request)
+                bench.cache.release(request.sequence)
+    assert num_seen > (1000 if large_counts else 80)
+    assert bench.cache.stats.hit_tokens > 0

@@ -1,0 +1,153 @@
+"""Heads: the same numbers on our kernels and on torch, one cache for networks beside one another, and slots that are not seen."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from native_network import native_config, plain_tensor
+from paceline.errors import BackendUnavailableError, CapacityError
+from paceline.models.config import ModelConfig
+from paceline.models.weights import Weights
+from paceline.runtimes.base import FloatArray, ForwardBatch, RowRange
+from paceline.runtimes.decoder import decoder_layer
+from paceline.runtimes.head import MAX_HEAD_ROWS, HeadBlocks, HeadRuntime, Value, open_head
+from paceline.runtimes.native.library import kernels_path
+
+CONFIG = replace(native_config(hidden_size=48), num_layers=1)
+WIDTH = CONFIG.hidden_size
+BACKENDS = ["native", "torch"]
+
+
+def network(blocks: HeadBlocks[Value]) -> Mapping[str, Value]:
+    """Two inputs side by side, a product, a residual activation, a decoder layer, and a head over the selected rows."""
+    joined = blocks.concat(blocks.input("left", WIDTH), blocks.input("right", 20), blocks.input("left", WIDTH))
+    (mixed,) = blocks.linear(joined, "mix")
+    (pushed,) = blocks.linear(mixed, "push")
+    out = decoder_layer(blocks, CONFIG, blocks.silu_residual(mixed, pushed), 0)
+    selected = blocks.logits_rows(out)
+    return {"out": out, "logits": blocks.lm_head(blocks.silu_residual(selected, selected), "lm_head"), "mixed": mixed}
+
+
+def push(blocks: HeadBlocks[Value]) -> Mapping[str, Value]:
+    return {"pushed": blocks.linear(blocks.input("right", WIDTH), "push")[0]}
+
+
+def weights(seed: int = 0) -> Weights:
+    random = np.random.default_rng(seed)
+    query, kv, inner = CONFIG.num_heads * CONFIG.head_size, CONFIG.num_kv_heads * CONFIG.head_size, CONFIG.intermediate_size
+    shapes = {
+        "mix": (WIDTH, 2 * WIDTH + 20), "push": (WIDTH, WIDTH), "lm_head": (33, WIDTH), "layers.0.q_proj": (query, WIDTH),
+        "layers.0.k_proj": (kv, WIDTH), "layers.0.v_proj": (kv, WIDTH), "layers.0.o_proj": (WIDTH, query),
+        "layers.0.gate_proj": (inner, WIDTH), "layers.0.up_proj": (inner, WIDTH), "layers.0.down_proj": (WIDTH, inner),
+    }  # fmt: skip
+    tensors = {f"{name}.weight": random.normal(0, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}
+    tensors |= {f"layers.0.{name}.weight": random.uniform(0.5, 1.5, WIDTH).astype(np.float32) for name in ("attention_norm", "mlp_norm")}
+    tensors["mix.bias"] = random.normal(0, 0.2, WIDTH).astype(np.float32)
+    return Weights({name: plain_tensor(values) for name, values in tensors.items()})
+
+
+def open_network(backend: str, config: ModelConfig = CONFIG, *, num_threads: int = 2, num_blocks: int = 8) -> HeadRuntime:
+    if backend == "native" and kernels_path() is None:
+        pytest.skip("no native kernels for this machine")
+    head = open_head(network, config, weights(), num_threads=num_threads, max_context=512, backend=backend)
+    head.new_cache(num_blocks)
+    return head
+
+
+def batch_of(*ranges: RowRange, positions: list[int] | None = None, logits_rows: list[int] | None = None) -> ForwardBatch:
+    num_rows = sum(item.num_rows for item in ranges)
+    where = np.concatenate([np.arange(item.cached_len, item.cached_len + item.num_rows) for item in ranges])
+    at = np.array(where if positions is None else positions, np.int32)
+    wanted = np.array(range(num_rows) if logits_rows is None else logits_rows, np.int32)
+    return ForwardBatch(np.zeros(num_rows, np.int32), at, ranges, wanted)
+
+
+def rows(count: int, seed: int = 1) -> dict[str, FloatArray]:
+    random = np.random.default_rng(seed)
+    return {"left": random.normal(0, 1, (count, WIDTH)).astype(np.float32), "right": random.normal(0, 1, (count, 20)).astype(np.float32)}
+
+
+def run(head: HeadRuntime, inputs: Mapping[str, FloatArray], batch: ForwardBatch) -> dict[str, FloatArray]:
+    return {name: result.copy() for name, result in head.forward(inputs, batch).items()}
+
+
+def table(*blocks: int) -> np.ndarray:
+    return np.array(blocks, np.int32)
+
+
+def part(inputs: Mapping[str, FloatArray], first: int, last: int) -> dict[str, FloatArray]:
+    return {name: values[first:last] for name, values in inputs.items()}
+
+
+def test_both_runtimes_compute_the_same() -> None:
+    tree = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], np.bool_)
+    found = []
+    for backend in BACKENDS:
+        head = open_network(backend)
+        first = run(head, rows(40), batch_of(RowRange(0, 37, 0, table(1, 2)), RowRange(37, 3, 0, table(4))))
+        then = batch_of(RowRange(0, 3, 37, table(1, 2), tree), RowRange(3, 1, 3, table(4)), positions=[37, 38, 38, 3], logits_rows=[3, 1])
+        found.append((first, run(head, rows(4, seed=2), then)))
+    for native, reference in zip(*found, strict=True):
+        assert native.keys() == reference.keys() == {"out", "logits", "mixed"}
+        for name in native:
+            np.testing.assert_allclose(native[name], reference[name], atol=2e-5)
+    assert found[0][1]["logits"].shape == (2, 33)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_pass_in_pieces_is_the_whole_pass(backend: str) -> None:
+    head = open_network(backend)
+    inputs = rows(50)
+    whole = run(head, inputs, batch_of(RowRange(0, 50, 0, table(3, 5))))
+    for first, last in ((0, 31), (31, 33), (33, 34), (34, 50)):
+        piece = run(head, part(inputs, first, last), batch_of(RowRange(0, last - first, first, table(1, 2))))
+        np.testing.assert_allclose(piece["out"], whole["out"][first:last], atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("hidden", [1, 31, 32, 33, 40])
+def test_rows_before_the_first_slot_are_not_seen(backend: str, hidden: int) -> None:
+    """Rows that see slots from `hidden` on compute what they would if the text began there; rotary positions are relative."""
+    head = open_network(backend)
+    inputs = rows(60)
+    alone = run(head, part(inputs, hidden, 60), batch_of(RowRange(0, 60 - hidden, 0, table(5, 6))))
+    run(head, part(inputs, 0, hidden), batch_of(RowRange(0, hidden, 0, table(1, 2))))
+    behind = run(head, part(inputs, hidden, 60), batch_of(RowRange(0, 60 - hidden, hidden, table(1, 2), None, hidden)))
+    np.testing.assert_allclose(behind["out"], alone["out"], atol=2e-5)
+    seen = run(head, part(inputs, hidden, 60), batch_of(RowRange(0, 60 - hidden, hidden, table(1, 2))))
+    assert np.abs(seen["out"] - alone["out"]).max() > 1e-2
+    masked = RowRange(0, 60 - hidden, hidden, table(1, 2), np.tri(60 - hidden, dtype=np.bool_), hidden)
+    np.testing.assert_allclose(run(head, part(inputs, hidden, 60), batch_of(masked))["out"], alone["out"], atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_networks_beside_one_another_share_weights_and_cache(backend: str) -> None:
+    head = open_network(backend)
+    twin, other = head.beside(network), head.beside(push)
+    inputs = rows(20)
+    whole = run(head, inputs, batch_of(RowRange(0, 20, 0, table(1))))
+    behind = run(twin, part(inputs, 12, 20), batch_of(RowRange(0, 8, 12, table(1))))
+    np.testing.assert_allclose(behind["out"], whole["out"][12:], atol=1e-5)
+    twin.new_cache(4)
+    run(twin, part(inputs, 0, 12), batch_of(RowRange(0, 12, 0, table(2))))
+    np.testing.assert_allclose(run(head, part(inputs, 12, 20), batch_of(RowRange(0, 8, 12, table(2))))["out"], whole["out"][12:], atol=1e-5)
+    nothing = ForwardBatch(np.zeros(3, np.int32), np.zeros(3, np.int32), (), np.zeros(0, np.int32))
+    given = np.random.default_rng(3).normal(0, 1, (3, WIDTH)).astype(np.float32)
+    matrix = weights()["push.weight"].array
+    np.testing.assert_allclose(other.forward({"right": given}, nothing)["pushed"], given @ matrix.T, atol=1e-5)
+    assert head.num_passes == 5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_pass_too_large_is_refused(backend: str) -> None:
+    head = open_network(backend)
+    count = MAX_HEAD_ROWS + 1
+    with pytest.raises(CapacityError, match=str(MAX_HEAD_ROWS)):
+        head.forward({}, ForwardBatch(np.zeros(count, np.int32), np.zeros(count, np.int32), (), np.zeros(0, np.int32)))
+
+
+def test_another_backend_is_refused() -> None:
+    with pytest.raises(BackendUnavailableError, match="'openvino'"):
+        open_head(network, CONFIG, weights(), num_threads=1, max_context=8, backend="openvino")
