@@ -15,23 +15,29 @@ from paceline.errors import (
 
 if TYPE_CHECKING:
     from paceline.config import QuantOptions
+    from paceline.engine.async_engine import AsyncEngine
     from paceline.llm import LLM
     from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
+    from paceline.sampling.grammar import Grammar
     from paceline.sampling.params import SamplingParams
+    from paceline.speculation.request import RequestSpeculation
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "BackendUnavailableError",
     "CapacityError",
     "CheckpointError",
     "ConfigError",
+    "Grammar",
     "IncompatibleDrafterError",
     "PacelineError",
     "QuantOptions",
     "RequestError",
     "RequestOutput",
+    "RequestSpeculation",
     "SamplingParams",
     "StreamChunk",
     "Timing",
@@ -41,9 +47,12 @@ __all__ = [
 
 # Loaded on first use, so that `import paceline` and `paceline --help` stay instant.
 _LAZY = {
+    "AsyncEngine": "paceline.engine.async_engine",
+    "Grammar": "paceline.sampling.grammar",
     "LLM": "paceline.llm",
     "QuantOptions": "paceline.config",
     "RequestOutput": "paceline.outputs",
+    "RequestSpeculation": "paceline.speculation.request",
     "SamplingParams": "paceline.sampling.params",
     "StreamChunk": "paceline.outputs",
     "Timing": "paceline.outputs",

@@ -12,6 +12,7 @@ DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "native", "openvino", "torch")
 QUANT = ("none", "int8", "int4")
 GGUF_WEIGHTS = ("exact", "regroup")
+ACCEPTANCE = ("match", "rejection")
 MAX_DRAFT_TOKENS = 64
 
 
@@ -75,12 +76,15 @@ class SpeculationConfig:
         num_draft_tokens: tokens to draft a step, or "auto".
         tree_width: guesses a position of a draft model; 1 = a chain.
         draft_quant: quantise draft models while loading them: "none", "int8", "int4" or `QuantOptions`.
+        acceptance: which guesses are kept: "match" (those the target itself draws: a seed has its plain text) or "rejection" (as many as
+            the target's law allows: sampled texts have that law, but are not the seed's plain ones; the same at temperature 0).
     """
 
     drafter: str | tuple[str, ...] = "auto"
     num_draft_tokens: int | str = "auto"
     tree_width: int = 1
     draft_quant: Quant = "none"
+    acceptance: str = "match"
 
     def __post_init__(self) -> None:
         names: object = (self.drafter,) if isinstance(self.drafter, str) else self.drafter
@@ -91,6 +95,7 @@ class SpeculationConfig:
             raise ConfigError(f'num_draft_tokens is {count!r}: use "auto" or a whole number from 1 to {MAX_DRAFT_TOKENS}')
         _check_int("tree_width", self.tree_width, 1, 8)
         quant_options("draft_quant", self.draft_quant)
+        _check_choice("acceptance", self.acceptance, ACCEPTANCE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +114,10 @@ class EngineConfig:
         cache_gb: memory for keys and values; None = enough for a few full contexts, at most a quarter of the free memory.
         device: "auto", "cpu" or "cuda".
         backend: what computes: "native" (our kernels), "openvino" or "torch"; "auto" = the fastest for this machine and these weights.
-        max_num_seqs: sequences in one pass.
-        chunk_rows: prompt rows of one sequence in one pass.
+        max_num_seqs: requests that run at a time.
+        max_step_rows: rows of one pass, known tokens and drafts of all requests.
+        chunk_rows: prompt rows of one request in one pass.
+        prefix_cache: whether rows of earlier requests are kept while there is room, for those that begin with the same tokens.
         revision, token, offline: for models from the Hugging Face Hub.
     """
 
@@ -126,7 +133,9 @@ class EngineConfig:
     device: str = "auto"
     backend: str = "auto"
     max_num_seqs: int = 16
+    max_step_rows: int = 512
     chunk_rows: int = 256
+    prefix_cache: bool = True
     revision: str | None = None
     token: str | None = None
     offline: bool = False
@@ -139,7 +148,10 @@ class EngineConfig:
         _check_choice("backend", self.backend, BACKENDS)
         quant_options("quant", self.quant)
         _check_int("max_num_seqs", self.max_num_seqs, 1, 1024)
+        _check_int("max_step_rows", self.max_step_rows, 1, 4096)
         _check_int("chunk_rows", self.chunk_rows, 1, 4096)
+        if not isinstance(self.prefix_cache, bool):
+            raise ConfigError(f"prefix_cache is {self.prefix_cache!r}: use true or false")
         if self.threads is not None:
             _check_int("threads", self.threads, 1, 1024)
         if self.max_context is not None:

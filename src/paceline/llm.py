@@ -6,20 +6,21 @@ from dataclasses import replace
 from typing import Any, cast, overload
 
 from paceline.config import EngineConfig, Quant, SpeculationConfig
-from paceline.engine.batch import RequestMaker
-from paceline.engine.engine import Engine
+from paceline.engine.batch import AskedFor, Prompt, RequestMaker, as_prompts
+from paceline.engine.engine import Engine, EngineStats
 from paceline.engine.open import open_engine
 from paceline.errors import ConfigError, RequestError
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.runtimes.base import Runtime
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.drafter import Drafter
-from paceline.speculation.request import DraftHints, Request
+from paceline.speculation.request import Request, RequestSpeculation
 from paceline.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
 Predictions = Prompt | Sequence[Prompt | None] | None
 Messages = Sequence[Mapping[str, Any]]
+Speculation = RequestSpeculation | Mapping[str, object] | None
+Salt = str | bytes | None
 
 
 class LLM:
@@ -46,6 +47,11 @@ class LLM:
         num_draft_tokens: tokens guessed a step, or "auto" (4).
         tree_width: guesses a position of a draft model; 1 = a chain.
         draft_quant: the same for draft models.
+        acceptance: which guesses are kept: "match" (a seed has one text, whatever drafts) or "rejection" (sampled texts have the same law
+            but depend on what was drafted).
+        max_num_seqs: requests that run at a time; others wait their turn.
+        max_step_rows: rows of one pass, known tokens and drafts of all requests.
+        prefix_cache: whether rows of earlier requests are kept while there is room, for those that begin with the same tokens.
         revision, token, offline: for models from the Hugging Face Hub.
 
     Raises:
@@ -70,7 +76,10 @@ class LLM:
         num_draft_tokens: int | str = "auto",
         tree_width: int = 1,
         draft_quant: Quant = "none",
+        acceptance: str = "match",
         max_num_seqs: int = 16,
+        max_step_rows: int = 512,
+        prefix_cache: bool = True,
         revision: str | None = None,
         token: str | None = None,
         offline: bool = False,
@@ -88,15 +97,15 @@ class LLM:
             device=device,
             backend=backend,
             max_num_seqs=max_num_seqs,
+            max_step_rows=max_step_rows,
+            prefix_cache=prefix_cache,
             revision=revision,
             token=token,
             offline=offline,
         )
-        names = drafter.name if isinstance(drafter, Drafter) else _as_setting(drafter)
-        self._speculation = SpeculationConfig(
-            drafter=names, num_draft_tokens=num_draft_tokens, tree_width=tree_width, draft_quant=draft_quant
-        )
-        self._opened = open_engine(config, self._speculation, drafter if isinstance(drafter, Drafter) else None)
+        self._given_drafter = drafter if isinstance(drafter, Drafter) else None
+        self._speculation = _speculation_of(drafter, num_draft_tokens, tree_width, draft_quant, acceptance)
+        self._opened = open_engine(config, self._speculation, self._given_drafter)
 
     @property
     def engine(self) -> Engine:
@@ -137,11 +146,11 @@ class LLM:
     @property
     def numerics(self) -> str:
         """What holds here: "exact" or "fast"."""
-        return self.runtime.capabilities.numerics.value
+        return self._opened.numerics
 
     @property
     def drafter_name(self) -> str:
-        return "none" if self.drafter is None else self.drafter.name
+        return self._opened.drafter_name
 
     @property
     def banner(self) -> str:
@@ -154,6 +163,10 @@ class LLM:
             text += f"; pays from {max(0.0, policy.costs.break_even_accepted()):.2f} accepted tokens a step on"
         return text
 
+    def stats(self) -> EngineStats:
+        """Counters of all requests so far."""
+        return self.engine.stats
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -161,6 +174,8 @@ class LLM:
         *,
         prediction: Predictions = None,
         namespace: str | None = None,
+        speculation: Speculation = None,
+        cache_salt: Salt = None,
     ) -> list[RequestOutput]:
         """Complete prompts as they are.
 
@@ -170,19 +185,31 @@ class LLM:
             prediction: text or token ids the outputs will resemble; a list has one, or None, for each prompt. Needs the drafter
                 "prediction". Changes the speed, never a token.
             namespace: whose finished outputs a suffix store may offer as guesses and remember these in; None = nobody's.
+            speculation: how these requests may be drafted for: a `RequestSpeculation`, or a mapping such as {"enabled": False}.
+                Changes the speed, never a token.
+            cache_salt: only requests with the same one share cached rows of their prompts.
 
         Returns:
-            one output a prompt, in order.
+            one output a prompt, in order; with `params.n` > 1, so many for each prompt.
 
         Raises:
-            RequestError: a prompt or parameter cannot be served; nothing ran.
+            RequestError: a prompt or parameter cannot be served, or a request failed on its way (its grammar, its processors); the
+                others are given up.
+            CapacityError: a request alone is larger than the cache; nothing ran.
         """
-        ids = [self._maker.prompt_ids(prompt) for prompt in _as_list(prompts)]
-        return self._run(ids, params, self._hints(prediction, namespace, len(ids)))
+        ids = [self._maker.prompt_ids(prompt) for prompt in as_prompts(prompts)]
+        return self._run(ids, params, AskedFor(prediction=prediction, namespace=namespace, speculation=speculation, cache_salt=cache_salt))
 
     @overload
     def chat(
-        self, messages: Messages, params: SamplingParams | None = None, *, prediction: Predictions = None, namespace: str | None = None
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        prediction: Predictions = None,
+        namespace: str | None = None,
+        speculation: Speculation = None,
+        cache_salt: Salt = None,
     ) -> RequestOutput: ...
 
     @overload
@@ -193,6 +220,8 @@ class LLM:
         *,
         prediction: Predictions = None,
         namespace: str | None = None,
+        speculation: Speculation = None,
+        cache_salt: Salt = None,
     ) -> list[RequestOutput]: ...
 
     def chat(
@@ -202,15 +231,20 @@ class LLM:
         *,
         prediction: Predictions = None,
         namespace: str | None = None,
+        speculation: Speculation = None,
+        cache_salt: Salt = None,
     ) -> RequestOutput | list[RequestOutput]:
         """Answer a conversation, or several.
 
         Args:
             messages: one conversation as a list of {"role", "content"}, or a list of conversations.
-            prediction, namespace: as for `generate`.
+            prediction, namespace, speculation, cache_salt: as for `generate`.
 
         Returns:
             one output for one conversation, a list for a list.
+
+        Raises:
+            RequestError: as for `generate`; or several samples of one conversation are asked for that is not in a list.
         """
         given: object = messages
         if not isinstance(given, Sequence) or isinstance(given, str) or not given:
@@ -218,25 +252,46 @@ class LLM:
                 f"messages is {given!r}: give a list of {{'role', 'content'}}, or a list of such lists", parameter="messages"
             )
         is_one = isinstance(messages[0], Mapping)
+        if is_one and params is not None and params.n > 1:
+            raise RequestError(f"n is {params.n} and one conversation has one answer: give a list, [messages]", parameter="n")
         conversations = [cast(Messages, messages)] if is_one else cast(Sequence[Messages], messages)
-        hints = self._hints(prediction, namespace, len(conversations))
-        outputs = self._run([self._chat_ids(conversation) for conversation in conversations], params, hints)
+        asked = AskedFor(prediction=prediction, namespace=namespace, speculation=speculation, cache_salt=cache_salt)
+        outputs = self._run([self._chat_ids(conversation) for conversation in conversations], params, asked)
         return outputs[0] if is_one else outputs
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, prediction: Prompt | None = None, namespace: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        prediction: Prompt | None = None,
+        namespace: str | None = None,
+        speculation: Speculation = None,
+        cache_salt: Salt = None,
     ) -> Iterator[StreamChunk]:
-        """Complete one prompt, yielding what every step adds; the last chunk carries the whole output."""
-        return self._stream(self._maker.prompt_ids(prompt), params, self._hints(prediction, namespace, 1))
+        """Complete one prompt, yielding what every step adds; the last chunk of each sample carries its whole output.
+
+        Other calls may be made in between; this one advances with them.
+        """
+        asked = AskedFor(prediction=prediction, namespace=namespace, speculation=speculation, cache_salt=cache_salt)
+        return self._stream(self._maker.prompt_ids(prompt), params, asked)
 
     def stream_chat(
-        self, messages: Messages, params: SamplingParams | None = None, *, prediction: Prompt | None = None, namespace: str | None = None
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        prediction: Prompt | None = None,
+        namespace: str | None = None,
+        speculation: Speculation = None,
+        cache_salt: Salt = None,
     ) -> Iterator[StreamChunk]:
         """Answer one conversation, yielding what every step adds."""
-        return self._stream(self._chat_ids(messages), params, self._hints(prediction, namespace, 1))
+        asked = AskedFor(prediction=prediction, namespace=namespace, speculation=speculation, cache_salt=cache_salt)
+        return self._stream(self._chat_ids(messages), params, asked)
 
     def requantize(self, quant: Quant) -> None:
-        """Go on with the target quantised in another way, or as stored with "none"; the drafter stays.
+        """Go on with the target quantised in another way, or as stored with "none"; the drafter stays, unless it reads the target's states.
 
         The new target is built beside the old one, so both need memory for a moment; then they change places at once. If anything
         fails the old one goes on as if nothing had been asked.
@@ -246,7 +301,10 @@ class LLM:
             CheckpointError, CapacityError: the new target cannot be built.
         """
         self._check_idle()
-        opened = open_engine(replace(self._opened.config, quant=quant), self._speculation, self.drafter)
+        drafter = self.drafter
+        if drafter is not None and (drafter.needs.hidden_states or drafter.needs.layers):  # its rows lie beside the old target's
+            drafter = self._given_drafter
+        opened = open_engine(replace(self._opened.config, quant=quant), self._speculation, drafter)
         self._check_idle()
         self._opened = opened
 
@@ -254,57 +312,38 @@ class LLM:
         if not self.engine.is_idle:
             raise ConfigError("the target cannot be requantized while a request is running: finish its stream or close it first")
 
-    def _run(self, prompts: Sequence[list[int]], params: SamplingParams | None, hints: Sequence[DraftHints]) -> list[RequestOutput]:
-        requests = self._requests(prompts, params, hints, is_streamed=False)
+    def _run(self, prompts: Sequence[list[int]], params: SamplingParams | None, asked: AskedFor) -> list[RequestOutput]:
+        requests = self._opened.requests(prompts, params, asked, is_streamed=False)
         with closing(self.engine.run(requests)) as steps:  # closed at once if we are interrupted between two steps
             for _ in steps:
                 pass
-        return [self._output(request) for request in requests]
+        return [self._opened.output(request) for request in requests]
 
-    def _stream(self, prompt: list[int], params: SamplingParams | None, hints: Sequence[DraftHints]) -> Iterator[StreamChunk]:
-        (request,) = self._requests([prompt], params, hints, is_streamed=True)
-        seen = request.num_prompt_tokens
-        with closing(self.engine.run([request])) as steps:
-            for _ in steps:
-                output = self._output(request) if request.is_finished else None
-                text = request.text_stop.take_new() if request.text_stop is not None else ""
-                yield StreamChunk(text, request.token_ids[seen:], request.origins[seen - request.num_prompt_tokens :], output)
-                seen = len(request.token_ids)
-
-    def _requests(
-        self, prompts: Sequence[list[int]], params: SamplingParams | None, hints: Sequence[DraftHints], *, is_streamed: bool
-    ) -> list[Request]:
-        made: list[Request] = []
-        cache = self.engine.cache
-        try:
-            for prompt, hint in zip(prompts, hints, strict=True):
-                made.append(self._maker.make(prompt, params or SamplingParams(), cache, is_streamed=is_streamed, hints=hint))
-        except Exception:
-            for request in made:
-                cache.release(request.sequence)
-            raise
-        return made
-
-    def _hints(self, prediction: Predictions, namespace: str | None, num_prompts: int) -> list[DraftHints]:
-        reads = self.drafter is not None and self.drafter.reads_predictions
-        return self._maker.hints(prediction, namespace, num_prompts, are_predictions_read=reads)
-
-    def _output(self, request: Request) -> RequestOutput:
-        return self._maker.output(request, numerics=self.numerics, drafter=self.drafter_name)
+    def _stream(self, prompt: list[int], params: SamplingParams | None, asked: AskedFor) -> Iterator[StreamChunk]:
+        opened = self._opened
+        num_seen = dict.fromkeys(opened.requests([prompt], params, asked, is_streamed=True), 0)
+        with closing(opened.engine.run(list(num_seen))) as steps:
+            while num_seen:
+                if not _has_news(num_seen):  # steps that others took may have brought some
+                    next(steps, None)
+                chunks = [opened.chunk(request, seen) for request, seen in num_seen.items()]
+                num_seen = {request: request.num_output_tokens for request in num_seen if not request.is_finished}
+                yield from chunks  # whoever takes them may take steps of its own in between
 
     def _chat_ids(self, messages: Messages) -> list[int]:
         return self._maker.prompt_ids(self.tokenizer.apply_chat_template(messages))
 
 
-def _as_setting(names: Any) -> Any:
-    """Drafter names as `SpeculationConfig` keeps and checks them: one as it is, several as a tuple."""
-    return tuple(names) if isinstance(names, list) else names
+def _speculation_of(drafter: Any, num_draft_tokens: int | str, tree_width: int, draft_quant: Quant, acceptance: str) -> SpeculationConfig:
+    """The settings; a drafter that is one already stands there by its name, several names as a tuple."""
+    names = drafter.name if isinstance(drafter, Drafter) else tuple(drafter) if isinstance(drafter, list) else drafter
+    return SpeculationConfig(
+        drafter=names, num_draft_tokens=num_draft_tokens, tree_width=tree_width, draft_quant=draft_quant, acceptance=acceptance
+    )
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One prompt is a string or a list of ids; anything else is a list of prompts."""
-    if isinstance(prompts, str) or not hasattr(prompts, "__len__") or (len(prompts) > 0 and not hasattr(prompts[0], "__len__")):
-        return [cast(Prompt, prompts)]
-    if len(prompts) == 0:
-        raise RequestError("there is no prompt: give a string, a list of token ids, or a list of these", parameter="prompt")
-    return cast(Sequence[Prompt], prompts)
+def _has_news(num_seen: Mapping[Request, int]) -> bool:
+    """Whether there is something to tell of these requests, which had so many output tokens; that one failed is for the engine to tell."""
+    if any(request.error is not None for request in num_seen):
+        return False
+    return any(request.is_finished or request.num_output_tokens > seen for request, seen in num_seen.items())

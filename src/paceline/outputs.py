@@ -3,16 +3,22 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.sampling.logprobs import TokenLogprobs
 from paceline.speculation.request import TokenOrigin
 from paceline.speculation.stats import SpeculationStats
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request."""
+    """Token counts of one request.
+
+    Attributes:
+        num_cached_tokens: prompt tokens whose rows were in the cache, from earlier requests.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    num_cached_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -39,11 +45,14 @@ class RequestOutput:
         text: the output's text, without special tokens; a stop string is cut off unless `include_stop`.
         token_ids: output tokens, the one that ended it included.
         origins: for each output token, whether it was a plain token, an accepted draft or a bonus token.
-        finish_reason: "stop" (EOS, stop token or stop string) or "length" (max_tokens or the end of the context).
+        finish_reason: "stop" (EOS, stop token or stop string), "length" (max_tokens or the end of the context) or "abort".
         seed: the seed used, drawn for requests that gave none.
+        sample_index: which of the prompt's samples this is, from 0.
         numerics: "exact" or "fast".
         drafter: name of the drafter, "none" for plain decoding.
         speculation: counters of what speculation did.
+        logprobs: for each output token, if asked for.
+        prompt_logprobs: for each prompt token, if asked for; None for the first one, which no row comes before.
     """
 
     text: str
@@ -57,6 +66,9 @@ class RequestOutput:
     drafter: str = "none"
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     origins: list[TokenOrigin] = field(default_factory=list)
+    sample_index: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -74,6 +86,7 @@ class RequestOutput:
                 "prompt_tokens": self.usage.prompt_tokens,
                 "completion_tokens": self.usage.completion_tokens,
                 "total_tokens": self.usage.total_tokens,
+                "cached_tokens": self.usage.num_cached_tokens,
             },
             "timing_s": {
                 "prompt": round(self.timing.prompt_s, 6),
@@ -94,11 +107,15 @@ class StreamChunk:
 
     Attributes:
         text: newly final text; may be empty while a character or a possible stop string is incomplete.
-        token_ids, origins: the step's tokens.
-        output: the finished request, in the last chunk only.
+        token_ids, origins: the tokens since the chunk before.
+        output: the finished request, in its last chunk only.
+        sample_index: which of the prompt's samples this is about, from 0.
+        logprobs: of the tokens, if asked for.
     """
 
     text: str
     token_ids: list[int]
     origins: list[TokenOrigin]
     output: RequestOutput | None = None
+    sample_index: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)

@@ -247,7 +247,7 @@ def test_absurd_sampling_values_are_refused(parameter: str, value: Any) -> None:
 
 
 def test_a_request_with_everything_banned_is_refused_by_name(llm: LLM) -> None:
-    with raises(RequestError, "no token is left", "ban fewer") as caught:
+    with raises(RequestError, "no token is left", "banned_token_ids", "allow more") as caught:
         llm.generate(["the cat", "a dog"], SamplingParams(banned_token_ids=list(range(97))))
     assert caught.value.parameter == "banned_token_ids"
 

@@ -1,7 +1,8 @@
 """Phi-3, Gemma-2 and Gemma-3 compute the logits transformers computes, on tiny random checkpoints.
 
 Bounds on max |Δlogit| in float32 (the logits have a standard deviation of about 1.3) are in `BOUNDS`; a pass of one row uses
-other kernels than transformers' whole prompt, hence three times that. OpenVINO does not run Gemma-2.
+other kernels than transformers' whole prompt, hence three times that. A case whose scores are made large on purpose amplifies rounding:
+there transformers' own distance from float64 is the bound, where it is larger. OpenVINO does not run Gemma-2.
 """
 
 import json
@@ -90,6 +91,7 @@ class Reference:
     token_ids: list[int]
     logits: FloatArray
     hidden_states: tuple[FloatArray, ...]  # every boundary; the last one after the final norm
+    rounding: float  # how far its logits are from what it computes in float64
 
 
 def transformers_output(directory: Path, token_ids: list[int], dtype: str = "float32") -> tuple[FloatArray, tuple[FloatArray, ...]]:
@@ -109,7 +111,9 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refe
         if name not in known:
             directory = write_checkpoint(tmp_path_factory.mktemp(name), CASES[name].family, **CASES[name].overrides)
             token_ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, PROMPT_LEN).tolist()
-            known[name] = Reference(directory, token_ids, *transformers_output(directory, token_ids))
+            logits, hidden_states = transformers_output(directory, token_ids)
+            wide, _ = transformers_output(directory, token_ids, "float64")
+            known[name] = Reference(directory, token_ids, logits, hidden_states, difference(logits, wide))
         return known[name]
 
     return reference
@@ -181,7 +185,7 @@ def test_a_prompt_gives_the_logits_of_transformers_in_one_pass_in_chunks_and_one
         sequence, begin = cache.new_sequence(), 0
         for chunk_len in chunk_lens:
             logits = append(runtime, cache, sequence, reference.token_ids[begin : begin + chunk_len])
-            bound = BOUNDS[backend] * (ONE_ROW_FACTOR if chunk_len == 1 else 1)
+            bound = max(BOUNDS[backend] * (ONE_ROW_FACTOR if chunk_len == 1 else 1), reference.rounding)
             assert difference(logits, reference.logits[begin : begin + chunk_len]) <= bound, (chunk_lens, begin)
             begin += chunk_len
         cache.release(sequence)

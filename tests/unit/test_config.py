@@ -61,6 +61,7 @@ def test_a_wrong_engine_setting_is_named_with_its_value(name: str, value: Any) -
         ("drafter", ("ngram", 5)),
         ("drafter", 5),
         ("drafter", None),
+        ("acceptance", "typical"),
     ],
 )
 def test_a_wrong_speculation_setting_is_named_with_its_value(name: str, value: Any) -> None:

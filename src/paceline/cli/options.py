@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from paceline.cli.reporting import reported_errors
-from paceline.config import BACKENDS, DEVICES, DTYPES, GGUF_WEIGHTS, NUMERICS, QUANT, EngineConfig, SpeculationConfig
+from paceline.config import ACCEPTANCE, BACKENDS, DEVICES, DTYPES, GGUF_WEIGHTS, NUMERICS, QUANT, EngineConfig, SpeculationConfig
 from paceline.errors import RequestError
 from paceline.sampling.params import SamplingParams
 
@@ -37,6 +37,7 @@ MODEL = Panel(
         "max_context": "Longest prompt + output, in tokens. Default: what the model was made for.",
         "cache_gb": "Memory for keys and values, in gigabytes. Default: a few full contexts, at most a quarter of the free memory.",
         "device": "Where to run.",
+        "prefix_cache": "Keep rows of earlier prompts and answers while there is room, for what begins with the same tokens.",
         "backend": "What computes: our own CPU kernels, OpenVINO or torch; auto = the fastest for this machine and these weights.",
         "revision": "Branch, tag or commit of a model from the Hugging Face Hub.",
         "token": "Access token for the Hugging Face Hub. Better: log in with its own client, then no shell history holds the token.",
@@ -68,6 +69,8 @@ SPECULATION = Panel(
         "It changes the speed, never a token.",
         "num_draft_tokens": 'Tokens to draft a step: "auto" or a number.',
         "tree_width": "Guesses for one position of a draft model; 1 = a chain.",
+        "acceptance": "match: a seed has one text, whatever drafts. rejection: more guesses are kept at high temperatures; sampled texts "
+        "have the same law but depend on what was drafted.",
         "draft_quant": "Quantise draft models while loading. It changes the speed, never a token.",
     },
 )
@@ -78,6 +81,7 @@ METAVARS = {
     "dtype": "|".join(DTYPES),
     "quant": "|".join(QUANT),
     "draft_quant": "|".join(QUANT),
+    "acceptance": "|".join(ACCEPTANCE),
     "device": "|".join(DEVICES),
     "backend": "|".join(BACKENDS),
     "gguf_weights": "|".join(GGUF_WEIGHTS),
@@ -176,9 +180,10 @@ def _parameter(name: str, hint: Any, default: Any, help_text: str, title: str) -
         hint = str
     elif name == "num_draft_tokens":
         hint, parser = str, _count_or_word
-    option = typer.Option(
-        f"--{name.replace('_', '-')}", help=help_text, rich_help_panel=title, metavar=METAVARS.get(name), parser=parser, show_default=True
-    )
+    flag = f"--{name.replace('_', '-')}"
+    if default is True:  # there must be a way to say no
+        flag += f"/--no-{name.replace('_', '-')}"
+    option = typer.Option(flag, help=help_text, rich_help_panel=title, metavar=METAVARS.get(name), parser=parser, show_default=True)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, option])
 
 

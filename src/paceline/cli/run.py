@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -57,7 +57,7 @@ def run(
         raise ConfigError("--json prints no stream for --show-drafts to colour: give one of them")
     text = checked_text("prompt", prompt) if prompt is not None and prompt != "-" else _read_stdin()
     messages = _messages(text, system) if chat or system is not None else None
-    hints: dict[str, str] = {}
+    hints: dict[str, Any] = {}
     if prediction_file is not None:
         hints["prediction"], settings = _read_prediction(prediction_file), _with_prediction(settings)
     from paceline.cli.loading import load
@@ -92,7 +92,7 @@ def _read_prediction(path: Path) -> str:
         raise RequestError(f"{path} cannot be read: {error.strerror}; give a text file", parameter="prediction") from None
 
 
-def _print_json(llm: "LLM", text: str, messages: list[dict[str, str]] | None, settings: Settings, hints: dict[str, str]) -> None:
+def _print_json(llm: "LLM", text: str, messages: list[dict[str, str]] | None, settings: Settings, hints: dict[str, Any]) -> None:
     if messages is None:
         (output,) = llm.generate(text, settings.sampling, **hints)
     else:
@@ -101,7 +101,7 @@ def _print_json(llm: "LLM", text: str, messages: list[dict[str, str]] | None, se
 
 
 def _print_stream(
-    llm: "LLM", text: str, messages: list[dict[str, str]] | None, settings: Settings, hints: dict[str, str], *, show_drafts: bool
+    llm: "LLM", text: str, messages: list[dict[str, str]] | None, settings: Settings, hints: dict[str, Any], *, show_drafts: bool
 ) -> None:
     from paceline.cli.rendering import legend, write_stream, writer_for
 

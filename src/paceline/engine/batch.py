@@ -1,33 +1,68 @@
 """From what a user asked to a request, and from a finished request to what the user gets."""
 
 import operator
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
 
 from paceline.errors import RequestError
-from paceline.kv_cache.paged import KVCache
-from paceline.outputs import RequestOutput, Timing, Usage
+from paceline.kv_cache.paged import CachedSequence
+from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
+from paceline.sampling.matcher import GrammarCompiler
 from paceline.sampling.params import SamplingParams, resolve_seed
 from paceline.sampling.processors import LogitsProcessor
-from paceline.speculation.request import DraftHints, FinishReason, Request
+from paceline.sampling.sequence_bans import bad_word_ids
+from paceline.speculation.request import DraftHints, FinishReason, Request, RequestSpeculation
 from paceline.speculation.stop import TextStop
 from paceline.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedFor:
+    """What a caller asked for besides sampling, as it came; see `LLM.generate`."""
+
+    prediction: object = None
+    namespace: str | None = None
+    speculation: RequestSpeculation | Mapping[str, object] | None = None
+    cache_salt: str | bytes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestControl:
+    """What goes with one prompt besides its sampling, checked; none of it changes a token.
+
+    Attributes:
+        hints: what its sender offers to drafters.
+        speculation: how it may be drafted for.
+        salt: only requests with the same one share cached blocks.
+    """
+
+    hints: DraftHints = field(default_factory=DraftHints)
+    speculation: RequestSpeculation = field(default_factory=RequestSpeculation)
+    salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMaker:
-    """Checks prompts against a target and turns them into requests.
+    """Checks prompts against a target and turns them into requests. May be asked from several threads.
 
     Attributes:
         vocab_size: ids that may stand in a prompt and be drawn.
         max_context: prompt + output at most.
         eos_token_ids: ids that end an output.
+        compiler: makes what holds an output to its grammar.
     """
 
     tokenizer: Tokenizer
     vocab_size: int
     max_context: int
     eos_token_ids: Sequence[int]
+    compiler: GrammarCompiler = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "compiler", GrammarCompiler(self.tokenizer, self.eos_token_ids))
 
     def prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         """The token ids of a prompt.
@@ -47,20 +82,133 @@ class RequestMaker:
             )
         return ids
 
-    def hints(self, prediction: object, namespace: str | None, num_prompts: int, *, are_predictions_read: bool) -> list[DraftHints]:
-        """What drafters are told about each of `num_prompts` prompts.
+    def controls(self, asked: AskedFor, num_prompts: int, *, are_predictions_read: bool) -> list[RequestControl]:
+        """What goes with each of `num_prompts` prompts.
 
         Args:
-            prediction: text or token ids the outputs will resemble, or a list of these, or of None, one for each prompt.
-            are_predictions_read: whether the drafter has a use for them.
+            are_predictions_read: whether the drafter has a use for predictions.
 
         Raises:
-            RequestError: a prediction is neither text nor token ids, nobody reads it, or there are not as many as prompts.
+            RequestError: a prediction is neither text nor token ids, nobody reads it, there are not as many as prompts, or something
+                else that was asked for is no such thing.
         """
+        namespace, salt = asked.namespace, asked.cache_salt
         if not isinstance(namespace, str | None):
             raise RequestError(f"namespace is {namespace!r}: give a string, or None", parameter="namespace")
+        if not isinstance(salt, str | bytes | None):
+            raise RequestError(f"cache_salt is {salt!r}: give a string, or None", parameter="cache_salt")
+        speculation = RequestSpeculation.of(asked.speculation)
+        salt_bytes = salt.encode() if isinstance(salt, str) else salt or b""
+        predictions = self._predictions(asked.prediction, num_prompts, are_predictions_read=are_predictions_read)
+        return [
+            RequestControl(hints=DraftHints(prediction, namespace), speculation=speculation, salt=salt_bytes) for prediction in predictions
+        ]
+
+    def make(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        is_streamed: bool,
+        control: RequestControl = RequestControl(),
+        seed: int | None = None,
+        leader: Request | None = None,
+    ) -> Request:
+        """One sample of a prompt, not yet known to any engine.
+
+        Args:
+            seed: that of the prompt's other samples; None = that of `params`, or a fresh one.
+            leader: the first of these samples.
+
+        Raises:
+            RequestError: an id in `params` does not exist, or its grammar does not compile.
+        """
+        prompt = list(prompt_token_ids)
+        ends = set(params.stop_token_ids) if params.ignore_eos else {*params.stop_token_ids, *self.eos_token_ids}
+        stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop)
+        text_stop = None
+        if stop or is_streamed:
+            text_stop = TextStop(self.tokenizer.detokenizer(), stop, include_stop=params.include_stop)
+        return Request(
+            token_ids=prompt,
+            num_prompt_tokens=len(prompt),
+            params=params,
+            processor=self._processor(prompt, params),
+            sequence=CachedSequence(),  # the engine gives it one of its cache
+            seed=resolve_seed(params) if seed is None else seed,
+            sample_index=0,
+            max_len=min(self.max_context, len(prompt) + params.max_tokens),
+            end_token_ids=frozenset(ends),
+            text_stop=text_stop,
+            hints=control.hints,
+            speculation=control.speculation,
+            salt=control.salt,
+            leader=leader,
+        )
+
+    def make_samples(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, control: RequestControl, *, is_streamed: bool
+    ) -> list[Request]:
+        """The `n` samples of a prompt: requests with one seed and sample indices from 0 on; the others follow the first one.
+
+        Raises:
+            RequestError: as `make`.
+        """
+        first = self.make(prompt_token_ids, params, is_streamed=is_streamed, control=control)
+        samples = [first]
+        for index in range(1, params.n):
+            sample = self.make(prompt_token_ids, params, is_streamed=is_streamed, control=control, seed=first.seed, leader=first)
+            sample.sample_index = index
+            samples.append(sample)
+        return samples
+
+    def chunk(self, request: Request, num_seen: int, output: RequestOutput | None) -> StreamChunk:
+        """What a streamed request got since it had `num_seen` output tokens."""
+        text = request.text_stop.take_new() if request.text_stop is not None else ""
+        start = request.num_prompt_tokens + num_seen
+        return StreamChunk(
+            text,
+            request.token_ids[start:],
+            request.origins[num_seen:],
+            output,
+            sample_index=request.sample_index,
+            logprobs=request.logprobs[num_seen:],
+        )
+
+    def output(self, request: Request, *, numerics: str, drafter: str) -> RequestOutput:
+        """What a finished request returns."""
+        ids = list(request.output_token_ids)
+        first_token_s = request.first_token_s or request.finished_s
+        return RequestOutput(
+            text=self._text(request, ids),
+            token_ids=ids,
+            prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
+            finish_reason=(request.finish_reason or FinishReason.LENGTH).value,
+            usage=Usage(request.num_prompt_tokens, len(ids), request.num_cached_tokens),
+            timing=Timing(first_token_s - (request.started_s or first_token_s), request.finished_s - first_token_s),
+            seed=request.seed,
+            sample_index=request.sample_index,
+            numerics=numerics,
+            drafter=drafter,
+            speculation=request.stats,
+            origins=request.origins,
+            logprobs=request.logprobs if request.params.logprobs is not None else None,
+            prompt_logprobs=request.prompt_logprobs if request.params.prompt_logprobs is not None else None,
+        )
+
+    def _processor(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> LogitsProcessor:
+        params.check_vocabulary(self.vocab_size)
+        constraint = None if params.grammar is None else self.compiler.matcher(params.grammar, prompt_token_ids)
+        words = bad_word_ids(params.bad_words, self._encode_plain) if params.bad_words else ()
+        return LogitsProcessor(params, self.vocab_size, prompt_token_ids, self.eos_token_ids, constraint=constraint, bad_word_ids=words)
+
+    def _encode_plain(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _predictions(self, prediction: object, num_prompts: int, *, are_predictions_read: bool) -> list[tuple[int, ...]]:
+        """The predicted token ids for each prompt; none where nothing is predicted."""
         if prediction is None:
-            return [DraftHints(namespace=namespace)] * num_prompts
+            return [()] * num_prompts
         if not are_predictions_read:
             raise RequestError(
                 'a prediction is given, but no drafter in use reads it: load the model with drafter="prediction", or a list such as '
@@ -68,69 +216,18 @@ class RequestMaker:
                 parameter="prediction",
             )
         if _is_one_text(prediction):
-            return [DraftHints(self._prediction_ids(prediction), namespace)] * num_prompts
+            return [self._prediction_ids(prediction)] * num_prompts
         if not isinstance(prediction, Sequence) or len(prediction) != num_prompts:
             raise RequestError(
                 f"prediction is {prediction!r} for {num_prompts} prompts: give one text, one list of token ids, or a list with one of "
                 "these or None for each prompt",
                 parameter="prediction",
             )
-        return [DraftHints(() if one is None else self._prediction_ids(one), namespace) for one in prediction]
-
-    def make(
-        self,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        cache: KVCache,
-        *,
-        is_streamed: bool,
-        hints: DraftHints = DraftHints(),  # noqa: B008  # frozen
-    ) -> Request:
-        """A request with an empty sequence in `cache`.
-
-        Raises:
-            RequestError: an id in `params` does not exist.
-        """
-        processor = LogitsProcessor(params, self.vocab_size, prompt_token_ids, self.eos_token_ids)
-        ends = set(params.stop_token_ids) if params.ignore_eos else {*params.stop_token_ids, *self.eos_token_ids}
-        stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop)
-        text_stop = None
-        if stop or is_streamed:
-            text_stop = TextStop(self.tokenizer.detokenizer(), stop, include_stop=params.include_stop)
-        return Request(
-            token_ids=list(prompt_token_ids),
-            num_prompt_tokens=len(prompt_token_ids),
-            params=params,
-            processor=processor,
-            sequence=cache.new_sequence(),
-            seed=resolve_seed(params),
-            sample_index=0,
-            max_len=min(self.max_context, len(prompt_token_ids) + params.max_tokens),
-            end_token_ids=frozenset(ends),
-            text_stop=text_stop,
-            hints=hints,
-        )
-
-    def output(self, request: Request, *, numerics: str, drafter: str) -> RequestOutput:
-        """What a finished request returns."""
-        ids = list(request.output_token_ids)
-        return RequestOutput(
-            text=self._text(request, ids),
-            token_ids=ids,
-            prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
-            finish_reason=(request.finish_reason or FinishReason.LENGTH).value,
-            usage=Usage(request.num_prompt_tokens, len(ids)),
-            timing=Timing(request.first_token_s - request.started_s, request.finished_s - request.first_token_s),
-            seed=request.seed,
-            numerics=numerics,
-            drafter=drafter,
-            speculation=request.stats,
-            origins=request.origins,
-        )
+        return [() if one is None else self._prediction_ids(one) for one in prediction]
 
     def _prediction_ids(self, prediction: object) -> tuple[int, ...]:
         if isinstance(prediction, str):
-            return tuple(self.tokenizer.encode(prediction, add_special_tokens=False))
+            return tuple(self._encode_plain(prediction))
         ids = _as_ids(prediction, "prediction")
         self._check_ids(ids, "prediction")
         return tuple(ids)
@@ -145,6 +242,19 @@ class RequestMaker:
             return request.text_stop.finish()
         ended_by_token = ids and ids[-1] in request.end_token_ids and not request.params.include_stop
         return self.tokenizer.decode(ids[:-1] if ended_by_token else ids)
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One prompt is a string or a list of ids; anything else is a list of prompts.
+
+    Raises:
+        RequestError: the list is empty.
+    """
+    if isinstance(prompts, str) or not hasattr(prompts, "__len__") or (len(prompts) > 0 and not hasattr(prompts[0], "__len__")):
+        return [cast(Prompt, prompts)]
+    if len(prompts) == 0:
+        raise RequestError("there is no prompt: give a string, a list of token ids, or a list of these", parameter="prompt")
+    return cast(Sequence[Prompt], prompts)
 
 
 def _is_one_text(prediction: object) -> bool:

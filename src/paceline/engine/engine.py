@@ -1,106 +1,282 @@
-"""Many requests on one target: who runs in the next step, and giving everything back however a request ends."""
+"""Many requests on one target: steps until all are finished, and giving everything back however a request ends."""
 
 import time
 from collections.abc import Generator, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from paceline.errors import CapacityError
+from paceline.engine.scheduler import Limits, Scheduler
+from paceline.errors import CapacityError, PacelineError, RequestError
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.runtimes.base import Runtime
 from paceline.speculation.guess import Guesser
-from paceline.speculation.request import Request
+from paceline.speculation.request import FinishReason, Request
+from paceline.speculation.stats import SpeculationStats
 from paceline.speculation.step import step
 
-MAX_STEP_ROWS = 512
-"""Known tokens of all requests together that one pass takes; drafts come on top."""
+
+@dataclass(slots=True)
+class EngineStats:
+    """What an engine did since it was made. Tokens and speculation are those of requests that ended without an error.
+
+    Attributes:
+        num_steps: passes of the target, prompt chunks included.
+        num_preemptions: how often a request's rows were dropped to make room; they ran again.
+        num_finished, num_aborted, num_failed: requests by how they ended.
+        num_running, num_waiting: now.
+        prompt_tokens, cached_tokens, completion_tokens: `cached_tokens` are those prompt tokens whose rows were in the cache.
+        drafter_failures: how often the drafter raised or answered nonsense; the steps were plain.
+        speculation: counters of all requests together.
+    """
+
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_finished: int = 0
+    num_aborted: int = 0
+    num_failed: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    drafter_failures: int = 0
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+
+    def as_dict(self, drafter: str) -> dict[str, Any]:
+        """The JSON form."""
+        return {**asdict(self), "speculation": self.speculation.as_dict(drafter)}
+
+
+class CacheRoom:
+    """A cache and what else holds rows of a request, as the scheduler sees them."""
+
+    def __init__(self, engine: "Engine") -> None:
+        self._engine = engine
+
+    @property
+    def num_free(self) -> int:
+        return self._engine.cache.pool.num_free
+
+    def num_needed(self, request: Request, num_rows: int) -> int:
+        sequence = request.sequence
+        return blocks_for(sequence.committed_len + num_rows, self._engine.cache.block_size) - len(sequence.block_table)
+
+    def begin(self, request: Request) -> None:
+        if request.wants_prompt_rows:
+            return
+        num_cached = self._engine.cache.adopt_prefix(request.sequence, request.token_ids, salt=request.salt)
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = num_cached
+
+    def drop(self, request: Request) -> None:
+        cache = self._engine.cache
+        if request.started_s:  # it ran before, so somebody may know it
+            self._engine.guesser.preempt(request)
+            request.num_preemptions += 1
+        cache.release(request.sequence)
+        request.sequence = cache.new_sequence()
 
 
 class Engine:
-    """Runs requests to their end, first come, first served.
-
-    A request is admitted when the cache has blocks for the longest it may become, so it never fails half-way for want of memory;
-    drafts only take blocks that are free.
+    """Runs requests to their end, as many at once as fit. One caller at a time.
 
     Args:
         runtime, cache: the target.
         guesser: drafter and policy.
-        max_num_seqs: requests in one pass.
-        chunk_rows: prompt rows of one request in one pass.
+        limits: what a pass may hold.
     """
 
-    def __init__(self, runtime: Runtime, cache: KVCache, guesser: Guesser, *, max_num_seqs: int, chunk_rows: int) -> None:
+    def __init__(self, runtime: Runtime, cache: KVCache, guesser: Guesser, limits: Limits) -> None:
         self.runtime, self.cache, self.guesser = runtime, cache, guesser
-        self._max_num_seqs = max_num_seqs
-        self._chunk_rows = chunk_rows
+        self.scheduler: Scheduler[Request] = Scheduler(CacheRoom(self), limits, self._is_ready)
+        self._stats = EngineStats()
         self._num_runs = 0
+        self._is_stepping = False
+        self._to_abort: list[Request] = []
 
     @property
     def is_idle(self) -> bool:
-        """Whether no run has begun that is not closed."""
-        return self._num_runs == 0
+        """Whether there is no request here and no run has begun that is not closed."""
+        return self._num_runs == 0 and not self.has_work
 
-    def run(self, requests: Sequence[Request]) -> Generator[None, None, None]:
-        """Advance `requests` until all are finished, yielding after every step; each needs a sequence of `cache`.
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
 
-        All sequences are released when the iterator ends, breaks off or raises.
+    @property
+    def stats(self) -> EngineStats:
+        """What happened so far, and who is here now; a copy."""
+        stats = deepcopy(self._stats)
+        stats.num_running, stats.num_waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        stats.num_preemptions = self.scheduler.num_preemptions
+        stats.drafter_failures = self.guesser.num_failures
+        return stats
+
+    def check(self, request: Request) -> None:
+        """Whether a request can be served at all.
 
         Raises:
-            CapacityError: one request alone is larger than the cache; nothing ran.
-            CheckpointError: the target produced NaN.
+            CapacityError: it alone is larger than the cache.
+            RequestError: it asks for a drafter that is not loaded.
         """
-        waiting, running = list(requests), list[Request]()
-        self._num_runs += 1
-        try:
-            for request in requests:
-                self._check_fits(request)
-            while waiting or running:
-                self._admit(waiting, running)
-                step(self._pick(running), self.runtime, self.cache, self.guesser, chunk_rows=self._chunk_rows)
-                now = time.perf_counter()
-                for request in running:
-                    if request.num_output_tokens and not request.first_token_s:
-                        request.first_token_s = now
-                for request in [request for request in running if request.is_finished]:
-                    running.remove(request)  # first, so that it is released once even if that raises
-                    request.finished_s = now
-                    self._release(request)
-                yield
-        finally:
-            self._num_runs -= 1
-            for request in (*waiting, *running):
-                self._release(request)
-
-    def _admit(self, waiting: list[Request], running: list[Request]) -> None:
-        promised = sum(self._blocks_of(request) for request in running)
-        while waiting and len(running) < self._max_num_seqs:
-            promised += self._blocks_of(waiting[0])
-            if promised > self.cache.pool.num_blocks - 1:
-                break
-            request = waiting.pop(0)
-            request.started_s = time.perf_counter()
-            running.append(request)
-
-    def _pick(self, running: Sequence[Request]) -> list[Request]:
-        """Everybody who decodes, and prompts until the pass is full."""
-        picked: list[Request] = []
-        rows = 0
-        for request in running:
-            given = min(len(request.token_ids) - request.sequence.committed_len, self._chunk_rows)
-            if given == 1 or rows + given <= max(MAX_STEP_ROWS, self._chunk_rows):
-                picked.append(request)
-                rows += given
-        return picked
-
-    def _blocks_of(self, request: Request) -> int:
-        return blocks_for(request.max_len, self.cache.block_size)
-
-    def _check_fits(self, request: Request) -> None:
         if self._blocks_of(request) > self.cache.pool.num_blocks - 1:
             raise CapacityError(
                 f"prompt and output of {request.max_len} tokens do not fit the cache of {self.cache.max_slots} tokens: "
                 "lower max_tokens or raise cache_gb"
             )
+        wanted = request.speculation.drafter
+        if wanted is not None and wanted not in self.guesser.drafters:
+            loaded = ", ".join(sorted(self.guesser.drafters)) or "none"
+            raise RequestError(f"speculation: drafter {wanted!r} is not loaded; loaded: {loaded}", parameter="speculation")
+
+    def add(self, request: Request) -> None:
+        """Let a new request wait for its turn; its blocks are given back when it ends.
+
+        Raises:
+            CapacityError, RequestError: as `check`; nothing was changed.
+        """
+        self.check(request)
+        request.sequence = self.cache.new_sequence()
+        request.stats.acceptance = self.guesser.acceptance.value
+        self.scheduler.add(request)
+
+    def abort(self, request: Request) -> None:
+        """End a request now, wherever it is; nothing happens where it has ended. Within a step it ends with the step."""
+        if self._is_stepping:
+            self._to_abort.append(request)
+        elif self.scheduler.remove(request):
+            if not request.is_finished:
+                request.finish_reason = FinishReason.ABORT
+            self._release(request)
+
+    def step(self) -> list[Request]:
+        """Advance whoever can run by one pass.
+
+        What goes wrong with one request ends this one alone, with `Request.error`; a pass that fails as a whole ends those in it.
+
+        Returns:
+            those who took part; the finished ones among them are released.
+        """
+        picked = self.scheduler.next_pass()
+        if not picked:
+            return self._refuse_oldest()
+        self._is_stepping = True
+        try:
+            self._step(picked)
+        finally:
+            self._is_stepping = False
+            for request in picked:
+                if request.is_finished and self.scheduler.remove(request):  # first, so that it is released once even if that raises
+                    self._release(request)
+            for request in self._to_abort:
+                self.abort(request)
+            self._to_abort.clear()
+        return picked
+
+    def run(self, requests: Sequence[Request]) -> Generator[None, None, None]:
+        """Advance until all of `requests` are finished, yielding after every step; others that are here advance as well.
+
+        All are released when the iterator ends, breaks off or raises.
+
+        Raises:
+            CapacityError: one request alone is larger than the cache; nothing ran.
+            PacelineError: what the first of them that failed failed with.
+        """
+        self._num_runs += 1
+        try:
+            for request in requests:
+                self.check(request)
+            for request in requests:
+                self.add(request)
+            while not all(request.is_finished for request in requests):
+                self.step()
+                self._raise_error(requests)
+                yield
+            self._raise_error(requests)
+        finally:
+            self._num_runs -= 1
+            for request in requests:
+                self.abort(request)
+
+    def _step(self, picked: Sequence[Request]) -> None:
+        now, limits = time.perf_counter(), self.scheduler.limits
+        for request in picked:
+            if not request.started_s:
+                request.started_s = now
+        self._stats.num_steps += 1
+        try:
+            step(picked, self.runtime, self.cache, self.guesser, chunk_rows=limits.chunk_rows, max_rows=limits.max_step_rows)
+        except Exception as error:
+            self._give_up_pass(picked, error)
+        except BaseException as error:  # an interrupt: nobody knows how far the pass came
+            self._give_up_pass(picked, PacelineError(f"the pass was interrupted ({type(error).__name__}); send the request again"))
+            raise
+        now = time.perf_counter()
+        for request in picked:
+            if request.num_output_tokens and not request.first_token_s:
+                request.first_token_s = now
+
+    def _give_up_pass(self, picked: Sequence[Request], error: Exception) -> None:
+        """A pass that failed as a whole ends those in it; if it was for want of blocks, one of them makes room."""
+        for request in picked:
+            self.cache.cancel(request.sequence)
+        if isinstance(error, CapacityError) and len(self.scheduler.running) > 1:
+            self.scheduler.preempt(self.scheduler.running[-1])
+            return
+        for request in picked:
+            request.fail(error)
+
+    def _refuse_oldest(self) -> list[Request]:
+        """Nothing fits although at most one request holds blocks: others than this engine's requests must have them."""
+        if not self.has_work:
+            return []
+        request = (self.scheduler.running or self.scheduler.waiting)[0]
+        self.scheduler.remove(request)
+        request.fail(
+            CapacityError(
+                f"{request.num_due(self.scheduler.limits.chunk_rows)} rows of a request found no room: {self.cache.pool.num_free} of "
+                f"{self.cache.pool.num_blocks - 1} blocks are free and none can be made free; raise cache_gb"
+            )
+        )
+        self._release(request)
+        return [request]
+
+    def _is_ready(self, request: Request) -> bool:
+        """Whether a request may begin: further samples of a prompt wait until the first one's rows can be adopted."""
+        leader = request.leader
+        if leader is None or leader.is_finished:
+            return True
+        return not self.cache.prefix_caching or leader.sequence.committed_len >= leader.num_prompt_tokens
+
+    def _blocks_of(self, request: Request) -> int:
+        return blocks_for(request.max_len, self.cache.block_size)
+
+    def _raise_error(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.error is not None:
+                raise request.error
 
     def _release(self, request: Request) -> None:
-        self.guesser.release(request)
+        """Give back what a request holds and count it; it is out of the scheduler."""
+        request.finished_s = time.perf_counter()
+        request.leader = None
+        self._count(request)
         self.cache.release(request.sequence)
+        self.guesser.release(request)
+
+    def _count(self, request: Request) -> None:
+        stats = self._stats
+        if request.error is not None:
+            stats.num_failed += 1
+            return
+        if request.finish_reason is FinishReason.ABORT:
+            stats.num_aborted += 1
+        else:
+            stats.num_finished += 1
+        stats.prompt_tokens += request.num_prompt_tokens
+        stats.cached_tokens += request.num_cached_tokens
+        stats.completion_tokens += request.num_output_tokens
+        stats.speculation.add(request.stats)

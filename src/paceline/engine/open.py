@@ -1,22 +1,30 @@
 """From settings to an engine that can run: target, cache, drafter and how much to draft."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
 from paceline.config import EngineConfig, SpeculationConfig, cache_directory, quant_options
-from paceline.drafters import TargetDescription, make_drafter
-from paceline.engine.batch import RequestMaker
+from paceline.drafters import TargetDescription, layers_to_collect, make_drafter
+from paceline.engine.batch import AskedFor, RequestMaker
 from paceline.engine.engine import Engine
 from paceline.engine.memory import plan_cache
+from paceline.engine.scheduler import Limits
+from paceline.errors import ConfigError
 from paceline.hub import resolve
 from paceline.kv_cache.paged import KVCache
 from paceline.models.config import WeightType
+from paceline.outputs import RequestOutput, StreamChunk
 from paceline.runtimes.base import Numerics, Runtime
 from paceline.runtimes.cost import time_passes
 from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.sampling.params import SamplingParams
 from paceline.speculation.draft_length import DraftLengthPolicy, StepCosts
 from paceline.speculation.drafter import Drafter
 from paceline.speculation.guess import Guesser
+from paceline.speculation.rejection import Acceptance
+from paceline.speculation.request import Request
 from paceline.tokenizer import Tokenizer
 
 DEFAULT_DRAFT_TOKENS = 4
@@ -31,6 +39,56 @@ class OpenedEngine:
     notices: tuple[str, ...]
     config: EngineConfig
 
+    @property
+    def numerics(self) -> str:
+        """What holds here: "exact" or "fast"."""
+        return self.engine.runtime.capabilities.numerics.value
+
+    @property
+    def drafter_name(self) -> str:
+        drafter = self.engine.guesser.drafter
+        return "none" if drafter is None else drafter.name
+
+    def requests(self, prompts: Sequence[list[int]], params: SamplingParams | None, asked: AskedFor, *, is_streamed: bool) -> list[Request]:
+        """The samples of each prompt, in order; the engine does not know them yet.
+
+        Raises:
+            RequestError: something of what was asked for cannot be served.
+        """
+        drafter = self.engine.guesser.drafter
+        reads = drafter is not None and drafter.reads_predictions
+        controls = self.maker.controls(asked, len(prompts), are_predictions_read=reads)
+        return [
+            sample
+            for prompt, control in zip(prompts, controls, strict=True)
+            for sample in self.maker.make_samples(prompt, params or SamplingParams(), control, is_streamed=is_streamed)
+        ]
+
+    def chunk(self, request: Request, num_seen: int) -> StreamChunk:
+        """What a streamed request got since it had `num_seen` output tokens; with its whole output if it has ended."""
+        return self.maker.chunk(request, num_seen, self.output(request) if request.is_finished else None)
+
+    def output(self, request: Request) -> RequestOutput:
+        """What a finished request returns."""
+        return self.maker.output(request, numerics=self.numerics, drafter=self.drafter_name)
+
+
+def settings_of(model: str, options: dict[str, Any]) -> tuple[EngineConfig, SpeculationConfig, Drafter | None]:
+    """Keyword arguments of `LLM`, sorted by what they are about.
+
+    Raises:
+        ConfigError: one does not exist or is out of range.
+    """
+    drafter = options.get("drafter", "auto")
+    made = drafter if isinstance(drafter, Drafter) else None
+    given = {**options, "model": str(model), "drafter": made.name if made else tuple(drafter) if isinstance(drafter, list) else drafter}
+    of_engine, of_speculation = ({one.name for one in fields(kind)} for kind in (EngineConfig, SpeculationConfig))
+    unknown = given.keys() - of_engine - of_speculation
+    if unknown:
+        raise ConfigError(f"{', '.join(sorted(unknown))}: no such option; use {', '.join(sorted(of_engine | of_speculation))}")
+    engine = EngineConfig(**{name: value for name, value in given.items() if name in of_engine})
+    return engine, SpeculationConfig(**{name: value for name, value in given.items() if name in of_speculation}), made
+
 
 def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: Drafter | None = None) -> OpenedEngine:
     """Load what the settings name.
@@ -43,10 +101,12 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
     """
     directory = resolve(config.model, gguf_file=config.gguf_file, revision=config.revision, token=config.token, offline=config.offline)
     tokenizer = Tokenizer.open(directory)
-    loaded = load_runtime(directory, _runtime_options(config, drafter))
+    layers = _layers(config, speculation, directory) if drafter is None else drafter.needs.layers
+    loaded = load_runtime(directory, _runtime_options(config, layers))
     runtime = loaded.runtime
     plan = plan_cache(runtime.config, config, runtime.capabilities.weight_type)
     cache = runtime.new_cache(plan.num_blocks)
+    cache.prefix_caching = config.prefix_cache
     vocab_size = min(runtime.config.vocab_size, tokenizer.vocab_size)
     if drafter is None:
         target = TargetDescription(
@@ -62,17 +122,29 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
             token=config.token,
             draft_quant=quant_options("draft_quant", speculation.draft_quant),
             quant_directory=cache_directory(),
+            facts_directory=cache_directory(),
+            runtime=runtime,
+            cache=cache,
+            collected_layers=layers,
         )
         drafter = make_drafter(speculation.drafter, target)
     policy = DraftLengthPolicy(DEFAULT_DRAFT_TOKENS) if drafter is None else _policy(speculation, runtime, cache, plan.max_context)
-    guesser = Guesser(drafter, policy, vocab_size=vocab_size, layout=cache.layout)
-    engine = Engine(runtime, cache, guesser, max_num_seqs=config.max_num_seqs, chunk_rows=config.chunk_rows)
+    acceptance = Acceptance(speculation.acceptance)
+    guesser = Guesser(drafter, policy, vocab_size=vocab_size, layout=cache.layout, acceptance=acceptance)
+    limits = Limits(max_num_seqs=config.max_num_seqs, max_step_rows=config.max_step_rows, chunk_rows=config.chunk_rows)
+    engine = Engine(runtime, cache, guesser, limits)
     ends = tuple(dict.fromkeys((*runtime.config.eos_token_ids, *tokenizer.end_token_ids)))
     maker = RequestMaker(tokenizer, vocab_size, plan.max_context, ends)
-    return OpenedEngine(engine, maker, _notices((*tokenizer.notices, *loaded.notices), plan.notice), config)
+    of_drafter = () if drafter is None else drafter.notices
+    return OpenedEngine(engine, maker, _notices((*tokenizer.notices, *loaded.notices, *of_drafter), plan.notice), config)
 
 
-def _runtime_options(config: EngineConfig, drafter: Drafter | None) -> RuntimeOptions:
+def _layers(config: EngineConfig, speculation: SpeculationConfig, directory: Path) -> tuple[int, ...]:
+    """Boundaries that the target must collect for the drafters to be opened."""
+    return layers_to_collect(speculation.drafter, directory, token=config.token, offline=config.offline, facts_directory=cache_directory())
+
+
+def _runtime_options(config: EngineConfig, collect_layers: Sequence[int]) -> RuntimeOptions:
     return RuntimeOptions(
         numerics=Numerics(config.numerics),
         dtype=None if config.dtype == "auto" else WeightType(config.dtype),
@@ -80,7 +152,7 @@ def _runtime_options(config: EngineConfig, drafter: Drafter | None) -> RuntimeOp
         max_context=config.max_context,
         device=config.device,
         backend=config.backend,
-        collect_layers=drafter.needs.layers if drafter is not None else (),
+        collect_layers=collect_layers,
         facts_directory=cache_directory(),
         quant=quant_options("quant", config.quant),
         quant_directory=cache_directory(),

@@ -2,16 +2,22 @@
 
 import statistics
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
 
 from paceline.speculation.drafter import DraftBudget
+from paceline.speculation.pass_times import PassTimes
 from paceline.speculation.request import Request
 
 WINDOW = 64  # drafted tokens the guard looks back on
 MIN_EVIDENCE = 24  # drafted tokens before it may act
 CLEAR_EVIDENCE = 16  # the same where none of them was accepted, in at least 4 steps
 SHORT_EVIDENCE = 8  # enough where drafting did not pay for the requests before
-PROBE_INTERVAL = 32  # steps from one probe to the next, 31 of them plain
+PROBE_INTERVAL = 32  # steps from one probe to the next, 31 of them plain; of all requests together, for one slows the pass of all
+FIRST_ROWS = 16  # drafted tokens of a pass in which all requests draft for the first time, while drafting is not known to pay
+LEAST_BREAK_EVEN = 0.05  # accepted tokens a step, however cheap rows seem: times are never measured without noise
+UNKNOWN_ACCEPTANCE = 0.5  # of a drafted token, before any was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +36,59 @@ class StepCosts:
         return (self.speculative_s + self.draft_s) / self.plain_s - 1.0 if self.plain_s > 0 else 0.0
 
 
+def share_rows(wanted: Sequence[int], acceptance: Sequence[float], available: int) -> list[int]:
+    """Divide the draft rows of a pass among its requests so that most tokens are to be expected.
+
+    The i-th draft row of a request brings a token with probability acceptance^i, if its drafts are a chain. So the rows go, one by one, to
+    whoever gains most by the next one; where all gain alike, to who has the fewest.
+
+    Args:
+        wanted: draft rows each request could use, the root not counted.
+        acceptance: probability that one of its guesses is kept, given those before it were.
+        available: rows to divide.
+
+    Returns:
+        rows for each, in order.
+    """
+    if sum(wanted) <= available:
+        return list(wanted)
+    shares = [0] * len(wanted)
+    queue = [(-rate, 0, index) for index, (rate, rows) in enumerate(zip(acceptance, wanted, strict=True)) if rows > 0]
+    heapify(queue)
+    for _ in range(max(0, available)):
+        gain, share, index = queue[0]
+        shares[index] = share + 1
+        is_full = shares[index] == wanted[index]
+        heapreplace(queue, (1.0 if is_full else gain * acceptance[index], shares[index], index))
+    return shares
+
+
 @dataclass(slots=True)
 class _Guard:
-    """Recent acceptance: (drafted, accepted) per step, over the last `WINDOW` drafted tokens."""
+    """Recent acceptance: (drafted, accepted) per step, over the last `WINDOW` drafted tokens.
 
-    recent: deque[tuple[int, int]]
+    Attributes:
+        num_plain: plain steps since drafting did not pay any more.
+        min_evidence: drafted tokens before it may act; one is enough for a probe, which is judged by itself.
+        was_probed: whether it ever acted.
+    """
+
+    recent: deque[tuple[int, int]] = field(default_factory=deque)
     drafted: int = 0
     accepted: int = 0
-    plain_left: int = 0  # plain steps until the next probe; 0 = drafting
-    is_probe: bool = False
+    num_plain: int = 0
     min_evidence: int = MIN_EVIDENCE
+    was_probed: bool = False
 
+    @property
+    def accepted_per_step(self) -> float:
+        return self.accepted / len(self.recent)
+
+    @property
     def has_evidence(self) -> bool:
-        """Whether enough is known to judge; a probe is judged by itself."""
+        """Whether enough is known to judge."""
         is_clear = self.accepted == 0 and self.drafted >= CLEAR_EVIDENCE and len(self.recent) >= 4
-        return self.is_probe or is_clear or self.drafted >= self.min_evidence
+        return is_clear or self.drafted >= self.min_evidence
 
     def add(self, num_drafted: int, num_accepted: int) -> None:
         self.recent.append((num_drafted, num_accepted))
@@ -59,6 +103,9 @@ class _Guard:
 class DraftLengthPolicy:
     """A fixed draft length with a guard: where acceptance is below the break-even point, steps are plain but for a probe now and then.
 
+    The point depends on who else is in the pass: while one row costs nearly as much as five, drafts are nearly free, but eighty cost more
+    than sixteen. So it is asked before every step, from the times of the passes that ran.
+
     Args:
         num_draft_tokens: depth of a draft.
         row_budget: rows of the target pass a tree may cost, root included; None = a chain's.
@@ -69,22 +116,41 @@ class DraftLengthPolicy:
         self.num_draft_tokens = num_draft_tokens
         self.row_budget = row_budget if row_budget is not None else num_draft_tokens + 1
         self.costs = costs
+        self._times = PassTimes({1: costs.plain_s, self.row_budget: costs.speculative_s}) if costs is not None else None
+        self._known_rows = self._num_drafting = 1  # of the step to come
         self._guards: dict[int, _Guard] = {}
-        self._lately = _Guard(deque())  # all requests together
+        self._lately = _Guard()  # all requests together
         self._draft_times: deque[float] = deque(maxlen=15)
+        self._break_even = self._find_break_even()
+
+    @property
+    def full_budget(self) -> DraftBudget:
+        """What a request may draft where drafting pays."""
+        return DraftBudget(self.row_budget, self.num_draft_tokens)
+
+    def begin_step(self, num_known_rows: int, num_drafting: int) -> None:
+        """Told before a step how many rows its pass has without guesses, and for how many requests some may be made."""
+        self._known_rows, self._num_drafting = num_known_rows, num_drafting
+        self._break_even = self._find_break_even()
 
     def budget(self, request: Request) -> DraftBudget | None:
         """What this request may draft now; None = a plain step because drafting does not pay at present."""
         guard = self._guards.get(id(request))
         if guard is None:
-            is_doubtful = self._lately.drafted >= MIN_EVIDENCE and not self._pays(self._lately)
-            guard = self._guards[id(request)] = _Guard(deque(), min_evidence=SHORT_EVIDENCE if is_doubtful else MIN_EVIDENCE)
-        if guard.plain_left > 0:
-            guard.plain_left -= 1
-            if guard.plain_left > 0:
+            guard = self._guards[id(request)] = _Guard()
+        if self._has_failed(guard):
+            guard.min_evidence = 1  # it is judged by what is known until the probe
+            guard.num_plain += 1
+            if guard.num_plain < PROBE_INTERVAL * len(self._guards):
                 return None
-            guard.is_probe = True
-        return DraftBudget(self.row_budget, self.num_draft_tokens)
+            guard = self._guards[id(request)] = _Guard(min_evidence=1, was_probed=True)
+        guard.num_plain = 0
+        return self.full_budget if guard.drafted or guard.was_probed else self._first_budget()
+
+    def acceptance(self, request: Request) -> float:
+        """Share of the request's drafted tokens that were kept lately; an even chance before any is known."""
+        guard = self._guards.get(id(request))
+        return guard.accepted / guard.drafted if guard is not None and guard.drafted else UNKNOWN_ACCEPTANCE
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Told after every step with drafts."""
@@ -93,21 +159,51 @@ class DraftLengthPolicy:
             return
         guard.add(num_drafted, num_accepted)
         self._lately.add(num_drafted, num_accepted)
-        if guard.has_evidence():
-            guard.is_probe = False
+        if self._pays(guard):
             guard.min_evidence = MIN_EVIDENCE
-            if not self._pays(guard):
-                self._guards[id(request)] = _Guard(deque(), plain_left=PROBE_INTERVAL)
+
+    def observe_pass(self, num_rows: int, seconds: float) -> None:
+        """Told how long a target pass took."""
+        if self._times is not None:
+            self._times.observe(num_rows, seconds)
 
     def observe_draft_time(self, seconds: float) -> None:
         """Told how long the last draft took to make. The median counts: a first draft also reads the prompt."""
         if self.costs is not None:
             self._draft_times.append(seconds)
             self.costs = StepCosts(self.costs.plain_s, self.costs.speculative_s, statistics.median(self._draft_times))
+            self._break_even = self._find_break_even()
 
     def release(self, request: Request) -> None:
         """Forget a request."""
         self._guards.pop(id(request), None)
 
+    def _first_budget(self) -> DraftBudget:
+        """What a request may draft of whom nothing is known: little in a large batch, for many who learn at once pay for it at once."""
+        if self.costs is None or (self._lately.has_evidence and self._pays(self._lately)):
+            return self.full_budget
+        depth = min(self.num_draft_tokens, max(1, FIRST_ROWS // max(1, self._num_drafting)))
+        return self.full_budget if depth == self.num_draft_tokens else DraftBudget(depth + 1, depth)
+
+    def _has_failed(self, guard: _Guard) -> bool:
+        """Whether it is known that drafting for this request does not pay."""
+        if guard.drafted == 0 or self._pays(guard):
+            return False
+        if guard.has_evidence:
+            return True
+        # Where it does not pay for all together either, little is enough; next to nothing where nobody's drafts were accepted.
+        lately = self._lately
+        if guard.was_probed or not lately.has_evidence or self._pays(lately):
+            return False
+        return guard.drafted >= SHORT_EVIDENCE or lately.accepted == 0
+
     def _pays(self, guard: _Guard) -> bool:
-        return self.costs is None or guard.accepted / len(guard.recent) >= self.costs.break_even_accepted()
+        return guard.accepted_per_step >= self._break_even
+
+    def _find_break_even(self) -> float:
+        """Accepted tokens a step that are worth their rows in the step to come, if all draft for whom it may be done."""
+        if self.costs is None or self._times is None:
+            return 0.0
+        rows = self._known_rows
+        with_drafts_s = self._times.at(rows + (self.row_budget - 1) * self._num_drafting)
+        return max(LEAST_BREAK_EVEN, StepCosts(self._times.at(rows), with_drafts_s, self.costs.draft_s).break_even_accepted())

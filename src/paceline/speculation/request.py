@@ -1,14 +1,20 @@
 """One sequence being generated. Changed only by the engine (state, cache) and by commit (tokens). No torch."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from enum import Enum
 
+from paceline.config import MAX_DRAFT_TOKENS
+from paceline.errors import RequestError
 from paceline.kv_cache.paged import CachedSequence
+from paceline.sampling.logprobs import TokenLogprobs
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.stats import SpeculationStats
 from paceline.speculation.stop import TextStop
+
+PROMPT_LOGPROBS_ROWS = 64
+"""Prompt rows of one pass whose logits are all wanted: as many rows of V floats are made at once."""
 
 
 class FinishReason(Enum):
@@ -16,6 +22,7 @@ class FinishReason(Enum):
 
     STOP = "stop"  # EOS, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the end of the context
+    ABORT = "abort"  # its caller went away, or it failed: `Request.error` says which
 
 
 class TokenOrigin(Enum):
@@ -39,6 +46,57 @@ class DraftHints:
     namespace: str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSpeculation:
+    """How one request may be drafted for. It changes the speed, never a token.
+
+    Attributes:
+        enabled: False = plain steps only, and no drafter is told anything of the request.
+        drafter: name of the one that shall guess, of several loaded ones; None = whoever is loaded.
+        max_draft_tokens: tokens drafted a step at most; 0 = as `enabled=False`, None = what the model was loaded with.
+
+    Raises:
+        RequestError: a value has the wrong type or is out of range.
+    """
+
+    enabled: bool = True
+    drafter: str | None = None
+    max_draft_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.enabled, bool):
+            raise RequestError(f"speculation: enabled is {self.enabled!r}: use true or false", parameter="speculation")
+        if not isinstance(self.drafter, str | None):
+            raise RequestError(f"speculation: drafter is {self.drafter!r}: give the name of a loaded one, or None", parameter="speculation")
+        limit: object = self.max_draft_tokens
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or not 0 <= limit <= MAX_DRAFT_TOKENS):
+            raise RequestError(
+                f"speculation: max_draft_tokens is {limit!r}: use a whole number from 0 to {MAX_DRAFT_TOKENS}, or None",
+                parameter="speculation",
+            )
+
+    @classmethod
+    def of(cls, given: "RequestSpeculation | Mapping[str, object] | None") -> "RequestSpeculation":
+        """What was given, by name or as it is.
+
+        Raises:
+            RequestError: it is something else, or names what does not exist.
+        """
+        if given is None:
+            return cls()
+        if isinstance(given, cls):
+            return given
+        names = [field.name for field in fields(cls)]
+        if not isinstance(given, Mapping) or not set(given) <= set(names):
+            raise RequestError(f"speculation is {given!r}: give a mapping with {', '.join(names)}", parameter="speculation")
+        return cls(**given)  # type: ignore[arg-type]  # checked there
+
+    @property
+    def is_off(self) -> bool:
+        """Whether all steps are plain."""
+        return not self.enabled or self.max_draft_tokens == 0
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """State of one request.
@@ -52,6 +110,14 @@ class Request:
         end_token_ids: ids that end it (EOS unless ignored, stop tokens).
         text_stop: finds stop strings; None when there are none and nobody streams.
         hints: what its sender offers to drafters.
+        speculation: how it may be drafted for.
+        salt: only requests with the same one share cached blocks.
+        leader: another sample of the same prompt, whose cached prompt this one waits for.
+        num_cached_tokens: prompt tokens whose rows were in the cache when it began.
+        num_preemptions: how often its rows were dropped to make room for older requests; they run again.
+        logprobs: of the output tokens, where asked for.
+        prompt_logprobs: of the prompt tokens so far, where asked for; the first one has none.
+        error: why it failed; nobody else is concerned.
         started_s, first_token_s, finished_s: clock (`time.perf_counter`) at admission, after the prompt's last pass, at the end.
     """
 
@@ -66,6 +132,14 @@ class Request:
     end_token_ids: frozenset[int] = frozenset()
     text_stop: TextStop | None = None
     hints: DraftHints = DraftHints()
+    speculation: RequestSpeculation = RequestSpeculation()
+    salt: bytes = b""
+    leader: "Request | None" = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    error: Exception | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     origins: list[TokenOrigin] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -90,3 +164,19 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def wants_prompt_rows(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still missing; their rows must run, so none may be adopted."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
+
+    def num_due(self, chunk_rows: int) -> int:
+        """Known tokens that run in its next pass; 1 while decoding: the root."""
+        uncached = len(self.token_ids) - self.sequence.committed_len
+        if uncached == 1:  # nearly always
+            return 1
+        return min(uncached, chunk_rows, PROMPT_LOGPROBS_ROWS) if self.wants_prompt_rows else min(uncached, chunk_rows)
+
+    def fail(self, error: Exception) -> None:
+        """End it with an error that is raised to its own caller."""
+        self.error, self.finish_reason = error, FinishReason.ABORT

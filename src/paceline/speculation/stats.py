@@ -16,9 +16,11 @@ class PlainReason(Enum):
 
     OFF = "speculation is off"
     PROMPT = "the prompt's last pass"
+    RESUMED = "the last pass over tokens whose rows had been dropped"
     NO_GUESS = "the drafter had no guess"
     GUARD = "drafting did not pay"
     NO_ROOM = "the end of the context or of max_tokens"
+    FULL_PASS = "the pass was full of other rows"
     NO_MEMORY = "no cache block was free for drafts"
     DRAFTER_FAILED = "the drafter failed"
     CUT = "no guessed token was usable"
@@ -26,7 +28,10 @@ class PlainReason(Enum):
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Counters of one request, or the sum of several."""
+    """Counters of one request, or the sum of several.
+
+    `acceptance` names the rule by which guesses were kept, "match" or "rejection" (see speculation/rejection.py).
+    """
 
     steps: int = 0
     drafted: int = 0
@@ -37,6 +42,7 @@ class SpeculationStats:
     drafted_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
     plain: Counter[PlainReason] = field(default_factory=Counter)
+    acceptance: str = "match"
 
     @property
     def plain_steps(self) -> int:
@@ -64,7 +70,9 @@ class SpeculationStats:
         self.emitted += num_emitted
         if plain is not None:
             self.plain[plain] += 1
-        self._widen(max(draft_depths, default=0))
+        if not draft_depths:
+            return
+        self._widen(max(draft_depths))
         for depth in draft_depths:
             self.drafted_by_position[depth - 1] += 1
         for depth in range(num_accepted):
@@ -84,6 +92,7 @@ class SpeculationStats:
         """The JSON form."""
         return {
             "drafter": drafter,
+            "acceptance": self.acceptance,
             "steps": self.steps,
             "drafted": self.drafted,
             "accepted": self.accepted,

@@ -3,46 +3,58 @@
     policy.budget  →  drafter.propose  →  cache.reserve  →  one target pass over root + tree of every request
                    →  verify (walk)    →  commit (token by token)  →  cache.keep_path  →  policy and drafter are told
 
-A request whose earlier tokens are not cached yet (a prompt) brings those rows first, in chunks; the chunk that reaches its last
-token is the prompt's own plain step. The bonus token stays pending: it is the root of the next step, never a pass of its own.
+A request whose known tokens are not all cached (a prompt, or one that was preempted) brings those rows first, in chunks; the chunk
+that reaches its last token is a plain step of its own. The bonus token stays pending: it is the root of the next step, never a
+pass of its own.
 """
 
 from collections.abc import Sequence
+from time import perf_counter
 
+from paceline.errors import CheckpointError
 from paceline.kv_cache.paged import KVCache
 from paceline.runtimes.base import FloatArray, ForwardOutput, Runtime, assemble
 from paceline.speculation.commit import commit
 from paceline.speculation.drafter import CommittedRows
 from paceline.speculation.guess import Guesser
 from paceline.speculation.request import Request
-from paceline.speculation.verify import verify
+from paceline.speculation.verify import prompt_logprobs, token_logprobs
 from paceline.speculation.work import Work, reserve
 
 
-def step(requests: Sequence[Request], target: Runtime, cache: KVCache, guesser: Guesser, *, chunk_rows: int) -> None:
-    """Advance every request by one target pass; each that has reached its last token emits at least one token.
+def step(
+    requests: Sequence[Request], target: Runtime, cache: KVCache, guesser: Guesser, *, chunk_rows: int, max_rows: int | None = None
+) -> None:
+    """Advance every request by one target pass; each that has reached its last token emits at least one token, or fails alone.
 
     Args:
         requests: unfinished, each with a sequence in `cache`.
         chunk_rows: prompt rows of one request in one pass.
+        max_rows: of the pass; guesses take what known tokens leave of them. None = no limit.
 
     Raises:
-        CapacityError: not even the plain rows fit; nothing was changed.
-        CheckpointError: the target produced NaN.
+        CapacityError: not even the known tokens fit; nothing was changed.
+        Exception: whatever the target's pass raised; nothing was committed.
     """
     works = [Work.of(request, chunk_rows) for request in requests]
-    guesser.guess(works)
+    guesser.guess(works, max_rows)
     plans = reserve(works, cache)
-    output = target.forward(assemble(plans, [work.token_ids for work in works], [work.logits_nodes for work in works]))
+    batch = assemble(plans, [work.token_ids for work in works], [work.logits_nodes for work in works])
+    start_s = perf_counter()
+    output = target.forward(batch)
+    guesser.observe_pass(len(batch.token_ids), perf_counter() - start_s)
     committed: list[CommittedRows] = []
     first_row = first_logits_row = 0
     for work, plan in zip(works, plans, strict=True):
-        start = work.request.sequence.committed_len
-        logits = output.logits[first_logits_row : first_logits_row + len(work.logits_nodes), : guesser.vocab_size]
-        kept = _settle(work, logits, cache, guesser)
-        rows = [first_row + plan.row_of_node[node] for node in kept]
-        committed.append(_features(CommittedRows(work.request, start, len(rows)), rows, output, guesser))
-        first_logits_row += len(work.logits_nodes)
+        start, num_logits = work.request.sequence.committed_len, len(work.logits_nodes)
+        try:
+            logits = output.logits[first_logits_row : first_logits_row + num_logits, : guesser.vocab_size]
+            kept = _settle(work, logits, cache, guesser)
+            rows = [first_row + plan.row_of_node[node] for node in kept]
+            committed.append(_features(CommittedRows(work.request, start, len(rows)), rows, output, guesser))
+        except Exception as error:  # its sampling allows no token, its grammar broke, its row is NaN: nobody else is concerned
+            _fail(work.request, error, cache)
+        first_logits_row += num_logits
         first_row += plan.num_rows
     guesser.observe(committed)
 
@@ -50,17 +62,31 @@ def step(requests: Sequence[Request], target: Runtime, cache: KVCache, guesser: 
 def _settle(work: Work, logits: FloatArray, cache: KVCache, guesser: Guesser) -> Sequence[int]:
     """Walk one request's tree, commit its tokens and keep their rows; returns the plan's nodes that were kept."""
     request, tree = work.request, work.tree
+    if work.wants_prompt_rows:
+        request.prompt_logprobs.extend(prompt_logprobs(request, logits[: work.num_given]))
+        logits = logits[work.root :]
     if tree is None:
         cache.keep_path(request.sequence, work.root)
+        cache.remember(request.sequence, request.token_ids, salt=request.salt)
         return range(work.num_given)
-    result = verify(tree, logits, request)
-    num_emitted = commit(request, result.token_ids, len(result.accepted_nodes), drafted=tree.num_draft_tokens > 0)
+    result = guesser.verify(tree, logits, request)
+    logprobs = token_logprobs(result, logits, request) if request.params.logprobs is not None else ()
+    num_emitted = commit(request, result.token_ids, len(result.accepted_nodes), drafted=tree.num_draft_tokens > 0, logprobs=logprobs)
     accepted = [work.root + node for node in result.accepted_nodes[:num_emitted]]
     cache.keep_path(request.sequence, accepted[-1] if accepted else work.root)
+    cache.remember(request.sequence, request.token_ids, salt=request.salt)
     request.stats.record(tree.depths[1:], len(accepted), num_emitted, work.plain)
     if tree.num_draft_tokens > 0:
-        guesser.policy.observe(request, tree.num_draft_tokens, len(result.accepted_nodes))
+        guesser.learn(request, tree, result.accepted_nodes)
     return [*range(work.num_given), *accepted]
+
+
+def _fail(request: Request, error: Exception, cache: KVCache) -> None:
+    """End a request with its own error; what a pass with damaged numbers left in the cache is for nobody else."""
+    cache.cancel(request.sequence)
+    if isinstance(error, CheckpointError):
+        cache.forget(request.sequence)
+    request.fail(error)
 
 
 def _features(committed: CommittedRows, rows: Sequence[int], output: ForwardOutput, guesser: Guesser) -> CommittedRows:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.draw import draw
+from paceline.sampling.logprobs import TokenLogprobs, processed_logprobs, raw_logprobs
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
@@ -51,3 +52,34 @@ def verify(tree: DraftTree, logits: FloatArray, request: Request) -> VerifyResul
             return VerifyResult(tuple(accepted), tuple(path))
         accepted.append(child)
         node = child
+
+
+def token_logprobs(result: VerifyResult, logits: FloatArray, request: Request) -> list[TokenLogprobs]:
+    """What the target's own rows say of the tokens of a walk, one for each; to be asked before they are committed.
+
+    Args:
+        result, logits, request: of that walk, by whatever rule it chose; `request.params.logprobs` is given.
+    """
+    num_top = request.params.logprobs or 0
+    rows = [logits[node] for node in (0, *result.accepted_nodes)]
+    if request.params.logprobs_mode == "raw":
+        return [raw_logprobs(row, token, num_top) for row, token in zip(rows, result.token_ids, strict=True)]
+    return [
+        processed_logprobs(request.processor.process(row, result.token_ids[:depth]), result.token_ids[depth], num_top)
+        for depth, row in enumerate(rows)
+    ]
+
+
+def prompt_logprobs(request: Request, logits: FloatArray) -> list[TokenLogprobs | None]:
+    """What the target's rows say of the prompt tokens behind them; the first token has no row before it and gets None.
+
+    Args:
+        request: its rows from `committed_len` on ran. Rows that ran before (it was preempted since) are passed over.
+        logits: [rows, V], of all known tokens of the pass.
+    """
+    start, num_top = request.sequence.committed_len, request.params.prompt_logprobs or 0
+    found: list[TokenLogprobs | None] = [] if request.prompt_logprobs else [None]
+    first = len(request.prompt_logprobs) + len(found)
+    for index in range(max(first, start + 1), min(start + len(logits) + 1, request.num_prompt_tokens)):
+        found.append(raw_logprobs(logits[index - 1 - start], request.token_ids[index], num_top))
+    return found

@@ -20,6 +20,7 @@ class Work:
     Attributes:
         num_given: known tokens; 1 while decoding, a chunk of the prompt before.
         tree: None for a chunk that does not reach the request's last token: it emits nothing.
+        wants_prompt_rows: whether the logits of all known tokens are wanted, not only those of the tree.
         plain: why there are no guesses.
         plan: set by `reserve`.
     """
@@ -27,16 +28,17 @@ class Work:
     request: Request
     num_given: int
     tree: DraftTree | None
+    wants_prompt_rows: bool = False
     plain: PlainReason | None = None
     plan: RowPlan | None = None
 
     @classmethod
     def of(cls, request: Request, chunk_rows: int) -> "Work":
         """What `request` does next: at most `chunk_rows` known tokens."""
-        uncached = len(request.token_ids) - request.sequence.committed_len
-        if uncached > chunk_rows:
-            return cls(request, chunk_rows, None)
-        return cls(request, uncached, DraftTree.root_only(request.token_ids[-1]))
+        num_given = request.num_due(chunk_rows)
+        is_whole = num_given == len(request.token_ids) - request.sequence.committed_len
+        tree = DraftTree.root_only(request.token_ids[-1]) if is_whole else None
+        return cls(request, num_given, tree, request.wants_prompt_rows)
 
     @property
     def root(self) -> int:
@@ -60,7 +62,10 @@ class Work:
 
     @property
     def logits_nodes(self) -> Sequence[int]:
-        return () if self.tree is None else range(self.root, self.num_given + self.tree.num_draft_tokens)
+        num_nodes = self.num_given + (self.tree.num_draft_tokens if self.tree is not None else 0)
+        if self.wants_prompt_rows:
+            return range(num_nodes)
+        return range(self.root, num_nodes) if self.tree is not None else ()
 
     def make_plain(self, reason: PlainReason) -> None:
         """Drop the guesses."""

@@ -1,29 +1,33 @@
-"""Who runs when, and that whoever waits or takes guesses never costs another request its memory."""
+"""Who runs when on a real cache, and that whoever waits, fails, goes away or takes guesses never costs another request a thing."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from checkpoints import write_checkpoint
-from paceline import LLM, SamplingParams
-from paceline.kv_cache.row_plan import blocks_for
+from engine_targets import Open, assert_clean, make, run_to_end
+from paceline import LLM, CapacityError, CheckpointError, RequestError, SamplingParams
+from paceline.runtimes.base import ForwardBatch, ForwardOutput
 from paceline.speculation import step as step_module
 from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.drafter import DraftBudget, Drafter
-from paceline.speculation.request import Request
+from paceline.speculation.request import FinishReason, Request
 from paceline.speculation.stats import PlainReason
 from paceline.speculation.tree import DraftTree
 
 pytest.importorskip("openvino")
 
-BLOCK_BYTES = 16384
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+LONG = SamplingParams(max_tokens=60, ignore_eos=True, temperature=1.1, seed=3, frequency_penalty=0.3, logprobs=1)
 PROMPTS = [[5, 6, 7], [9] * 30, [30, 31], [8] * 31, [11, 12] * 40]
+NAN_ID = 96
 
 
 class BushyDrafter(Drafter):
-    """Two guesses side by side: the path of the second takes blocks of its own, beyond what its request was admitted with."""
+    """Two guesses side by side: the path of the second takes blocks of its own."""
 
     name = "bushy"
 
@@ -32,23 +36,14 @@ class BushyDrafter(Drafter):
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("llama"), "llama", num_hidden_layers=2)
-
-
-def open_llm(directory: Path, num_blocks: int, drafter: str | Drafter = "none", **options: int | str) -> LLM:
-    return LLM(str(directory), threads=2, device="cpu", drafter=drafter, cache_gb=(num_blocks + 1.5) * BLOCK_BYTES / 1e9, **options)  # type: ignore[arg-type]
-
-
-@pytest.fixture(scope="module")
-def solo(directory: Path) -> list[list[int]]:
-    llm = open_llm(directory, 40)
+def solo(open_llm: Open) -> list[list[int]]:
+    llm = open_llm(40)
     return [llm.generate([prompt], GREEDY)[0].token_ids for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")
-def solo_on_paths(directory: Path) -> list[list[int]]:
-    llm = open_llm(directory, 40, backend="openvino")
+def solo_on_paths(open_llm: Open) -> list[list[int]]:
+    llm = open_llm(40, backend="openvino")
     return [llm.generate([prompt], GREEDY)[0].token_ids for prompt in PROMPTS]
 
 
@@ -66,43 +61,74 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[list[Request]]:
     return seen
 
 
-def test_no_more_run_at_once_than_may_and_all_come_to_an_end(directory: Path, solo: list[list[int]], steps: list[list[Request]]) -> None:
-    llm = open_llm(directory, 40, max_num_seqs=2)
+def spare(llm: LLM, count: int) -> LLM:
+    """The same with so many blocks kept for each request that runs: with none they preempt one another all the time."""
+    llm.engine.scheduler.limits = replace(llm.engine.scheduler.limits, spare_blocks=count)
+    return llm
+
+
+def test_no_more_run_at_once_than_may_and_all_come_to_an_end(open_llm: Open, solo: list[list[int]], steps: list[list[Request]]) -> None:
+    llm = open_llm(40, max_num_seqs=2)
     assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == solo
     assert max(map(len, steps)) == 2
+    assert llm.stats().num_preemptions == 0
 
 
-def test_a_request_is_admitted_when_the_longest_it_may_become_fits(
-    directory: Path, solo: list[list[int]], steps: list[list[Request]]
-) -> None:
-    llm = open_llm(directory, 4, max_context=110)
-    assert llm.engine.cache.pool.num_blocks == 5
-    assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == solo
-    for requests in steps:
-        assert sum(blocks_for(request.max_len, 32) for request in requests) <= 4
-    assert max(map(len, steps)) > 1
+@pytest.mark.parametrize("drafter", ["none", "ngram", "self"])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_preempted_requests_get_the_tokens_they_get_alone(open_llm: Open, directory: Path, prefix_cache: bool, drafter: str) -> None:
+    alone = open_llm(40)
+    expected = [alone.generate([prompt], LONG)[0] for prompt in PROMPTS]
+    llm = spare(open_llm(5, str(directory) if drafter == "self" else drafter, prefix_cache=prefix_cache, max_context=160), 0)
+    outputs = llm.generate(PROMPTS, LONG)
+    for output, one in zip(outputs, expected, strict=True):
+        assert (output.token_ids, output.logprobs, output.text) == (one.token_ids, one.logprobs, one.text)
+        stats = output.speculation
+        assert stats.emitted == stats.accepted + stats.bonus == len(output.token_ids) == output.usage.completion_tokens
+        assert stats.plain_steps <= stats.steps <= stats.emitted, "rows that run again are no steps of their own"
+    stats = llm.stats()
+    assert stats.num_preemptions > 1
+    assert stats.speculation.plain[PlainReason.RESUMED] > 0
+    assert (stats.num_finished, stats.completion_tokens) == (len(PROMPTS), 60 * len(PROMPTS))
+    assert_clean(llm)
+
+
+def test_a_preempted_request_finds_its_own_rows_again_unless_they_were_needed(open_llm: Open) -> None:
+    llm = open_llm(40)
+    request = make(llm, [7] * 100, LONG)
+    llm.engine.add(request)
+    for _ in range(31):
+        llm.engine.step()
+    assert len(request.token_ids) == 131
+    llm.engine.scheduler.preempt(request)
+    assert request.sequence.committed_len == 0
+    rows: list[int] = []
+    forward = llm.runtime.forward
+    llm.runtime.forward = lambda batch: rows.append(len(batch.token_ids)) or forward(batch)  # type: ignore[func-returns-value,method-assign]
+    run_to_end(llm)
+    assert rows[0] == 131 - 128, "four blocks were full"
+    assert request.num_cached_tokens == 0, "what it had computed itself is no hit"
 
 
 @pytest.mark.parametrize("num_blocks", [4, 5, 6, 7, 9, 40])
 def test_guesses_never_take_the_blocks_of_another_requests_own_tokens(
-    directory: Path, solo_on_paths: list[list[int]], num_blocks: int
+    open_llm: Open, solo_on_paths: list[list[int]], num_blocks: int
 ) -> None:
     # in OpenVINO exact trees are paths, each with blocks of its own
-    llm = open_llm(directory, num_blocks, BushyDrafter(), max_context=110, backend="openvino")
+    llm = open_llm(num_blocks, BushyDrafter(), max_context=110, backend="openvino")
     llm.engine.guesser.policy = DraftLengthPolicy(4, row_budget=12)
     outputs = llm.generate(PROMPTS, GREEDY)
     assert [output.token_ids for output in outputs] == solo_on_paths
     without = sum(output.speculation.plain[PlainReason.NO_MEMORY] for output in outputs)
-    assert without > 0 or num_blocks == 40
+    assert without > 0 or num_blocks > 7
     assert sum(output.speculation.drafted for output in outputs) > 0
-    llm.engine.cache.check()
-    assert llm.engine.cache.pool.num_free == num_blocks
+    assert_clean(llm)
 
 
 def test_prompts_share_a_pass_until_it_is_full_and_decoding_never_waits(
-    directory: Path, steps: list[list[Request]], monkeypatch: pytest.MonkeyPatch
+    open_llm: Open, steps: list[list[Request]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = open_llm(directory, 200)
+    llm = open_llm(200)
     rows: list[int] = []
     forward = llm.runtime.forward
     monkeypatch.setattr(llm.runtime, "forward", lambda batch: rows.append(len(batch.token_ids)) or forward(batch))
@@ -115,8 +141,221 @@ def test_prompts_share_a_pass_until_it_is_full_and_decoding_never_waits(
     assert sum(rows) == 1 + 3 * 300 + 4 * 23
 
 
-def test_a_short_cache_plan_is_noticed_and_a_long_one_is_not(directory: Path) -> None:
-    assert open_llm(directory, 4).max_context == 128
-    assert "limits the context to 128 of the model's 512" in open_llm(directory, 4).notices[-1]
-    plenty = open_llm(directory, 16)
+@pytest.mark.parametrize("max_step_rows", [5, 9, 14])
+def test_guesses_take_what_known_tokens_leave_of_a_pass(
+    open_llm: Open, directory: Path, solo: list[list[int]], max_step_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = open_llm(40, str(directory), max_step_rows=max_step_rows)
+    llm.engine.guesser.policy = DraftLengthPolicy(4)
+    rows: list[int] = []
+    forward = llm.runtime.forward
+    monkeypatch.setattr(llm.runtime, "forward", lambda batch: rows.append(len(batch.token_ids)) or forward(batch))
+    outputs = llm.generate(PROMPTS[:1] + PROMPTS[2:3] + [[40], [50], [60]], GREEDY)
+    assert [output.token_ids for output in outputs[:2]] == [solo[0], solo[2]]
+    assert max(rows) <= max_step_rows
+    assert sum(output.speculation.plain[PlainReason.FULL_PASS] for output in outputs) == 0 or max_step_rows < 14
+    assert all(output.speculation.drafted > 0 for output in outputs) or max_step_rows == 5
+
+
+def test_a_short_cache_plan_is_noticed_and_a_long_one_is_not(open_llm: Open) -> None:
+    assert open_llm(4).max_context == 128
+    assert "limits the context to 128 of the model's 512" in open_llm(4).notices[-1]
+    plenty = open_llm(16)
     assert (plenty.max_context, plenty.notices) == (512, ())
+
+
+def test_a_request_finds_no_room_only_where_others_than_requests_hold_it(open_llm: Open) -> None:
+    llm = open_llm(4)
+    (expected,) = llm.generate([[8] * 40], GREEDY)
+    held = llm.engine.cache.new_sequence()
+    llm.engine.cache.reserve(held, range(-1, 95))
+    with pytest.raises(CapacityError, match=r"40 rows of a request found no room: 1 of 4 blocks are free"):
+        llm.generate([[8] * 40], GREEDY)
+    assert llm.generate([[8]], replace(GREEDY, max_tokens=4))[0].finish_reason == "length"
+    llm.engine.cache.release(held)
+    assert llm.generate([[8] * 40], GREEDY)[0].token_ids == expected.token_ids
+    assert_clean(llm)
+
+
+# Aborts
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 9])
+def test_an_abort_frees_everything_and_touches_nobody(open_llm: Open, solo: list[list[int]], num_steps: int) -> None:
+    llm = open_llm(40, "ngram", max_num_seqs=2)
+    requests = [make(llm, prompt, GREEDY) for prompt in PROMPTS]
+    victims = [make(llm, [7] * 300, GREEDY), make(llm, [9, 9, 9], GREEDY)]
+    llm.engine.add(victims[0])  # runs; the other one waits to the last
+    for request in (*requests, victims[1]):
+        llm.engine.add(request)
+    for _ in range(num_steps):
+        llm.engine.step()
+    for victim in (*victims, *victims):
+        llm.engine.abort(victim)
+    assert [victim.finish_reason for victim in victims] == [FinishReason.ABORT] * 2
+    llm.engine.cache.check()
+    run_to_end(llm)
+    assert [list(request.output_token_ids) for request in requests] == solo
+    assert (llm.stats().num_aborted, llm.stats().num_finished) == (2, len(PROMPTS))
+    output = llm._opened.output(victims[0])
+    assert (output.finish_reason, output.usage.completion_tokens) == ("abort", len(output.token_ids))
+    assert output.timing.prompt_s >= 0
+    assert_clean(llm)
+
+
+def test_an_abort_from_within_a_step_ends_with_the_step(open_llm: Open, solo: list[list[int]]) -> None:
+    llm = open_llm(40)
+    requests: list[Request] = []
+
+    def leave(token_ids: Sequence[int], scores: np.ndarray) -> np.ndarray:
+        if len(token_ids) == 8:
+            for request in requests:
+                llm.engine.abort(request)
+        return scores
+
+    requests += [make(llm, PROMPTS[0], replace(GREEDY, processors=[leave])), make(llm, [4, 4], GREEDY)]
+    other = make(llm, PROMPTS[1], GREEDY)
+    for request in (*requests, other):
+        llm.engine.add(request)
+    run_to_end(llm)
+    assert [len(request.output_token_ids) for request in requests] == [6, 6]
+    assert [(request.finish_reason, request.error) for request in requests] == [(FinishReason.ABORT, None)] * 2
+    assert llm.stats().num_aborted == 2
+    assert list(other.output_token_ids) == solo[1]
+    assert_clean(llm)
+
+
+def test_requests_that_come_go_and_are_preempted_at_random_leave_nothing_behind(open_llm: Open, seed: int, large_counts: bool) -> None:
+    generator = np.random.default_rng(seed)
+    alone, llm = open_llm(40), spare(open_llm(7, "ngram", max_context=120, max_num_seqs=5), 0)
+    expected = {index: alone.generate([prompt], LONG)[0].token_ids for index, prompt in enumerate(PROMPTS)}
+    live: dict[Request, int] = {}
+    num_finished = 0
+    for _ in range(10_000 if large_counts else 600):
+        event = generator.random()
+        if event < 0.25 and len(live) < 12:
+            index = int(generator.integers(len(PROMPTS) - 1))
+            request = make(llm, PROMPTS[index], LONG)
+            llm.engine.add(request)
+            live[request] = index
+        elif event < 0.28 and live:
+            llm.engine.abort(list(live)[int(generator.integers(len(live)))])
+        elif event < 0.34 and llm.engine.scheduler.running:
+            llm.engine.scheduler.preempt(llm.engine.scheduler.running[-1])
+        else:
+            llm.engine.step()
+        llm.engine.cache.check()
+        for request in [request for request in live if request.is_finished]:
+            index = live.pop(request)
+            assert expected[index][: request.num_output_tokens] == request.output_token_ids
+            num_finished += request.finish_reason is FinishReason.LENGTH
+    assert num_finished > 5
+    run_to_end(llm)
+    assert_clean(llm)
+
+
+# Requests and passes that fail
+
+
+def fail_processor(token_ids: Sequence[int], scores: np.ndarray) -> np.ndarray:
+    if len(token_ids) > 6:
+        raise ValueError("no more")
+    return scores
+
+
+def test_a_request_that_fails_ends_alone_and_its_error_reaches_its_caller(open_llm: Open, solo: list[list[int]]) -> None:
+    llm = open_llm(40, "ngram")
+    other = llm.stream(PROMPTS[1], GREEDY)
+    tokens = next(other).token_ids
+    with pytest.raises(RequestError, match="fail_processor raised ValueError: no more") as caught:
+        llm.generate([PROMPTS[0], PROMPTS[2]], replace(GREEDY, processors=[fail_processor]))
+    assert caught.value.parameter == "processors"
+    for chunk in other:
+        tokens += chunk.token_ids
+    assert tokens == solo[1]
+    assert (llm.stats().num_failed, llm.stats().num_aborted) == (1, 1), "the second of the two was given up"
+    assert_clean(llm)
+
+
+def test_a_stream_that_fails_raises_also_where_others_took_the_step(open_llm: Open) -> None:
+    llm = open_llm(40)
+    stream = llm.stream(PROMPTS[0], replace(GREEDY, processors=[fail_processor]))
+    assert len(next(stream).token_ids) == 1
+    llm.generate(PROMPTS[1], GREEDY)
+    with pytest.raises(RequestError, match="no more"):
+        list(stream)
+    assert_clean(llm)
+
+
+def test_a_row_of_nan_ends_its_own_request_and_nobody_finds_what_it_left(tmp_path: Path, open_llm: Open) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    directory = write_checkpoint(tmp_path, "llama", num_hidden_layers=2)
+    weights = load_file(directory / "model.safetensors")
+    weights["model.embed_tokens.weight"][NAN_ID] = np.nan
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    llm = LLM(str(directory), threads=2, device="cpu", drafter="none", cache_gb=0.001)
+    params = replace(GREEDY, banned_token_ids=[NAN_ID])
+    (expected,) = llm.generate([PROMPTS[1]], params)
+    bad, good = make(llm, [NAN_ID] * 300, params), make(llm, PROMPTS[1], params)
+    llm.engine.add(bad)
+    llm.engine.add(good)
+    run_to_end(llm)
+    assert isinstance(bad.error, CheckpointError)
+    assert list(good.output_token_ids) == expected.token_ids
+    again = make(llm, [NAN_ID] * 300, params)
+    llm.engine.add(again)
+    run_to_end(llm)
+    assert again.num_cached_tokens == 0
+    assert_clean(llm)
+
+
+def test_a_pass_that_fails_ends_those_in_it_and_the_engine_goes_on(
+    open_llm: Open, solo: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = open_llm(40, max_num_seqs=2)
+    requests = [make(llm, prompt, GREEDY) for prompt in PROMPTS]
+    for request in requests:
+        llm.engine.add(request)
+    llm.engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.runtime, "forward", lambda batch: (_ for _ in ()).throw(OSError("the device went away")))
+        llm.engine.step()
+        llm.engine.cache.check()
+    assert [str(request.error) for request in requests[:2]] == ["the device went away"] * 2
+    run_to_end(llm)
+    assert [list(request.output_token_ids) for request in requests[2:]] == solo[2:]
+    assert llm.stats().num_failed == 2
+    assert_clean(llm)
+
+
+def test_a_pass_that_finds_no_room_costs_the_youngest_its_rows_not_its_life(
+    open_llm: Open, solo: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = open_llm(40)
+    real, num_calls = llm.runtime.forward, 0
+
+    def full_now_and_then(batch: ForwardBatch) -> ForwardOutput:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls in (5, 11):
+            raise CapacityError("full")
+        return real(batch)
+
+    monkeypatch.setattr(llm.runtime, "forward", full_now_and_then)
+    assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == solo
+    assert llm.stats().num_preemptions == 2
+    assert_clean(llm)
+
+
+def test_an_interrupt_ends_the_pass_and_those_in_it(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = open_llm(40)
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    next(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.runtime, "forward", lambda batch: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS[1], GREEDY)
+    with pytest.raises(Exception, match="interrupted"):
+        next(stream)
+    assert_clean(llm)

@@ -1,7 +1,9 @@
 """The guard, on a simulated clock: what a step costs is given, and what a drafter is worth."""
 
 from collections.abc import Callable
+from itertools import product
 
+import numpy as np
 import pytest
 
 from paceline.kv_cache.paged import CachedSequence
@@ -15,6 +17,7 @@ from paceline.speculation.draft_length import (
     WINDOW,
     DraftLengthPolicy,
     StepCosts,
+    share_rows,
 )
 from paceline.speculation.request import Request
 
@@ -152,12 +155,74 @@ def test_the_budget_is_a_chain_unless_said_otherwise():
 
 def test_a_request_that_follows_others_for_whom_drafting_did_not_pay_is_shut_off_sooner():
     policy = _policy()
-    first, second, third = _request(), _request(), _request()
+    first, second, third, fourth = (_request() for _ in range(4))
     _run(policy, first, 100, lambda step: 0)
     drafted, _ = _run(policy, second, 20, lambda step: 0)
-    assert drafted == [step < SHORT_EVIDENCE // NUM_DRAFT_TOKENS for step in range(20)]
-    good, _ = _run(policy, third, 20, lambda step: 3)
+    assert drafted == [step < 1 for step in range(20)]  # of what was drafted before it nothing at all was accepted
+    good, _ = _run(policy, third, 5, lambda step: 1)
     assert all(good)
+    drafted, _ = _run(policy, fourth, 20, lambda step: 0)
+    assert drafted == [step < SHORT_EVIDENCE // NUM_DRAFT_TOKENS for step in range(20)]
+
+
+def test_a_useless_drafter_drafts_once_for_a_batch():
+    policy, requests = _policy(), [_request() for _ in range(16)]
+    assert all(_step(policy, requests, [0] * 16))
+    for _ in range(PROBE_INTERVAL * 16 - 1):
+        assert not any(_step(policy, requests, [0] * 16))
+    assert all(_step(policy, requests, [0] * 16))
+
+
+def test_the_first_drafts_of_a_large_batch_are_short_until_drafting_is_known_to_pay():
+    policy = _policy()
+    for num_requests, depth in ((1, 4), (4, 4), (8, 2), (16, 1), (64, 1)):
+        policy.begin_step(num_requests, num_requests)
+        budget = policy.budget(_request())
+        assert (budget.row_budget, budget.max_depth) == (depth + 1, depth)
+    unguarded = _policy(None)
+    unguarded.begin_step(16, 16)
+    assert unguarded.budget(_request()) == unguarded.full_budget
+    policy.begin_step(1, 1)
+    _run(policy, _request(), 6, lambda step: 4)
+    policy.begin_step(16, 16)
+    assert policy.budget(_request()) == policy.full_budget
+
+
+def test_a_useless_drafter_is_shut_off_however_cheap_its_rows_seem():
+    policy, request = _policy(StepCosts(1.0, 0.9)), _request()
+    drafted, _ = _run(policy, request, PROBE_INTERVAL, lambda step: 0)
+    assert sum(drafted) == CLEAR_EVIDENCE // NUM_DRAFT_TOKENS
+
+
+def test_a_good_request_among_bad_ones_goes_on_drafting():
+    policy, requests = _policy(), [_request() for _ in range(16)]
+    for step in range(40):
+        drafted = _step(policy, requests, [0] * 15 + [4])
+        assert drafted[-1]
+        assert step < 1 + SHORT_EVIDENCE // NUM_DRAFT_TOKENS or not any(drafted[:-1])
+
+
+def test_drafts_that_pay_alone_stop_where_a_batch_makes_their_rows_dear_and_go_on_after_it():
+    policy = DraftLengthPolicy(NUM_DRAFT_TOKENS, costs=StepCosts(1.0, 1.1))  # pays from 0.1 alone
+    requests = [_request() for _ in range(16)]
+    for _ in range(2):  # the first pass of so many rows does not count
+        policy.observe_pass(16, 2.0)
+        policy.observe_pass(80, 7.0)  # pays from 2.5 in the whole batch
+    for step in range(10):
+        assert _step(policy, requests, [2] * 16) == [step < 1 + SHORT_EVIDENCE // NUM_DRAFT_TOKENS] * 16
+    for request in requests[1:]:
+        policy.release(request)
+    assert _step(policy, requests[:1], [2]) == [True]
+
+
+def _step(policy: DraftLengthPolicy, requests: list[Request], accepted: list[int]) -> list[bool]:
+    """One step of requests that decode together: which of them drafted."""
+    policy.begin_step(len(requests), len(requests))
+    budgets = [policy.budget(request) for request in requests]
+    for request, budget, kept in zip(requests, budgets, accepted, strict=True):
+        if budget is not None:
+            policy.observe(request, budget.max_depth, min(kept, budget.max_depth))
+    return [budget is not None for budget in budgets]
 
 
 def test_one_slow_draft_does_not_move_the_break_even_point():
@@ -166,3 +231,53 @@ def test_one_slow_draft_does_not_move_the_break_even_point():
         policy.observe_draft_time(seconds)
     assert policy.costs is not None
     assert policy.costs.draft_s == pytest.approx(0.2)
+
+
+def test_the_probes_of_many_requests_are_as_rare_as_those_of_one():
+    """Each of them makes the pass of all requests longer."""
+    policy, requests = _policy(), [_request() for _ in range(8)]
+    for request in requests:
+        policy.budget(request)
+    num_drafted = [0] * 512
+    for step in range(512):
+        for request in requests:
+            budget = policy.budget(request)
+            if budget is not None:
+                num_drafted[step] += 1
+                policy.observe(request, budget.max_depth, 0)
+    assert sum(num_drafted[8:]) <= 8 * (512 // (8 * PROBE_INTERVAL) + 1)
+
+
+def test_acceptance_is_what_was_kept_lately_and_an_even_chance_before():
+    policy, request = _policy(), _request()
+    assert policy.acceptance(request) == 0.5
+    policy.budget(request)
+    assert policy.acceptance(request) == 0.5
+    policy.observe(request, 4, 3)
+    assert policy.acceptance(request) == 0.75
+
+
+def _expected(shares: list[int], acceptance: list[float]) -> float:
+    return sum(rate**depth for share, rate in zip(shares, acceptance, strict=True) for depth in range(1, share + 1))
+
+
+def test_rows_are_shared_so_that_no_other_way_promises_more_tokens(seed):
+    generator = np.random.default_rng(seed)
+    for _ in range(200):
+        count = int(generator.integers(1, 5))
+        wanted = generator.integers(0, 5, count).tolist()
+        acceptance = generator.choice([0.0, 0.1, 0.5, 0.5, 0.9, 1.0], count).tolist()
+        available = int(generator.integers(-2, 12))
+        shares = share_rows(wanted, acceptance, available)
+        assert sum(shares) == max(0, min(sum(wanted), available))
+        assert all(0 <= share <= most for share, most in zip(shares, wanted, strict=True))
+        others = [list(other) for other in product(*(range(most + 1) for most in wanted)) if sum(other) <= max(0, available)]
+        assert _expected(shares, acceptance) == pytest.approx(max(_expected(other, acceptance) for other in others))
+
+
+ALIKE = {12: [4, 4, 4], 11: [4, 4, 3], 6: [2, 2, 2], 4: [2, 1, 1], 2: [1, 1, 0], 0: [0, 0, 0], -9: [0, 0, 0]}
+
+
+@pytest.mark.parametrize(("available", "shares"), ALIKE.items())
+def test_where_nothing_is_known_all_get_alike(available, shares):
+    assert share_rows([4, 4, 4], [0.5, 0.5, 0.5], available) == shares

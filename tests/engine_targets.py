@@ -1,0 +1,44 @@
+"""Small engines to test with: opened by the number of cache blocks, fed request by request, checked to hold nothing at the end."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from paceline import LLM, SamplingParams
+from paceline.engine.batch import AskedFor
+from paceline.speculation.drafter import Drafter
+from paceline.speculation.request import Request
+
+BLOCK_BYTES = 16384  # of the tiny target: 2 layers, 2 kv heads, 16 wide, float32
+Open = Callable[..., LLM]
+
+
+def open_small(directory: Path, num_blocks: int, drafter: str | Sequence[str] | Drafter = "none", **options: object) -> LLM:
+    """An LLM on the tiny target whose cache has `num_blocks` blocks of 32 rows, the scratch block not counted."""
+    options = {"threads": 2, "device": "cpu", "drafter": drafter, "cache_gb": (num_blocks + 1.5) * BLOCK_BYTES / 1e9, **options}
+    return LLM(str(directory), **options)  # type: ignore[arg-type]
+
+
+def make(llm: LLM, prompt: list[int], params: SamplingParams, **asked: object) -> Request:
+    """A request for `llm.engine`."""
+    return llm._opened.requests([prompt], params, AskedFor(**asked), is_streamed=False)[0]  # type: ignore[arg-type]
+
+
+def run_to_end(llm: LLM) -> None:
+    """Steps until the engine has nothing to do."""
+    for _ in range(5_000):
+        if not llm.engine.has_work:
+            return
+        llm.engine.step()
+        llm.engine.cache.check()
+    raise AssertionError("the engine does not come to an end")
+
+
+def assert_clean(llm: LLM) -> None:
+    """Nothing is held by anybody."""
+    cache = llm.engine.cache
+    cache.check()
+    assert cache.pool.num_free == cache.pool.num_blocks - 1
+    assert llm.engine.is_idle
+    stats = llm.stats()
+    assert stats.speculation.emitted == stats.speculation.accepted + stats.speculation.bonus == stats.completion_tokens
+    assert sum(stats.speculation.accepted_by_position) == stats.speculation.accepted

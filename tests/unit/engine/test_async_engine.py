@@ -1,0 +1,215 @@
+"""Many callers at once: each gets its own tokens and its own errors, and nothing stays of those who leave."""
+
+import asyncio
+import gc
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine_targets import Open
+from paceline import AsyncEngine, CapacityError, ConfigError, RequestError, SamplingParams
+from paceline.outputs import RequestOutput
+from paceline.speculation.draft_length import DraftLengthPolicy
+
+GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.2, seed=4)
+ENDLESS = SamplingParams(max_tokens=400, ignore_eos=True)
+PROMPTS = [[5, 6, 7], [9] * 40, [30, 31], [8] * 100]
+Serve = Callable[..., AsyncEngine]
+
+
+@pytest.fixture
+def serve(open_llm: Open) -> Serve:
+    return lambda num_blocks=60, drafter="ngram", **options: AsyncEngine(open_llm(num_blocks, drafter, **options)._opened)
+
+
+@pytest.fixture(scope="module")
+def solo(open_llm: Open) -> dict[str, list[RequestOutput]]:
+    llm = open_llm(60)
+    return {name: [llm.generate([prompt], params)[0] for prompt in PROMPTS] for name, params in (("greedy", GREEDY), ("sampled", SAMPLED))}
+
+
+def run(engine: AsyncEngine, work: Callable[[AsyncEngine], Awaitable[None]]) -> None:
+    """Work with an engine, then see that it holds nothing and its thread has ended."""
+
+    async def all_of_it() -> None:
+        async with engine:
+            await asyncio.wait_for(work(engine), 60)
+
+    asyncio.run(all_of_it())
+    assert not engine._thread.is_alive()
+    cache = engine.opened.engine.cache
+    cache.check()
+    assert cache.pool.num_free == cache.pool.num_blocks - 1
+    assert engine.opened.engine.is_idle
+    assert engine._listeners == {}
+
+
+async def until_idle(engine: AsyncEngine) -> None:
+    while (stats := await engine.stats()).num_running + stats.num_waiting:
+        await asyncio.sleep(0.001)
+
+
+async def collect(stream: Any) -> tuple[str, list[int], RequestOutput]:
+    text, tokens, output = "", [], None
+    async for chunk in stream:
+        text, tokens, output = text + chunk.text, tokens + chunk.token_ids, chunk.output
+    assert output is not None
+    return text, tokens, output
+
+
+def test_callers_that_stream_and_wait_at_once_get_what_they_get_alone(serve: Serve, solo: dict[str, list[RequestOutput]]) -> None:
+    async def work(engine: AsyncEngine) -> None:
+        engine.opened.engine.guesser.policy = DraftLengthPolicy(4)
+        streams = [collect(engine.stream(prompt, SAMPLED)) for prompt in PROMPTS]
+        whole = [engine.generate(prompt, GREEDY) for prompt in PROMPTS]
+        *streamed, outputs = await asyncio.gather(*streams, asyncio.gather(*whole))
+        for (text, tokens, output), alone in zip(streamed, solo["sampled"], strict=True):
+            assert (text, tokens, output.token_ids, output.finish_reason) == (alone.text, alone.token_ids, alone.token_ids, "length")
+        assert [one.token_ids for (one,) in outputs] == [alone.token_ids for alone in solo["greedy"]]
+        several = await engine.generate([PROMPTS[0], PROMPTS[2]], replace(SAMPLED, n=2))
+        assert [one.sample_index for one in several] == [0, 1, 0, 1]
+        assert [several[0].token_ids, several[2].token_ids] == [solo["sampled"][0].token_ids, solo["sampled"][2].token_ids]
+        stats = await engine.stats()
+        assert (stats.num_finished, stats.completion_tokens) == (12, 12 * 20)
+        assert stats.num_steps < 12 * 20, "they ran together"
+
+    run(serve(), work)
+
+
+def test_conversations_are_answered(serve: Serve) -> None:
+    messages = [{"role": "user", "content": "the cat"}]
+
+    async def work(engine: AsyncEngine) -> None:
+        (answer,) = await engine.chat(messages, GREEDY)
+        text, _, output = await collect(engine.stream_chat(messages, GREEDY))
+        assert (text, output.token_ids) == (answer.text, answer.token_ids)
+
+    run(serve(), work)
+
+
+@pytest.mark.parametrize("how", ["close", "cancel", "garbage", "timeout"])
+def test_whoever_leaves_early_leaves_nothing_behind(serve: Serve, solo: dict[str, list[RequestOutput]], how: str) -> None:
+    async def leave(engine: AsyncEngine) -> None:
+        stream = engine.stream([7] * 80, ENDLESS)
+        await anext(stream)
+        if how == "close":
+            await stream.aclose()  # type: ignore[attr-defined]
+        elif how == "garbage":
+            del stream
+            gc.collect()
+        elif how == "cancel":
+            task = asyncio.create_task(collect(stream))
+            await asyncio.sleep(0.005)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        else:
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(engine.generate([[7], [8] * 90], ENDLESS), 0.01)
+            await stream.aclose()  # type: ignore[attr-defined]
+
+    async def work(engine: AsyncEngine) -> None:
+        other = asyncio.create_task(engine.generate(PROMPTS[1], replace(GREEDY, max_tokens=100)))
+        await leave(engine)
+        await until_idle(engine)
+        assert (await other)[0].token_ids[:20] == solo["greedy"][1].token_ids
+        assert (await engine.stats()).num_aborted == (3 if how == "timeout" else 1)
+
+    run(serve(), work)
+
+
+def fail_processor(token_ids: Sequence[int], scores: np.ndarray) -> np.ndarray:
+    if len(token_ids) > 6:
+        raise ValueError("no more")
+    return scores
+
+
+def test_an_error_reaches_its_own_caller_and_nobody_else(serve: Serve, solo: dict[str, list[RequestOutput]]) -> None:
+    async def work(engine: AsyncEngine) -> None:
+        other = asyncio.create_task(engine.generate(PROMPTS[1], GREEDY))
+        with pytest.raises(RequestError, match="no more"):
+            await engine.generate([PROMPTS[0], [4]], replace(GREEDY, processors=[fail_processor]))
+        with pytest.raises(RequestError, match="no more"):
+            await collect(engine.stream(PROMPTS[0], replace(GREEDY, processors=[fail_processor])))
+        with pytest.raises(RequestError, match="the prompt is empty"):
+            await engine.generate([[5], []], GREEDY)
+        with pytest.raises(RequestError, match="drafter 'eagle' is not loaded; loaded: ngram"):
+            await anext(engine.stream(PROMPTS[0], GREEDY, speculation={"drafter": "eagle"}))
+        engine.opened.engine._blocks_of = lambda request: 1000  # type: ignore[method-assign]
+        with pytest.raises(CapacityError, match="do not fit the cache"):
+            await engine.generate(PROMPTS[0], GREEDY)
+        del engine.opened.engine._blocks_of
+        assert (await other)[0].token_ids == solo["greedy"][1].token_ids
+        await until_idle(engine)
+
+    run(serve(), work)
+
+
+def test_a_step_that_breaks_ends_those_in_the_engine_and_serves_those_that_come(
+    serve: Serve, solo: dict[str, list[RequestOutput]], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work(engine: AsyncEngine) -> None:
+        real = engine.opened.engine.scheduler.next_pass
+
+        def broken() -> list[Any]:
+            raise AssertionError("a fault of ours")
+
+        engine.opened.engine.scheduler.next_pass = broken  # type: ignore[method-assign]
+        with pytest.raises(AssertionError, match="a fault of ours"):
+            await engine.generate(PROMPTS, GREEDY)
+        engine.opened.engine.scheduler.next_pass = real  # type: ignore[method-assign]
+        assert (await engine.generate(PROMPTS[0], GREEDY))[0].token_ids == solo["greedy"][0].token_ids
+
+    run(serve(), work)
+    assert "a step of the engine failed" in caplog.text
+
+
+def test_closing_ends_everybody_who_is_there_and_refuses_those_who_come(serve: Serve) -> None:
+    async def work(engine: AsyncEngine) -> None:
+        stream = engine.stream([7] * 40, ENDLESS)
+        await anext(stream)
+        waiting = asyncio.create_task(engine.generate([[8], [9]], ENDLESS))
+        await asyncio.sleep(0.01)
+        await engine.close()
+        assert [output.finish_reason for output in await waiting] == ["abort"] * 2
+        _, tokens, output = await collect(stream)
+        assert output.finish_reason == "abort"
+        assert output.token_ids[-len(tokens) :] == tokens or not tokens
+        await engine.close()
+        for late in (engine.generate([5], GREEDY), anext(engine.stream([5], GREEDY)), engine.stats()):
+            with pytest.raises(ConfigError, match="the engine is closed"):
+                await late
+
+    run(serve(), work)
+
+
+def test_callers_may_live_in_loops_of_their_own(serve: Serve, solo: dict[str, list[RequestOutput]]) -> None:
+    """A loop that was closed over an open stream takes its request with it."""
+    engine = serve()
+
+    async def begin() -> None:
+        await anext(engine.stream([7] * 40, ENDLESS))
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(begin())
+    loop.close()
+
+    async def work(engine: AsyncEngine) -> None:
+        assert (await engine.generate(PROMPTS[0], GREEDY))[0].token_ids == solo["greedy"][0].token_ids
+        await until_idle(engine)
+
+    run(engine, work)
+
+
+def test_an_engine_is_opened_with_the_options_of_an_llm(directory: Any) -> None:
+    options: dict[str, Any] = {"threads": 2, "device": "cpu", "cache_gb": 0.01}
+    engine = AsyncEngine.open(directory, drafter=["ngram", "suffix"], max_num_seqs=3, **options)
+    assert engine.opened.drafter_name == "ngram+suffix"
+    assert engine.opened.config.max_num_seqs == 3
+    asyncio.run(engine.close())
+    with pytest.raises(ConfigError, match="max_seqs: no such option"):
+        AsyncEngine.open(directory, max_seqs=3)

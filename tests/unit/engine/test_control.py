@@ -1,0 +1,320 @@
+"""What one request may ask for: cached prompts, samples, log-probabilities, how it is drafted for; none of it changes another token."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine_targets import Open, assert_clean, make, run_to_end
+from paceline import LLM, RequestError, RequestSpeculation, SamplingParams
+from paceline.drafters.ngram import NgramDrafter
+from paceline.drafters.stack import StackDrafter
+from paceline.runtimes.base import assemble
+from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter
+from paceline.speculation.request import Request
+from paceline.speculation.stats import PlainReason
+from paceline.speculation.tree import DraftTree
+
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.2, top_p=0.9, seed=4)
+PROMPT = [5, 6, 7, 8] * 20
+BLOCK = 32
+
+
+class Spy(Drafter):
+    """Guesses the tokens it is told to; remembers for whom it was asked and of whom it was told."""
+
+    def __init__(self, name: str = "spy", guesses: Sequence[int] = (40, 41, 42, 43, 44, 45)) -> None:
+        self.name = name
+        self._guesses = guesses
+        self.asked: list[tuple[Request, DraftBudget]] = []
+        self.told: list[Request] = []
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
+        self.asked += zip(requests, budgets, strict=True)
+        return [DraftTree.chain(request.token_ids[-1], self._guesses, self.name) for request in requests]
+
+    def observe(self, rows: Sequence[CommittedRows]) -> None:
+        self.told += [one.request for one in rows]
+
+
+# Cached prompts
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+def test_the_second_time_a_prompt_is_found_and_gives_the_same_tokens(open_llm: Open, drafter: str) -> None:
+    llm = open_llm(40, drafter)
+    for params in (GREEDY, SAMPLED):
+        (first,) = open_llm(40, prefix_cache=False).generate([PROMPT], params)
+        outputs = [llm.generate([PROMPT], params)[0] for _ in range(2)]
+        assert [output.token_ids for output in outputs] == [first.token_ids] * 2
+        assert outputs[1].usage.num_cached_tokens == 2 * BLOCK, "80 tokens fill two blocks"
+        assert first.usage.num_cached_tokens == 0
+    assert_clean(llm)
+
+
+def test_answers_are_found_too_and_a_last_token_always_runs(open_llm: Open) -> None:
+    llm = open_llm(40)
+    (answer,) = llm.generate([PROMPT], GREEDY)
+    talk = PROMPT + answer.token_ids[:-1]
+    assert llm.generate([talk], GREEDY)[0].usage.num_cached_tokens == len(talk) // BLOCK * BLOCK == 96
+    assert llm.generate([PROMPT[:64]], GREEDY)[0].usage.num_cached_tokens == 32
+    assert llm.generate([PROMPT[:65]], GREEDY)[0].usage.num_cached_tokens == 64
+
+
+def test_only_requests_with_one_salt_share_their_prompts(open_llm: Open) -> None:
+    llm = open_llm(40)
+    found = [llm.generate([PROMPT], GREEDY, cache_salt=salt)[0].usage.num_cached_tokens for salt in (None, "a", "a", b"a", "b", None)]
+    assert found == [0, 0, 64, 64, 0, 64]
+    with pytest.raises(RequestError, match="cache_salt is 5"):
+        llm.generate([PROMPT], GREEDY, cache_salt=5)  # type: ignore[arg-type]
+
+
+def test_a_draft_model_finds_a_known_prompt_too(open_llm: Open, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = open_llm(40, str(directory))
+    runtime = llm.drafter.runtime  # type: ignore[union-attr]
+    rows: list[int] = []
+    forward = runtime.forward
+    monkeypatch.setattr(runtime, "forward", lambda batch: rows.append(len(batch.token_ids)) or forward(batch))
+    for params, first in ((GREEDY, len(PROMPT) + 1), (SAMPLED, len(PROMPT) % BLOCK + 1)):
+        rows.clear()
+        (output,) = llm.generate([PROMPT], params)
+        assert rows[0] == first
+        assert output.speculation.acceptance_rate == 1.0
+    rows.clear()
+    llm.generate([PROMPT], GREEDY, cache_salt="mine")
+    assert rows[0] == len(PROMPT) + 1
+
+
+def test_a_cache_that_is_switched_off_remembers_nothing(open_llm: Open) -> None:
+    llm = open_llm(40, prefix_cache=False)
+    assert [llm.generate([PROMPT], GREEDY)[0].usage.num_cached_tokens for _ in range(2)] == [0, 0]
+    assert llm.engine.cache.num_cached_blocks == 0
+
+
+# Samples
+
+
+def test_samples_share_their_prompt_and_are_what_each_would_be_alone(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = open_llm(40, prefix_cache=False)
+    expected = alone.generate([PROMPT], replace(SAMPLED, n=4))
+    llm = open_llm(40)
+    rows: list[int] = []
+    forward = llm.runtime.forward
+    monkeypatch.setattr(llm.runtime, "forward", lambda batch: rows.append(len(batch.token_ids)) or forward(batch))
+    outputs = llm.generate([PROMPT, [9]], replace(SAMPLED, n=4))
+    assert [output.sample_index for output in outputs] == [0, 1, 2, 3] * 2
+    assert [output.token_ids for output in outputs[:4]] == [output.token_ids for output in expected]
+    assert len({tuple(output.token_ids) for output in outputs[:4]}) == 4
+    assert outputs[0].token_ids == alone.generate([PROMPT], SAMPLED)[0].token_ids
+    assert [output.usage.num_cached_tokens for output in outputs] == [0, 64, 64, 64, 0, 0, 0, 0]
+    assert rows[0] == 80 + 1, "the first of each prompt's samples"
+    assert rows[1] >= 3 * 16, "the others' rows behind the shared blocks"
+    assert_clean(llm)
+
+
+def test_unseeded_samples_share_a_seed_that_gives_them_again(open_llm: Open) -> None:
+    llm = open_llm(40)
+    outputs = llm.generate(["the cat", "the cat"], replace(SAMPLED, seed=None, n=2))
+    seeds = [output.seed for output in outputs]
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
+    again = llm.generate("the cat", replace(SAMPLED, seed=seeds[0], n=2))
+    assert [output.token_ids for output in again] == [output.token_ids for output in outputs[:2]]
+
+
+def test_the_other_samples_go_on_without_the_first(open_llm: Open) -> None:
+    llm = open_llm(40)
+    expected = [output.token_ids for output in llm.generate([PROMPT], replace(SAMPLED, n=3))]
+    samples = llm._opened.requests([PROMPT], replace(SAMPLED, n=3), _nothing_else(), is_streamed=False)
+    for sample in samples:
+        llm.engine.add(sample)
+    llm.engine.abort(samples[0])
+    run_to_end(llm)
+    assert [list(sample.output_token_ids) for sample in samples[1:]] == expected[1:]
+    assert_clean(llm)
+
+
+def _nothing_else():
+    from paceline.engine.batch import AskedFor
+
+    return AskedFor()
+
+
+def test_a_stream_of_samples_says_which_one_each_chunk_is_of(open_llm: Open) -> None:
+    llm = open_llm(40)
+    expected = [output.token_ids for output in llm.generate([PROMPT], replace(SAMPLED, n=3))]
+    tokens: list[list[int]] = [[], [], []]
+    ended = []
+    for chunk in llm.stream(PROMPT, replace(SAMPLED, n=3)):
+        tokens[chunk.sample_index] += chunk.token_ids
+        ended += [chunk.output] if chunk.output is not None else []
+    assert tokens == expected
+    assert sorted(output.sample_index for output in ended) == [0, 1, 2]
+    with pytest.raises(RequestError, match="give a list") as caught:
+        llm.chat([{"role": "user", "content": "the cat"}], replace(SAMPLED, n=3))
+    assert caught.value.parameter == "n"
+    assert len(llm.chat([[{"role": "user", "content": "the cat"}]], replace(SAMPLED, n=3))) == 3
+
+
+# Log-probabilities
+
+
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+def test_logprobs_are_the_same_whatever_drafts_and_end_with_the_output(open_llm: Open, directory: Path, mode: str) -> None:
+    params = replace(SAMPLED, logprobs=3, logprobs_mode=mode, presence_penalty=0.4)
+    plain = open_llm(40)
+    (expected,) = plain.generate([PROMPT], params)
+    stop = expected.token_ids[6]
+    text = plain.tokenizer.decode(expected.token_ids[8:10]).strip()  # ends a block that goes on
+    for drafter in ("ngram", str(directory)):
+        llm = open_llm(40, drafter)
+        llm.engine.guesser.policy = DraftLengthPolicy(4)
+        (output,) = llm.generate([PROMPT], params)
+        assert (output.token_ids, output.logprobs) == (expected.token_ids, expected.logprobs)
+        (cut,) = llm.generate([PROMPT], replace(params, stop_token_ids=[stop]))
+        count = expected.token_ids.index(stop) + 1
+        assert (cut.token_ids, cut.logprobs) == (expected.token_ids[:count], expected.logprobs[:count])
+        (cut,) = llm.generate([PROMPT], replace(params, stop=text, max_tokens=12))
+        count = len(cut.token_ids)
+        assert count < 12
+        assert (cut.token_ids, cut.logprobs) == (expected.token_ids[:count], expected.logprobs[:count])
+        chunks = list(llm.stream(PROMPT, params))
+        assert [one for chunk in chunks for one in chunk.logprobs] == expected.logprobs
+    assert [one.token_id for one in expected.logprobs] == expected.token_ids
+    assert all(len(one.top) == 3 for one in expected.logprobs) or mode == "processed"
+    assert plain.generate([PROMPT], SAMPLED)[0].logprobs is None
+
+
+def _rows(llm: LLM, token_ids: list[int]) -> np.ndarray:
+    """[len(token_ids), V] float64 log-probabilities of a pass of its own."""
+    cache = llm.engine.cache
+    sequence = cache.new_sequence()
+    plan = cache.reserve(sequence, range(-1, len(token_ids) - 1))
+    logits = llm.runtime.forward(assemble([plan], [token_ids], [range(len(token_ids))])).logits[:, : llm.vocab_size].astype(np.float64)
+    cache.release(sequence)
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+
+@pytest.mark.parametrize("prompt", [[5], [5, 6], PROMPT, [11, 12, 13] * 70], ids=len)
+def test_prompt_logprobs_come_from_the_rows_before_each_token(open_llm: Open, prompt: list[int]) -> None:
+    llm = open_llm(40)
+    llm.generate([prompt], GREEDY)  # its rows are in the cache, but these must run
+    (output,) = llm.generate([prompt], replace(GREEDY, prompt_logprobs=2))
+    found = output.prompt_logprobs
+    assert output.usage.num_cached_tokens == 0
+    assert found[0] is None
+    assert [one.token_id for one in found[1:]] == prompt[1:]
+    rows = _rows(llm, prompt)
+    for index, one in enumerate(found[1:], start=1):
+        assert one.logprob == pytest.approx(rows[index - 1, prompt[index]], abs=1e-5)
+        assert [token for token, _ in one.top] == np.argsort(-rows[index - 1], kind="stable")[:2].tolist()
+    assert output.token_ids == llm.generate([prompt], GREEDY)[0].token_ids
+
+
+def test_prompt_logprobs_of_a_request_that_was_preempted_on_its_way_are_whole(open_llm: Open) -> None:
+    llm = open_llm(40)
+    prompt = [11, 12, 13] * 70
+    (expected,) = llm.generate([prompt], replace(GREEDY, prompt_logprobs=1))
+    request = make(llm, prompt, replace(GREEDY, prompt_logprobs=1))
+    llm.engine.add(request)
+    for _ in range(3):
+        llm.engine.step()
+        if request.sequence.committed_len < len(prompt):
+            llm.engine.scheduler.preempt(request)
+            llm.engine.step()
+    run_to_end(llm)
+    assert request.num_preemptions > 1
+    assert request.prompt_logprobs == expected.prompt_logprobs
+    assert list(request.output_token_ids) == expected.token_ids
+
+
+# How a request is drafted for
+
+
+def test_a_request_without_speculation_is_no_drafters_business(open_llm: Open) -> None:
+    spy = Spy()
+    llm = open_llm(40, spy)
+    expected = open_llm(40).generate([[5], [6]], GREEDY)
+    for off in ({"enabled": False}, {"max_draft_tokens": 0}, RequestSpeculation(enabled=False)):
+        (output,) = llm.generate([[5]], GREEDY, speculation=off)
+        assert (spy.asked, spy.told) == ([], [])
+        assert output.speculation.plain == {PlainReason.PROMPT: 1, PlainReason.OFF: 23}
+    off, on = make(llm, [5], GREEDY, speculation={"enabled": False}), make(llm, [6], GREEDY)
+    llm.engine.guesser.policy = DraftLengthPolicy(4)
+    for request in (off, on):
+        llm.engine.add(request)
+    run_to_end(llm)
+    assert {request for request, _ in spy.asked} == {on} == set(spy.told)
+    assert (off.stats.drafted, on.stats.drafted > 40) == (0, True)
+    assert [off.output_token_ids, on.output_token_ids] == [output.token_ids for output in expected]
+    assert_clean(llm)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 9])
+def test_a_request_may_have_fewer_drafts_than_its_neighbours(open_llm: Open, limit: int) -> None:
+    spy = Spy()
+    llm = open_llm(40, spy)
+    llm.engine.guesser.policy = DraftLengthPolicy(4)
+    limited, free = make(llm, [5], GREEDY, speculation={"max_draft_tokens": limit}), make(llm, [6], GREEDY)
+    for request in (limited, free):
+        llm.engine.add(request)
+    run_to_end(llm)
+    assert max(budget.max_depth for request, budget in spy.asked if request is limited) == min(limit, 4)
+    assert max(budget.max_depth for request, budget in spy.asked if request is free) == 4
+    assert len(limited.stats.drafted_by_position) == min(limit, 4)
+
+
+def test_a_request_may_name_one_of_several_drafters(open_llm: Open) -> None:
+    first, second = Spy("first"), Spy("second")
+    llm = open_llm(40, StackDrafter([first, second]))
+    llm.engine.guesser.policy = DraftLengthPolicy(4)
+    outputs = llm.generate([[5]], GREEDY, speculation={"drafter": "second"})
+    assert first.asked == []
+    assert len(second.asked) > 10
+    assert outputs[0].token_ids == llm.generate([[5]], GREEDY, speculation={"drafter": "first+second"})[0].token_ids
+    assert len(first.asked) > 10
+    named, anybody = make(llm, [5], GREEDY, speculation={"drafter": "second"}), make(llm, [6], GREEDY)
+    for request in (named, anybody):
+        llm.engine.add(request)
+    first.asked.clear()
+    run_to_end(llm)
+    assert {request for request, _ in first.asked} == {anybody}
+    assert_clean(llm)
+
+
+def test_a_drafter_that_is_not_loaded_is_refused_by_name(open_llm: Open) -> None:
+    llm = open_llm(40, StackDrafter([NgramDrafter(), Spy()]))
+    for wanted, loaded in (("eagle", "ngram, ngram\\+spy, spy"), ("", "ngram, ngram\\+spy, spy")):
+        with pytest.raises(RequestError, match=f"drafter {wanted!r} is not loaded; loaded: {loaded}") as caught:
+            llm.generate([[5], [6]], GREEDY, speculation={"drafter": wanted})
+        assert caught.value.parameter == "speculation"
+    with pytest.raises(RequestError, match="loaded: none"):
+        open_llm(40).generate([5], GREEDY, speculation={"drafter": "ngram"})
+    assert_clean(llm)
+
+
+WRONG = [
+    {"enabled": 1},
+    {"drafter": 5},
+    {"max_draft_tokens": -1},
+    {"max_draft_tokens": 65},
+    {"max_draft_tokens": True},
+    {"on": True},
+    "off",
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_a_speculation_that_is_none_is_refused(wrong: object) -> None:
+    with pytest.raises(RequestError) as caught:
+        RequestSpeculation.of(wrong)  # type: ignore[arg-type]
+    assert caught.value.parameter == "speculation"
+
+
+def test_the_rule_of_acceptance_is_told(open_llm: Open) -> None:
+    (output,) = open_llm(40, "ngram").generate([5], GREEDY)
+    assert output.speculation.as_dict("ngram")["acceptance"] == output.speculation.acceptance == "match"

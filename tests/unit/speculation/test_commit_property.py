@@ -1,0 +1,394 @@
+"""Steps that keep blocks of tokens end a request where steps of one token end it, with the same text, counts and state.
+
+The steps are real ones, on a target whose logits are written down: at every position one token stands out, and a second one that takes
+its place where it is banned. What a request must be like at its end is also said by definition, from all its tokens at once.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from checkpoints import write_byte_fallback_tokenizer, write_byte_level_tokenizer
+from paceline import SamplingParams
+from paceline.engine.batch import RequestMaker
+from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.row_plan import TreeLayout
+from paceline.outputs import RequestOutput
+from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, Runtime
+from paceline.sampling.processors import LogitsProcessor
+from paceline.speculation import commit as commit_module
+from paceline.speculation import step as step_module
+from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.drafter import DraftBudget, Drafter
+from paceline.speculation.guess import Guesser
+from paceline.speculation.request import Request, TokenOrigin
+from paceline.speculation.step import step
+from paceline.speculation.stop import TextStop
+from paceline.speculation.tree import DraftTree
+from paceline.tokenizer import Tokenizer
+
+MAX_DEPTH = 7
+NUM_POSITIONS = 40
+LETTERS = ("a", "b", "ab", "aab", " the", "é", "你", "😀", "👩‍🚀", "t", "\n")  # of several tokens, and of several bytes a character
+Open = Callable[[str], RequestMaker]
+
+
+class WrittenTarget(Runtime):
+    """Row p of `table` [NUM_POSITIONS, V] is what it says behind position p, whatever the text."""
+
+    def __init__(self) -> None:
+        self.table = np.zeros((NUM_POSITIONS, 1), np.float32)
+
+    def new_cache(self, num_blocks: int) -> KVCache:
+        return KVCache(np.zeros((2, num_blocks, 1, 8, 1), np.float32))
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        logits = self.table[batch.positions[batch.logits_rows]]
+        return ForwardOutput(logits, np.zeros((len(batch.token_ids), 1), np.float32))
+
+    def embed(self, token_ids: IntArray) -> FloatArray:
+        return np.zeros((len(token_ids), 1), np.float32)
+
+    def lm_head(self, hidden_states: FloatArray) -> FloatArray:
+        return hidden_states
+
+
+class BlockDrafter(Drafter):
+    """Right guesses in blocks of random sizes, with wrong ones behind or beside them."""
+
+    name = "blocks"
+
+    def __init__(self, text: Sequence[int], vocab_size: int, random: np.random.Generator) -> None:
+        self._text, self._vocab_size, self._random = text, vocab_size, random
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
+        (request,), random = requests, self._random
+        start = len(request.token_ids)
+        right = list(self._text[start : start + int(random.integers(0, MAX_DEPTH + 1))])
+        wrong = random.integers(0, self._vocab_size, int(random.integers(0, 3))).tolist()
+        if not right + wrong:
+            return [None]
+        if random.random() < 0.5:
+            return [DraftTree.chain(request.token_ids[-1], right + wrong, self.name)]
+        parents = [*range(len(right)), *random.integers(0, len(right) + 1, len(wrong)).tolist()]
+        return [DraftTree.grow(request.token_ids[-1], right + wrong, parents, self.name)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt, what the target says at every position, and what ends the request."""
+
+    prompt: list[int]
+    script: list[int]  # by position, the prompt's included
+    second: list[int]
+    params: SamplingParams
+    is_streamed: bool
+    max_context: int
+    eos_ids: tuple[int, ...]
+    vocab_size: int
+    seed: int
+
+    def table(self) -> FloatArray:
+        table = np.random.default_rng(self.seed).normal(0.0, 1.0, (NUM_POSITIONS, self.vocab_size)).astype(np.float32)
+        positions = np.arange(NUM_POSITIONS - 1)
+        table[positions, self.second[1:]] += 9.0
+        table[positions, self.script[1:]] += 15.0
+        return table
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    folder = tmp_path_factory.mktemp("tokenizers")
+    writers = {"bytes": write_byte_level_tokenizer, "fallback": write_byte_fallback_tokenizer}
+    return {name: Tokenizer.open(write(Path(folder / name))) for name, write in writers.items()}
+
+
+def random_case(tokenizer: Tokenizer, random: np.random.Generator) -> Case:
+    """Texts of few letters, so that stop strings overlap, begin and break off; ends at every place."""
+    vocab_size = tokenizer.vocab_size
+    eos, stop_id = min(tokenizer.special_token_ids), int(random.integers(vocab_size))
+
+    def text(count: int) -> str:
+        return "".join(random.choice(LETTERS[: int(random.choice([3, 6, len(LETTERS)]))], count))
+
+    def tokens() -> list[int]:
+        ids = tokenizer.encode(text(NUM_POSITIONS), add_special_tokens=False)
+        noise = random.choice([eos, stop_id, *random.integers(0, vocab_size, 2)], len(ids))
+        kept = np.where(random.random(len(ids)) < random.choice([0.0, 0.03, 0.15]), noise, ids).tolist()
+        return (kept * NUM_POSITIONS)[:NUM_POSITIONS]
+
+    script, second = tokens(), tokens()
+    prompt = random.integers(0, vocab_size, int(random.integers(1, 6))).tolist()
+    whole = tokenizer.decode(script[len(prompt) :])
+    at = random.integers(0, max(1, len(whole) // 2), 3)
+    stops = [whole[place : place + int(random.integers(1, 5))] for place in at] + [text(2), text(1)]
+    max_tokens = int(random.integers(1, 26))
+    extra: list[dict[str, Any]] = [
+        {}, {}, {"frequency_penalty": 0.3}, {"repetition_penalty": 1.2}, {"no_repeat_ngram_size": 3}, {"bad_words": [script[5:7]]},
+        {"temperature": 1.0}, {"temperature": 4.0, "top_p": 0.95, "presence_penalty": 1.0},
+    ]  # fmt: skip
+    params = SamplingParams(
+        **extra[int(random.integers(len(extra)))],
+        seed=int(random.integers(1 << 30)),
+        max_tokens=max_tokens,
+        min_tokens=int(random.choice([0, 0, random.integers(0, max_tokens + 1)])),
+        stop=[stop for stop in stops if stop and random.random() < 0.2],
+        stop_token_ids=[stop_id] if random.random() < 0.4 else [],
+        include_stop=bool(random.integers(2)),
+        ignore_eos=bool(random.integers(2)),
+    )
+    max_context = len(prompt) + int(random.integers(1, 26)) if random.random() < 0.3 else NUM_POSITIONS
+    is_streamed = bool(random.integers(2))
+    return Case(prompt, script, second, params, is_streamed, max_context, (eos,), vocab_size, int(random.integers(1 << 30)))
+
+
+@dataclass
+class Ran:
+    """A request at its end."""
+
+    request: Request
+    output: RequestOutput
+    streamed: str
+    num_blocks: int
+
+
+def run(case: Case, tokenizer: Tokenizer, target: WrittenTarget, cache: KVCache, drafter: Drafter | None) -> Ran:
+    """The steps of one request."""
+    maker = RequestMaker(tokenizer, case.vocab_size, case.max_context, case.eos_ids)
+    request = maker.make(case.prompt, case.params, is_streamed=case.is_streamed)
+    request.sequence = cache.new_sequence()
+    guesser = Guesser(
+        drafter, DraftLengthPolicy(MAX_DEPTH, row_budget=2 * MAX_DEPTH), vocab_size=case.vocab_size, layout=TreeLayout.PATHS
+    )
+    target.table = case.table()
+    streamed, num_blocks, seen = "", 0, 0
+    while not request.is_finished:
+        step([request], target, cache, guesser, chunk_rows=3)
+        streamed += maker.chunk(request, seen, None).text
+        num_blocks += request.num_output_tokens > seen
+        seen = request.num_output_tokens
+        if request.num_output_tokens and not request.is_finished:
+            assert request.sequence.committed_len == len(request.token_ids) - 1
+    kept_last = request.origins[-1] is TokenOrigin.ACCEPTED  # of a draft that went on behind the end: its row ran
+    assert request.sequence.committed_len == len(request.token_ids) - (not kept_last)
+    assert request.error is None, request.error
+    output = maker.output(request, numerics="exact", drafter="none")
+    cache.release(request.sequence)
+    cache.check()
+    return Ran(request, output, streamed + maker.chunk(request, seen, None).text, num_blocks)
+
+
+def assert_as_defined(case: Case, ran: Ran, tokenizer: Tokenizer) -> None:
+    """The request ended with the first token that ends it, and its text is what its tokens say, up to the stop."""
+    params, ids = case.params, ran.output.token_ids
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else case.eos_ids)}
+    limit = min(params.max_tokens, case.max_context - len(case.prompt))
+    for count in range(1, len(ids) + 1):
+        is_end, is_full = ids[count - 1] in ends, count == limit
+        shown = ids[: count - 1] if is_end and not params.include_stop else ids[:count]
+        text = tokenizer.decode(shown)
+        if not (is_end or is_full):
+            text = settled(text, shown, tokenizer)
+        found = [(text.find(stop) + len(stop), text.find(stop)) for stop in params.stop if stop in text]
+        assert count > params.min_tokens or ids[count - 1] not in {*params.stop_token_ids, *case.eos_ids}
+        assert (is_end or is_full or bool(found)) == (count == len(ids))
+    reason = "stop" if is_end or found else "length"
+    assert ran.output.finish_reason == reason
+    if found:
+        text = text[: min(found)[0] if params.include_stop else min(found)[1]]
+    assert ran.output.text == text
+    assert ran.output.usage.completion_tokens == len(ids) == len(ran.request.origins)
+
+
+def settled(text: str, ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Without what later tokens may still change: the last character, or a run of byte pieces at the end."""
+    if tokenizer.has_byte_pieces:
+        shown = [token for token in ids if token not in tokenizer.special_token_ids]
+        while shown and tokenizer.piece(shown[-1]).startswith("<0x"):
+            shown.pop()
+        return tokenizer.decode(shown)
+    return text[:-1] if text.endswith("\N{REPLACEMENT CHARACTER}") else text
+
+
+def assert_same(case: Case, blocks: Ran, ones: Ran) -> None:
+    """Everything that is left of a request, but for how its tokens came."""
+    for name in ("token_ids", "text", "finish_reason", "usage", "seed", "logprobs"):
+        assert getattr(blocks.output, name) == getattr(ones.output, name), name
+    if case.is_streamed:
+        assert blocks.streamed == ones.streamed == ones.output.text
+    stats, request = blocks.request.stats, blocks.request
+    assert stats.emitted == stats.accepted + stats.bonus == blocks.output.usage.completion_tokens
+    assert sum(stats.accepted_by_position) == stats.accepted == request.origins.count(TokenOrigin.ACCEPTED)
+    assert sum(stats.drafted_by_position) == stats.drafted
+    assert all(kept <= drafted for kept, drafted in zip(stats.accepted_by_position, stats.drafted_by_position, strict=True))
+    assert stats.steps == blocks.num_blocks
+    assert stats.bonus in (stats.steps, stats.steps - 1), "only a step that is cut has no token of the target's own"
+    assert (ones.request.stats.accepted, ones.request.stats.steps) == (0, len(ones.output.token_ids))
+    row = np.random.default_rng(case.seed).normal(0.0, 3.0, case.vocab_size).astype(np.float32)
+    fresh = LogitsProcessor(case.params, case.vocab_size, case.prompt, case.eos_ids)
+    for token in ones.output.token_ids:
+        fresh.commit(token)
+    processors = [blocks.request.processor, ones.request.processor, fresh]
+    assert len({processor.num_output_tokens for processor in processors}) == 1
+    rows = [processor.process(row, path).restricted().scores for processor in processors for path in ((), case.script[:2])]
+    assert all(np.array_equal(row, other) for row, other in zip(rows, rows[2:], strict=False))
+
+
+def compare(tokenizer: Tokenizer, random: np.random.Generator, num_blocks: int) -> Counter[str]:
+    """Cases until so many blocks were committed; what was met."""
+    met: Counter[str] = Counter()
+    target = WrittenTarget()
+    cache = target.new_cache(60)
+    while met["blocks"] < num_blocks:
+        case = random_case(tokenizer, random)
+        ones = run(case, tokenizer, target, cache, None)
+        assert_as_defined(case, ones, tokenizer)
+        text = [*ones.request.token_ids, *case.script[len(ones.request.token_ids) :]]
+        blocks = run(case, tokenizer, target, cache, BlockDrafter(text, case.vocab_size, random))
+        assert_same(case, blocks, ones)
+        met["blocks"] += blocks.num_blocks
+        met["tokens"] += len(ones.output.token_ids)
+        met[how_it_ended(case, ones)] += 1
+        met["cut within a block"] += blocks.request.origins[-1] is TokenOrigin.ACCEPTED
+        met["blocks of several"] += sum(blocks.request.stats.accepted_by_position[:1])
+    return met
+
+
+def how_it_ended(case: Case, ran: Ran) -> str:
+    last = ran.output.token_ids[-1]
+    if ran.output.finish_reason == "length":
+        return "context" if len(ran.output.token_ids) < case.params.max_tokens else "max_tokens"
+    if last in case.params.stop_token_ids:
+        return "stop id"
+    return "eos" if last in case.eos_ids and not case.params.ignore_eos else "stop string"
+
+
+@pytest.mark.parametrize("kind", ["bytes", "fallback"])
+def test_blocks_end_where_tokens_end(
+    kind: str, tokenizers: dict[str, Tokenizer], seed: int, large_counts: bool, tally: "Counter[str]"
+) -> None:
+    num_blocks = 50_000 if large_counts else 1_000
+    met = compare(tokenizers[kind], np.random.default_rng(seed), num_blocks)
+    for way in ("context", "max_tokens", "stop id", "eos", "stop string"):
+        assert met[way] > num_blocks / 200, met
+    assert met["cut within a block"] > num_blocks / 200, met
+    assert met["blocks of several"] > num_blocks / 4, met
+    tally["accepted blocks compared with single tokens"] += met["blocks"]
+
+
+# Planted faults: each must make the comparison above fail.
+
+
+@pytest.fixture
+def faulty(tokenizers: dict[str, Tokenizer], seed: int) -> Callable[[], None]:
+    def run_all() -> None:
+        for tokenizer in tokenizers.values():
+            compare(tokenizer, np.random.default_rng(seed), 700)
+
+    return run_all
+
+
+def test_tokens_behind_the_end_that_stay_are_seen(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = commit_module.commit
+
+    def goes_on(request: Request, token_ids: Sequence[int], num_accepted: int, **options: Any) -> int:
+        count = real(request, token_ids, num_accepted, **options)
+        request.token_ids.extend(token_ids[count:])
+        return count
+
+    monkeypatch.setattr(step_module, "commit", goes_on)
+    with pytest.raises(AssertionError):
+        faulty()
+
+
+def test_a_processor_that_hears_of_tokens_behind_the_end_is_seen(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = commit_module.commit
+
+    def tells_all(request: Request, token_ids: Sequence[int], num_accepted: int, **options: Any) -> int:
+        count = real(request, token_ids, num_accepted, **options)
+        for token in token_ids[count:]:
+            request.processor.commit(token)
+        return count
+
+    monkeypatch.setattr(step_module, "commit", tells_all)
+    with pytest.raises(AssertionError):
+        faulty()
+
+
+def test_counts_from_before_the_cut_are_seen(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are counted as the walk kept them, not as the stop left them."""
+    real = commit_module.commit
+    monkeypatch.setattr(
+        step_module, "commit", lambda request, token_ids, *args, **options: (real(request, token_ids, *args, **options), len(token_ids))[1]
+    )
+    with pytest.raises(AssertionError):
+        faulty()
+
+
+def test_a_stop_string_looked_for_block_by_block_is_seen(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stop that spans two blocks is missed, and within one it is found only at the block's end."""
+    real_commit, real_push = commit_module.commit, TextStop.push
+
+    def commit(request: Request, token_ids: Sequence[int], num_accepted: int, **options: Any) -> int:
+        is_last = iter([False] * (len(token_ids) - 1) + [True] * 9)
+        with pytest.MonkeyPatch.context() as patch:
+            late: list[int] = []
+
+            def push(self: TextStop, token_id: int) -> bool:
+                late.append(token_id)
+                return any([real_push(self, token) for token in late]) if next(is_last) else False
+
+            patch.setattr(TextStop, "push", push)
+            return real_commit(request, token_ids, num_accepted, **options)
+
+    monkeypatch.setattr(step_module, "commit", commit)
+    with pytest.raises(AssertionError):
+        faulty()
+
+
+def test_min_tokens_counted_without_the_nodes_path_is_seen(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = LogitsProcessor.process
+
+    def process(self: LogitsProcessor, logits: FloatArray, path: Sequence[int] = ()) -> Any:
+        if not self._min_tokens or not path:
+            return real(self, logits, path)
+        self.num_output_tokens -= len(path)
+        try:
+            return real(self, logits, path)
+        finally:
+            self.num_output_tokens += len(path)
+
+    monkeypatch.setattr(LogitsProcessor, "process", process)
+    with pytest.raises(AssertionError):
+        faulty()
+
+
+def test_a_limit_that_is_looked_at_between_blocks_only_is_seen(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Guesser._fitting
+
+    def without_limit(self: Guesser, budget: DraftBudget, request: Request) -> DraftBudget:
+        return replace(real(self, budget, request), max_depth=budget.max_depth)
+
+    def reason(request: Request, token: int) -> Any:
+        full = SimpleNamespace(max_len=len(request.token_ids) + 1, **{name: getattr(request, name) for name in NAMES})
+        return real_reason(full if limited[0] else request, token)  # type: ignore[arg-type]
+
+    def commit(request: Request, token_ids: Sequence[int], *args: Any, **options: Any) -> int:
+        limited[0] = len(token_ids) > 1
+        return real_commit(request, token_ids, *args, **options)
+
+    limited, real_reason, real_commit = [False], commit_module._reason_to_end, commit_module.commit
+    monkeypatch.setattr(Guesser, "_fitting", without_limit)
+    monkeypatch.setattr(commit_module, "_reason_to_end", reason)
+    monkeypatch.setattr(step_module, "commit", commit)
+    with pytest.raises(AssertionError):
+        faulty()
+
+
+NAMES = ("token_ids", "text_stop", "params", "end_token_ids", "processor")
