@@ -54,7 +54,7 @@ class Heads:
 
     def __init__(self, table: NDArray[np.float32], num_heads: int = 3, token_map: NDArray[np.int64] | None = None) -> None:
         self.table = table
-        self.heads = SimpleNamespace(num_heads=num_heads, token_map=token_map)
+        self.heads = SimpleNamespace(num_heads=num_heads, token_map=token_map, notices=())
         self.num_passes = 0
 
     def forward(self, features: NDArray[np.float32], num_heads: int) -> list[NDArray[np.float32]]:
