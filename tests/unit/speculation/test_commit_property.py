@@ -163,9 +163,7 @@ def run(case: Case, tokenizer: Tokenizer, target: WrittenTarget, cache: KVCache,
     maker = RequestMaker(tokenizer, case.vocab_size, case.max_context, case.eos_ids)
     request = maker.make(case.prompt, case.params, is_streamed=case.is_streamed)
     request.sequence = cache.new_sequence()
-    guesser = Guesser(
-        drafter, DraftLengthPolicy(MAX_DEPTH, row_budget=2 * MAX_DEPTH), vocab_size=case.vocab_size, layout=TreeLayout.PATHS
-    )
+    guesser = Guesser(drafter, DraftLengthPolicy(MAX_DEPTH, row_budget=2 * MAX_DEPTH), vocab_size=case.vocab_size, layout=TreeLayout.PATHS)
     target.table = case.table()
     streamed, num_blocks, seen = "", 0, 0
     while not request.is_finished:
@@ -342,7 +340,7 @@ def test_a_stop_string_looked_for_block_by_block_is_seen(faulty: Callable[[], No
 
             def push(self: TextStop, token_id: int) -> bool:
                 late.append(token_id)
-                return any([real_push(self, token) for token in late]) if next(is_last) else False
+                return any(real_push(self, token) for token in late) if next(is_last) else False
 
             patch.setattr(TextStop, "push", push)
             return real_commit(request, token_ids, num_accepted, **options)

@@ -1,0 +1,249 @@
+"""Promise 1 with heads, draft models and stacks, whether they know the target or not: nobody's guesses change a token."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine_jobs import Solo
+from engine_traffic import check_clean, edited
+from exact_targets import skip_without
+from head_targets import KINDS, PAIRS, Pair
+from paceline import LLM, SamplingParams
+from paceline.outputs import RequestOutput
+from paceline.speculation import guess as guess_module
+from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.tree import DraftTree, Proposal
+
+NUM_BLOCKS = 7  # of the cache: the first four of the texts below while they are short, or two of them at their end
+SHAPES = {"chain": (4, 1), "tree": (6, 5)}  # depth and width; a tree may have 31 rows
+SAMPLINGS = {
+    "greedy": SamplingParams(),
+    "sampled": SamplingParams(temperature=1.0, seed=21),
+    "penalties": SamplingParams(temperature=1.0, top_p=0.95, repetition_penalty=1.1, presence_penalty=0.3, seed=22),
+    "ends": SamplingParams(temperature=1.2, stop_token_ids=(7, 19, 31, 43, 55), min_tokens=3, seed=23),
+    "samples": SamplingParams(temperature=1.0, top_k=20, n=2, seed=24),
+}
+IN_A_NORMAL_RUN = {
+    *(("random-f32-native", kind, "tree") for kind in ("eagle", "medusa", "draft_model", "all")),
+    *(("random-f32-native", kind, "chain") for kind in ("eagle3", "suffix")),
+    *(("random-bf16-native", kind, "chain") for kind in ("eagle", "mtp-extra_layer")),
+    ("random-bf16-native", "eagle3", "tree"),
+    *(("known-f32-native", kind, "tree") for kind in ("eagle", "mtp-mtp", "ngram-and-eagle3", "prediction")),
+    *(("known-f32-native", kind, "chain") for kind in ("eagle3", "eagle-deaf")),
+    *(("cyclic-f32-native", kind, "tree") for kind in ("medusa-rows", "medusa-and-suffix")),
+}
+CASES = [
+    *((f"{name}-{dtype}-native", kind, shape) for name in KINDS for dtype in ("f32", "bf16") for kind in KINDS[name] for shape in SHAPES),
+    *((f"{name}-f32-openvino", kind, "tree") for name, kind in (("random", "eagle3"), ("random", "mtp-mtp"), ("known", "eagle"))),
+    *(("random-f32-openvino", kind, shape) for kind in ("medusa", "draft_model") for shape in SHAPES),
+]
+
+
+@dataclass(frozen=True)
+class Given:
+    """A target with its pairs, what is asked of it, and what it answers to each alone."""
+
+    solo: Solo
+    pairs: dict[str, Pair]
+    texts: list[list[int]]
+    max_tokens: int
+    answers: dict[str, list[list[RequestOutput]]]
+
+    def params(self, name: str) -> SamplingParams:
+        return replace(SAMPLINGS[name], max_tokens=self.max_tokens, ignore_eos=True)
+
+    def open(self, kind: str, depth: int = 4, width: int = 1, **options: Any) -> LLM:
+        """The target with one of its drafters, which nothing but their own budgets holds back."""
+        pair = self.pairs[kind]
+        solo = copy(self.solo)
+        solo.directory = pair.target
+        given = {"num_blocks": NUM_BLOCKS, "num_draft_tokens": depth, "tree_width": width, **options}
+        llm = solo.open(pair.drafter, **given)  # type: ignore[arg-type]
+        llm.engine.guesser.policy = DraftLengthPolicy(depth, row_budget=1 + depth * width)
+        llm.engine.scheduler.limits = replace(llm.engine.scheduler.limits, spare_blocks=0)  # begin while there is any room at all
+        return llm
+
+    def ask(self, llm: LLM, name: str, asked: Sequence[int]) -> list[RequestOutput]:
+        """The answers to some of the texts as a batch, with predictions where they are read."""
+        reads = llm.drafter is not None and llm.drafter.reads_predictions
+        predictions = [edited(self.answers[name][index][0].token_ids) for index in asked] if reads else None
+        return llm.generate([self.texts[index] for index in asked], self.params(name), prediction=predictions)
+
+    def compare(self, llm: LLM, name: str, asked: Sequence[int]) -> int:
+        """Tokens compared, all equal."""
+        outputs = self.ask(llm, name, asked)
+        expected = [answer for index in asked for answer in self.answers[name][index]]
+        for output, answer in zip(outputs, expected, strict=True):
+            told = f"{name}, prompt of {len(output.prompt_token_ids)}, {output.usage.num_cached_tokens} cached, {output.speculation}"
+            assert output.token_ids == answer.token_ids, told
+            assert output.speculation.emitted == len(output.token_ids), told
+            assert output.finish_reason == answer.finish_reason, told
+        llm.engine.cache.check()
+        return sum(len(answer.token_ids) for answer in expected)
+
+
+GivenOf = Callable[[str], Given]
+
+
+@pytest.fixture(scope="module")
+def given_of(tmp_path_factory: pytest.TempPathFactory, large_counts: bool, seed: int) -> Iterator[GivenOf]:
+    pairs: dict[str, dict[str, Pair]] = {}
+    made: dict[str, Given] = {}
+
+    def make(target: str) -> Given:
+        name, dtype, backend = target.split("-")
+        if target not in made:
+            skip_without(backend)
+            if name not in pairs:
+                pairs[name] = PAIRS[name](tmp_path_factory.mktemp(name))
+                assert set(pairs[name]) == set(KINDS[name])
+            plain = next(pair.target for pair in pairs[name].values() if pair.drafter != "mtp")
+            solo = Solo(plain, dtype, backend)
+            if solo.llm.numerics != "exact":
+                assert backend != "native"
+                pytest.skip("this machine has no exact numerics")
+            random = np.random.default_rng(seed)
+            head, *others = (random.integers(1, solo.vocab_size, length).tolist() for length in (64, 9, 12, 20))
+            texts = [*others, [*head[:32], *others[0]], [*head, *others[1]]]  # of a batch that grows out of its room the longest is last
+            texts += [[*head[:40], *others[2]]] if large_counts else []
+            given = Given(solo, pairs[name], texts, 60 if large_counts else 50, {})
+            for sampling in SAMPLINGS if large_counts else ("greedy", "sampled"):
+                given.answers[sampling] = [solo.answer(text, given.params(sampling)) for text in texts]
+            made[target] = given
+        return made[target]
+
+    yield make
+    made.clear()
+
+
+@pytest.fixture
+def proposals(monkeypatch: pytest.MonkeyPatch) -> list[DraftTree]:
+    """Every tree that is walked from here on, by either rule."""
+    seen: list[DraftTree] = []
+
+    def recording(real: Callable[..., Any]) -> Callable[..., Any]:
+        def walk(tree: DraftTree, logits: Any, request: Any) -> Any:
+            if tree.num_draft_tokens > 0:
+                seen.append(tree)
+            return real(tree, logits, request)
+
+        return walk
+
+    for rule in ("verify", "verify_rejection"):
+        monkeypatch.setattr(guess_module, rule, recording(getattr(guess_module, rule)))
+    return seen
+
+
+@pytest.mark.parametrize(("target", "kind", "shape"), CASES, ids=map("-".join, CASES))
+def test_nobodys_guesses_change_a_token(
+    target: str,
+    kind: str,
+    shape: str,
+    given_of: GivenOf,
+    proposals: list[DraftTree],
+    large_counts: bool,
+    tally: "Counter[str]",
+) -> None:
+    """As a batch that does not fit, so that some are preempted, and one by one, behind prefixes that are cached."""
+    if not large_counts and (target, kind, shape) not in IN_A_NORMAL_RUN:
+        pytest.skip("left to make test-long")
+    given = given_of(target)
+    llm = given.open(kind, *SHAPES[shape])
+    for sampling in SAMPLINGS if large_counts else ("greedy", "sampled"):
+        num_preemptions = llm.stats().num_preemptions
+        count = given.compare(llm, sampling, range(4))
+        assert llm.stats().num_preemptions > num_preemptions or "ends" in sampling
+        num_cached = llm.stats().cached_tokens
+        for index in (3, 4, 5, 3) if large_counts else (3, 4):
+            count += given.compare(llm, sampling, [index])
+        assert llm.stats().cached_tokens > num_cached
+        tally["token ids equal with heads"] += count
+    assert llm.stats().drafter_failures == 0
+    assert len(proposals) > 20
+    if shape == "tree" and kind != "ngram":
+        assert max(tree.num_draft_tokens for tree in proposals) >= (5 if kind in ("suffix", "prediction") else 24)
+    check_clean(llm)
+
+
+@pytest.mark.parametrize("target", ["random-f32-native", "random-bf16-native", "random-f32-openvino"])
+def test_collected_boundaries_change_no_token(target: str, given_of: GivenOf, tally: "Counter[str]") -> None:
+    """Nor the last bit of a row, as far as the probabilities of the tokens show it."""
+    given = given_of(target)
+    llm = given.open("eagle3", prefix_cache=False)
+    assert llm.drafter is not None
+    assert len(llm.drafter.needs.layers) == 3
+    llm.engine.guesser.drafter = None
+    for sampling in ("greedy", "sampled"):
+        params = replace(given.params(sampling), logprobs=2, prompt_logprobs=2)
+        outputs = llm.generate(given.texts, params)
+        for output, text in zip(outputs, given.texts, strict=True):
+            (alone,) = given.solo.answer(text, params)
+            assert output.token_ids == alone.token_ids
+            assert (output.logprobs, output.prompt_logprobs) == (alone.logprobs, alone.prompt_logprobs)
+            tally["token ids equal with heads"] += len(output.token_ids)
+
+
+# The second rule
+
+
+DRAWN = [
+    *(("random", kind, "chain", Proposal.SAMPLED) for kind in ("eagle", "eagle3", "medusa", "mtp-mtp", "draft_model")),
+    ("random", "draft_model", "tree", Proposal.WITHOUT_REPLACEMENT),
+    ("random", "medusa", "tree", Proposal.SAMPLED),  # its heads' draws make a chain, whatever room there is
+    ("known", "suffix", "tree", Proposal.DETERMINISTIC),
+    ("known", "eagle", "chain", Proposal.SAMPLED),
+    ("known", "eagle", "tree", Proposal.DETERMINISTIC),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "shape", "proposal"), DRAWN, ids=["-".join(case[:3]) for case in DRAWN])
+def test_rejection_runs_with_every_drafter(
+    name: str, kind: str, shape: str, proposal: Proposal, given_of: GivenOf, proposals: list[DraftTree], tally: "Counter[str]"
+) -> None:
+    """Greedy texts are the plain ones; sampled ones end where they must, and are the same again for the same seed."""
+    given = given_of(f"{name}-f32-native")
+    llm = given.open(kind, *SHAPES[shape], acceptance="rejection")
+    tally["token ids equal with heads"] += given.compare(llm, "greedy", range(4))
+    assert {tree.proposal for tree in proposals} == {Proposal.DETERMINISTIC}
+    proposals.clear()
+    sampled = given.open(kind, *SHAPES[shape], acceptance="rejection", num_blocks=40, prefix_cache=False)
+    params = replace(given.params("sampled"), max_tokens=32)
+    for asked in (params, replace(params, stop_token_ids=(7, 19, 31, 43, 55))):
+        texts: list[list[int]] = []
+        for seed in (5, 5, 6):
+            outputs = sampled.generate(given.texts, replace(asked, seed=seed))
+            texts.append([token for output in outputs for token in output.token_ids])
+            for output in outputs:
+                check_rejected(output, asked)
+        assert texts[0] == texts[1] != texts[2]
+        if name == "random":
+            assert texts[0] != [token for text in given.texts for token in given.solo.answer(text, replace(asked, seed=5))[0].token_ids]
+        tally["token ids drawn by rejection"] += len(texts[0])
+    assert {tree.proposal for tree in proposals} == {proposal}
+    check_clean(sampled)
+
+
+def check_rejected(output: RequestOutput, params: SamplingParams) -> None:
+    """A text under the second rule ends as asked, and its counters add up."""
+    stats, ids, stops = output.speculation, output.token_ids, set(params.stop_token_ids)
+    assert stats.acceptance == stats.as_dict(output.drafter)["acceptance"] == "rejection"
+    assert stats.emitted == stats.accepted + stats.bonus == len(ids)
+    assert not stops & set(ids[:-1])
+    assert output.finish_reason == ("stop" if ids[-1] in stops else "length")
+    assert output.finish_reason == "stop" or len(ids) == params.max_tokens
+
+
+@pytest.mark.parametrize("acceptance", ["match", "rejection"])
+def test_a_head_with_the_targets_law_is_kept_by_either_rule(acceptance: str, given_of: GivenOf) -> None:
+    """What both rules would do with the target's own law: keep every draw, but for roundings."""
+    given = given_of("known-f32-native")
+    for kind in ("eagle", "mtp-mtp"):
+        llm = given.open(kind, acceptance=acceptance, num_blocks=40)
+        outputs = llm.generate([[1, *text] for text in given.texts if len(text) > 30], given.params("sampled"))
+        drafted, accepted = (sum(getattr(output.speculation, name) for output in outputs) for name in ("drafted", "accepted"))
+        assert accepted >= 0.9 * drafted > 60

@@ -1,0 +1,280 @@
+"""Log-probabilities are the target's own: the same bits whatever drafts and whoever else is there, and transformers' within 1e-4."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine_jobs import Solo, open_drafting
+from engine_targets import make
+from engine_traffic import check_clean, check_engine
+from exact_targets import skip_without
+from paceline import LLM, SamplingParams
+from paceline.outputs import RequestOutput
+from paceline.sampling import logprobs as logprobs_module
+from paceline.speculation import step as step_module
+from paceline.speculation import verify as verify_module
+from paceline.speculation.request import Request
+
+NUM_BLOCKS = 40
+BOUND = 1e-4  # on the difference to transformers, in float32
+BASE = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=4)
+SAMPLINGS = {
+    "greedy": BASE,
+    "sampled": replace(BASE, temperature=1.1, top_p=0.9),
+    "processed": replace(
+        BASE, temperature=1.2, top_k=30, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias={5: 3.0}, logprobs_mode="processed"
+    ),
+    "with the prompt's": replace(BASE, temperature=1.0, presence_penalty=0.6, logprobs=0, prompt_logprobs=3),
+}
+TARGETS = ["llama-f32-native", "qwen3-bf16-native", "qwen3-f32-openvino"]
+DRAFTERS = ["ngram", "draft_model", "draft_tree", "oracle", "chaos"]
+OUTPUT = ("token_ids", "text", "logprobs", "prompt_logprobs")
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What requests get plainly decoded, alone, without cached rows: by sampling and prompt."""
+
+    solo: Solo
+    prompts: list[list[int]]
+    answers: Mapping[tuple[str, int], RequestOutput]
+
+    def params(self, name: str) -> SamplingParams:
+        return replace(SAMPLINGS[name], seed=50 + list(SAMPLINGS).index(name))
+
+    def known(self) -> dict[tuple[tuple[int, ...], int], list[int]]:
+        return {
+            (tuple(self.prompts[index]), self.params(name).seed or 0): answer.token_ids for (name, index), answer in self.answers.items()
+        }
+
+    def open(self, kind: str, **options: Any) -> LLM:
+        given = {"depth": 4, "num_blocks": NUM_BLOCKS, **options}
+        return open_drafting(kind, self.solo, self.known(), self.solo.directory, seed=3, **given)
+
+    def check(self, output: RequestOutput, name: str, index: int) -> None:
+        expected = self.answers[name, index]
+        for part in OUTPUT:
+            assert getattr(output, part) == getattr(expected, part), f"{part} of {name}, prompt {index}"
+
+
+AloneOf = Callable[[str], Alone]
+
+
+@pytest.fixture(scope="module")
+def alone_of(checkpoint: Callable[[str], Path], seed: int) -> AloneOf:
+    made: dict[str, Alone] = {}
+
+    def make_it(target: str) -> Alone:
+        if target not in made:
+            name, dtype, backend = target.split("-")
+            skip_without(backend)
+            solo = Solo(checkpoint(name), dtype, backend)
+            if solo.llm.numerics != "exact":
+                pytest.skip("this machine has no exact numerics")
+            random = np.random.default_rng(seed)
+            prompts = [random.integers(1, solo.vocab_size, length).tolist() for length in (1, 33, 100)]
+            alone = Alone(solo, prompts, {})
+            answers = {(name, i): solo.answer(prompt, alone.params(name))[0] for name in SAMPLINGS for i, prompt in enumerate(prompts)}
+            made[target] = replace(alone, answers=answers)
+        return made[target]
+
+    return make_it
+
+
+def compare(alone: Alone, llm: LLM) -> None:
+    """Every sampling: alone, again where the prompt is in the cache, and as a batch; then all samplings at once."""
+    for name in SAMPLINGS:
+        params = alone.params(name)
+        for _ in range(2):
+            for index, prompt in enumerate(alone.prompts):
+                (output,) = llm.generate([prompt], params)
+                alone.check(output, name, index)
+        for index, output in enumerate(llm.generate(alone.prompts, params)):
+            alone.check(output, name, index)
+            hit = 0 if params.prompt_logprobs is not None else (len(alone.prompts[index]) - 1) // 32 * 32
+            assert output.usage.num_cached_tokens == hit
+    run_all(alone, llm, lambda number: None)
+
+
+def run_all(alone: Alone, llm: LLM, between: Callable[[int], None]) -> dict[tuple[str, int], Request]:
+    """Everything at once; `between` is called between any two steps."""
+    requests = {(name, index): make(llm, alone.prompts[index], alone.params(name)) for name, index in alone.answers}
+    for request in requests.values():
+        llm.engine.add(request)
+    for number in range(5_000):
+        if not llm.engine.has_work:
+            break
+        llm.engine.step()
+        check_engine(llm.engine)
+        between(number)
+    for (name, index), request in requests.items():
+        alone.check(llm._opened.output(request), name, index)
+    check_clean(llm)
+    return requests
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_logprobs_are_the_same_bits_alone_in_a_batch_behind_cached_rows_and_whatever_drafts(
+    kind: str, target: str, alone_of: AloneOf, large_counts: bool
+) -> None:
+    if not large_counts and (target, kind) not in ((TARGETS[0], "chaos"), (TARGETS[1], "draft_tree")):
+        pytest.skip("left to make test-long")
+    alone = alone_of(target)
+    llm = alone.open(kind)
+    compare(alone, llm)
+    assert llm.stats().speculation.drafted > 0
+
+
+@pytest.mark.parametrize("kind", ["none", "chaos"])
+@pytest.mark.parametrize("target", TARGETS[:2])
+def test_logprobs_of_preempted_requests_are_whole(target: str, kind: str, alone_of: AloneOf, seed: int) -> None:
+    alone = alone_of(target)
+    random = np.random.default_rng(seed)
+    for prefix_cache in (True, False):
+        llm = alone.open(kind, num_blocks=9, prefix_cache=prefix_cache)
+        scheduler = llm.engine.scheduler
+        scheduler.limits = replace(scheduler.limits, chunk_rows=20, spare_blocks=0)
+
+        def preempt(number: int, running: list[Request] = scheduler.running) -> None:
+            if number % 3 == 0 and number < 120 and running:
+                scheduler.preempt(running[int(random.integers(len(running)))])  # noqa: B023
+
+        requests = run_all(alone, llm, preempt)
+        assert sum(request.num_preemptions > 0 for request in requests.values()) > 6
+        assert any(request.num_preemptions for (name, index), request in requests.items() if name == "with the prompt's" and index == 2)
+
+
+def test_what_a_stop_cuts_off_has_no_logprobs(alone_of: AloneOf) -> None:
+    alone = alone_of(TARGETS[0])
+    llm = alone.open("oracle", depth=6)
+    for name in SAMPLINGS:
+        expected = alone.answers[name, 1]
+        for count in range(1, 9):
+            at = expected.token_ids.index(expected.token_ids[count])
+            (output,) = llm.generate([alone.prompts[1]], replace(alone.params(name), stop_token_ids=[expected.token_ids[count]]))
+            assert (output.token_ids, output.logprobs) == (expected.token_ids[: at + 1], (expected.logprobs or [])[: at + 1])
+            text = llm.tokenizer.decode(expected.token_ids[: count + 1])[-4:]
+            (output,) = llm.generate([alone.prompts[1]], replace(alone.params(name), stop=text))
+            assert output.logprobs == (expected.logprobs or [])[: len(output.token_ids)]
+            assert output.token_ids == expected.token_ids[: len(output.token_ids)]
+            assert [one.token_id for one in output.logprobs or []] == output.token_ids
+
+
+@pytest.mark.parametrize("target", ["llama-f32-native", "qwen3-f32-openvino"])
+def test_logprobs_are_those_of_transformers(target: str, alone_of: AloneOf, large_counts: bool) -> None:
+    if not large_counts and target != TARGETS[0]:
+        pytest.skip("left to make test-long")
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    alone = alone_of(target)
+    model = AutoModelForCausalLM.from_pretrained(alone.solo.directory, dtype=torch.float32).eval()
+    compared = 0
+    for (name, index), answer in alone.answers.items():
+        if name == "processed":
+            continue
+        ids = [*alone.prompts[index], *answer.token_ids]
+        with torch.inference_mode():
+            rows = torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), dim=-1).numpy()
+        start = len(alone.prompts[index])
+        found = [*enumerate(answer.logprobs or [], start)]
+        if answer.prompt_logprobs is not None:
+            assert answer.prompt_logprobs[0] is None
+            assert len(answer.prompt_logprobs) == start
+            found += [(at, one) for at, one in enumerate(answer.prompt_logprobs) if one is not None]
+        for at, one in found:
+            row = rows[at - 1]
+            assert one.token_id == ids[at]
+            assert abs(one.logprob - row[ids[at]]) < BOUND
+            assert 1 + (row > row[ids[at]] + BOUND).sum() <= one.rank <= 1 + (row > row[ids[at]] - BOUND).sum()
+            best = np.sort(row)[::-1][: len(one.top)]
+            assert len(one.top) == ((3 if at < start else 0) if name == "with the prompt's" else 4)
+            assert np.allclose([value for _, value in one.top], best, rtol=0.0, atol=BOUND)
+            assert all(abs(value - row[token]) < BOUND for token, value in one.top)
+            compared += 1
+    assert compared == 3 * 3 * 24 + sum(len(prompt) - 1 for prompt in alone.prompts)
+
+
+def test_processed_logprobs_are_those_of_the_distribution_that_is_drawn_from(alone_of: AloneOf) -> None:
+    """Listed tokens are what top-k left; their probabilities sum to 1 with those not listed."""
+    alone = alone_of(TARGETS[0])
+    llm = alone.open("chaos")
+    params = replace(alone.params("processed"), top_k=4)
+    (output,) = llm.generate([alone.prompts[2]], params)
+    for one in output.logprobs or []:
+        assert sum(np.exp(value) for _, value in one.top) == pytest.approx(1.0, abs=1e-9)
+        assert one.token_id in [token for token, _ in one.top]
+        assert one.rank <= 4
+
+
+# Planted faults: each must make the comparison above fail.
+
+
+@pytest.fixture
+def faulty(alone_of: AloneOf) -> Callable[[], None]:
+    def run() -> None:
+        alone = alone_of(TARGETS[0])
+        compare(alone, alone.open("oracle"))
+
+    return run
+
+
+def test_without_a_fault_the_comparison_passes(faulty: Callable[[], None]) -> None:
+    faulty()
+
+
+def test_the_row_of_the_node_instead_of_its_parents_is_seen(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = verify_module.token_logprobs
+    monkeypatch.setattr(step_module, "token_logprobs", lambda result, logits, request: real(result, np.roll(logits, -1, axis=0), request))
+    with pytest.raises(AssertionError, match="logprobs of"):
+        faulty()
+
+
+def test_logprobs_asked_for_behind_the_commit_are_seen(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Penalties would count the token itself."""
+    real = step_module.commit
+
+    def late(request: Request, token_ids: Any, num_accepted: int, **options: Any) -> int:
+        count = real(request, token_ids, num_accepted, **{**options, "logprobs": ()})
+        if request.params.logprobs is not None:
+            request.logprobs.extend(asked.pop()()[:count])
+        return count
+
+    def remember(*args: Any) -> list[Any]:
+        asked.append(lambda: verify_module.token_logprobs(*args))
+        return []
+
+    asked: list[Callable[[], list[Any]]] = []
+    monkeypatch.setattr(step_module, "token_logprobs", remember)
+    monkeypatch.setattr(step_module, "commit", late)
+    with pytest.raises(AssertionError, match="logprobs of processed"):
+        faulty()
+
+
+def test_prompt_rows_that_a_hit_leaves_out_are_seen(alone_of: AloneOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = alone_of(TARGETS[0])
+    llm, name = alone.open("oracle"), "with the prompt's"
+
+    def begin(self: Any, request: Request) -> None:
+        self._engine.cache.adopt_prefix(request.sequence, request.token_ids, salt=request.salt)
+
+    monkeypatch.setattr("paceline.engine.engine.CacheRoom.begin", begin)
+    (_, output) = (llm.generate([alone.prompts[2]], alone.params(name))[0] for _ in range(2))
+    with pytest.raises(AssertionError, match="prompt_logprobs of"):
+        alone.check(output, name, 2)
+
+
+def test_probabilities_of_the_processed_row_in_place_of_the_targets_are_seen(
+    faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def processed(row: Any, token: int, num_top: int) -> Any:
+        return logprobs_module.raw_logprobs(row * np.float32(0.999), token, num_top)
+
+    monkeypatch.setattr(verify_module, "raw_logprobs", processed)
+    with pytest.raises(AssertionError, match="logprobs of greedy"):
+        faulty()
