@@ -1,6 +1,5 @@
-"""What speculation costs and brings: host time a step, the embedded model, and a drafter of known accuracy on a large checkpoint.
+"""What speculation brings to one request: on the embedded model, and with a drafter of known accuracy on a large checkpoint.
 
-    python tools/bench_speculation.py --host
     python tools/bench_speculation.py --mini --heldout heldout.jsonl --out mini.json
     python tools/bench_speculation.py --oracle CHECKPOINT --dtype f32
 
@@ -13,11 +12,8 @@ import importlib
 import json
 import statistics
 import sys
-import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -54,91 +50,6 @@ def oracle(llm: LLM, answers: Answers, accuracy: float, seed: int) -> Drafter:
 
 def random_prompt(llm: LLM, length: int) -> list[int]:
     return [int(token) for token in np.random.default_rng(SEED).integers(10, llm.vocab_size, length)]
-
-
-class TimedKernels:
-    """The compiled kernels; they remember how long they have been running."""
-
-    def __init__(self, kernels: Any) -> None:
-        self._kernels = kernels
-        self.seconds = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._kernels, name)
-
-    def paceline_run(self, *arguments: Any) -> None:
-        start = time.perf_counter()
-        self._kernels.paceline_run(*arguments)
-        self.seconds += time.perf_counter() - start
-
-
-def time_steps(llm: LLM, prompt: list[int], params: SamplingParams, timed: TimedKernels, num_drafts: int) -> list[tuple[float, float, int]]:
-    """(host seconds, kernel seconds, emitted tokens) of each step of one request whose pass had `num_drafts` draft tokens.
-
-    The prompt's step and the first two after it are left out, and so are the last ones, which have no room for a whole draft.
-    """
-    request = llm._maker.make(prompt, params, llm.engine.cache, is_streamed=False)
-    steps: list[tuple[float, float, int]] = []
-    with closing(llm.engine.run([request])) as run:
-        while True:
-            inferred, length, drafted = timed.seconds, len(request.token_ids), request.stats.drafted
-            start = time.perf_counter()
-            if next(run, run) is run:
-                return steps[3:]
-            wall, inside = time.perf_counter() - start, timed.seconds - inferred
-            if len(steps) < 3 or request.stats.drafted - drafted == num_drafts:
-                steps.append((wall - inside, inside, len(request.token_ids) - length))
-
-
-def bench_host(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Host time of a step on a model whose pass is small but whose vocabulary is not."""
-    write_checkpoint = importlib.import_module("checkpoints").write_checkpoint
-    results = []
-    for title, scale in (("flat", 0.15), ("peaked", 0.6)):
-        with tempfile.TemporaryDirectory() as directory:
-            write_checkpoint(Path(directory), "llama", vocab_size=options.vocab, num_hidden_layers=2, initializer_range=scale)
-            llm = LLM(directory, drafter="none", backend="native", threads=options.threads, max_num_seqs=1)
-            results += _host_cases(llm, options, title)
-    head = ["logits", "T", "drafts", "rows walked", "host ms (p90)", "host ms a walked row", "kernels ms", "steps", "kept by top-p"]
-    print(f"\nhost time a step, batch 1, V = {options.vocab}: wall time less the kernels' run\n")
-    print(markdown_table(head, [list(result["row"]) for result in results]))
-    return results
-
-
-def _host_cases(llm: LLM, options: argparse.Namespace, title: str) -> list[dict[str, Any]]:
-    runtime: Any = llm.runtime
-    timed = runtime._execution._kernels = TimedKernels(runtime._execution._kernels)
-    prompt = random_prompt(llm, 64)
-    greedy = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True, seed=SEED)
-    sampled = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True, seed=SEED, temperature=0.7, top_p=0.9)
-    policy = DraftLengthPolicy(4)
-    cases: list[tuple[SamplingParams, Drafter | None]] = []
-    kept = {}
-    for params in (greedy, sampled):
-        answers = {(tuple(prompt), SEED): llm.generate(prompt, params)[0].token_ids}
-        kept[params.temperature] = _kept(runtime._execution.rows(runtime._recorded.logits, 1)[0], params)
-        cases += [(params, None), (params, oracle(llm, answers, 0.7, SEED))]
-    samples: list[list[tuple[float, float, int]]] = [[] for _ in cases]
-    for _ in range(options.repeats):
-        for case, (params, drafter) in enumerate(cases):
-            use(llm, drafter, policy)
-            samples[case] += time_steps(llm, prompt, params, timed, 4 if drafter else 0)
-    results = []
-    for (params, drafter), steps in zip(cases, samples, strict=True):
-        host, infer, walked = ([float(step[part]) for step in steps] for part in range(3))
-        median, rows = statistics.median(host), statistics.fmean(walked)
-        row = [title, params.temperature, 4 if drafter else 0, f"{rows:.2f}", f"{1e3 * median:.3f} ({1e3 * np.quantile(host, 0.9):.3f})"]
-        row += [f"{1e3 * median / rows:.3f}", f"{1e3 * statistics.median(infer):.3f}", len(steps), kept[params.temperature]]
-        results.append({"row": row, "host_s": host, "infer_s": infer, "walked": walked})
-    return results
-
-
-def _kept(logits: np.ndarray, params: SamplingParams) -> int:
-    """How many tokens top-p leaves of one row, 1 for greedy."""
-    if params.is_greedy:
-        return 1
-    weights = np.sort(np.exp((logits - logits.max()) / params.temperature))[::-1]
-    return 1 + int(np.searchsorted(np.cumsum(weights / weights.sum()), params.top_p))
 
 
 def bench_mini(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -264,12 +175,10 @@ def _oracle_row(name: str, runs: Mapping[str, list[RequestOutput]], times: Mappi
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--host", action="store_true", help="host time a step")
     parser.add_argument("--mini", action="store_true", help="the embedded model, drafter none, ngram and auto")
     parser.add_argument("--oracle", type=Path, metavar="DIR", help="a checkpoint; gets a word-level tokenizer if it has none")
     parser.add_argument("--heldout", type=Path, help="for --mini: documents it has not seen, JSON lines with kind and text")
     parser.add_argument("--prompts", type=int, default=8, help="of each kind, for --mini")
-    parser.add_argument("--vocab", type=int, default=32000, help="for --host")
     parser.add_argument("--accuracy", type=float, default=0.7, help="for --oracle")
     parser.add_argument("--draft-tokens", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 7, 8], help="for --oracle")
     parser.add_argument("--pass-repeats", type=int, default=7, help="for --oracle: rounds that time t(M)")
@@ -288,8 +197,6 @@ def main() -> None:
     options = _options()
     result: dict[str, Any] = {"machine": describe_machine()}
     print(f"machine: {json.dumps(result['machine'])}")
-    if options.host:
-        result["host"] = bench_host(options)
     if options.mini:
         result["mini"] = bench_mini(options)
     if options.oracle:

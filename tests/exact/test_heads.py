@@ -40,7 +40,7 @@ IN_A_NORMAL_RUN = {
 CASES = [
     *((f"{name}-{dtype}-native", kind, shape) for name in KINDS for dtype in ("f32", "bf16") for kind in KINDS[name] for shape in SHAPES),
     *((f"{name}-f32-openvino", kind, "tree") for name, kind in (("random", "eagle3"), ("random", "mtp-mtp"), ("known", "eagle"))),
-    *(("random-f32-openvino", kind, shape) for kind in ("medusa", "draft_model") for shape in SHAPES),
+    *(("random-f32-openvino", kind, shape) for kind, shape in (("medusa", "chain"), ("medusa", "tree"), ("draft_model", "chain"))),
 ]
 
 
@@ -165,8 +165,9 @@ def test_nobodys_guesses_change_a_token(
         tally["token ids equal with heads"] += count
     assert llm.stats().drafter_failures == 0
     assert len(proposals) > 20
-    if shape == "tree" and kind != "ngram":
-        assert max(tree.num_draft_tokens for tree in proposals) >= (5 if kind in ("suffix", "prediction") else 24)
+    if shape == "tree" and kind not in ("ngram", "suffix", "prediction"):
+        largest = max(tree.num_draft_tokens for tree in proposals)
+        assert largest >= 24 if "native" in target else largest > 12, "where branches run as paths they cost more rows"
     check_clean(llm)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from paceline.drafters.pairs.ranking import best_scores
 from paceline.errors import PacelineError
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.draw import draw
@@ -18,8 +19,6 @@ from paceline.speculation.request import Request
 NUM_RANKS = 10
 _PRIOR_WEIGHT = 8.0
 _MEMORY = 512.0  # trials a depth remembers
-_WIDE_ROW = 8192
-_STRIDE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,23 +117,3 @@ def drawn_chain(request: Request, row_of: Callable[[int], FloatArray], depth: in
             break
         token_ids += draw_distinct(laws[node], 1, request.seed, request.sample_index, len(request.token_ids), node)
     return token_ids, laws
-
-
-def best_scores(scores: FloatArray, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Positions of the `count` largest scores, largest first, lower positions first on ties."""
-    if count == 1:
-        return np.array([np.argmax(scores)], np.int64)
-    size = len(scores)
-    if size >= _WIDE_ROW:  # only strides with a large maximum can hold one of them
-        whole = size - size % _STRIDE
-        peaks = scores[:whole].reshape(-1, _STRIDE).max(axis=1)
-        strides = np.flatnonzero(peaks >= np.partition(peaks, len(peaks) - count)[len(peaks) - count])
-        inside = (strides[:, None] * _STRIDE + np.arange(_STRIDE)).ravel()
-        candidates = np.concatenate((inside, np.arange(whole, size)))
-    else:
-        candidates = np.arange(size)
-    values = scores[candidates]
-    if len(values) > count:
-        least = np.partition(values, len(values) - count)[len(values) - count]
-        candidates, values = candidates[values >= least], values[values >= least]
-    return candidates[np.argsort(-values, kind="stable")[:count]]

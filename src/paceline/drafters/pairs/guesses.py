@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.drafters.pairs.ranking import best_scores
 from paceline.errors import PacelineError
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.draw import draw
@@ -17,7 +18,6 @@ COUPLED_PROB = 0.6
 """How likely, at least, a token drawn with the target's own noise is taken to be the target's; its own probability says too little."""
 
 _REACH = 12.0  # log-probabilities: what is so far below the best is worth no row
-_MANY = 2048  # more candidates are not sorted as a whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +71,9 @@ class Guesses:
         scores, ids = distribution.scores, distribution.token_ids
         if ids is None and self._target_ids is not None:  # the others are -inf
             scores, ids = scores[self._target_ids], self._target_ids
-        peak = scores.max()
-        near = np.flatnonzero(scores > peak - _REACH)
-        if len(near) > _MANY:
-            near = np.sort(near[np.argpartition(-scores[near], width)[: width + 1]])
-        best = near[np.argsort(-scores[near], kind="stable")[: width + 1]]
+        best = best_scores(scores, width + 1)
+        peak = scores[best[0]]
+        best = best[scores[best] > peak - _REACH]
         shares = np.exp(scores[best] - peak) / np.exp(scores - peak).sum()
         prob_of = {int(token): float(share) for token, share in zip(best if ids is None else ids[best], shares, strict=True)}
         own = prob_of.pop(first, 0.0)
