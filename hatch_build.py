@@ -14,8 +14,10 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 NATIVE = Path("src/paceline/runtimes/native")
 X86_64 = {
-    "x86_64_v4_bf16": ("-march=x86_64_v4", "-mavx512bf16"),
+    "x86_64_v4_bf16": ("-march=x86_64_v4", "-mavx512vnni", "-mavx512bf16"),
+    "x86_64_v4_vnni": ("-march=x86_64_v4", "-mavx512vnni"),
     "x86_64_v4": ("-march=x86_64_v4",),
+    "x86_64_v3_vnni": ("-march=x86_64_v3", "-mavxvnni"),
     "x86_64_v3": ("-march=x86_64_v3",),
 }
 LEVELS: dict[str, dict[str, tuple[str, ...]]] = {"x86_64": X86_64, "AMD64": X86_64, "aarch64": {"baseline": ()}, "arm64": {"baseline": ()}}

@@ -10,7 +10,7 @@ import pytest
 from paceline.models.config import Activation, ModelConfig, RopeConfig, WeightType
 from paceline.models.weights import AnyTensor, Tensor, Weights
 from paceline.runtimes.base import FloatArray, ForwardBatch, RowRange
-from paceline.runtimes.native import execution, library
+from paceline.runtimes.native import execution, library, strips
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.program import Code, NativeBlocks, Packing, Recorded, Value
 from paceline.runtimes.native.weights import NativeWeights
@@ -51,6 +51,7 @@ class Network:
     Args:
         level: of the kernels; None = those this machine would use.
         round_to: type of computation.
+        in_strips: whether rows are rounded to bytes in front of matrices in groups.
     """
 
     def __init__(
@@ -64,11 +65,16 @@ class Network:
         max_slots: int = 256,
         level: str | None = None,
         round_to: WeightType = WeightType.F32,
+        in_strips: bool = False,
     ) -> None:
         config = config or native_config()
-        self._blocks = NativeBlocks(config, NativeWeights(Weights(tensors or {}), round_to))
-        self._inputs = [self._blocks.value(width) for width in widths]
-        self._results = build(self._blocks, self._inputs)
+        with pytest.MonkeyPatch.context() as patch:
+            if level is not None:
+                patch.setattr(strips, "kernels", lambda: open_kernels(level))
+            weights = NativeWeights(Weights(tensors or {}), round_to, strips={} if in_strips else None)
+            self._blocks = NativeBlocks(config, weights)
+            self._inputs = [self._blocks.value(width) for width in widths]
+            self._results = build(self._blocks, self._inputs)
         most = max([matrices[0].columns for matrices in self._blocks.matrices], default=0)
         recorded = Recorded(self._blocks.operations, self._blocks.matrices, [value.width for value in self._blocks.values], 0, 0, [], most)
         with pytest.MonkeyPatch.context() as patch:

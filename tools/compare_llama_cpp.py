@@ -25,7 +25,7 @@ def llama_cpp_greedy(file: Path, prompts: list[list[int]], max_tokens: int, thre
     """For each prompt the tokens with their margin over the second best; runs where llama-cpp-python is installed."""
     api = importlib.import_module("llama_cpp")
     numpy = importlib.import_module("numpy")
-    model = api.Llama(str(file), n_ctx=1024, n_threads=threads, n_threads_batch=threads, logits_all=True, verbose=False)
+    model = api.Llama(str(file), n_ctx=1024, n_threads=threads, n_threads_batch=threads, logits_all=True, verbose=False, type_k=0, type_v=0)
     answers = []
     for prompt in prompts:
         model.reset()
@@ -116,6 +116,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--widened", action="store_true", help="give llama.cpp the quantised values as F32")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -126,7 +127,7 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     prompts = read_prompts(options.prompts, options.model, options.count)
     results = []
-    for kind in KINDS:
+    for kind in options.kinds:
         file = options.work / f"{options.model.name}-{kind.lower()}.gguf"
         if not file.is_file():
             write_gguf(options.model, file, kind)

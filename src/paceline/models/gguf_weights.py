@@ -91,6 +91,9 @@ class GgufWeights(Weights):
     def has(self, name: str) -> bool:
         return name in self._places
 
+    def forget(self, name: str) -> None:
+        self._tensors.pop(name, None)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all weights, quantised ones as groups."""

@@ -130,6 +130,9 @@ class Weights(Mapping[str, AnyTensor]):
         """Whether the network has this tensor (a bias, say)."""
         return name in self._tensors
 
+    def forget(self, name: str) -> None:
+        """Free what was made of the file for this tensor; asked for again, it is made again."""
+
     @property
     def nbytes(self) -> int:
         """Bytes of all weights as stored."""

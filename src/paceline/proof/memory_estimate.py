@@ -100,7 +100,7 @@ def estimate_memory(checkpoint: CheckpointFacts, quant: QuantOptions | None, dev
     config = checkpoint.config
     schemes = _schemes(checkpoint, quant)
     is_quantised = bool(schemes) or checkpoint.is_quantised
-    backend = choose_backend("auto", device, config, quantised=is_quantised, notices=notices)
+    backend = choose_backend("auto", device, config, notices=notices)
     item_bytes = _computed_bytes(config.weight_type, backend)
     weights = _weights_bytes(checkpoint, schemes, item_bytes if backend == "openvino" and not is_quantised else None)
     cache_item_bytes = _cache_bytes(config.weight_type, backend)

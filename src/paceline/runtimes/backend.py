@@ -6,7 +6,6 @@ from pathlib import Path
 from paceline.config import BACKENDS
 from paceline.errors import BackendUnavailableError, ConfigError
 from paceline.models.config import ModelConfig
-from paceline.runtimes.processor import multiplies_bytes
 
 
 def choose_device(device: str, backend: str) -> str:
@@ -32,15 +31,11 @@ def choose_device(device: str, backend: str) -> str:
     return "cpu"
 
 
-def choose_backend(backend: str, device: str, config: ModelConfig, *, quantised: bool, notices: list[str]) -> str:
-    """ "native", "openvino" or "torch".
-
-    Our own kernels, which read weights as they are stored and use a processor's bf16 products; OpenVINO for quantised weights where
-    the processor multiplies bytes, because its kernels use those instructions and ours do not.
+def choose_backend(backend: str, device: str, config: ModelConfig, *, notices: list[str]) -> str:
+    """ "native", "openvino" or "torch": our own kernels wherever they were built, because they are exact and the fastest there.
 
     Args:
         backend: what was asked for; "auto" = choose.
-        quantised: whether matrices are in groups.
         notices: gets a line where torch has to take over.
 
     Raises:
@@ -54,13 +49,11 @@ def choose_backend(backend: str, device: str, config: ModelConfig, *, quantised:
         return "torch"
     from paceline.runtimes.native.library import kernels_path
 
-    has_native = kernels_path() is not None
-    suits_openvino = quantised and multiplies_bytes()
-    is_capped = config.attention_soft_cap is not None
-    if not is_capped and (suits_openvino or not has_native) and _has_openvino():
-        return "openvino"
-    if has_native:
+    if kernels_path() is not None:
         return "native"
+    is_capped = config.attention_soft_cap is not None
+    if not is_capped and _has_openvino():
+        return "openvino"
     reason = f"{config.family} caps attention scores" if is_capped else "OpenVINO with PagedAttention is not available here"
     notices.append(f"{reason} and there are no native kernels for this machine: the torch runtime takes over")
     return "torch"

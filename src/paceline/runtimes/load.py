@@ -9,10 +9,9 @@ from paceline.config import QuantOptions
 from paceline.models.checkpoint import open_weights, read_model_config, weight_files
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.quantized_cache import quantized_weights
-from paceline.models.weights import GroupedTensor, Weights
+from paceline.models.weights import Weights
 from paceline.runtimes.backend import choose_backend, choose_device
 from paceline.runtimes.base import Numerics, Runtime
-from paceline.runtimes.native.library import kernels_path
 
 if TYPE_CHECKING:
     from paceline.runtimes.native.runtime import NativeRuntime
@@ -25,7 +24,7 @@ class RuntimeOptions:
 
     Attributes:
         numerics: what is wanted; the runtime's capabilities say what holds.
-        dtype: None = the type the weights are stored in.
+        dtype: None = the type the weights are stored in; F32, asked for, also leaves rows unrounded in front of quantised matrices.
         num_threads: CPU threads.
         max_context: positions to prepare for; None = what the model was made for.
         device: "auto", "cpu" or "cuda".
@@ -86,16 +85,11 @@ def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
     if config.sliding_window is not None and config.max_positions == config.sliding_window:
         notices.append(f"context is limited to the model's sliding window of {config.sliding_window} tokens")
     device = choose_device(options.device, options.backend)
-    quantised = any(isinstance(tensor, GroupedTensor) for tensor in weights.values())
-    backend = choose_backend(options.backend, device, config, quantised=quantised, notices=notices)
+    backend = choose_backend(options.backend, device, config, notices=notices)
     if backend == "torch":
         return Loaded(_build_torch(config, weights, options, device, notices), tuple(notices))
     if backend == "openvino":
-        loaded = _settled(_openvino(config, weights, options), options, [*notices, *_widening(config, options)])
-        is_as_wanted = loaded.runtime.capabilities.numerics is options.numerics
-        if is_as_wanted or options.backend != "auto" or kernels_path() is None:
-            return loaded
-        # Exactness before speed: where OpenVINO's kernels are not exact for these weights, ours are.
+        return _settled(_openvino(config, weights, options), options, [*notices, *_widening(config, options)])
     return _settled(_native(config, weights, options), options, notices)
 
 
@@ -120,6 +114,9 @@ def _positions(config: ModelConfig, options: RuntimeOptions) -> int:
 
 def _native(config: ModelConfig, weights: Weights, options: RuntimeOptions) -> _Make:
     from paceline.runtimes.native.runtime import NativeRuntime
+    from paceline.runtimes.native.strips import Strips
+
+    strips: dict[str, Strips] = {}  # laid out once for both
 
     return lambda collect_layers: NativeRuntime(
         config,
@@ -128,6 +125,7 @@ def _native(config: ModelConfig, weights: Weights, options: RuntimeOptions) -> _
         max_context=_positions(config, options),
         collect_layers=collect_layers,
         round_to=options.dtype or config.weight_type,
+        strips=None if options.dtype is WeightType.F32 else strips,
     )
 
 

@@ -26,8 +26,3 @@ def processor_name() -> str:
 def multiplies_bf16() -> bool:
     """Whether bf16 products are native."""
     return not processor_flags().isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
-
-
-def multiplies_bytes() -> bool:
-    """Whether products of 8-bit integers are native (VNNI, AMX, or the dot products of Arm)."""
-    return not processor_flags().isdisjoint({"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"})

@@ -6,17 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import write_checkpoint
 from native_network import native_config
 from paceline.errors import BackendUnavailableError, ConfigError
 from paceline.runtimes import backend as backend_module
-from paceline.runtimes import load, numerics
 from paceline.runtimes.backend import choose_backend, choose_device
 from paceline.runtimes.native import library
 
 CONFIG = native_config()
 CAPPED = replace(CONFIG, family="gemma2", attention_soft_cap=50.0)
-BYTES, KERNELS, OPENVINO = "bytes", "kernels", "openvino"
+KERNELS, OPENVINO = "kernels", "openvino"
 Choose = Callable[..., tuple[str, list[str]]]
 
 
@@ -24,37 +22,26 @@ Choose = Callable[..., tuple[str, list[str]]]
 def choose(monkeypatch: pytest.MonkeyPatch) -> Choose:
     """The choice on a machine that has what is named, and the notices."""
 
-    def chosen(
-        has: set[str], *, asked: str = "auto", device: str = "cpu", capped: bool = False, **weights: object
-    ) -> tuple[str, list[str]]:
-        monkeypatch.setattr(backend_module, "multiplies_bytes", lambda: BYTES in has)
+    def chosen(has: set[str], *, asked: str = "auto", device: str = "cpu", capped: bool = False) -> tuple[str, list[str]]:
         monkeypatch.setattr(backend_module, "_has_openvino", lambda: OPENVINO in has)
         monkeypatch.setattr(library, "kernels_path", lambda: Path("kernels.so") if KERNELS in has else None)
         notices: list[str] = []
-        kind = {"quantised": False, **weights}
-        return choose_backend(asked, device, CAPPED if capped else CONFIG, notices=notices, **kind), notices  # type: ignore[arg-type]
+        return choose_backend(asked, device, CAPPED if capped else CONFIG, notices=notices), notices
 
     return chosen
 
 
-@pytest.mark.parametrize(
-    ("has", "quantised", "expected"),
-    [(set(), False, "native"), (set(), True, "native"), ({BYTES}, False, "native"), ({BYTES}, True, "openvino")],
-)
-def test_openvino_is_taken_for_quantised_weights_where_the_processor_multiplies_bytes(
-    choose: Choose, has: set[str], expected: str, *, quantised: bool
-) -> None:
-    assert choose({*has, KERNELS, OPENVINO}, quantised=quantised) == (expected, [])
-    assert choose({*has, KERNELS}, quantised=quantised) == ("native", [])
+def test_our_kernels_are_taken_wherever_they_were_built(choose: Choose) -> None:
+    assert choose({KERNELS, OPENVINO}) == ("native", [])
+    assert choose({KERNELS}) == ("native", [])
 
 
-@pytest.mark.parametrize("quantised", [True, False])
-def test_without_kernels_openvino_serves(choose: Choose, *, quantised: bool) -> None:
-    assert choose({OPENVINO}, quantised=quantised) == ("openvino", [])
+def test_without_kernels_openvino_serves(choose: Choose) -> None:
+    assert choose({OPENVINO}) == ("openvino", [])
 
 
 def test_capped_attention_never_goes_to_openvino(choose: Choose) -> None:
-    assert choose({BYTES, KERNELS, OPENVINO}, capped=True, quantised=True) == ("native", [])
+    assert choose({KERNELS, OPENVINO}, capped=True) == ("native", [])
     chosen, (notice,) = choose({OPENVINO}, capped=True)
     assert chosen == "torch"
     assert "gemma2 caps attention scores" in notice
@@ -96,21 +83,3 @@ def test_without_a_driver_auto_is_the_cpu_and_cuda_an_error(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(BackendUnavailableError, match="finds no CUDA device"):
         choose_device("cuda", "auto")
-
-
-@pytest.mark.parametrize(("asked", "served"), [("auto", ("native", "exact")), ("openvino", ("openvino", "fast"))])
-def test_where_openvino_turns_out_inexact_auto_takes_our_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, served: tuple[str, str]
-) -> None:
-    pytest.importorskip("openvino")
-    if library.kernels_path() is None:
-        pytest.skip("no native kernels for this machine")
-    from paceline.runtimes.openvino.runtime import OpenVINORuntime
-
-    real = numerics.find_padding
-    monkeypatch.setattr(numerics, "find_padding", lambda one, *rest: None if isinstance(one, OpenVINORuntime) else real(one, *rest))
-    monkeypatch.setattr(load, "choose_backend", lambda *_, **__: "openvino")
-    loaded = load.load_runtime(write_checkpoint(tmp_path, "llama"), load.RuntimeOptions(backend=asked, device="cpu"))
-    runtime = type(loaded.runtime).__module__.split(".")[2]
-    assert (runtime, loaded.runtime.capabilities.numerics.value) == served
-    assert any("numerics is fast" in notice for notice in loaded.notices) == (served[1] == "fast")

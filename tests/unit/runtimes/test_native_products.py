@@ -150,7 +150,6 @@ def test_threads_do_not_change_a_bit(name: str, num_rows: int, seed: int, round_
         (["bf16"], Packing.PAIRS),
         (["f32", "f16"], Packing.PAIRS),  # stored as bfloat16 then
         (["u4", "s8"], Packing.FLOATS),
-        (["bf16", "s8"], Packing.FLOATS),
     ],
 )
 def test_rows_are_taken_as_every_matrix_of_a_product_wants_them(names: list[str], packing: Packing, seed: int) -> None:

@@ -23,33 +23,30 @@ def pretend(monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
 
 @pytest.mark.parametrize("text", [X86, ARM])
 @pytest.mark.parametrize(
-    ("flag", "bf16", "as_bytes"),
+    ("flag", "bf16"),
     [
-        ("", False, False),
-        ("avx512f avx512vl", False, False),
-        ("avx512_bf16", True, False),
-        ("amx_bf16 amx_tile", True, False),
-        ("bf16 asimddp", True, True),
-        ("avx512_vnni", False, True),
-        ("avx_vnni", False, True),
-        ("amx_int8", False, True),
-        ("i8mm", False, True),
-        ("not_avx512_vnni bf16ish", False, False),
+        ("", False),
+        ("avx512f avx512vl", False),
+        ("avx512_bf16", True),
+        ("amx_bf16 amx_tile", True),
+        ("bf16 asimddp", True),
+        ("avx512_vnni", False),
+        ("avx_vnni", False),
+        ("amx_int8", False),
+        ("i8mm", False),
+        ("not_avx512_vnni bf16ish", False),
     ],
 )
-def test_products_are_native_where_a_flag_says_so(
-    text: str, flag: str, *, bf16: bool, as_bytes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_are_native_where_a_flag_says_so(text: str, flag: str, *, bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, text.format(flag))
     assert set(flag.split()) <= processor.processor_flags()
-    assert (processor.multiplies_bf16(), processor.multiplies_bytes()) == (bf16, as_bytes)
+    assert processor.multiplies_bf16() == bf16
 
 
 def test_without_a_list_nothing_is_taken_for_granted(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, None)
     assert processor.processor_flags() == frozenset()
     assert not processor.multiplies_bf16()
-    assert not processor.multiplies_bytes()
     assert isinstance(processor.processor_name(), str)
 
 

@@ -14,10 +14,13 @@ from paceline.runtimes.processor import processor_flags
 
 # What an x86-64 processor must have for each of the levels, best first.
 _V4 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
+_V3 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"}
 _LEVELS = {
-    "x86_64_v4_bf16": {*_V4, "avx512_bf16"},
+    "x86_64_v4_bf16": {*_V4, "avx512_bf16", "avx512_vnni"},
+    "x86_64_v4_vnni": {*_V4, "avx512_vnni"},
     "x86_64_v4": _V4,
-    "x86_64_v3": {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"},
+    "x86_64_v3_vnni": {*_V3, "avx_vnni"},
+    "x86_64_v3": _V3,
 }
 
 
@@ -78,6 +81,10 @@ def kernels() -> ctypes.CDLL:
     library.paceline_run.restype = None
     library.paceline_packed_floats.argtypes = [c_int32, c_int32]
     library.paceline_packed_floats.restype = c_int64
+    library.paceline_strip_bytes.argtypes = [c_int32, c_int32, c_int32]
+    library.paceline_strip_bytes.restype = c_int64
+    library.paceline_fill_strips.argtypes = [POINTER(Matrix), c_int32, c_int32, c_int32, c_int32, c_void_p]
+    library.paceline_fill_strips.restype = None
     return library
 
 

@@ -8,6 +8,7 @@ from enum import IntEnum
 from paceline.models.config import Activation, ModelConfig
 from paceline.runtimes.decoder import decoder
 from paceline.runtimes.native.library import Matrix, Operation
+from paceline.runtimes.native.strips import STRIP_KINDS
 from paceline.runtimes.native.weights import BF16_KIND, NativeWeights
 
 
@@ -31,6 +32,7 @@ class Packing(IntEnum):
 
     FLOATS = 0
     PAIRS = 1  # rounded to bfloat16
+    BYTES = 2  # rounded to 8-bit codes in groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +80,15 @@ class NativeBlocks:
 
     def linear(self, x: Value, *names: str) -> tuple[Value, ...]:
         outs = []
-        matrices = []
+        alike: dict[tuple[int, ...], list[Matrix]] = {}
         for name in names:
             matrix = self._weights.matrix(name, len(self.values))
             outs.append(self.value(matrix.outputs, selected=x.selected))
-            matrices.append(matrix)
-        array = (Matrix * len(matrices))(*matrices)
-        self.matrices.append(array)
-        packing = self._packing(matrices)
-        self._add(Code.LINEAR, x, out=outs[0], count=len(matrices), choice=packing, data=ctypes.addressof(array))
+            alike.setdefault(self._packing(matrix), []).append(matrix)
+        for (packing, *_), matrices in alike.items():
+            array = (Matrix * len(matrices))(*matrices)
+            self.matrices.append(array)
+            self._add(Code.LINEAR, x, out=self.values[array[0].out], count=len(matrices), choice=packing, data=ctypes.addressof(array))
         return tuple(outs)
 
     def rms_norm(self, x: Value, name: str) -> Value:
@@ -121,10 +123,15 @@ class NativeBlocks:
     def soft_cap(self, x: Value, cap: float) -> Value:
         return self._add(Code.SOFT_CAP, x, out=self.value(x.width, selected=x.selected), limit=cap)
 
-    def _packing(self, matrices: Sequence[Matrix]) -> Packing:
-        """Rows are rounded to bfloat16 where that is the type of computation, for products with bfloat16 weights alone."""
-        is_paired = self._weights.rounds_to_bf16 and all(matrix.kind == BF16_KIND for matrix in matrices)
-        return Packing.PAIRS if is_paired else Packing.FLOATS
+    def _packing(self, matrix: Matrix) -> tuple[int, ...]:
+        """How its rows are packed: what is the same for two matrices can serve both.
+
+        Rows are rounded to bfloat16 where that is the type of computation, for products with bfloat16 weights alone, and to bytes for
+        those with strips.
+        """
+        if matrix.kind in STRIP_KINDS:
+            return Packing.BYTES, matrix.group, matrix.zero_point
+        return (Packing.PAIRS if self._weights.rounds_to_bf16 and matrix.kind == BF16_KIND else Packing.FLOATS,)
 
     def _norm(self, x: Value, name: str, num_heads: int) -> Value:
         weight = self._weights.vector(name + ".weight", exact=self._config.norm_offset)

@@ -14,6 +14,7 @@ from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, Forwa
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.native.program import Recorded, record, record_lm_head
+from paceline.runtimes.native.strips import Strips
 from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.numerics import RowPadding
 from paceline.runtimes.rotary import rotary_tables
@@ -36,6 +37,7 @@ class NativeRuntime(Runtime):
         max_context: int,
         collect_layers: Sequence[int] = (),
         round_to: WeightType,
+        strips: dict[str, Strips] | None = None,
     ) -> None:
         """Record the network; the weights stay where they are.
 
@@ -43,6 +45,8 @@ class NativeRuntime(Runtime):
             max_context: positions to prepare for.
             collect_layers: boundaries to return, 0 to L.
             round_to: type the weights' values are rounded to first, where they are stored in another.
+            strips: matrices in groups that a runtime of the same weights has laid out, by name; the others are added, and rows are rounded
+                to 8 bits in front of them (kernels/strips.c). None = groups stay as they are, and so do rows.
 
         Raises:
             BackendUnavailableError: there are no kernels for this machine.
@@ -54,7 +58,7 @@ class NativeRuntime(Runtime):
         self._num_threads = num_threads
         self._round_to = round_to
         self.weights = weights
-        self._native_weights = NativeWeights(weights, round_to)
+        self._native_weights = NativeWeights(weights, round_to, strips=strips, num_threads=num_threads)
         self._embedding = weights["embedding.weight"]
         self._tables = rotary_tables(config, max(max_context, MIN_POSITIONS))
         self._max_slots = len(self._tables[0][0]) + MAX_ROWS

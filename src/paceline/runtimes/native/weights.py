@@ -9,6 +9,7 @@ from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix
 from paceline.models.weights import GroupedTensor, Tensor, Weights, as_float32
 from paceline.runtimes.native.library import Matrix
+from paceline.runtimes.native.strips import MAX_GROUP, Strips, in_strips
 from paceline.runtimes.rounding import rounded, to_bf16
 
 _PLAIN_KINDS = {WeightType.F32: 0, WeightType.F16: 1, WeightType.BF16: 2}
@@ -22,11 +23,16 @@ class NativeWeights:
     Args:
         weights: the checkpoint's.
         round_to: type that values stored otherwise are rounded to; they are kept in it.
+        strips: matrices in groups laid out for rows that are rounded to bytes, by name; those that are missing are added. None = groups
+            stay as they are stored, for rows that are not rounded.
+        num_threads: to lay them out with.
     """
 
-    def __init__(self, weights: Weights, round_to: WeightType) -> None:
+    def __init__(self, weights: Weights, round_to: WeightType, *, strips: dict[str, Strips] | None = None, num_threads: int = 1) -> None:
         self._weights = weights
         self._round_to = round_to
+        self._strips = strips
+        self._num_threads = num_threads
         self._arrays: list[NDArray[Any]] = []
 
     @property
@@ -47,6 +53,11 @@ class NativeWeights:
         tensor = self._weights[name + ".weight"]
         bias = self.vector(name + ".bias") if self.has(name + ".bias") else None
         if isinstance(tensor, GroupedTensor):
+            if self._strips is not None and tensor.matrix.group <= MAX_GROUP:
+                if name not in self._strips:
+                    self._strips[name] = in_strips(tensor.matrix, self._num_threads)
+                    self._weights.forget(f"{name}.weight")
+                return self._strips[name].matrix(out, bias)
             return self._grouped(tensor.matrix, out, bias)
         values, kind = self._plain(tensor)
         outputs, columns = values.shape

@@ -122,6 +122,10 @@ static size_t packed_columns(int columns, int packing) {
     return packing == AS_FLOATS ? steps_of(columns, LANES) * LANES : steps_of(columns, PAIRED) * PAIRS_FLOATS;
 }
 
+static size_t packed_row(const Matrix *matrix, int packing) {
+    return packing == AS_BYTES ? packed_bytes_words(matrix->columns, matrix->group) : packed_columns(matrix->columns, packing);
+}
+
 size_t packed_floats(int rows, int columns) {
     const size_t floats_a_row = packed_columns(columns, AS_FLOATS), pairs_a_row = packed_columns(columns, AS_PAIRS);
     return steps_of(rows, MAX_ROWS) * MAX_ROWS * (floats_a_row > pairs_a_row ? floats_a_row : pairs_a_row);
@@ -141,10 +145,15 @@ static pairs take_pairs(const float *x, int columns, int row, int column) {
                 PAIR(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
 }
 
-/* Block `block` of x [rows, columns] as [columns / step][rows of the block][step], zero where there is nothing. */
-void pack_rows(const float *x, int rows, int columns, int packing, int block, float *packed) {
+/* Block `block` of x [rows, columns] as [columns / step][rows of the block][step], zero where there is nothing: for products with `matrix`. */
+void pack_rows(const Matrix *matrix, const float *x, int rows, int packing, int block, float *packed) {
     const int first = block * MAX_ROWS, real = rows - first < MAX_ROWS ? rows - first : MAX_ROWS, padded = tile_rows(real);
-    float *to = packed + (size_t)first * packed_columns(columns, packing);
+    const int columns = matrix->columns;
+    float *to = packed + (size_t)first * packed_row(matrix, packing);
+    if (packing == AS_BYTES) {
+        pack_bytes(x, columns, matrix->group, matrix->zero_point, first, real, padded, to);
+        return;
+    }
     if (packing == AS_FLOATS) {
         for (int column = 0; column < columns; column += LANES)
             for (int row = 0; row < padded; row++, to += LANES) store(to, row < real ? take(x, columns, first + row, column) : broadcast(0.0f));
@@ -159,10 +168,10 @@ void pack_rows(const float *x, int rows, int columns, int packing, int block, fl
 
 /* Outputs [begin, end) of every row. */
 void multiply(const Matrix *matrix, int begin, int end, int packing, const float *packed, float *y, int rows) {
-    Product *const product = packing == AS_FLOATS ? PRODUCTS[matrix->kind] : paired_2;
+    Product *const product = packing == AS_BYTES ? multiply_bytes : packing == AS_PAIRS ? paired_2 : PRODUCTS[matrix->kind];
     for (int first = 0; first < rows; first += MAX_ROWS) {
         const int real = rows - first < MAX_ROWS ? rows - first : MAX_ROWS;
-        product(matrix, begin, end, packed + (size_t)first * packed_columns(matrix->columns, packing),
+        product(matrix, begin, end, packed + (size_t)first * packed_row(matrix, packing),
                 y + (size_t)first * (size_t)matrix->outputs, tile_rows(real), real);
     }
 }

@@ -21,11 +21,17 @@
 #define U8_MINIMUM 5
 #define U4 6
 #define U4_MINIMUM 7
+/* The same codes in strips of 16 outputs (strips.c), for rows that are rounded to bytes. */
+#define STRIPS_8_BITS 8
+#define STRIPS_8_BITS_MINIMUM 9
+#define STRIPS_4_BITS 10
+#define STRIPS_4_BITS_MINIMUM 11
+#define MAX_GROUP 256 /* columns of a group of such rows */
 
 /* W [outputs, columns]. */
 typedef struct {
     int32_t kind, outputs, columns, group, zero_point, out; /* out: buffer of the result */
-    int64_t row_bytes;
+    int64_t row_bytes; /* of an output, or of a strip */
     const uint8_t *codes;
     const float *scales, *minimums; /* [outputs, columns / group] */
     const float *bias;              /* [outputs] or NULL */
@@ -34,8 +40,9 @@ typedef struct {
 /* What an operation does; rows are those of the pass, or the selected ones once SELECT has run. */
 enum { LINEAR, NORM, ROPE, ATTENTION, GATED, ADD, SELECT, SOFT_CAP, CONCAT, SILU_RESIDUAL };
 enum { SILU, GELU_TANH };
-/* How a product takes its rows: as they are, or rounded to bfloat16 in pairs (all its matrices are BF16 then). */
-enum { AS_FLOATS, AS_PAIRS };
+/* How a product takes its rows: as they are, rounded to bfloat16 in pairs (all its matrices are BF16 then), or rounded to bytes (all its
+ * matrices are strips then, with the same groups and the same zero point). */
+enum { AS_FLOATS, AS_PAIRS, AS_BYTES };
 
 typedef struct {
     int32_t code;
@@ -79,8 +86,12 @@ typedef struct {
 
 
 size_t packed_floats(int rows, int columns);
-void pack_rows(const float *x, int rows, int columns, int packing, int block, float *packed);
+void pack_rows(const Matrix *matrix, const float *x, int rows, int packing, int block, float *packed);
 void multiply(const Matrix *matrix, int begin, int end, int packing, const float *packed, float *y, int rows);
+
+size_t packed_bytes_words(int columns, int group);
+void pack_bytes(const float *x, int columns, int group, int zero_point, int first, int real, int padded, float *packed);
+void multiply_bytes(const Matrix *matrix, int begin, int end, const float *x, float *y, int rows, int real_rows);
 
 void norm_row(const float *x, const float *weight, int width, float epsilon, float *out);
 void rotate_head(const float *x, const float *cos, const float *sin, int width, int half, float *out);

@@ -5,7 +5,8 @@
 #include <stdatomic.h>
 #include <string.h>
 
-#define OUTPUTS_A_TICKET 48
+#define OUTPUTS_A_TICKET 48       /* whole tiles of 8, 6, 4 and 3 outputs */
+#define STRIPS_OUTPUTS_A_TICKET 64 /* two pairs of strips */
 #define FLOATS_A_TICKET 4096
 
 typedef struct {
@@ -23,22 +24,23 @@ static void linear(const Program *program, const Operation *operation, int index
     const Matrix *matrices = operation->data;
     const float *x = program->buffers[operation->x];
     const int columns = matrices[0].columns, packing = operation->choice;
+    const int outputs_a_ticket = packing == AS_BYTES ? STRIPS_OUTPUTS_A_TICKET : OUTPUTS_A_TICKET;
     if (rows > 1) {
         for (int block; (block = draw(program, index, 0)) < parts_of(rows, MAX_ROWS);)
-            pack_rows(x, rows, columns, packing, block, program->packed);
+            pack_rows(matrices, x, rows, packing, block, program->packed);
         meet();
         x = program->packed;
     } else if (packing != AS_FLOATS || columns % 16) { /* sooner packed by everybody than waited for; else a single row is packed as it is */
         float *own = program->packed_rows + (size_t)thread * packed_floats(1, program->most_columns);
-        pack_rows(x, rows, columns, packing, 0, own);
+        pack_rows(matrices, x, rows, packing, 0, own);
         x = own;
     }
     int drawn = draw(program, index, 1), skipped = 0;
     for (int part = 0; part < operation->count; part++) {
         const Matrix *matrix = matrices + part;
-        const int tickets = parts_of(matrix->outputs, OUTPUTS_A_TICKET);
+        const int tickets = parts_of(matrix->outputs, outputs_a_ticket);
         for (; drawn - skipped < tickets; drawn = draw(program, index, 1)) {
-            const int begin = (drawn - skipped) * OUTPUTS_A_TICKET, end = begin + OUTPUTS_A_TICKET;
+            const int begin = (drawn - skipped) * outputs_a_ticket, end = begin + outputs_a_ticket;
             multiply(matrix, begin, end < matrix->outputs ? end : matrix->outputs, packing, x, program->buffers[matrix->out], rows);
         }
         skipped += tickets;

@@ -1,0 +1,82 @@
+/* Quads of bytes: 64 unsigned codes in 16 lanes of four, times four signed ones, added to 16 integer sums. Integers are exact, so every
+ * instruction set has the same sums. Without an instruction for quads, pairs of 16-bit numbers are multiplied, the even bytes and the odd
+ * ones, and a packed quad takes two words: the even pair and the odd one. */
+#ifndef PACELINE_QUADS_H
+#define PACELINE_QUADS_H
+
+#include "vectors.h"
+
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#define QUAD_WORDS 1
+#else
+#define QUAD_WORDS 2
+#endif
+
+typedef int16_t shorts __attribute__((vector_size(64)));
+
+INLINE ints broadcast_int(int32_t x) { return (ints){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+
+/* Four signed codes, each between -127 and 127, as `multiply_quads` takes them. */
+INLINE void store_quad(int32_t *to, const int32_t *codes) {
+#if QUAD_WORDS == 1
+    to[0] = (int32_t)((uint32_t)(codes[0] & 255) | (uint32_t)(codes[1] & 255) << 8 | (uint32_t)(codes[2] & 255) << 16 | (uint32_t)codes[3] << 24);
+#else
+    to[0] = (int32_t)((uint32_t)(codes[0] & 0xFFFF) | (uint32_t)codes[2] << 16);
+    to[1] = (int32_t)((uint32_t)(codes[1] & 0xFFFF) | (uint32_t)codes[3] << 16);
+#endif
+}
+
+/* What is the same for all rows: codes as they are, or the even and the odd ones apart. */
+typedef struct {
+    words part[QUAD_WORDS];
+} quads;
+
+INLINE quads split_quads(words codes) {
+#if QUAD_WORDS == 1
+    return (quads){{codes}};
+#else
+    return (quads){{codes & 0x00FF00FFu, codes >> 8 & 0x00FF00FFu}};
+#endif
+}
+
+#if QUAD_WORDS == 2
+/* Pairs of 16-bit numbers multiplied and added. */
+INLINE ints multiply_shorts(words w, ints x) {
+#if defined(__AVX512BW__)
+    return (ints)_mm512_madd_epi16((__m512i)w, (__m512i)x);
+#elif defined(__AVX2__)
+    __m256i parts[2], with[2];
+    memcpy(parts, &w, sizeof w);
+    memcpy(with, &x, sizeof x);
+    for (int i = 0; i < 2; i++) parts[i] = _mm256_madd_epi16(parts[i], with[i]);
+    ints products;
+    memcpy(&products, parts, sizeof products);
+    return products;
+#else
+    return (ints)(w & 0xFFFF) * (x << 16 >> 16) + (ints)(w >> 16) * (x >> 16);
+#endif
+}
+#endif
+
+/* `packed`: one quad, for all 16 lanes. */
+INLINE ints multiply_quads(quads w, const int32_t *packed, ints sum) {
+#if defined(__AVX512VNNI__)
+    return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w.part[0], _mm512_set1_epi32(packed[0]));
+#elif defined(__AVXVNNI__)
+    __m256i sums[2], codes[2];
+    memcpy(sums, &sum, sizeof sum);
+    memcpy(codes, &w.part[0], sizeof codes);
+    const __m256i x = _mm256_set1_epi32(packed[0]);
+    for (int i = 0; i < 2; i++) sums[i] = _mm256_dpbusd_avx_epi32(sums[i], codes[i], x);
+    memcpy(&sum, sums, sizeof sum);
+    return sum;
+#else
+    return sum + multiply_shorts(w.part[0], broadcast_int(packed[0])) + multiply_shorts(w.part[1], broadcast_int(packed[1]));
+#endif
+}
+
+#endif

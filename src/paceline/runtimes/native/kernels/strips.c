@@ -1,0 +1,192 @@
+/* Products with weights in groups of 4- or 8-bit codes, of rows rounded to 8-bit codes group by group, in integers.
+ *
+ * A row's group has the scale max |x| / 127. With codes c of the weights and q of the row,
+ *     sum over columns of (scale_w (c - zero_point) + minimum) scale_x q
+ *   = scale_w scale_x (sum c q - zero_point sum q) + minimum scale_x sum q,
+ * one group after the other, in float32. Sums of integers are exact, so a row's bits depend on nothing else.
+ *
+ * Weights lie in strips of 16 outputs, one group of columns after the other: 16 scales, 16 minimums if there are any, then the codes,
+ * [columns / 4][16 outputs][4 columns], or [columns / 8][16 outputs][4 bytes] with four columns in the low halves of the bytes and the next
+ * four in the high ones. What a pass reads is one stream. */
+#include "native.h"
+#include "quads.h"
+
+#define GROUP_HEADER 3 /* of a packed row's group: its scale, - zero_point sum q, scale sum q */
+
+static int is_narrow(int kind) { return kind == STRIPS_4_BITS || kind == STRIPS_4_BITS_MINIMUM; }
+static int has_minimum(int kind) { return kind == STRIPS_8_BITS_MINIMUM || kind == STRIPS_4_BITS_MINIMUM; }
+
+static size_t group_words(int group) { return (size_t)(GROUP_HEADER + group / 4 * QUAD_WORDS); }
+
+size_t packed_bytes_words(int columns, int group) { return (size_t)(columns / group) * group_words(group); }
+
+/* The codes of one group of a row; returns its scale. */
+static float quantize(const float *x, int group, int32_t *codes, int32_t *total) {
+    words largest = {0};
+    for (int i = 0; i < group; i += LANES) { /* as bits, so that what is not a number is the largest */
+        const words size = (words)load(x + i) & 0x7FFFFFFFu;
+        largest = __builtin_elementwise_max(size, largest);
+    }
+    uint32_t bits = 0;
+    for (int lane = 0; lane < LANES; lane++) bits = largest[lane] > bits ? largest[lane] : bits;
+    float most;
+    memcpy(&most, &bits, sizeof most);
+    const int is_finite = bits < 0x7F800000u;
+    const floats inverse = broadcast(is_finite && most > 1e-30f ? 127.0f / most : 0.0f);
+    ints sums = {0};
+    for (int i = 0; i < group; i += LANES) {
+        const floats value = is_finite ? load(x + i) : broadcast(0.0f);
+        const ints code = __builtin_convertvector(__builtin_elementwise_roundeven(value * inverse), ints);
+        memcpy(codes + i, &code, sizeof code);
+        sums += code;
+    }
+    *total = 0;
+    for (int lane = 0; lane < LANES; lane++) *total += sums[lane];
+    return is_finite ? most / 127.0f : most - most; /* not a number */
+}
+
+/* `real` rows of x [rows, columns] from row `first` on as [columns / group][header, then quads][padded rows]. */
+void pack_bytes(const float *x, int columns, int group, int zero_point, int first, int real, int padded, float *packed) {
+    int32_t codes[MAX_GROUP];
+    for (int begin = 0; begin < columns; begin += group, packed += group_words(group) * (size_t)padded)
+        for (int row = 0; row < padded; row++) {
+            int32_t total, *quad = (int32_t *)packed + GROUP_HEADER * padded + row * QUAD_WORDS;
+            const float scale = quantize(x + (size_t)(first + (row < real ? row : 0)) * (size_t)columns + begin, group, codes, &total);
+            const int32_t offset = -zero_point * total;
+            packed[row] = scale;
+            memcpy(packed + padded + row, &offset, sizeof offset);
+            packed[2 * padded + row] = scale * (float)total;
+            for (int i = 0; i < group; i += 4, quad += padded * QUAD_WORDS) store_quad(quad, codes + i);
+        }
+}
+
+#define EACH_ROW _Pragma("unroll") for (int row = 0; row < rows; row++)
+#define EACH_STRIP _Pragma("unroll") for (int n = 0; n < strips; n++)
+#define AHEAD 4096 /* bytes of a stream that are wanted early: the processor's own prefetching stops at every page */
+
+/* dot[row] += 4 columns of a strip, for all rows and strips. */
+#define MULTIPLY_ADD(shift)                                                                           \
+    {                                                                                                 \
+        quads w[2];                                                                                   \
+        EACH_STRIP w[n] = split_quads(narrow ? codes[n] >> (shift) & 0x0F0F0F0Fu : codes[n]);           \
+        EACH_ROW EACH_STRIP dot[n][row] = multiply_quads(w[n], quad + row * QUAD_WORDS, dot[n][row]);   \
+        quad += rows * QUAD_WORDS;                                                                    \
+    }
+
+/* `strips` strips (1 or 2, which share what is loaded of the rows) for `rows` packed rows. */
+INLINE void multiply_strips(const Matrix *matrix, int first, const float *x, float *y, const int rows, int real_rows, const int strips,
+                            const int narrow, const int minimum) {
+    const int group = matrix->group, columns = matrix->columns;
+    const size_t next = (size_t)matrix->row_bytes;
+    const uint8_t *at = matrix->codes + (size_t)(first / LANES) * next;
+    floats sum[2][MAX_ROWS];
+    EACH_STRIP EACH_ROW sum[n][row] = broadcast(0.0f);
+    for (int begin = 0; begin < columns; begin += group) {
+        const int32_t *offsets = (const int32_t *)x + rows, *quad = (const int32_t *)x + GROUP_HEADER * rows;
+        const uint8_t *header = at;
+        ints dot[2][MAX_ROWS];
+        EACH_ROW EACH_STRIP dot[n][row] = broadcast_int(offsets[row]);
+        at += (minimum ? 2 : 1) * sizeof(floats);
+        for (int column = 0; column < group; column += narrow ? 8 : 4, at += sizeof(words)) {
+            words codes[2];
+            EACH_STRIP {
+                memcpy(&codes[n], at + (size_t)n * next, sizeof codes[n]);
+                __builtin_prefetch(at + (size_t)n * next + AHEAD, 0, 2);
+            }
+            MULTIPLY_ADD(0)
+            if (narrow) MULTIPLY_ADD(4)
+        }
+        EACH_STRIP {
+            const floats scale = load((const float *)(header + (size_t)n * next));
+            EACH_ROW sum[n][row] = fused(__builtin_convertvector(dot[n][row], floats), scale * broadcast(x[row]), sum[n][row]);
+            if (minimum) {
+                const floats least = load((const float *)(header + (size_t)n * next) + LANES);
+                EACH_ROW sum[n][row] = fused(least, broadcast(x[2 * rows + row]), sum[n][row]);
+            }
+        }
+        x = (const float *)quad;
+    }
+    EACH_STRIP {
+        const int from = first + n * LANES, outputs = matrix->outputs - from < LANES ? matrix->outputs - from : LANES;
+        const floats bias = matrix->bias ? load_first(matrix->bias + from, outputs) : broadcast(0.0f);
+        EACH_ROW if (row < real_rows) {
+            const floats total = sum[n][row] + bias;
+            memcpy(y + (size_t)row * (size_t)matrix->outputs + from, &total, (size_t)outputs * sizeof(float));
+        }
+    }
+}
+
+#define PRODUCT_OF(rows, strips, kind_, narrow, minimum)                                                                       \
+    if (matrix->kind == kind_)                                                                                                \
+        for (; first + ((strips) - 1) * LANES < end; first += (strips) * LANES)                                                 \
+            multiply_strips(matrix, first, x, y, rows, real_rows, strips, narrow, minimum);
+#define PRODUCTS_OF(rows, strips)                                  \
+    PRODUCT_OF(rows, strips, STRIPS_8_BITS, 0, 0)                  \
+    PRODUCT_OF(rows, strips, STRIPS_8_BITS_MINIMUM, 0, 1)          \
+    PRODUCT_OF(rows, strips, STRIPS_4_BITS, 1, 0)                  \
+    PRODUCT_OF(rows, strips, STRIPS_4_BITS_MINIMUM, 1, 1)
+/* Two strips at once where the sums of both fit in registers. */
+#define CASE(rows)                                          \
+    case rows:                                              \
+        PRODUCTS_OF(rows, (2 * (rows) <= MAX_ROWS ? 2 : 1)) \
+        if (2 * (rows) <= MAX_ROWS) {                       \
+            PRODUCTS_OF(rows, 1)                            \
+        }                                                   \
+        break;
+
+/* Outputs [first, end) of one block of packed rows; `first` is a multiple of 16. */
+void multiply_bytes(const Matrix *matrix, int first, int end, const float *x, float *y, int rows, int real_rows) {
+    switch (rows) {
+        CASE(1)
+        CASE(2)
+        CASE(3)
+        CASE(4)
+#if MAX_ROWS == 8
+        CASE(6)
+        CASE(8)
+#endif
+    }
+}
+
+/* Bytes of a strip. */
+int64_t paceline_strip_bytes(int32_t columns, int32_t group, int32_t kind) {
+    const int64_t header = (has_minimum(kind) ? 2 : 1) * (int64_t)sizeof(floats);
+    return columns / group * (header + (int64_t)group * (is_narrow(kind) ? 8 : 16));
+}
+
+/* Strips [begin, end) of a matrix stored row by row: codes [outputs, columns] of bytes, or of halves in runs of 32, the first 16 of a run in
+ * the low ones; scales and minimums [outputs, columns / group]. Outputs that are not there become zeros. `flipped` is added to every byte:
+ * 128 makes signed codes unsigned. */
+void paceline_fill_strips(const Matrix *from, int32_t kind, int32_t flipped, int32_t begin, int32_t end, uint8_t *to) {
+    const int group = from->group, groups = from->columns / group, narrow = is_narrow(kind);
+    const int64_t strip_bytes = paceline_strip_bytes(from->columns, group, kind);
+    for (int number = begin; number < end; number++) {
+        uint8_t *at = to + number * strip_bytes;
+        memset(at, 0, (size_t)strip_bytes);
+        const int first = number * LANES, outputs = from->outputs - first < LANES ? from->outputs - first : LANES;
+        for (int g = 0; g < groups; g++) {
+            for (int n = 0; n < outputs; n++) memcpy(at + 4 * n, from->scales + (size_t)(first + n) * (size_t)groups + (size_t)g, 4);
+            at += sizeof(floats);
+            if (has_minimum(kind)) {
+                for (int n = 0; n < outputs; n++) memcpy(at + 4 * n, from->minimums + (size_t)(first + n) * (size_t)groups + (size_t)g, 4);
+                at += sizeof(floats);
+            }
+            for (int column = g * group; column < (g + 1) * group; column += narrow ? 8 : 4, at += sizeof(words))
+                for (int n = 0; n < outputs; n++) {
+                    const uint8_t *row = from->codes + (size_t)(first + n) * (size_t)from->row_bytes;
+                    uint32_t quad;
+                    if (!narrow) {
+                        memcpy(&quad, row + column, sizeof quad);
+                        quad ^= (uint32_t)flipped * 0x01010101u;
+                    } else { /* columns of one half of a run lie side by side: 8 of them in the same half of 8 bytes */
+                        const int in_run = column % 32, shift = in_run < 16 ? 0 : 4;
+                        uint32_t low, high;
+                        memcpy(&low, row + column / 32 * 16 + in_run % 16, sizeof low);
+                        memcpy(&high, row + column / 32 * 16 + in_run % 16 + 4, sizeof high);
+                        quad = (low >> shift & 0x0F0F0F0Fu) | (high >> shift & 0x0F0F0F0Fu) << 4;
+                    }
+                    memcpy(at + 4 * n, &quad, sizeof quad);
+                }
+        }
+    }
+}

@@ -1,0 +1,71 @@
+"""Weights in groups laid out as kernels/strips.c reads them: 16 outputs side by side, one stream of scales and codes."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.models.grouped import GroupedMatrix
+from paceline.runtimes.native.library import Matrix, kernels
+
+OUTPUTS = 16
+MAX_GROUP = 256
+_KINDS = {(8, False): 8, (8, True): 9, (4, False): 10, (4, True): 11}  # bits, whether there are minimums
+STRIP_KINDS = frozenset(_KINDS.values())
+_ALIGNMENT = 64
+_STRIPS_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Strips:
+    """A matrix in strips.
+
+    Attributes:
+        kind: as in kernels/native.h.
+        data: [strips, bytes of a strip] uint8.
+        outputs, columns, group, zero_point: of the matrix; the zero point of unsigned codes.
+    """
+
+    kind: int
+    data: NDArray[np.uint8]
+    outputs: int
+    columns: int
+    group: int
+    zero_point: int
+
+    def matrix(self, out: int, bias: int | None) -> Matrix:
+        """For products that go to buffer `out`; `bias`: address of the bias."""
+        address, row_bytes = self.data.ctypes.data, self.data.shape[1]
+        return Matrix(self.kind, self.outputs, self.columns, self.group, self.zero_point, out, row_bytes, address, None, None, bias)
+
+
+def in_strips(matrix: GroupedMatrix, num_threads: int) -> Strips:
+    """A copy of `matrix` in strips; its groups have at most MAX_GROUP columns."""
+    outputs, columns = matrix.shape
+    kind = _KINDS[matrix.bits, matrix.minimums is not None]
+    flipped = 128 if matrix.bits == 8 and matrix.codes.dtype == np.int8 else 0
+    codes, scales, minimums = (_whole(array) for array in (matrix.codes, matrix.scales, matrix.minimums))
+    address = [None if array is None else array.ctypes.data for array in (codes, scales, minimums)]
+    stored = Matrix(kind, outputs, columns, matrix.group, 0, 0, codes.strides[0], *address, None)
+    library = kernels()
+    data = _aligned(-(-outputs // OUTPUTS), library.paceline_strip_bytes(columns, matrix.group, kind))
+
+    def fill(begin: int) -> None:
+        library.paceline_fill_strips(stored, kind, flipped, begin, min(begin + _STRIPS_AT_ONCE, len(data)), data.ctypes.data)
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(fill, range(0, len(data), _STRIPS_AT_ONCE)))
+    return Strips(kind, data, outputs, columns, matrix.group, matrix.zero_point + flipped)
+
+
+def _whole(array: Any) -> Any:
+    return None if array is None else np.ascontiguousarray(array)
+
+
+def _aligned(rows: int, row_bytes: int) -> NDArray[np.uint8]:
+    """[rows, row_bytes] that begins at a cache line."""
+    memory = np.empty(rows * row_bytes + _ALIGNMENT, np.uint8)
+    offset = -memory.ctypes.data % _ALIGNMENT
+    return memory[offset : offset + rows * row_bytes].reshape(rows, row_bytes)

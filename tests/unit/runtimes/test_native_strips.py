@@ -1,0 +1,191 @@
+"""Products of rows rounded to bytes with weights in strips: what numpy computes from the definition, the same bits everywhere."""
+
+from collections.abc import Mapping
+from itertools import product
+
+import numpy as np
+import pytest
+
+from native_network import BUILT, Network, plain_tensor
+from paceline.models.config import WeightType
+from paceline.models.grouped import GroupedMatrix, pack_nibbles, unpack_nibbles
+from paceline.models.weights import AnyTensor, GroupedTensor, Weights
+from paceline.runtimes.base import FloatArray
+from paceline.runtimes.native.program import Packing
+from paceline.runtimes.native.strips import in_strips
+from paceline.runtimes.native.weights import NativeWeights
+
+MAX_ROWS = 20
+EPSILON = float(np.finfo(np.float32).eps)
+# bits, code type, zero point, whether there are minimums
+FORMS = {
+    "s8": (8, np.int8, 0, False),
+    "s8-zero-point": (8, np.int8, -16, False),
+    "u8": (8, np.uint8, 128, False),
+    "s8-minimum": (8, np.int8, 0, True),
+    "u8-minimum": (8, np.uint8, 3, True),
+    "u4": (4, np.uint8, 8, False),
+    "u4-minimum": (4, np.uint8, 0, True),
+}
+SIZES = [(96, 16), (96, 32), (192, 64), (256, 128), (512, 256)]
+CASES = [pytest.param(form, *size, id=f"{form}-{size[1]}") for form, size in product(FORMS, SIZES)]
+BY_CASE = pytest.mark.parametrize(("form", "columns", "group"), CASES)
+BY_LEVEL = pytest.mark.parametrize("level", BUILT)
+
+
+def grouped(random: np.random.Generator, form: str, outputs: int, columns: int, group: int) -> GroupedTensor:
+    bits, kind, zero_point, has_minimums = FORMS[form]
+    shape = (outputs, columns // group)
+    scales = random.uniform(-0.1, 0.1, shape).astype(np.float32)
+    minimums = random.normal(size=shape).astype(np.float32) if has_minimums else None
+    low, high = (0, 16) if bits == 4 else (np.iinfo(kind).min, np.iinfo(kind).max + 1)
+    codes = random.integers(low, high, (outputs, columns), dtype=kind)
+    codes[0], codes[1] = low, high - 1  # sums as large as they can be
+    return GroupedTensor(GroupedMatrix(pack_nibbles(codes) if bits == 4 else codes, scales, minimums, bits, zero_point))
+
+
+def rows_of(random: np.random.Generator, num_rows: int, columns: int) -> FloatArray:
+    """Rows whose columns differ in size by orders of magnitude, with zeros among them and one that is all of one sign."""
+    rows = random.normal(size=(num_rows, columns)) * np.exp(random.normal(size=(num_rows, columns)))
+    rows[:, ::7] = 0.0
+    rows[0] = np.abs(rows[0]).max()
+    return rows.astype(np.float32)
+
+
+def network(tensors: Mapping[str, AnyTensor], *, num_threads: int = 1, level: str | None = None) -> Network:
+    """All matrices of `tensors` as one product, rows rounded to bytes."""
+    names = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
+    columns = tensors[f"{names[0]}.weight"].shape[1]
+    return Network(
+        [columns], lambda blocks, inputs: blocks.linear(inputs[0], *names),
+        tensors=tensors, num_threads=num_threads, level=level, in_strips=True,
+    )  # fmt: skip
+
+
+def as_codes(rows: FloatArray, group: int) -> tuple[np.ndarray, FloatArray]:
+    """Codes [T, G, group] of the rows and the scale of each group [T, G]: the largest magnitude is 127."""
+    parts = rows.reshape(len(rows), -1, group)
+    largest = np.abs(parts).max(axis=2)
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.where(largest > np.float32(1e-30), np.float32(127.0) / largest, np.float32(0.0))
+    return np.rint(parts * inverse[..., None]).astype(np.int64), largest / np.float32(127.0)
+
+
+def expected(rows: FloatArray, weight: GroupedTensor) -> tuple[np.ndarray, np.ndarray]:
+    """The product from its definition, in float64 behind the integer sums, and how far float32 may be from it."""
+    matrix = weight.matrix
+    codes, scales = as_codes(rows, matrix.group)
+    stored = unpack_nibbles(matrix.codes.view(np.uint8)) if matrix.bits == 4 else matrix.codes
+    shifted = stored.astype(np.int64).reshape(len(stored), -1, matrix.group) - matrix.zero_point
+    parts = np.einsum("tgi,ngi->tng", codes, shifted) * scales.astype(np.float64)[:, None, :] * matrix.scales.astype(np.float64)[None]
+    if matrix.minimums is not None:
+        parts = np.concatenate([parts, (codes.sum(axis=2) * scales)[:, None, :] * matrix.minimums.astype(np.float64)[None]], axis=2)
+    return parts.sum(axis=2), EPSILON * (parts.shape[2] + 3) * np.abs(parts).sum(axis=2)
+
+
+@BY_LEVEL
+@BY_CASE
+def test_a_product_is_what_its_definition_says_and_a_row_the_same_whatever_rows_it_comes_with(
+    form: str, columns: int, group: int, level: str, seed: int
+) -> None:
+    """One to twenty rows; numbers of outputs that are no whole strips, with and without a bias."""
+    random = np.random.default_rng(seed)
+    rows = rows_of(random, MAX_ROWS, columns)
+    weight, plainer = grouped(random, form, 53, columns, group), grouped(random, form, 7, columns, group)
+    bias = random.normal(size=53).astype(np.float32)
+    run = network({"a.weight": weight, "a.bias": plain_tensor(bias), "b.weight": plainer}, level=level)
+    assert run.packings == [Packing.BYTES]
+    all_rows = run(rows)
+    for found, one, offset in ((all_rows[0], weight, bias), (all_rows[1], plainer, np.float32(0.0))):
+        wanted, worst = expected(rows, one)
+        assert (np.abs(found - (wanted + offset)) <= worst + EPSILON * np.abs(wanted + offset)).all()
+    for count in range(1, MAX_ROWS):
+        first = int(random.integers(0, MAX_ROWS - count + 1))
+        for found, whole in zip(run(rows[first : first + count]), all_rows, strict=True):
+            assert np.array_equal(found, whole[first : first + count]), count
+
+
+@pytest.mark.skipif(len(BUILT) < 2, reason="this machine has one instruction set we build for")
+@BY_CASE
+def test_every_instruction_set_gives_the_same_bits(form: str, columns: int, group: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    rows = rows_of(random, 9, columns)
+    tensors = {"a.weight": grouped(random, form, 35, columns, group)}
+    best, *others = (network(tensors, level=level)(rows)[0] for level in BUILT)
+    assert all(np.array_equal(best, other) for other in others)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 13])
+def test_threads_do_not_change_a_bit(num_rows: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    tensors = {f"{part}.weight": grouped(random, "u4", outputs, 128, 32) for part, outputs in {"q": 200, "k": 49, "v": 48}.items()}
+    rows = rows_of(random, num_rows, 128)
+    alone, *others = ([network(tensors, num_threads=count)(rows) for _ in range(5)] for count in (1, 2, 3))
+    for results in (run for runs in others for run in runs):
+        assert all(np.array_equal(found, wanted) for found, wanted in zip(results, alone[0], strict=True))
+
+
+def test_matrices_of_all_kinds_share_one_input(seed: int) -> None:
+    """Each gets the rows packed as it wants them: other groups and other zero points are other packings."""
+    random = np.random.default_rng(seed)
+    tensors: dict[str, AnyTensor] = {f"{form}.weight": grouped(random, form, 40, 96, 32) for form in FORMS}
+    tensors["wider.weight"] = grouped(random, "s8", 40, 96, 96)
+    tensors["plain.weight"] = plain_tensor(random.normal(size=(40, 96)).astype(np.float32))
+    rows = rows_of(random, 9, 96)
+    run = network(tensors)
+    assert sorted(run.packings) == [Packing.FLOATS] + [Packing.BYTES] * 6
+    for found, tensor in zip(run(rows), tensors.values(), strict=True):
+        if isinstance(tensor, GroupedTensor):
+            wanted, worst = expected(rows, tensor)
+            assert (np.abs(found - wanted) <= worst + EPSILON * np.abs(wanted)).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_rows_of_what_is_no_number_stay_so(num_rows: int, bad: float) -> None:
+    rows = np.ones((num_rows, 64), np.float32)
+    rows[0, 35] = bad
+    (found,) = network({"a.weight": grouped(np.random.default_rng(0), "s8", 9, 64, 32)})(rows)
+    assert np.isnan(found[0]).all()
+    assert np.isfinite(found[1:]).all()
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-44, 1e-36, 1e-20, 1e30])
+def test_groups_of_zeros_and_of_the_smallest_and_largest_numbers_are_right(size: float) -> None:
+    rows = np.full((2, 32), size, np.float32)
+    weight = grouped(np.random.default_rng(0), "u8", 5, 32, 32)
+    (found,) = network({"a.weight": weight})(rows)
+    assert np.isfinite(found).all()
+    wanted, worst = expected(rows, weight)
+    assert (np.abs(found - wanted) <= worst + np.float32(1e-30)).all()
+
+
+def test_strips_hold_every_value_and_zeros_where_there_is_no_output(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    matrix = grouped(random, "u8", 21, 64, 32).matrix
+    strips = in_strips(matrix, 2)
+    assert strips.data.shape == (2, 2 * (64 + 32 * 16))
+    assert strips.data.ctypes.data % 64 == 0
+    first = strips.data[1, :64].view(np.float32)
+    assert np.array_equal(first[:5], matrix.scales[16:, 0])
+    assert not first[5:].any()
+    codes = strips.data[1, 64 : 64 + 32 * 16].reshape(8, 16, 4)
+    assert np.array_equal(codes[:, 2].ravel(), matrix.codes[18, :32])
+    assert not codes[:, 5:].any()
+
+
+def test_what_is_laid_out_serves_the_next_runtime_and_frees_what_it_was_made_of(seed: int) -> None:
+    forgotten = []
+
+    class Kept(Weights):
+        def forget(self, name: str) -> None:
+            forgotten.append(name)
+
+    weights = Kept({"a.weight": grouped(np.random.default_rng(seed), "u4", 20, 64, 32)})
+    shared: dict = {}
+    first, second = (NativeWeights(weights, WeightType.F32, strips=shared).matrix("a", 0) for _ in range(2))
+    assert first.codes == second.codes
+    assert list(shared) == ["a"]
+    assert forgotten == ["a.weight"]
+    plain = NativeWeights(weights, WeightType.F32).matrix("a", 0)
+    assert plain.kind != first.kind
