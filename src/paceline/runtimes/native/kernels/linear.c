@@ -113,7 +113,7 @@ typedef void Product(const Matrix *, int, int, const float *, float *, int, int)
 static Product *const PRODUCTS[] = {product_0, product_1, product_2, product_3, product_4, product_5, product_6, product_7};
 
 /* Rows of a block as computed: some counts have no tile of their own and take the next larger one. */
-static int tile_rows(int rows) { return MAX_ROWS == 8 && (rows == 5 || rows == 7) ? rows + 1 : rows; }
+int tile_rows(int rows) { return MAX_ROWS == 8 && (rows == 5 || rows == 7) ? rows + 1 : rows; }
 
 static size_t steps_of(int columns, int step) { return (size_t)(columns + step - 1) / (size_t)step; }
 
@@ -168,7 +168,11 @@ void pack_rows(const Matrix *matrix, const float *x, int rows, int packing, int 
 
 /* Outputs [begin, end) of every row. */
 void multiply(const Matrix *matrix, int begin, int end, int packing, const float *packed, float *y, int rows) {
-    Product *const product = packing == AS_BYTES ? multiply_bytes : packing == AS_PAIRS ? paired_2 : PRODUCTS[matrix->kind];
+    if (packing == AS_BYTES) {
+        multiply_bytes(matrix, begin, end, packed, y, rows);
+        return;
+    }
+    Product *const product = packing == AS_PAIRS ? paired_2 : PRODUCTS[matrix->kind];
     for (int first = 0; first < rows; first += MAX_ROWS) {
         const int real = rows - first < MAX_ROWS ? rows - first : MAX_ROWS;
         product(matrix, begin, end, packed + (size_t)first * packed_row(matrix, packing),

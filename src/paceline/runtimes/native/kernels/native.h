@@ -85,13 +85,14 @@ typedef struct {
 } Program;
 
 
+int tile_rows(int rows);
 size_t packed_floats(int rows, int columns);
 void pack_rows(const Matrix *matrix, const float *x, int rows, int packing, int block, float *packed);
 void multiply(const Matrix *matrix, int begin, int end, int packing, const float *packed, float *y, int rows);
 
 size_t packed_bytes_words(int columns, int group);
 void pack_bytes(const float *x, int columns, int group, int zero_point, int first, int real, int padded, float *packed);
-void multiply_bytes(const Matrix *matrix, int begin, int end, const float *x, float *y, int rows, int real_rows);
+void multiply_bytes(const Matrix *matrix, int begin, int end, const float *packed, float *y, int rows);
 
 void norm_row(const float *x, const float *weight, int width, float epsilon, float *out);
 void rotate_head(const float *x, const float *cos, const float *sin, int width, int half, float *out);

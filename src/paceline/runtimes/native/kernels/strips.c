@@ -62,7 +62,15 @@ void pack_bytes(const float *x, int columns, int group, int zero_point, int firs
 
 #define EACH_ROW _Pragma("unroll") for (int row = 0; row < rows; row++)
 #define EACH_STRIP _Pragma("unroll") for (int n = 0; n < strips; n++)
-#define AHEAD 4096 /* bytes of a stream that are wanted early: the processor's own prefetching stops at every page */
+/* Weights wanted soon, because the processor's own prefetching stops at every page: a little further on in this strip, or at the same place
+ * of the next one (`ahead`) where this strip was read before. */
+#define PREFETCH(from)                                \
+    if (ahead)                                        \
+        __builtin_prefetch((from) + ahead, 0, 2);     \
+    else if (rows > 4) /* the sooner they are needed */ \
+        __builtin_prefetch((from) + 4096, 0, 3);      \
+    else                                              \
+        __builtin_prefetch((from) + 4096, 0, 2);
 
 /* dot[row] += 4 columns of a strip, for all rows and strips. */
 #define MULTIPLY_ADD(shift)                                                                           \
@@ -74,8 +82,8 @@ void pack_bytes(const float *x, int columns, int group, int zero_point, int firs
     }
 
 /* `strips` strips (1 or 2, which share what is loaded of the rows) for `rows` packed rows. */
-INLINE void multiply_strips(const Matrix *matrix, int first, const float *x, float *y, const int rows, int real_rows, const int strips,
-                            const int narrow, const int minimum) {
+INLINE void multiply_strips(const Matrix *matrix, int first, const float *x, float *y, const int rows, int real_rows, size_t ahead,
+                            const int strips, const int narrow, const int minimum) {
     const int group = matrix->group, columns = matrix->columns;
     const size_t next = (size_t)matrix->row_bytes;
     const uint8_t *at = matrix->codes + (size_t)(first / LANES) * next;
@@ -91,7 +99,7 @@ INLINE void multiply_strips(const Matrix *matrix, int first, const float *x, flo
             words codes[2];
             EACH_STRIP {
                 memcpy(&codes[n], at + (size_t)n * next, sizeof codes[n]);
-                __builtin_prefetch(at + (size_t)n * next + AHEAD, 0, 2);
+                PREFETCH(at + (size_t)n * next)
             }
             MULTIPLY_ADD(0)
             if (narrow) MULTIPLY_ADD(4)
@@ -119,7 +127,7 @@ INLINE void multiply_strips(const Matrix *matrix, int first, const float *x, flo
 #define PRODUCT_OF(rows, strips, kind_, narrow, minimum)                                                                       \
     if (matrix->kind == kind_)                                                                                                \
         for (; first + ((strips) - 1) * LANES < end; first += (strips) * LANES)                                                 \
-            multiply_strips(matrix, first, x, y, rows, real_rows, strips, narrow, minimum);
+            multiply_strips(matrix, first, x, y, rows, real_rows, ahead, strips, narrow, minimum);
 #define PRODUCTS_OF(rows, strips)                                  \
     PRODUCT_OF(rows, strips, STRIPS_8_BITS, 0, 0)                  \
     PRODUCT_OF(rows, strips, STRIPS_8_BITS_MINIMUM, 0, 1)          \
@@ -135,7 +143,7 @@ INLINE void multiply_strips(const Matrix *matrix, int first, const float *x, flo
         break;
 
 /* Outputs [first, end) of one block of packed rows; `first` is a multiple of 16. */
-void multiply_bytes(const Matrix *matrix, int first, int end, const float *x, float *y, int rows, int real_rows) {
+static void multiply_block(const Matrix *matrix, int first, int end, const float *x, float *y, int rows, int real_rows, size_t ahead) {
     switch (rows) {
         CASE(1)
         CASE(2)
@@ -146,6 +154,19 @@ void multiply_bytes(const Matrix *matrix, int first, int end, const float *x, fl
         CASE(8)
 #endif
     }
+}
+
+/* Outputs [begin, end) of every row, strip after strip where there are more blocks of rows than one: the blocks behind the first find a strip in
+ * the second-level cache, and the memory has their time to bring the next one. */
+void multiply_bytes(const Matrix *matrix, int begin, int end, const float *packed, float *y, int rows) {
+    const int step = rows > MAX_ROWS ? LANES : end - begin;
+    const size_t row_words = packed_bytes_words(matrix->columns, matrix->group);
+    for (int from = begin; from < end; from += step)
+        for (int row = 0; row < rows; row += MAX_ROWS) {
+            const int real = rows - row < MAX_ROWS ? rows - row : MAX_ROWS, to = from + step < end ? from + step : end;
+            multiply_block(matrix, from, to, packed + (size_t)row * row_words, y + (size_t)row * (size_t)matrix->outputs, tile_rows(real), real,
+                           row ? (size_t)matrix->row_bytes : 0);
+        }
 }
 
 /* Bytes of a strip. */
