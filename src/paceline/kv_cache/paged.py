@@ -87,6 +87,10 @@ class KVCache:
         self._sequences[id(sequence)] = sequence
         return sequence
 
+    def num_needed(self, sequence: CachedSequence, parents: Sequence[int]) -> int:
+        """Blocks that `reserve` takes for such a tree."""
+        return fresh_blocks_needed(parents, sequence.committed_len, len(sequence.block_table), self.layout, self.block_size)
+
     def reserve(self, sequence: CachedSequence, parents: Sequence[int]) -> RowPlan:
         """Provide slots for a tree (parents[0] = -1) and lay it out; blocks that paths share partly are copied.
 
@@ -96,8 +100,8 @@ class KVCache:
         if sequence.plan is not None:
             raise RuntimeError("a pass is under way for this sequence: keep a path or cancel it first")
         length, table = sequence.committed_len, sequence.block_table
-        needed = fresh_blocks_needed(parents, length, len(table), self.layout, self.block_size)
-        plan = plan_rows(parents, length, table, self.pool.allocate(needed), self.layout, self.block_size)
+        fresh = self.pool.allocate(self.num_needed(sequence, parents))
+        plan = plan_rows(parents, length, table, fresh, self.layout, self.block_size)
         for source, target in plan.copies:
             self._copy_block(source, target)
         sequence.plan = plan

@@ -1,6 +1,6 @@
 """What a drafter proposes: a tree of guessed tokens under the last committed one. A chain is a tree."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -163,8 +163,42 @@ class DraftTree:
         drawn = {node: probs for node, probs in self.draft_probs.items() if probs.is_within(vocab_size)}
         if len(kept) == len(self.token_ids) and len(drawn) == len(self.draft_probs):
             return self
+        return self._part(kept, parents, drawn)
+
+    def prune(self, fits: Callable[[Sequence[int]], bool]) -> "DraftTree":
+        """What there is room for: of the first path as much as can be had, then every other node that still fits.
+
+        The first path is that of first guesses. Where guesses were drawn, nodes are taken level by level in its place: what is kept must
+        not depend on what was drawn behind it, or the drafts kept would not follow their laws any more (see `trim`).
+
+        Args:
+            fits: whether there is room for the tree of these parents; if so there is for all its parts. The root always fits.
+        """
+        first = [] if self.draft_probs else self.first_path()
+        kept = [0]
+        for node in dict.fromkeys((*first, *range(1, len(self.parents)))):
+            with_node = sorted((*kept, node))
+            if self.parents[node] in kept and fits(self._parents_among(with_node)):
+                kept = with_node
+        return self if len(kept) == len(self.parents) else self._part(kept, self._parents_among(kept), self.draft_probs)
+
+    def first_path(self) -> list[int]:
+        """The nodes of the path of first guesses, from the root's child down."""
+        path = [0]
+        for node, parent in enumerate(self.parents):
+            if parent == path[-1]:
+                path.append(node)
+        return path[1:]
+
+    def _parents_among(self, kept: Sequence[int]) -> list[int]:
+        """Parents of nodes by their index in `kept`."""
+        index = {node: position for position, node in enumerate(kept)}
+        return [index.get(self.parents[node], -1) for node in kept]
+
+    def _part(self, kept: Sequence[int], parents: Sequence[int], drawn: Mapping[int, TokenProbs]) -> "DraftTree":
+        """The tree of the nodes `kept`, whose `parents` are indices among them, with what is left of the laws `drawn`."""
+        new_index = {node: index for index, node in enumerate(kept)}
         inner = set(parents)
-        drawn = {new_index[node]: probs for node, probs in drawn.items() if new_index.get(node) in inner}
-        pick = [self.token_ids[node] for node in kept]
-        depths, sources = tuple(self.depths[node] for node in kept), tuple(self.sources[node] for node in kept)
-        return DraftTree(tuple(pick), tuple(parents), depths, sources, drawn)
+        left = {new_index[node]: probs for node, probs in drawn.items() if new_index.get(node) in inner}
+        token_ids, depths = (tuple(values[node] for node in kept) for values in (self.token_ids, self.depths))
+        return DraftTree(token_ids, tuple(parents), depths, tuple(self.sources[node] for node in kept), left)

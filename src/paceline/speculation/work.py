@@ -47,12 +47,15 @@ class Work:
 
     @property
     def parents(self) -> Sequence[int]:
-        given = range(-1, self.num_given - 1)
         if self.tree is None or self.tree.num_draft_tokens == 0:
-            return given
+            return range(-1, self.num_given - 1)
+        return self.parents_with(self.tree.parents)
+
+    def parents_with(self, tree_parents: Sequence[int]) -> Sequence[int]:
+        """The plan's parents if the tree had these."""
         if self.num_given == 1:
-            return self.tree.parents
-        return [*given, *(self.root + parent for parent in self.tree.parents[1:])]
+            return tree_parents
+        return [*range(-1, self.num_given - 1), *(self.root + parent for parent in tree_parents[1:])]
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -73,21 +76,19 @@ class Work:
 
 
 def reserve(works: Sequence[Work], cache: KVCache) -> list[RowPlan]:
-    """Reserve slots for every work; guesses that find no block, or stand in the way of another work's known tokens, are dropped.
+    """Reserve slots for every work; of guesses that find no block, or stand in the way of another work's known tokens, the best stay.
 
     Raises:
         CapacityError: not even the known tokens fit; nothing was changed.
     """
     try:
         for work in works:
-            # Its own guesses go first, then everybody's: paths take more blocks than a request was admitted with.
-            for others in ([work], works):
-                try:
-                    work.plan = cache.reserve(work.request.sequence, work.parents)
-                    break
-                except CapacityError:
-                    _drop_guesses(others, cache)
-            else:
+            try:
+                work.plan = cache.reserve(work.request.sequence, work.parents)
+            except CapacityError:
+                # Others' guesses make room for known tokens alone: paths take more blocks than a request was admitted with.
+                _make_room(works, cache, cache.num_needed(work.request.sequence, range(-1, work.num_given - 1)))
+                _trim(work, cache, cache.pool.num_free)
                 work.plan = cache.reserve(work.request.sequence, work.parents)
     except CapacityError:
         for work in works:
@@ -96,11 +97,26 @@ def reserve(works: Sequence[Work], cache: KVCache) -> list[RowPlan]:
     return [work.plan for work in works if work.plan is not None]
 
 
-def _drop_guesses(works: Sequence[Work], cache: KVCache) -> None:
-    """Make works plain and give the blocks of their guesses back."""
-    for work in works:
-        if work.tree is not None and work.tree.num_draft_tokens > 0:
-            work.make_plain(PlainReason.NO_MEMORY)
-            if work.plan is not None:
-                cache.cancel(work.request.sequence)
-                work.plan = cache.reserve(work.request.sequence, work.parents)
+def _make_room(works: Sequence[Work], cache: KVCache, num_blocks: int) -> None:
+    """Take guesses back that are reserved already, the last work's first, until `num_blocks` are free or none is left."""
+    for work in reversed(works):
+        if cache.pool.num_free >= num_blocks:
+            return
+        if work.plan is not None and work.tree is not None and work.tree.num_draft_tokens > 0:
+            cache.cancel(work.request.sequence)
+            _trim(work, cache, cache.pool.num_free - num_blocks)
+            work.plan = cache.reserve(work.request.sequence, work.parents)
+
+
+def _trim(work: Work, cache: KVCache, num_blocks: int) -> None:
+    """Keep the guesses that `num_blocks` blocks have room for."""
+    tree = work.tree
+    if tree is None or tree.num_draft_tokens == 0:
+        return
+    sequence = work.request.sequence
+    kept = tree.prune(lambda parents: cache.num_needed(sequence, work.parents_with(parents)) <= num_blocks)
+    work.request.stats.cut += tree.num_draft_tokens - kept.num_draft_tokens
+    if kept.num_draft_tokens > 0:
+        work.tree = kept
+    else:
+        work.make_plain(PlainReason.NO_MEMORY)

@@ -1,0 +1,151 @@
+"""Where blocks are short a tree shrinks: to its best chain, then to a shorter one; known tokens always find theirs."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from paceline.errors import CapacityError
+from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.row_plan import TreeLayout
+from paceline.sampling.params import SamplingParams
+from paceline.sampling.processors import LogitsProcessor
+from paceline.sampling.residual import TokenProbs
+from paceline.speculation.request import Request
+from paceline.speculation.stats import PlainReason
+from paceline.speculation.tree import DraftTree, Proposal
+from paceline.speculation.work import Work, reserve
+
+BLOCK = 4
+
+
+def make_cache(num_blocks: int, layout: TreeLayout = TreeLayout.PATHS) -> KVCache:
+    """One with so many blocks of 4 rows besides the scratch block."""
+    return KVCache(np.zeros((2, 1 + num_blocks, 1, BLOCK, 1), np.float32), layout)
+
+
+def make_work(cache: KVCache, length: int, parents: Sequence[int] = (), tokens: Sequence[int] = ()) -> Work:
+    """A request of `length` tokens whose last one is not cached, with guesses under it."""
+    params = SamplingParams()
+    request = Request(list(range(length)), length, params, LogitsProcessor(params, 99, []), cache.new_sequence(), 0, 0, 1000)
+    if length > 1:
+        cache.reserve(request.sequence, range(-1, length - 2))
+        cache.keep_path(request.sequence, length - 2)
+    work = Work.of(request, 256)
+    if parents:
+        work.tree = DraftTree.grow(request.token_ids[-1], tokens or range(50, 50 + len(parents)), parents, "test")
+    return work
+
+
+def paths(tree: DraftTree | None) -> list[tuple[int, ...]]:
+    """Tokens from the root's child to each node."""
+    assert tree is not None
+    tree.check()
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.token_ids, tree.parents, strict=True):
+        found.append((*found[parent], token) if parent >= 0 else ())
+    return found[1:]
+
+
+# 50 is guessed first, 51 beside it; 52 and 53 behind 50; 54 behind 52
+PARENTS = (0, 0, 1, 1, 3)
+FIRST_PATH = [(50,), (50, 52), (50, 52, 54)]
+WHOLE = [(50,), (51,), (50, 52), (50, 53), (50, 52, 54)]
+
+
+@pytest.mark.parametrize(
+    ("length", "num_free", "expected"),
+    [
+        (1, 3, WHOLE),  # a block for each of three paths
+        (1, 2, [(50,), (51,), (50, 52), (50, 52, 54)]),
+        (1, 1, FIRST_PATH),
+        (2, 0, [(50,), (50, 52)]),  # the chain's last row would need another block
+        (2, 1, FIRST_PATH),
+        (2, 2, [(50,), (51,), (50, 52), (50, 52, 54)]),
+        (2, 3, WHOLE),
+        (3, 0, [(50,)]),
+    ],
+)
+def test_of_a_tree_that_does_not_fit_the_first_path_stays_and_what_else_has_room(
+    length: int, num_free: int, expected: list[tuple[int, ...]]
+) -> None:
+    num_own = -(-(length - 1) // BLOCK)
+    cache = make_cache(num_own + num_free)
+    work = make_work(cache, length, PARENTS)
+    assert cache.pool.num_free == num_free
+    (plan,) = reserve([work], cache)
+    assert paths(work.tree) == expected
+    assert work.plain is None, "a step with guesses is no plain one"
+    assert work.request.stats.cut == len(WHOLE) - len(expected)
+    assert len(plan.parents) == 1 + len(expected)
+    cache.check()
+    cache.keep_path(work.request.sequence, len(expected))
+    cache.check()
+
+
+def test_only_where_no_guess_has_room_the_step_is_plain() -> None:
+    cache = make_cache(1)
+    work = make_work(cache, BLOCK, PARENTS)
+    reserve([work], cache)
+    assert (work.plain, paths(work.tree), work.request.stats.cut) == (PlainReason.NO_MEMORY, [], len(WHOLE))
+
+
+@pytest.mark.parametrize("layout", [TreeLayout.MASK, TreeLayout.CHAIN])
+def test_in_other_layouts_too_the_first_path_comes_first(layout: TreeLayout) -> None:
+    cache = make_cache(1, layout)
+    work = make_work(cache, 1, PARENTS if layout is TreeLayout.MASK else (0, 1, 2, 3, 4))
+    reserve([work], cache)
+    assert paths(work.tree) == (FIRST_PATH if layout is TreeLayout.MASK else [(50,), (50, 51), (50, 51, 52)])
+
+
+def test_own_guesses_go_before_those_of_others_and_all_before_a_known_token() -> None:
+    cache = make_cache(5)
+    first, second = make_work(cache, 2, PARENTS), make_work(cache, BLOCK + 1, PARENTS)
+    reserve([first, second], cache)  # of three free blocks the first one wants all, and the second one's root needs one, at a border
+    assert paths(first.tree) == [(50,), (51,), (50, 52), (50, 52, 54)], "one path less"
+    assert paths(second.tree) == FIRST_PATH, "what the block of its root has room for"
+    assert first.plain is second.plain is None
+    cache.check()
+
+
+def test_no_more_is_taken_from_others_than_known_tokens_need_and_from_the_last_ones_first() -> None:
+    cache = make_cache(3 + 3)
+    works = [make_work(cache, 2, (0, 0, 0)), make_work(cache, 2, (0, 0)), make_work(cache, BLOCK + 1)]
+    reserve(works, cache)  # two blocks for the first one's branches, one for the second's: the last root takes that
+    assert [len(paths(work.tree)) for work in works] == [3, 1, 0]
+    assert [work.plain for work in works] == [None, None, None]
+    cache.check()
+
+
+def test_where_known_tokens_do_not_fit_nothing_is_changed() -> None:
+    cache = make_cache(2)
+    works = [make_work(cache, BLOCK + 1), make_work(cache, BLOCK + 1)]
+    before = cache.pool.num_free
+    with pytest.raises(CapacityError):
+        reserve(works, cache)
+    assert cache.pool.num_free == before
+    cache.check()
+
+
+def law(*tokens: int) -> TokenProbs:
+    return TokenProbs(np.full(len(tokens), 1.0 / len(tokens)), np.array(tokens))
+
+
+@pytest.mark.parametrize(
+    ("num_free", "expected", "proposal"),
+    [
+        (0, [(50,), (50, 52)], Proposal.SAMPLED),
+        (1, [(50,), (51,), (50, 52)], Proposal.WITHOUT_REPLACEMENT),  # the chain's end would cost that block as well
+        (2, [(50,), (51,), (50, 52), (50, 52, 54)], Proposal.WITHOUT_REPLACEMENT),
+    ],
+)
+def test_of_drawn_guesses_the_levels_come_first_so_that_what_stays_does_not_depend_on_draws_behind_it(
+    num_free: int, expected: list[tuple[int, ...]], proposal: Proposal
+) -> None:
+    cache = make_cache(2 + num_free)
+    work = make_work(cache, BLOCK + 2)
+    work.tree = DraftTree.grow(5, [50, 51, 52, 54], [0, 0, 1, 3], "test", {0: law(50, 51, 55), 1: law(52, 53), 3: law(54)})
+    reserve([work], cache)
+    assert paths(work.tree) == expected
+    assert work.tree.proposal is proposal
+    assert len(work.tree.draft_probs) == len({len(path) for path in expected})
