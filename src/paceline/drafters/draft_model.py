@@ -1,20 +1,23 @@
 """A small language model as guesser.
 
-Each step costs as many draft passes as tokens are drafted: the first one also catches up on what the target committed since. Tokens are
-picked with the same `token` noise as the target's (Gumbel coupling, Daliri et al. 2024, arXiv:2408.07978, section 3), so that the
-two tend to draw the same token; at temperature 0 both take their argmax. Where drafts are kept by rejection they are drawn with noise of
-their own, and the tree says from which law.
+Each step costs as many draft passes as the chain has tokens: the first one also catches up on what the target committed since. A tree has
+siblings beside a chain, from the rows that the chain needs anyway; it grows by expected tokens per row, and the chain ends where it has
+no row left. Tokens are picked with the same `token` noise as the target's (Gumbel coupling, Daliri et al. 2024, arXiv:2408.07978,
+section 3), so that the two tend to draw the same token; at temperature 0 both take their argmax. Where drafts are kept by rejection they
+are drawn with noise of their own, and the tree says from which law.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
+from paceline.drafters.pairs.ranking import best_scores
 from paceline.errors import CapacityError, RequestError
 from paceline.kv_cache.paged import CachedSequence, KVCache
-from paceline.kv_cache.row_plan import RowPlan
+from paceline.kv_cache.row_plan import RowPlan, TreeLayout
 from paceline.runtimes.base import FloatArray, Runtime, assemble
 from paceline.sampling.draw import draw
 from paceline.sampling.processors import Distribution
@@ -22,8 +25,18 @@ from paceline.sampling.residual import TokenProbs, draw_distinct
 from paceline.speculation.drafter import DraftBudget, Drafter
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
+from paceline.speculation.tree_growth import Guess, growing_tree
 
 CATCH_UP_ROWS = 256  # rows of one request in one catch-up pass
+COUPLED_PROB = 0.6
+"""How likely, at least, a token drawn with the target's own noise is taken to be the target's; its own probability says too little."""
+
+ResultT = TypeVar("ResultT")
+Path: TypeAlias = Sequence[int]
+"""Tokens from the root's child on."""
+Drafting: TypeAlias = Generator[Path, FloatArray | None, ResultT]
+"""Yields the path behind which it wants the draft model's row, () for the root's; every path but that is the one before and a token
+more. Takes that row, or None where it cannot be had, and returns what was drafted."""
 
 
 class IdTranslation(Protocol):
@@ -56,19 +69,19 @@ class _State:
 
 
 @dataclass(slots=True)
-class _Draft:
-    """One request while its tree grows: a chain, and siblings of its nodes when the tree is wider."""
+class _Draft(Generic[ResultT]):
+    """One request while it is drafted for.
+
+    Attributes:
+        pending: tokens of the next pass; none where the draft is finished.
+        result: once it is finished.
+    """
 
     request: Request
     state: _State
-    depth: int
-    pending: list[int]  # tokens of the next pass
-    chain: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    tip: int = 0  # node of the chain's last token
-    wants_draws: bool = False
-    draft_probs: dict[int, TokenProbs] = field(default_factory=dict)  # by node
+    drafting: Drafting[ResultT]
+    pending: list[int]
+    result: ResultT | None = None
 
 
 class DraftModelDrafter(Drafter):
@@ -109,15 +122,13 @@ class DraftModelDrafter(Drafter):
         self._states: dict[int, _State] = {}
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
-        drafts = []
+        drafts: list[_Draft[DraftTree | None] | None] = []
         for request, budget in zip(requests, budgets, strict=True):
             context = request.token_ids if self._translation is None else self._translation.context(request)
-            draft = self._begin(request, context, len(context), min(budget.max_depth, budget.row_budget - 1))
-            if draft is not None:
-                draft.wants_draws = budget.wants_draws
-            drafts.append(draft)
-        self._grow(requests, drafts, self._pick)
-        return [None if draft is None or not draft.chain else self._tree(draft) for draft in drafts]
+            depth = min(budget.max_depth, budget.row_budget - 1, self._max_context - len(context))
+            drafts.append(self._begin(request, context, len(context), depth, self._drafting(request, replace(budget, max_depth=depth))))
+        self._grow(requests, drafts)
+        return [None if draft is None else draft.result for draft in drafts]
 
     def write(self, requests: Sequence[Request], contexts: Sequence[tuple[Sequence[int], int]], counts: Sequence[int]) -> list[list[int]]:
         """The draft model's most probable continuation of each context, in its own ids; empty where its context has no room.
@@ -126,12 +137,13 @@ class DraftModelDrafter(Drafter):
             contexts: ids of each request's whole text, and how many of them are as they were in the call before.
             counts: tokens to write.
         """
-        drafts = [
-            self._begin(request, context, num_unchanged, count)
-            for request, (context, num_unchanged), count in zip(requests, contexts, counts, strict=True)
-        ]
-        self._grow(requests, drafts, lambda _, row: [int(np.argmax(row[: self._num_known_ids]))])
-        return [[] if draft is None else draft.chain for draft in drafts]
+        drafts: list[_Draft[list[int]] | None] = []
+        for request, (context, num_unchanged), count in zip(requests, contexts, counts, strict=True):
+            depth = min(count, self._max_context - len(context))
+            writing = _chain(depth, lambda row, _: int(np.argmax(row[: self._num_known_ids])))
+            drafts.append(self._begin(request, context, num_unchanged, depth, writing))
+        self._grow(requests, drafts)
+        return [draft.result or [] if draft is not None else [] for draft in drafts]
 
     def release(self, request: Request) -> None:
         state = self._states.pop(id(request), None)
@@ -144,8 +156,9 @@ class DraftModelDrafter(Drafter):
         shape = "" if self._tree_width == 1 else f", {self._tree_width} guesses a position"
         return f"draft_model ({self.runtime.config.num_layers} layers, hidden size {self.runtime.config.hidden_size}{shape}{self._note})"
 
-    def _begin(self, request: Request, context: Sequence[int], num_unchanged: int, depth: int) -> _Draft | None:
-        depth = min(depth, self._max_context - len(context))
+    def _begin(
+        self, request: Request, context: Sequence[int], num_unchanged: int, depth: int, drafting: Drafting[ResultT]
+    ) -> _Draft[ResultT] | None:
         if depth < 1 or not context:
             return None
         state = self._states.get(id(request))
@@ -156,7 +169,8 @@ class DraftModelDrafter(Drafter):
         pending = list(context[len(state.token_ids) :])
         if max(pending) >= self.runtime.config.vocab_size:  # a token only the target knows
             return None
-        return _Draft(request, state, depth, pending)
+        next(drafting)  # the root's row comes first
+        return _Draft(request, state, drafting, pending)
 
     def _new_state(self, request: Request, context: Sequence[int]) -> _State:
         """That of a request not seen before; rows of others that began with the same text need not run again."""
@@ -175,66 +189,112 @@ class DraftModelDrafter(Drafter):
         state.num_agreed = agreed
         self.cache.truncate(state.sequence, agreed)
 
-    def _grow(self, requests: Sequence[Request], drafts: Sequence[_Draft | None], pick: Callable[[_Draft, FloatArray], list[int]]) -> None:
+    def _grow(self, requests: Sequence[Request], drafts: Sequence[_Draft[ResultT] | None]) -> None:
+        """Run passes until every draft is finished."""
         active = [draft for draft in drafts if draft is not None]
         try:
             self._catch_up(active)
-            while active := [draft for draft in active if len(draft.chain) < draft.depth]:
-                self._advance(active, pick)
+            while active := [draft for draft in active if draft.pending]:
+                ran, logits = self._run(active, [draft.pending for draft in active], wants_logits=True)
+                for draft, row in zip(ran, logits, strict=True):
+                    self._advance(draft, row)
         except Exception:
             for request in requests:  # a pass that broke off leaves no rows to trust
                 self.release(request)
             raise
 
-    def _catch_up(self, drafts: Sequence[_Draft]) -> None:
+    def _catch_up(self, drafts: Sequence[_Draft[ResultT]]) -> None:
         """Run long prompts in chunks until one more pass reaches every root."""
-        while behind := [draft for draft in drafts if len(draft.pending) > CATCH_UP_ROWS and draft.depth]:
+        while behind := [draft for draft in drafts if len(draft.pending) > CATCH_UP_ROWS]:
             ran, _ = self._run(behind, [draft.pending[:CATCH_UP_ROWS] for draft in behind], wants_logits=False)
             for draft in ran:
                 del draft.pending[:CATCH_UP_ROWS]
 
-    def _advance(self, drafts: Sequence[_Draft], pick: Callable[[_Draft, FloatArray], list[int]]) -> None:
-        """One pass: everybody's pending rows, one more token for each."""
-        ran, logits = self._run(drafts, [draft.pending for draft in drafts], wants_logits=True)
-        for draft, row in zip(ran, logits, strict=True):
-            tokens = pick(draft, row)
-            if not tokens:
-                draft.depth = len(draft.chain)
-                continue
-            parent = draft.tip
-            draft.tip = len(draft.token_ids) + 1
-            draft.token_ids.extend(tokens)
-            draft.parents.extend([parent] * len(tokens))
-            draft.chain.append(tokens[0])
-            draft.pending = [tokens[0] if self._translation is None else self._translation.draft_id(tokens[0])]
-
-    def _pick(self, draft: _Draft, row: FloatArray) -> list[int]:
-        """The token the target would draw if its row were this one, then the row's best others; nothing where nothing is allowed."""
-        request = draft.request
+    def _advance(self, draft: _Draft[ResultT], row: FloatArray | None) -> None:
+        """Hand a draft the row it waits for, None where there is none."""
         try:
-            distribution = request.processor.process(self._as_target_row(row), draft.chain)
-        except RequestError:
-            return []
-        if draft.wants_draws and not distribution.greedy:
-            return self._draw(draft, distribution)
-        position = len(request.token_ids) + len(draft.chain)
-        first = draw(distribution, request.seed, request.sample_index, position)
-        if self._tree_width == 1:
-            return [first]
-        best = np.argsort(-distribution.scores, kind="stable")[: self._tree_width]
-        best = best[distribution.scores[best] > -np.inf]  # the rest cannot be drafted
-        ids = best if distribution.token_ids is None else distribution.token_ids[best]
-        return [first, *[int(token) for token in ids if token != first][: self._tree_width - 1]]
+            token = draft.drafting.send(row)[-1]
+            draft.pending = [token if self._translation is None else self._translation.draft_id(token)]
+        except StopIteration as end:
+            draft.pending, draft.result = [], end.value
 
-    def _draw(self, draft: _Draft, distribution: Distribution) -> list[int]:
-        """Tokens drawn from the row, and the law they were drawn from kept for the tree."""
-        request = draft.request
-        probs = draft.draft_probs[draft.tip] = TokenProbs.of(distribution)
+    def _drafting(self, request: Request, budget: DraftBudget) -> Drafting[DraftTree | None]:
+        if budget.wants_draws and not request.params.is_greedy:
+            return self._drawn(request, budget)
+        if self._tree_width == 1 or budget.layout is TreeLayout.CHAIN:
+            return self._picked(request, budget.max_depth)
+        return self._grown(request, budget)
+
+    def _picked(self, request: Request, depth: int) -> Drafting[DraftTree | None]:
+        """A chain of tokens that the target would draw if its rows were these; it ends where nothing is allowed."""
+        tokens = yield from _chain(depth, lambda row, path: self._coupled(request, row, path)[0])
+        return DraftTree.chain(request.token_ids[-1], tokens, self.name) if tokens else None
+
+    def _grown(self, request: Request, budget: DraftBudget) -> Drafting[DraftTree | None]:
+        """The same chain with siblings, the row's best others, by expected tokens per row of the target's pass."""
+        root: Path | None = ()
+        growth = growing_tree(request.token_ids[-1], budget, root)
+        try:
+            path = next(growth)
+            while True:
+                row = None if path is None else (yield path)  # there are no rows behind siblings
+                path = growth.send(() if path is None or row is None else self._ranked(request, row, path))
+        except StopIteration as end:
+            tree: DraftTree | None = end.value
+            return tree
+
+    def _drawn(self, request: Request, budget: DraftBudget) -> Drafting[DraftTree | None]:
+        """Tokens drawn from the rows, and the laws they were drawn from; how many where does not depend on any draw."""
+        token_ids: list[int] = []
+        parents: list[int] = []
+        laws: dict[int, TokenProbs] = {}
+        path: list[int] = []
+        node = 0
         key = request.seed, request.sample_index, len(request.token_ids)
-        return draw_distinct(probs, self._tree_width, *key, len(draft.chain))
+        for count in _fan(self._tree_width, budget.max_depth, budget.row_budget, budget.layout):
+            distribution = self._process(request, (yield path), path)
+            if distribution is None:
+                break
+            laws[node] = TokenProbs.of(distribution)
+            tokens = draw_distinct(laws[node], count, *key, len(path))
+            parents += [node] * len(tokens)
+            node = len(token_ids) + 1
+            token_ids += tokens
+            path.append(tokens[0])
+        return DraftTree.grow(request.token_ids[-1], token_ids, parents, self.name, laws) if token_ids else None
 
-    def _tree(self, draft: _Draft) -> DraftTree:
-        return DraftTree.grow(draft.request.token_ids[-1], draft.token_ids, draft.parents, self.name, draft.draft_probs)
+    def _process(self, request: Request, row: FloatArray | None, path: Path) -> Distribution | None:
+        """What the target's own processors make of a row; None without one, or where nothing is allowed."""
+        try:
+            return None if row is None else request.processor.process(self._as_target_row(row), path)
+        except RequestError:
+            return None
+
+    def _coupled(self, request: Request, row: FloatArray, path: Path) -> tuple[int | None, Distribution | None]:
+        """The token the target would draw if its row were this one."""
+        distribution = self._process(request, row, path)
+        if distribution is None:
+            return None, None
+        return draw(distribution, request.seed, request.sample_index, len(request.token_ids) + len(path)), distribution
+
+    def _ranked(self, request: Request, row: FloatArray, path: Path) -> list[Guess[Path | None]]:
+        """That token and the best others, each with the probability that the target says it."""
+        first, distribution = self._coupled(request, row, path)
+        if first is None or distribution is None:
+            return []
+        scores, ids = distribution.scores, distribution.token_ids
+        best = best_scores(scores, self._tree_width + 1)
+        best = best[scores[best] > -np.inf]  # the rest cannot be drafted
+        shares = np.exp(scores[best] - scores[best[0]]) / np.exp(scores - scores[best[0]]).sum()
+        prob_of = {int(token): float(share) for token, share in zip(best if ids is None else ids[best], shares, strict=True)}
+        own = prob_of.pop(first, 0.0)
+        if not distribution.greedy:
+            own = max(own, COUPLED_PROB)
+        others = list(prob_of.items())[: self._tree_width - 1]
+        rest = sum(prob for _, prob in others)
+        scale = min(1.0, (1.0 - own) / rest) if rest > 0.0 else 0.0
+        siblings: list[Guess[Path | None]] = [(token, prob * scale, self.name, None) for token, prob in others]
+        return [(first, own, self.name, (*path, first)), *siblings]
 
     def _as_target_row(self, row: FloatArray) -> FloatArray:
         """The row over the target's ids: padding cropped, or added as -inf."""
@@ -245,18 +305,20 @@ class DraftModelDrafter(Drafter):
             return row
         return np.concatenate([row, np.full(self._vocab_size - len(row), -np.inf, np.float32)])
 
-    def _run(self, drafts: Sequence[_Draft], token_ids: Sequence[list[int]], *, wants_logits: bool) -> tuple[list[_Draft], FloatArray]:
+    def _run(
+        self, drafts: Sequence[_Draft[ResultT]], token_ids: Sequence[list[int]], *, wants_logits: bool
+    ) -> tuple[list[_Draft[ResultT]], FloatArray]:
         """One pass of the draft model; a draft for whose rows its cache has no block stays as long as it is.
 
         Returns:
             the drafts that ran, and the logits of the last row of each.
         """
-        ran, plans, rows = list[_Draft](), list[RowPlan](), list[list[int]]()
+        ran, plans, rows = list[_Draft[ResultT]](), list[RowPlan](), list[list[int]]()
         for draft, ids in zip(drafts, token_ids, strict=True):
             try:
                 plans.append(self.cache.reserve(draft.state.sequence, range(-1, len(ids) - 1)))
             except CapacityError:
-                draft.depth = len(draft.chain)
+                self._advance(draft, None)
                 self.release(draft.request)
                 continue
             ran.append(draft)
@@ -269,3 +331,25 @@ class DraftModelDrafter(Drafter):
             self.cache.keep_path(draft.state.sequence, len(ids) - 1)
             draft.state.token_ids.extend(ids)
         return ran, output.logits
+
+
+def _chain(depth: int, pick: Callable[[FloatArray, Path], int | None]) -> Drafting[list[int]]:
+    """One token a row, until `pick` names none."""
+    path: list[int] = []
+    while len(path) < depth:
+        row = yield path
+        token = None if row is None else pick(row, path)
+        if token is None:
+            break
+        path.append(token)
+    return path
+
+
+@lru_cache(maxsize=256)
+def _fan(width: int, depth: int, row_budget: int, layout: TreeLayout) -> tuple[int, ...]:
+    """Guesses a level of a chain with `width` - 1 siblings beside each token, as far as `row_budget` rows go."""
+    parents = [1 + (level - 1) * width if level else 0 for level in range(depth) for _ in range(width)]
+    tree = DraftTree.grow(0, [*range(width)] * depth, parents, "").trim(
+        vocab_size=width, max_depth=depth, row_budget=row_budget, layout=layout
+    )
+    return tuple(tree.depths.count(level) for level in range(1, tree.tree_depth + 1))

@@ -7,7 +7,7 @@ branch must be worth several rows, and a chain wins most of the time.
 
 import heapq
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
@@ -16,11 +16,16 @@ from paceline.speculation.drafter import DraftBudget
 from paceline.speculation.tree import DraftTree
 
 ContextT = TypeVar("ContextT")
-
+_MOST_GUESSES = 1 << 20  # behind a node
+_BEHIND = -1  # comes before every guess that is worth as much
 
 Guess: TypeAlias = tuple[int, float, str, ContextT]
 """One possible next token: its id, the estimated probability that the target says it once it said everything before, who guesses, and
 what to expand for the tokens behind it. A bare tuple: some drafters have microseconds."""
+
+
+Growth: TypeAlias = Generator[ContextT, Sequence[Guess[ContextT]], DraftTree | None]
+"""A tree that grows while it is told what may stand behind its nodes: yields contexts, takes the guesses behind them, returns the tree."""
 
 
 def grow_tree(
@@ -36,36 +41,56 @@ def grow_tree(
     Args:
         budget: rows, depth and layout; the tree keeps to all three.
         context: of the root.
-        expand: context of a node -> guesses behind it, no token twice. Called for nodes of the tree only.
+        expand: context of a node -> guesses behind it, no token twice. Called for nodes of the tree only, where one behind it may be next.
         least_prob: nodes less likely than this, their path included, are left out.
+    """
+    growth = growing_tree(root_token_id, budget, context, least_prob=least_prob)
+    try:
+        context = next(growth)
+        while True:
+            context = growth.send(expand(context))
+    except StopIteration as end:
+        tree: DraftTree | None = end.value
+        return tree
+
+
+def growing_tree(root_token_id: int, budget: DraftBudget, context: ContextT, *, least_prob: float = 0.0) -> Growth[ContextT]:
+    """The same for those whose guesses take time: a node is asked about when the likeliest token behind it could be the next to be taken.
+
+    Then a node whose children have no chance of a row costs nothing, and many trees can be asked about together.
     """
     tree = _Growing([root_token_id], budget.layout)
     rows_left = budget.row_budget - 1
-    # (-probability per row, order of arrival, probability, parent, guess); the order keeps ties and results the same in every run
+    # (-probability per row, order of arrival, probability, parent, guess); the order keeps ties and results the same in every run.
+    # With the order _BEHIND: the most that a guess behind this node could be worth, the node as parent, the guess that made it.
     queue: list[tuple[float, int, float, int, Guess[ContextT]]] = []
-    arrived, node, prob = 0, 0, 1.0
-    guesses: Sequence[Guess[ContextT]] = expand(context) if budget.max_depth > 0 else ()
+    node, reached, is_next = 0, 1.0, budget.max_depth > 0
     while rows_left > 0:
-        for guess in guesses:
-            reached = prob * guess[1]
-            if reached > 0.0 and reached >= least_prob:
-                heapq.heappush(queue, (-reached, arrived, reached, node, guess))
-                arrived += 1
-        guesses = ()
+        if is_next:
+            for index, guess in enumerate((yield context)):
+                prob = reached * guess[1]
+                if prob > 0.0 and prob >= least_prob:
+                    heapq.heappush(queue, (-prob, node * _MOST_GUESSES + index, prob, node, guess))
         if not queue:
             break
-        value, order, prob, parent, guess = heapq.heappop(queue)
-        num_added = tree.added_rows(parent)
+        value, order, reached, node, guess = heapq.heappop(queue)
+        is_next = order == _BEHIND
+        if is_next:
+            context = guess[3]
+            continue
+        num_added = tree.added_rows(node)
         if num_added > rows_left:  # it will never cost less
             continue
-        if -value > prob / num_added:  # a sibling was taken since: it costs more than it did, so it waits its turn again
-            heapq.heappush(queue, (-prob / num_added, order, prob, parent, guess))
+        if -value > reached / num_added:  # a sibling was taken since: it costs more than it did, so it waits its turn again
+            heapq.heappush(queue, (-reached / num_added, order, reached, node, guess))
             continue
         token_id, _, source, context = guess
-        node = tree.add(parent, token_id, source)
+        node = tree.add(node, token_id, source)
         rows_left -= num_added
-        if rows_left > 0 and tree.depths[node] < budget.max_depth:
-            guesses = expand(context)
+        if tree.depths[node] < budget.max_depth:
+            is_next = not queue or -reached <= queue[0][0]
+            if not is_next:
+                heapq.heappush(queue, (-reached, _BEHIND, reached, node, guess))
     return tree.finished()
 
 

@@ -1,5 +1,6 @@
 """A draft model's passes, its cache, and what it proposes, against running its whole text anew."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from paceline import LLM, SamplingParams
 from paceline.drafters.draft_model import CATCH_UP_ROWS, DraftModelDrafter
 from paceline.errors import CapacityError, RequestError
 from paceline.kv_cache.paged import CachedSequence
+from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import Numerics, Runtime
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.sampling.noise import Purpose, step_uniform
@@ -160,7 +162,7 @@ def test_a_wider_tree_has_the_same_chain_and_the_best_others_beside_it(runtime: 
     request = make_request([5, 6, 7], FREE)
     (chain,) = ask(make_drafter(twin), request)
     drafter = make_drafter(runtime, tree_width=width)
-    (tree,) = drafter.propose([request], [DraftBudget(20, 4)])
+    (tree,) = drafter.propose([request], [DraftBudget(33, 4)])
     assert tree is not None
     assert runtime.num_passes == 4
     assert tree.num_draft_tokens == 4 * width
@@ -176,13 +178,33 @@ def test_a_wider_tree_has_the_same_chain_and_the_best_others_beside_it(runtime: 
     assert drafter.cache.pool.num_free == NUM_BLOCKS - 1
 
 
+@pytest.mark.parametrize("layout", TreeLayout)
+@pytest.mark.parametrize("wants_draws", [False, True], ids=["grown", "drawn"])
+def test_a_tree_fills_its_rows_and_its_chain_goes_no_deeper_than_they_do(runtime: Runtime, layout: TreeLayout, wants_draws: bool) -> None:
+    """What the engine would cut is not drafted: neither nodes beyond the rows nor passes behind the last level that has one."""
+    random = np.random.default_rng(5)
+    num_passes = num_levels = 0
+    for width, row_budget, depth in itertools.product((2, 4), (2, 3, 5, 9, 17, 33), (1, 4, 8)):
+        drafter = make_drafter(runtime, tree_width=width)
+        request = make_request(random.integers(0, VOCAB_SIZE, 20).tolist(), FREE)
+        (tree,) = drafter.propose([request], [DraftBudget(row_budget, depth, layout, wants_draws)])
+        assert tree is not None
+        tree.check()
+        assert tree.trim(vocab_size=VOCAB_SIZE, max_depth=depth, row_budget=row_budget, layout=layout) is tree
+        if layout is TreeLayout.MASK:
+            assert tree.num_draft_tokens == min(row_budget - 1, width * depth)
+        assert runtime.num_passes == tree.tree_depth or (not wants_draws and runtime.num_passes == tree.tree_depth + 1)
+        num_passes, num_levels = num_passes + runtime.num_passes, num_levels + tree.tree_depth
+    assert num_passes <= 1.15 * num_levels  # a row whose guesses turn out to be worth less than a sibling's was needed to know it
+
+
 @pytest.mark.parametrize("width", [1, 3])
 def test_for_rejection_drafts_are_drawn_from_the_laws_the_tree_names(runtime: Runtime, twin: Runtime, width: int) -> None:
     """The law of a node is what its whole text, run anew, gives after the request's processors."""
     params = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.2)
     request = make_request([5, 6, 7], params)
     drafter = make_drafter(runtime, tree_width=width)
-    (tree,) = drafter.propose([request], [DraftBudget(20, 4, wants_draws=True)])
+    (tree,) = drafter.propose([request], [DraftBudget(33, 4, wants_draws=True)])
     assert tree is not None
     tree.check()
     assert tree.proposal is (Proposal.SAMPLED if width == 1 else Proposal.WITHOUT_REPLACEMENT)
@@ -192,8 +214,11 @@ def test_for_rejection_drafts_are_drawn_from_the_laws_the_tree_names(runtime: Ru
         fresh = make_request([*request.token_ids, *path])
         other = make_drafter(twin)
         rows: list[np.ndarray] = []
-        pick = other._pick
-        other._pick = lambda draft, row, pick=pick, rows=rows: (rows.append(row.copy()), pick(draft, row))[1]  # type: ignore[method-assign]
+        coupled = other._coupled
+        other._coupled = lambda request, row, path, coupled=coupled, rows=rows: (  # type: ignore[method-assign]
+            rows.append(row.copy()),
+            coupled(request, row, path),
+        )[1]
         ask(other, fresh, depth=1)
         law = TokenProbs.of(request.processor.process(rows[0], path))
         np.testing.assert_allclose(probs.over(law), law.values, atol=1e-5)
