@@ -1,7 +1,8 @@
 """Settings of an engine, checked once and never changed."""
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import ConfigError
@@ -76,6 +77,7 @@ class SpeculationConfig:
         num_draft_tokens: tokens to draft a step, or "auto".
         tree_width: guesses a position of a draft model; 1 = a chain.
         draft_quant: quantise draft models while loading them: "none", "int8", "int4" or `QuantOptions`.
+        drafter_options: settings of single methods by name, such as {"tree": "accuracy"}; see drafters/options.py.
         acceptance: which guesses are kept: "match" (those the target itself draws: a seed has its plain text) or "rejection" (as many as
             the target's law allows: sampled texts have that law, but are not the seed's plain ones; the same at temperature 0).
     """
@@ -85,6 +87,7 @@ class SpeculationConfig:
     tree_width: int = 1
     draft_quant: Quant = "none"
     acceptance: str = "match"
+    drafter_options: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names: object = (self.drafter,) if isinstance(self.drafter, str) else self.drafter
@@ -96,6 +99,9 @@ class SpeculationConfig:
         _check_int("tree_width", self.tree_width, 1, 8)
         quant_options("draft_quant", self.draft_quant)
         _check_choice("acceptance", self.acceptance, ACCEPTANCE)
+        options: object = self.drafter_options
+        if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+            raise ConfigError(f'drafter_options is {options!r}: use a mapping of names to values, such as {{"tree": "accuracy"}}')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any, cast, overload
 from paceline.config import EngineConfig, Quant, SpeculationConfig
 from paceline.engine.batch import AskedFor, Prompt, RequestMaker, as_prompts
 from paceline.engine.engine import Engine, EngineStats
-from paceline.engine.open import open_engine
+from paceline.engine.open import check_options, open_engine
 from paceline.errors import ConfigError, RequestError
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.runtimes.base import Runtime
@@ -47,6 +47,8 @@ class LLM:
         num_draft_tokens: tokens guessed a step, or "auto" (4).
         tree_width: guesses a position of a draft model; 1 = a chain.
         draft_quant: the same for draft models.
+        drafter_options: settings of single methods: {"tree": "accuracy"} (medusa), {"boundaries": (2, 16, 29)} (eagle3) and others, which
+            docs/methods lists.
         acceptance: which guesses are kept: "match" (a seed has one text, whatever drafts) or "rejection" (sampled texts have the same law
             but depend on what was drafted).
         max_num_seqs: requests that run at a time; others wait their turn.
@@ -76,6 +78,7 @@ class LLM:
         num_draft_tokens: int | str = "auto",
         tree_width: int = 1,
         draft_quant: Quant = "none",
+        drafter_options: Mapping[str, object] | None = None,
         acceptance: str = "match",
         max_num_seqs: int = 16,
         max_step_rows: int = 512,
@@ -104,7 +107,7 @@ class LLM:
             offline=offline,
         )
         self._given_drafter = drafter if isinstance(drafter, Drafter) else None
-        self._speculation = _speculation_of(drafter, num_draft_tokens, tree_width, draft_quant, acceptance)
+        self._speculation = _speculation_of(drafter, num_draft_tokens, tree_width, draft_quant, drafter_options, acceptance)
         self._opened = open_engine(config, self._speculation, self._given_drafter)
 
     @property
@@ -334,11 +337,24 @@ class LLM:
         return self._maker.prompt_ids(self.tokenizer.apply_chat_template(messages))
 
 
-def _speculation_of(drafter: Any, num_draft_tokens: int | str, tree_width: int, draft_quant: Quant, acceptance: str) -> SpeculationConfig:
+def _speculation_of(
+    drafter: Any,
+    num_draft_tokens: int | str,
+    tree_width: int,
+    draft_quant: Quant,
+    drafter_options: Mapping[str, object] | None,
+    acceptance: str,
+) -> SpeculationConfig:
     """The settings; a drafter that is one already stands there by its name, several names as a tuple."""
+    check_options(drafter, drafter_options)
     names = drafter.name if isinstance(drafter, Drafter) else tuple(drafter) if isinstance(drafter, list) else drafter
     return SpeculationConfig(
-        drafter=names, num_draft_tokens=num_draft_tokens, tree_width=tree_width, draft_quant=draft_quant, acceptance=acceptance
+        drafter=names,
+        num_draft_tokens=num_draft_tokens,
+        tree_width=tree_width,
+        draft_quant=draft_quant,
+        acceptance=acceptance,
+        drafter_options={} if drafter_options is None else drafter_options,
     )
 
 

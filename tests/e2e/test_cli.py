@@ -257,7 +257,7 @@ def test_chat_and_system_make_messages(fake_llm: type[FakeLLM]) -> None:
 
 def test_options_reach_the_engine(fake_llm: type[FakeLLM]) -> None:
     options = "--model m --threads 3 --cache-gb 0.5 --offline --num-draft-tokens 7 --drafter ngram --drafter d --tree-width 2"
-    options += " --no-prefix-cache --acceptance rejection"
+    options += " --no-prefix-cache --acceptance rejection --drafter-options tree=accuracy --drafter-options boundaries=2,8,13"
     sampling = "--max-tokens 9 --temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --seed 5 --stop A --stop B --ignore-eos"
     penalties = "--repetition-penalty 1.1 --frequency-penalty -0.5 --presence-penalty 0.25"
     assert _invoke("run", "x", *options.split(), *sampling.split(), *penalties.split()).exit_code == 0
@@ -266,7 +266,7 @@ def test_options_reach_the_engine(fake_llm: type[FakeLLM]) -> None:
         "model": "m", "numerics": "exact", "dtype": "auto", "threads": 3, "max_context": None, "cache_gb": 0.5, "device": "auto",
         "revision": None, "token": None, "offline": True, "drafter": ("ngram", "d"), "num_draft_tokens": 7, "tree_width": 2,
             "backend": "auto", "quant": "none", "draft_quant": "none", "gguf_file": None, "gguf_weights": "exact",
-        "prefix_cache": False, "acceptance": "rejection",
+        "prefix_cache": False, "acceptance": "rejection", "drafter_options": {"tree": "accuracy", "boundaries": "2,8,13"},
     }  # fmt: skip
     assert llm.params == SamplingParams(
         max_tokens=9, temperature=0.5, top_k=4, top_p=0.9, min_p=0.1, seed=5, stop=("A", "B"), ignore_eos=True,
@@ -395,6 +395,7 @@ def test_an_interrupted_run_keeps_what_it_has(fake_llm: type[FakeLLM]) -> None:
         ("--cache-gb -2", "cache_gb is -2.0"),
         ("--num-draft-tokens 0", "num_draft_tokens is 0"),
         ("--num-draft-tokens many", "num_draft_tokens is 'many'"),
+        ("--drafter-options tree", "--drafter-options is 'tree': use NAME=VALUE"),
         ("--tree-width 99", "tree_width is 99"),
         ("--drafter=", "drafter is ''"),
         ("--json --show-drafts", "give one of them"),

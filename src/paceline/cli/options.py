@@ -3,14 +3,14 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from paceline.cli.reporting import reported_errors
 from paceline.config import ACCEPTANCE, BACKENDS, DEVICES, DTYPES, GGUF_WEIGHTS, NUMERICS, QUANT, EngineConfig, SpeculationConfig
-from paceline.errors import RequestError
+from paceline.errors import ConfigError, RequestError
 from paceline.sampling.params import SamplingParams
 
 
@@ -72,6 +72,8 @@ SPECULATION = Panel(
         "acceptance": "match: a seed has one text, whatever drafts. rejection: more guesses are kept at high temperatures; sampled texts "
         "have the same law but depend on what was drafted.",
         "draft_quant": "Quantise draft models while loading. It changes the speed, never a token.",
+        "drafter_options": "A setting of one method, such as tree=accuracy (medusa) or boundaries=2,16,29 (eagle3); may be given several "
+        "times. docs/methods lists them.",
     },
 )
 OUTPUT = "Output"
@@ -88,8 +90,9 @@ METAVARS = {
     "num_draft_tokens": "auto|<int>",
     "stop": "<str>",
     "drafter": "<str>",
+    "drafter_options": "NAME=VALUE",
 }
-REPEATABLE = ("stop", "drafter")
+REPEATABLE = ("stop", "drafter", "drafter_options")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,7 @@ class Settings:
         sampling["stop"] = tuple(checked_text("stop", text) for text in sampling["stop"] or ())
         drafters = tuple(speculation["drafter"])
         speculation["drafter"] = drafters[0] if len(drafters) == 1 else drafters
+        speculation["drafter_options"] = dict(_name_and_value(text) for text in speculation["drafter_options"])
         return cls(EngineConfig(**engine), SamplingParams(**sampling), SpeculationConfig(**speculation), values.pop("debug"))
 
     def llm_arguments(self) -> dict[str, Any]:
@@ -168,8 +172,12 @@ def _is_about_output(parameter: inspect.Parameter) -> bool:
 
 
 def _parameters(panel: Panel) -> list[inspect.Parameter]:
-    hints, defaults = get_type_hints(panel.source), {field.name: field.default for field in fields(panel.source)}
+    hints, defaults = get_type_hints(panel.source), {field.name: _default(field) for field in fields(panel.source)}
     return [_parameter(name, hints[name], defaults[name], help_text, panel.title) for name, help_text in panel.options.items()]
+
+
+def _default(field: "Field[Any]") -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _parameter(name: str, hint: Any, default: Any, help_text: str, title: str) -> inspect.Parameter:
@@ -185,6 +193,18 @@ def _parameter(name: str, hint: Any, default: Any, help_text: str, title: str) -
         flag += f"/--no-{name.replace('_', '-')}"
     option = typer.Option(flag, help=help_text, rich_help_panel=title, metavar=METAVARS.get(name), parser=parser, show_default=True)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, option])
+
+
+def _name_and_value(text: str) -> tuple[str, str]:
+    """Of a drafter's option.
+
+    Raises:
+        ConfigError: it has no "=".
+    """
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise ConfigError(f"--drafter-options is {text!r}: use NAME=VALUE, such as tree=accuracy")
+    return name, value
 
 
 def _count_or_word(text: str) -> int | str:

@@ -9,10 +9,10 @@ from paceline.config import QuantOptions
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.eagle import layers_of, open_eagle_drafter, open_gguf_head
 from paceline.drafters.head_files import HeadFiles, HeadKind, is_head_file
-from paceline.drafters.medusa.drafter import open_medusa
+from paceline.drafters.medusa.drafter import GROWN_TREES, open_medusa
 from paceline.drafters.mtp import open_mtp
 from paceline.drafters.ngram import NgramDrafter
-from paceline.drafters.pairs.config import PairVariant
+from paceline.drafters.options import NO_OPTIONS, HeadOptions
 from paceline.drafters.pairs.opening import PairTarget
 from paceline.drafters.prediction import PredictionDrafter
 from paceline.drafters.stack import StackDrafter
@@ -28,21 +28,10 @@ from paceline.speculation.drafter import Drafter
 from paceline.tokenizer import Tokenizer
 from paceline.vocabulary import SAMPLE_TEXT, VocabularyComparison, VocabularyMatch, compare_vocabularies
 
+__all__ = ["EMBEDDED", "NAMES", "HeadOptions", "TargetDescription", "layers_to_collect", "make_drafter"]
+
 EMBEDDED = "draft"
 """Folder of a model directory that holds its own draft model."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadOptions:
-    """What a user may say of heads.
-
-    Attributes:
-        medusa_tree: see `MedusaDrafter`.
-        variant: conventions that the files of an EAGLE or MTP head do not say, or say wrongly; None = they are found out.
-    """
-
-    medusa_tree: str = "probability"
-    variant: PairVariant | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +71,7 @@ class TargetDescription:
     runtime: Runtime | None = None
     cache: KVCache | None = None
     collected_layers: tuple[int, ...] = ()
-    head_options: HeadOptions = HeadOptions()
+    head_options: HeadOptions = NO_OPTIONS
 
 
 def layers_to_collect(
@@ -92,7 +81,7 @@ def layers_to_collect(
     token: str | None = None,
     offline: bool = False,
     facts_directory: Path | None = None,
-    head_options: HeadOptions = HeadOptions(),
+    head_options: HeadOptions = NO_OPTIONS,
 ) -> tuple[int, ...]:
     """The boundaries of the target that the wanted drafters read, ascending: its runtime must be built to collect them.
 
@@ -106,7 +95,7 @@ def layers_to_collect(
                 path = Path(name) if is_head_file(name) else resolve(name, token=token, offline=offline, with_heads=True)
                 files = open_gguf_head(path) if is_gguf(path) else HeadFiles.open(path)
                 if files is not None:
-                    layers.update(layers_of(files, target, facts_directory=facts_directory, variant=head_options.variant))
+                    layers.update(layers_of(files, target, facts_directory=facts_directory, variant=head_options.variant_for(files.kind)))
             except PacelineError:
                 continue
     return tuple(sorted(layers))
@@ -118,11 +107,14 @@ def make_drafter(wanted: str | Sequence[str], target: TargetDescription) -> Draf
     Raises:
         IncompatibleDrafterError: it can never work with this target.
         CheckpointError: the draft model cannot be read.
+        ConfigError: an option was given that no such drafter reads.
     """
-    if isinstance(wanted, str) or len(wanted) == 1:
-        return _one(wanted if isinstance(wanted, str) else wanted[0], target)
-    drafters = [drafter for name in wanted if (drafter := _one(name, target)) is not None]
-    if len(drafters) < len(wanted) or not drafters:
+    names = [wanted] if isinstance(wanted, str) else wanted
+    drafters = [drafter for name in names if (drafter := _one(name, target)) is not None]
+    target.head_options.check_read(drafter.name for drafter in drafters)
+    if len(names) == 1:
+        return drafters[0] if drafters else None
+    if len(drafters) < len(names) or not drafters:
         raise IncompatibleDrafterError(f"drafter list {list(wanted)} is empty or holds 'none': name drafters only, or use 'none' alone")
     return StackDrafter(drafters)
 
@@ -174,7 +166,7 @@ def _open_medusa(files: HeadFiles, target: TargetDescription) -> Drafter:
         device=target.device if target.runtime is None else target.runtime.capabilities.device,
         quant=target.draft_quant,
         quant_directory=target.quant_directory,
-        tree=target.head_options.medusa_tree,
+        tree=target.head_options.medusa_tree or GROWN_TREES[0],
     )
 
 
@@ -194,7 +186,7 @@ def _pair_target(files: HeadFiles, target: TargetDescription) -> PairTarget:
         quant=target.draft_quant,
         quant_directory=target.quant_directory,
         facts_directory=target.facts_directory,
-        variant=target.head_options.variant,
+        variant=target.head_options.variant_for(files.kind),
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import EngineConfig, SpeculationConfig, cache_directory, quant_options
-from paceline.drafters import TargetDescription, layers_to_collect, make_drafter
+from paceline.drafters import HeadOptions, TargetDescription, layers_to_collect, make_drafter
 from paceline.engine.batch import AskedFor, RequestMaker
 from paceline.engine.engine import Engine
 from paceline.engine.memory import plan_cache
@@ -81,6 +81,7 @@ def settings_of(model: str, options: dict[str, Any]) -> tuple[EngineConfig, Spec
     """
     drafter = options.get("drafter", "auto")
     made = drafter if isinstance(drafter, Drafter) else None
+    check_options(drafter, options.get("drafter_options"))
     given = {**options, "model": str(model), "drafter": made.name if made else tuple(drafter) if isinstance(drafter, list) else drafter}
     of_engine, of_speculation = ({one.name for one in fields(kind)} for kind in (EngineConfig, SpeculationConfig))
     unknown = given.keys() - of_engine - of_speculation
@@ -88,6 +89,16 @@ def settings_of(model: str, options: dict[str, Any]) -> tuple[EngineConfig, Spec
         raise ConfigError(f"{', '.join(sorted(unknown))}: no such option; use {', '.join(sorted(of_engine | of_speculation))}")
     engine = EngineConfig(**{name: value for name, value in given.items() if name in of_engine})
     return engine, SpeculationConfig(**{name: value for name, value in given.items() if name in of_speculation}), made
+
+
+def check_options(drafter: object, drafter_options: object) -> None:
+    """That options are not for a drafter that is made already.
+
+    Raises:
+        ConfigError: they are.
+    """
+    if isinstance(drafter, Drafter) and drafter_options:
+        raise ConfigError(f"drafter_options {drafter_options!r} came with a drafter that is made already: give them to it when you make it")
 
 
 def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: Drafter | None = None) -> OpenedEngine:
@@ -101,7 +112,8 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
     """
     directory = resolve(config.model, gguf_file=config.gguf_file, revision=config.revision, token=config.token, offline=config.offline)
     tokenizer = Tokenizer.open(directory)
-    layers = _layers(config, speculation, directory) if drafter is None else drafter.needs.layers
+    options = HeadOptions.of(speculation.drafter_options)
+    layers = _layers(config, speculation, options, directory) if drafter is None else drafter.needs.layers
     loaded = load_runtime(directory, _runtime_options(config, layers))
     runtime = loaded.runtime
     plan = plan_cache(runtime.config, config, runtime.capabilities.weight_type)
@@ -126,6 +138,7 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
             runtime=runtime,
             cache=cache,
             collected_layers=layers,
+            head_options=options,
         )
         drafter = make_drafter(speculation.drafter, target)
     policy = DraftLengthPolicy(DEFAULT_DRAFT_TOKENS) if drafter is None else _policy(speculation, runtime, cache, plan.max_context)
@@ -139,9 +152,16 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
     return OpenedEngine(engine, maker, _notices((*tokenizer.notices, *loaded.notices, *of_drafter), plan.notice), config)
 
 
-def _layers(config: EngineConfig, speculation: SpeculationConfig, directory: Path) -> tuple[int, ...]:
+def _layers(config: EngineConfig, speculation: SpeculationConfig, options: HeadOptions, directory: Path) -> tuple[int, ...]:
     """Boundaries that the target must collect for the drafters to be opened."""
-    return layers_to_collect(speculation.drafter, directory, token=config.token, offline=config.offline, facts_directory=cache_directory())
+    return layers_to_collect(
+        speculation.drafter,
+        directory,
+        token=config.token,
+        offline=config.offline,
+        facts_directory=cache_directory(),
+        head_options=options,
+    )
 
 
 def _runtime_options(config: EngineConfig, collect_layers: Sequence[int]) -> RuntimeOptions:

@@ -33,7 +33,7 @@ def layers_of(
     if files.kind is not HeadKind.EAGLE3:
         return ()
     sizes = read_model_config(target)
-    config = read_eagle_config(files, sizes)
+    config = read_eagle_config(files, sizes, boundaries=None if variant is None else variant.boundaries)
     if variant is not None:
         return as_named(config, variant, sizes).boundaries
     admitted = candidates(files, config, sizes)
@@ -48,7 +48,8 @@ def open_eagle_drafter(files: HeadFiles, target: PairTarget) -> PairDrafter:
         CheckpointError, IncompatibleDrafterError: the files do not hold what a head for this target needs.
     """
     sizes = target.runtime.config
-    config = read_eagle_config(files, sizes)
+    named = target.variant
+    config = read_eagle_config(files, sizes, boundaries=None if named is None else named.boundaries)
     weights = EagleWeights(
         files,
         config,
@@ -59,7 +60,6 @@ def open_eagle_drafter(files: HeadFiles, target: PairTarget) -> PairDrafter:
         quant=target.quant,
         quant_directory=target.quant_directory,
     )
-    named = target.variant
     admitted = candidates(files, config, sizes) if named is None else (as_named(config, named, sizes),)
     config, notices = settle(files, admitted, weights.open, target)
     head = weights.open(config, target.max_context)

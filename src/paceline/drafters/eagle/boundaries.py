@@ -1,5 +1,7 @@
 """Which of the target's activations an EAGLE-3 head reads: the sources disagree on how layers are counted."""
 
+from collections.abc import Sequence
+
 from paceline.drafters.head_files import HeadFiles
 from paceline.errors import IncompatibleDrafterError
 from paceline.models.json_fields import JsonFields
@@ -31,6 +33,21 @@ def boundaries_of(files: HeadFiles, nested: JsonFields, fields: JsonFields, coun
     if len(ids) != count or sorted(set(ids)) != ids or ids[0] < 0 or ids[-1] > num_layers:
         raise IncompatibleDrafterError(
             f"{files.path} reads {count} of the target's layer boundaries, but {source} gives {ids} for its {num_layers} layers: "
-            f"the head was made for another model, or its config.json needs {KEY!r}"
+            f"the head was made for another model, or its config.json needs {KEY!r}; the drafter option 'boundaries' names them by hand"
         )
     return tuple(ids)
+
+
+def named_boundaries(named: Sequence[int], count: int, num_layers: int) -> tuple[int, ...]:
+    """Those a user names for a head that takes `count`.
+
+    Raises:
+        IncompatibleDrafterError: the target has no such boundaries, or there are more or fewer than the head takes.
+    """
+    boundaries = tuple(sorted(set(named)))
+    if len(boundaries) != count or not all(0 <= boundary <= num_layers for boundary in boundaries):
+        raise IncompatibleDrafterError(
+            f"boundaries {list(named)} were named for a head that reads {count} of a target of {num_layers} layers: name as many "
+            f"different ones, from 0 to {num_layers}"
+        )
+    return boundaries

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.drafters.eagle.boundaries import boundaries_of
+from paceline.drafters.eagle.boundaries import boundaries_of, named_boundaries
 from paceline.drafters.head_files import HeadFiles, HeadKind, HeadTensor, check_pairing
 from paceline.drafters.pairs.config import PairConfig
 from paceline.errors import CheckpointError, IncompatibleDrafterError
@@ -78,8 +78,11 @@ class EagleCheckpoint:
     notices: tuple[str, ...] = ()
 
 
-def read_eagle_config(files: HeadFiles, target: ModelConfig) -> EagleConfig:
+def read_eagle_config(files: HeadFiles, target: ModelConfig, *, boundaries: Sequence[int] | None = None) -> EagleConfig:
     """What the head is, from its config and the shapes of its tensors; nothing large is read.
+
+    Args:
+        boundaries: those a user names, for files that do not say which an EAGLE-3 head reads, or say it wrongly.
 
     Raises:
         CheckpointError: the config lacks a size or holds an absurd value.
@@ -101,7 +104,7 @@ def read_eagle_config(files: HeadFiles, target: ModelConfig) -> EagleConfig:
             own_embedding=own_embedding,
         )
     else:
-        config = _eagle3(files, fields, layers, target, own_embedding=own_embedding, own_lm_head=own_lm_head)
+        config = _eagle3(files, fields, layers, target, boundaries, own_embedding=own_embedding, own_lm_head=own_lm_head)
     by_id = next((files.tensors[name] for name in ("t2d", "embed_tokens.weight") if name in files.tensors), None)
     vocab_rows = None if by_id is None else by_id.shape[0]
     check_pairing(files, target, hidden_size=config.feature_size, vocab_rows=vocab_rows)
@@ -210,7 +213,14 @@ def _rope(fields: JsonFields, head_size: int) -> RopeConfig:
 
 
 def _eagle3(
-    files: HeadFiles, fields: JsonFields, layers: ModelConfig, target: ModelConfig, *, own_embedding: bool, own_lm_head: bool
+    files: HeadFiles,
+    fields: JsonFields,
+    layers: ModelConfig,
+    target: ModelConfig,
+    named: Sequence[int] | None,
+    *,
+    own_embedding: bool,
+    own_lm_head: bool,
 ) -> EagleConfig:
     nested = files.config.get("eagle_config")
     switches = JsonFields(nested if isinstance(nested, Mapping) else {}, fields.path)
@@ -226,11 +236,16 @@ def _eagle3(
             "the head was made for another model"
         )
     count = fc.shape[1] // feature_size if fc is not None and len(fc.shape) == 2 else fields.size("num_aux_hidden_states", 3)
+    boundaries: tuple[int, ...] = ()
+    if has_fc and named is not None:
+        boundaries = named_boundaries(named, count, target.num_layers)
+    elif has_fc:
+        boundaries = boundaries_of(files, switches, fields, count, target.num_layers)
     return EagleConfig(
         kind=files.kind,
         layers=replace(layers, vocab_size=_draft_vocab_size(files, fields)),
         feature_size=feature_size,
-        boundaries=boundaries_of(files, switches, fields, count, target.num_layers) if has_fc else (),
+        boundaries=boundaries,
         has_fc=has_fc,
         norms_features="input_norm.weight" in files.tensors,
         norms_chunks="fc_norm.0.weight" in files.tensors,

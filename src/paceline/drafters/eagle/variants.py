@@ -7,10 +7,10 @@ of rotations: the reference trainer of EAGLE ignores `rope_theta`. The others ha
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from paceline.drafters.eagle.boundaries import named_boundaries
 from paceline.drafters.eagle.checkpoint import EagleConfig, config_fields, plain_files
 from paceline.drafters.head_files import HeadFiles, HeadKind
 from paceline.drafters.pairs.config import PairVariant
-from paceline.errors import IncompatibleDrafterError
 from paceline.models.config import ModelConfig, RopeConfig, RopeType
 
 PLAIN_BASE = 10000.0
@@ -46,13 +46,7 @@ def as_named(config: EagleConfig, variant: PairVariant, target: ModelConfig) -> 
         IncompatibleDrafterError: the target has no such boundaries, or the head takes more or fewer.
     """
     if variant.boundaries is not None:
-        named = tuple(sorted(set(variant.boundaries)))
-        if len(named) != len(config.boundaries) or not all(0 <= boundary <= target.num_layers for boundary in named):
-            raise IncompatibleDrafterError(
-                f"boundaries {list(variant.boundaries)} were named for a head that reads {len(config.boundaries)} of a target of "
-                f"{target.num_layers} layers: name as many different ones, from 0 to {target.num_layers}"
-            )
-        config = replace(config, boundaries=named)
+        config = replace(config, boundaries=named_boundaries(variant.boundaries, len(config.boundaries), target.num_layers))
     if variant.norm_before_residual is not None:
         config = replace(config, norm_before_residual=variant.norm_before_residual)
     if variant.rope_theta is not None:

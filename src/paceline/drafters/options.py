@@ -1,0 +1,139 @@
+"""What a user may say of drafters beyond their names: a mapping of options, each of them read by some kinds of heads."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from paceline.drafters.head_files import HeadKind
+from paceline.drafters.medusa.drafter import GROWN_TREES
+from paceline.drafters.medusa.trees import STATIC_TREES
+from paceline.drafters.pairs.config import PairVariant
+from paceline.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option.
+
+    Attributes:
+        read_by: kinds of heads.
+        wanted: what it takes, for errors.
+        read: the value from what was given, which may be the text of a command line.
+
+    Raises:
+        ValueError, TypeError: by `read`, for what it does not take.
+    """
+
+    read_by: Sequence[HeadKind]
+    wanted: str
+    read: Callable[[object], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadOptions:
+    """What a user may say of heads.
+
+    Attributes:
+        medusa_tree: see `MedusaDrafter`; None = its default.
+        variant: conventions that the files of an EAGLE or MTP head do not say, or say wrongly; None = they are found out.
+    """
+
+    medusa_tree: str | None = None
+    variant: PairVariant | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, object]) -> "HeadOptions":
+        """From options by their names.
+
+        Raises:
+            ConfigError: one does not exist or has a value it does not take.
+        """
+        values: dict[str, object] = {}
+        for name, value in given.items():
+            if name not in OPTIONS:
+                known = ", ".join(f"{known} ({_kinds(option)})" for known, option in OPTIONS.items())
+                raise ConfigError(f"drafter_options: {name!r} is unknown; there are {known}")
+            try:
+                values[name] = OPTIONS[name].read(value)
+            except (TypeError, ValueError):
+                raise ConfigError(f"drafter_options: {name} is {value!r}: use {OPTIONS[name].wanted}") from None
+        tree = values.pop(TREE, None)
+        variant = PairVariant(**values) if values else None  # type: ignore[arg-type]  # every other option is one of its fields
+        return cls(medusa_tree=None if tree is None else str(tree), variant=variant)
+
+    @property
+    def given(self) -> list[str]:
+        """Names of the options that say something."""
+        named = [] if self.variant is None else [name for name in OPTIONS if getattr(self.variant, name, None) is not None]
+        return named if self.medusa_tree is None else [TREE, *named]
+
+    def variant_for(self, kind: HeadKind) -> PairVariant | None:
+        """The conventions named that a kind of head knows; None where none is."""
+        if self.variant is None:
+            return None
+        others = {name: None for name in OPTIONS if name != TREE and kind not in OPTIONS[name].read_by}
+        variant = replace(self.variant, **others)
+        return None if variant == PairVariant() else variant
+
+    def check_read(self, drafters: Iterable[str]) -> None:
+        """That none is left that none of `drafters`, by name, reads: it would do nothing.
+
+        Raises:
+            ConfigError: one is.
+        """
+        names = list(drafters)
+        for name in self.given:
+            if not any(kind.value in names for kind in OPTIONS[name].read_by):
+                raise ConfigError(
+                    f"drafter_options: {name!r} is for {_kinds(OPTIONS[name])} heads, and the drafter is {', '.join(names) or 'none'}: "
+                    "leave it out, or choose such a head with drafter"
+                )
+
+
+NO_OPTIONS = HeadOptions()
+
+
+def _kinds(option: Option) -> str:
+    return " and ".join(kind.value for kind in option.read_by)
+
+
+def _one_of(names: Sequence[str]) -> Callable[[object], str]:
+    def read(value: object) -> str:
+        if not isinstance(value, str) or value not in names:
+            raise ValueError(value)
+        return value
+
+    return read
+
+
+def _read_layers(value: object) -> tuple[int, ...]:
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, Sequence) or not parts or any(isinstance(part, bool | float) for part in parts):
+        raise ValueError(value)
+    return tuple(int(part) for part in parts)
+
+
+def _read_flag(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if value not in ("true", "false"):
+        raise ValueError(value)
+    return value == "true"
+
+
+def _read_base(value: object) -> float:
+    base = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else 0.0
+    if not 0.0 < base < float("inf"):
+        raise ValueError(value)
+    return base
+
+
+TREE = "tree"
+TREES = (*GROWN_TREES, *STATIC_TREES)
+OPTIONS: Mapping[str, Option] = {
+    TREE: Option((HeadKind.MEDUSA,), f"one of {', '.join(TREES)}", _one_of(TREES)),
+    "boundaries": Option((HeadKind.EAGLE3,), "the target's layer boundaries in ascending order, such as 2,16,29", _read_layers),
+    "norm_before_residual": Option((HeadKind.EAGLE3,), "true or false", _read_flag),
+    "rope_theta": Option((HeadKind.EAGLE, HeadKind.EAGLE3), "the base of the rotations, such as 10000", _read_base),
+    "normed_recurrence": Option((HeadKind.EAGLE3, HeadKind.MTP), "true or false", _read_flag),
+}
+"""All of them, by name; those but `tree` are the fields of `PairVariant`."""

@@ -1,0 +1,135 @@
+"""What a user may say of heads: read from Python and from a command line, refused where nothing would come of it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import write_checkpoint
+from eagle_checkpoints import write_legible_target
+from medusa_checkpoints import perfect_heads, write_heads, write_successor_target
+from paceline import LLM, ConfigError, IncompatibleDrafterError, SamplingParams
+from paceline.drafters.head_files import HeadKind
+from paceline.drafters.medusa.drafter import MedusaDrafter
+from paceline.drafters.ngram import NgramDrafter
+from paceline.drafters.options import OPTIONS, TREES, HeadOptions
+from paceline.drafters.pairs import opening
+from paceline.drafters.pairs.config import PairVariant
+from paceline.drafters.pairs.drafter import PairDrafter
+from paceline.engine.open import settings_of
+from unconventional_heads import write_reading_eagle3
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, HeadOptions()),
+        ({"tree": "accuracy"}, HeadOptions(medusa_tree="accuracy")),
+        ({"boundaries": "2, 8,13"}, HeadOptions(variant=PairVariant(boundaries=(2, 8, 13)))),
+        ({"boundaries": [2, 8, 13]}, HeadOptions(variant=PairVariant(boundaries=(2, 8, 13)))),
+        ({"norm_before_residual": "true"}, HeadOptions(variant=PairVariant(norm_before_residual=True))),
+        (
+            {"tree": "zephyr_stage2", "normed_recurrence": False, "rope_theta": "5e5"},
+            HeadOptions(medusa_tree="zephyr_stage2", variant=PairVariant(normed_recurrence=False, rope_theta=5e5)),
+        ),
+    ],
+)
+def test_options_are_values_or_their_text(given: Mapping[str, object], expected: HeadOptions) -> None:
+    options = HeadOptions.of(given)
+    assert options == expected
+    assert set(options.given) == set(given)
+
+
+def test_every_convention_of_a_head_is_an_option() -> None:
+    assert set(OPTIONS) - {"tree"} == set(PairVariant.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tree": "oak"}, f"tree is 'oak': use one of {', '.join(TREES)}"),
+        ({"tree": 3}, "tree is 3"),
+        ({"boundaries": "2,x"}, "boundaries is '2,x': use the target's layer boundaries"),
+        ({"boundaries": (2.5, 3)}, "boundaries is"),
+        ({"boundaries": ()}, "boundaries is"),
+        ({"boundaries": 7}, "boundaries is 7"),
+        ({"norm_before_residual": "yes"}, "norm_before_residual is 'yes': use true or false"),
+        ({"normed_recurrence": 1}, "normed_recurrence is 1"),
+        ({"rope_theta": "-1"}, "rope_theta is '-1'"),
+        ({"rope_theta": "nan"}, "rope_theta is 'nan'"),
+        ({"rope_theta": True}, "rope_theta is True"),
+        ({"branches": 2}, "'branches' is unknown; there are tree \\(medusa\\), boundaries \\(eagle3\\)"),
+    ],
+)
+def test_what_an_option_does_not_take_is_named_with_what_it_does(given: Mapping[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        HeadOptions.of(given)
+
+
+def test_each_kind_of_head_is_told_what_it_knows_and_no_more() -> None:
+    options = HeadOptions.of({"boundaries": "1,2,3", "rope_theta": "10000"})
+    assert options.variant_for(HeadKind.EAGLE3) == options.variant
+    assert options.variant_for(HeadKind.EAGLE) == PairVariant(rope_theta=10000.0)
+    assert options.variant_for(HeadKind.MTP) is None, "what it does not say is still to be found out"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_legible_target(tmp_path_factory.mktemp("legible"), reads_mean=False)
+
+
+def open_llm(target: Path, drafter: Any, **options: Any) -> LLM:
+    return LLM(str(target), drafter=drafter, backend="native", threads=1, max_context=128, cache_gb=0.05, **options)
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", ("ngram", "suffix")])
+def test_an_option_that_nobody_reads_is_an_error(target: Path, drafter: str | tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"'boundaries' is for eagle3 heads, and the drafter is (none|ngram)"):
+        open_llm(target, drafter, drafter_options={"boundaries": (1, 2, 3)})
+
+
+def test_a_drafter_that_is_made_takes_no_options(target: Path) -> None:
+    options = {"drafter": NgramDrafter(), "drafter_options": {"tree": "accuracy"}}
+    with pytest.raises(ConfigError, match="came with a drafter that is made already"):
+        open_llm(target, **options)
+    with pytest.raises(ConfigError, match="came with a drafter that is made already"):
+        settings_of(str(target), options)
+
+
+def test_a_medusa_tree_is_a_choice_of_the_user(tmp_path: Path) -> None:
+    target, successor = write_successor_target(tmp_path / "target", sharpness=3.0)
+    heads = str(write_heads(tmp_path / "heads", "rows", perfect_heads(successor, 4, sharpness=3.0)))
+    prompt, params = [5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True)
+    said: list[list[int]] = []
+    for tree, shown in (("accuracy", "trees by accuracy"), ("zephyr_stage2", "tree zephyr_stage2"), (None, "trees by probability")):
+        given = {} if tree is None else {"drafter_options": {"tree": tree}}
+        llm = open_llm(target, ("ngram", heads), num_draft_tokens=4, tree_width=4, **given)
+        assert shown in llm.banner
+        (medusa,) = [one for one in llm.engine.guesser.drafters.values() if isinstance(one, MedusaDrafter)]
+        assert medusa.name == "medusa"
+        said.append(llm.generate([prompt], params)[0].token_ids)
+    assert said[0] == said[1] == said[2] == open_llm(target, "none").generate([prompt], params)[0].token_ids
+
+
+def test_boundaries_named_by_hand_are_read_and_nothing_is_tried(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "facts"))
+    monkeypatch.setattr(opening, "draw_text", lambda *given, **named: pytest.fail("nothing was to be tried"))
+    head = str(write_reading_eagle3(tmp_path / "head", **{IDS: [7, 8, 9]}))  # the target has no such boundaries
+    with pytest.raises(IncompatibleDrafterError, match="the drafter option 'boundaries' names them by hand"):
+        open_llm(target, head)
+    for boundaries in ((0, 2, 3), "1,2,4"):
+        llm = open_llm(target, ("ngram", head), drafter_options={"boundaries": boundaries})
+        (drafter,) = [one for one in llm.engine.guesser.drafters.values() if isinstance(one, PairDrafter)]
+        assert drafter.head.config.boundaries == drafter.needs.layers == HeadOptions.of({"boundaries": boundaries}).variant.boundaries
+        assert "speculation: on" in llm.banner
+    with pytest.raises(IncompatibleDrafterError, match="reads 3 of a target of 4 layers"):
+        open_llm(target, head, drafter_options={"boundaries": (1, 2)})
+
+
+def test_a_draft_model_reads_none(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, "llama", num_hidden_layers=1)
+    with pytest.raises(ConfigError, match="'tree' is for medusa heads, and the drafter is draft_model"):
+        open_llm(directory, str(directory), drafter_options={"tree": "accuracy"})
