@@ -70,6 +70,9 @@ class CacheRoom:
         if request.num_preemptions == 0:
             request.num_cached_tokens = num_cached
 
+    def refuse(self, request: Request) -> None:
+        self._engine.cache.return_prefix(request.sequence)
+
     def drop(self, request: Request) -> None:
         cache = self._engine.cache
         if request.started_s:  # it ran before, so somebody may know it

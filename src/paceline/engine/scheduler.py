@@ -42,6 +42,10 @@ class Room(Protocol[RequestIn]):
         """Let a request without rows adopt those the cache holds already."""
         ...
 
+    def refuse(self, request: RequestIn, /) -> None:
+        """Take back what `begin` did: there was no room for what else it needs."""
+        ...
+
     def drop(self, request: RequestIn, /) -> None:
         """Give its blocks back; it begins again later."""
         ...
@@ -147,7 +151,7 @@ class Scheduler(Generic[Request]):
             due = request.num_due(self.limits.chunk_rows)
             needed = self._room.num_needed(request, due)
             if needed + self._num_spare() > self._room.num_free - promised:
-                self._room.drop(request)
+                self._room.refuse(request)
                 self._refused = request, len(self.running), num_free
                 return
             del self.waiting[index]

@@ -17,15 +17,17 @@ class CachedSequence:
 
     Slots [0, committed_len) hold committed rows; [committed_len, tentative_len) belong to the pass under way. `chain` says what the
     first blocks hold that were adopted or remembered, all of them full: they are never written again while the prefix index knows them.
+    `num_queried` is the length of the text whose beginning it was to adopt.
     """
 
-    __slots__ = ("block_table", "chain", "committed_len", "plan")
+    __slots__ = ("block_table", "chain", "committed_len", "num_queried", "plan")
 
     def __init__(self) -> None:
         self.block_table: list[int] = []
         self.committed_len = 0
         self.plan: RowPlan | None = None
         self.chain: list[Link] = []
+        self.num_queried = 0
 
     @property
     def tentative_len(self) -> int:
@@ -193,9 +195,17 @@ class KVCache:
         self.pool.share(blocks)
         sequence.block_table = blocks
         sequence.committed_len = len(blocks) * self.block_size
+        sequence.num_queried = len(token_ids)
         self.stats.queried_tokens += len(token_ids)
         self.stats.hit_tokens += sequence.committed_len
         return sequence.committed_len
+
+    def return_prefix(self, sequence: CachedSequence) -> None:
+        """Undo `adopt_prefix` for a sequence that has not run since: it is empty again, and it counts as if it had not asked."""
+        self.stats.queried_tokens -= sequence.num_queried
+        self.stats.hit_tokens -= sequence.committed_len
+        self._give_back(sequence, 0)
+        sequence.committed_len = sequence.num_queried = 0
 
     def remember(self, sequence: CachedSequence, token_ids: Sequence[int], *, salt: bytes = b"") -> None:
         """Let others adopt the blocks that became full since the last call; of two with the same rows the first stays known.

@@ -134,6 +134,21 @@ def test_guesses_never_take_the_blocks_of_another_requests_own_tokens(
     assert_clean(llm)
 
 
+def test_a_prompt_that_waits_for_room_is_counted_once(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = spare(open_llm(9, max_context=200), 2)
+    prompts = [[5] * 64 + [6], [5] * 64 + [7, *range(20, 50)], [9] * 3, [5] * 64 + [8]]
+    refusals = []
+    refuse = llm.engine.scheduler._room.refuse
+    monkeypatch.setattr(llm.engine.scheduler._room, "refuse", lambda request: (refusals.append(request), refuse(request)))
+    outputs = llm.generate(prompts, replace(GREEDY, max_tokens=50))
+    stats = llm.engine.cache.stats
+    assert len(refusals) > 1
+    assert llm.stats().num_preemptions == 0
+    assert stats.queried_tokens == sum(map(len, prompts))
+    assert stats.hit_tokens == llm.stats().cached_tokens == sum(output.usage.num_cached_tokens for output in outputs) > 0
+    assert_clean(llm)
+
+
 def test_prompts_share_a_pass_until_it_is_full_and_decoding_never_waits(
     open_llm: Open, steps: list[list[Request]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

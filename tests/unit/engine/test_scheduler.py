@@ -65,9 +65,15 @@ class CountedRoom:
         self.num_taken += count
         assert self.num_taken <= self.num_blocks, "more blocks were promised than there are"
 
+    def refuse(self, job: Job) -> None:
+        self._give_back(job)
+
     def drop(self, job: Job) -> None:
-        self.num_taken -= job.num_blocks
         job.num_preemptions += job.num_cached > self.shared
+        self._give_back(job)
+
+    def _give_back(self, job: Job) -> None:
+        self.num_taken -= job.num_blocks
         job.num_cached = job.num_blocks = 0
 
 

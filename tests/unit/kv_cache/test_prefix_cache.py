@@ -1,6 +1,7 @@
 """Blocks that outlive their sequence: an adopted block holds exactly the rows asked for, whatever happened to the cache before."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -265,6 +266,23 @@ def test_a_prompt_is_found_after_its_sequence_ended_and_only_under_its_salt():
     assert checked.start([*range(8), 99, *range(9, 13)]).sequence.committed_len == 8
     checked.check()
     assert (checked.cache.stats.queried_tokens, checked.cache.stats.hit_tokens, checked.cache.stats.missed_tokens) == (52, 20, 32)
+
+
+def test_a_prefix_that_is_returned_counts_for_nothing_and_can_be_adopted_again():
+    checked = CheckedCache()
+    checked.release(checked.prompt(range(13)))
+    before = replace(checked.cache.stats)
+    again = checked.start(range(10))
+    assert again.sequence.committed_len == 8
+    for _ in range(2):
+        checked.cache.return_prefix(again.sequence)
+        checked.check()
+        assert (again.sequence.committed_len, again.sequence.block_table, again.sequence.chain) == (0, [], [])
+        assert checked.cache.pool.num_free == NUM_BLOCKS - 1
+        assert checked.cache.stats == before
+    assert checked.cache.adopt_prefix(again.sequence, range(10)) == 8
+    assert (checked.cache.stats.queried_tokens, checked.cache.stats.hit_tokens) == (before.queried_tokens + 10, before.hit_tokens + 8)
+    checked.release(again)
 
 
 def test_output_is_found_as_well_as_prompts():
