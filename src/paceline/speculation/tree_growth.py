@@ -16,8 +16,6 @@ from paceline.speculation.drafter import DraftBudget
 from paceline.speculation.tree import DraftTree
 
 ContextT = TypeVar("ContextT")
-_MOST_GUESSES = 1 << 20  # behind a node
-_BEHIND = -1  # comes before every guess that is worth as much
 
 Guess: TypeAlias = tuple[int, float, str, ContextT]
 """One possible next token: its id, the estimated probability that the target says it once it said everything before, who guesses, and
@@ -41,7 +39,7 @@ def grow_tree(
     Args:
         budget: rows, depth and layout; the tree keeps to all three.
         context: of the root.
-        expand: context of a node -> guesses behind it, no token twice. Called for nodes of the tree only, where one behind it may be next.
+        expand: context of a node -> guesses behind it, no token twice. Called for nodes of the tree only, while a row is left.
         least_prob: nodes less likely than this, their path included, are left out.
     """
     growth = growing_tree(root_token_id, budget, context, least_prob=least_prob)
@@ -55,42 +53,36 @@ def grow_tree(
 
 
 def growing_tree(root_token_id: int, budget: DraftBudget, context: ContextT, *, least_prob: float = 0.0) -> Growth[ContextT]:
-    """The same for those whose guesses take time: a node is asked about when the likeliest token behind it could be the next to be taken.
+    """The same for those whose guesses take time: many trees can be asked about together.
 
-    Then a node whose children have no chance of a row costs nothing, and many trees can be asked about together.
+    A node is asked about when it is taken, if a row is left: at that moment a sure guess behind it would be the best there is.
     """
     tree = _Growing([root_token_id], budget.layout)
     rows_left = budget.row_budget - 1
-    # (-probability per row, order of arrival, probability, parent, guess); the order keeps ties and results the same in every run.
-    # With the order _BEHIND: the most that a guess behind this node could be worth, the node as parent, the guess that made it.
+    # (-probability per row, order of arrival, probability, parent, guess); the order keeps ties and results the same in every run
     queue: list[tuple[float, int, float, int, Guess[ContextT]]] = []
-    node, reached, is_next = 0, 1.0, budget.max_depth > 0
+    arrived, node, reached, is_open = 0, 0, 1.0, budget.max_depth > 0
     while rows_left > 0:
-        if is_next:
-            for index, guess in enumerate((yield context)):
+        if is_open:
+            for guess in (yield context):
                 prob = reached * guess[1]
                 if prob > 0.0 and prob >= least_prob:
-                    heapq.heappush(queue, (-prob, node * _MOST_GUESSES + index, prob, node, guess))
+                    heapq.heappush(queue, (-prob, arrived, prob, node, guess))
+                    arrived += 1
         if not queue:
             break
-        value, order, reached, node, guess = heapq.heappop(queue)
-        is_next = order == _BEHIND
-        if is_next:
-            context = guess[3]
-            continue
-        num_added = tree.added_rows(node)
+        value, order, reached, parent, guess = heapq.heappop(queue)
+        is_open = False
+        num_added = tree.added_rows(parent)
         if num_added > rows_left:  # it will never cost less
             continue
         if -value > reached / num_added:  # a sibling was taken since: it costs more than it did, so it waits its turn again
-            heapq.heappush(queue, (-reached / num_added, order, reached, node, guess))
+            heapq.heappush(queue, (-reached / num_added, order, reached, parent, guess))
             continue
         token_id, _, source, context = guess
-        node = tree.add(node, token_id, source)
+        node = tree.add(parent, token_id, source)
         rows_left -= num_added
-        if tree.depths[node] < budget.max_depth:
-            is_next = not queue or -reached <= queue[0][0]
-            if not is_next:
-                heapq.heappush(queue, (-reached, _BEHIND, reached, node, guess))
+        is_open = tree.depths[node] < budget.max_depth
     return tree.finished()
 
 

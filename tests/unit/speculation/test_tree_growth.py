@@ -59,25 +59,18 @@ def test_depth_and_least_probability_bound_the_tree_and_nothing_is_expanded_in_v
     assert asked == [(), (1,)]
 
 
-def test_a_node_is_not_asked_about_where_its_siblings_take_the_rows() -> None:
-    asked: list[Path] = []
-    laws: dict[Path, dict[int, float]] = {(): {1: 0.5, 2: 0.45}, (1,): {3: 0.2}, (2,): {4: 0.2}}
-    tree = grow_tree(9, DraftBudget(4, 8, TreeLayout.MASK), (), expand_by(laws, asked))
-    assert tree is not None
-    assert paths(tree) == [(1,), (2,), (1, 3)]
-    assert asked == [(), (1,), (2,)]
-    asked.clear()
-    tree = grow_tree(9, DraftBudget(3, 8, TreeLayout.MASK), (), expand_by(laws, asked))
-    assert tree is not None
-    assert paths(tree) == [(1,), (2,)]
-    assert asked == [(), (1,)], "0.2 of 0.5 is less than 0.45, and that was the last row"
-    asked.clear()
-    tree = grow_tree(
-        9, DraftBudget(5, 8, TreeLayout.PATHS), (), expand_by({(): {1: 0.3, 2: 0.28}, (1,): {3: 0.9}, (1, 3): {4: 0.1}}, asked)
-    )
-    assert tree is not None
-    assert paths(tree) == [(1,), (2,), (1, 3)]
-    assert asked == [(), (1,), (1, 3)], "whatever stands behind 2 could have no row"
+def test_a_node_is_not_asked_about_once_its_siblings_have_the_last_row() -> None:
+    laws: dict[Path, dict[int, float]] = {(): {1: 0.3, 2: 0.28}, (1,): {3: 0.4}, (1, 3): {4: 0.9}, (2,): {5: 0.1}}
+    for row_budget, layout, expected, last_asked in (
+        (3, TreeLayout.MASK, [(1,), (2,)], [(), (1,)]),
+        (4, TreeLayout.MASK, [(1,), (2,), (1, 3)], [(), (1,), (2,)]),
+        (4, TreeLayout.PATHS, [(1,), (2,)], [(), (1,)]),
+        (1, TreeLayout.MASK, None, []),
+    ):
+        asked: list[Path] = []
+        tree = grow_tree(9, DraftBudget(row_budget, 8, layout), (), expand_by(laws, asked))
+        assert (None if tree is None else paths(tree)) == expected
+        assert asked == last_asked
 
 
 @pytest.mark.parametrize(("row_budget", "max_depth", "laws"), [(1, 4, LAWS), (5, 0, LAWS), (5, 4, {}), (5, 4, {(): {1: 0.0}})])
