@@ -10,11 +10,13 @@ import pytest
 from paceline.models.config import Activation, ModelConfig, RopeConfig, WeightType
 from paceline.models.weights import AnyTensor, Tensor, Weights
 from paceline.runtimes.base import FloatArray, ForwardBatch, RowRange
+from paceline.runtimes.head import Draws
 from paceline.runtimes.native import execution, library, strips
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.program import Code, NativeBlocks, Packing, Recorded, Value
 from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.processor import processor_flags
+from paceline.runtimes.rotary import rotary_tables
 
 Build = Callable[[NativeBlocks, list[Value]], Sequence[Value]]
 LEVELS = [level for level, needed in {**library._LEVELS, "baseline": set()}.items() if needed <= processor_flags()]
@@ -80,31 +82,34 @@ class Network:
         with pytest.MonkeyPatch.context() as patch:
             if level is not None:
                 patch.setattr(execution, "kernels", lambda: open_kernels(level))
-            self.execution = Execution(config, recorded, num_threads=num_threads, max_slots=max_slots)
+            tables = rotary_tables(config, max_slots)
+            self.execution = Execution(config, recorded, num_threads=num_threads, max_slots=max_slots, tables=tables)
 
     @property
     def packings(self) -> list[Packing]:
         """How each product takes its rows."""
         return [Packing(operation.choice) for operation in self._blocks.operations if operation.code == Code.LINEAR]
 
-    def __call__(
-        self, *inputs: FloatArray, batch: ForwardBatch | None = None, rotations: Sequence[tuple[FloatArray, FloatArray]] = ()
-    ) -> list[FloatArray]:
+    def __call__(self, *inputs: FloatArray, batch: ForwardBatch | None = None, draws: Draws | None = None) -> list[FloatArray]:
         """The results of one pass, as copies."""
         num_rows = len(inputs[0])
         self.execution.input_rows(num_rows)
         for value, rows in zip(self._inputs, inputs, strict=True):
             self.execution.rows(value.index, num_rows)[...] = rows
         batch = batch or make_batch([RowRange(0, num_rows, 0, np.arange(16, dtype=np.int32))])
-        self.execution.run(batch, list(rotations))
+        self.execution.run(batch, draws)
         rows_of = {False: num_rows, True: len(batch.logits_rows)}
-        return [self.execution.rows(value.index, rows_of[value.selected]).copy() for value in self._results]
+        widths = [self._blocks.result_width(value) for value in self._results]
+        return [
+            self.execution.rows(one.index, rows_of[one.selected])[:, :width].copy()
+            for one, width in zip(self._results, widths, strict=True)
+        ]
 
 
-def make_batch(ranges: Sequence[RowRange], logits_rows: Sequence[int] = ()) -> ForwardBatch:
-    """A batch whose token ids and positions play no part."""
+def make_batch(ranges: Sequence[RowRange], logits_rows: Sequence[int] = (), positions: Sequence[int] | None = None) -> ForwardBatch:
+    """A batch whose token ids play no part, nor positions where nothing is turned."""
     rows = np.zeros(sum(item.num_rows for item in ranges), np.int32)
-    return ForwardBatch(rows, rows, tuple(ranges), np.array(logits_rows, np.int32))
+    return ForwardBatch(rows, rows if positions is None else np.array(positions, np.int32), tuple(ranges), np.array(logits_rows, np.int32))
 
 
 def plain_tensor(values: FloatArray) -> Tensor:

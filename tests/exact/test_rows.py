@@ -20,7 +20,7 @@ from paceline.kv_cache.row_plan import RowPlan, TreeLayout, path_to
 from paceline.models.config import WeightType
 from paceline.runtimes.base import FloatArray, ForwardBatch, Numerics, Runtime, assemble
 from paceline.runtimes.load import RuntimeOptions, load_runtime
-from paceline.runtimes.native import execution
+from paceline.runtimes.native.passes import PassMemory
 from paceline.runtimes.numerics import RowPadding
 
 NUM_SEQUENCES = 6
@@ -235,15 +235,13 @@ def test_rows_of_a_masked_tree_left_where_they_were_are_seen(small_subjects: Sub
 def test_a_key_in_the_wrong_slot_is_seen(small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last sequence of a pass writes and reads in the blocks of the first."""
     subject = small_subjects("native")
-    real = execution.describe_ranges
+    real = PassMemory.describe
 
-    def misplaced(batch: ForwardBatch) -> object:
-        ranges, range_of_row, tables, masks = real(batch)
-        if len(ranges) > 1:
-            ranges[-1, 3] = ranges[0, 3]
-        return ranges, range_of_row, tables, masks
+    def misplaced(memory: PassMemory, batch: ForwardBatch, draws: object = None) -> None:
+        real(memory, batch)
+        memory.ranges[len(batch.ranges) - 1, 3] = memory.ranges[0, 3]
 
-    monkeypatch.setattr(execution, "describe_ranges", misplaced)
+    monkeypatch.setattr(PassMemory, "describe", misplaced)
     assert compare_mixes(subject, seed, repeats=1)[1] > 0
 
 

@@ -5,14 +5,18 @@ values in a cache of the usual form where it has attention.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from paceline.errors import BackendUnavailableError
 from paceline.kv_cache.paged import KVCache
 from paceline.models.config import ModelConfig
-from paceline.models.weights import Weights
-from paceline.runtimes.base import FloatArray, ForwardBatch
+from paceline.models.weights import AnyTensor, Weights
+from paceline.runtimes.base import FloatArray, ForwardBatch, IntArray
 from paceline.runtimes.decoder import Blocks
 from paceline.runtimes.native.library import kernels_path
 
@@ -20,6 +24,106 @@ Value = TypeVar("Value")
 
 MAX_HEAD_ROWS = 4096
 """Rows of one pass."""
+
+DRAW = np.dtype([("key", np.uint64), ("temperature", np.float32), ("unused", np.int32)])
+"""How the token of a row is drawn: the key of its noise (`sampling/noise.py`), and what logits are divided by; 0 = it is not drawn."""
+
+Draws: TypeAlias = NDArray[np.void]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """What is wanted of rows of logits: a few numbers, so that the rows need not be looked at again.
+
+    Attributes:
+        columns: of a row, the first ones that count.
+        count: so many of the best.
+        target_ids: [columns] the id that each stands for; None = its own number.
+    """
+
+    columns: int
+    count: int
+    target_ids: NDArray[np.int64] | None = None
+
+
+class RankedRow(NamedTuple):
+    """What was found in one row, its logits divided by the temperature where it was drawn from.
+
+    Attributes:
+        log_sum: log(sum(exp(score))); not finite where the row holds NaN or +inf, or nothing else than -inf.
+        drawn: the id with the largest score - log E of noise E; -1 where nothing was drawn.
+        scores, token_ids: the best, largest first, lower columns first on ties; -inf and -1 where the row has no more.
+    """
+
+    log_sum: float
+    drawn: int
+    scores: Sequence[float]
+    token_ids: Sequence[int]
+
+
+def ranked_rows(records: FloatArray) -> list[RankedRow]:
+    """What `HeadBlocks.rank` found.
+
+    Args:
+        records: [R, 2 + 2 * count] float32: `log_sum`, `drawn`, `scores`, `token_ids`; ids are the bits of an int32.
+    """
+    end = (records.shape[1] + 2) // 2
+    numbers = zip(records.tolist(), records.view(np.int32).tolist(), strict=True)
+    return [RankedRow(floats[0], ints[1], floats[2:end], ints[end:]) for floats, ints in numbers]
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What a draft of pairs grows from, for one request whose rows nothing but the temperature changes.
+
+    Attributes:
+        record: [2 + 2 * count] of the root's pair, see `ranked_rows`.
+        feature: [Hd] what the pairs behind it take.
+        width: nodes of a level that are expanded, and guesses behind each; 1 = a chain.
+        depth: levels to guess.
+        base: slots of the true pairs, the root's included.
+        block_table, first_slot: where the rows stand and what they see.
+        keys: [depth] of the noise of each level, the first one of the root's own; None = greedy.
+        temperature: of the draws.
+    """
+
+    record: FloatArray
+    feature: FloatArray
+    width: int
+    depth: int
+    base: int
+    block_table: IntArray
+    first_slot: int
+    keys: Sequence[int] | None
+    temperature: float
+
+
+class GrownNodes(NamedTuple):
+    """Nodes in the order they were guessed; node 0 is the root.
+
+    Attributes:
+        probs: of the step from the parent.
+    """
+
+    token_ids: list[int]
+    parents: list[int]
+    probs: list[float]
+
+
+class GrowerNames(NamedTuple):
+    """A network's inputs, of which `feature` is a result as well, and the result with the records of its rows."""
+
+    embedding: str
+    feature: str
+    ranked: str
+
+
+class Grower(Protocol):
+    """Grows whole drafts, several passes a call."""
+
+    def grow(self, growth: Growth) -> GrownNodes:
+        """What `drafters/pairs/tree.py` guesses pass by pass."""
+        ...
 
 
 class HeadBlocks(Blocks[Value], Protocol[Value]):
@@ -37,6 +141,10 @@ class HeadBlocks(Blocks[Value], Protocol[Value]):
         """x + silu(y)."""
         ...
 
+    def rank(self, logits: Value, ranking: Ranking) -> Value:
+        """The records of rows of logits, [R, 2 + 2 * count], for `ranked_rows`."""
+        ...
+
 
 class Compose(Protocol):
     """A network: its results by name, [T, width], or [R, width] behind `logits_rows`."""
@@ -48,16 +156,18 @@ class HeadRuntime(ABC):
     """A loaded head. Not thread-safe: one caller, one pass at a time."""
 
     config: ModelConfig
+    compose: Compose
     num_passes: int  # how often `forward` ran, here and in the networks beside it
 
     @abstractmethod
-    def forward(self, inputs: Mapping[str, FloatArray], batch: ForwardBatch) -> Mapping[str, FloatArray]:
+    def forward(self, inputs: Mapping[str, FloatArray], batch: ForwardBatch, draws: Draws | None = None) -> Mapping[str, FloatArray]:
         """Run one pass; keys and values of its rows are in the cache when it returns.
 
         Args:
             inputs: [T, width] by the names the network asks for.
             batch: positions and ranges of the rows, and those whose logits are wanted; its token ids are not read. A network
                 without attention needs no ranges.
+            draws: [rankings, R] `DRAW`, in the order in which the network ranks; None = nothing is drawn.
 
         Returns:
             float32 results by name, views that the next pass overwrites.
@@ -73,6 +183,10 @@ class HeadRuntime(ABC):
         Raises:
             CapacityError: the memory cannot be had.
         """
+
+    def grower(self, embedding: AnyTensor, names: "GrowerNames") -> Grower | None:
+        """Who grows drafts with this network of drafted pairs; None where that cannot be done in one call."""
+        return None
 
     @abstractmethod
     def beside(self, compose: Compose) -> "HeadRuntime":

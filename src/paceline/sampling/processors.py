@@ -140,6 +140,14 @@ class LogitsProcessor:
         for listen in self._listeners:
             listen(token_id)
 
+    @property
+    def only_scales(self) -> bool:
+        """Whether the temperature alone changes the rows behind the committed output, so that they may be read without `process`."""
+        params = self._params
+        if self._edits_every_row or self.num_output_tokens < self._min_tokens:
+            return False
+        return params.is_greedy or (params.top_k == 0 and params.top_p == 1.0 and params.min_p == 0.0)
+
     def process(self, logits: ScoreArray, path: Sequence[int] = ()) -> Distribution:
         """The distribution of the token that follows prompt + committed output + `path`.
 

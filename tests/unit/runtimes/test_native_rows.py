@@ -10,7 +10,6 @@ from paceline.models.config import Activation, ModelConfig
 from paceline.models.rope import inverse_frequencies
 from paceline.runtimes.base import FloatArray, RowRange
 from paceline.runtimes.native.program import NativeBlocks, Value
-from paceline.runtimes.rotary import rotary_tables
 
 pytestmark = pytest.mark.parametrize("level", BUILT)
 WIDTHS = [1, 15, 16, 33, 64, 200, 4100]  # the last one is shared out in pieces
@@ -114,12 +113,14 @@ def test_a_rotation_turns_its_part_of_a_head_and_leaves_the_rest(head_size: int,
     config = native_config(head_size=head_size, rotated_fraction=fraction)
     x = values(9, 3 * head_size, seed)
     positions = np.array([0, 1, 2, 31, 32, 33, 100, 255, 256])
-    rotations = [(cos[positions], sin[positions]) for cos, sin in rotary_tables(config, 256)]
     run = Network([x.shape[1]], lambda blocks, inputs: [blocks.rope(inputs[0], 3, 0)], config=config, level=level)
-    (found,) = run(x, rotations=rotations)
+    (found,) = run(x, batch=make_batch([RowRange(0, 9, 0, np.array([1], np.int32))], positions=positions.tolist()))
     assert np.abs(found - rotated(config, x, positions)).max() <= 3e-7 * np.abs(x).max()
     kept = slice(config.rope.rotary_size(head_size), None)
     assert np.array_equal(found.reshape(9, 3, -1)[..., kept], x.reshape(9, 3, -1)[..., kept])
+    for row, position in enumerate(positions.tolist()):  # a lone row's angles are read where they lie
+        (alone,) = run(x[row : row + 1], batch=make_batch([RowRange(0, 1, 0, np.array([1], np.int32))], positions=[position]))
+        assert np.array_equal(alone[0], found[row])
 
 
 @pytest.mark.parametrize("wanted", [[], [4], [2, 0, 4], [4, 3, 2, 1, 0]])

@@ -1,6 +1,6 @@
 """Heads on our own kernels."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -8,10 +8,11 @@ from paceline.errors import CapacityError
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.weights import Weights
+from paceline.models.weights import AnyTensor, Tensor, Weights
 from paceline.runtimes.base import FloatArray, ForwardBatch
-from paceline.runtimes.head import MAX_HEAD_ROWS, Compose, HeadRuntime
+from paceline.runtimes.head import MAX_HEAD_ROWS, Compose, Draws, Grower, GrowerNames, HeadRuntime
 from paceline.runtimes.native.execution import Execution
+from paceline.runtimes.native.growing import GrowerBuffers, NativeGrower
 from paceline.runtimes.native.program import NativeBlocks, Recorded, most_columns, share_memory
 from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.rotary import rotary_tables
@@ -34,17 +35,17 @@ class NativeHead(HeadRuntime):
     def num_passes(self) -> int:  # type: ignore[override]
         return self._shared.num_passes
 
-    def forward(self, inputs: Mapping[str, FloatArray], batch: ForwardBatch) -> Mapping[str, FloatArray]:
+    def forward(self, inputs: Mapping[str, FloatArray], batch: ForwardBatch, draws: Draws | None = None) -> Mapping[str, FloatArray]:
         num_rows = len(batch.positions)
         if num_rows > MAX_HEAD_ROWS:
             raise CapacityError(f"a pass of {num_rows} rows was asked of a head, at most {MAX_HEAD_ROWS} are possible")
         self._shared.num_passes += 1
         execution = self._execution
+        execution.make_room(num_rows)
         for name, buffer in self._inputs.items():
-            execution.input_rows(num_rows, buffer)[...] = inputs[name]
-        execution.run(batch, [(cos[batch.positions], sin[batch.positions]) for cos, sin in self._shared.tables])
-        num_selected = len(batch.logits_rows)
-        return {name: execution.rows(buffer, num_selected if selected else num_rows) for name, (buffer, selected) in self._outputs.items()}
+            execution.rows(buffer, num_rows)[...] = inputs[name]
+        execution.run(batch, draws)
+        return _Results(execution, self._outputs, num_rows, len(batch.logits_rows))
 
     def new_cache(self, num_blocks: int) -> KVCache:
         config = self.config
@@ -58,6 +59,20 @@ class NativeHead(HeadRuntime):
             execution.use_cache(storage)
         return KVCache(storage, TreeLayout.MASK)
 
+    def grower(self, embedding: AnyTensor, names: GrowerNames) -> Grower | None:
+        if not isinstance(embedding, Tensor) or self.config.embedding_scale != 1.0:
+            return None
+        if names.ranked not in self._outputs or set(self._inputs) != {names.embedding, names.feature}:
+            return None
+        (wanted, _), *others = self._rankings
+        outputs = GrowerBuffers(
+            self._inputs[names.embedding], self._inputs[names.feature], self._outputs[names.feature][0], self._outputs[names.ranked][0]
+        )
+        return None if others else NativeGrower(self._execution, outputs, embedding, wanted.count, self._count_passes)
+
+    def _count_passes(self, count: int) -> None:
+        self._shared.num_passes += count
+
     def beside(self, compose: Compose) -> "NativeHead":
         other = NativeHead.__new__(NativeHead)
         other.config, other._shared = self.config, self._shared
@@ -66,16 +81,37 @@ class NativeHead(HeadRuntime):
 
     def _record(self, compose: Compose) -> None:
         shared = self._shared
+        self.compose = compose
         blocks = NativeBlocks(self.config, shared.weights)
         outputs = compose(blocks)
         buffers, widths = share_memory(blocks, {value.index for value in outputs.values()})
         self._inputs = {name: buffers[value.index] for name, value in blocks.inputs.items()}
-        self._outputs = {name: (buffers[value.index], value.selected) for name, value in outputs.items()}
+        self._outputs = {name: (buffers[value.index], value.selected, blocks.result_width(value)) for name, value in outputs.items()}
+        self._rankings = blocks.rankings  # operations hold their addresses
         recorded = Recorded(blocks.operations, blocks.matrices, widths, 0, 0, [], most_columns(blocks))
-        self._execution = Execution(self.config, recorded, num_threads=shared.num_threads, max_slots=shared.max_slots)
+        self._execution = Execution(self.config, recorded, num_threads=shared.num_threads, max_slots=shared.max_slots, tables=shared.tables)
         if shared.storage is not None:
             self._execution.use_cache(shared.storage)
         shared.executions.append(self._execution)
+
+
+class _Results(Mapping[str, FloatArray]):
+    """Views of results, made when they are asked for."""
+
+    __slots__ = ("_execution", "_num_rows", "_outputs")
+
+    def __init__(self, execution: Execution, outputs: dict[str, tuple[int, bool, int]], num_rows: int, num_selected: int) -> None:
+        self._execution, self._outputs, self._num_rows = execution, outputs, (num_rows, num_selected)
+
+    def __getitem__(self, name: str) -> FloatArray:
+        buffer, selected, width = self._outputs[name]
+        return self._execution.rows(buffer, self._num_rows[selected])[:, :width]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._outputs)
+
+    def __len__(self) -> int:
+        return len(self._outputs)
 
 
 class _Shared:

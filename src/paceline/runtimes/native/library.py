@@ -23,6 +23,9 @@ _LEVELS = {
     "x86_64_v3": _V3,
 }
 
+LANES = 16
+"""Floats of a vector, as in kernels/vectors.h."""
+
 
 class Matrix(Structure):
     """W [outputs, columns] as stored."""
@@ -43,13 +46,19 @@ class Operation(Structure):
     )  # fmt: skip
 
 
+class Ranking(Structure):
+    """What is wanted of rows of logits."""
+
+    _fields_ = (("columns", c_int32), ("count", c_int32), ("target_ids", c_void_p))
+
+
 class Pass(Structure):
     """The rows of one pass."""
 
     _fields_ = (
         ("rows", c_int32), ("selected_rows", c_int32), ("num_ranges", c_int32),
         ("ranges", c_void_p), ("range_of_row", c_void_p), ("block_tables", c_void_p), ("masks", c_void_p), ("selected", c_void_p),
-        ("cos", c_void_p * 2), ("sin", c_void_p * 2),
+        ("cos", c_void_p * 2), ("sin", c_void_p * 2), ("draws", c_void_p),
     )  # fmt: skip
 
 
@@ -61,6 +70,21 @@ class Program(Structure):
         ("buffers", c_void_p), ("packed", c_void_p), ("packed_rows", c_void_p), ("scratch", c_void_p), ("cache", c_void_p),
         ("num_blocks", c_int32), ("block_size", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("head_size", c_int32),
         ("rotary_half", c_int32), ("max_context", c_int32), ("most_columns", c_int32), ("tickets", c_void_p),
+    )  # fmt: skip
+
+
+class Growing(Structure):
+    """A draft that grows."""
+
+    _fields_ = (
+        ("program", POINTER(Program)), ("one_pass", POINTER(Pass)), ("range", c_void_p), ("table", c_void_p),
+        ("tables", c_void_p * 4), ("angles", c_void_p * 4), ("record", c_void_p), ("root_feature", c_void_p), ("keys", c_void_p),
+        ("draws", c_void_p), ("masks", c_void_p), ("selected", c_void_p), ("frontier", c_void_p), ("feature_rows", c_void_p),
+        ("row_of", c_void_p), ("tokens", c_void_p), ("parents", c_void_p), ("probs", c_void_p), ("reached", c_void_p),
+        ("row_bytes", c_int64), ("kind", c_int32), ("num_embedded", c_int32), ("embedding_width", c_int32), ("feature_width", c_int32),
+        ("num_ropes", c_int32), ("half", c_int32), ("embedding", c_int32), ("feature", c_int32), ("feature_out", c_int32),
+        ("ranked", c_int32), ("record_floats", c_int32), ("count", c_int32), ("width", c_int32), ("depth", c_int32), ("base", c_int32),
+        ("first_slot", c_int32), ("num_nodes", c_int32), ("num_rows", c_int32), ("num_passes", c_int32), ("temperature", c_float),
     )  # fmt: skip
 
 
@@ -85,6 +109,10 @@ def kernels() -> ctypes.CDLL:
     library.paceline_strip_bytes.restype = c_int64
     library.paceline_fill_strips.argtypes = [POINTER(Matrix), c_int32, c_int32, c_int32, c_int32, c_void_p]
     library.paceline_fill_strips.restype = None
+    library.paceline_ranking_floats.argtypes = [c_int32, c_int32]
+    library.paceline_ranking_floats.restype = c_int32
+    library.paceline_grow.argtypes = [POINTER(Growing)]
+    library.paceline_grow.restype = None
     return library
 
 

@@ -4,9 +4,14 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
+
+import numpy as np
 
 from paceline.models.config import Activation, ModelConfig
 from paceline.runtimes.decoder import decoder
+from paceline.runtimes.head import Ranking
+from paceline.runtimes.native import library
 from paceline.runtimes.native.library import Matrix, Operation
 from paceline.runtimes.native.strips import STRIP_KINDS
 from paceline.runtimes.native.weights import BF16_KIND, NativeWeights
@@ -25,6 +30,7 @@ class Code(IntEnum):
     SOFT_CAP = 7
     CONCAT = 8
     SILU_RESIDUAL = 9
+    RANK = 10
 
 
 class Packing(IntEnum):
@@ -54,6 +60,12 @@ class NativeBlocks:
         self.inputs: dict[str, Value] = {}  # values that the runtime fills
         self.operations: list[Operation] = []
         self.matrices: list[ctypes.Array[Matrix]] = []  # kept alive: operations hold their addresses
+        self.rankings: list[tuple[library.Ranking, Any]] = []  # so are these
+        self._shown: dict[int, int] = {}  # floats of values that are wider than what they hold in the end
+
+    def result_width(self, value: Value) -> int:
+        """Floats of a row that are the result; the rest is memory its operation works in."""
+        return self._shown.get(value.index, value.width)
 
     def value(self, width: int, *, selected: bool = False) -> Value:
         self.values.append(Value(len(self.values), width, selected))
@@ -77,6 +89,19 @@ class NativeBlocks:
 
     def silu_residual(self, x: Value, y: Value) -> Value:
         return self._add(Code.SILU_RESIDUAL, x, y, out=self.value(x.width, selected=x.selected))
+
+    def rank(self, logits: Value, ranking: Ranking) -> Value:
+        columns = min(ranking.columns, logits.width)
+        ids = None
+        if ranking.target_ids is not None:
+            ids = np.zeros(columns + library.LANES, np.int32)
+            ids[:columns] = ranking.target_ids[:columns]
+        wanted = library.Ranking(columns, ranking.count, None if ids is None else ids.ctypes.data)
+        self.rankings.append((wanted, ids))
+        out = self.value(library.kernels().paceline_ranking_floats(columns, ranking.count), selected=logits.selected)
+        self._shown[out.index] = 2 + 2 * ranking.count
+        number = len(self.rankings) - 1
+        return self._add(Code.RANK, logits, out=out, width=logits.width, choice=number, data=ctypes.addressof(wanted))
 
     def linear(self, x: Value, *names: str) -> tuple[Value, ...]:
         outs = []

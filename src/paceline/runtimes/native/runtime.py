@@ -92,7 +92,7 @@ class NativeRuntime(Runtime):
         self.num_passes += 1
         execution, recorded = self._execution, self._recorded
         execution.input_rows(num_rows)[...] = self.embed(batch.token_ids)
-        execution.run(batch, [(cos[batch.positions], sin[batch.positions]) for cos, sin in self._tables])
+        execution.run(batch)
         collected = None
         if self.collect_layers:
             collected = np.stack([execution.rows(buffer, num_rows) for buffer in recorded.collected])
@@ -109,11 +109,11 @@ class NativeRuntime(Runtime):
         num_rows = len(hidden_states)
         self._lm_head.input_rows(num_rows)[...] = hidden_states
         rows = np.arange(num_rows, dtype=np.int32)
-        self._lm_head.run(ForwardBatch(rows, rows, (), rows), [])
+        self._lm_head.run(ForwardBatch(rows, rows, (), rows))
         return self._lm_head.rows(self._head.logits, num_rows).copy()
 
     def _executed(self, recorded: Recorded) -> Execution:
-        return Execution(self.config, recorded, num_threads=self._num_threads, max_slots=self._max_slots)
+        return Execution(self.config, recorded, num_threads=self._num_threads, max_slots=self._max_slots, tables=self._tables)
 
     def _warm_up(self) -> None:
         """Read every weight once, so that the first request finds them in memory."""

@@ -1,6 +1,6 @@
 """Heads computed with torch: on a GPU, and the reference for the native ones."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,9 +13,10 @@ from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig
 from paceline.models.weights import Weights, as_float32
 from paceline.runtimes.base import FloatArray, ForwardBatch, RowRange
-from paceline.runtimes.head import MAX_HEAD_ROWS, Compose, HeadRuntime
+from paceline.runtimes.head import MAX_HEAD_ROWS, Compose, Draws, HeadRuntime, Ranking
 from paceline.runtimes.torch.attention import Attention, PaddedAttention, PlainAttention, Scores
 from paceline.runtimes.torch.blocks import TorchBlocks
+from paceline.runtimes.torch.ranking import rank_rows
 from paceline.runtimes.torch.weights import FusedLinear
 
 
@@ -71,9 +72,12 @@ class TorchHeadBlocks(TorchBlocks):
         batch: ForwardBatch,
         attention: Attention,
         inputs: Mapping[str, FloatArray],
+        draws: Draws | None,
     ) -> None:
         super().__init__(config, weights, storage, batch, attention)  # type: ignore[arg-type]  # a mapping that loads when asked
         self._inputs = {name: torch.from_numpy(np.array(rows, np.float32)).to(storage.device) for name, rows in inputs.items()}
+        self._draws = None if draws is None else draws.reshape(-1)
+        self._num_drawn = 0  # rows of the rankings so far
 
     def input(self, name: str, width: int) -> torch.Tensor:
         return self._inputs[name]
@@ -84,20 +88,25 @@ class TorchHeadBlocks(TorchBlocks):
     def silu_residual(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x + F.silu(y)
 
+    def rank(self, logits: torch.Tensor, ranking: Ranking) -> torch.Tensor:
+        first = self._num_drawn
+        self._num_drawn += len(logits)
+        return rank_rows(logits, ranking, None if self._draws is None else self._draws[first : self._num_drawn])
+
 
 class TorchHead(HeadRuntime):
     """A network computed anew in every pass."""
 
     def __init__(self, compose: Compose, config: ModelConfig, weights: Weights, *, device: str = "cpu") -> None:
         self.config = config
-        self._compose = compose
+        self.compose = compose
         self._shared = _Shared(HeadWeights(weights, torch.device(device)), torch.device(device), self._zeros(config, 1, device))
 
     @property
     def num_passes(self) -> int:  # type: ignore[override]
         return self._shared.num_passes
 
-    def forward(self, inputs: Mapping[str, FloatArray], batch: ForwardBatch) -> Mapping[str, FloatArray]:
+    def forward(self, inputs: Mapping[str, FloatArray], batch: ForwardBatch, draws: Draws | None = None) -> Mapping[str, FloatArray]:
         num_rows = len(batch.positions)
         if num_rows > MAX_HEAD_ROWS:
             raise CapacityError(f"a pass of {num_rows} rows was asked of a head, at most {MAX_HEAD_ROWS} are possible")
@@ -108,8 +117,8 @@ class TorchHead(HeadRuntime):
         attention_type = PlainAttention if shared.device.type == "cpu" else PaddedAttention
         with torch.inference_mode():
             attention = attention_type(batch.ranges, BLOCK_SIZE, shared.device, Scores(config.attention_scale, config.attention_soft_cap))
-            blocks = TorchHeadBlocks(config, shared.weights, shared.storage, batch, attention, inputs)
-            return {name: value.float().cpu().numpy() for name, value in self._compose(blocks).items()}
+            blocks = TorchHeadBlocks(config, shared.weights, shared.storage, batch, attention, inputs, draws)
+            return _Results(self.compose(blocks))
 
     def new_cache(self, num_blocks: int) -> KVCache:
         try:
@@ -122,13 +131,30 @@ class TorchHead(HeadRuntime):
 
     def beside(self, compose: Compose) -> "TorchHead":
         other = TorchHead.__new__(TorchHead)
-        other.config, other._compose, other._shared = self.config, compose, self._shared
+        other.config, other.compose, other._shared = self.config, compose, self._shared
         return other
 
     @staticmethod
     def _zeros(config: ModelConfig, num_blocks: int, device: torch.device | str) -> torch.Tensor:
         shape: Sequence[int] = (2 * config.num_layers, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_size)
         return torch.zeros(tuple(shape), device=device)
+
+
+class _Results(Mapping[str, FloatArray]):
+    """Results that leave the device when they are asked for."""
+
+    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
+        self._values = values
+
+    def __getitem__(self, name: str) -> FloatArray:
+        found: FloatArray = self._values[name].float().cpu().numpy()
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
 
 
 class _Shared:

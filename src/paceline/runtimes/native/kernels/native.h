@@ -38,7 +38,7 @@ typedef struct {
 } Matrix;
 
 /* What an operation does; rows are those of the pass, or the selected ones once SELECT has run. */
-enum { LINEAR, NORM, ROPE, ATTENTION, GATED, ADD, SELECT, SOFT_CAP, CONCAT, SILU_RESIDUAL };
+enum { LINEAR, NORM, ROPE, ATTENTION, GATED, ADD, SELECT, SOFT_CAP, CONCAT, SILU_RESIDUAL, RANK };
 enum { SILU, GELU_TANH };
 /* How a product takes its rows: as they are, rounded to bfloat16 in pairs (all its matrices are BF16 then), or rounded to bytes (all its
  * matrices are strips then, with the same groups and the same zero point). */
@@ -49,11 +49,24 @@ typedef struct {
     int32_t x, y, z, out; /* buffers */
     int32_t count;        /* heads (NORM, ROPE), matrices (LINEAR), floats of a row of x (CONCAT) */
     int32_t width;        /* floats of a row, or of a head where there is a count */
-    int32_t choice;       /* packing, rope table, activation, or layer */
+    int32_t choice;       /* packing, rope table, activation, layer, or number of the ranking */
     int32_t selected;     /* works on the selected rows */
     float number, limit;  /* epsilon or scale; soft cap, 0 = none */
-    const void *data;     /* Matrix[count], or the norm's weight [width] */
+    const void *data;     /* Matrix[count], the norm's weight [width], or a Ranking */
 } Operation;
+
+/* What is wanted of rows of logits: the `count` best of their first `columns`. `width` is that of the operation, floats of a whole row. */
+typedef struct {
+    int32_t columns, count;
+    const int32_t *target_ids; /* [columns, padded to a multiple of 16] the id that each stands for; NULL = its own number */
+} Ranking;
+
+/* How the token of a row is drawn: the key of its noise (sampling/noise.py); temperature 0: not at all. */
+typedef struct {
+    uint64_t key;
+    float temperature;
+    int32_t unused;
+} Draw;
 
 /* Rows [start, start + rows) of the pass: one path. Its block table and its mask begin at these offsets; mask < 0: causal.
  * Cached slots before first_slot are not seen. */
@@ -69,6 +82,7 @@ typedef struct {
     const uint8_t *masks;
     const int32_t *selected;   /* [selected_rows] */
     const float *cos[2], *sin[2]; /* [rows, rotary half] of each rope table */
+    const Draw *draws;            /* [rankings, rows that are ranked]; NULL = nothing is drawn */
 } Pass;
 
 typedef struct {
@@ -84,6 +98,27 @@ typedef struct {
     int32_t *tickets;      /* [2 * num_operations] */
 } Program;
 
+/* A draft that grows, see kernels/growing.c. Nodes come in the order they were guessed, node 0 is the root. */
+typedef struct {
+    const Program *program; /* of drafted pairs */
+    Pass *pass;
+    Range *range;
+    const uint8_t *table; /* embeddings as stored: F32, F16 or BF16 */
+    const float *tables[4]; /* cos and sin [positions, half] of each rope */
+    float *angles[4];       /* those of the rows */
+    const float *record, *root_feature;
+    const uint64_t *keys; /* by level, of the noise */
+    Draw *draws;
+    uint8_t *masks;
+    int32_t *selected, *frontier, *feature_rows, *row_of; /* [width], [width], [width], [nodes] */
+    int32_t *tokens, *parents;                            /* [nodes] the result */
+    double *probs, *reached;                              /* of the step from the parent, of the whole path */
+    int64_t row_bytes;
+    int32_t kind, num_embedded, embedding_width, feature_width, num_ropes, half;
+    int32_t embedding, feature, feature_out, ranked, record_floats, count; /* buffers; floats of a ranked row; ranks */
+    int32_t width, depth, base, first_slot, num_nodes, num_rows, num_passes;
+    float temperature; /* 0 = nothing is drawn */
+} Growing;
 
 int tile_rows(int rows);
 size_t packed_floats(int rows, int columns);
@@ -101,6 +136,12 @@ void add(const float *x, const float *y, int width, float *out);
 void soft_cap(const float *x, int width, float cap, float *out);
 void add_silu(const float *x, const float *y, int width, float *out);
 void join(const float *x, int width, const float *y, int begin, int count, float *out);
+
+#define PIECE_COLUMNS 4096
+int pieces_of(int columns);
+int32_t paceline_ranking_floats(int32_t columns, int32_t count);
+void rank_piece(const Ranking *ranking, const Draw *draw, const float *row, int number, float *out);
+void join_pieces(const Ranking *ranking, float *out);
 
 void keep_row(const Program *program, const Pass *pass, int layer, int row, const float *k, const float *v);
 void attend(const Program *program, const Pass *pass, const Operation *operation, int row, int kv_head, float *scratch);

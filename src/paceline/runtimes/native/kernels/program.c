@@ -57,6 +57,20 @@ static void attention(const Program *program, const Pass *pass, const Operation 
         attend(program, pass, operation, item / program->kv_heads, item % program->kv_heads, program->scratch[thread]);
 }
 
+static void rank(const Program *program, const Pass *pass, const Operation *operation, int index, int rows) {
+    const Ranking *ranking = operation->data;
+    const int pieces = pieces_of(ranking->columns), width = paceline_ranking_floats(ranking->columns, ranking->count);
+    const float *x = program->buffers[operation->x];
+    float *out = program->buffers[operation->out];
+    for (int item; (item = draw(program, index, 0)) < rows * pieces;) {
+        const size_t row = (size_t)(item / pieces);
+        const Draw *of_row = pass->draws ? pass->draws + (size_t)(operation->choice * rows) + row : NULL;
+        rank_piece(ranking, of_row, x + row * (size_t)operation->width, item % pieces, out + row * (size_t)width);
+    }
+    meet();
+    for (int row; (row = draw(program, index, 1)) < rows;) join_pieces(ranking, out + (size_t)row * (size_t)width);
+}
+
 /* Heads of rows, or pieces of rows where there are no heads. */
 static void by_row(const Program *program, const Pass *pass, const Operation *operation, int index, int rows) {
     const int width = operation->width, half = program->rotary_half;
@@ -105,6 +119,8 @@ static void run(void *argument, int thread, int num_threads) {
             linear(program, operation, index, rows, thread);
         else if (operation->code == ATTENTION)
             attention(program, pass, operation, index, thread);
+        else if (operation->code == RANK)
+            rank(program, pass, operation, index, rows);
         else
             by_row(program, pass, operation, index, rows);
         meet();

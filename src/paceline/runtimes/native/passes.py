@@ -1,0 +1,113 @@
+"""The description of a pass as kernels/native.h wants it, in memory that serves pass after pass."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.runtimes.base import FloatArray, ForwardBatch, IntArray, RowRange
+from paceline.runtimes.head import Draws
+from paceline.runtimes.native.library import Pass
+
+_LEAST = 64  # elements of every array
+
+
+class PassMemory:
+    """One `Pass` with the arrays it names; they grow and are filled anew for every pass.
+
+    Args:
+        tables: cos and sin, each [positions, R / 2] and contiguous, of each rope; none where nothing is turned.
+
+    Attributes:
+        record: what the kernels are given.
+        ranges: [ranges, 6] start, rows, cached length, offset of the block table, offset of the mask or -1, first slot seen.
+    """
+
+    def __init__(self, tables: Sequence[tuple[FloatArray, FloatArray]]) -> None:
+        self.record = Pass()
+        self._angles = [_Angles(self.record.cos, self.record.sin, index, *pair) for index, pair in enumerate(tables)]
+        self.ranges: IntArray = np.zeros((0, 6), np.int32)
+        self._range_of_row: IntArray = np.zeros(0, np.int32)
+        self._selected: IntArray = np.zeros(0, np.int32)
+        self._block_tables: IntArray = np.zeros(0, np.int32)
+        self._masks: NDArray[np.uint8] = np.zeros(0, np.uint8)
+
+    def describe(self, batch: ForwardBatch, draws: Draws | None = None) -> None:
+        """Fill the record; it holds until the next call.
+
+        Args:
+            draws: see `runtimes/head.py`.
+        """
+        record, num_rows, num_selected, num_ranges = self.record, len(batch.positions), len(batch.logits_rows), len(batch.ranges)
+        if num_rows > len(self._range_of_row):
+            self._range_of_row = self._grown(num_rows, "range_of_row")
+        if num_selected > len(self._selected):
+            self._selected = self._grown(num_selected, "selected")
+        if num_ranges > len(self.ranges):
+            self.ranges = self._grown(6 * num_ranges, "ranges").reshape(-1, 6)
+        self._make_room(batch.ranges)
+        record.rows, record.selected_rows, record.num_ranges = num_rows, num_selected, num_ranges
+        self._selected[:num_selected] = batch.logits_rows
+        table = mask = 0
+        for index, item in enumerate(batch.ranges):
+            end = table + len(item.block_table)
+            self.ranges[index] = (item.start, item.num_rows, item.cached_len, table, -1 if item.mask is None else mask, item.first_slot)
+            self._range_of_row[item.start : item.start + item.num_rows] = index
+            self._block_tables[table:end] = item.block_table
+            table = end
+            if item.mask is not None:
+                self._masks[mask : mask + item.mask.size].reshape(item.mask.shape)[...] = item.mask
+                mask += item.mask.size
+        self._draws = draws  # alive until the pass is over
+        record.draws = None if draws is None else draws.ctypes.data
+        for angles in self._angles:
+            angles.of(batch.positions)
+
+    def _make_room(self, ranges: Sequence[RowRange]) -> None:
+        """For block tables and masks."""
+        num_blocks = num_masked = 0
+        for item in ranges:
+            num_blocks += len(item.block_table)
+            num_masked += 0 if item.mask is None else item.mask.size
+        if num_blocks > len(self._block_tables):
+            self._block_tables = self._grown(num_blocks, "block_tables")
+        if num_masked > len(self._masks):
+            self._masks = self._grown(num_masked, "masks", np.uint8)
+
+    def _grown(self, size: int, field: str, dtype: Any = np.int32) -> NDArray[Any]:
+        """A larger array for a field of the record."""
+        array = np.zeros(6 * max(_LEAST, 1 << (size - 1).bit_length()), dtype)
+        setattr(self.record, field, array.ctypes.data)
+        return array
+
+
+class _Angles:
+    """The rows of one rope's tables that a pass needs: a single one is named where it lies, more are collected.
+
+    Args:
+        cos, sin: the fields of the record.
+        index: of the rope.
+    """
+
+    def __init__(self, cos: Any, sin: Any, index: int, cos_table: FloatArray, sin_table: FloatArray) -> None:
+        self._cos, self._sin, self._index = cos, sin, index
+        self._tables = cos_table, sin_table
+        self._addresses = [table.ctypes.data for table in self._tables]
+        self._end, self._row_bytes = len(cos_table), cos_table.shape[1] * cos_table.itemsize
+        self._collected = [cos_table[:0], sin_table[:0]]
+        self._collected_addresses = [0, 0]
+
+    def of(self, positions: IntArray) -> None:
+        """Raises IndexError: a position is beyond the tables."""
+        count = len(positions)
+        if count == 1 and 0 <= (position := int(positions[0])) < self._end:
+            offset = position * self._row_bytes
+            self._cos[self._index], self._sin[self._index] = self._addresses[0] + offset, self._addresses[1] + offset
+            return
+        if count > len(self._collected[0]):
+            self._collected = [np.empty((1 << (count - 1).bit_length(), table.shape[1]), np.float32) for table in self._tables]
+            self._collected_addresses = [array.ctypes.data for array in self._collected]
+        for table, array in zip(self._tables, self._collected, strict=True):
+            array[:count] = table[positions]
+        self._cos[self._index], self._sin[self._index] = self._collected_addresses
