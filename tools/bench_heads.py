@@ -91,6 +91,11 @@ class KernelClock:
         self._kernels.paceline_run(*arguments)
         self.seconds += thread_time() - start
 
+    def paceline_grow(self, *arguments: Any) -> None:
+        start = thread_time()
+        self._kernels.paceline_grow(*arguments)
+        self.seconds += thread_time() - start
+
 
 class RandomWeights:
     """bf16 matrices cut from one random pool, each with pages of its own."""

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from checkpoints import VOCAB_SIZE, write_checkpoint
@@ -14,10 +15,13 @@ from paceline import LLM, SamplingParams
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.medusa.drafter import MedusaDrafter, open_medusa
 from paceline.drafters.medusa.guesses import Candidates, RankAccuracy
+from paceline.drafters.medusa.network import HeadOutputs
 from paceline.drafters.medusa.trees import STATIC_TREES, static_shape
 from paceline.errors import CheckpointError, ConfigError, IncompatibleDrafterError
 from paceline.kv_cache.paged import CachedSequence
 from paceline.kv_cache.row_plan import TreeLayout, num_rows
+from paceline.runtimes.head import Draws, Ranking, ranked_rows
+from paceline.runtimes.torch.ranking import rank_rows
 from paceline.sampling.draw import draw
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.draft_length import DraftLengthPolicy
@@ -56,10 +60,19 @@ class Heads:
         self.table = table
         self.heads = SimpleNamespace(num_heads=num_heads, token_map=token_map, notices=())
         self.num_passes = 0
+        self.ranking: Ranking | None = None
 
-    def forward(self, features: NDArray[np.float32], num_heads: int) -> list[NDArray[np.float32]]:
+    def rank(self, ranking: Ranking) -> None:
+        self.ranking = ranking
+
+    def forward(self, features: NDArray[np.float32], num_heads: int, draws: Draws | None = None) -> HeadOutputs:
         self.num_passes += 1
-        return [self.table[features[:, 0].astype(int) + depth] for depth in range(num_heads)]
+        logits = [self.table[features[:, 0].astype(int) + depth] for depth in range(num_heads)]
+        if self.ranking is None:
+            return HeadOutputs(logits, [])
+        of_heads = [None] * num_heads if draws is None else draws
+        found = [rank_rows(torch.from_numpy(rows), self.ranking, of_head) for rows, of_head in zip(logits, of_heads, strict=True)]
+        return HeadOutputs(logits, [ranked_rows(records.numpy()) for records in found])
 
 
 def a_drafter(table: NDArray[np.float32], vocab_size: int = 0, **options: object) -> MedusaDrafter:

@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.config import QuantOptions
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.medusa.checkpoint import load_medusa
 from paceline.drafters.medusa.guesses import NUM_RANKS, Guesses, RankAccuracy, drawn_chain
-from paceline.drafters.medusa.network import MedusaNetwork
+from paceline.drafters.medusa.network import HeadOutputs, MedusaNetwork
 from paceline.drafters.medusa.trees import STATIC_TREES, static_shape
 from paceline.errors import ConfigError
 from paceline.kv_cache.row_plan import TreeLayout
@@ -28,6 +29,8 @@ from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.quantized_cache import quantized_weights
 from paceline.runtimes.backend import choose_device
 from paceline.runtimes.base import FloatArray
+from paceline.runtimes.head import DRAW, Draws, Ranking
+from paceline.sampling.noise import Purpose, noise_key
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -48,12 +51,19 @@ class _Feature:
 
 @dataclass(slots=True)
 class _Asked:
-    """A request that drafts in this step."""
+    """A request that drafts in this step.
+
+    Attributes:
+        reads_ranks: whether what the pass itself finds in a row is all that is needed of it.
+        is_drawn: whether that includes a draw.
+    """
 
     request: Request
     budget: DraftBudget
     feature: _Feature
     depth: int
+    reads_ranks: bool
+    is_drawn: bool
 
 
 class MedusaDrafter(Drafter):
@@ -84,6 +94,9 @@ class MedusaDrafter(Drafter):
         if self._token_map is not None:  # rows of ids that the target's tokenizer does not know count for nothing
             self._known_rows = np.flatnonzero(self._token_map < vocab_size)
             self._known_ids = self._token_map[self._known_rows]
+        self._is_ranked = _can_rank(self._token_map, vocab_size)
+        if self._is_ranked:
+            network.rank(Ranking(vocab_size if self._token_map is None else len(self._token_map), NUM_RANKS, self._token_map))
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         for one in rows:
@@ -97,9 +110,11 @@ class MedusaDrafter(Drafter):
         active = [one for one in asked if one is not None]
         if not active:
             return [None] * len(requests)
-        logits = self._network.forward(np.stack([one.feature.values for one in active]), max(one.depth for one in active))
+        depth = max([one.depth for one in active])
+        draws = _draws(active, depth) if any(one.is_drawn for one in active) else None
+        outputs = self._network.forward(np.stack([one.feature.values for one in active]), depth, draws)
         row_of_request = {id(one): row for row, one in enumerate(active)}
-        return [None if one is None else self._guess(one, [rows[row_of_request[id(one)]] for rows in logits]) for one in asked]
+        return [None if one is None else self._guess(one, outputs, row_of_request[id(one)]) for one in asked]
 
     def fork(self, parent: Request, child: Request) -> None:
         if id(parent) in self._features:
@@ -119,12 +134,19 @@ class MedusaDrafter(Drafter):
         depth = min(budget.max_depth, budget.row_budget - 1, self._network.heads.num_heads)
         if feature is None or feature.position != len(request.token_ids) - 2 or depth < 1:
             return None
-        return _Asked(request, budget, feature, depth)
+        is_greedy = request.params.is_greedy
+        reads_ranks = self._is_ranked and request.processor.only_scales and (is_greedy or not budget.wants_draws)
+        return _Asked(request, budget, feature, depth, reads_ranks, reads_ranks and not is_greedy)
 
-    def _guess(self, one: _Asked, rows: Sequence[FloatArray]) -> DraftTree | None:
+    def _guess(self, one: _Asked, outputs: HeadOutputs, row: int) -> DraftTree | None:
+        """The tree of a request, whose features were those of a row."""
         request = one.request
+
+        def row_of(depth: int) -> FloatArray:
+            return self._as_target_row(outputs.logits[depth][row])
+
         if one.budget.wants_draws and not request.params.is_greedy:
-            token_ids, laws = drawn_chain(request, lambda depth: self._as_target_row(rows[depth]), one.depth)
+            token_ids, laws = drawn_chain(request, row_of, one.depth)
             return DraftTree.grow(request.token_ids[-1], token_ids, range(len(token_ids)), self.name, laws) if token_ids else None
         shape = None
         num_ranks = NUM_RANKS
@@ -134,7 +156,8 @@ class MedusaDrafter(Drafter):
         elif self._tree == "probability":  # no more of a depth can be taken, as the first ones are the likeliest
             num_ranks = 1 if one.budget.layout is TreeLayout.CHAIN else min(NUM_RANKS, one.budget.row_budget - 1)
         wants_probs = self._tree == "probability"
-        guesses = Guesses(request, lambda depth: self._as_target_row(rows[depth]), num_ranks, wants_probs=wants_probs)
+        ranked = [of_head[row] for of_head in outputs.ranked] if one.reads_ranks else None
+        guesses = Guesses(request, row_of, num_ranks, wants_probs=wants_probs, ranked=ranked)
         self._pending[id(request)] = (len(request.token_ids), guesses)
         return self._grown(one, guesses) if shape is None else self._static(one, guesses, shape)
 
@@ -194,6 +217,24 @@ class MedusaDrafter(Drafter):
         else:
             full[self._known_ids] = row[self._known_rows]
         return full
+
+
+def _can_rank(token_map: NDArray[np.int64] | None, vocab_size: int) -> bool:
+    """Whether each row of a head is an id of its own: what a pass ranks has no id twice, and the lower one first on ties."""
+    return token_map is None or bool(len(token_map) and np.all(np.diff(token_map) > 0) and token_map[-1] < vocab_size)
+
+
+def _draws(active: Sequence[_Asked], depth: int) -> Draws:
+    """[depth, B] how the tokens of each depth are drawn."""
+    draws = np.zeros((depth, len(active)), DRAW)
+    for index, one in enumerate(active):
+        if one.is_drawn:
+            request, temperature = one.request, one.request.params.temperature
+            first = len(request.token_ids)
+            for ahead in range(one.depth):
+                key = noise_key(request.seed, request.sample_index, first + ahead, Purpose.TOKEN)
+                draws[ahead, index] = (key, temperature, 0)
+    return draws
 
 
 def open_medusa(

@@ -4,6 +4,7 @@ Guesses at a depth do not depend on what was guessed before them, but for proces
 of first guesses.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ import numpy as np
 from paceline.drafters.pairs.ranking import best_scores
 from paceline.errors import PacelineError
 from paceline.runtimes.base import FloatArray
+from paceline.runtimes.head import RankedRow
 from paceline.sampling.draw import draw
 from paceline.sampling.residual import TokenProbs, draw_distinct
 from paceline.speculation.request import Request
@@ -67,9 +69,19 @@ class Guesses:
         row_of: a depth -> the head's row over the target's ids [V].
         num_ranks: candidates a depth.
         wants_probs: whether their probabilities are of use; else all are 1.
+        ranked: what the pass found in the row of each depth, where that is all that is needed of them; else None.
     """
 
-    def __init__(self, request: Request, row_of: Callable[[int], FloatArray], num_ranks: int, *, wants_probs: bool) -> None:
+    def __init__(
+        self,
+        request: Request,
+        row_of: Callable[[int], FloatArray],
+        num_ranks: int,
+        *,
+        wants_probs: bool,
+        ranked: Sequence[RankedRow] | None = None,
+    ) -> None:
+        self._ranked = ranked
         self._request, self._row_of = request, row_of
         self._num_ranks, self._wants_probs = num_ranks, wants_probs
         self.by_depth: list[Candidates] = []
@@ -77,8 +89,29 @@ class Guesses:
     def at(self, depth: int) -> Candidates:
         """Guesses for the token `depth` positions behind the root's child; none where nothing that the head knows is allowed."""
         while len(self.by_depth) <= depth:
-            self.by_depth.append(self._make(len(self.by_depth)))
+            at = len(self.by_depth)
+            self.by_depth.append(self._make(at) if self._ranked is None else self._of_ranked(self._ranked[at]))
         return self.by_depth[depth]
+
+    def _of_ranked(self, row: RankedRow) -> Candidates:
+        """As `_make`, of a request whose rows the temperature alone changes."""
+        log_sum, drawn, scores, ids = row
+        if not math.isfinite(log_sum):
+            return Candidates((), ())
+        is_greedy = self._request.params.is_greedy
+        if self._num_ranks == 1:
+            return Candidates((ids[0] if is_greedy else drawn,), (1.0,))
+        listed = [token for token in ids[: self._num_ranks] if token >= 0]
+        probs = [1.0] * len(listed)
+        if self._wants_probs:
+            probs = [math.exp(score - log_sum) for score in scores[: len(listed)]]
+        return Candidates(listed, probs) if is_greedy else self._led_by(drawn, listed, probs)
+
+    def _led_by(self, first: int, ids: Sequence[int], probs: Sequence[float]) -> Candidates:
+        """The drawn token, then the others."""
+        others = [(token, prob) for token, prob in zip(ids, probs, strict=True) if token != first][: self._num_ranks - 1]
+        own = probs[ids.index(first)] if first in ids else probs[-1]
+        return Candidates([first, *[token for token, _ in others]], [own, *[prob for _, prob in others]])
 
     def _make(self, depth: int) -> Candidates:
         request = self._request
@@ -100,10 +133,7 @@ class Guesses:
             probs = [float(share) for share in shares]
         if distribution.greedy:
             return Candidates(ids, probs)
-        first = draw(distribution, request.seed, request.sample_index, position)
-        others = [(token, prob) for token, prob in zip(ids, probs, strict=True) if token != first][: self._num_ranks - 1]
-        own = probs[ids.index(first)] if first in ids else probs[-1]
-        return Candidates([first, *(token for token, _ in others)], [own, *(prob for _, prob in others)])
+        return self._led_by(draw(distribution, request.seed, request.sample_index, position), ids, probs)
 
 
 def drawn_chain(request: Request, row_of: Callable[[int], FloatArray], depth: int) -> tuple[list[int], dict[int, TokenProbs]]:

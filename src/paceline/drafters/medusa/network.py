@@ -4,6 +4,7 @@ Source: Cai et al. 2024, "Medusa" (arXiv:2401.10774), section 2.1.1: head i is b
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -11,7 +12,20 @@ import numpy as np
 from paceline.drafters.medusa.checkpoint import MedusaHeads
 from paceline.models.config import ModelConfig
 from paceline.runtimes.base import FloatArray, ForwardBatch
-from paceline.runtimes.head import HeadBlocks, HeadRuntime, Value, open_head
+from paceline.runtimes.head import Draws, HeadBlocks, HeadRuntime, RankedRow, Ranking, Value, open_head, ranked_rows
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOutputs:
+    """What a pass returns of each of the first heads.
+
+    Attributes:
+        logits: [B, rows], views that the next pass overwrites.
+        ranked: [B] what was found in them; none where nothing was asked for.
+    """
+
+    logits: list[FloatArray]
+    ranked: list[list[RankedRow]]
 
 
 class MedusaNetwork:
@@ -25,23 +39,40 @@ class MedusaNetwork:
     def __init__(self, heads: MedusaHeads, target: ModelConfig, *, num_threads: int, backend: str = "auto", device: str = "cpu") -> None:
         self.heads = heads
         self.hidden_size = target.hidden_size
+        self._ranking: Ranking | None = None
         one_head = partial(self._compose, num_heads=1)
         first = open_head(one_head, target, heads.weights, num_threads=num_threads, max_context=1, backend=backend, device=device)
         self._networks: dict[int, HeadRuntime] = {1: first}
         # One vocabulary matrix for all heads is read once, for the rows of all of them together.
         self._lm_head = first.beside(self._compose_lm_head) if heads.shares_lm_head else None
 
-    def forward(self, features: FloatArray, num_heads: int) -> list[FloatArray]:
-        """Logits [B, rows] of each of the first heads for features [B, E]; views that the next call overwrites."""
+    def rank(self, ranking: Ranking) -> None:
+        """Rank the rows of logits in every pass from now on."""
+        first, self._ranking = self._networks[1], ranking
+        self._networks = {1: first.beside(partial(self._compose, num_heads=1))}
+        if self._lm_head is not None:
+            self._lm_head = first.beside(self._compose_lm_head)
+
+    def forward(self, features: FloatArray, num_heads: int, draws: Draws | None = None) -> HeadOutputs:
+        """What the first heads say behind features [B, E].
+
+        Args:
+            draws: [num_heads, B] how the token of each row is drawn; None = nothing is.
+        """
         network = self._networks.get(num_heads)
         if network is None:
             network = self._networks[num_heads] = self._networks[1].beside(partial(self._compose, num_heads=num_heads))
-        results = network.forward({"features": features}, _rows(len(features)))
-        outputs = [results[f"head.{head}"] for head in range(num_heads)]
+        batch_size, is_ranked, heads = len(features), self._ranking is not None, range(num_heads)
         if self._lm_head is None:
-            return outputs
-        logits = self._lm_head.forward({"hidden": np.concatenate(outputs)}, _rows(num_heads * len(features)))["logits"]
-        return list(logits.reshape(num_heads, len(features), -1))
+            results = network.forward({"features": features}, _rows(batch_size), draws)
+            ranked = [ranked_rows(results[f"ranked.{head}"]) for head in heads] if is_ranked else []
+            return HeadOutputs([results[f"head.{head}"] for head in heads], ranked)
+        results = network.forward({"features": features}, _rows(batch_size))
+        hidden = np.concatenate([results[f"head.{head}"] for head in heads])
+        results = self._lm_head.forward({"hidden": hidden}, _rows(num_heads * batch_size), draws)
+        rows = ranked_rows(results["ranked"]) if is_ranked else []
+        ranked = [rows[head * batch_size : (head + 1) * batch_size] for head in heads] if is_ranked else []
+        return HeadOutputs(list(results["logits"].reshape(num_heads, batch_size, -1)), ranked)
 
     def _compose(self, blocks: HeadBlocks[Value], *, num_heads: int) -> Mapping[str, Value]:
         """Logits of each head, or what a shared vocabulary matrix is to be multiplied with."""
@@ -56,11 +87,16 @@ class MedusaNetwork:
             hidden = [blocks.silu_residual(x, product) for x, product in zip(hidden, products, strict=True)]
         if not self.heads.shares_lm_head:
             hidden = [blocks.lm_head(x, f"heads.{head}.lm_head") for head, x in enumerate(hidden)]
-        return {f"head.{head}": x for head, x in enumerate(hidden)}
+        results = {f"head.{head}": x for head, x in enumerate(hidden)}
+        if self._ranking is not None and not self.heads.shares_lm_head:
+            results |= {f"ranked.{head}": blocks.rank(x, self._ranking) for head, x in enumerate(hidden)}
+        return results
 
     def _compose_lm_head(self, blocks: HeadBlocks[Value]) -> Mapping[str, Value]:
         logits = blocks.lm_head(blocks.input("hidden", self.hidden_size), "lm_head")
-        return {"logits": logits if self.heads.soft_cap is None else blocks.soft_cap(logits, self.heads.soft_cap)}
+        if self.heads.soft_cap is not None:
+            logits = blocks.soft_cap(logits, self.heads.soft_cap)
+        return {"logits": logits} if self._ranking is None else {"logits": logits, "ranked": blocks.rank(logits, self._ranking)}
 
 
 def _rows(count: int) -> ForwardBatch:

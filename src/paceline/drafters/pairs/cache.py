@@ -30,6 +30,7 @@ SPARE_BLOCKS = 64
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)  # odd, as is the factor below: no token hides another
 _FACTOR = np.uint64(0xD1342543DE82EF95)
+_WORD = 0xFFFFFFFFFFFFFFFF
 
 
 @dataclass(slots=True)
@@ -143,6 +144,11 @@ class PairCache:
         end = min(begin + len(rows.token_ids), len(table) * size)
         if end == begin:
             return
+        if end == begin + 1:  # nearly always
+            pairs.mark = self._next_mark(int(rows.token_ids[0]), begin, pairs.mark)
+            self._marks[0, table[begin // size], begin % size] = pairs.mark
+            pairs.num_pairs, pairs.waiting = end, [pairs.waiting[0][1:]]
+            return
         marks = self._marks_of(rows.token_ids[: end - begin], begin, pairs.mark)
         slots = np.arange(begin, end)
         self._marks[0, np.array(table[begin // size : blocks_for(end, size)])[slots // size - begin // size], slots % size] = marks
@@ -188,6 +194,10 @@ class PairCache:
             block = request.sequence.block_table[position // size]
             self._features[block] = features[position - start]
             self._feature_marks[block] = pairs.mark if position < begin else later[position - begin]  # all before `begin` are marked
+
+    def _next_mark(self, token_id: int, slot: int, before: np.uint64) -> np.uint64:
+        """`_marks_of` a single slot."""
+        return np.uint64(((token_id + 1) * int(_STEP) * int(self._powers[slot]) + int(before)) & _WORD)
 
     def _marks_of(self, token_ids: Sequence[int] | IntArray, first: int, before: np.uint64) -> NDArray[np.uint64]:
         """The marks of slots `first` …: a polynomial of all tokens up to each."""

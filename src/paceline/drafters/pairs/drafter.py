@@ -10,16 +10,20 @@ with the head's own outputs as features. Their rows are overwritten by true pair
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
+
+import numpy as np
 
 from paceline.drafters.pairs.cache import SPARE_BLOCKS, PairCache, PairRows
 from paceline.drafters.pairs.guesses import Guesses
-from paceline.drafters.pairs.head import PairHead
+from paceline.drafters.pairs.head import RANKED, PairHead, PairOutputs
 from paceline.drafters.pairs.tree import GrowingDraft
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray
-from paceline.runtimes.head import MAX_HEAD_ROWS
+from paceline.runtimes.head import DRAW, MAX_HEAD_ROWS, Draws
+from paceline.sampling.noise import Purpose, noise_key
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -58,6 +62,8 @@ class PairDrafter(Drafter):
         self.cache_bytes_per_token = self.pairs.bytes_per_token
         self._guesses = Guesses(head.target_ids, vocab_size)
         self._tree_width = tree_width
+        head.rank(self._guesses.ranking(tree_width))
+        self._grower = head.grower()
         self._chosen = None if collected == config.boundaries else [collected.index(boundary) for boundary in config.boundaries]
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
@@ -82,7 +88,7 @@ class PairDrafter(Drafter):
                 trees |= self._draft(group)
                 group, num_spares = [], 0
             pairs = self.pairs.waiting_rows(request, with_root=True, num_drafted=num_drafted, spares=num_spares)
-            if pairs is None or int(pairs.token_ids.max()) >= self.head.embedded_ids:
+            if pairs is None or max(pairs.token_ids.tolist()) >= self.head.embedded_ids:
                 continue
             num_spares += needed
             group.append((pairs, GrowingDraft(request, budget, depth, width, pairs.rows.block_table, pairs.rows.first_slot)))
@@ -122,7 +128,7 @@ class PairDrafter(Drafter):
         group: list[PairRows] = []
         for request in requests:
             pairs = self.pairs.waiting_rows(request, with_root=False)
-            if pairs is None or int(pairs.token_ids.max()) >= self.head.embedded_ids:
+            if pairs is None or max(pairs.token_ids.tolist()) >= self.head.embedded_ids:
                 continue
             if sum(len(one.token_ids) for one in (*group, pairs)) > MAX_HEAD_ROWS:
                 self._run_true(group, wants_logits=False)
@@ -135,29 +141,35 @@ class PairDrafter(Drafter):
         if not group:
             return {}
         drafts = [draft for _, draft in group]
-        logits, features = self._run_true([pairs for pairs, _ in group], wants_logits=True)
-        self._take(drafts, logits, features)
+        outputs = self._run_true([pairs for pairs, _ in group], wants_logits=True, draws=_draws(drafts))
+        if self._grower is not None and len(drafts) == 1 and drafts[0].reads_ranks:  # of several each pass serves all
+            drafts[0].adopt(self._grower.grow(drafts[0].growth(outputs.results[RANKED][0], outputs.features[0])))
+            return {id(drafts[0].request): drafts[0].finished(self.name)}
+        self._take(drafts, outputs)
         while active := [draft for draft in drafts if draft.frontier]:
-            outputs = self.head.run_drafted([draft.next_rows() for draft in active])
-            self._take(active, outputs.logits, outputs.features)
+            self._take(active, self.head.run_drafted([draft.next_rows() for draft in active], _draws(active)))
         return {id(draft.request): draft.finished(self.name) for draft in drafts}
 
-    def _take(self, drafts: Sequence[GrowingDraft], logits: FloatArray, features: FloatArray) -> None:
+    def _take(self, drafts: Sequence[GrowingDraft], outputs: PairOutputs) -> None:
         """Hand out rows [nodes of all frontiers] to the drafts."""
-        first = 0
+        ranked, first = outputs.ranked(), 0
         for draft in drafts:
             last = first + len(draft.frontier)
-            guesses = [
-                self._guesses.behind(draft.request, draft.path(node), row, draft.width, wants_draws=draft.budget.wants_draws)
-                for node, row in zip(draft.frontier, logits[first:last], strict=True)
-            ]
-            draft.take(guesses, features[first:last])
+            if draft.reads_ranks:
+                is_greedy = draft.request.params.is_greedy
+                guesses = [self._guesses.of_ranked(row, draft.width, is_greedy=is_greedy) for row in ranked[first:last]]
+            else:
+                guesses = [
+                    self._guesses.behind(draft.request, draft.path(node), row, draft.width, wants_draws=draft.budget.wants_draws)
+                    for node, row in zip(draft.frontier, outputs.logits[first:last], strict=True)
+                ]
+            draft.take(guesses, outputs.features[first:last])
             first = last
 
-    def _run_true(self, pairs: Sequence[PairRows], *, wants_logits: bool) -> tuple[FloatArray, FloatArray]:
-        """One pass; the logits and features of each one's last pair, copies."""
+    def _run_true(self, pairs: Sequence[PairRows], *, wants_logits: bool, draws: Draws | None = None) -> PairOutputs:
+        """One pass; features are those of each one's last pair."""
         try:
-            outputs = self.head.run_true(pairs, wants_logits=wants_logits)
+            outputs = self.head.run_true(pairs, wants_logits=wants_logits, draws=draws)
         except Exception:
             for one in pairs:  # a pass that broke off leaves no rows to trust
                 self.pairs.release(one.request)
@@ -165,7 +177,23 @@ class PairDrafter(Drafter):
         last = [end - 1 for end in accumulate(len(one.token_ids) for one in pairs)]
         for one in pairs:
             self.pairs.keep(one)
-        return outputs.logits, outputs.features[last]
+        return replace(outputs, features=outputs.features[last])
+
+
+def _draws(drafts: Sequence[GrowingDraft]) -> Draws | None:
+    """How the next tokens are drawn, by node of all frontiers: those of one level share their noise."""
+    if not any(draft.is_drawn for draft in drafts):
+        return None
+    draws = np.zeros(sum([len(draft.frontier) for draft in drafts]), DRAW)
+    first = 0
+    for draft in drafts:
+        last = first + len(draft.frontier)
+        if draft.is_drawn:
+            request = draft.request
+            key = noise_key(request.seed, request.sample_index, len(request.token_ids) + draft.level, Purpose.TOKEN)
+            draws[first:last] = (key, request.params.temperature, 0)
+        first = last
+    return draws
 
 
 def _shape(budget: DraftBudget, tree_width: int) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """From a row of a head's logits to the tokens that are guessed, for one request and one path."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from paceline.drafters.pairs.ranking import best_scores
 from paceline.errors import PacelineError
 from paceline.runtimes.base import FloatArray
+from paceline.runtimes.head import RankedRow, Ranking
 from paceline.sampling.draw import draw
 from paceline.sampling.processors import Distribution
 from paceline.sampling.residual import TokenProbs, draw_distinct
@@ -33,6 +35,9 @@ class Guessed:
     law: TokenProbs | None = None
 
 
+_NOTHING = Guessed()
+
+
 class Guesses:
     """Reads rows over the draft vocabulary as rows over the target's.
 
@@ -45,6 +50,23 @@ class Guesses:
         self._row = np.full(vocab_size, -np.inf, np.float32)  # what no draft id stands for stays so
         self._vocab_size = vocab_size
         self._target_ids = None if target_ids is None else target_ids[target_ids < vocab_size]
+
+    def ranking(self, width: int) -> Ranking:
+        """What `of_ranked` needs of a row for so many guesses."""
+        columns = self._vocab_size if self._target_ids is None else len(self._target_ids)
+        return Ranking(columns, 1 if width == 1 else width + 1, self._target_ids)
+
+    def of_ranked(self, row: RankedRow, width: int, *, is_greedy: bool) -> Guessed:
+        """As `behind`, of a request whose rows the temperature alone changes."""
+        log_sum, drawn, scores, ids = row
+        if not math.isfinite(log_sum):
+            return _NOTHING
+        first = ids[0] if is_greedy else drawn
+        if width == 1:
+            return Guessed((first,), (1.0,))
+        floor = scores[0] - _REACH
+        prob_of = {token: math.exp(score - log_sum) for token, score in zip(ids, scores, strict=True) if score > floor}
+        return _shared_out(first, prob_of, width, is_greedy=is_greedy)
 
     def behind(self, request: Request, path: Sequence[int], row: FloatArray, width: int, *, wants_draws: bool) -> Guessed:
         """What may follow the request's tokens and `path`.
@@ -59,7 +81,7 @@ class Guesses:
         try:
             distribution = request.processor.process(self._as_target_row(row), path)
         except PacelineError:  # nothing the head knows is allowed here, or its row is no row
-            return Guessed()
+            return _NOTHING
         position = len(request.token_ids) + len(path)
         if wants_draws and width == 1 and not distribution.greedy:
             law = TokenProbs.of(distribution)
@@ -76,13 +98,7 @@ class Guesses:
         best = best[scores[best] > peak - _REACH]
         shares = np.exp(scores[best] - peak) / np.exp(scores - peak).sum()
         prob_of = {int(token): float(share) for token, share in zip(best if ids is None else ids[best], shares, strict=True)}
-        own = prob_of.pop(first, 0.0)
-        if not distribution.greedy:
-            own = max(own, COUPLED_PROB)
-        others = list(prob_of.items())[: width - 1]
-        rest = sum(prob for _, prob in others)
-        scale = min(1.0, (1.0 - own) / rest) if rest > 0.0 else 0.0
-        return Guessed((first, *(token for token, _ in others)), (own, *(prob * scale for _, prob in others)))
+        return _shared_out(first, prob_of, width, is_greedy=distribution.greedy)
 
     def _as_target_row(self, row: FloatArray) -> FloatArray:
         if self._target_ids is not None:
@@ -92,3 +108,18 @@ class Guesses:
             return row[: self._vocab_size]
         self._row[: len(row)] = row
         return self._row
+
+
+def _shared_out(first: int, prob_of: Mapping[int, float], width: int, *, is_greedy: bool) -> Guessed:
+    """`first` and the likeliest others, with what the first one leaves them.
+
+    Args:
+        prob_of: of the likeliest, best first.
+    """
+    own = prob_of.get(first, 0.0)
+    if not is_greedy:
+        own = max(own, COUPLED_PROB)
+    others = [item for item in prob_of.items() if item[0] != first][: width - 1]
+    rest = sum([prob for _, prob in others])
+    scale = min(1.0, (1.0 - own) / rest) if rest > 0.0 else 0.0
+    return Guessed((first, *[token for token, _ in others]), (own, *[prob * scale for _, prob in others]))

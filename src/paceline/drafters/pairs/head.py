@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,13 +11,18 @@ from numpy.typing import NDArray
 from paceline.drafters.pairs.cache import TrueRows
 from paceline.drafters.pairs.config import PairConfig
 from paceline.models.config import WeightType
-from paceline.models.weights import AnyTensor
+from paceline.models.weights import AnyTensor, Tensor
 from paceline.runtimes.base import FloatArray, ForwardBatch, IntArray, RowRange
-from paceline.runtimes.head import HeadRuntime
+from paceline.runtimes.head import Compose, Draws, Grower, GrowerNames, HeadBlocks, HeadRuntime, RankedRow, Ranking, Value, ranked_rows
 from paceline.runtimes.rounding import embedding_rows
 
 EMBEDDING, FEATURE, BOUNDARY = "embedding", "feature", "boundary"
 """Inputs of the networks; `FEATURE` is a result as well. Of several boundaries each is an input of its own, `boundary.0` …"""
+
+LOGITS, RANKED = "logits", "ranked"
+"""Results of the networks."""
+
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +33,7 @@ class DraftedRows:
         token_ids, features: [T] and [T, Hd], parents before their children.
         positions: [T].
         rows: where they stand.
-        wanted: rows whose logits are wanted.
+        wanted: rows whose logits are wanted, the last ones.
     """
 
     token_ids: Sequence[int]
@@ -39,10 +45,24 @@ class DraftedRows:
 
 @dataclass(frozen=True, slots=True)
 class PairOutputs:
-    """What a pass over pairs returns: `logits` [R, Vd], and `features` [rows, Hd] for the pairs behind them. Views until the next pass."""
+    """What a pass over pairs returns, views until the next pass.
 
-    logits: FloatArray
+    Attributes:
+        results: of the network.
+        features: [rows, Hd] for the pairs behind these.
+    """
+
+    results: Mapping[str, FloatArray]
     features: FloatArray
+
+    @property
+    def logits(self) -> FloatArray:
+        """[R, Vd]"""
+        return self.results[LOGITS]
+
+    def ranked(self) -> list[RankedRow]:
+        """What a ranked head says of each of the logits' rows."""
+        return ranked_rows(self.results[RANKED])
 
 
 class PairHead:
@@ -66,46 +86,63 @@ class PairHead:
         notices: tuple[str, ...] = (),
     ) -> None:
         self.config, self.runtime, self._drafted = config, runtime, drafted
-        self._embedding = embedding
+        # a mapped file's own kind of array takes longer to index
+        self._embedding = replace(embedding, array=np.asarray(embedding.array)) if isinstance(embedding, Tensor) else embedding
         self.target_ids, self.notices = target_ids, notices
         self.embedded_ids = embedding.shape[0]
 
-    def run_true(self, pairs: Sequence[TrueRows], *, wants_logits: bool, of_all: bool = False) -> PairOutputs:
+    def rank(self, ranking: Ranking) -> None:
+        """Rank the rows of logits in every pass from now on."""
+        runtime = self.runtime
+        self.runtime = runtime.beside(_ranking(runtime.compose, ranking))
+        same = self._drafted is runtime
+        self._drafted = self.runtime if same else runtime.beside(_ranking(self._drafted.compose, ranking))
+
+    def grower(self) -> Grower | None:
+        """Who grows drafts of ranked pairs in one call."""
+        return self._drafted.grower(self._embedding, GrowerNames(EMBEDDING, FEATURE, RANKED))
+
+    def run_true(self, pairs: Sequence[TrueRows], *, wants_logits: bool, of_all: bool = False, draws: Draws | None = None) -> PairOutputs:
         """One pass over true pairs of several requests.
 
         Args:
             wants_logits: of each one's last pair.
             of_all: of every pair.
+            draws: [R] how the token of each row is drawn that has logits; None = nothing is.
         """
         counts = [len(one.token_ids) for one in pairs]
         starts = [0, *accumulate(counts)]
-        ranges = _ranges([one.rows for one in pairs], starts)
-        positions = np.concatenate(
-            [
-                np.arange(one.rows.cached_len - 1, one.rows.cached_len - 1 + count, dtype=np.int32)
-                for one, count in zip(pairs, counts, strict=True)
-            ]
-        )
+        firsts = [one.rows.cached_len - 1 for one in pairs]
+        positions = _joined([np.arange(first, first + count, dtype=np.int32) for first, count in zip(firsts, counts, strict=True)])
         if of_all:
             wanted = np.arange(starts[-1], dtype=np.int32)
         else:
             wanted = np.array([start - 1 for start in starts[1:]] if wants_logits else [], np.int32)
-        token_ids = np.concatenate([one.token_ids for one in pairs])
-        features = pairs[0].features if len(pairs) == 1 else np.concatenate([one.features for one in pairs])
-        batch = ForwardBatch(token_ids, positions, ranges, wanted)
-        return _outputs(self.runtime.forward({EMBEDDING: self._embed(token_ids), **self._named(features)}, batch))
+        token_ids = _joined([one.token_ids for one in pairs])
+        inputs = self._named(_joined([one.features for one in pairs]))
+        inputs[EMBEDDING] = self._embed(token_ids)
+        batch = ForwardBatch(token_ids, positions, _ranges([one.rows for one in pairs], starts), wanted)
+        results = self.runtime.forward(inputs, batch, draws)
+        return PairOutputs(results, results[FEATURE])
 
-    def run_drafted(self, drafts: Sequence[DraftedRows]) -> PairOutputs:
+    def run_drafted(self, drafts: Sequence[DraftedRows], draws: Draws | None = None) -> PairOutputs:
         """One pass over drafted pairs of several requests; features are those of the rows wanted alone."""
-        starts = [0, *accumulate(len(one.token_ids) for one in drafts)]
-        ranges = _ranges([one.rows for one in drafts], starts)
-        wanted = [start + row for one, start in zip(drafts, starts, strict=False) for row in one.wanted]
-        token_ids = np.array([token for one in drafts for token in one.token_ids], np.int32)
-        positions = np.array([position for one in drafts for position in one.positions], np.int32)
-        features = drafts[0].features if len(drafts) == 1 else np.concatenate([one.features for one in drafts])
+        ranges: tuple[RowRange, ...]
+        if len(drafts) == 1:
+            (one,) = drafts
+            ranges, features, wanted = (one.rows,), one.features, one.wanted
+            token_ids, positions = np.array(one.token_ids, np.int32), np.array(one.positions, np.int32)
+        else:
+            starts = [0, *accumulate([len(one.token_ids) for one in drafts])]
+            ranges = _ranges([one.rows for one in drafts], starts)
+            wanted = [start + row for one, start in zip(drafts, starts, strict=False) for row in one.wanted]
+            token_ids = np.array([token for one in drafts for token in one.token_ids], np.int32)
+            positions = np.array([position for one in drafts for position in one.positions], np.int32)
+            features = np.concatenate([one.features for one in drafts])
         batch = ForwardBatch(token_ids, positions, ranges, np.array(wanted, np.int32))
-        outputs = _outputs(self._drafted.forward({EMBEDDING: self._embed(token_ids), FEATURE: features}, batch))
-        return PairOutputs(outputs.logits, outputs.features[wanted])
+        results = self._drafted.forward({EMBEDDING: self._embed(token_ids), FEATURE: features}, batch, draws)
+        features = results[FEATURE]
+        return PairOutputs(results, features[wanted[0] : wanted[-1] + 1] if isinstance(wanted, range) else features[wanted])
 
     def _named(self, features: FloatArray) -> dict[str, FloatArray]:
         """The features of true pairs by the names of the network's inputs."""
@@ -119,9 +156,19 @@ class PairHead:
         return embedding_rows(self._embedding, token_ids, self.config.layers, WeightType.F32)
 
 
+def _ranking(compose: Compose, ranking: Ranking) -> Compose:
+    """The same network, which ranks its rows of logits."""
+
+    def composed(blocks: HeadBlocks[Value]) -> Mapping[str, Value]:
+        results = compose(blocks)
+        return {**results, RANKED: blocks.rank(results[LOGITS], ranking)}
+
+    return composed
+
+
 def _ranges(rows: Sequence[RowRange], starts: Sequence[int]) -> tuple[RowRange, ...]:
-    return tuple(replace(one, start=start) if start else one for one, start in zip(rows, starts, strict=False))
+    return tuple([replace(one, start=start) if start else one for one, start in zip(rows, starts, strict=False)])
 
 
-def _outputs(results: Mapping[str, FloatArray]) -> PairOutputs:
-    return PairOutputs(results["logits"], results[FEATURE])
+def _joined(arrays: Sequence[NDArray[Scalar]]) -> NDArray[Scalar]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -12,11 +12,52 @@ import numpy as np
 from paceline.drafters.pairs.guesses import Guessed
 from paceline.drafters.pairs.head import DraftedRows
 from paceline.runtimes.base import BoolArray, FloatArray, IntArray, RowRange
+from paceline.runtimes.head import GrownNodes, Growth
+from paceline.sampling.noise import Purpose, noise_key
 from paceline.sampling.residual import TokenProbs
 from paceline.speculation.drafter import DraftBudget
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Guess, grow_tree
+
+
+@dataclass(slots=True)
+class _TreeRows:
+    """The pairs of a tree that runs as a whole: every node sees its own ancestors.
+
+    Attributes:
+        features: [most, Hd] what the pairs take.
+        mask: [most, most], True where the row's node may attend to the column's.
+        row_of: node -> row.
+    """
+
+    features: FloatArray
+    mask: BoolArray
+    row_of: dict[int, int] = field(default_factory=dict)
+    token_ids: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+
+    @classmethod
+    def empty(cls, most: int, size: int) -> "_TreeRows":
+        return cls(np.empty((most, size), np.float32), np.zeros((most, most), np.bool_))
+
+    def add(self, nodes: Sequence[int], token_ids: Sequence[int], depth: int, above: Sequence[int], features: FloatArray) -> None:
+        """Nodes of one depth.
+
+        Args:
+            above: the row of each one's parent; none where the parent is the root.
+            features: [nodes, Hd].
+        """
+        first = len(self.token_ids)
+        last = first + len(nodes)
+        self.features[first:last] = features
+        if above:
+            self.mask[first:last] = self.mask[above]
+        rows = range(first, last)
+        self.mask[rows, rows] = True
+        self.row_of.update(zip(nodes, rows, strict=True))
+        self.token_ids += token_ids
+        self.depths += [depth] * len(nodes)
 
 
 @dataclass(slots=True)
@@ -28,6 +69,8 @@ class GrowingDraft:
         width: nodes of a level that are expanded, and guesses behind each; 1 = a chain.
         block_table: where the drafted rows stand, behind the true pairs.
         first_slot: what they see.
+        reads_ranks: whether what the pass itself finds in a row is all that is needed of it.
+        is_drawn: whether that includes a draw.
     """
 
     request: Request
@@ -36,15 +79,22 @@ class GrowingDraft:
     width: int
     block_table: IntArray
     first_slot: int
+    reads_ranks: bool = field(init=False)
+    is_drawn: bool = field(init=False)
     token_ids: list[int] = field(default_factory=lambda: [-1])
     parents: list[int] = field(default_factory=lambda: [-1])
-    depths: list[int] = field(default_factory=lambda: [0])
     probs: list[float] = field(default_factory=lambda: [1.0])  # of the step from the parent
     reached: list[float] = field(default_factory=lambda: [1.0])  # of the whole path
-    features: dict[int, FloatArray] = field(default_factory=dict)  # what the pairs of a node's children take
-    expanded: list[int] = field(default_factory=list)  # nodes whose pairs were run, parents before their children
-    frontier: list[int] = field(default_factory=lambda: [0])  # those to be run next
+    level: int = 0  # depth of the frontier
+    frontier: Sequence[int] = (0,)  # nodes whose pairs run next
     draft_probs: dict[int, TokenProbs] = field(default_factory=dict)
+    _features: FloatArray | None = None  # [1, Hd] what the next pair of a chain takes
+    _rows: _TreeRows | None = None
+
+    def __post_init__(self) -> None:
+        is_greedy = self.request.params.is_greedy
+        self.reads_ranks = self.request.processor.only_scales and (is_greedy or not self.budget.wants_draws)
+        self.is_drawn = self.reads_ranks and not is_greedy
 
     def path(self, node: int) -> list[int]:
         """Tokens from the root's child to `node`."""
@@ -54,52 +104,58 @@ class GrowingDraft:
             node = self.parents[node]
         return path[::-1]
 
+    def growth(self, record: FloatArray, feature: FloatArray) -> Growth:
+        """What it grows from, where that is done in one call.
+
+        Args:
+            record, feature: of the root's own pair.
+        """
+        request = self.request
+        base, keys = len(request.token_ids), None
+        if self.is_drawn:
+            places = range(base, base + self.depth)
+            keys = [noise_key(request.seed, request.sample_index, place, Purpose.TOKEN) for place in places]
+        temperature = request.params.temperature
+        return Growth(record, feature, self.width, self.depth, base, self.block_table, self.first_slot, keys, temperature)
+
+    def adopt(self, nodes: GrownNodes) -> None:
+        """All its nodes at once."""
+        self.token_ids, self.parents, self.probs = nodes
+        self.frontier = ()
+
     def take(self, guesses: Sequence[Guessed], features: FloatArray) -> None:
         """The guesses behind each node of the frontier, and the features [nodes, Hd] their own pairs take; the best are next."""
         first = len(self.token_ids)
-        for node, guessed, feature in zip(self.frontier, guesses, features, strict=True):
-            self.features[node] = feature
+        for node, guessed in zip(self.frontier, guesses, strict=True):
             if guessed.law is not None and guessed.token_ids:
                 self.draft_probs[node] = guessed.law
-            for token, prob in zip(guessed.token_ids, guessed.probs, strict=True):
-                self.token_ids.append(token)
-                self.parents.append(node)
-                self.depths.append(self.depths[node] + 1)
-                self.probs.append(prob)
-                self.reached.append(self.reached[node] * prob)
-        self.expanded += [node for node in self.frontier if node > 0]
-        level = range(first, len(self.token_ids))
-        if not level or self.depths[-1] >= self.depth:
-            self.frontier = []
+            count, reached = len(guessed.token_ids), self.reached[node]
+            self.token_ids += guessed.token_ids
+            self.parents += [node] * count
+            self.probs += guessed.probs
+            self.reached += [reached * prob for prob in guessed.probs]
+        self.level += 1
+        last = len(self.token_ids)
+        if first == last or self.level >= self.depth:
+            self.frontier = ()
+        elif self.width == 1:
+            self._features, self.frontier = features, (first,)
         else:
-            self.frontier = sorted(sorted(level, key=lambda node: -self.reached[node])[: self.width])
+            self._expand(range(first, last), features)
 
     def next_rows(self) -> DraftedRows:
         """The pairs of the frontier. A chain goes on behind its rows; a tree runs as a whole, each node seeing its own ancestors."""
         base = len(self.request.token_ids)  # slots of the true pairs, the root's included
-        if self.width == 1:
-            nodes = self.frontier
-            rows = RowRange(0, 1, base + len(self.expanded), self.block_table, None, self.first_slot)
-        else:
-            nodes = [*self.expanded, *self.frontier]
-            rows = RowRange(0, len(nodes), base, self.block_table, self._mask(nodes), self.first_slot)
-        return DraftedRows(
-            [self.token_ids[node] for node in nodes],
-            np.array([self.features[self.parents[node]] for node in nodes]),
-            [base - 2 + self.depths[node] for node in nodes],
-            rows,
-            range(len(nodes) - len(self.frontier), len(nodes)),
-        )
-
-    def _mask(self, nodes: Sequence[int]) -> BoolArray:
-        """[nodes, nodes], True where the row's node may attend to the column's: its ancestors among them and itself."""
-        mask = np.eye(len(nodes), dtype=np.bool_)
-        row_of = {node: row for row, node in enumerate(nodes)}
-        for row, node in enumerate(nodes):
-            above = row_of.get(self.parents[node])  # the root is no row of these
-            if above is not None:
-                mask[row] |= mask[above]
-        return mask
+        if self._features is not None:
+            rows = RowRange(0, 1, base + self.level - 1, self.block_table, None, self.first_slot)
+            return DraftedRows((self.token_ids[-1],), self._features, (base - 2 + self.level,), rows, range(1))
+        tree = self._rows
+        if tree is None:
+            raise RuntimeError("a draft has no rows before its first guesses")
+        count = len(tree.token_ids)
+        rows = RowRange(0, count, base, self.block_table, tree.mask[:count, :count], self.first_slot)
+        positions = [base - 2 + depth for depth in tree.depths]
+        return DraftedRows(tree.token_ids, tree.features[:count], positions, rows, range(count - len(self.frontier), count))
 
     def finished(self, source: str) -> DraftTree | None:
         """What is proposed."""
@@ -111,6 +167,22 @@ class GrowingDraft:
                 return DraftTree.grow(root, self.token_ids[1:], self.parents[1:], source, self.draft_probs)
             return DraftTree.chain(root, self.token_ids[1:], source)
         children: list[list[Guess[int]]] = [[] for _ in self.token_ids]
-        for node in range(1, len(self.token_ids)):
-            children[self.parents[node]].append((self.token_ids[node], self.probs[node], source, node))
-        return grow_tree(root, self.budget, 0, lambda node: children[node])
+        for node, (parent, token, prob) in enumerate(zip(self.parents, self.token_ids, self.probs, strict=True)):
+            if node:
+                children[parent].append((token, prob, source, node))
+        return grow_tree(root, self.budget, 0, children.__getitem__)
+
+    def _expand(self, level: Sequence[int], features: FloatArray) -> None:
+        """The best of a level become the frontier.
+
+        Args:
+            features: [nodes, Hd] those of the frontier so far.
+        """
+        best = sorted(sorted(level, key=self.reached.__getitem__, reverse=True)[: self.width])
+        if self._rows is None:
+            self._rows = _TreeRows.empty(self.width * (self.depth - 1), features.shape[1])
+        tree, parents = self._rows, [self.parents[node] for node in best]
+        place = {node: index for index, node in enumerate(self.frontier)}
+        above = [tree.row_of[parent] for parent in parents] if self.level > 1 else []
+        tree.add(best, [self.token_ids[node] for node in best], self.level, above, features[[place[parent] for parent in parents]])
+        self.frontier = best
