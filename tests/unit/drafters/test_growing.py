@@ -17,7 +17,7 @@ from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig, RopeConfig, WeightType
 from paceline.models.weights import AnyTensor, Tensor, Weights
-from paceline.runtimes.head import open_head
+from paceline.runtimes.head import Ranking, open_head
 from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.rounding import to_bf16
 from paceline.sampling.params import SamplingParams
@@ -74,7 +74,9 @@ def proposals(method: str, width: int, params: SamplingParams, seed: int, *, in_
     """What a drafter proposes in one request, step by step, whatever was committed between; past the trained window too."""
     random = np.random.default_rng(seed)
     cache = KVCache(np.zeros((2, 16, 1, 32, 2), np.float32), TreeLayout.MASK)
-    drafter = PairDrafter(head(method, seed), cache, vocab_size=VOCAB, tree_width=width)
+    opened = head(method, seed)
+    opened.rank(Ranking(7, 2))  # of an earlier drafter, which the next one replaces
+    drafter = PairDrafter(opened, cache, vocab_size=VOCAB, tree_width=width)
     assert drafter._grower is not None
     if not in_one_call:
         drafter._grower = None

@@ -86,17 +86,17 @@ class PairHead:
         notices: tuple[str, ...] = (),
     ) -> None:
         self.config, self.runtime, self._drafted = config, runtime, drafted
+        self._networks = runtime, drafted  # as they were opened
         # a mapped file's own kind of array takes longer to index
         self._embedding = replace(embedding, array=np.asarray(embedding.array)) if isinstance(embedding, Tensor) else embedding
         self.target_ids, self.notices = target_ids, notices
         self.embedded_ids = embedding.shape[0]
 
     def rank(self, ranking: Ranking) -> None:
-        """Rank the rows of logits in every pass from now on."""
-        runtime = self.runtime
-        self.runtime = runtime.beside(_ranking(runtime.compose, ranking))
-        same = self._drafted is runtime
-        self._drafted = self.runtime if same else runtime.beside(_ranking(self._drafted.compose, ranking))
+        """Rank the rows of logits in every pass from now on, by this ranking alone."""
+        true, drafted = self._networks
+        self.runtime = true.beside(_ranking(true.compose, ranking))
+        self._drafted = self.runtime if drafted is true else true.beside(_ranking(drafted.compose, ranking))
 
     def grower(self) -> Grower | None:
         """Who grows drafts of ranked pairs in one call."""
