@@ -66,18 +66,19 @@ def test_every_layout_computes_what_the_formula_says(target: Path, tmp_path: Pat
         own = arrays[f"0.{num_blocks}.weight"]
     features = np.random.default_rng(1).normal(0, 1, (3, 64)).astype(np.float32)
     for num_heads in (4, 2, 4):  # a network of fewer heads beside, and back
-        logits = network.forward(features, num_heads).logits
-        assert len(logits) == num_heads
+        outputs = network.forward(features, num_heads)
         for head in range(num_heads):
             expected = reference(arrays, head, torch.from_numpy(features), own, dtype).numpy()
-            assert logits[head].shape == (3, rows)
-            assert np.abs(logits[head] - expected).max() <= TOLERANCE * max(1.0, np.abs(expected).max())
+            assert outputs.logits_of(head).shape == (3, rows)
+            assert np.abs(outputs.logits_of(head) - expected).max() <= TOLERANCE * max(1.0, np.abs(expected).max())
 
 
 def test_a_row_does_not_depend_on_the_others(target: Path, tmp_path: Path) -> None:
     network = opened(HeadFiles.open(write_heads(tmp_path, "rows", random_heads())), target, "native")
     features = np.random.default_rng(2).normal(0, 1, (9, 64)).astype(np.float32)
-    together = [rows.copy() for rows in network.forward(features, 3).logits]
+    outputs = network.forward(features, 3)
+    together = [outputs.logits_of(head).copy() for head in range(3)]
     for row in range(9):
-        for head, alone in enumerate(network.forward(features[row : row + 1], 3).logits):
-            assert np.array_equal(alone[0], together[head][row])
+        outputs = network.forward(features[row : row + 1], 3)
+        for head in range(3):
+            assert np.array_equal(outputs.logits_of(head)[0], together[head][row])

@@ -69,10 +69,10 @@ class Heads:
         self.num_passes += 1
         logits = [self.table[features[:, 0].astype(int) + depth] for depth in range(num_heads)]
         if self.ranking is None:
-            return HeadOutputs(logits, [])
+            return HeadOutputs(logits.__getitem__, [])
         of_heads = [None] * num_heads if draws is None else draws
         found = [rank_rows(torch.from_numpy(rows), self.ranking, of_head) for rows, of_head in zip(logits, of_heads, strict=True)]
-        return HeadOutputs(logits, [ranked_rows(records.numpy()) for records in found])
+        return HeadOutputs(logits.__getitem__, [ranked_rows(records.numpy()) for records in found])
 
 
 def a_drafter(table: NDArray[np.float32], vocab_size: int = 0, **options: object) -> MedusaDrafter:

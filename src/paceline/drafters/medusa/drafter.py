@@ -143,7 +143,7 @@ class MedusaDrafter(Drafter):
         request = one.request
 
         def row_of(depth: int) -> FloatArray:
-            return self._as_target_row(outputs.logits[depth][row])
+            return self._as_target_row(outputs.logits_of(depth)[row])
 
         if one.budget.wants_draws and not request.params.is_greedy:
             token_ids, laws = drawn_chain(request, row_of, one.depth)

@@ -3,7 +3,7 @@
 Source: Cai et al. 2024, "Medusa" (arXiv:2401.10774), section 2.1.1: head i is blocks x + SiLU(W x + b), then a vocabulary matrix.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,12 +20,12 @@ class HeadOutputs:
     """What a pass returns of each of the first heads.
 
     Attributes:
-        logits: [B, rows], views that the next pass overwrites.
+        logits_of: a head -> [B, rows], views that the next pass overwrites.
         ranked: [B] what was found in them; none where nothing was asked for.
     """
 
-    logits: list[FloatArray]
-    ranked: list[list[RankedRow]]
+    logits_of: Callable[[int], FloatArray]
+    ranked: Sequence[Sequence[RankedRow]]
 
 
 class MedusaNetwork:
@@ -66,13 +66,14 @@ class MedusaNetwork:
         if self._lm_head is None:
             results = network.forward({"features": features}, _rows(batch_size), draws)
             ranked = [ranked_rows(results[f"ranked.{head}"]) for head in heads] if is_ranked else []
-            return HeadOutputs([results[f"head.{head}"] for head in heads], ranked)
+            return HeadOutputs(lambda head: results[f"head.{head}"], ranked)
         results = network.forward({"features": features}, _rows(batch_size))
         hidden = np.concatenate([results[f"head.{head}"] for head in heads])
         results = self._lm_head.forward({"hidden": hidden}, _rows(num_heads * batch_size), draws)
         rows = ranked_rows(results["ranked"]) if is_ranked else []
         ranked = [rows[head * batch_size : (head + 1) * batch_size] for head in heads] if is_ranked else []
-        return HeadOutputs(list(results["logits"].reshape(num_heads, batch_size, -1)), ranked)
+        logits = results["logits"].reshape(num_heads, batch_size, -1)
+        return HeadOutputs(logits.__getitem__, ranked)
 
     def _compose(self, blocks: HeadBlocks[Value], *, num_heads: int) -> Mapping[str, Value]:
         """Logits of each head, or what a shared vocabulary matrix is to be multiplied with."""

@@ -30,7 +30,7 @@ SPARE_BLOCKS = 64
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)  # odd, as is the factor below: no token hides another
 _FACTOR = np.uint64(0xD1342543DE82EF95)
-_WORD = 0xFFFFFFFFFFFFFFFF
+_STEP_NUMBER, _WORD = int(_STEP), 0xFFFFFFFFFFFFFFFF
 
 
 @dataclass(slots=True)
@@ -197,7 +197,7 @@ class PairCache:
 
     def _next_mark(self, token_id: int, slot: int, before: np.uint64) -> np.uint64:
         """`_marks_of` a single slot."""
-        return np.uint64(((token_id + 1) * int(_STEP) * int(self._powers[slot]) + int(before)) & _WORD)
+        return np.uint64(((token_id + 1) * _STEP_NUMBER * int(self._powers[slot]) + int(before)) & _WORD)
 
     def _marks_of(self, token_ids: Sequence[int] | IntArray, first: int, before: np.uint64) -> NDArray[np.uint64]:
         """The marks of slots `first` …: a polynomial of all tokens up to each."""

@@ -10,7 +10,6 @@ with the head's own outputs as features. Their rows are overwritten by true pair
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -177,7 +176,7 @@ class PairDrafter(Drafter):
         last = [end - 1 for end in accumulate(len(one.token_ids) for one in pairs)]
         for one in pairs:
             self.pairs.keep(one)
-        return replace(outputs, features=outputs.features[last])
+        return PairOutputs(outputs.results, outputs.features[last])
 
 
 def _draws(drafts: Sequence[GrowingDraft]) -> Draws | None:
