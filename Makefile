@@ -23,7 +23,7 @@ PYTEST := $(BIN)/python -m pytest -q -rs --durations=10
 comma := ,
 LONG_RECORD := docs/dev/test-long.txt
 # the record keeps what was counted, what failed or was skipped, and the times; not a line for every test
-RECORDED := '^(rows|token ids|FAILED|ERROR|SKIPPED|=+ slowest|[0-9.]+s (call|setup)|[0-9]+ (passed|failed))'
+RECORDED := '^([a-z -]+: [0-9,]+$$|FAILED|ERROR|SKIPPED|=+ slowest|[0-9.]+s (call|setup)|[0-9]+ (passed|failed))'
 
 .PHONY: all demo test test-long check format clean
 

@@ -2,10 +2,12 @@
 
     python tools/compare_llama_cpp.py MODEL --work DIR --llama-python PYTHON_WITH_LLAMA_CPP --prompts PROMPTS.jsonl
 
-MODEL is a bf16 Llama directory with a byte-level BPE tokenizer; it is written as BF16, Q8_0 and Q4_0 GGUF first. llama.cpp rounds
-activations to 8 bits in front of quantised matrices and we do not, so the two may part where the best two tokens are nearly level: both
-margins are shown, as logits, at the first token that differs. With --widened llama.cpp gets the values of the quantised file as F32, which
-it multiplies without rounding: what then still differs is not the file's doing. Prompts: a file with one JSON object or string a line.
+MODEL is a bf16 Llama directory with a byte-level BPE tokenizer; it is written as BF16, Q8_0 and Q4_0 GGUF first. Both round activations to
+8 bits in front of quantised matrices. A sum in another order moves a value across a rounding border now and then, and what follows differs
+by as much as rounding does, so the two may part where the best two tokens are nearly level: both margins are shown, as logits, at the first
+token that differs. The yardstick is llama.cpp beside itself, prompts in one pass and token by token. With --widened nobody rounds:
+llama.cpp gets the values of the quantised file as F32, we compute in float32; what then still differs is the file's doing. Prompts: a
+file with one JSON object or string a line.
 """
 
 import argparse
@@ -21,15 +23,21 @@ from bench_models import write_gguf
 KINDS = ("BF16", "Q8_0", "Q4_0")
 
 
-def llama_cpp_greedy(file: Path, prompts: list[list[int]], max_tokens: int, threads: int) -> list[list[dict[str, float]]]:
-    """For each prompt the tokens with their margin over the second best; runs where llama-cpp-python is installed."""
+def llama_cpp_greedy(file: Path, prompts: list[list[int]], max_tokens: int, threads: int, piece: int) -> list[list[dict[str, float]]]:
+    """For each prompt the tokens with their margin over the second best; runs where llama-cpp-python is installed.
+
+    Args:
+        piece: tokens of a prompt that are run at once.
+    """
     api = importlib.import_module("llama_cpp")
     numpy = importlib.import_module("numpy")
-    model = api.Llama(str(file), n_ctx=1024, n_threads=threads, n_threads_batch=threads, logits_all=True, verbose=False, type_k=0, type_v=0)
+    as_float32 = {"type_k": 0, "type_v": 0}  # the cache, as ours
+    model = api.Llama(str(file), n_ctx=1024, n_threads=threads, n_threads_batch=threads, logits_all=True, verbose=False, **as_float32)
     answers = []
     for prompt in prompts:
         model.reset()
-        model.eval(prompt)
+        for start in range(0, len(prompt), piece):
+            model.eval(prompt[start : start + piece])
         answer = []
         for _ in range(max_tokens):
             logits = numpy.asarray(model.scores[model.n_tokens - 1])
@@ -40,12 +48,12 @@ def llama_cpp_greedy(file: Path, prompts: list[list[int]], max_tokens: int, thre
     return answers
 
 
-def our_greedy(file: Path, prompts: list[list[int]], max_tokens: int, threads: int) -> tuple[list[list[int]], Any]:
+def our_greedy(file: Path, prompts: list[list[int]], options: argparse.Namespace) -> tuple[list[list[int]], Any]:
     """Our tokens, and the model to ask for margins."""
     from paceline import LLM, SamplingParams
 
-    llm = LLM(str(file), threads=threads, max_context=1024)
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    llm = LLM(str(file), threads=options.threads, max_context=1024, dtype="f32" if options.widened else "auto")
+    params = SamplingParams(max_tokens=options.max_tokens, temperature=0.0, ignore_eos=True)
     return [list(result.token_ids) for result in llm.generate(prompts, params)], llm
 
 
@@ -66,15 +74,24 @@ def our_margin(llm: Any, context: list[int]) -> tuple[float, int]:
     return margin, int(second)
 
 
-def compare(file: Path, their_file: Path, prompts: list[list[int]], options: argparse.Namespace) -> dict[str, Any]:
-    """Run ours on one file, llama.cpp on the other, and print what differs."""
-    ours, llm = our_greedy(file, prompts, options.max_tokens, options.threads)
-    work = json.dumps({"file": str(their_file), "prompts": prompts, "max_tokens": options.max_tokens, "threads": options.threads})
+def ask_llama_cpp(file: Path, prompts: list[list[int]], options: argparse.Namespace, piece: int) -> list[list[dict[str, Any]]]:
+    """`llama_cpp_greedy` in its own Python."""
+    work = json.dumps({"file": str(file), "prompts": prompts, "max_tokens": options.max_tokens, "threads": options.threads, "piece": piece})
     command = [options.llama_python, str(Path(__file__).resolve()), "--worker"]
     done = subprocess.run(command, input=work, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr[-1500:])
-    theirs = json.loads(done.stdout.splitlines()[-1])
+    answers: list[list[dict[str, Any]]] = json.loads(done.stdout.splitlines()[-1])
+    return answers
+
+
+def compare(file: Path, their_file: Path, prompts: list[list[int]], options: argparse.Namespace) -> dict[str, Any]:
+    """Run ours on one file, llama.cpp on the other, and print what differs."""
+    ours, llm = our_greedy(file, prompts, options)
+    theirs, piecewise = (ask_llama_cpp(their_file, prompts, options, piece) for piece in (512, 1))
+    with_itself = sum(
+        [one["token"] for one in whole] == [one["token"] for one in pieces] for whole, pieces in zip(theirs, piecewise, strict=True)
+    )
     same, differences = 0, []
     for number, (prompt, mine, other) in enumerate(zip(prompts, ours, theirs, strict=True)):
         at = next((i for i, (one, two) in enumerate(zip(mine, other, strict=True)) if one != two["token"]), None)
@@ -85,12 +102,13 @@ def compare(file: Path, their_file: Path, prompts: list[list[int]], options: arg
         swapped = second == other[at]["token"] and other[at]["second"] == mine[at]
         differences.append({"prompt": number, "at": at, "our_margin": margin, "their_margin": other[at]["margin"], "swapped": swapped})
     print(f"{file.name} beside {their_file.name}: {same} of {len(prompts)} texts of {options.max_tokens} tokens are the same")
+    print(f"  llama.cpp beside itself, prompts in one pass and token by token: {with_itself} of {len(prompts)}")
     for item in differences:
         tie = "the same two tokens, swapped" if item["swapped"] else "other tokens"
         print(
             f"  prompt {item['prompt']}, token {item['at']}: our margin {item['our_margin']:.4f}, theirs {item['their_margin']:.4f}, {tie}"
         )
-    return {"file": file.name, "same": same, "prompts": len(prompts), "differences": differences}
+    return {"file": file.name, "same": same, "with_itself": with_itself, "prompts": len(prompts), "differences": differences}
 
 
 def read_prompts(file: Path, directory: Path, count: int) -> list[list[int]]:
@@ -122,7 +140,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker:
         work = json.load(sys.stdin)
-        print(json.dumps(llama_cpp_greedy(Path(work["file"]), work["prompts"], work["max_tokens"], work["threads"])))
+        print(json.dumps(llama_cpp_greedy(Path(work.pop("file")), **work)))
         return
     options.work.mkdir(parents=True, exist_ok=True)
     prompts = read_prompts(options.prompts, options.model, options.count)

@@ -113,7 +113,7 @@ class EngineConfig:
         gguf_file: name of the GGUF file to take from the directory or from the Hub's model; None = the only one.
         gguf_weights: "exact" (the values of the file) or "regroup" (quantise its matrices again, to larger groups that run faster).
         numerics: "exact" (a token never depends on what else is in the pass) or "fast".
-        dtype: type to compute in; "auto" = as stored.
+        dtype: type to compute in; "auto" = as stored. Only "f32" leaves rows unrounded in front of quantised matrices.
         quant: quantise the matrices while loading: "none", "int8", "int4" or `QuantOptions`.
         threads: CPU threads; None = the processors this process may use.
         max_context: longest prompt + output; None = what the model was made for.

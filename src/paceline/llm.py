@@ -35,7 +35,7 @@ class LLM:
         gguf_file: name of the GGUF file to take from the directory or from the Hub's model; None = the only one.
         gguf_weights: "exact" (the values of the file) or "regroup" (quantise them again so that they run faster).
         numerics: "exact": a token depends on nothing but target, prompt, sampling parameters and seed; "fast": any kernel.
-        dtype: "auto" (as stored), "bf16", "f16" or "f32".
+        dtype: "auto" (as stored), "bf16", "f16" or "f32"; only "f32" leaves rows unrounded in front of quantised matrices.
         quant: quantise the weights while loading: "none", "int8", "int4" or `QuantOptions`; the result is cached on disk.
         threads: CPU threads; None = the processors this process may use.
         max_context: longest prompt + output.

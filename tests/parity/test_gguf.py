@@ -15,6 +15,7 @@ from paceline.models.gguf_blocks import GROUPED_TYPES
 from paceline.models.gguf_header import BLOCK_TYPES
 from paceline.runtimes.base import FloatArray, Numerics, assemble
 from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.native.library import kernels_path
 
 pytest.importorskip("torch")
 gguf = pytest.importorskip("gguf")
@@ -70,6 +71,11 @@ def logits(path: Path, **options: Any) -> FloatArray:
     found = runtime.forward(assemble([plan], [token_ids], [list(range(NUM_TOKENS))])).logits
     assert np.isfinite(found).all()
     return found
+
+
+def distance(found: FloatArray, expected: FloatArray) -> float:
+    """Root mean square of the difference over the spread of what was expected."""
+    return float(np.sqrt(np.mean((found - expected) ** 2)) / expected.std())
 
 
 @pytest.mark.parametrize(
@@ -128,6 +134,17 @@ def test_quantised_files_give_the_logits_of_their_values(checkpoint: Make, tmp_p
     assert not np.array_equal(logits(path), logits(directory))
 
 
+@pytest.mark.skipif(kernels_path() is None, reason="no native kernels for this machine")
+@pytest.mark.parametrize("block_type", ["Q4_0", "Q4_1", "Q5_1", "Q8_0"])
+def test_our_kernels_round_rows_to_bytes_unless_float32_is_asked_for(checkpoint: Make, tmp_path: Path, block_type: str) -> None:
+    """Rounding moves logits by a few hundredths of their spread; in float32 only the order of sums differs from torch's."""
+    path = write_gguf(checkpoint("llama", "float32"), tmp_path / "model.gguf", block_type)
+    expected = logits(path)
+    exact, rounded = (logits(path, backend="native", dtype=dtype) for dtype in (WeightType.F32, None))
+    assert distance(exact, expected) < 1e-5
+    assert 1e-3 < distance(rounded, expected) < 0.1
+
+
 def test_a_file_of_mixed_block_types_runs(tmp_path: Path, seed: int) -> None:
     """As Q4_K_M files are: several types in one file, the output matrix in another than the rest."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
@@ -162,6 +179,9 @@ def test_a_file_of_mixed_block_types_runs(tmp_path: Path, seed: int) -> None:
     assert np.array_equal(weights["layers.1.q_proj.weight"].matrix.values(), ours)
     assert weights.nbytes == sum(weights[name].nbytes for name in weights)
     assert logits(path).shape == (NUM_TOKENS, VOCAB_SIZE)
+    if kernels_path() is not None:
+        assert distance(logits(path, backend="native"), logits(path)) < 1e-5
+        assert distance(logits(path, backend="native", dtype=None), logits(path)) < 0.1
 
 
 def test_a_split_file_is_the_whole_one(checkpoint: Make, tmp_path: Path) -> None:
