@@ -12,8 +12,10 @@ from paceline.speculation.request import Request
 
 WINDOW = 64  # drafted tokens the guard looks back on
 MIN_EVIDENCE = 24  # drafted tokens before it may act
-CLEAR_EVIDENCE = 16  # the same where none of them was accepted, in at least 4 steps
-SHORT_EVIDENCE = 8  # enough where drafting did not pay for the requests before
+CLEAR_STEPS = 4  # steps with drafts that are enough where nothing was accepted
+SHORT_STEPS = 2  # enough where drafting did not pay for the requests before
+MIN_LUCK = 8  # drafted tokens of a request before its success counts against everybody else's failure
+DOUBTFUL_STEPS = 2  # steps without success behind which a request drafts half as much until something is accepted
 PROBE_INTERVAL = 32  # steps from one probe to the next, 31 of them plain; of all requests together, for one slows the pass of all
 FIRST_ROWS = 16  # drafted tokens of a pass in which all requests draft for the first time, while drafting is not known to pay
 LEAST_BREAK_EVEN = 0.05  # accepted tokens a step, however cheap rows seem: times are never measured without noise
@@ -80,15 +82,21 @@ class _Guard:
     min_evidence: int = MIN_EVIDENCE
     was_probed: bool = False
 
-    @property
-    def accepted_per_step(self) -> float:
-        return self.accepted / len(self.recent)
+    def accepted_per_step(self, depth: int) -> float:
+        """Accepted tokens a step of drafts of `depth` tokens; of shorter ones what they promise, if every token has the same chance."""
+        drafted, accepted = self.drafted / len(self.recent), self.accepted / len(self.recent)
+        if drafted >= depth or accepted == 0:
+            return accepted
+        low, high = 0.0, 1.0
+        for _ in range(10):
+            chance = (low + high) / 2
+            low, high = (chance, high) if _chain_sum(chance, drafted) < accepted else (low, chance)
+        return _chain_sum(high, depth)
 
     @property
     def has_evidence(self) -> bool:
         """Whether enough is known to judge."""
-        is_clear = self.accepted == 0 and self.drafted >= CLEAR_EVIDENCE and len(self.recent) >= 4
-        return is_clear or self.drafted >= self.min_evidence
+        return (self.accepted == 0 and len(self.recent) >= CLEAR_STEPS) or self.drafted >= self.min_evidence
 
     def add(self, num_drafted: int, num_accepted: int) -> None:
         self.recent.append((num_drafted, num_accepted))
@@ -98,6 +106,11 @@ class _Guard:
             drafted, accepted = self.recent.popleft()
             self.drafted -= drafted
             self.accepted -= accepted
+
+
+def _chain_sum(chance: float, depth: float) -> float:
+    """Tokens that a chain of `depth` is expected to bring, each accepted with this chance if those before it were."""
+    return depth if chance == 1.0 else chance * (1.0 - chance**depth) / (1.0 - chance)
 
 
 class DraftLengthPolicy:
@@ -145,7 +158,11 @@ class DraftLengthPolicy:
                 return None
             guard = self._guards[id(request)] = _Guard(min_evidence=1, was_probed=True)
         guard.num_plain = 0
-        return self.full_budget if guard.drafted or guard.was_probed else self._first_budget()
+        is_new = len(guard.recent) < SHORT_STEPS or (guard.drafted < MIN_LUCK and self._fails_lately)
+        if is_new and not guard.was_probed:
+            return self._first_budget()
+        is_doubtful = self.costs is not None and guard.accepted == 0 and len(guard.recent) >= DOUBTFUL_STEPS
+        return self._chain_budget(max(1, self.num_draft_tokens // 2)) if is_doubtful else self.full_budget
 
     def acceptance(self, request: Request) -> float:
         """Share of the request's drafted tokens that were kept lately; an even chance before any is known."""
@@ -182,7 +199,9 @@ class DraftLengthPolicy:
         """What a request may draft of whom nothing is known: little in a large batch, for many who learn at once pay for it at once."""
         if self.costs is None or (self._lately.has_evidence and self._pays(self._lately)):
             return self.full_budget
-        depth = min(self.num_draft_tokens, max(1, FIRST_ROWS // max(1, self._num_drafting)))
+        return self._chain_budget(min(self.num_draft_tokens, max(1, FIRST_ROWS // max(1, self._num_drafting))))
+
+    def _chain_budget(self, depth: int) -> DraftBudget:
         return self.full_budget if depth == self.num_draft_tokens else DraftBudget(depth + 1, depth)
 
     def _has_failed(self, guard: _Guard) -> bool:
@@ -192,13 +211,17 @@ class DraftLengthPolicy:
         if guard.has_evidence:
             return True
         # Where it does not pay for all together either, little is enough; next to nothing where nobody's drafts were accepted.
-        lately = self._lately
-        if guard.was_probed or not lately.has_evidence or self._pays(lately):
+        if guard.was_probed or not self._fails_lately:
             return False
-        return guard.drafted >= SHORT_EVIDENCE or lately.accepted == 0
+        return len(guard.recent) >= SHORT_STEPS or self._lately.accepted == 0
+
+    @property
+    def _fails_lately(self) -> bool:
+        """Whether drafting is known not to pay for all requests together."""
+        return self._lately.has_evidence and not self._pays(self._lately)
 
     def _pays(self, guard: _Guard) -> bool:
-        return guard.accepted_per_step >= self._break_even
+        return guard.accepted_per_step(self.num_draft_tokens) >= self._break_even
 
     def _find_break_even(self) -> float:
         """Accepted tokens a step that are worth their rows in the step to come, if all draft for whom it may be done."""

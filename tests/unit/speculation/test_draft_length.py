@@ -10,10 +10,10 @@ from paceline.kv_cache.paged import CachedSequence
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.draft_length import (
-    CLEAR_EVIDENCE,
+    CLEAR_STEPS,
     MIN_EVIDENCE,
     PROBE_INTERVAL,
-    SHORT_EVIDENCE,
+    SHORT_STEPS,
     WINDOW,
     DraftLengthPolicy,
     StepCosts,
@@ -64,7 +64,7 @@ def test_an_unmeasured_plain_pass_never_shuts_a_drafter_off():
 
 def test_a_useless_drafter_is_shut_off_after_the_evidence_and_probed_at_a_fixed_interval():
     drafted, speed = _run(_policy(), _request(), 1_000, lambda step: 0)
-    first = CLEAR_EVIDENCE // NUM_DRAFT_TOKENS
+    first = CLEAR_STEPS
     probes = [step for step, is_drafted in enumerate(drafted) if is_drafted]
     assert probes[:first] == list(range(first))
     assert probes[first:] == list(range(first - 1 + PROBE_INTERVAL, 1_000, PROBE_INTERVAL))
@@ -104,7 +104,7 @@ def test_few_rejected_tokens_in_few_steps_are_no_evidence_yet():
 
 
 def test_a_lucky_probe_of_a_useless_drafter_costs_no_more_than_the_evidence():
-    drafted, _ = _run(_policy(), _request(), 300, lambda step: int(step == CLEAR_EVIDENCE // NUM_DRAFT_TOKENS - 1 + PROBE_INTERVAL))
+    drafted, _ = _run(_policy(), _request(), 300, lambda step: int(step == CLEAR_STEPS - 1 + PROBE_INTERVAL))
     lucky = drafted.index(True, 10)
     assert drafted[lucky : lucky + 7] == [True] * 6 + [False]
 
@@ -162,7 +162,7 @@ def test_a_request_that_follows_others_for_whom_drafting_did_not_pay_is_shut_off
     good, _ = _run(policy, third, 5, lambda step: 1)
     assert all(good)
     drafted, _ = _run(policy, fourth, 20, lambda step: 0)
-    assert drafted == [step < SHORT_EVIDENCE // NUM_DRAFT_TOKENS for step in range(20)]
+    assert drafted == [step < SHORT_STEPS for step in range(20)]
 
 
 def test_a_useless_drafter_drafts_once_for_a_batch():
@@ -191,7 +191,7 @@ def test_the_first_drafts_of_a_large_batch_are_short_until_drafting_is_known_to_
 def test_a_useless_drafter_is_shut_off_however_cheap_its_rows_seem():
     policy, request = _policy(StepCosts(1.0, 0.9)), _request()
     drafted, _ = _run(policy, request, PROBE_INTERVAL, lambda step: 0)
-    assert sum(drafted) == CLEAR_EVIDENCE // NUM_DRAFT_TOKENS
+    assert sum(drafted) == CLEAR_STEPS
 
 
 def test_a_good_request_among_bad_ones_goes_on_drafting():
@@ -199,7 +199,7 @@ def test_a_good_request_among_bad_ones_goes_on_drafting():
     for step in range(40):
         drafted = _step(policy, requests, [0] * 15 + [4])
         assert drafted[-1]
-        assert step < 1 + SHORT_EVIDENCE // NUM_DRAFT_TOKENS or not any(drafted[:-1])
+        assert step < 1 + SHORT_STEPS or not any(drafted[:-1])
 
 
 def test_drafts_that_pay_alone_stop_where_a_batch_makes_their_rows_dear_and_go_on_after_it():
@@ -209,7 +209,7 @@ def test_drafts_that_pay_alone_stop_where_a_batch_makes_their_rows_dear_and_go_o
         policy.observe_pass(16, 2.0)
         policy.observe_pass(80, 7.0)  # pays from 2.5 in the whole batch
     for step in range(10):
-        assert _step(policy, requests, [2] * 16) == [step < 1 + SHORT_EVIDENCE // NUM_DRAFT_TOKENS] * 16
+        assert _step(policy, requests, [2] * 16) == [step < 1 + SHORT_STEPS] * 16
     for request in requests[1:]:
         policy.release(request)
     assert _step(policy, requests[:1], [2]) == [True]
@@ -281,3 +281,44 @@ ALIKE = {12: [4, 4, 4], 11: [4, 4, 3], 6: [2, 2, 2], 4: [2, 1, 1], 2: [1, 1, 0],
 @pytest.mark.parametrize(("available", "shares"), ALIKE.items())
 def test_where_nothing_is_known_all_get_alike(available, shares):
     assert share_rows([4, 4, 4], [0.5, 0.5, 0.5], available) == shares
+
+
+def test_a_request_that_never_succeeds_drafts_half_as_much_before_it_is_shut_off():
+    policy, request = _policy(), _request()
+    depths = []
+    for _ in range(CLEAR_STEPS):
+        budget = policy.budget(request)
+        assert budget is not None
+        depths.append((budget.max_depth, budget.row_budget))
+        policy.observe(request, budget.max_depth, 0)
+    assert depths == [(4, 5), (4, 5), (2, 3), (2, 3)]
+    assert policy.budget(request) is None
+
+    policy, request = _policy(), _request()
+    for accepted, depth in ((0, 4), (0, 4), (1, 2), (0, 4)):
+        budget = policy.budget(request)
+        assert budget is not None
+        assert budget.max_depth == depth
+        policy.observe(request, budget.max_depth, accepted)
+
+
+@pytest.mark.parametrize(("kept", "goes_on"), [(0.7, False), (0.95, True)])
+def test_short_drafts_of_a_large_batch_tell_whether_long_ones_would_pay(kept, goes_on):
+    """Rows of a batch of 16 are dear: only nearly perfect drafts pay, which one token each tells within two steps."""
+    policy = DraftLengthPolicy(NUM_DRAFT_TOKENS, costs=StepCosts(1.0, 1.25))
+    requests = [_request() for _ in range(16)]
+    random = np.random.default_rng(0)
+    for _ in range(2):
+        policy.observe_pass(16, 2.0)
+        policy.observe_pass(80, 7.6)  # pays from 2.8 accepted tokens a step
+    rows = []
+    for _ in range(8):
+        policy.begin_step(16, 16)
+        budgets = [policy.budget(request) for request in requests]
+        rows.append(sum(budget.max_depth for budget in budgets if budget is not None))
+        for request, budget in zip(requests, budgets, strict=True):
+            if budget is not None:
+                chain = np.cumprod(random.random(budget.max_depth) < kept)
+                policy.observe(request, budget.max_depth, int(chain.sum()))
+    assert rows[:2] == [16, 16]
+    assert sum(rows[2:]) > 200 if goes_on else sum(rows[2:]) < 40
