@@ -25,11 +25,9 @@ from paceline.sampling.residual import TokenProbs, draw_distinct
 from paceline.speculation.drafter import DraftBudget, Drafter
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
-from paceline.speculation.tree_growth import Guess, growing_tree
+from paceline.speculation.tree_growth import COUPLED_PROB, Guess, growing_tree
 
 CATCH_UP_ROWS = 256  # rows of one request in one catch-up pass
-COUPLED_PROB = 0.6
-"""How likely, at least, a token drawn with the target's own noise is taken to be the target's; its own probability says too little."""
 
 ResultT = TypeVar("ResultT")
 Path: TypeAlias = Sequence[int]

@@ -21,6 +21,8 @@ Guess: TypeAlias = tuple[int, float, str, ContextT]
 """One possible next token: its id, the estimated probability that the target says it once it said everything before, who guesses, and
 what to expand for the tokens behind it. A bare tuple: some drafters have microseconds."""
 
+COUPLED_PROB = 0.6
+"""How likely, at least, a token drawn with the target's own noise is taken to be the target's; its own probability says too little."""
 
 Growth: TypeAlias = Generator[ContextT, Sequence[Guess[ContextT]], DraftTree | None]
 """A tree that grows while it is told what may stand behind its nodes: yields contexts, takes the guesses behind them, returns the tree."""

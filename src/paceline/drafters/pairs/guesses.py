@@ -15,9 +15,7 @@ from paceline.sampling.draw import draw
 from paceline.sampling.processors import Distribution
 from paceline.sampling.residual import TokenProbs, draw_distinct
 from paceline.speculation.request import Request
-
-COUPLED_PROB = 0.6
-"""How likely, at least, a token drawn with the target's own noise is taken to be the target's; its own probability says too little."""
+from paceline.speculation.tree_growth import COUPLED_PROB
 
 _REACH = 12.0  # log-probabilities: what is so far below the best is worth no row
 
