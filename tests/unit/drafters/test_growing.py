@@ -18,6 +18,7 @@ from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig, RopeConfig, WeightType
 from paceline.models.weights import AnyTensor, Tensor, Weights
 from paceline.runtimes.head import Ranking, open_head
+from paceline.runtimes.native.growing import NativeGrower
 from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.rounding import to_bf16
 from paceline.sampling.params import SamplingParams
@@ -92,11 +93,16 @@ def proposals(method: str, width: int, params: SamplingParams, seed: int, *, in_
         rows = random.normal(0, 1, (count, HIDDEN)).astype(np.float32)
         drafter.observe([CommittedRows(request, start, count, rows, np.stack([rows, -rows]) if drafter.needs.layers else None)])
         depth = int(random.integers(1, 6))
-        budget = DraftBudget(depth + 1 if width == 1 else 4 * depth, depth, TreeLayout.MASK)
+        layout = (TreeLayout.MASK, TreeLayout.PATHS)[int(random.integers(0, 2))]
+        budget = DraftBudget(depth + 1 if width == 1 else 4 * depth, depth, layout)
         passes = drafter.head.runtime.num_passes
         found += drafter.propose([request], [budget])
         assert 1 <= drafter.head.runtime.num_passes - passes <= depth
     return found
+
+
+def fields_of(tree: DraftTree | None) -> list[object] | None:
+    return None if tree is None else [*map(list, (tree.token_ids, tree.parents, tree.depths, tree.sources)), tree.draft_probs]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
@@ -105,21 +111,51 @@ def proposals(method: str, width: int, params: SamplingParams, seed: int, *, in_
 def test_a_draft_is_the_same_in_one_call_and_pass_by_pass(method: str, width: int, temperature: float, seed: int) -> None:
     params = SamplingParams(temperature=temperature)
     together, apart = (proposals(method, width, params, seed, in_one_call=in_one_call) for in_one_call in (True, False))
-    assert together == apart
+    assert list(map(fields_of, together)) == list(map(fields_of, apart))
     assert sum(tree.num_draft_tokens for tree in together if tree is not None) > 20
+
+
+def test_more_pairs_than_one_call_takes_run_before(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """59 of the prompt's pairs and more wait for the first draft."""
+    monkeypatch.setattr(NativeGrower, "most_true", 20)
+    monkeypatch.setattr("paceline.drafters.pairs.drafter.FLUSH_ROWS", 1000)
+    together, apart = (proposals("eagle3", 3, SamplingParams(), seed, in_one_call=in_one_call) for in_one_call in (True, False))
+    assert list(map(fields_of, together)) == list(map(fields_of, apart))
+
+
+def begun(opened: PairHead, known: list[int], seed: int, **options: int) -> tuple[PairDrafter, Request]:
+    """A drafter that has seen the features of all tokens but the last."""
+    cache = KVCache(np.zeros((2, 16, 1, 32, 2), np.float32), TreeLayout.MASK)
+    drafter = PairDrafter(opened, cache, vocab_size=VOCAB, **options)
+    params = SamplingParams()
+    request = Request(known, len(known), params, LogitsProcessor(params, VOCAB, known), cache.new_sequence(), seed, 0, 99)
+    cache.reserve(request.sequence, range(-1, len(known) - 2))
+    cache.keep_path(request.sequence, len(known) - 2)
+    drafter.observe([CommittedRows(request, 0, len(known) - 1, np.ones((len(known) - 1, HIDDEN), np.float32))])
+    return drafter, request
 
 
 def test_a_row_that_is_none_ends_a_draft(seed: int) -> None:
     """The pairs of drafted tokens are damaged: what was guessed before is proposed, without an error."""
-    cache = KVCache(np.zeros((2, 16, 1, 32, 2), np.float32), TreeLayout.MASK)
-    known = [1, 2, 3]
     damaged = head("eagle", seed)
     damaged._embedding.array[4:] = np.nan  # type: ignore[union-attr]
-    drafter = PairDrafter(damaged, cache, vocab_size=VOCAB)
-    request = Request(known, 3, SamplingParams(), LogitsProcessor(SamplingParams(), VOCAB, known), cache.new_sequence(), seed, 0, 99)
-    cache.reserve(request.sequence, range(-1, 1))
-    cache.keep_path(request.sequence, 1)
-    drafter.observe([CommittedRows(request, 0, 2, np.ones((2, HIDDEN), np.float32))])
+    drafter, request = begun(damaged, [1, 2, 3], seed)
     (tree,) = drafter.propose([request], [DraftBudget(5, 4, TreeLayout.MASK)])
     assert tree is not None
     assert tree.num_draft_tokens == 1
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_root_whose_row_is_none_makes_a_plain_step(width: int, seed: int) -> None:
+    damaged = head("eagle", seed)
+    damaged._embedding.array[3] = np.nan  # type: ignore[union-attr]
+    drafter, request = begun(damaged, [1, 2, 3], seed, tree_width=width)
+    assert drafter.propose([request], [DraftBudget(9, 3, TreeLayout.MASK)]) == [None]
+    assert drafter.head.runtime.num_passes == 1
+
+
+def test_a_token_without_an_embedding_makes_a_plain_step(seed: int) -> None:
+    drafter, request = begun(head("eagle", seed), [1, 2, VOCAB - 1], seed)
+    drafter.head.embedded_ids = VOCAB - 1
+    assert drafter.propose([request], [DraftBudget(9, 3, TreeLayout.MASK)]) == [None]
+    assert drafter.head.runtime.num_passes == 0

@@ -14,7 +14,7 @@ from medusa_checkpoints import Arrays, edit, perfect_blocks, perfect_heads, rand
 from paceline import LLM, SamplingParams
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.medusa.drafter import MedusaDrafter, open_medusa
-from paceline.drafters.medusa.guesses import Candidates, RankAccuracy
+from paceline.drafters.medusa.guesses import RankAccuracy
 from paceline.drafters.medusa.network import HeadOutputs
 from paceline.drafters.medusa.trees import STATIC_TREES, static_shape
 from paceline.errors import CheckpointError, ConfigError, IncompatibleDrafterError
@@ -64,6 +64,9 @@ class Heads:
 
     def rank(self, ranking: Ranking) -> None:
         self.ranking = ranking
+
+    def grower(self, num_heads: int) -> None:
+        return None
 
     def forward(self, features: NDArray[np.float32], num_heads: int, draws: Draws | None = None) -> HeadOutputs:
         self.num_passes += 1
@@ -308,7 +311,7 @@ def test_measured_accuracy_decides_which_ranks_are_tried(table: NDArray[np.float
 
 def test_accuracy_counts_positions_whose_guesses_before_were_right() -> None:
     accuracy = RankAccuracy()
-    guesses = [Candidates([4, 5], [0.5, 0.5]), Candidates([6, 7], [0.5, 0.5]), Candidates([8], [1.0])]
+    guesses = [[4, 5], [6, 7], [8]]
     accuracy.observe(guesses, [5, 6])  # the first one's second guess, then the second one's first; nothing is known of the third
     assert accuracy.trials == [1.0, 1.0, 0.0]
     assert [hits[:2] for hits in accuracy.hits] == [[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]

@@ -73,7 +73,7 @@ class Bench:
         for slot in range(rows.rows.first_slot, first):  # what they see was computed from this text
             block = int(rows.rows.block_table[slot // BLOCK_SIZE])
             assert self.rows[block, slot % BLOCK_SIZE] == tuple(request.token_ids[: slot + 1])
-        self.pairs.keep(rows)
+        self.pairs.keep(rows.request, rows.token_ids)
         return rows
 
 

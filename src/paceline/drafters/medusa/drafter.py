@@ -29,7 +29,7 @@ from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.quantized_cache import quantized_weights
 from paceline.runtimes.backend import choose_device
 from paceline.runtimes.base import FloatArray
-from paceline.runtimes.head import DRAW, Draws, Ranking
+from paceline.runtimes.head import DRAW, Draws, HeadsGrower, Ranking
 from paceline.sampling.noise import Purpose, noise_key
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds
 from paceline.speculation.request import Request
@@ -88,12 +88,14 @@ class MedusaDrafter(Drafter):
         self._network, self._vocab_size, self._tree, self._note = network, vocab_size, tree, note
         self.notices = network.heads.notices
         self._features: dict[int, _Feature] = {}
-        self._pending: dict[int, tuple[int, Guesses]] = {}  # tokens of the request when it was asked, what was guessed
+        # tokens of the request when it was asked, what was guessed at each depth
+        self._pending: dict[int, tuple[int, Sequence[Sequence[int]]]] = {}
         self._accuracy = {is_greedy: RankAccuracy() for is_greedy in (True, False)}
         self._token_map = network.heads.token_map
         if self._token_map is not None:  # rows of ids that the target's tokenizer does not know count for nothing
             self._known_rows = np.flatnonzero(self._token_map < vocab_size)
             self._known_ids = self._token_map[self._known_rows]
+        self._growers: dict[int, HeadsGrower | None] = {}  # by depth
         self._is_ranked = _can_rank(self._token_map, vocab_size)
         if self._is_ranked:
             network.rank(Ranking(vocab_size if self._token_map is None else len(self._token_map), NUM_RANKS, self._token_map))
@@ -106,6 +108,13 @@ class MedusaDrafter(Drafter):
                 self._features[id(one.request)] = _Feature(last, np.array(one.hidden_states[-1], np.float32))
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
+        if len(requests) == 1 and self._tree == "probability":
+            one = self._ask(requests[0], budgets[0])
+            if one is None:
+                return [None]
+            grower = self._grower(one.depth) if one.reads_ranks else None
+            if grower is not None:
+                return [self._grow(grower, one)]
         asked = [self._ask(request, budget) for request, budget in zip(requests, budgets, strict=True)]
         active = [one for one in asked if one is not None]
         if not active:
@@ -138,6 +147,25 @@ class MedusaDrafter(Drafter):
         reads_ranks = self._is_ranked and request.processor.only_scales and (is_greedy or not budget.wants_draws)
         return _Asked(request, budget, feature, depth, reads_ranks, reads_ranks and not is_greedy)
 
+    def _grower(self, depth: int) -> HeadsGrower | None:
+        if depth not in self._growers:
+            self._growers[depth] = self._network.grower(depth)
+        return self._growers[depth]
+
+    def _grow(self, grower: HeadsGrower, one: _Asked) -> DraftTree | None:
+        """The tree of a lone request, in one call."""
+        request, budget = one.request, one.budget
+        base, accuracy, least = len(request.token_ids), self._accuracy[False], []
+        if one.is_drawn:
+            least = [accuracy.of(depth, 0, _FIRST_ACCURACY) for depth in range(one.depth)]
+        found, guessed = grower.grow(
+            one.feature.values, least, ranks=_num_ranks(budget), position=base, row_budget=budget.row_budget, layout=budget.layout,
+            seed=request.seed, sample_index=request.sample_index, temperature=request.params.temperature,
+        )  # fmt: skip
+        count = grower.num_ranks
+        self._pending[id(request)] = base, [guessed[first : first + count] for first in range(0, len(guessed), count)]
+        return DraftTree.unpacked(request.token_ids[-1], found, self.name) if found[0] > 1 else None
+
     def _guess(self, one: _Asked, outputs: HeadOutputs, row: int) -> DraftTree | None:
         """The tree of a request, whose features were those of a row."""
         request = one.request
@@ -153,13 +181,14 @@ class MedusaDrafter(Drafter):
         if self._tree in STATIC_TREES:
             shape = static_shape(self._tree, one.depth, one.budget.row_budget, one.budget.layout)
             num_ranks = 1 + max((rank for _, _, rank in shape), default=0)
-        elif self._tree == "probability":  # no more of a depth can be taken, as the first ones are the likeliest
-            num_ranks = 1 if one.budget.layout is TreeLayout.CHAIN else min(NUM_RANKS, one.budget.row_budget - 1)
+        elif self._tree == "probability":
+            num_ranks = _num_ranks(one.budget)
         wants_probs = self._tree == "probability"
         ranked = [of_head[row] for of_head in outputs.ranked] if one.reads_ranks else None
         guesses = Guesses(request, row_of, num_ranks, wants_probs=wants_probs, ranked=ranked)
-        self._pending[id(request)] = (len(request.token_ids), guesses)
-        return self._grown(one, guesses) if shape is None else self._static(one, guesses, shape)
+        tree = self._grown(one, guesses) if shape is None else self._static(one, guesses, shape)
+        self._pending[id(request)] = len(request.token_ids), [candidates.token_ids for candidates in guesses.by_depth]
+        return tree
 
     def _static(self, one: _Asked, guesses: Guesses, shape: Sequence[tuple[int, int, int]]) -> DraftTree | None:
         """The named tree, of (parent, depth, rank) a node, with this step's guesses."""
@@ -199,13 +228,14 @@ class MedusaDrafter(Drafter):
         # Drawn with the target's noise, the first guess is right far more often than its probability says.
         first = max(probs[0], accuracy.of(depth, 0, _FIRST_ACCURACY))
         rest = sum(probs[1:])
-        return [first, *(prob * min(1.0, (1.0 - first) / rest) for prob in probs[1:])] if rest > 0.0 else [first]
+        scale = min(1.0, (1.0 - first) / rest) if rest > 0.0 else 0.0
+        return [first, *[prob * scale for prob in probs[1:]]]
 
     def _measure(self, request: Request) -> None:
         """Compare what was guessed with what the target said."""
-        asked_at, guesses = self._pending.pop(id(request), (0, None))
-        if guesses is not None:
-            self._accuracy[request.params.is_greedy].observe(guesses.by_depth, request.token_ids[asked_at:])
+        asked_at, guessed = self._pending.pop(id(request), (0, None))
+        if guessed is not None:
+            self._accuracy[request.params.is_greedy].observe(guessed, request.token_ids[asked_at:])
 
     def _as_target_row(self, row: FloatArray) -> FloatArray:
         """A head's row over the target's ids [V], -inf for those it does not know."""
@@ -222,6 +252,11 @@ class MedusaDrafter(Drafter):
 def _can_rank(token_map: NDArray[np.int64] | None, vocab_size: int) -> bool:
     """Whether each row of a head is an id of its own: what a pass ranks has no id twice, and the lower one first on ties."""
     return token_map is None or bool(len(token_map) and np.all(np.diff(token_map) > 0) and token_map[-1] < vocab_size)
+
+
+def _num_ranks(budget: DraftBudget) -> int:
+    """Guesses at a depth: no more of one can be taken, as the first ones are the likeliest."""
+    return 1 if budget.layout is TreeLayout.CHAIN else min(NUM_RANKS, budget.row_budget - 1)
 
 
 def _draws(active: Sequence[_Asked], depth: int) -> Draws:

@@ -43,18 +43,22 @@ class RankAccuracy:
     trials: list[float] = field(default_factory=list)
     hits: list[list[float]] = field(default_factory=list)
 
-    def observe(self, candidates: Sequence[Candidates], token_ids: Sequence[int]) -> None:
-        """Told what the target said: the token behind the last right guess is the last of `token_ids`."""
-        while len(self.trials) < len(candidates):
+    def observe(self, guessed: Sequence[Sequence[int]], token_ids: Sequence[int]) -> None:
+        """Told what the target said: the token behind the last right guess is the last of `token_ids`.
+
+        Args:
+            guessed: by depth, the ids guessed there, best first.
+        """
+        while len(self.trials) < len(guessed):
             self.trials.append(0.0)
             self.hits.append([0.0] * NUM_RANKS)
-        for depth, (guesses, token) in enumerate(zip(candidates, token_ids, strict=False)):
+        for depth, (ids, token) in enumerate(zip(guessed, token_ids, strict=False)):
             if self.trials[depth] >= _MEMORY:
                 self.trials[depth] /= 2.0
                 self.hits[depth] = [hits / 2.0 for hits in self.hits[depth]]
             self.trials[depth] += 1.0
-            if token in guesses.token_ids:
-                self.hits[depth][guesses.token_ids.index(token)] += 1.0
+            if token in ids:
+                self.hits[depth][ids.index(token)] += 1.0
 
     def of(self, depth: int, rank: int, expected: float) -> float:
         """The share of a rank at a depth; `expected` where little is known."""

@@ -12,7 +12,7 @@ import numpy as np
 from paceline.drafters.medusa.checkpoint import MedusaHeads
 from paceline.models.config import ModelConfig
 from paceline.runtimes.base import FloatArray, ForwardBatch
-from paceline.runtimes.head import Draws, HeadBlocks, HeadRuntime, RankedRow, Ranking, Value, open_head, ranked_rows
+from paceline.runtimes.head import Draws, HeadBlocks, HeadRuntime, HeadsGrower, RankedRow, Ranking, Value, open_head, ranked_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +53,22 @@ class MedusaNetwork:
         if self._lm_head is not None:
             self._lm_head = first.beside(self._compose_lm_head)
 
+    def grower(self, num_heads: int) -> HeadsGrower | None:
+        """Who grows trees of the first heads in one call; None where that cannot be done, or nothing is ranked."""
+        if self._ranking is None:
+            return None
+        heads, last = range(num_heads), self._lm_head
+        if last is None:
+            return self._network(num_heads).heads_grower("features", [f"ranked.{head}" for head in heads], None)
+        return self._network(num_heads).heads_grower("features", [f"head.{head}" for head in heads], (last, "hidden", "ranked"))
+
     def forward(self, features: FloatArray, num_heads: int, draws: Draws | None = None) -> HeadOutputs:
         """What the first heads say behind features [B, E].
 
         Args:
             draws: [num_heads, B] how the token of each row is drawn; None = nothing is.
         """
-        network = self._networks.get(num_heads)
-        if network is None:
-            network = self._networks[num_heads] = self._networks[1].beside(partial(self._compose, num_heads=num_heads))
+        network = self._network(num_heads)
         batch_size, is_ranked, heads = len(features), self._ranking is not None, range(num_heads)
         if self._lm_head is None:
             results = network.forward({"features": features}, _rows(batch_size), draws)
@@ -74,6 +81,12 @@ class MedusaNetwork:
         ranked = [rows[head * batch_size : (head + 1) * batch_size] for head in heads] if is_ranked else []
         logits = results["logits"].reshape(num_heads, batch_size, -1)
         return HeadOutputs(logits.__getitem__, ranked)
+
+    def _network(self, num_heads: int) -> HeadRuntime:
+        network = self._networks.get(num_heads)
+        if network is None:
+            network = self._networks[num_heads] = self._networks[1].beside(partial(self._compose, num_heads=num_heads))
+        return network
 
     def _compose(self, blocks: HeadBlocks[Value], *, num_heads: int) -> Mapping[str, Value]:
         """Logits of each head, or what a shared vocabulary matrix is to be multiplied with."""

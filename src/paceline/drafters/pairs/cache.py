@@ -117,43 +117,63 @@ class PairCache:
             self._pairs[id(child)] = _Pairs(child.sequence, pairs.first, pairs.num_pairs, pairs.num_seen, pairs.mark, list(pairs.waiting))
 
     def waiting_rows(self, request: Request, *, with_root: bool, num_drafted: int = 0, spares: int = 0) -> PairRows | None:
-        """The pairs that can be computed now; None where there are none or the features stop short of the root.
+        """The pairs that can be computed now; None where there are none, the features stop short of the root or no spare block is left.
 
         Args:
             with_root: the pair of the request's last token too, whose slot the target has not written yet.
             num_drafted: drafted rows that will follow.
             spares: spare blocks that other requests of the pass use.
         """
+        waiting = self.waiting_pairs(request, with_root=with_root, num_drafted=num_drafted, spares=spares)
+        if waiting is None:
+            return None
+        begin, token_ids, parts, table, first_slot = waiting
+        features = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        self._pairs[id(request)].waiting = [features]
+        rows = RowRange(0, len(token_ids), begin, np.array(table, np.int32), None, first_slot)
+        return PairRows(np.array(token_ids, np.int32), features[: len(token_ids)], rows, request)
+
+    def waiting_pairs(
+        self, request: Request, *, with_root: bool, num_drafted: int = 0, spares: int = 0
+    ) -> tuple[int, Sequence[int], Sequence[FloatArray], Sequence[int], int] | None:
+        """The same without a copy: first slot, tokens, features [at least as many, F] in parts, block table, first slot they see."""
         pairs = self._pairs.get(id(request))
         if pairs is None or (with_root and pairs.num_seen != len(request.token_ids) - 1):
             return None
-        end = pairs.num_seen + int(with_root)
-        count = end - pairs.num_pairs
-        if count < 1:
+        begin, end = pairs.num_pairs, pairs.num_seen + with_root
+        if end <= begin:
             return None
-        features = pairs.waiting[0] if len(pairs.waiting) == 1 else np.concatenate(pairs.waiting)
-        pairs.waiting = [features]
-        rows = RowRange(0, count, pairs.num_pairs, self._table(request, end + num_drafted, spares), None, self._first(pairs, end))
-        return PairRows(np.array(request.token_ids[pairs.num_pairs : end], np.int32), features[:count], rows, request)
+        table = request.sequence.block_table
+        missing = -(-(end + num_drafted) // self.block_size) - len(table)
+        if missing > SPARE_BLOCKS - spares:
+            return None
+        if missing > 0:
+            table = [*table, *self._spares[spares : spares + missing]]
+        return begin, request.token_ids[begin:end], pairs.waiting, table, min(begin, max(pairs.first, end - self.window))
 
-    def keep(self, rows: PairRows) -> None:
-        """Note that pairs were computed. That of a root whose slot lies in a spare block will run again."""
-        pairs = self._pairs[id(rows.request)]
-        table, size = rows.request.sequence.block_table, self.block_size
+    def keep(self, request: Request, token_ids: Sequence[int] | IntArray) -> None:
+        """Note that the pairs of these tokens, the first that waited, were computed. A root's in a spare block will run again."""
+        pairs = self._pairs[id(request)]
+        table, size = request.sequence.block_table, self.block_size
         begin = pairs.num_pairs
-        end = min(begin + len(rows.token_ids), len(table) * size)
+        end = min(begin + len(token_ids), len(table) * size)
         if end == begin:
             return
         if end == begin + 1:  # nearly always
-            pairs.mark = self._next_mark(int(rows.token_ids[0]), begin, pairs.mark)
+            token = (int(token_ids[0]) + 1) * _STEP_NUMBER * int(self._powers[begin])
+            pairs.mark = np.uint64((token + int(pairs.mark)) & _WORD)  # `_marks_of` a single slot
             self._marks[0, table[begin // size], begin % size] = pairs.mark
-            pairs.num_pairs, pairs.waiting = end, [pairs.waiting[0][1:]]
-            return
-        marks = self._marks_of(rows.token_ids[: end - begin], begin, pairs.mark)
-        slots = np.arange(begin, end)
-        self._marks[0, np.array(table[begin // size : blocks_for(end, size)])[slots // size - begin // size], slots % size] = marks
-        pairs.num_pairs, pairs.mark = end, marks[-1]
-        pairs.waiting = [pairs.waiting[0][end - begin :]]
+        else:
+            marks = self._marks_of(token_ids[: end - begin], begin, pairs.mark)
+            slots = np.arange(begin, end)
+            self._marks[0, np.array(table[begin // size : blocks_for(end, size)])[slots // size - begin // size], slots % size] = marks
+            pairs.mark = marks[-1]
+        pairs.num_pairs = end
+        if end > pairs.num_seen:  # the root's was the last one
+            pairs.waiting = []
+        else:
+            features = pairs.waiting[0] if len(pairs.waiting) == 1 else np.concatenate(pairs.waiting)
+            pairs.waiting = [features[end - begin :]]
 
     def num_spares(self, request: Request, num_drafted: int) -> int:
         """Spare blocks that a root and `num_drafted` rows behind it need."""
@@ -195,21 +215,8 @@ class PairCache:
             self._features[block] = features[position - start]
             self._feature_marks[block] = pairs.mark if position < begin else later[position - begin]  # all before `begin` are marked
 
-    def _next_mark(self, token_id: int, slot: int, before: np.uint64) -> np.uint64:
-        """`_marks_of` a single slot."""
-        return np.uint64(((token_id + 1) * _STEP_NUMBER * int(self._powers[slot]) + int(before)) & _WORD)
-
     def _marks_of(self, token_ids: Sequence[int] | IntArray, first: int, before: np.uint64) -> NDArray[np.uint64]:
         """The marks of slots `first` …: a polynomial of all tokens up to each."""
         values = (np.asarray(token_ids, np.uint64) + np.uint64(1)) * _STEP * self._powers[first : first + len(token_ids)]
         values[:1] += before
         return np.cumsum(values, dtype=np.uint64)
-
-    def _first(self, pairs: _Pairs, end: int) -> int:
-        """The first slot that rows before `end` see."""
-        return min(pairs.num_pairs, max(pairs.first, end - self.window))
-
-    def _table(self, request: Request, num_slots: int, spares: int) -> IntArray:
-        table = request.sequence.block_table
-        missing = max(0, blocks_for(num_slots, self.block_size) - len(table))
-        return np.array([*table, *self._spares[spares : spares + missing]], np.int32)

@@ -16,12 +16,12 @@ import numpy as np
 
 from paceline.drafters.pairs.cache import SPARE_BLOCKS, PairCache, PairRows
 from paceline.drafters.pairs.guesses import Guesses
-from paceline.drafters.pairs.head import RANKED, PairHead, PairOutputs
-from paceline.drafters.pairs.tree import GrowingDraft
+from paceline.drafters.pairs.head import PairHead, PairOutputs
+from paceline.drafters.pairs.tree import GrowingDraft, reads_ranks
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray
-from paceline.runtimes.head import DRAW, MAX_HEAD_ROWS, Draws
+from paceline.runtimes.head import DRAW, MAX_HEAD_ROWS, Draws, Grower
 from paceline.sampling.noise import Purpose, noise_key
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds
 from paceline.speculation.request import Request
@@ -74,6 +74,56 @@ class PairDrafter(Drafter):
         self._catch_up(behind)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
+        if self._grower is not None and len(requests) == 1 and reads_ranks(requests[0], budgets[0]):  # of several each pass serves all
+            return [self._grow(self._grower, requests[0], budgets[0])]
+        return self._propose(requests, budgets)
+
+    def fork(self, parent: Request, child: Request) -> None:
+        self.pairs.fork(parent, child)
+
+    def release(self, request: Request) -> None:
+        self.pairs.release(request)
+
+    def describe(self) -> str:
+        config = self.head.config
+        layers = config.layers
+        parts = [f"{layers.num_layers} layer{'s' if layers.num_layers > 1 else ''}", f"hidden size {layers.hidden_size}"]
+        if config.boundaries:
+            parts.append(f"features of layers {', '.join(map(str, config.boundaries))}")
+        if self.head.target_ids is not None:
+            parts.append(f"{layers.vocab_size} draft ids")
+        if self._tree_width > 1:
+            parts.append(f"trees {self._tree_width} wide")
+        return f"{self.name} ({', '.join(parts)}, sees the last {self.pairs.window} tokens)"
+
+    def _grow(self, grower: Grower, request: Request, budget: DraftBudget) -> DraftTree | None:
+        """The draft of a lone request, in one call. What it does not touch it does not wait for: nothing here is in the cache."""
+        depth, width = _shape(budget, self._tree_width)
+        waiting = self.pairs.waiting_pairs(request, with_root=True, num_drafted=depth if width == 1 else width * depth)
+        if depth < 1 or waiting is None:
+            return None
+        begin, token_ids, features, table, first_slot = waiting
+        if len(token_ids) > grower.most_true:
+            return self._propose((request,), (budget,))[0]
+        if max(token_ids) >= self.head.embedded_ids:
+            return None
+        base, root, params = begin + len(token_ids), token_ids[-1], request.params
+        try:
+            found = grower.grow(
+                token_ids, features, table, base=base, first_slot=first_slot, width=width, depth=depth, row_budget=budget.row_budget,
+                max_depth=budget.max_depth, layout=budget.layout, seed=request.seed, sample_index=request.sample_index,
+                temperature=params.temperature,
+            )  # fmt: skip
+        except Exception:
+            self.pairs.release(request)  # a pass that broke off leaves no rows to trust
+            raise
+        self.pairs.keep(request, token_ids)
+        if found[0] == 1:
+            return None
+        return DraftTree.chain(root, found[2 : found[0] + 1], self.name) if width == 1 else DraftTree.unpacked(root, found, self.name)
+
+    def _propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
+        """Pass by pass."""
         trees: dict[int, DraftTree | None] = {}
         group: list[tuple[PairRows, GrowingDraft]] = []
         num_spares = 0
@@ -93,24 +143,6 @@ class PairDrafter(Drafter):
             group.append((pairs, GrowingDraft(request, budget, depth, width, pairs.rows.block_table, pairs.rows.first_slot)))
         trees |= self._draft(group)
         return [trees.get(id(request)) for request in requests]
-
-    def fork(self, parent: Request, child: Request) -> None:
-        self.pairs.fork(parent, child)
-
-    def release(self, request: Request) -> None:
-        self.pairs.release(request)
-
-    def describe(self) -> str:
-        config = self.head.config
-        layers = config.layers
-        parts = [f"{layers.num_layers} layer{'s' if layers.num_layers > 1 else ''}", f"hidden size {layers.hidden_size}"]
-        if config.boundaries:
-            parts.append(f"features of layers {', '.join(map(str, config.boundaries))}")
-        if self.head.target_ids is not None:
-            parts.append(f"{layers.vocab_size} draft ids")
-        if self._tree_width > 1:
-            parts.append(f"trees {self._tree_width} wide")
-        return f"{self.name} ({', '.join(parts)}, sees the last {self.pairs.window} tokens)"
 
     def _features(self, rows: CommittedRows) -> FloatArray:
         """[num_rows, F]"""
@@ -141,9 +173,6 @@ class PairDrafter(Drafter):
             return {}
         drafts = [draft for _, draft in group]
         outputs = self._run_true([pairs for pairs, _ in group], wants_logits=True, draws=_draws(drafts))
-        if self._grower is not None and len(drafts) == 1 and drafts[0].reads_ranks:  # of several each pass serves all
-            drafts[0].adopt(self._grower.grow(drafts[0].growth(outputs.results[RANKED][0], outputs.features[0])))
-            return {id(drafts[0].request): drafts[0].finished(self.name)}
         self._take(drafts, outputs)
         while active := [draft for draft in drafts if draft.frontier]:
             self._take(active, self.head.run_drafted([draft.next_rows() for draft in active], _draws(active)))
@@ -175,7 +204,7 @@ class PairDrafter(Drafter):
             raise
         last = [end - 1 for end in accumulate(len(one.token_ids) for one in pairs)]
         for one in pairs:
-            self.pairs.keep(one)
+            self.pairs.keep(one.request, one.token_ids)
         return PairOutputs(outputs.results, outputs.features[last])
 
 

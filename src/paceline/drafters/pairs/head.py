@@ -91,6 +91,7 @@ class PairHead:
         self._embedding = replace(embedding, array=np.asarray(embedding.array)) if isinstance(embedding, Tensor) else embedding
         self.target_ids, self.notices = target_ids, notices
         self.embedded_ids = embedding.shape[0]
+        self._feature_names = [f"{BOUNDARY}.{chunk}" for chunk in range(len(config.boundaries))] or [FEATURE]
 
     def rank(self, ranking: Ranking) -> None:
         """Rank the rows of logits in every pass from now on, by this ranking alone."""
@@ -100,7 +101,8 @@ class PairHead:
 
     def grower(self) -> Grower | None:
         """Who grows drafts of ranked pairs in one call."""
-        return self._drafted.grower(self._embedding, GrowerNames(EMBEDDING, FEATURE, RANKED))
+        names = GrowerNames(EMBEDDING, FEATURE, RANKED, self._feature_names)
+        return self.runtime.grower(self._drafted, self._embedding, names)
 
     def run_true(self, pairs: Sequence[TrueRows], *, wants_logits: bool, of_all: bool = False, draws: Draws | None = None) -> PairOutputs:
         """One pass over true pairs of several requests.
@@ -146,10 +148,10 @@ class PairHead:
 
     def _named(self, features: FloatArray) -> dict[str, FloatArray]:
         """The features of true pairs by the names of the network's inputs."""
-        size = self.config.feature_size
         if not self.config.boundaries:
             return {FEATURE: features}
-        return {f"{BOUNDARY}.{chunk}": features[:, chunk * size : (chunk + 1) * size] for chunk in range(len(self.config.boundaries))}
+        size = self.config.feature_size
+        return {name: features[:, chunk * size : (chunk + 1) * size] for chunk, name in enumerate(self._feature_names)}
 
     def _embed(self, token_ids: IntArray) -> FloatArray:
         """Rows as they are stored: heads were trained on unscaled ones."""

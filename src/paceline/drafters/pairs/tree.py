@@ -12,8 +12,6 @@ import numpy as np
 from paceline.drafters.pairs.guesses import Guessed
 from paceline.drafters.pairs.head import DraftedRows
 from paceline.runtimes.base import BoolArray, FloatArray, IntArray, RowRange
-from paceline.runtimes.head import GrownNodes, Growth
-from paceline.sampling.noise import Purpose, noise_key
 from paceline.sampling.residual import TokenProbs
 from paceline.speculation.drafter import DraftBudget
 from paceline.speculation.request import Request
@@ -92,9 +90,8 @@ class GrowingDraft:
     _rows: _TreeRows | None = None
 
     def __post_init__(self) -> None:
-        is_greedy = self.request.params.is_greedy
-        self.reads_ranks = self.request.processor.only_scales and (is_greedy or not self.budget.wants_draws)
-        self.is_drawn = self.reads_ranks and not is_greedy
+        self.reads_ranks = reads_ranks(self.request, self.budget)
+        self.is_drawn = self.reads_ranks and not self.request.params.is_greedy
 
     def path(self, node: int) -> list[int]:
         """Tokens from the root's child to `node`."""
@@ -103,25 +100,6 @@ class GrowingDraft:
             path.append(self.token_ids[node])
             node = self.parents[node]
         return path[::-1]
-
-    def growth(self, record: FloatArray, feature: FloatArray) -> Growth:
-        """What it grows from, where that is done in one call.
-
-        Args:
-            record, feature: of the root's own pair.
-        """
-        request = self.request
-        base, keys = len(request.token_ids), None
-        if self.is_drawn:
-            places = range(base, base + self.depth)
-            keys = [noise_key(request.seed, request.sample_index, place, Purpose.TOKEN) for place in places]
-        temperature = request.params.temperature
-        return Growth(record, feature, self.width, self.depth, base, self.block_table, self.first_slot, keys, temperature)
-
-    def adopt(self, nodes: GrownNodes) -> None:
-        """All its nodes at once."""
-        self.token_ids, self.parents, self.probs = nodes
-        self.frontier = ()
 
     def take(self, guesses: Sequence[Guessed], features: FloatArray) -> None:
         """The guesses behind each node of the frontier, and the features [nodes, Hd] their own pairs take; the best are next."""
@@ -186,3 +164,8 @@ class GrowingDraft:
         above = [tree.row_of[parent] for parent in parents] if self.level > 1 else []
         tree.add(best, [self.token_ids[node] for node in best], self.level, above, features[[place[parent] for parent in parents]])
         self.frontier = best
+
+
+def reads_ranks(request: Request, budget: DraftBudget) -> bool:
+    """Whether what a pass itself finds in a row is all that a request needs of it."""
+    return request.processor.only_scales and (not budget.wants_draws or request.params.is_greedy)

@@ -1,6 +1,6 @@
 """Heads on our own kernels."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -10,9 +10,11 @@ from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.weights import AnyTensor, Tensor, Weights
 from paceline.runtimes.base import FloatArray, ForwardBatch
-from paceline.runtimes.head import MAX_HEAD_ROWS, Compose, Draws, Grower, GrowerNames, HeadRuntime
+from paceline.runtimes.head import MAX_HEAD_ROWS, Compose, Draws, Grower, GrowerNames, HeadRuntime, HeadsGrower
 from paceline.runtimes.native.execution import Execution
-from paceline.runtimes.native.growing import GrowerBuffers, NativeGrower
+from paceline.runtimes.native.growing import GrowerNetwork, NativeGrower
+from paceline.runtimes.native.growing_heads import LastNetwork, NativeHeadsGrower
+from paceline.runtimes.native.library import MOST_INPUTS
 from paceline.runtimes.native.program import NativeBlocks, Recorded, most_columns, share_memory
 from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.rotary import rotary_tables
@@ -59,16 +61,32 @@ class NativeHead(HeadRuntime):
             execution.use_cache(storage)
         return KVCache(storage, TreeLayout.MASK)
 
-    def grower(self, embedding: AnyTensor, names: GrowerNames) -> Grower | None:
-        if not isinstance(embedding, Tensor) or self.config.embedding_scale != 1.0:
+    def grower(self, drafted: HeadRuntime, embedding: AnyTensor, names: GrowerNames) -> Grower | None:
+        if not isinstance(drafted, NativeHead) or not isinstance(embedding, Tensor) or self.config.embedding_scale != 1.0:
             return None
-        if names.ranked not in self._outputs or set(self._inputs) != {names.embedding, names.feature}:
+        if set(self._inputs) != {names.embedding, *names.true_features} or set(drafted._inputs) != {names.embedding, names.feature}:
             return None
-        (wanted, _), *others = self._rankings
-        outputs = GrowerBuffers(
-            self._inputs[names.embedding], self._inputs[names.feature], self._outputs[names.feature][0], self._outputs[names.ranked][0]
-        )
-        return None if others else NativeGrower(self._execution, outputs, embedding, wanted.count, self._count_passes)
+        if len(names.true_features) > MOST_INPUTS or not (self._rankings and drafted._rankings):
+            return None
+        true = self._grower_network(names, names.true_features)
+        own = drafted._grower_network(names, [names.feature])
+        return NativeGrower(true, own, embedding, self._rankings[0][0].count, self._count_passes)
+
+    def _grower_network(self, names: GrowerNames, features: Sequence[str]) -> GrowerNetwork:
+        inputs, outputs = self._inputs, self._outputs
+        taken = [inputs[name] for name in features]
+        return GrowerNetwork(self._execution, inputs[names.embedding], taken, outputs[names.feature][0], outputs[names.ranked][0])
+
+    def heads_grower(self, feature: str, heads: Sequence[str], lm_head: tuple[HeadRuntime, str, str] | None) -> HeadsGrower | None:
+        results = [self._outputs[name][0] for name in heads]
+        if lm_head is None:
+            return NativeHeadsGrower(self._execution, self._inputs[feature], results, self._rankings[0][0].count, self._count_passes, None)
+        network, hidden, ranked = lm_head
+        if not isinstance(network, NativeHead):
+            return None
+        last = LastNetwork(network._execution, network._inputs[hidden], network._outputs[ranked][0])
+        count = network._rankings[0][0].count
+        return NativeHeadsGrower(self._execution, self._inputs[feature], results, count, self._count_passes, last)
 
     def _count_passes(self, count: int) -> None:
         self._shared.num_passes += count
