@@ -40,7 +40,7 @@ def chosen(guesses: list[list[Guess[int]]], budget: DraftBudget) -> tuple[DraftT
     memory.make_room(budget.row_budget, 6 * budget.row_budget)
     wanted = Wanted(layout=layout_number(budget.layout), row_budget=budget.row_budget, most_depth=budget.max_depth)
     asked = kernels().choose_tree(ctypes.byref(choice), ctypes.byref(wanted))
-    found = memory.found.tolist()
+    found = memory.found()
     return (None if found[0] == 1 else DraftTree.unpacked(99, found, "head")), asked
 
 

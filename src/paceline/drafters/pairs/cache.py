@@ -41,7 +41,7 @@ class _Pairs:
     first: int
     num_pairs: int
     num_seen: int  # positions whose features arrived
-    mark: np.uint64  # of the tokens before slot num_pairs
+    mark: int  # of the tokens before slot num_pairs
     waiting: list[FloatArray] = field(default_factory=list)
 
 
@@ -88,6 +88,7 @@ class PairCache:
         self._features = np.zeros((num_blocks, feature_size), np.float32)
         self._feature_marks = np.zeros(num_blocks, np.uint64)
         self._powers = np.cumprod(np.full(cache.max_slots + 1, _FACTOR, np.uint64), dtype=np.uint64)
+        self._one_mark, self._one_power = self._marks.data, self._powers.data  # what is read behind a pass: a view is less to fetch
         self._pairs: dict[int, _Pairs] = {}
         cache.attach(storage[:, :num_blocks])
         cache.attach(self._marks)
@@ -160,14 +161,13 @@ class PairCache:
         if end == begin:
             return
         if end == begin + 1:  # nearly always
-            token = (int(token_ids[0]) + 1) * _STEP_NUMBER * int(self._powers[begin])
-            pairs.mark = np.uint64((token + int(pairs.mark)) & _WORD)  # `_marks_of` a single slot
-            self._marks[0, table[begin // size], begin % size] = pairs.mark
+            mark = ((int(token_ids[0]) + 1) * _STEP_NUMBER * self._one_power[begin] + pairs.mark) & _WORD  # `_marks_of` a single slot
+            self._one_mark[0, table[begin // size], begin % size] = pairs.mark = mark
         else:
             marks = self._marks_of(token_ids[: end - begin], begin, pairs.mark)
             slots = np.arange(begin, end)
             self._marks[0, np.array(table[begin // size : blocks_for(end, size)])[slots // size - begin // size], slots % size] = marks
-            pairs.mark = marks[-1]
+            pairs.mark = int(marks[-1])
         pairs.num_pairs = end
         if end > pairs.num_seen:  # the root's was the last one
             pairs.waiting = []
@@ -190,16 +190,16 @@ class PairCache:
 
     def _begin(self, request: Request, start: int) -> _Pairs:
         if start == 0:
-            return _Pairs(request.sequence, 1, 1, 0, self._marks_of(request.token_ids[:1], 0, np.uint64(0))[0])
-        marks = self._marks_of(request.token_ids[: start + 1], 0, np.uint64(0))
+            return _Pairs(request.sequence, 1, 1, 0, int(self._marks_of(request.token_ids[:1], 0, 0)[0]))
+        marks = self._marks_of(request.token_ids[: start + 1], 0, 0)
         table, size = request.sequence.block_table, self.block_size
         block = table[start // size - 1]
         if start % size or self._feature_marks[block] != marks[start - 1]:
-            return _Pairs(request.sequence, start + 1, start + 1, start, marks[start])
+            return _Pairs(request.sequence, start + 1, start + 1, start, int(marks[start]))
         known = self._marks[0, table[: start // size]].reshape(-1) == marks[:start]
         known[0] = False
         first = start - int(np.argmin(known[::-1]))  # the run that reaches the end; slot 0 ends every run
-        return _Pairs(request.sequence, first, start, start, marks[start - 1], [self._features[block : block + 1].copy()])
+        return _Pairs(request.sequence, first, start, start, int(marks[start - 1]), [self._features[block : block + 1].copy()])
 
     def _keep_features(self, request: Request, start: int, features: FloatArray) -> None:
         """Those of the last tokens of full blocks."""
@@ -215,8 +215,8 @@ class PairCache:
             self._features[block] = features[position - start]
             self._feature_marks[block] = pairs.mark if position < begin else later[position - begin]  # all before `begin` are marked
 
-    def _marks_of(self, token_ids: Sequence[int] | IntArray, first: int, before: np.uint64) -> NDArray[np.uint64]:
+    def _marks_of(self, token_ids: Sequence[int] | IntArray, first: int, before: int) -> NDArray[np.uint64]:
         """The marks of slots `first` …: a polynomial of all tokens up to each."""
         values = (np.asarray(token_ids, np.uint64) + np.uint64(1)) * _STEP * self._powers[first : first + len(token_ids)]
-        values[:1] += before
+        values[:1] += np.uint64(before)
         return np.cumsum(values, dtype=np.uint64)

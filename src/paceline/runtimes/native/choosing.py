@@ -21,20 +21,21 @@ class ChoiceMemory:
 
     Args:
         choice: the record to fill.
-
-    Attributes:
-        found: [1 + 3 * rows].
     """
 
     def __init__(self, choice: Choice) -> None:
         self._choice, self.num_rows = choice, 0
-        self.found: NDArray[np.int32] = np.zeros(0, np.int32)
         self._arrays: dict[str, NDArray[Any]] = {}
 
     def make_room(self, num_rows: int, num_guesses: int) -> None:
         """For trees of so many rows, and as many guesses behind all nodes of one."""
         self.num_rows = num_rows
-        self.found = np.zeros(1 + 3 * num_rows, np.int32)
-        self._arrays = {"found": self.found, "nodes": np.zeros(5 * num_rows, np.int32), "queue": np.zeros(num_guesses, _QUEUE)}
+        found = np.zeros(1 + 3 * num_rows, np.int32)
+        self._found = found.data
+        self._arrays = {"found": found, "nodes": np.zeros(5 * num_rows, np.int32), "queue": np.zeros(num_guesses, _QUEUE)}
         for field, array in self._arrays.items():
             setattr(self._choice, field, array.ctypes.data)
+
+    def found(self) -> list[int]:
+        """The tree, see `Grower` of runtimes/head.py."""
+        return self._found.tolist()

@@ -111,8 +111,7 @@ class NativeGrower:
         )  # fmt: skip
         self._grow(self._argument)
         self._count_passes(self._growing.num_passes)
-        found: list[int] = self._choice.found.tolist()
-        return found
+        return self._choice.found()
 
     def _make_room(self, width: int, depth: int, row_budget: int) -> None:
         """For drafts of a shape."""

@@ -94,4 +94,4 @@ class NativeHeadsGrower:
         )  # fmt: skip
         self._grow(self._argument)
         self._count_passes(self._num_passes)
-        return self._choice.found.tolist(), self._tokens[: heads.num_asked * self.num_ranks].tolist()
+        return self._choice.found(), self._tokens.data[: heads.num_asked * self.num_ranks].tolist()
