@@ -1,12 +1,19 @@
-"""Over seeds, text made of drafts kept by rejection has exactly the target's law: real logits, processors and noise, several steps."""
+"""Text made of drafts kept by rejection has exactly the target's law.
 
-from collections.abc import Callable, Sequence
+Over seeds, with real logits, processors and noise, several steps; and by enumeration where trees are cut because blocks are short.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import pytest
 
-from paceline.kv_cache.paged import CachedSequence
+from enumerated_laws import Branching, Drafts, Shape, draw_tree, ending_laws, full_laws, law_of_step, num_tokens, plain_law, sparse_laws
+from paceline.drafters.draft_model import _fan
+from paceline.kv_cache.paged import CachedSequence, KVCache
+from paceline.kv_cache.row_plan import TreeLayout, is_chain
 from paceline.sampling import residual as residual_module
 from paceline.sampling.noise import Purpose, step_uniform
 from paceline.sampling.params import SamplingParams
@@ -17,6 +24,7 @@ from paceline.speculation.commit import commit
 from paceline.speculation.rejection import verify_rejection
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree, Proposal
+from paceline.speculation.work import Work, reserve
 from scripted_target import LEAST_EXPECTED, ScriptedTarget, Tokens, joint_counts, law_p_value
 
 
@@ -181,3 +189,160 @@ def test_a_wrong_rule_is_noticed(wrong, seed, monkeypatch):
     name, spoil = BROKEN[wrong]
     spoil(monkeypatch)
     assert _p_value(SCENES[name], range(seed, seed + NUM_BROKEN_SEEDS[SCENES[name].vocab_size])) < 0.001
+
+
+# Trees cut for memory: by the real cache, every draft and every decision enumerated
+
+BLOCK_SIZE = 2
+LawsOf = Callable[..., Drafts]  # of seed, case and vocabulary size
+CUT_SHAPES: dict[str, Shape] = {
+    "chain": (0, 1, 2),
+    "three draws": (0, 0, 0),
+    "two draws, the first goes on": (0, 0, 1, 3),
+    "two draws, both go on": (0, 0, 1, 2),
+    "two draws, the first goes on with two": (0, 0, 1, 1),
+}
+NUM_CUT_CASES = 1
+NUM_WRONG_CUTS = 40  # the first one that shows it ends the search
+
+
+class Room:
+    """A cache with few blocks in which a request drafts, alone or in front of another one whose known tokens need room as well.
+
+    Args:
+        committed_len: rows the request has in the cache.
+        num_blocks: free for the drafts' pass.
+        num_others: known tokens of the other request; 0 = there is none.
+    """
+
+    def __init__(self, layout: TreeLayout, committed_len: int, num_blocks: int, num_others: int) -> None:
+        used = -(-committed_len // BLOCK_SIZE)
+        self._cache = KVCache(np.zeros((2, 1 + used + num_blocks, 1, BLOCK_SIZE, 1), np.float32), layout)
+        self._request, self._other = (_request(SCENES["tree over few ids"], 0) for _ in range(2))
+        self._num_others = num_others
+        self._request.sequence, self._other.sequence = self._cache.new_sequence(), self._cache.new_sequence()
+        self._cache.reserve(self._request.sequence, range(-1, committed_len - 1))
+        self._cache.keep_path(self._request.sequence, committed_len - 1)
+
+    def cut(self, tree: DraftTree) -> DraftTree:
+        """What the step would keep of `tree`."""
+        works = [Work(self._request, 1, tree)]
+        if self._num_others:
+            works.append(Work(self._other, self._num_others, None))
+        reserve(works, self._cache)
+        self._cache.check()
+        for work in works:
+            self._cache.cancel(work.request.sequence)
+        assert works[0].tree is not None
+        works[0].tree.check()
+        return works[0].tree
+
+
+def _rooms(shape: Shape) -> dict[Shape, Room]:
+    """One room for each thing that can be left of a tree of this shape, but all of it; those that leave most come first."""
+    whole = draw_tree(shape, full_laws(0, 0, max(3, len(shape))), Branching(()))
+    found: dict[Shape, Room] = {}
+    for layout in TreeLayout if is_chain(whole.parents) else (TreeLayout.PATHS, TreeLayout.MASK):
+        for committed_len in (1, 2):
+            for num_others in (3, 0, 1):
+                least = 1 + -(-num_others // BLOCK_SIZE)  # for the root and the other request
+                for num_blocks in range(least, least + 2 * len(shape)):
+                    room = Room(layout, committed_len, num_blocks, num_others)
+                    left = tuple(room.cut(whole).parents)
+                    if len(left) < len(whole.parents):
+                        found.setdefault(left, room)
+    return dict(sorted(found.items(), key=lambda one: -len(one[0])))
+
+
+def _keeps_the_law(shape: Shape, room: Room, drafts: LawsOf, seed: int, num_cases: int) -> bool:
+    """Whether the law of a step whose trees are cut in this room is the target's in every case, to the last digit."""
+    targets = sparse_laws if drafts is sparse_laws else full_laws
+    cases = ((targets(seed, 2 * case, 3), drafts(seed, 2 * case + 1, 3)) for case in range(num_cases))
+    return all(law_of_step(shape, target, draft, cut=room.cut) == plain_law(target, num_tokens(shape)) for target, draft in cases)
+
+
+@pytest.mark.parametrize("drafts", [full_laws, sparse_laws, ending_laws])
+@pytest.mark.parametrize("name", CUT_SHAPES)
+def test_trees_cut_for_memory_leave_the_targets_law_to_the_last_digit(name, drafts, seed, tally, large_counts):
+    rooms = _rooms(CUT_SHAPES[name])
+    assert any(len(left) > 2 for left in rooms), "drafts are left"
+    for left, room in rooms.items():
+        assert _keeps_the_law(CUT_SHAPES[name], room, drafts, seed, 10 if large_counts else NUM_CUT_CASES), left
+    tally["shapes of trees cut for memory"] += len(rooms)
+
+
+Order = Callable[[DraftTree], Iterable[int]]
+
+
+def _prune_by(order: Order) -> Callable[..., DraftTree]:
+    """`DraftTree.prune` that takes nodes in another order; what is left passes for drawn all the same."""
+
+    def prune(tree: DraftTree, fits: Callable[[Sequence[int]], bool]) -> DraftTree:
+        def part(kept: Sequence[int]) -> DraftTree:
+            index = {node: position for position, node in enumerate(kept)}
+            parents = [index[tree.parents[node]] for node in kept[1:]]
+            laws = {index[node]: law for node, law in tree.draft_probs.items() if index.get(node) in parents}
+            return DraftTree.grow(tree.token_ids[0], [tree.token_ids[node] for node in kept[1:]], parents, "test", laws)
+
+        kept = [0]
+        for node in order(tree):
+            if tree.parents[node] in kept and fits(part(sorted((*kept, node))).parents):
+                kept = sorted((*kept, node))
+        return part(kept)
+
+    return prune
+
+
+def _likeliest_first(tree: DraftTree) -> Iterable[int]:
+    """Level by level, those of a level by the probability they were drawn with."""
+    drawn_with = [tree.draft_probs[parent].prob(token) for parent, token in zip(tree.parents[1:], tree.token_ids[1:], strict=True)]
+    return sorted(range(1, len(tree.parents)), key=lambda node: (tree.depths[node], -drawn_with[node - 1]))
+
+
+def _first_path_first(tree: DraftTree) -> Iterable[int]:
+    """As for chosen guesses: how far the first draws go on, which what is drawn there decides, says whether they are left as a chain."""
+    return dict.fromkeys((*tree.first_path(), *range(1, len(tree.parents))))
+
+
+WRONG_CUTS: dict[str, tuple[str, LawsOf, Order]] = {
+    "the likeliest of several draws": ("three draws", full_laws, _likeliest_first),
+    "the likeliest of draws that go on": ("two draws, both go on", full_laws, _likeliest_first),
+    "the first path before its siblings": ("two draws, the first goes on", ending_laws, _first_path_first),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_CUTS)
+def test_a_cut_that_looks_at_the_draws_is_noticed(wrong, seed, monkeypatch):
+    name, drafts, order = WRONG_CUTS[wrong]
+    rooms = _rooms(CUT_SHAPES[name]).values()
+    monkeypatch.setattr(DraftTree, "prune", _prune_by(order))
+    assert not all(_keeps_the_law(CUT_SHAPES[name], room, drafts, seed, NUM_WRONG_CUTS) for room in rooms)
+
+
+def test_the_order_of_cuts_that_is_used_passes_the_same_way(seed, monkeypatch):
+    """So what the wrong ones are noticed by is their order, not how they are put together here."""
+    monkeypatch.setattr(DraftTree, "prune", _prune_by(lambda tree: range(1, len(tree.parents))))
+    for name, drafts, _ in WRONG_CUTS.values():
+        first, *_ = _rooms(CUT_SHAPES[name]).values()
+        assert _keeps_the_law(CUT_SHAPES[name], first, drafts, seed, 3)
+
+
+@pytest.mark.parametrize("drafts", [sparse_laws, ending_laws])
+def test_a_tree_that_is_a_chain_or_not_by_what_was_drawn_is_noticed(drafts, seed):
+    """Where nothing is cut at all: two draws behind a chain, of which there may be fewer. So levels must not become wider."""
+    cases = ((full_laws(seed, 2 * case), drafts(seed, 2 * case + 1, 3)) for case in range(NUM_WRONG_CUTS))
+    assert any(law_of_step((0, 1, 2, 2), target, draft) != plain_law(target, 4) for target, draft in cases)
+
+
+def test_levels_of_drawn_trees_never_become_wider_nor_do_they_when_they_are_cut():
+    for layout, width, depth, budget in product(TreeLayout, range(1, 5), range(1, 6), range(2, 26)):
+        counts = _fan(width, depth, budget, layout)
+        assert list(counts) == sorted(counts, reverse=True)
+    for width, depth in ((2, 2), (2, 3), (3, 2), (4, 3)):
+        shape = [1 + (level - 1) * width if level else 0 for level in range(depth) for _ in range(width)]
+        for left in _rooms(shape):
+            depths = [0]
+            for parent in left[1:]:
+                depths.append(depths[parent] + 1)
+            counts = [depths.count(level) for level in range(1, max(depths) + 1)]
+            assert counts == sorted(counts, reverse=True), left

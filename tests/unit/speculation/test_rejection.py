@@ -1,7 +1,7 @@
 """The laws of rejection, enumerated: every draft and every decision with its exact probability, summed over all of them."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import product
 from typing import Any
@@ -9,6 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+import enumerated_laws
+from enumerated_laws import (
+    Branching,
+    Shape,
+    Text,
+    draw_tree,
+    every_way,
+    full_laws,
+    law_of_step,
+    num_tokens,
+    paths_of,
+    plain_law,
+    sparse_laws,
+    walk,
+)
 from paceline.errors import CheckpointError
 from paceline.kv_cache.paged import CachedSequence
 from paceline.kv_cache.row_plan import TreeLayout, num_rows
@@ -17,16 +32,12 @@ from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.sampling.residual import TokenProbs, acceptance, excess
 from paceline.speculation import rejection
-from paceline.speculation.rejection import StepChance, Walk, verify_rejection
+from paceline.speculation.rejection import StepChance, verify_rejection
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree, Proposal
-from paceline.speculation.verify import VerifyResult, verify
+from paceline.speculation.verify import verify
 from scripted_target import ScriptedTarget
 
-Text = tuple[int, ...]
-Laws = Callable[[Text], TokenProbs]  # the drafted tokens so far -> the law of the next one
-Law = dict[Text, Fraction]
-Shape = Sequence[int]  # parents of the drawn nodes, breadth-first
 NUM_CASES = 6
 NUM_WRONG_CASES = 100  # the first one that shows it ends the search
 SHAPES: dict[str, Shape] = {
@@ -41,147 +52,11 @@ SHAPES: dict[str, Shape] = {
 }
 
 
-def _laws(seed: int, case: int, vocab_size: int) -> Laws:
-    """Random rational laws, one for each text; some tokens impossible, some certain."""
-
-    def law(text: Text) -> TokenProbs:
-        weights = np.random.default_rng([seed, case, len(text), *text]).integers(0, 6, vocab_size)
-        if not weights.any():
-            weights[text[-1] if text and text[-1] < vocab_size else 0] = 1
-        return TokenProbs(np.array([Fraction(int(weight), int(weights.sum())) for weight in weights], object))
-
-    return law
-
-
-class Branching:
-    """One way through all decisions, its probability, and the ways that turn off from it."""
-
-    def __init__(self, script: Sequence[int]) -> None:
-        self._script = script
-        self._asked: set[tuple[object, ...]] = set()
-        self.made: list[int] = []
-        self.turns: list[tuple[int, ...]] = []
-        self.mass = Fraction(1)
-
-    def accepts(self, threshold: Any, depth: int, index: int) -> bool:
-        assert isinstance(threshold, Fraction | int), "the algebra rounds"
-        return self._choose([(True, min(Fraction(1), threshold)), (False, 1 - min(Fraction(1), threshold))], "accept", depth, index)
-
-    def draw(self, probs: TokenProbs, depth: int, *which: object) -> int:
-        options = list(enumerate(probs.values)) if probs.token_ids is None else list(zip(probs.token_ids, probs.values, strict=True))
-        total = sum(value for _, value in options)
-        return self._choose([(int(token), value / total) for token, value in options], "draw", depth, *which)
-
-    def _choose(self, options: list[tuple[Any, Fraction]], *which: object) -> Any:
-        assert which not in self._asked, "one random number for two decisions"
-        self._asked.add(which)
-        options = [option for option in options if option[1] > 0]
-        turn = len(self.made)
-        if turn >= len(self._script):
-            self.turns.extend((*self.made, other) for other in range(1, len(options)))
-        choice = self._script[turn] if turn < len(self._script) else 0
-        self.made.append(choice)
-        self.mass *= options[choice][1]
-        return options[choice][0]
-
-
-def _every_way(run: Callable[[Branching], Any]) -> Iterator[tuple[Any, Fraction]]:
-    """All outcomes of `run`, each way to one with its probability."""
-    scripts: list[tuple[int, ...]] = [()]
-    while scripts:
-        chance = Branching(scripts.pop())
-        outcome = run(chance)
-        scripts.extend(chance.turns)
-        yield outcome, chance.mass
-
-
-def _draw_tree(shape: Shape, draft: Laws, chance: Branching) -> DraftTree:
-    """Children drawn without replacement; a law with too few tokens has fewer children."""
-    texts: dict[int, Text] = {0: ()}
-    left: dict[int, TokenProbs | None] = {}
-    number: dict[int, int] = {0: 0}
-    tokens: list[int] = []
-    parents: list[int] = []
-    for node, parent in enumerate(shape, 1):
-        if parent not in texts:
-            continue
-        probs = left.get(parent, draft(texts[parent]))
-        if probs is None:
-            continue
-        token = chance.draw(probs, len(texts[parent]), "draft", node)
-        left[parent] = probs.without(token)
-        texts[node] = (*texts[parent], token)
-        tokens.append(token)
-        parents.append(number[parent])
-        number[node] = len(tokens)
-    tree = DraftTree.grow(99, tokens, parents, "test", {number[parent]: draft(texts[parent]) for parent in left})
-    tree.check()
-    return tree
-
-
-def _paths(tree: DraftTree) -> list[Text]:
-    paths: list[Text] = [()]
-    for token, parent in zip(tree.token_ids[1:], tree.parents[1:], strict=True):
-        paths.append((*paths[parent], token))
-    return paths
-
-
-def _walk(tree: DraftTree, target: Laws, chance: Branching, ends: frozenset[int] = frozenset()) -> VerifyResult:
-    paths = _paths(tree)
-
-    def target_probs(node: int, path: Sequence[int]) -> TokenProbs:
-        assert tuple(path) == paths[node]
-        return target(paths[node])
-
-    result = Walk(tree, target_probs, ends, chance).run()
-    assert result.token_ids[: len(result.accepted_nodes)] == (paths[result.accepted_nodes[-1]] if result.accepted_nodes else ())
-    assert len(result.token_ids) == len(result.accepted_nodes) + 1
-    return result
-
-
-def _plain_law(target: Laws, length: int, ends: frozenset[int] = frozenset(), start: Text = ()) -> Law:
-    """Texts of `length` tokens, shorter where one ends; all begin with `start`."""
-    law: Law = {start: Fraction(1)}
-    for _ in range(length - len(start)):
-        longer: Law = {}
-        for text, mass in law.items():
-            if text and text[-1] in ends:
-                longer[text] = mass
-            else:
-                longer.update({(*text, token): mass * value for token, value in enumerate(target(text).values) if value > 0})
-        law = longer
-    return law
-
-
-def _num_tokens(shape: Shape) -> int:
-    """Tokens that a step with a tree of this shape may emit."""
-    depths = [0]
-    for parent in shape:
-        depths.append(depths[parent] + 1)
-    return max(depths) + 1
-
-
-def _law(
-    shape: Shape,
-    target: Laws,
-    draft: Laws,
-    *,
-    cut: Callable[[DraftTree], DraftTree] = lambda tree: tree,
-    ends: frozenset[int] = frozenset(),
-) -> Law:
-    """The law of the first tokens when one step drafts a tree of this shape and plain steps follow."""
-    law: defaultdict[Text, Fraction] = defaultdict(Fraction)
-    for result, mass in _every_way(lambda chance: _walk(cut(_draw_tree(shape, draft, chance)), target, chance, ends)):
-        for text, rest in _plain_law(target, _num_tokens(shape), ends, result.token_ids).items():
-            law[text] += mass * rest
-    return dict(law)
-
-
 def _is_exact(shape: Shape, seed: int, num_cases: int = NUM_CASES, **changes: Any) -> bool:
     """Whether the law is the target's in every case."""
     for case in range(num_cases):
-        target, draft = _laws(seed, 2 * case, 3), _laws(seed, 2 * case + 1, 3)
-        if _law(shape, target, draft, **changes) != _plain_law(target, _num_tokens(shape), changes.get("ends", frozenset())):
+        target, draft = sparse_laws(seed, 2 * case, 3), sparse_laws(seed, 2 * case + 1, 3)
+        if law_of_step(shape, target, draft, **changes) != plain_law(target, num_tokens(shape), changes.get("ends", frozenset())):
             return False
     return True
 
@@ -198,8 +73,8 @@ def test_an_end_token_among_the_drafts_ends_the_text_and_keeps_the_law(name, see
 
 def test_a_chain_by_single_draws_has_the_law_too_and_keeps_fewer_tokens_than_as_a_block(seed, monkeypatch):
     def mean_length(shape: Shape, case: int) -> Fraction:
-        target, draft = _laws(seed, 2 * case, 3), _laws(seed, 2 * case + 1, 3)
-        ways = _every_way(lambda chance: _walk(_draw_tree(shape, draft, chance), target, chance))
+        target, draft = sparse_laws(seed, 2 * case, 3), sparse_laws(seed, 2 * case + 1, 3)
+        ways = every_way(lambda chance: walk(draw_tree(shape, draft, chance), target, chance))
         return sum((len(result.accepted_nodes) * mass for result, mass in ways), Fraction(0))
 
     shape = SHAPES["chain of 2"]
@@ -213,17 +88,17 @@ def test_a_chain_by_single_draws_has_the_law_too_and_keeps_fewer_tokens_than_as_
 
 def test_one_draft_is_kept_as_often_as_the_laws_overlap(seed):
     for case in range(NUM_CASES):
-        target, draft = _laws(seed, 2 * case, 3), _laws(seed, 2 * case + 1, 3)
+        target, draft = sparse_laws(seed, 2 * case, 3), sparse_laws(seed, 2 * case + 1, 3)
         overlap = sum(map(min, target(()).values, draft(()).values))
-        ways = _every_way(lambda chance: _walk(_draw_tree((0,), draft, chance), target, chance))  # noqa: B023
+        ways = every_way(lambda chance: walk(draw_tree((0,), draft, chance), target, chance))  # noqa: B023
         assert sum(mass for result, mass in ways if result.accepted_nodes) == overlap
 
 
 def test_drafts_from_the_targets_own_law_are_all_kept(seed):
     for case in range(NUM_CASES):
-        target = _laws(seed, case, 3)
+        target = sparse_laws(seed, case, 3)
         for shape in (SHAPES["chain of 3"], SHAPES["two draws at two depths"]):
-            ways = _every_way(lambda chance: _walk(_draw_tree(shape, target, chance), target, chance))  # noqa: B023
+            ways = every_way(lambda chance: walk(draw_tree(shape, target, chance), target, chance))  # noqa: B023
             depth = 3 if len(shape) == 3 else 1
             assert all(len(result.accepted_nodes) >= depth for result, mass in ways)
 
@@ -264,13 +139,13 @@ def test_a_wrong_law_is_noticed(wrong, name, seed, monkeypatch):
 
 @pytest.mark.parametrize("name", ["two draws", "two draws at two depths"])
 def test_a_second_draw_judged_by_the_wrong_law_is_noticed(name, seed, monkeypatch):
-    draw_tree = _draw_tree
+    really_draw = draw_tree
 
     def judged(without: Callable[[TokenProbs, int], TokenProbs]) -> Callable[..., DraftTree]:
         def draw_then_break(*arguments: Any) -> DraftTree:
             with monkeypatch.context() as honest:
                 honest.setattr(TokenProbs, "without", right)
-                return draw_tree(*arguments)
+                return really_draw(*arguments)
 
         monkeypatch.setattr(TokenProbs, "without", without)
         return draw_then_break
@@ -278,7 +153,7 @@ def test_a_second_draw_judged_by_the_wrong_law_is_noticed(name, seed, monkeypatc
     right = TokenProbs.without
     not_renormalised = lambda probs, token: TokenProbs(np.where(np.arange(3) == token, Fraction(0), probs.values))  # noqa: E731
     for wrong in (not_renormalised, lambda probs, token: probs):
-        monkeypatch.setitem(globals(), "_draw_tree", judged(wrong))
+        monkeypatch.setattr(enumerated_laws, "draw_tree", judged(wrong))
         assert not _is_exact(SHAPES[name], seed, NUM_WRONG_CASES)
 
 
@@ -292,48 +167,38 @@ def _trim(layout: TreeLayout, max_depth: int, row_budget: int, vocab_size: int =
     return lambda tree: tree.trim(vocab_size=vocab_size, max_depth=max_depth, row_budget=row_budget, layout=layout)
 
 
-def _full_laws(seed: int, case: int, vocab_size: int = 3) -> Laws:
-    """Laws that leave no token out: every tree of a shape can be drawn."""
-
-    def law(text: Text) -> TokenProbs:
-        weights = np.random.default_rng([seed, case, len(text), *text]).integers(1, 6, vocab_size)
-        return TokenProbs(np.array([Fraction(int(weight), int(weights.sum())) for weight in weights], object))
-
-    return law
-
-
 def test_trimming_to_depth_and_rows_keeps_draws_drawn_and_their_law(seed, tally):
     shape = (0, 0, 1, 1, 2)
-    target, draft = _full_laws(seed, 1), _full_laws(seed, 2)
-    wanted = _plain_law(target, _num_tokens(shape))
-    whole = _draw_tree(shape, draft, Branching(()))
+    target, draft = full_laws(seed, 1), full_laws(seed, 2)
+    wanted = plain_law(target, num_tokens(shape))
+    whole = draw_tree(shape, draft, Branching(()))
     trims: dict[tuple[int, ...], Callable[[DraftTree], DraftTree]] = {}  # one for each shape that is left
     for layout in TreeLayout:
         for depth, budget in product((1, 2), range(1, num_rows(whole.parents, layout) + 1)):
             trim = _trim(layout, depth, budget)
             trims.setdefault(tuple(trim(whole).parents), trim)
     for left, trim in trims.items():
-        assert _law(shape, target, draft, cut=trim) == wanted, left
+        assert law_of_step(shape, target, draft, cut=trim) == wanted, left
     tally["shapes of trimmed trees"] += len(trims)
     assert {trim(whole).proposal for trim in trims.values()} == set(Proposal)
 
 
 def test_a_law_that_reaches_unknown_ids_makes_its_drafts_chosen_ones_and_keeps_the_targets_law(seed, monkeypatch):
     """Whatever was drawn: to change the type only where an unknown id came up would be wrong."""
-    target, draft = _full_laws(seed, 1), _full_laws(seed, 2, vocab_size=4)
+    target, draft = full_laws(seed, 1), full_laws(seed, 2, vocab_size=4)
     trim = _trim(TreeLayout.MASK, 9, 99)
     for shape in ((0,), (0, 1), (0, 0)):
-        wanted = _plain_law(target, _num_tokens(shape))
-        assert _law(shape, target, draft, cut=trim) == wanted
+        wanted = plain_law(target, num_tokens(shape))
+        assert law_of_step(shape, target, draft, cut=trim) == wanted
         with monkeypatch.context() as wrong:
             wrong.setattr(TokenProbs, "is_within", lambda probs, vocab_size: True)
-            assert _law(shape, target, draft, cut=trim) != wanted
+            assert law_of_step(shape, target, draft, cut=trim) != wanted
 
 
 def test_drafts_pruned_in_other_ways_have_the_law_only_as_chosen_ones(seed):
-    target, draft = _full_laws(seed, 1), _full_laws(seed, 2)
+    target, draft = full_laws(seed, 1), full_laws(seed, 2)
     shape = (0, 0)
-    wanted = _plain_law(target, _num_tokens(shape))
+    wanted = plain_law(target, num_tokens(shape))
 
     def likeliest(tree: DraftTree) -> DraftTree:
         best = max(tree.token_ids[1:], key=lambda token: (tree.draft_probs[0].prob(token), token))
@@ -348,14 +213,14 @@ def test_drafts_pruned_in_other_ways_have_the_law_only_as_chosen_ones(seed):
     def without_the_first(tree: DraftTree) -> DraftTree:
         return DraftTree.grow(99, tree.token_ids[2:], [0], "test", tree.draft_probs)
 
-    assert _law(shape, target, draft, cut=likeliest) == wanted
-    assert _law(shape, target, draft, cut=without_the_first) != wanted
-    assert _law(shape, target, draft, cut=still_drawn) != wanted
-    assert _law(shape, target, draft, cut=drawn_where_nothing_changed) != wanted
+    assert law_of_step(shape, target, draft, cut=likeliest) == wanted
+    assert law_of_step(shape, target, draft, cut=without_the_first) != wanted
+    assert law_of_step(shape, target, draft, cut=still_drawn) != wanted
+    assert law_of_step(shape, target, draft, cut=drawn_where_nothing_changed) != wanted
 
 
 def test_a_row_that_cannot_be_processed_matters_only_to_the_texts_that_reach_it(seed):
-    target, draft = _full_laws(seed, 1), _full_laws(seed, 2)
+    target, draft = full_laws(seed, 1), full_laws(seed, 2)
     dead: Text = (0, 1)
 
     def failing(text: Text) -> TokenProbs:
@@ -365,18 +230,18 @@ def test_a_row_that_cannot_be_processed_matters_only_to_the_texts_that_reach_it(
 
     def run(chance: Branching) -> Text:
         try:
-            text = _walk(_draw_tree((0, 1, 2), draft, chance), failing, chance).token_ids
+            text = walk(draw_tree((0, 1, 2), draft, chance), failing, chance).token_ids
         except CheckpointError:
             return dead
         assert text[:2] != dead or text == dead, "it went on without the row"
         return text
 
     law: defaultdict[Text, Fraction] = defaultdict(Fraction)
-    for text, mass in _every_way(run):
-        for longer, rest in _plain_law(target, 4, start=text).items():
+    for text, mass in every_way(run):
+        for longer, rest in plain_law(target, 4, start=text).items():
             law[dead if longer[:2] == dead else longer] += mass * rest
     wanted: defaultdict[Text, Fraction] = defaultdict(Fraction)
-    for text, mass in _plain_law(target, 4).items():
+    for text, mass in plain_law(target, 4).items():
         wanted[dead if text[:2] == dead else text] += mass
     assert law == wanted
 
@@ -390,7 +255,7 @@ def _request(target: ScriptedTarget, params: SamplingParams, seed: int) -> Reque
 
 
 def _rows(target: ScriptedTarget, request: Request, tree: DraftTree) -> np.ndarray:
-    return np.stack([target.logits((*request.token_ids, *path)) for path in _paths(tree)])
+    return np.stack([target.logits((*request.token_ids, *path)) for path in paths_of(tree)])
 
 
 def test_at_temperature_0_rejection_is_the_plain_match():
