@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from paceline.engine.engine import Engine
 from paceline.kv_cache.block_pool import BlockPool
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.prefix_index import Link, PrefixIndex
+from paceline.runtimes.base import ForwardBatch, ForwardOutput
 from paceline.speculation import guess as guess_module
 from paceline.speculation import step as step_module
 from paceline.speculation import verify as verify_module
@@ -65,6 +66,7 @@ class Given:
 
 
 GivenOf = Callable[[str], Given]
+Forward = Callable[[ForwardBatch], ForwardOutput]
 Faulty = Callable[..., None]
 
 
@@ -140,12 +142,23 @@ def test_the_jobs_meet_every_way_to_sample_to_share_and_to_end(given_of: GivenOf
     assert sum(len(answer.token_ids) < len(job.beyond) for job in jobs for answer in job.answers[:1]) > 20
 
 
-# Requests that come, are given up, preempted and end in any order
+# Requests that come, are given up, preempted, interrupted and end in any order
+
+
+def interrupted(forward: Forward, *, is_behind_pass: bool) -> Forward:
+    """A pass that Ctrl-C ends, before its rows are in the cache or after."""
+
+    def interrupt(batch: ForwardBatch) -> ForwardOutput:
+        if is_behind_pass:
+            forward(batch)
+        raise KeyboardInterrupt
+
+    return interrupt
 
 
 @pytest.mark.parametrize("kind", ["chaos", "draft_tree", "stack", "eagle3", "mtp"])
 def test_whatever_happens_in_whatever_order_nothing_leaks_and_nobody_gets_another_token(
-    kind: str, given_of: GivenOf, large_counts: bool, seed: int, tally: "Counter[str]"
+    kind: str, given_of: GivenOf, large_counts: bool, seed: int, tally: "Counter[str]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = given_of({"eagle3": "legible-f32-native", "mtp": "successor-f32-native"}.get(kind, "llama-f32-native"))
     random = np.random.default_rng(seed + sum(map(ord, kind)))
@@ -154,7 +167,7 @@ def test_whatever_happens_in_whatever_order_nothing_leaks_and_nobody_gets_anothe
     engine, traffic = llm.engine, Traffic(llm, jobs, random)
     happened: Counter[str] = Counter()
     for _ in range(2_500 if large_counts else 200):
-        event = random.choice(["submit", "abort", "preempt", "limits", "step"], p=[0.2, 0.06, 0.06, 0.02, 0.66])
+        event = random.choice(["submit", "abort", "preempt", "limits", "interrupt", "step"], p=[0.2, 0.06, 0.06, 0.02, 0.06, 0.6])
         running = engine.scheduler.running
         if event == "submit" and len(traffic.live) < 24:
             traffic.submit(int(random.integers(len(jobs))))
@@ -164,6 +177,13 @@ def test_whatever_happens_in_whatever_order_nothing_leaks_and_nobody_gets_anothe
             engine.scheduler.preempt(running[int(random.integers(len(running)))])
         elif event == "limits":
             traffic.change_limits()
+        elif event == "interrupt" and running:
+            is_behind_pass = bool(random.integers(2))
+            with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+                patch.setattr(llm.runtime, "forward", interrupted(llm.runtime.forward, is_behind_pass=is_behind_pass))
+                engine.step()
+                continue  # there was no pass: whoever ran had to make room
+            assert not any(request.error or request.sequence.plan for request in traffic.live)
         elif event == "step":
             oldest = running[0] if running else None
             before = (oldest.sequence.committed_len, oldest.num_output_tokens) if oldest is not None else (0, 0)

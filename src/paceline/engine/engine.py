@@ -14,7 +14,7 @@ from paceline.runtimes.base import Runtime
 from paceline.speculation.guess import Guesser
 from paceline.speculation.request import FinishReason, Request
 from paceline.speculation.stats import SpeculationStats
-from paceline.speculation.step import step
+from paceline.speculation.step import PassInterrupted, step
 
 
 @dataclass(slots=True)
@@ -158,7 +158,8 @@ class Engine:
     def step(self) -> list[Request]:
         """Advance whoever can run by one pass.
 
-        What goes wrong with one request ends this one alone, with `Request.error`; a pass that fails as a whole ends those in it.
+        What goes wrong with one request ends this one alone, with `Request.error`; a pass that fails as a whole ends those in it. An
+        interrupt within the target's pass ends nobody: the next step does the same again. Elsewhere in a step it ends those who take part.
 
         Returns:
             those who took part; the finished ones among them are released.
@@ -214,7 +215,9 @@ class Engine:
             step(picked, self.runtime, self.cache, self.guesser, chunk_rows=limits.chunk_rows, max_rows=limits.max_step_rows)
         except Exception as error:
             self._give_up_pass(picked, error)
-        except BaseException as error:  # an interrupt: nobody knows how far the pass came
+        except PassInterrupted as error:  # nobody is the worse for it
+            raise error.__cause__ or error from None
+        except BaseException as error:  # an interrupt between passes: nobody knows how far the step came
             self._give_up_pass(picked, PacelineError(f"the pass was interrupted ({type(error).__name__}); send the request again"))
             raise
         now = time.perf_counter()

@@ -13,13 +13,17 @@ from time import perf_counter
 
 from paceline.errors import CheckpointError
 from paceline.kv_cache.paged import KVCache
-from paceline.runtimes.base import FloatArray, ForwardOutput, Runtime, assemble
+from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, Runtime, assemble
 from paceline.speculation.commit import commit
 from paceline.speculation.drafter import CommittedRows
 from paceline.speculation.guess import Guesser
 from paceline.speculation.request import Request
 from paceline.speculation.verify import prompt_logprobs, token_logprobs
 from paceline.speculation.work import Work, reserve
+
+
+class PassInterrupted(BaseException):
+    """An interrupt met the target's pass (`__cause__` is it): nothing was committed, every request stands where it stood before."""
 
 
 def step(
@@ -34,6 +38,8 @@ def step(
 
     Raises:
         CapacityError: not even the known tokens fit; nothing was changed.
+        PassInterrupted: KeyboardInterrupt or the like within the target's pass. Anywhere else it is raised as it is, and what had
+            been done by then is done.
         Exception: whatever the target's pass raised; nothing was committed.
     """
     works = [Work.of(request, chunk_rows) for request in requests]
@@ -41,7 +47,7 @@ def step(
     plans = reserve(works, cache)
     batch = assemble(plans, [work.token_ids for work in works], [work.logits_nodes for work in works])
     start_s = perf_counter()
-    output = target.forward(batch)
+    output = _forward(target, batch, works, cache)
     guesser.observe_pass(len(batch.token_ids), perf_counter() - start_s)
     committed: list[CommittedRows] = []
     first_row = first_logits_row = 0
@@ -57,6 +63,18 @@ def step(
         first_logits_row += num_logits
         first_row += plan.num_rows
     guesser.observe(committed)
+
+
+def _forward(target: Runtime, batch: ForwardBatch, works: Sequence[Work], cache: KVCache) -> ForwardOutput:
+    """The target's pass, by far the longest part of a step: an interrupt within it takes back what was reserved and harms nobody."""
+    try:
+        return target.forward(batch)
+    except Exception:
+        raise
+    except BaseException as interrupt:
+        for work in works:
+            cache.cancel(work.request.sequence)
+        raise PassInterrupted from interrupt
 
 
 def _settle(work: Work, logits: FloatArray, cache: KVCache, guesser: Guesser) -> Sequence[int]:

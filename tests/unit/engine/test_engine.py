@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -372,12 +373,54 @@ def test_a_pass_that_finds_no_room_costs_the_youngest_its_rows_not_its_life(
     assert_clean(llm)
 
 
-def test_an_interrupt_ends_the_pass_and_those_in_it(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "self", ["ngram", "suffix"]], ids=str)
+@pytest.mark.parametrize("params", [GREEDY, LONG], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("is_behind_pass", [False, True])
+def test_an_interrupt_within_the_targets_pass_harms_nobody_else(
+    is_behind_pass: bool, params: SamplingParams, drafter: Any, open_llm: Open, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two streams are open; one is interrupted, and other calls are before that."""
+    alone = open_llm(40)
+    expected = [alone.generate([prompt], params)[0] for prompt in PROMPTS[:2]]
+    llm = open_llm(40, str(directory) if drafter == "self" else drafter)
+    streams = [llm.stream(prompt, params) for prompt in PROMPTS[:2]]
+    real = llm.runtime.forward
+
+    def interrupted(batch: ForwardBatch) -> ForwardOutput:
+        if is_behind_pass:
+            real(batch)
+        raise KeyboardInterrupt
+
+    taken: list[list[int]] = [[], []]
+    for turn in range(6):
+        for stream, tokens in zip(streams, taken, strict=True):
+            tokens.extend(next(stream).token_ids)
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.runtime, "forward", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(PROMPTS[2 + turn % 2], params) if turn < 5 else [*streams[1]]
+        llm.engine.cache.check()
+    assert next(streams[1], None) is None, "its requests are given up"
+    for chunk in streams[0]:
+        taken[0].extend(chunk.token_ids)
+    assert chunk.output is not None
+    assert (taken[0], chunk.output.text, chunk.output.logprobs) == (expected[0].token_ids, expected[0].text, expected[0].logprobs)
+    assert taken[1] == expected[1].token_ids[: len(taken[1])]
+    assert (llm.stats().num_finished, llm.stats().num_aborted, llm.stats().num_failed) == (1, 6, 0)
+    assert_clean(llm)
+
+
+@pytest.mark.parametrize("function", ["commit", "reserve", "assemble"])
+def test_an_interrupt_before_or_behind_the_pass_ends_those_in_it(function: str, open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = open_llm(40)
     stream = llm.stream(PROMPTS[0], GREEDY)
     next(stream)
     with monkeypatch.context() as patch:
-        patch.setattr(llm.runtime, "forward", lambda batch: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patch.setattr(step_module, function, interrupt)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS[1], GREEDY)
     with pytest.raises(Exception, match="interrupted"):
