@@ -45,8 +45,8 @@ class LLM:
         drafter: "auto" (the model's own draft model, else ngram), "none", "ngram", "suffix", "prediction", a draft model's
             directory or id, or several of them together.
         num_draft_tokens: tokens guessed a step, or "auto" (4).
-        tree_width: guesses a position of a draft model; 1 = a chain.
-        draft_quant: the same for draft models.
+        tree_width: guesses a position, of draft models and heads; 1 = a chain.
+        draft_quant: the same for draft models and heads.
         drafter_options: settings of single methods: {"tree": "accuracy"} (medusa), {"boundaries": (2, 16, 29)} (eagle3) and others, which
             docs/methods lists.
         acceptance: which guesses are kept: "match" (a seed has one text, whatever drafts) or "rejection" (sampled texts have the same law

@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,24 @@ import pytest
 from typer.testing import CliRunner
 
 from checkpoints import VOCAB_SIZE, write_byte_level_tokenizer, write_checkpoint, write_tokenizer
+from eagle_checkpoints import (
+    EAGLE1,
+    EAGLE3,
+    HIDDEN,
+    eagle1_tensors,
+    eagle3_tensors,
+    write_head,
+    write_legible_target,
+    write_reading_eagle1,
+    write_reading_eagle3,
+)
 from gguf_checkpoints import byte_level_vocabulary, write_gguf
+from medusa_checkpoints import perfect_heads, random_heads, write_heads, write_successor_target
+from mtp_checkpoints import add_module, perfect_module
 from paceline.cli import app
 from paceline.config import QuantOptions
 from paceline.proof.doctor import DoctorQuestion, diagnose
-from paceline.proof.probe import expected_speedup, predict
+from paceline.proof.probe import expected_speedup, predict, probe
 from vocabulary_pairs import reorder_vocabulary
 
 HEAVY = {"torch", "transformers", "openvino", "scipy"}
@@ -108,7 +123,7 @@ def test_a_shorter_context_other_ends_and_a_large_draft_model_are_noted(target: 
 
 def test_drafters_without_a_model_and_unknown_ones(target: Path) -> None:
     code, facts = ask("--model", target, "--drafter", "ngram")
-    assert (code, facts["drafters"][0]) == (0, {"name": "ngram", "model": None, "pair": None})
+    assert (code, facts["drafters"][0]) == (0, {"name": "ngram", "model": None, "head": None, "pair": None})
     assert ask("--model", target)[1]["drafters"][0]["name"] == "ngram"
     code, facts = ask("--model", target, "--drafter", "no such thing")
     assert code == 1
@@ -116,6 +131,131 @@ def test_drafters_without_a_model_and_unknown_ones(target: Path) -> None:
     code, facts = ask("--model", target, "--drafter", "draft_model")
     assert code == 1
     assert "has no embedded draft model" in facts["problems"][0]
+
+
+# Heads
+
+
+@dataclass(frozen=True)
+class HeadPairs:
+    """Targets with a head for each: (model, drafter) by kind."""
+
+    pairs: dict[str, tuple[Path, str]]
+    other_eagle: Path  # for a smaller target
+
+    def arguments(self, kind: str, *options: str) -> list[str]:
+        model, drafter = self.pairs[kind]
+        return ["--model", str(model), "--drafter", drafter, *(word for option in options for word in ("--drafter-options", option))]
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> HeadPairs:
+    folder = tmp_path_factory.mktemp("heads")
+    legible = write_legible_target(folder / "legible", reads_mean=False)
+    _, successor = write_successor_target(folder / "successor", "qwen3")
+    medusa = write_heads(folder / "medusa", "rows", perfect_heads(successor))
+    add_module(folder / "successor", "mtp", perfect_module(), num_layers=2)
+    pairs = {
+        "eagle": (legible, str(write_reading_eagle1(folder / "eagle"))),
+        "eagle3": (legible, str(write_reading_eagle3(folder / "eagle3"))),
+        "medusa": (folder / "successor", str(medusa)),
+        "mtp": (folder / "successor", "mtp"),
+    }
+    return HeadPairs(pairs, write_head(folder / "other", EAGLE3, eagle3_tensors()))
+
+
+RANDOM_EAGLE = {**EAGLE1, "hidden_size": HIDDEN, "num_attention_heads": 3, "num_key_value_heads": 3, "bias": True}
+HEADS = {
+    "eagle": "eagle head that reads the final hidden states; its sizes fit the target's",
+    "eagle3": "eagle3 head that reads layer boundaries 0, 2, 4; its sizes fit the target's",
+    "medusa": "3 Medusa heads with a vocabulary matrix each; its sizes fit the target's",
+    "mtp": "mtp module of the target's own checkpoint; its sizes fit the target's",
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_is_judged_by_its_shapes(heads: HeadPairs, kind: str) -> None:
+    code, facts = ask(*heads.arguments(kind))
+    assert (code, facts["problems"], facts["drafters"][0]["name"]) == (0, [], kind)
+    assert pair_of(facts)["summary"].startswith(HEADS[kind])
+    head = facts["drafters"][0]["head"]
+    assert head["stored_bytes"] >= 2 * head["parameters"] > 0
+    assert facts["memory"]["draft_weights_bytes"] == head["stored_bytes"]
+    assert (facts["memory"]["draft_cache_bytes_per_1k_tokens"] > 0) == (kind != "medusa")
+    halved = ask(*heads.arguments(kind), "--draft-quant", "int8")[1]["memory"]["draft_weights_bytes"]
+    assert 0.2 < halved / head["stored_bytes"] < 0.6
+    code, said = text(*heads.arguments(kind))
+    assert said.endswith("works")
+    assert HEADS[kind] in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "said"),
+    [
+        ("eagle3", "boundaries=1,2,3", "reads layer boundaries 1, 2, 3"),
+        ("medusa", "tree=accuracy", "tree accuracy"),
+    ],
+)
+def test_an_option_of_a_method_is_taken_into_account(heads: HeadPairs, kind: str, option: str, said: str) -> None:
+    code, facts = ask(*heads.arguments(kind, option))
+    assert code == 0
+    assert said in pair_of(facts)["summary"]
+    assert pair_of(facts)["notes"] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "problem"),
+    [
+        ("eagle3", "boundaries=0,3,9", "name as many different ones, from 0 to 4"),
+        ("eagle3", "tree=accuracy", "'tree' is for medusa heads, and the drafter is eagle3"),
+        ("medusa", "tree=oak", "use one of probability, accuracy"),
+        ("mtp", "nothing=1", "'nothing' is unknown; there are tree (medusa), boundaries (eagle3)"),
+    ],
+)
+def test_an_option_that_cannot_be_used_is_a_problem(heads: HeadPairs, kind: str, option: str, problem: str) -> None:
+    code, facts = ask(*heads.arguments(kind, option))
+    assert (code, len(facts["problems"])) == (1, 1)
+    assert problem in facts["problems"][0]
+
+
+def test_options_reach_what_a_probe_loads(heads: HeadPairs, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = heads.arguments("eagle3", "boundaries=1,2,3", "rope_theta=5e5")
+    given: dict[str, Any] = {}
+
+    def remember(**loaded: Any) -> Any:
+        given.update(loaded)
+        return probe(**loaded)
+
+    monkeypatch.setattr("paceline.proof.doctor.probe", remember)
+    assert ask(*arguments, "--probe", "--threads", "2")[0] == 0
+    assert given["drafter_options"] == {"boundaries": "1,2,3", "rope_theta": "5e5"}
+
+
+def test_a_probe_notices_heads_of_the_same_sizes_for_other_weights(heads: HeadPairs, tmp_path: Path) -> None:
+    """Medusa heads, and EAGLE heads that leave no convention open: nothing is tried out when these are loaded."""
+    model, _ = heads.pairs["medusa"]
+    others = {
+        "medusa": (model, write_heads(tmp_path / "medusa", "rows", random_heads(hidden=128))),
+        "eagle": (heads.pairs["eagle"][0], write_head(tmp_path / "eagle", RANDOM_EAGLE, eagle1_tensors(RANDOM_EAGLE))),
+    }
+    for kind, (other_model, drafter) in others.items():
+        code, facts = ask("--model", other_model, "--drafter", drafter, "--probe", "--threads", "2")
+        assert code == 0
+        (notice,) = [notice for notice in facts["probe"]["notices"] if "made for another" in notice]
+        assert kind in notice
+        right = ask(*heads.arguments(kind), "--probe", "--threads", "2")[1]["probe"]
+        assert right["drafting_steps_with_accepted"] > 0.5 * right["drafting_steps"] > 0
+        assert right["draft_ms_per_token"] > 0
+        assert not any("made for another" in notice for notice in right["notices"])
+
+
+def test_a_head_for_another_target_is_one_clear_problem(heads: HeadPairs, target: Path, tmp_path: Path) -> None:
+    legible, _ = heads.pairs["eagle3"]
+    heads_of_64 = write_heads(tmp_path / "medusa", "rows", random_heads(hidden=64))
+    for model, drafter in ((legible, heads.other_eagle), (legible, heads_of_64), (target, heads.pairs["eagle"][1]), (target, "medusa")):
+        code, facts = ask("--model", model, "--drafter", drafter)
+        assert (code, len(facts["problems"])) == (1, 1)
+        assert re.search("made for another model|holds no medusa head|from 0 to 2", facts["problems"][0]), facts["problems"]
 
 
 # Files

@@ -34,7 +34,7 @@ ARROWS: dict[str, set[str]] = {
     "llm": LLM,
     "training": {*ABOVE_LLM, "drafters"},
     "benchmarking": ABOVE_LLM,
-    "proof": {*ABOVE_LLM, "gguf_tokenizer"},
+    "proof": {*ABOVE_LLM, "drafters", "gguf_tokenizer"},
     "server": ABOVE_LLM,
     "outputs": {"sampling.logprobs", "speculation.request", "speculation.stats"},
     "cli": {*LEAVES, "__init__", "server", "training", "benchmarking", "proof", "llm", "outputs", "sampling.params", "speculation.request"},

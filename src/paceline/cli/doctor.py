@@ -6,28 +6,35 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.options import MODEL, SPECULATION
+from paceline.cli.options import METAVARS, MODEL, SPECULATION, named_values
 from paceline.cli.reporting import EXIT_FAILURE, reported_errors
 from paceline.config import DEVICES, QUANT, EngineConfig, SpeculationConfig, quant_options
 
 if TYPE_CHECKING:
     from paceline.proof.doctor import Diagnosis, DoctorQuestion
 
+MEMORY_HELP = "Judge by this much memory, in gigabytes. Default: what is free here."
+PROBE_HELP = "Load everything, time passes, let the drafter guess for a few short texts, and predict the speedup."
+Drafters = Annotated[list[str] | None, typer.Option("--drafter", help=SPECULATION.options["drafter"], metavar="<str>", show_default="auto")]
+DrafterOptions = Annotated[
+    list[str] | None,
+    typer.Option("--drafter-options", help=SPECULATION.options["drafter_options"], metavar=METAVARS["drafter_options"]),
+]
+
 
 def doctor(
     *,
     model: Annotated[str, typer.Option("--model", help=MODEL.options["model"])] = "mini",
     gguf_file: Annotated[str | None, typer.Option("--gguf-file", help=MODEL.options["gguf_file"])] = None,
-    drafter: Annotated[list[str] | None, typer.Option("--drafter", help=SPECULATION.options["drafter"], metavar="<str>")] = None,
+    drafter: Drafters = None,
     quant: Annotated[str, typer.Option("--quant", help=MODEL.options["quant"], metavar="|".join(QUANT))] = "none",
     draft_quant: Annotated[str, typer.Option("--draft-quant", help=SPECULATION.options["draft_quant"], metavar="|".join(QUANT))] = "none",
+    drafter_options: DrafterOptions = None,
     max_context: Annotated[int | None, typer.Option("--max-context", help=MODEL.options["max_context"])] = None,
     device: Annotated[str, typer.Option("--device", help=MODEL.options["device"], metavar="|".join(DEVICES))] = "auto",
     threads: Annotated[int | None, typer.Option("--threads", help=MODEL.options["threads"])] = None,
-    memory_gb: Annotated[
-        float | None, typer.Option("--memory-gb", help="Judge by this much memory, in gigabytes. Default: what is free here.")
-    ] = None,
-    probe: Annotated[bool, typer.Option("--probe", help="Load everything, time passes and predict the speedup.")] = False,
+    memory_gb: Annotated[float | None, typer.Option("--memory-gb", help=MEMORY_HELP)] = None,
+    probe: Annotated[bool, typer.Option("--probe", help=PROBE_HELP)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Print tracebacks and what libraries warn about.")] = False,
 ) -> None:
@@ -40,13 +47,16 @@ def doctor(
         engine = EngineConfig(
             model=model, gguf_file=gguf_file, quant=quant, max_context=max_context, device=device, threads=threads, offline=True
         )
-        speculation = SpeculationConfig(drafter=names[0] if len(names) == 1 else names, draft_quant=draft_quant)
+        speculation = SpeculationConfig(
+            drafter=names[0] if len(names) == 1 else names, draft_quant=draft_quant, drafter_options=named_values(drafter_options or ())
+        )
         from paceline.proof.doctor import DoctorQuestion, diagnose
 
         question = DoctorQuestion(
             model=model,
             gguf_file=gguf_file,
             drafters=names,
+            drafter_options=speculation.drafter_options,
             quant=quant_options("quant", engine.quant),
             draft_quant=quant_options("draft_quant", speculation.draft_quant),
             max_context=max_context,
@@ -69,6 +79,7 @@ def _probe_arguments(engine: EngineConfig, speculation: SpeculationConfig) -> di
     return {name: getattr(engine, name) for name in of_engine} | {
         "drafter": speculation.drafter,
         "draft_quant": speculation.draft_quant,
+        "drafter_options": speculation.drafter_options,
     }
 
 

@@ -49,6 +49,11 @@ def _network(model: dict[str, Any]) -> str:
 def _drafter_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     rows = []
     for drafter in facts["drafters"]:
+        if drafter["head"] is not None:
+            head = drafter["head"]
+            size = f"{head['parameters'] / 1e6:,.4g} million parameters ({_size(head['stored_bytes'])})"
+            rows += [("drafter", head["path"]), ("", f"{drafter['name']}, {size}"), ("pair", drafter["pair"]["summary"])]
+            continue
         if drafter["model"] is None:
             rows.append(("drafter", drafter["name"]))
             continue
@@ -71,7 +76,7 @@ def _memory_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(
             (
                 "",
-                f"draft model {_size(memory['draft_weights_bytes'])}, {_size(memory['draft_cache_bytes_per_1k_tokens'])} for every "
+                f"drafter {_size(memory['draft_weights_bytes'])}, {_size(memory['draft_cache_bytes_per_1k_tokens'])} for every "
                 f"1000 tokens; runtime {memory['draft_backend']}",
             )
         )
@@ -88,6 +93,9 @@ def _probe_rows(probe: dict[str, Any] | None) -> list[tuple[str, str]]:
         ("loaded", f"in {probe['load_s']:.1f} s, numerics {probe['numerics']}, at most {_size(probe['peak_bytes'])} in use"),
         ("pass", f"milliseconds by rows: {passes}; {probe['draft_ms_per_token']:.2f} to draft a token"),
     ]
+    steps, kept = probe["drafting_steps"], probe["drafting_steps_with_accepted"]
+    if steps:
+        rows.append(("guesses", f"kept in {kept / steps:.0%} of {steps} steps on a few short texts; on yours it may be otherwise"))
     for one in probe["predictions"]:
         best = (
             f"{one['speedup']:.2f}x with {one['num_draft_tokens']} draft tokens a step"

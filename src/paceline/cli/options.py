@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Annotated, Any, get_type_hints
 
@@ -65,15 +65,16 @@ SPECULATION = Panel(
     "Speculation",
     SpeculationConfig,
     {
-        "drafter": "Who guesses: auto, none, ngram, suffix, prediction, or the directory or id of a draft model; several times: all. "
+        "drafter": "Who guesses: auto (the target's own draft model, else ngram), none, ngram, suffix, prediction; draft_model, medusa or "
+        "mtp of the target's own directory; or the directory or id of a draft model or of Medusa or EAGLE heads. Several times: all. "
         "It changes the speed, never a token.",
-        "num_draft_tokens": 'Tokens to draft a step: "auto" or a number.',
-        "tree_width": "Guesses for one position of a draft model; 1 = a chain.",
+        "num_draft_tokens": 'Tokens to draft a step: a number, or "auto" (4).',
+        "tree_width": "Guesses for one position, of draft models and heads; 1 = a chain.",
         "acceptance": "match: a seed has one text, whatever drafts. rejection: more guesses are kept at high temperatures; sampled texts "
         "have the same law but depend on what was drafted.",
-        "draft_quant": "Quantise draft models while loading. It changes the speed, never a token.",
-        "drafter_options": "A setting of one method, such as tree=accuracy (medusa) or boundaries=2,16,29 (eagle3); may be given several "
-        "times. docs/methods lists them.",
+        "draft_quant": "Quantise draft models and heads while loading. It changes the speed, never a token.",
+        "drafter_options": "A setting of one method, such as tree=accuracy (medusa, where --tree-width is above 1) or boundaries=2,16,29 "
+        "(eagle3); may be given several times. docs/methods lists them.",
     },
 )
 OUTPUT = "Output"
@@ -115,7 +116,7 @@ class Settings:
         sampling["stop"] = tuple(checked_text("stop", text) for text in sampling["stop"] or ())
         drafters = tuple(speculation["drafter"])
         speculation["drafter"] = drafters[0] if len(drafters) == 1 else drafters
-        speculation["drafter_options"] = dict(_name_and_value(text) for text in speculation["drafter_options"])
+        speculation["drafter_options"] = named_values(speculation["drafter_options"])
         return cls(EngineConfig(**engine), SamplingParams(**sampling), SpeculationConfig(**speculation), values.pop("debug"))
 
     def llm_arguments(self) -> dict[str, Any]:
@@ -193,6 +194,15 @@ def _parameter(name: str, hint: Any, default: Any, help_text: str, title: str) -
         flag += f"/--no-{name.replace('_', '-')}"
     option = typer.Option(flag, help=help_text, rich_help_panel=title, metavar=METAVARS.get(name), parser=parser, show_default=True)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, option])
+
+
+def named_values(texts: Iterable[str]) -> dict[str, str]:
+    """Drafters' options by name.
+
+    Raises:
+        ConfigError: one has no "=".
+    """
+    return dict(map(_name_and_value, texts))
 
 
 def _name_and_value(text: str) -> tuple[str, str]:

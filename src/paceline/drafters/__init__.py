@@ -28,7 +28,7 @@ from paceline.speculation.drafter import Drafter
 from paceline.tokenizer import Tokenizer
 from paceline.vocabulary import SAMPLE_TEXT, VocabularyComparison, VocabularyMatch, compare_vocabularies
 
-__all__ = ["EMBEDDED", "NAMES", "HeadOptions", "TargetDescription", "layers_to_collect", "make_drafter"]
+__all__ = ["EMBEDDED", "NAMES", "HeadOptions", "TargetDescription", "find_head", "layers_to_collect", "make_drafter"]
 
 EMBEDDED = "draft"
 """Folder of a model directory that holds its own draft model."""
@@ -138,8 +138,16 @@ def _resolve(wanted: str, target: TargetDescription) -> Path:
     return resolve(wanted, token=target.token, offline=target.offline, with_heads=True)
 
 
-def _open_head(path: Path, target: TargetDescription, wanted: HeadKind | None = None) -> Drafter | None:
-    """The drafter for a head's files, None where they hold a language model; `wanted`: the only kind that will do."""
+def find_head(path: Path, wanted: HeadKind | None = None) -> HeadFiles | None:
+    """The files of a head that can be used, None where they hold a language model.
+
+    Args:
+        wanted: the only kind that will do.
+
+    Raises:
+        CheckpointError: a file is damaged.
+        IncompatibleDrafterError: it is another head, or one of a method that there is no drafter for.
+    """
     files = open_gguf_head(path) if is_gguf(path) else HeadFiles.open(path)
     if files is None:
         return None
@@ -154,7 +162,12 @@ def _open_head(path: Path, target: TargetDescription, wanted: HeadKind | None = 
     if files.kind not in HEADS:
         known = ", ".join(kind.value for kind in HEADS)
         raise IncompatibleDrafterError(f"{path} holds a {files.kind.value} head, which cannot be used yet; heads of {known} can")
-    return HEADS[files.kind](files, target)
+    return files
+
+
+def _open_head(path: Path, target: TargetDescription, wanted: HeadKind | None = None) -> Drafter | None:
+    files = find_head(path, wanted)
+    return None if files is None else HEADS[files.kind](files, target)
 
 
 def _open_medusa(files: HeadFiles, target: TargetDescription) -> Drafter:

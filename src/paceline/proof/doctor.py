@@ -1,20 +1,24 @@
 """Will this model run here, with this drafter, and how? Told before anything is loaded."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline.config import QuantOptions, available_memory_bytes
-from paceline.drafters import EMBEDDED, NAMES
+from paceline.drafters import EMBEDDED, NAMES, HeadOptions
+from paceline.drafters.head_files import HeadKind, is_head_file
 from paceline.errors import CheckpointError, PacelineError
 from paceline.hub import resolve
 from paceline.models.config import ModelConfig
 from paceline.proof.checkpoint_facts import CheckpointFacts, read_checkpoint
+from paceline.proof.head_pairing import HeadFacts, judge_head
 from paceline.proof.memory_estimate import MemoryEstimate, ModelMemory, estimate_memory
 from paceline.proof.pairing import PairVerdict, judge_pair
 from paceline.proof.probe import ProbeResult, probe
 
+OWN_HEADS = (HeadKind.MEDUSA.value, HeadKind.MTP.value)
+"""Drafters by name that are heads in the target's own checkpoint."""
 _GIGABYTE = 1e9
 
 
@@ -25,6 +29,7 @@ class DoctorQuestion:
     Attributes:
         model, gguf_file: the target, as `paceline run` takes it.
         drafters: as `paceline run` takes them.
+        drafter_options: settings of single methods by name, as `paceline run` takes them.
         quant, draft_quant: how they are quantised while they are loaded; None = not at all.
         max_context: longest text; None = what the target was made for.
         device: "auto", "cpu" or "cuda"; auto is judged as cpu.
@@ -35,6 +40,7 @@ class DoctorQuestion:
     model: str = "mini"
     gguf_file: str | None = None
     drafters: Sequence[str] = ("auto",)
+    drafter_options: Mapping[str, object] = field(default_factory=dict)
     quant: QuantOptions | None = None
     draft_quant: QuantOptions | None = None
     max_context: int | None = None
@@ -45,10 +51,11 @@ class DoctorQuestion:
 
 @dataclass(slots=True)
 class DrafterDiagnosis:
-    """One drafter: its name, and for a draft model its facts and the verdict on the pair."""
+    """One drafter: its name, and for a draft model or a head its facts and the verdict on the pair."""
 
     name: str
     facts: CheckpointFacts | None = None
+    head: HeadFacts | None = None
     pair: PairVerdict | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -56,6 +63,7 @@ class DrafterDiagnosis:
         return {
             "name": self.name,
             "model": None if self.facts is None else self.facts.as_dict(),
+            "head": None if self.head is None else self.head.as_dict(),
             "pair": None if self.pair is None else self.pair.as_dict(),
         }
 
@@ -111,8 +119,18 @@ def diagnose(question: DoctorQuestion) -> Diagnosis:
         found.problems.append(
             f"max_context is {question.max_context}, the model was made for {found.target.config.max_positions} tokens: lower max_context"
         )
+    try:
+        options = HeadOptions.of(question.drafter_options)
+    except PacelineError as error:
+        found.problems.append(str(error))
+        return found
     for name in question.drafters:
-        found.drafters.append(_examine_drafter(name, found.target, question, found.problems))
+        found.drafters.append(_examine_drafter(name, found.target, question, options, found.problems))
+    if found.works:
+        try:
+            options.check_read(drafter.name for drafter in found.drafters)
+        except PacelineError as error:
+            found.problems.append(str(error))
     _weigh(found, found.target, question)
     if question.probe_arguments is not None and found.works:
         try:
@@ -122,11 +140,20 @@ def diagnose(question: DoctorQuestion) -> Diagnosis:
     return found
 
 
-def _examine_drafter(name: str, target: CheckpointFacts, question: DoctorQuestion, problems: list[str]) -> DrafterDiagnosis:
+def _examine_drafter(
+    name: str, target: CheckpointFacts, question: DoctorQuestion, options: HeadOptions, problems: list[str]
+) -> DrafterDiagnosis:
     try:
-        path = _draft_path(name, target.path)
+        own = HeadKind(name) if name in OWN_HEADS else None
+        path = target.path if own is not None else _draft_path(name, target.path)
         if path is None:
             return DrafterDiagnosis("ngram" if name == "auto" else name)
+        judged = judge_head(path, target, options, own)
+        if judged is not None:
+            head, pair = judged
+            return DrafterDiagnosis(head.kind.value, head=head, pair=pair)
+        if own is not None:
+            raise CheckpointError(f"{path} is a GGUF file, in which no {name} head can be found: give a directory")
         facts = read_checkpoint(path, question.max_context)
     except PacelineError as error:
         problems.append(str(error))
@@ -134,11 +161,11 @@ def _examine_drafter(name: str, target: CheckpointFacts, question: DoctorQuestio
     pair = judge_pair(target, facts)
     if not pair.works:
         problems.append(f"the draft model {path} cannot guess for {target.path}: {pair.summary}")
-    return DrafterDiagnosis("draft_model", facts, pair)
+    return DrafterDiagnosis("draft_model", facts, pair=pair)
 
 
 def _draft_path(name: str, target: Path) -> Path | None:
-    """Where a draft model lies; None for a drafter without one.
+    """Where a draft model or a head lies; None for a drafter without one.
 
     Raises:
         CheckpointError: there is none.
@@ -153,7 +180,7 @@ def _draft_path(name: str, target: Path) -> Path | None:
     if name in NAMES:
         return None
     try:
-        return resolve(name, offline=True)
+        return Path(name) if is_head_file(name) else resolve(name, offline=True, with_heads=True)
     except CheckpointError as error:
         raise CheckpointError(f"drafter {name!r} is neither one of {', '.join(NAMES)} nor a draft model: {error}") from error
 
@@ -162,9 +189,7 @@ def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) 
     """Memory and numerics, from the facts."""
     device = "cuda" if question.device == "cuda" else "cpu"
     main = estimate_memory(target, question.quant, device, found.notes)
-    drafts = [
-        estimate_memory(drafter.facts, question.draft_quant, device, found.notes) for drafter in found.drafters if drafter.facts is not None
-    ]
+    drafts = [own for one in found.drafters if (own := _draft_memory(one, question, device, found.notes)) is not None]
     context = min(question.max_context or target.config.max_positions, target.config.max_positions)
     available = available_memory_bytes() if question.memory_bytes is None else question.memory_bytes
     found.memory = memory = MemoryEstimate(main, _together(drafts), context, available)
@@ -180,6 +205,12 @@ def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) 
             f"free: there is room for {memory.context_that_fits} tokens"
         )
     found.numerics, found.numerics_reason = expected_numerics(target.config, main)
+
+
+def _draft_memory(drafter: DrafterDiagnosis, question: DoctorQuestion, device: str, notes: list[str]) -> ModelMemory | None:
+    if drafter.head is not None:
+        return drafter.head.memory(question.draft_quant)
+    return None if drafter.facts is None else estimate_memory(drafter.facts, question.draft_quant, device, notes)
 
 
 def _together(drafts: Sequence[ModelMemory]) -> ModelMemory | None:

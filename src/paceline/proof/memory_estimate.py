@@ -108,6 +108,12 @@ def estimate_memory(checkpoint: CheckpointFacts, quant: QuantOptions | None, dev
     return ModelMemory(weights, cache, backend, is_quantised)
 
 
+def quantised_bytes(shape: tuple[int, ...], quant: QuantOptions) -> int:
+    """Bytes of one matrix in groups."""
+    values = math.prod(shape)
+    return values * quant.bits // 8 + values // quant.group * _SCALE_BYTES * (1 if quant.symmetric else 2)
+
+
 def _computed_bytes(weight_type: WeightType, backend: str) -> int:
     """Bytes of one value where weights are not read as they are stored: OpenVINO widens what the processor cannot multiply."""
     narrow = weight_type is WeightType.BF16 and multiplies_bf16() if backend == "openvino" else weight_type is not WeightType.F32

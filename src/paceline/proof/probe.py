@@ -4,10 +4,21 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from paceline.vocabulary import SAMPLE_TEXT
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+    from paceline.speculation.drafter import Drafter
 
 ACCEPTANCES = (0.5, 0.7, 0.9)
 DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8, 12)
+_NUM_TEXTS, _PROMPT_WORDS, _TEXT_TOKENS = 4, 8, 24
+_NUM_DRAFT_TOKENS = 4
+_LEAST_STEPS = 16  # fewer say nothing
+_LEAST_KEPT = 0.15  # heads made for a model get a first guess right in half of the steps and more
+_HEADS = ("medusa", "eagle", "eagle3", "mtp")  # drafters that were made for one model
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +31,21 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class Trial:
+    """What a drafter guessed for texts of the target's own.
+
+    Attributes:
+        num_steps: steps with guesses.
+        num_kept: of these, the ones in which at least one was kept.
+        draft_s: seconds a guess took, all depths together.
+    """
+
+    num_steps: int
+    num_kept: int
+    draft_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ProbeResult:
     """What was measured.
 
@@ -27,10 +53,11 @@ class ProbeResult:
         load_s: seconds to load everything.
         numerics: "exact" or "fast", as tested on the real graph.
         pass_s: seconds of a target pass by its number of rows.
-        draft_s: seconds to draft one token; 0 for a drafter without a network.
+        draft_s: seconds to draft one token.
         peak_bytes: most memory this process ever held.
         predictions: one for each of `ACCEPTANCES`.
-        notices: what loading had to say.
+        trial: guesses for a few short texts of the target's own; None without a drafter.
+        notices: what loading had to say, and whether a head seems to be another model's.
     """
 
     load_s: float
@@ -39,6 +66,7 @@ class ProbeResult:
     draft_s: float
     peak_bytes: int
     predictions: tuple[Prediction, ...]
+    trial: Trial | None
     notices: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -53,6 +81,8 @@ class ProbeResult:
                 {"acceptance_rate": one.acceptance_rate, "num_draft_tokens": one.num_draft_tokens, "speedup": one.speedup}
                 for one in self.predictions
             ],
+            "drafting_steps": 0 if self.trial is None else self.trial.num_steps,
+            "drafting_steps_with_accepted": 0 if self.trial is None else self.trial.num_kept,
             "notices": list(self.notices),
         }
 
@@ -109,7 +139,50 @@ def probe(**arguments: Any) -> ProbeResult:
     writer = getattr(llm.drafter, "writer", llm.drafter)  # a drafter that translates text has its network in there
     runtime, cache = getattr(writer, "runtime", None), getattr(writer, "cache", None)
     draft_s = 0.0 if runtime is None or cache is None else time_passes(runtime, cache, (1,), max_context=llm.max_context)[1]
-    return ProbeResult(load_s, llm.numerics, pass_s, draft_s, _peak_bytes(), predict(pass_s, draft_s), tuple(llm.notices))
+    trial = None if llm.drafter is None else _try_drafts(llm, llm.drafter)
+    if trial is not None and draft_s == 0.0:
+        draft_s = trial.draft_s
+    notices = (*llm.notices, *_match_notice(llm.drafter, trial))
+    return ProbeResult(load_s, llm.numerics, pass_s, draft_s, _peak_bytes(), predict(pass_s, draft_s), trial, notices)
+
+
+def _try_drafts(llm: "LLM", drafter: "Drafter") -> Trial:
+    """Let it guess for texts that the target says greedily behind pieces of the sample text, whether that pays or not."""
+    from paceline.sampling.params import SamplingParams
+    from paceline.speculation.draft_length import DraftLengthPolicy
+
+    llm.engine.guesser.policy = DraftLengthPolicy(_NUM_DRAFT_TOKENS)
+    propose, spent = drafter.propose, 0.0
+
+    def timed(*asked: Any) -> Any:
+        nonlocal spent
+        start = time.perf_counter()
+        try:
+            return propose(*asked)
+        finally:
+            spent += time.perf_counter() - start
+
+    setattr(drafter, "propose", timed)  # noqa: B010  # of this one drafter, which nobody else gets
+    words = SAMPLE_TEXT.split(" ")
+    prompts = [" ".join(words[len(words) * index // _NUM_TEXTS :][:_PROMPT_WORDS]) for index in range(_NUM_TEXTS)]
+    params = SamplingParams(max_tokens=max(1, min(_TEXT_TOKENS, llm.max_context // 2)), ignore_eos=True)
+    stats = [output.speculation for output in llm.generate(prompts, params)]
+    num_drafted = sum(one.drafted for one in stats)
+    num_steps = sum(one.steps - one.plain_steps for one in stats)
+    num_kept = sum(sum(one.accepted_by_position[:1]) for one in stats)
+    return Trial(num_steps, num_kept, spent / num_drafted if num_drafted else 0.0)
+
+
+def _match_notice(drafter: "Drafter | None", trial: Trial | None) -> tuple[str, ...]:
+    """Whether a head seems to be another model's."""
+    if drafter is None or trial is None or drafter.name not in _HEADS or trial.num_steps < _LEAST_STEPS:
+        return ()
+    if trial.num_kept >= _LEAST_KEPT * trial.num_steps:
+        return ()
+    return (
+        f"in {trial.num_steps - trial.num_kept} of {trial.num_steps} steps the target kept no guess of the {drafter.name} drafter: it was "
+        "made for another model, or for other weights of this one, and will seldom help",
+    )
 
 
 def _peak_bytes() -> int:

@@ -1,0 +1,133 @@
+"""Can this drafting head guess for this target? From the shapes of its tensors: no matrix is read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.config import QuantOptions
+from paceline.drafters import HeadOptions, find_head
+from paceline.drafters.eagle.checkpoint import open_eagle, read_eagle_config
+from paceline.drafters.eagle.variants import as_named, candidates
+from paceline.drafters.head_files import HeadFiles, HeadKind
+from paceline.drafters.medusa.checkpoint import load_medusa
+from paceline.drafters.mtp import load_mtp
+from paceline.drafters.pairs.config import PairConfig
+from paceline.models.config import WeightType
+from paceline.models.weights import AnyTensor, Tensor, Weights
+from paceline.proof.checkpoint_facts import CheckpointFacts
+from paceline.proof.memory_estimate import ModelMemory, quantised_bytes
+from paceline.proof.pairing import PairVerdict
+
+_CACHE_ITEM_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFacts:
+    """A head whose files hold all that it needs for its target.
+
+    Attributes:
+        weights: its own tensors, without those it shares with the target.
+        cache_bytes_per_1k: keys and values of 1000 tokens beside the target's.
+    """
+
+    path: Path
+    kind: HeadKind
+    weights: Mapping[str, AnyTensor]
+    cache_bytes_per_1k: int
+
+    def memory(self, quant: QuantOptions | None) -> ModelMemory:
+        """What it takes once it is loaded."""
+        num_bytes = sum(
+            tensor.nbytes if quant is None or len(tensor.shape) < 2 else quantised_bytes(tensor.shape, quant)
+            for tensor in self.weights.values()
+        )
+        return ModelMemory(num_bytes, self.cache_bytes_per_1k, "native", quant is not None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "path": str(self.path),
+            "kind": self.kind.value,
+            "parameters": sum(prod(tensor.shape) for tensor in self.weights.values()),
+            "stored_bytes": sum(tensor.nbytes for tensor in self.weights.values()),
+        }
+
+
+def judge_head(
+    path: Path, target: CheckpointFacts, options: HeadOptions, wanted: HeadKind | None = None
+) -> tuple[HeadFacts, PairVerdict] | None:
+    """The facts of a head and the verdict on it; None where there is a language model, or nothing that is a head's.
+
+    Args:
+        wanted: the only kind that will do.
+
+    Raises:
+        CheckpointError, IncompatibleDrafterError: it cannot guess for this target.
+    """
+    files = find_head(path, wanted)
+    if files is None:
+        return None
+    if files.kind is HeadKind.MEDUSA:
+        return _judge_medusa(files, target, options)
+    return _judge_mtp(files, target, options) if files.kind is HeadKind.MTP else _judge_eagle(files, target, options)
+
+
+def _judge_medusa(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) -> tuple[HeadFacts, PairVerdict]:
+    sizes = target.config
+    stand_in = Tensor(np.empty(0, np.float32), WeightType.F32, (sizes.vocab_size, sizes.hidden_size))  # its shape is all that is asked for
+    heads = load_medusa(files, sizes, stand_in)
+    own = {name: tensor for name, tensor in heads.weights.items() if tensor is not stand_in}
+    matrix = "a vocabulary matrix each" if not heads.shares_lm_head else "one vocabulary matrix for all"
+    if len(own) < len(heads.weights):
+        matrix = "the target's vocabulary matrix"
+    tree = "" if options.medusa_tree is None else f", tree {options.medusa_tree}"
+    summary = f"{heads.num_heads} Medusa heads with {matrix}{tree}; {_sizes_fit(sizes.hidden_size)}"
+    return HeadFacts(files.path, files.kind, own, 0), PairVerdict(True, summary, None, heads.notices)
+
+
+def _judge_eagle(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) -> tuple[HeadFacts, PairVerdict]:
+    sizes, named = target.config, options.variant_for(files.kind)
+    config = read_eagle_config(files, sizes, boundaries=None if named is None else named.boundaries)
+    opened = open_eagle(files, config, sizes)
+    admitted = candidates(files, config, sizes) if named is None else (as_named(config, named, sizes),)
+    summary = f"{files.kind.value} head {_reading(admitted[0])}; {_sizes_fit(sizes.hidden_size)}"
+    return _pair_facts(files, config, opened.weights), PairVerdict(True, summary, None, (*opened.notices, *_open_question(admitted)))
+
+
+def _judge_mtp(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) -> tuple[HeadFacts, PairVerdict]:
+    module = load_mtp(files, target.config, target.weights)
+    shared = () if module.config.own_lm_head else ("lm_head.weight",)
+    weights = Weights({name: tensor for name, tensor in module.weights.items() if name not in shared})
+    summary = f"mtp module of the target's own checkpoint; {_sizes_fit(target.config.hidden_size)}"
+    return _pair_facts(files, module.config, weights), PairVerdict(True, summary, None, module.notices)
+
+
+def _pair_facts(files: HeadFiles, config: PairConfig, weights: Weights) -> HeadFacts:
+    layers = config.layers
+    cache = 2 * layers.num_layers * layers.num_kv_heads * layers.head_size * _CACHE_ITEM_BYTES * 1000
+    return HeadFacts(files.path, files.kind, weights, cache)
+
+
+def _reading(config: PairConfig) -> str:
+    if not config.boundaries:
+        return "that reads the final hidden states"
+    return f"that reads layer boundaries {', '.join(map(str, config.boundaries))}"
+
+
+def _sizes_fit(hidden_size: int) -> str:
+    return (
+        f"its sizes fit the target's (hidden size {hidden_size}); whether it was trained for these very weights shows in what is accepted"
+    )
+
+
+def _open_question(admitted: tuple[PairConfig, ...]) -> tuple[str, ...]:
+    if len(admitted) == 1:
+        return ()
+    return (
+        f"the head's files can be read in {len(admitted)} ways: the first time it is loaded they are tried on a text of the target's, "
+        "unless --drafter-options says which",
+    )
