@@ -177,7 +177,8 @@ def _match_notice(drafter: "Drafter | None", trial: Trial | None) -> tuple[str, 
     """Whether a head seems to be another model's."""
     if drafter is None or trial is None or drafter.name not in _HEADS or trial.num_steps < _LEAST_STEPS:
         return ()
-    if trial.num_kept >= _LEAST_KEPT * trial.num_steps:
+    was_said = any("made for another" in notice for notice in drafter.notices)  # when it was loaded
+    if was_said or trial.num_kept >= _LEAST_KEPT * trial.num_steps:
         return ()
     return (
         f"in {trial.num_steps - trial.num_kept} of {trial.num_steps} steps the target kept no guess of the {drafter.name} drafter: it was "

@@ -259,15 +259,28 @@ def described(directory: Path, layers: tuple[int, ...], options: HeadOptions) ->
     )  # fmt: skip
 
 
-def test_nothing_is_tried_without_room_or_question(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_tried_without_room_or_where_the_user_says_it(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head = write_reading_eagle3(tmp_path / "head", norm_before_residual=None)
     llm = open_llm(target, str(head), max_context=10)
     assert drafter_of(llm).head.config == default_of(head, target)
     llm.engine.cache.check()
     assert llm.engine.cache.pool.num_free == llm.engine.cache.pool.num_blocks - 1
-    monkeypatch.setattr(opening, "draw_text", lambda *given, **named: pytest.fail("nothing was to be tried"))
     said = write_reading_eagle3(tmp_path / "said", **SPECULATORS, norm_output=False)  # too shallow a target for other boundaries
     assert drafter_of(open_llm(target, str(said))).head.config == default_of(said, target)
+    monkeypatch.setattr(opening, "draw_text", lambda *given, **named: pytest.fail("nothing was to be tried"))
+    named = drafter_of(open_llm(target, str(said), drafter_options={"rope_theta": 10000.0})).head.config
+    assert named == default_of(said, target)
+
+
+@pytest.mark.parametrize("matches", [True, False])
+def test_a_head_that_leaves_nothing_open_is_tried_as_well(target: Path, tmp_path: Path, *, matches: bool) -> None:
+    def speaks_another_way(tensors: dict[str, Any]) -> None:
+        if not matches:
+            tensors["lm_head.weight"] = np.roll(tensors["lm_head.weight"], 7, axis=0)
+
+    said = write_reading_eagle3(tmp_path / "said", speaks_another_way, **SPECULATORS, norm_output=False)
+    notices = drafter_of(open_llm(target, str(said))).notices
+    assert any("was made for another" in notice for notice in notices) is not matches
 
 
 def test_guesses_of_both_steps_are_those_of_one_pair_after_another(tmp_path: Path) -> None:

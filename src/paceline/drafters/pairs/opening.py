@@ -65,10 +65,11 @@ def settle(
     """The convention to open a head with, and a line where head and target do not match.
 
     Args:
-        candidates: what the files admit, the documented default first; with a single one nothing is tried.
+        candidates: what the files admit, the documented default first. A single one is tried as well, because the head may be another target's; but
+            nothing is where the user named it.
         open_head: the head by one of them, prepared for so many positions.
     """
-    if len(candidates) == 1:
+    if target.variant is not None and len(candidates) == 1:
         return candidates[0], ()
     known = known_calibration(files, target.directory, candidates, target.facts_directory)
     found = known.get()
