@@ -65,8 +65,8 @@ def settle(
     """The convention to open a head with, and a line where head and target do not match.
 
     Args:
-        candidates: what the files admit, the documented default first. A single one is tried as well, because the head may be another target's; but
-            nothing is where the user named it.
+        candidates: what the files admit, the documented default first. A single one is tried as well, because the head may be
+            another target's, unless the user named it.
         open_head: the head by one of them, prepared for so many positions.
     """
     if target.variant is not None and len(candidates) == 1:
