@@ -44,12 +44,73 @@ static int visible_rows(const Program *program, const Pass *pass, const Range *r
     return count;
 }
 
-INLINE float dot(const float *a, const float *b, int size) {
-    floats sum = broadcast(0.0f);
-    int i = 0;
-    for (; i + LANES <= size; i += LANES) sum = fused(load(a + i), load(b + i), sum);
-    if (i < size) sum = fused(load_first(a + i, size - i), load_first(b + i, size - i), sum);
-    return lane_sum(sum);
+/* Query heads that are worked on together, so that a row of the cache is loaded once for all of them. */
+#ifdef __AVX512F__
+#define HEADS 4
+#else
+#define HEADS 1
+#endif
+#define EACH_HEAD _Pragma("unroll") for (int head = 0; head < heads; head++)
+#define EACH_PART _Pragma("unroll") for (int part = 0; part < parts; part++)
+#define AHEAD 16 /* rows that are asked for early: blocks lie anywhere, a page apart */
+
+/* The query heads of one kv head, and the rows of the cache that they see; a head's scores lie `room` apart. */
+typedef struct {
+    const float *keys, *values;
+    const int32_t *rows;
+    int count, size, room;
+} Seen;
+
+INLINE void prefetch_row(const float *side, int32_t row, int size) {
+    for (int i = 0; i < size; i += LANES) __builtin_prefetch(side + (size_t)row * (size_t)size + i, 0, 3);
+}
+
+/* scores[head][i] = scale (q[head] . keys[rows[i]]) for `heads` heads and rows [from, end); `parts` vectors a row, the last of which may not be
+ * whole. Sixteen dot products are added up at once. */
+INLINE void score_heads(const Seen *seen, const float *q, int from, int end, float scale, float *scores, const int heads, const int parts, const int is_whole) {
+    const int size = seen->size, last = is_whole ? LANES : size - (parts - 1) * LANES;
+    for (; from < end; from += LANES) {
+        const int some = end - from < LANES ? end - from : LANES;
+        floats sums[HEADS][LANES];
+        for (int i = 0; i < some; i++) {
+            const float *key = seen->keys + (size_t)seen->rows[from + i] * (size_t)size;
+            const int soon = from + i + AHEAD;
+            if (soon < seen->count)
+                prefetch_row(seen->keys, seen->rows[soon], size);
+            else if (soon - seen->count < seen->count)
+                prefetch_row(seen->values, seen->rows[soon - seen->count], size);
+            floats sum[HEADS];
+            EACH_HEAD sum[head] = broadcast(0.0f);
+            EACH_PART {
+                const floats k = is_whole || part + 1 < parts ? load(key + part * LANES) : load_first(key + part * LANES, last);
+                EACH_HEAD {
+                    const float *query = q + head * size + part * LANES;
+                    sum[head] = fused(is_whole || part + 1 < parts ? load(query) : load_first(query, last), k, sum[head]);
+                }
+            }
+            EACH_HEAD sums[head][i] = sum[head];
+        }
+        for (int i = some; i < LANES; i++) EACH_HEAD sums[head][i] = broadcast(0.0f);
+        EACH_HEAD {
+            const floats totals = lane_sums(sums[head]) * broadcast(scale);
+            memcpy(scores + head * seen->room + from, &totals, (size_t)some * sizeof(float));
+        }
+    }
+}
+
+static void score(const Seen *seen, const float *q, int from, int end, int group, float scale, float *scores) {
+    const int size = seen->size, whole = size / LANES, parts = (size + LANES - 1) / LANES;
+    int head = 0;
+    for (; head + HEADS <= group && (size == 64 || size == 128); head += HEADS)
+        if (size == 64)
+            score_heads(seen, q + head * size, from, end, scale, scores + head * seen->room, HEADS, 4, 1);
+        else
+            score_heads(seen, q + head * size, from, end, scale, scores + head * seen->room, HEADS, 8, 1);
+    for (; head < group; head++)
+        if (whole == parts)
+            score_heads(seen, q + head * size, from, end, scale, scores + head * seen->room, 1, parts, 1);
+        else
+            score_heads(seen, q + head * size, from, end, scale, scores + head * seen->room, 1, parts, 0);
 }
 
 /* Scores to weights that are not yet divided by their sum, which is returned. `count` is followed by 16 floats of room. */
@@ -66,27 +127,39 @@ static float soften(float *scores, int count) {
     return lane_sum(sum);
 }
 
-/* sum += weights[i] * values[rows[i]] over `count` rows of `size` floats, in order. */
-static void add_weighted(const float *values, const int32_t *rows, const float *weights, int count, int size, float *sum) {
-    int i = 0;
-    for (; i + 4 * LANES <= size; i += 4 * LANES) {
-        floats a = load(sum + i), b = load(sum + i + LANES), c = load(sum + i + 2 * LANES), d = load(sum + i + 3 * LANES);
-        for (int j = 0; j < count; j++) {
-            const float *from = values + (size_t)rows[j] * (size_t)size + i;
-            const floats weight = broadcast(weights[j]);
-            a = fused(weight, load(from), a);
-            b = fused(weight, load(from + LANES), b);
-            c = fused(weight, load(from + 2 * LANES), c);
-            d = fused(weight, load(from + 3 * LANES), d);
+/* sums[head] += weights[head][i] values[rows[i]] over rows [from, end), in order, for `heads` heads and `parts` vectors of `width` floats from
+ * column `begin` on. */
+INLINE void add_part(const Seen *seen, const float *weights, int from, int end, int begin, int width, float *sums, const int heads, const int parts) {
+    const int size = seen->size;
+    floats sum[HEADS][4];
+    EACH_HEAD EACH_PART sum[head][part] = load_first(sums + head * size + begin + part * LANES, width);
+    for (int i = from; i < end; i++) {
+        const float *value = seen->values + (size_t)seen->rows[i] * (size_t)size + begin;
+        floats v[4];
+        if (i + AHEAD < seen->count) prefetch_row(seen->values, seen->rows[i + AHEAD], size);
+        EACH_PART v[part] = load_first(value + part * LANES, width);
+        EACH_HEAD {
+            const floats weight = broadcast(weights[head * seen->room + i]);
+            EACH_PART sum[head][part] = fused(weight, v[part], sum[head][part]);
         }
-        store(sum + i, a), store(sum + i + LANES, b), store(sum + i + 2 * LANES, c), store(sum + i + 3 * LANES, d);
     }
-    for (; i < size; i += LANES) {
-        const int width = size - i < LANES ? size - i : LANES;
-        floats a = load_first(sum + i, width);
-        for (int j = 0; j < count; j++)
-            a = fused(broadcast(weights[j]), load_first(values + (size_t)rows[j] * (size_t)size + i, width), a);
-        memcpy(sum + i, &a, (size_t)width * sizeof(float));
+    EACH_HEAD EACH_PART memcpy(sums + head * size + begin + part * LANES, &sum[head][part], (size_t)width * sizeof(float));
+}
+
+static void add_weighted(const Seen *seen, const float *weights, int from, int end, int group, float *sums) {
+    const int size = seen->size, together = size % (4 * LANES) ? 1 : HEADS;
+    for (int head = 0; head < group;) {
+        const int heads = head + together <= group ? together : 1;
+        const float *own = weights + head * seen->room;
+        float *to = sums + head * size;
+        int begin = 0;
+        for (; begin + 4 * LANES <= size; begin += 4 * LANES)
+            if (heads == HEADS)
+                add_part(seen, own, from, end, begin, LANES, to, HEADS, 4);
+            else
+                add_part(seen, own, from, end, begin, LANES, to, 1, 4);
+        for (; begin < size; begin += LANES) add_part(seen, own, from, end, begin, size - begin < LANES ? size - begin : LANES, to, 1, 1);
+        head += heads;
     }
 }
 
@@ -100,10 +173,9 @@ void attend(const Program *program, const Pass *pass, const Operation *operation
     const float *q = program->buffers[operation->x] + place, *keys = side_of(program, operation->choice, 0, kv_head);
     const float *values = side_of(program, operation->choice, 1, kv_head);
     float *out = program->buffers[operation->out] + place;
+    const Seen seen = {keys, values, visible, count, size, room};
     for (int from = 0; from < count; from += STRETCH)
-        for (int head = 0; head < group; head++)
-            for (int i = from; i < from + STRETCH && i < count; i++)
-                scores[head * room + i] = dot(q + head * size, keys + (size_t)visible[i] * (size_t)size, size) * operation->number;
+        score(&seen, q, from, count - from < STRETCH ? count : from + STRETCH, group, operation->number, scores);
     for (int head = 0; head < group; head++) {
         float *own = scores + head * room;
         if (operation->limit > 0.0f) soft_cap(own, count, operation->limit, own);
@@ -112,6 +184,5 @@ void attend(const Program *program, const Pass *pass, const Operation *operation
     }
     memset(out, 0, (size_t)(group * size) * sizeof(float));
     for (int from = 0; from < count; from += STRETCH)
-        for (int head = 0; head < group; head++)
-            add_weighted(values, visible + from, scores + head * room + from, count - from < STRETCH ? count - from : STRETCH, size, out + head * size);
+        add_weighted(&seen, scores, from, count - from < STRETCH ? count : from + STRETCH, group, out);
 }
