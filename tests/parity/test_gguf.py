@@ -13,6 +13,7 @@ from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.config import RopeType, WeightType
 from paceline.models.gguf_blocks import GROUPED_TYPES
 from paceline.models.gguf_header import BLOCK_TYPES
+from paceline.models.weights import GroupedTensor
 from paceline.runtimes.base import FloatArray, Numerics, assemble
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.runtimes.native.library import kernels_path
@@ -143,6 +144,17 @@ def test_our_kernels_round_rows_to_bytes_unless_float32_is_asked_for(checkpoint:
     exact, rounded = (logits(path, backend="native", dtype=dtype) for dtype in (WeightType.F32, None))
     assert distance(exact, expected) < 1e-5
     assert 1e-3 < distance(rounded, expected) < 0.1
+
+
+@pytest.mark.skipif(kernels_path() is None, reason="no native kernels for this machine")
+def test_what_our_kernels_laid_out_is_not_held_twice_and_can_be_read_again(checkpoint: Make, tmp_path: Path) -> None:
+    path = write_gguf(checkpoint("llama", "float32"), tmp_path / "model.gguf", "Q8_0")
+    weights = load_runtime(path, RuntimeOptions(device="cpu", backend="native")).runtime.weights
+    held = {name for name, tensor in weights._tensors.items() if isinstance(tensor, GroupedTensor)}
+    assert held <= {"embedding.weight"}  # its rows are looked up
+    fresh = open_weights(path, read_model_config(path))
+    for name in ("layers.0.q_proj.weight", "layers.1.down_proj.weight"):
+        assert np.array_equal(weights[name].matrix.values(), fresh[name].matrix.values())
 
 
 def test_a_file_of_mixed_block_types_runs(tmp_path: Path, seed: int) -> None:

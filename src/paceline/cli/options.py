@@ -31,7 +31,7 @@ MODEL = Panel(
         "gguf_file": "Name of the GGUF file to take from the directory or from the Hub's model. Default: the only one.",
         "gguf_weights": "exact: the file's own values. regroup: quantise them again so that they run faster; it changes tokens.",
         "numerics": "exact: a token never depends on what else is in the pass. fast: what the hardware does best.",
-        "dtype": "Type to compute in; auto = as stored.",
+        "dtype": "Type to compute in; auto = as stored. Only f32 leaves rows unrounded in front of quantised matrices.",
         "quant": "Quantise the weights while loading; the result is cached on disk. It changes tokens: another target.",
         "threads": "CPU threads. Default: the processors this process may use.",
         "max_context": "Longest prompt + output, in tokens. Default: what the model was made for.",
