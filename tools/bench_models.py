@@ -76,12 +76,11 @@ def write_llama(directory: Path, shape: Shape) -> None:
     (directory / "config.json").write_text(json.dumps(shape.config(), indent=1), encoding="utf-8")
 
 
-def write_gguf(checkpoint: Path, file: Path, kind: str = "BF16", *, widened: bool = False) -> None:
+def write_gguf(checkpoint: Path, file: Path, kind: str = "BF16") -> None:
     """A bf16 Llama checkpoint as a GGUF file, rows of Q and K in llama.cpp's order of rotary pairs.
 
     Args:
         kind: block type of the matrices: "BF16" or one that the gguf package quantises.
-        widened: store the values that those blocks stand for as F32.
 
     With a byte-level BPE tokenizer.json beside the weights the file has the tokenizer too, else it has none.
     """
@@ -103,7 +102,7 @@ def write_gguf(checkpoint: Path, file: Path, kind: str = "BF16", *, widened: boo
     writer.add_rope_freq_base(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(int(gguf.LlamaFileType.ALL_F32 if widened else gguf.LlamaFileType[f"MOSTLY_{kind}"]))
+    writer.add_file_type(int(gguf.LlamaFileType[f"MOSTLY_{kind}"]))
     if (checkpoint / "tokenizer.json").is_file() and (checkpoint / "tokenizer_config.json").is_file():
         _add_tokenizer(writer, gguf, checkpoint, config)
     else:
@@ -123,11 +122,7 @@ def write_gguf(checkpoint: Path, file: Path, kind: str = "BF16", *, widened: boo
             writer.add_tensor(target, bits.view(numpy.uint8), raw_dtype=wanted)
         else:
             values = (bits.astype(numpy.uint32) << 16).view(numpy.float32)
-            blocks = gguf.quants.quantize(values, wanted)
-            if widened:
-                writer.add_tensor(target, gguf.quants.dequantize(blocks, wanted).astype(numpy.float32))
-            else:
-                writer.add_tensor(target, blocks, raw_dtype=wanted)
+            writer.add_tensor(target, gguf.quants.quantize(values, wanted), raw_dtype=wanted)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -2,12 +2,14 @@
 
     python tools/compare_llama_cpp.py MODEL --work DIR --llama-python PYTHON_WITH_LLAMA_CPP --prompts PROMPTS.jsonl
 
-MODEL is a bf16 Llama directory with a byte-level BPE tokenizer; it is written as BF16, Q8_0 and Q4_0 GGUF first. Both round activations to
-8 bits in front of quantised matrices. A sum in another order moves a value across a rounding border now and then, and what follows differs
-by as much as rounding does, so the two may part where the best two tokens are nearly level: both margins are shown, as logits, at the first
-token that differs. The yardstick is llama.cpp beside itself, prompts in one pass and token by token. With --widened nobody rounds:
-llama.cpp gets the values of the quantised file as F32, we compute in float32; what then still differs is the file's doing. Prompts: a
-file with one JSON object or string a line.
+MODEL is a bf16 Llama directory with a byte-level BPE tokenizer; it is written as BF16, Q8_0 and Q4_0 GGUF first. As shipped both round
+activations in front of such matrices, to 8 bits or to bfloat16. A sum in another order moves a value across a rounding border now and then,
+and what follows differs by as much as rounding does, so the two may part where the best two tokens are nearly level: both margins are
+shown, as logits, at the first token that differs. The yardstick is llama.cpp beside itself, prompts in one pass and token by token.
+
+With --float32 nobody rounds: both read the same files, we with dtype="f32", and llama.cpp, built with a BLAS, multiplies whole batches in
+float32. What then still differs is how the file was read. `make test-clients` builds such a llama.cpp. Prompts: a file with one JSON object
+or string a line.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from typing import Any
 from bench_models import write_gguf
 
 KINDS = ("BF16", "Q8_0", "Q4_0")
+LEAST_ROWS = 32  # ggml-blas.cpp leaves smaller products to the kernels that round
 
 
 def llama_cpp_greedy(file: Path, prompts: list[list[int]], max_tokens: int, threads: int, piece: int) -> list[list[dict[str, float]]]:
@@ -48,11 +51,50 @@ def llama_cpp_greedy(file: Path, prompts: list[list[int]], max_tokens: int, thre
     return answers
 
 
+def llama_cpp_in_float32(file: Path, prompts: list[list[int]], max_tokens: int, threads: int) -> list[list[dict[str, float]]]:
+    """Like `llama_cpp_greedy`, all prompts at once: a llama.cpp that was built with a BLAS multiplies LEAST_ROWS rows or more in float32,
+    with the values of the file as they are."""
+    api = importlib.import_module("llama_cpp")
+    numpy = importlib.import_module("numpy")
+    model_options, options = api.llama_model_default_params(), api.llama_context_default_params()
+    model_options.use_extra_bufts = False  # where Q4_0 is laid out for kernels that round
+    longest = max(map(len, prompts))
+    options.n_ctx = len(prompts) * (longest + max_tokens)
+    options.n_batch = options.n_ubatch = max(longest, len(prompts))
+    options.n_seq_max, options.kv_unified = len(prompts), True
+    options.n_threads = options.n_threads_batch = threads
+    options.type_k = options.type_v = 0  # float32, as ours
+    model = api.llama_model_load_from_file(str(file).encode(), model_options)
+    context = api.llama_init_from_model(model, options)
+    batch, vocab_size = api.llama_batch_init(options.n_batch, 0, 1), api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
+
+    def logits_of(rows: list[tuple[int, int, int]]) -> list[Any]:
+        """Of every row: its token, its place, and whose it is."""
+        if len(rows) < LEAST_ROWS:
+            raise SystemExit(f"a pass of {len(rows)} rows would be rounded: at least {LEAST_ROWS} prompts of as many tokens are needed")
+        batch.n_tokens = len(rows)
+        for index, (token, place, owner) in enumerate(rows):
+            batch.token[index], batch.pos[index], batch.n_seq_id[index], batch.logits[index] = token, place, 1, True
+            batch.seq_id[index][0] = owner
+        if api.llama_decode(context, batch):
+            raise SystemExit("llama.cpp refuses a pass")
+        return [numpy.ctypeslib.as_array(api.llama_get_logits_ith(context, index), (vocab_size,)).copy() for index in range(len(rows))]
+
+    last = [logits_of([(token, place, owner) for place, token in enumerate(prompt)])[-1] for owner, prompt in enumerate(prompts)]
+    answers: list[list[dict[str, float]]] = [[] for _ in prompts]
+    for step in range(max_tokens):
+        for answer, logits in zip(answers, last, strict=True):
+            best, second = numpy.argsort(-logits, kind="stable")[:2]
+            answer.append({"token": int(best), "second": int(second), "margin": float(logits[best] - logits[second])})
+        last = logits_of([(int(answers[owner][-1]["token"]), len(prompt) + step, owner) for owner, prompt in enumerate(prompts)])
+    return answers
+
+
 def our_greedy(file: Path, prompts: list[list[int]], options: argparse.Namespace) -> tuple[list[list[int]], Any]:
     """Our tokens, and the model to ask for margins."""
     from paceline import LLM, SamplingParams
 
-    llm = LLM(str(file), threads=options.threads, max_context=1024, dtype="f32" if options.widened else "auto")
+    llm = LLM(str(file), threads=options.threads, max_context=1024, dtype="f32" if options.float32 else "auto")
     params = SamplingParams(max_tokens=options.max_tokens, temperature=0.0, ignore_eos=True)
     return [list(result.token_ids) for result in llm.generate(prompts, params)], llm
 
@@ -74,8 +116,8 @@ def our_margin(llm: Any, context: list[int]) -> tuple[float, int]:
     return margin, int(second)
 
 
-def ask_llama_cpp(file: Path, prompts: list[list[int]], options: argparse.Namespace, piece: int) -> list[list[dict[str, Any]]]:
-    """`llama_cpp_greedy` in its own Python."""
+def ask_llama_cpp(file: Path, prompts: list[list[int]], options: argparse.Namespace, piece: int | None) -> list[list[dict[str, Any]]]:
+    """`llama_cpp_greedy` in its own Python, or `llama_cpp_in_float32` without a `piece`."""
     work = json.dumps({"file": str(file), "prompts": prompts, "max_tokens": options.max_tokens, "threads": options.threads, "piece": piece})
     command = [options.llama_python, str(Path(__file__).resolve()), "--worker"]
     done = subprocess.run(command, input=work, capture_output=True, text=True, check=False)
@@ -85,13 +127,10 @@ def ask_llama_cpp(file: Path, prompts: list[list[int]], options: argparse.Namesp
     return answers
 
 
-def compare(file: Path, their_file: Path, prompts: list[list[int]], options: argparse.Namespace) -> dict[str, Any]:
-    """Run ours on one file, llama.cpp on the other, and print what differs."""
+def compare(file: Path, prompts: list[list[int]], options: argparse.Namespace) -> dict[str, Any]:
+    """Run ours and llama.cpp on a file, and print what differs."""
     ours, llm = our_greedy(file, prompts, options)
-    theirs, piecewise = (ask_llama_cpp(their_file, prompts, options, piece) for piece in (512, 1))
-    with_itself = sum(
-        [one["token"] for one in whole] == [one["token"] for one in pieces] for whole, pieces in zip(theirs, piecewise, strict=True)
-    )
+    theirs = ask_llama_cpp(file, prompts, options, None if options.float32 else 512)
     same, differences = 0, []
     for number, (prompt, mine, other) in enumerate(zip(prompts, ours, theirs, strict=True)):
         at = next((i for i, (one, two) in enumerate(zip(mine, other, strict=True)) if one != two["token"]), None)
@@ -101,8 +140,13 @@ def compare(file: Path, their_file: Path, prompts: list[list[int]], options: arg
         margin, second = our_margin(llm, prompt + mine[:at])
         swapped = second == other[at]["token"] and other[at]["second"] == mine[at]
         differences.append({"prompt": number, "at": at, "our_margin": margin, "their_margin": other[at]["margin"], "swapped": swapped})
-    print(f"{file.name} beside {their_file.name}: {same} of {len(prompts)} texts of {options.max_tokens} tokens are the same")
-    print(f"  llama.cpp beside itself, prompts in one pass and token by token: {with_itself} of {len(prompts)}")
+    print(f"{file.name}: {same} of {len(prompts)} texts of {options.max_tokens} tokens are the same")
+    with_itself = None
+    if not options.float32:
+        piecewise = ask_llama_cpp(file, prompts, options, 1)
+        pairs = zip(theirs, piecewise, strict=True)
+        with_itself = sum([one["token"] for one in whole] == [one["token"] for one in pieces] for whole, pieces in pairs)
+        print(f"  llama.cpp beside itself, prompts in one pass and token by token: {with_itself} of {len(prompts)}")
     for item in differences:
         tie = "the same two tokens, swapped" if item["swapped"] else "other tokens"
         print(
@@ -133,14 +177,17 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--widened", action="store_true", help="give llama.cpp the quantised values as F32")
+    parser.add_argument("--float32", action="store_true", help="let nobody round activations; llama.cpp must be built with a BLAS")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         work = json.load(sys.stdin)
-        print(json.dumps(llama_cpp_greedy(Path(work.pop("file")), **work)))
+        if work["piece"] is None:
+            del work["piece"]
+        greedy = llama_cpp_greedy if "piece" in work else llama_cpp_in_float32
+        print(json.dumps(greedy(Path(work.pop("file")), **work)))
         return
     options.work.mkdir(parents=True, exist_ok=True)
     prompts = read_prompts(options.prompts, options.model, options.count)
@@ -149,10 +196,7 @@ def main() -> None:
         file = options.work / f"{options.model.name}-{kind.lower()}.gguf"
         if not file.is_file():
             write_gguf(options.model, file, kind)
-        theirs = file.with_suffix(".f32.gguf") if options.widened and kind != "BF16" else file
-        if not theirs.is_file():
-            write_gguf(options.model, theirs, kind, widened=True)
-        results.append(compare(file, theirs, prompts, options))
+        results.append(compare(file, prompts, options))
     if options.out:
         options.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
 

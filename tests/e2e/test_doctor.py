@@ -33,8 +33,11 @@ from medusa_checkpoints import perfect_heads, random_heads, write_heads, write_s
 from mtp_checkpoints import add_module, perfect_module
 from paceline.cli import app
 from paceline.config import QuantOptions
+from paceline.models.checkpoint import open_weights, read_model_config
+from paceline.models.weights import Weights
 from paceline.proof.doctor import DoctorQuestion, diagnose
 from paceline.proof.probe import expected_speedup, predict, probe
+from paceline.runtimes.load import RuntimeOptions, load_runtime
 from vocabulary_pairs import reorder_vocabulary
 
 HEAVY = {"torch", "transformers", "openvino", "scipy"}
@@ -365,6 +368,19 @@ def test_a_gguf_draft_model_is_paired_by_its_pieces(tmp_path: Path) -> None:
     memory = facts["memory"]
     assert memory["draft_weights_bytes"] < memory["target_weights_bytes"]
     assert ask("--model", path, "--drafter", "none")[0] == 0
+
+
+def test_a_gguf_file_takes_less_when_it_is_quantised_further(tmp_path: Path) -> None:
+    """Without converting a matrix: what it will take is what the loaded weights take."""
+    pytest.importorskip("gguf")
+    directory = write_checkpoint(tmp_path / "hf", "llama", vocab_size=263)
+    write_byte_level_tokenizer(directory)
+    path = write_gguf(directory, tmp_path / "model.gguf", "Q8_0", metadata=byte_level_vocabulary(directory))
+    memory = diagnose(DoctorQuestion(model=str(path), drafters=["none"], quant=QuantOptions(bits=4))).memory
+    assert memory is not None
+    weights = load_runtime(path, RuntimeOptions(quant=QuantOptions(bits=4), backend="native")).runtime.weights
+    assert memory.weights_bytes == weights.nbytes == Weights(weights).nbytes
+    assert weights.nbytes < open_weights(path, read_model_config(path)).nbytes
 
 
 # Without loading

@@ -81,12 +81,12 @@ def _empty(layout: _Layout, block_type: BlockType, num_rows: int, columns: int) 
     return GroupedMatrix(all_codes, scales, None if minimums is None else np.empty_like(scales), layout.bits, layout.zero_point)
 
 
-def grouped_nbytes(shape: tuple[int, ...], block_type: BlockType, where: str) -> int:
-    """Bytes the matrix takes as groups."""
+def grouped_size(shape: tuple[int, ...], block_type: BlockType, where: str) -> tuple[int, int]:
+    """Bits of a code, and bytes the matrix takes as groups."""
     layout = _layout_of(block_type, where)
     with_minimums = layout.read(np.zeros((1, block_type.num_bytes), np.uint8))[2] is not None
     num_items = shape[0] * shape[1]
-    return num_items * layout.bits // 8 + num_items // layout.group * (8 if with_minimums else 4)
+    return layout.bits, num_items * layout.bits // 8 + num_items // layout.group * (8 if with_minimums else 4)
 
 
 def _layout_of(block_type: BlockType, where: str) -> _Layout:

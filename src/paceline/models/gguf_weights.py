@@ -1,7 +1,8 @@
 """The tensors of a GGUF file under our names, in our row order."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,12 +10,12 @@ from numpy.typing import NDArray
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.families import FAMILIES, tensor_shapes
-from paceline.models.gguf_blocks import group_blocks, grouped_nbytes
+from paceline.models.gguf_blocks import group_blocks, grouped_size
 from paceline.models.gguf_config import ROPE_TENSORS
 from paceline.models.gguf_file import GgufFile
 from paceline.models.gguf_header import GgufTensor
 from paceline.models.quantize import Scheme, fitting_group, quantize_tensor
-from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights
+from paceline.models.weights import AnyTensor, GroupedTensor, MadeWeights, Tensor, TensorFacts
 
 _PARTS = {
     "embedding": "token_embd",
@@ -54,8 +55,8 @@ class _Place:
     num_rotated_heads: int | None = None
 
 
-class GgufWeights(Weights):
-    """Like `Weights`, but a quantised matrix becomes groups when it is first asked for, and is kept then.
+class GgufWeights(MadeWeights):
+    """The tensors of a file; a quantised matrix becomes groups when it is first asked for.
 
     Args:
         num_threads: to convert with.
@@ -68,36 +69,15 @@ class GgufWeights(Weights):
         Raises:
             CheckpointError: a tensor is missing, unknown, or of another shape or of a type that cannot be read.
         """
-        super().__init__({})
-        self._places = _places(file, config)
+        self._places = places = _places(file, config)
         self._regroup = regroup
-        self._num_threads = num_threads
+        super().__init__(places, lambda name: _read(name, places[name], regroup=regroup, num_threads=num_threads))
 
-    def __getitem__(self, name: str) -> AnyTensor:
-        found = self._tensors.get(name)
-        if found is None:
-            found = self._tensors[name] = _read(name, self._places[name], regroup=self._regroup, num_threads=self._num_threads)
-        return found
+    def facts(self, name: str) -> TensorFacts:
+        return _facts(self._places[name], regroup=self._regroup)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def names(self) -> list[str]:
-        return list(self._places)
-
-    def has(self, name: str) -> bool:
-        return name in self._places
-
-    def forget(self, name: str) -> None:
-        self._tensors.pop(name, None)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all weights, quantised ones as groups."""
-        return sum(_nbytes(place, regroup=self._regroup) for place in self._places.values())
+    def stored(self, name: str) -> tuple[NDArray[Any], ...]:
+        return super().stored(name) if self._regroup else (_stored(self._places[name]),)
 
 
 def _places(file: GgufFile, config: ModelConfig) -> dict[str, _Place]:
@@ -156,22 +136,26 @@ def _check(place: _Place, shape: tuple[int, ...]) -> None:
         return
     if len(shape) != 2:
         raise CheckpointError(f"{tensor} is of type {tensor.block_type.name}; for one row {', '.join(_VIEWED)} are supported")
-    _nbytes(place, regroup=False)  # refuses a type that cannot be read
+    _facts(place, regroup=False)  # refuses a type that cannot be read
 
 
-def _nbytes(place: _Place, *, regroup: bool) -> int:
-    if place.tensor.block_type.name in _VIEWED:
-        return place.tensor.data.nbytes // place.tensor.shape[0] * place.shape[0]
+def _facts(place: _Place, *, regroup: bool) -> TensorFacts:
+    block_type = place.tensor.block_type
+    if block_type.name in _VIEWED:
+        row_bytes = place.tensor.data.nbytes // place.tensor.shape[0]
+        return TensorFacts(place.shape, _VIEWED[block_type.name][0], None, row_bytes * place.shape[0])
     scheme = _scheme(place) if regroup else None
-    if scheme is not None:
-        num_items = place.shape[0] * place.shape[1]
-        return num_items * scheme.bits // 8 + num_items // scheme.group * 4
-    return grouped_nbytes(place.shape, place.tensor.block_type, str(place.tensor))
+    bits, nbytes = grouped_size(place.shape, block_type, str(place.tensor)) if scheme is None else (scheme.bits, scheme.nbytes(place.shape))
+    return TensorFacts(place.shape, WeightType.F32, bits, nbytes)
+
+
+def _stored(place: _Place) -> NDArray[np.uint8]:
+    rows = place.tensor.data.reshape(place.tensor.shape[0], -1)
+    return rows[place.first_row : place.first_row + place.shape[0]]
 
 
 def _read(name: str, place: _Place, *, regroup: bool, num_threads: int) -> AnyTensor:
-    tensor, rows = place.tensor, slice(place.first_row, place.first_row + place.shape[0])
-    stored = tensor.data.reshape(tensor.shape[0], -1)[rows]
+    tensor, stored = place.tensor, _stored(place)
     order = None if place.num_rotated_heads is None else _row_order(place.shape[0], place.num_rotated_heads)
     if tensor.block_type.name in _VIEWED:
         weight_type, item_type = _VIEWED[tensor.block_type.name]

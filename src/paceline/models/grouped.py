@@ -1,6 +1,7 @@
 """Weight matrices stored as small integer codes in groups that share a scale: what in-situ quantisation writes and GGUF blocks are."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,8 +51,13 @@ class GroupedMatrix:
         return int(self.shape[1] // self.scales.shape[1])
 
     @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """Codes, scales, and minimums where there are any."""
+        return (self.codes, self.scales) if self.minimums is None else (self.codes, self.scales, self.minimums)
+
+    @property
     def nbytes(self) -> int:
-        return int(self.codes.nbytes + self.scales.nbytes + (0 if self.minimums is None else self.minimums.nbytes))
+        return sum(array.nbytes for array in self.arrays)
 
     def values(self, rows: NDArray[np.int32] | slice = slice(None)) -> NDArray[np.float32]:
         """The exact values of `rows`, [len(rows), K] float32."""

@@ -4,6 +4,7 @@ Scales keep 12 significant bits: then `scale * code` and the sum with a minimum,
 float32, so that a matrix has the same values whatever order a runtime computes them in.
 """
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from paceline.config import QuantOptions
 from paceline.errors import CheckpointError, ConfigError
 from paceline.models.grouped import GroupedMatrix, pack_nibbles
-from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, as_float32
+from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, TensorFacts, Weights, as_float32
 
 FloatArray = NDArray[np.float32]
 Bounds = tuple[FloatArray | np.float32, FloatArray | np.float32]
@@ -53,6 +54,11 @@ class Scheme:
     def code_type(self) -> "np.dtype[Any]":
         return np.dtype(np.int8 if self.symmetric and self.bits == 8 else np.uint8)
 
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of a matrix stored so."""
+        values = math.prod(shape)
+        return values * self.bits // 8 + values // self.group * (4 if self.symmetric else 8)
+
 
 def quantize_matrix(values: FloatArray, *, bits: int, group: int, symmetric: bool = True, name: str = "the matrix") -> GroupedMatrix:
     """`values` [N, K] in groups of `group` columns, each with the scale that minimises its squared error among a few tried ones.
@@ -82,17 +88,17 @@ def quantize_matrix(values: FloatArray, *, bits: int, group: int, symmetric: boo
     return GroupedMatrix(pack_nibbles(codes) if bits == 4 else codes, scales, minimums, bits, scheme.zero_point)
 
 
-def scheme_for(name: str, tensor: AnyTensor, options: QuantOptions, *, is_head_too: bool) -> Scheme | None:
-    """How `options` want this tensor stored, None = as it is: no matrix, kept by name, already as small, or of a width no group divides.
+def scheme_for(name: str, facts: TensorFacts, options: QuantOptions, *, is_head_too: bool) -> Scheme | None:
+    """How `options` want a tensor stored, None = as it is: no matrix, kept by name, already as small, or of a width no group divides.
 
     Args:
         is_head_too: the embedding is the output matrix as well.
     """
-    if len(tensor.shape) != 2:
+    if len(facts.shape) != 2:
         return None
     bits = _wanted_bits(name, options, is_head_too=is_head_too)
-    group = fitting_group(tensor.shape[1], options.group)
-    if bits is None or group is None or (isinstance(tensor, GroupedTensor) and tensor.matrix.bits <= bits):
+    group = fitting_group(facts.shape[1], options.group)
+    if bits is None or group is None or (facts.bits is not None and facts.bits <= bits):
         return None
     return Scheme(bits, group, options.symmetric)
 
@@ -100,7 +106,7 @@ def scheme_for(name: str, tensor: AnyTensor, options: QuantOptions, *, is_head_t
 def schemes_for(weights: Weights, options: QuantOptions) -> dict[str, Scheme]:
     """The tensors that are to be quantised, and how, in the order of `weights`."""
     is_tied = not weights.has("lm_head.weight")
-    found = {name: scheme_for(name, tensor, options, is_head_too=is_tied) for name, tensor in weights.items()}
+    found = {name: scheme_for(name, weights.facts(name), options, is_head_too=is_tied) for name in weights}
     return {name: scheme for name, scheme in found.items() if scheme is not None}
 
 

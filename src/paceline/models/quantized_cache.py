@@ -9,9 +9,9 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,7 +22,7 @@ from paceline.config import QuantOptions
 from paceline.models.grouped import GroupedMatrix
 from paceline.models.quantize import Scheme, quantize_tensor, schemes_for
 from paceline.models.safetensors_file import map_file
-from paceline.models.weights import AnyTensor, GroupedTensor, Weights
+from paceline.models.weights import AnyTensor, GroupedTensor, MadeWeights, TensorFacts, Weights
 
 FOLDER = "quantised"
 """Folder of the cache directory that holds the files."""
@@ -74,7 +74,7 @@ def quantized_weights(
     """The weights with their matrices in groups as `options` say, one tensor at a time; mapped from the cache where there is one.
 
     Args:
-        cache_directory: None = keep the result in memory alone.
+        cache_directory: None = keep the result in memory alone: a matrix is then quantised when it is asked for.
         files: what `weights` were read from. Their sizes and times of change then enter the key, beside samples of every tensor;
             without them every byte is read for it.
         notices: gets a line when the cache cannot be written.
@@ -95,14 +95,41 @@ def quantized_weights(
                 _write(path, layout, weights, schemes, num_threads)
                 found = _read(path, layout, weights, schemes)
             if found is not None:
-                return Weights({**weights, **found})
+                return QuantizedWeights(weights, found.__getitem__, schemes)
             problem = "what was written does not read back"
         except OSError as error:
             problem = str(error)
         if notices is not None:
             notices.append(f"the quantised weights could not be kept in {path.parent} ({problem}): they stay in memory, and are made again")
-    made = {name: quantize_tensor(name, weights[name], scheme, num_threads=num_threads) for name, scheme in schemes.items()}
-    return Weights({**weights, **made})
+    return QuantizedWeights(weights, lambda name: _quantized(weights, name, schemes[name], num_threads), schemes)
+
+
+class QuantizedWeights(MadeWeights):
+    """Weights some of which are quantised when they are asked for.
+
+    Args:
+        weights: the others, and what the quantised ones are made of.
+        quantized: one that has a scheme, by its name.
+    """
+
+    def __init__(self, weights: Weights, quantized: Callable[[str], AnyTensor], schemes: Mapping[str, Scheme]) -> None:
+        super().__init__(weights.names(), lambda name: quantized(name) if name in schemes else weights[name])
+        self._weights, self._schemes = weights, schemes
+
+    def forget(self, name: str) -> None:
+        super().forget(name)
+        self._weights.forget(name)
+
+    def facts(self, name: str) -> TensorFacts:
+        facts, scheme = self._weights.facts(name), self._schemes.get(name)
+        return facts if scheme is None else replace(facts, bits=scheme.bits, nbytes=scheme.nbytes(facts.shape))
+
+
+def _quantized(weights: Weights, name: str, scheme: Scheme, num_threads: int) -> GroupedTensor:
+    """One tensor quantised; what it was made of is let go."""
+    made = quantize_tensor(name, weights[name], scheme, num_threads=num_threads)
+    weights.forget(name)
+    return made
 
 
 def _key(weights: Weights, options: QuantOptions, schemes: Mapping[str, Scheme], files: Sequence[Path]) -> str:
@@ -111,18 +138,12 @@ def _key(weights: Weights, options: QuantOptions, schemes: Mapping[str, Scheme],
         status = path.stat()
         digest.update(repr((status.st_size, status.st_mtime_ns)).encode())
     for name in schemes:
-        tensor = weights[name]
-        digest.update(repr((name, tensor.shape, tensor.weight_type)).encode())
-        for array in _arrays(tensor):
+        facts = weights.facts(name)
+        digest.update(repr((name, facts.shape, facts.weight_type)).encode())
+        for array in weights.stored(name):
             digest.update(_samples(array) if files else _sums(array))
+        weights.forget(name)
     return digest.hexdigest()[:40]
-
-
-def _arrays(tensor: AnyTensor) -> list[NDArray[Any]]:
-    if not isinstance(tensor, GroupedTensor):
-        return [tensor.array]
-    matrix = tensor.matrix
-    return [matrix.codes, matrix.scales, *([] if matrix.minimums is None else [matrix.minimums])]
 
 
 def _samples(array: NDArray[Any]) -> bytes:
@@ -146,7 +167,7 @@ def _layout(weights: Weights, schemes: Mapping[str, Scheme], key: str) -> _Layou
     relative: dict[str, list[_Part]] = {}
     offset = 0
     for name, scheme in schemes.items():
-        rows, columns = weights[name].shape
+        rows, columns = weights.facts(name).shape
         groups = (rows, columns // scheme.group)
         arrays = [("codes", scheme.code_type, (rows, columns * scheme.bits // 8)), ("scales", np.dtype("<f4"), groups)]
         arrays += [] if scheme.symmetric else [("minimums", np.dtype("<f4"), groups)]
@@ -180,8 +201,8 @@ def _write(path: Path, layout: _Layout, weights: Weights, schemes: Mapping[str, 
             file.write(layout.header)
             sums = hashlib.sha256()
             for name, scheme in schemes.items():
-                tensor = quantize_tensor(name, weights[name], scheme, num_threads=num_threads)
-                for array, part in zip(_arrays(tensor), layout.parts[name], strict=True):
+                matrix = _quantized(weights, name, scheme, num_threads).matrix
+                for array, part in zip(matrix.arrays, layout.parts[name], strict=True):
                     _append(file, array, part.begin)
                     sums.update(_sums(array))
             file.write(bytes(layout.digest_begin - file.tell()) + sums.digest())
@@ -218,7 +239,7 @@ def _read(path: Path, layout: _Layout, weights: Weights, schemes: Mapping[str, S
             sums.update(_sums(array))
         codes, scales = arrays[:2]
         matrix = GroupedMatrix(codes, scales, None if scheme.symmetric else arrays[2], scheme.bits, scheme.zero_point)
-        found[name] = GroupedTensor(matrix, weights[name].weight_type)
+        found[name] = GroupedTensor(matrix, weights.facts(name).weight_type)
     return found if content[layout.digest_begin :].tobytes() == sums.digest() else None
 
 

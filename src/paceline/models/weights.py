@@ -1,7 +1,7 @@
 """A checkpoint's weights under our names, memory-mapped: nothing is read until it is used."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,21 @@ class GroupedTensor:
 
 
 AnyTensor = Tensor | GroupedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """What is known of a weight before it is made.
+
+    Attributes:
+        bits: of a code; None where there are no groups.
+        nbytes: in memory.
+    """
+
+    shape: tuple[int, ...]
+    weight_type: WeightType
+    bits: int | None
+    nbytes: int
 
 
 class Weights(Mapping[str, AnyTensor]):
@@ -133,10 +148,56 @@ class Weights(Mapping[str, AnyTensor]):
     def forget(self, name: str) -> None:
         """Free what was made of the file for this tensor; asked for again, it is made again."""
 
+    def facts(self, name: str) -> TensorFacts:
+        """What is known of a tensor without making anything."""
+        tensor = self[name]
+        bits = tensor.matrix.bits if isinstance(tensor, GroupedTensor) else None
+        return TensorFacts(tensor.shape, tensor.weight_type, bits, tensor.nbytes)
+
+    def stored(self, name: str) -> tuple[NDArray[Any], ...]:
+        """The arrays a tensor is stored as: other values, other bytes."""
+        tensor = self[name]
+        return tensor.matrix.arrays if isinstance(tensor, GroupedTensor) else (tensor.array,)
+
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights as stored."""
-        return sum(tensor.nbytes for tensor in self._tensors.values())
+        """Bytes of all weights in memory."""
+        return sum(self.facts(name).nbytes for name in self)
+
+
+class MadeWeights(Weights):
+    """Like `Weights`, but a tensor is made when it is first asked for, and kept until it is forgotten.
+
+    Args:
+        names: of all tensors, in the order the network uses them.
+        make: a tensor by its name.
+    """
+
+    def __init__(self, names: Iterable[str], make: Callable[[str], AnyTensor]) -> None:
+        super().__init__({})
+        self._names = dict.fromkeys(names)
+        self._make = make
+
+    def __getitem__(self, name: str) -> AnyTensor:
+        found = self._tensors.get(name)
+        if found is None:
+            found = self._tensors[name] = self._make(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def names(self) -> list[str]:
+        return list(self._names)
+
+    def has(self, name: str) -> bool:
+        return name in self._names
+
+    def forget(self, name: str) -> None:
+        self._tensors.pop(name, None)
 
 
 def as_float32(tensor: AnyTensor, rows: NDArray[np.int32] | None = None) -> NDArray[np.float32]:

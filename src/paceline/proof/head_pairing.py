@@ -17,9 +17,10 @@ from paceline.drafters.medusa.checkpoint import load_medusa
 from paceline.drafters.mtp import load_mtp
 from paceline.drafters.pairs.config import PairConfig
 from paceline.models.config import WeightType
+from paceline.models.quantize import Scheme
 from paceline.models.weights import AnyTensor, Tensor, Weights
 from paceline.proof.checkpoint_facts import CheckpointFacts
-from paceline.proof.memory_estimate import ModelMemory, quantised_bytes
+from paceline.proof.memory_estimate import ModelMemory
 from paceline.proof.pairing import PairVerdict
 
 _CACHE_ITEM_BYTES = 4
@@ -41,9 +42,9 @@ class HeadFacts:
 
     def memory(self, quant: QuantOptions | None) -> ModelMemory:
         """What it takes once it is loaded."""
+        scheme = None if quant is None else Scheme(quant.bits, quant.group, quant.symmetric)
         num_bytes = sum(
-            tensor.nbytes if quant is None or len(tensor.shape) < 2 else quantised_bytes(tensor.shape, quant)
-            for tensor in self.weights.values()
+            tensor.nbytes if scheme is None or len(tensor.shape) < 2 else scheme.nbytes(tensor.shape) for tensor in self.weights.values()
         )
         return ModelMemory(num_bytes, self.cache_bytes_per_1k, "native", quant is not None)
 

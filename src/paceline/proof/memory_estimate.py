@@ -5,14 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.config import QuantOptions
-from paceline.models.checkpoint import is_gguf
 from paceline.models.config import WeightType
 from paceline.models.quantize import Scheme, schemes_for
 from paceline.proof.checkpoint_facts import CheckpointFacts
 from paceline.runtimes.backend import choose_backend
 from paceline.runtimes.processor import multiplies_bf16
 
-_SCALE_BYTES = 4
 _LEAST_CONTEXT = 256  # tokens; with less memory than for these a model is of no use
 
 
@@ -98,7 +96,7 @@ def estimate_memory(checkpoint: CheckpointFacts, quant: QuantOptions | None, dev
         notices: gets a line where a runtime has to take over from another.
     """
     config = checkpoint.config
-    schemes = _schemes(checkpoint, quant)
+    schemes = {} if quant is None else schemes_for(checkpoint.weights, quant)
     is_quantised = bool(schemes) or checkpoint.is_quantised
     backend = choose_backend("auto", device, config, notices=notices)
     item_bytes = _computed_bytes(config.weight_type, backend)
@@ -106,12 +104,6 @@ def estimate_memory(checkpoint: CheckpointFacts, quant: QuantOptions | None, dev
     cache_item_bytes = _cache_bytes(config.weight_type, backend)
     cache = 2 * config.num_layers * config.num_kv_heads * config.head_size * cache_item_bytes * 1000
     return ModelMemory(weights, cache, backend, is_quantised)
-
-
-def quantised_bytes(shape: tuple[int, ...], quant: QuantOptions) -> int:
-    """Bytes of one matrix in groups."""
-    values = math.prod(shape)
-    return values * quant.bits // 8 + values // quant.group * _SCALE_BYTES * (1 if quant.symmetric else 2)
 
 
 def _computed_bytes(weight_type: WeightType, backend: str) -> int:
@@ -124,27 +116,18 @@ def _cache_bytes(weight_type: WeightType, backend: str) -> int:
     return 4 if backend == "native" else _computed_bytes(weight_type, backend)
 
 
-def _schemes(checkpoint: CheckpointFacts, quant: QuantOptions | None) -> dict[str, Scheme]:
-    # asking a quantised GGUF file for its tensors would convert them all
-    return {} if quant is None or is_gguf(checkpoint.path) else schemes_for(checkpoint.weights, quant)
-
-
 def _weights_bytes(checkpoint: CheckpointFacts, schemes: dict[str, Scheme], widened_item_bytes: int | None) -> int:
     """Bytes of all weights: as they are stored, in groups where there is a scheme, or with so many bytes a value."""
-    weights = checkpoint.weights
-    if is_gguf(checkpoint.path):
-        return weights.nbytes if widened_item_bytes is None else widened_item_bytes * checkpoint.num_parameters
     total = 0
-    for name, tensor in weights.items():
-        values = math.prod(tensor.shape)
-        scheme = schemes.get(name)
-        if scheme is not None:
-            scales = values // scheme.group * _SCALE_BYTES
-            total += values * scheme.bits // 8 + (scales if scheme.symmetric else 2 * scales)
-        elif widened_item_bytes is None:
-            total += tensor.nbytes
+    for name in checkpoint.weights:
+        facts = checkpoint.weights.facts(name)
+        widened = None if widened_item_bytes is None else math.prod(facts.shape) * widened_item_bytes
+        if name in schemes:
+            total += schemes[name].nbytes(facts.shape)
+        elif widened is None:
+            total += facts.nbytes
         elif name == "embedding.weight":  # rows are looked up in the file; a tied one is the output matrix as well
-            total += tensor.nbytes + (values * widened_item_bytes if checkpoint.config.tied_embeddings else 0)
+            total += facts.nbytes + (widened if checkpoint.config.tied_embeddings else 0)
         else:
-            total += values * widened_item_bytes
+            total += widened
     return total

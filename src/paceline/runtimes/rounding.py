@@ -24,7 +24,11 @@ def embedding_rows(embedding: AnyTensor, token_ids: NDArray[np.int32], config: M
     """Rows [T, E] float32 of a table, read where it lies, rounded to `round_to` and scaled as the network wants them."""
     rows = as_float32(embedding, token_ids)
     is_exact = isinstance(embedding, GroupedTensor) or embedding.weight_type is round_to
-    rows = rows if is_exact else rounded(rows, round_to)
+    return scaled_rows(rows if is_exact else rounded(rows, round_to), config, round_to)
+
+
+def scaled_rows(rows: NDArray[np.float32], config: ModelConfig, round_to: WeightType) -> NDArray[np.float32]:
+    """Embedding rows as the network wants them: times its factor, rounded as transformers rounds."""
     if config.embedding_scale == 1.0:
         return rows
     return rounded(rows * rounded(np.array([config.embedding_scale], np.float32), round_to), round_to)

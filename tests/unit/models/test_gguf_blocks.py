@@ -6,7 +6,7 @@ import pytest
 from gguf_checkpoints import HALVES, random_blocks
 from paceline.errors import CheckpointError
 from paceline.models import gguf_blocks
-from paceline.models.gguf_blocks import GROUPED_TYPES, group_blocks, grouped_nbytes
+from paceline.models.gguf_blocks import GROUPED_TYPES, group_blocks, grouped_size
 from paceline.models.gguf_header import BLOCK_TYPES, BlockType
 from paceline.models.grouped import GroupedMatrix
 
@@ -68,7 +68,8 @@ def test_chunks_make_no_difference(name: str, seed: int, monkeypatch: pytest.Mon
 @BY_TYPE
 def test_its_size_is_known_before_it_is_made(name: str, seed: int) -> None:
     raw = random_blocks(np.random.default_rng(seed), name, NUM_ROWS, COLUMNS)
-    assert group_blocks(raw, block_type(name), "x").nbytes == grouped_nbytes((NUM_ROWS, COLUMNS), block_type(name), "x")
+    made = group_blocks(raw, block_type(name), "x")
+    assert (made.bits, made.nbytes) == grouped_size((NUM_ROWS, COLUMNS), block_type(name), "x")
 
 
 @BY_TYPE

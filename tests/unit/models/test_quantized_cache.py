@@ -67,7 +67,7 @@ def test_the_second_time_the_same_values_are_mapped_from_the_file(
     options: QuantOptions, tmp_path: Path, no_quantising: Callable[[], None]
 ) -> None:
     weights = make_weights()
-    expected = quantized_weights(weights, options, None)
+    expected = Weights(quantized_weights(weights, options, None))
     first = quantized_weights(weights, options, tmp_path, num_threads=2)
     no_quantising()
     second = quantized_weights(weights, options, tmp_path)
@@ -287,8 +287,26 @@ def test_memory_is_what_one_tensor_takes_however_many_there_are(tmp_path: Path) 
     written = tracemalloc.get_traced_memory()[1]
     tracemalloc.reset_peak()
     quantized = quantized_weights(weights, INT4, None)
+    made = list(quantized.values())
     in_memory = tracemalloc.get_traced_memory()[1]
+    groups = sum(tensor.nbytes for tensor in made if isinstance(tensor, GroupedTensor))
+    del made
+    for name in quantized:
+        quantized.forget(name)
+    tracemalloc.reset_peak()
+    for name in quantized:  # as a runtime does that keeps them in another form
+        assert quantized[name].shape == weights[name].shape
+        quantized.forget(name)
+    one_by_one = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    groups = sum(tensor.nbytes for tensor in quantized.values() if isinstance(tensor, GroupedTensor))
     assert written < one + 4_000_000
     assert in_memory < groups + one + 4_000_000 < weights.nbytes / 2
+    assert one_by_one < one + 4_000_000
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_what_quantised_weights_will_be_is_known_before_they_are_made(tmp_path: Path, cached: bool) -> None:
+    found = quantized_weights(make_weights(), INT4, tmp_path if cached else None)
+    expected = [found.facts(name) for name in found]
+    assert expected == [Weights(found).facts(name) for name in found]
+    assert {facts.bits for facts in expected} == {None, 4, 8}

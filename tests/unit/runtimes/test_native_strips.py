@@ -174,6 +174,13 @@ def test_strips_hold_every_value_and_zeros_where_there_is_no_output(seed: int) -
     assert not codes[:, 5:].any()
 
 
+@BY_CASE
+def test_rows_of_strips_have_the_values_of_the_matrix(form: str, columns: int, group: int, seed: int) -> None:
+    matrix = grouped(np.random.default_rng(seed), form, 37, columns, group).matrix
+    numbers = np.array([36, 0, 15, 16, 0, 31], np.int32)
+    assert np.array_equal(in_strips(matrix, 2).rows(numbers), matrix.values(numbers))
+
+
 def test_what_is_laid_out_serves_the_next_runtime_and_frees_what_it_was_made_of(seed: int) -> None:
     forgotten = []
 

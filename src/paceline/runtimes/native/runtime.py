@@ -18,7 +18,7 @@ from paceline.runtimes.native.strips import Strips
 from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.numerics import RowPadding
 from paceline.runtimes.rotary import rotary_tables
-from paceline.runtimes.rounding import embedding_rows
+from paceline.runtimes.rounding import embedding_rows, scaled_rows
 
 MAX_ROWS = 4096
 MIN_POSITIONS = 256
@@ -59,11 +59,11 @@ class NativeRuntime(Runtime):
         self._round_to = round_to
         self.weights = weights
         self._native_weights = NativeWeights(weights, round_to, strips=strips, num_threads=num_threads)
-        self._embedding = weights["embedding.weight"]
         self._tables = rotary_tables(config, max(max_context, MIN_POSITIONS))
         self._max_slots = len(self._tables[0][0]) + MAX_ROWS
         recorded = record(config, self._native_weights, collect_layers)
         self._recorded = recorded
+        self._embedding = (strips or {}).get("embedding") or weights["embedding.weight"]  # a tied matrix is read where products read it
         self._execution = self._executed(recorded)
         self._lm_head: Execution | None = None
         path = kernels_path()
@@ -100,6 +100,8 @@ class NativeRuntime(Runtime):
         return ForwardOutput(logits, execution.rows(recorded.hidden, num_rows), collected)
 
     def embed(self, token_ids: IntArray) -> FloatArray:
+        if isinstance(self._embedding, Strips):
+            return scaled_rows(self._embedding.rows(token_ids), self.config, self._round_to)
         return embedding_rows(self._embedding, token_ids, self.config, self._round_to)
 
     def lm_head(self, hidden_states: FloatArray) -> FloatArray:

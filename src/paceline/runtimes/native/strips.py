@@ -40,6 +40,20 @@ class Strips:
         address, row_bytes = self.data.ctypes.data, self.data.shape[1]
         return Matrix(self.kind, self.outputs, self.columns, self.group, self.zero_point, out, row_bytes, address, None, None, bias)
 
+    def rows(self, numbers: NDArray[np.int32]) -> NDArray[np.float32]:
+        """The exact values of some rows, [len(numbers), columns], as `GroupedMatrix.values` computes them."""
+        bits, has_minimums = next(key for key, kind in _KINDS.items() if kind == self.kind)
+        words = self.data.view(np.uint32).reshape(len(self.data), self.columns // self.group, -1, OUTPUTS)
+        own = np.ascontiguousarray(words[numbers // OUTPUTS, :, :, numbers % OUTPUTS])  # [rows, groups, words of a group]
+        scales, codes = own[:, :, :1].view(np.float32), own[:, :, 1 + has_minimums :].copy().view(np.uint8)
+        if bits == 4:  # four columns in the low halves, four in the high ones
+            quads = codes.reshape(*codes.shape[:2], -1, 1, 4)
+            codes = np.concatenate([quads & np.uint8(15), quads >> np.uint8(4)], axis=3).reshape(*codes.shape[:2], self.group)
+        values = (codes.astype(np.int32) - np.int32(self.zero_point)).astype(np.float32) * scales
+        if has_minimums:
+            values += own[:, :, 1:2].view(np.float32)
+        return values.reshape(len(numbers), self.columns)
+
 
 def in_strips(matrix: GroupedMatrix, num_threads: int) -> Strips:
     """A copy of `matrix` in strips; its groups have at most MAX_GROUP columns."""

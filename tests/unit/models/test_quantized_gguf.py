@@ -1,0 +1,61 @@
+"""A GGUF file that is quantised further: one matrix at a time, and not converted at all where the cache has the result."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from checkpoints import write_checkpoint
+from gguf_checkpoints import write_gguf
+from paceline.config import QuantOptions
+from paceline.models import gguf_weights
+from paceline.models.checkpoint import open_weights, read_model_config
+from paceline.models.quantized_cache import FOLDER, quantized_weights
+from paceline.models.weights import GroupedTensor, Weights, as_float32
+
+pytest.importorskip("gguf")
+
+INT4 = QuantOptions(bits=4, embedding_bits=4, lm_head_bits=4)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write_gguf(write_checkpoint(tmp_path / "hf", "llama"), tmp_path / "model.gguf", "Q8_0")
+
+
+def opened(path: Path, *, regroup: bool = False) -> Weights:
+    return open_weights(path, read_model_config(path), regroup=regroup)
+
+
+def test_nothing_is_held_and_regrouped_values_are_others(path: Path, tmp_path: Path) -> None:
+    for regroup in (False, True, False, True):
+        weights = opened(path, regroup=regroup)
+        found = quantized_weights(weights, INT4, tmp_path, files=[path])
+        assert not weights._tensors
+        expected = quantized_weights(weights, INT4, None)
+        for name in found:
+            assert np.array_equal(as_float32(found[name]), as_float32(expected[name]))
+        assert isinstance(found["layers.0.q_proj.weight"], GroupedTensor)
+    assert len(list((tmp_path / FOLDER).iterdir())) == 2
+
+
+def test_a_file_that_is_found_in_the_cache_is_not_converted(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantized_weights(opened(path), INT4, tmp_path, files=[path])
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("a matrix was converted again")
+
+    monkeypatch.setattr(gguf_weights, "group_blocks", fail)
+    found = quantized_weights(opened(path), INT4, tmp_path, files=[path])
+    assert {found.facts(name).bits for name in found} == {None, 4}
+    assert all(found[name].shape == found.facts(name).shape for name in found)
+
+
+@pytest.mark.parametrize("block_type", ["BF16", "Q4_0", "Q4_1", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("regroup", [False, True])
+def test_what_tensors_will_be_is_known_before_they_are_made(tmp_path: Path, block_type: str, regroup: bool) -> None:
+    path = write_gguf(write_checkpoint(tmp_path / "hf", "phi3"), tmp_path / "model.gguf", block_type)
+    weights = opened(path, regroup=regroup)
+    expected = {name: weights.facts(name) for name in weights}
+    assert not weights._tensors
+    assert expected == {name: Weights(weights).facts(name) for name in weights}
