@@ -18,7 +18,7 @@ from paceline.models.config import WeightType
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.runtimes.base import Numerics, Runtime
 from paceline.runtimes.cost import time_passes
-from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.load import Loaded, RuntimeOptions, load_runtime
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.draft_length import DraftLengthPolicy, StepCosts
 from paceline.speculation.drafter import Drafter
@@ -149,7 +149,8 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
     ends = tuple(dict.fromkeys((*runtime.config.eos_token_ids, *tokenizer.end_token_ids)))
     maker = RequestMaker(tokenizer, vocab_size, plan.max_context, ends)
     of_drafter = () if drafter is None else drafter.notices
-    return OpenedEngine(engine, maker, _notices((*tokenizer.notices, *loaded.notices, *of_drafter), plan.notice), config)
+    notices = (*tokenizer.notices, *loaded.notices, *_unused_head(loaded, directory, drafter), *of_drafter)
+    return OpenedEngine(engine, maker, (*notices, plan.notice) if plan.notice else notices, config)
 
 
 def _layers(config: EngineConfig, speculation: SpeculationConfig, options: HeadOptions, directory: Path) -> tuple[int, ...]:
@@ -190,5 +191,8 @@ def _policy(speculation: SpeculationConfig, runtime: Runtime, cache: KVCache, ma
     return DraftLengthPolicy(count, row_budget=row_budget, costs=StepCosts(times[1], times[row_budget]))
 
 
-def _notices(loaded: Sequence[str], cache_notice: str | None) -> tuple[str, ...]:
-    return (*loaded, cache_notice) if cache_notice else tuple(loaded)
+def _unused_head(loaded: Loaded, directory: Path, drafter: Drafter | None) -> list[str]:
+    """A line about a head that the checkpoint holds and nobody guesses with."""
+    if loaded.own_head is None or (drafter is not None and loaded.own_head in drafter.name.split("+")):
+        return []
+    return [f"{directory} also holds a drafting head: drafter={loaded.own_head!r} guesses with it"]

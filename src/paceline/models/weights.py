@@ -76,10 +76,11 @@ class TensorFacts:
 class Weights(Mapping[str, AnyTensor]):
     """Our tensor name → its values, for exactly the tensors the config calls for.
 
-    `notices` are lines about what else the files hold.
+    Attributes:
+        own_head: "medusa" or "mtp" where the files hold such a drafting head beside the model.
     """
 
-    notices: tuple[str, ...] = ()
+    own_head: str | None = None
 
     def __init__(self, tensors: Mapping[str, AnyTensor]) -> None:
         self._tensors = dict(tensors)
@@ -124,8 +125,7 @@ class Weights(Mapping[str, AnyTensor]):
             tensors |= {name: _plus_one(tensor) for name, tensor in tensors.items() if name.endswith("norm.weight")}
         weights = cls(tensors)
         if heads:
-            drafter = "medusa" if heads[0].startswith("medusa_head.") else "mtp"
-            weights.notices = (f"{directory} also holds a drafting head of {len(heads)} tensors: drafter={drafter!r} guesses with it",)
+            weights.own_head = "medusa" if heads[0].startswith("medusa_head.") else "mtp"
         return weights
 
     def __getitem__(self, name: str) -> AnyTensor:

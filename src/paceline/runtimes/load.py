@@ -51,10 +51,11 @@ class RuntimeOptions:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A runtime and the one-line notices its user should see."""
+    """A runtime, the one-line notices its user should see, and which drafting head its checkpoint holds too ("medusa" or "mtp")."""
 
     runtime: Runtime
     notices: tuple[str, ...]
+    own_head: str | None
 
 
 def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
@@ -67,7 +68,7 @@ def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
     stored = read_model_config(path)
     config = stored.for_context(options.max_context)
     weights = open_weights(path, config, regroup=options.regroup, num_threads=options.num_threads)
-    notices = list(weights.notices)
+    own_head, notices = weights.own_head, list[str]()
     if config.max_positions < stored.max_positions and options.max_context is None:
         notices.append(
             f"context is the {config.max_positions} tokens the model was first made for: with max_context up to {stored.max_positions} "
@@ -84,12 +85,18 @@ def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
         )
     if config.sliding_window is not None and config.max_positions == config.sliding_window:
         notices.append(f"context is limited to the model's sliding window of {config.sliding_window} tokens")
+    runtime = _build(config, weights, options, notices)
+    return Loaded(runtime, tuple(notices), own_head)
+
+
+def _build(config: ModelConfig, weights: Weights, options: RuntimeOptions, notices: list[str]) -> Runtime:
     device = choose_device(options.device, options.backend)
     backend = choose_backend(options.backend, device, config, notices=notices)
     if backend == "torch":
-        return Loaded(_build_torch(config, weights, options, device, notices), tuple(notices))
+        return _build_torch(config, weights, options, device, notices)
     if backend == "openvino":
-        return _settled(_openvino(config, weights, options), options, [*notices, *_widening(config, options)])
+        notices += _widening(config, options)
+        return _settled(_openvino(config, weights, options), options, notices)
     return _settled(_native(config, weights, options), options, notices)
 
 
@@ -97,15 +104,17 @@ _Make = Callable[[Sequence[int]], "NativeRuntime | OpenVINORuntime"]
 """Builds a CPU runtime that collects the boundaries it is given."""
 
 
-def _settled(make: _Make, options: RuntimeOptions, notices: Sequence[str]) -> Loaded:
-    """The runtime with its numerics tested; a line more where they are not what was asked for."""
+def _settled(make: _Make, options: RuntimeOptions, notices: list[str]) -> Runtime:
+    """The runtime with its numerics tested; a notice more where they are not what was asked for."""
     from paceline.runtimes.facts import MeasuredFacts
     from paceline.runtimes.numerics import settle_numerics
 
     runtime = make(options.collect_layers)
     canonical = (lambda: make(())) if options.collect_layers else None
     notice = settle_numerics(runtime, options.numerics, MeasuredFacts(options.facts_directory), canonical=canonical)
-    return Loaded(runtime, (*notices, notice) if notice else tuple(notices))
+    if notice:
+        notices.append(notice)
+    return runtime
 
 
 def _positions(config: ModelConfig, options: RuntimeOptions) -> int:

@@ -82,7 +82,9 @@ def test_a_target_with_a_module_inside_runs_without_it(tmp_path: Path, layout: s
     add_module(target, layout, random_module(), num_layers=2)
     llm = open_llm(target, "none")
     assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == before
-    assert any("holds a drafting head of 15 tensors: drafter='mtp'" in notice for notice in llm.notices)
+    assert any("holds a drafting head: drafter='mtp'" in notice for notice in llm.notices)
+    for drafter in ("mtp", ["ngram", "mtp"]):
+        assert not any("holds a drafting head" in notice for notice in open_llm(target, drafter).notices)
 
 
 def test_a_layer_more_that_is_no_module_is_still_an_error(tmp_path: Path) -> None:
