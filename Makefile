@@ -5,6 +5,9 @@
 # make test-long [SEED=n] [RESUME=1]
 #               all tests, large counts; the record goes to docs/dev/test-long.txt
 #               SEED repeats a run; RESUME=1 continues one that was stopped (same commit, same seed)
+# make test-clients
+#               tests beside foreign programs; builds llama.cpp in an environment of its own the first time, which takes ten minutes, a
+#               C++ compiler and OpenBLAS with its headers (Debian: g++ libopenblas-dev pkg-config); record: docs/dev/test-clients.txt
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -22,10 +25,14 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -q -rs --durations=10
 comma := ,
 LONG_RECORD := docs/dev/test-long.txt
+CLIENTS := .venv-clients
+LLAMA_CPP := $(CLIENTS)/llama-cpp/.installed
+CLIENTS_RECORD := docs/dev/test-clients.txt
+COMMIT := $$(git rev-parse HEAD 2>/dev/null || echo none)$$(test -z "$$(git status --porcelain -- src tests tools pyproject.toml 2>/dev/null)" || echo ', with uncommitted changes')
 # the record keeps what was counted, what failed or was skipped, and the times; not a line for every test
 RECORDED := '^([a-z -]+: [0-9,]+$$|FAILED|ERROR|SKIPPED|=+ slowest|[0-9.]+s (call|setup)|[0-9]+ (passed|failed))'
 
-.PHONY: all demo test test-long check format clean
+.PHONY: all demo test test-long test-clients check format clean
 
 all: $(STAMP)
 	@sed -n '/^# make/,/^$$/s/^# \{0,1\}//p' Makefile
@@ -50,12 +57,25 @@ test: $(STAMP)
 
 test-long: $(STAMP)
 	@mkdir -p $(dir $(LONG_RECORD))
-	@{ echo "commit $$(git rev-parse HEAD 2>/dev/null || echo none)$$(test -z "$$(git status --porcelain -- src tests pyproject.toml 2>/dev/null)" || echo ', with uncommitted changes')"; \
+	@{ echo "commit $(COMMIT)"; \
 	   echo "date   $$(date -u +%Y-%m-%dT%H:%M:%SZ)"; \
 	   echo "seed   $(SEED)$(if $(RESUME),$(comma) resumed)"; echo; } | tee $(if $(RESUME),-a) $(LONG_RECORD)
 	status=0; $(PYTEST) --color=no -m "long or not long" --large-counts --seed=$(SEED) -o faulthandler_timeout=3600 \
 	  $(if $(RESUME),--resume) $(ARGS) 2>&1 | tee $(VENV)/test-long.log || status=$$?; \
 	  grep -E $(RECORDED) $(VENV)/test-long.log >> $(LONG_RECORD); exit $$status
+
+# With a BLAS llama.cpp multiplies whole batches by a quantised file's own values; its other kernels round the rows first. Built afresh
+# because an earlier build without one may be in pip's cache.
+$(LLAMA_CPP):
+	$(PYTHON) -m venv $(@D)
+	CMAKE_ARGS="-DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS" \
+	  $(@D)/bin/python -m pip install --quiet --no-cache-dir --no-binary llama-cpp-python llama-cpp-python==0.3.36
+	touch $@
+
+test-clients: $(STAMP) $(LLAMA_CPP)
+	@mkdir -p $(dir $(CLIENTS_RECORD))
+	@{ echo "commit $(COMMIT)"; echo "date   $$(date -u +%Y-%m-%dT%H:%M:%SZ)"; echo; } | tee $(CLIENTS_RECORD)
+	$(PYTEST) --color=no -s tests/clients --clients $(CLIENTS) $(ARGS) 2>&1 | tee -a $(CLIENTS_RECORD)
 
 check: $(STAMP)
 	$(BIN)/ruff check
@@ -67,4 +87,4 @@ format: $(STAMP)
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache dist build
+	rm -rf $(VENV) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache dist build

@@ -44,6 +44,7 @@ class ResumableRun:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("paceline")
     group.addoption("--large-counts", action="store_true", help="run the tests marked long, and every other one with its large counts")
+    group.addoption("--clients", type=Path, help="folder of the environments of foreign programs; runs tests/clients (make test-clients)")
     group.addoption("--seed", type=int, default=DEFAULT_SEED, help="seed of every random choice a test makes")
     group.addoption("--resume", action="store_true", help="leave out what passed with large counts at this commit with this seed")
 
@@ -68,6 +69,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.is_relative_to(REPOSITORY / "tests" / "gpu"):
             item.add_marker("gpu")
+        if item.path.is_relative_to(REPOSITORY / "tests" / "clients"):
+            item.add_marker("clients")
+    if config.getoption("--clients") is None:
+        _skip(items, "clients", "foreign programs: run with make test-clients")
     if not config.getoption("--large-counts"):
         _skip(items, "long", "long: run with --large-counts (make test-long)")
     if any(item.get_closest_marker("gpu") for item in items) and not _has_cuda():
@@ -133,6 +138,12 @@ def shared_dir() -> Path:
     if not folder.is_dir():
         pytest.skip("no folder ../shared beside this checkout")
     return folder
+
+
+@pytest.fixture(scope="session")
+def clients(pytestconfig: pytest.Config) -> Path:
+    """The folder with an environment for every foreign program."""
+    return Path(pytestconfig.getoption("--clients")).resolve()
 
 
 @pytest.fixture(scope="session")

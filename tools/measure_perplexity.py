@@ -105,6 +105,7 @@ def measure(model: str, quant: QuantOptions | None, name: str, windows: list[lis
         backend=arguments.backend,
         quant=quant,
         quant_directory=cache_directory(),
+        regroup=arguments.regroup,
     )
     start = time.perf_counter()
     runtime = load_runtime(Path(model), options).runtime
@@ -135,6 +136,7 @@ def main() -> None:
     parser.add_argument("--quant", nargs="+", default=["none", "int8", "int4"])
     parser.add_argument("--group", nargs="+", type=int, default=[128])
     parser.add_argument("--affine", action="store_true", help="measure affine groups as well")
+    parser.add_argument("--regroup", action="store_true", help="quantise the matrices of GGUF files again, as --gguf-weights regroup does")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--tokens", type=int, default=20_000)
