@@ -20,7 +20,8 @@ X86_64 = {
     "x86_64_v3_vnni": ("-march=x86_64_v3", "-mavxvnni"),
     "x86_64_v3": ("-march=x86_64_v3",),
 }
-LEVELS: dict[str, dict[str, tuple[str, ...]]] = {"x86_64": X86_64, "AMD64": X86_64, "aarch64": {"baseline": ()}, "arm64": {"baseline": ()}}
+ARM_64 = {"armv8_dotprod": ("-mcpu=generic+dotprod",), "armv8": ("-mcpu=generic",)}
+LEVELS: dict[str, dict[str, tuple[str, ...]]] = {"x86_64": X86_64, "AMD64": X86_64, "aarch64": ARM_64, "arm64": ARM_64}
 FLAGS = ("-std=c17", "-O3", "-g0", "-shared", "-fPIC", "-ffp-contract=off", "-mprefer-vector-width=512", "-lpthread", "-lm")
 
 

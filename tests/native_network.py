@@ -19,7 +19,7 @@ from paceline.runtimes.processor import processor_flags
 from paceline.runtimes.rotary import rotary_tables
 
 Build = Callable[[NativeBlocks, list[Value]], Sequence[Value]]
-LEVELS = [level for level, needed in {**library._LEVELS, "baseline": set()}.items() if needed <= processor_flags()]
+LEVELS = [level for level, needed in library._LEVELS.items() if needed <= processor_flags()]
 BUILT = [level for level in LEVELS if Path(library.__file__).with_name(f"kernels.{level}.so").is_file()]
 
 

@@ -4,12 +4,12 @@ import platform
 
 
 def processor_flags() -> frozenset[str]:
-    """Instruction sets as Linux names them; none elsewhere."""
+    """Instruction sets as Linux names them; elsewhere only those that all of Apple's own processors have."""
     try:
         with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
             line = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     except OSError:
-        return frozenset()
+        return frozenset({"asimd", "asimddp"} if (platform.system(), platform.machine()) == ("Darwin", "arm64") else ())
     return frozenset(line.partition(":")[2].split())
 
 

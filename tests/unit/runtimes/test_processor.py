@@ -45,9 +45,20 @@ def test_products_are_native_where_a_flag_says_so(text: str, flag: str, *, bf16:
 
 def test_without_a_list_nothing_is_taken_for_granted(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, None)
+    monkeypatch.setattr(processor.platform, "machine", lambda: "x86_64")
     assert processor.processor_flags() == frozenset()
     assert not processor.multiplies_bf16()
     assert isinstance(processor.processor_name(), str)
+
+
+@pytest.mark.parametrize(("system", "machine", "known"), [("Darwin", "arm64", {"asimd", "asimddp"}), ("Windows", "ARM64", set())])
+def test_apples_processors_do_not_list_what_they_all_have(
+    system: str, machine: str, known: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, None)
+    monkeypatch.setattr(processor.platform, "system", lambda: system)
+    monkeypatch.setattr(processor.platform, "machine", lambda: machine)
+    assert processor.processor_flags() == known
 
 
 def test_processors_that_differ_in_a_flag_have_different_names(monkeypatch: pytest.MonkeyPatch) -> None:

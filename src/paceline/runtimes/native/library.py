@@ -13,7 +13,7 @@ from pathlib import Path
 from paceline.errors import BackendUnavailableError
 from paceline.runtimes.processor import processor_flags
 
-# What an x86-64 processor must have for each of the levels, best first.
+# What a processor must have for each of the levels, best first.
 _V4 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
 _V3 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"}
 _LEVELS = {
@@ -22,6 +22,8 @@ _LEVELS = {
     "x86_64_v4": _V4,
     "x86_64_v3_vnni": {*_V3, "avx_vnni"},
     "x86_64_v3": _V3,
+    "armv8_dotprod": {"asimd", "asimddp"},
+    "armv8": {"asimd"},
 }
 
 LANES = 16
@@ -159,8 +161,6 @@ def kernels() -> ctypes.CDLL:
 
 def kernels_path() -> Path | None:
     """The best library that was built and that this processor runs."""
-    machine = platform.machine()
     flags = processor_flags()
-    levels = ["baseline"] if machine in ("aarch64", "arm64") else [level for level, needed in _LEVELS.items() if needed <= flags]
-    paths = (Path(__file__).with_name(f"kernels.{level}.so") for level in levels)
+    paths = (Path(__file__).with_name(f"kernels.{level}.so") for level, needed in _LEVELS.items() if needed <= flags)
     return next((path for path in paths if path.is_file()), None)

@@ -1,6 +1,7 @@
 /* Quads of bytes: 64 unsigned codes in 16 lanes of four, times four signed ones, added to 16 integer sums. Integers are exact, so every
- * instruction set has the same sums. Without an instruction for quads, pairs of 16-bit numbers are multiplied, the even bytes and the odd
- * ones, and a packed quad takes two words: the even pair and the odd one. */
+ * instruction set has the same sums. Arm's instruction for quads takes signed codes: all are lowered by QUAD_SHIFT, for which sums begin
+ * higher. Without one, pairs of 16-bit numbers are multiplied, the even bytes and the odd ones, and a packed quad takes two words: the even
+ * pair and the odd one. */
 #ifndef PACELINE_QUADS_H
 #define PACELINE_QUADS_H
 
@@ -8,12 +9,19 @@
 
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
 #endif
 
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
 #define QUAD_WORDS 1
 #else
 #define QUAD_WORDS 2
+#endif
+#if defined(__ARM_FEATURE_DOTPROD)
+#define QUAD_SHIFT 128
+#else
+#define QUAD_SHIFT 0
 #endif
 
 typedef int16_t shorts __attribute__((vector_size(64)));
@@ -36,7 +44,9 @@ typedef struct {
 } quads;
 
 INLINE quads split_quads(words codes) {
-#if QUAD_WORDS == 1
+#if QUAD_SHIFT
+    return (quads){{codes ^ 0x80808080u}};
+#elif QUAD_WORDS == 1
     return (quads){{codes}};
 #else
     return (quads){{codes & 0x00FF00FFu, codes >> 8 & 0x00FF00FFu}};
@@ -72,6 +82,15 @@ INLINE ints multiply_quads(quads w, const int32_t *packed, ints sum) {
     memcpy(codes, &w.part[0], sizeof codes);
     const __m256i x = _mm256_set1_epi32(packed[0]);
     for (int i = 0; i < 2; i++) sums[i] = _mm256_dpbusd_avx_epi32(sums[i], codes[i], x);
+    memcpy(&sum, sums, sizeof sum);
+    return sum;
+#elif defined(__ARM_FEATURE_DOTPROD)
+    int32x4_t sums[4];
+    int8x16_t codes[4];
+    memcpy(sums, &sum, sizeof sum);
+    memcpy(codes, &w.part[0], sizeof codes);
+    const int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(packed[0]));
+    for (int i = 0; i < 4; i++) sums[i] = vdotq_s32(sums[i], codes[i], x);
     memcpy(&sum, sums, sizeof sum);
     return sum;
 #else

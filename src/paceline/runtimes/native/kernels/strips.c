@@ -11,7 +11,7 @@
 #include "native.h"
 #include "quads.h"
 
-#define GROUP_HEADER 3 /* of a packed row's group: its scale, - zero_point sum q, scale sum q */
+#define GROUP_HEADER 3 /* of a packed row's group: its scale, (QUAD_SHIFT - zero_point) sum q, scale sum q */
 
 static int is_narrow(int kind) { return kind == STRIPS_4_BITS || kind == STRIPS_4_BITS_MINIMUM; }
 static int has_minimum(int kind) { return kind == STRIPS_8_BITS_MINIMUM || kind == STRIPS_4_BITS_MINIMUM; }
@@ -52,7 +52,7 @@ void pack_bytes(const float *x, int columns, int group, int zero_point, int firs
         for (int row = 0; row < padded; row++) {
             int32_t total, *quad = (int32_t *)packed + GROUP_HEADER * padded + row * QUAD_WORDS;
             const float scale = quantize(x + (size_t)(first + (row < real ? row : 0)) * (size_t)columns + begin, group, codes, &total);
-            const int32_t offset = -zero_point * total;
+            const int32_t offset = (QUAD_SHIFT - zero_point) * total;
             packed[row] = scale;
             memcpy(packed + padded + row, &offset, sizeof offset);
             packed[2 * padded + row] = scale * (float)total;
