@@ -70,9 +70,10 @@ def resolve(
     if model == MINI:
         return _checkpoint_in(_embedded_model(), gguf_file)
     name = str(model)
-    if isinstance(model, Path) or not _HUB_ID.fullmatch(name):
+    is_local = path.suffix.lower() == _GGUF and path.parent.is_dir()
+    if isinstance(model, Path) or is_local or not _HUB_ID.fullmatch(name):
         raise CheckpointError(
-            f"the directory {name!r} does not exist; give a directory, {MINI!r}, or a Hugging Face id such as 'owner/name'"
+            f"{name!r} does not exist; give a directory, a GGUF file, {MINI!r}, or a Hugging Face id such as 'owner/name'"
         )
     return _from_hub(name, gguf_file, revision=revision, token=token, offline=offline, with_heads=with_heads)
 

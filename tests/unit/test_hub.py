@@ -63,7 +63,7 @@ def test_an_id_is_downloaded_with_the_files_we_read_and_no_others(tmp_path: Path
     assert not any("bin" in pattern or pattern == "*" or pattern.endswith(".py") for pattern in patterns)
 
 
-@pytest.mark.parametrize("name", ["./model", "/no/such/model", "a/b/c", "../model", "~/no-such-model", "models\\one", "a b"])
+@pytest.mark.parametrize("name", ["./model", "/no/such/model", "a/b/c", "../model", "~/no-such-model", "models\\one", "a b", "model.gguf"])
 def test_what_looks_like_a_path_is_never_asked_for_on_the_hub(name: str, no_download: Download) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         resolve(name)
