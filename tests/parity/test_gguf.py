@@ -138,10 +138,21 @@ def test_quantised_files_give_the_logits_of_their_values(checkpoint: Make, tmp_p
 
 
 @pytest.mark.skipif(kernels_path() is None, reason="no native kernels for this machine")
-@pytest.mark.parametrize("block_type", ["Q4_0", "Q4_1", "Q5_1", "Q8_0"])
-def test_our_kernels_round_rows_to_bytes_unless_float32_is_asked_for(checkpoint: Make, tmp_path: Path, block_type: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "block_type"),
+    [
+        ("llama", "Q4_0"),
+        ("llama", "Q4_1"),
+        ("llama", "Q5_1"),
+        ("llama", "Q8_0"),
+        ("qwen2-tied", "Q4_1"),
+        ("gemma2", "Q8_0"),
+        ("gemma3", "Q4_0"),
+    ],
+)
+def test_our_kernels_round_rows_to_bytes_unless_float32_is_asked_for(checkpoint: Make, tmp_path: Path, case: str, block_type: str) -> None:
     """Rounding moves logits by a few hundredths of their spread; in float32 only the order of sums differs from torch's."""
-    path = write_gguf(checkpoint("llama", "float32"), tmp_path / "model.gguf", block_type)
+    path = write_gguf(checkpoint(case, "float32"), tmp_path / "model.gguf", block_type)
     expected = logits(path)
     exact, rounded = (logits(path, backend="native", dtype=dtype) for dtype in (WeightType.F32, None))
     assert distance(exact, expected) < 1e-5
@@ -156,7 +167,8 @@ def test_what_our_kernels_laid_out_is_not_held_twice_and_can_be_read_again(
 ) -> None:
     path = write_gguf(checkpoint(case, "float32"), tmp_path / "model.gguf", "Q8_0")
     weights = load_runtime(path, RuntimeOptions(device="cpu", backend="native", quant=quant)).runtime.weights
-    held = {name for name, tensor in weights._tensors.items() if isinstance(tensor, GroupedTensor)}
+    source = getattr(weights, "_weights", weights)  # of what is quantised further
+    held = {name for name, tensor in [*weights._tensors.items(), *source._tensors.items()] if isinstance(tensor, GroupedTensor)}
     assert held == ({"embedding.weight"} if case == "llama" else set())  # whose rows are looked up; a tied one's in the other form
     fresh = open_weights(path, read_model_config(path))
     if quant is not None:
