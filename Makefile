@@ -67,6 +67,8 @@ test-long: $(STAMP)
 # With a BLAS llama.cpp multiplies whole batches by a quantised file's own values; its other kernels round the rows first. Built afresh
 # because an earlier build without one may be in pip's cache.
 $(LLAMA_CPP):
+	@command -v $(CXX) >/dev/null && pkg-config --exists openblas \
+	  || { echo "llama.cpp is built here: install a C++ compiler and OpenBLAS (Debian: g++ libopenblas-dev pkg-config)" >&2; exit 1; }
 	$(PYTHON) -m venv $(@D)
 	CMAKE_ARGS="-DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS" \
 	  $(@D)/bin/python -m pip install --quiet --no-cache-dir --no-binary llama-cpp-python llama-cpp-python==0.3.36
