@@ -1,5 +1,6 @@
 """Which runtime serves a network on this machine, and the line that says so where it is not what one would expect."""
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -40,11 +41,21 @@ def choose_backend(backend: str, device: str, config: ModelConfig, *, notices: l
 
     Raises:
         ConfigError: there is no such backend.
+        BackendUnavailableError: its library is not installed.
     """
     if backend not in BACKENDS:
         raise ConfigError(f"backend is {backend!r}: use {', '.join(BACKENDS)}")
-    if backend != "auto":
-        return backend
+    chosen = _best_backend(device, config, notices) if backend == "auto" else backend
+    if chosen == "openvino" and not _has_openvino():
+        raise BackendUnavailableError(
+            "backend 'openvino' needs OpenVINO with PagedAttention: pip install 'paceline[openvino]', or use --backend native or torch"
+        )
+    if chosen == "torch" and not _has_torch():
+        raise BackendUnavailableError("backend 'torch' needs torch: pip install 'paceline[torch]', or use --backend native or openvino")
+    return chosen
+
+
+def _best_backend(device: str, config: ModelConfig, notices: list[str]) -> str:
     if device == "cuda":
         return "torch"
     from paceline.runtimes.native.library import kernels_path
@@ -55,6 +66,9 @@ def choose_backend(backend: str, device: str, config: ModelConfig, *, notices: l
     if not is_capped and _has_openvino():
         return "openvino"
     reason = f"{config.family} caps attention scores" if is_capped else "OpenVINO with PagedAttention is not available here"
+    if not _has_torch():
+        other = "" if is_capped else "'paceline[openvino]' or "
+        raise BackendUnavailableError(f"{reason} and there are no native kernels for this machine: pip install {other}'paceline[torch]'")
     notices.append(f"{reason} and there are no native kernels for this machine: the torch runtime takes over")
     return "torch"
 
@@ -62,6 +76,11 @@ def choose_backend(backend: str, device: str, config: ModelConfig, *, notices: l
 def _may_have_cuda() -> bool:
     """Whether a driver is there at all; importing torch to find out takes seconds."""
     return not sys.platform.startswith("linux") or any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
+
+
+def _has_torch() -> bool:
+    """Asked without importing it, which takes seconds."""
+    return importlib.util.find_spec("torch") is not None
 
 
 def _has_openvino() -> bool:

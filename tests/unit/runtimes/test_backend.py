@@ -14,7 +14,7 @@ from paceline.runtimes.native import library
 
 CONFIG = native_config()
 CAPPED = replace(CONFIG, family="gemma2", attention_soft_cap=50.0)
-KERNELS, OPENVINO = "kernels", "openvino"
+KERNELS, OPENVINO, TORCH = "kernels", "openvino", "torch"
 Choose = Callable[..., tuple[str, list[str]]]
 
 
@@ -24,6 +24,7 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Choose:
 
     def chosen(has: set[str], *, asked: str = "auto", device: str = "cpu", capped: bool = False) -> tuple[str, list[str]]:
         monkeypatch.setattr(backend_module, "_has_openvino", lambda: OPENVINO in has)
+        monkeypatch.setattr(backend_module, "_has_torch", lambda: TORCH in has)
         monkeypatch.setattr(library, "kernels_path", lambda: Path("kernels.so") if KERNELS in has else None)
         notices: list[str] = []
         return choose_backend(asked, device, CAPPED if capped else CONFIG, notices=notices), notices
@@ -42,27 +43,40 @@ def test_without_kernels_openvino_serves(choose: Choose) -> None:
 
 def test_capped_attention_never_goes_to_openvino(choose: Choose) -> None:
     assert choose({KERNELS, OPENVINO}, capped=True) == ("native", [])
-    chosen, (notice,) = choose({OPENVINO}, capped=True)
+    chosen, (notice,) = choose({OPENVINO, TORCH}, capped=True)
     assert chosen == "torch"
     assert "gemma2 caps attention scores" in notice
     assert "torch runtime takes over" in notice
 
 
 def test_with_nothing_else_torch_takes_over_and_says_so(choose: Choose) -> None:
-    chosen, (notice,) = choose(set())
+    chosen, (notice,) = choose({TORCH})
     assert chosen == "torch"
     assert "OpenVINO with PagedAttention is not available" in notice
     assert "no native kernels" in notice
 
 
+@pytest.mark.parametrize("capped", [True, False])
+def test_with_nothing_at_all_the_error_says_what_to_install(choose: Choose, *, capped: bool) -> None:
+    with pytest.raises(BackendUnavailableError, match=r"no native kernels for this machine: pip install .*'paceline\[torch\]'") as error:
+        choose(set(), capped=capped)
+    assert ("'paceline[openvino]'" in str(error.value)) is not capped
+
+
 @pytest.mark.parametrize("asked", ["native", "openvino", "torch"])
-def test_what_was_asked_for_is_taken_whatever_the_machine_has(choose: Choose, asked: str) -> None:
-    assert choose({KERNELS, OPENVINO}, asked=asked) == (asked, [])
-    assert choose(set(), asked=asked) == (asked, [])
+def test_what_was_asked_for_is_taken_whatever_else_the_machine_has(choose: Choose, asked: str) -> None:
+    assert choose({KERNELS, OPENVINO, TORCH}, asked=asked) == (asked, [])
+    assert choose({asked}, asked=asked) == (asked, [])
+
+
+@pytest.mark.parametrize("asked", ["openvino", "torch"])
+def test_what_is_not_installed_is_named_with_its_extra(choose: Choose, asked: str) -> None:
+    with pytest.raises(BackendUnavailableError, match=rf"backend '{asked}' needs .*'paceline\[{asked}\]', or use --backend native"):
+        choose({KERNELS}, asked=asked)
 
 
 def test_a_cuda_device_is_torchs(choose: Choose) -> None:
-    assert choose({KERNELS, OPENVINO}, device="cuda") == ("torch", [])
+    assert choose({KERNELS, OPENVINO, TORCH}, device="cuda") == ("torch", [])
 
 
 def test_an_unknown_backend_is_refused_by_name(choose: Choose) -> None:
