@@ -1,11 +1,13 @@
 """What a processor can do is read from the flags the system lists."""
 
 import io
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from paceline.runtimes import processor
+from paceline.runtimes.native import library
 
 X86 = "processor\t: 0\nmodel name\t: A Processor\nflags\t\t: fpu sse avx2 {}\n\nprocessor\t: 1\nflags\t\t: amx_bf16\n"
 ARM = "processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: fp asimd {}\nCPU part\t: 0xd40\n"
@@ -45,20 +47,25 @@ def test_products_are_native_where_a_flag_says_so(text: str, flag: str, *, bf16:
 
 def test_without_a_list_nothing_is_taken_for_granted(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, None)
-    monkeypatch.setattr(processor.platform, "machine", lambda: "x86_64")
     assert processor.processor_flags() == frozenset()
     assert not processor.multiplies_bf16()
     assert isinstance(processor.processor_name(), str)
 
 
-@pytest.mark.parametrize(("system", "machine", "known"), [("Darwin", "arm64", {"asimd", "asimddp"}), ("Windows", "ARM64", set())])
-def test_apples_processors_do_not_list_what_they_all_have(
-    system: str, machine: str, known: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend(monkeypatch, None)
-    monkeypatch.setattr(processor.platform, "system", lambda: system)
-    monkeypatch.setattr(processor.platform, "machine", lambda: machine)
-    assert processor.processor_flags() == known
+def test_on_macos_the_system_is_asked_and_apples_own_processors_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(processor.platform, "machine", lambda: "arm64")
+    assert library._LEVELS["armv8_dotprod"] <= processor.processor_flags()
+    monkeypatch.setattr(processor.platform, "machine", lambda: "x86_64")
+    said = "FPU FMA MOVBE AVX1.0 F16C\nBMI1 AVX2 BMI2 SGX\n"
+    monkeypatch.setattr(processor.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, said))
+    assert library._LEVELS["x86_64_v3"] <= processor.processor_flags()
+
+    def run(*_: object, **__: object) -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(processor.subprocess, "run", run)
+    assert processor.processor_flags() == frozenset()
 
 
 def test_processors_that_differ_in_a_flag_have_different_names(monkeypatch: pytest.MonkeyPatch) -> None:
