@@ -92,7 +92,7 @@ static void by_row(const Program *program, const Pass *pass, const Operation *op
     for (int item; (item = draw(program, index, 0)) < rows * pieces;) {
         const int begin = item % pieces * FLOATS_A_TICKET, count = width - begin < FLOATS_A_TICKET ? width - begin : FLOATS_A_TICKET;
         const size_t row = (size_t)(item / pieces), at = row * (size_t)width + (size_t)begin;
-        const float *y = program->buffers[operation->y];
+        const float *y = operation->y < 0 ? NULL : program->buffers[operation->y];
         if (operation->code == GATED)
             gate(x + at, y + at, count, operation->choice, out + at);
         else if (operation->code == ADD)
