@@ -18,6 +18,7 @@ from paceline import LLM, SamplingParams
 from paceline.engine.batch import AskedFor
 from paceline.errors import RequestError
 from paceline.outputs import RequestOutput
+from paceline.runtimes.native.library import kernels_path
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.matcher import GrammarCompiler
 from paceline.speculation.draft_length import DraftLengthPolicy
@@ -73,6 +74,7 @@ def reference(mini_dir: Path, large_counts: bool, seed: int) -> Reference:
     generator = np.random.default_rng(seed)
     llm = open_llm(mini_dir, "none")
     if llm.numerics != "exact":
+        assert kernels_path() is None
         pytest.skip("this machine has no exact numerics")
     cases = []
     for index in range(500 if large_counts else 60):
