@@ -77,7 +77,11 @@ class GgufWeights(MadeWeights):
         return _facts(self._places[name], regroup=self._regroup)
 
     def stored(self, name: str) -> tuple[NDArray[Any], ...]:
-        return super().stored(name) if self._regroup else (_stored(self._places[name]),)
+        if self._regroup:
+            return super().stored(name)
+        place = self._places[name]
+        how = repr((place.tensor.block_type.name, place.num_rotated_heads)).encode()  # the same bytes read otherwise are other values
+        return _stored(place), np.frombuffer(how, np.uint8)[None]
 
 
 def _places(file: GgufFile, config: ModelConfig) -> dict[str, _Place]:

@@ -1,5 +1,6 @@
 """A GGUF file that is quantised further: one matrix at a time, and not converted at all where the cache has the result."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from gguf_checkpoints import write_gguf
 from paceline.config import QuantOptions
 from paceline.models import gguf_weights
 from paceline.models.checkpoint import open_weights, read_model_config
+from paceline.models.gguf_header import BLOCK_TYPES
 from paceline.models.quantized_cache import FOLDER, quantized_weights
 from paceline.models.weights import GroupedTensor, Weights, as_float32
 
@@ -59,3 +61,17 @@ def test_what_tensors_will_be_is_known_before_they_are_made(tmp_path: Path, bloc
     expected = {name: weights.facts(name) for name in weights}
     assert not weights._tensors
     assert expected == {name: Weights(weights).facts(name) for name in weights}
+
+
+def test_the_same_bytes_read_otherwise_are_another_content(path: Path) -> None:
+    """Blocks of Q4_0 and IQ4_NL have the same size, and heads of other widths another order of rows."""
+    weights = opened(path)
+    name = "layers.0.q_proj.weight"
+    place = weights._places[name]
+    before = [array.tobytes() for array in weights.stored(name)]
+    for changed in (
+        replace(place, num_rotated_heads=2 * place.num_rotated_heads),
+        replace(place, tensor=replace(place.tensor, block_type=BLOCK_TYPES[20])),
+    ):
+        weights._places[name] = changed
+        assert [array.tobytes() for array in weights.stored(name)] != before
