@@ -131,7 +131,10 @@ def diagnose(question: DoctorQuestion) -> Diagnosis:
             options.check_read(drafter.name for drafter in found.drafters)
         except PacelineError as error:
             found.problems.append(str(error))
-    _weigh(found, found.target, question)
+    try:
+        _weigh(found, found.target, question)
+    except PacelineError as error:  # nothing that is installed can run it
+        found.problems.append(str(error))
     if question.probe_arguments is not None and found.works:
         try:
             found.probe = probe(**question.probe_arguments)

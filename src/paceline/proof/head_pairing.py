@@ -17,7 +17,7 @@ from paceline.drafters.medusa.checkpoint import load_medusa
 from paceline.drafters.mtp import load_mtp
 from paceline.drafters.pairs.config import PairConfig
 from paceline.models.config import WeightType
-from paceline.models.quantize import Scheme
+from paceline.models.quantize import schemes_for
 from paceline.models.weights import AnyTensor, Tensor, Weights
 from paceline.proof.checkpoint_facts import CheckpointFacts
 from paceline.proof.memory_estimate import ModelMemory
@@ -42,10 +42,8 @@ class HeadFacts:
 
     def memory(self, quant: QuantOptions | None) -> ModelMemory:
         """What it takes once it is loaded."""
-        scheme = None if quant is None else Scheme(quant.bits, quant.group, quant.symmetric)
-        num_bytes = sum(
-            tensor.nbytes if scheme is None or len(tensor.shape) < 2 else scheme.nbytes(tensor.shape) for tensor in self.weights.values()
-        )
+        schemes = {} if quant is None else schemes_for(Weights(self.weights), quant)
+        num_bytes = sum(schemes[name].nbytes(tensor.shape) if name in schemes else tensor.nbytes for name, tensor in self.weights.items())
         return ModelMemory(num_bytes, self.cache_bytes_per_1k, "native", quant is not None)
 
     def as_dict(self) -> dict[str, Any]:
