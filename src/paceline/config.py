@@ -15,6 +15,10 @@ QUANT = ("none", "int8", "int4")
 GGUF_WEIGHTS = ("exact", "regroup")
 ACCEPTANCE = ("match", "rejection")
 MAX_DRAFT_TOKENS = 64
+MAX_NUM_SEQS = 1024
+MAX_STEP_ROWS = 4096
+MAX_PASS_ROWS = MAX_STEP_ROWS + MAX_NUM_SEQS
+"""Rows of one pass of any network: those of a step, and each sequence's lone row once more (OpenVINO repeats it)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +125,9 @@ class EngineConfig:
         cache_gb: memory for keys and values; None = enough for a few full contexts, at most a quarter of the free memory.
         device: "auto", "cpu" or "cuda".
         backend: what computes: "native" (our kernels), "openvino" or "torch"; "auto" = the fastest for this machine and these weights.
-        max_num_seqs: requests that run at a time.
+        max_num_seqs: requests that run at a time, at most as many as a pass has rows.
         max_step_rows: rows of one pass, known tokens and drafts of all requests.
-        chunk_rows: prompt rows of one request in one pass.
+        chunk_rows: prompt rows of one request in one pass; fewer where other requests leave fewer of `max_step_rows`.
         prefix_cache: whether rows of earlier requests are kept while there is room, for those that begin with the same tokens.
         revision, token, offline: for models from the Hugging Face Hub.
     """
@@ -154,9 +158,9 @@ class EngineConfig:
         _check_choice("device", self.device, DEVICES)
         _check_choice("backend", self.backend, BACKENDS)
         quant_options("quant", self.quant)
-        _check_int("max_num_seqs", self.max_num_seqs, 1, 1024)
-        _check_int("max_step_rows", self.max_step_rows, 1, 4096)
-        _check_int("chunk_rows", self.chunk_rows, 1, 4096)
+        _check_int("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
+        _check_int("max_step_rows", self.max_step_rows, 1, MAX_STEP_ROWS)
+        _check_int("chunk_rows", self.chunk_rows, 1, MAX_STEP_ROWS)
         if not isinstance(self.prefix_cache, bool):
             raise ConfigError(f"prefix_cache is {self.prefix_cache!r}: use true or false")
         if self.threads is not None:

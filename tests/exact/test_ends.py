@@ -130,7 +130,7 @@ def run(case: Case, maker: RequestMaker, cache: KVCache, target: WrittenTarget, 
     guesser = Guesser(drafter, policy, vocab_size=maker.vocab_size, layout=TreeLayout.PATHS, acceptance=rule)
     target.table = case.table(maker.vocab_size)
     while not request.is_finished:
-        step([request], target, cache, guesser, chunk_rows=3)
+        step([request], [request.num_due(3)], target, cache, guesser)
     output = maker.output(request, numerics="exact", drafter="none")
     cache.release(request.sequence)
     cache.check()

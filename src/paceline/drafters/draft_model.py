@@ -18,7 +18,7 @@ from paceline.drafters.pairs.ranking import best_scores
 from paceline.errors import CapacityError, RequestError
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout
-from paceline.runtimes.base import FloatArray, Runtime, assemble
+from paceline.runtimes.base import FloatArray, Runtime, assemble, in_parts
 from paceline.sampling.draw import draw
 from paceline.sampling.processors import Distribution
 from paceline.sampling.residual import TokenProbs, draw_distinct
@@ -193,9 +193,10 @@ class DraftModelDrafter(Drafter):
         try:
             self._catch_up(active)
             while active := [draft for draft in active if draft.pending]:
-                ran, logits = self._run(active, [draft.pending for draft in active], wants_logits=True)
-                for draft, row in zip(ran, logits, strict=True):
-                    self._advance(draft, row)
+                for part in in_parts(active, lambda draft: len(draft.pending)):
+                    ran, logits = self._run(part, [draft.pending for draft in part], wants_logits=True)
+                    for draft, row in zip(ran, logits, strict=True):
+                        self._advance(draft, row)
         except Exception:
             for request in requests:  # a pass that broke off leaves no rows to trust
                 self.release(request)
@@ -204,9 +205,10 @@ class DraftModelDrafter(Drafter):
     def _catch_up(self, drafts: Sequence[_Draft[ResultT]]) -> None:
         """Run long prompts in chunks until one more pass reaches every root."""
         while behind := [draft for draft in drafts if len(draft.pending) > CATCH_UP_ROWS]:
-            ran, _ = self._run(behind, [draft.pending[:CATCH_UP_ROWS] for draft in behind], wants_logits=False)
-            for draft in ran:
-                del draft.pending[:CATCH_UP_ROWS]
+            for part in in_parts(behind, lambda _: CATCH_UP_ROWS):
+                ran, _ = self._run(part, [draft.pending[:CATCH_UP_ROWS] for draft in part], wants_logits=False)
+                for draft in ran:
+                    del draft.pending[:CATCH_UP_ROWS]
 
     def _advance(self, draft: _Draft[ResultT], row: FloatArray | None) -> None:
         """Hand a draft the row it waits for, None where there is none."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from paceline.speculation.backoff import Backoff
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -100,6 +101,8 @@ class StackDrafter(Drafter):
         self._pass_s = 0.0  # from the end of a proposal until its rows are observed
         self._proposed_at: float | None = None
         self._has_warned = [False for _ in drafters]
+        self._backoffs = [Backoff() for _ in drafters]
+        self._last_errors: dict[int, Exception] = {}
 
     @property
     def members(self) -> Sequence[Drafter]:
@@ -110,9 +113,12 @@ class StackDrafter(Drafter):
         asked = [_Asked(budget, len(request.token_ids)) for request, budget in zip(requests, budgets, strict=True)]
         failed: dict[int, Exception] = {}
         for member in range(len(self._drafters)):
+            if not self._backoffs[member].is_due():
+                failed[member] = self._last_errors[member]
+                continue
             indices = [i for i, one in enumerate(asked) if self._is_worth_asking(member, requests[i], one)]
             if indices and (error := self._ask(member, [requests[i] for i in indices], [asked[i] for i in indices])):
-                failed[member] = error
+                failed[member] = self._last_errors[member] = error
         if failed and not any(one.trees for one in asked):
             raise next(iter(failed.values()))  # nobody covers for it: the engine counts the step as failed
         for member, error in failed.items():
@@ -181,7 +187,9 @@ class StackDrafter(Drafter):
                 if tree is not None:
                     tree.check()
         except Exception as error:
+            self._backoffs[member].note(failed=True)
             return error
+        self._backoffs[member].note(failed=False)
         seconds = time.perf_counter() - start
         if all(self._rates(request)[member].has_read for request in requests):
             self._draft_s[member] = _smooth(self._draft_s[member], seconds)

@@ -164,12 +164,13 @@ class Engine:
         Returns:
             those who took part; the finished ones among them are released.
         """
-        picked = self.scheduler.next_pass()
-        if not picked:
+        scheduled = self.scheduler.next_pass()
+        if not scheduled:
             return self._refuse_oldest()
+        picked = [one.request for one in scheduled]
         self._is_stepping = True
         try:
-            self._step(picked)
+            self._step(picked, [one.num_rows for one in scheduled])
         finally:
             self._is_stepping = False
             for request in picked:
@@ -205,14 +206,14 @@ class Engine:
             for request in requests:
                 self.abort(request)
 
-    def _step(self, picked: Sequence[Request]) -> None:
-        now, limits = time.perf_counter(), self.scheduler.limits
+    def _step(self, picked: Sequence[Request], num_rows: Sequence[int]) -> None:
+        now = time.perf_counter()
         for request in picked:
             if not request.started_s:
                 request.started_s = now
         self._stats.num_steps += 1
         try:
-            step(picked, self.runtime, self.cache, self.guesser, chunk_rows=limits.chunk_rows, max_rows=limits.max_step_rows)
+            step(picked, num_rows, self.runtime, self.cache, self.guesser, max_rows=self.scheduler.limits.max_step_rows)
         except Exception as error:
             self._give_up_pass(picked, error)
         except PassInterrupted as error:  # nobody is the worse for it

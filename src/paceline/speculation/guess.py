@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray
+from paceline.speculation.backoff import Backoff
 from paceline.speculation.constrained import SOURCE as FORCED
 from paceline.speculation.constrained import constrain, forced_run
 from paceline.speculation.draft_length import DraftLengthPolicy, share_rows
@@ -50,6 +51,7 @@ class Guesser:
         self.drafter, self.policy, self.acceptance = drafter, policy, acceptance
         self.vocab_size, self._layout = vocab_size, layout
         self.num_failures = 0
+        self._backoffs: dict[str, Backoff] = {}
         self._has_warned = False
 
     @property
@@ -70,15 +72,16 @@ class Guesser:
         num_known = sum(work.num_given for work in works)
         if self.drafter is not None:
             self.policy.begin_step(num_known, sum(work.tree is not None and work.num_given == 1 for work in works))
+        is_constrained = any(work.request.processor.constraint is not None for work in works)
         for work in works:
             budget = self._budget(work)
             if isinstance(budget, PlainReason):
                 work.plain = budget
-            elif budget is not None:
+                budget = self._forced_budget(work.request) if budget is PlainReason.GUARD else None
+            elif budget is not None and is_constrained:
+                budget = self._with_forced(budget, work.request)
+            if budget is not None:
                 asked.append((work, budget))
-        is_constrained = any(work.request.processor.constraint is not None for work in works)
-        if is_constrained:
-            asked = [(work, self._with_forced(budget, work.request)) for work, budget in asked]
         if max_rows is not None and asked:
             asked = self._share(asked, max_rows - num_known)
         open_ones = self._without_forced(asked) if is_constrained else asked
@@ -183,6 +186,11 @@ class Guesser:
         return list(groups.values())
 
     def _ask(self, drafter: Drafter, asked: Asked) -> None:
+        backoff = self._backoffs.setdefault(drafter.name, Backoff())
+        if not backoff.is_due():
+            for work, _ in asked:
+                work.make_plain(PlainReason.DRAFTER_FAILED)
+            return
         start = time.perf_counter()
         try:
             trees = drafter.propose([work.request for work, _ in asked], [budget for _, budget in asked])
@@ -190,9 +198,11 @@ class Guesser:
                 self._take(work, tree, budget)
         except Exception as error:  # as in `observe`
             self._warn(error)
+            backoff.note(failed=True)
             for work, _ in asked:
                 work.make_plain(PlainReason.DRAFTER_FAILED)
             return
+        backoff.note(failed=False)
         if any(work.plain is None for work, _ in asked):
             self.policy.observe_draft_time(time.perf_counter() - start)
 
@@ -208,14 +218,21 @@ class Guesser:
         else:
             work.tree = trimmed
 
-    def _with_forced(self, budget: DraftBudget, request: Request) -> DraftBudget:
-        """A budget for all that the request's grammar forces, for that is as good as known, if it is more than may be guessed."""
+    def _forced_budget(self, request: Request) -> DraftBudget | None:
+        """Room for what the request's grammar forces, which is as good as known; None where it forces nothing."""
         most = min(MAX_FORCED, request.num_remaining_tokens - 1)
         limit = request.speculation.max_draft_tokens
         tree = forced_run(request, most if limit is None else min(most, limit))
-        if tree is None or tree.num_draft_tokens <= budget.max_depth:
+        if tree is None:
+            return None
+        return DraftBudget(tree.num_draft_tokens + 1, tree.num_draft_tokens, self._layout, self._wants_draws(request))
+
+    def _with_forced(self, budget: DraftBudget, request: Request) -> DraftBudget:
+        """A budget for all that the request's grammar forces, if that is more than may be guessed."""
+        forced = self._forced_budget(request)
+        if forced is None or forced.max_depth <= budget.max_depth:
             return budget
-        return replace(budget, row_budget=max(budget.row_budget, tree.num_draft_tokens + 1), max_depth=tree.num_draft_tokens)
+        return replace(budget, row_budget=max(budget.row_budget, forced.row_budget), max_depth=forced.max_depth)
 
     def _without_forced(self, asked: Asked) -> Asked:
         """Those for whom the drafter can say something: where a grammar forces all that may be guessed, that is the tree."""
@@ -234,8 +251,6 @@ class Guesser:
         budgets = {id(work): budget for work, budget in asked}
         for work in works:
             request, budget = work.request, budgets.get(id(work))
-            if work.plain is PlainReason.GUARD:  # what is forced pays whatever the drafter is worth
-                budget = self._with_forced(self._fitting(self.policy.full_budget, request), request)
             if request.processor.constraint is None or budget is None or work.tree is None:
                 continue
             try:

@@ -27,13 +27,19 @@ class PassInterrupted(BaseException):
 
 
 def step(
-    requests: Sequence[Request], target: Runtime, cache: KVCache, guesser: Guesser, *, chunk_rows: int, max_rows: int | None = None
+    requests: Sequence[Request],
+    num_rows: Sequence[int],
+    target: Runtime,
+    cache: KVCache,
+    guesser: Guesser,
+    *,
+    max_rows: int | None = None,
 ) -> None:
     """Advance every request by one target pass; each that has reached its last token emits at least one token, or fails alone.
 
     Args:
         requests: unfinished, each with a sequence in `cache`.
-        chunk_rows: prompt rows of one request in one pass.
+        num_rows: how many known tokens of each run, as `Request.num_due` says.
         max_rows: of the pass; guesses take what known tokens leave of them. None = no limit.
 
     Raises:
@@ -42,7 +48,7 @@ def step(
             been done by then is done.
         Exception: whatever the target's pass raised; nothing was committed.
     """
-    works = [Work.of(request, chunk_rows) for request in requests]
+    works = [Work.of(request, count) for request, count in zip(requests, num_rows, strict=True)]
     guesser.guess(works, max_rows)
     plans = reserve(works, cache)
     batch = assemble(plans, [work.token_ids for work in works], [work.logits_nodes for work in works])

@@ -150,6 +150,21 @@ def test_a_batch_is_guessed_as_each_alone(drafter: DraftModelDrafter, twin: Runt
             append(request, [*(drafts or ())[: len(request.token_ids) % 4], 9])
 
 
+def test_a_batch_with_more_rows_than_a_pass_may_have_is_guessed_as_each_alone(
+    drafter: DraftModelDrafter, twin: Runtime, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts whose last rows alone, or whose chunks, are too many for one pass."""
+    random = np.random.default_rng(seed)
+    for lengths in ([240] * 5, [300, 700, 20, 256, 257, 1], [1] * 9):
+        requests = [make_request(random.integers(0, VOCAB_SIZE, length).tolist()) for length in lengths]
+        alone = [ask(make_drafter(twin), request)[0] for request in requests]
+        with monkeypatch.context() as patch:
+            patch.setattr("paceline.runtimes.base.MAX_PASS_ROWS", CATCH_UP_ROWS if max(lengths) > 1 else 4)
+            assert ask(drafter, *requests) == alone
+        for request in requests:
+            drafter.release(request)
+
+
 def test_a_batch_with_different_depths_runs_no_pass_too_many(drafter: DraftModelDrafter) -> None:
     requests = [make_request([5, 6]), make_request([7]), make_request([8, 9])]
     trees = drafter.propose(requests, [DraftBudget(9, 5), DraftBudget(3, 9), DraftBudget(1, 4)])

@@ -21,7 +21,7 @@ from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, a
 from paceline.runtimes.base import FloatArray, ForwardOutput, Numerics, assemble
 from paceline.runtimes.native import library
 from paceline.runtimes.native import runtime as runtime_module
-from paceline.runtimes.native.runtime import MAX_ROWS, NativeRuntime
+from paceline.runtimes.native.runtime import NativeRuntime
 from paceline.runtimes.numerics import RowPadding
 from paceline.runtimes.rounding import to_bf16
 
@@ -114,13 +114,6 @@ def test_no_logits_are_computed_where_none_are_wanted(token_ids: list[int], seed
         output = run_prompt(runtime, token_ids[:count], wanted=[])
         assert output.logits.shape == (0, CONFIG.vocab_size)
         assert np.array_equal(output.hidden_states, expected[:count])
-
-
-def test_a_pass_of_too_many_rows_is_a_capacity_error(seed: int) -> None:
-    runtime = open_runtime(seed)
-    with pytest.raises(CapacityError, match=f"{MAX_ROWS + 1} rows was asked for, at most {MAX_ROWS}"):
-        run_prompt(runtime, [1] * (MAX_ROWS + 1))
-    assert runtime.capabilities.max_rows == MAX_ROWS
 
 
 def test_a_cache_that_does_not_fit_in_memory_is_a_capacity_error(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

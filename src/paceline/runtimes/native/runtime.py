@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from paceline.config import MAX_PASS_ROWS
 from paceline.errors import CapacityError
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.row_plan import TreeLayout
@@ -20,7 +21,6 @@ from paceline.runtimes.numerics import RowPadding
 from paceline.runtimes.rotary import rotary_tables
 from paceline.runtimes.rounding import embedding_rows, scaled_rows
 
-MAX_ROWS = 4096
 MIN_POSITIONS = 256
 """Positions prepared for however short the context: measurements at load run some rows of their own."""
 
@@ -54,13 +54,13 @@ class NativeRuntime(Runtime):
         self.config = config
         self.num_passes = 0
         self.collect_layers = tuple(collect_layers)
-        self.capabilities = Capabilities(Numerics.EXACT, TreeLayout.MASK, "cpu", WeightType.F32, MAX_ROWS)
+        self.capabilities = Capabilities(Numerics.EXACT, TreeLayout.MASK, "cpu", WeightType.F32)
         self._num_threads = num_threads
         self._round_to = round_to
         self.weights = weights
         self._native_weights = NativeWeights(weights, round_to, strips=strips, num_threads=num_threads)
         self._tables = rotary_tables(config, max(max_context, MIN_POSITIONS))
-        self._max_slots = len(self._tables[0][0]) + MAX_ROWS
+        self._max_slots = len(self._tables[0][0]) + MAX_PASS_ROWS
         recorded = record(config, self._native_weights, collect_layers)
         self._recorded = recorded
         self._embedding = (strips or {}).get("embedding") or weights["embedding.weight"]  # a tied matrix is read where products read it
@@ -83,12 +83,10 @@ class NativeRuntime(Runtime):
 
     def set_numerics(self, padding: RowPadding, numerics: Numerics) -> None:
         """Only what is promised changes: nothing is ever padded, and a masked tree is as exact as a chain."""
-        self.capabilities = Capabilities(numerics, TreeLayout.MASK, "cpu", WeightType.F32, MAX_ROWS)
+        self.capabilities = Capabilities(numerics, TreeLayout.MASK, "cpu", WeightType.F32)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         num_rows = len(batch.token_ids)
-        if num_rows > MAX_ROWS:
-            raise CapacityError(f"a pass of {num_rows} rows was asked for, at most {MAX_ROWS} are possible")
         self.num_passes += 1
         execution, recorded = self._execution, self._recorded
         execution.input_rows(num_rows)[...] = self.embed(batch.token_ids)
