@@ -120,7 +120,7 @@ class Guesser:
 
     def preempt(self, request: Request) -> None:
         """Tell the drafter that a request's rows were dropped and will run again; what was learned of its acceptance stays."""
-        if self.drafter is None:
+        if self.drafter is None or request.speculation.is_off:
             return
         try:
             self.drafter.preempt(request)
@@ -130,7 +130,7 @@ class Guesser:
     def release(self, request: Request) -> None:
         """Forget a request that ended."""
         self.policy.release(request)
-        if self.drafter is None:
+        if self.drafter is None or request.speculation.is_off:
             return
         try:
             self.drafter.release(request)

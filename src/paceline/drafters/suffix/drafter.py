@@ -13,7 +13,7 @@ from paceline.drafters.suffix.automaton import MAX_MATCH, Match, SuffixAutomaton
 from paceline.drafters.suffix.store import SuffixStore
 from paceline.errors import ConfigError
 from paceline.speculation.drafter import DraftBudget, Drafter
-from paceline.speculation.request import Request
+from paceline.speculation.request import FinishReason, Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Guess, grow_tree
 
@@ -73,7 +73,8 @@ class SuffixDrafter(Drafter):
 
     def release(self, request: Request) -> None:
         self._texts.pop(id(request), None)
-        if self._store is not None and request.hints.namespace is not None and request.num_output_tokens:
+        is_whole = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)  # neither given up nor failed
+        if self._store is not None and request.hints.namespace is not None and is_whole:
             self._store.add(request.hints.namespace, request.output_token_ids)
 
     def describe(self) -> str:
