@@ -136,6 +136,12 @@ class StackDrafter(Drafter):
             self._measure(one.request)
         _tell_all([partial(drafter.observe, [self._for_member(drafter, one) for one in rows]) for drafter in self._drafters])
 
+    def reading_s(self, request: Request) -> float:
+        return sum(drafter.reading_s(request) for drafter in self._drafters)
+
+    def may_guess(self, request: Request, max_reading_s: float) -> bool:
+        return any(drafter.may_guess(request, max_reading_s) for drafter in self._drafters)
+
     def fork(self, parent: Request, child: Request) -> None:
         _tell_all([partial(drafter.fork, parent, child) for drafter in self._drafters])
 
@@ -161,6 +167,8 @@ class StackDrafter(Drafter):
 
     def _is_worth_asking(self, member: int, request: Request, one: _Asked) -> bool:
         """Whether tokens per second are expected to rise by what this member may add; one that costs next to nothing always is."""
+        if not self._drafters[member].may_guess(request, one.budget.max_reading_s):
+            return False
         depth = min(one.budget.max_depth, one.budget.row_budget - 1)
         draft_s = self._draft_s[member]
         if not one.trees or 0.0 < draft_s < CHEAP_SHARE * self._pass_s:

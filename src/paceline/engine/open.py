@@ -187,7 +187,6 @@ def _policy(speculation: SpeculationConfig, runtime: Runtime, cache: KVCache, ma
     count = wanted if isinstance(wanted, int) else DEFAULT_DRAFT_TOKENS
     row_budget = 1 + count * speculation.tree_width
     times = time_passes(runtime, cache, (1, row_budget), max_context=max_context)
-    runtime.num_passes = 0
     return DraftLengthPolicy(count, row_budget=row_budget, costs=StepCosts(times[1], times[row_budget]))
 
 

@@ -1,6 +1,7 @@
 """Asking the drafter, and making sure that nothing it says or fails to say can do harm."""
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -156,7 +157,15 @@ class Guesser:
         limit = request.speculation.max_draft_tokens
         if limit is not None:
             row_budget, max_depth = min(row_budget, limit + 1), min(max_depth, limit)
-        return DraftBudget(row_budget, max_depth, self._layout, self._wants_draws(request))
+        return DraftBudget(row_budget, max_depth, self._layout, self._wants_draws(request), self._max_reading_s(request))
+
+    def _max_reading_s(self, request: Request) -> float:
+        """Seconds that a drafter may read of a request; no limit where it has read everything."""
+        try:
+            return self.policy.max_reading_s(request) if self.drafter is not None and self.drafter.reading_s(request) > 0.0 else math.inf
+        except Exception as error:  # as in `observe`
+            self._warn(error)
+            return math.inf
 
     def _wants_draws(self, request: Request) -> bool:
         return self.acceptance is Acceptance.REJECTION and not request.params.is_greedy
@@ -191,20 +200,37 @@ class Guesser:
             for work, _ in asked:
                 work.make_plain(PlainReason.DRAFTER_FAILED)
             return
-        start = time.perf_counter()
         try:
-            trees = drafter.propose([work.request for work, _ in asked], [budget for _, budget in asked])
-            for (work, budget), tree in zip(asked, trees, strict=True):
-                self._take(work, tree, budget)
+            self._propose(drafter, asked)
+            backoff.note(failed=False)
         except Exception as error:  # as in `observe`
             self._warn(error)
             backoff.note(failed=True)
             for work, _ in asked:
                 work.make_plain(PlainReason.DRAFTER_FAILED)
+
+    def _propose(self, drafter: Drafter, asked: Asked) -> None:
+        """Hang the drafter's trees, for those whose text it has read or may read."""
+        affordable: Asked = []
+        for work, budget in asked:
+            if drafter.may_guess(work.request, budget.max_reading_s):
+                affordable.append((work, budget))
+            else:
+                work.plain = PlainReason.GUARD
+        if not affordable:
             return
-        backoff.note(failed=False)
-        if any(work.plain is None for work, _ in asked):
-            self.policy.observe_draft_time(time.perf_counter() - start)
+        unread = [work.request for work, budget in affordable if budget.max_reading_s < math.inf]
+        unread_s = sum(map(drafter.reading_s, unread))
+        start = time.perf_counter()
+        trees = drafter.propose([work.request for work, _ in affordable], [budget for _, budget in affordable])
+        for (work, budget), tree in zip(affordable, trees, strict=True):
+            self._take(work, tree, budget)
+        seconds = time.perf_counter() - start
+        read_s = unread_s - sum(map(drafter.reading_s, unread))
+        if read_s > 0.0:
+            self.policy.observe_reading()
+        if any(work.plain is None for work, _ in affordable):
+            self.policy.observe_draft_time(max(0.0, seconds - read_s))
 
     def _take(self, work: Work, tree: DraftTree | None, budget: DraftBudget) -> None:
         if tree is None or tree.num_draft_tokens == 0:

@@ -20,6 +20,7 @@ from paceline.sampling.processors import Distribution, LogitsProcessor
 from paceline.sampling.residual import TokenProbs
 from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.drafter import DraftBudget
+from paceline.speculation.reading import ReadingTime
 from paceline.speculation.rejection import Acceptance
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree, Proposal
@@ -148,6 +149,24 @@ def test_a_batch_is_guessed_as_each_alone(drafter: DraftModelDrafter, twin: Runt
         assert ask(drafter, *requests) == alone
         for request, drafts in zip(requests, alone, strict=True):
             append(request, [*(drafts or ())[: len(request.token_ids) % 4], 9])
+
+
+def test_what_is_left_to_read_is_what_neither_it_nor_its_cache_has_seen(runtime: Runtime, drafter: DraftModelDrafter) -> None:
+    drafter._reading = ReadingTime(0.5)
+    request, others = make_request([5, 6, 7] * 40), make_request([5, 6, 7] * 60)
+    assert drafter.reading_s(request) == 60.0
+    ask(drafter, request)
+    drafter._reading = ReadingTime(0.5)  # that pass was measured
+    assert drafter.reading_s(request) == 0.0
+    append(request, [11] * 30)
+    assert drafter.reading_s(request) == 15.0, "a pass over so many tokens takes longer than one over a few"
+    assert drafter.reading_s(others) == 90.0
+    ask(drafter, request)
+    drafter.release(request)
+    drafter.release(others)
+    drafter._reading = ReadingTime(0.5)
+    assert drafter.reading_s(others) == 90.0 - 0.5 * 96, "three blocks of the text were seen"
+    drafter.release(others)
 
 
 def test_a_batch_with_more_rows_than_a_pass_may_have_is_guessed_as_each_alone(
