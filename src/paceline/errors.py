@@ -9,6 +9,8 @@ PacelineError
 └── BackendUnavailableError     an optional dependency or device is absent; names what to install
 """
 
+import threading
+
 
 class PacelineError(Exception):
     """Base of every error paceline raises on purpose."""
@@ -45,3 +47,21 @@ class RequestError(PacelineError):
 
 class BackendUnavailableError(PacelineError):
     """A library or device this choice needs is not present."""
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether an exception is meant for the program, whatever it was doing: Ctrl-C or an exit, which arrive in the main thread alone.
+
+    Everything else that is no `Exception` is a fault of what was being done: a panic of a Rust library, a request's own code that
+    raises SystemExit, CancelledError or GeneratorExit.
+    """
+    return isinstance(error, KeyboardInterrupt | SystemExit) and threading.current_thread() is threading.main_thread()
+
+
+def as_exception(error: BaseException) -> Exception:
+    """The same fault as an `Exception`, for somebody else to raise."""
+    if isinstance(error, Exception):
+        return error
+    exception = PacelineError(f"{type(error).__name__}: {error}")
+    exception.__cause__ = error
+    return exception

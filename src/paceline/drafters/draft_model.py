@@ -220,7 +220,7 @@ class DraftModelDrafter(Drafter):
                     ran, logits = self._run(part, [draft.pending for draft in part], wants_logits=True)
                     for draft, row in zip(ran, logits, strict=True):
                         self._advance(draft, row)
-        except Exception:
+        except BaseException:
             for request in requests:  # a pass that broke off leaves no rows to trust
                 self.release(request)
             raise

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from paceline.errors import as_exception, is_interrupt
 from paceline.speculation.backoff import Backoff
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds
 from paceline.speculation.request import Request
@@ -194,9 +195,11 @@ class StackDrafter(Drafter):
             for tree in guesses:
                 if tree is not None:
                     tree.check()
-        except Exception as error:
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
             self._backoffs[member].note(failed=True)
-            return error
+            return as_exception(error)
         self._backoffs[member].note(failed=False)
         seconds = time.perf_counter() - start
         if all(self._rates(request)[member].has_read for request in requests):
@@ -280,11 +283,11 @@ def _smooth(before: float, seconds: float) -> float:
 
 def _tell_all(calls: Sequence[Callable[[], None]]) -> None:
     """Make every call, then raise the first error: one that fails must not keep the others from hearing it."""
-    failure: Exception | None = None
+    failure: BaseException | None = None
     for call in calls:
         try:
             call()
-        except Exception as error:
+        except BaseException as error:
             failure = failure or error
     if failure is not None:
         raise failure

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from paceline.errors import is_interrupt
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray
 from paceline.speculation.backoff import Backoff
@@ -116,7 +117,7 @@ class Guesser:
             return
         try:
             self.drafter.observe([one for one in rows if not one.request.speculation.is_off])
-        except Exception as error:  # a drafter may fail in any way; the target goes on without it
+        except BaseException as error:  # a drafter may fail in any way; the target goes on without it
             self._warn(error)
 
     def preempt(self, request: Request) -> None:
@@ -125,7 +126,7 @@ class Guesser:
             return
         try:
             self.drafter.preempt(request)
-        except Exception as error:  # as in `observe`
+        except BaseException as error:  # as in `observe`
             self._warn(error)
 
     def release(self, request: Request) -> None:
@@ -135,7 +136,7 @@ class Guesser:
             return
         try:
             self.drafter.release(request)
-        except Exception as error:  # as in `observe`
+        except BaseException as error:  # as in `observe`
             self._warn(error)
 
     def _budget(self, work: Work) -> DraftBudget | PlainReason | None:
@@ -163,7 +164,7 @@ class Guesser:
         """Seconds that a drafter may read of a request; no limit where it has read everything."""
         try:
             return self.policy.max_reading_s(request) if self.drafter is not None and self.drafter.reading_s(request) > 0.0 else math.inf
-        except Exception as error:  # as in `observe`
+        except BaseException as error:  # as in `observe`
             self._warn(error)
             return math.inf
 
@@ -203,7 +204,7 @@ class Guesser:
         try:
             self._propose(drafter, asked)
             backoff.note(failed=False)
-        except Exception as error:  # as in `observe`
+        except BaseException as error:  # as in `observe`
             self._warn(error)
             backoff.note(failed=True)
             for work, _ in asked:
@@ -281,7 +282,7 @@ class Guesser:
                 continue
             try:
                 self._constrain_one(work, budget)
-            except Exception as error:  # the walk obeys the grammar in any case; if that cannot go on it will say so
+            except BaseException as error:  # the walk obeys the grammar in any case; if that cannot go on it will say so
                 self._warn(error)
 
     def _constrain_one(self, work: Work, budget: DraftBudget) -> None:
@@ -295,7 +296,10 @@ class Guesser:
         elif before is not None:
             work.make_plain(PlainReason.CUT)
 
-    def _warn(self, error: Exception) -> None:
+    def _warn(self, error: BaseException) -> None:
+        """Note a failure; an interrupt is none of the drafter's, and goes on."""
+        if is_interrupt(error):
+            raise error
         self.num_failures += 1
         if not self._has_warned:
             log.warning("the drafter failed (%s: %s); steps without its guesses are plain", type(error).__name__, error)

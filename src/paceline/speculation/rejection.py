@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol
 
+from paceline.errors import is_interrupt
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.noise import Purpose, step_uniform
 from paceline.sampling.residual import TokenProbs, acceptance, block_threshold, excess, residual
@@ -119,8 +120,8 @@ class Walk:
         tree, depth = self._tree, len(self._token_ids)
         try:
             target = self._target_probs(node, self._token_ids)
-        except Exception:
-            if not self._accepted:
+        except BaseException as error:
+            if not self._accepted or is_interrupt(error):
                 raise
             self._accepted.pop()  # its token is the last one, and the next step reaches this row first
             return None
@@ -149,8 +150,8 @@ class Walk:
         for depth in range(length):
             try:
                 target = self._target_probs(depth, tree.token_ids[1 : depth + 1])
-            except Exception:  # a row that may never be reached: the block ends before it, as any walk does
-                if depth == 0:
+            except BaseException as error:  # a row that may never be reached: the block ends before it, as any walk does
+                if depth == 0 or is_interrupt(error):
                     raise
                 length = depth
                 break

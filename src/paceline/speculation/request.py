@@ -166,6 +166,11 @@ class Request:
         return self.finish_reason is not None
 
     @property
+    def is_released(self) -> bool:
+        """Whether it has ended and the engine has let it go: nothing of it changes any more."""
+        return self.finished_s > 0.0
+
+    @property
     def wants_prompt_rows(self) -> bool:
         """Whether log-probabilities of prompt tokens are still missing; their rows must run, so none may be adopted."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens

@@ -11,7 +11,7 @@ pass of its own.
 from collections.abc import Sequence
 from time import perf_counter
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, as_exception, is_interrupt
 from paceline.kv_cache.paged import KVCache
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, Runtime, assemble
 from paceline.speculation.commit import commit
@@ -64,8 +64,10 @@ def step(
             kept = _settle(work, logits, cache, guesser)
             rows = [first_row + plan.row_of_node[node] for node in kept]
             committed.append(_features(CommittedRows(work.request, start, len(rows)), rows, output, guesser))
-        except Exception as error:  # its sampling allows no token, its grammar broke, its row is NaN: nobody else is concerned
-            _fail(work.request, error, cache)
+        except BaseException as error:  # its sampling allows no token, its grammar broke, its row is NaN: nobody else is concerned
+            if is_interrupt(error):
+                raise
+            _fail(work.request, as_exception(error), cache)
         first_logits_row += num_logits
         first_row += plan.num_rows
     guesser.observe(committed)
@@ -75,12 +77,12 @@ def _forward(target: Runtime, batch: ForwardBatch, works: Sequence[Work], cache:
     """The target's pass, by far the longest part of a step: an interrupt within it takes back what was reserved and harms nobody."""
     try:
         return target.forward(batch)
-    except Exception:
-        raise
-    except BaseException as interrupt:
+    except BaseException as error:
         for work in works:
             cache.cancel(work.request.sequence)
-        raise PassInterrupted from interrupt
+        if is_interrupt(error):
+            raise PassInterrupted from error
+        raise
 
 
 def _settle(work: Work, logits: FloatArray, cache: KVCache, guesser: Guesser) -> Sequence[int]:

@@ -8,6 +8,7 @@ that plain decoding reaches. No draft probability is needed and any tree is exac
 
 from dataclasses import dataclass
 
+from paceline.errors import is_interrupt
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.draw import draw
 from paceline.sampling.logprobs import TokenLogprobs, processed_logprobs, raw_logprobs
@@ -51,8 +52,8 @@ def verify(tree: DraftTree, logits: FloatArray, request: Request) -> VerifyResul
     while True:
         try:
             distribution = request.processor.process(logits[node], path)
-        except Exception:
-            if not accepted:
+        except BaseException as error:
+            if not accepted or is_interrupt(error):
                 raise
             return VerifyResult(tuple(accepted[:-1]), tuple(path))  # what comes before is kept; the next step reaches this row first
         token = draw(distribution, request.seed, request.sample_index, len(request.token_ids) + len(path))

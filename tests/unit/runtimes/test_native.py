@@ -2,11 +2,14 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -178,6 +181,30 @@ def test_two_callers_at_once_get_their_own_results(token_ids: list[int], seed: i
     with ThreadPoolExecutor(2) as pool:
         for _ in range(2):
             assert all(map(np.array_equal, pool.map(decode, runtimes, texts), expected))
+
+
+def test_two_callers_of_one_runtime_never_wait_for_one_another_for_ever(seed: int) -> None:
+    """Nobody may do that: what comes out is worth nothing. But threads that disagree on how many rows there are must not hang."""
+    script = f"""
+import threading, time
+from unit.runtimes.test_native import assemble, open_runtime
+runtime = open_runtime({seed})
+cache = runtime.new_cache(8)
+
+def run(count):
+    plan = cache.reserve(cache.new_sequence(), range(-1, count - 1))
+    batch = assemble([plan], [[5] * count], [range(count)])
+    end = time.monotonic() + 1.0
+    while time.monotonic() < end:
+        runtime.forward(batch)
+
+threads = [threading.Thread(target=run, args=(count,)) for count in (1, 8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+    tests = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=tests, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")

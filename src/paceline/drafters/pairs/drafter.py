@@ -115,7 +115,7 @@ class PairDrafter(Drafter):
                 max_depth=budget.max_depth, layout=budget.layout, seed=request.seed, sample_index=request.sample_index,
                 temperature=params.temperature,
             )  # fmt: skip
-        except Exception:
+        except BaseException:
             self.pairs.release(request)  # a pass that broke off leaves no rows to trust
             raise
         self.pairs.keep(request, token_ids)
@@ -197,7 +197,7 @@ class PairDrafter(Drafter):
         """One pass; features are those of each one's last pair."""
         try:
             outputs = self.head.run_true(pairs, wants_logits=wants_logits, draws=draws)
-        except Exception:
+        except BaseException:
             for one in pairs:  # a pass that broke off leaves no rows to trust
                 self.pairs.release(one.request)
             raise
