@@ -149,7 +149,7 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
     ends = tuple(dict.fromkeys((*runtime.config.eos_token_ids, *tokenizer.end_token_ids)))
     maker = RequestMaker(tokenizer, vocab_size, plan.max_context, ends)
     of_drafter = () if drafter is None else drafter.notices
-    notices = (*tokenizer.notices, *loaded.notices, *_unused_head(loaded, directory, drafter), *of_drafter)
+    notices = (*config.notices, *tokenizer.notices, *loaded.notices, *_unused_head(loaded, directory, drafter), *of_drafter)
     return OpenedEngine(engine, maker, (*notices, plan.notice) if plan.notice else notices, config)
 
 
