@@ -250,13 +250,14 @@ def write_listening_eagle1(directory: Path, *, swapped: bool = False) -> Path:
     return _write_legible(directory, legible_config(bias=False), tensors | {"fc.weight": fc}, swapped=swapped)
 
 
-def write_reading_eagle1(directory: Path, *, swapped: bool = False, max_positions: int = 1024) -> Path:
+def write_reading_eagle1(directory: Path, *, swapped: bool = False, max_positions: int = 1024, **config: Any) -> Path:
     """For the target without the mean: the token before the current one it knows from the feature alone."""
     fc = np.zeros((HIDDEN, 2 * HIDDEN), np.float32)
     fc[:CODE, :CODE] = np.eye(CODE)
     fc[CODE : 2 * CODE, HIDDEN : HIDDEN + CODE] = np.eye(CODE)
     tensors = silent_layer("layers.0.", HIDDEN, ["post_attention_layernorm"]) | {"fc.weight": fc}
-    return _write_legible(directory, legible_config(bias=False, max_position_embeddings=max_positions), tensors, swapped=swapped)
+    values = legible_config(bias=False, max_position_embeddings=max_positions, **config)
+    return _write_legible(directory, values, tensors, swapped=swapped)
 
 
 def write_reading_eagle3(directory: Path, *, swapped: bool = False, boundaries: Sequence[int] = (0, 2, 4)) -> Path:
@@ -301,11 +302,28 @@ def _write_legible(
     return write_head(directory, config, stored | (tables or {}))
 
 
-def write_gguf_head(path: Path, spec: Spec, tensors: Tensors, *, boundaries: Sequence[int], matrix_type: str = "F32") -> Path:
-    """A head as llama.cpp's converter writes it: ids in `d2t`, rows of q and k interleaved, other names."""
+def write_gguf_head(
+    path: Path,
+    spec: Spec,
+    tensors: Tensors,
+    *,
+    boundaries: Sequence[int],
+    matrix_type: str = "F32",
+    metadata: Mapping[str, Any] | None = None,
+) -> Path:
+    """A head as llama.cpp's converter writes it: ids in `d2t`, rows of q and k interleaved, other names.
+
+    Args:
+        tensors: those whose names begin with `raw ` are written by what follows it.
+        metadata: in place of what would be written.
+    """
     import gguf
 
     writer = gguf.GGUFWriter(path, "eagle3")
+    given = dict(metadata or {})
+    for key, value in given.items():
+        add = {int: writer.add_uint32, str: writer.add_string, list: writer.add_array}[type(value)]
+        add(f"eagle3.{key}", value)
     for key, name in {
         "embedding_length": "hidden_size",
         "feed_forward_length": "intermediate_size",
@@ -314,9 +332,11 @@ def write_gguf_head(path: Path, spec: Spec, tensors: Tensors, *, boundaries: Seq
         "context_length": "max_position_embeddings",
         "vocab_size": "vocab_size",
     }.items():
-        writer.add_uint32(f"eagle3.{key}", spec[name])
+        if key not in given:
+            writer.add_uint32(f"eagle3.{key}", spec[name])
     writer.add_float32("eagle3.attention.layer_norm_rms_epsilon", spec["rms_norm_eps"])
-    writer.add_array("eagle3.extract_layers", list(boundaries))
+    if "extract_layers" not in given:
+        writer.add_array("eagle3.extract_layers", list(boundaries))
     writer.add_uint32("eagle3.target_hidden_size", tensors["fc.weight"].shape[1] // len(boundaries))
     writer.add_bool("eagle3.norm_before_residual", bool(spec.get("norm_before_residual", False)))
     parts = {"input_layernorm": "attn_norm", "hidden_norm": "attn_norm_2", "post_attention_layernorm": "ffn_norm"}
@@ -325,6 +345,9 @@ def write_gguf_head(path: Path, spec: Spec, tensors: Tensors, *, boundaries: Seq
     names = {"norm": "output_norm", "lm_head": "output", "embed_tokens": "token_embd", "fc": "fc"}
     for name, values in tensors.items():
         if name == "t2d":
+            continue
+        if name.startswith("raw "):
+            writer.add_tensor(name.removeprefix("raw "), values.numpy())
             continue
         if name == "d2t":
             writer.add_tensor(name, (values + torch.arange(len(values))).numpy())

@@ -238,8 +238,8 @@ PAIRS: Mapping[str, Callable[[Path], dict[str, Pair]]] = {
 
 TEXTS = ("ngram", "suffix", "prediction", "ngram-and-eagle3", "all")
 KINDS = {
-    "random": ("eagle", "eagle3", "medusa", "mtp-mtp", "mtp-extra_layer", "draft_model", *TEXTS),
-    "known": ("eagle", "eagle-deaf", "eagle3", "mtp-mtp", "mtp-extra_layer", *TEXTS),
+    "random": ("eagle", "eagle3", "medusa", *(f"mtp-{layout}" for layout in MTP_LAYOUTS), "draft_model", *TEXTS),
+    "known": ("eagle", "eagle-deaf", "eagle3", *(f"mtp-{layout}" for layout in MTP_LAYOUTS), *TEXTS),
     "cyclic": ("medusa-rows", "medusa-tgi", "medusa-vllm_map", "medusa-and-suffix"),
 }
 """The names of the pairs of each."""

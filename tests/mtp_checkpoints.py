@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import save_file
 
 from checkpoints import VOCAB_SIZE, write_checkpoint
 from medusa_checkpoints import edit
 
 Arrays = dict[str, NDArray[Any]]
-LAYOUTS = ("mtp", "extra_layer")
+LAYOUTS = ("mtp", "extra_layer", "mtp_layers")
 _NAMES = {
     "mtp": {
         "fc": "mtp.fc",
@@ -45,6 +46,24 @@ def write_mimo(directory: Path, **overrides: Any) -> Path:
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     named = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
     (directory / "config.json").write_text(json.dumps({**config, **named}), encoding="utf-8")
+    return directory
+
+
+def write_speculators(directory: Path, arrays: Arrays, target: Path, **layer: Any) -> Path:
+    """A module as the speculators library stores it: the mixing matrix takes the embedding's half first.
+
+    Args:
+        target: whose config is that of its layer.
+        layer: changed in it.
+    """
+    directory.mkdir(parents=True)
+    values = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    nested = {name: value for name, value in values.items() if name not in ("architectures", "dtype")}
+    config = {"speculators_model_type": "mtp", "architectures": ["MTPDraftModel"], "transformer_layer_config": {**nested, **layer}}
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    names = _stored_names("mtp_layers", arrays, 0)
+    tensors = {stored.removeprefix("model."): np.ascontiguousarray(arrays[name]) for stored, name in names.items()}
+    save_file(tensors, directory / "model.safetensors")
     return directory
 
 

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from bench_machine import describe_machine, markdown_table
-from paceline.drafters.eagle.checkpoint import EagleConfig
+from paceline.drafters.eagle.config import EagleConfig
 from paceline.drafters.eagle.network import drafted_pairs, true_pairs
-from paceline.drafters.head_files import HeadKind
+from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.checkpoint import MedusaHeads
 from paceline.drafters.medusa.drafter import MedusaDrafter
 from paceline.drafters.medusa.network import MedusaNetwork
@@ -139,7 +139,12 @@ def pair_head(method: str, shape: Shape, threads: int) -> tuple[PairHead, int]:
     else:
         kind = HeadKind.EAGLE3 if is_eagle3 else HeadKind.EAGLE
         config = EagleConfig(
-            kind=kind, layers=layers, feature_size=hidden, boundaries=BOUNDARIES if is_eagle3 else (), has_final_norm=is_eagle3
+            kind=kind,
+            layers=layers,
+            feature_size=hidden,
+            boundaries=BOUNDARIES if is_eagle3 else (),
+            norms_embedding=is_eagle3,
+            has_final_norm=is_eagle3,
         )
         true, drafted = true_pairs(config), drafted_pairs(config)
     runtime = open_head(true, layers, Weights(tensors), num_threads=threads, max_context=2048, backend="native")

@@ -30,7 +30,7 @@ from eagle_checkpoints import (
 )
 from gguf_checkpoints import byte_level_vocabulary, write_gguf
 from medusa_checkpoints import perfect_heads, random_heads, write_heads, write_successor_target
-from mtp_checkpoints import add_module, perfect_module
+from mtp_checkpoints import add_module, perfect_module, write_speculators
 from paceline.cli import app
 from paceline.config import QuantOptions
 from paceline.models.checkpoint import open_weights, read_model_config
@@ -260,10 +260,22 @@ def test_a_probe_notices_heads_of_the_same_sizes_for_other_weights(heads: HeadPa
         assert not any("made for another" in notice for notice in right["notices"])
 
 
+def test_a_module_of_a_file_of_its_own_is_judged_as_that(heads: HeadPairs, tmp_path: Path) -> None:
+    model, _ = heads.pairs["mtp"]
+    code, facts = ask("--model", model, "--drafter", write_speculators(tmp_path / "module", perfect_module(), model))
+    assert (code, facts["problems"]) == (0, [])
+    assert pair_of(facts)["summary"].startswith("mtp module of a file of its own; its sizes fit the target's")
+
+
 def test_a_head_for_another_target_is_one_clear_problem(heads: HeadPairs, target: Path, tmp_path: Path) -> None:
     legible, _ = heads.pairs["eagle3"]
     heads_of_64 = write_heads(tmp_path / "medusa", "rows", random_heads(hidden=64))
-    for model, drafter in ((legible, heads.other_eagle), (legible, heads_of_64), (target, heads.pairs["eagle"][1]), (target, "medusa")):
+    for model, drafter in (
+        (legible, heads.other_eagle),
+        (legible, heads_of_64),
+        (target, heads.pairs["eagle"][1]),
+        (target, "medusa"),
+    ):
         code, facts = ask("--model", model, "--drafter", drafter)
         assert (code, len(facts["problems"])) == (1, 1)
         assert re.search("made for another model|holds no medusa head|from 0 to 2", facts["problems"][0]), facts["problems"]

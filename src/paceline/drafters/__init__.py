@@ -8,7 +8,8 @@ from pathlib import Path
 from paceline.config import QuantOptions
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.eagle import layers_of, open_eagle_drafter, open_gguf_head
-from paceline.drafters.head_files import HeadFiles, HeadKind, is_head_file
+from paceline.drafters.head_files import HeadFiles, is_head_file
+from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.drafter import GROWN_TREES, open_medusa
 from paceline.drafters.mtp import open_mtp
 from paceline.drafters.ngram import NgramDrafter

@@ -10,7 +10,7 @@ from checkpoints import write_checkpoint
 from eagle_checkpoints import write_legible_target
 from medusa_checkpoints import perfect_heads, write_heads, write_successor_target
 from paceline import LLM, ConfigError, IncompatibleDrafterError, SamplingParams
-from paceline.drafters.head_files import HeadKind
+from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.drafter import MedusaDrafter
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.options import OPTIONS, TREES, HeadOptions

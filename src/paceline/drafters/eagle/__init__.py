@@ -1,12 +1,15 @@
 """EAGLE-1, EAGLE-2 and EAGLE-3 heads: one network each."""
 
+from dataclasses import replace
 from pathlib import Path
 
-from paceline.drafters.eagle.checkpoint import read_eagle_config
+from paceline.drafters.eagle.checkpoint import check_embedded
+from paceline.drafters.eagle.config import read_eagle_config
 from paceline.drafters.eagle.gguf import open_gguf_head
 from paceline.drafters.eagle.head import EagleWeights
 from paceline.drafters.eagle.variants import all_boundaries, as_named, candidates
-from paceline.drafters.head_files import HeadFiles, HeadKind
+from paceline.drafters.head_files import HeadFiles
+from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.pairs.config import PairVariant
 from paceline.drafters.pairs.drafter import PairDrafter
 from paceline.drafters.pairs.opening import PairTarget, known_calibration, settle
@@ -33,7 +36,7 @@ def layers_of(
     if files.kind is not HeadKind.EAGLE3:
         return ()
     sizes = read_model_config(target)
-    config = read_eagle_config(files, sizes, boundaries=None if variant is None else variant.boundaries)
+    config = read_eagle_config(files, sizes, variant)
     if variant is not None:
         return as_named(config, variant, sizes).boundaries
     admitted = candidates(files, config, sizes)
@@ -49,7 +52,7 @@ def open_eagle_drafter(files: HeadFiles, target: PairTarget) -> PairDrafter:
     """
     sizes = target.runtime.config
     named = target.variant
-    config = read_eagle_config(files, sizes, boundaries=None if named is None else named.boundaries)
+    config = read_eagle_config(files, sizes, named)
     weights = EagleWeights(
         files,
         config,
@@ -60,8 +63,9 @@ def open_eagle_drafter(files: HeadFiles, target: PairTarget) -> PairDrafter:
         quant=target.quant,
         quant_directory=target.quant_directory,
     )
+    check_embedded(files, weights.embedded_ids, min(target.tokenizer.vocab_size, target.vocab_size))
     admitted = candidates(files, config, sizes) if named is None else (as_named(config, named, sizes),)
-    config, notices = settle(files, admitted, weights.open, target)
+    config, notices = settle(files, admitted, weights.open, replace(target, vocab_size=min(target.vocab_size, weights.embedded_ids)))
     head = weights.open(config, target.max_context)
     return PairDrafter(
         head,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from paceline.drafters.head_files import HeadKind
+from paceline.drafters.head_kinds import HeadKind
 from paceline.models.config import ModelConfig
 
 

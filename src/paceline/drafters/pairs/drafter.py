@@ -59,7 +59,7 @@ class PairDrafter(Drafter):
         self.head = head
         self.pairs = PairCache(head.runtime, cache, feature_size=config.num_features, window=config.layers.max_positions)
         self.cache_bytes_per_token = self.pairs.bytes_per_token
-        self._guesses = Guesses(head.target_ids, vocab_size)
+        self._guesses = Guesses(head.target_ids, vocab_size, head.embedded_ids)
         self._tree_width = tree_width
         head.rank(self._guesses.ranking(tree_width))
         self._grower = head.grower()
