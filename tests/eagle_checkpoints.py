@@ -164,6 +164,13 @@ def speaking(seed: int = 1) -> NDArray[np.float32]:
     return values
 
 
+def recalling() -> NDArray[np.float32]:
+    """The same for a target that does not listen to its current token: as loud with half of the code."""
+    values = 2.0 * speaking()
+    values[:, :CODE] = 0.0
+    return values
+
+
 def aimed(offset: int, theta: float = 10000.0) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """A query and a key [HEAD] that fit best where the key stands `offset` positions before the query."""
     frequencies = theta ** (-np.arange(0, HEAD, 2) / HEAD)
@@ -173,7 +180,9 @@ def aimed(offset: int, theta: float = 10000.0) -> tuple[NDArray[np.float32], NDA
     return (turned * scale).astype(np.float32), (key * scale).astype(np.float32)
 
 
-def write_legible_target(directory: Path, *, num_layers: int = 4, reads_mean: bool = True, looks_back: int = 1) -> Path:
+def write_legible_target(
+    directory: Path, *, num_layers: int = 4, reads_mean: bool = True, looks_back: int = 1, hears_current: bool = True
+) -> Path:
     """A llama whose next token is said by its current token, the one `looks_back` before it and, in a share, the mean of all."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
@@ -202,7 +211,8 @@ def write_legible_target(directory: Path, *, num_layers: int = 4, reads_mean: bo
         query[HEAD + slowest, constant] = size
         key[HEAD + slowest, constant] = 100.0 * size
     final = np.full(HIDDEN, np.sqrt(2 * CODE / HIDDEN), np.float32)  # without the mean all rows are of one size: features are the rows
-    tensors = {"model.embed_tokens.weight": embedding, "model.norm.weight": final, "lm_head.weight": speaking()}
+    said = speaking() if hears_current else recalling()
+    tensors = {"model.embed_tokens.weight": embedding, "model.norm.weight": final, "lm_head.weight": said}
     for layer in range(num_layers):
         parts = (query, key, value, out) if layer == 0 else (query * 0, key * 0, value * 0, out * 0)
         prefix = f"model.layers.{layer}."
@@ -287,6 +297,48 @@ def write_reading_eagle3(directory: Path, *, swapped: bool = False, boundaries: 
         eagle_aux_hidden_state_layer_ids=list(boundaries),
     )
     return _write_legible(directory, config, tensors, vocabulary_tables(DRAFT_IDS, VOCAB_SIZE), swapped=swapped)
+
+
+RECALLED = 5
+"""So far back is the token that the next one of a recalling target is said by: five more can be guessed before they are known."""
+
+
+def write_recalling_target(directory: Path, num_layers: int = 4) -> Path:
+    """A target whose next token is said by the one `RECALLED` before the current one alone."""
+    return write_legible_target(directory, num_layers=num_layers, reads_mean=False, looks_back=RECALLED, hears_current=False)
+
+
+def write_recalling_peagle(directory: Path, *, is_speculators: bool = False, offset: int = RECALLED) -> Path:
+    """A P-EAGLE head for it: masked pairs find the same token in the true ones, and hear nothing else. Two layers, one of which is silent.
+
+    Args:
+        offset: how far back it looks; right is `RECALLED`.
+    """
+    tensors = silent_layer("layers.0.", 2 * HIDDEN, ["post_attention_layernorm"])
+    query, key, value, out = (tensors[f"layers.0.self_attn.{part}_proj.weight"] for part in "qkvo")
+    query[:HEAD, CODE - 1], key[:HEAD, CODE - 1] = aimed(offset)
+    value[:HEAD, :CODE], out[CODE : 2 * CODE, :HEAD] = np.eye(CODE), np.eye(CODE)
+    embedding = np.zeros((VOCAB_SIZE, HIDDEN), np.float32)
+    embedding[:, :CODE] = codes()
+    embedding[FIRST_TOKEN, CODE - 1] = -1.0
+    tensors |= silent_layer("layers.1.", HIDDEN, ["input_layernorm", "post_attention_layernorm"])
+    tensors |= {
+        "fc.weight": np.zeros((HIDDEN, 3 * HIDDEN), np.float32),
+        "mask_hidden": np.ones((1, 3 * HIDDEN), np.float32),
+        "embed_tokens.weight": embedding,
+        "layers.0.input_layernorm.weight": np.full(HIDDEN, np.sqrt(CODE / HIDDEN), np.float32),
+        "layers.0.hidden_norm.weight": np.ones(HIDDEN, np.float32),
+        "norm.weight": np.full(HIDDEN, np.sqrt(CODE / HIDDEN), np.float32),
+        "lm_head.weight": recalling()[DRAFT_IDS],
+    }
+    sizes = legible_config(num_hidden_layers=2)
+    more = {"draft_vocab_size": len(DRAFT_IDS), "eagle_aux_hidden_state_layer_ids": [0, 2, 4], "norm_before_residual": False}
+    if is_speculators:
+        layer = {**sizes, "model_type": "llama"}
+        config = {"speculators_model_type": "peagle", "mask_token_id": 2, "transformer_layer_config": layer, **more}
+    else:
+        config = {"architectures": ["LlamaForCausalLMEagle3"], "parallel_drafting": True, "ptd_token_id": 2, **sizes, **more}
+    return _write_legible(directory, config, tensors, vocabulary_tables(DRAFT_IDS, VOCAB_SIZE), swapped=False)
 
 
 def _write_legible(

@@ -419,6 +419,44 @@ def test_a_tree_is_its_paths(name: str, backend: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(found.logits[node], logits[-1], atol=1e-4)
 
 
+PEAGLE = {
+    "plain": {**E3, "num_hidden_layers": 2, "architectures": ["PEagleDraftModel"], "mask_token_id": 5},
+    "vLLM's names": {**E3, "num_hidden_layers": 2, "parallel_drafting": True, "ptd_token_id": 5},
+    "speculators": {
+        **SPECULATORS, "speculators_model_type": "peagle", "mask_token_id": 5,
+        "transformer_layer_config": {**LAYER_CONFIG, "num_hidden_layers": 2},
+    },
+    "a window": {
+        **E3, "num_hidden_layers": 2, "mask_token_id": 5, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_normed", [False, True])
+@pytest.mark.parametrize("form", PEAGLE)
+def test_masked_pairs_are_as_written_down(form: str, is_normed: bool, backend: str, tmp_path: Path) -> None:
+    """One pass over the last true pairs and the masked ones behind them: positions go on, and each sees all before it."""
+    spec = {**PEAGLE[form], "fc_norm": is_normed}
+
+    def tensors() -> Tensors:
+        mask = torch.from_numpy(np.random.default_rng(6).normal(0, 1, (1, 1, 96)).astype(np.float32))
+        layers = {**EAGLE3, "num_hidden_layers": 2}
+        return eagle3_tensors(layers, own_embedding=True, fc_norm=is_normed, first_layer="layers.0.") | {"mask_hidden": mask}
+
+    variant = Variant(spec, tensors, own_embedding=True, chunk_norms=is_normed, window=3 if form == "a window" else None)
+    head, reference = open_variant(variant, tmp_path)
+    random = np.random.default_rng(7)
+    token_ids = random.integers(0, VOCAB_SIZE, NUM_PAIRS).tolist()
+    features = random.normal(0, 1, (NUM_PAIRS, head.config.num_features)).astype(np.float32)
+    head.run_true([true_rows(token_ids, features, 0, 6)], wants_logits=False)
+    found = head.run_true([true_rows(token_ids, features, 6, NUM_PAIRS)], wants_logits=True, num_masked=[4]).logits
+    assert len(found) == 5
+    count = NUM_PAIRS + 4
+    seen = torch.cat([torch.from_numpy(features), reference.weights["mask_hidden"].reshape(1, -1).expand(4, -1)])
+    _, logits = reference.run([*token_ids, 5, 5, 5, 5], reference.fused(seen), range(count), np.tri(count, dtype=np.bool_))
+    np.testing.assert_allclose(found, logits[-5:], atol=1e-4)
+
+
 def test_rows_of_a_draft_vocabulary_in_any_order_are_those_of_their_ids(tmp_path: Path) -> None:
     """vLLM's `token_map` beside a matrix of its rows, or of all rows."""
     ids = np.random.default_rng(8).permutation(DRAFT_IDS)

@@ -292,6 +292,7 @@ HEADS: dict[HeadKind, Callable[[HeadFiles, TargetDescription], Drafter]] = {
     HeadKind.MEDUSA: _open_medusa,
     HeadKind.EAGLE: lambda files, target: open_eagle_drafter(files, _pair_target(files, target)),
     HeadKind.EAGLE3: lambda files, target: open_eagle_drafter(files, _pair_target(files, target)),
+    HeadKind.PEAGLE: lambda files, target: open_eagle_drafter(files, _pair_target(files, target)),
     HeadKind.MTP: lambda files, target: open_mtp(files, _pair_target(files, target)),
 }
 

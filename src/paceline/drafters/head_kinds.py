@@ -59,7 +59,7 @@ def kind_of(path: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[in
     if "speculators_model_type" in config:
         named = str(config["speculators_model_type"])
         if named not in _SPECULATORS:
-            known = ", ".join(kind.value for kind in (HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.MTP))
+            known = ", ".join(kind.value for kind in (HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.PEAGLE, HeadKind.MTP))
             raise IncompatibleDrafterError(
                 f"{path} holds a speculators head of type {named!r}, which is not known; types {known} can be used"
             )

@@ -128,13 +128,22 @@ def _read_base(value: object) -> float:
     return base
 
 
+def _read_id(value: object) -> int:
+    token_id = int(value) if isinstance(value, str | int) and not isinstance(value, bool) else -1
+    if token_id < 0:
+        raise ValueError(value)
+    return token_id
+
+
 TREE = "tree"
 TREES = (*GROWN_TREES, *STATIC_TREES)
+_LATER = (HeadKind.EAGLE3, HeadKind.PEAGLE)
 OPTIONS: Mapping[str, Option] = {
     TREE: Option((HeadKind.MEDUSA,), f"one of {', '.join(TREES)}", _one_of(TREES)),
-    "boundaries": Option((HeadKind.EAGLE3,), "the target's layer boundaries in ascending order, such as 2,16,29", _read_layers),
-    "norm_before_residual": Option((HeadKind.EAGLE3,), "true or false", _read_flag),
-    "rope_theta": Option((HeadKind.EAGLE, HeadKind.EAGLE3), "the base of the rotations, such as 10000", _read_base),
+    "boundaries": Option(_LATER, "the target's layer boundaries in ascending order, such as 2,16,29", _read_layers),
+    "norm_before_residual": Option(_LATER, "true or false", _read_flag),
+    "rope_theta": Option((HeadKind.EAGLE, *_LATER), "the base of the rotations, such as 10000", _read_base),
     "normed_recurrence": Option((HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.MTP), "true or false", _read_flag),
+    "mask_token_id": Option((HeadKind.PEAGLE,), "a token id", _read_id),
 }
 """All of them, by name; those but `tree` are the fields of `PairVariant`."""

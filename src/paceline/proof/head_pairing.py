@@ -96,7 +96,7 @@ def _judge_eagle(files: HeadFiles, target: CheckpointFacts, options: HeadOptions
     opened = open_eagle(files, config, sizes)
     if target.tokenizer is not None:
         check_embedded(files, opened.embedded_ids, min(len(target.tokenizer.pieces), sizes.vocab_size))
-    admitted = candidates(files, config, sizes) if named is None else (as_named(config, named, sizes),)
+    admitted = (as_named(config, named, sizes),) if named is not None and named.settles else candidates(files, config, sizes)
     summary = f"{files.kind.value} head {_reading(admitted[0])}; {_sizes_fit(sizes.hidden_size)}"
     return _pair_facts(files, config, opened.weights), PairVerdict(True, summary, None, _open_question(admitted))
 

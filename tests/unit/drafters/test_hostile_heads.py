@@ -122,13 +122,15 @@ KEYS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "speculators", "nested"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "peagle", "speculators", "nested"])
 def test_whatever_a_config_says_is_read_or_refused(method: str, tmp_path: Path) -> None:
     """Every field with everything JSON can hold; with a window and rotations, so that their fields are looked at."""
     more = {"rope_scaling": {"type": "linear", "factor": 2.0}, "layer_types": ["sliding_attention"], "sliding_window": 9}
+    mask = {"mask_hidden": torch.zeros(1, 96)}
     config, tensors = {
         "eagle": ({**EAGLE1, **more}, eagle1_tensors()),
         "eagle3": ({**EAGLE3, **more}, eagle3_tensors()),
+        "peagle": ({**EAGLE3, **more, "mask_token_id": 3}, eagle3_tensors() | mask),
         "speculators": ({"speculators_model_type": "eagle3", "transformer_layer_config": {**EAGLE3, **more}}, eagle3_tensors()),
         "nested": ({"model_type": "eagle", "model": {**EAGLE1, **more, "model_type": "llama"}}, eagle1_tensors(bias=False)),
     }[method]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,11 +10,13 @@ from numpy.typing import NDArray
 from paceline.drafters.eagle.config import EagleConfig, holds_norm, is_left_out
 from paceline.drafters.eagle.layout import our_name, plain_files
 from paceline.drafters.head_files import HeadFiles
+from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.config import ModelConfig
-from paceline.models.weights import AnyTensor, Tensor, Weights
+from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
 
 Shapes = dict[str, tuple[int, ...]]
+_MASK = "mask_hidden"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +27,14 @@ class EagleCheckpoint:
         weights: under the names of `network.py`; without the embedding and `lm_head` that are the target's.
         embedded_ids: token ids from here on have no embedding.
         target_ids: [Vd] the target's id of each draft id, ascending; None = the same.
+        mask_feature: [F] P-EAGLE: the feature of positions that nobody has seen.
     """
 
     config: EagleConfig
     weights: Weights
     embedded_ids: int
     target_ids: NDArray[np.int64] | None
+    mask_feature: NDArray[np.float32] | None = None
 
 
 def open_eagle(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> EagleCheckpoint:
@@ -37,7 +42,7 @@ def open_eagle(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> Ea
 
     Raises:
         CheckpointError: tensors are missing or of another shape, or there are some that no such head has; all of them are named.
-        IncompatibleDrafterError: its vocabulary is not the target's.
+        IncompatibleDrafterError: its vocabulary is not the target's, or its masked token is none of it.
     """
     files = plain_files(files)
     required, optional = _shapes(files, config, target)
@@ -45,12 +50,18 @@ def open_eagle(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> Ea
     used = [name for name in (*required, *optional) if name in files.tensors]
     tables = ("token_map",) if config.is_first else ("d2t", "t2d")
     files.check_all_used([*used, *tables], ignored=lambda name: is_left_out(files, name))
-    tensors: dict[str, AnyTensor] = {our_name(name): files.weight(name) for name in used}
+    tensors: dict[str, AnyTensor] = {our_name(name): files.weight(name) for name in used if name != _MASK}
+    mask = as_float32(files.weight(_MASK)).reshape(-1) if _MASK in used else None
     ids = _target_ids(files, config, target)
     if "token_map" in files.tensors:
         tensors["lm_head.weight"], ids = _mapped_rows(files, files.weight("lm_head.weight"), _token_map(files, target))
     embedded_ids = tensors["embedding.weight"].shape[0] if config.own_embedding else target.vocab_size
-    return EagleCheckpoint(config, Weights(tensors), embedded_ids, ids)
+    if config.mask_token_id is not None and config.mask_token_id >= embedded_ids:
+        raise IncompatibleDrafterError(
+            f"{files.path}: the mask_token_id is {config.mask_token_id}, embeddings end at {embedded_ids}: the head was made for "
+            "another model, or the drafter option 'mask_token_id' names another one"
+        )
+    return EagleCheckpoint(config, Weights(tensors), embedded_ids, ids, mask)
 
 
 def check_embedded(files: HeadFiles, embedded_ids: int, num_known: int) -> None:
@@ -94,6 +105,9 @@ def _shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> tuple
             required |= {f"fc_norm.{chunk}.weight": (config.feature_size,) for chunk in range(len(config.boundaries))}
     if holds_norm(files, config):
         required["norm.weight"] = (hidden,)
+    if config.kind is HeadKind.PEAGLE:
+        stored = files.tensors.get(_MASK)
+        required[_MASK] = stored.shape if stored is not None and prod(stored.shape) == width else (1, 1, width)
     for layer in range(layers.num_layers):
         has_norm = layer > 0 or (config.norms_mixture if config.is_first else config.norms_embedding)
         is_joined = not config.is_first and layer == 0

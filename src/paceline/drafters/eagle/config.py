@@ -3,7 +3,8 @@
 What the files do not say is decided by the rules of the reference implementations: no `rope_theta` means 10000, never the target's;
 biases and norms are those whose tensors are there; a recurrence through the final norm is honoured in speculators files only.
 
-Source: EAGLE (Li et al. 2024, arXiv:2401.15077, section 4.1), EAGLE-3 (Li et al. 2025, arXiv:2503.01840, section 3) and their code.
+Source: EAGLE (Li et al. 2024, arXiv:2401.15077, section 4.1), EAGLE-3 (Li et al. 2025, arXiv:2503.01840, section 3), P-EAGLE
+(arXiv:2602.01469) and their code.
 """
 
 from collections.abc import Mapping
@@ -20,14 +21,14 @@ from paceline.errors import IncompatibleDrafterError
 from paceline.models.config import ModelConfig
 from paceline.models.json_fields import JsonFields
 
-EAGLE_KINDS = (HeadKind.EAGLE, HeadKind.EAGLE3)
+EAGLE_KINDS = (HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.PEAGLE)
 _HALF_NORMS = ("embedding_layernorm.weight", "hidden_states_layernorm.weight")
 _FIRST_NORM, _LAST_NORM = "layers.0.input_layernorm.weight", "norm.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig(PairConfig):
-    """What a head is; its kind is EAGLE (1 and 2 are the same network) or EAGLE3.
+    """What a head is; its kind is EAGLE (1 and 2 are the same network), EAGLE3, or PEAGLE, which differs in how it is drafted with.
 
     Attributes:
         has_fc: EAGLE-3: its features are mixed by `fc`; otherwise they are used as they are.
@@ -38,6 +39,7 @@ class EagleConfig(PairConfig):
         norm_before_residual: EAGLE-3: the residual stream begins with the normed feature.
         has_final_norm: there is a norm in front of the head over the vocabulary.
         uses_fc_bias: a bias of `fc` that the file holds is added.
+        mask_token_id: P-EAGLE: the token of pairs that nobody has guessed yet.
     """
 
     has_fc: bool = True
@@ -49,6 +51,7 @@ class EagleConfig(PairConfig):
     norm_before_residual: bool = False
     has_final_norm: bool = False
     uses_fc_bias: bool = True
+    mask_token_id: int | None = None
 
     @property
     def is_first(self) -> bool:
@@ -60,7 +63,7 @@ def read_eagle_config(files: HeadFiles, target: ModelConfig, named: PairVariant 
     """What the head is by the documented defaults.
 
     Args:
-        named: what the user says of files that do not say which boundaries they read.
+        named: what the user says of files that do not say which boundaries they read, or which token stands for the unknown ones.
 
     Raises:
         CheckpointError: the config lacks a size or holds an absurd value.
@@ -177,9 +180,29 @@ def _eagle3(files: HeadFiles, fields: JsonFields, layers: ModelConfig, target: M
         normed_recurrence=files.is_speculators and fields.flag("norm_output", default=False),
         own_embedding="embed_tokens.weight" in files.tensors,
         own_lm_head=lm_head is not None,
+        mask_token_id=_mask_token_id(files, fields, named) if files.kind is HeadKind.PEAGLE else None,
     )
 
 
 def means_no_norm(files: HeadFiles, fields: JsonFields) -> bool:
     """Whether `norm_output: false` may mean what SpecForge means: logits without a norm. Elsewhere it is about the recurrence."""
     return not files.is_speculators and files.kind is HeadKind.EAGLE3 and not fields.flag("norm_output", default=True)
+
+
+def _mask_token_id(files: HeadFiles, fields: JsonFields, named: PairVariant) -> int:
+    """By the names it has in vLLM, speculators and Automodel.
+
+    Raises:
+        IncompatibleDrafterError: nobody says.
+    """
+    if named.mask_token_id is not None:
+        return named.mask_token_id
+    block = files.config.get("dflash_config")
+    for values in (block if isinstance(block, Mapping) else {}, fields.values):
+        for name in ("mask_token_id", "pard_token", "ptd_token_id"):
+            if ids := JsonFields(values, fields.path).token_ids(name):
+                return ids[0]
+    raise IncompatibleDrafterError(
+        f"{fields.path} names no mask_token_id, the token of positions that a peagle head guesses at once: the drafter option "
+        "'mask_token_id' names it"
+    )

@@ -7,7 +7,7 @@ from paceline.drafters.eagle.checkpoint import open_eagle
 from paceline.drafters.eagle.config import EagleConfig, read_eagle_config
 from paceline.drafters.eagle.network import drafted_pairs, true_pairs
 from paceline.drafters.head_files import HeadFiles
-from paceline.drafters.pairs.head import PairHead
+from paceline.drafters.pairs.head import MaskedPair, PairHead
 from paceline.models.config import ModelConfig
 from paceline.models.quantized_cache import quantized_weights
 from paceline.models.weights import AnyTensor, Weights
@@ -70,8 +70,12 @@ class EagleWeights:
             max_context=max_context,
             device=self._device,
         )
-        drafted = runtime if config.is_first else runtime.beside(drafted_pairs(config, self._soft_cap))
-        return PairHead(config, runtime, drafted, self._embedding, target_ids=self._checkpoint.target_ids)
+        mask_feature = self._checkpoint.mask_feature
+        masked = None
+        if config.mask_token_id is not None and mask_feature is not None:
+            masked = MaskedPair(config.mask_token_id, mask_feature)
+        drafted = runtime if config.is_first or masked else runtime.beside(drafted_pairs(config, self._soft_cap))
+        return PairHead(config, runtime, drafted, self._embedding, target_ids=self._checkpoint.target_ids, masked=masked)
 
 
 def open_eagle_head(

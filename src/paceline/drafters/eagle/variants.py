@@ -12,6 +12,7 @@ from paceline.drafters.eagle.config import EagleConfig, means_no_norm
 from paceline.drafters.eagle.layers import written_rope
 from paceline.drafters.eagle.layout import config_fields, is_nested, plain_files
 from paceline.drafters.head_files import HeadFiles
+from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.pairs.config import PairVariant
 from paceline.models.config import ModelConfig, RopeConfig, RopeType
 from paceline.models.json_fields import JsonFields
@@ -78,7 +79,7 @@ def _final_norms(files: HeadFiles, fields: JsonFields, config: EagleConfig, foun
     if means_no_norm(files, fields):
         return [one for plain in found for one in (plain, replace(plain, has_final_norm=True))]
     is_said = files.is_speculators and fields.values.get("norm_output") is not None
-    if not config.has_final_norm or is_said:
+    if not config.has_final_norm or is_said or config.kind is HeadKind.PEAGLE:
         return list(found)
     flags = (config.normed_recurrence, not config.normed_recurrence)
     return [replace(one, normed_recurrence=flag) for one in found for flag in flags]
