@@ -6,8 +6,9 @@
 #               all tests, large counts; the record goes to docs/dev/test-long.txt
 #               SEED repeats a run; RESUME=1 continues one that was stopped (same commit, same seed)
 # make test-clients
-#               tests beside foreign programs; builds llama.cpp in an environment of its own the first time, which takes ten minutes, a
-#               C++ compiler and OpenBLAS with its headers (Debian: g++ libopenblas-dev pkg-config); record: docs/dev/test-clients.txt
+#               tests beside foreign programs, each in an environment of its own that is built the first time; record:
+#               docs/dev/test-clients.txt. llama.cpp takes ten minutes, a C++ compiler and OpenBLAS with its headers (Debian: g++
+#               libopenblas-dev pkg-config), speculators Python 3.11 or later
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -27,6 +28,7 @@ comma := ,
 LONG_RECORD := docs/dev/test-long.txt
 CLIENTS := .venv-clients
 LLAMA_CPP := $(CLIENTS)/llama-cpp/.installed
+SPECULATORS := $(CLIENTS)/speculators/.installed
 CLIENTS_RECORD := docs/dev/test-clients.txt
 COMMIT := $$(git rev-parse HEAD 2>/dev/null || echo none)$$(test -z "$$(git status --porcelain -- src tests tools pyproject.toml 2>/dev/null)" || echo ', with uncommitted changes')
 # the record keeps what was counted, what failed or was skipped, and the times; not a line for every test
@@ -74,7 +76,16 @@ $(LLAMA_CPP):
 	  $(@D)/bin/python -m pip install --quiet --no-cache-dir --no-binary llama-cpp-python llama-cpp-python==0.3.36
 	touch $@
 
-test-clients: $(STAMP) $(LLAMA_CPP)
+# Only what its classes import, beside torch's CPU build: by itself it brings the CUDA one and what it serves models with.
+$(SPECULATORS):
+	@$(PYTHON) -c 'import sys; sys.exit("speculators needs Python 3.11 or later: make test-clients PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet "torch==2.13.0+cpu" || $(@D)/bin/python -m pip install --quiet "torch==2.13.0"
+	$(@D)/bin/python -m pip install --quiet transformers==5.19.0 "datasets<=5.1.0" openai pydantic pydantic-settings loguru
+	$(@D)/bin/python -m pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	touch $@
+
+test-clients: $(STAMP) $(LLAMA_CPP) $(SPECULATORS)
 	@mkdir -p $(dir $(CLIENTS_RECORD))
 	@{ echo "commit $(COMMIT)"; echo "date   $$(date -u +%Y-%m-%dT%H:%M:%SZ)"; echo; } | tee $(CLIENTS_RECORD)
 	$(PYTEST) --color=no -s tests/clients --clients $(CLIENTS) $(ARGS) 2>&1 | tee -a $(CLIENTS_RECORD)

@@ -164,6 +164,13 @@ def speaking(seed: int = 1) -> NDArray[np.float32]:
     return values
 
 
+def recalling() -> NDArray[np.float32]:
+    """The same for a target that does not listen to its current token: as loud with half of the code."""
+    values = 2.0 * speaking()
+    values[:, :CODE] = 0.0
+    return values
+
+
 def aimed(offset: int, theta: float = 10000.0) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """A query and a key [HEAD] that fit best where the key stands `offset` positions before the query."""
     frequencies = theta ** (-np.arange(0, HEAD, 2) / HEAD)
@@ -173,7 +180,9 @@ def aimed(offset: int, theta: float = 10000.0) -> tuple[NDArray[np.float32], NDA
     return (turned * scale).astype(np.float32), (key * scale).astype(np.float32)
 
 
-def write_legible_target(directory: Path, *, num_layers: int = 4, reads_mean: bool = True, looks_back: int = 1) -> Path:
+def write_legible_target(
+    directory: Path, *, num_layers: int = 4, reads_mean: bool = True, looks_back: int = 1, hears_current: bool = True
+) -> Path:
     """A llama whose next token is said by its current token, the one `looks_back` before it and, in a share, the mean of all."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
@@ -202,7 +211,8 @@ def write_legible_target(directory: Path, *, num_layers: int = 4, reads_mean: bo
         query[HEAD + slowest, constant] = size
         key[HEAD + slowest, constant] = 100.0 * size
     final = np.full(HIDDEN, np.sqrt(2 * CODE / HIDDEN), np.float32)  # without the mean all rows are of one size: features are the rows
-    tensors = {"model.embed_tokens.weight": embedding, "model.norm.weight": final, "lm_head.weight": speaking()}
+    said = speaking() if hears_current else recalling()
+    tensors = {"model.embed_tokens.weight": embedding, "model.norm.weight": final, "lm_head.weight": said}
     for layer in range(num_layers):
         parts = (query, key, value, out) if layer == 0 else (query * 0, key * 0, value * 0, out * 0)
         prefix = f"model.layers.{layer}."
@@ -250,13 +260,14 @@ def write_listening_eagle1(directory: Path, *, swapped: bool = False) -> Path:
     return _write_legible(directory, legible_config(bias=False), tensors | {"fc.weight": fc}, swapped=swapped)
 
 
-def write_reading_eagle1(directory: Path, *, swapped: bool = False, max_positions: int = 1024) -> Path:
+def write_reading_eagle1(directory: Path, *, swapped: bool = False, max_positions: int = 1024, **config: Any) -> Path:
     """For the target without the mean: the token before the current one it knows from the feature alone."""
     fc = np.zeros((HIDDEN, 2 * HIDDEN), np.float32)
     fc[:CODE, :CODE] = np.eye(CODE)
     fc[CODE : 2 * CODE, HIDDEN : HIDDEN + CODE] = np.eye(CODE)
     tensors = silent_layer("layers.0.", HIDDEN, ["post_attention_layernorm"]) | {"fc.weight": fc}
-    return _write_legible(directory, legible_config(bias=False, max_position_embeddings=max_positions), tensors, swapped=swapped)
+    values = legible_config(bias=False, max_position_embeddings=max_positions, **config)
+    return _write_legible(directory, values, tensors, swapped=swapped)
 
 
 def write_reading_eagle3(directory: Path, *, swapped: bool = False, boundaries: Sequence[int] = (0, 2, 4)) -> Path:
@@ -288,6 +299,48 @@ def write_reading_eagle3(directory: Path, *, swapped: bool = False, boundaries: 
     return _write_legible(directory, config, tensors, vocabulary_tables(DRAFT_IDS, VOCAB_SIZE), swapped=swapped)
 
 
+RECALLED = 5
+"""So far back is the token that the next one of a recalling target is said by: five more can be guessed before they are known."""
+
+
+def write_recalling_target(directory: Path, num_layers: int = 4) -> Path:
+    """A target whose next token is said by the one `RECALLED` before the current one alone."""
+    return write_legible_target(directory, num_layers=num_layers, reads_mean=False, looks_back=RECALLED, hears_current=False)
+
+
+def write_recalling_peagle(directory: Path, *, is_speculators: bool = False, offset: int = RECALLED) -> Path:
+    """A P-EAGLE head for it: masked pairs find the same token in the true ones, and hear nothing else. Two layers, one of which is silent.
+
+    Args:
+        offset: how far back it looks; right is `RECALLED`.
+    """
+    tensors = silent_layer("layers.0.", 2 * HIDDEN, ["post_attention_layernorm"])
+    query, key, value, out = (tensors[f"layers.0.self_attn.{part}_proj.weight"] for part in "qkvo")
+    query[:HEAD, CODE - 1], key[:HEAD, CODE - 1] = aimed(offset)
+    value[:HEAD, :CODE], out[CODE : 2 * CODE, :HEAD] = np.eye(CODE), np.eye(CODE)
+    embedding = np.zeros((VOCAB_SIZE, HIDDEN), np.float32)
+    embedding[:, :CODE] = codes()
+    embedding[FIRST_TOKEN, CODE - 1] = -1.0
+    tensors |= silent_layer("layers.1.", HIDDEN, ["input_layernorm", "post_attention_layernorm"])
+    tensors |= {
+        "fc.weight": np.zeros((HIDDEN, 3 * HIDDEN), np.float32),
+        "mask_hidden": np.ones((1, 3 * HIDDEN), np.float32),
+        "embed_tokens.weight": embedding,
+        "layers.0.input_layernorm.weight": np.full(HIDDEN, np.sqrt(CODE / HIDDEN), np.float32),
+        "layers.0.hidden_norm.weight": np.ones(HIDDEN, np.float32),
+        "norm.weight": np.full(HIDDEN, np.sqrt(CODE / HIDDEN), np.float32),
+        "lm_head.weight": recalling()[DRAFT_IDS],
+    }
+    sizes = legible_config(num_hidden_layers=2)
+    more = {"draft_vocab_size": len(DRAFT_IDS), "eagle_aux_hidden_state_layer_ids": [0, 2, 4], "norm_before_residual": False}
+    if is_speculators:
+        layer = {**sizes, "model_type": "llama"}
+        config = {"speculators_model_type": "peagle", "mask_token_id": 2, "transformer_layer_config": layer, **more}
+    else:
+        config = {"architectures": ["LlamaForCausalLMEagle3"], "parallel_drafting": True, "ptd_token_id": 2, **sizes, **more}
+    return _write_legible(directory, config, tensors, vocabulary_tables(DRAFT_IDS, VOCAB_SIZE), swapped=False)
+
+
 def _write_legible(
     directory: Path, config: Mapping[str, Any], tensors: Mapping[str, NDArray[np.float32]], tables: Tensors | None = None, *, swapped: bool
 ) -> Path:
@@ -301,11 +354,28 @@ def _write_legible(
     return write_head(directory, config, stored | (tables or {}))
 
 
-def write_gguf_head(path: Path, spec: Spec, tensors: Tensors, *, boundaries: Sequence[int], matrix_type: str = "F32") -> Path:
-    """A head as llama.cpp's converter writes it: ids in `d2t`, rows of q and k interleaved, other names."""
+def write_gguf_head(
+    path: Path,
+    spec: Spec,
+    tensors: Tensors,
+    *,
+    boundaries: Sequence[int],
+    matrix_type: str = "F32",
+    metadata: Mapping[str, Any] | None = None,
+) -> Path:
+    """A head as llama.cpp's converter writes it: ids in `d2t`, rows of q and k interleaved, other names.
+
+    Args:
+        tensors: those whose names begin with `raw ` are written by what follows it.
+        metadata: in place of what would be written.
+    """
     import gguf
 
     writer = gguf.GGUFWriter(path, "eagle3")
+    given = dict(metadata or {})
+    for key, value in given.items():
+        add = {int: writer.add_uint32, str: writer.add_string, list: writer.add_array}[type(value)]
+        add(f"eagle3.{key}", value)
     for key, name in {
         "embedding_length": "hidden_size",
         "feed_forward_length": "intermediate_size",
@@ -314,9 +384,11 @@ def write_gguf_head(path: Path, spec: Spec, tensors: Tensors, *, boundaries: Seq
         "context_length": "max_position_embeddings",
         "vocab_size": "vocab_size",
     }.items():
-        writer.add_uint32(f"eagle3.{key}", spec[name])
+        if key not in given:
+            writer.add_uint32(f"eagle3.{key}", spec[name])
     writer.add_float32("eagle3.attention.layer_norm_rms_epsilon", spec["rms_norm_eps"])
-    writer.add_array("eagle3.extract_layers", list(boundaries))
+    if "extract_layers" not in given:
+        writer.add_array("eagle3.extract_layers", list(boundaries))
     writer.add_uint32("eagle3.target_hidden_size", tensors["fc.weight"].shape[1] // len(boundaries))
     writer.add_bool("eagle3.norm_before_residual", bool(spec.get("norm_before_residual", False)))
     parts = {"input_layernorm": "attn_norm", "hidden_norm": "attn_norm_2", "post_attention_layernorm": "ffn_norm"}
@@ -325,6 +397,9 @@ def write_gguf_head(path: Path, spec: Spec, tensors: Tensors, *, boundaries: Seq
     names = {"norm": "output_norm", "lm_head": "output", "embed_tokens": "token_embd", "fc": "fc"}
     for name, values in tensors.items():
         if name == "t2d":
+            continue
+        if name.startswith("raw "):
+            writer.add_tensor(name.removeprefix("raw "), values.numpy())
             continue
         if name == "d2t":
             writer.add_tensor(name, (values + torch.arange(len(values))).numpy())

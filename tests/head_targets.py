@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors.torch import load_file
 
 from checkpoints import VOCAB_SIZE, write_checkpoint
@@ -16,6 +17,7 @@ from eagle_checkpoints import (
     EAGLE1,
     EAGLE3,
     HIDDEN,
+    RECALLED,
     Tensors,
     eagle1_tensors,
     eagle3_tensors,
@@ -27,6 +29,8 @@ from eagle_checkpoints import (
     write_listening_eagle1,
     write_reading_eagle1,
     write_reading_eagle3,
+    write_recalling_peagle,
+    write_recalling_target,
 )
 from medusa_checkpoints import edit, perfect_blocks, perfect_heads, random_heads, write_heads, write_successor_target
 from mtp_checkpoints import LAYOUTS as MTP_LAYOUTS
@@ -117,12 +121,13 @@ class PerfectHeads:
     """Pairs of a target and heads that must be right, written when they are asked for.
 
     Attributes:
-        targets: without heads: "mean", "legible" and "successor".
+        targets: without heads: "mean", "legible", "recalling" and "successor".
     """
 
     NAMES = (
         *("eagle listening safetensors", "eagle listening sharded", "eagle reading bin"),
         *(f"eagle3 {container}" for container in ("midlayer", "bin", "speculators", "gguf")),
+        *(f"peagle {container}" for container in ("plain", "speculators")),
         *(f"medusa {layout}" for layout in ("rows", "rows_pt", "tgi", "whole", "vllm", "vllm_shared", "vllm_map")),
         *(f"mtp {layout}" for layout in MTP_LAYOUTS),
     )
@@ -130,6 +135,7 @@ class PerfectHeads:
         *(f"{name} swapped" for name in ("eagle listening safetensors", "eagle reading bin", "eagle3 midlayer", "eagle3 gguf")),
         *(f"mtp {layout} swapped" for layout in MTP_LAYOUTS),
         *(f"eagle3 {container} misread" for container in ("midlayer", "gguf")),
+        "peagle plain shifted",
         *(f"medusa {layout} shifted" for layout in ("rows", "vllm")),
     )
 
@@ -138,6 +144,7 @@ class PerfectHeads:
         self.targets = {
             "mean": write_legible_target(folder / "mean", num_layers=NUM_LAYERS),
             "legible": write_legible_target(folder / "legible", num_layers=NUM_LAYERS, reads_mean=False),
+            "recalling": write_recalling_target(folder / "recalling", NUM_LAYERS),
             "successor": write_successor_target(folder / "successor", "qwen3", sharpness=SHARPNESS)[0],
         }
         self._made: dict[str, Pair] = {}
@@ -145,7 +152,9 @@ class PerfectHeads:
     def target_of(self, name: str) -> str:
         """Which of `targets` heads of this name are for."""
         method, form, *_ = name.split()
-        return "successor" if method == "medusa" else "mean" if method == "mtp" or form == "listening" else "legible"
+        if method in ("medusa", "peagle"):
+            return "successor" if method == "medusa" else "recalling"
+        return "mean" if method == "mtp" or form == "listening" else "legible"
 
     def pair(self, name: str) -> Pair:
         """By one of `NAMES` or `WRONG`."""
@@ -160,6 +169,9 @@ class PerfectHeads:
             return medusa_as(form, folder, target, shift=int("shifted" in more))
         if method == "mtp":
             return mtp_as(form, folder, target, is_swapped=is_swapped)
+        if method == "peagle":
+            offset = RECALLED - ("shifted" in more)
+            return Pair(target, str(write_recalling_peagle(folder, is_speculators=form == "speculators", offset=offset)))
         if method == "eagle3":
             return Pair(target, eagle3_as(form, folder, is_swapped=is_swapped, is_misread="misread" in more))
         writer = write_listening_eagle1 if form == "listening" else write_reading_eagle1
@@ -186,9 +198,13 @@ def write_random_pairs(folder: Path) -> dict[str, Pair]:
     edit(draft / "model.safetensors", blur)
     sizes: Mapping[str, Any] = {"hidden_size": 64, "head_dim": 16}
     spec = {**EAGLE3, **sizes, "eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
+    masked = {**spec, "num_hidden_layers": 2}
+    mask = torch.from_numpy(random.normal(0.0, 1.0, (1, 1, 192)).astype(np.float32))
+    peagle = eagle3_tensors(masked, target_hidden=64, first_layer="layers.0.", seed=7) | {"mask_hidden": mask}
     heads = {
         "eagle": str(write_head(folder / "eagle", {**EAGLE1, **sizes}, eagle1_tensors({**EAGLE1, **sizes}))),
         "eagle3": str(write_head(folder / "eagle3", spec, eagle3_tensors(spec, target_hidden=64))),
+        "peagle": str(write_head(folder / "peagle", {**masked, "mask_token_id": 3}, peagle)),
         "medusa": str(write_heads(folder / "medusa", "rows", random_heads(num_heads=4))),
         "draft_model": str(draft),
     }
@@ -238,8 +254,8 @@ PAIRS: Mapping[str, Callable[[Path], dict[str, Pair]]] = {
 
 TEXTS = ("ngram", "suffix", "prediction", "ngram-and-eagle3", "all")
 KINDS = {
-    "random": ("eagle", "eagle3", "medusa", "mtp-mtp", "mtp-extra_layer", "draft_model", *TEXTS),
-    "known": ("eagle", "eagle-deaf", "eagle3", "mtp-mtp", "mtp-extra_layer", *TEXTS),
+    "random": ("eagle", "eagle3", "peagle", "medusa", *(f"mtp-{layout}" for layout in MTP_LAYOUTS), "draft_model", *TEXTS),
+    "known": ("eagle", "eagle-deaf", "eagle3", *(f"mtp-{layout}" for layout in MTP_LAYOUTS), *TEXTS),
     "cyclic": ("medusa-rows", "medusa-tgi", "medusa-vllm_map", "medusa-and-suffix"),
 }
 """The names of the pairs of each."""

@@ -1,16 +1,18 @@
-"""Tiny MTP modules inside plain dense models, in the two layouts that exist, and one that must guess perfectly."""
+"""Tiny MTP modules inside plain dense models, in the layouts that exist, and one that must guess perfectly."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import save_file
 
-from checkpoints import VOCAB_SIZE
+from checkpoints import VOCAB_SIZE, write_checkpoint
 from medusa_checkpoints import edit
 
 Arrays = dict[str, NDArray[Any]]
-LAYOUTS = ("mtp", "extra_layer")
+LAYOUTS = ("mtp", "extra_layer", "mtp_layers")
 _NAMES = {
     "mtp": {
         "fc": "mtp.fc",
@@ -28,13 +30,68 @@ _NAMES = {
         "lm_head": "model.layers.{last}.shared_head.head",
         "embed": "model.layers.{last}.embed_tokens",
     },
+    "mtp_layers": {  # MiMo's
+        "fc": "model.mtp_layers.0.input_proj",
+        "norm_e": "model.mtp_layers.0.token_layernorm",
+        "norm_h": "model.mtp_layers.0.hidden_layernorm",
+        "norm": "model.mtp_layers.0.final_layernorm",
+        "layer": "model.mtp_layers.0",
+    },
 }
 
 
+def write_mimo(directory: Path, **overrides: Any) -> Path:
+    """A random MiMo without its module: a qwen2 by another name."""
+    write_checkpoint(directory, "qwen2", **overrides)
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    named = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
+    (directory / "config.json").write_text(json.dumps({**config, **named}), encoding="utf-8")
+    return directory
+
+
+def write_speculators(directory: Path, arrays: Arrays, target: Path, **layer: Any) -> Path:
+    """A module as the speculators library stores it: the mixing matrix takes the embedding's half first.
+
+    Args:
+        target: whose config is that of its layer.
+        layer: changed in it.
+    """
+    directory.mkdir(parents=True)
+    values = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    nested = {name: value for name, value in values.items() if name not in ("architectures", "dtype")}
+    config = {"speculators_model_type": "mtp", "architectures": ["MTPDraftModel"], "transformer_layer_config": {**nested, **layer}}
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    names = _stored_names("mtp_layers", arrays, 0)
+    tensors = {stored.removeprefix("model."): np.ascontiguousarray(arrays[name]) for stored, name in names.items()}
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def _stored_names(layout: str, arrays: Arrays, num_layers: int) -> dict[str, str]:
+    """Stored name -> ours."""
+    names = {}
+    for name in arrays:
+        part, _, rest = name.partition(".")
+        stored = _NAMES[layout][part].format(last=num_layers) + (f".{rest}" if rest else "")
+        names[stored if name.endswith(".bias") else f"{stored}.weight"] = name
+    return names
+
+
 def random_module(
-    *, hidden: int = 64, inner: int = 96, num_heads: int = 4, num_kv_heads: int = 2, head_size: int = 16, seed: int = 0
+    *,
+    hidden: int = 64,
+    inner: int = 96,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_size: int = 16,
+    family: str = "qwen3",
+    seed: int = 0,
 ) -> Arrays:
-    """`fc`, `norm_e`, `norm_h`, `norm`, and the tensors of a qwen3 layer by their names behind `layer.`; norm weights as they multiply."""
+    """`fc`, `norm_e`, `norm_h`, `norm`, and the tensors of a layer by their names behind `layer.`; norm weights as they multiply.
+
+    Args:
+        family: qwen3, or mimo, which has biases in place of norms of q and k.
+    """
     random = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int) -> NDArray[np.float32]:
@@ -43,7 +100,7 @@ def random_module(
     def norm(size: int) -> NDArray[np.float32]:
         return random.uniform(0.5, 1.5, size).astype(np.float32)
 
-    return {
+    arrays = {
         "fc": matrix(hidden, 2 * hidden),
         "norm_e": norm(hidden),
         "norm_h": norm(hidden),
@@ -60,17 +117,23 @@ def random_module(
         "layer.mlp.up_proj": matrix(inner, hidden),
         "layer.mlp.down_proj": matrix(hidden, inner),
     }
+    if family == "mimo":
+        rows = {"q": num_heads, "k": num_kv_heads, "v": num_kv_heads}
+        arrays = {name: array for name, array in arrays.items() if not name.endswith(("q_norm", "k_norm"))}
+        arrays |= {f"layer.self_attn.{part}_proj.bias": matrix(1, count * head_size)[0] for part, count in rows.items()}
+    return arrays
 
 
 def add_module(directory: Path, layout: str, arrays: Arrays, *, num_layers: int, **own: NDArray[np.float32]) -> Path:
     """Store a module in the model that lies in `directory`; `own`: its copies `lm_head` and `embed` ("extra_layer" alone has room)."""
 
     def change(tensors: Arrays) -> None:
-        for name, array in {**arrays, **own}.items():
-            part, _, rest = name.partition(".")
-            stored = _NAMES[layout][part].format(last=num_layers) + (f".{rest}" if rest else "") + ".weight"
-            is_norm = "norm" in name
-            tensors[stored] = array - 1.0 if is_norm and layout == "mtp" else array
+        given = {**arrays, **own}
+        for stored, name in _stored_names(layout, given, num_layers).items():
+            array = given[name]
+            if name == "fc" and layout == "mtp_layers":  # the feature's half comes first
+                array = np.roll(array, array.shape[0], axis=1)
+            tensors[stored] = array - 1.0 if "norm" in name and layout == "mtp" else array
 
     edit(directory / "model.safetensors", change)
     return directory

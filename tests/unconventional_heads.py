@@ -27,6 +27,7 @@ from mtp_checkpoints import Arrays, random_module
 Edit = Callable[[dict[str, NDArray[np.float32]]], None]
 NEW, CURRENT, EARLIER = slice(0, CODE), slice(HIDDEN, HIDDEN + CODE), slice(HIDDEN + CODE, HIDDEN + 2 * CODE)  # columns of q, k and v
 LOOKS_BACK = 6
+SIGNS = np.where(np.arange(HIDDEN) % 2, -1.0, 1.0).astype(np.float32)
 
 
 def write_reading_eagle3(directory: Path, edit: Edit = lambda tensors: None, **config: Any) -> Path:
@@ -87,6 +88,38 @@ def with_small_outputs(tensors: dict[str, NDArray[np.float32]]) -> None:
     value = tensors["layers.0.self_attn.v_proj.weight"]
     value[:HEAD, NEW] *= 0.1
     value[HEAD : 2 * HEAD, CURRENT] *= 0.1
+
+
+def with_signed_norm(tensors: dict[str, NDArray[np.float32]]) -> None:
+    """Right with its final norm alone, which turns every second value around."""
+    tensors["norm.weight"] = tensors["norm.weight"] * SIGNS
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] * SIGNS
+
+
+def with_strange_norm(tensors: dict[str, NDArray[np.float32]]) -> None:
+    """Right without its final norm alone."""
+    tensors["norm.weight"] = tensors["norm.weight"] * SIGNS
+
+
+def write_converted_hass(directory: Path, *, is_on_feature: bool) -> Path:
+    """Reads its feature, as speculators converts HASS's norms: the one in front of the layer is meant for the feature, or is not.
+
+    The layer adds nothing, so that its own norm does nothing either.
+    """
+    tensors = silent_layer("transformer.", HIDDEN, ["post_attention_layernorm"])
+    fc = np.zeros((HIDDEN, 2 * HIDDEN), np.float32)
+    fc[:CODE, :CODE] = np.eye(CODE)
+    fc[CODE : 2 * CODE, HIDDEN : HIDDEN + CODE] = np.eye(CODE)
+    if is_on_feature:
+        fc[:, HIDDEN:] *= SIGNS
+    tensors |= {
+        "fusion_fc.weight": fc,
+        "embedding_layernorm.weight": np.full(HIDDEN, np.sqrt(CODE / HIDDEN), np.float32),
+        "transformer.input_layernorm.weight": SIGNS * np.float32(np.sqrt(2 * CODE / HIDDEN)),
+        "pre_lm_head_layernorm.weight": np.ones(HIDDEN, np.float32),
+    }
+    config = {"speculators_model_type": "eagle", "layernorms": True, "transformer_layer_config": legible_config(model_type="llama")}
+    return write_head(directory, config, {name: torch.from_numpy(array.copy()) for name, array in tensors.items()})
 
 
 def write_looking_back_eagle1(directory: Path, *, theta: float, **config: Any) -> Path:

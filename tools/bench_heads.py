@@ -23,16 +23,18 @@ from typing import Any
 import numpy as np
 
 from bench_machine import describe_machine, markdown_table
-from paceline.drafters.eagle.checkpoint import EagleConfig
+from paceline.drafters.eagle.config import EagleConfig
 from paceline.drafters.eagle.network import drafted_pairs, true_pairs
-from paceline.drafters.head_files import HeadKind
+from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.checkpoint import MedusaHeads
 from paceline.drafters.medusa.drafter import MedusaDrafter
 from paceline.drafters.medusa.network import MedusaNetwork
 from paceline.drafters.mtp import mtp_pairs
+from paceline.drafters.pairs.cache import TrueRows
 from paceline.drafters.pairs.config import PairConfig
 from paceline.drafters.pairs.drafter import PairDrafter
-from paceline.drafters.pairs.head import DraftedRows, PairHead
+from paceline.drafters.pairs.head import DraftedRows, MaskedPair, PairHead
+from paceline.drafters.pairs.parallel import ParallelDrafter
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig, RopeConfig, WeightType
@@ -124,10 +126,11 @@ class RandomWeights:
 
 
 def pair_head(method: str, shape: Shape, threads: int) -> tuple[PairHead, int]:
-    """A random head, and the bytes that a pass of it over one drafted pair reads."""
+    """A random head, and the bytes that a pass of it over drafted pairs reads."""
     random = RandomWeights(shape.scale)
     layers, hidden = shape.config(), shape.hidden
-    is_eagle3 = method == "EAGLE-3"
+    is_parallel = method == "P-EAGLE"
+    is_eagle3 = is_parallel or method == "EAGLE-3"
     tensors = random.layer(shape, 2 * hidden if is_eagle3 else hidden)
     tensors |= {"fc.weight": random.matrix(hidden, len(BOUNDARIES) * hidden if is_eagle3 else 2 * hidden)}
     tensors |= {"lm_head.weight": random.matrix(shape.vocab, hidden), "final_norm.weight": random.norm(hidden)}
@@ -137,15 +140,21 @@ def pair_head(method: str, shape: Shape, threads: int) -> tuple[PairHead, int]:
         config = PairConfig(kind=HeadKind.MTP, layers=layers, feature_size=hidden)
         true = drafted = mtp_pairs(config)
     else:
-        kind = HeadKind.EAGLE3 if is_eagle3 else HeadKind.EAGLE
         config = EagleConfig(
-            kind=kind, layers=layers, feature_size=hidden, boundaries=BOUNDARIES if is_eagle3 else (), has_final_norm=is_eagle3
+            kind=HeadKind.PEAGLE if is_parallel else HeadKind.EAGLE3 if is_eagle3 else HeadKind.EAGLE,
+            layers=layers,
+            feature_size=hidden,
+            boundaries=BOUNDARIES if is_eagle3 else (),
+            norms_embedding=is_eagle3,
+            has_final_norm=is_eagle3,
         )
         true, drafted = true_pairs(config), drafted_pairs(config)
     runtime = open_head(true, layers, Weights(tensors), num_threads=threads, max_context=2048, backend="native")
     behind = runtime.beside(drafted) if is_eagle3 else runtime
-    num_bytes = sum(tensor.array.nbytes for name, tensor in tensors.items() if not (is_eagle3 and name == "fc.weight"))  # type: ignore[union-attr]
-    return PairHead(config, runtime, behind, random.matrix(shape.vocab, hidden), target_ids=None), num_bytes
+    is_read = {name: is_parallel or not is_eagle3 or name != "fc.weight" for name in tensors}
+    num_bytes = sum(tensor.array.nbytes for name, tensor in tensors.items() if is_read[name])  # type: ignore[union-attr]
+    masked = MaskedPair(7, np.ones(len(BOUNDARIES) * hidden, np.float32)) if is_parallel else None
+    return PairHead(config, runtime, behind, random.matrix(shape.vocab, hidden), target_ids=None, masked=masked), num_bytes
 
 
 def medusa_network(shape: Shape, threads: int, *, is_shared: bool) -> tuple[MedusaNetwork, int]:
@@ -168,6 +177,11 @@ def time_passes(options: argparse.Namespace) -> list[list[str]]:
         rows = RowRange(0, 1, PROMPT, np.arange(1, 5, dtype=np.int32), None, 1)
         draft = DraftedRows([7], np.ones((1, LARGE.hidden), np.float32), [PROMPT], rows, [0])
         calls[method] = (lambda head=head, draft=draft: head.run_drafted([draft])), num_bytes  # type: ignore[misc]
+    head, num_bytes = pair_head("P-EAGLE", LARGE, options.threads)
+    head.runtime.new_cache(8)
+    rows = RowRange(0, 1, PROMPT, np.arange(1, 5, dtype=np.int32), None, 1)
+    true = TrueRows(np.array([7], np.int32), np.ones((1, len(BOUNDARIES) * LARGE.hidden), np.float32), rows)
+    calls["P-EAGLE, 4 positions"] = partial(head.run_true, [true], wants_logits=True, num_masked=[DEPTH - 1]), num_bytes
     for name, is_shared in (("Medusa, 4 heads", False), ("Medusa, 4 heads, one vocabulary matrix", True)):
         network, num_bytes = medusa_network(LARGE, options.threads, is_shared=is_shared)
         feature = np.ones((1, LARGE.hidden), np.float32)
@@ -239,7 +253,7 @@ def time_proposals(options: argparse.Namespace) -> list[list[str]]:
     small = Shape(256, 512, 4, 2, options.vocab, scale=3.0 / 16.0)  # logits differ by 3
     medusa, _ = medusa_network(small, 1, is_shared=False)
     makers: dict[str, Callable[[KVCache, int], Drafter]] = {}
-    for method in ("EAGLE-1", "EAGLE-3", "MTP"):
+    for method in ("EAGLE-1", "EAGLE-3", "P-EAGLE", "MTP"):
         head, _ = pair_head(method, small, 1)
         makers[method] = partial(_pair_drafter, head, vocab_size=small.vocab)
     makers["Medusa"] = lambda cache, width: MedusaDrafter(medusa, vocab_size=small.vocab)
@@ -261,7 +275,8 @@ def time_proposals(options: argparse.Namespace) -> list[list[str]]:
 
 
 def _pair_drafter(head: PairHead, cache: KVCache, width: int, *, vocab_size: int) -> Drafter:
-    return PairDrafter(head, cache, vocab_size=vocab_size, tree_width=width)
+    drafter = PairDrafter if head.masked is None else ParallelDrafter
+    return drafter(head, cache, vocab_size=vocab_size, tree_width=width)
 
 
 def _middle(seconds: Sequence[float], unit: float) -> str:

@@ -81,7 +81,7 @@ class SpeculationConfig:
         drafter: "auto", "none", a name of the table in drafters/__init__.py, or the directory or id of a draft model or of heads; several
             guess together.
         num_draft_tokens: tokens to draft a step, or "auto" (4).
-        tree_width: guesses a position, of draft models and heads; 1 = a chain.
+        tree_width: guesses a position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.
         draft_quant: quantise draft models and heads while loading them: "none", "int8", "int4" or `QuantOptions`.
         drafter_options: settings of single methods by name, such as {"tree": "accuracy"}; see drafters/options.py.
         acceptance: which guesses are kept: "match" (those the target itself draws: a seed has its plain text) or "rejection" (as many as

@@ -45,7 +45,7 @@ class LLM:
         drafter: "auto" (the model's own draft model, else ngram), "none", "ngram", "suffix", "prediction", a draft model's
             directory or id, or several of them together.
         num_draft_tokens: tokens guessed a step, or "auto" (4).
-        tree_width: guesses a position, of draft models and heads; 1 = a chain.
+        tree_width: guesses a position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.
         draft_quant: the same for draft models and heads.
         drafter_options: settings of single methods: {"tree": "accuracy"} (medusa), {"boundaries": (2, 16, 29)} (eagle3) and others, which
             docs/methods lists.

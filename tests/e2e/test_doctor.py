@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from checkpoints import VOCAB_SIZE, write_byte_level_tokenizer, write_checkpoint, write_tokenizer
@@ -27,10 +28,11 @@ from eagle_checkpoints import (
     write_legible_target,
     write_reading_eagle1,
     write_reading_eagle3,
+    write_recalling_peagle,
 )
 from gguf_checkpoints import byte_level_vocabulary, write_gguf
 from medusa_checkpoints import perfect_heads, random_heads, write_heads, write_successor_target
-from mtp_checkpoints import add_module, perfect_module
+from mtp_checkpoints import add_module, perfect_module, write_speculators
 from paceline.cli import app
 from paceline.config import QuantOptions
 from paceline.models.checkpoint import open_weights, read_model_config
@@ -165,6 +167,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> HeadPairs:
         "eagle3": (legible, str(write_reading_eagle3(folder / "eagle3"))),
         "medusa": (folder / "successor", str(medusa)),
         "mtp": (folder / "successor", "mtp"),
+        "peagle": (legible, str(write_recalling_peagle(folder / "peagle"))),
     }
     return HeadPairs(pairs, write_head(folder / "other", EAGLE3, eagle3_tensors()))
 
@@ -175,6 +178,7 @@ HEADS = {
     "eagle3": "eagle3 head that reads layer boundaries 0, 2, 4; its sizes fit the target's",
     "medusa": "3 Medusa heads with a vocabulary matrix each; its sizes fit the target's",
     "mtp": "mtp module of the target's own checkpoint; its sizes fit the target's",
+    "peagle": "peagle head that reads layer boundaries 0, 2, 4; its sizes fit the target's",
 }
 
 
@@ -220,7 +224,7 @@ def test_an_option_of_a_method_is_taken_into_account(heads: HeadPairs, kind: str
         ("eagle3", "boundaries=0,3,9", "name as many different ones, from 0 to 4"),
         ("eagle3", "tree=accuracy", "'tree' is for medusa heads, and the drafter is eagle3"),
         ("medusa", "tree=oak", "use one of probability, accuracy"),
-        ("mtp", "nothing=1", "'nothing' is unknown; there are tree (medusa), boundaries (eagle3)"),
+        ("mtp", "nothing=1", "'nothing' is unknown; there are tree (medusa), boundaries (eagle3 and peagle)"),
     ],
 )
 def test_an_option_that_cannot_be_used_is_a_problem(heads: HeadPairs, kind: str, option: str, problem: str) -> None:
@@ -260,10 +264,26 @@ def test_a_probe_notices_heads_of_the_same_sizes_for_other_weights(heads: HeadPa
         assert not any("made for another" in notice for notice in right["notices"])
 
 
+def test_a_module_of_a_file_of_its_own_is_judged_as_that(heads: HeadPairs, tmp_path: Path) -> None:
+    model, _ = heads.pairs["mtp"]
+    code, facts = ask("--model", model, "--drafter", write_speculators(tmp_path / "module", perfect_module(), model))
+    assert (code, facts["problems"]) == (0, [])
+    assert pair_of(facts)["summary"].startswith("mtp module of a file of its own; its sizes fit the target's")
+
+
 def test_a_head_for_another_target_is_one_clear_problem(heads: HeadPairs, target: Path, tmp_path: Path) -> None:
     legible, _ = heads.pairs["eagle3"]
     heads_of_64 = write_heads(tmp_path / "medusa", "rows", random_heads(hidden=64))
-    for model, drafter in ((legible, heads.other_eagle), (legible, heads_of_64), (target, heads.pairs["eagle"][1]), (target, "medusa")):
+    short = write_recalling_peagle(tmp_path / "short")
+    tensors = load_file(short / "model.safetensors")
+    save_file(tensors | {"embed_tokens.weight": tensors["embed_tokens.weight"][:50]}, short / "model.safetensors")
+    for model, drafter in (
+        (legible, heads.other_eagle),
+        (legible, heads_of_64),
+        (legible, short),
+        (target, heads.pairs["eagle"][1]),
+        (target, "medusa"),
+    ):
         code, facts = ask("--model", model, "--drafter", drafter)
         assert (code, len(facts["problems"])) == (1, 1)
         assert re.search("made for another model|holds no medusa head|from 0 to 2", facts["problems"][0]), facts["problems"]

@@ -29,10 +29,11 @@ SAMPLINGS = {
     "samples": SamplingParams(temperature=1.0, top_k=20, n=2, seed=24),
 }
 IN_A_NORMAL_RUN = {
-    *(("random-f32-native", kind, "tree") for kind in ("eagle", "medusa", "draft_model", "all")),
+    *(("random-f32-native", kind, "tree") for kind in ("eagle", "peagle", "medusa", "draft_model", "all")),
     *(("random-f32-native", kind, "chain") for kind in ("eagle3", "suffix")),
     *(("random-bf16-native", kind, "chain") for kind in ("eagle", "mtp-extra_layer")),
     ("random-bf16-native", "eagle3", "tree"),
+    ("random-bf16-native", "peagle", "chain"),
     *(("known-f32-native", kind, "tree") for kind in ("eagle", "mtp-mtp", "ngram-and-eagle3", "prediction")),
     *(("known-f32-native", kind, "chain") for kind in ("eagle3", "eagle-deaf")),
     *(("cyclic-f32-native", kind, "tree") for kind in ("medusa-rows", "medusa-and-suffix")),
@@ -193,7 +194,7 @@ def test_collected_boundaries_change_no_token(target: str, given_of: GivenOf, ta
 
 
 DRAWN = [
-    *(("random", kind, "chain", Proposal.SAMPLED) for kind in ("eagle", "eagle3", "medusa", "mtp-mtp", "draft_model")),
+    *(("random", kind, "chain", Proposal.SAMPLED) for kind in ("eagle", "eagle3", "peagle", "medusa", "mtp-mtp", "draft_model")),
     ("random", "draft_model", "tree", Proposal.WITHOUT_REPLACEMENT),
     ("random", "medusa", "tree", Proposal.SAMPLED),  # its heads' draws make a chain, whatever room there is
     ("known", "suffix", "tree", Proposal.DETERMINISTIC),

@@ -23,8 +23,9 @@ PlainOf = Callable[[str], "Plain"]
 GREEDY = SamplingParams(max_tokens=45, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=1.0, seed=3)
 NUM_BLOCKS = 10  # of the cache: two or three of the texts below
-SAME_LAW = ("eagle reading", "eagle3", "mtp")  # logits that are the target's but for rounding, so that sampled texts are known too
-TREES_IN_A_NORMAL_RUN = ("eagle listening safetensors", "eagle3 midlayer", "medusa rows", "mtp mtp")
+# logits that are the target's but for rounding, so that sampled texts are known too
+SAME_LAW = ("eagle reading", "eagle3", "peagle", "mtp")
+TREES_IN_A_NORMAL_RUN = ("eagle listening safetensors", "eagle3 midlayer", "peagle plain", "medusa rows", "mtp mtp")
 
 
 @dataclass(slots=True)

@@ -11,7 +11,18 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
-from eagle_checkpoints import DRAFT_IDS, EAGLE1, EAGLE3, VOCAB_SIZE, Tensors, eagle1_tensors, eagle3_tensors, write_gguf_head, write_head
+from eagle_checkpoints import (
+    DRAFT_IDS,
+    EAGLE1,
+    EAGLE3,
+    VOCAB_SIZE,
+    Tensors,
+    eagle1_tensors,
+    eagle3_tensors,
+    random_tensors,
+    write_gguf_head,
+    write_head,
+)
 from native_network import plain_tensor
 from paceline.drafters.eagle.gguf import open_gguf_head
 from paceline.drafters.eagle.head import open_eagle_head
@@ -43,6 +54,9 @@ class Variant:
     chunk_norms: bool = False
     own_embedding: bool = False
     container: str = "safetensors"
+    skipped: Sequence[str] = ()  # tensors of the file that take no part
+    window: int | None = None  # of the first layer
+    rotated: float = 1.0  # share of a head's values
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -50,6 +64,27 @@ E1 = {**EAGLE1}
 E3 = {**EAGLE3, "eagle_aux_hidden_state_layer_ids": BOUNDARIES}
 SPECULATORS = {"speculators_model_type": "eagle3", "eagle_aux_hidden_state_layer_ids": BOUNDARIES, "draft_vocab_size": len(DRAFT_IDS)}
 LAYER_CONFIG = {name: value for name, value in EAGLE3.items() if name != "architectures"}
+QWEN3 = {**LAYER_CONFIG, "model_type": "qwen3", "layer_types": ["sliding_attention"]}
+PART = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
+OLD_SPECULATORS = {"speculators_model_type": "eagle", "transformer_layer_config": {**E1, "model_type": "llama"}, "layernorms": True}
+OLD_NAMES = {
+    "fc.": "module.fusion_fc.", "layers.0.": "transformer.", "norm.": "pre_lm_head_layernorm.",
+}  # fmt: skip
+HASS = {"embedding_layernorm.": "embed_layernorm.", "hidden_states_layernorm.": "hidden_layernorm.", "norm.": "lm_head_layernorm."}
+NESTED: dict[str, Any] = {"model_type": "eagle", "architectures": ["EAGLEModel"], "model": {**E1, "model_type": "llama"}}
+NORMS = {
+    "embedding": "embedding_layernorm.weight",
+    "hidden_states": "hidden_states_layernorm.weight",
+    "first": "layers.0.input_layernorm.weight",
+    "last": "norm.weight",
+}
+
+
+def with_norms(*names: str, bias: bool = True) -> Tensors:
+    """An EAGLE-1 head with norms that other trainers added."""
+    return eagle1_tensors(bias=bias) | random_tensors({NORMS[name]: (32,) for name in names}, 4)
+
+
 VARIANTS: dict[str, Variant] = {
     "eagle1": Variant(E1, eagle1_tensors, 1, own_embedding=True, container="bin"),
     "eagle1, no fc bias, llama3's base": Variant(
@@ -61,11 +96,43 @@ VARIANTS: dict[str, Variant] = {
     ),
     "eagle1, normed halves": Variant(E1, lambda: eagle1_tensors(norms=True), 1, own_embedding=True),
     "eagle1, the target's embedding": Variant(E1, lambda: without(eagle1_tensors(), "embed_tokens.weight"), 1),
+    "eagle1, HASS's norms": Variant(E1, lambda: renamed(with_norms("embedding", "hidden_states", "last"), HASS), 1, own_embedding=True),
+    "eagle1, a norm in front of the first attention": Variant(E1, lambda: with_norms("first"), 1, own_embedding=True),
     "eagle1, an old speculators export": Variant(
-        {"speculators_model_type": "eagle", "transformer_layer_config": E1},
-        lambda: renamed(eagle1_tensors(norms=True), {"fc.": "module.fusion_fc.", "hidden_states_layernorm": "pre_lm_head_layernorm"}),
+        OLD_SPECULATORS,
+        lambda: renamed(without(with_norms("embedding", "first", "last", bias=False), "embed_tokens.weight"), OLD_NAMES),
+        1,
+    ),
+    "eagle1, an old speculators export without norms": Variant(
+        {**OLD_SPECULATORS, "layernorms": False, "fusion_bias": True},
+        lambda: renamed(without(eagle1_tensors(), "embed_tokens.weight"), OLD_NAMES),
+        1,
+    ),
+    "eagle1, a vocabulary matrix of its own": Variant(
+        E1, lambda: eagle1_tensors() | random_tensors({"lm_head.weight": (VOCAB_SIZE, 32)}, 3), 1, own_embedding=True
+    ),
+    "eagle1, vLLM's config": Variant(
+        NESTED,
+        lambda: (
+            renamed(with_norms("first", "last", bias=False), {"layers.": "model.layers.", "norm.": "model.norm."})
+            | random_tensors({"lm_head.weight": (VOCAB_SIZE, 32)}, 3)
+        ),
         1,
         own_embedding=True,
+        skipped=("layers.0.input_layernorm.weight", "norm.weight"),
+    ),
+    "eagle1, all of vLLM's norms": Variant(
+        {**NESTED, "model": {**NESTED["model"], "add_para_norm": True, "skip_prenorm": False, "skip_output_norm": False}},
+        lambda: renamed(
+            with_norms("embedding", "hidden_states", "first", "last", bias=False),
+            {"embedding_layernorm.": "enorm.", "hidden_states_layernorm.": "hnorm."},
+        ),
+        1,
+        normed_recurrence=True,
+        own_embedding=True,
+    ),
+    "eagle1, a window": Variant(
+        {**E1, "layer_types": ["sliding_attention"], "sliding_window": 4}, eagle1_tensors, 1, own_embedding=True, window=4
     ),
     "eagle3": Variant(E3, eagle3_tensors, container="bin"),
     "eagle3, default boundaries": Variant({**EAGLE3}, eagle3_tensors),
@@ -112,6 +179,49 @@ VARIANTS: dict[str, Variant] = {
         own_embedding=True,
     ),
     "norm_output outside of speculators": Variant({**E3, "norm_output": True}, eagle3_tensors),
+    "no norm_output outside of speculators": Variant({**E3, "norm_output": False}, eagle3_tensors, skipped=("norm.weight",)),
+    "eagle3, a window in the first of two layers": Variant(
+        {**E3, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 4},
+        lambda: eagle3_tensors({**EAGLE3, "num_hidden_layers": 2}),
+        window=4,
+    ),
+    "speculators, qwen3 with a window": Variant(
+        {**SPECULATORS, "transformer_layer_config": {**QWEN3, "use_sliding_window": True, "sliding_window": 5}},
+        lambda: eagle3_tensors(own_embedding=True, first_layer="layers.0.", qk_norm=True),
+        own_embedding=True,
+        window=5,
+    ),
+    "speculators, qwen3 whose window is off": Variant(
+        {**SPECULATORS, "transformer_layer_config": {**QWEN3, "use_sliding_window": False, "sliding_window": 5}},
+        lambda: eagle3_tensors(own_embedding=True, first_layer="layers.0.", qk_norm=True),
+        own_embedding=True,
+    ),
+    "speculators, half of each head rotates": Variant(
+        {**SPECULATORS, "transformer_layer_config": {**LAYER_CONFIG, "rope_parameters": {**PART, "rope_type": "linear", "factor": 1.0}}},
+        lambda: eagle3_tensors(own_embedding=True, first_layer="layers.0."),
+        own_embedding=True,
+        rotated=0.5,
+    ),
+    "speculators, a part that its classes overlook": Variant(
+        {**SPECULATORS, "transformer_layer_config": {**LAYER_CONFIG, "rope_parameters": {**PART, "rope_type": "default"}}},
+        lambda: eagle3_tensors(own_embedding=True, first_layer="layers.0."),
+        own_embedding=True,
+    ),
+    "speculators, rotations by kind of layer": Variant(
+        {
+            **SPECULATORS,
+            "transformer_layer_config": {
+                **LAYER_CONFIG,
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                },
+            },
+        },
+        lambda: eagle3_tensors(own_embedding=True, first_layer="layers.0."),
+        own_embedding=True,
+        theta=500.0,
+    ),
 }
 BOUNDARIES_OF = {"eagle3, default boundaries": [2, 4, 6], "eagle3, one boundary": [6]}
 
@@ -130,10 +240,11 @@ class Reference:
     """The forward pass as it is written down, over all pairs at once."""
 
     def __init__(self, variant: Variant, tensors: Tensors, target: Tensors) -> None:
-        names = {"midlayer.": "layers.0.", "module.fusion_fc.": "fc.", "pre_lm_head_layernorm": "hidden_states_layernorm"}
-        self.weights = renamed(tensors, names)
+        names = {new: old for parts in (OLD_NAMES, HASS) for old, new in parts.items()}
+        names |= {"midlayer.": "layers.0.", "model.": "", "enorm.": "embedding_layernorm.", "hnorm.": "hidden_states_layernorm."}
+        self.weights = {name: values for name, values in renamed(tensors, names).items() if name not in variant.skipped}
         self.variant, self.target = variant, target
-        spec = {**variant.spec.get("transformer_layer_config", {}), **variant.spec}
+        spec = {**variant.spec.get("transformer_layer_config", {}), **variant.spec.get("model", {}), **variant.spec}
         self.num_heads, self.eps, self.num_layers = spec["num_attention_heads"], spec["rms_norm_eps"], spec["num_hidden_layers"]
 
     def fused(self, features: torch.Tensor) -> torch.Tensor:
@@ -157,9 +268,11 @@ class Reference:
         if self.variant.method == 1:
             h = inputs
             if "embedding_layernorm.weight" in weights:
-                e, h = self.norm(e, "embedding_layernorm"), self.norm(h, "hidden_states_layernorm")
+                e = self.norm(e, "embedding_layernorm")
+            if "hidden_states_layernorm.weight" in weights:
+                h = self.norm(h, "hidden_states_layernorm")
             h = torch.cat([e, h], dim=-1) @ weights["fc.weight"].T + weights.get("fc.bias", torch.zeros(()))
-            attended = h
+            attended = self.norm(h, "layers.0.input_layernorm") if "layers.0.input_layernorm.weight" in weights else h
         else:
             if "layers.0.input_layernorm.weight" in weights:
                 e = self.norm(e, "layers.0.input_layernorm")
@@ -169,7 +282,8 @@ class Reference:
         for layer in range(self.num_layers):
             if layer > 0:
                 attended = self.norm(h, f"layers.{layer}.input_layernorm")
-            h = h + self.attention(layer, attended, at, mask)
+            seen = mask & (at[:, None] - at < self.variant.window) if layer == 0 and self.variant.window else mask
+            h = h + self.attention(layer, attended, at, seen)
             m = self.norm(h, f"layers.{layer}.post_attention_layernorm")
             gate, up = m @ self.matrix(layer, "mlp.gate_proj").T, m @ self.matrix(layer, "mlp.up_proj").T
             h = h + (F.silu(gate) * up) @ self.matrix(layer, "mlp.down_proj").T
@@ -201,10 +315,10 @@ class Reference:
         return torch.einsum("hts,shd->thd", probs, v).reshape(len(x), -1) @ self.matrix(layer, "self_attn.o_proj").T
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        half = x.shape[-1] // 2
+        half = int(x.shape[-1] * self.variant.rotated) // 2
         angles = positions[:, None, None] * self.variant.theta ** (-torch.arange(half) / half)
-        first, second = x[..., :half], x[..., half:]
-        return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1)
+        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin(), rest], dim=-1)
 
 
 def target_config(hidden_size: int = TARGET_HIDDEN) -> ModelConfig:
@@ -273,7 +387,7 @@ def test_true_pairs_and_recurrence_are_as_written_down(name: str, backend: str, 
         last_feature = step.features[-1].copy()
 
 
-@pytest.mark.parametrize("name", ["eagle1", "eagle3"])
+@pytest.mark.parametrize("name", ["eagle1", "eagle3", "eagle1, a window", "eagle3, a window in the first of two layers"])
 def test_a_tree_is_its_paths(name: str, backend: str, tmp_path: Path) -> None:
     """Nodes of a masked pass compute what they would at the end of a chain of their ancestors."""
     head, reference = open_variant(VARIANTS[name], tmp_path)
@@ -293,7 +407,7 @@ def test_a_tree_is_its_paths(name: str, backend: str, tmp_path: Path) -> None:
         positions = [NUM_PAIRS - 1 + depth for depth in depths[:count]]
         found = head.run_drafted([DraftedRows(tokens[:count], np.stack(inputs), positions, rows, range(count))])
         outputs = [row.copy() for row in found.features]
-    true_inputs = torch.from_numpy(features) if name == "eagle1" else reference.fused(torch.from_numpy(features))
+    true_inputs = torch.from_numpy(features) if "eagle1" in name else reference.fused(torch.from_numpy(features))
     for node in range(5):
         path = [node]
         while parents[path[0]] >= 0:
@@ -303,6 +417,64 @@ def test_a_tree_is_its_paths(name: str, backend: str, tmp_path: Path) -> None:
         wanted, logits = reference.run([*token_ids, *(tokens[step] for step in path)], rows_in, range(size), np.tri(size, dtype=np.bool_))
         np.testing.assert_allclose(outputs[node], wanted[-1], atol=1e-4)
         np.testing.assert_allclose(found.logits[node], logits[-1], atol=1e-4)
+
+
+PEAGLE = {
+    "plain": {**E3, "num_hidden_layers": 2, "architectures": ["PEagleDraftModel"], "mask_token_id": 5},
+    "vLLM's names": {**E3, "num_hidden_layers": 2, "parallel_drafting": True, "ptd_token_id": 5},
+    "speculators": {
+        **SPECULATORS, "speculators_model_type": "peagle", "mask_token_id": 5,
+        "transformer_layer_config": {**LAYER_CONFIG, "num_hidden_layers": 2},
+    },
+    "a window": {
+        **E3, "num_hidden_layers": 2, "mask_token_id": 5, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_normed", [False, True])
+@pytest.mark.parametrize("form", PEAGLE)
+def test_masked_pairs_are_as_written_down(form: str, is_normed: bool, backend: str, tmp_path: Path) -> None:
+    """One pass over the last true pairs and the masked ones behind them: positions go on, and each sees all before it."""
+    spec = {**PEAGLE[form], "fc_norm": is_normed}
+
+    def tensors() -> Tensors:
+        mask = torch.from_numpy(np.random.default_rng(6).normal(0, 1, (1, 1, 96)).astype(np.float32))
+        layers = {**EAGLE3, "num_hidden_layers": 2}
+        return eagle3_tensors(layers, own_embedding=True, fc_norm=is_normed, first_layer="layers.0.") | {"mask_hidden": mask}
+
+    variant = Variant(spec, tensors, own_embedding=True, chunk_norms=is_normed, window=3 if form == "a window" else None)
+    head, reference = open_variant(variant, tmp_path)
+    random = np.random.default_rng(7)
+    token_ids = random.integers(0, VOCAB_SIZE, NUM_PAIRS).tolist()
+    features = random.normal(0, 1, (NUM_PAIRS, head.config.num_features)).astype(np.float32)
+    head.run_true([true_rows(token_ids, features, 0, 6)], wants_logits=False)
+    found = head.run_true([true_rows(token_ids, features, 6, NUM_PAIRS)], wants_logits=True, num_masked=[4]).logits
+    assert len(found) == 5
+    count = NUM_PAIRS + 4
+    seen = torch.cat([torch.from_numpy(features), reference.weights["mask_hidden"].reshape(1, -1).expand(4, -1)])
+    _, logits = reference.run([*token_ids, 5, 5, 5, 5], reference.fused(seen), range(count), np.tri(count, dtype=np.bool_))
+    np.testing.assert_allclose(found, logits[-5:], atol=1e-4)
+
+
+def test_rows_of_a_draft_vocabulary_in_any_order_are_those_of_their_ids(tmp_path: Path) -> None:
+    """vLLM's `token_map` beside a matrix of its rows, or of all rows."""
+    ids = np.random.default_rng(8).permutation(DRAFT_IDS)
+    whole = random_tensors({"lm_head.weight": (VOCAB_SIZE, 32)}, 3)["lm_head.weight"]
+    logits = []
+    for name, matrix in (("few", whole[ids]), ("all", whole)):
+        more = {"lm_head.weight": matrix, "token_map": torch.from_numpy(ids)}
+        spec = {**NESTED, "truncated_vocab_size": len(ids)}
+        head, reference = open_variant(Variant(spec, lambda: eagle1_tensors(bias=False) | more, 1, own_embedding=True), tmp_path / name)  # noqa: B023
+        assert head.target_ids is not None
+        assert head.target_ids.tolist() == DRAFT_IDS
+        features = np.random.default_rng(9).normal(0, 1, (3, 32)).astype(np.float32)
+        found = head.run_true([true_rows([5, 6, 7], features, 0, 3)], wants_logits=True)
+        logits.append(found.logits.copy())
+        _, expected = reference.run([5, 6, 7], torch.from_numpy(features), range(3), np.tri(3, dtype=np.bool_))
+        order = np.argsort(ids) if name == "few" else DRAFT_IDS
+        np.testing.assert_allclose(logits[-1], expected[-1:, order], atol=1e-4)
+    np.testing.assert_allclose(*logits, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

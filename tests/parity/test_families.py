@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from checkpoints import VOCAB_SIZE, write_checkpoint
+from mtp_checkpoints import add_module, random_module, write_mimo
 from paceline.errors import BackendUnavailableError
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.models.config import ModelConfig, WeightType, read_config
@@ -304,3 +305,14 @@ def test_up_to_its_window_a_model_agrees_and_there_its_context_ends(tmp_path: Pa
     assert sum("sliding window of 64 tokens" in notice for notice in loaded.notices) == 1
     expected, _ = transformers_output(directory, token_ids)
     assert difference(prompt_logits(loaded.runtime, token_ids), expected) <= BOUNDS[backend]
+
+
+@pytest.mark.parametrize("backend", list(BOUNDS))
+def test_a_mimo_gives_the_logits_of_the_qwen2_it_is(tmp_path: Path, backend: str) -> None:
+    """transformers has no class of its own for it: the model's own code derives from qwen2's and adds a module for drafting."""
+    qwen2 = write_checkpoint(tmp_path / "qwen2", "qwen2")
+    mimo = write_mimo(tmp_path / "mimo")
+    add_module(mimo, "mtp_layers", random_module(family="mimo"), num_layers=3)
+    token_ids = np.random.default_rng(2).integers(0, VOCAB_SIZE, 60).tolist()
+    expected, _ = transformers_output(qwen2, token_ids)
+    assert difference(prompt_logits(open_backend(mimo, backend), token_ids), expected) <= BOUNDS[backend]

@@ -1,5 +1,6 @@
-"""MTP modules, both layouts against the plain computation in torch: no cache, every pair recomputed, softmax over all pairs before."""
+"""MTP modules, every layout against the plain computation in torch: no cache, every pair recomputed, softmax over all pairs before."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,9 @@ import torch
 from numpy.typing import NDArray
 
 from checkpoints import write_checkpoint
-from mtp_checkpoints import LAYOUTS, Arrays, add_module, random_matrix, random_module
-from paceline.drafters.head_files import HeadFiles, HeadKind
+from mtp_checkpoints import LAYOUTS, Arrays, add_module, random_matrix, random_module, write_mimo
+from paceline.drafters.head_files import HeadFiles
+from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.mtp import load_mtp, open_mtp_head
 from paceline.drafters.pairs.cache import TrueRows
 from paceline.drafters.pairs.head import DraftedRows, PairHead
@@ -33,7 +35,8 @@ def reference(
         return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * w[name]
 
     def heads(x: torch.Tensor, count: int, name: str) -> torch.Tensor:
-        x = norm(x.reshape(len(x), count, SIZE), name)
+        x = x.reshape(len(x), count, SIZE)
+        x = norm(x, name) if name in w else x
         frequencies = THETA ** (-torch.arange(0, SIZE, 2).float() / SIZE)
         angles = torch.arange(len(x)).float()[:, None] * frequencies
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
@@ -42,9 +45,11 @@ def reference(
 
     u = torch.cat((norm(embeddings, "norm_e"), norm(features, "norm_h")), -1) @ w["fc"].T
     a = norm(u, "layer.input_layernorm")
-    q = heads(a @ w["layer.self_attn.q_proj"].T, HEADS, "layer.self_attn.q_norm")
-    k = heads(a @ w["layer.self_attn.k_proj"].T, KV_HEADS, "layer.self_attn.k_norm")
-    v = (a @ w["layer.self_attn.v_proj"].T).reshape(len(a), KV_HEADS, SIZE)
+    q, k, v = (
+        a @ w[f"{name}_proj"].T + w.get(f"{name}_proj.bias", torch.zeros(())) for name in (f"layer.self_attn.{part}" for part in "qkv")
+    )
+    q, k = heads(q, HEADS, "layer.self_attn.q_norm"), heads(k, KV_HEADS, "layer.self_attn.k_norm")
+    v = v.reshape(len(a), KV_HEADS, SIZE)
     attended = torch.zeros(len(a), HEADS, SIZE)
     for row in range(len(a)):
         for head in range(HEADS):
@@ -60,11 +65,23 @@ def reference(
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
-@pytest.mark.parametrize(("layout", "brings_matrices"), [("mtp", False), ("extra_layer", False), ("extra_layer", True)])
-def test_true_pairs_and_recurrence_are_what_the_formula_says(tmp_path: Path, layout: str, brings_matrices: bool, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "layout", "brings_matrices"),
+    [
+        ("qwen3", "mtp", False),
+        ("qwen3", "extra_layer", False),
+        ("qwen3", "extra_layer", True),
+        ("qwen3", "mtp_layers", False),
+        ("mimo", "mtp_layers", False),
+    ],
+)
+def test_true_pairs_and_recurrence_are_what_the_formula_says(
+    tmp_path: Path, family: str, layout: str, brings_matrices: bool, backend: str
+) -> None:
     assert layout in LAYOUTS
-    directory = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
-    arrays = random_module()
+    write = write_mimo if family == "mimo" else partial(write_checkpoint, family=family)
+    directory = write(tmp_path, num_hidden_layers=2)
+    arrays = random_module(family=family)
     own = {"lm_head": random_matrix(8), "embed": random_matrix(9)} if brings_matrices else {}
     add_module(directory, layout, arrays, num_layers=2, **own)
     files = HeadFiles.open(directory)
@@ -85,7 +102,7 @@ def test_true_pairs_and_recurrence_are_what_the_formula_says(tmp_path: Path, lay
     rows, fed = [torch.from_numpy(embedding[tokens])], [torch.from_numpy(features)]
     for step in range(3):
         expected, normed, plain = reference(arrays, torch.cat(rows), torch.cat(fed), lm_head)
-        recurrent = normed if layout == "mtp" else plain
+        recurrent = plain if layout == "extra_layer" else normed
         assert _differ(logits, expected[-1]) <= TOLERANCE, step
         assert _differ(output, recurrent[-1]) <= TOLERANCE, step
         token = int(random.integers(1, 97))

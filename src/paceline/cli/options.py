@@ -69,7 +69,7 @@ SPECULATION = Panel(
         "mtp of the target's own directory; or the directory or id of a draft model or of Medusa or EAGLE heads. Several times: all. "
         "It changes the speed, never a token.",
         "num_draft_tokens": 'Tokens to draft a step: a number, or "auto" (4).',
-        "tree_width": "Guesses for one position, of draft models and heads; 1 = a chain.",
+        "tree_width": "Guesses for one position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.",
         "acceptance": "match: a seed has one text, whatever drafts. rejection: more guesses are kept at high temperatures; sampled texts "
         "have the same law but depend on what was drafted.",
         "draft_quant": "Quantise draft models and heads while loading. It changes the speed, never a token.",

@@ -8,7 +8,8 @@ from pathlib import Path
 from paceline.config import QuantOptions
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.eagle import layers_of, open_eagle_drafter, open_gguf_head
-from paceline.drafters.head_files import HeadFiles, HeadKind, is_head_file
+from paceline.drafters.head_files import HeadFiles, is_head_file
+from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.drafter import GROWN_TREES, open_medusa
 from paceline.drafters.mtp import open_mtp
 from paceline.drafters.ngram import NgramDrafter
@@ -297,6 +298,7 @@ HEADS: dict[HeadKind, Callable[[HeadFiles, TargetDescription], Drafter]] = {
     HeadKind.MEDUSA: _open_medusa,
     HeadKind.EAGLE: lambda files, target: open_eagle_drafter(files, _pair_target(files, target)),
     HeadKind.EAGLE3: lambda files, target: open_eagle_drafter(files, _pair_target(files, target)),
+    HeadKind.PEAGLE: lambda files, target: open_eagle_drafter(files, _pair_target(files, target)),
     HeadKind.MTP: lambda files, target: open_mtp(files, _pair_target(files, target)),
 }
 

@@ -5,23 +5,26 @@ feature of position t, as in EAGLE, and is drafted with in the same way; the net
 ordinary one of the model's family, and a norm stands in front of the vocabulary matrix. Deviations: modules behind the first one
 are left out, and the first one is applied again and again.
 
-Two layouts: `mtp.*` (Qwen3-Next and later: norms hold their weights less 1, the next feature is the normed output), and one layer more
-than config.json counts (DeepSeek-V3, GLM: the next feature is the output in front of the norm).
+Layouts: `mtp.*` (Qwen3-Next and later: norms hold their weights less 1, the next feature is the normed output), one layer more than
+config.json counts (DeepSeek-V3, GLM: the next feature is the output in front of the norm), and `mtp_layers.*` (the next feature is the
+normed output), which are MiMo's and mix [feature, embedding], or lie in a file of the speculators library.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paceline.drafters.head_files import HeadFiles, HeadKind
+from paceline.drafters.head_files import HeadFiles
+from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.pairs.config import PairConfig
 from paceline.drafters.pairs.drafter import PairDrafter
 from paceline.drafters.pairs.head import EMBEDDING, FEATURE, PairHead
 from paceline.drafters.pairs.opening import PairTarget, settle
 from paceline.errors import IncompatibleDrafterError
 from paceline.models.checkpoint import open_weights
-from paceline.models.config import ModelConfig, WeightType
+from paceline.models.config import ModelConfig, WeightType, config_from_values
 from paceline.models.families import checkpoint_name, tensor_shapes
 from paceline.models.quantized_cache import quantized_weights
 from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
@@ -37,30 +40,48 @@ class _Layout:
         prefix: of the names of its decoder layer.
         names: our name -> the file's.
         own_matrices: of those it may bring and the target has as well.
+        modules: what the names of all modules begin with, their number behind it.
         norms_less_one: its norm weights are stored less 1.
         normed_recurrence: the next feature is the output behind the final norm.
+        feature_first: the mixing matrix takes the feature in front of the embedding.
     """
 
     prefix: str
     names: Mapping[str, str]
     own_matrices: Mapping[str, str]
-    norms_less_one: bool
-    normed_recurrence: bool
+    modules: str
+    norms_less_one: bool = False
+    normed_recurrence: bool = True
+    feature_first: bool = False
+
+
+_PARTS = {
+    "mtp.": {"fc": "fc", "embedding_norm": "pre_fc_norm_embedding", "feature_norm": "pre_fc_norm_hidden", "final_norm": "norm"},
+    "mtp_layers.0.": {
+        "fc": "input_proj", "embedding_norm": "token_layernorm", "feature_norm": "hidden_layernorm", "final_norm": "final_layernorm",
+    },
+    "layers.": {"fc": "eh_proj", "embedding_norm": "enorm", "feature_norm": "hnorm", "final_norm": "shared_head.norm"},
+}  # fmt: skip
 
 
 def _layout(files: HeadFiles, target: ModelConfig) -> _Layout:
+    def named(prefix: str, parts: str) -> dict[str, str]:
+        return {f"{ours}.weight": f"{prefix}{theirs}.weight" for ours, theirs in _PARTS[parts].items()}
+
     if any(name.startswith("mtp.") for name in files.tensors):
-        parts = {"fc": "fc", "embedding_norm": "pre_fc_norm_embedding", "feature_norm": "pre_fc_norm_hidden", "final_norm": "norm"}
-        names = {f"{ours}.weight": f"mtp.{theirs}.weight" for ours, theirs in parts.items()}
-        return _Layout("mtp.layers.0.", names, {}, norms_less_one=True, normed_recurrence=True)
+        return _Layout("mtp.layers.0.", named("mtp.", "mtp."), {}, "mtp.layers.", norms_less_one=True)
+    if any(name.startswith("mtp_layers.") for name in files.tensors):
+        own = {"embedding.weight": "embed_tokens.weight", "lm_head.weight": "lm_head.weight"} if files.is_speculators else {}
+        prefix = "mtp_layers.0."
+        return _Layout(prefix, named(prefix, prefix), own, "mtp_layers.", feature_first=not files.is_speculators)
     prefix = f"layers.{target.num_layers}."
     if f"{prefix}eh_proj.weight" in files.tensors:
-        parts = {"fc": "eh_proj", "embedding_norm": "enorm", "feature_norm": "hnorm", "final_norm": "shared_head.norm"}
-        names = {f"{ours}.weight": f"{prefix}{theirs}.weight" for ours, theirs in parts.items()}
         own = {"embedding.weight": f"{prefix}embed_tokens.weight", "lm_head.weight": f"{prefix}shared_head.head.weight"}
-        return _Layout(prefix, names, own, norms_less_one=target.norm_offset, normed_recurrence=False)
+        names = named(prefix, "layers.")
+        return _Layout(prefix, names, own, "layers.", norms_less_one=target.norm_offset, normed_recurrence=False)
     raise IncompatibleDrafterError(
-        f"{files.path} holds no MTP module: neither mtp.* tensors nor a layer {target.num_layers} with eh_proj.weight; use another drafter"
+        f"{files.path} holds no MTP module: neither mtp.* or mtp_layers.* tensors nor a layer {target.num_layers} with eh_proj.weight; "
+        "use another drafter"
     )
 
 
@@ -70,6 +91,7 @@ class MtpModule:
 
     Attributes:
         config: sizes and switches, in the terms of heads that draft with pairs.
+        feature_first: the mixing matrix takes the feature in front of the embedding.
         weights: under the names of the network below; `lm_head.weight` is the target's where the file has none.
         embedding: rows of the tokens of pairs.
         soft_cap: of the logits, where the vocabulary matrix is the target's and it has one.
@@ -80,18 +102,19 @@ class MtpModule:
     weights: Weights
     embedding: AnyTensor
     soft_cap: float | None
+    feature_first: bool
     notices: tuple[str, ...]
 
 
 def load_mtp(files: HeadFiles, target: ModelConfig, target_weights: Weights) -> MtpModule:
-    """The first module of a target's own checkpoint.
+    """The first module of a target's own checkpoint, or of a file of the speculators library.
 
     Raises:
-        CheckpointError: tensors are missing or of another shape; all of them are named.
+        CheckpointError: tensors are missing or of another shape, or there are some that no such module has; all of them are named.
         IncompatibleDrafterError: there is no module.
     """
     layout = _layout(files, target)
-    layers = replace(target, num_layers=1, norm_offset=layout.norms_less_one, sliding_layers=(), local_rope=None)
+    layers = replace(_layer_of(files, target), num_layers=1, norm_offset=layout.norms_less_one, sliding_layers=(), local_rope=None)
     shapes = {name: shape for name, shape in tensor_shapes(layers).items() if name.startswith("layers.0.")}
     names = {name: _name_in_layer(name, layout.prefix, layers) for name in shapes} | dict(layout.names)
     size = target.hidden_size
@@ -105,9 +128,7 @@ def load_mtp(files: HeadFiles, target: ModelConfig, target_weights: Weights) -> 
     embedding = _one_of(own.get("embedding.weight"), target_weights["embedding.weight"])
     lm_head = target_weights["embedding.weight" if target.tied_embeddings else "lm_head.weight"]
     tensors["lm_head.weight"] = _one_of(own.get("lm_head.weight"), lm_head)
-    used = {*names.values(), *layout.own_matrices.values()}
-    others = [name for name in files.tensors if name.startswith(("mtp.", layout.prefix)) and name not in used]
-    later = sum(name.endswith(".eh_proj.weight") for name in files.tensors) - 1
+    later = _check_all_used(files, layout, {*names.values(), *layout.own_matrices.values()}, target.num_layers)
     config = PairConfig(
         kind=HeadKind.MTP,
         layers=layers,
@@ -116,25 +137,56 @@ def load_mtp(files: HeadFiles, target: ModelConfig, target_weights: Weights) -> 
         own_embedding="embedding.weight" in own,
         own_lm_head="lm_head.weight" in own,
     )
-    notices = [f"{files.path}: the mtp drafter does not know {', '.join(sorted(others)[:10])} and leaves it out"] * bool(others)
-    notices += [f"{files.path}: of {later + 1} MTP modules the first one guesses at every depth"] * (later > 0)
-    return MtpModule(config, Weights(tensors), embedding, None if "lm_head.weight" in own else target.logit_soft_cap, tuple(notices))
+    notices = (f"{files.path}: of {later + 1} MTP modules the first one guesses at every depth",) * (later > 0)
+    soft_cap = None if "lm_head.weight" in own else target.logit_soft_cap
+    return MtpModule(config, Weights(tensors), embedding, soft_cap, layout.feature_first, notices)
 
 
-def mtp_pairs(config: PairConfig, soft_cap: float | None = None) -> Compose:
+def _layer_of(files: HeadFiles, target: ModelConfig) -> ModelConfig:
+    """Sizes of the module's layer: those of a layer of the target, but where its files have a config of their own."""
+    values = files.config.get("transformer_layer_config")
+    if not files.is_speculators or not isinstance(values, Mapping):
+        return target
+    path = files.path / "config.json" if files.path.is_dir() else files.path.with_name("config.json")
+    return config_from_values(values, path, weight_type=target.weight_type)
+
+
+def _check_all_used(files: HeadFiles, layout: _Layout, used: set[str], num_layers: int) -> int:
+    """Refuse a module with parts that are not known; returns how many modules there are behind the first.
+
+    Raises:
+        CheckpointError: there are some.
+    """
+    number = re.compile(re.escape(layout.modules) + "([0-9]{1,6})[.]")
+    number_of = {name: int(found[1]) for name in files.tensors if (found := number.match(name))}
+    first = num_layers if layout.modules == "layers." else 0
+    later = {name for name, number in number_of.items() if number > first}
+    modules = ("mtp.", "mtp_layers.", layout.prefix)
+
+    def is_other(name: str) -> bool:
+        """Whether it is of a later module, or of the target: what its checkpoint holds, or what a trainer kept of it."""
+        return name in later or (name.startswith("verifier_") if files.is_speculators else not name.startswith(modules))
+
+    files.check_all_used(used, ignored=is_other)
+    return len({number_of[name] for name in later})
+
+
+def mtp_pairs(config: PairConfig, soft_cap: float | None = None, *, feature_first: bool = False) -> Compose:
     """The network: inputs `embedding` and `feature`; results `feature` [T, E] for the pairs behind these, `logits` [R, V].
 
         u = fc([embedding_norm(e), feature_norm(f)]);  o = layer(u);  logits = lm_head(final_norm(o))
 
     Args:
         soft_cap: of the target's logits, where its matrix is used.
+        feature_first: `fc` takes the two the other way round.
     """
 
     def compose(blocks: HeadBlocks[Value]) -> Mapping[str, Value]:
         size = config.feature_size
         embedding = blocks.rms_norm(blocks.input(EMBEDDING, size), "embedding_norm")
         feature = blocks.rms_norm(blocks.input(FEATURE, size), "feature_norm")
-        (mixed,) = blocks.linear(blocks.concat(embedding, feature), "fc")
+        halves = (feature, embedding) if feature_first else (embedding, feature)
+        (mixed,) = blocks.linear(blocks.concat(*halves), "fc")
         x = decoder_layer(blocks, config.layers, mixed, 0)
         out = blocks.rms_norm(x, "final_norm")
         logits = blocks.lm_head(blocks.logits_rows(out), "lm_head")
@@ -147,7 +199,7 @@ def mtp_pairs(config: PairConfig, soft_cap: float | None = None) -> Compose:
 
 def open_mtp_head(module: MtpModule, *, num_threads: int, max_context: int, backend: str = "auto", device: str = "cpu") -> PairHead:
     """The network of a module, ready to run."""
-    network = mtp_pairs(module.config, module.soft_cap)
+    network = mtp_pairs(module.config, module.soft_cap, feature_first=module.feature_first)
     runtime = open_head(
         network, module.config.layers, module.weights, num_threads=num_threads, max_context=max_context, backend=backend, device=device
     )

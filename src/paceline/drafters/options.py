@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.drafters.head_files import HeadKind
+from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.drafter import GROWN_TREES
 from paceline.drafters.medusa.trees import STATIC_TREES
 from paceline.drafters.pairs.config import PairVariant
@@ -93,7 +93,8 @@ NO_OPTIONS = HeadOptions()
 
 
 def _kinds(option: Option) -> str:
-    return " and ".join(kind.value for kind in option.read_by)
+    *others, last = (kind.value for kind in option.read_by)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _one_of(names: Sequence[str]) -> Callable[[object], str]:
@@ -127,13 +128,22 @@ def _read_base(value: object) -> float:
     return base
 
 
+def _read_id(value: object) -> int:
+    token_id = int(value) if isinstance(value, str | int) and not isinstance(value, bool) else -1
+    if token_id < 0:
+        raise ValueError(value)
+    return token_id
+
+
 TREE = "tree"
 TREES = (*GROWN_TREES, *STATIC_TREES)
+_LATER = (HeadKind.EAGLE3, HeadKind.PEAGLE)
 OPTIONS: Mapping[str, Option] = {
     TREE: Option((HeadKind.MEDUSA,), f"one of {', '.join(TREES)}", _one_of(TREES)),
-    "boundaries": Option((HeadKind.EAGLE3,), "the target's layer boundaries in ascending order, such as 2,16,29", _read_layers),
-    "norm_before_residual": Option((HeadKind.EAGLE3,), "true or false", _read_flag),
-    "rope_theta": Option((HeadKind.EAGLE, HeadKind.EAGLE3), "the base of the rotations, such as 10000", _read_base),
-    "normed_recurrence": Option((HeadKind.EAGLE3, HeadKind.MTP), "true or false", _read_flag),
+    "boundaries": Option(_LATER, "the target's layer boundaries in ascending order, such as 2,16,29", _read_layers),
+    "norm_before_residual": Option(_LATER, "true or false", _read_flag),
+    "rope_theta": Option((HeadKind.EAGLE, *_LATER), "the base of the rotations, such as 10000", _read_base),
+    "normed_recurrence": Option((HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.MTP), "true or false", _read_flag),
+    "mask_token_id": Option((HeadKind.PEAGLE,), "a token id", _read_id),
 }
 """All of them, by name; those but `tree` are the fields of `PairVariant`."""

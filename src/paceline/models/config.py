@@ -36,7 +36,7 @@ class ModelConfig:
     """Sizes and switches of a decoder, independent of where they were read from.
 
     `head_size` is D, `num_heads` H, `num_kv_heads` K, `hidden_size` E, `vocab_size` V, `num_layers` L.
-    `sliding_window` is set only where it cuts `max_positions` below what the checkpoint promises.
+    `sliding_window` is set only where it cuts `max_positions` below what the checkpoint promises; a head's own layers slide within it.
     """
 
     family: str
@@ -77,6 +77,10 @@ class ModelConfig:
     def rope_of(self, layer: int) -> RopeConfig:
         """How `layer` rotates positions."""
         return self.local_rope if self.local_rope is not None and layer in self.sliding_layers else self.rope
+
+    def window_of(self, layer: int) -> int | None:
+        """How many positions a row of `layer` sees, its own included; None = all before it."""
+        return self.sliding_window if layer in self.sliding_layers else None
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

@@ -158,6 +158,13 @@ _TABLE = (
         defaults={**_QWEN, "head_dim": 128},
     ),
     Family(
+        name="mimo",  # a qwen2 with a module for multi-token prediction beside it
+        architecture="MiMoForCausalLM",
+        switches=lambda _: {"attention_bias": True},
+        window=_qwen_window,
+        defaults=_QWEN,
+    ),
+    Family(
         name="phi3",
         architecture="Phi3ForCausalLM",
         switches=lambda _: {},

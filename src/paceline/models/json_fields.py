@@ -32,7 +32,7 @@ class JsonFields:
         value = self.values.get(name)
         if value is None:
             return None
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not _is_finite(value):
             raise CheckpointError(f"{self.path}: {name} = {value!r}, expected a finite number")
         return float(value)
 
@@ -77,4 +77,12 @@ class JsonFields:
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value) and value > 0
+
+
+def _is_finite(value: float) -> bool:
+    """Also of a whole number that no float can hold."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

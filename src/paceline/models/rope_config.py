@@ -125,7 +125,8 @@ def _parameters(fields: JsonFields, family: Family, layer_type: str) -> Mapping[
 
 def _rope_type(fields: JsonFields, family: Family, scaling: Mapping[str, Any]) -> RopeType:
     name = scaling.get("rope_type", scaling.get("type", "default"))
-    name = family.rope_types.get(name, name)
+    if isinstance(name, str):
+        name = family.rope_types.get(name, name)
     supported = [rope_type.value for rope_type in RopeType]
     if name not in supported:
         raise CheckpointError(f"{fields.path}: rope type {name!r} is not supported, only {', '.join(supported)} are")

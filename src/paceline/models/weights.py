@@ -23,7 +23,7 @@ _STORED_TYPES: Mapping[str, tuple[WeightType, "np.dtype[Any]"]] = {
 _NAMES_IN_AN_ERROR = 20
 _NESTINGS = ("model.language_model.", "language_model.model.")  # of a language model beside an image encoder, new and old
 _IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.")
-_DRAFTING_PARTS = ("mtp.", "model.mtp.", "medusa_head.")  # heads that some checkpoints hold beside their model
+_DRAFTING_PARTS = ("mtp.", "model.mtp.", "model.mtp_layers.", "medusa_head.")  # heads that some checkpoints hold beside their model
 
 
 @dataclass(frozen=True, slots=True)

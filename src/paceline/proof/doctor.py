@@ -7,7 +7,8 @@ from typing import Any
 
 from paceline.config import QuantOptions
 from paceline.drafters import EMBEDDED, NAMES, HeadOptions
-from paceline.drafters.head_files import HeadKind, is_head_file
+from paceline.drafters.head_files import is_head_file
+from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, PacelineError
 from paceline.hub import resolve
 from paceline.machine import available_memory_bytes

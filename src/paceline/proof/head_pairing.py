@@ -10,9 +10,11 @@ import numpy as np
 
 from paceline.config import QuantOptions
 from paceline.drafters import HeadOptions, find_head
-from paceline.drafters.eagle.checkpoint import open_eagle, read_eagle_config
+from paceline.drafters.eagle.checkpoint import check_embedded, open_eagle
+from paceline.drafters.eagle.config import read_eagle_config
 from paceline.drafters.eagle.variants import as_named, candidates
-from paceline.drafters.head_files import HeadFiles, HeadKind
+from paceline.drafters.head_files import HeadFiles
+from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.checkpoint import load_medusa
 from paceline.drafters.mtp import load_mtp
 from paceline.drafters.pairs.config import PairConfig
@@ -90,18 +92,21 @@ def _judge_medusa(files: HeadFiles, target: CheckpointFacts, options: HeadOption
 
 def _judge_eagle(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) -> tuple[HeadFacts, PairVerdict]:
     sizes, named = target.config, options.variant_for(files.kind)
-    config = read_eagle_config(files, sizes, boundaries=None if named is None else named.boundaries)
+    config = read_eagle_config(files, sizes, named)
     opened = open_eagle(files, config, sizes)
-    admitted = candidates(files, config, sizes) if named is None else (as_named(config, named, sizes),)
+    if target.tokenizer is not None:
+        check_embedded(files, opened.embedded_ids, min(len(target.tokenizer.pieces), sizes.vocab_size))
+    admitted = (as_named(config, named, sizes),) if named is not None and named.settles else candidates(files, config, sizes)
     summary = f"{files.kind.value} head {_reading(admitted[0])}; {_sizes_fit(sizes.hidden_size)}"
-    return _pair_facts(files, config, opened.weights), PairVerdict(True, summary, None, (*opened.notices, *_open_question(admitted)))
+    return _pair_facts(files, config, opened.weights), PairVerdict(True, summary, None, _open_question(admitted))
 
 
 def _judge_mtp(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) -> tuple[HeadFacts, PairVerdict]:
     module = load_mtp(files, target.config, target.weights)
     shared = () if module.config.own_lm_head else ("lm_head.weight",)
     weights = Weights({name: tensor for name, tensor in module.weights.items() if name not in shared})
-    summary = f"mtp module of the target's own checkpoint; {_sizes_fit(target.config.hidden_size)}"
+    place = "a file of its own" if files.is_speculators else "the target's own checkpoint"
+    summary = f"mtp module of {place}; {_sizes_fit(target.config.hidden_size)}"
     return _pair_facts(files, module.config, weights), PairVerdict(True, summary, None, module.notices)
 
 

@@ -39,7 +39,7 @@ class Blocks(Protocol[Value]):
         ...
 
     def attention(self, q: Value, k: Value, v: Value, layer: int) -> Value:
-        """Write k and v [T, K * D] to the cache and attend q [T, H * D] to all each row may see.
+        """Write k and v [T, K * D] to the cache and attend q [T, H * D] to all each row may see, the last `config.window_of(layer)` of it.
 
         Scores are multiplied by `config.attention_scale`, then soft-capped where `config.attention_soft_cap` is set.
         """

@@ -15,7 +15,7 @@ from medusa_checkpoints import write_successor_target
 from mtp_checkpoints import add_module
 from paceline import LLM, SamplingParams
 from paceline.drafters import HeadOptions, TargetDescription, layers_to_collect, make_drafter
-from paceline.drafters.eagle.checkpoint import EagleConfig, read_eagle_config
+from paceline.drafters.eagle.config import EagleConfig, read_eagle_config
 from paceline.drafters.eagle.head import open_eagle_head
 from paceline.drafters.eagle.variants import candidates
 from paceline.drafters.head_files import HeadFiles
@@ -38,8 +38,11 @@ from unconventional_heads import (
     from_first_boundary,
     less_first_boundary,
     module_with_signs,
+    with_signed_norm,
     with_small_features,
     with_small_outputs,
+    with_strange_norm,
+    write_converted_hass,
     write_eagle1_with_a_stray_bias,
     write_looking_back_eagle1,
     write_reading_eagle3,
@@ -122,6 +125,14 @@ CONVENTIONS: dict[str, tuple[Write, dict[str, Any]]] = {
         ),
         {"boundaries": (1, 3, 4), "norm_before_residual": False, "normed_recurrence": True},
     ),
+    "norm_output is about the recurrence": (
+        lambda path: write_reading_eagle3(path, with_signed_norm, norm_output=False),
+        {"has_final_norm": True},
+    ),
+    "a converted norm is the feature's": (
+        lambda path: write_converted_hass(path, is_on_feature=True),
+        {"norms_mixture": False, "norms_feature": True},
+    ),
     "a bias that is not meant": (lambda path: write_eagle1_with_a_stray_bias(path, is_meant=False), {"uses_fc_bias": False}),
 }
 
@@ -163,6 +174,8 @@ def test_what_is_right_as_it_is_written_stays(target: Path, tmp_path: Path) -> N
         write_reading_eagle3(tmp_path / "whole"),
         write_reading_eagle3(tmp_path / "unsaid", norm_before_residual=None),  # both are right: the documented one
         write_eagle1_with_a_stray_bias(tmp_path / "bias", is_meant=True),
+        write_reading_eagle3(tmp_path / "plain", with_strange_norm, norm_output=False),  # as SpecForge means it
+        write_converted_hass(tmp_path / "hass", is_on_feature=False),
     ]
     for head in heads:
         default = default_of(head, target)

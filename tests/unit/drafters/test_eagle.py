@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpoints import write_checkpoint
+from checkpoints import write_checkpoint, write_tokenizer
 from eagle_checkpoints import (
     DRAFT_IDS,
     EAGLE1,
@@ -301,6 +301,40 @@ def test_a_head_whose_pass_fails_leaves_plain_steps(heads: Heads, plain: PlainTa
 def test_a_head_for_another_target_is_refused(heads: Heads, tmp_path: Path) -> None:
     with pytest.raises(IncompatibleDrafterError, match="boundaries"):
         open_llm((heads("reading 3")[0], write_reading_eagle3(tmp_path / "deep", boundaries=(2, 4, 9))))
+
+
+def test_a_head_whose_embeddings_end_before_the_tokens_of_the_tokenizer_is_refused(tmp_path: Path) -> None:
+    """Where it ends within the padding behind them, no id is guessed that it could not go on from."""
+    target = write_checkpoint(tmp_path / "target", "llama")
+    write_tokenizer(target, vocab_size=80)  # of 97 rows
+    for rows in (79, 80):
+        spec = {**EAGLE1, "hidden_size": 64, "head_dim": 16, "vocab_size": rows}
+        files = write_head(tmp_path / f"head-{rows}", spec, eagle1_tensors(spec))
+        if rows == 79:
+            with pytest.raises(IncompatibleDrafterError, match="has embeddings of 79 token ids, the target's tokenizer knows 80"):
+                open_llm((target, files))
+    alone = LLM(str(target), drafter="none", backend="native", threads=1, max_context=512, cache_gb=0.05, prefix_cache=False)
+    texts = [np.random.default_rng(seed).integers(1, 80, 20).tolist() for seed in range(3)]
+    for row_budget, width in ((None, 1), (13, 3)):
+        llm = open_llm((target, files), row_budget=row_budget, tree_width=width)
+        for params in (GREEDY, SAMPLED, replace(SAMPLED, top_k=50)):
+            expected = [alone.generate([text], params)[0].token_ids for text in texts]
+            assert [output.token_ids for output in llm.generate(texts, params)] == expected
+            assert [llm.generate([text], params)[0].token_ids for text in texts] == expected
+        assert llm.stats().drafter_failures == 0
+        check(llm)
+
+
+def test_a_head_with_a_window_drafts_as_ever(heads: Heads, plain: PlainTargets, tmp_path: Path) -> None:
+    """The reading head hears the current pair alone, so a window changes nothing but what is looked at: one of one pair stays right."""
+    files = write_reading_eagle1(tmp_path / "windowed", layer_types=["sliding_attention"], sliding_window=1)
+    for row_budget, width in ((None, 1), (13, 3)):
+        llm = open_llm((heads("reading")[0], files), row_budget=row_budget, tree_width=width)
+        assert drafter_of(llm).head.config.layers.window_of(0) == 1
+        outputs = llm.generate(prompts(40, 70), GREEDY)
+        assert [output.token_ids for output in outputs] == plain(heads("reading"), prompts(40, 70))
+        assert width > 1 or all(output.speculation.acceptance_rate == 1.0 for output in outputs)
+        check(llm)
 
 
 @pytest.mark.parametrize(("method", "backend"), [("eagle", "native"), ("eagle3", "openvino")])

@@ -10,8 +10,13 @@ import pytest
 import torch
 
 from eagle_checkpoints import DRAFT_IDS, EAGLE1, EAGLE3, VOCAB_SIZE, Tensors, eagle1_tensors, eagle3_tensors, write_head
-from paceline.drafters.eagle.checkpoint import EagleCheckpoint, open_eagle, our_name, plain_files, read_eagle_config
-from paceline.drafters.head_files import HeadFiles, HeadKind
+from paceline.drafters import find_head
+from paceline.drafters.eagle.checkpoint import EagleCheckpoint, open_eagle
+from paceline.drafters.eagle.config import read_eagle_config
+from paceline.drafters.eagle.layout import our_name, plain_files
+from paceline.drafters.eagle.variants import candidates
+from paceline.drafters.head_files import HeadFiles
+from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.config import ModelConfig, RopeConfig, RopeType, WeightType
 
@@ -44,6 +49,14 @@ def without(tensors: Tensors, *names: str) -> Tensors:
 )
 def test_boundaries(config: Mapping[str, Any], boundaries: tuple[int, ...], tmp_path: Path) -> None:
     assert opened(tmp_path, {**EAGLE3, **config}, eagle3_tensors()).config.boundaries == boundaries
+
+
+def test_a_part_of_each_head_that_rotates_is_tried_where_the_classes_of_speculators_overlook_it(tmp_path: Path) -> None:
+    layers = {**EAGLE3, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+    head = {"speculators_model_type": "eagle3", "norm_before_residual": False, "norm_output": False, IDS: [0, 15, 32]}
+    files = HeadFiles.open(write_head(tmp_path, {**head, "transformer_layer_config": layers}, eagle3_tensors()))
+    config = read_eagle_config(files, TARGET)
+    assert [one.layers.rope.rotated_fraction for one in candidates(files, config, TARGET)] == [1.0, 0.5]
 
 
 @pytest.mark.parametrize("ids", [[2, 16], [2, 16, 33], [2, 16, 16], [1, 2, 3, 4]])
@@ -120,15 +133,11 @@ def test_a_tied_embedding_is_believed_of_no_head(tmp_path: Path) -> None:
     assert checkpoint.weights["lm_head.weight"].shape == (30, 32)
 
 
-def test_tensors_nobody_knows_are_named_but_do_no_harm(tmp_path: Path) -> None:
-    more = {
-        "strange.weight": torch.zeros(3),
-        "verifier_norm.weight": torch.zeros(32),
-        "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
-    }
-    checkpoint = opened(tmp_path, EAGLE1, eagle1_tensors() | more)
-    (notice,) = checkpoint.notices
-    assert "1 tensor: strange.weight" in notice
+def test_tensors_nobody_knows_are_refused_and_those_of_no_use_left_out(tmp_path: Path) -> None:
+    known = {"verifier_norm.weight": torch.zeros(32), "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    opened(tmp_path / "known", EAGLE1, eagle1_tensors() | known)
+    with pytest.raises(CheckpointError, match=r"holds 1 tensor: strange\.weight that no known eagle head has"):
+        opened(tmp_path / "strange", EAGLE1, eagle1_tensors() | known | {"strange.weight": torch.zeros(3)})
 
 
 def test_sizes_follow_the_tensors(tmp_path: Path) -> None:
@@ -183,3 +192,120 @@ def test_names_of_the_layer_agree(tmp_path: Path) -> None:
     assert our_name("layers.0.self_attn.q_proj.bias") == "layers.0.q_proj.bias"
     assert our_name("fc_norm.2.weight") == "fc_norm.2.weight"
     assert np.array_equal(files[0].weight("norm.weight").array, eagle3_tensors()["norm.weight"].numpy())
+
+
+NESTED = {"model_type": "eagle", "model": {**EAGLE1, "model_type": "llama"}}
+OLD = {"speculators_model_type": "eagle", "transformer_layer_config": {**EAGLE1, "model_type": "llama"}}
+NORMS = ("embedding_layernorm.weight", "transformer.input_layernorm.weight", "pre_lm_head_layernorm.weight")
+
+
+def old_tensors(*norms: str) -> Tensors:
+    """An EAGLE head of speculators 0.1, with some of its norms."""
+    names = {"fc.": "fusion_fc.", "layers.0.": "transformer."}
+    plain = without(eagle1_tensors(bias=False), "embed_tokens.weight")
+    renamed = {next((new + name[len(old) :] for old, new in names.items() if name.startswith(old)), name): t for name, t in plain.items()}
+    return renamed | {norm: torch.ones(32) for norm in norms}
+
+
+def test_an_old_speculators_head_has_the_norms_its_config_says(tmp_path: Path) -> None:
+    assert opened(tmp_path / "said", {**OLD, "layernorms": True}, old_tensors(*NORMS)).config.has_final_norm
+    assert opened(tmp_path / "unsaid", OLD, old_tensors(*NORMS)).config.norms_mixture
+    assert not opened(tmp_path / "none", {**OLD, "layernorms": False}, old_tensors()).config.norms_embedding
+    with pytest.raises(CheckpointError, match=r"it lacks 1 tensor: norm\.weight \[32\]"):
+        opened(tmp_path / "few", {**OLD, "layernorms": True}, old_tensors(*NORMS[:2]))
+    with pytest.raises(CheckpointError, match="holds 3 tensors: "):
+        opened(tmp_path / "denied", {**OLD, "layernorms": False}, old_tensors(*NORMS))
+
+
+def test_an_eagle1_head_may_bring_its_own_matrix(tmp_path: Path) -> None:
+    """In its plain form, and with a config that vLLM nests; without one the target's is used."""
+    own = {"lm_head.weight": torch.ones(VOCAB_SIZE, 32)}
+    for name, config, tensors in (("plain", EAGLE1, eagle1_tensors()), ("nested", NESTED, eagle1_tensors(bias=False))):
+        checkpoint = opened(tmp_path / name, config, tensors | own)
+        assert checkpoint.config.kind is HeadKind.EAGLE
+        assert checkpoint.config.own_lm_head
+        assert checkpoint.weights["lm_head.weight"].shape == (VOCAB_SIZE, 32)
+        assert not opened(tmp_path / f"{name}-without", config, tensors).weights.has("lm_head.weight")
+    with pytest.raises(IncompatibleDrafterError, match="knows 9000 token ids"):
+        opened(tmp_path / "other", EAGLE1, eagle1_tensors() | {"lm_head.weight": torch.ones(9000, 32)})
+
+
+@pytest.mark.parametrize(
+    ("ids", "rows", "kind", "message"),
+    [
+        ([5, 6, 96], 3, None, ""),
+        ([5, 6, 97], 3, IncompatibleDrafterError, "token_map has 3 ids, from 5 to 97, of the target's 97"),
+        ([5, 6, 6], 3, IncompatibleDrafterError, "each at most once"),
+        ([], 3, IncompatibleDrafterError, "token_map has 0 ids, none"),
+        ([5, 6, 96], 50, CheckpointError, "token_map has 3 ids for 50 rows"),
+        ([5, 6, 96], None, CheckpointError, r"lacks 1 tensor: lm_head\.weight \[3, 32\]"),
+    ],
+)
+def test_a_map_of_tokens_that_cannot_be_is_refused(
+    ids: list[int], rows: int | None, kind: type[Exception] | None, message: str, tmp_path: Path
+) -> None:
+    tensors = eagle1_tensors(bias=False) | {"token_map": torch.tensor(ids, dtype=torch.int64)}
+    tensors |= {} if rows is None else {"lm_head.weight": torch.ones(rows, 32)}
+    if kind is None:
+        assert opened(tmp_path, NESTED, tensors).config.layers.vocab_size == 3
+        return
+    with pytest.raises(kind, match=message):
+        opened(tmp_path, NESTED, tensors)
+
+
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        ({"layer_types": ["sliding_attention"], "sliding_window": 8}, 8),
+        ({"layer_types": ["sliding_attention", "linear_attention"], "sliding_window": 8}, 8),  # of the target's other layers
+        ({"layer_types": ["full_attention"], "sliding_window": 8}, None),
+        ({"layer_types": ["sliding_attention"], "sliding_window": None}, None),
+        ({"sliding_window": 8}, None),
+        ({"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, 8),
+        ({"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8}, None),  # its first 28 layers see everything
+        ({"model_type": "qwen3", "layer_types": ["sliding_attention"], "sliding_window": 8}, None),  # switched off
+    ],
+)
+def test_the_window_of_a_heads_own_layers(config: Mapping[str, Any], window: int | None, tmp_path: Path) -> None:
+    assert opened(tmp_path, {**EAGLE3, **config}, eagle3_tensors()).config.layers.window_of(0) == window
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "message"),
+    [
+        ({"layer_types": ["chunked_attention"], "sliding_window": 8}, CheckpointError, "expected sliding_attention or full_attention"),
+        ({"layer_types": [], "sliding_window": 8}, CheckpointError, "for each of 1 layers"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 0}, CheckpointError, "sliding_window = 0"),
+        ({"logit_scale": 0.5}, IncompatibleDrafterError, "logit_scale = 0.5: heads that scale logits cannot be used"),
+        ({"norm_before_fc": True}, CheckpointError, r"lacks 1 tensor: input_norm\.weight \[96\]"),
+        ({"fc_norm": True}, CheckpointError, r"lacks 3 tensors: fc_norm\.0\.weight"),
+        (
+            {"speculators_model_type": "eagle3", "transformer_layer_config": {"model_type": "gemma3_text"}},
+            IncompatibleDrafterError,
+            "its layers are those of 'gemma3_text'; eagle3 heads with layers of llama, qwen3 can be used",
+        ),
+        (
+            {"speculators_model_type": "eagle3", "transformer_layer_config": {"model_type": "qwen3"}},
+            CheckpointError,
+            r"lacks 2 tensors: layers\.0\.self_attn\.q_norm",
+        ),
+    ],
+)
+def test_switches_that_change_the_computation_are_followed_or_refused(
+    config: Mapping[str, Any], kind: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=message):
+        opened(tmp_path, {**EAGLE3, **config}, eagle3_tensors())
+
+
+def test_two_names_for_one_tensor_are_refused(tmp_path: Path) -> None:
+    more = {"layers.0.hidden_norm.weight": torch.ones(32)}
+    with pytest.raises(CheckpointError, match=r"holds layers\.0\.hidden_norm\.weight under two names"):
+        opened(tmp_path, EAGLE3, eagle3_tensors() | more)
+
+
+@pytest.mark.parametrize("named", ["dflash2", "xpress", "mlp", "dspark"])
+def test_a_method_that_cannot_be_used_is_named_as_its_publisher_names_it(named: str, tmp_path: Path) -> None:
+    head = write_head(tmp_path, {**EAGLE3, "speculators_model_type": named}, eagle3_tensors())
+    with pytest.raises(IncompatibleDrafterError, match=f"holds a {named} head, which cannot be used yet; heads of medusa, eagle, .* can"):
+        find_head(head)

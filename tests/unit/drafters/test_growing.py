@@ -1,14 +1,15 @@
 """Drafts grown in one call of the kernels are those that grow pass by pass."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from native_network import plain_tensor
-from paceline.drafters.eagle.checkpoint import EagleConfig
+from paceline.drafters.eagle.config import EagleConfig
 from paceline.drafters.eagle.network import drafted_pairs, true_pairs
-from paceline.drafters.head_files import HeadKind
+from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.mtp import mtp_pairs
 from paceline.drafters.pairs.config import PairConfig
 from paceline.drafters.pairs.drafter import PairDrafter
@@ -62,10 +63,12 @@ def head(method: str, seed: int) -> PairHead:
         runtime = open_head(mtp_pairs(config), LAYERS, Weights(tensors(HIDDEN, 2 * HIDDEN, seed)), num_threads=2, max_context=400)
         return PairHead(config, runtime, runtime, table(WeightType.BF16, seed), target_ids=None)
     is_eagle3 = method == "eagle3"
+    layers = replace(LAYERS, sliding_layers=(0,), sliding_window=7) if method == "eagle with a window" else LAYERS
     kind, boundaries = (HeadKind.EAGLE3, (1, 2)) if is_eagle3 else (HeadKind.EAGLE, ())
-    eagle = EagleConfig(kind=kind, layers=LAYERS, feature_size=HIDDEN, boundaries=boundaries, has_final_norm=is_eagle3)
+    switches = {"norms_embedding": is_eagle3, "has_final_norm": is_eagle3}
+    eagle = EagleConfig(kind=kind, layers=layers, feature_size=HIDDEN, boundaries=boundaries, **switches)
     weights = Weights(tensors(2 * HIDDEN if is_eagle3 else HIDDEN, 2 * HIDDEN, seed))
-    runtime = open_head(true_pairs(eagle), LAYERS, weights, num_threads=2, max_context=400)
+    runtime = open_head(true_pairs(eagle), layers, weights, num_threads=2, max_context=400)
     drafted = runtime.beside(drafted_pairs(eagle)) if is_eagle3 else runtime
     ids = np.sort(np.random.default_rng(seed).choice(VOCAB + 20, DRAFT_IDS, replace=False)) if is_eagle3 else None
     return PairHead(eagle, runtime, drafted, table(WeightType.F16 if is_eagle3 else WeightType.F32, seed), target_ids=ids)
@@ -107,7 +110,7 @@ def fields_of(tree: DraftTree | None) -> list[object] | None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("width", [1, 2, 3, 5])
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize("method", ["eagle", "eagle with a window", "eagle3", "mtp"])
 def test_a_draft_is_the_same_in_one_call_and_pass_by_pass(method: str, width: int, temperature: float, seed: int) -> None:
     params = SamplingParams(temperature=temperature)
     together, apart = (proposals(method, width, params, seed, in_one_call=in_one_call) for in_one_call in (True, False))

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from paceline.drafters.head_files import METHOD_FILES, HeadFiles, HeadKind, check_pairing, is_head_file, plain_name
-from paceline.errors import CheckpointError, IncompatibleDrafterError
+from paceline.drafters.head_containers import METHOD_FILES
+from paceline.drafters.head_files import HeadFiles, check_pairing, is_head_file, plain_name
+from paceline.drafters.head_kinds import HeadKind
+from paceline.errors import BackendUnavailableError, CheckpointError, IncompatibleDrafterError
 from paceline.models.config import ModelConfig, RopeConfig, WeightType
 
 Shapes = Mapping[str, tuple[int, ...]]
 EAGLE = {"fc.weight": (8, 16), "layers.0.self_attn.q_proj.weight": (8, 8)}
+EAGLE3 = {"fc.weight": (8, 24), "layers.0.self_attn.q_proj.weight": (8, 16)}
 
 
 def tensors(shapes: Shapes, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -36,14 +40,33 @@ def write(directory: Path, shapes: Shapes, config: Mapping[str, Any] | None = No
 KINDS: list[tuple[HeadKind, Shapes, dict[str, Any], str]] = [
     (HeadKind.EAGLE3, {"layers.0.x": (1,)}, {"speculators_model_type": "eagle3", "architectures": ["X"]}, "model.safetensors"),
     (HeadKind.MTP, {"mtp_layers.0.x": (1,)}, {"speculators_model_type": "mtp"}, "model.safetensors"),
-    (HeadKind.DFLASH, EAGLE, {"speculators_model_type": "dspark"}, "model.safetensors"),
+    (HeadKind.DSPARK, EAGLE, {"speculators_model_type": "dspark"}, "model.safetensors"),
+    (HeadKind.DFLASH2, EAGLE, {"speculators_model_type": "dflash2", "architectures": ["DFlash2DraftModel"]}, "model.safetensors"),
+    (HeadKind.XPRESS, EAGLE, {"speculators_model_type": "xpress"}, "model.safetensors"),
+    (HeadKind.MLP, EAGLE, {"speculators_model_type": "mlp"}, "model.safetensors"),
+    (HeadKind.PEAGLE, EAGLE, {"speculators_model_type": "peagle"}, "model.safetensors"),
+    (HeadKind.LANGUAGE_MODEL, {"model.norm.weight": (8,)}, {"speculators_model_type": "independent"}, "model.safetensors"),
+    (HeadKind.PEAGLE, EAGLE3, {"architectures": ["PEagleDraftModel"]}, "model.safetensors"),
+    (HeadKind.PEAGLE, {**EAGLE3, "mask_hidden": (1, 24)}, {"architectures": ["LlamaForCausalLMEagle3"]}, "model.safetensors"),
+    (HeadKind.PEAGLE, EAGLE3, {"architectures": ["LlamaForCausalLMEagle3"], "parallel_drafting": True}, "pytorch_model.bin"),
+    (HeadKind.PEAGLE, EAGLE3, {"ptd_token_id": 7}, "model.safetensors"),
+    (HeadKind.EAGLE3, EAGLE3, {"parallel_drafting": False}, "model.safetensors"),
+    (HeadKind.LANGUAGE_MODEL, {"model.norm.weight": (8,)}, {"pard_token": 7}, "model.safetensors"),
+    (HeadKind.DSPARK, EAGLE3, {"architectures": ["Qwen3DSparkModel"], "dflash_config": {}}, "model.safetensors"),
+    (HeadKind.DSPARK, {**EAGLE3, "markov_w1": (9, 2)}, {"dflash_config": {}}, "model.safetensors"),
+    (HeadKind.DFLASH2, EAGLE3, {"architectures": ["DFlash2DraftModel"]}, "model.safetensors"),
+    (HeadKind.DOMINO, EAGLE3, {"architectures": ["DominoDraftModel"], "dflash_config": {}}, "model.safetensors"),
+    (HeadKind.MLP, {"head.0.weight": (9, 8)}, {"architectures": ["MLPSpeculatorPreTrainedModel"]}, "model.safetensors"),
     (HeadKind.EAGLE3, {"x": (1,)}, {"architectures": ["LlamaForCausalLMEagle3"]}, "model.safetensors"),
     (HeadKind.EAGLE3, {"midlayer.hidden_norm.weight": (8,)}, {}, "pytorch_model.bin"),
     (HeadKind.EAGLE3, {"d2t": (4,)}, {}, "model.safetensors"),
     (HeadKind.EAGLE3, {"fc.weight": (8, 24)}, {}, "model.safetensors"),
     (HeadKind.EAGLE, EAGLE, {"architectures": ["LlamaForCausalLM"]}, "pytorch_model.bin"),
     (HeadKind.EAGLE, {f"module.model.{name}": shape for name, shape in EAGLE.items()}, {}, "weights.safetensors"),
-    (HeadKind.LANGUAGE_MODEL, {**EAGLE, "lm_head.weight": (9, 8)}, {}, "model.safetensors"),
+    (HeadKind.EAGLE, {**EAGLE, "lm_head.weight": (9, 8)}, {}, "model.safetensors"),
+    (HeadKind.EAGLE, {f"model.{name}": shape for name, shape in EAGLE.items()}, {"model_type": "eagle", "model": {}}, "pytorch_model.bin"),
+    (HeadKind.EAGLE3, {"x": (1,)}, {"model_type": "eagle", "model": {"architectures": ["Eagle3LlamaForCausalLM"]}}, "model.safetensors"),
+    (HeadKind.EAGLE, {"fusion_fc.weight": (8, 16), "transformer.self_attn.q_proj.weight": (8, 8)}, {}, "model.safetensors"),
     (HeadKind.MEDUSA, {"anything": (1,)}, {}, "medusa_lm_head.pt"),
     (HeadKind.MEDUSA, {"0.0.linear.weight": (8, 8)}, {}, "model.safetensors"),
     (HeadKind.MEDUSA, {"medusa_head.0.0.linear.weight": (8, 8), "model.norm.weight": (8,)}, {}, "model.safetensors"),
@@ -53,6 +76,7 @@ KINDS: list[tuple[HeadKind, Shapes, dict[str, Any], str]] = [
     (HeadKind.HYDRA, {"hydra_mlp.0.0.linear.weight": (8, 16)}, {}, "model.safetensors"),
     (HeadKind.DFLASH, {"fc.weight": (8, 40)}, {"architectures": ["DFlashDraftModel"]}, "model.safetensors"),
     (HeadKind.MTP, {"mtp.fc.weight": (8, 16), "model.norm.weight": (8,)}, {"num_hidden_layers": 3}, "model.safetensors"),
+    (HeadKind.MTP, {"model.mtp_layers.0.input_proj.weight": (8, 16)}, {"model_type": "mimo"}, "model.safetensors"),
     (HeadKind.MTP, {"model.layers.3.eh_proj.weight": (8, 16)}, {"num_hidden_layers": 3}, "model.safetensors"),
     (HeadKind.LANGUAGE_MODEL, {"model.layers.3.eh_proj.weight": (8, 16)}, {"num_hidden_layers": 4}, "model.safetensors"),
     (HeadKind.LANGUAGE_MODEL, {"model.embed_tokens.weight": (9, 8)}, {"model_type": "llama"}, "model.safetensors"),
@@ -147,9 +171,12 @@ def test_nothing_in_a_file_is_run(tmp_path: Path, in_archive: bool) -> None:
         torch.save({"w": RunsWhenRead(trace)}, path)
     else:
         path.write_bytes(pickle.dumps(RunsWhenRead(trace)))
-    with pytest.raises(CheckpointError, match=r"cannot be read as a file of tensors"):
+    with pytest.raises(CheckpointError, match=r"cannot be read as a file of tensors") as caught:
         HeadFiles.open(tmp_path)
     assert not trace.exists()
+    assert "weights_only" not in str(caught.value), "nobody is told how to run it"
+    assert "trust" not in str(caught.value)
+    assert caught.value.__suppress_context__
 
 
 @pytest.mark.parametrize("content", [{"w": torch.zeros(1), "step": 3}, [torch.zeros(1)], {"state_dict": {"w": torch.zeros(1)}}])
@@ -180,10 +207,28 @@ def test_everything_that_is_missing_or_wrong_is_named_at_once(tmp_path: Path) ->
     assert "it holds 2 tensors: a [2, 3] instead of [3, 2], b [4] instead of [5]" in text
     with pytest.raises(CheckpointError, match=r"this target: it holds 1 tensor: b \[4\] instead of \[5\]"):
         files.check({"a": (2, 3)}, {"b": (5,)})
-    assert files.unused(["a", "b", "extra"]) == ()
-    (notice,) = files.unused(["a", "b"])
-    assert "1 tensor: extra" in notice
-    assert files.unused(["a", "b"], ignored=lambda name: name == "extra") == ()
+
+
+def test_what_nobody_uses_is_refused(tmp_path: Path) -> None:
+    files = HeadFiles.open(write(tmp_path, {"a": (2, 3), "b": (4,), "extra": (1,), "rotary_emb.inv_freq": (4,)}, {}))
+    files.check_all_used(["a", "b", "extra"])
+    files.check_all_used(["a", "b"], ignored=lambda name: name == "extra")
+    with pytest.raises(
+        CheckpointError, match="holds 2 tensors: b, extra that no known draft_model head has: it may compute something else"
+    ):
+        files.check_all_used(["a"])
+
+
+def test_a_container_that_names_an_unknown_method_is_refused_by_that_name(tmp_path: Path) -> None:
+    with pytest.raises(IncompatibleDrafterError, match="speculators head of type 'frobnicate', which is not known"):
+        HeadFiles.open(write(tmp_path, EAGLE, {"speculators_model_type": "frobnicate"}))
+
+
+def test_a_pytorch_file_without_torch_is_one_line_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, EAGLE, {}, file="pytorch_model.bin")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(BackendUnavailableError, match=r"pytorch_model\.bin is a PyTorch file.*pip install 'paceline\[torch\]'"):
+        HeadFiles.open(tmp_path)
 
 
 def test_a_head_of_another_model_is_refused(tmp_path: Path) -> None:

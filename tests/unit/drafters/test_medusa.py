@@ -256,6 +256,18 @@ def test_a_grown_tree_holds_the_likeliest_nodes(table: NDArray[np.float32]) -> N
     assert paths_of(tree) == set(best)
 
 
+def test_the_rows_of_a_chain_are_a_tree_where_heads_are_unsure(table: NDArray[np.float32]) -> None:
+    """A tree width of 1 says how many guesses there are, not their shape."""
+    sure = np.zeros_like(table)
+    sure[:, 7] = 30.0
+    for rows, parents in ((table * 0.01, (-1, 0, 0, 0)), (sure, (-1, 0, 1, 2))):
+        drafter, request = a_drafter(rows), a_request([4, 4])
+        show(drafter, request, 0.0)
+        (tree,) = drafter.propose([request], [DraftBudget(4, 3, TreeLayout.MASK)])
+        assert tree is not None
+        assert tuple(tree.parents) == parents
+
+
 def paths_of(tree: DraftTree) -> set[tuple[int, ...]]:
     paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(tree.token_ids[1:], tree.parents[1:], strict=True):

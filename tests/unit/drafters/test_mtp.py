@@ -8,7 +8,7 @@ import pytest
 
 from checkpoints import write_checkpoint
 from medusa_checkpoints import edit, write_successor_target
-from mtp_checkpoints import LAYOUTS, Arrays, add_module, perfect_module, random_matrix, random_module
+from mtp_checkpoints import LAYOUTS, Arrays, add_module, perfect_module, random_matrix, random_module, write_mimo, write_speculators
 from paceline import LLM, SamplingParams
 from paceline.config import EngineConfig
 from paceline.drafters.head_files import HeadFiles
@@ -126,9 +126,9 @@ def test_norms_of_one_layout_hold_their_weights_less_one(tmp_path: Path) -> None
     for layout in LAYOUTS:
         target = write_checkpoint(tmp_path / layout, "qwen3", num_hidden_layers=2)
         module = loaded(add_module(target, layout, arrays, num_layers=2))
-        for ours, name in {"fc": "fc", "final_norm": "norm", "layers.0.q_norm": "layer.self_attn.q_norm"}.items():
+        for ours, name in {"final_norm": "norm", "layers.0.q_norm": "layer.self_attn.q_norm"}.items():
             assert np.allclose(as_float32(module.weights[f"{ours}.weight"]), arrays[name], atol=1e-6)
-        assert module.config.normed_recurrence == (layout == "mtp")
+        assert module.config.normed_recurrence == (layout != "extra_layer")
 
 
 def test_matrices_equal_to_the_targets_are_the_targets(tmp_path: Path) -> None:
@@ -154,3 +154,66 @@ def test_modules_behind_the_first_are_left_out_and_said_to_be(tmp_path: Path) ->
     assert one == ()
     add_module(target, "extra_layer", random_module(seed=1), num_layers=3)
     assert any("of 2 MTP modules the first one guesses at every depth" in notice for notice in loaded(target).notices)
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        ("mtp", "mtp.embed_tokens.weight"),  # embeddings of its own, as mtp_use_dedicated_embeddings says
+        ("mtp", "mtp.layers.0.mlp.shared_expert.up_proj.weight"),
+        ("extra_layer", "model.layers.2.self_attn.gate_proj.weight"),
+        ("mtp_layers", "model.mtp_layers.0.attention_sink"),
+    ],
+)
+def test_parts_of_a_module_that_nothing_computes_are_refused(layout: str, name: str, tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
+    add_module(target, layout, random_module(), num_layers=2)
+    loaded(target)
+    edit(target / "model.safetensors", lambda tensors: tensors.update({name: np.zeros(3, np.float32)}))
+    with pytest.raises(CheckpointError, match=f"holds 1 tensor: {name.removeprefix('model.')} that no known mtp head has"):
+        loaded(target)
+
+
+def test_later_modules_of_every_layout_are_said_to_be_left_out(tmp_path: Path) -> None:
+    for layout, name in (("mtp", "mtp.layers.1.mlp.up_proj.weight"), ("mtp_layers", "model.mtp_layers.1.input_proj.weight")):
+        target = write_checkpoint(tmp_path / layout, "qwen3", num_hidden_layers=2)
+        add_module(target, layout, random_module(), num_layers=2)
+        edit(target / "model.safetensors", lambda tensors: tensors.update({name: np.zeros((2, 2), np.float32)}))  # noqa: B023
+        assert loaded(target).notices == (f"{target}: of 2 MTP modules the first one guesses at every depth",)
+
+
+def test_a_mimo_runs_and_guesses_with_its_own_module(tmp_path: Path) -> None:
+    """Its target is a qwen2 by another name: biases, no norms of q and k; in batches and alone, greedy and sampled."""
+    target = write_mimo(tmp_path, num_hidden_layers=2)
+    plain = open_llm(target, "none")
+    samplings = (GREEDY, SAMPLED)
+    answers = [[output.token_ids for output in plain.generate(PROMPTS, params)] for params in samplings]
+    add_module(target, "mtp_layers", random_module(family="mimo"), num_layers=2)
+    llm = open_llm(target, "mtp")
+    for params, expected in zip(samplings, answers, strict=True):
+        outputs = llm.generate(PROMPTS, params)
+        assert [output.token_ids for output in outputs] == expected
+        assert sum(output.speculation.drafted for output in outputs) > 100
+    assert any("drafter='mtp'" in notice for notice in open_llm(target, "none").notices)
+
+
+def test_a_module_in_a_speculators_file_mixes_the_embedding_first(tmp_path: Path) -> None:
+    """With sizes and rotations of its own config; a layer of another family is refused."""
+    target, successor = write_successor_target(tmp_path / "target", "qwen3", sharpness=3.0)
+    head = write_speculators(tmp_path / "head", perfect_module(), target)
+    llm = open_llm(target, str(head))
+    for params in (GREEDY, SAMPLED):
+        for output, prompt in zip(llm.generate(PROMPTS, params), PROMPTS, strict=True):
+            expected = [prompt[-1]]
+            for _ in range(40):
+                expected.append(int(successor[expected[-1]]))
+            assert output.token_ids == expected[1:]
+            assert output.speculation.accepted == output.speculation.drafted > 28
+    write_speculators(tmp_path / "other", perfect_module(), target, model_type="qwen3_next")
+    with pytest.raises(CheckpointError, match="'qwen3_next'"):
+        open_llm(target, str(tmp_path / "other"))
+    edit(head / "model.safetensors", lambda tensors: tensors.update({"verifier_lm_head.weight": np.zeros(3, np.float32)}))
+    open_llm(target, str(head))  # what training kept of the target
+    edit(head / "model.safetensors", lambda tensors: tensors.update({"norm.weight": np.zeros(3, np.float32)}))
+    with pytest.raises(CheckpointError, match=r"holds 1 tensor: norm\.weight that no known mtp head has"):
+        open_llm(target, str(head))

@@ -10,7 +10,7 @@ from checkpoints import write_checkpoint
 from eagle_checkpoints import write_legible_target
 from medusa_checkpoints import perfect_heads, write_heads, write_successor_target
 from paceline import LLM, ConfigError, IncompatibleDrafterError, SamplingParams
-from paceline.drafters.head_files import HeadKind
+from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.drafter import MedusaDrafter
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.options import OPTIONS, TREES, HeadOptions
@@ -61,7 +61,7 @@ def test_every_convention_of_a_head_is_an_option() -> None:
         ({"rope_theta": "-1"}, "rope_theta is '-1'"),
         ({"rope_theta": "nan"}, "rope_theta is 'nan'"),
         ({"rope_theta": True}, "rope_theta is True"),
-        ({"branches": 2}, "'branches' is unknown; there are tree \\(medusa\\), boundaries \\(eagle3\\)"),
+        ({"branches": 2}, "'branches' is unknown; there are tree \\(medusa\\), boundaries \\(eagle3 and peagle\\)"),
     ],
 )
 def test_what_an_option_does_not_take_is_named_with_what_it_does(given: Mapping[str, object], message: str) -> None:
@@ -87,7 +87,7 @@ def open_llm(target: Path, drafter: Any, **options: Any) -> LLM:
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", ("ngram", "suffix")])
 def test_an_option_that_nobody_reads_is_an_error(target: Path, drafter: str | tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"'boundaries' is for eagle3 heads, and the drafter is (none|ngram)"):
+    with pytest.raises(ConfigError, match=r"'boundaries' is for eagle3 and peagle heads, and the drafter is (none|ngram)"):
         open_llm(target, drafter, drafter_options={"boundaries": (1, 2, 3)})
 
 

@@ -1,7 +1,7 @@
 """Native attention: its definition in float64, whatever the blocks, and the bits of decoding alone, whatever the mask."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -27,9 +27,18 @@ class Bench:
 
     @classmethod
     def make(
-        cls, heads: int, kv_heads: int, head_size: int, *, cap: float | None = None, num_threads: int = 1, level: str | None = None
+        cls,
+        heads: int,
+        kv_heads: int,
+        head_size: int,
+        *,
+        cap: float | None = None,
+        window: int | None = None,
+        num_threads: int = 1,
+        level: str | None = None,
     ) -> "Bench":
         config = native_config(heads=heads, kv_heads=kv_heads, head_size=head_size, attention_soft_cap=cap)
+        config = config if window is None else replace(config, sliding_layers=(0,), sliding_window=window)
         widths = [heads * head_size, kv_heads * head_size, kv_heads * head_size]
         run = Network(
             widths, lambda blocks, inputs: [blocks.attention(*inputs, layer=0)], config=config, num_threads=num_threads, level=level
@@ -85,6 +94,28 @@ def test_attention_is_its_definition(heads: int, kv_heads: int, head_size: int, 
         for row in range(start, end):
             assert np.abs(found[row - start] - bench.expected(q[row], k[: row + 1], v[: row + 1])).max() <= 3e-6
     assert np.isnan(bench.storage).mean() == pytest.approx(1 - 70 / (NUM_BLOCKS * BLOCK_SIZE))
+
+
+@BY_LEVEL
+@pytest.mark.parametrize("window", [1, 15, 33, 70, 100])
+def test_within_a_window_a_row_sees_its_last_positions(window: int, level: str, seed: int) -> None:
+    """In chunks, one by one, and in a tree, where the window counts the positions of a node's own path."""
+    bench = Bench.make(4, 2, 24, window=window, level=level)
+    random = np.random.default_rng(seed)
+    q, k, v = bench.rows(random, 70)
+    table = blocks(9, 3, 41, 7)
+    for start, end in ((0, 40), (40, 69), (69, 70)):
+        found = bench.attend([part[start:end] for part in (q, k, v)], [RowRange(0, end - start, start, table)])
+        for row in range(start, end):
+            seen = slice(max(0, row + 1 - window), row + 1)
+            assert np.abs(found[row - start] - bench.expected(q[row], k[seen], v[seen])).max() <= 3e-6
+    parents = [-1, 0, 0, 2, 2, 1, 3, 6, 7]
+    tree = bench.rows(random, len(parents))
+    found = bench.attend(tree, [RowRange(0, len(parents), 70, table, tree_mask(parents))])
+    for node in range(len(parents)):
+        path = path_to(parents, node)
+        keys, values = (np.concatenate((all_rows, own[path]))[-window:] for all_rows, own in ((k, tree[1]), (v, tree[2])))
+        assert np.abs(found[node] - bench.expected(tree[0][node], keys, values)).max() <= 3e-6
 
 
 @BY_LEVEL

@@ -91,32 +91,37 @@ def random_ranges(seed: int) -> tuple[tuple[RowRange, ...], int]:
     return tuple(ranges), 40
 
 
-def attend(form: type[PlainAttention] | type[PaddedAttention], device: str, seed: int, dtype: "torch.dtype") -> "torch.Tensor":
+def attend(
+    form: type[PlainAttention] | type[PaddedAttention], device: str, seed: int, dtype: "torch.dtype", window: int | None = None
+) -> "torch.Tensor":
     ranges, num_blocks = random_ranges(seed)
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(sum(rows.num_rows for rows in ranges), 4, 16, generator=generator)
     keys, values = torch.randn(2, num_blocks, 2, BLOCK_SIZE, 16, generator=generator)
     attention = form(ranges, BLOCK_SIZE, torch.device(device))
-    return attention(*(part.to(device=device, dtype=dtype) for part in (q, keys, values))).float().cpu()
+    return attention(*(part.to(device=device, dtype=dtype) for part in (q, keys, values)), window).float().cpu()
 
 
+@pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("offset", range(3))
-def test_padded_attention_is_plain_attention(seed: int, offset: int) -> None:
-    plain = attend(PlainAttention, "cpu", seed + offset, torch.float32)
-    padded = attend(PaddedAttention, "cpu", seed + offset, torch.float32)
+def test_padded_attention_is_plain_attention(seed: int, offset: int, window: int | None) -> None:
+    plain = attend(PlainAttention, "cpu", seed + offset, torch.float32, window)
+    padded = attend(PaddedAttention, "cpu", seed + offset, torch.float32, window)
     torch.testing.assert_close(padded, plain, atol=1e-5, rtol=0)
 
 
-def test_plain_attention_is_its_definition(seed: int) -> None:
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_plain_attention_is_its_definition(seed: int, window: int | None) -> None:
     ranges, _ = random_ranges(seed)
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(14, 4, 16, generator=generator)
     keys, values = torch.randn(2, 40, 2, BLOCK_SIZE, 16, generator=generator)
-    found = PlainAttention(ranges, BLOCK_SIZE, torch.device("cpu"))(q, keys, values)
+    found = PlainAttention(ranges, BLOCK_SIZE, torch.device("cpu"))(q, keys, values, window)
     for rows in ranges:
         for index in range(rows.num_rows):
             own = [index >= other if rows.mask is None else bool(rows.mask[index, other]) for other in range(rows.num_rows)]
             slots = [*range(rows.cached_len), *(rows.cached_len + other for other in range(rows.num_rows) if own[other])]
+            slots = slots if window is None else slots[-window:]
             for head in range(4):
                 where = [(int(rows.block_table[slot // BLOCK_SIZE]), head // 2, slot % BLOCK_SIZE) for slot in slots]
                 key, value = torch.stack([keys[at] for at in where]), torch.stack([values[at] for at in where])

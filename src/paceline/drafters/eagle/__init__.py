@@ -1,15 +1,19 @@
-"""EAGLE-1, EAGLE-2 and EAGLE-3 heads: one network each."""
+"""EAGLE-1, EAGLE-2, EAGLE-3 and P-EAGLE heads: one network each of the first two and of the others."""
 
+from dataclasses import replace
 from pathlib import Path
 
-from paceline.drafters.eagle.checkpoint import read_eagle_config
+from paceline.drafters.eagle.checkpoint import check_embedded
+from paceline.drafters.eagle.config import read_eagle_config
 from paceline.drafters.eagle.gguf import open_gguf_head
 from paceline.drafters.eagle.head import EagleWeights
 from paceline.drafters.eagle.variants import all_boundaries, as_named, candidates
-from paceline.drafters.head_files import HeadFiles, HeadKind
+from paceline.drafters.head_files import HeadFiles
+from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.pairs.config import PairVariant
 from paceline.drafters.pairs.drafter import PairDrafter
 from paceline.drafters.pairs.opening import PairTarget, known_calibration, settle
+from paceline.drafters.pairs.parallel import ParallelDrafter
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.weights import Weights
 from paceline.runtimes.base import Runtime
@@ -20,7 +24,7 @@ __all__ = ["layers_of", "open_eagle_drafter", "open_gguf_head"]
 def layers_of(
     files: HeadFiles, target: Path, *, facts_directory: Path | None = None, variant: PairVariant | None = None
 ) -> tuple[int, ...]:
-    """The boundaries of the target that a head reads, or may read while that is not known; none where it is no EAGLE-3 head.
+    """The boundaries of the target that a head reads, or may read while that is not known; none where it is no EAGLE-3 or P-EAGLE head.
 
     Args:
         target: its checkpoint.
@@ -30,11 +34,11 @@ def layers_of(
     Raises:
         CheckpointError, IncompatibleDrafterError: it cannot be used with this target.
     """
-    if files.kind is not HeadKind.EAGLE3:
+    if files.kind not in (HeadKind.EAGLE3, HeadKind.PEAGLE):
         return ()
     sizes = read_model_config(target)
-    config = read_eagle_config(files, sizes, boundaries=None if variant is None else variant.boundaries)
-    if variant is not None:
+    config = read_eagle_config(files, sizes, variant)
+    if variant is not None and variant.settles:
         return as_named(config, variant, sizes).boundaries
     admitted = candidates(files, config, sizes)
     known = known_calibration(files, target, admitted, facts_directory).get()
@@ -49,7 +53,7 @@ def open_eagle_drafter(files: HeadFiles, target: PairTarget) -> PairDrafter:
     """
     sizes = target.runtime.config
     named = target.variant
-    config = read_eagle_config(files, sizes, boundaries=None if named is None else named.boundaries)
+    config = read_eagle_config(files, sizes, named)
     weights = EagleWeights(
         files,
         config,
@@ -60,10 +64,12 @@ def open_eagle_drafter(files: HeadFiles, target: PairTarget) -> PairDrafter:
         quant=target.quant,
         quant_directory=target.quant_directory,
     )
-    admitted = candidates(files, config, sizes) if named is None else (as_named(config, named, sizes),)
-    config, notices = settle(files, admitted, weights.open, target)
+    check_embedded(files, weights.embedded_ids, min(target.tokenizer.vocab_size, target.vocab_size))
+    admitted = (as_named(config, named, sizes),) if named is not None and named.settles else candidates(files, config, sizes)
+    config, notices = settle(files, admitted, weights.open, replace(target, vocab_size=min(target.vocab_size, weights.embedded_ids)))
     head = weights.open(config, target.max_context)
-    return PairDrafter(
+    drafter = ParallelDrafter if head.masked else PairDrafter
+    return drafter(
         head,
         target.cache,
         vocab_size=target.vocab_size,

@@ -4,6 +4,7 @@ Three things differ there: `d2t` holds the target's ids themselves, the rows of 
 layers to read are boundaries. Matrices in blocks are multiplied out to float16: a head is small, and cannot change a token.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.drafters.head_files import HeadFiles, HeadKind, HeadTensor
+from paceline.drafters.head_containers import HeadTensor
+from paceline.drafters.head_files import HeadFiles
+from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError
 from paceline.models.gguf_blocks import group_blocks
 from paceline.models.gguf_file import GgufFile, open_gguf
@@ -67,7 +70,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
     for key, name in _KEYS.items():
         value = file.metadata.get(f"{ARCHITECTURE}.{key}")
         if value is not None:
-            values[name] = [int(item) for item in value] if key == "extract_layers" else value
+            values[name] = list(value) if key == "extract_layers" and isinstance(value, Sequence) else value
     vocabulary = file.metadata.get(f"{ARCHITECTURE}.vocab_size")
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if vocabulary is None and tokens is None:
@@ -80,7 +83,7 @@ def _plain_name(name: str) -> str:
     if not stem:
         return name  # d2t
     if stem.startswith("blk."):
-        _, layer, part = stem.split(".", 2)
+        layer, _, part = stem.removeprefix("blk.").partition(".")
         return f"layers.{layer}.{_PARTS.get(part, part)}.{kind}"
     return f"{_NAMES.get(stem, stem)}.{kind}"
 

@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from paceline.config import QuantOptions
-from paceline.drafters.eagle.checkpoint import EagleConfig, open_eagle, read_eagle_config
+from paceline.drafters.eagle.checkpoint import open_eagle
+from paceline.drafters.eagle.config import EagleConfig, read_eagle_config
 from paceline.drafters.eagle.network import drafted_pairs, true_pairs
-from paceline.drafters.head_files import HeadFiles, HeadKind
-from paceline.drafters.pairs.head import PairHead
+from paceline.drafters.head_files import HeadFiles
+from paceline.drafters.pairs.head import MaskedPair, PairHead
 from paceline.models.config import ModelConfig
 from paceline.models.quantized_cache import quantized_weights
 from paceline.models.weights import AnyTensor, Weights
@@ -15,6 +16,9 @@ from paceline.runtimes.head import open_head
 
 class EagleWeights:
     """The tensors of a head, read and quantised once, from which it can be opened by any of its conventions.
+
+    Attributes:
+        embedded_ids: token ids from here on have no embedding.
 
     Args:
         config: what `read_eagle_config` made of `files`.
@@ -50,11 +54,14 @@ class EagleWeights:
             self._soft_cap = target.logit_soft_cap
         embedding = self._tensors.pop("embedding.weight", None)
         self._embedding = target_weights["embedding.weight"] if embedding is None else embedding
+        self.embedded_ids = checkpoint.embedded_ids
         self._checkpoint, self._num_threads, self._device = checkpoint, num_threads, device
 
     def open(self, config: EagleConfig, max_context: int) -> PairHead:
         """The head by one of its conventions, prepared for so many positions."""
         tensors = {name: tensor for name, tensor in self._tensors.items() if config.uses_fc_bias or name != "fc.bias"}
+        if config.norms_feature and "feature_norm.weight" not in tensors:  # as HASS was trained whose norms speculators moved
+            tensors["feature_norm.weight"] = tensors["layers.0.attention_norm.weight"]
         runtime = open_head(
             true_pairs(config, self._soft_cap),
             config.layers,
@@ -63,9 +70,12 @@ class EagleWeights:
             max_context=max_context,
             device=self._device,
         )
-        drafted = runtime if config.kind is HeadKind.EAGLE else runtime.beside(drafted_pairs(config, self._soft_cap))
-        checkpoint = self._checkpoint
-        return PairHead(config, runtime, drafted, self._embedding, target_ids=checkpoint.target_ids, notices=checkpoint.notices)
+        mask_feature = self._checkpoint.mask_feature
+        masked = None
+        if config.mask_token_id is not None and mask_feature is not None:
+            masked = MaskedPair(config.mask_token_id, mask_feature)
+        drafted = runtime if config.is_first or masked else runtime.beside(drafted_pairs(config, self._soft_cap))
+        return PairHead(config, runtime, drafted, self._embedding, target_ids=self._checkpoint.target_ids, masked=masked)
 
 
 def open_eagle_head(

@@ -6,8 +6,7 @@ the feature of position t + 1, what the pair behind it takes where the target ha
 
 from collections.abc import Mapping
 
-from paceline.drafters.eagle.checkpoint import EagleConfig
-from paceline.drafters.head_files import HeadKind
+from paceline.drafters.eagle.config import EagleConfig
 from paceline.drafters.pairs.head import BOUNDARY, EMBEDDING, FEATURE
 from paceline.runtimes.decoder import decoder_layer
 from paceline.runtimes.head import Compose, HeadBlocks, Value
@@ -48,11 +47,8 @@ def _pairs(blocks: HeadBlocks[Value], config: EagleConfig, feature: Value, soft_
     """Results: `feature` [T, Hd] for the pairs behind these, `logits` [R, Vd] of the rows wanted."""
     layers = config.layers
     embedding = blocks.input(EMBEDDING, layers.hidden_size)
-    x = (
-        _first_layer3(blocks, config, embedding, feature)
-        if config.kind is HeadKind.EAGLE3
-        else _first_layer(blocks, config, embedding, feature)
-    )
+    first_layer = _first_layer if config.is_first else _first_layer3
+    x = first_layer(blocks, config, embedding, feature)
     for layer in range(1, layers.num_layers):
         x = decoder_layer(blocks, layers, x, layer)
     out = blocks.rms_norm(x, "final_norm") if config.has_final_norm else x
@@ -63,11 +59,16 @@ def _pairs(blocks: HeadBlocks[Value], config: EagleConfig, feature: Value, soft_
 
 
 def _first_layer(blocks: HeadBlocks[Value], config: EagleConfig, embedding: Value, feature: Value) -> Value:
-    """EAGLE: embedding first, and attention reads the mixture without a norm (Li et al. 2024, arXiv:2401.15077, section 4.1)."""
-    if config.norms_halves:
-        embedding, feature = blocks.rms_norm(embedding, "embedding_norm"), blocks.rms_norm(feature, "feature_norm")
+    """EAGLE: embedding first, and attention reads the mixture without a norm (Li et al. 2024, arXiv:2401.15077, section 4.1).
+
+    Norms of the halves and of the mixture are what other trainers added.
+    """
+    if config.norms_embedding:
+        embedding = blocks.rms_norm(embedding, "embedding_norm")
+    if config.norms_feature:
+        feature = blocks.rms_norm(feature, "feature_norm")
     (mixed,) = blocks.linear(blocks.concat(embedding, feature), "fc")
-    return decoder_layer(blocks, config.layers, mixed, 0, normed=mixed)
+    return decoder_layer(blocks, config.layers, mixed, 0, normed=None if config.norms_mixture else mixed)
 
 
 def _first_layer3(blocks: HeadBlocks[Value], config: EagleConfig, embedding: Value, feature: Value) -> Value:

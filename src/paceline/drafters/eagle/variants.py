@@ -8,10 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from paceline.drafters.eagle.boundaries import named_boundaries
-from paceline.drafters.eagle.checkpoint import EagleConfig, config_fields, plain_files
-from paceline.drafters.head_files import HeadFiles, HeadKind
+from paceline.drafters.eagle.config import EagleConfig, means_no_norm
+from paceline.drafters.eagle.layers import written_rope
+from paceline.drafters.eagle.layout import config_fields, is_nested, plain_files
+from paceline.drafters.head_files import HeadFiles
+from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.pairs.config import PairVariant
 from paceline.models.config import ModelConfig, RopeConfig, RopeType
+from paceline.models.json_fields import JsonFields
 
 PLAIN_BASE = 10000.0
 
@@ -24,18 +28,27 @@ def candidates(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> tu
     """
     files = plain_files(files)
     fields = config_fields(files)
-    is_speculators = "speculators_model_type" in files.config
     found = [config]
     if config.boundaries:
         found = [replace(one, boundaries=shifted) for one in found for shifted in _shifts(config.boundaries, target.num_layers)]
-    if config.kind is HeadKind.EAGLE3 and fields.values.get("norm_before_residual") is None:
+    if not config.is_first and fields.values.get("norm_before_residual") is None:
         found = [replace(one, norm_before_residual=flag) for one in found for flag in (False, True)]
-    if config.layers.rope.theta != PLAIN_BASE and not is_speculators:
+    if config.layers.rope.theta != PLAIN_BASE and not files.is_speculators:
         found = [one for with_base in found for one in (with_base, replace(with_base, layers=_with_plain_base(with_base.layers)))]
-    if config.has_final_norm and not (is_speculators and fields.values.get("norm_output") is not None):
-        found = [replace(one, normed_recurrence=flag) for one in found for flag in (False, True)]
-    if config.kind is HeadKind.EAGLE and "fc.bias" in files.tensors and fields.values.get("bias") is False:
-        found = [replace(one, uses_fc_bias=flag) for one in found for flag in (True, False)]
+    written = written_rope(files, fields, config.layers.head_size)
+    if written != config.layers.rope:  # vLLM rotates a part of each head where the classes of speculators rotate it all
+        found = [one for plain in found for one in (plain, replace(plain, layers=replace(plain.layers, rope=written)))]
+    found = _final_norms(files, fields, config, found)
+    if not config.is_first:
+        return tuple(found)
+    if config.norms_mixture and not is_nested(files):  # HASS was trained with its second norm on the feature; some leave the mixture plain
+        found = [
+            one
+            for read in found
+            for one in (read, replace(read, norms_mixture=False, norms_feature=files.is_speculators or read.norms_feature))
+        ]
+    if "fc.bias" in files.tensors and fields.values.get("bias") is False:
+        found = [replace(one, uses_fc_bias=flag) for one in found for flag in (config.uses_fc_bias, not config.uses_fc_bias)]
     return tuple(found)
 
 
@@ -59,6 +72,17 @@ def as_named(config: EagleConfig, variant: PairVariant, target: ModelConfig) -> 
 def all_boundaries(configs: Sequence[EagleConfig]) -> tuple[int, ...]:
     """The boundaries that any of them reads, ascending."""
     return tuple(sorted({boundary for config in configs for boundary in config.boundaries}))
+
+
+def _final_norms(files: HeadFiles, fields: JsonFields, config: EagleConfig, found: Sequence[EagleConfig]) -> list[EagleConfig]:
+    """Whether the norm behind the layers is for the logits alone, for the next feature too, or for neither."""
+    if means_no_norm(files, fields):
+        return [one for plain in found for one in (plain, replace(plain, has_final_norm=True))]
+    is_said = files.is_speculators and fields.values.get("norm_output") is not None
+    if not config.has_final_norm or is_said or config.kind is HeadKind.PEAGLE:
+        return list(found)
+    flags = (config.normed_recurrence, not config.normed_recurrence)
+    return [replace(one, normed_recurrence=flag) for one in found for flag in flags]
 
 
 def _shifts(boundaries: tuple[int, ...], num_layers: int) -> Iterator[tuple[int, ...]]:

@@ -18,9 +18,11 @@ from paceline.models.config import ModelConfig
 from paceline.models.weights import AnyTensor, Weights
 
 _NEST = re.compile(r"medusa_heads?\.")
-_ROW_OF_BLOCKS = re.compile(r"(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
-_NAMED_BLOCKS = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
-_NAMED_HEADS = re.compile(r"lm_heads\.(\d+)\.weight")
+_NUMBER = "([0-9]{1,6})"  # of a head or a block: no file has more
+_MOST_MISSING = 1024  # blocks that are named one by one where they are missing
+_ROW_OF_BLOCKS = re.compile(rf"{_NUMBER}\.{_NUMBER}\.(linear\.)?(weight|bias)")
+_NAMED_BLOCKS = re.compile(rf"blocks\.{_NUMBER}\.layers\.{_NUMBER}\.(weight|bias)")
+_NAMED_HEADS = re.compile(rf"lm_heads\.{_NUMBER}\.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ def load_medusa(files: HeadFiles, target: ModelConfig, target_lm_head: AnyTensor
         IncompatibleDrafterError: they were made for another target.
     """
     names = _names(files)
-    hidden = files.tensors[next(iter(names.blocks.values()))].shape[-1]
+    hidden = _columns(files, names)
     check_pairing(files, target, hidden_size=hidden)
     brings_lm_heads = bool(names.lm_heads) or names.shared is not None
     num_rows = _check(files, names, target.hidden_size) if brings_lm_heads else target_lm_head.shape[0]
@@ -89,7 +91,7 @@ def load_medusa(files: HeadFiles, target: ModelConfig, target_lm_head: AnyTensor
         weights["lm_head.weight"] = target_lm_head if names.shared is None else files.weight(names.shared)
     used = [*names.blocks.values(), *names.lm_heads.values(), "token_map", *([names.shared] if names.shared else [])]
     is_whole_model = any(_NEST.match(name) for name in files.tensors)
-    notices = files.unused(used, ignored=lambda name: is_whole_model and not _NEST.match(name))
+    files.check_all_used(used, ignored=lambda name: is_whole_model and not _NEST.match(name))
     return MedusaHeads(
         names.num_heads,
         names.num_blocks,
@@ -98,7 +100,7 @@ def load_medusa(files: HeadFiles, target: ModelConfig, target_lm_head: AnyTensor
         num_rows,
         token_map,
         None if brings_lm_heads else target.logit_soft_cap,
-        (*notices, *_count_notice(files, names.num_heads)),
+        _count_notice(files, names.num_heads),
     )
 
 
@@ -122,7 +124,19 @@ def _names(files: HeadFiles) -> _Names:
     if not blocks:
         raise CheckpointError(f"{files.path} holds no medusa heads: expected tensors such as 0.0.linear.weight or blocks.0.layers.0.weight")
     num_heads = 1 + max(max(head for head, _, _ in blocks), max(lm_heads, default=0))
-    return _Names(blocks, lm_heads, shared, num_heads, 1 + max(block for _, block, _ in blocks))
+    num_blocks = 1 + max(block for _, block, _ in blocks)
+    if num_heads * num_blocks > max(_MOST_MISSING, 2 * len(blocks)):  # said before a table of that size is made
+        raise CheckpointError(
+            f"{files.path} names heads up to {num_heads - 1} and blocks up to {num_blocks - 1} and holds {len(blocks)} tensors of them: "
+            "the file is damaged, download it again"
+        )
+    return _Names(blocks, lm_heads, shared, num_heads, num_blocks)
+
+
+def _columns(files: HeadFiles, names: _Names) -> int:
+    """Of a block's matrix."""
+    shapes = [files.shape(name) for (_, _, kind), name in names.blocks.items() if kind == "weight"]
+    return shapes[0][1] if shapes and shapes[0] is not None else 0
 
 
 def _check(files: HeadFiles, names: _Names, hidden: int) -> int:
@@ -139,7 +153,8 @@ def _check(files: HeadFiles, names: _Names, hidden: int) -> int:
             if has_bias:
                 required[f"{block_name.format(head, block)}.bias"] = (hidden,)
     first = names.shared if names.shared is not None else names.lm_heads.get(min(names.lm_heads, default=0))
-    num_rows = files.tensors[first].shape[0] if first is not None else 0
+    shape = None if first is None else files.shape(first)
+    num_rows = 0 if shape is None else shape[0]
     if names.shared is not None:
         required[names.shared] = (num_rows, hidden)
     elif names.lm_heads:

@@ -1,8 +1,8 @@
 """What every head that drafts with pairs says of itself."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from paceline.drafters.head_files import HeadKind
+from paceline.drafters.head_kinds import HeadKind
 from paceline.models.config import ModelConfig
 
 
@@ -42,9 +42,16 @@ class PairVariant:
         norm_before_residual: EAGLE-3: the residual stream begins with the normed feature.
         rope_theta: base of the rotations.
         normed_recurrence: the next feature is the output behind the final norm.
+        mask_token_id: P-EAGLE: the token of positions that nobody has guessed yet; no convention, as nothing else is settled by it.
     """
 
     boundaries: tuple[int, ...] | None = None
     norm_before_residual: bool | None = None
     rope_theta: float | None = None
     normed_recurrence: bool | None = None
+    mask_token_id: int | None = None
+
+    @property
+    def settles(self) -> bool:
+        """Whether it names a convention: nothing is tried out then."""
+        return replace(self, mask_token_id=None) != PairVariant()

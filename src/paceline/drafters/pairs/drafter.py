@@ -60,7 +60,7 @@ class PairDrafter(Drafter):
         self.head = head
         self.pairs = PairCache(head.runtime, cache, feature_size=config.num_features, window=config.layers.max_positions)
         self.cache_bytes_per_token = self.pairs.bytes_per_token
-        self._guesses = Guesses(head.target_ids, vocab_size)
+        self._guesses = Guesses(head.target_ids, vocab_size, head.embedded_ids)
         self._tree_width = tree_width
         head.rank(self._guesses.ranking(tree_width))
         self._grower = head.grower()
@@ -100,7 +100,7 @@ class PairDrafter(Drafter):
     def _grow(self, grower: Grower, request: Request, budget: DraftBudget) -> DraftTree | None:
         """The draft of a lone request, in one call. What it does not touch it does not wait for: nothing here is in the cache."""
         depth, width = _shape(budget, self._tree_width)
-        waiting = self.pairs.waiting_pairs(request, with_root=True, num_drafted=depth if width == 1 else width * depth)
+        waiting = self.pairs.waiting_pairs(request, with_root=True, num_drafted=self._num_drafted(depth, width))
         if depth < 1 or waiting is None:
             return None
         begin, token_ids, features, table, first_slot = waiting
@@ -130,11 +130,11 @@ class PairDrafter(Drafter):
         num_spares = num_rows = 0
         for request, budget in zip(requests, budgets, strict=True):
             depth, width = _shape(budget, self._tree_width)
-            num_drafted = depth if width == 1 else width * depth
+            num_drafted = self._num_drafted(depth, width)
             needed = self.pairs.num_spares(request, num_drafted)
             if depth < 1 or needed > SPARE_BLOCKS:
                 continue
-            most_rows = max(num_drafted, self.pairs.num_waiting(request))
+            most_rows = num_drafted + self.pairs.num_waiting(request)  # those of one pass are no more
             if num_spares + needed > SPARE_BLOCKS or num_rows + most_rows > MAX_PASS_ROWS:
                 trees |= self._draft(group)
                 group, num_spares, num_rows = [], 0, 0
@@ -145,6 +145,10 @@ class PairDrafter(Drafter):
             group.append((pairs, GrowingDraft(request, budget, depth, width, pairs.rows.block_table, pairs.rows.first_slot)))
         trees |= self._draft(group)
         return [trees.get(id(request)) for request in requests]
+
+    def _num_drafted(self, depth: int, width: int) -> int:
+        """Rows behind the true pairs that a draft takes."""
+        return depth if width == 1 else width * depth
 
     def _features(self, rows: CommittedRows) -> FloatArray:
         """[num_rows, F]"""
@@ -193,15 +197,18 @@ class PairDrafter(Drafter):
             draft.take(guesses, outputs.features[first:last])
             first = last
 
-    def _run_true(self, pairs: Sequence[PairRows], *, wants_logits: bool, draws: Draws | None = None) -> PairOutputs:
+    def _run_true(
+        self, pairs: Sequence[PairRows], *, wants_logits: bool, num_masked: Sequence[int] = (), draws: Draws | None = None
+    ) -> PairOutputs:
         """One pass; features are those of each one's last pair."""
         try:
-            outputs = self.head.run_true(pairs, wants_logits=wants_logits, draws=draws)
+            outputs = self.head.run_true(pairs, wants_logits=wants_logits, num_masked=num_masked, draws=draws)
         except BaseException:
             for one in pairs:  # a pass that broke off leaves no rows to trust
                 self.pairs.release(one.request)
             raise
-        last = [end - 1 for end in accumulate(len(one.token_ids) for one in pairs)]
+        behind = num_masked or [0] * len(pairs)
+        last = [end - 1 for end in accumulate(len(one.token_ids) + count for one, count in zip(pairs, behind, strict=True))]
         for one in pairs:
             self.pairs.keep(one.request, one.token_ids)
         return PairOutputs(outputs.results, outputs.features[last])

@@ -42,16 +42,17 @@ class Guesses:
     Args:
         target_ids: [Vd] the target's id of each draft id; None = the same.
         vocab_size: V; ids beyond it are never guessed.
+        num_known: nor are ids from here on; None = V.
     """
 
-    def __init__(self, target_ids: NDArray[np.int64] | None, vocab_size: int) -> None:
+    def __init__(self, target_ids: NDArray[np.int64] | None, vocab_size: int, num_known: int | None = None) -> None:
         self._row = np.full(vocab_size, -np.inf, np.float32)  # what no draft id stands for stays so
-        self._vocab_size = vocab_size
-        self._target_ids = None if target_ids is None else target_ids[target_ids < vocab_size]
+        self._vocab_size, self._num_known = vocab_size, vocab_size if num_known is None else min(vocab_size, num_known)
+        self._target_ids = None if target_ids is None else target_ids[target_ids < self._num_known]
 
     def ranking(self, width: int) -> Ranking:
         """What `of_ranked` needs of a row for so many guesses."""
-        columns = self._vocab_size if self._target_ids is None else len(self._target_ids)
+        columns = self._num_known if self._target_ids is None else len(self._target_ids)
         return Ranking(columns, 1 if width == 1 else width + 1, self._target_ids)
 
     def of_ranked(self, row: RankedRow, width: int, *, is_greedy: bool) -> Guessed:
@@ -102,9 +103,10 @@ class Guesses:
         if self._target_ids is not None:
             self._row[self._target_ids] = row[: len(self._target_ids)]  # ids ascend: those beyond V come last
             return self._row
-        if len(row) >= self._vocab_size:
-            return row[: self._vocab_size]
-        self._row[: len(row)] = row
+        known = min(len(row), self._num_known)
+        if known == self._vocab_size:
+            return row[:known]
+        self._row[:known] = row[:known]
         return self._row
 
 

@@ -44,6 +44,27 @@ class DraftedRows:
 
 
 @dataclass(frozen=True, slots=True)
+class MaskedPair:
+    """What P-EAGLE heads are fed where neither the token nor the target's feature is known.
+
+    Attributes:
+        feature: [F].
+    """
+
+    token_id: int
+    feature: FloatArray
+
+    def behind(self, pairs: TrueRows, count: int) -> TrueRows:
+        """The pairs with so many masked ones behind them."""
+        known = len(pairs.token_ids)
+        token_ids = np.empty(known + count, np.int32)
+        features = np.empty((known + count, len(self.feature)), np.float32)
+        token_ids[:known], token_ids[known:] = pairs.token_ids, self.token_id
+        features[:known], features[known:] = pairs.features, self.feature
+        return TrueRows(token_ids, features, replace(pairs.rows, num_rows=known + count))
+
+
+@dataclass(frozen=True, slots=True)
 class PairOutputs:
     """What a pass over pairs returns, views until the next pass.
 
@@ -72,6 +93,7 @@ class PairHead:
         runtime: the network of true pairs; whoever makes its cache makes that of drafted ones too.
         target_ids: [Vd] the target's id of each draft id; None = the same.
         embedded_ids: token ids from here on have no embedding.
+        masked: the pair of positions that nobody has guessed yet, of a head that guesses several at once; else None.
         notices: one-line remarks for the user.
     """
 
@@ -83,8 +105,10 @@ class PairHead:
         embedding: AnyTensor,
         *,
         target_ids: NDArray[np.int64] | None,
+        masked: MaskedPair | None = None,
         notices: tuple[str, ...] = (),
     ) -> None:
+        self.masked = masked
         self.config, self.runtime, self._drafted = config, runtime, drafted
         self._networks = runtime, drafted  # as they were opened
         # a mapped file's own kind of array takes longer to index
@@ -100,24 +124,39 @@ class PairHead:
         self._drafted = self.runtime if drafted is true else true.beside(_ranking(drafted.compose, ranking))
 
     def grower(self) -> Grower | None:
-        """Who grows drafts of ranked pairs in one call."""
+        """Who grows drafts of ranked pairs in one call; None where that cannot be done, or one pass guesses it all."""
+        if self.masked is not None:
+            return None
         names = GrowerNames(EMBEDDING, FEATURE, RANKED, self._feature_names)
         return self.runtime.grower(self._drafted, self._embedding, names)
 
-    def run_true(self, pairs: Sequence[TrueRows], *, wants_logits: bool, of_all: bool = False, draws: Draws | None = None) -> PairOutputs:
+    def run_true(
+        self,
+        pairs: Sequence[TrueRows],
+        *,
+        wants_logits: bool,
+        of_all: bool = False,
+        num_masked: Sequence[int] = (),
+        draws: Draws | None = None,
+    ) -> PairOutputs:
         """One pass over true pairs of several requests.
 
         Args:
             wants_logits: of each one's last pair.
             of_all: of every pair.
+            num_masked: so many masked pairs run behind each one's last; their logits are wanted as well.
             draws: [R] how the token of each row is drawn that has logits; None = nothing is.
         """
+        if num_masked and self.masked is not None:
+            pairs = [self.masked.behind(one, count) for one, count in zip(pairs, num_masked, strict=True)]
         counts = [len(one.token_ids) for one in pairs]
         starts = [0, *accumulate(counts)]
         firsts = [one.rows.cached_len - 1 for one in pairs]
         positions = _joined([np.arange(first, first + count, dtype=np.int32) for first, count in zip(firsts, counts, strict=True)])
         if of_all:
             wanted = np.arange(starts[-1], dtype=np.int32)
+        elif num_masked:
+            wanted = _joined([np.arange(end - 1 - count, end, dtype=np.int32) for end, count in zip(starts[1:], num_masked, strict=True)])
         else:
             wanted = np.array([start - 1 for start in starts[1:]] if wants_logits else [], np.int32)
         token_ids = _joined([one.token_ids for one in pairs])

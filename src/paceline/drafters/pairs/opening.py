@@ -69,7 +69,7 @@ def settle(
             another target's, unless the user named it.
         open_head: the head by one of them, prepared for so many positions.
     """
-    if target.variant is not None and len(candidates) == 1:
+    if target.variant is not None and target.variant.settles and len(candidates) == 1:
         return candidates[0], ()
     known = known_calibration(files, target.directory, candidates, target.facts_directory)
     found = known.get()

@@ -129,8 +129,9 @@ class NativeBlocks:
 
     def attention(self, q: Value, k: Value, v: Value, layer: int) -> Value:
         config = self._config
-        cap = config.attention_soft_cap or 0.0
-        return self._add(Code.ATTENTION, q, k, v, out=self.value(q.width), choice=layer, number=config.attention_scale, limit=cap)
+        cap, window = config.attention_soft_cap or 0.0, config.window_of(layer) or 0
+        out = self.value(q.width)
+        return self._add(Code.ATTENTION, q, k, v, out=out, count=window, choice=layer, number=config.attention_scale, limit=cap)
 
     def gated_mlp(self, gate: Value, up: Value) -> Value:
         choice = (Activation.SILU, Activation.GELU_TANH).index(self._config.activation)

@@ -29,14 +29,25 @@ _PLAIN_SCORES = Scores()
 class Attention(Protocol):
     """One pass's attention."""
 
-    def __call__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None = None) -> torch.Tensor:
+        """
+        Args:
+            window: of what a row may see the last so many; None = all of it.
+        """
+        ...
 
 
-def visible_slots(rows: RowRange) -> BoolArray:
-    """[num_rows, cached_len + num_rows], True = the row may attend: what is cached, then causally or by the range's mask."""
+def visible_slots(rows: RowRange, window: int | None = None) -> BoolArray:
+    """[num_rows, cached_len + num_rows], True = the row may attend: what is cached, then causally or by the range's mask.
+
+    Args:
+        window: the last so many of these alone; they are a path, each one position behind the one before.
+    """
     mask = np.ones((rows.num_rows, rows.cached_len + rows.num_rows), np.bool_)
     mask[:, : rows.first_slot] = False
     mask[:, rows.cached_len :] = np.tri(rows.num_rows, dtype=np.bool_) if rows.mask is None else rows.mask
+    if window is not None:
+        mask &= np.cumsum(mask[:, ::-1], axis=1)[:, ::-1] <= window
     return mask
 
 
@@ -62,17 +73,19 @@ class PlainAttention:
     def __init__(self, ranges: Sequence[RowRange], block_size: int, device: torch.device, scores: Scores = _PLAIN_SCORES) -> None:
         self._ranges = ranges
         self._scores = scores
+        self._device = device
         self._blocks = []
-        self._masks = []
+        self._masks: dict[int | None, list[torch.Tensor | None]] = {}
         for rows in ranges:
             num_blocks = -(-(rows.cached_len + rows.num_rows) // block_size)
             self._blocks.append(torch.from_numpy(rows.block_table[:num_blocks].astype(np.int64)).to(device))
-            mask = visible_slots(rows)
-            self._masks.append(None if mask.all() else torch.from_numpy(mask).to(device))
 
-    def __call__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def __call__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None = None) -> torch.Tensor:
+        if window not in self._masks:
+            masks = [visible_slots(rows, window) for rows in self._ranges]
+            self._masks[window] = [None if mask.all() else torch.from_numpy(mask).to(self._device) for mask in masks]
         attended = torch.empty_like(q)
-        for rows, blocks, mask in zip(self._ranges, self._blocks, self._masks, strict=True):
+        for rows, blocks, mask in zip(self._ranges, self._blocks, self._masks[window], strict=True):
             num_slots = rows.cached_len + rows.num_rows
             own = slice(rows.start, rows.start + rows.num_rows)
             result = attend(
@@ -90,34 +103,42 @@ class PaddedAttention:
     """All ranges in one call, padded to the longest: few launches, at the price of reading padding."""
 
     def __init__(self, ranges: Sequence[RowRange], block_size: int, device: torch.device, scores: Scores = _PLAIN_SCORES) -> None:
+        self._ranges = ranges
         self._scores = scores
         num_rows = max(rows.num_rows for rows in ranges)
         num_blocks = max(-(-(rows.cached_len + rows.num_rows) // block_size) for rows in ranges)
         tables = np.zeros((len(ranges), num_blocks), np.int64)
-        mask = np.zeros((len(ranges), 1, num_rows, num_blocks * block_size), np.bool_)
-        mask[..., 0] = True  # a padding row must see something, or its softmax is 0/0
         row_range: list[int] = []
         row_in_range: list[int] = []
         for index, rows in enumerate(ranges):
             own_blocks = rows.block_table[:num_blocks]
             tables[index, : len(own_blocks)] = own_blocks
-            mask[index, 0, : rows.num_rows, : rows.cached_len + rows.num_rows] = visible_slots(rows)
             row_range.extend([index] * rows.num_rows)
             row_in_range.extend(range(rows.num_rows))
-        self._num_rows = num_rows
+        self._num_rows, self._num_slots = num_rows, num_blocks * block_size
         self._tables = torch.from_numpy(tables).to(device)
-        self._mask = torch.from_numpy(mask).to(device)
+        self._masks: dict[int | None, torch.Tensor] = {}
         self._row_range = torch.tensor(row_range, device=device)
         self._row_in_range = torch.tensor(row_in_range, device=device)
 
-    def __call__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def __call__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None = None) -> torch.Tensor:
+        if window not in self._masks:
+            self._masks[window] = torch.from_numpy(self._mask(window)).to(q.device)
         padded = q.new_zeros(len(self._tables), self._num_rows, *q.shape[1:])
         padded[self._row_range, self._row_in_range] = q
         attended = attend(
             padded.transpose(1, 2),
             keys[self._tables].transpose(1, 2).flatten(2, 3),
             values[self._tables].transpose(1, 2).flatten(2, 3),
-            self._mask,
+            self._masks[window],
             self._scores,
         )
         return attended.transpose(1, 2)[self._row_range, self._row_in_range]
+
+    def _mask(self, window: int | None) -> BoolArray:
+        """[ranges, 1, rows, slots]"""
+        mask = np.zeros((len(self._ranges), 1, self._num_rows, self._num_slots), np.bool_)
+        mask[..., 0] = True  # a padding row must see something, or its softmax is 0/0
+        for index, rows in enumerate(self._ranges):
+            mask[index, 0, : rows.num_rows, : rows.cached_len + rows.num_rows] = visible_slots(rows, window)
+        return mask

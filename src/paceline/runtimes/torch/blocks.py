@@ -56,7 +56,7 @@ class TorchBlocks:
         keys, values = self._storage[2 * layer], self._storage[2 * layer + 1]
         keys[self._block_of_row, :, self._slot_of_row] = _heads(k, self._config.num_kv_heads)
         values[self._block_of_row, :, self._slot_of_row] = _heads(v, self._config.num_kv_heads)
-        return self._attention(_heads(q, self._config.num_heads), keys, values).flatten(-2)
+        return self._attention(_heads(q, self._config.num_heads), keys, values, self._config.window_of(layer)).flatten(-2)
 
     def gated_mlp(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         activated = F.silu(gate) if self._config.activation is Activation.SILU else F.gelu(gate, approximate="tanh")

@@ -168,7 +168,11 @@ void attend(const Program *program, const Pass *pass, const Operation *operation
     const int size = program->head_size, group = program->heads / program->kv_heads, room = program->max_context + LANES;
     int32_t *visible = (int32_t *)scratch;
     float *scores = scratch + room;
-    const int count = visible_rows(program, pass, pass->ranges + pass->range_of_row[row], row, visible);
+    int count = visible_rows(program, pass, pass->ranges + pass->range_of_row[row], row, visible);
+    if (operation->count && count > operation->count) { /* a window: what is seen is a path, each row one position behind the one before */
+        visible += count - operation->count;
+        count = operation->count;
+    }
     const size_t place = ((size_t)row * (size_t)program->heads + (size_t)(kv_head * group)) * (size_t)size;
     const float *q = program->buffers[operation->x] + place, *keys = side_of(program, operation->choice, 0, kv_head);
     const float *values = side_of(program, operation->choice, 1, kv_head);

@@ -49,7 +49,7 @@ enum { AS_FLOATS, AS_PAIRS, AS_BYTES };
 typedef struct {
     int32_t code;
     int32_t x, y, z, out; /* buffers */
-    int32_t count;        /* heads (NORM, ROPE), matrices (LINEAR), floats of a row of x (CONCAT) */
+    int32_t count;        /* heads (NORM, ROPE), matrices (LINEAR), floats of a row of x (CONCAT), rows that are seen (ATTENTION), 0 = all */
     int32_t width;        /* floats of a row, or of a head where there is a count */
     int32_t choice;       /* packing, rope table, activation, layer, or number of the ranking */
     int32_t selected;     /* works on the selected rows */

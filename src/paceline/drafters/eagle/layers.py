@@ -1,0 +1,109 @@
+"""Sizes of an EAGLE head's own decoder layers; where config and tensors differ the tensors are right."""
+
+from dataclasses import replace
+
+from paceline.drafters.eagle.layout import is_nested
+from paceline.drafters.head_files import HeadFiles
+from paceline.drafters.head_kinds import HeadKind
+from paceline.errors import CheckpointError, IncompatibleDrafterError
+from paceline.models.config import Activation, ModelConfig, RopeConfig, RopeType, WeightType
+from paceline.models.families import FAMILIES
+from paceline.models.json_fields import JsonFields
+from paceline.models.rope_config import read_rope
+
+_ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
+_LAYER_TYPES = ("llama", "qwen3")  # of layers that are a family's own; other containers know llama's alone
+_FIRST_LAYER_TYPES = (*_LAYER_TYPES, "qwen2", "mistral")
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def read_layers(files: HeadFiles, fields: JsonFields) -> ModelConfig:
+    """
+    Args:
+        files: under plain names.
+
+    Raises:
+        CheckpointError: a size is missing or absurd, or the layers are none we run.
+        IncompatibleDrafterError: they are of a family whose layers differ.
+    """
+    _check_family(files, fields)
+    hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    query, key, gate = (files.shape(f"layers.0.{name}.weight") for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"))
+    head_size = fields.size("head_dim", hidden_size // num_heads, null=hidden_size // num_heads)
+    if fields.values.get("head_dim") is None and query is not None and query[0] and query[0] % num_heads == 0:
+        head_size = query[0] // num_heads
+    num_kv_heads = fields.size("num_key_value_heads", num_heads, null=num_heads)
+    if key is not None and key[0] % head_size == 0 and num_heads % max(1, key[0] // head_size) == 0:
+        num_kv_heads = max(1, key[0] // head_size)
+    activation = str(fields.values.get("hidden_act", "silu"))
+    if activation not in _ACTIVATIONS or head_size % 2 or num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"{fields.path}: hidden_act {activation!r} with {num_heads} heads of {head_size} values and {num_kv_heads} key heads is no "
+            f"network we run: the activation is one of {', '.join(_ACTIVATIONS)}, heads are of even size and a multiple of the key heads"
+        )
+    num_layers = max(1, files.count("layers.{}."))
+    sliding_layers, window = _windows(fields, num_layers)
+    return ModelConfig(
+        family="llama",
+        vocab_size=fields.size("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=gate[0] if gate is not None else fields.size("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        max_positions=fields.size("max_position_embeddings"),
+        rope=_rope(files, fields, head_size),
+        weight_type=WeightType.F32,
+        qk_norm="layers.0.self_attn.q_norm.weight" in files.tensors or (files.is_speculators and fields.values["model_type"] == "qwen3"),
+        activation=_ACTIVATIONS[activation],
+        sliding_layers=sliding_layers,
+        sliding_window=window,
+    )
+
+
+def _check_family(files: HeadFiles, fields: JsonFields) -> None:
+    """Containers that name the family of their layers mean its code; elsewhere the name is the target's, and layers are llama's."""
+    if not files.is_speculators and not is_nested(files):
+        return
+    family = fields.values["model_type"]
+    known = _FIRST_LAYER_TYPES if files.kind is HeadKind.EAGLE else _LAYER_TYPES
+    if family is not None and family not in known:
+        raise IncompatibleDrafterError(
+            f"{fields.path}: its layers are those of {family!r}; {files.kind.value} heads with layers of {', '.join(known)} can be used"
+        )
+
+
+def _windows(fields: JsonFields, num_layers: int) -> tuple[tuple[int, ...], int | None]:
+    """The layers that see the last positions only, and how many they see: the head's layers are the first that `layer_types` names."""
+    is_qwen = str(fields.values["model_type"]).startswith("qwen")
+    if fields.values.get("sliding_window") is None or (is_qwen and not fields.flag("use_sliding_window", default=False)):
+        return (), None
+    kinds = fields.values.get("layer_types")
+    if kinds is None:
+        first = fields.number("max_window_layers", 28) if is_qwen else num_layers
+        sliding = tuple(layer for layer in range(num_layers) if layer >= first)
+    elif isinstance(kinds, list) and len(kinds) >= num_layers and all(kind in (_FULL, _SLIDING) for kind in kinds[:num_layers]):
+        sliding = tuple(layer for layer, kind in enumerate(kinds[:num_layers]) if kind == _SLIDING)
+    else:
+        raise CheckpointError(
+            f"{fields.path}: layer_types = {str(kinds)[:80]}, expected {_SLIDING} or {_FULL} for each of {num_layers} layers"
+        )
+    return sliding, fields.size("sliding_window") if sliding else None
+
+
+def written_rope(files: HeadFiles, fields: JsonFields, head_size: int) -> RopeConfig:
+    """As the config says it.
+
+    Raises:
+        CheckpointError: it says nothing we compute.
+    """
+    family = replace(FAMILIES["llama"], rotates_partially=files.is_speculators)
+    return read_rope(fields, family, head_size=head_size).for_context(None)
+
+
+def _rope(files: HeadFiles, fields: JsonFields, head_size: int) -> RopeConfig:
+    """As the classes of speculators compute it: `partial_rotary_factor` counts only where the rotation is scaled."""
+    rope = written_rope(files, fields, head_size)
+    return replace(rope, rotated_fraction=1.0) if rope.type is RopeType.DEFAULT else rope
