@@ -9,9 +9,20 @@ PacelineError
 └── BackendUnavailableError     an optional dependency or device is absent; names what to install
 """
 
+from reprlib import Repr
+
+MAX_TEXT = 4000
+"""Characters of an error's text; what is longer loses its middle."""
+
 
 class PacelineError(Exception):
-    """Base of every error paceline raises on purpose."""
+    """Base of every error paceline raises on purpose.
+
+    Its text is one line of printable characters, whatever the names and values in it hold: a terminal or a log shows it as it is.
+    """
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(printable(str(message)))
 
 
 class ConfigError(PacelineError):
@@ -45,3 +56,32 @@ class RequestError(PacelineError):
 
 class BackendUnavailableError(PacelineError):
     """A library or device this choice needs is not present."""
+
+
+class _Shortened(Repr):
+    """Values of strangers' files: a text of some lines, a few items, no deep nesting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 200
+
+
+shortened = _Shortened().repr
+"""The `repr` of a value from a file, cut: for errors."""
+
+
+def printable(text: str) -> str:
+    """`text` as one line without control characters, at most MAX_TEXT long.
+
+    Line breaks and tabs become spaces; every other character that Python calls not printable (escape sequences, directions of writing,
+    halves of surrogate pairs) is spelled as `repr` spells it.
+    """
+    if len(text) > MAX_TEXT:
+        text = f"{text[: MAX_TEXT * 2 // 3]} … {text[-(MAX_TEXT // 3 - 3) :]}"  # the way out stands at the end
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else " " if char in "\n\r\t" else _spelled(char) for char in text)
+
+
+def _spelled(char: str) -> str:
+    return char.encode("unicode_escape").decode("ascii")
