@@ -4,7 +4,6 @@ Heads come as safetensors or as PyTorch's own files, with or without a config.js
 code left on them. PyTorch files are read with `weights_only`, so that nothing in them runs.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.safetensors_file import StoredTensor, checkpoint_files, map_file, read_header, view_tensor
 from paceline.models.weights import Tensor
+from paceline.small_files import INDEX_BYTES, is_file, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +90,7 @@ class HeadFiles:
             CheckpointError: there is none, or a file is damaged.
         """
         directory = path if path.is_dir() else path.parent
-        config = _read_config(directory / "config.json")
+        config = read_json(directory / "config.json") or {}
         files = (path,) if path.is_file() else _files_of(directory)
         found: dict[str, HeadTensor] = {}
         for file in files:
@@ -157,7 +157,7 @@ class HeadFiles:
 def is_head_file(name: str) -> bool:
     """Whether this is the path of one file that heads come in, and not of a directory."""
     path = Path(name)
-    return path.suffix in (".pt", ".bin", ".safetensors") and path.is_file()
+    return path.suffix in (".pt", ".bin", ".safetensors") and is_file(path)
 
 
 def plain_name(name: str) -> str:
@@ -239,24 +239,12 @@ def _files_of(directory: Path) -> tuple[Path, ...]:
 
 def _shards(index: Path) -> tuple[Path, ...]:
     """The files an index of PyTorch shards names, which lie beside it."""
-    weight_map = _read_config(index).get("weight_map")
+    weight_map = (read_json(index, INDEX_BYTES) or {}).get("weight_map")
     names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
     wrong = [name for name in names if Path(name).name != name or not name.endswith(".bin") or not (index.parent / name).is_file()]
     if wrong or not names:
         raise CheckpointError(f"{index} names {_listed(wrong) if wrong else 'no files'}, expected *.bin files beside it; download it again")
     return tuple(index.parent / name for name in names)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}; download the file again") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(values).__name__}, expected an object; download the file again")
-    return values
 
 
 def _safetensors(path: Path) -> dict[str, HeadTensor]:

@@ -255,7 +255,7 @@ def test_the_plain_file_opens(tmp_path: Path) -> None:
         ({"architecture": "mamba"}, "holds architecture 'mamba', which is not supported; supported are llama, qwen2"),
         ({"without": "context_length"}, "has no metadata llama.context_length: get a newer conversion"),
         ({"embedding_length": 0}, "llama.embedding_length = 0, expected a number above 0"),
-        ({"embedding_length": "64"}, "llama.embedding_length = 64, expected a number above 0"),
+        ({"embedding_length": "64"}, "llama.embedding_length = '64', expected a number above 0"),
         ({"embedding_length": 32}, r"token_embd.weight has shape \[50, 64\], expected \[vocabulary, 32\]"),
         ({"block_count": 2**30}, "llama.block_count = 1073741824, expected at most as many as the file has tensors, 11"),
         ({"attention__head_count_kv": [2, 1]}, r"llama.attention.head_count_kv = \[2, 1\], expected the same whole number"),

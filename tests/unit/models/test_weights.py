@@ -196,6 +196,7 @@ def test_pytorch_files_are_not_opened(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_weights_says_so(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
         Weights.open(tmp_path, CONFIG)
 
