@@ -9,6 +9,8 @@ PacelineError
 └── BackendUnavailableError     an optional dependency or device is absent; names what to install
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from reprlib import Repr
 
 MAX_TEXT = 4000
@@ -56,6 +58,37 @@ class RequestError(PacelineError):
 
 class BackendUnavailableError(PacelineError):
     """A library or device this choice needs is not present."""
+
+
+@contextmanager
+def library_errors(text: str, kind: Callable[[str], PacelineError]) -> Iterator[None]:
+    """Whatever a library raises in this block becomes one of our errors.
+
+    Args:
+        text: what failed and the way out; the library's own words stand behind it in brackets.
+        kind: the error.
+    """
+    try:
+        yield
+    except PacelineError:
+        raise
+    except BaseException as error:
+        if not is_library_error(error):
+            raise
+        raise kind(f"{text} ({described(error)})") from error
+
+
+def is_library_error(error: BaseException) -> bool:
+    """Whether this is a failure, and not somebody's wish to stop: a panic of Rust code is one, though it is no `Exception`."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def described(error: BaseException) -> str:
+    """A library's error in a few words: the first line of its text, without advice to let a stranger's code run."""
+    first = next(iter(str(error).splitlines()), "")[:300]
+    if "weights_only" in first or "trust_remote_code" in first:
+        first = "it wants to run code of its own, which is never done"
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 class _Shortened(Repr):

@@ -69,8 +69,25 @@ def read_small(path: Path, limit: int) -> bytes | None:
     except OSError as error:
         raise unreadable(path, error) from error
     if content is None or len(content) > limit:
-        raise CheckpointError(f"{path} has more than the {limit} bytes that a file of its kind may have; download it again")
+        raise _too_large(path, limit)
     return content
+
+
+def check_small(path: Path, limit: int) -> None:
+    """That a file is one that `read_small` would read; where there is none nothing is wrong.
+
+    Raises:
+        CheckpointError: it is no regular file, or has more than `limit` bytes.
+    """
+    try:
+        status = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from error
+    _check_regular(path, status)
+    if status.st_size > limit:
+        raise _too_large(path, limit)
 
 
 def read_json(path: Path, limit: int = CONFIG_BYTES) -> dict[str, Any] | None:
@@ -118,6 +135,10 @@ def unreadable(path: Path, error: Exception) -> CheckpointError:
     """What to raise where the system cannot open or read a file."""
     reason = getattr(error, "strerror", None) or error
     return CheckpointError(f"{path} cannot be read: {reason}; check the path and its permissions")
+
+
+def _too_large(path: Path, limit: int) -> CheckpointError:
+    return CheckpointError(f"{path} has more than the {limit} bytes that a file of its kind may have; download it again")
 
 
 def _check_regular(path: Path, status: os.stat_result) -> None:

@@ -215,7 +215,8 @@ class AsyncEngine:
         return await answer
 
     def _chat_ids(self, messages: Messages) -> list[int]:
-        return self._opened.maker.prompt_ids(self._opened.maker.tokenizer.apply_chat_template(messages))
+        maker = self._opened.maker
+        return maker.prompt_ids(maker.tokenizer.apply_chat_template(messages, max_context=maker.max_context))
 
     def _ask(self, command: Callable[[], object]) -> None:
         with self._inbox_lock:
