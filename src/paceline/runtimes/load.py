@@ -26,7 +26,7 @@ class RuntimeOptions:
         numerics: what is wanted; the runtime's capabilities say what holds.
         dtype: None = the type the weights are stored in; F32, asked for, also leaves rows unrounded in front of quantised matrices.
         num_threads: CPU threads.
-        max_context: positions to prepare for; None = what the model was made for.
+        max_context: of the longest text there can be; None = what the model was made for.
         device: "auto", "cpu" or "cuda".
         backend: "auto", "native", "openvino" or "torch".
         collect_layers: layer boundaries to return.

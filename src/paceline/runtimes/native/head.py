@@ -17,7 +17,7 @@ from paceline.runtimes.native.growing_heads import LastNetwork, NativeHeadsGrowe
 from paceline.runtimes.native.library import MOST_INPUTS
 from paceline.runtimes.native.program import NativeBlocks, Recorded, most_columns, share_memory
 from paceline.runtimes.native.weights import NativeWeights
-from paceline.runtimes.rotary import rotary_tables
+from paceline.runtimes.rotary import RotaryTables
 
 
 class NativeHead(HeadRuntime):
@@ -27,7 +27,7 @@ class NativeHead(HeadRuntime):
         self.config = config
         self._shared = _Shared(
             NativeWeights(weights, WeightType.F32),
-            rotary_tables(config, max_context + MAX_HEAD_ROWS),
+            RotaryTables(config, max_context + MAX_HEAD_ROWS),
             num_threads,
             max_context + MAX_HEAD_ROWS,
         )
@@ -135,7 +135,7 @@ class _Results(Mapping[str, FloatArray]):
 class _Shared:
     """What networks beside one another have in common."""
 
-    def __init__(self, weights: NativeWeights, tables: list[tuple[FloatArray, FloatArray]], num_threads: int, max_slots: int) -> None:
+    def __init__(self, weights: NativeWeights, tables: RotaryTables, num_threads: int, max_slots: int) -> None:
         self.weights, self.tables, self.num_threads, self.max_slots = weights, tables, num_threads, max_slots
         self.storage: FloatArray | None = None
         self.executions: list[Execution] = []

@@ -17,12 +17,10 @@ from paceline.runtimes.native.program import Recorded, record, record_lm_head
 from paceline.runtimes.native.strips import Strips
 from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.numerics import RowPadding
-from paceline.runtimes.rotary import rotary_tables
+from paceline.runtimes.rotary import LEAST_POSITIONS, RotaryTables
 from paceline.runtimes.rounding import embedding_rows, scaled_rows
 
 MAX_ROWS = 4096
-MIN_POSITIONS = 256
-"""Positions prepared for however short the context: measurements at load run some rows of their own."""
 
 
 class NativeRuntime(Runtime):
@@ -42,7 +40,7 @@ class NativeRuntime(Runtime):
         """Record the network; the weights stay where they are.
 
         Args:
-            max_context: positions to prepare for.
+            max_context: of the longest text there can be.
             collect_layers: boundaries to return, 0 to L.
             round_to: type the weights' values are rounded to first, where they are stored in another.
             strips: matrices in groups that a runtime of the same weights has laid out, by name; the others are added, and rows are rounded
@@ -59,8 +57,8 @@ class NativeRuntime(Runtime):
         self._round_to = round_to
         self.weights = weights
         self._native_weights = NativeWeights(weights, round_to, strips=strips, num_threads=num_threads)
-        self._tables = rotary_tables(config, max(max_context, MIN_POSITIONS))
-        self._max_slots = len(self._tables[0][0]) + MAX_ROWS
+        self._tables = RotaryTables(config, max_context)
+        self._max_slots = max(max_context, LEAST_POSITIONS) + MAX_ROWS
         recorded = record(config, self._native_weights, collect_layers)
         self._recorded = recorded
         self._embedding = (strips or {}).get("embedding") or weights["embedding.weight"]  # a tied matrix is read where products read it
