@@ -78,6 +78,18 @@ def library_errors(text: str, kind: Callable[[str], PacelineError]) -> Iterator[
         raise kind(f"{text} ({described(error)})") from error
 
 
+@contextmanager
+def memory_errors(what: str) -> Iterator[None]:
+    """What does not fit in memory in this block is a CapacityError; `what` names it."""
+    try:
+        yield
+    except MemoryError as error:
+        detail = f" ({described(error)})" if str(error) else ""
+        raise CapacityError(
+            f"{what} does not fit in memory{detail}: use quant='int8' or 'int4', a smaller one, or close programs"
+        ) from error
+
+
 def is_library_error(error: BaseException) -> bool:
     """Whether this is a failure, and not somebody's wish to stop: a panic of Rust code is one, though it is no `Exception`."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
@@ -86,8 +98,8 @@ def is_library_error(error: BaseException) -> bool:
 def described(error: BaseException) -> str:
     """A library's error in a few words: the first line of its text, without advice to let a stranger's code run."""
     first = next(iter(str(error).splitlines()), "")[:300]
-    if "weights_only" in first or "trust_remote_code" in first:
-        first = "it wants to run code of its own, which is never done"
+    if type(error).__name__ == "UnpicklingError" or "weights_only" in first or "trust_remote_code" in first:
+        first = "it holds objects or code of its own, which are never let run"
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 

@@ -63,12 +63,15 @@ def read_small(path: Path, limit: int) -> bytes | None:
     """
     try:
         with open_regular(path) as file:
-            content: bytes | None = file.read(limit + 1)  # None: of something that only looks like a regular file
+            size = min(os.fstat(file.fileno()).st_size, limit)
+            content = file.read(size + 1)
+            if len(content) > size:  # more than the system says, as some of its own files have
+                content += file.read(limit + 1 - len(content))
     except FileNotFoundError:
         return None
-    except OSError as error:
+    except (OSError, TypeError) as error:  # a TypeError: of something that only looks like a regular file
         raise unreadable(path, error) from error
-    if content is None or len(content) > limit:
+    if len(content) > limit:
         raise _too_large(path, limit)
     return content
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.chat_template import ChatTemplate
-from paceline.errors import CheckpointError, RequestError, library_errors, shortened
+from paceline.errors import CheckpointError, RequestError, library_errors, memory_errors, shortened
 from paceline.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
 from paceline.tokenizer_backend import TokenizerBackend
 from paceline.tokenizer_files import open_pretrained
@@ -33,11 +33,13 @@ class Tokenizer:
         self._template: ChatTemplate | None = None
 
     @classmethod
+    @memory_errors("the tokenizer")
     def open(cls, directory: Path) -> "Tokenizer":
         """The tokenizer in a checkpoint directory or a GGUF file; code that a checkpoint may bring along is never run.
 
         Raises:
             CheckpointError: there is none, or it cannot be read.
+            CapacityError: it does not fit in memory.
         """
         if directory.suffix.lower() == ".gguf" and not directory.is_dir():
             from paceline.models.gguf_file import open_gguf

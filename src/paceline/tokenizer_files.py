@@ -1,12 +1,13 @@
 """The tokenizer files of a checkpoint directory, opened with transformers once they are known to be files of a bearable size."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import CheckpointError, library_errors, shortened
 from paceline.model_directory import names_in
-from paceline.small_files import TOKENIZER_BYTES, check_small, is_file, read_json
+from paceline.small_files import TOKENIZER_BYTES, check_small, is_file, read_json, read_small
 
 MAX_ADDED_ID = 1 << 21
 """Of tokens that tokenizer_config.json adds; lists of so many are made."""
@@ -36,9 +37,30 @@ def _checked_settings(directory: Path) -> dict[str, Any]:
             if path.suffix in _SUFFIXES and not path.is_dir():
                 check_small(path, TOKENIZER_BYTES)
     settings = read_json(directory / "tokenizer_config.json", TOKENIZER_BYTES) or {}
-    added = settings.get("added_tokens_decoder") or {}
+    _check_names(settings, directory / "tokenizer_config.json")
+    _check_names(read_json(directory / "special_tokens_map.json", TOKENIZER_BYTES) or {}, directory / "special_tokens_map.json")
+    kind = settings.get("tokenizer_class")
+    if kind is not None and not (isinstance(kind, str) and kind.isidentifier()):
+        raise CheckpointError(f"{directory}: tokenizer_class is {shortened(kind)}, not the name of one; download it again")
+    added = settings.get("added_tokens_decoder")
     _check_added(added if isinstance(added, dict) else (), directory)
+    if added is None:  # then they are taken from the other file
+        path = directory / "tokenizer.json"
+        with library_errors(f"{path} cannot be read as JSON; download it again", CheckpointError):
+            _check_names(json.loads(read_small(path, TOKENIZER_BYTES) or b"{}").get("added_tokens"), path)
     return settings
+
+
+def _check_names(values: object, path: Path) -> None:
+    """That no name in it does anything to a terminal: the tokenizers library prints those it does not know."""
+    level = [values]
+    while level:
+        names = [name for one in level if isinstance(one, dict) for name in one]
+        wrong = next((name for name in names if not name.isprintable()), None)
+        if wrong is not None:
+            raise CheckpointError(f"{path} holds a value named {shortened(wrong)}; download it again")
+        items = (item for one in level for item in (one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()))
+        level = [item for item in items if isinstance(item, dict | list)]
 
 
 def _check_added(ids: Iterable[object], directory: Path) -> None:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Library
 from checkpoints import write_byte_fallback_tokenizer, write_byte_level_tokenizer
 from paceline.errors import CheckpointError, PacelineError, RequestError, library_errors
 from paceline.gguf_tokenizer import MAX_TOKENS, read_gguf_tokenizer
-from paceline.proof.checkpoint_facts import _read_tokenizer
+from paceline.proof.checkpoint_facts import read_tokenizer
 from paceline.sampling.compiled_grammar import GrammarVocabulary
 from paceline.small_files import TOKENIZER_BYTES
 from paceline.tokenizer import Tokenizer
@@ -58,7 +58,7 @@ def test_a_tokenizer_that_cannot_be_used_is_a_checkpoint_error_at_load(change: C
         opened(tmp_path, change)
     assert time.perf_counter() - start < MAX_SECONDS
     with pytest.raises(CheckpointError):
-        _read_tokenizer(tmp_path)
+        read_tokenizer(tmp_path)
 
 
 REGEX = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
@@ -193,7 +193,7 @@ def test_padding_of_any_length_is_not_made_by_doctor(tmp_path: Path) -> None:
     }
     tokenizer = opened(tmp_path, with_part("padding", fixed))
     assert len(tokenizer.encode("a")) == 1
-    facts = _read_tokenizer(tmp_path)
+    facts = read_tokenizer(tmp_path)
     assert facts is not None
     assert len(facts.sample_ids) < 5000
 
@@ -222,6 +222,9 @@ FILES: dict[str, Callable[[Path], object]] = {
     "settings that are a list": settings("[1]"),
     "deep settings": settings('{"a":' * 5000),
     "a class of its own": settings({"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}),
+    "a class that is no name": settings({"tokenizer_class": "Own\x1b[2J"}),
+    "a class that is a list": settings({"tokenizer_class": ["Own"]}),
+    "a value that is no name": settings({"pad_token": {"__type": "AddedToken", "content": "x", "\x1b[2J": 1}}),
     "an added token far away": settings({"added_tokens_decoder": {str(MAX_ADDED_ID): {"content": "x"}}}),
     "an added token nowhere": settings({"added_tokens_decoder": {"9" * 5000: {"content": "x"}}}),
 }
@@ -268,7 +271,7 @@ def test_our_errors_pass_the_boundary_as_they_are_and_advice_to_run_strangers_co
     with pytest.raises(CheckpointError, match=r"^ours$"), library_errors("theirs", RequestError):
         raise CheckpointError("ours")
     for text in ("set `weights_only=False` to load it", "please pass `trust_remote_code=True`"):
-        with pytest.raises(RequestError, match="code of its own, which is never") as caught, library_errors("theirs", RequestError):
+        with pytest.raises(RequestError, match="code of its own, which are never") as caught, library_errors("theirs", RequestError):
             raise ValueError(text)
         assert "False" not in str(caught.value)
         assert isinstance(caught.value, PacelineError)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import CheckpointError, IncompatibleDrafterError
+from paceline.errors import CheckpointError, IncompatibleDrafterError, described
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.safetensors_file import StoredTensor, checkpoint_files, map_file, read_header, view_tensor
 from paceline.models.weights import Tensor
@@ -270,8 +270,9 @@ def _torch_file(path: Path) -> dict[str, HeadTensor]:
         except RuntimeError:  # the format before PyTorch 1.6 cannot be mapped
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling a stranger's bytes may fail in any way
-        first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        raise CheckpointError(f"{path} cannot be read as a file of tensors: {first_line}; use safetensors, or download it again") from error
+        raise CheckpointError(
+            f"{path} cannot be read as a file of tensors: {described(error)}; use safetensors, or download it again"
+        ) from error
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
         raise CheckpointError(f"{path} holds more than tensors by name: it is no head's file, or a training checkpoint; export its weights")
     return {str(name): HeadTensor(tuple(tensor.shape), _torch_type(tensor), partial(_array, tensor)) for name, tensor in content.items()}

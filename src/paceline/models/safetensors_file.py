@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, shortened
 from paceline.model_directory import SAFETENSORS, without_model
+from paceline.models.mapped_files import map_regular
 from paceline.small_files import INDEX_BYTES, is_file, json_object, open_regular, read_json, unreadable
 
 MAX_DIMENSIONS = 8
@@ -88,13 +89,19 @@ def map_file(path: Path) -> NDArray[np.uint8]:
         try:
             if os.fstat(file.fileno()).st_size == 0:  # which cannot be mapped
                 return np.empty(0, np.uint8)
-            return np.asarray(np.memmap(file, dtype=np.uint8, mode="c"))
+            return map_regular(file, path)
         except (OSError, ValueError) as error:
             raise unreadable(path, error) from error
 
 
 def view_tensor(tensor: StoredTensor, file_bytes: NDArray[np.uint8], item_type: "np.dtype[Any]") -> NDArray[Any]:
-    """A view of the tensor in its mapped file, or a copy where it is not aligned for `item_type`."""
+    """A view of the tensor in its mapped file, or a copy where it is not aligned for `item_type`.
+
+    Raises:
+        CheckpointError: the file has become shorter since its header was read.
+    """
+    if tensor.end > len(file_bytes):
+        raise CheckpointError(f"{tensor.path} has {len(file_bytes)} bytes, less than when it was opened; download it again")
     array: NDArray[Any] = file_bytes[tensor.begin : tensor.end].view(item_type).reshape(tensor.shape)
     return array if array.flags.aligned else array.copy()
 

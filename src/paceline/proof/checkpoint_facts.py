@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from paceline.errors import CheckpointError, library_errors
+from paceline.errors import CheckpointError, library_errors, memory_errors
 from paceline.models.checkpoint import is_gguf, open_weights, read_model_config, weight_files
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.families import tensor_shapes
@@ -77,6 +77,7 @@ class CheckpointFacts:
         }
 
 
+@memory_errors("the checkpoint's metadata")
 def read_checkpoint(path: Path, max_context: int | None = None) -> CheckpointFacts:
     """Read what a checkpoint says of itself, and check its headers against its config.
 
@@ -97,7 +98,7 @@ def read_checkpoint(path: Path, max_context: int | None = None) -> CheckpointFac
         sum(map(math.prod, tensor_shapes(config).values())),
         f"{'gguf' if is_gguf(path) else 'safetensors'}, {weight_type}",
         weight_type.lower() not in {stored.value for stored in WeightType},
-        _read_tokenizer(path),
+        read_tokenizer(path),
     )
 
 
@@ -109,7 +110,12 @@ def _main_type(path: Path) -> str:
     return max(sizes, key=sizes.__getitem__, default="no tensors")
 
 
-def _read_tokenizer(path: Path) -> TokenizerFacts | None:
+def read_tokenizer(path: Path) -> TokenizerFacts | None:
+    """The tokenizer in a checkpoint, None where it cannot be read without being converted.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
     backend = _gguf_backend(path) if is_gguf(path) else _backend(path / "tokenizer.json")
     if backend is None:
         return None

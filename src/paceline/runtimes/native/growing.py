@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import WeightType
+from paceline.models.mapped_files import MappedFiles
 from paceline.models.weights import Tensor
 from paceline.runtimes.base import FloatArray
 from paceline.runtimes.head import DRAW
@@ -46,16 +47,24 @@ class NativeGrower:
         embedding: the table.
         count: ranks of a record.
         count_passes: told how many passes ran.
+        arrays: what the networks read.
     """
 
     most_true = MOST_TRUE
 
     def __init__(
-        self, true: GrowerNetwork, drafted: GrowerNetwork, embedding: Tensor, count: int, count_passes: Callable[[int], None]
+        self,
+        true: GrowerNetwork,
+        drafted: GrowerNetwork,
+        embedding: Tensor,
+        count: int,
+        count_passes: Callable[[int], None],
+        arrays: Sequence[NDArray[Any]] = (),
     ) -> None:
         self._true, self._drafted, self._count_passes = true.execution, drafted.execution, count_passes
         self._grow = drafted.execution.kernels.paceline_grow
         self._arrays: dict[str, NDArray[Any]] = {"table": np.ascontiguousarray(embedding.array)}
+        self._files = MappedFiles([self._arrays["table"], *arrays])
         self._pass, self._size = Pass(num_ranges=1), (0, 0)
         (feature,), true_width = drafted.features, true.execution.width(true.features[0])
         self._growing = Growing(
@@ -113,6 +122,7 @@ class NativeGrower:
             self._growing, 0, seed, sample_index, temperature, layout_number(layout), row_budget, max_depth, base, base - num_true,
             first_slot, 0,
         )  # fmt: skip
+        self._files.check()
         self._grow(self._argument)
         self._count_passes(self._growing.num_passes)
         return self._choice.found()

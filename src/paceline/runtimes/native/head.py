@@ -8,6 +8,7 @@ from paceline.errors import CapacityError
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig, WeightType
+from paceline.models.mapped_files import MappedFiles
 from paceline.models.weights import AnyTensor, Tensor, Weights
 from paceline.runtimes.base import FloatArray, ForwardBatch
 from paceline.runtimes.head import MAX_HEAD_ROWS, Compose, Draws, Grower, GrowerNames, HeadRuntime, HeadsGrower
@@ -41,6 +42,7 @@ class NativeHead(HeadRuntime):
         num_rows = len(batch.positions)
         if num_rows > MAX_HEAD_ROWS:
             raise CapacityError(f"a pass of {num_rows} rows was asked of a head, at most {MAX_HEAD_ROWS} are possible")
+        self._shared.files.check()
         self._shared.num_passes += 1
         execution = self._execution
         execution.make_room(num_rows)
@@ -70,7 +72,7 @@ class NativeHead(HeadRuntime):
             return None
         true = self._grower_network(names, names.true_features)
         own = drafted._grower_network(names, [names.feature])
-        return NativeGrower(true, own, embedding, self._rankings[0][0].count, self._count_passes)
+        return NativeGrower(true, own, embedding, self._rankings[0][0].count, self._count_passes, self._shared.weights.arrays)
 
     def _grower_network(self, names: GrowerNames, features: Sequence[str]) -> GrowerNetwork:
         inputs, outputs = self._inputs, self._outputs
@@ -79,14 +81,16 @@ class NativeHead(HeadRuntime):
 
     def heads_grower(self, feature: str, heads: Sequence[str], lm_head: tuple[HeadRuntime, str, str] | None) -> HeadsGrower | None:
         results = [self._outputs[name][0] for name in heads]
+        files = self._shared.files
         if lm_head is None:
-            return NativeHeadsGrower(self._execution, self._inputs[feature], results, self._rankings[0][0].count, self._count_passes, None)
+            count = self._rankings[0][0].count
+            return NativeHeadsGrower(self._execution, self._inputs[feature], results, count, self._count_passes, files, None)
         network, hidden, ranked = lm_head
         if not isinstance(network, NativeHead):
             return None
         last = LastNetwork(network._execution, network._inputs[hidden], network._outputs[ranked][0])
         count = network._rankings[0][0].count
-        return NativeHeadsGrower(self._execution, self._inputs[feature], results, count, self._count_passes, last)
+        return NativeHeadsGrower(self._execution, self._inputs[feature], results, count, self._count_passes, files, last)
 
     def _count_passes(self, count: int) -> None:
         self._shared.num_passes += count
@@ -111,6 +115,7 @@ class NativeHead(HeadRuntime):
         if shared.storage is not None:
             self._execution.use_cache(shared.storage)
         shared.executions.append(self._execution)
+        shared.files = MappedFiles(shared.weights.arrays)
 
 
 class _Results(Mapping[str, FloatArray]):
@@ -140,3 +145,4 @@ class _Shared:
         self.storage: FloatArray | None = None
         self.executions: list[Execution] = []
         self.num_passes = 0
+        self.files = MappedFiles(())

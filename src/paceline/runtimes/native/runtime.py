@@ -2,14 +2,17 @@
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.errors import CapacityError
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.weights import Weights
+from paceline.models.mapped_files import MappedFiles
+from paceline.models.weights import AnyTensor, GroupedTensor, Weights
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Numerics, RowRange, Runtime
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.library import kernels_path
@@ -62,6 +65,7 @@ class NativeRuntime(Runtime):
         recorded = record(config, self._native_weights, collect_layers)
         self._recorded = recorded
         self._embedding = (strips or {}).get("embedding") or weights["embedding.weight"]  # a tied matrix is read where products read it
+        self._files = MappedFiles([*self._native_weights.arrays, *_arrays(self._embedding)])
         self._execution = self._executed(recorded)
         self._lm_head: Execution | None = None
         path = kernels_path()
@@ -87,6 +91,7 @@ class NativeRuntime(Runtime):
         num_rows = len(batch.token_ids)
         if num_rows > MAX_ROWS:
             raise CapacityError(f"a pass of {num_rows} rows was asked for, at most {MAX_ROWS} are possible")
+        self._files.check()
         self.num_passes += 1
         execution, recorded = self._execution, self._recorded
         execution.input_rows(num_rows)[...] = self.embed(batch.token_ids)
@@ -120,3 +125,9 @@ class NativeRuntime(Runtime):
         row = np.zeros(1, np.int32)
         self.forward(ForwardBatch(row, row, (RowRange(0, 1, 0, np.array([1], np.int32)),), row))
         self.num_passes = 0
+
+
+def _arrays(embedding: AnyTensor | Strips) -> tuple[NDArray[Any], ...]:
+    if isinstance(embedding, Strips):
+        return (embedding.data,)
+    return embedding.matrix.arrays if isinstance(embedding, GroupedTensor) else (embedding.array,)

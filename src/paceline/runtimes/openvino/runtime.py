@@ -10,6 +10,7 @@ from paceline.kv_cache.block_pool import SCRATCH_BLOCK
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig, WeightType
+from paceline.models.mapped_files import MappedFiles
 from paceline.models.weights import GroupedTensor, Weights, as_float32
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Numerics, RowRange, Runtime
 from paceline.runtimes.numerics import RowPadding
@@ -61,11 +62,13 @@ class OpenVINORuntime(Runtime):
         self._request = graph.compiled.create_infer_request()
         self._rotary_tables = RotaryTables(config, max_context)
         self._lm_head: ov.CompiledModel | None = None
+        self._files = MappedFiles(())
         self._buffers: dict[str, np.ndarray] = {}  # what the request's input tensors point into
         self.new_cache(2)
         self._warm_up()
         graph_weights.drop_matrices()
         self._vectors = graph_weights.vectors
+        self._files = MappedFiles(weights.stored("embedding.weight"))
 
     def new_cache(self, num_blocks: int) -> KVCache:
         config = self.config
@@ -96,6 +99,7 @@ class OpenVINORuntime(Runtime):
         return self._run(batch)
 
     def _run(self, batch: ForwardBatch) -> ForwardOutput:
+        self._files.check()
         self.num_passes += 1
         rows = attention_inputs(batch, repeat_lone_rows=self.padding is RowPadding.ATTENTION)
         rows["embedded"] = self.embed(batch.token_ids)
