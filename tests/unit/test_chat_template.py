@@ -27,7 +27,6 @@ MAX_SECONDS = 8.0  # where a process may compute for one, on a machine that does
 HOSTILE = {
     "endless loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}" + 3 * "{% endfor %}",
     "a wide range": "{% for a in range(10**9) %}{% for b in range(10**9) %}x{% endfor %}{% endfor %}",
-    "a large power": "{% set power = messages|length + 9 %}{{ power ** (power ** (power - 2)) }}",
     "a large constant": "{% set power = 10**(10**8) %}",
     "a long text": "{{ 'x' * 10**10 }}",
     "a deep indent": "{{ 'x'|indent(10**10) }}",
@@ -52,6 +51,12 @@ HOSTILE = {
     "no such tag": "{% include '/etc/passwd' %}{% nothing %}",
     "the clock": "{{ strftime_now('%c' * 10**8) }}",
 }
+NAMED_LIMITS = {
+    "endless loops": "computed longer than 1 seconds",
+    "a large constant": "cannot be compiled: it computed longer than 1 seconds",
+    "a long text": "needed more than the 512 MB",
+    "a long output": "makes a text of more than",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -59,25 +64,16 @@ def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "CPU_SECONDS", 1)
 
 
-@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_template_is_one_error_in_seconds_and_bounded_memory(source: str) -> None:
-    template = ChatTemplate(source, {"bos_token": "<s>"})
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_template_is_one_error_in_seconds_and_bounded_memory(name: str) -> None:
+    template = ChatTemplate(HOSTILE[name], {"bos_token": "<s>"})
     start = time.perf_counter()
     with pytest.raises(RequestError, match="chat template") as caught:
         template.render(HELLO, add_generation_prompt=True)
     assert time.perf_counter() - start < MAX_SECONDS
     assert caught.value.parameter == "messages"
     assert len(str(caught.value)) < 4100
-
-
-def test_each_limit_is_named() -> None:
-    for name, text in {
-        "endless loops": "computed longer than 1 seconds",
-        "a long text": "more than the 512 MB",
-        "a long output": "more than",
-    }.items():
-        with pytest.raises(RequestError, match=text):
-            ChatTemplate(HOSTILE[name], {}).render(HELLO, add_generation_prompt=True)
+    assert NAMED_LIMITS.get(name, "") in str(caught.value)
 
 
 def test_what_does_not_compile_is_a_checkpoint_error_where_it_is_checked() -> None:
