@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,10 @@ def _checked_settings(directory: Path) -> dict[str, Any]:
     added = settings.get("added_tokens_decoder")
     _check_added(added if isinstance(added, dict) else (), directory)
     if added is None:  # then they are taken from the other file
-        path = directory / "tokenizer.json"
-        with library_errors(f"{path} cannot be read as JSON; download it again", CheckpointError):
-            _check_names(json.loads(read_small(path, TOKENIZER_BYTES) or b"{}").get("added_tokens"), path)
+        content = read_small(directory / "tokenizer.json", TOKENIZER_BYTES) or b""
+        with suppress(ValueError, RecursionError):  # whoever needs more of it than these names says what is wrong
+            tokenizer = json.loads(content)
+            _check_names(tokenizer.get("added_tokens") if isinstance(tokenizer, dict) else None, directory / "tokenizer.json")
     return settings
 
 
