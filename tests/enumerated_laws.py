@@ -17,6 +17,22 @@ Laws = Callable[[Text], TokenProbs]  # the tokens of a step so far -> the law of
 Drafts = Callable[[Text], TokenProbs | None]  # the drafted tokens so far -> what the next one is drawn from; None = nothing is drafted
 Law = dict[Text, Fraction]
 Shape = Sequence[int]  # parents of the drawn nodes, breadth-first
+Ends = Callable[[Text], bool]  # whether the text ends with its last token
+
+
+def never(_: Text) -> bool:
+    return False
+
+
+class _Ahead:
+    """What `Walk` asks where a text ends."""
+
+    def __init__(self, ends: Ends) -> None:
+        self._ends, self._text = ends, ()
+
+    def ends_with(self, token_id: int) -> bool:
+        self._text = (*self._text, token_id)
+        return self._ends(self._text)
 
 
 def sparse_laws(seed: int, case: int, vocab_size: int) -> Laws:
@@ -122,26 +138,26 @@ def paths_of(tree: DraftTree) -> list[Text]:
     return paths
 
 
-def walk(tree: DraftTree, target: Laws, chance: Branching, ends: frozenset[int] = frozenset()) -> VerifyResult:
+def walk(tree: DraftTree, target: Laws, chance: Branching, ends: Ends = never) -> VerifyResult:
     paths = paths_of(tree)
 
     def target_probs(node: int, path: Sequence[int]) -> TokenProbs:
         assert tuple(path) == paths[node]
         return target(paths[node])
 
-    result = Walk(tree, target_probs, ends, chance).run()
+    result = Walk(tree, target_probs, lambda: _Ahead(ends), chance).run()
     assert result.token_ids[: len(result.accepted_nodes)] == (paths[result.accepted_nodes[-1]] if result.accepted_nodes else ())
     assert len(result.token_ids) == len(result.accepted_nodes) + 1
     return result
 
 
-def plain_law(target: Laws, length: int, ends: frozenset[int] = frozenset(), start: Text = ()) -> Law:
+def plain_law(target: Laws, length: int, ends: Ends = never, start: Text = ()) -> Law:
     """Texts of `length` tokens, shorter where one ends; all begin with `start`."""
     law: Law = {start: Fraction(1)}
     for _ in range(length - len(start)):
         longer: Law = {}
         for text, mass in law.items():
-            if text and text[-1] in ends:
+            if text and ends(text):
                 longer[text] = mass
             else:
                 longer.update({(*text, token): mass * value for token, value in enumerate(target(text).values) if value > 0})
@@ -163,7 +179,7 @@ def law_of_step(
     draft: Drafts,
     *,
     cut: Callable[[DraftTree], DraftTree] = lambda tree: tree,
-    ends: frozenset[int] = frozenset(),
+    ends: Ends = never,
 ) -> Law:
     """The law of the first tokens when one step drafts a tree of this shape and plain steps follow."""
     law: defaultdict[Text, Fraction] = defaultdict(Fraction)

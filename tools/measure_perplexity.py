@@ -17,9 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from bench_machine import describe_machine
-from paceline.config import QuantOptions, cache_directory, quant_options, usable_processors
+from paceline.config import QuantOptions, cache_directory, quant_options
 from paceline.hub import resolve
 from paceline.kv_cache.paged import BLOCK_SIZE, CachedSequence, KVCache
+from paceline.machine import usable_processors
 from paceline.models.config import WeightType
 from paceline.runtimes.base import Numerics, Runtime, assemble
 from paceline.runtimes.load import RuntimeOptions, load_runtime

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import ConfigError
+from paceline.machine import usable_processors
 
 NUMERICS = ("exact", "fast")
 DTYPES = ("auto", "bf16", "f16", "f32")
@@ -15,6 +16,10 @@ QUANT = ("none", "int8", "int4")
 GGUF_WEIGHTS = ("exact", "regroup")
 ACCEPTANCE = ("match", "rejection")
 MAX_DRAFT_TOKENS = 64
+MAX_NUM_SEQS = 1024
+MAX_STEP_ROWS = 4096
+MAX_PASS_ROWS = MAX_STEP_ROWS + MAX_NUM_SEQS
+"""Rows of one pass of any network: those of a step, and each sequence's lone row once more (OpenVINO repeats it)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,14 +121,15 @@ class EngineConfig:
         numerics: "exact" (a token never depends on what else is in the pass) or "fast".
         dtype: type to compute in; "auto" = as stored. Only "f32" leaves rows unrounded in front of quantised matrices.
         quant: quantise the matrices while loading: "none", "int8", "int4" or `QuantOptions`.
-        threads: CPU threads; None = the processors this process may use.
+        threads: CPU threads; None = the processors this process may use, which more threads would only slow down.
+        oversubscribe: use as many threads as `threads` says, even where there are fewer processors.
         max_context: longest prompt + output; None = what the model was made for.
         cache_gb: memory for keys and values; None = enough for a few full contexts, at most a quarter of the free memory.
         device: "auto", "cpu" or "cuda".
         backend: what computes: "native" (our kernels), "openvino" or "torch"; "auto" = the fastest for this machine and these weights.
-        max_num_seqs: requests that run at a time.
+        max_num_seqs: requests that run at a time, at most as many as a pass has rows.
         max_step_rows: rows of one pass, known tokens and drafts of all requests.
-        chunk_rows: prompt rows of one request in one pass.
+        chunk_rows: prompt rows of one request in one pass; fewer where other requests leave fewer of `max_step_rows`.
         prefix_cache: whether rows of earlier requests are kept while there is room, for those that begin with the same tokens.
         revision, token, offline: for models from the Hugging Face Hub.
     """
@@ -135,6 +141,7 @@ class EngineConfig:
     dtype: str = "auto"
     quant: Quant = "none"
     threads: int | None = None
+    oversubscribe: bool = False
     max_context: int | None = None
     cache_gb: float | None = None
     device: str = "auto"
@@ -154,11 +161,12 @@ class EngineConfig:
         _check_choice("device", self.device, DEVICES)
         _check_choice("backend", self.backend, BACKENDS)
         quant_options("quant", self.quant)
-        _check_int("max_num_seqs", self.max_num_seqs, 1, 1024)
-        _check_int("max_step_rows", self.max_step_rows, 1, 4096)
-        _check_int("chunk_rows", self.chunk_rows, 1, 4096)
-        if not isinstance(self.prefix_cache, bool):
-            raise ConfigError(f"prefix_cache is {self.prefix_cache!r}: use true or false")
+        _check_int("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
+        _check_int("max_step_rows", self.max_step_rows, 1, MAX_STEP_ROWS)
+        _check_int("chunk_rows", self.chunk_rows, 1, MAX_STEP_ROWS)
+        for name in ("prefix_cache", "oversubscribe"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}: use true or false")
         if self.threads is not None:
             _check_int("threads", self.threads, 1, 1024)
         if self.max_context is not None:
@@ -169,25 +177,19 @@ class EngineConfig:
     @property
     def num_threads(self) -> int:
         """Threads to compute with."""
-        return self.threads if self.threads is not None else usable_processors()
+        if self.threads is None:
+            return usable_processors()
+        return self.threads if self.oversubscribe else min(self.threads, usable_processors())
 
-
-def usable_processors() -> int:
-    """Processors this process may run on."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-
-
-def available_memory_bytes() -> int:
-    """Memory that can be had without swapping; 8 GiB where the system does not tell."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 8 << 30
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Lines a user should see about settings that do not mean what they say here."""
+        if self.threads is None or self.num_threads == self.threads:
+            return ()
+        return (
+            f"threads is {self.threads}, and {self.num_threads} are used: more than the processors this process may use make it slower "
+            "(oversubscribe insists)",
+        )
 
 
 def cache_directory() -> Path | None:

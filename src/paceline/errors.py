@@ -9,6 +9,7 @@ PacelineError
 └── BackendUnavailableError     an optional dependency or device is absent; names what to install
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from reprlib import Repr
@@ -73,7 +74,7 @@ def library_errors(text: str, kind: Callable[[str], PacelineError]) -> Iterator[
     except PacelineError:
         raise
     except BaseException as error:
-        if not is_library_error(error):
+        if is_interrupt(error):
             raise
         raise kind(f"{text} ({described(error)})") from error
 
@@ -88,11 +89,6 @@ def memory_errors(what: str) -> Iterator[None]:
         raise CapacityError(
             f"{what} does not fit in memory{detail}: use quant='int8' or 'int4', a smaller one, or close programs"
         ) from error
-
-
-def is_library_error(error: BaseException) -> bool:
-    """Whether this is a failure, and not somebody's wish to stop: a panic of Rust code is one, though it is no `Exception`."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def described(error: BaseException) -> str:
@@ -130,3 +126,21 @@ def printable(text: str) -> str:
 
 def _spelled(char: str) -> str:
     return char.encode("unicode_escape").decode("ascii")
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether an exception is meant for the program, whatever it was doing: Ctrl-C or an exit, which arrive in the main thread alone.
+
+    Everything else that is no `Exception` is a fault of what was being done: a panic of a Rust library, a request's own code that
+    raises SystemExit, CancelledError or GeneratorExit.
+    """
+    return isinstance(error, KeyboardInterrupt | SystemExit) and threading.current_thread() is threading.main_thread()
+
+
+def as_exception(error: BaseException) -> Exception:
+    """The same fault as an `Exception`, for somebody else to raise."""
+    if isinstance(error, Exception):
+        return error
+    exception = PacelineError(f"{type(error).__name__}: {error}")
+    exception.__cause__ = error
+    return exception

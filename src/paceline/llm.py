@@ -1,6 +1,6 @@
 """The public class: load a model once, generate with it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any, cast, overload
@@ -24,7 +24,7 @@ Salt = str | bytes | None
 
 
 class LLM:
-    """A loaded target, its drafter and their caches. One caller at a time.
+    """A loaded target, its drafter and their caches. Several threads may call it: their requests run together.
 
     Example:
         >>> llm = LLM("mini")
@@ -316,11 +316,12 @@ class LLM:
             raise ConfigError("the target cannot be requantized while a request is running: finish its stream or close it first")
 
     def _run(self, prompts: Sequence[list[int]], params: SamplingParams | None, asked: AskedFor) -> list[RequestOutput]:
-        requests = self._opened.requests(prompts, params, asked, is_streamed=False)
-        with closing(self.engine.run(requests)) as steps:  # closed at once if we are interrupted between two steps
+        opened = self._opened
+        requests = opened.requests(prompts, params, asked, is_streamed=False)
+        with closing(opened.engine.run(requests)) as steps:  # closed at once if we are interrupted between two steps
             for _ in steps:
                 pass
-        return [self._opened.output(request) for request in requests]
+        return [opened.output(request) for request in requests]
 
     def _stream(self, prompt: list[int], params: SamplingParams | None, asked: AskedFor) -> Iterator[StreamChunk]:
         opened = self._opened
@@ -329,8 +330,10 @@ class LLM:
             while num_seen:
                 if not _has_news(num_seen):  # steps that others took may have brought some
                     next(steps, None)
-                chunks = [opened.chunk(request, seen) for request, seen in num_seen.items()]
-                num_seen = {request: request.num_output_tokens for request in num_seen if not request.is_finished}
+                with opened.engine.between_steps():
+                    _raise_error(num_seen)  # another thread's step may have met it
+                    chunks = [opened.chunk(request, seen) for request, seen in num_seen.items()]
+                    num_seen = {request: request.num_output_tokens for request in num_seen if not request.is_finished}
                 yield from chunks  # whoever takes them may take steps of its own in between
 
     def _chat_ids(self, messages: Messages) -> list[int]:
@@ -356,6 +359,12 @@ def _speculation_of(
         acceptance=acceptance,
         drafter_options={} if drafter_options is None else drafter_options,
     )
+
+
+def _raise_error(requests: Iterable[Request]) -> None:
+    for request in requests:
+        if request.error is not None:
+            raise request.error
 
 
 def _has_news(num_seen: Mapping[Request, int]) -> bool:

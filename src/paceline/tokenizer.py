@@ -173,6 +173,13 @@ class IncrementalDetokenizer:
         self._num_returned = 0  # characters of the window's text that are
         self._parts: list[str] = []
 
+    def copy(self) -> "IncrementalDetokenizer":
+        """Another one that goes on from here; what was returned before is this one's."""
+        other = IncrementalDetokenizer(self._tokenizer)
+        other._window = list(self._window)
+        other._read_from, other._num_returned = self._read_from, self._num_returned
+        return other
+
     @property
     def text(self) -> str:
         """Everything returned so far."""

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from copy import copy
 from typing import Any, NoReturn
 
-from paceline.errors import CheckpointError, RequestError, described, is_library_error, library_errors
+from paceline.errors import CheckpointError, RequestError, described, is_interrupt, library_errors
 
 SPARE_IDS = 1 << 16
 """Ids that a vocabulary may leave out, besides as many as it has."""
@@ -78,6 +78,6 @@ def check_ids(ids: Collection[int]) -> None:
 
 def _refuse(task: str, error: BaseException) -> NoReturn:
     """Raise what `error` means, which may be somebody's wish to stop."""
-    if not is_library_error(error):
+    if is_interrupt(error):
         raise error
     raise RequestError(f"the model's tokenizer cannot {task}; send other text, or download it again ({described(error)})") from error

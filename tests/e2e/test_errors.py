@@ -358,6 +358,7 @@ def test_garbage_from_a_drafter_means_plain_steps_and_one_warning(
     monkeypatch.setattr(guesser, "drafter", FailingDrafter({**GARBAGE, **UNUSABLE}[name]))
     monkeypatch.setattr(guesser, "policy", DraftLengthPolicy(4))
     monkeypatch.setattr(guesser, "_has_warned", False)
+    monkeypatch.setattr(guesser, "_backoffs", {})
     with caplog.at_level(logging.WARNING):
         outputs = shared_llm.generate([[5, 6, 7], [8]], GREEDY) + shared_llm.generate([5, 6, 7], GREEDY)
     assert [output.token_ids for output in outputs] == [*plain, plain[0]]

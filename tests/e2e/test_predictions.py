@@ -1,6 +1,7 @@
 """A text the output will resemble, given with a request or on the command line."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,33 @@ def test_finished_outputs_are_guessed_from_in_their_namespace_alone(directory: P
     assert again["b"].speculation.accepted == again[None].speculation.accepted == first.speculation.accepted
     with pytest.raises(RequestError, match="namespace"):
         llm.generate(prompt, sampled, namespace=5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ending", ["off", "no drafts", "aborted", "failed"])
+def test_what_opted_out_was_given_up_or_failed_is_never_stored(directory: Path, ending: str) -> None:
+    """An output is offered to others of its namespace only where its sender let drafters see it, and it came to its end."""
+
+    def fail_late(token_ids: Sequence[int], scores: Any) -> Any:
+        if len(token_ids) > 20:
+            raise ValueError
+        return scores
+
+    store = SuffixStore()
+    llm = open_llm(directory, SuffixDrafter(store=store))
+    if ending == "aborted":
+        stream = llm.stream(PROMPTS[0], GREEDY, namespace="a")
+        for _ in range(9):
+            next(stream)
+        stream.close()  # type: ignore[attr-defined]
+    elif ending == "failed":
+        with pytest.raises(RequestError):
+            llm.generate(PROMPTS[0], replace(GREEDY, processors=[fail_late]), namespace="a")
+    else:
+        speculation = {"enabled": False} if ending == "off" else {"max_draft_tokens": 0}
+        llm.generate(PROMPTS[0], GREEDY, namespace="a", speculation=speculation)
+    assert store.num_tokens("a") == 0
+    llm.generate(PROMPTS[0], GREEDY, namespace="a")
+    assert store.num_tokens("a") == GREEDY.max_tokens + 1, "and one separator"
 
 
 def run(*arguments: str) -> Any:

@@ -259,11 +259,11 @@ def test_streams_that_are_left_at_any_moment_leave_nothing_behind(
             while (stats := await engine.stats()).num_running + stats.num_waiting:
                 await asyncio.sleep(0.001)
             check_engine(llm.engine)
-            assert engine._listeners == {}
-            assert engine._thread.is_alive()
+            assert engine._worker._listeners == {}
+            assert engine._worker.thread.is_alive()
 
     asyncio.run(serve())
-    assert not engine._thread.is_alive()
+    assert not engine._worker.thread.is_alive()
     check_clean(llm)
     assert min(ended.values()) > 0
     assert llm.stats().num_aborted > 0

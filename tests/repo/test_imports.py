@@ -12,12 +12,25 @@ from draw_imports import REPOSITORY, Import, drawn, graph, imports, modules
 LEAVES = {"config", "small_files", "model_directory"}
 SPECULATION = {*LEAVES, "runtimes.base", "sampling", "kv_cache", "tokenizer"}
 DRAFTERS = {*LEAVES, "speculation", "runtimes", "models", "sampling", "kv_cache", "hub", "tokenizer", "vocabulary"}
-ENGINE = {*LEAVES, "drafters.__init__", "speculation", "runtimes", "kv_cache", "sampling", "tokenizer", "models", "outputs", "hub"}
+ENGINE = {
+    *LEAVES,
+    "machine",
+    "drafters.__init__",
+    "speculation",
+    "runtimes",
+    "kv_cache",
+    "sampling",
+    "tokenizer",
+    "models",
+    "outputs",
+    "hub",
+}
 LLM = {*ENGINE, "engine", "vocabulary"}
 ABOVE_LLM = {*LLM, "llm"}
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
-    "config": set(),
+    "machine": set(),
+    "config": {"machine"},
     "small_files": set(),
     "model_directory": {"small_files"},
     "hub": LEAVES,

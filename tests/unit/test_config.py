@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from paceline.cli.options import Settings
-from paceline.config import EngineConfig, SpeculationConfig, available_memory_bytes, cache_directory, usable_processors
+from paceline.config import EngineConfig, SpeculationConfig, cache_directory
 from paceline.drafters import TargetDescription
 from paceline.errors import ConfigError
+from paceline.machine import usable_processors
 
 
 @pytest.mark.parametrize(
@@ -84,8 +85,15 @@ def test_threads_are_by_default_the_processors_there_are() -> None:
     assert EngineConfig().num_threads == usable_processors() >= 1
 
 
-def test_available_memory_is_plausible() -> None:
-    assert 1 << 24 < available_memory_bytes() < 1 << 50
+def test_more_threads_than_processors_are_not_used_unless_they_are_insisted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.config.usable_processors", lambda: 3)
+    assert [EngineConfig(threads=count).num_threads for count in (None, 1, 3, 64)] == [3, 1, 3, 3]
+    assert EngineConfig(threads=64, oversubscribe=True).num_threads == 64
+    (notice,) = EngineConfig(threads=64).notices
+    assert "threads is 64, and 3 are used" in notice
+    assert "oversubscribe" in notice
+    for settled in (EngineConfig(), EngineConfig(threads=3), EngineConfig(threads=64, oversubscribe=True)):
+        assert settled.notices == ()
 
 
 def test_facts_lie_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from paceline.hub import resolve
 from paceline.kv_cache.paged import KVCache
 from paceline.models.checkpoint import is_gguf, read_model_config
 from paceline.runtimes.base import Numerics, Runtime
+from paceline.runtimes.cost import time_passes
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.speculation.drafter import Drafter
 from paceline.tokenizer import Tokenizer
@@ -32,6 +33,9 @@ __all__ = ["EMBEDDED", "NAMES", "HeadOptions", "TargetDescription", "find_head",
 
 EMBEDDED = "draft"
 """Folder of a model directory that holds its own draft model."""
+
+READ_ROWS = 32
+"""Rows of the pass by which it is measured how long a draft model takes to read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +231,7 @@ def _open_draft_model(directory: Path, target: TargetDescription) -> Drafter:
     block_size = 32
     cache = runtime.new_cache(2 + -(-math.ceil(target.max_slots * expansion) // block_size))
     cache.prefix_caching = target.cache is None or target.cache.prefix_caching
+    passes = time_passes(runtime, cache, (READ_ROWS,), max_context=max_context, repeats=1, wants_logits=False)
     translation, by_text = None, None
     if not has_all_ids:
         ours, theirs = ByteTokenizer(target.tokenizer), ByteTokenizer(tokenizer)
@@ -243,6 +248,7 @@ def _open_draft_model(directory: Path, target: TargetDescription) -> Drafter:
         max_context=max_context,
         tree_width=target.tree_width,
         note=_note(comparison, max_context, math.ceil(target.max_context * expansion)),
+        read_s=passes[READ_ROWS] / READ_ROWS,
     )
     return drafter if by_text is None else TextDrafter(drafter, *by_text)
 

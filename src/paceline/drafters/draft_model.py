@@ -10,6 +10,7 @@ are drawn with noise of their own, and the tree says from which law.
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from time import perf_counter
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -18,11 +19,12 @@ from paceline.drafters.pairs.ranking import best_scores
 from paceline.errors import CapacityError, RequestError
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout
-from paceline.runtimes.base import FloatArray, Runtime, assemble
+from paceline.runtimes.base import FloatArray, Runtime, assemble, in_parts
 from paceline.sampling.draw import draw
 from paceline.sampling.processors import Distribution
 from paceline.sampling.residual import TokenProbs, draw_distinct
 from paceline.speculation.drafter import DraftBudget, Drafter
+from paceline.speculation.reading import NO_EXTRA_TOKENS, ReadingTime
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import COUPLED_PROB, Guess, growing_tree
@@ -64,6 +66,7 @@ class _State:
     sequence: CachedSequence
     token_ids: list[int] = field(default_factory=list)
     num_agreed: int = 0  # of them, how many are known to be those of the request's text
+    num_read: int = 0  # tokens of the request when it was last drafted for
 
 
 @dataclass(slots=True)
@@ -93,6 +96,7 @@ class DraftModelDrafter(Drafter):
         max_context: longest text the draft model is prepared for, in its own tokens; None = what it was made for.
         tree_width: guesses a position; 1 = a chain, else siblings of the chain's tokens, best first.
         note: what a user should know of the pair, for the banner.
+        read_s: seconds that it takes to read a token of a long text; 0 = they are not known yet.
     """
 
     name = "draft_model"
@@ -108,6 +112,7 @@ class DraftModelDrafter(Drafter):
         max_context: int | None = None,
         tree_width: int = 1,
         note: str = "",
+        read_s: float = 0.0,
     ) -> None:
         self.runtime, self.cache = runtime, cache
         self.cache_bytes_per_token = cache.storage.nbytes // max(1, cache.max_slots)
@@ -118,6 +123,8 @@ class DraftModelDrafter(Drafter):
         self._tree_width = tree_width
         self._note = note
         self._states: dict[int, _State] = {}
+        self._known: dict[int, int] = {}  # tokens of requests not drafted for whose rows were found in the cache
+        self._reading = ReadingTime(read_s)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         drafts: list[_Draft[DraftTree | None] | None] = []
@@ -143,7 +150,13 @@ class DraftModelDrafter(Drafter):
         self._grow(requests, drafts)
         return [draft.result or [] if draft is not None else [] for draft in drafts]
 
+    def reading_s(self, request: Request) -> float:
+        state = self._states.get(id(request))
+        num_read = state.num_read if state is not None else self._num_known(request)
+        return self._reading.of(len(request.token_ids) - num_read)
+
     def release(self, request: Request) -> None:
+        self._known.pop(id(request), None)
         state = self._states.pop(id(request), None)
         if state is not None:
             self.cache.release(state.sequence)
@@ -162,6 +175,7 @@ class DraftModelDrafter(Drafter):
         state = self._states.get(id(request))
         if state is None:
             state = self._states[id(request)] = self._new_state(request, context)
+        state.num_read = len(request.token_ids)
         self._drop_rejected(state, context, num_unchanged)
         self.cache.remember(state.sequence, state.token_ids, salt=request.salt)
         pending = list(context[len(state.token_ids) :])
@@ -175,6 +189,15 @@ class DraftModelDrafter(Drafter):
         sequence = self.cache.new_sequence()
         num_cached = self.cache.adopt_prefix(sequence, context, salt=request.salt)
         return _State(sequence, list(context[:num_cached]), num_cached)
+
+    def _num_known(self, request: Request) -> int:
+        """Tokens of a request not seen before that others' rows save reading; of one with other ids none are looked for."""
+        if self._translation is not None:
+            return 0
+        known = self._known.get(id(request))
+        if known is None:
+            known = self._known[id(request)] = self.cache.count_prefix(request.token_ids, salt=request.salt)
+        return known
 
     def _drop_rejected(self, state: _State, token_ids: Sequence[int], num_unchanged: int) -> None:
         """Keep the rows whose tokens the target committed; the root always runs again, for its logits."""
@@ -193,10 +216,11 @@ class DraftModelDrafter(Drafter):
         try:
             self._catch_up(active)
             while active := [draft for draft in active if draft.pending]:
-                ran, logits = self._run(active, [draft.pending for draft in active], wants_logits=True)
-                for draft, row in zip(ran, logits, strict=True):
-                    self._advance(draft, row)
-        except Exception:
+                for part in in_parts(active, lambda draft: len(draft.pending)):
+                    ran, logits = self._run(part, [draft.pending for draft in part], wants_logits=True)
+                    for draft, row in zip(ran, logits, strict=True):
+                        self._advance(draft, row)
+        except BaseException:
             for request in requests:  # a pass that broke off leaves no rows to trust
                 self.release(request)
             raise
@@ -204,9 +228,10 @@ class DraftModelDrafter(Drafter):
     def _catch_up(self, drafts: Sequence[_Draft[ResultT]]) -> None:
         """Run long prompts in chunks until one more pass reaches every root."""
         while behind := [draft for draft in drafts if len(draft.pending) > CATCH_UP_ROWS]:
-            ran, _ = self._run(behind, [draft.pending[:CATCH_UP_ROWS] for draft in behind], wants_logits=False)
-            for draft in ran:
-                del draft.pending[:CATCH_UP_ROWS]
+            for part in in_parts(behind, lambda _: CATCH_UP_ROWS):
+                ran, _ = self._run(part, [draft.pending[:CATCH_UP_ROWS] for draft in part], wants_logits=False)
+                for draft in ran:
+                    del draft.pending[:CATCH_UP_ROWS]
 
     def _advance(self, draft: _Draft[ResultT], row: FloatArray | None) -> None:
         """Hand a draft the row it waits for, None where there is none."""
@@ -324,7 +349,11 @@ class DraftModelDrafter(Drafter):
         wanted = [[len(ids) - 1] if wants_logits else [] for ids in rows]
         if not ran:
             return ran, np.empty((0, 0), np.float32)
+        start = perf_counter()
         output = self.runtime.forward(assemble(plans, rows, wanted))
+        num_rows = sum(map(len, rows))
+        if num_rows > NO_EXTRA_TOKENS * len(rows):
+            self._reading.observe(num_rows, perf_counter() - start)
         for draft, ids in zip(ran, rows, strict=True):
             self.cache.keep_path(draft.state.sequence, len(ids) - 1)
             draft.state.token_ids.extend(ids)

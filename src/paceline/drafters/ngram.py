@@ -5,8 +5,10 @@ is built token by token instead of searching the prompt every step; short matche
 """
 
 from collections.abc import Sequence
+from time import perf_counter
 
 from paceline.speculation.drafter import DraftBudget, Drafter
+from paceline.speculation.reading import ReadingTime
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
@@ -25,6 +27,10 @@ class NgramIndex:
         self._lengths = range(min_match, max_match + 1)
         self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in self._lengths]
         self._num_indexed = 0
+
+    def num_unread(self, num_tokens: int) -> int:
+        """Of so many tokens, those that are not in the index yet."""
+        return num_tokens - self._num_indexed
 
     def propose(self, token_ids: Sequence[int], num_draft_tokens: int) -> list[int]:
         """The tokens behind the latest earlier occurrence of the longest matching end of `token_ids`; empty without a match.
@@ -56,14 +62,21 @@ class NgramDrafter(Drafter):
     def __init__(self, min_match: int = MIN_MATCH, max_match: int = MAX_MATCH) -> None:
         self._match = (min_match, max_match)
         self._indices: dict[int, NgramIndex] = {}
+        self._reading = ReadingTime()
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         trees: list[DraftTree | None] = []
         for request, budget in zip(requests, budgets, strict=True):
             index = self._indices.setdefault(id(request), NgramIndex(*self._match))
+            num_unread, start = index.num_unread(len(request.token_ids)), perf_counter()
             drafts = index.propose(request.token_ids, min(budget.max_depth, budget.row_budget - 1))
+            self._reading.observe(num_unread, perf_counter() - start)
             trees.append(DraftTree.chain(request.token_ids[-1], drafts, self.name) if drafts else None)
         return trees
+
+    def reading_s(self, request: Request) -> float:
+        index, num_tokens = self._indices.get(id(request)), len(request.token_ids)
+        return self._reading.of(num_tokens if index is None else index.num_unread(num_tokens))
 
     def release(self, request: Request) -> None:
         self._indices.pop(id(request), None)

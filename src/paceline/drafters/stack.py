@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from paceline.errors import as_exception, is_interrupt
+from paceline.speculation.backoff import Backoff
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -100,6 +102,8 @@ class StackDrafter(Drafter):
         self._pass_s = 0.0  # from the end of a proposal until its rows are observed
         self._proposed_at: float | None = None
         self._has_warned = [False for _ in drafters]
+        self._backoffs = [Backoff() for _ in drafters]
+        self._last_errors: dict[int, Exception] = {}
 
     @property
     def members(self) -> Sequence[Drafter]:
@@ -110,9 +114,12 @@ class StackDrafter(Drafter):
         asked = [_Asked(budget, len(request.token_ids)) for request, budget in zip(requests, budgets, strict=True)]
         failed: dict[int, Exception] = {}
         for member in range(len(self._drafters)):
+            if not self._backoffs[member].is_due():
+                failed[member] = self._last_errors[member]
+                continue
             indices = [i for i, one in enumerate(asked) if self._is_worth_asking(member, requests[i], one)]
             if indices and (error := self._ask(member, [requests[i] for i in indices], [asked[i] for i in indices])):
-                failed[member] = error
+                failed[member] = self._last_errors[member] = error
         if failed and not any(one.trees for one in asked):
             raise next(iter(failed.values()))  # nobody covers for it: the engine counts the step as failed
         for member, error in failed.items():
@@ -129,6 +136,12 @@ class StackDrafter(Drafter):
         for one in rows:
             self._measure(one.request)
         _tell_all([partial(drafter.observe, [self._for_member(drafter, one) for one in rows]) for drafter in self._drafters])
+
+    def reading_s(self, request: Request) -> float:
+        return sum(drafter.reading_s(request) for drafter in self._drafters)
+
+    def may_guess(self, request: Request, max_reading_s: float) -> bool:
+        return any(drafter.may_guess(request, max_reading_s) for drafter in self._drafters)
 
     def fork(self, parent: Request, child: Request) -> None:
         _tell_all([partial(drafter.fork, parent, child) for drafter in self._drafters])
@@ -155,6 +168,8 @@ class StackDrafter(Drafter):
 
     def _is_worth_asking(self, member: int, request: Request, one: _Asked) -> bool:
         """Whether tokens per second are expected to rise by what this member may add; one that costs next to nothing always is."""
+        if not self._drafters[member].may_guess(request, one.budget.max_reading_s):
+            return False
         depth = min(one.budget.max_depth, one.budget.row_budget - 1)
         draft_s = self._draft_s[member]
         if not one.trees or 0.0 < draft_s < CHEAP_SHARE * self._pass_s:
@@ -180,8 +195,12 @@ class StackDrafter(Drafter):
             for tree in guesses:
                 if tree is not None:
                     tree.check()
-        except Exception as error:
-            return error
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            self._backoffs[member].note(failed=True)
+            return as_exception(error)
+        self._backoffs[member].note(failed=False)
         seconds = time.perf_counter() - start
         if all(self._rates(request)[member].has_read for request in requests):
             self._draft_s[member] = _smooth(self._draft_s[member], seconds)
@@ -264,11 +283,11 @@ def _smooth(before: float, seconds: float) -> float:
 
 def _tell_all(calls: Sequence[Callable[[], None]]) -> None:
     """Make every call, then raise the first error: one that fails must not keep the others from hearing it."""
-    failure: Exception | None = None
+    failure: BaseException | None = None
     for call in calls:
         try:
             call()
-        except Exception as error:
+        except BaseException as error:
             failure = failure or error
     if failure is not None:
         raise failure

@@ -157,6 +157,8 @@ class Writer(Protocol):
         self, requests: Sequence[Request], contexts: Sequence[tuple[Sequence[int], int]], counts: Sequence[int]
     ) -> list[list[int]]: ...
 
+    def reading_s(self, request: Request) -> float: ...
+
     def release(self, request: Request) -> None: ...
 
     def describe(self) -> str: ...
@@ -200,6 +202,9 @@ class TextDrafter(Drafter):
             if token_ids:
                 trees[index] = DraftTree.chain(requests[index].token_ids[-1], token_ids, self.name)
         return trees
+
+    def reading_s(self, request: Request) -> float:
+        return self.writer.reading_s(request)
 
     def release(self, request: Request) -> None:
         self._readings.pop(id(request), None)

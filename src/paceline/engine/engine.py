@@ -1,13 +1,16 @@
 """Many requests on one target: steps until all are finished, and giving everything back however a request ends."""
 
 import time
+from collections import deque
 from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from paceline.engine.scheduler import Limits, Scheduler
-from paceline.errors import CapacityError, PacelineError, RequestError
+from paceline.engine.turn import Turn
+from paceline.errors import CapacityError, PacelineError, RequestError, as_exception, is_interrupt
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.runtimes.base import Runtime
@@ -83,7 +86,9 @@ class CacheRoom:
 
 
 class Engine:
-    """Runs requests to their end, as many at once as fit. One caller at a time.
+    """Runs requests to their end, as many at once as fit.
+
+    Several threads may use it: a step of one waits for the step under way and advances the requests of all.
 
     Args:
         runtime, cache: the target.
@@ -95,28 +100,38 @@ class Engine:
         self.runtime, self.cache, self.guesser = runtime, cache, guesser
         self.scheduler: Scheduler[Request] = Scheduler(CacheRoom(self), limits, self._is_ready)
         self._stats = EngineStats()
-        self._num_runs = 0
-        self._is_stepping = False
-        self._to_abort: list[Request] = []
+        self._runs: set[object] = set()
+        self._turn = Turn(self._take_in_and_out)
+        self._to_add: deque[Request] = deque()
+        self._to_abort: deque[Request] = deque()
 
     @property
     def is_idle(self) -> bool:
         """Whether there is no request here and no run has begun that is not closed."""
-        return self._num_runs == 0 and not self.has_work
+        return not self._runs and not self.has_work
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do something."""
-        return bool(self.scheduler.running or self.scheduler.waiting)
+        return bool(self.scheduler.running or self.scheduler.waiting or self._to_add)
 
     @property
     def stats(self) -> EngineStats:
         """What happened so far, and who is here now; a copy."""
-        stats = deepcopy(self._stats)
+        with nullcontext() if self._turn.is_mine else self.between_steps():
+            stats = deepcopy(self._stats)
         stats.num_running, stats.num_waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         stats.num_preemptions = self.scheduler.num_preemptions
         stats.drafter_failures = self.guesser.num_failures
         return stats
+
+    def between_steps(self) -> AbstractContextManager[None]:
+        """While this is held no other thread steps, so that what requests hold can be read.
+
+        Raises:
+            ConfigError: as `step`.
+        """
+        return self._turn.taken()
 
     def check(self, request: Request) -> None:
         """Whether a request can be served at all.
@@ -142,18 +157,13 @@ class Engine:
             CapacityError, RequestError: as `check`; nothing was changed.
         """
         self.check(request)
-        request.sequence = self.cache.new_sequence()
-        request.stats.acceptance = self.guesser.acceptance.value
-        self.scheduler.add(request)
+        self._to_add.append(request)
+        self._turn.ask()
 
     def abort(self, request: Request) -> None:
-        """End a request now, wherever it is; nothing happens where it has ended. Within a step it ends with the step."""
-        if self._is_stepping:
-            self._to_abort.append(request)
-        elif self.scheduler.remove(request):
-            if not request.is_finished:
-                request.finish_reason = FinishReason.ABORT
-            self._release(request)
+        """End a request, wherever it is; nothing happens where it has ended. Within a step, of whomever, it ends with the step."""
+        self._to_abort.append(request)
+        self._turn.ask()
 
     def step(self) -> list[Request]:
         """Advance whoever can run by one pass.
@@ -163,22 +173,36 @@ class Engine:
 
         Returns:
             those who took part; the finished ones among them are released.
+
+        Raises:
+            ConfigError: it is called from within a step, or in a process that was forked within one.
         """
-        picked = self.scheduler.next_pass()
-        if not picked:
-            return self._refuse_oldest()
-        self._is_stepping = True
-        try:
-            self._step(picked)
-        finally:
-            self._is_stepping = False
-            for request in picked:
-                if request.is_finished and self.scheduler.remove(request):  # first, so that it is released once even if that raises
-                    self._release(request)
-            for request in self._to_abort:
-                self.abort(request)
-            self._to_abort.clear()
-        return picked
+        with self._turn.taken():
+            scheduled = self.scheduler.next_pass()
+            if not scheduled:
+                return self._refuse_oldest()
+            picked = [one.request for one in scheduled]
+            try:
+                self._step(picked, [one.num_rows for one in scheduled])
+            finally:
+                for request in picked:
+                    if request.is_finished and self.scheduler.remove(request):  # first, so that it is released once even if that raises
+                        self._release(request)
+            return picked
+
+    def _take_in_and_out(self) -> None:
+        """Let in who was added, and end who was given up."""
+        while self._to_add:
+            request = self._to_add.popleft()
+            request.sequence = self.cache.new_sequence()
+            request.stats.acceptance = self.guesser.acceptance.value
+            self.scheduler.add(request)
+        while self._to_abort:
+            request = self._to_abort.popleft()
+            if self.scheduler.remove(request):
+                if not request.is_finished:
+                    request.finish_reason = FinishReason.ABORT
+                self._release(request)
 
     def run(self, requests: Sequence[Request]) -> Generator[None, None, None]:
         """Advance until all of `requests` are finished, yielding after every step; others that are here advance as well.
@@ -189,35 +213,38 @@ class Engine:
             CapacityError: one request alone is larger than the cache; nothing ran.
             PacelineError: what the first of them that failed failed with.
         """
-        self._num_runs += 1
+        run = object()
+        self._runs.add(run)
         try:
             for request in requests:
                 self.check(request)
             for request in requests:
                 self.add(request)
-            while not all(request.is_finished for request in requests):
+            while not all(request.is_released for request in requests):
                 self.step()
                 self._raise_error(requests)
                 yield
             self._raise_error(requests)
         finally:
-            self._num_runs -= 1
+            self._runs.discard(run)
             for request in requests:
                 self.abort(request)
 
-    def _step(self, picked: Sequence[Request]) -> None:
-        now, limits = time.perf_counter(), self.scheduler.limits
+    def _step(self, picked: Sequence[Request], num_rows: Sequence[int]) -> None:
+        now = time.perf_counter()
         for request in picked:
             if not request.started_s:
                 request.started_s = now
         self._stats.num_steps += 1
         try:
-            step(picked, self.runtime, self.cache, self.guesser, chunk_rows=limits.chunk_rows, max_rows=limits.max_step_rows)
-        except Exception as error:
-            self._give_up_pass(picked, error)
+            step(picked, num_rows, self.runtime, self.cache, self.guesser, max_rows=self.scheduler.limits.max_step_rows)
         except PassInterrupted as error:  # nobody is the worse for it
             raise error.__cause__ or error from None
-        except BaseException as error:  # an interrupt between passes: nobody knows how far the step came
+        except BaseException as error:
+            if not is_interrupt(error):
+                self._give_up_pass(picked, as_exception(error))
+                return
+            # between passes nobody knows how far the step came
             self._give_up_pass(picked, PacelineError(f"the pass was interrupted ({type(error).__name__}); send the request again"))
             raise
         now = time.perf_counter()

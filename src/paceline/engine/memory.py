@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
-from paceline.config import EngineConfig, available_memory_bytes
+from paceline.config import EngineConfig
 from paceline.errors import CapacityError, ConfigError
 from paceline.kv_cache.block_pool import SCRATCH_BLOCK
 from paceline.kv_cache.paged import BLOCK_SIZE, blocks_in
 from paceline.kv_cache.row_plan import blocks_for
+from paceline.machine import available_memory_bytes
 from paceline.models.config import ModelConfig, WeightType
 
 _DRAFT_BLOCKS_PER_SEQUENCE = 2  # room for drafts beyond the longest a request may become

@@ -149,7 +149,8 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
     ends = tuple(dict.fromkeys((*runtime.config.eos_token_ids, *tokenizer.end_token_ids)))
     maker = RequestMaker(tokenizer, vocab_size, plan.max_context, ends)
     of_drafter = () if drafter is None else drafter.notices
-    notices = [*tokenizer.notices, *loaded.notices, *_unused_head(loaded, directory, drafter), *of_drafter, *filter(None, [plan.notice])]
+    notices = [*config.notices, *tokenizer.notices, *loaded.notices, *_unused_head(loaded, directory, drafter), *of_drafter]
+    notices += filter(None, [plan.notice])
     return OpenedEngine(engine, maker, tuple(map(printable, notices)), config)  # they name files and tensors
 
 
@@ -187,7 +188,6 @@ def _policy(speculation: SpeculationConfig, runtime: Runtime, cache: KVCache, ma
     count = wanted if isinstance(wanted, int) else DEFAULT_DRAFT_TOKENS
     row_budget = 1 + count * speculation.tree_width
     times = time_passes(runtime, cache, (1, row_budget), max_context=max_context)
-    runtime.num_passes = 0
     return DraftLengthPolicy(count, row_budget=row_budget, costs=StepCosts(times[1], times[row_budget]))
 
 

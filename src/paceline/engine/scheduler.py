@@ -6,6 +6,9 @@
 First come, first served. A request begins when the rows of its first pass fit the cache. Where the next rows of a running one do not fit,
 the youngest is preempted: its rows are dropped, its tokens stay and run again later. Only younger ones make room for older ones, so the
 oldest always goes on, and so everybody comes to an end.
+
+A pass holds `max_step_rows` rows and never more: whoever decodes has one, prompts share what is left, the oldest first. So no more run at a
+time than a pass has rows.
 """
 
 from collections import deque
@@ -17,8 +20,8 @@ from typing import Generic, Protocol, TypeVar
 class Schedulable(Protocol):
     """A request as the scheduler sees it."""
 
-    def num_due(self, chunk_rows: int, /) -> int:
-        """Known tokens that run in its next pass."""
+    def num_due(self, max_rows: int, /) -> int:
+        """Known tokens that run in its next pass, at most `max_rows`; 1 while it decodes."""
         ...
 
 
@@ -56,8 +59,8 @@ class Limits:
     """What a pass may hold.
 
     Attributes:
-        max_num_seqs: requests that run at a time.
-        max_step_rows: rows of a pass, known tokens and drafts. Whoever decodes always has a row.
+        max_num_seqs: requests that run at a time, at most `max_step_rows`.
+        max_step_rows: rows of a pass, known tokens and drafts.
         chunk_rows: prompt rows of one request in one pass.
         spare_blocks: blocks that must be left for each running request when another one begins, so that it is not preempted at once.
     """
@@ -66,6 +69,14 @@ class Limits:
     max_step_rows: int = 512
     chunk_rows: int = 256
     spare_blocks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled(Generic[Request]):
+    """A request of the next pass, and how many of its known tokens run in it."""
+
+    request: Request
+    num_rows: int
 
 
 class Scheduler(Generic[Request]):
@@ -98,27 +109,31 @@ class Scheduler(Generic[Request]):
                 return True
         return False
 
-    def next_pass(self) -> list[Request]:
+    def next_pass(self) -> list[Scheduled[Request]]:
         """The requests of the next pass, oldest first; empty only if nothing fits even where one request is alone."""
-        picked: list[Request] = []
-        chunk_rows = self.limits.chunk_rows
-        rows = promised = index = 0
+        picked: list[Scheduled[Request]] = []
         num_preemptions = self.num_preemptions
+        wanted = [request.num_due(self.limits.chunk_rows) for request in self.running]
+        rows_left, num_decoding = self.limits.max_step_rows, wanted.count(1)  # the latter: those to come
+        promised = index = 0
         must_wait = False  # somebody has no room: nobody new begins
         while index < len(self.running):
-            request = self.running[index]
+            request, due = self.running[index], wanted[index]
             index += 1
-            due = request.num_due(chunk_rows)
-            if not self._fits_pass(rows, due):
+            if due == 1:
+                num_decoding -= 1
+            elif rows_left - num_decoding < due:
+                due = request.num_due(max(0, rows_left - num_decoding))
+            if due == 0:
                 continue
             needed = self._room.num_needed(request, due)
             if needed > 0 and not self._make_room(needed + promised, index):
                 must_wait = True  # it keeps what it has; an older one may take that
                 continue
-            picked.append(request)
-            rows, promised = rows + due, promised + needed
+            picked.append(Scheduled(request, due))
+            rows_left, promised = rows_left - due, promised + needed
         if self.waiting and not must_wait and self.num_preemptions == num_preemptions:
-            self._admit(picked, rows, promised)
+            self._admit(picked, rows_left, promised)
         return picked
 
     def _make_room(self, wanted: int, first: int) -> bool:
@@ -136,10 +151,11 @@ class Scheduler(Generic[Request]):
         self._room.drop(request)
         self.num_preemptions += 1
 
-    def _admit(self, picked: list[Request], rows: int, promised: int) -> None:
-        """Begin requests, in order, and add those to `picked` that the pass has rows for."""
+    def _admit(self, picked: list[Scheduled[Request]], rows_left: int, promised: int) -> None:
+        """Begin requests, in order, while the pass has rows for them, and add them to `picked`."""
         index = 0
-        while index < len(self.waiting) and len(self.running) < self.limits.max_num_seqs and rows < self.limits.max_step_rows:
+        max_num_seqs = min(self.limits.max_num_seqs, self.limits.max_step_rows)
+        while index < len(self.waiting) and len(self.running) < max_num_seqs and rows_left > 0:
             request = self.waiting[index]
             if not self._is_ready(request):
                 index += 1
@@ -148,7 +164,7 @@ class Scheduler(Generic[Request]):
                 return
             num_free = self._room.num_free
             self._room.begin(request)
-            due = request.num_due(self.limits.chunk_rows)
+            due = request.num_due(min(self.limits.chunk_rows, rows_left))
             needed = self._room.num_needed(request, due)
             if needed + self._num_spare() > self._room.num_free - promised:
                 self._room.refuse(request)
@@ -157,10 +173,8 @@ class Scheduler(Generic[Request]):
             del self.waiting[index]
             self._refused = None
             self.running.append(request)
-            promised += needed
-            if self._fits_pass(rows, due):
-                picked.append(request)
-                rows += due
+            picked.append(Scheduled(request, due))
+            rows_left, promised = rows_left - due, promised + needed
 
     def _is_refused_still(self, request: Request) -> bool:
         """Whether nothing has come free since the request did not fit: looking for its prefix again would be in vain."""
@@ -172,6 +186,3 @@ class Scheduler(Generic[Request]):
     def _num_spare(self) -> int:
         """Blocks to leave for those that run and one more; none where it would run alone."""
         return self.limits.spare_blocks * (len(self.running) + 1) if self.running else 0
-
-    def _fits_pass(self, rows: int, due: int) -> bool:
-        return due == 1 or rows + due <= max(self.limits.max_step_rows, self.limits.chunk_rows)

@@ -185,13 +185,9 @@ class KVCache:
             raise RuntimeError("only an empty sequence can adopt a prefix")
         if not self.prefix_caching:
             return 0
-        blocks: list[int] = []
-        for link in self.prefix_index.links(token_ids, salt, (), (len(token_ids) - 1) // self.block_size):
-            block = self.prefix_index.find(link)
-            if block is None:
-                break
-            blocks.append(block)
-            sequence.chain.append(link)
+        found = self._find_prefix(token_ids, salt)
+        blocks = [block for _, block in found]
+        sequence.chain.extend(link for link, _ in found)
         self.pool.share(blocks)
         sequence.block_table = blocks
         sequence.committed_len = len(blocks) * self.block_size
@@ -199,6 +195,10 @@ class KVCache:
         self.stats.queried_tokens += len(token_ids)
         self.stats.hit_tokens += sequence.committed_len
         return sequence.committed_len
+
+    def count_prefix(self, token_ids: Sequence[int], *, salt: bytes = b"") -> int:
+        """Rows that `adopt_prefix` would find now; nothing is changed."""
+        return len(self._find_prefix(token_ids, salt)) * self.block_size if self.prefix_caching else 0
 
     def return_prefix(self, sequence: CachedSequence) -> None:
         """Undo `adopt_prefix` for a sequence that has not run since: it is empty again, and it counts as if it had not asked."""
@@ -257,6 +257,16 @@ class KVCache:
         for link, block in zip(sequence.chain, sequence.block_table, strict=False):
             if self.prefix_index.link_of(block) not in {None, link}:
                 raise RuntimeError(f"block {block} is known for other rows than those it holds")
+
+    def _find_prefix(self, token_ids: Sequence[int], salt: bytes) -> list[tuple[Link, int]]:
+        """The longest run of known full blocks that hold the first of `token_ids`, but not the last one."""
+        found: list[tuple[Link, int]] = []
+        for link in self.prefix_index.links(token_ids, salt, (), (len(token_ids) - 1) // self.block_size):
+            block = self.prefix_index.find(link)
+            if block is None:
+                break
+            found.append((link, block))
+        return found
 
     def _give_back(self, sequence: CachedSequence, first: int) -> None:
         """Drop the blocks from index `first` on.

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.config import QuantOptions, available_memory_bytes
+from paceline.config import QuantOptions
 from paceline.drafters import EMBEDDED, NAMES, HeadOptions
 from paceline.drafters.head_files import HeadKind, is_head_file
 from paceline.errors import CheckpointError, PacelineError
 from paceline.hub import resolve
+from paceline.machine import available_memory_bytes
 from paceline.models.config import ModelConfig
 from paceline.proof.checkpoint_facts import CheckpointFacts, read_checkpoint
 from paceline.proof.head_pairing import HeadFacts, judge_head

@@ -1,13 +1,15 @@
 """What every runtime promises: ragged rows in, logits and hidden states out, keys and values kept in the cache."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.config import MAX_PASS_ROWS
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout
 from paceline.models.config import ModelConfig, WeightType
@@ -15,6 +17,7 @@ from paceline.models.config import ModelConfig, WeightType
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
+Item = TypeVar("Item")
 
 
 class Numerics(Enum):
@@ -50,12 +53,19 @@ class ForwardBatch:
         positions: [T] int32, rotary positions.
         ranges: the paths the rows belong to, in row order, without gaps.
         logits_rows: [R] int32, rows whose logits are wanted (each once, any order).
+
+    Raises:
+        ValueError: more than MAX_PASS_ROWS rows. That is no want of memory: whoever asks must ask in parts.
     """
 
     token_ids: IntArray
     positions: IntArray
     ranges: tuple[RowRange, ...]
     logits_rows: IntArray
+
+    def __post_init__(self) -> None:
+        if len(self.positions) > MAX_PASS_ROWS:
+            raise ValueError(f"a pass of {len(self.positions)} rows was asked for, at most {MAX_PASS_ROWS} are possible: ask in parts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +92,6 @@ class Capabilities:
     tree_layout: TreeLayout
     device: str
     weight_type: WeightType
-    max_rows: int
 
 
 class Runtime(ABC):
@@ -111,6 +120,20 @@ class Runtime(ABC):
     @abstractmethod
     def lm_head(self, hidden_states: FloatArray) -> FloatArray:
         """Logits [T, V] float32 of normalised hidden states [T, E]."""
+
+
+def in_parts(items: Iterable[Item], num_rows: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Items in order, in as few parts as it takes for the rows of each part to fit one pass; an item's rows must."""
+    part, total = list[Item](), 0
+    for item in items:
+        count = num_rows(item)
+        if part and total + count > MAX_PASS_ROWS:
+            yield part
+            part, total = [], 0
+        part.append(item)
+        total += count
+    if part:
+        yield part
 
 
 def assemble(plans: Sequence[RowPlan], node_token_ids: Sequence[Sequence[int]], logits_nodes: Sequence[Sequence[int]]) -> ForwardBatch:

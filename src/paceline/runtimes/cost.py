@@ -9,37 +9,46 @@ from paceline.runtimes.base import Runtime, assemble
 
 
 def time_passes(
-    runtime: Runtime, cache: KVCache, row_counts: Sequence[int], *, max_context: int, cached_len: int = 64, repeats: int = 5
+    runtime: Runtime,
+    cache: KVCache,
+    row_counts: Sequence[int],
+    *,
+    max_context: int,
+    cached_len: int = 64,
+    repeats: int = 5,
+    wants_logits: bool = True,
 ) -> dict[int, float]:
     """t(M): median seconds of a pass with M rows of one sequence behind `cached_len` cached rows.
 
     The row counts take turns, so that a drift of the machine's speed hits all of them alike. Rows share nothing with any request:
-    a sequence is made for the measurement and released.
+    a sequence is made for the measurement and released, and its passes are not counted.
 
     Args:
         cache: the runtime's current cache.
         max_context: positions the runtime is prepared for. Where that or the cache is short, fewer rows are cached, and a pass
             that has no room is timed with the rows that have.
+        wants_logits: of all rows, as where guesses are checked; of none, as where a prompt is read.
     """
     room = min(max_context, cache.max_slots)
     cached_len = max(1, min(cached_len, room - max(row_counts)))
-    sequence = cache.new_sequence()
+    num_passes, sequence = runtime.num_passes, cache.new_sequence()
     times: dict[int, list[float]] = {count: [] for count in row_counts}
     try:
-        _run(runtime, cache, sequence, cached_len)
+        _run(runtime, cache, sequence, cached_len, wants_logits=wants_logits)
         cache.keep_path(sequence, cached_len - 1)
         for repeat in range(repeats + 1):
             for count in row_counts:
                 start = time.perf_counter()
-                _run(runtime, cache, sequence, min(count, room - cached_len))
+                _run(runtime, cache, sequence, min(count, room - cached_len), wants_logits=wants_logits)
                 if repeat:  # the first round warms up
                     times[count].append(time.perf_counter() - start)
                 cache.cancel(sequence)
     finally:
         cache.release(sequence)
+        runtime.num_passes = num_passes
     return {count: statistics.median(own) for count, own in times.items()}
 
 
-def _run(runtime: Runtime, cache: KVCache, sequence: CachedSequence, count: int) -> None:
+def _run(runtime: Runtime, cache: KVCache, sequence: CachedSequence, count: int, *, wants_logits: bool) -> None:
     plan = cache.reserve(sequence, range(-1, count - 1))
-    runtime.forward(assemble([plan], [[0] * count], [range(count)]))
+    runtime.forward(assemble([plan], [[0] * count], [range(count) if wants_logits else ()]))

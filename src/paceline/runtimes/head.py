@@ -23,9 +23,6 @@ from paceline.runtimes.native.library import kernels_path
 
 Value = TypeVar("Value")
 
-MAX_HEAD_ROWS = 4096
-"""Rows of one pass."""
-
 DRAW = np.dtype([("key", np.uint64), ("temperature", np.float32), ("unused", np.int32)])
 """How the token of a row is drawn: the key of its noise (`sampling/noise.py`), and what logits are divided by; 0 = it is not drawn."""
 
@@ -213,9 +210,6 @@ class HeadRuntime(ABC):
 
         Returns:
             float32 results by name, views that the next pass overwrites.
-
-        Raises:
-            CapacityError: more than `MAX_HEAD_ROWS` rows.
         """
 
     @abstractmethod

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import RequestError
+from paceline.errors import RequestError, is_interrupt
 from paceline.sampling.history import TokenView
 from paceline.sampling.params import CustomProcessor
 
@@ -41,7 +41,9 @@ class CustomProcessors:
 def _call(processor: CustomProcessor, text: TokenView, scores: NDArray[np.float32]) -> object:
     try:
         return processor(text, scores)
-    except Exception as error:  # a user's code may raise anything; it ends this request only
+    except BaseException as error:  # a user's code may raise anything; it ends this request only
+        if is_interrupt(error):
+            raise
         raise _refusal(processor, f"raised {type(error).__name__}: {error}") from error
 
 

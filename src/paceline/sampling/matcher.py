@@ -126,15 +126,14 @@ class GrammarMatcher:
         self._words = np.zeros(self._vocabulary.num_words, np.uint32)
         self._words_at = self._words.ctypes.data
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether the output is complete with no end token to come: one was committed, or the model has none and nothing may follow."""
-        if self._has_ended or self._vocabulary.eos_set:
+    def is_finished(self, path: Sequence[int] = ()) -> bool:
+        """Whether output + `path` is complete with no end token to come: it holds one, or the model has none and nothing may follow."""
+        inside = self._constrained(path)
+        if self._has_ended or inside is None:
             return self._has_ended
-        if self._reasoning is not None:
-            return False
-        self._go_to(())
-        return not self._allowed(self._vocabulary.size).any()
+        if self._vocabulary.eos_set:
+            return not self._vocabulary.eos_set.isdisjoint(inside)
+        return self._go_to(inside) == len(inside) and not self._allowed(self._vocabulary.size).any()
 
     def mask(self, scores: NDArray[np.float32], path: Sequence[int]) -> None:
         """Set the scores [V] of what may not follow `path` to -inf, in place."""

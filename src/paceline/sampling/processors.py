@@ -76,6 +76,13 @@ class Constraint(Protocol):
         """Record that a token became part of the output; called once for each, in order."""
 
 
+class GrammarState(Constraint, Protocol):
+    """What a grammar allows."""
+
+    def is_finished(self, path: Sequence[int] = ()) -> bool:
+        """Whether committed output + `path` is complete with no end token to come."""
+
+
 class LogitsProcessor:
     """Turns rows of logits into distributions for one sample of one request.
 
@@ -102,7 +109,7 @@ class LogitsProcessor:
         prompt_token_ids: Sequence[int],
         eos_token_ids: Sequence[int] = (),
         *,
-        constraint: Constraint | None = None,
+        constraint: GrammarState | None = None,
         bad_word_ids: Sequence[Sequence[int]] = (),
     ) -> None:
         params.check_vocabulary(vocab_size)
@@ -139,6 +146,10 @@ class LogitsProcessor:
         self.num_output_tokens += 1
         for listen in self._listeners:
             listen(token_id)
+
+    def is_complete(self, path: Sequence[int] = ()) -> bool:
+        """Whether the grammar lets nothing follow the committed output and `path`."""
+        return self.constraint is not None and self.constraint.is_finished(path)
 
     @property
     def only_scales(self) -> bool:

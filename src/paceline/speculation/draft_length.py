@@ -1,5 +1,6 @@
 """How much to draft. Decisions are pure functions of counts and costs; they change speed, never tokens."""
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -8,7 +9,8 @@ from heapq import heapify, heapreplace
 
 from paceline.speculation.drafter import DraftBudget
 from paceline.speculation.pass_times import PassTimes
-from paceline.speculation.request import Request
+from paceline.speculation.reading import worthwhile_s
+from paceline.speculation.request import FinishReason, Request
 
 WINDOW = 64  # drafted tokens the guard looks back on
 MIN_EVIDENCE = 24  # drafted tokens before it may act
@@ -20,6 +22,9 @@ PROBE_INTERVAL = 32  # steps from one probe to the next, 31 of them plain; of al
 FIRST_ROWS = 16  # drafted tokens of a pass in which all requests draft for the first time, while drafting is not known to pay
 LEAST_BREAK_EVEN = 0.05  # accepted tokens a step, however cheap rows seem: times are never measured without noise
 UNKNOWN_ACCEPTANCE = 0.5  # of a drafted token, before any was measured
+HOPED_ACCEPTANCE = 0.8  # the same where it is to be decided whether a drafter gets to know a request at all
+HOPED_STEPS = 2  # measured steps that hope counts for
+READING_SHARE = 1 / 64  # of the time of all passes: what reading may cost where it is not expected to pay
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +139,8 @@ class DraftLengthPolicy:
         self._guards: dict[int, _Guard] = {}
         self._lately = _Guard()  # all requests together
         self._draft_times: deque[float] = deque(maxlen=15)
+        self._unread_s = 0.0  # time of passes since somebody's text was read
+        self._mean_output = 0.0  # tokens of the last outputs, 0 = none yet
         self._break_even = self._find_break_even()
 
     @property
@@ -169,6 +176,35 @@ class DraftLengthPolicy:
         guard = self._guards.get(id(request))
         return guard.accepted / guard.drafted if guard is not None and guard.drafted else UNKNOWN_ACCEPTANCE
 
+    def max_reading_s(self, request: Request) -> float:
+        """Seconds that a drafter may take to read what it has not seen of a request: as many as drafting is expected to pay back.
+
+        Where it is not, a small share of all time, so that it is noticed when drafting begins to pay.
+        """
+        if self.costs is None or self._times is None:
+            return math.inf
+        guard = self._guards.get(id(request))
+        known = guard if guard is not None and guard.recent else self._lately
+        num_steps, hoped = len(known.recent), HOPED_STEPS * _chain_sum(HOPED_ACCEPTANCE, self.num_draft_tokens)
+        measured = num_steps * known.accepted_per_step(self.num_draft_tokens) if num_steps else 0.0
+        worthwhile = worthwhile_s(
+            plain_s=self._times.at(self._known_rows),
+            step_s=self._times.at(self._known_rows + (self.row_budget - 1) * self._num_drafting) + self.costs.draft_s,
+            accepted=(measured + hoped) / (num_steps + HOPED_STEPS),
+            num_tokens=self._num_expected(request),
+        )
+        return max(worthwhile / max(1, self._num_drafting), READING_SHARE * self._unread_s)
+
+    def _num_expected(self, request: Request) -> int:
+        """Tokens that are still to come: as many as outputs have lately, or again as many as there are, but no more than may be."""
+        num_done = request.num_output_tokens
+        expected = max(self._mean_output - num_done, num_done) if self._mean_output else request.num_remaining_tokens
+        return min(request.num_remaining_tokens, max(1, int(expected)))
+
+    def observe_reading(self) -> None:
+        """Told that a drafter read what it had not seen."""
+        self._unread_s = 0.0
+
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Told after every step with drafts."""
         guard = self._guards.get(id(request))
@@ -183,9 +219,10 @@ class DraftLengthPolicy:
         """Told how long a target pass took."""
         if self._times is not None:
             self._times.observe(num_rows, seconds)
+            self._unread_s += seconds
 
     def observe_draft_time(self, seconds: float) -> None:
-        """Told how long the last draft took to make. The median counts: a first draft also reads the prompt."""
+        """Told how long the last draft took to make, reading what had not been seen left aside. The median counts."""
         if self.costs is not None:
             self._draft_times.append(seconds)
             self.costs = StepCosts(self.costs.plain_s, self.costs.speculative_s, statistics.median(self._draft_times))
@@ -194,6 +231,9 @@ class DraftLengthPolicy:
     def release(self, request: Request) -> None:
         """Forget a request."""
         self._guards.pop(id(request), None)
+        if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            length = float(request.num_output_tokens)
+            self._mean_output = 0.75 * self._mean_output + 0.25 * length if self._mean_output else length
 
     def _first_budget(self) -> DraftBudget:
         """What a request may draft of whom nothing is known: little in a large batch, for many who learn at once pay for it at once."""

@@ -1,5 +1,6 @@
 """The interface of everything that guesses. A drafter can make us slow, never wrong: it is only asked, nothing it says is believed."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +21,14 @@ class DraftBudget:
         layout: how the tree will be laid out, which decides what a branch costs (`num_rows` of kv_cache/row_plan.py).
         wants_draws: drafts are kept by `acceptance="rejection"`: who has a law of its own draws from it with `draft` noise
             (`paceline.sampling.residual.draw_distinct`) and says so in `DraftTree.draft_probs`, instead of using the target's noise.
+        max_reading_s: seconds that reading may take (`Drafter.reading_s`); nobody who needs more is asked.
     """
 
     row_budget: int
     max_depth: int
     layout: TreeLayout = TreeLayout.PATHS
     wants_draws: bool = False
+    max_reading_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,17 @@ class Drafter(ABC):
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         """Told after every target pass, prompt chunks included. May defer its work to `propose`."""
+
+    def reading_s(self, request: Request) -> float:
+        """Seconds that guessing for a request would take now beyond what a guess takes: for reading what was not seen of it.
+
+        Asked before every proposal, so it must cost next to nothing.
+        """
+        return 0.0
+
+    def may_guess(self, request: Request, max_reading_s: float) -> bool:
+        """Whether it can guess for a request without reading for longer than this."""
+        return max_reading_s == math.inf or self.reading_s(request) <= max_reading_s
 
     def fork(self, parent: Request, child: Request) -> None:
         """`child` continues from `parent`'s tokens; state may be shared or made anew."""

@@ -1,12 +1,15 @@
 """Asking the drafter, and making sure that nothing it says or fails to say can do harm."""
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from paceline.errors import is_interrupt
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray
+from paceline.speculation.backoff import Backoff
 from paceline.speculation.constrained import SOURCE as FORCED
 from paceline.speculation.constrained import constrain, forced_run
 from paceline.speculation.draft_length import DraftLengthPolicy, share_rows
@@ -50,6 +53,7 @@ class Guesser:
         self.drafter, self.policy, self.acceptance = drafter, policy, acceptance
         self.vocab_size, self._layout = vocab_size, layout
         self.num_failures = 0
+        self._backoffs: dict[str, Backoff] = {}
         self._has_warned = False
 
     @property
@@ -70,15 +74,16 @@ class Guesser:
         num_known = sum(work.num_given for work in works)
         if self.drafter is not None:
             self.policy.begin_step(num_known, sum(work.tree is not None and work.num_given == 1 for work in works))
+        is_constrained = any(work.request.processor.constraint is not None for work in works)
         for work in works:
             budget = self._budget(work)
             if isinstance(budget, PlainReason):
                 work.plain = budget
-            elif budget is not None:
+                budget = self._forced_budget(work.request) if budget is PlainReason.GUARD else None
+            elif budget is not None and is_constrained:
+                budget = self._with_forced(budget, work.request)
+            if budget is not None:
                 asked.append((work, budget))
-        is_constrained = any(work.request.processor.constraint is not None for work in works)
-        if is_constrained:
-            asked = [(work, self._with_forced(budget, work.request)) for work, budget in asked]
         if max_rows is not None and asked:
             asked = self._share(asked, max_rows - num_known)
         open_ones = self._without_forced(asked) if is_constrained else asked
@@ -112,26 +117,26 @@ class Guesser:
             return
         try:
             self.drafter.observe([one for one in rows if not one.request.speculation.is_off])
-        except Exception as error:  # a drafter may fail in any way; the target goes on without it
+        except BaseException as error:  # a drafter may fail in any way; the target goes on without it
             self._warn(error)
 
     def preempt(self, request: Request) -> None:
         """Tell the drafter that a request's rows were dropped and will run again; what was learned of its acceptance stays."""
-        if self.drafter is None:
+        if self.drafter is None or request.speculation.is_off:
             return
         try:
             self.drafter.preempt(request)
-        except Exception as error:  # as in `observe`
+        except BaseException as error:  # as in `observe`
             self._warn(error)
 
     def release(self, request: Request) -> None:
         """Forget a request that ended."""
         self.policy.release(request)
-        if self.drafter is None:
+        if self.drafter is None or request.speculation.is_off:
             return
         try:
             self.drafter.release(request)
-        except Exception as error:  # as in `observe`
+        except BaseException as error:  # as in `observe`
             self._warn(error)
 
     def _budget(self, work: Work) -> DraftBudget | PlainReason | None:
@@ -153,7 +158,15 @@ class Guesser:
         limit = request.speculation.max_draft_tokens
         if limit is not None:
             row_budget, max_depth = min(row_budget, limit + 1), min(max_depth, limit)
-        return DraftBudget(row_budget, max_depth, self._layout, self._wants_draws(request))
+        return DraftBudget(row_budget, max_depth, self._layout, self._wants_draws(request), self._max_reading_s(request))
+
+    def _max_reading_s(self, request: Request) -> float:
+        """Seconds that a drafter may read of a request; no limit where it has read everything."""
+        try:
+            return self.policy.max_reading_s(request) if self.drafter is not None and self.drafter.reading_s(request) > 0.0 else math.inf
+        except BaseException as error:  # as in `observe`
+            self._warn(error)
+            return math.inf
 
     def _wants_draws(self, request: Request) -> bool:
         return self.acceptance is Acceptance.REJECTION and not request.params.is_greedy
@@ -183,18 +196,42 @@ class Guesser:
         return list(groups.values())
 
     def _ask(self, drafter: Drafter, asked: Asked) -> None:
-        start = time.perf_counter()
-        try:
-            trees = drafter.propose([work.request for work, _ in asked], [budget for _, budget in asked])
-            for (work, budget), tree in zip(asked, trees, strict=True):
-                self._take(work, tree, budget)
-        except Exception as error:  # as in `observe`
-            self._warn(error)
+        backoff = self._backoffs.setdefault(drafter.name, Backoff())
+        if not backoff.is_due():
             for work, _ in asked:
                 work.make_plain(PlainReason.DRAFTER_FAILED)
             return
-        if any(work.plain is None for work, _ in asked):
-            self.policy.observe_draft_time(time.perf_counter() - start)
+        try:
+            self._propose(drafter, asked)
+            backoff.note(failed=False)
+        except BaseException as error:  # as in `observe`
+            self._warn(error)
+            backoff.note(failed=True)
+            for work, _ in asked:
+                work.make_plain(PlainReason.DRAFTER_FAILED)
+
+    def _propose(self, drafter: Drafter, asked: Asked) -> None:
+        """Hang the drafter's trees, for those whose text it has read or may read."""
+        affordable: Asked = []
+        for work, budget in asked:
+            if drafter.may_guess(work.request, budget.max_reading_s):
+                affordable.append((work, budget))
+            else:
+                work.plain = PlainReason.GUARD
+        if not affordable:
+            return
+        unread = [work.request for work, budget in affordable if budget.max_reading_s < math.inf]
+        unread_s = sum(map(drafter.reading_s, unread))
+        start = time.perf_counter()
+        trees = drafter.propose([work.request for work, _ in affordable], [budget for _, budget in affordable])
+        for (work, budget), tree in zip(affordable, trees, strict=True):
+            self._take(work, tree, budget)
+        seconds = time.perf_counter() - start
+        read_s = unread_s - sum(map(drafter.reading_s, unread))
+        if read_s > 0.0:
+            self.policy.observe_reading()
+        if any(work.plain is None for work, _ in affordable):
+            self.policy.observe_draft_time(max(0.0, seconds - read_s))
 
     def _take(self, work: Work, tree: DraftTree | None, budget: DraftBudget) -> None:
         if tree is None or tree.num_draft_tokens == 0:
@@ -208,14 +245,21 @@ class Guesser:
         else:
             work.tree = trimmed
 
-    def _with_forced(self, budget: DraftBudget, request: Request) -> DraftBudget:
-        """A budget for all that the request's grammar forces, for that is as good as known, if it is more than may be guessed."""
+    def _forced_budget(self, request: Request) -> DraftBudget | None:
+        """Room for what the request's grammar forces, which is as good as known; None where it forces nothing."""
         most = min(MAX_FORCED, request.num_remaining_tokens - 1)
         limit = request.speculation.max_draft_tokens
         tree = forced_run(request, most if limit is None else min(most, limit))
-        if tree is None or tree.num_draft_tokens <= budget.max_depth:
+        if tree is None:
+            return None
+        return DraftBudget(tree.num_draft_tokens + 1, tree.num_draft_tokens, self._layout, self._wants_draws(request))
+
+    def _with_forced(self, budget: DraftBudget, request: Request) -> DraftBudget:
+        """A budget for all that the request's grammar forces, if that is more than may be guessed."""
+        forced = self._forced_budget(request)
+        if forced is None or forced.max_depth <= budget.max_depth:
             return budget
-        return replace(budget, row_budget=max(budget.row_budget, tree.num_draft_tokens + 1), max_depth=tree.num_draft_tokens)
+        return replace(budget, row_budget=max(budget.row_budget, forced.row_budget), max_depth=forced.max_depth)
 
     def _without_forced(self, asked: Asked) -> Asked:
         """Those for whom the drafter can say something: where a grammar forces all that may be guessed, that is the tree."""
@@ -234,13 +278,11 @@ class Guesser:
         budgets = {id(work): budget for work, budget in asked}
         for work in works:
             request, budget = work.request, budgets.get(id(work))
-            if work.plain is PlainReason.GUARD:  # what is forced pays whatever the drafter is worth
-                budget = self._with_forced(self._fitting(self.policy.full_budget, request), request)
             if request.processor.constraint is None or budget is None or work.tree is None:
                 continue
             try:
                 self._constrain_one(work, budget)
-            except Exception as error:  # the walk obeys the grammar in any case; if that cannot go on it will say so
+            except BaseException as error:  # the walk obeys the grammar in any case; if that cannot go on it will say so
                 self._warn(error)
 
     def _constrain_one(self, work: Work, budget: DraftBudget) -> None:
@@ -254,7 +296,10 @@ class Guesser:
         elif before is not None:
             work.make_plain(PlainReason.CUT)
 
-    def _warn(self, error: Exception) -> None:
+    def _warn(self, error: BaseException) -> None:
+        """Note a failure; an interrupt is none of the drafter's, and goes on."""
+        if is_interrupt(error):
+            raise error
         self.num_failures += 1
         if not self._has_warned:
             log.warning("the drafter failed (%s: %s); steps without its guesses are plain", type(error).__name__, error)

@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol
 
-from paceline.errors import PacelineError
+from paceline.errors import is_interrupt
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.noise import Purpose, step_uniform
 from paceline.sampling.residual import TokenProbs, acceptance, block_threshold, excess, residual
+from paceline.speculation.ending import LookAhead
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree, Proposal
 from paceline.speculation.verify import VerifyResult, verify
@@ -27,6 +28,14 @@ class Acceptance(Enum):
 
     MATCH = "match"  # those that the target itself draws: the seed's plain text
     REJECTION = "rejection"  # as many as the target's law allows: another text of the same law
+
+
+class Ahead(Protocol):
+    """Where the tokens of one walk end the request (`speculation/ending.py`)."""
+
+    def ends_with(self, token_id: int) -> bool:
+        """Whether the request ends with this token, which follows those asked about before."""
+        ...
 
 
 class Chance(Protocol):
@@ -65,6 +74,9 @@ def verify_rejection(tree: DraftTree, logits: FloatArray, request: Request) -> V
         tree: rooted at the request's last token. Where it has `draft_probs`, its drafts were drawn from them.
         logits: [N, V] float32, row i belongs to node i; of a drawn chain all rows are read, else only those the walk reaches.
         request: gives processors, seed and position. Not changed.
+
+    Raises:
+        PacelineError: as `verify`.
     """
     if request.params.is_greedy:
         return verify(tree, logits, request)
@@ -72,7 +84,7 @@ def verify_rejection(tree: DraftTree, logits: FloatArray, request: Request) -> V
     def target_probs(node: int, path: Sequence[int]) -> TokenProbs:
         return TokenProbs.of(request.processor.process(logits[node], path))
 
-    return Walk(tree, target_probs, request.end_token_ids, StepChance(request)).run()
+    return Walk(tree, target_probs, lambda: LookAhead(request), StepChance(request)).run()
 
 
 class Walk:
@@ -80,18 +92,18 @@ class Walk:
 
     Args:
         target_probs: (node, tokens from the root to it, root excluded) -> the target's law of what follows.
-        end_token_ids: nothing behind them is kept.
+        look_ahead: begins to look for the token that ends the request; nothing behind it is kept.
     """
 
     def __init__(
         self,
         tree: DraftTree,
         target_probs: Callable[[int, Sequence[int]], TokenProbs],
-        end_token_ids: frozenset[int],
+        look_ahead: Callable[[], Ahead],
         chance: Chance,
     ) -> None:
         self._tree, self._target_probs, self._chance = tree, target_probs, chance
-        self._end_token_ids = end_token_ids
+        self._look_ahead, self._ahead = look_ahead, look_ahead()
         self._accepted: list[int] = []
         self._token_ids: list[int] = []
 
@@ -106,7 +118,13 @@ class Walk:
     def _follow(self, node: int) -> int | None:
         """Choose the token behind `node`; returns the child that was kept, None where the walk ends."""
         tree, depth = self._tree, len(self._token_ids)
-        target = self._target_probs(node, self._token_ids)
+        try:
+            target = self._target_probs(node, self._token_ids)
+        except BaseException as error:
+            if not self._accepted or is_interrupt(error):
+                raise
+            self._accepted.pop()  # its token is the last one, and the next step reaches this row first
+            return None
         draft = tree.draft_probs.get(node)
         if draft is None:
             token = self._chance.draw(target, depth)
@@ -124,15 +142,16 @@ class Walk:
     def _keep_block(self, length: int) -> int | None:
         """Keep the longest prefix that is accepted of `length` drawn tokens; returns the node to go on from where that is all of them.
 
-        Source: Sun et al. 2024 (arXiv:2403.10444), algorithm 2. Deviation: a chain ends at an end token or where its draws end.
+        Source: Sun et al. 2024 (arXiv:2403.10444), algorithm 2. Deviation: a chain ends with the token that ends the request, or where
+        its draws end.
         """
         tree = self._tree
         share: float = 1
         for depth in range(length):
             try:
                 target = self._target_probs(depth, tree.token_ids[1 : depth + 1])
-            except PacelineError:  # a row that may never be reached: the block ends before it, and who gets there raises
-                if depth == 0:
+            except BaseException as error:  # a row that may never be reached: the block ends before it, as any walk does
+                if depth == 0 or is_interrupt(error):
                     raise
                 length = depth
                 break
@@ -150,18 +169,18 @@ class Walk:
         return node if is_whole else self._take(self._chance.draw(residual(law, left), num_kept), None)
 
     def _block_length(self) -> int:
-        """Drawn tokens of the chain from the root on, up to its first end token."""
-        length = 0
+        """Drawn tokens of the chain from the root on, up to the one that ends the request."""
+        length, ahead = 0, self._look_ahead()
         while length in self._tree.draft_probs:
             length += 1
-            if self._tree.token_ids[length] in self._end_token_ids:
+            if ahead.ends_with(self._tree.token_ids[length]):
                 break
         return length
 
     def _take(self, token_id: int, child: int | None) -> int | None:
         """Add a token; returns `child` where the walk goes on behind it."""
         self._token_ids.append(token_id)
-        if child is None or token_id in self._end_token_ids:
+        if child is None or self._ahead.ends_with(token_id):
             return None
         self._accepted.append(child)
         return child

@@ -166,16 +166,19 @@ class Request:
         return self.finish_reason is not None
 
     @property
+    def is_released(self) -> bool:
+        """Whether it has ended and the engine has let it go: nothing of it changes any more."""
+        return self.finished_s > 0.0
+
+    @property
     def wants_prompt_rows(self) -> bool:
         """Whether log-probabilities of prompt tokens are still missing; their rows must run, so none may be adopted."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
 
-    def num_due(self, chunk_rows: int) -> int:
-        """Known tokens that run in its next pass; 1 while decoding: the root."""
+    def num_due(self, max_rows: int) -> int:
+        """Known tokens that run in its next pass, at most `max_rows`; 1 while decoding: the root."""
         uncached = len(self.token_ids) - self.sequence.committed_len
-        if uncached == 1:  # nearly always
-            return 1
-        return min(uncached, chunk_rows, PROMPT_LOGPROBS_ROWS) if self.wants_prompt_rows else min(uncached, chunk_rows)
+        return min(uncached, max_rows, PROMPT_LOGPROBS_ROWS) if self.wants_prompt_rows else min(uncached, max_rows)
 
     def fail(self, error: Exception) -> None:
         """End it with an error that is raised to its own caller."""

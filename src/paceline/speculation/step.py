@@ -11,7 +11,7 @@ pass of its own.
 from collections.abc import Sequence
 from time import perf_counter
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, as_exception, is_interrupt
 from paceline.kv_cache.paged import KVCache
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, Runtime, assemble
 from paceline.speculation.commit import commit
@@ -27,13 +27,19 @@ class PassInterrupted(BaseException):
 
 
 def step(
-    requests: Sequence[Request], target: Runtime, cache: KVCache, guesser: Guesser, *, chunk_rows: int, max_rows: int | None = None
+    requests: Sequence[Request],
+    num_rows: Sequence[int],
+    target: Runtime,
+    cache: KVCache,
+    guesser: Guesser,
+    *,
+    max_rows: int | None = None,
 ) -> None:
     """Advance every request by one target pass; each that has reached its last token emits at least one token, or fails alone.
 
     Args:
         requests: unfinished, each with a sequence in `cache`.
-        chunk_rows: prompt rows of one request in one pass.
+        num_rows: how many known tokens of each run, as `Request.num_due` says.
         max_rows: of the pass; guesses take what known tokens leave of them. None = no limit.
 
     Raises:
@@ -42,7 +48,7 @@ def step(
             been done by then is done.
         Exception: whatever the target's pass raised; nothing was committed.
     """
-    works = [Work.of(request, chunk_rows) for request in requests]
+    works = [Work.of(request, count) for request, count in zip(requests, num_rows, strict=True)]
     guesser.guess(works, max_rows)
     plans = reserve(works, cache)
     batch = assemble(plans, [work.token_ids for work in works], [work.logits_nodes for work in works])
@@ -58,8 +64,10 @@ def step(
             kept = _settle(work, logits, cache, guesser)
             rows = [first_row + plan.row_of_node[node] for node in kept]
             committed.append(_features(CommittedRows(work.request, start, len(rows)), rows, output, guesser))
-        except Exception as error:  # its sampling allows no token, its grammar broke, its row is NaN: nobody else is concerned
-            _fail(work.request, error, cache)
+        except BaseException as error:  # its sampling allows no token, its grammar broke, its row is NaN: nobody else is concerned
+            if is_interrupt(error):
+                raise
+            _fail(work.request, as_exception(error), cache)
         first_logits_row += num_logits
         first_row += plan.num_rows
     guesser.observe(committed)
@@ -69,12 +77,12 @@ def _forward(target: Runtime, batch: ForwardBatch, works: Sequence[Work], cache:
     """The target's pass, by far the longest part of a step: an interrupt within it takes back what was reserved and harms nobody."""
     try:
         return target.forward(batch)
-    except Exception:
-        raise
-    except BaseException as interrupt:
+    except BaseException as error:
         for work in works:
             cache.cancel(work.request.sequence)
-        raise PassInterrupted from interrupt
+        if is_interrupt(error):
+            raise PassInterrupted from error
+        raise
 
 
 def _settle(work: Work, logits: FloatArray, cache: KVCache, guesser: Guesser) -> Sequence[int]:

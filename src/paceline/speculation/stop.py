@@ -15,6 +15,10 @@ class Detokenizer(Protocol):
         """What is left at the end."""
         ...
 
+    def copy(self) -> "Detokenizer":
+        """Another one that goes on from here."""
+        ...
+
 
 class TextStop:
     """Collects a request's text and ends it at the first stop string.
@@ -30,6 +34,17 @@ class TextStop:
         self._shown: list[str] = []
         self._num_taken = 0
         self.is_stopped = False
+
+    @property
+    def can_stop(self) -> bool:
+        """Whether a text can end the request."""
+        return bool(self._stop)
+
+    def copy(self) -> "TextStop":
+        """Another one that finds the same stops in what follows; its `text` begins here."""
+        other = TextStop(self._detokenizer.copy(), self._stop, include_stop=self._include_stop)
+        other._held, other.is_stopped = self._held, self.is_stopped
+        return other
 
     @property
     def text(self) -> str:

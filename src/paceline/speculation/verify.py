@@ -1,15 +1,18 @@
 """The walk: which guesses the target itself would have produced.
 
 At the root the target's own token is drawn from its own row, with the noise of that position. If a child holds it, the walk goes
-there and repeats; else it stops and that token is the bonus. No draft probability is needed and any tree is exact, because every
-token is the target's own draw (sample-and-match; deterministic given the seed).
+there and repeats; else it stops and that token is the bonus. It also stops at the token that ends the request: rows behind it are none
+that plain decoding reaches. No draft probability is needed and any tree is exact, because every token is the target's own draw
+(sample-and-match; deterministic given the seed).
 """
 
 from dataclasses import dataclass
 
+from paceline.errors import is_interrupt
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.draw import draw
 from paceline.sampling.logprobs import TokenLogprobs, processed_logprobs, raw_logprobs
+from paceline.speculation.ending import LookAhead
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
@@ -38,17 +41,25 @@ def verify(tree: DraftTree, logits: FloatArray, request: Request) -> VerifyResul
         tree: rooted at the request's last token.
         logits: [N, V] float32, row i belongs to node i; only rows the walk reaches are read.
         request: gives processors, seed and position. Not changed.
+
+    Raises:
+        PacelineError: the root's row cannot be drawn from. A row behind it that cannot ends the walk in front of it.
     """
     node = 0
     accepted: list[int] = []
     path: list[int] = []
+    ahead = LookAhead(request)
     while True:
-        distribution = request.processor.process(logits[node], path)
+        try:
+            distribution = request.processor.process(logits[node], path)
+        except BaseException as error:
+            if not accepted or is_interrupt(error):
+                raise
+            return VerifyResult(tuple(accepted[:-1]), tuple(path))  # what comes before is kept; the next step reaches this row first
         token = draw(distribution, request.seed, request.sample_index, len(request.token_ids) + len(path))
         path.append(token)
-        # Nothing behind the token that ends the request can be kept.
-        child = None if token in request.end_token_ids else tree.child(node, token)
-        if child is None:
+        child = tree.child(node, token)
+        if child is None or ahead.ends_with(token):
             return VerifyResult(tuple(accepted), tuple(path))
         accepted.append(child)
         node = child

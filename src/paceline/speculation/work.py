@@ -33,9 +33,8 @@ class Work:
     plan: RowPlan | None = None
 
     @classmethod
-    def of(cls, request: Request, chunk_rows: int) -> "Work":
-        """What `request` does next: at most `chunk_rows` known tokens."""
-        num_given = request.num_due(chunk_rows)
+    def of(cls, request: Request, num_given: int) -> "Work":
+        """What `request` does next, with so many of its known tokens."""
         is_whole = num_given == len(request.token_ids) - request.sequence.committed_len
         tree = DraftTree.root_only(request.token_ids[-1]) if is_whole else None
         return cls(request, num_given, tree, request.wants_prompt_rows)

@@ -20,6 +20,7 @@ from paceline.sampling.processors import Distribution, LogitsProcessor
 from paceline.sampling.residual import TokenProbs
 from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.drafter import DraftBudget
+from paceline.speculation.reading import ReadingTime
 from paceline.speculation.rejection import Acceptance
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree, Proposal
@@ -148,6 +149,39 @@ def test_a_batch_is_guessed_as_each_alone(drafter: DraftModelDrafter, twin: Runt
         assert ask(drafter, *requests) == alone
         for request, drafts in zip(requests, alone, strict=True):
             append(request, [*(drafts or ())[: len(request.token_ids) % 4], 9])
+
+
+def test_what_is_left_to_read_is_what_neither_it_nor_its_cache_has_seen(runtime: Runtime, drafter: DraftModelDrafter) -> None:
+    drafter._reading = ReadingTime(0.5)
+    request, others = make_request([5, 6, 7] * 40), make_request([5, 6, 7] * 60)
+    assert drafter.reading_s(request) == 60.0
+    ask(drafter, request)
+    drafter._reading = ReadingTime(0.5)  # that pass was measured
+    assert drafter.reading_s(request) == 0.0
+    append(request, [11] * 30)
+    assert drafter.reading_s(request) == 15.0, "a pass over so many tokens takes longer than one over a few"
+    assert drafter.reading_s(others) == 90.0
+    ask(drafter, request)
+    drafter.release(request)
+    drafter.release(others)
+    drafter._reading = ReadingTime(0.5)
+    assert drafter.reading_s(others) == 90.0 - 0.5 * 96, "three blocks of the text were seen"
+    drafter.release(others)
+
+
+def test_a_batch_with_more_rows_than_a_pass_may_have_is_guessed_as_each_alone(
+    drafter: DraftModelDrafter, twin: Runtime, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts whose last rows alone, or whose chunks, are too many for one pass."""
+    random = np.random.default_rng(seed)
+    for lengths in ([240] * 5, [300, 700, 20, 256, 257, 1], [1] * 9):
+        requests = [make_request(random.integers(0, VOCAB_SIZE, length).tolist()) for length in lengths]
+        alone = [ask(make_drafter(twin), request)[0] for request in requests]
+        with monkeypatch.context() as patch:
+            patch.setattr("paceline.runtimes.base.MAX_PASS_ROWS", CATCH_UP_ROWS if max(lengths) > 1 else 4)
+            assert ask(drafter, *requests) == alone
+        for request in requests:
+            drafter.release(request)
 
 
 def test_a_batch_with_different_depths_runs_no_pass_too_many(drafter: DraftModelDrafter) -> None:

@@ -275,3 +275,17 @@ def test_a_drafter_that_returns_too_little_is_noticed() -> None:
     short.propose = lambda requests, budgets: []  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="shorter"):
         StackDrafter([short]).propose([make_request(0)], [DraftBudget(9, 1)])
+
+
+def test_who_would_have_to_read_for_too_long_is_not_asked_and_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick, slow = Scripted("quick", lambda request: None), Scripted("slow", chain(5, 6))
+    monkeypatch.setattr(slow, "reading_s", lambda request: 3.0)
+    stack, request = StackDrafter([quick, slow]), make_request(1)
+    assert stack.reading_s(request) == 3.0
+    assert stack.may_guess(request, 1.0), "one of them may"
+    assert stack.propose([request], [DraftBudget(9, 4, max_reading_s=1.0)]) == [None]
+    assert (quick.num_asked, slow.num_asked) == (1, 0)
+    (tree,) = stack.propose([request], [DraftBudget(9, 4, max_reading_s=4.0)])
+    assert (5, 6) in paths(tree)
+    monkeypatch.setattr(quick, "reading_s", lambda request: 2.0)
+    assert not stack.may_guess(request, 1.0)

@@ -15,7 +15,7 @@ from paceline.kv_cache.row_plan import TreeLayout, num_rows
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.drafter import DraftBudget
-from paceline.speculation.request import DraftHints, Request
+from paceline.speculation.request import DraftHints, FinishReason, Request
 from paceline.speculation.tree import DraftTree
 
 Path = tuple[int, ...]
@@ -175,7 +175,9 @@ def test_each_request_is_guessed_from_its_own_text_and_forgotten_at_its_end() ->
 
 
 def finish(drafter: SuffixDrafter, output: Sequence[int], namespace: str | None) -> None:
-    drafter.release(make_request([77, *output], 1, namespace))
+    request = make_request([77, *output], 1, namespace)
+    request.finish_reason = FinishReason.STOP
+    drafter.release(request)
 
 
 def guess(drafter: SuffixDrafter, text: Sequence[int], namespace: str | None) -> list[Path]:

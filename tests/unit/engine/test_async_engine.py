@@ -40,12 +40,12 @@ def run(engine: AsyncEngine, work: Callable[[AsyncEngine], Awaitable[None]]) -> 
             await asyncio.wait_for(work(engine), 60)
 
     asyncio.run(all_of_it())
-    assert not engine._thread.is_alive()
+    assert not engine._worker.thread.is_alive()
     cache = engine.opened.engine.cache
     cache.check()
     assert cache.pool.num_free == cache.pool.num_blocks - 1
     assert engine.opened.engine.is_idle
-    assert engine._listeners == {}
+    assert engine._worker._listeners == {}
 
 
 async def until_idle(engine: AsyncEngine) -> None:

@@ -75,6 +75,7 @@ def test_only_requests_with_one_salt_share_their_prompts(open_llm: Open) -> None
 
 def test_a_draft_model_finds_a_known_prompt_too(open_llm: Open, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = open_llm(40, str(directory))
+    llm.engine.guesser.policy = DraftLengthPolicy(4)
     runtime = llm.drafter.runtime  # type: ignore[union-attr]
     rows: list[int] = []
     forward = runtime.forward

@@ -161,8 +161,8 @@ def test_prompts_share_a_pass_until_it_is_full_and_decoding_never_waits(
     short = steps[0][0]
     assert short.num_prompt_tokens == 1
     assert all(short in requests for requests in steps[:24])
-    # 256 + 44 of the first, then of the second, then of the third prompt: with one row that decodes no two chunks of 256 fit in 512
-    assert rows[:5] == [1 + 256, 1 + 44 + 256, 1 + 1 + 44 + 256, 1 + 1 + 1 + 44, 4]
+    # with one row that decodes, a chunk of 256 and one of 255 fit in 512
+    assert rows[:5] == [1 + 256 + 255, 1 + 44 + 45 + 256, 1 + 1 + 1 + 44, 4, 4]
     assert sum(rows) == 1 + 3 * 300 + 4 * 23
 
 

@@ -26,12 +26,12 @@ class Job:
     def __post_init__(self) -> None:
         self.end = self.num_known + self.num_output
 
-    def num_due(self, chunk_rows: int) -> int:
-        return min(self.num_known - self.num_cached, chunk_rows)
+    def num_due(self, max_rows: int) -> int:
+        return min(self.num_known - self.num_cached, max_rows)
 
-    def run(self, chunk_rows: int) -> None:
-        """What a pass does: rows for the known tokens, one more token behind the last of them."""
-        self.num_cached += self.num_due(chunk_rows)
+    def run(self, num_rows: int) -> None:
+        """What a pass does: rows for known tokens, one more token behind the last of them."""
+        self.num_cached += num_rows
         self.num_known += self.num_cached == self.num_known
 
     @property
@@ -85,6 +85,8 @@ class Simulation:
         self.limits = Limits(**{"max_num_seqs": 4, "max_step_rows": 16, "chunk_rows": 8, "spare_blocks": 0, **limits})
         self.scheduler: Scheduler[Job] = Scheduler(self.room, self.limits, lambda job: job.is_ready)
         self.passes: list[list[str]] = []
+        self.rows: list[list[int]] = []
+        self.num_kept_waiting = 0  # passes without a row for somebody who decodes: only for want of blocks
 
     def add(self, *jobs: Job) -> None:
         for job in jobs:
@@ -97,15 +99,19 @@ class Simulation:
             self.room.take(job, -(-job.num_cached // BLOCK_SIZE))
 
     def step(self) -> list[Job]:
-        picked = self.scheduler.next_pass()
+        decoding = [job for job in self.scheduler.running if job.num_due(2) == 1]
+        scheduled = self.scheduler.next_pass()
+        picked = [one.request for one in scheduled]
         self.passes.append([job.name for job in picked])
-        rows = sum(due for job in picked if (due := job.num_due(self.limits.chunk_rows)) > 1)
-        assert rows <= max(self.limits.max_step_rows, self.limits.chunk_rows)
+        self.rows.append([one.num_rows for one in scheduled])
+        assert sum(self.rows[-1]) <= self.limits.max_step_rows
+        assert all(0 < one.num_rows <= self.limits.chunk_rows for one in scheduled)
         assert len(self.scheduler.running) <= self.limits.max_num_seqs
-        for job in picked:
-            self.room.take(job, self.room.num_needed(job, job.num_due(self.limits.chunk_rows)))
-        for job in picked:
-            job.run(self.limits.chunk_rows)
+        self.num_kept_waiting += len([job for job in decoding if job in self.scheduler.running and job not in picked])
+        for one in scheduled:
+            self.room.take(one.request, self.room.num_needed(one.request, one.num_rows))
+        for job, num_rows in zip(picked, self.rows[-1], strict=True):
+            job.run(num_rows)
             if job.is_finished:
                 assert self.scheduler.remove(job)
                 self.room.drop(job)
@@ -128,19 +134,29 @@ def test_prompts_run_in_chunks_beside_those_that_decode_and_only_as_many_as_a_pa
     simulation = Simulation(100)
     decoding = Job("decoding", 1, num_output=20)
     simulation.add(decoding, Job("long", 20, num_output=2), Job("other", 20, num_output=2))
-    simulation.step()
-    assert simulation.passes == [["decoding", "long"]], "1 + 8 + 8 rows are more than 16"
-    for _ in range(4):
+    for _ in range(5):
         simulation.step()
-    both, second = ["decoding", "long", "other"], ["decoding", "other"]
-    assert simulation.passes[1:] == [["decoding", "long"], both, both, second], "the last 4 rows, then one, leave room for the other's"
+    both = ["decoding", "long", "other"]
+    assert simulation.passes == [both, both, both, both, ["decoding"]]
+    assert simulation.rows == [[1, 8, 7], [1, 8, 7], [1, 4, 6], [1, 1, 1], [1]], "1 + 8 + 8 rows are more than 16"
 
 
-def test_one_prompt_runs_whatever_a_pass_is_said_to_hold():
+def test_a_chunk_shrinks_to_the_rows_that_are_left():
     simulation = Simulation(100, max_step_rows=4)
-    simulation.add(Job("a", 20))
-    simulation.step()
-    assert simulation.passes == [["a"]]
+    simulation.add(Job("a", 10))
+    for _ in range(3):
+        simulation.step()
+    assert simulation.rows == [[4], [4], [2]]
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 4, 8, 100])
+def test_a_long_prompt_goes_on_beside_those_that_decode_however_few_rows_a_pass_has(chunk_rows):
+    simulation = Simulation(100, max_step_rows=4, chunk_rows=chunk_rows)
+    simulation.run_already(*(_decoding(name, 3) for name in "abc"))
+    simulation.add(Job("long", 5))
+    for _ in range(5):
+        assert simulation.step()[-1].name == "long"
+    assert simulation.rows == [[1, 1, 1, 1]] * 5
 
 
 def test_everybody_who_decodes_has_a_row_however_full_the_pass_is():
@@ -148,6 +164,25 @@ def test_everybody_who_decodes_has_a_row_however_full_the_pass_is():
     simulation.run_already(Job("long", 30), *(_decoding(name, 3) for name in "abc"))
     simulation.step()
     assert simulation.passes == [["long", "a", "b", "c"]]
+    assert simulation.rows == [[5, 1, 1, 1]]
+
+
+def test_nobody_who_decodes_waits_where_there_are_blocks(seed):
+    generator = np.random.default_rng(seed)
+    for case in range(40):
+        limits = {"max_num_seqs": 8, "max_step_rows": int(generator.integers(1, 20)), "chunk_rows": int(generator.integers(1, 20))}
+        simulation = Simulation(10_000, **limits)
+        simulation.add(*(Job(f"{case}/{index}", *_lengths(generator, 60)) for index in range(20)))
+        while simulation.scheduler.running or simulation.scheduler.waiting:
+            simulation.step()
+        assert simulation.num_kept_waiting == 0
+
+
+def test_no_more_run_at_a_time_than_a_pass_has_rows():
+    simulation = Simulation(100, max_step_rows=3, max_num_seqs=8)
+    simulation.add(*(Job(name, 1, num_output=3) for name in "abcdef"))
+    simulation.step()
+    assert simulation.passes == [["a", "b", "c"]]
 
 
 def test_the_youngest_makes_room_and_is_the_first_to_begin_again():

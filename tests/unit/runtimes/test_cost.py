@@ -15,12 +15,14 @@ class ClockedRuntime:
 
     def __init__(self, slow: tuple[int, ...] = ()) -> None:
         self.now = 0.0
+        self.num_passes = 7  # those of others
         self.batches: list[ForwardBatch] = []
         self._slow = slow
 
     def forward(self, batch: ForwardBatch) -> None:
         self.now += 1.0 + 0.1 * len(batch.token_ids) + 60.0 * (len(self.batches) in self._slow)
         self.batches.append(batch)
+        self.num_passes += 1
 
     def perf_counter(self) -> float:
         return self.now
@@ -45,6 +47,14 @@ def test_times_are_those_of_passes_behind_cached_rows(monkeypatch: pytest.Monkey
     assert all(batch.ranges[0].cached_len == 64 for batch in rest)
     cache.check()
     assert cache.pool.num_free == 7
+    assert runtime.num_passes == 7, "they are nobody's"
+
+
+@pytest.mark.parametrize("wants_logits", [True, False])
+def test_logits_are_of_all_rows_or_of_none(wants_logits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = ClockedRuntime()
+    measure(runtime, make_cache(), (5,), monkeypatch, repeats=1, wants_logits=wants_logits)
+    assert {len(batch.logits_rows) / len(batch.token_ids) for batch in runtime.batches} == {float(wants_logits)}
 
 
 def test_a_slow_start_and_a_disturbance_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from native_network import native_config, plain_tensor
-from paceline.errors import BackendUnavailableError, CapacityError
+from paceline.errors import BackendUnavailableError
 from paceline.models.config import ModelConfig
 from paceline.models.weights import Weights
 from paceline.runtimes.base import FloatArray, ForwardBatch, RowRange
 from paceline.runtimes.decoder import decoder_layer
-from paceline.runtimes.head import MAX_HEAD_ROWS, HeadBlocks, HeadRuntime, Value, open_head
+from paceline.runtimes.head import HeadBlocks, HeadRuntime, Value, open_head
 from paceline.runtimes.native.library import kernels_path
 
 CONFIG = replace(native_config(hidden_size=48), num_layers=1)
@@ -138,14 +138,6 @@ def test_networks_beside_one_another_share_weights_and_cache(backend: str) -> No
     matrix = weights()["push.weight"].array
     np.testing.assert_allclose(other.forward({"right": given}, nothing)["pushed"], given @ matrix.T, atol=1e-5)
     assert head.num_passes == 5
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_pass_too_large_is_refused(backend: str) -> None:
-    head = open_network(backend)
-    count = MAX_HEAD_ROWS + 1
-    with pytest.raises(CapacityError, match=str(MAX_HEAD_ROWS)):
-        head.forward({}, ForwardBatch(np.zeros(count, np.int32), np.zeros(count, np.int32), (), np.zeros(0, np.int32)))
 
 
 def test_another_backend_is_refused() -> None:

@@ -2,11 +2,14 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +24,7 @@ from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, a
 from paceline.runtimes.base import FloatArray, ForwardOutput, Numerics, assemble
 from paceline.runtimes.native import library
 from paceline.runtimes.native import runtime as runtime_module
-from paceline.runtimes.native.runtime import MAX_ROWS, NativeRuntime
+from paceline.runtimes.native.runtime import NativeRuntime
 from paceline.runtimes.numerics import RowPadding
 from paceline.runtimes.rounding import to_bf16
 
@@ -116,13 +119,6 @@ def test_no_logits_are_computed_where_none_are_wanted(token_ids: list[int], seed
         assert np.array_equal(output.hidden_states, expected[:count])
 
 
-def test_a_pass_of_too_many_rows_is_a_capacity_error(seed: int) -> None:
-    runtime = open_runtime(seed)
-    with pytest.raises(CapacityError, match=f"{MAX_ROWS + 1} rows was asked for, at most {MAX_ROWS}"):
-        run_prompt(runtime, [1] * (MAX_ROWS + 1))
-    assert runtime.capabilities.max_rows == MAX_ROWS
-
-
 def test_a_cache_that_does_not_fit_in_memory_is_a_capacity_error(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = open_runtime(seed)
 
@@ -185,6 +181,30 @@ def test_two_callers_at_once_get_their_own_results(token_ids: list[int], seed: i
     with ThreadPoolExecutor(2) as pool:
         for _ in range(2):
             assert all(map(np.array_equal, pool.map(decode, runtimes, texts), expected))
+
+
+def test_two_callers_of_one_runtime_never_wait_for_one_another_for_ever(seed: int) -> None:
+    """Nobody may do that: what comes out is worth nothing. But threads that disagree on how many rows there are must not hang."""
+    script = f"""
+import threading, time
+from unit.runtimes.test_native import assemble, open_runtime
+runtime = open_runtime({seed})
+cache = runtime.new_cache(8)
+
+def run(count):
+    plan = cache.reserve(cache.new_sequence(), range(-1, count - 1))
+    batch = assemble([plan], [[5] * count], [range(count)])
+    end = time.monotonic() + 1.0
+    while time.monotonic() < end:
+        runtime.forward(batch)
+
+threads = [threading.Thread(target=run, args=(count,)) for count in (1, 8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+    tests = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=tests, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")

@@ -56,14 +56,14 @@ class FakeRuntime:
         self.collect_layers: tuple[int, ...] = ()
         self.version = version
         self.padding: RowPadding | None = None
-        self.capabilities = Capabilities(Numerics.FAST, TreeLayout.MASK, "cpu", WeightType.F32, 4096)
+        self.capabilities = Capabilities(Numerics.FAST, TreeLayout.MASK, "cpu", WeightType.F32)
         self.num_passes = 0
         self._fault = fault
         self._shift = shift
 
     def set_numerics(self, padding: RowPadding, numerics: Numerics) -> None:
         self.padding = padding
-        self.capabilities = Capabilities(numerics, TreeLayout.PATHS, "cpu", WeightType.F32, 4096)
+        self.capabilities = Capabilities(numerics, TreeLayout.PATHS, "cpu", WeightType.F32)
 
     def new_cache(self, num_blocks: int) -> KVCache:
         return KVCache(np.zeros((2, num_blocks, 1, 32, 8), np.float32))

@@ -12,12 +12,12 @@ from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.kv_cache.row_plan import TreeLayout, tree_mask
 from paceline.models.config import WeightType, read_config
 from paceline.models.weights import Weights
-from paceline.runtimes.base import ForwardBatch, Numerics, RowRange, assemble
+from paceline.runtimes.base import Numerics, RowRange, assemble
 
 torch = pytest.importorskip("torch")
 
 from paceline.runtimes.torch.attention import PaddedAttention, PlainAttention  # noqa: E402
-from paceline.runtimes.torch.runtime import MAX_ROWS, TorchRuntime  # noqa: E402
+from paceline.runtimes.torch.runtime import TorchRuntime  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -155,14 +155,10 @@ def test_settings_that_cannot_work_are_errors(directory: Path) -> None:
             open_runtime(directory, device="cuda")
 
 
-def test_too_large_a_cache_or_pass_is_a_capacity_error(directory: Path) -> None:
+def test_too_large_a_cache_is_a_capacity_error(directory: Path) -> None:
     runtime = open_runtime(directory)
     with pytest.raises(CapacityError, match="cannot be allocated"):
         runtime.new_cache(2**40)
-    runtime.new_cache(4)
-    zeros = np.zeros(MAX_ROWS + 1, np.int32)
-    with pytest.raises(CapacityError, match=f"at most {MAX_ROWS}"):
-        runtime.forward(ForwardBatch(zeros, zeros, (), zeros[:0]))
 
 
 def test_what_is_promised_is_what_was_asked_for(directory: Path) -> None:

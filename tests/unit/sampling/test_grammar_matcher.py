@@ -70,7 +70,7 @@ def write(compiler: GrammarCompiler, grammar: Grammar, token_ids: Sequence[int])
 def random_text(grammar: Grammar, generator: np.random.Generator, length: int) -> tuple[list[int], list[list[int]]]:
     """A random allowed text, and what was allowed at each of its places, by a matcher that goes straight on."""
     matcher, text, masks = compiler().matcher(grammar), [], []
-    while len(text) < length and not matcher.is_finished:
+    while len(text) < length and not matcher.is_finished():
         masks.append(allowed(matcher))
         token = int(generator.choice(masks[-1]))
         if grammar.reasoning_end and len(text) == 3:
@@ -150,13 +150,13 @@ def test_a_finished_text_forces_an_end_and_nothing_follows_it() -> None:
     matcher = write(compiler(), GRAMMARS["choice"], ids("no"))
     assert allowed(matcher) == sorted(EOS_IDS)
     assert matcher.forced_tokens(()) == []
-    assert not matcher.is_finished
+    assert not matcher.is_finished()
     for end in EOS_IDS:
         assert matcher.num_allowed([end, end]) == 1
         assert allowed(matcher, [end]) == sorted(EOS_IDS)  # whoever goes on, ignoring ends, gets no more text
     assert allowed(matcher) == sorted(EOS_IDS)
     matcher.commit(EOS_IDS[0])
-    assert matcher.is_finished
+    assert matcher.is_finished()
     assert matcher.num_allowed([5]) == 0
     assert allowed(matcher) == sorted(EOS_IDS)
 
@@ -175,10 +175,10 @@ def test_an_end_on_a_path_can_be_taken_back(end: int) -> None:
 def test_without_an_end_token_a_text_is_finished_when_nothing_may_follow() -> None:
     matcher = GrammarCompiler(tokenizer()).matcher(Grammar.regex("no[0-9]?"))
     for token in ids("no1"):
-        assert not matcher.is_finished
+        assert not matcher.is_finished()
         assert token in allowed(matcher, width=V + 100)
         matcher.commit(token)
-    assert matcher.is_finished
+    assert matcher.is_finished()
     assert allowed(matcher, width=V + 100) == []
     free = [token for token in allowed(compiler().matcher(Grammar.lark("start: /.+/"))) if token not in EOS_IDS]
     assert allowed(GrammarCompiler(tokenizer()).matcher(Grammar.lark("start: /.+/")), width=V + 100) == free
@@ -367,13 +367,13 @@ def test_a_random_allowed_text_validates(seed: int, large_counts: bool) -> None:
     for _ in range(200 if large_counts else 20):
         schema = random_schema(generator)
         matcher, text = compiler().matcher(Grammar.json_schema(schema)), []
-        while not matcher.is_finished and len(text) < 400:
+        while not matcher.is_finished() and len(text) < 400:
             left = allowed(matcher)
             short = [token for token in left if token in EOS_IDS or len(tokenizer().decode([token])) < 4]
             token = int(generator.choice(short or left))
             matcher.commit(token)
             text.append(token)
-        assert matcher.is_finished, schema
+        assert matcher.is_finished(), schema
         jsonschema.validate(json.loads(tokenizer().decode(text)), schema)
 
 
@@ -383,7 +383,7 @@ def test_text_is_held_to_a_grammar_in_the_vocabulary_of_a_gguf_file(shared_dir: 
         other = Tokenizer.open(shared_dir / "data" / "tokenizers" / "ggml-vocab" / f"ggml-vocab-{name}.gguf")
         matcher = GrammarCompiler(other, other.end_token_ids).matcher(Grammar.choice(["größer", "größte"]))
         text: list[int] = []
-        while not matcher.is_finished:
+        while not matcher.is_finished():
             left = allowed(matcher, width=other.vocab_size + 64)
             assert max(left) < other.vocab_size
             text.append(max(left, key=lambda token: len(other.piece(token))))

@@ -20,64 +20,22 @@ from paceline.engine.batch import RequestMaker
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.outputs import RequestOutput
-from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, Runtime
+from paceline.runtimes.base import FloatArray
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation import commit as commit_module
 from paceline.speculation import step as step_module
 from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.drafter import DraftBudget, Drafter
+from paceline.speculation.ending import LookAhead
 from paceline.speculation.guess import Guesser
 from paceline.speculation.request import Request, TokenOrigin
 from paceline.speculation.step import step
 from paceline.speculation.stop import TextStop
-from paceline.speculation.tree import DraftTree
 from paceline.tokenizer import Tokenizer
+from written_target import MAX_DEPTH, NUM_POSITIONS, BlockDrafter, WrittenTarget
 
-MAX_DEPTH = 7
-NUM_POSITIONS = 40
 LETTERS = ("a", "b", "ab", "aab", " the", "é", "你", "😀", "👩‍🚀", "t", "\n")  # of several tokens, and of several bytes a character
 Open = Callable[[str], RequestMaker]
-
-
-class WrittenTarget(Runtime):
-    """Row p of `table` [NUM_POSITIONS, V] is what it says behind position p, whatever the text."""
-
-    def __init__(self) -> None:
-        self.table = np.zeros((NUM_POSITIONS, 1), np.float32)
-
-    def new_cache(self, num_blocks: int) -> KVCache:
-        return KVCache(np.zeros((2, num_blocks, 1, 8, 1), np.float32))
-
-    def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        logits = self.table[batch.positions[batch.logits_rows]]
-        return ForwardOutput(logits, np.zeros((len(batch.token_ids), 1), np.float32))
-
-    def embed(self, token_ids: IntArray) -> FloatArray:
-        return np.zeros((len(token_ids), 1), np.float32)
-
-    def lm_head(self, hidden_states: FloatArray) -> FloatArray:
-        return hidden_states
-
-
-class BlockDrafter(Drafter):
-    """Right guesses in blocks of random sizes, with wrong ones behind or beside them."""
-
-    name = "blocks"
-
-    def __init__(self, text: Sequence[int], vocab_size: int, random: np.random.Generator) -> None:
-        self._text, self._vocab_size, self._random = text, vocab_size, random
-
-    def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
-        (request,), random = requests, self._random
-        start = len(request.token_ids)
-        right = list(self._text[start : start + int(random.integers(0, MAX_DEPTH + 1))])
-        wrong = random.integers(0, self._vocab_size, int(random.integers(0, 3))).tolist()
-        if not right + wrong:
-            return [None]
-        if random.random() < 0.5:
-            return [DraftTree.chain(request.token_ids[-1], right + wrong, self.name)]
-        parents = [*range(len(right)), *random.integers(0, len(right) + 1, len(wrong)).tolist()]
-        return [DraftTree.grow(request.token_ids[-1], right + wrong, parents, self.name)]
 
 
 @dataclass(frozen=True)
@@ -167,13 +125,13 @@ def run(case: Case, tokenizer: Tokenizer, target: WrittenTarget, cache: KVCache,
     target.table = case.table()
     streamed, num_blocks, seen = "", 0, 0
     while not request.is_finished:
-        step([request], target, cache, guesser, chunk_rows=3)
+        step([request], [request.num_due(3)], target, cache, guesser)
         streamed += maker.chunk(request, seen, None).text
         num_blocks += request.num_output_tokens > seen
         seen = request.num_output_tokens
         if request.num_output_tokens and not request.is_finished:
             assert request.sequence.committed_len == len(request.token_ids) - 1
-    kept_last = request.origins[-1] is TokenOrigin.ACCEPTED  # of a draft that went on behind the end: its row ran
+    kept_last = request.origins[-1] is TokenOrigin.ACCEPTED  # by a walk that went on behind the end: its row ran
     assert request.sequence.committed_len == len(request.token_ids) - (not kept_last)
     assert request.error is None, request.error
     output = maker.output(request, numerics="exact", drafter="none")
@@ -214,8 +172,12 @@ def settled(text: str, ids: Sequence[int], tokenizer: Tokenizer) -> str:
     return text[:-1] if text.endswith("\N{REPLACEMENT CHARACTER}") else text
 
 
-def assert_same(case: Case, blocks: Ran, ones: Ran) -> None:
-    """Everything that is left of a request, but for how its tokens came."""
+def assert_same(case: Case, blocks: Ran, ones: Ran, *, walks_on: bool) -> None:
+    """Everything that is left of a request, but for how its tokens came.
+
+    Args:
+        walks_on: walks go on behind the end, so that commit is left to cut.
+    """
     for name in ("token_ids", "text", "finish_reason", "usage", "seed", "logprobs"):
         assert getattr(blocks.output, name) == getattr(ones.output, name), name
     if case.is_streamed:
@@ -226,7 +188,7 @@ def assert_same(case: Case, blocks: Ran, ones: Ran) -> None:
     assert sum(stats.drafted_by_position) == stats.drafted
     assert all(kept <= drafted for kept, drafted in zip(stats.accepted_by_position, stats.drafted_by_position, strict=True))
     assert stats.steps == blocks.num_blocks
-    assert stats.bonus in (stats.steps, stats.steps - 1), "only a step that is cut has no token of the target's own"
+    assert stats.bonus == stats.steps or (walks_on and stats.bonus == stats.steps - 1), "the token that ends a walk is the target's own"
     assert (ones.request.stats.accepted, ones.request.stats.steps) == (0, len(ones.output.token_ids))
     row = np.random.default_rng(case.seed).normal(0.0, 3.0, case.vocab_size).astype(np.float32)
     fresh = LogitsProcessor(case.params, case.vocab_size, case.prompt, case.eos_ids)
@@ -238,8 +200,12 @@ def assert_same(case: Case, blocks: Ran, ones: Ran) -> None:
     assert all(np.array_equal(row, other) for row, other in zip(rows, rows[2:], strict=False))
 
 
-def compare(tokenizer: Tokenizer, random: np.random.Generator, num_blocks: int) -> Counter[str]:
-    """Cases until so many blocks were committed; what was met."""
+def compare(tokenizer: Tokenizer, random: np.random.Generator, num_blocks: int, *, walks_on: bool = False) -> Counter[str]:
+    """Cases until so many blocks were committed; what was met.
+
+    Args:
+        walks_on: as in `assert_same`.
+    """
     met: Counter[str] = Counter()
     target = WrittenTarget()
     cache = target.new_cache(60)
@@ -248,12 +214,13 @@ def compare(tokenizer: Tokenizer, random: np.random.Generator, num_blocks: int) 
         ones = run(case, tokenizer, target, cache, None)
         assert_as_defined(case, ones, tokenizer)
         text = [*ones.request.token_ids, *case.script[len(ones.request.token_ids) :]]
-        blocks = run(case, tokenizer, target, cache, BlockDrafter(text, case.vocab_size, random))
-        assert_same(case, blocks, ones)
+        drafter = BlockDrafter(text, case.vocab_size, random)
+        blocks = run(case, tokenizer, target, cache, drafter)
+        assert_same(case, blocks, ones, walks_on=walks_on)
         met["blocks"] += blocks.num_blocks
         met["tokens"] += len(ones.output.token_ids)
         met[how_it_ended(case, ones)] += 1
-        met["cut within a block"] += blocks.request.origins[-1] is TokenOrigin.ACCEPTED
+        met["ended within a block"] += ones.output.finish_reason == "stop" and drafter.num_guessed > len(ones.request.token_ids)
         met["blocks of several"] += sum(blocks.request.stats.accepted_by_position[:1])
     return met
 
@@ -275,19 +242,37 @@ def test_blocks_end_where_tokens_end(
     met = compare(tokenizers[kind], np.random.default_rng(seed), num_blocks)
     for way in ("context", "max_tokens", "stop id", "eos", "stop string"):
         assert met[way] > num_blocks / 200, met
-    assert met["cut within a block"] > num_blocks / 200, met
+    assert met["ended within a block"] > num_blocks / 200, met
     assert met["blocks of several"] > num_blocks / 4, met
     tally["accepted blocks compared with single tokens"] += met["blocks"]
 
 
-# Planted faults: each must make the comparison above fail.
+@pytest.fixture
+def walks_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Walks that go on behind the end, as far as guesses are right."""
+    monkeypatch.setattr(LookAhead, "ends_with", lambda self, token_id: False)
+
+
+@pytest.mark.usefixtures("walks_on")
+def test_commit_ends_a_request_whatever_a_walk_kept(tokenizers: dict[str, Tokenizer], seed: int) -> None:
+    for tokenizer in tokenizers.values():
+        compare(tokenizer, np.random.default_rng(seed), 500, walks_on=True)
+
+
+# Planted faults: each must make a comparison fail.
+
+
+@pytest.mark.usefixtures("walks_on")
+def test_a_walk_behind_the_end_is_seen(tokenizers: dict[str, Tokenizer], seed: int) -> None:
+    with pytest.raises(AssertionError):
+        compare(tokenizers["bytes"], np.random.default_rng(seed), 700)
 
 
 @pytest.fixture
-def faulty(tokenizers: dict[str, Tokenizer], seed: int) -> Callable[[], None]:
+def faulty(tokenizers: dict[str, Tokenizer], seed: int, walks_on: None) -> Callable[[], None]:
     def run_all() -> None:
         for tokenizer in tokenizers.values():
-            compare(tokenizer, np.random.default_rng(seed), 700)
+            compare(tokenizer, np.random.default_rng(seed), 700, walks_on=True)
 
     return run_all
 
@@ -373,20 +358,20 @@ def test_a_limit_that_is_looked_at_between_blocks_only_is_seen(faulty: Callable[
     def without_limit(self: Guesser, budget: DraftBudget, request: Request) -> DraftBudget:
         return replace(real(self, budget, request), max_depth=budget.max_depth)
 
-    def reason(request: Request, token: int) -> Any:
+    def reason(request: Request, path: Sequence[int], text_stop: TextStop | None) -> Any:
         full = SimpleNamespace(max_len=len(request.token_ids) + 1, **{name: getattr(request, name) for name in NAMES})
-        return real_reason(full if limited[0] else request, token)  # type: ignore[arg-type]
+        return real_reason(full if limited[0] else request, path, text_stop)  # type: ignore[arg-type]
 
     def commit(request: Request, token_ids: Sequence[int], *args: Any, **options: Any) -> int:
         limited[0] = len(token_ids) > 1
         return real_commit(request, token_ids, *args, **options)
 
-    limited, real_reason, real_commit = [False], commit_module._reason_to_end, commit_module.commit
+    limited, real_reason, real_commit = [False], commit_module.reason_to_end, commit_module.commit
     monkeypatch.setattr(Guesser, "_fitting", without_limit)
-    monkeypatch.setattr(commit_module, "_reason_to_end", reason)
+    monkeypatch.setattr(commit_module, "reason_to_end", reason)
     monkeypatch.setattr(step_module, "commit", commit)
     with pytest.raises(AssertionError):
         faulty()
 
 
-NAMES = ("token_ids", "text_stop", "params", "end_token_ids", "processor")
+NAMES = ("token_ids", "params", "end_token_ids", "processor")

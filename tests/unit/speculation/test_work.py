@@ -31,7 +31,7 @@ def make_work(cache: KVCache, length: int, parents: Sequence[int] = (), tokens: 
     if length > 1:
         cache.reserve(request.sequence, range(-1, length - 2))
         cache.keep_path(request.sequence, length - 2)
-    work = Work.of(request, 256)
+    work = Work.of(request, request.num_due(256))
     if parents:
         work.tree = DraftTree.grow(request.token_ids[-1], tokens or range(50, 50 + len(parents)), parents, "test")
     return work

@@ -28,7 +28,7 @@ from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.quantized_cache import quantized_weights
 from paceline.runtimes.backend import choose_device
-from paceline.runtimes.base import FloatArray
+from paceline.runtimes.base import FloatArray, in_parts
 from paceline.runtimes.head import DRAW, Draws, HeadsGrower, Ranking
 from paceline.runtimes.native.checksum import fastest_page_sums
 from paceline.sampling.noise import Purpose, noise_key
@@ -116,15 +116,14 @@ class MedusaDrafter(Drafter):
             grower = self._grower(one.depth) if one.reads_ranks else None
             if grower is not None:
                 return [self._grow(grower, one)]
+        trees: dict[int, DraftTree | None] = {}
         asked = [self._ask(request, budget) for request, budget in zip(requests, budgets, strict=True)]
-        active = [one for one in asked if one is not None]
-        if not active:
-            return [None] * len(requests)
-        depth = max([one.depth for one in active])
-        draws = _draws(active, depth) if any(one.is_drawn for one in active) else None
-        outputs = self._network.forward(np.stack([one.feature.values for one in active]), depth, draws)
-        row_of_request = {id(one): row for row, one in enumerate(active)}
-        return [None if one is None else self._guess(one, outputs, row_of_request[id(one)]) for one in asked]
+        for active in in_parts([one for one in asked if one is not None], lambda _: self._network.heads.num_heads):
+            depth = max([one.depth for one in active])
+            draws = _draws(active, depth) if any(one.is_drawn for one in active) else None
+            outputs = self._network.forward(np.stack([one.feature.values for one in active]), depth, draws)
+            trees |= {id(one.request): self._guess(one, outputs, row) for row, one in enumerate(active)}
+        return [trees.get(id(request)) for request in requests]
 
     def fork(self, parent: Request, child: Request) -> None:
         if id(parent) in self._features:

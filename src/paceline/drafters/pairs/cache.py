@@ -175,6 +175,11 @@ class PairCache:
             features = pairs.waiting[0] if len(pairs.waiting) == 1 else np.concatenate(pairs.waiting)
             pairs.waiting = [features[end - begin :]]
 
+    def num_waiting(self, request: Request) -> int:
+        """Pairs that can be computed now, the root's included."""
+        pairs = self._pairs.get(id(request))
+        return 0 if pairs is None else pairs.num_seen + 1 - pairs.num_pairs
+
     def num_spares(self, request: Request, num_drafted: int) -> int:
         """Spare blocks that a root and `num_drafted` rows behind it need."""
         end = len(request.token_ids) + num_drafted

@@ -14,14 +14,15 @@ from itertools import accumulate
 
 import numpy as np
 
+from paceline.config import MAX_PASS_ROWS
 from paceline.drafters.pairs.cache import SPARE_BLOCKS, PairCache, PairRows
 from paceline.drafters.pairs.guesses import Guesses
 from paceline.drafters.pairs.head import PairHead, PairOutputs
 from paceline.drafters.pairs.tree import GrowingDraft, reads_ranks
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
-from paceline.runtimes.base import FloatArray
-from paceline.runtimes.head import DRAW, MAX_HEAD_ROWS, Draws, Grower
+from paceline.runtimes.base import FloatArray, in_parts
+from paceline.runtimes.head import DRAW, Draws, Grower
 from paceline.sampling.noise import Purpose, noise_key
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds
 from paceline.speculation.request import Request
@@ -114,7 +115,7 @@ class PairDrafter(Drafter):
                 max_depth=budget.max_depth, layout=budget.layout, seed=request.seed, sample_index=request.sample_index,
                 temperature=params.temperature,
             )  # fmt: skip
-        except Exception:
+        except BaseException:
             self.pairs.release(request)  # a pass that broke off leaves no rows to trust
             raise
         self.pairs.keep(request, token_ids)
@@ -126,20 +127,21 @@ class PairDrafter(Drafter):
         """Pass by pass."""
         trees: dict[int, DraftTree | None] = {}
         group: list[tuple[PairRows, GrowingDraft]] = []
-        num_spares = 0
+        num_spares = num_rows = 0
         for request, budget in zip(requests, budgets, strict=True):
             depth, width = _shape(budget, self._tree_width)
             num_drafted = depth if width == 1 else width * depth
             needed = self.pairs.num_spares(request, num_drafted)
             if depth < 1 or needed > SPARE_BLOCKS:
                 continue
-            if num_spares + needed > SPARE_BLOCKS:
+            most_rows = max(num_drafted, self.pairs.num_waiting(request))
+            if num_spares + needed > SPARE_BLOCKS or num_rows + most_rows > MAX_PASS_ROWS:
                 trees |= self._draft(group)
-                group, num_spares = [], 0
+                group, num_spares, num_rows = [], 0, 0
             pairs = self.pairs.waiting_rows(request, with_root=True, num_drafted=num_drafted, spares=num_spares)
             if pairs is None or max(pairs.token_ids.tolist()) >= self.head.embedded_ids:
                 continue
-            num_spares += needed
+            num_spares, num_rows = num_spares + needed, num_rows + most_rows
             group.append((pairs, GrowingDraft(request, budget, depth, width, pairs.rows.block_table, pairs.rows.first_slot)))
         trees |= self._draft(group)
         return [trees.get(id(request)) for request in requests]
@@ -161,12 +163,9 @@ class PairDrafter(Drafter):
             pairs = self.pairs.waiting_rows(request, with_root=False)
             if pairs is None or max(pairs.token_ids.tolist()) >= self.head.embedded_ids:
                 continue
-            if sum(len(one.token_ids) for one in (*group, pairs)) > MAX_HEAD_ROWS:
-                self._run_true(group, wants_logits=False)
-                group = []
             group.append(pairs)
-        if group:
-            self._run_true(group, wants_logits=False)
+        for part in in_parts(group, lambda pairs: len(pairs.token_ids)):
+            self._run_true(part, wants_logits=False)
 
     def _draft(self, group: Sequence[tuple[PairRows, GrowingDraft]]) -> dict[int, DraftTree | None]:
         if not group:
@@ -198,7 +197,7 @@ class PairDrafter(Drafter):
         """One pass; features are those of each one's last pair."""
         try:
             outputs = self.head.run_true(pairs, wants_logits=wants_logits, draws=draws)
-        except Exception:
+        except BaseException:
             for one in pairs:  # a pass that broke off leaves no rows to trust
                 self.pairs.release(one.request)
             raise

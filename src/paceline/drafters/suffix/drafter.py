@@ -8,12 +8,14 @@ given and the request names a namespace.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 
 from paceline.drafters.suffix.automaton import MAX_MATCH, Match, SuffixAutomaton
 from paceline.drafters.suffix.store import SuffixStore
 from paceline.errors import ConfigError
 from paceline.speculation.drafter import DraftBudget, Drafter
-from paceline.speculation.request import Request
+from paceline.speculation.reading import ReadingTime
+from paceline.speculation.request import FinishReason, Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Guess, grow_tree
 
@@ -64,16 +66,22 @@ class SuffixDrafter(Drafter):
             raise ConfigError(f"min_match is {min_match} and max_match {max_match}: use 1 <= min_match <= max_match")
         self._min_match, self._max_match, self._store = min_match, max_match, store
         self._texts: dict[int, _Text] = {}
+        self._reading = ReadingTime()
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         return [self._guess(request, budget) for request, budget in zip(requests, budgets, strict=True)]
+
+    def reading_s(self, request: Request) -> float:
+        text = self._texts.get(id(request))
+        return self._reading.of(len(request.token_ids) - (0 if text is None else text.own.size))
 
     def preempt(self, request: Request) -> None:
         """Its text stays what it is, and is not finished yet."""
 
     def release(self, request: Request) -> None:
         self._texts.pop(id(request), None)
-        if self._store is not None and request.hints.namespace is not None and request.num_output_tokens:
+        is_whole = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)  # neither given up nor failed
+        if self._store is not None and request.hints.namespace is not None and is_whole:
             self._store.add(request.hints.namespace, request.output_token_ids)
 
     def describe(self) -> str:
@@ -85,8 +93,10 @@ class SuffixDrafter(Drafter):
         if text is None:
             text = self._texts[id(request)] = _Text(SuffixAutomaton(self._max_match))
         automaton = text.own
+        num_unread, start = len(request.token_ids) - automaton.size, perf_counter()
         for token in request.token_ids[automaton.size :]:
             automaton.append(token)
+        self._reading.observe(num_unread, perf_counter() - start)
         match = automaton.repeated
         for reader in self._stored(text, request):
             if reader.match[1] > match[1]:

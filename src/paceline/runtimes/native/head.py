@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from paceline.config import MAX_PASS_ROWS
 from paceline.errors import CapacityError
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.row_plan import TreeLayout
@@ -11,7 +12,7 @@ from paceline.models.config import ModelConfig, WeightType
 from paceline.models.mapped_files import MappedFiles
 from paceline.models.weights import AnyTensor, Tensor, Weights
 from paceline.runtimes.base import FloatArray, ForwardBatch
-from paceline.runtimes.head import MAX_HEAD_ROWS, Compose, Draws, Grower, GrowerNames, HeadRuntime, HeadsGrower
+from paceline.runtimes.head import Compose, Draws, Grower, GrowerNames, HeadRuntime, HeadsGrower
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.growing import GrowerNetwork, NativeGrower
 from paceline.runtimes.native.growing_heads import LastNetwork, NativeHeadsGrower
@@ -28,9 +29,9 @@ class NativeHead(HeadRuntime):
         self.config = config
         self._shared = _Shared(
             NativeWeights(weights, WeightType.F32),
-            RotaryTables(config, max_context + MAX_HEAD_ROWS),
+            RotaryTables(config, max_context + MAX_PASS_ROWS),
             num_threads,
-            max_context + MAX_HEAD_ROWS,
+            max_context + MAX_PASS_ROWS,
         )
         self._record(compose)
 
@@ -40,8 +41,6 @@ class NativeHead(HeadRuntime):
 
     def forward(self, inputs: Mapping[str, FloatArray], batch: ForwardBatch, draws: Draws | None = None) -> Mapping[str, FloatArray]:
         num_rows = len(batch.positions)
-        if num_rows > MAX_HEAD_ROWS:
-            raise CapacityError(f"a pass of {num_rows} rows was asked of a head, at most {MAX_HEAD_ROWS} are possible")
         self._shared.files.check()
         self._shared.num_passes += 1
         execution = self._execution

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.config import MAX_PASS_ROWS
 from paceline.errors import CapacityError
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.row_plan import TreeLayout
@@ -22,8 +23,6 @@ from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.numerics import RowPadding
 from paceline.runtimes.rotary import LEAST_POSITIONS, RotaryTables
 from paceline.runtimes.rounding import embedding_rows, scaled_rows
-
-MAX_ROWS = 4096
 
 
 class NativeRuntime(Runtime):
@@ -55,13 +54,13 @@ class NativeRuntime(Runtime):
         self.config = config
         self.num_passes = 0
         self.collect_layers = tuple(collect_layers)
-        self.capabilities = Capabilities(Numerics.EXACT, TreeLayout.MASK, "cpu", WeightType.F32, MAX_ROWS)
+        self.capabilities = Capabilities(Numerics.EXACT, TreeLayout.MASK, "cpu", WeightType.F32)
         self._num_threads = num_threads
         self._round_to = round_to
         self.weights = weights
         self._native_weights = NativeWeights(weights, round_to, strips=strips, num_threads=num_threads)
         self._tables = RotaryTables(config, max_context)
-        self._max_slots = max(max_context, LEAST_POSITIONS) + MAX_ROWS
+        self._max_slots = max(max_context, LEAST_POSITIONS) + MAX_PASS_ROWS
         recorded = record(config, self._native_weights, collect_layers)
         self._recorded = recorded
         self._embedding = (strips or {}).get("embedding") or weights["embedding.weight"]  # a tied matrix is read where products read it
@@ -85,12 +84,10 @@ class NativeRuntime(Runtime):
 
     def set_numerics(self, padding: RowPadding, numerics: Numerics) -> None:
         """Only what is promised changes: nothing is ever padded, and a masked tree is as exact as a chain."""
-        self.capabilities = Capabilities(numerics, TreeLayout.MASK, "cpu", WeightType.F32, MAX_ROWS)
+        self.capabilities = Capabilities(numerics, TreeLayout.MASK, "cpu", WeightType.F32)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         num_rows = len(batch.token_ids)
-        if num_rows > MAX_ROWS:
-            raise CapacityError(f"a pass of {num_rows} rows was asked for, at most {MAX_ROWS} are possible")
         self._files.check()
         self.num_passes += 1
         execution, recorded = self._execution, self._recorded

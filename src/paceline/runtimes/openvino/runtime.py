@@ -49,7 +49,7 @@ class OpenVINORuntime(Runtime):
         self.num_threads = num_threads
         self.collect_layers = tuple(collect_layers)
         self.padding = RowPadding.NONE
-        self.capabilities = Capabilities(Numerics.FAST, TreeLayout.MASK, "cpu", weight_type, max_rows=4096)
+        self.capabilities = Capabilities(Numerics.FAST, TreeLayout.MASK, "cpu", weight_type)
         self._round_to = round_to or weight_type
         graph_weights = GraphWeights(weights, weight_type, self._round_to)
         self._weight_type = weight_type
@@ -88,7 +88,7 @@ class OpenVINORuntime(Runtime):
         """Fix how lone rows are padded and what is promised; call before `new_cache`."""
         layout = TreeLayout.PATHS if numerics is Numerics.EXACT else TreeLayout.MASK
         self.padding = padding
-        self.capabilities = Capabilities(numerics, layout, "cpu", self._weight_type, self.capabilities.max_rows)
+        self.capabilities = Capabilities(numerics, layout, "cpu", self._weight_type)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         if self.padding is RowPadding.WHOLE_ROW and any(item.num_rows == 1 for item in batch.ranges):

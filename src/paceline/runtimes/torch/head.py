@@ -13,7 +13,7 @@ from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig
 from paceline.models.weights import Weights, as_float32
 from paceline.runtimes.base import FloatArray, ForwardBatch, RowRange
-from paceline.runtimes.head import MAX_HEAD_ROWS, Compose, Draws, HeadRuntime, Ranking
+from paceline.runtimes.head import Compose, Draws, HeadRuntime, Ranking
 from paceline.runtimes.torch.attention import Attention, PaddedAttention, PlainAttention, Scores
 from paceline.runtimes.torch.blocks import TorchBlocks
 from paceline.runtimes.torch.ranking import rank_rows
@@ -108,8 +108,6 @@ class TorchHead(HeadRuntime):
 
     def forward(self, inputs: Mapping[str, FloatArray], batch: ForwardBatch, draws: Draws | None = None) -> Mapping[str, FloatArray]:
         num_rows = len(batch.positions)
-        if num_rows > MAX_HEAD_ROWS:
-            raise CapacityError(f"a pass of {num_rows} rows was asked of a head, at most {MAX_HEAD_ROWS} are possible")
         shared, config = self._shared, self.config
         shared.num_passes += 1
         if not batch.ranges:  # no attention: where rows would be kept plays no part

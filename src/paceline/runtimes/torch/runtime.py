@@ -17,8 +17,6 @@ from paceline.runtimes.torch.attention import PaddedAttention, PlainAttention, S
 from paceline.runtimes.torch.blocks import TorchBlocks, scaled_rows, soft_cap
 from paceline.runtimes.torch.weights import DTYPES, TorchWeights
 
-MAX_ROWS = 4096
-
 
 class TorchRuntime(Runtime):
     """A decoder computed with torch.
@@ -58,7 +56,7 @@ class TorchRuntime(Runtime):
         if any(not 0 <= layer <= config.num_layers for layer in collect_layers):
             raise ConfigError(f"collect_layers = {list(collect_layers)}: boundaries go from 0 to {config.num_layers}")
         self.config = config
-        self.capabilities = Capabilities(numerics, layout, device, weight_type, MAX_ROWS)
+        self.capabilities = Capabilities(numerics, layout, device, weight_type)
         self.num_passes = 0
         self._collect_layers = tuple(collect_layers)
         self._device = _open_device(device)
@@ -81,8 +79,6 @@ class TorchRuntime(Runtime):
         return KVCache(self._storage, self.capabilities.tree_layout)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        if len(batch.token_ids) > MAX_ROWS:
-            raise CapacityError(f"a pass of {len(batch.token_ids)} rows was asked for, at most {MAX_ROWS} are possible")
         self.num_passes += 1
         if self.capabilities.numerics is Numerics.FAST:
             return self._run(batch)

@@ -9,9 +9,13 @@
 #define STRIPS_OUTPUTS_A_TICKET 64 /* two pairs of strips */
 #define FLOATS_A_TICKET 4096
 
+/* A pass under way has the records to itself: whoever describes the next pass meanwhile must not change how many rows this one has, or
+ * its threads would wait for one another at different places for ever. */
 typedef struct {
-    const Program *program;
-    const Pass *pass;
+    const Program *given_program;
+    const Pass *given_pass;
+    Program program;
+    Pass pass;
 } Run;
 
 static int draw(const Program *program, int operation, int phase) {
@@ -109,8 +113,8 @@ static void by_row(const Program *program, const Pass *pass, const Operation *op
 }
 
 static void run(void *argument, int thread, int num_threads) {
-    const Program *program = ((Run *)argument)->program;
-    const Pass *pass = ((Run *)argument)->pass;
+    const Program *program = &((Run *)argument)->program;
+    const Pass *pass = &((Run *)argument)->pass;
     (void)num_threads;
     for (int index = 0; index < program->num_operations; index++) {
         const Operation *operation = program->operations + index;
@@ -127,11 +131,17 @@ static void run(void *argument, int thread, int num_threads) {
     }
 }
 
+static void prepare(void *argument) {
+    Run *own = argument;
+    own->program = *own->given_program;
+    own->pass = *own->given_pass;
+    memset(own->program.tickets, 0, 2 * (size_t)own->program.num_operations * sizeof(int32_t));
+}
+
 /* One pass; the results are in the buffers. */
 void paceline_run(const Program *program, const Pass *pass) {
-    Run both = {program, pass};
-    memset(program->tickets, 0, 2 * (size_t)program->num_operations * sizeof(int32_t));
-    run_on_threads(run, &both, program->num_threads);
+    Run own = {.given_program = program, .given_pass = pass};
+    run_on_threads(prepare, run, &own, program->num_threads);
 }
 
 /* Floats of `packed` for products of `rows` rows and `columns` columns. */

@@ -77,8 +77,9 @@ static void start_workers(int wanted) {
     }
 }
 
-void run_on_threads(Task *task, void *argument, int num_threads) {
+void run_on_threads(Preparation *prepare, Task *task, void *argument, int num_threads) {
     pthread_mutex_lock(&one_caller);
+    prepare(argument);
     start_workers((num_threads < MAX_THREADS ? num_threads : MAX_THREADS) - 1);
     team = num_threads <= num_workers ? num_threads : num_workers + 1;
     current = task;

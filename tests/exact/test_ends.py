@@ -1,0 +1,227 @@
+"""What a request gives, or fails with, does not depend on guesses, wherever and however it ends.
+
+Grammars, stop texts, bans, repeated n-grams, minimum lengths and processors that raise are drawn at random, for models with and without
+an end token. Plainly decoded, each request gives a text, or some tokens and an error. With guesses that know the text it must give the
+same: rows behind its end are none that plain decoding reaches, so what is wrong with them is nobody's business.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from checkpoints import write_byte_level_tokenizer
+from paceline import Grammar, RequestError, SamplingParams
+from paceline.engine.batch import RequestMaker
+from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.row_plan import TreeLayout
+from paceline.runtimes.base import FloatArray
+from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.drafter import Drafter
+from paceline.speculation.ending import LookAhead
+from paceline.speculation.guess import Guesser
+from paceline.speculation.rejection import Acceptance
+from paceline.speculation.step import step
+from paceline.tokenizer import Tokenizer
+from written_target import MAX_DEPTH, NUM_POSITIONS, BlockDrafter, DrawingDrafter, WrittenTarget
+
+pytest.importorskip("llguidance")
+
+
+class Raising:
+    """A processor that fails behind some texts; others it leaves alone."""
+
+    def __init__(self, length: int, kind: int) -> None:
+        self._length, self._kind = length, kind
+
+    def __call__(self, token_ids: Sequence[int], scores: Any) -> Any:
+        if len(token_ids) < self._length:
+            return scores
+        if self._kind == 0:
+            raise ValueError("behind the end, or not")
+        return scores * np.float32(np.nan) if self._kind == 1 else np.full_like(scores, -np.inf)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt, what the target says at every position, and what the request asks for."""
+
+    prompt: list[int]
+    script: list[int]
+    params: SamplingParams
+    eos_ids: tuple[int, ...]
+    seed: int
+
+    def table(self, vocab_size: int) -> FloatArray:
+        table = np.random.default_rng(self.seed).normal(0.0, 1.0, (NUM_POSITIONS, vocab_size)).astype(np.float32)
+        table[np.arange(NUM_POSITIONS - 1), self.script[1:]] += 12.0
+        return table
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is left of a request."""
+
+    token_ids: list[int]
+    finish_reason: str
+    text: str
+    logprobs: object
+    error: str | None
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.open(write_byte_level_tokenizer(Path(tmp_path_factory.mktemp("tokenizer"))))
+
+
+@pytest.fixture(scope="module")
+def makers(tokenizer: Tokenizer) -> dict[tuple[int, ...], RequestMaker]:
+    """Of models with and without an end token; what they compiled is kept."""
+    eos = min(tokenizer.special_token_ids)
+    return {ends: RequestMaker(tokenizer, tokenizer.vocab_size, NUM_POSITIONS, ends) for ends in ((), (eos,))}
+
+
+def random_case(tokenizer: Tokenizer, random: np.random.Generator) -> Case:
+    eos = min(tokenizer.special_token_ids)
+    words = ["ab", "abc", "the", "b", "cab"]
+    whole = "".join(random.choice(words, 20))[: NUM_POSITIONS - 6]
+    unit = str(random.choice(words))
+    grammars = [
+        None, None, Grammar.regex(f"({unit}){{1,{int(random.integers(1, 5))}}}"), Grammar.regex(unit * int(random.integers(1, 5))),
+        Grammar.choice([whole[: int(random.integers(1, 14))], unit * 3]), Grammar.regex("[a-c]{2,9}"),
+    ]  # fmt: skip
+    grammar = grammars[int(random.integers(len(grammars)))]
+    said = unit * 20 if grammar is not None and random.random() < 0.7 else whole
+    prompt = tokenizer.encode("abca"[: int(random.integers(1, 5))], add_special_tokens=False)
+    script = ([*prompt, *tokenizer.encode(said, add_special_tokens=False)] * NUM_POSITIONS)[:NUM_POSITIONS]
+    if random.random() < 0.3:
+        script[int(random.integers(len(prompt), NUM_POSITIONS))] = eos
+    max_tokens = int(random.integers(1, 24))
+    at = int(random.integers(0, 10))
+    processors = [Raising(len(prompt) + int(random.integers(0, 14)), int(random.integers(3)))] if random.random() < 0.35 else []
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=int(random.integers(0, max_tokens + 1)) if random.random() < 0.3 else 0,
+        temperature=float(random.choice([0.0, 1.0, 1.0])),
+        seed=int(random.integers(1 << 30)),
+        stop=[said[at : at + int(random.integers(1, 6))]] if random.random() < 0.4 else [],
+        include_stop=bool(random.integers(2)),
+        ignore_eos=random.random() < 0.2,
+        banned_token_ids=[script[int(random.integers(len(script)))]] if random.random() < 0.15 else [],
+        no_repeat_ngram_size=int(random.integers(1, 4)) if random.random() < 0.25 else 0,
+        bad_words=[script[5:7]] if random.random() < 0.15 else [],
+        processors=processors,
+        logprobs=2 if random.random() < 0.2 else None,
+        logprobs_mode=str(random.choice(["raw", "processed"])),
+        grammar=grammar,
+    )
+    return Case(prompt, script, params, () if random.random() < 0.6 else (eos,), int(random.integers(1 << 30)))
+
+
+def run(case: Case, maker: RequestMaker, cache: KVCache, target: WrittenTarget, drafter: Drafter | None, rule: Acceptance) -> Outcome:
+    """The steps of one request."""
+    request = maker.make(case.prompt, case.params, is_streamed=case.seed % 2 == 0)
+    request.sequence = cache.new_sequence()
+    policy = DraftLengthPolicy(MAX_DEPTH, row_budget=2 * MAX_DEPTH)
+    guesser = Guesser(drafter, policy, vocab_size=maker.vocab_size, layout=TreeLayout.PATHS, acceptance=rule)
+    target.table = case.table(maker.vocab_size)
+    while not request.is_finished:
+        step([request], [request.num_due(3)], target, cache, guesser)
+    output = maker.output(request, numerics="exact", drafter="none")
+    cache.release(request.sequence)
+    cache.check()
+    stats = request.stats
+    assert stats.emitted == stats.accepted + stats.bonus == request.num_output_tokens
+    error = None if request.error is None else f"{type(request.error).__name__}: {request.error}"
+    return Outcome(output.token_ids, output.finish_reason, output.text, output.logprobs, error)
+
+
+def assert_plain(case: Case, maker: RequestMaker, outcome: Outcome) -> None:
+    """A text that rejection chose is one that plain decoding may give: drawn from good rows, up to its end or to the first bad row."""
+    request = maker.make(case.prompt, case.params, is_streamed=False)
+    table = case.table(maker.vocab_size)
+    for count, token in enumerate(outcome.token_ids, 1):
+        distribution = request.processor.process(table[len(request.token_ids) - 1])
+        assert np.isfinite(_score(distribution, token)), "the token cannot be drawn"
+        ended = LookAhead(request).ends_with(token)
+        assert ended == (outcome.error is None and count == len(outcome.token_ids))
+        request.token_ids.append(token)
+        request.processor.commit(token)
+        if request.text_stop is not None:
+            request.text_stop.push(token)
+    if outcome.error is not None:
+        with pytest.raises(RequestError) as refusal:
+            request.processor.process(table[len(request.token_ids) - 1])
+        assert outcome.error == f"RequestError: {refusal.value}"
+
+
+def _score(distribution: Any, token: int) -> float:
+    restricted = distribution.restricted()
+    if restricted.token_ids is None:
+        return float(restricted.scores[token])
+    at = np.flatnonzero(restricted.token_ids == token)
+    return float(restricted.scores[at[0]]) if len(at) else -np.inf
+
+
+def compare(tokenizer: Tokenizer, makers: dict[tuple[int, ...], RequestMaker], random: np.random.Generator, count: int) -> Counter[str]:
+    """So many requests, plainly and with guesses, by both rules; what was met."""
+    met: Counter[str] = Counter()
+    target = WrittenTarget()
+    cache = target.new_cache(60)
+    while met["requests"] < count:
+        case = random_case(tokenizer, random)
+        maker = makers[case.eos_ids]
+        try:
+            plain = run(case, maker, cache, target, None, Acceptance.MATCH)
+        except RequestError:  # what was asked for does not compile
+            continue
+        text = [*case.prompt, *plain.token_ids, *case.script[len(case.prompt) + len(plain.token_ids) :]]
+        guessed = run(case, maker, cache, target, BlockDrafter(text, maker.vocab_size, random), Acceptance.MATCH)
+        assert guessed == plain
+        drafter = (BlockDrafter if random.random() < 0.3 else DrawingDrafter)(text, maker.vocab_size, random)
+        rejected = run(case, maker, cache, target, drafter, Acceptance.REJECTION)
+        if case.params.is_greedy:
+            assert rejected == plain
+        assert_plain(case, maker, rejected)
+        met["requests"] += 1
+        met["failed" if plain.error is not None else plain.finish_reason] += 1
+        met["failed behind tokens"] += plain.error is not None and len(plain.token_ids) > 1
+        met["grammars"] += case.params.grammar is not None and plain.error is None
+        met["token ids"] += len(plain.token_ids)
+        met["raise behind the end"] += plain.error is None and bool(case.params.processors)
+    return met
+
+
+def test_an_end_is_the_same_with_guesses_and_without_by_both_rules(
+    tokenizer: Tokenizer, makers: dict[tuple[int, ...], RequestMaker], seed: int, large_counts: bool, tally: "Counter[str]"
+) -> None:
+    count = 20_000 if large_counts else 600
+    met = compare(tokenizer, makers, np.random.default_rng(seed), count)
+    for name in ("stop", "length", "failed", "failed behind tokens", "grammars", "raise behind the end"):
+        assert met[name] > count / 30, met
+    tally["ends compared with plain decoding's, by both rules"] += met["requests"]
+
+
+def test_a_walk_behind_the_end_is_seen(
+    tokenizer: Tokenizer, makers: dict[tuple[int, ...], RequestMaker], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: walks look for end tokens only."""
+    monkeypatch.setattr(LookAhead, "ends_with", lambda self, token_id: token_id in self._request.end_token_ids)
+    with pytest.raises(AssertionError):
+        compare(tokenizer, makers, np.random.default_rng(seed), 600)
+
+
+def test_a_finished_grammar_of_a_model_without_an_end_token_is_a_success_with_guesses_too(tokenizer: Tokenizer) -> None:
+    maker = RequestMaker(tokenizer, tokenizer.vocab_size, NUM_POSITIONS, ())
+    target, text = WrittenTarget(), "abcabcabcabc"
+    script = [*tokenizer.encode("x" + text, add_special_tokens=False), *[1] * NUM_POSITIONS][:NUM_POSITIONS]
+    case = Case(script[:1], script, SamplingParams(max_tokens=30, grammar=Grammar.regex(text)), (), 1)
+    cache = target.new_cache(60)
+    for rule in Acceptance:
+        drafter = BlockDrafter([*script[:13], 1, 1, 1], maker.vocab_size, np.random.default_rng(1))
+        outcome = run(case, maker, cache, target, drafter, rule)
+        assert (outcome.text, outcome.finish_reason, outcome.error) == (text, "stop", None)

@@ -1,0 +1,261 @@
+"""Whatever is raised, wherever: it ends what it belongs to, everybody else goes on, and nobody waits for ever."""
+
+import asyncio
+import gc
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine_targets import Open, assert_clean
+from paceline import AsyncEngine, ConfigError, PacelineError, RequestError, SamplingParams
+from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.drafter import DraftBudget, Drafter
+from paceline.speculation.request import Request
+from paceline.speculation.tree import DraftTree
+
+GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
+PROMPTS = [[5, 6, 7], [9] * 40]
+PATIENCE_S = 60
+
+
+class PanicException(BaseException):
+    """What panics of Rust libraries are raised as."""
+
+
+FAULTS = [ValueError, SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError, PanicException, MemoryError, RecursionError]
+FOR_THE_PROGRAM = (SystemExit, KeyboardInterrupt)
+
+
+@pytest.fixture(scope="module")
+def solo(open_llm: Open) -> list[list[int]]:
+    return [output.token_ids for output in open_llm(60).generate(PROMPTS, GREEDY)]
+
+
+def failing(kind: type[BaseException]) -> SamplingParams:
+    """A request whose own code raises, a few tokens in."""
+
+    def processor(token_ids: Sequence[int], scores: Any) -> Any:
+        if len(token_ids) > 8:
+            raise kind("out of a request")
+        return scores
+
+    return replace(GREEDY, processors=[processor])
+
+
+class FaultyDrafter(Drafter):
+    """Raises wherever it is asked to."""
+
+    name = "faulty"
+
+    def __init__(self, kind: type[BaseException], where: str) -> None:
+        self._kind, self._where = kind, where
+
+    def _reach(self, where: str) -> None:
+        if where == self._where:
+            raise self._kind("out of a drafter")
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
+        self._reach("propose")
+        return [None] * len(requests)
+
+    def observe(self, rows: Sequence[Any]) -> None:
+        self._reach("observe")
+
+    def reading_s(self, request: Request) -> float:
+        self._reach("reading_s")
+        return 0.0
+
+    def release(self, request: Request) -> None:
+        self._reach("release")
+
+
+def serve(open_llm: Open, drafter: str | Drafter = "none") -> AsyncEngine:
+    llm = open_llm(60, drafter)
+    llm.engine.guesser.policy = DraftLengthPolicy(4)
+    return AsyncEngine(llm._opened)
+
+
+def run(engine: AsyncEngine, work: Callable[[AsyncEngine], Awaitable[None]]) -> None:
+    """Work with an engine within our patience; its thread ends."""
+
+    async def all_of_it() -> None:
+        try:
+            await asyncio.wait_for(work(engine), PATIENCE_S)
+        finally:
+            await asyncio.wait_for(engine.close(), PATIENCE_S)
+
+    asyncio.run(all_of_it())
+    assert not engine._worker.thread.is_alive()
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_requests_own_fault_ends_that_request_alone_in_an_engines_thread(open_llm: Open, solo: list[list[int]], kind: type) -> None:
+    async def work(engine: AsyncEngine) -> None:
+        other = asyncio.create_task(engine.generate(PROMPTS[1], GREEDY))
+        for _ in range(2):
+            with pytest.raises(RequestError, match=f"processors: .* raised {kind.__name__}: out of a request"):
+                await engine.generate(PROMPTS[0], failing(kind))
+        assert (await other)[0].token_ids == solo[1]
+        assert (await engine.generate(PROMPTS[0], GREEDY))[0].token_ids == solo[0]
+        assert (await engine.stats()).num_failed == 2
+
+    run(serve(open_llm), work)
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_called_directly_only_what_is_meant_for_the_program_passes_through(open_llm: Open, solo: list[list[int]], kind: type) -> None:
+    llm = open_llm(60)
+    with pytest.raises(kind if kind in FOR_THE_PROGRAM else RequestError, match="out of a request"):
+        llm.generate([PROMPTS[0]], failing(kind))
+    assert_clean(llm)
+    assert llm.generate([PROMPTS[0]], GREEDY)[0].token_ids == solo[0]
+
+
+@pytest.mark.parametrize("where", ["propose", "observe", "reading_s", "release"])
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_drafter_may_fail_in_any_way(open_llm: Open, solo: list[list[int]], kind: type, where: str) -> None:
+    async def work(engine: AsyncEngine) -> None:
+        outputs = await engine.generate(PROMPTS, GREEDY)
+        assert [output.token_ids for output in outputs] == solo
+
+    run(serve(open_llm, FaultyDrafter(kind, where)), work)
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_pass_that_fails_in_any_way_ends_those_in_it_and_the_next_are_served(
+    open_llm: Open, solo: list[list[int]], kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(engine: AsyncEngine) -> None:
+        real = engine.opened.engine.runtime.forward
+
+        def broken(batch: object) -> None:
+            raise kind("out of a pass")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.opened.engine.runtime, "forward", broken)
+            with pytest.raises(Exception, match="out of a pass"):
+                await engine.generate(PROMPTS, GREEDY)
+        assert engine.opened.engine.runtime.forward == real
+        assert (await engine.generate(PROMPTS[0], GREEDY))[0].token_ids == solo[0]
+
+    run(serve(open_llm), work)
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize("function", ["assemble", "commit"])
+def test_a_fault_elsewhere_in_a_step_leaves_a_living_thread(
+    open_llm: Open, solo: list[list[int]], kind: type, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise kind("out of a step")
+
+    async def work(engine: AsyncEngine) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(f"paceline.speculation.step.{function}", broken)
+            with pytest.raises(Exception, match="out of a step"):
+                await engine.generate(PROMPTS, GREEDY)
+        assert (await engine.generate(PROMPTS[0], GREEDY))[0].token_ids == solo[0]
+
+    run(serve(open_llm), work)
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_the_end_of_the_thread_wakes_everybody_and_later_calls_raise_at_once(open_llm: Open, kind: type) -> None:
+    """Even what is there to keep the thread alive may fail."""
+
+    async def work(engine: AsyncEngine) -> None:
+        def broken(*_: object) -> None:
+            raise kind("out of the thread")
+
+        stream = engine.stream(PROMPTS[0], replace(GREEDY, max_tokens=400))
+        await anext(stream)
+        waiting = [asyncio.create_task(engine.generate(PROMPTS[1], GREEDY)), asyncio.create_task(engine.stats())]
+        await asyncio.sleep(0)
+        engine._worker._tell_all = broken  # type: ignore[method-assign]
+        with pytest.raises(PacelineError, match=f"the engine's thread ended .{kind.__name__}: out of the thread"):
+            async for _ in stream:
+                pass
+        for ended in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(ended, PacelineError) or not isinstance(ended, BaseException)
+        for late in (engine.generate(PROMPTS[0], GREEDY), anext(engine.stream(PROMPTS[0], GREEDY)), engine.stats()):
+            with pytest.raises(PacelineError, match="the engine's thread ended"):
+                await asyncio.wait_for(late, 5)
+
+    run(serve(open_llm), work)
+
+
+def test_what_cannot_be_answered_is_an_error_to_who_asked(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(engine: AsyncEngine) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("paceline.engine.engine.deepcopy", FaultyDrafter(PanicException, "release").release)
+            with pytest.raises(PacelineError, match="PanicException: out of a drafter"):
+                await engine.stats()
+        assert (await engine.stats()).num_running == 0
+
+    run(serve(open_llm), work)
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_an_engine_that_nobody_holds_any_more_ends_its_thread(open_llm: Open, is_used: bool) -> None:
+    engine = serve(open_llm)
+    thread, worker = engine._worker.thread, weakref.ref(engine._worker)
+    if is_used:
+        asyncio.run(engine.generate(PROMPTS[0], GREEDY))
+    del engine
+    gc.collect()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    del thread
+    deadline = time.monotonic() + PATIENCE_S
+    while worker() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert worker() is None, "the model's memory is held"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_forked_process_is_told_that_the_engine_is_not_there(open_llm: Open, is_busy: bool) -> None:
+    engine = serve(open_llm)
+
+    def child_learns() -> bool:
+        async def learn() -> None:
+            for call in (engine.generate([5], GREEDY), anext(engine.stream([5], GREEDY)), engine.stats()):
+                with pytest.raises(ConfigError, match=r"opened in process \d+, .* open one in each process"):
+                    await asyncio.wait_for(call, 10)
+            await asyncio.wait_for(engine.close(), 10)
+
+        asyncio.run(learn())
+        return True
+
+    async def fork() -> int:
+        busy = asyncio.create_task(engine.generate([7] * 80, replace(GREEDY, max_tokens=300))) if is_busy else None
+        await asyncio.sleep(0.05)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            child = os.fork()
+        if child == 0:
+            code = 2
+            try:
+                asyncio.events._set_running_loop(None)
+                code = 0 if child_learns() else 1
+            finally:
+                os._exit(code)
+        _, status = await asyncio.to_thread(os.waitpid, child, 0)
+        if busy is not None:
+            assert len((await busy)[0].token_ids) == 300
+        await engine.close()
+        return os.waitstatus_to_exitcode(status)
+
+    async def with_patience() -> int:
+        return await asyncio.wait_for(fork(), PATIENCE_S)
+
+    assert asyncio.run(with_patience()) == 0
+    assert threading.active_count() < 50

@@ -1,0 +1,71 @@
+"""A pass never has more rows than `max_step_rows`, whatever prompts, guesses and grammars want, and drafters run in parts."""
+
+from pathlib import Path
+
+import pytest
+
+from paceline import LLM, ConfigError, Grammar, SamplingParams
+from paceline.config import MAX_PASS_ROWS, EngineConfig
+from paceline.drafters.draft_model import CATCH_UP_ROWS
+from paceline.runtimes.base import ForwardBatch, ForwardOutput
+from paceline.speculation.draft_length import DraftLengthPolicy
+
+
+def count_rows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of every pass of the target."""
+    rows: list[int] = []
+    forward = llm.runtime.forward
+
+    def counted(batch: ForwardBatch) -> ForwardOutput:
+        rows.append(len(batch.token_ids))
+        return forward(batch)
+
+    monkeypatch.setattr(llm.runtime, "forward", counted)
+    return rows
+
+
+def test_a_draft_model_catches_up_on_more_prompts_than_one_pass_holds(mini_dir: Path) -> None:
+    prompts = [[100 + index] * 240 for index in range(1 + MAX_PASS_ROWS // 240)]
+    llm = LLM(str(mini_dir), drafter="draft_model", max_num_seqs=32, max_step_rows=4096, max_context=300, cache_gb=0.5, threads=2)
+    llm.engine.guesser.policy = DraftLengthPolicy(2)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True))
+    assert CATCH_UP_ROWS > 240
+    assert llm.stats().drafter_failures == 0
+    assert llm.stats().num_preemptions == 0
+    assert all(output.speculation.drafted > 0 for output in outputs)
+
+
+@pytest.mark.parametrize("max_step_rows", [3, 7, 20])
+def test_what_grammars_force_takes_no_more_rows_than_a_pass_has(
+    mini_dir: Path, max_step_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for requests whose drafting does not pay: what is forced is guessed for them all the same."""
+    pytest.importorskip("llguidance")
+    params = SamplingParams(max_tokens=40, grammar=Grammar.choice(["the whole of this long sentence is forced, to its very end."]))
+    prompts = ["One: ", "Two: ", "Three: "]
+    plain = LLM(str(mini_dir), drafter="none", max_context=300, cache_gb=0.1, threads=2).generate(prompts, params)
+    llm = LLM(str(mini_dir), drafter="ngram", max_step_rows=max_step_rows, max_context=300, cache_gb=0.1, threads=2)
+    monkeypatch.setattr(llm.engine.guesser.policy, "budget", lambda request: None)
+    rows = count_rows(llm, monkeypatch)
+    outputs = llm.generate(prompts, params)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+    assert max(rows) <= max_step_rows
+    assert (sum(output.speculation.accepted for output in outputs) > 20) == (max_step_rows > 3)
+
+
+def test_a_long_prompt_goes_on_beside_older_requests_that_decode(mini_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks shrink to the rows that are left, and the limit holds."""
+    llm = LLM(str(mini_dir), drafter="none", max_step_rows=16, max_context=600, cache_gb=0.1, threads=2)
+    rows = count_rows(llm, monkeypatch)
+    older = llm.stream("Once upon a time", SamplingParams(max_tokens=300, ignore_eos=True))
+    next(older)
+    (output,) = llm.generate([[7] * 400], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert output.usage.completion_tokens == 2
+    assert max(rows) == 16
+    assert sum(chunk.output is not None for chunk in older) == 1
+
+
+@pytest.mark.parametrize("name", ["chunk_rows", "max_step_rows"])
+def test_limits_of_rows_are_settings_and_checked(mini_dir: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is 0"):
+        EngineConfig(**{name: 0})

@@ -1,0 +1,190 @@
+"""One `LLM` in several threads, in its own step, in forked processes: the tokens are those it gives alone, or one clear error."""
+
+import gc
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine_targets import Open, assert_clean
+from paceline import LLM, ConfigError, RequestError, SamplingParams
+from paceline.outputs import RequestOutput
+from paceline.runtimes.base import ForwardBatch, ForwardOutput
+from paceline.speculation.draft_length import DraftLengthPolicy
+
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.2, seed=4, logprobs=1)
+PROMPTS = [[5, 6, 7], [9] * 40, [30, 31], [8] * 100, [11, 12] * 20]
+PATIENCE_S = 60
+
+
+@pytest.fixture(scope="module")
+def solo(open_llm: Open) -> dict[int, list[RequestOutput]]:
+    llm = open_llm(80)
+    return {index: [llm.generate([prompt], params)[0] for prompt in PROMPTS] for index, params in enumerate((GREEDY, SAMPLED))}
+
+
+def open_drafting(open_llm: Open, drafter: str) -> LLM:
+    llm = open_llm(80, drafter)
+    llm.engine.guesser.policy = DraftLengthPolicy(3)
+    return llm
+
+
+def in_threads(works: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What each returns; none may take longer than our patience."""
+    with ThreadPoolExecutor(len(works)) as pool:
+        return [future.result(PATIENCE_S) for future in [pool.submit(work) for work in works]]
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "suffix"])
+def test_threads_that_share_a_model_get_what_each_gets_alone(open_llm: Open, solo: dict[int, list[RequestOutput]], drafter: str) -> None:
+    llm = open_drafting(open_llm, drafter)
+
+    def generate(turn: int) -> None:
+        for index in range(3):
+            kind = (turn + index) % 2
+            outputs = llm.generate(PROMPTS[turn:], (GREEDY, SAMPLED)[kind])
+            for output, alone in zip(outputs, solo[kind][turn:], strict=True):
+                assert (output.token_ids, output.text, output.logprobs) == (alone.token_ids, alone.text, alone.logprobs)
+
+    def stream(turn: int) -> None:
+        for _ in range(3):
+            alone, text, tokens, logprobs = solo[1][turn], "", list[int](), list[Any]()
+            for chunk in llm.stream(PROMPTS[turn], SAMPLED):
+                text, tokens, logprobs = text + chunk.text, tokens + chunk.token_ids, logprobs + chunk.logprobs
+            assert (text, tokens, logprobs) == (alone.text, alone.token_ids, alone.logprobs)
+
+    in_threads([lambda turn=turn, work=work: work(turn) for turn in range(3) for work in (generate, stream)])
+    assert_clean(llm)
+    assert llm.stats().num_failed == 0
+
+
+def test_threads_run_their_requests_together(open_llm: Open) -> None:
+    """A second caller need not wait until the first one is served."""
+    llm = open_llm(80)
+    long = replace(GREEDY, max_tokens=400)
+    in_threads([lambda: llm.generate([5, 6], long)] * 3)
+    assert llm.stats().num_steps < 3 * 400
+
+
+def test_an_error_reaches_the_thread_it_belongs_to(open_llm: Open, solo: dict[int, list[RequestOutput]]) -> None:
+    llm = open_llm(80, "ngram")
+
+    def fail_late(token_ids: Sequence[int], scores: Any) -> Any:
+        if len(token_ids) > 12:
+            raise ValueError("no more")
+        return scores
+
+    def failing(is_streamed: bool) -> None:
+        for _ in range(5):
+            params = replace(GREEDY, processors=[fail_late])
+            with pytest.raises(RequestError, match="no more"):
+                list(llm.stream(PROMPTS[0], params)) if is_streamed else llm.generate([PROMPTS[0]], params)
+
+    def fine() -> None:
+        for _ in range(5):
+            assert llm.generate([PROMPTS[1]], GREEDY)[0].token_ids == solo[0][1].token_ids
+
+    in_threads([fine, lambda: failing(False), fine, lambda: failing(True)])
+    assert_clean(llm)
+
+
+def test_a_stream_that_is_dropped_while_another_thread_steps_leaves_nothing(open_llm: Open) -> None:
+    llm = open_llm(80)
+    busy = threading.Thread(target=lambda: llm.generate([5], replace(GREEDY, max_tokens=700)))
+    busy.start()
+    for _ in range(20):
+        stream = llm.stream(PROMPTS[0], replace(GREEDY, max_tokens=500))
+        next(stream)
+        del stream
+        gc.collect()
+    busy.join(PATIENCE_S)
+    assert not busy.is_alive()
+    assert_clean(llm)
+    assert (llm.stats().num_aborted, llm.stats().num_finished) == (20, 1)
+
+
+@pytest.mark.parametrize("call", ["generate", "stream"])
+def test_a_call_from_within_a_step_fails_the_request_that_makes_it_and_nothing_hangs(open_llm: Open, call: str) -> None:
+    llm = open_llm(80)
+
+    def greedy_caller(token_ids: Sequence[int], scores: Any) -> Any:
+        list(getattr(llm, call)([5], GREEDY))
+        return scores
+
+    with pytest.raises(RequestError, match="called from within its own step"):
+        llm.generate([PROMPTS[0]], replace(GREEDY, processors=[greedy_caller]))
+    assert llm.generate([PROMPTS[0]], GREEDY)[0].finish_reason == "length"
+    assert_clean(llm)
+
+
+@pytest.fixture
+def forked() -> Callable[[Callable[[], bool]], int]:
+    """Runs something in a forked child; its exit code is 0 where that was true."""
+
+    def run(work: Callable[[], bool]) -> int:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # newer Pythons warn of forks while there are threads: that is the point here
+            child = os.fork()
+        if child == 0:
+            code = 2
+            try:
+                code = 0 if work() else 1
+            finally:
+                os._exit(code)
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.01)
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        raise AssertionError("the child hangs")
+
+    if not hasattr(os, "fork"):
+        pytest.skip("no fork on this system")
+    return run
+
+
+def test_a_forked_process_goes_on_with_a_model_nobody_was_using(
+    open_llm: Open, solo: dict[int, list[RequestOutput]], forked: Callable[[Callable[[], bool]], int]
+) -> None:
+    llm = open_llm(80, "ngram")
+    llm.generate(PROMPTS[:2], GREEDY)
+    assert forked(lambda: llm.generate([PROMPTS[0]], SAMPLED)[0].token_ids == solo[1][0].token_ids) == 0
+    assert llm.generate([PROMPTS[0]], SAMPLED)[0].token_ids == solo[1][0].token_ids
+
+
+def test_a_process_forked_within_another_threads_step_is_told_so(
+    open_llm: Open, forked: Callable[[Callable[[], bool]], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = open_llm(80)
+    real, is_inside, may_go_on = llm.runtime.forward, threading.Event(), threading.Event()
+
+    def slow(batch: ForwardBatch) -> ForwardOutput:
+        is_inside.set()
+        may_go_on.wait(PATIENCE_S)
+        return real(batch)
+
+    def is_refused() -> bool:
+        for call in (lambda: llm.generate([5], GREEDY), lambda: next(llm.stream([5], GREEDY)), llm.stats):
+            with pytest.raises(ConfigError, match="forked while another thread used the model"):
+                call()
+        return True
+
+    monkeypatch.setattr(llm.runtime, "forward", slow)
+    thread = threading.Thread(target=lambda: llm.generate([5], GREEDY))
+    thread.start()
+    is_inside.wait(PATIENCE_S)
+    assert forked(is_refused) == 0
+    may_go_on.set()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    assert_clean(llm)

@@ -1,0 +1,136 @@
+"""One at a time, and nothing that was left for whoever has the turn is forgotten."""
+
+import os
+import threading
+import time
+import warnings
+from collections import deque
+
+import pytest
+
+from paceline.engine.turn import Turn
+from paceline.errors import ConfigError
+
+
+class Counter:
+    """A number that only the owner of the turn changes, and a queue of what to add to it."""
+
+    def __init__(self) -> None:
+        self.queue: deque[int] = deque()
+        self.total = self.num_inside = 0
+        self.turn = Turn(self.tidy)
+
+    def tidy(self) -> None:
+        self.enter()
+        while self.queue:
+            self.total += self.queue.popleft()
+        self.num_inside -= 1
+
+    def enter(self) -> None:
+        self.num_inside += 1
+        assert self.num_inside <= 2, "somebody else is inside"  # a turn, and its own tidying
+
+
+def test_what_is_left_while_another_has_the_turn_is_always_looked_at(large_counts: bool) -> None:
+    counter = Counter()
+    count = 20_000 if large_counts else 2_000
+
+    def leave() -> None:
+        for _ in range(count):
+            counter.queue.append(1)
+            counter.turn.ask()
+
+    def take() -> None:
+        for _ in range(count):
+            with counter.turn.taken():
+                counter.enter()
+                counter.num_inside -= 1
+
+    threads = [threading.Thread(target=work) for work in (leave, leave, leave, take, take)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert (counter.total, list(counter.queue), counter.num_inside) == (3 * count, [], 0)
+
+
+def test_asking_never_waits_and_the_owner_looks_behind_its_turn() -> None:
+    counter = Counter()
+    with counter.turn.taken():
+        asker = threading.Thread(target=lambda: (counter.queue.append(5), counter.turn.ask()))
+        asker.start()
+        asker.join(10)
+        assert not asker.is_alive()
+        assert counter.total == 0
+        counter.queue.append(2)
+        counter.turn.ask()  # its own, as a finaliser would
+        assert counter.total == 0
+    assert counter.total == 7
+
+
+def test_an_error_within_a_turn_gives_it_back_and_loses_nothing() -> None:
+    counter = Counter()
+
+    def fail() -> None:
+        with counter.turn.taken():
+            counter.queue.append(3)
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        fail()
+    assert counter.total == 3
+    with counter.turn.taken():
+        assert counter.turn.is_mine
+    assert not counter.turn.is_mine
+
+
+def test_a_call_from_within_is_refused_and_others_wait() -> None:
+    counter = Counter()
+    with counter.turn.taken(), pytest.raises(ConfigError, match="from within its own step"), counter.turn.taken():
+        pass
+    order: list[str] = []
+
+    def second() -> None:
+        with counter.turn.taken():
+            order.append("second")
+
+    with counter.turn.taken():
+        thread = threading.Thread(target=second)
+        thread.start()
+        time.sleep(0.02)
+        order.append("first")
+    thread.join(10)
+    assert order == ["first", "second"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_forked_process_has_a_turn_of_its_own_unless_it_was_forked_within_one(is_taken: bool) -> None:
+    counter, is_inside, may_leave = Counter(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with counter.turn.taken():
+            is_inside.set()
+            may_leave.wait(60)
+
+    holder = threading.Thread(target=hold)
+    if is_taken:
+        holder.start()
+        is_inside.wait(10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        child = os.fork()
+    if child == 0:
+        try:
+            with counter.turn.taken():
+                os._exit(0)
+        except ConfigError as error:
+            os._exit(3 if "forked while another thread" in str(error) else 1)
+        finally:
+            os._exit(2)
+    may_leave.set()
+    if is_taken:
+        holder.join(10)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == (3 if is_taken else 0)

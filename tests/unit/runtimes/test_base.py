@@ -1,0 +1,30 @@
+"""Passes have one limit of rows, and what does not fit one is done in parts."""
+
+import numpy as np
+import pytest
+
+from paceline.config import MAX_NUM_SEQS, MAX_PASS_ROWS, MAX_STEP_ROWS
+from paceline.errors import PacelineError
+from paceline.runtimes.base import ForwardBatch, in_parts
+
+
+def test_a_pass_larger_than_any_is_refused_as_a_mistake_of_ours_not_as_a_want_of_memory():
+    assert MAX_PASS_ROWS >= MAX_STEP_ROWS + MAX_NUM_SEQS
+    rows = np.zeros(MAX_PASS_ROWS + 1, np.int32)
+    ForwardBatch(rows[1:], rows[1:], (), rows[:0])
+    with pytest.raises(ValueError, match=f"{MAX_PASS_ROWS + 1} rows .* at most {MAX_PASS_ROWS}.* in parts") as refusal:
+        ForwardBatch(rows, rows, (), rows[:0])
+    assert not isinstance(refusal.value, PacelineError)
+
+
+@pytest.mark.parametrize("largest", [1, 40, MAX_PASS_ROWS])
+def test_parts_fit_a_pass_keep_the_order_and_are_as_few_as_can_be(largest, seed):
+    random = np.random.default_rng([seed, largest])
+    for count in (0, 1, 500):
+        counts = random.integers(1, largest + 1, count).tolist()
+        parts = list(in_parts(range(count), counts.__getitem__))
+        assert [item for part in parts for item in part] == list(range(count))
+        rows = [sum(counts[item] for item in part) for part in parts]
+        assert all(0 < total <= MAX_PASS_ROWS for total in rows)
+        for total, behind in zip(rows, parts[1:], strict=False):
+            assert total + counts[behind[0]] > MAX_PASS_ROWS

@@ -1,0 +1,171 @@
+"""Reading a prompt is part of what drafting costs: on a simulated clock, it is done where it pays, and seldom where it does not."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from paceline.kv_cache.paged import CachedSequence
+from paceline.kv_cache.row_plan import TreeLayout
+from paceline.sampling.params import SamplingParams
+from paceline.sampling.processors import LogitsProcessor
+from paceline.speculation.draft_length import READING_SHARE, DraftLengthPolicy, StepCosts
+from paceline.speculation.drafter import DraftBudget, Drafter
+from paceline.speculation.guess import Guesser
+from paceline.speculation.reading import NO_EXTRA_TOKENS, ReadingTime, worthwhile_s
+from paceline.speculation.request import FinishReason, Request
+from paceline.speculation.stats import PlainReason
+from paceline.speculation.tree import DraftTree
+from paceline.speculation.work import Work
+
+NUM_DRAFT_TOKENS = 4
+COSTS = StepCosts(plain_s=1.0, speculative_s=1.4, draft_s=0.2)
+
+
+def make_request(num_prompt: int = 900, max_tokens: int = 256) -> Request:
+    params = SamplingParams(max_tokens=max_tokens)
+    request = Request(
+        [1] * (num_prompt + 1), num_prompt, params, LogitsProcessor(params, 4, [1]), CachedSequence(), 0, 0, num_prompt + max_tokens
+    )
+    request.sequence.committed_len = num_prompt
+    return request
+
+
+class Clock(Drafter):
+    """Reads for so many simulated seconds a token what it has not seen, and guesses `accepted` tokens right."""
+
+    name = "clock"
+
+    def __init__(self, accepted: int, token_s: float) -> None:
+        self.accepted, self.token_s = accepted, token_s
+        self.seconds, self.read_s, self.num_reads = 0.0, 0.0, 0
+        self._num_read: dict[int, int] = {}
+
+    def reading_s(self, request: Request) -> float:
+        num_unread = len(request.token_ids) - self._num_read.get(id(request), 0)
+        return num_unread * self.token_s if num_unread > NO_EXTRA_TOKENS else 0.0
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
+        for request in requests:
+            self.num_reads += self.reading_s(request) > 0
+            self.read_s += self.reading_s(request)
+            self.seconds += self.reading_s(request) + COSTS.draft_s
+            self._num_read[id(request)] = len(request.token_ids)
+        return [
+            DraftTree.chain(request.token_ids[-1], [2] * budget.max_depth, self.name)
+            for request, budget in zip(requests, budgets, strict=True)
+        ]
+
+    def release(self, request: Request) -> None:
+        self._num_read.pop(id(request), None)
+
+
+def decode(guesser: Guesser, drafter: Clock, num_tokens: int, *, max_tokens: int = 256) -> float:
+    """Simulated seconds of one request behind a long prompt that says so many tokens."""
+    request, seconds = make_request(max_tokens=max_tokens), 0.0
+    while request.num_output_tokens < num_tokens:
+        work, before = Work.of(request, 1), drafter.seconds
+        guesser.guess([work])
+        assert work.tree is not None
+        drafted = work.tree.num_draft_tokens
+        kept = min(drafter.accepted, drafted)
+        pass_s = COSTS.speculative_s if drafted else COSTS.plain_s
+        guesser.observe_pass(1 + drafted, pass_s)
+        seconds += pass_s + drafter.seconds - before
+        request.token_ids.extend([2] * (kept + 1))
+        request.sequence.committed_len = len(request.token_ids) - 1
+        if drafted:
+            guesser.policy.observe(request, drafted, kept)
+    request.finish_reason = FinishReason.STOP
+    guesser.release(request)
+    return seconds
+
+
+def open_guesser(accepted: int, token_s: float, monkeypatch: pytest.MonkeyPatch) -> tuple[Guesser, Clock]:
+    drafter = Clock(accepted, token_s)
+    policy = DraftLengthPolicy(NUM_DRAFT_TOKENS, costs=COSTS)
+    monkeypatch.setattr(policy, "observe_draft_time", lambda seconds: None)  # the simulated clock knows it
+    return Guesser(drafter, policy, vocab_size=4, layout=TreeLayout.MASK), drafter
+
+
+@pytest.mark.parametrize("num_tokens", [8, 30, 200])
+@pytest.mark.parametrize("token_s", [0.005, 0.05, 1.0])
+def test_prompts_are_seldom_read_for_drafts_that_are_never_accepted(
+    num_tokens: int, token_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guesser, drafter = open_guesser(0, token_s, monkeypatch)
+    decode(guesser, drafter, num_tokens)  # the first one may be tried out
+    before_s = drafter.read_s
+    num_requests = 12_000 // num_tokens
+    seconds = sum(decode(guesser, drafter, num_tokens) for _ in range(num_requests))
+    plain_s = num_requests * num_tokens * COSTS.plain_s
+    assert seconds < 1.06 * plain_s, "the probes of drafting itself cost 3 %"
+    assert drafter.read_s - before_s < 2 * READING_SHARE * plain_s + 900 * token_s
+
+
+def test_a_prompt_is_read_at_once_where_drafting_pays_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    guesser, drafter = open_guesser(3, 0.02, monkeypatch)
+    for _ in range(5):
+        seconds = decode(guesser, drafter, 200)
+        assert seconds == pytest.approx(900 * 0.02 + 50 * 1.6, rel=0.1)
+    assert drafter.num_reads == 5
+
+
+def test_a_prompt_is_not_read_for_an_output_too_short_to_pay_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    guesser, drafter = open_guesser(3, 0.02, monkeypatch)
+    assert decode(guesser, drafter, 16, max_tokens=16) == 15 * COSTS.plain_s, "18 seconds to save 10"
+    guesser, drafter = open_guesser(3, 0.02, monkeypatch)
+    assert decode(guesser, drafter, 16) > 18, "where nothing is known outputs are taken to be long"
+    assert decode(guesser, drafter, 16) == 15 * COSTS.plain_s, "as the last one was"
+
+
+def test_drafting_that_begins_to_pay_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    guesser, drafter = open_guesser(0, 0.005, monkeypatch)
+    for _ in range(20):
+        decode(guesser, drafter, 100)
+    drafter.accepted = 3
+    for _ in range(20):
+        seconds = decode(guesser, drafter, 100)
+    assert seconds < 60
+
+
+def test_a_step_whose_drafter_may_not_read_is_plain_because_drafting_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    guesser, drafter = open_guesser(3, 1.0, monkeypatch)
+    work = Work.of(make_request(), 1)
+    guesser.guess([work])
+    assert (work.plain, drafter.num_reads) == (PlainReason.GUARD, 0)
+    assert guesser.num_failures == 0
+
+
+def test_without_costs_everything_may_be_read() -> None:
+    assert DraftLengthPolicy(4).max_reading_s(make_request()) == math.inf
+
+
+def test_a_batch_pays_reading_back_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one request saves of a step is shared by all, what its reading takes is not."""
+    policy, request = DraftLengthPolicy(NUM_DRAFT_TOKENS, costs=COSTS), make_request()
+    for rows in (8, 40):
+        for _ in range(2):
+            policy.observe_pass(rows, COSTS.plain_s if rows == 8 else COSTS.speculative_s)
+    policy.begin_step(1, 1)
+    alone = policy.max_reading_s(request)
+    policy.begin_step(8, 8)
+    assert policy.max_reading_s(request) == pytest.approx(alone / 8)
+
+
+def test_reading_time_follows_what_was_measured_and_few_tokens_cost_nothing(seed: int) -> None:
+    reading = ReadingTime()
+    assert reading.of(1000) == 0.0
+    random = np.random.default_rng(seed)
+    for _ in range(40):
+        count = int(random.integers(NO_EXTRA_TOKENS + 1, 500))
+        reading.observe(count, count * 0.003 * random.uniform(0.9, 1.1))
+        reading.observe(NO_EXTRA_TOKENS, 9.0)
+    assert reading.of(200) == pytest.approx(0.6, rel=0.1)
+    assert reading.of(NO_EXTRA_TOKENS) == 0.0
+
+
+def test_reading_is_worth_what_the_tokens_behind_it_save() -> None:
+    assert worthwhile_s(plain_s=1.0, step_s=1.5, accepted=2.0, num_tokens=10) == pytest.approx(5.0)
+    assert worthwhile_s(plain_s=1.0, step_s=1.5, accepted=0.4, num_tokens=10) == 0.0

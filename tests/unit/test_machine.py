@@ -1,0 +1,87 @@
+"""What a process may use: the system's own answer, and the limits of its cgroups, of either version, its own or an ancestor's."""
+
+from pathlib import Path
+
+import pytest
+
+from paceline import machine
+from paceline.machine import available_memory_bytes, memory_left_bytes, processor_quota, usable_processors
+
+GIB = 1 << 30
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "wanted"),
+    [
+        ("0::/\n", {"cpu.max": "150000 100000\n"}, 1.5),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, None),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "200000 100000\n"}, 2.0),
+        ("0::/a/b\n", {"a/b/cpu.max": "50000 100000\n", "a/cpu.max": "200000 100000\n"}, 0.5),
+        ("0::/docker/of/the/host\n", {"cpu.max": "300000 100000\n"}, 3.0),
+        ("4:cpu,cpuacct:/x\n", {"cpu,cpuacct/x/cpu.cfs_quota_us": "250000\n", "cpu,cpuacct/x/cpu.cfs_period_us": "100000\n"}, 2.5),
+        ("2:cpuacct:/\n1:cpu:/\n0::/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ("0::/../..\n", {"cpu.max": "100000 0\n"}, None),
+        ("0::/\n", {"cpu.max": "nonsense\n"}, None),
+        ("", {}, None),
+        ("no colons here\n", {}, None),
+    ],
+)
+def test_the_tightest_quota_of_the_processs_cgroups_counts(tmp_path: Path, membership: str, files: dict[str, str], wanted: float) -> None:
+    root = write(tmp_path / "cgroup", files)
+    write(tmp_path, {"self": membership})
+    assert processor_quota(root, tmp_path / "self") == wanted
+
+
+def test_without_cgroups_there_is_no_limit(tmp_path: Path) -> None:
+    assert processor_quota(tmp_path / "absent", tmp_path / "none") is None
+    assert memory_left_bytes(tmp_path / "absent", tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "wanted"),
+    [
+        (
+            "0::/\n",
+            {"memory.max": f"{4 * GIB}\n", "memory.current": f"{3 * GIB}\n", "memory.stat": f"anon 5\ninactive_file {GIB}\n"},
+            2 * GIB,
+        ),
+        ("0::/\n", {"memory.max": "max\n", "memory.current": f"{GIB}\n"}, None),
+        ("0::/\n", {"memory.max": f"{GIB}\n", "memory.current": f"{2 * GIB}\n"}, 0),
+        (
+            "4:memory:/a\n",
+            {
+                "memory/a/memory.limit_in_bytes": f"{6 * GIB}\n",
+                "memory/a/memory.usage_in_bytes": f"{GIB}\n",
+                "memory/a/memory.stat": "total_inactive_file 0\n",
+                "memory/memory.limit_in_bytes": "9223372036854771712\n",
+                "memory/memory.usage_in_bytes": f"{9 * GIB}\n",
+            },
+            5 * GIB,
+        ),
+    ],
+)
+def test_memory_is_what_is_left_of_the_tightest_limit(tmp_path: Path, membership: str, files: dict[str, str], wanted: int | None) -> None:
+    root = write(tmp_path / "cgroup", files)
+    write(tmp_path, {"self": membership})
+    assert memory_left_bytes(root, tmp_path / "self") == wanted
+
+
+@pytest.mark.parametrize(("quota", "wanted"), [(None, 8), (0.3, 1), (1.9, 1), (2.0, 2), (99.0, 8)])
+def test_a_quota_caps_the_processors(quota: float | None, wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(machine, "processor_quota", lambda: quota)
+    assert usable_processors() == wanted
+
+
+def test_a_memory_limit_caps_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 1 << 24 < available_memory_bytes() < 1 << 50
+    monkeypatch.setattr(machine, "memory_left_bytes", lambda: 12_345)
+    assert available_memory_bytes() == 12_345

@@ -1,0 +1,87 @@
+"""A target that says what is written down for a position, whatever the text, and a drafter that mostly knows it."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from paceline.kv_cache.paged import KVCache
+from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, Runtime
+from paceline.sampling.residual import TokenProbs, draw_distinct
+from paceline.speculation.drafter import DraftBudget, Drafter
+from paceline.speculation.request import Request
+from paceline.speculation.tree import DraftTree
+
+MAX_DEPTH = 7
+NUM_POSITIONS = 40
+
+
+class WrittenTarget(Runtime):
+    """Row p of `table` [NUM_POSITIONS, V] is what it says behind position p."""
+
+    def __init__(self) -> None:
+        self.table = np.zeros((NUM_POSITIONS, 1), np.float32)
+
+    def new_cache(self, num_blocks: int) -> KVCache:
+        return KVCache(np.zeros((2, num_blocks, 1, 8, 1), np.float32))
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        logits = self.table[batch.positions[batch.logits_rows]]
+        return ForwardOutput(logits, np.zeros((len(batch.token_ids), 1), np.float32))
+
+    def embed(self, token_ids: IntArray) -> FloatArray:
+        return np.zeros((len(token_ids), 1), np.float32)
+
+    def lm_head(self, hidden_states: FloatArray) -> FloatArray:
+        return hidden_states
+
+
+class BlockDrafter(Drafter):
+    """Right guesses in blocks of random sizes, with wrong ones behind or beside them.
+
+    Attributes:
+        num_guessed: tokens of the text up to the last right guess.
+    """
+
+    name = "blocks"
+
+    def __init__(self, text: Sequence[int], vocab_size: int, random: np.random.Generator) -> None:
+        self._text, self._vocab_size, self._random = text, vocab_size, random
+        self.num_guessed = 0
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
+        (request,), random = requests, self._random
+        start = len(request.token_ids)
+        right = list(self._text[start : start + int(random.integers(0, MAX_DEPTH + 1))])
+        self.num_guessed = start + len(right)
+        wrong = random.integers(0, self._vocab_size, int(random.integers(0, 3))).tolist()
+        if not right + wrong:
+            return [None]
+        if random.random() < 0.5:
+            return [DraftTree.chain(request.token_ids[-1], right + wrong, self.name)]
+        parents = [*range(len(right)), *random.integers(0, len(right) + 1, len(wrong)).tolist()]
+        return [DraftTree.grow(request.token_ids[-1], right + wrong, parents, self.name)]
+
+
+class DrawingDrafter(Drafter):
+    """Draws its guesses from laws that favour the right token of a text, whatever stands before it; says from which ones."""
+
+    name = "drawing"
+
+    def __init__(self, text: Sequence[int], vocab_size: int, random: np.random.Generator) -> None:
+        self._text, self._vocab_size, self._random = text, vocab_size, random
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
+        (request,), (budget,), random = requests, budgets, self._random
+        start, count = len(request.token_ids), 1 + int(random.random() < 0.3)
+        depth = min(budget.max_depth, (budget.row_budget - 1) // count, len(self._text) - start)
+        token_ids, parents, node = list[int](), list[int](), 0
+        laws: dict[int, TokenProbs] = {}
+        for level in range(depth):
+            others = random.integers(0, self._vocab_size, 3).tolist()
+            values = np.bincount([self._text[start + level]] * 9 + others, minlength=self._vocab_size).astype(np.float64)
+            laws[node] = TokenProbs(values / values.sum())
+            drawn = draw_distinct(laws[node], count, request.seed, request.sample_index, start, level)
+            parents += [node] * len(drawn)
+            node = len(token_ids) + 1
+            token_ids += drawn
+        return [DraftTree.grow(request.token_ids[-1], token_ids, parents, self.name, laws)] if token_ids else [None]
