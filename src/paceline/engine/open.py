@@ -149,9 +149,8 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
     ends = tuple(dict.fromkeys((*runtime.config.eos_token_ids, *tokenizer.end_token_ids)))
     maker = RequestMaker(tokenizer, vocab_size, plan.max_context, ends)
     of_drafter = () if drafter is None else drafter.notices
-    notices = [*config.notices, *tokenizer.notices, *loaded.notices, *_unused_head(loaded, directory, drafter), *of_drafter]
-    notices += filter(None, [plan.notice])
-    return OpenedEngine(engine, maker, tuple(map(printable, notices)), config)  # they name files and tensors
+    notices = (*config.notices, *tokenizer.notices, *loaded.notices, *_unused_head(loaded, directory, drafter), *of_drafter, plan.notice)
+    return OpenedEngine(engine, maker, tuple(printable(one) for one in notices if one), config)  # they name files and tensors
 
 
 def _layers(config: EngineConfig, speculation: SpeculationConfig, options: HeadOptions, directory: Path) -> tuple[int, ...]:
