@@ -240,6 +240,8 @@ def _plain(value: object) -> object:
 
 
 def _new_process() -> "subprocess.Popen[bytes]":
+    if getattr(sys, "frozen", False):  # the executable is no Python, but the program we are part of
+        raise _not_running("it is one program with paceline")
     limits = map(str, (MEMORY_BYTES, CPU_SECONDS, WAIT_SECONDS))
     command = [sys.executable or "", "-I", "-S", "-c", _START, str(_PROGRAM), *limits, *_library_paths()]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}

@@ -244,6 +244,10 @@ def test_without_a_python_to_start_the_error_says_so(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(chat_template.sys, "executable", program)
         with pytest.raises(BackendUnavailableError, match="cannot be started"):
             ChatTemplate(PLAIN, {}).render(HELLO, add_generation_prompt=False)
+    monkeypatch.undo()
+    monkeypatch.setattr(chat_template.sys, "frozen", True, raising=False)
+    with pytest.raises(BackendUnavailableError, match="it is one program with paceline"):
+        ChatTemplate(PLAIN, {}).render(HELLO, add_generation_prompt=False)
 
 
 def test_values_of_other_types_reach_the_template_as_plain_ones() -> None:
