@@ -16,7 +16,7 @@ from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.program import Code, NativeBlocks, Packing, Recorded, Value
 from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.processor import processor_flags
-from paceline.runtimes.rotary import rotary_tables
+from paceline.runtimes.rotary import RotaryTables
 
 Build = Callable[[NativeBlocks, list[Value]], Sequence[Value]]
 LEVELS = [level for level, needed in library._LEVELS.items() if needed <= processor_flags()]
@@ -82,7 +82,7 @@ class Network:
         with pytest.MonkeyPatch.context() as patch:
             if level is not None:
                 patch.setattr(execution, "kernels", lambda: open_kernels(level))
-            tables = rotary_tables(config, max_slots)
+            tables = RotaryTables(config, max_slots)
             self.execution = Execution(config, recorded, num_threads=num_threads, max_slots=max_slots, tables=tables)
 
     @property

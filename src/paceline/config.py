@@ -151,7 +151,7 @@ class EngineConfig:
     chunk_rows: int = 256
     prefix_cache: bool = True
     revision: str | None = None
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     offline: bool = False
 
     def __post_init__(self) -> None:
@@ -192,13 +192,19 @@ class EngineConfig:
         )
 
 
-def cache_directory() -> Path:
-    """Where measured facts about this machine are kept between runs (PACELINE_CACHE, else the user's cache directory)."""
+def cache_directory() -> Path | None:
+    """Where measured facts about this machine are kept between runs (PACELINE_CACHE, else the user's cache directory).
+
+    None = nowhere: this user has no home directory, as in a container that runs with another user's number.
+    """
     own = os.environ.get("PACELINE_CACHE")
     if own:
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "paceline"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "paceline"
+    except RuntimeError:
+        return None
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -10,10 +10,22 @@ PacelineError
 """
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from reprlib import Repr
+
+MAX_TEXT = 4000
+"""Characters of an error's text; what is longer loses its middle."""
 
 
 class PacelineError(Exception):
-    """Base of every error paceline raises on purpose."""
+    """Base of every error paceline raises on purpose.
+
+    Its text is one line of printable characters, whatever the names and values in it hold: a terminal or a log shows it as it is.
+    """
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(printable(str(message)))
 
 
 class ConfigError(PacelineError):
@@ -47,6 +59,73 @@ class RequestError(PacelineError):
 
 class BackendUnavailableError(PacelineError):
     """A library or device this choice needs is not present."""
+
+
+@contextmanager
+def library_errors(text: str, kind: Callable[[str], PacelineError]) -> Iterator[None]:
+    """Whatever a library raises in this block becomes one of our errors.
+
+    Args:
+        text: what failed and the way out; the library's own words stand behind it in brackets.
+        kind: the error.
+    """
+    try:
+        yield
+    except PacelineError:
+        raise
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        raise kind(f"{text} ({described(error)})") from error
+
+
+@contextmanager
+def memory_errors(what: str) -> Iterator[None]:
+    """What does not fit in memory in this block is a CapacityError; `what` names it."""
+    try:
+        yield
+    except MemoryError as error:
+        detail = f" ({described(error)})" if str(error) else ""
+        raise CapacityError(
+            f"{what} does not fit in memory{detail}: use quant='int8' or 'int4', a smaller one, or close programs"
+        ) from error
+
+
+def described(error: BaseException) -> str:
+    """A library's error in a few words: the first line of its text, without advice to let a stranger's code run."""
+    first = next(iter(str(error).splitlines()), "")[:300]
+    if type(error).__name__ == "UnpicklingError" or "weights_only" in first or "trust_remote_code" in first:
+        first = "it holds objects or code of its own, which are never let run"
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+class _Shortened(Repr):
+    """Values of strangers' files: a text of some lines, a few items, no deep nesting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 200
+
+
+shortened = _Shortened().repr
+"""The `repr` of a value from a file, cut: for errors."""
+
+
+def printable(text: str) -> str:
+    """`text` as one line without control characters, at most MAX_TEXT long.
+
+    Line breaks and tabs become spaces; every other character that Python calls not printable (escape sequences, directions of writing,
+    halves of surrogate pairs) is spelled as `repr` spells it.
+    """
+    if len(text) > MAX_TEXT:
+        text = f"{text[: MAX_TEXT * 2 // 3]} … {text[-(MAX_TEXT // 3 - 3) :]}"  # the way out stands at the end
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else " " if char in "\n\r\t" else _spelled(char) for char in text)
+
+
+def _spelled(char: str) -> str:
+    return char.encode("unicode_escape").decode("ascii")
 
 
 def is_interrupt(error: BaseException) -> bool:

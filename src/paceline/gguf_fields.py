@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from reprlib import repr as shortened
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, shortened
 
 WAY_OUT = "use the model's safetensors directory, which holds tokenizer.json, or a newer conversion of it"
 

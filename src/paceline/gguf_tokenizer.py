@@ -14,11 +14,13 @@ import numpy as np
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, library_errors
 from paceline.gguf_fields import WAY_OUT, TokenizerFields
 from paceline.gguf_splits import DEFAULT_SPLIT, SPLITS
 
+MAX_TOKENS = 1 << 20
 _MAX_MERGED_CHARACTERS = 1024
+_MAX_MERGING_WORK = 1 << 28  # squares of all pieces' lengths: what looking for their parts takes
 # what conversions name the ends of answers, whether or not they also give them a role
 _END_TEXTS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>"})
 _END_TEXTS |= {"<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>"}
@@ -72,14 +74,10 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], source: object) -> GgufToke
         raise fields.error("model", kind, "a kind this version cannot build (it knows 'gpt2' and 'llama')")
     vocabulary = _Vocabulary.read(fields, is_sentencepiece=kind == "llama")
     build = _sentencepiece if kind == "llama" else _byte_level
-    try:
+    with library_errors(f"{source}: its tokenizer cannot be built; {WAY_OUT}", CheckpointError):
         backend, add_bos, notice = build(fields, vocabulary)
         backend.add_tokens(_added_tokens(fields, vocabulary, is_sentencepiece=kind == "llama"))
         backend.post_processor = _frame(fields, vocabulary, add_bos=add_bos)
-    except CheckpointError:
-        raise
-    except Exception as error:  # what the library raises for contradictions in a vocabulary is not documented
-        raise CheckpointError(f"{source}: its tokenizer cannot be built ({type(error).__name__}: {error}); {WAY_OUT}") from error
     return GgufTokenizer(backend, vocabulary.named_tokens(), vocabulary.end_token_ids(), fields.text("chat_template", "") or None, notice)
 
 
@@ -97,6 +95,8 @@ class _Vocabulary:
         tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(fields.texts("tokens"))]
         if not tokens:
             raise fields.error("tokens", [], "no token at all")
+        if len(tokens) > MAX_TOKENS:
+            raise fields.error("tokens", tokens, f"{len(tokens)} tokens; at most {MAX_TOKENS} are possible")
         types = cls._types(fields, len(tokens))
         defaults = {"bos": 1, "eos": 2, "unknown": 0} if is_sentencepiece else {}
         roles = {}
@@ -193,10 +193,15 @@ def _merges_by_score(fields: TokenizerFields, vocabulary: _Vocabulary) -> list[t
     types = vocabulary.types
     mergeable = (_TokenType.UNDEFINED, _TokenType.NORMAL, _TokenType.UNUSED)
     pieces = {token: index for index, token in enumerate(vocabulary.tokens) if types[index] in mergeable}
-    found: list[tuple[float, int, bool, int, str, str]] = []
+    work = 0
     for piece, index in pieces.items():
         if len(piece) > _MAX_MERGED_CHARACTERS:
             raise fields.error(f"tokens[{index}]", piece, f"longer than {_MAX_MERGED_CHARACTERS} characters")
+        work += len(piece) ** 2
+    if work > _MAX_MERGING_WORK:
+        raise fields.error("tokens", list(pieces), "too many long ones: finding what they are put together from would take minutes")
+    found: list[tuple[float, int, bool, int, str, str]] = []
+    for piece, index in pieces.items():
         for cut in range(1, len(piece)):
             left, right = piece[:cut], piece[cut:]
             if left in pieces and right in pieces:

@@ -1,11 +1,14 @@
 """From what a user types to a checkpoint: a directory, or a GGUF file."""
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, shortened
+from paceline.model_directory import SAFETENSORS, names_in, no_model_among, without_model
+from paceline.small_files import is_file
 
 MINI = "mini"
 """The model that comes with the package."""
@@ -26,12 +29,12 @@ _FILES = (
 )
 _HEAD_FILES = ("medusa_lm_head.*", "hydra_lm_head.pt")
 _TORCH_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin")
-_SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 _LATER_PART = re.compile(r".+-(?!00001)\d{5}-of-\d{5}\.gguf")
 _FIRST_PART = re.compile(r"(.+)-00001-of-(\d{5})\.gguf")
 _GGUF = ".gguf"
 _NAMES_IN_AN_ERROR = 20
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_BARE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
 def resolve(
@@ -57,28 +60,42 @@ def resolve(
         the directory; or a GGUF file, where one is named or the directory holds one and no safetensors.
 
     Raises:
-        CheckpointError: there is no such directory, file or model, it is not in the cache and cannot be fetched, or there are
-            several GGUF files and none is named.
+        CheckpointError: there is no such directory, file or model, it is not in the cache and cannot be fetched, the directory holds
+            no model, or there are several GGUF files and none is named.
     """
     if not str(model).strip():
         raise CheckpointError(f"the model's name is empty; give a directory, {MINI!r}, or a Hugging Face id such as 'owner/name'")
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return _checkpoint_in(path, gguf_file)
-    if path.is_file():
+    path = _expanded(Path(model))
+    if os.path.isdir(path):
+        return _checkpoint_in(path, gguf_file, with_heads=with_heads)
+    if os.path.exists(path):
         return _gguf_path(path, gguf_file)
     if model == MINI:
         return _checkpoint_in(_embedded_model(), gguf_file)
     name = str(model)
-    is_local = path.suffix.lower() == _GGUF and path.parent.is_dir()
-    if isinstance(model, Path) or is_local or not _HUB_ID.fullmatch(name):
+    is_local = path.suffix.lower() == _GGUF and os.path.isdir(path.parent)
+    if isinstance(model, Path) or is_local or not (_HUB_ID.fullmatch(name) or _BARE_NAME.fullmatch(name)):
         raise CheckpointError(
-            f"{name!r} does not exist; give a directory, a GGUF file, {MINI!r}, or a Hugging Face id such as 'owner/name'"
+            f"{shortened(name)} does not exist; give a directory, a GGUF file, {MINI!r}, or a Hugging Face id such as 'owner/name'"
+        )
+    if "/" not in name:
+        raise CheckpointError(
+            f"there is no directory {shortened(name)} here, and an id on the Hugging Face hub has an owner: give 'owner/{name[:60]}', "
+            f"or the path of a directory or GGUF file, or {MINI!r}"
         )
     return _from_hub(name, gguf_file, revision=revision, token=token, offline=offline, with_heads=with_heads)
 
 
+def _expanded(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError as error:  # `~nosuchuser`, or `~` without a home directory
+        raise CheckpointError(f"{path} names a home directory that is not there ({error}); write the path out") from error
+
+
 def _gguf_path(path: Path, gguf_file: str | None) -> Path:
+    if not is_file(path):
+        raise CheckpointError(f"{path} is neither a directory nor a regular file; give a model's directory or a *.gguf file")
     if path.suffix.lower() != _GGUF:
         raise CheckpointError(
             f"{path} is a file; give the directory that holds config.json, the tokenizer and model.safetensors, or a *.gguf file"
@@ -88,18 +105,20 @@ def _gguf_path(path: Path, gguf_file: str | None) -> Path:
     return path
 
 
-def _checkpoint_in(directory: Path, gguf_file: str | None) -> Path:
+def _checkpoint_in(directory: Path, gguf_file: str | None, *, with_heads: bool = False) -> Path:
     """The directory, or the GGUF file in it that is named or the only one."""
-    if gguf_file is None and any((directory / name).is_file() for name in _SAFETENSORS):
+    if gguf_file is None and any(is_file(directory / name) for name in SAFETENSORS):
         return directory
-    names = _models(file.name for file in directory.glob(f"*{_GGUF}"))
+    names = _models(names_in(directory))
     if gguf_file is None:
-        if not names:
-            return directory  # whoever opens it says what it lacks
-        return directory / _only(names, directory)
+        if names:
+            return directory / _only(names, directory)
+        if with_heads:
+            return directory  # whoever opens the head says what it lacks
+        raise without_model(directory)
     path = directory / gguf_file
-    if Path(gguf_file).is_absolute() or ".." in Path(gguf_file).parts or path.suffix.lower() != _GGUF or not path.is_file():
-        raise CheckpointError(f"{directory} has no GGUF file {gguf_file!r}; {_choice(names)}")
+    if Path(gguf_file).is_absolute() or ".." in Path(gguf_file).parts or path.suffix.lower() != _GGUF or not is_file(path):
+        raise CheckpointError(f"{directory} has no GGUF file {shortened(gguf_file)}; {_choice(names)}")
     return path
 
 
@@ -126,11 +145,14 @@ def _from_hub(name: str, gguf_file: str | None, *, revision: str | None, token: 
     if gguf_file is None:
         files = (*_FILES, *_HEAD_FILES) if with_heads else _FILES
         directory = _download(name, files, revision=revision, token=token, offline=offline)
-        if offline or any((directory / file).is_file() for file in _SAFETENSORS) or any(directory.glob(_HEAD_FILES[0])):
-            return _checkpoint_in(directory, None)
-        names = _models(_hub_files(name, revision=revision, token=token))
+        if offline or any(is_file(directory / file) for file in SAFETENSORS) or any(directory.glob(_HEAD_FILES[0])):
+            return _checkpoint_in(directory, None, with_heads=with_heads)
+        listing = _hub_files(name, revision=revision, token=token)
+        names = _models(listing)
+        if not names and with_heads:
+            return _download(name, (*files, *_TORCH_FILES), revision=revision, token=token, offline=offline)
         if not names:
-            return _download(name, (*files, *_TORCH_FILES), revision=revision, token=token, offline=offline) if with_heads else directory
+            raise no_model_among(listing, f"the model {name!r}")
         gguf_file = _only(names, f"the model {name!r}")
     parts = _FIRST_PART.fullmatch(gguf_file)
     pattern = gguf_file if parts is None else f"{parts[1]}-*-of-{parts[2]}{_GGUF}"
@@ -139,11 +161,10 @@ def _from_hub(name: str, gguf_file: str | None, *, revision: str | None, token: 
 
 def _hub_files(name: str, *, revision: str | None, token: str | None) -> Sequence[str]:
     from huggingface_hub import list_repo_files
-    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         return list_repo_files(name, revision=revision, token=token)
-    except (HfHubHTTPError, OSError) as error:
+    except Exception as error:  # of the hub's client, of what it connects with, of the system
         raise CheckpointError(
             f"the files of {name!r} cannot be listed: {error}; check the network, or name the file with gguf_file (--gguf-file)"
         ) from error
@@ -160,7 +181,6 @@ def _download(name: str, files: Sequence[str], *, revision: str | None, token: s
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
-        HfHubHTTPError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -181,5 +201,5 @@ def _download(name: str, files: Sequence[str], *, revision: str | None, token: s
     except LocalEntryNotFoundError as error:
         way_out = "run once without offline" if offline else "check the network, or give a directory"
         raise CheckpointError(f"the model {name!r} is not in the local cache and was not downloaded; {way_out}") from error
-    except (HfHubHTTPError, OSError) as error:
+    except Exception as error:  # of the hub's client, of what it connects with, of the system
         raise CheckpointError(f"the model {name!r} cannot be downloaded: {error}; check network and disk, or give a directory") from error

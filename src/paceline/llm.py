@@ -337,7 +337,7 @@ class LLM:
                 yield from chunks  # whoever takes them may take steps of its own in between
 
     def _chat_ids(self, messages: Messages) -> list[int]:
-        return self._maker.prompt_ids(self.tokenizer.apply_chat_template(messages))
+        return self._maker.prompt_ids(self.tokenizer.apply_chat_template(messages, max_context=self.max_context))
 
 
 def _speculation_of(

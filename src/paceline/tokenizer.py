@@ -1,19 +1,19 @@
 """Text to token ids and back, and text as it streams out of a model."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from copy import copy
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import CheckpointError, RequestError
+from paceline.chat_template import ChatTemplate
+from paceline.errors import CheckpointError, RequestError, library_errors, memory_errors, shortened
 from paceline.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
+from paceline.tokenizer_backend import TokenizerBackend
+from paceline.tokenizer_files import open_pretrained
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _MAX_WINDOW = 32
-_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 class Tokenizer:
@@ -27,29 +27,28 @@ class Tokenizer:
         self._pretrained = pretrained
         self.end_token_ids = tuple(end_token_ids)
         self.notices = tuple(notices)
-        self._backend = pretrained.backend_tokenizer
-        self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.special_token_ids: frozenset[int] = frozenset(
-            token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
-        )
+        self._backend = TokenizerBackend(pretrained.backend_tokenizer)
+        self.vocab_size = max(self._backend.vocabulary.values()) + 1
+        self.special_token_ids = self._backend.special_token_ids
+        self._template: ChatTemplate | None = None
 
     @classmethod
+    @memory_errors("the tokenizer")
     def open(cls, directory: Path) -> "Tokenizer":
         """The tokenizer in a checkpoint directory or a GGUF file; code that a checkpoint may bring along is never run.
 
         Raises:
             CheckpointError: there is none, or it cannot be read.
+            CapacityError: it does not fit in memory.
         """
         if directory.suffix.lower() == ".gguf" and not directory.is_dir():
             from paceline.models.gguf_file import open_gguf
 
             return cls.from_gguf(open_gguf(directory).metadata, directory)
         try:
-            return cls(_tokenizer_class(directory).from_pretrained(str(directory), trust_remote_code=False, local_files_only=True))
-        except Exception as error:  # what a damaged file raises is not documented and comes in many types
-            raise CheckpointError(
-                f"{directory} holds no tokenizer we can read ({type(error).__name__}: {error}); it needs tokenizer.json"
-            ) from error
+            return cls(open_pretrained(directory))
+        except CheckpointError as error:
+            raise CheckpointError(f"{directory}: {error}" if str(directory) not in str(error) else str(error)) from error
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], source: object) -> "Tokenizer":
@@ -62,8 +61,13 @@ class Tokenizer:
         return cls(_FromGguf(parts), end_token_ids=parts.end_token_ids, notices=[parts.notice] if parts.notice else [])
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written out in it become their ids."""
-        ids: list[int] = self._pretrained.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        """Token ids of `text`; special tokens written out in it become their ids.
+
+        Raises:
+            RequestError: the tokenizer fails at it.
+        """
+        with library_errors("the model's tokenizer cannot encode this text; send another", RequestError):
+            ids: list[int] = self._pretrained.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -81,34 +85,56 @@ class Tokenizer:
         return self._backend.token_to_id("<0x00>") is not None
 
     def to_json(self) -> str:
-        """The text of a tokenizer.json with every token that was added since."""
-        backend = self._backend
-        if backend.padding is not None or backend.truncation is not None:  # what a call may ask for is no part of a tokenizer
-            backend = copy(backend)
-            backend.no_padding()
-            backend.no_truncation()
-        text: str = backend.to_str()
-        return text
-
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a conversation as the model was trained to see it.
+        """The text of a tokenizer.json with every token that was added since.
 
         Raises:
-            RequestError: the tokenizer has no chat template, or its template rejects the messages.
+            RequestError: it cannot be written.
         """
-        if not self._pretrained.chat_template:
+        return self._backend.to_json()
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, max_context: int | None = None
+    ) -> list[int]:
+        """Token ids of a conversation as the model was trained to see it.
+
+        Args:
+            max_context: tokens a prompt may have; limits the text that the template may make (`chat_template.most_characters`).
+
+        Raises:
+            RequestError: the tokenizer has no chat template, or its template rejects the messages, fails, or exceeds its limits.
+            BackendUnavailableError: no process can be started to render it.
+        """
+        template = self._chat_template()
+        if template is None:
             raise RequestError("this model has no chat template, so it cannot take messages; send a plain prompt", parameter="messages")
         if not messages:
             raise RequestError("messages is empty; send at least one message", parameter="messages")
-        from jinja2 import TemplateError
-
-        try:
-            text = self._pretrained.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            raise RequestError(f"the model's chat template rejects these messages: {error}", parameter="messages") from error
+        text = template.render(messages, add_generation_prompt=add_generation_prompt, max_context=max_context)
         return self.encode(text, add_special_tokens=False)
+
+    def check_chat_template(self) -> None:
+        """That there is no chat template, or one that can be compiled.
+
+        Raises:
+            CheckpointError: it cannot be.
+            BackendUnavailableError: no process can be started to find out.
+        """
+        try:
+            template = self._chat_template()
+        except RequestError as error:
+            raise CheckpointError(str(error)) from error
+        if template is not None:
+            template.check()
+
+    def _chat_template(self) -> ChatTemplate | None:
+        source = self._pretrained.chat_template
+        if isinstance(source, Mapping):  # several by name
+            source = source.get("default", "")
+        if source and not isinstance(source, str):
+            raise RequestError(f"the model's chat template is {shortened(source)}, not a text: send plain prompts", parameter="messages")
+        if source and self._template is None:
+            self._template = ChatTemplate(source, self._pretrained.special_tokens_map)
+        return self._template
 
     def detokenizer(self) -> "IncrementalDetokenizer":
         """A fresh one for one stream of tokens."""
@@ -116,39 +142,16 @@ class Tokenizer:
 
 
 class _FromGguf:
-    """What `Tokenizer` needs of a pretrained tokenizer; transformers, slow to import, only renders templates."""
+    """What `Tokenizer` needs of a pretrained tokenizer."""
 
     def __init__(self, parts: GgufTokenizer) -> None:
         self.backend_tokenizer = parts.backend
         self.chat_template = parts.chat_template
-        self._named_tokens = parts.named_tokens
+        self.special_tokens_map = parts.named_tokens
 
     def encode(self, text: str, *, add_special_tokens: bool, verbose: bool) -> list[int]:
         ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
-
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        from tokenizers import Tokenizer as Backend
-        from tokenizers.models import BPE
-        from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
-
-        make: Any = PreTrainedTokenizerFast
-        renderer = make(tokenizer_object=Backend(BPE()), chat_template=self.chat_template, **self._named_tokens)
-        text: str = renderer.apply_chat_template(messages, **options)
-        return text
-
-
-def _tokenizer_class(directory: Path) -> Any:
-    """What AutoTokenizer would choose; asking it imports torch where that is installed, seconds a common tokenizer need not wait."""
-    settings = directory / "tokenizer_config.json"
-    values = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
-    if values.get("tokenizer_class") in _PLAIN_CLASSES and (directory / "tokenizer.json").is_file():
-        from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer
 
 
 class IncrementalDetokenizer:

@@ -400,3 +400,46 @@ def test_a_smaller_vocabulary_of_the_same_pieces_is_no_error(directory: Path, tm
     assert [output.token_ids for output in llm.generate([[5, 6, 7], [8]], GREEDY)] == plain
     assert llm.generate([90, 91], GREEDY)[0].speculation.plain[PlainReason.DRAFTER_FAILED] == 0
     assert_usable(llm)
+
+
+class PanicException(BaseException):
+    """As the tokenizers library's Rust code raises it."""
+
+
+class Panicking:
+    """The tokenizers library, until a method of it is told to panic."""
+
+    def __init__(self, library: Any, method: str) -> None:
+        self._library, self._method = library, method
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._method:
+            raise PanicException("index out of bounds: the len is 3 but the index is 7")
+        return getattr(self._library, name)
+
+
+@pytest.mark.parametrize("method", ["decode", "id_to_token"])
+def test_a_text_that_makes_the_tokenizer_panic_ends_its_request_alone(llm: LLM, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = llm.tokenizer._backend
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "_library", Panicking(backend._library, method))
+        if method == "decode":
+            with raises(RequestError, "tokenizer cannot decode token ids", "index out of bounds"):
+                llm.generate([5, 6, 7], GREEDY)
+        with raises(RequestError, "the model's tokenizer cannot"):
+            list(llm.stream([5, 6, 7], GREEDY))
+        with raises(RequestError, "the model's tokenizer cannot"):
+            llm.generate([5, 6, 7], SamplingParams(max_tokens=12, ignore_eos=True, stop=("never said",)))
+
+
+def test_a_prompt_that_makes_the_tokenizer_panic_is_a_request_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretrained = llm.tokenizer._pretrained
+
+    def panic(*_: object, **__: object) -> None:
+        raise PanicException("Onig: Regex search error: retry-limit-in-match over")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrained, "encode", panic)
+        for call in (lambda: llm.generate("the cat", GREEDY), lambda: llm.chat([{"role": "user", "content": "hi"}], GREEDY)):
+            with raises(RequestError, "tokenizer cannot encode this text", "retry-limit-in-match"):
+                call()

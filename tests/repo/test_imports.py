@@ -9,7 +9,7 @@ from draw_imports import REPOSITORY, Import, drawn, graph, imports, modules
 
 # Who may import whom. A target is a file or a folder with all its files; `x.__init__` is only what the folder x itself exports.
 # Everyone may import `errors`, a folder its own files.
-LEAVES = {"config"}
+LEAVES = {"config", "small_files", "model_directory"}
 SPECULATION = {*LEAVES, "runtimes.base", "sampling", "kv_cache", "tokenizer"}
 DRAFTERS = {*LEAVES, "speculation", "runtimes", "models", "sampling", "kv_cache", "hub", "tokenizer", "vocabulary"}
 ENGINE = {
@@ -31,11 +31,17 @@ ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "machine": set(),
     "config": {"machine"},
+    "small_files": set(),
+    "model_directory": {"small_files"},
     "hub": LEAVES,
     "gguf_splits": set(),
     "gguf_fields": set(),
     "gguf_tokenizer": {"gguf_fields", "gguf_splits"},
-    "tokenizer": {*LEAVES, "gguf_tokenizer", "models.gguf_file"},
+    "template_process": set(),
+    "chat_template": LEAVES,
+    "tokenizer_backend": LEAVES,
+    "tokenizer_files": LEAVES,
+    "tokenizer": {*LEAVES, "chat_template", "gguf_tokenizer", "models.gguf_file", "tokenizer_backend", "tokenizer_files"},
     "vocabulary": {*LEAVES, "tokenizer"},
     "models": LEAVES,
     "kv_cache": LEAVES,
@@ -47,7 +53,7 @@ ARROWS: dict[str, set[str]] = {
     "llm": LLM,
     "training": {*ABOVE_LLM, "drafters"},
     "benchmarking": ABOVE_LLM,
-    "proof": {*ABOVE_LLM, "drafters", "gguf_tokenizer"},
+    "proof": {*ABOVE_LLM, "drafters", "gguf_tokenizer", "tokenizer_backend"},
     "server": ABOVE_LLM,
     "outputs": {"sampling.logprobs", "speculation.request", "speculation.stats"},
     "cli": {*LEAVES, "__init__", "server", "training", "benchmarking", "proof", "llm", "outputs", "sampling.params", "speculation.request"},

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from paceline.cli.options import Settings
 from paceline.config import EngineConfig, SpeculationConfig, cache_directory
+from paceline.drafters import TargetDescription
 from paceline.errors import ConfigError
 from paceline.machine import usable_processors
 
@@ -103,3 +105,27 @@ def test_facts_lie_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/someone")
     assert cache_directory() == Path("/someone/.cache/paceline")
+
+
+def test_a_user_without_a_home_directory_has_no_cache_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("PACELINE_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert cache_directory() is None
+
+
+def test_no_record_shows_the_token() -> None:
+    target = TargetDescription(
+        directory=Path("model"),
+        tokenizer=None,
+        vocab_size=8,
+        max_context=8,
+        max_slots=8,
+        token="hf_secret",  # type: ignore[arg-type]
+    )
+    for record in (EngineConfig(token="hf_secret"), target, Settings(EngineConfig(token="hf_secret"), None, None, False)):  # type: ignore[arg-type]
+        assert "hf_secret" not in repr(record)
+        assert "hf_secret" not in str(record)

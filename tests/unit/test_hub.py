@@ -1,5 +1,6 @@
 """What a user types becomes a directory, or one clear error."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,7 @@ def no_download(monkeypatch: pytest.MonkeyPatch) -> Download:
 
 
 def test_a_directory_is_itself(tmp_path: Path, no_download: Download) -> None:
+    touch(tmp_path, "model.safetensors")
     assert resolve(tmp_path) == tmp_path
     assert resolve(str(tmp_path)) == tmp_path
     assert no_download.calls == []
@@ -47,13 +49,14 @@ def test_mini_is_the_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(hub.resources, "files", lambda _package: tmp_path)
     with pytest.raises(CheckpointError, match="missing from this installation"):
         resolve("mini")
-    (target / "config.json").write_text("{}")
+    touch(target, "config.json", "model.safetensors")
     assert resolve("mini") == target
 
 
 def test_an_id_is_downloaded_with_the_files_we_read_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     download = Download(tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    touch(tmp_path, "model.safetensors")
     assert resolve("owner/some-model_1.5", revision="main", token="secret", offline=True) == tmp_path
     [(name, arguments)] = download.calls
     assert name == "owner/some-model_1.5"
@@ -183,7 +186,8 @@ def test_heads_bring_the_files_of_their_methods_and_pytorchs_where_there_is_noth
     assert "medusa_lm_head.*" in first
     assert "pytorch_model.bin" not in first
     assert "pytorch_model.bin" in second
-    resolve("owner/model")
+    with pytest.raises(CheckpointError, match=r"the model 'owner/model' holds PyTorch \*\.bin weights only"):
+        resolve("owner/model")
     assert all("medusa_lm_head.*" not in arguments["allow_patterns"] for _, arguments in download.calls[2:])
     touch(tmp_path, "medusa_lm_head.pt")
     assert resolve("owner/head", with_heads=True) == tmp_path
@@ -194,3 +198,82 @@ def test_offline_the_only_gguf_file_of_the_cache_is_taken(tmp_path: Path, monkey
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Download(tmp_path))
     touch(tmp_path, "q4.gguf")
     assert resolve("owner/model", offline=True) == tmp_path / "q4.gguf"
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2.5-0.5b", "no_such_model"])
+def test_a_bare_name_is_told_that_an_id_has_an_owner_and_no_server_is_asked(name: str, no_download: Download) -> None:
+    with pytest.raises(CheckpointError, match=f"an id on the Hugging Face hub has an owner: give 'owner/{name}'"):
+        resolve(name)
+    assert no_download.calls == []
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ([], "is empty; give a directory"),
+        ([".gitattributes"], "is empty; give a directory"),
+        (["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"], "holds a LoRA adapter for another model"),
+        (["config.json", "weights.npz", "tokenizer.json"], r"holds an MLX model \(\*\.npz\)"),
+        (["config.json", "pytorch_model.bin"], r"holds PyTorch \*\.bin weights only"),
+        (["README.md", "config.json"], r"holds neither model\.safetensors nor .*, only README\.md, config\.json; download"),
+    ],
+    ids=["nothing", "hidden files", "an adapter", "MLX", "pickles", "no weights"],
+)
+def test_a_directory_without_a_model_is_named_as_what_it_is(names: list[str], text: str, tmp_path: Path, no_download: Download) -> None:
+    touch(tmp_path, *names)
+    if "adapter_config.json" in names:
+        (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=text):
+        resolve(tmp_path)
+    if names != ["config.json", "pytorch_model.bin"]:
+        assert resolve(tmp_path, with_heads=True) == tmp_path
+
+
+def test_an_adapter_says_for_which_model_it_is(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "owner/base"}')
+    with pytest.raises(CheckpointError, match="holds a LoRA adapter for 'owner/base', not a model: merge the two"):
+        resolve(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["~no-such-user-here/model", "model\0.gguf", "x" * 5000, "a/" * 3000, "owner/" + "x" * 5000, "/dev/null", "/dev/zero.gguf", "\udcff"],
+    ids=["unknown user", "zero byte", "long", "deep", "long id", "device", "no device", "not UTF-8"],
+)
+def test_no_path_is_an_error_of_the_system(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Download(ValueError("no such repository id")))
+    for model in (name, Path(name)):
+        with pytest.raises(CheckpointError) as caught:
+            resolve(model)
+        assert len(str(caught.value)) < 4100
+        assert str(caught.value).isprintable()
+
+
+def test_a_home_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home(_: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    with pytest.raises(CheckpointError, match="names a home directory that is not there"):
+        resolve("~/model")
+
+
+def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.gguf")
+    with pytest.raises(CheckpointError, match="is neither a directory nor a regular file"):
+        resolve(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("error", [ValueError("not a repository id"), RuntimeError("no connection"), TypeError("what?")])
+def test_whatever_the_hubs_client_raises_is_one_error(error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Download(error))
+    with pytest.raises(CheckpointError, match="cannot be downloaded"):
+        resolve("owner/model")
+
+    def cannot_list(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Download(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", cannot_list)
+    with pytest.raises(CheckpointError, match="cannot be listed"):
+        resolve("owner/model")

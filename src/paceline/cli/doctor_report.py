@@ -6,6 +6,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from paceline.errors import printable
+
 if TYPE_CHECKING:
     from paceline.proof.doctor import Diagnosis
 
@@ -18,9 +20,9 @@ def report(found: "Diagnosis") -> Group:
     table.add_column()
     rows = [*_target_rows(facts), *_drafter_rows(facts), *_memory_rows(facts), *_probe_rows(facts["probe"])]
     for name, text in rows:
-        table.add_row(name, Text(text))
-    notes = [Text.assemble(("note: ", "yellow"), note) for note in _notes(facts)]
-    problems = [Text.assemble(("problem: ", "bold red"), problem) for problem in facts["problems"]]
+        table.add_row(name, Text(printable(text)))  # names of files are strangers' texts
+    notes = [Text.assemble(("note: ", "yellow"), printable(note)) for note in _notes(facts)]
+    problems = [Text.assemble(("problem: ", "bold red"), printable(problem)) for problem in facts["problems"]]
     verdict = Text("works", style="bold green") if facts["works"] else Text("does not work", style="bold red")
     return Group(*([table] if rows else []), *notes, *problems, verdict)
 

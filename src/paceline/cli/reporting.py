@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from paceline.errors import ConfigError, IncompatibleDrafterError, PacelineError, RequestError
+from paceline.errors import ConfigError, IncompatibleDrafterError, PacelineError, RequestError, printable
 
 EXIT_FAILURE = 1
 EXIT_WRONG_INPUT = 2
@@ -19,14 +19,18 @@ CALLER_CAN_FIX = (RequestError, ConfigError, IncompatibleDrafterError)
 
 
 def say(text: str | Text) -> None:
-    """Print to stderr, dim unless the text has styles of its own; a long line is left to the terminal to fold."""
+    """Print to stderr, dim unless the text has styles of its own; a long line is left to the terminal to fold.
+
+    Names in a text come from files: no character of theirs steers the terminal.
+    """
     # a console of its own each time: tests and shells replace sys.stderr
-    Console(stderr=True, highlight=False).print(text if isinstance(text, Text) else Text(text, style="dim"), soft_wrap=True)
+    shown = text if isinstance(text, Text) else Text("\n".join(map(printable, text.split("\n"))), style="dim")
+    Console(stderr=True, highlight=False).print(shown, soft_wrap=True)
 
 
 def say_error(error: PacelineError | str) -> None:
     """Print one line `error: …` to stderr."""
-    line = Text.assemble(("error: ", "bold red"), " ".join(str(error).split()))
+    line = Text.assemble(("error: ", "bold red"), printable(" ".join(str(error).split())))
     Console(stderr=True, highlight=False).print(line, soft_wrap=True)
 
 

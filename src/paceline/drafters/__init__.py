@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.config import QuantOptions
@@ -69,7 +69,7 @@ class TargetDescription:
     device: str = "auto"
     tree_width: int = 1
     offline: bool = False
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     draft_quant: QuantOptions | None = None
     quant_directory: Path | None = None
     facts_directory: Path | None = None

@@ -1,6 +1,5 @@
 """The files heads come in: which of a directory hold the tensors, and what tensors a file holds. Nothing in a file is run."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import BackendUnavailableError, CheckpointError
 from paceline.models.safetensors_file import StoredTensor, checkpoint_files, map_file, read_header, view_tensor
+from paceline.small_files import INDEX_BYTES, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -77,23 +77,6 @@ def read_tensors(path: Path) -> dict[str, HeadTensor]:
     return {name: HeadTensor(tensor.shape, tensor.dtype, partial(_view, tensor, file_bytes)) for name, tensor in stored.items()}
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is no file.
-
-    Raises:
-        CheckpointError: it is no JSON, or no object.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}; download the file again") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(values).__name__}, expected an object; download the file again")
-    return values
-
-
 def listed(items: list[str]) -> str:
     """The items for an error, the first of them where there are many."""
     rest = len(items) - _NAMES_IN_AN_ERROR
@@ -103,7 +86,7 @@ def listed(items: list[str]) -> str:
 
 def _shards(index: Path) -> tuple[Path, ...]:
     """The files an index of PyTorch shards names, which lie beside it."""
-    weight_map = read_json(index).get("weight_map")
+    weight_map = (read_json(index, INDEX_BYTES) or {}).get("weight_map")
     names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, Mapping) else []
     wrong = [name for name in names if Path(name).name != name or not name.endswith(".bin") or not (index.parent / name).is_file()]
     if wrong or not names:

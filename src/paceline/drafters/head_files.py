@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.drafters.head_containers import ITEM_TYPES, HeadTensor, files_of, listed, read_json, read_tensors
+from paceline.drafters.head_containers import ITEM_TYPES, HeadTensor, files_of, listed, read_tensors
 from paceline.drafters.head_kinds import HeadKind, kind_of
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.weights import Tensor
+from paceline.small_files import is_file, read_json
 
 _PREFIXES = re.compile(r"(?:module\.|model\.|draft_model\.|eagle_module\.|ea_layer\.)*")
 _WEIGHT_TYPES = {"F32": WeightType.F32, "F16": WeightType.F16, "BF16": WeightType.BF16}
@@ -52,7 +53,7 @@ class HeadFiles:
             BackendUnavailableError: it takes a library that is not installed.
         """
         directory = path if path.is_dir() else path.parent
-        config = read_json(directory / "config.json")
+        config = read_json(directory / "config.json") or {}
         files = (path,) if path.is_file() else files_of(directory)
         found: dict[str, HeadTensor] = {}
         for file in files:
@@ -163,7 +164,7 @@ class HeadFiles:
 def is_head_file(name: str) -> bool:
     """Whether this is the path of one file that heads come in, and not of a directory."""
     path = Path(name)
-    return path.suffix in (".pt", ".bin", ".safetensors") and path.is_file()
+    return path.suffix in (".pt", ".bin", ".safetensors") and is_file(path)
 
 
 def plain_name(name: str) -> str:

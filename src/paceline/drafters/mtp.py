@@ -30,6 +30,7 @@ from paceline.models.quantized_cache import quantized_weights
 from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
 from paceline.runtimes.decoder import decoder_layer
 from paceline.runtimes.head import Compose, HeadBlocks, Value, open_head
+from paceline.runtimes.native.checksum import fastest_page_sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +226,14 @@ def open_mtp(files: HeadFiles, target: PairTarget) -> PairDrafter:
     sizes = target.runtime.config
     module = load_mtp(files, sizes, open_weights(target.directory, sizes))
     if target.quant is not None:
-        weights = quantized_weights(module.weights, target.quant, target.quant_directory, files=files.files, num_threads=target.num_threads)
+        weights = quantized_weights(
+            module.weights,
+            target.quant,
+            target.quant_directory,
+            files=files.files,
+            num_threads=target.num_threads,
+            page_sums=fastest_page_sums(),
+        )
         module = replace(module, weights=weights)
 
     def opened(config: PairConfig, max_context: int) -> PairHead:

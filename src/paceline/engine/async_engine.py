@@ -191,7 +191,8 @@ class AsyncEngine:
         return await answer
 
     def _chat_ids(self, messages: Messages) -> list[int]:
-        return self.opened.maker.prompt_ids(self.opened.maker.tokenizer.apply_chat_template(messages))
+        maker = self.opened.maker
+        return maker.prompt_ids(maker.tokenizer.apply_chat_template(messages, max_context=maker.max_context))
 
 
 def _set_result(future: "asyncio.Future[Result]", result: Result) -> None:

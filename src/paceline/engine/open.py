@@ -11,7 +11,7 @@ from paceline.engine.batch import AskedFor, RequestMaker
 from paceline.engine.engine import Engine
 from paceline.engine.memory import plan_cache
 from paceline.engine.scheduler import Limits
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, printable
 from paceline.hub import resolve
 from paceline.kv_cache.paged import KVCache
 from paceline.models.config import WeightType
@@ -149,8 +149,8 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
     ends = tuple(dict.fromkeys((*runtime.config.eos_token_ids, *tokenizer.end_token_ids)))
     maker = RequestMaker(tokenizer, vocab_size, plan.max_context, ends)
     of_drafter = () if drafter is None else drafter.notices
-    notices = (*config.notices, *tokenizer.notices, *loaded.notices, *_unused_head(loaded, directory, drafter), *of_drafter)
-    return OpenedEngine(engine, maker, (*notices, plan.notice) if plan.notice else notices, config)
+    notices = (*config.notices, *tokenizer.notices, *loaded.notices, *_unused_head(loaded, directory, drafter), *of_drafter, plan.notice)
+    return OpenedEngine(engine, maker, tuple(printable(one) for one in notices if one), config)  # they name files and tensors
 
 
 def _layers(config: EngineConfig, speculation: SpeculationConfig, options: HeadOptions, directory: Path) -> tuple[int, ...]:

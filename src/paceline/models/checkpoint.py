@@ -1,5 +1,6 @@
 """A checkpoint, whatever its format: a Hugging Face directory or a GGUF file."""
 
+import os
 from pathlib import Path
 
 from paceline.errors import CheckpointError
@@ -9,11 +10,12 @@ from paceline.models.gguf_file import open_gguf, split_parts
 from paceline.models.gguf_weights import GgufWeights
 from paceline.models.safetensors_file import checkpoint_files
 from paceline.models.weights import Weights
+from paceline.small_files import is_file
 
 
 def is_gguf(path: Path) -> bool:
     """Whether a checkpoint's path is that of a GGUF file; all others are directories."""
-    return path.suffix.lower() == ".gguf" and not path.is_dir()
+    return path.suffix.lower() == ".gguf" and not os.path.isdir(path)
 
 
 def read_model_config(path: Path) -> ModelConfig:
@@ -47,6 +49,6 @@ def weight_files(path: Path) -> tuple[Path, ...]:
 
 
 def _directory(path: Path) -> Path:
-    if path.is_file():
+    if is_file(path):
         raise CheckpointError(f"{path} is no checkpoint; give a directory with config.json and model.safetensors, or a *.gguf file")
     return path

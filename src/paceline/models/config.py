@@ -1,17 +1,24 @@
 """What a network is, read from a checkpoint's own metadata."""
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import CheckpointError
+import numpy as np
+
+from paceline.errors import CheckpointError, shortened
+from paceline.model_directory import SAFETENSORS, without_model
 from paceline.models.families import Family, family_of
 from paceline.models.json_fields import JsonFields
+from paceline.models.rope import inverse_frequencies
 from paceline.models.rope_config import RopeConfig, RopeType, read_rope
 from paceline.models.safetensors_file import most_common_dtype
+from paceline.small_files import is_file, read_json
+
+MAX_LAYERS = 4096
+MAX_HEAD_SIZE = 8192
 
 __all__ = ["Activation", "ModelConfig", "RopeConfig", "RopeType", "WeightType", "config_from_values", "read_config"]
 
@@ -124,10 +131,14 @@ def read_config(directory: Path) -> ModelConfig:
         CheckpointError: a file is missing or no JSON, a value is missing or absurd, or the network is not one we run.
     """
     path = directory / "config.json"
-    values = _text_values(_read_json(path))
-    generation = directory / "generation_config.json"
+    read = read_json(path)
+    if read is None:
+        if not any(is_file(directory / name) for name in SAFETENSORS):
+            raise without_model(directory)
+        raise CheckpointError(f"{path} is missing: a model directory needs config.json, tokenizer files and *.safetensors")
+    values = _text_values(read)
     weight_type = None if _type_name(values) is not None else _weight_type(most_common_dtype(directory), path)
-    return config_from_values(values, path, generation=_read_json(generation) if generation.is_file() else None, weight_type=weight_type)
+    return config_from_values(values, path, generation=read_json(directory / "generation_config.json"), weight_type=weight_type)
 
 
 def config_from_values(
@@ -150,17 +161,19 @@ def config_from_values(
     family = family_of(values, path)
     fields = JsonFields({**family.defaults, **values}, path)
     _refuse_quantised(fields)
+    num_layers = fields.size("num_hidden_layers", most=MAX_LAYERS)  # before anything is made for every layer
     num_heads, num_kv_heads, head_size = _heads(fields)
     rope = read_rope(fields, family, head_size=head_size)
     local_rope = read_rope(fields, family, head_size=head_size, layer_type="sliding_attention") if family.has_local_rope else None
     max_positions, window = _context(fields, family, rope)
+    _check_frequencies(filter(None, (rope, local_rope)), head_size, max_positions, path)
     generation = generation or {}
     return ModelConfig(
         family=family.name,
         vocab_size=fields.size("vocab_size"),
         hidden_size=fields.size("hidden_size"),
         intermediate_size=fields.size("intermediate_size"),
-        num_layers=fields.size("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
@@ -190,7 +203,7 @@ def _heads(fields: JsonFields) -> tuple[int, int, int]:
         raise CheckpointError(
             f"{fields.path}: no head_dim, and hidden_size = {hidden_size} is no multiple of num_attention_heads = {num_heads}"
         )
-    head_size = fields.size("head_dim", hidden_size // num_heads, null=hidden_size // num_heads)
+    head_size = fields.size("head_dim", hidden_size // num_heads, null=hidden_size // num_heads, most=MAX_HEAD_SIZE)
     if head_size % 2:
         raise CheckpointError(f"{fields.path}: head_dim = {head_size}; rotary embeddings need an even one")
     return num_heads, num_kv_heads, head_size
@@ -200,21 +213,33 @@ def _context(fields: JsonFields, family: Family, rope: RopeConfig) -> tuple[int,
     """How many positions a run may have, and the sliding window where that is what limits them."""
     max_positions = fields.size("max_position_embeddings")
     if rope.type is RopeType.DYNAMIC:
-        max_positions = int(max_positions * rope.factor)
+        max_positions = _longest(max_positions, rope.factor, fields)
     window = family.window(fields)
     return (max_positions, None) if window is None or window >= max_positions else (window, window)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing: a model directory needs config.json, tokenizer files and *.safetensors") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}; download the file again") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(values).__name__}, expected an object; download the file again")
-    return values
+def _longest(max_positions: int, factor: float, fields: JsonFields) -> int:
+    longest = max_positions * factor
+    if not 1 <= longest < 2**31:
+        raise CheckpointError(
+            f"{fields.path}: max_position_embeddings = {max_positions} times the rope factor {factor} are {longest:g} positions, "
+            f"expected 1 to {2**31 - 1}"
+        )
+    return int(longest)
+
+
+def _check_frequencies(ropes: Iterable[RopeConfig], head_size: int, max_positions: int, path: Path) -> None:
+    """Refuse parameters each of which may be a number but from which no rotation can be computed."""
+    for rope in ropes:
+        for context in (None, max_positions):
+            try:
+                with np.errstate(all="ignore"):
+                    frequencies, factor = inverse_frequencies(rope.for_context(context), head_size)
+                    is_usable = bool(np.isfinite(frequencies).all() and np.isfinite(np.float32(factor)))
+            except (ArithmeticError, ValueError):
+                is_usable = False
+            if not is_usable:
+                raise CheckpointError(f"{path}: the rope parameters of type {rope.type.value!r} make frequencies that are no numbers")
 
 
 def _text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -232,17 +257,24 @@ def _activation(fields: JsonFields, family: Family) -> Activation:
     activation = _ACTIVATIONS.get(str(name))
     if activation is None:
         raise CheckpointError(
-            f"{fields.path}: {family.activation_field} = {name!r} is not supported, only {', '.join(map(repr, _ACTIVATIONS))} are"
+            f"{fields.path}: {family.activation_field} = {shortened(name)} is not supported, only {', '.join(map(repr, _ACTIVATIONS))} are"
         )
     return activation
 
 
 def _refuse_quantised(fields: JsonFields) -> None:
+    packed = fields.values.get("quantization")
+    if isinstance(packed, Mapping) and {"group_size", "bits"} <= packed.keys():
+        raise CheckpointError(
+            f"{fields.path}: this is an MLX model with weights packed to {shortened(packed['bits'])} bits, which is read on Apple's "
+            "MLX only; use the model it was made from, with quant='int8' or 'int4', or a GGUF file of it"
+        )
     quantization = fields.values.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
         raise CheckpointError(
-            f"{fields.path}: the weights are quantised ({method!r}); supported are f32, f16 and bf16: use the model it was made from"
+            f"{fields.path}: the weights are quantised ({shortened(method)}); supported are f32, f16 and bf16: "
+            "use the model it was made from"
         )
 
 
@@ -254,14 +286,15 @@ def _type_name(values: Mapping[str, Any]) -> str | None:
 def _weight_type(name: str | None, path: Path) -> WeightType:
     weight_type = _WEIGHT_TYPES.get(str(name).removeprefix("torch."))
     if weight_type is None:
-        raise CheckpointError(f"{path}: weights of type {name!r} are not supported, only float32, float16 and bfloat16 are")
+        raise CheckpointError(f"{path}: weights of type {shortened(name)} are not supported, only float32, float16 and bfloat16 are")
     return weight_type
 
 
 def _bos_token_id(generation: Mapping[str, Any], values: Mapping[str, Any]) -> int | None:
     for source in (generation, values):
-        if isinstance(source.get("bos_token_id"), int):
-            return int(source["bos_token_id"])
+        token_id = source.get("bos_token_id")
+        if isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < 2**31:
+            return token_id
     return None
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, shortened
 from paceline.models.json_fields import JsonFields
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _sliding_layers(fields: JsonFields) -> tuple[int, ...]:
         return tuple(layer for layer in range(num_layers) if (layer + 1) % pattern)
     if not isinstance(types, list) or len(types) != num_layers or not set(map(str, types)) <= {"sliding_attention", "full_attention"}:
         raise CheckpointError(
-            f"{fields.path}: layer_types = {types!r}, expected sliding_attention or full_attention for {num_layers} layers"
+            f"{fields.path}: layer_types = {shortened(types)}, expected sliding_attention or full_attention for {num_layers} layers"
         )
     return tuple(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
 
@@ -226,7 +226,7 @@ def family_of(values: Mapping[str, Any], path: Path) -> Family:
     family = by_architecture.get(str(architecture).lower()) if model_type is None else FAMILIES.get(str(model_type))
     if family is None or (architecture is not None and architecture.lower() != family.architecture.lower()):
         raise CheckpointError(
-            f"{path} describes model_type {model_type!r} with architecture {architecture!r}, which is not supported; "
+            f"{path} describes model_type {shortened(model_type)} with architecture {shortened(architecture)}, which is not supported; "
             f"supported are {', '.join(f'{known.name} ({known.architecture})' for known in FAMILIES.values())}"
         )
     return family

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, shortened
 from paceline.models.config import ModelConfig, RopeConfig, RopeType, WeightType, config_from_values
 from paceline.models.gguf_file import GgufFile
 from paceline.models.rope import inverse_frequencies
@@ -53,7 +53,8 @@ class _Reader:
         self._architecture = self._plain("general.architecture")
         if not isinstance(self._architecture, str) or self._architecture not in _FAMILY_OF:
             raise CheckpointError(
-                f"{file.path} holds architecture {self._architecture!r}, which is not supported; supported are {', '.join(_FAMILY_OF)}"
+                f"{file.path} holds architecture {shortened(self._architecture)}, which is not supported; "
+                f"supported are {', '.join(_FAMILY_OF)}"
             )
 
     def values(self) -> dict[str, Any]:
@@ -88,7 +89,8 @@ class _Reader:
     def _plain(self, key: str) -> Any:
         value = self._file.metadata.get(key)
         # Metadata has float32 only: the shortest number that rounds to it is the one that was meant (1e-05, not 9.99999975e-06).
-        return float(str(np.float32(value))) if isinstance(value, float) else value
+        with np.errstate(over="ignore"):  # one that float32 has no room for becomes infinite, and is refused as such
+            return float(str(np.float32(value))) if isinstance(value, float) else value
 
     def _of_model(self, key: str) -> Any:
         return self._plain(f"{self._architecture}.{key}")
@@ -114,8 +116,9 @@ class _Reader:
         return value
 
     def _refuse(self, key: str, value: object, expected: str) -> NoReturn:
-        shown = str(value)[:200]
-        raise CheckpointError(f"{self._file.path}: {self._architecture}.{key} = {shown}, expected {expected}; download the file again")
+        raise CheckpointError(
+            f"{self._file.path}: {self._architecture}.{key} = {shortened(value)}, expected {expected}; download the file again"
+        )
 
     def _of_all_layers(self, key: str, default: int | None = None) -> int:
         """A size that may be given for every layer; ours are the same in all."""
@@ -156,7 +159,7 @@ class _Reader:
     def _end_token_ids(self) -> list[Any]:
         """The ids named as an end; an out-of-vocabulary one never comes up, so the reader of the values may judge them."""
         ids = [self._plain(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-        return list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
+        return [token_id for index, token_id in enumerate(ids) if token_id is not None and token_id not in ids[:index]]
 
     def _rope(self, head_size: int, max_positions: int) -> dict[str, Any]:
         theta = self._number("rope.freq_base", 10000.0)
@@ -178,7 +181,9 @@ class _Reader:
             return self._longrope(rotated, original, max_positions)
         if self._has("rope_freqs.weight"):
             if kind != "none":
-                raise CheckpointError(f"{self._file.path}: rope_freqs.weight together with rope.scaling.type = {kind!r} is not supported")
+                raise CheckpointError(
+                    f"{self._file.path}: rope_freqs.weight together with rope.scaling.type = {shortened(kind)} is not supported"
+                )
             return self._frequency_factors(theta, rotated, max_positions)
         if kind == "none" or (kind == "linear" and factor == 1.0):
             return None
@@ -186,7 +191,9 @@ class _Reader:
             return {"rope_type": "linear", "factor": factor}
         if kind == "yarn":
             return self._yarn(factor, original)
-        raise CheckpointError(f"{self._file.path}: rope.scaling.type = {kind!r} is not supported, only none, linear, yarn and longrope are")
+        raise CheckpointError(
+            f"{self._file.path}: rope.scaling.type = {shortened(kind)} is not supported, only none, linear, yarn and longrope are"
+        )
 
     def _yarn(self, factor: float, original: int) -> dict[str, Any]:
         betas = {name: self._of_model(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, shortened
 from paceline.models.gguf_header import GgufTensor, Header, Metadata
 from paceline.models.safetensors_file import map_file
+from paceline.small_files import is_file, unreadable
 
 MAX_SPLITS = 1024
 _SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -41,11 +42,11 @@ def open_gguf(path: Path) -> GgufFile:
     declared = first.metadata.get("split.tensors.count", len(tensors))
     if len(parts) > 1 and declared != len(tensors):
         raise CheckpointError(
-            f"{parts[0]} says its {len(parts)} parts hold {declared!r} tensors, they hold {len(tensors)}; download them again"
+            f"{parts[0]} says its {len(parts)} parts hold {shortened(declared)} tensors, they hold {len(tensors)}; download them again"
         )
     if len(parts) == 1 and first.metadata.get("split.count", 1) not in (0, 1):
         raise CheckpointError(
-            f"{path} is one of {first.metadata['split.count']!r} parts but is not named name-00001-of-0000N.gguf; "
+            f"{path} is one of {shortened(first.metadata['split.count'])} parts but is not named name-00001-of-0000N.gguf; "
             "give the parts their names back"
         )
     return GgufFile(parts[0], first.metadata, tensors)
@@ -66,7 +67,7 @@ def split_parts(path: Path) -> tuple[Path, ...]:
             f"{path} names part {match['number']} of {match['count']}; expected 1 to the number of parts, at most {MAX_SPLITS}"
         )
     parts = tuple(path.with_name(f"{match['stem']}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1))
-    missing = [part.name for part in parts if not part.is_file()]
+    missing = [part.name for part in parts if not is_file(part)]
     if missing:
         raise CheckpointError(f"{path.parent} lacks {len(missing)} of {count} parts: {', '.join(missing[:20])}; download them again")
     return parts
@@ -74,16 +75,15 @@ def split_parts(path: Path) -> tuple[Path, ...]:
 
 def _open_part(path: Path) -> GgufFile:
     try:
-        size = path.stat().st_size
-        if size < 24:
-            raise CheckpointError(f"{path} has {size} bytes, a GGUF file has at least 24: truncated, download it again")
         file_bytes = map_file(path)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; check the path and its permissions") from error
+        raise unreadable(path, error) from error
+    if len(file_bytes) < 24:
+        raise CheckpointError(f"{path} has {len(file_bytes)} bytes, a GGUF file has at least 24: truncated, download it again")
     header = Header(path, file_bytes)
     num_tensors, num_keys = header.begin()
     metadata = Metadata(header, header.metadata_places(num_keys))
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment > 1 << 20 or alignment & (alignment - 1):
-        header.fail(f"general.alignment is {alignment!r}, expected a power of two up to {1 << 20}")
+        header.fail(f"general.alignment is {shortened(alignment)}, expected a power of two up to {1 << 20}")
     return GgufFile(path, metadata, header.tensors(num_tensors, alignment))

@@ -6,7 +6,6 @@ when they are asked for.
 
 import math
 import struct
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,9 +21,11 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_ENTRIES = 1 << 16
 """Metadata keys, and tensors, a file may have."""
-MAX_ITEMS = 1 << 22
-"""Strings and nested arrays in all metadata: they are walked one by one."""
+MAX_ITEMS = 1 << 21
+"""Strings and nested arrays in all metadata, which are walked one by one, and numbers of one array that is read."""
 MAX_NESTING = 4
+MAX_TEXT_BYTES = 64 << 20
+"""Of one text, or of all texts of one array."""
 MAX_NAME_BYTES = 1024
 """Of a metadata key or a tensor's name; real ones have some dozens."""
 MAX_DIMENSIONS = 4
@@ -201,7 +202,7 @@ class Header:
     def _number(self, layout: str, what: str) -> Any:
         return struct.unpack_from(layout, self._view, self._advance(struct.calcsize(layout), what))[0]
 
-    def _text(self, what: str, max_bytes: int = sys.maxsize) -> str:
+    def _text(self, what: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
         num_bytes = self._number("<Q", what)
         if num_bytes > max_bytes:
             self.fail(f"{what!r} at byte {self._position} has {num_bytes} bytes, at most {max_bytes} are possible")
@@ -210,10 +211,14 @@ class Header:
 
     def _spans(self, count: int, what: str) -> Iterator[tuple[int, int]]:
         """Begin and end of each of `count` strings; a loop of its own, because vocabularies have hundreds of thousands."""
-        view, position, last = self._view, self._position, len(self._bytes) - _LENGTH.size
+        view, position = self._view, self._position
+        last = min(len(self._bytes), position + MAX_TEXT_BYTES) - _LENGTH.size
         for _ in range(count):
             if position > last:
-                self.fail(f"the strings of {what!r} reach byte {position + _LENGTH.size} of a file of {len(self._bytes)}")
+                self.fail(
+                    f"the strings of {what!r} reach byte {position + _LENGTH.size} of a file of {len(self._bytes)}, "
+                    f"all of them may have {MAX_TEXT_BYTES}"
+                )
             start = position + _LENGTH.size
             position = start + _LENGTH.unpack_from(view, position)[0]
             yield start, position
@@ -258,6 +263,8 @@ class Header:
         if kind == _ARRAY:
             element, count = self._array(what, depth)
             if element in _NUMBERS:
+                if count > MAX_ITEMS:
+                    self.fail(f"{what!r} has an array of {count} numbers, at most {MAX_ITEMS} are possible")
                 start = self._advance(count * _FIXED_BYTES[element], what)
                 return self._bytes[start : self._position].view(np.dtype(_NUMBERS[element])).tolist()
             if element == _STRING:

@@ -1,7 +1,8 @@
 """Quantised matrices on disk, so that a model is quantised once: one safetensors file for each content and each setting.
 
 A file is written under a temporary name, synced and renamed, so a name that can be found was written whole. Its header follows from
-the model and the settings alone and its data have a checksum, so a file that was damaged later is noticed and made anew.
+the model and the settings alone and its data have a checksum that every byte and its place enter (page_sums.py), compared whenever a
+file is opened, so a file that was damaged later is noticed and made anew.
 """
 
 import hashlib
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,22 +21,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config import QuantOptions
+from paceline.errors import CheckpointError
 from paceline.models.grouped import GroupedMatrix
+from paceline.models.page_sums import PageSums, checksum, plain_page_sums
 from paceline.models.quantize import Scheme, quantize_tensor, schemes_for
 from paceline.models.safetensors_file import map_file
 from paceline.models.weights import AnyTensor, GroupedTensor, MadeWeights, TensorFacts, Weights
+from paceline.small_files import unreadable
 
 FOLDER = "quantised"
 """Folder of the cache directory that holds the files."""
 
-FORMAT = 1  # of the file and of the arithmetic in quantize.py: another number, another key
+FORMAT = 2  # of the file and of the arithmetic in quantize.py: another number, another key
 _ALIGNMENT = 64
 _PARTIAL = ".partial-"
 _ABANDONED_S = 24 * 3600.0
 _DIGEST_BYTES = 32
-_SUMMED_WORDS = 8192  # a checksum's sums are of 64 KiB, so that exchanged pages are noticed as well
 _SAMPLES = 16  # places of a tensor that a key looks at
 _SAMPLE_BYTES = 512
+_Sums = Callable[[NDArray[np.uint8]], bytes]
 _SAFETENSORS_TYPE = {"i1": "I8", "u1": "U8", "f4": "F32"}
 
 
@@ -70,6 +75,7 @@ def quantized_weights(
     files: Sequence[Path] = (),
     num_threads: int = 1,
     notices: list[str] | None = None,
+    page_sums: PageSums = plain_page_sums,
 ) -> Weights:
     """The weights with their matrices in groups as `options` say, one tensor at a time; mapped from the cache where there is one.
 
@@ -78,22 +84,24 @@ def quantized_weights(
         files: what `weights` were read from. Their sizes and times of change then enter the key, beside samples of every tensor;
             without them every byte is read for it.
         notices: gets a line when the cache cannot be written.
+        page_sums: sums pages for the checksum, the faster the better.
 
     Raises:
-        CheckpointError: a weight is NaN, infinite or beyond 1e37.
+        CheckpointError: a weight is NaN, infinite or beyond 1e37, or one of `files` cannot be seen any more.
     """
     schemes = schemes_for(weights, options)
     if not schemes:
         return weights
     if cache_directory is not None:
-        key = _key(weights, options, schemes, files)
+        sums = partial(checksum, page_sums=page_sums, num_threads=num_threads)
+        key = _key(weights, options, schemes, files, sums)
         layout = _layout(weights, schemes, key)
         path = cache_directory / FOLDER / f"{key}.safetensors"
         try:
-            found = _read(path, layout, weights, schemes)
+            found = _read(path, layout, weights, schemes, sums)
             if found is None:
-                _write(path, layout, weights, schemes, num_threads)
-                found = _read(path, layout, weights, schemes)
+                _write(path, layout, weights, schemes, sums, num_threads)
+                found = _read(path, layout, weights, schemes, sums)
             if found is not None:
                 return QuantizedWeights(weights, found.__getitem__, schemes)
             problem = "what was written does not read back"
@@ -132,16 +140,19 @@ def _quantized(weights: Weights, name: str, scheme: Scheme, num_threads: int) ->
     return made
 
 
-def _key(weights: Weights, options: QuantOptions, schemes: Mapping[str, Scheme], files: Sequence[Path]) -> str:
+def _key(weights: Weights, options: QuantOptions, schemes: Mapping[str, Scheme], files: Sequence[Path], sums: _Sums) -> str:
     digest = hashlib.sha256(repr((FORMAT, astuple(options), sorted(schemes))).encode())
     for path in files:
-        status = path.stat()
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise unreadable(path, error) from error
         digest.update(repr((status.st_size, status.st_mtime_ns)).encode())
     for name in schemes:
         facts = weights.facts(name)
         digest.update(repr((name, facts.shape, facts.weight_type)).encode())
         for array in weights.stored(name):
-            digest.update(_samples(array) if files else _sums(array))
+            digest.update(_samples(array) if files else sums(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
         weights.forget(name)
     return digest.hexdigest()[:40]
 
@@ -150,16 +161,6 @@ def _samples(array: NDArray[Any]) -> bytes:
     """Bytes from rows spread over the matrix."""
     rows = np.unique(np.linspace(0, len(array) - 1, _SAMPLES).astype(np.int64))
     return b"".join(np.ascontiguousarray(array[row]).tobytes()[:_SAMPLE_BYTES] for row in rows)
-
-
-def _sums(array: NDArray[Any]) -> bytes:
-    """A digest that every byte enters, at the speed of memory: sums of 64 KiB, hashed."""
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    block_bytes = 8 * _SUMMED_WORDS
-    whole = len(flat) - len(flat) % block_bytes
-    digest = hashlib.sha256(flat[whole:].tobytes())
-    digest.update(flat[:whole].view(np.uint64).reshape(-1, _SUMMED_WORDS).sum(axis=1, dtype=np.uint64).tobytes())
-    return digest.digest()
 
 
 def _layout(weights: Weights, schemes: Mapping[str, Scheme], key: str) -> _Layout:
@@ -191,7 +192,7 @@ def _layout(weights: Weights, schemes: Mapping[str, Scheme], key: str) -> _Layou
     return _Layout(header, parts, start + offset)
 
 
-def _write(path: Path, layout: _Layout, weights: Weights, schemes: Mapping[str, Scheme], num_threads: int) -> None:
+def _write(path: Path, layout: _Layout, weights: Weights, schemes: Mapping[str, Scheme], sums: _Sums, num_threads: int) -> None:
     """Quantise into a file of another name and rename it; whoever breaks off leaves no file of this name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path.parent)
@@ -199,13 +200,13 @@ def _write(path: Path, layout: _Layout, weights: Weights, schemes: Mapping[str, 
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(layout.header)
-            sums = hashlib.sha256()
             for name, scheme in schemes.items():
                 matrix = _quantized(weights, name, scheme, num_threads).matrix
                 for array, part in zip(matrix.arrays, layout.parts[name], strict=True):
                     _append(file, array, part.begin)
-                    sums.update(_sums(array))
-            file.write(bytes(layout.digest_begin - file.tell()) + sums.digest())
+            file.write(bytes(layout.digest_begin - file.tell()))
+            file.flush()
+            file.write(sums(map_file(Path(temporary))[len(layout.header) :]))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -221,26 +222,23 @@ def _append(file: BinaryIO, array: NDArray[Any], begin: int) -> None:
     file.write(array.reshape(-1).view(np.uint8).data)
 
 
-def _read(path: Path, layout: _Layout, weights: Weights, schemes: Mapping[str, Scheme]) -> dict[str, GroupedTensor] | None:
+def _read(path: Path, layout: _Layout, weights: Weights, schemes: Mapping[str, Scheme], sums: _Sums) -> dict[str, GroupedTensor] | None:
     """The matrices of a file, or None where there is none or it is not what it should be."""
     try:
-        if path.stat().st_size != layout.size:
-            return None
         content = map_file(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, CheckpointError):
         return None
-    if content[: len(layout.header)].tobytes() != layout.header:
+    if len(content) != layout.size or content[: len(layout.header)].tobytes() != layout.header:
         return None
-    sums = hashlib.sha256()
+    if content[layout.digest_begin :].tobytes() != sums(content[len(layout.header) : layout.digest_begin]):
+        return None
     found: dict[str, GroupedTensor] = {}
     for name, scheme in schemes.items():
         arrays = [content[part.begin : part.end].view(part.item_type).reshape(part.shape) for part in layout.parts[name]]
-        for array in arrays:
-            sums.update(_sums(array))
         codes, scales = arrays[:2]
         matrix = GroupedMatrix(codes, scales, None if scheme.symmetric else arrays[2], scheme.bits, scheme.zero_point)
         found[name] = GroupedTensor(matrix, weights.facts(name).weight_type)
-    return found if content[layout.digest_begin :].tobytes() == sums.digest() else None
+    return found
 
 
 def _remove_abandoned(directory: Path) -> None:

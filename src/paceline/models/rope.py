@@ -5,7 +5,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.models.config import RopeConfig, RopeType
+from paceline.models.rope_config import RopeConfig, RopeType
 
 
 def inverse_frequencies(rope: RopeConfig, head_size: int) -> tuple[NDArray[np.float32], float]:

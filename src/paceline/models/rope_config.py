@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, shortened
 from paceline.models.families import Family
 from paceline.models.json_fields import JsonFields
 
@@ -119,17 +119,16 @@ def _parameters(fields: JsonFields, family: Family, layer_type: str) -> Mapping[
     elif family.has_local_rope and layer_type != "full_attention":
         return {}  # in the older spelling scaling is for the layers that see everything
     if not isinstance(scaling, Mapping) or any(isinstance(value, Mapping) for value in scaling.values()):
-        raise CheckpointError(f"{fields.path}: rope parameters {scaling!r} are not supported, expected one set for all layers")
+        raise CheckpointError(f"{fields.path}: rope parameters {shortened(scaling)} are not supported, expected one set for all layers")
     return scaling
 
 
 def _rope_type(fields: JsonFields, family: Family, scaling: Mapping[str, Any]) -> RopeType:
     name = scaling.get("rope_type", scaling.get("type", "default"))
-    if isinstance(name, str):
-        name = family.rope_types.get(name, name)
+    name = family.rope_types.get(name, name) if isinstance(name, str) else name
     supported = [rope_type.value for rope_type in RopeType]
     if name not in supported:
-        raise CheckpointError(f"{fields.path}: rope type {name!r} is not supported, only {', '.join(supported)} are")
+        raise CheckpointError(f"{fields.path}: rope type {shortened(name)} is not supported, only {', '.join(supported)} are")
     return RopeType(name)
 
 
@@ -143,8 +142,8 @@ def _rotated_fraction(fields: JsonFields, family: Family, rope: JsonFields, head
     fraction = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if fraction != 1.0 and not family.rotates_partially:
         raise CheckpointError(f"{fields.path}: partial_rotary_factor = {fraction} is not supported for {family.name}, only 1.0 is")
-    rotary_size = int(head_size * fraction)
-    if not 0.0 < fraction <= 1.0 or rotary_size % 2 or rotary_size < 2:
+    rotary_size = int(head_size * fraction) if 0.0 < fraction <= 1.0 else 0
+    if rotary_size % 2 or rotary_size < 2:
         raise CheckpointError(
             f"{fields.path}: partial_rotary_factor = {fraction} rotates {rotary_size} of {head_size} values a head, expected an even number"
         )

@@ -3,8 +3,9 @@
 The header comes from strangers, so every number in it is checked against the file's size before it is used.
 """
 
-import json
 import math
+import os
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, shortened
+from paceline.model_directory import SAFETENSORS, without_model
+from paceline.models.mapped_files import map_regular
+from paceline.small_files import INDEX_BYTES, is_file, json_object, open_regular, read_json, unreadable
 
-MAX_HEADER_BYTES = 100_000_000
-"""What the format's own library accepts."""
-
+MAX_DIMENSIONS = 8
+_SHARD_NAME = re.compile(r"[^/\\\0]{1,200}\.safetensors")
 _ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
 _ITEM_BYTES |= {"I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8}
 
@@ -41,17 +44,12 @@ def checkpoint_files(directory: Path) -> tuple[Path, ...]:
     Raises:
         CheckpointError: there are none, or the index names a file that is not there.
     """
-    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if single.is_file():
+    single, index = (directory / name for name in SAFETENSORS)
+    if is_file(single):
         return (single,)
-    if index.is_file():
+    if is_file(index):
         return _shards(index)
-    if any(directory.glob("*.bin")) or any(directory.glob("*.pth")):
-        raise CheckpointError(
-            f"{directory} holds PyTorch *.bin weights only, which may run code when read; convert them: load the model with "
-            "transformers and save it again with save_pretrained(), which writes model.safetensors"
-        )
-    raise CheckpointError(f"{directory} holds neither model.safetensors nor model.safetensors.index.json; download the model again")
+    raise without_model(directory)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -61,20 +59,18 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         CheckpointError: the file is truncated, or its header is no valid one for its size.
     """
     try:
-        file_size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            file_size = os.fstat(file.fileno()).st_size
             header_bytes = int.from_bytes(file.read(8), "little")
-            limit = min(MAX_HEADER_BYTES, max(file_size - 8, 0))
+            limit = min(INDEX_BYTES, max(file_size - 8, 0))
             if file_size < 10 or not 2 <= header_bytes <= limit:
                 raise CheckpointError(
                     f"{path} says its header is {header_bytes} bytes, but at most {limit} are possible in a file of {file_size}: "
                     "it is truncated or no safetensors file; download it again"
                 )
-            header = json.loads(file.read(header_bytes).decode("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; download it again") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path}: the header is a JSON {type(header).__name__}, expected an object; download it again")
+            header = json_object(file.read(header_bytes), f"{path}: the header")
+    except OSError as error:
+        raise unreadable(path, error) from error
     tensors = {
         name: _stored_tensor(path, name, entry, 8 + header_bytes, file_size) for name, entry in header.items() if name != "__metadata__"
     }
@@ -83,12 +79,29 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def map_file(path: Path) -> NDArray[np.uint8]:
-    """The bytes of a file, in memory only once used; copy-on-write, because OpenVINO takes no read-only array. Nobody writes."""
-    return np.asarray(np.memmap(path, dtype=np.uint8, mode="c"))
+    """The bytes of a file, in memory only once used; copy-on-write, because OpenVINO takes no read-only array. Nobody writes.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CheckpointError: it is no regular file, or cannot be mapped.
+    """
+    with open_regular(path) as file:
+        try:
+            if os.fstat(file.fileno()).st_size == 0:  # which cannot be mapped
+                return np.empty(0, np.uint8)
+            return map_regular(file, path)
+        except (OSError, ValueError) as error:
+            raise unreadable(path, error) from error
 
 
 def view_tensor(tensor: StoredTensor, file_bytes: NDArray[np.uint8], item_type: "np.dtype[Any]") -> NDArray[Any]:
-    """A view of the tensor in its mapped file, or a copy where it is not aligned for `item_type`."""
+    """A view of the tensor in its mapped file, or a copy where it is not aligned for `item_type`.
+
+    Raises:
+        CheckpointError: the file has become shorter since its header was read.
+    """
+    if tensor.end > len(file_bytes):
+        raise CheckpointError(f"{tensor.path} has {len(file_bytes)} bytes, less than when it was opened; download it again")
     array: NDArray[Any] = file_bytes[tensor.begin : tensor.end].view(item_type).reshape(tensor.shape)
     return array if array.flags.aligned else array.copy()
 
@@ -105,16 +118,15 @@ def most_common_dtype(directory: Path) -> str:
 
 
 def _shards(index: Path) -> tuple[Path, ...]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index} is no index of safetensors shards ({error!r}); download it again") from error
-    for name in names:
+    weight_map = (read_json(index, INDEX_BYTES) or {}).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} is no index of safetensors shards: its weight_map is {shortened(weight_map)}; download it again")
+    for name in weight_map.values():
         # A shard is a file next to its index: anything else could point out of the checkpoint.
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index} names the shard {name!r}, expected the name of a *.safetensors file beside it")
-    missing = [name for name in names if not (index.parent / name).is_file()]
+        if not isinstance(name, str) or _SHARD_NAME.fullmatch(name) is None:
+            raise CheckpointError(f"{index} names the shard {shortened(name)}, expected the name of a *.safetensors file beside it")
+    names = sorted(set(weight_map.values()))
+    missing = [name for name in names if not is_file(index.parent / name)]
     if missing:
         raise CheckpointError(f"{index.parent} lacks {len(missing)} of {len(names)} shards: {', '.join(missing[:20])}; download them again")
     return tuple(index.parent / name for name in names)
@@ -122,10 +134,12 @@ def _shards(index: Path) -> tuple[Path, ...]:
 
 def _stored_tensor(path: Path, name: str, entry: object, data_start: int, file_size: int) -> StoredTensor:
     if not isinstance(entry, Mapping):
-        raise CheckpointError(f"{path}: header entry {name!r} is {entry!r}, expected an object; download the file again")
+        raise CheckpointError(f"{path}: header entry {name!r} is {shortened(entry)}, expected an object; download the file again")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or not _is_counts(shape) or not _is_counts(offsets) or len(offsets) != 2:
-        raise CheckpointError(f"{path}: header entry {name!r} = {dict(entry)!r} lacks a dtype, shape or data_offsets; download it again")
+        raise CheckpointError(f"{path}: header entry {name!r} = {shortened(entry)} lacks a dtype, shape or data_offsets; download it again")
+    if len(shape) > MAX_DIMENSIONS:
+        raise CheckpointError(f"{path}: tensor {name!r} has {len(shape)} dimensions, expected at most {MAX_DIMENSIONS}; download it again")
     begin, end = data_start + offsets[0], data_start + offsets[1]
     if not begin <= end <= file_size:
         raise CheckpointError(f"{path}: tensor {name!r} is at bytes {begin} to {end} of {file_size}: truncated, download it again")
@@ -139,7 +153,7 @@ def _stored_tensor(path: Path, name: str, entry: object, data_start: int, file_s
 
 
 def _is_counts(values: object) -> TypeGuard[list[int]]:
-    return isinstance(values, list) and all(isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values)
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 
 def _check_overlaps(path: Path, tensors: Mapping[str, StoredTensor]) -> None:

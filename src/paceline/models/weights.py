@@ -225,7 +225,7 @@ def _without_heads(stored: Mapping[str, StoredTensor], config: ModelConfig) -> t
 
     A layer behind the last one is such a head only where it has a head's own tensors: else config.json names too few layers.
     """
-    behind = re.compile(r"model\.layers\.(\d+)\.")
+    behind = re.compile(r"model\.layers\.(\d{1,9})\.")  # a longer number is no layer's
     layers = {name: int(match[1]) for name in stored if (match := behind.match(name)) and int(match[1]) >= config.num_layers}
     heads = [
         name for name in stored

@@ -7,12 +7,14 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, library_errors, memory_errors
 from paceline.models.checkpoint import is_gguf, open_weights, read_model_config, weight_files
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.families import tensor_shapes
 from paceline.models.gguf_file import open_gguf
 from paceline.models.weights import Weights
+from paceline.small_files import TOKENIZER_BYTES, read_small
+from paceline.tokenizer_backend import TokenizerBackend
 from paceline.vocabulary import SAMPLE_TEXT
 
 
@@ -75,6 +77,7 @@ class CheckpointFacts:
         }
 
 
+@memory_errors("the checkpoint's metadata")
 def read_checkpoint(path: Path, max_context: int | None = None) -> CheckpointFacts:
     """Read what a checkpoint says of itself, and check its headers against its config.
 
@@ -95,7 +98,7 @@ def read_checkpoint(path: Path, max_context: int | None = None) -> CheckpointFac
         sum(map(math.prod, tensor_shapes(config).values())),
         f"{'gguf' if is_gguf(path) else 'safetensors'}, {weight_type}",
         weight_type.lower() not in {stored.value for stored in WeightType},
-        _read_tokenizer(path),
+        read_tokenizer(path),
     )
 
 
@@ -107,16 +110,21 @@ def _main_type(path: Path) -> str:
     return max(sizes, key=sizes.__getitem__, default="no tensors")
 
 
-def _read_tokenizer(path: Path) -> TokenizerFacts | None:
+def read_tokenizer(path: Path) -> TokenizerFacts | None:
+    """The tokenizer in a checkpoint, None where it cannot be read without being converted.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
     backend = _gguf_backend(path) if is_gguf(path) else _backend(path / "tokenizer.json")
     if backend is None:
         return None
-    vocab = backend.get_vocab(with_added_tokens=True)
-    pieces = [""] * (max(vocab.values(), default=-1) + 1)
-    for piece, token_id in vocab.items():
+    known = TokenizerBackend(backend)
+    pieces = [""] * (max(known.vocabulary.values()) + 1)
+    for piece, token_id in known.vocabulary.items():
         pieces[token_id] = piece
-    special = frozenset(token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special)
-    return TokenizerFacts(pieces, special, backend.encode(SAMPLE_TEXT, add_special_tokens=False).ids)
+    with library_errors(f"{path}: its tokenizer cannot encode a text; download it again", CheckpointError):
+        return TokenizerFacts(pieces, known.special_token_ids, backend.encode(SAMPLE_TEXT, add_special_tokens=False).ids)
 
 
 def _gguf_backend(path: Path) -> Backend:
@@ -126,9 +134,11 @@ def _gguf_backend(path: Path) -> Backend:
 
 
 def _backend(path: Path) -> Backend | None:
-    if not path.is_file():
+    content = read_small(path, TOKENIZER_BYTES)
+    if content is None:
         return None
-    try:
-        return Backend.from_file(str(path))
-    except Exception as error:  # the library raises bare Exceptions
-        raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}; download the file again") from error
+    with library_errors(f"{path} cannot be read as a tokenizer; download the file again", CheckpointError):
+        backend = Backend.from_str(content.decode("utf-8"))
+        backend.no_padding()  # what the file asks for is no part of a tokenizer, and may be of any length
+        backend.no_truncation()
+        return backend

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.config import QuantOptions
+from paceline.errors import memory_errors
 from paceline.models.checkpoint import open_weights, read_model_config, weight_files
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
 from paceline.runtimes.backend import choose_backend, choose_device
 from paceline.runtimes.base import Numerics, Runtime
+from paceline.runtimes.native.checksum import fastest_page_sums
 
 if TYPE_CHECKING:
     from paceline.runtimes.native.runtime import NativeRuntime
@@ -26,7 +28,7 @@ class RuntimeOptions:
         numerics: what is wanted; the runtime's capabilities say what holds.
         dtype: None = the type the weights are stored in; F32, asked for, also leaves rows unrounded in front of quantised matrices.
         num_threads: CPU threads.
-        max_context: positions to prepare for; None = what the model was made for.
+        max_context: of the longest text there can be; None = what the model was made for.
         device: "auto", "cpu" or "cuda".
         backend: "auto", "native", "openvino" or "torch".
         collect_layers: layer boundaries to return.
@@ -58,11 +60,13 @@ class Loaded:
     own_head: str | None
 
 
+@memory_errors("the model")
 def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
     """Open a checkpoint and build the runtime for it.
 
     Raises:
         CheckpointError: the checkpoint cannot be used.
+        CapacityError: it does not fit in memory.
         BackendUnavailableError: the device or its library is absent.
     """
     stored = read_model_config(path)
@@ -82,6 +86,7 @@ def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
             files=weight_files(path),
             num_threads=options.num_threads,
             notices=notices,
+            page_sums=fastest_page_sums(),
         )
     if config.sliding_window is not None and config.max_positions == config.sliding_window:
         notices.append(f"context is limited to the model's sliding window of {config.sliding_window} tokens")

@@ -1,4 +1,4 @@
-"""Tables of rotary angles, computed once per runtime."""
+"""Tables of rotary angles, computed as far as texts have come."""
 
 import numpy as np
 
@@ -6,12 +6,48 @@ from paceline.models.config import ModelConfig
 from paceline.models.rope import inverse_frequencies
 from paceline.runtimes.base import FloatArray
 
+LEAST_POSITIONS = 256
 
-def rotary_tables(config: ModelConfig, max_context: int) -> list[tuple[FloatArray, FloatArray]]:
-    """cos and sin, each [max_context + 1, R / 2] float32 and scaled by the attention factor, for each of `config.ropes`."""
-    tables = []
-    for rope in config.ropes:
-        frequencies, factor = inverse_frequencies(rope, config.head_size)
-        angles = np.arange(max_context + 1, dtype=np.float32)[:, None] * frequencies[None, :]
-        tables.append((np.cos(angles) * np.float32(factor), np.sin(angles) * np.float32(factor)))
-    return tables
+
+class RotaryTables:
+    """cos and sin of the positions from 0 on, scaled by the attention factor, for each of `config.ropes`.
+
+    They hold what was asked for and at most as much again, whatever length a model says it was made for. What is added later has the bits
+    it would have had at once.
+
+    Args:
+        limit: the last position there can be; at least LEAST_POSITIONS, because measurements at load run some rows of their own.
+
+    Attributes:
+        pairs: cos and sin, each [positions, R / 2] float32 and contiguous; another list whenever they have grown.
+    """
+
+    def __init__(self, config: ModelConfig, limit: int) -> None:
+        self._limit = max(limit, LEAST_POSITIONS)
+        self._ropes = [inverse_frequencies(rope, config.head_size) for rope in config.ropes]
+        self.pairs = self._computed(0, min(LEAST_POSITIONS, self._limit) + 1)
+
+    def reach(self, position: int) -> None:
+        """Make the tables hold `position`.
+
+        Raises:
+            IndexError: it is beyond the limit, or below 0.
+        """
+        begin = len(self.pairs[0][0])
+        if 0 <= position < begin:
+            return
+        if not 0 <= position <= self._limit:
+            raise IndexError(f"position {position} is beyond {self._limit}, the last one that was prepared for")
+        more = self._computed(begin, min(1 << position.bit_length(), self._limit + 1))
+        self.pairs = [
+            (np.concatenate([cos, more_cos]), np.concatenate([sin, more_sin]))
+            for (cos, sin), (more_cos, more_sin) in zip(self.pairs, more, strict=True)
+        ]
+
+    def _computed(self, begin: int, end: int) -> list[tuple[FloatArray, FloatArray]]:
+        positions = np.arange(begin, end, dtype=np.int64).astype(np.float32)[:, None]
+        tables = []
+        for frequencies, factor in self._ropes:
+            angles = positions * frequencies[None, :]
+            tables.append((np.cos(angles) * np.float32(factor), np.sin(angles) * np.float32(factor)))
+        return tables

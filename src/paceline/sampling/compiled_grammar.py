@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.errors import BackendUnavailableError, RequestError
+from paceline.errors import BackendUnavailableError, RequestError, library_errors
 from paceline.sampling.grammar import Grammar, GrammarKind
 from paceline.tokenizer import Tokenizer
 
@@ -43,18 +43,18 @@ class GrammarVocabulary:
             self.end_id = int(self.eos_ids[0])
         else:
             text, self.end_id = _with_an_end(text)
-        try:
+        with library_errors("grammar: the tokenizer of this model cannot be held to one; generate without it", _refused):
             self.ids = self.llguidance.LLTokenizer(text, eos_token=self.end_id)
-        except ValueError as error:
-            raise RequestError(
-                f"grammar: the tokenizer of this model cannot be held to one ({error}); generate without it", parameter="grammar"
-            ) from error
         self.num_words = (self.ids.vocab_size + 31) // 32
 
     def bytes_of(self, token_id: int) -> bytes:
         """The text of a token; empty for ids that do not exist."""
         text: bytes = self.ids.decode_bytes([token_id]) if 0 <= token_id < self.size else b""
         return text
+
+
+def _refused(text: str) -> RequestError:
+    return RequestError(text, parameter="grammar")
 
 
 class CompiledGrammar:

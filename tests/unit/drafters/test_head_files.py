@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -241,3 +242,12 @@ def test_a_head_of_another_model_is_refused(tmp_path: Path) -> None:
         check_pairing(files, target, hidden_size=16)
     with pytest.raises(IncompatibleDrafterError, match="knows 128256 token ids, the target 32000"):
         check_pairing(files, target, hidden_size=8, vocab_rows=128256)
+
+
+def test_a_refused_pickle_does_not_say_how_to_let_it_run(tmp_path: Path) -> None:
+    for content in (Path("/etc/passwd"), {"a": Path("x")}, [print]):
+        for is_zipped in (True, False):
+            torch.save(content, tmp_path / "medusa_lm_head.pt", _use_new_zipfile_serialization=is_zipped)
+            with pytest.raises(CheckpointError, match="objects or code of its own, which are never let run; use safetensors") as caught:
+                HeadFiles.open(tmp_path)
+            assert not re.search("weights_only|still be loaded|trust|add_safe_globals", str(caught.value))

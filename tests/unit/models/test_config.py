@@ -1,6 +1,7 @@
 """config.json and generation_config.json, as written by many versions of transformers, become one ModelConfig."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,7 @@ def test_a_damaged_config_is_a_checkpoint_error(tmp_path: Path, content: bytes) 
 
 
 def test_a_directory_without_a_config_says_so(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         read_config(tmp_path)
 
@@ -303,3 +305,52 @@ def test_values_from_elsewhere_need_no_file(tmp_path: Path) -> None:
     assert (config.weight_type, config.eos_token_ids) == (WeightType.F16, (7, 2))
     with pytest.raises(CheckpointError, match=r"model\.gguf: weights of type None"):
         config_from_values(values, tmp_path / "model.gguf")
+
+
+DEEP = json.loads("[" * 400 + "]" * 400)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": {"rope_type": ["llama3"], "factor": 2.0}},
+        {"rope_scaling": {"rope_type": {"a": 1}, "factor": 2.0}},
+        {"rope_scaling": {"type": DEEP, "factor": 2.0}},
+        {"rope_scaling": DEEP},
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 1e308}},
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 1e-300}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 10**400}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1e-320}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 1e-300, "attention_factor": 1e300}},
+        {"rope_scaling": {"rope_type": "llama3", "factor": 1e-300, "original_max_position_embeddings": 1}},
+        {"rope_theta": 1e308},
+        {"rope_theta": 10**400},
+        {"rms_norm_eps": 10**400},
+        {"vocab_size": 10**400},
+        {"num_hidden_layers": 2**31 - 1},
+        {"num_attention_heads": 1, "head_dim": 2**31 - 2},
+        {"partial_rotary_factor": 1e308, "model_type": "phi3", "architectures": ["Phi3ForCausalLM"]},
+        {"num_hidden_layers": 2**31 - 1, "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]},
+        {"eos_token_id": 10**400},
+        {"eos_token_id": DEEP},
+        {"hidden_act": DEEP},
+        {"architectures": [DEEP], "model_type": DEEP},
+        {"torch_dtype": DEEP},
+        {"quantization_config": DEEP},
+        {"quantization_config": {"quant_method": DEEP}},
+        {"tie_word_embeddings": DEEP},
+    ],
+    ids=lambda changes: " ".join(changes),
+)
+def test_no_number_and_no_type_in_a_config_is_any_other_error(tmp_path: Path, changes: dict[str, Any]) -> None:
+    start = time.perf_counter()
+    with pytest.raises(CheckpointError) as caught:
+        read(tmp_path, {**LLAMA, **changes})
+    assert len(str(caught.value)) < 4100
+    assert time.perf_counter() - start < 2.0
+
+
+def test_an_mlx_model_is_named_as_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "quantization": {"group_size": 64, "bits": 4}}))
+    with pytest.raises(CheckpointError, match="this is an MLX model with weights packed to 4 bits"):
+        read_config(tmp_path)

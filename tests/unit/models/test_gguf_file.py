@@ -1,6 +1,9 @@
 """The GGUF container: what a file holds is found as the format's own library wrote it, and damage is named."""
 
+import os
 import struct
+import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 from paceline.errors import CheckpointError
 from paceline.models.checkpoint import is_gguf, open_weights, read_model_config, weight_files
 from paceline.models.gguf_file import open_gguf
+from paceline.models.gguf_header import MAX_ITEMS, MAX_TEXT_BYTES
 
 gguf = pytest.importorskip("gguf")
 
@@ -255,7 +259,7 @@ def test_the_plain_file_opens(tmp_path: Path) -> None:
         ({"architecture": "mamba"}, "holds architecture 'mamba', which is not supported; supported are llama, qwen2"),
         ({"without": "context_length"}, "has no metadata llama.context_length: get a newer conversion"),
         ({"embedding_length": 0}, "llama.embedding_length = 0, expected a number above 0"),
-        ({"embedding_length": "64"}, "llama.embedding_length = 64, expected a number above 0"),
+        ({"embedding_length": "64"}, "llama.embedding_length = '64', expected a number above 0"),
         ({"embedding_length": 32}, r"token_embd.weight has shape \[50, 64\], expected \[vocabulary, 32\]"),
         ({"block_count": 2**30}, "llama.block_count = 1073741824, expected at most as many as the file has tensors, 11"),
         ({"attention__head_count_kv": [2, 1]}, r"llama.attention.head_count_kv = \[2, 1\], expected the same whole number"),
@@ -288,3 +292,31 @@ def test_a_matrix_of_a_type_that_cannot_be_read_is_refused_before_anything_is_co
     path = write_llama(tmp_path / "model.gguf", extra={"token_embd.weight": np.zeros((50, 64), np.int32)})
     with pytest.raises(CheckpointError, match=r"tensor 'token_embd\.weight' is of type I32; supported are F32, F16, BF16, Q4_0"):
         open_both(path)
+
+
+def header_of(path: Path, kind: int, value: bytes, *, size: int) -> Path:
+    """A file with one metadata value; the rest is a hole."""
+    key = b"test.value"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key + struct.pack("<I", kind) + value)
+    os.truncate(path, size)
+    return path
+
+
+def test_what_a_value_takes_is_bounded_however_large_its_file_is(tmp_path: Path) -> None:
+    """Files of gigabytes that take no room on a disk."""
+    string, array, byte = 8, 9, 0
+    large, path = 1 << 31, tmp_path / "model.gguf"
+    start = time.perf_counter()
+    tracemalloc.start()
+    numbers = open_gguf(header_of(path, array, struct.pack("<IQ", byte, MAX_ITEMS + 1), size=large)).metadata
+    with pytest.raises(CheckpointError, match=f"an array of {MAX_ITEMS + 1} numbers, at most {MAX_ITEMS} are possible"):
+        numbers["test.value"]
+    text = open_gguf(header_of(path, string, struct.pack("<Q", MAX_TEXT_BYTES + 1), size=large)).metadata
+    with pytest.raises(CheckpointError, match=f"has {MAX_TEXT_BYTES + 1} bytes, at most {MAX_TEXT_BYTES} are possible"):
+        text["test.value"]
+    for texts in (struct.pack("<IQ", string, MAX_ITEMS + 1), struct.pack("<IQQ", string, 2, 1 << 30)):
+        with pytest.raises(CheckpointError, match=r"entries, \d+ in all metadata|all of them may have"):
+            open_gguf(header_of(path, array, texts, size=large))
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+    assert time.perf_counter() - start < 2.0

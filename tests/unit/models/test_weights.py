@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -196,6 +197,7 @@ def test_pytorch_files_are_not_opened(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_weights_says_so(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
         Weights.open(tmp_path, CONFIG)
 
@@ -294,3 +296,15 @@ def test_norm_weights_stored_less_one_are_made_whole_in_float32(tmp_path: Path) 
         is_norm = "norm" in name
         assert np.all(as_float32(weights[name]) == (1.25 if is_norm else 0.25)), name
         assert weights[name].weight_type is (WeightType.F32 if is_norm else WeightType.BF16)
+
+
+@pytest.mark.parametrize(
+    "number", ["99999999", "9" * 10, "9" * 5000, "0" * 5000, "٣"], ids=["large", "larger", "digits", "zeros", "Arabic"]
+)
+def test_a_layer_of_any_number_is_an_unknown_tensor_and_sizes_nothing(tmp_path: Path, number: str) -> None:
+    name = f"model.layers.{number}.self_attn.q_proj.weight"
+    write_safetensors(tmp_path / "model.safetensors", random_tensors() | {name: np.zeros((2, 2), np.float32)})
+    start = time.perf_counter()
+    with pytest.raises(CheckpointError, match=r"holds 1 tensor: model\.layers"):
+        Weights.open(tmp_path, CONFIG)
+    assert time.perf_counter() - start < 1.0

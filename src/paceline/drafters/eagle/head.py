@@ -12,6 +12,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.quantized_cache import quantized_weights
 from paceline.models.weights import AnyTensor, Weights
 from paceline.runtimes.head import open_head
+from paceline.runtimes.native.checksum import fastest_page_sums
 
 
 class EagleWeights:
@@ -46,7 +47,9 @@ class EagleWeights:
         checkpoint = open_eagle(files, config, target)
         weights = checkpoint.weights
         if quant is not None:
-            weights = quantized_weights(weights, quant, quant_directory, files=files.files, num_threads=num_threads)
+            weights = quantized_weights(
+                weights, quant, quant_directory, files=files.files, num_threads=num_threads, page_sums=fastest_page_sums()
+            )
         self._tensors: dict[str, AnyTensor] = dict(weights)
         self._soft_cap = None
         if "lm_head.weight" not in self._tensors:

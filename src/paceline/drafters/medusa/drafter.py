@@ -30,6 +30,7 @@ from paceline.models.quantized_cache import quantized_weights
 from paceline.runtimes.backend import choose_device
 from paceline.runtimes.base import FloatArray, in_parts
 from paceline.runtimes.head import DRAW, Draws, HeadsGrower, Ranking
+from paceline.runtimes.native.checksum import fastest_page_sums
 from paceline.sampling.noise import Purpose, noise_key
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds
 from paceline.speculation.request import Request
@@ -298,6 +299,9 @@ def open_medusa(
     target_weights = open_weights(target, config)
     heads = load_medusa(files, config, target_weights["embedding.weight" if config.tied_embeddings else "lm_head.weight"])
     if quant is not None:
-        heads = replace(heads, weights=quantized_weights(heads.weights, quant, quant_directory, files=files.files, num_threads=num_threads))
+        made = quantized_weights(
+            heads.weights, quant, quant_directory, files=files.files, num_threads=num_threads, page_sums=fastest_page_sums()
+        )
+        heads = replace(heads, weights=made)
     network = MedusaNetwork(heads, config, num_threads=num_threads, device=choose_device(device, "auto"))
     return MedusaDrafter(network, vocab_size=vocab_size, tree=tree)

@@ -1,7 +1,6 @@
 """A recorded network with the memory it runs in."""
 
 import ctypes
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from paceline.runtimes.head import Draws
 from paceline.runtimes.native.library import LANES, Operation, Program, kernels
 from paceline.runtimes.native.passes import PassMemory
 from paceline.runtimes.native.program import Code, Recorded
+from paceline.runtimes.rotary import RotaryTables
 
 _MIN_ROWS = 32
 
@@ -21,8 +21,8 @@ class Execution:
 
     Args:
         num_threads: threads that share the work of a pass.
-        max_slots: rows a sequence and its draft tree may have together.
-        tables: cos and sin, each [positions, R / 2], for each of the config's ropes; needed where the network turns anything.
+        max_slots: rows a sequence and its draft tree may have together; the cache may have room for less.
+        tables: of rotary angles; needed where the network turns anything.
     """
 
     def __init__(
@@ -32,36 +32,28 @@ class Execution:
         *,
         num_threads: int,
         max_slots: int,
-        tables: Sequence[tuple[FloatArray, FloatArray]] = (),
+        tables: RotaryTables | None = None,
     ) -> None:
         self._recorded = recorded
         self._operations = (Operation * len(recorded.operations))(*recorded.operations)
         self._tickets = np.zeros(2 * len(recorded.operations), np.int32)
-        group = config.num_heads // config.num_kv_heads
-        self._scratch = [np.empty((1 + group) * (max_slots + LANES), np.float32) for _ in range(num_threads)]
-        self._scratch_addresses = np.array([part.ctypes.data for part in self._scratch], np.uint64)
+        self._max_slots, self._scratch_rows = max_slots, 1 + config.num_heads // config.num_kv_heads
         self._rotary_half = config.rope.rotary_size(config.head_size) // 2
         self.kernels = kernels()
         self._capacity = 0
         self._buffers: list[FloatArray] = []  # [capacity, width] each
-        self._tables = [(np.ascontiguousarray(cos), np.ascontiguousarray(sin)) for cos, sin in tables]
-        self._rotates = any(operation.code == Code.ROPE for operation in recorded.operations)
-        self.memory = PassMemory(self.angles)
+        self.tables = tables if any(operation.code == Code.ROPE for operation in recorded.operations) else None
+        self.memory = PassMemory(self.tables)
         self._program = Program(
-            operations=self._operations, num_operations=len(recorded.operations), num_threads=num_threads,
-            scratch=self._scratch_addresses.ctypes.data, block_size=BLOCK_SIZE, heads=config.num_heads, kv_heads=config.num_kv_heads,
-            head_size=config.head_size, rotary_half=self._rotary_half, max_context=max_slots, most_columns=recorded.most_columns,
-            tickets=self._tickets.ctypes.data,
+            operations=self._operations, num_operations=len(recorded.operations), num_threads=num_threads, block_size=BLOCK_SIZE,
+            heads=config.num_heads, kv_heads=config.num_kv_heads, head_size=config.head_size, rotary_half=self._rotary_half,
+            most_columns=recorded.most_columns, tickets=self._tickets.ctypes.data,
         )  # fmt: skip
+        self._make_scratch(0)
         self._packed_rows = np.empty(num_threads * self._packed_floats(1), np.float32)
         self._program.packed_rows = self._packed_rows.ctypes.data
         self._arguments = ctypes.pointer(self._program), ctypes.pointer(self.memory.record)
         self.make_room(_MIN_ROWS)
-
-    @property
-    def angles(self) -> Sequence[tuple[FloatArray, FloatArray]]:
-        """cos and sin of each rope, none where the network turns nothing."""
-        return self._tables if self._rotates else ()
 
     @property
     def program(self) -> "ctypes._Pointer[Program]":
@@ -77,6 +69,15 @@ class Execution:
         self._storage = storage
         self._program.cache = storage.ctypes.data
         self._program.num_blocks = storage.shape[1]
+        self._make_scratch(min(self._max_slots, storage.shape[1] * BLOCK_SIZE))
+
+    def _make_scratch(self, num_slots: int) -> None:
+        """What attention over so many rows works in."""
+        room = self._scratch_rows * (num_slots + LANES)
+        self._scratch = [np.empty(room, np.float32) for _ in range(self._program.num_threads)]
+        self._scratch_addresses = np.array([part.ctypes.data for part in self._scratch], np.uint64)
+        self._program.scratch = self._scratch_addresses.ctypes.data
+        self._program.max_context = num_slots
 
     def input_rows(self, num_rows: int, buffer: int = 0) -> FloatArray:
         """Where an input of a pass of `num_rows` rows is to be written, [num_rows, width]."""

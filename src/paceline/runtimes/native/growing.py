@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import WeightType
+from paceline.models.mapped_files import MappedFiles
 from paceline.models.weights import Tensor
 from paceline.runtimes.base import FloatArray
 from paceline.runtimes.head import DRAW
@@ -46,28 +47,39 @@ class NativeGrower:
         embedding: the table.
         count: ranks of a record.
         count_passes: told how many passes ran.
+        arrays: what the networks read.
     """
 
     most_true = MOST_TRUE
 
     def __init__(
-        self, true: GrowerNetwork, drafted: GrowerNetwork, embedding: Tensor, count: int, count_passes: Callable[[int], None]
+        self,
+        true: GrowerNetwork,
+        drafted: GrowerNetwork,
+        embedding: Tensor,
+        count: int,
+        count_passes: Callable[[int], None],
+        arrays: Sequence[NDArray[Any]] = (),
     ) -> None:
         self._true, self._drafted, self._count_passes = true.execution, drafted.execution, count_passes
         self._grow = drafted.execution.kernels.paceline_grow
         self._arrays: dict[str, NDArray[Any]] = {"table": np.ascontiguousarray(embedding.array)}
+        self._files = MappedFiles([self._arrays["table"], *arrays])
         self._pass, self._size = Pass(num_ranges=1), (0, 0)
         (feature,), true_width = drafted.features, true.execution.width(true.features[0])
         self._growing = Growing(
             true_program=true.execution.program, program=drafted.execution.program, one_pass=ctypes.pointer(self._pass),
             table=self._arrays["table"].ctypes.data, row_bytes=self._arrays["table"].strides[0], kind=_KINDS[embedding.weight_type],
             num_embedded=embedding.shape[0], embedding_width=drafted.execution.width(drafted.embedding),
-            feature_width=drafted.execution.width(feature), num_ropes=len(drafted.execution.angles),
+            feature_width=drafted.execution.width(feature),
             embedding=drafted.embedding, feature=feature, feature_out=drafted.feature_out, ranked=drafted.ranked,
             record_floats=drafted.execution.width(drafted.ranked), count=count, true_embedding=true.embedding,
             true_inputs=len(true.features), true_width=true_width, true_feature_out=true.feature_out, true_ranked=true.ranked,
         )  # fmt: skip
         self._growing.true_feature[: len(true.features)] = true.features
+        self._pairs: Sequence[tuple[FloatArray, FloatArray]] = ()
+        self._reach(0)
+        self._growing.num_ropes = len(self._pairs)
         self._choice = ChoiceMemory(self._growing.choice)
         self._features: FloatArray = self._named("features", MOST_TRUE * len(true.features) * true_width, np.float32).reshape(MOST_TRUE, -1)
         self._token_ids = self._named("token_ids", MOST_TRUE, np.int32)
@@ -97,6 +109,7 @@ class NativeGrower:
         num_true, num_blocks = len(token_ids), len(block_table)
         if self._size != (width, depth) or row_budget > self._choice.num_rows:
             self._make_room(width, depth, row_budget)
+        self._reach(base + depth)
         if num_blocks > len(self._block_table):
             self._block_table = self._placed("block_tables", np.zeros(1 << (num_blocks - 1).bit_length(), np.int32))
         if len(features) == 1:
@@ -109,6 +122,7 @@ class NativeGrower:
             self._growing, 0, seed, sample_index, temperature, layout_number(layout), row_budget, max_depth, base, base - num_true,
             first_slot, 0,
         )  # fmt: skip
+        self._files.check()
         self._grow(self._argument)
         self._count_passes(self._growing.num_passes)
         return self._choice.found()
@@ -135,12 +149,23 @@ class NativeGrower:
         self._pass.masks = self._named("masks", rows * rows, np.uint8).ctypes.data
         self._pass.selected = self._named("selected", width, np.int32).ctypes.data
         self._placed("range_of_row", np.zeros(rows, np.int32))
-        for index, pair in enumerate(self._drafted.angles):
+        for index, pair in enumerate(self._pairs):
             growing.half = pair[0].shape[1]
             for side, (table, field) in enumerate(zip(pair, (self._pass.cos, self._pass.sin), strict=True)):
                 angles = self._arrays[f"angles.{index}.{side}"] = np.empty((rows, table.shape[1]), np.float32)
-                growing.tables[2 * index + side] = table.ctypes.data
                 growing.angles[2 * index + side] = field[index] = angles.ctypes.data
+
+    def _reach(self, position: int) -> None:
+        """Name tables of rotary angles that hold `position`; others who use them may have let them grow as well."""
+        tables = self._drafted.tables
+        if tables is None:
+            return
+        tables.reach(position)
+        if self._pairs is not tables.pairs:
+            self._pairs = tables.pairs  # alive as long as they are named
+            for index, pair in enumerate(self._pairs):
+                for side, table in enumerate(pair):
+                    self._growing.tables[2 * index + side] = table.ctypes.data
 
     def _named(self, field: str, size: int, dtype: Any) -> NDArray[Any]:
         """New memory for a field of the record."""

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.kv_cache.row_plan import TreeLayout
+from paceline.models.mapped_files import MappedFiles
 from paceline.runtimes.base import FloatArray
 from paceline.runtimes.head import DRAW
 from paceline.runtimes.native.choosing import ChoiceMemory, layout_number
@@ -31,6 +32,7 @@ class NativeHeadsGrower:
         results: by head, the buffer with its records, or with what `last` takes.
         count: ranks of a record.
         count_passes: told how many passes ran.
+        files: what the networks read.
         last: None = the heads rank their own rows.
     """
 
@@ -41,10 +43,12 @@ class NativeHeadsGrower:
         results: Sequence[int],
         count: int,
         count_passes: Callable[[int], None],
+        files: MappedFiles,
         last: LastNetwork | None,
     ) -> None:
         depth = len(results)
         self.num_ranks, self._depth, self._count_passes, self._num_passes = count, depth, count_passes, 1 if last is None else 2
+        self._files = files
         self._networks = execution, last  # alive as long as their programs
         self._grow = execution.kernels.paceline_grow_heads
         firsts, behind = np.arange(depth, dtype=np.int32) * count, np.arange(1, depth + 1, dtype=np.int32).repeat(count)
@@ -92,6 +96,7 @@ class NativeHeadsGrower:
         WANTED.pack_into(
             heads, 0, seed, sample_index, temperature, layout_number(layout), row_budget, depth, position, position, 0, ranks
         )  # fmt: skip
+        self._files.check()
         self._grow(self._argument)
         self._count_passes(self._num_passes)
         return self._choice.found(), self._tokens.data[: heads.num_asked * self.num_ranks].tolist()

@@ -9,6 +9,7 @@ from paceline.errors import CapacityError
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig, WeightType
+from paceline.models.mapped_files import MappedFiles
 from paceline.models.weights import AnyTensor, Tensor, Weights
 from paceline.runtimes.base import FloatArray, ForwardBatch
 from paceline.runtimes.head import Compose, Draws, Grower, GrowerNames, HeadRuntime, HeadsGrower
@@ -18,7 +19,7 @@ from paceline.runtimes.native.growing_heads import LastNetwork, NativeHeadsGrowe
 from paceline.runtimes.native.library import MOST_INPUTS
 from paceline.runtimes.native.program import NativeBlocks, Recorded, most_columns, share_memory
 from paceline.runtimes.native.weights import NativeWeights
-from paceline.runtimes.rotary import rotary_tables
+from paceline.runtimes.rotary import RotaryTables
 
 
 class NativeHead(HeadRuntime):
@@ -28,7 +29,7 @@ class NativeHead(HeadRuntime):
         self.config = config
         self._shared = _Shared(
             NativeWeights(weights, WeightType.F32),
-            rotary_tables(config, max_context + MAX_PASS_ROWS),
+            RotaryTables(config, max_context + MAX_PASS_ROWS),
             num_threads,
             max_context + MAX_PASS_ROWS,
         )
@@ -40,6 +41,7 @@ class NativeHead(HeadRuntime):
 
     def forward(self, inputs: Mapping[str, FloatArray], batch: ForwardBatch, draws: Draws | None = None) -> Mapping[str, FloatArray]:
         num_rows = len(batch.positions)
+        self._shared.files.check()
         self._shared.num_passes += 1
         execution = self._execution
         execution.make_room(num_rows)
@@ -69,7 +71,7 @@ class NativeHead(HeadRuntime):
             return None
         true = self._grower_network(names, names.true_features)
         own = drafted._grower_network(names, [names.feature])
-        return NativeGrower(true, own, embedding, self._rankings[0][0].count, self._count_passes)
+        return NativeGrower(true, own, embedding, self._rankings[0][0].count, self._count_passes, self._shared.weights.arrays)
 
     def _grower_network(self, names: GrowerNames, features: Sequence[str]) -> GrowerNetwork:
         inputs, outputs = self._inputs, self._outputs
@@ -78,14 +80,16 @@ class NativeHead(HeadRuntime):
 
     def heads_grower(self, feature: str, heads: Sequence[str], lm_head: tuple[HeadRuntime, str, str] | None) -> HeadsGrower | None:
         results = [self._outputs[name][0] for name in heads]
+        files = self._shared.files
         if lm_head is None:
-            return NativeHeadsGrower(self._execution, self._inputs[feature], results, self._rankings[0][0].count, self._count_passes, None)
+            count = self._rankings[0][0].count
+            return NativeHeadsGrower(self._execution, self._inputs[feature], results, count, self._count_passes, files, None)
         network, hidden, ranked = lm_head
         if not isinstance(network, NativeHead):
             return None
         last = LastNetwork(network._execution, network._inputs[hidden], network._outputs[ranked][0])
         count = network._rankings[0][0].count
-        return NativeHeadsGrower(self._execution, self._inputs[feature], results, count, self._count_passes, last)
+        return NativeHeadsGrower(self._execution, self._inputs[feature], results, count, self._count_passes, files, last)
 
     def _count_passes(self, count: int) -> None:
         self._shared.num_passes += count
@@ -110,6 +114,7 @@ class NativeHead(HeadRuntime):
         if shared.storage is not None:
             self._execution.use_cache(shared.storage)
         shared.executions.append(self._execution)
+        shared.files = MappedFiles(shared.weights.arrays)
 
 
 class _Results(Mapping[str, FloatArray]):
@@ -134,8 +139,9 @@ class _Results(Mapping[str, FloatArray]):
 class _Shared:
     """What networks beside one another have in common."""
 
-    def __init__(self, weights: NativeWeights, tables: list[tuple[FloatArray, FloatArray]], num_threads: int, max_slots: int) -> None:
+    def __init__(self, weights: NativeWeights, tables: RotaryTables, num_threads: int, max_slots: int) -> None:
         self.weights, self.tables, self.num_threads, self.max_slots = weights, tables, num_threads, max_slots
         self.storage: FloatArray | None = None
         self.executions: list[Execution] = []
         self.num_passes = 0
+        self.files = MappedFiles(())

@@ -150,6 +150,8 @@ def kernels() -> ctypes.CDLL:
     library.paceline_strip_bytes.restype = c_int64
     library.paceline_fill_strips.argtypes = [POINTER(Matrix), c_int32, c_int32, c_int32, c_int32, c_void_p]
     library.paceline_fill_strips.restype = None
+    library.paceline_page_sums.argtypes = [c_void_p, c_int64, c_void_p, c_void_p]
+    library.paceline_page_sums.restype = None
     library.paceline_ranking_floats.argtypes = [c_int32, c_int32]
     library.paceline_ranking_floats.restype = c_int32
     library.paceline_grow.argtypes = [POINTER(Growing)]

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.runtimes.base import FloatArray, ForwardBatch, IntArray, RowRange
+from paceline.runtimes.base import ForwardBatch, IntArray, RowRange
 from paceline.runtimes.head import Draws
 from paceline.runtimes.native.library import Pass
+from paceline.runtimes.rotary import RotaryTables
 
 _LEAST = 64  # elements of every array
 
@@ -17,16 +18,17 @@ class PassMemory:
     """One `Pass` with the arrays it names; they grow and are filled anew for every pass.
 
     Args:
-        tables: cos and sin, each [positions, R / 2] and contiguous, of each rope; none where nothing is turned.
+        tables: of rotary angles; None where nothing is turned.
 
     Attributes:
         record: what the kernels are given.
         ranges: [ranges, 6] start, rows, cached length, offset of the block table, offset of the mask or -1, first slot seen.
     """
 
-    def __init__(self, tables: Sequence[tuple[FloatArray, FloatArray]]) -> None:
+    def __init__(self, tables: RotaryTables | None) -> None:
         self.record = Pass()
-        self._angles = [_Angles(self.record.cos, self.record.sin, index, *pair) for index, pair in enumerate(tables)]
+        ropes = () if tables is None else range(len(tables.pairs))
+        self._angles = [_Angles(self.record.cos, self.record.sin, index, tables) for index in ropes if tables is not None]
         self.ranges: IntArray = np.zeros((0, 6), np.int32)
         self._range_of_row: IntArray = np.zeros(0, np.int32)
         self._selected: IntArray = np.zeros(0, np.int32)
@@ -88,22 +90,26 @@ class _Angles:
     Args:
         cos, sin: the fields of the record.
         index: of the rope.
+        tables: of all ropes.
     """
 
-    def __init__(self, cos: Any, sin: Any, index: int, cos_table: FloatArray, sin_table: FloatArray) -> None:
-        self._cos, self._sin, self._index = cos, sin, index
-        self._tables = cos_table, sin_table
-        self._addresses = [table.ctypes.data for table in self._tables]
-        self._end, self._row_bytes = len(cos_table), cos_table.shape[1] * cos_table.itemsize
-        self._collected = [cos_table[:0], sin_table[:0]]
+    def __init__(self, cos: Any, sin: Any, index: int, tables: RotaryTables) -> None:
+        self._cos, self._sin, self._index, self._all = cos, sin, index, tables
+        self._look()
+        self._collected = [table[:0] for table in self._tables]
         self._collected_addresses = [0, 0]
 
     def of(self, positions: IntArray) -> None:
-        """Raises IndexError: a position is beyond the tables."""
+        """Raises IndexError: a position is beyond what the tables may hold."""
         count = len(positions)
         if count == 1 and 0 <= (position := int(positions[0])) < self._end:
             offset = position * self._row_bytes
             self._cos[self._index], self._sin[self._index] = self._addresses[0] + offset, self._addresses[1] + offset
+            return
+        if count and (last := int(positions.max())) >= self._end:
+            self._all.reach(last)
+            self._look()
+            self.of(positions)
             return
         if count > len(self._collected[0]):
             self._collected = [np.empty((1 << (count - 1).bit_length(), table.shape[1]), np.float32) for table in self._tables]
@@ -111,3 +117,8 @@ class _Angles:
         for table, array in zip(self._tables, self._collected, strict=True):
             array[:count] = table[positions]
         self._cos[self._index], self._sin[self._index] = self._collected_addresses
+
+    def _look(self) -> None:
+        self._tables = self._all.pairs[self._index]
+        self._addresses = [table.ctypes.data for table in self._tables]
+        self._end, self._row_bytes = len(self._tables[0]), self._tables[0].strides[0]

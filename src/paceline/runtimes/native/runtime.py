@@ -2,15 +2,18 @@
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.config import MAX_PASS_ROWS
 from paceline.errors import CapacityError
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.weights import Weights
+from paceline.models.mapped_files import MappedFiles
+from paceline.models.weights import AnyTensor, GroupedTensor, Weights
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Numerics, RowRange, Runtime
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.library import kernels_path
@@ -18,11 +21,8 @@ from paceline.runtimes.native.program import Recorded, record, record_lm_head
 from paceline.runtimes.native.strips import Strips
 from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.numerics import RowPadding
-from paceline.runtimes.rotary import rotary_tables
+from paceline.runtimes.rotary import LEAST_POSITIONS, RotaryTables
 from paceline.runtimes.rounding import embedding_rows, scaled_rows
-
-MIN_POSITIONS = 256
-"""Positions prepared for however short the context: measurements at load run some rows of their own."""
 
 
 class NativeRuntime(Runtime):
@@ -42,7 +42,7 @@ class NativeRuntime(Runtime):
         """Record the network; the weights stay where they are.
 
         Args:
-            max_context: positions to prepare for.
+            max_context: of the longest text there can be.
             collect_layers: boundaries to return, 0 to L.
             round_to: type the weights' values are rounded to first, where they are stored in another.
             strips: matrices in groups that a runtime of the same weights has laid out, by name; the others are added, and rows are rounded
@@ -59,11 +59,12 @@ class NativeRuntime(Runtime):
         self._round_to = round_to
         self.weights = weights
         self._native_weights = NativeWeights(weights, round_to, strips=strips, num_threads=num_threads)
-        self._tables = rotary_tables(config, max(max_context, MIN_POSITIONS))
-        self._max_slots = len(self._tables[0][0]) + MAX_PASS_ROWS
+        self._tables = RotaryTables(config, max_context)
+        self._max_slots = max(max_context, LEAST_POSITIONS) + MAX_PASS_ROWS
         recorded = record(config, self._native_weights, collect_layers)
         self._recorded = recorded
         self._embedding = (strips or {}).get("embedding") or weights["embedding.weight"]  # a tied matrix is read where products read it
+        self._files = MappedFiles([*self._native_weights.arrays, *_arrays(self._embedding)])
         self._execution = self._executed(recorded)
         self._lm_head: Execution | None = None
         path = kernels_path()
@@ -87,6 +88,7 @@ class NativeRuntime(Runtime):
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         num_rows = len(batch.token_ids)
+        self._files.check()
         self.num_passes += 1
         execution, recorded = self._execution, self._recorded
         execution.input_rows(num_rows)[...] = self.embed(batch.token_ids)
@@ -120,3 +122,9 @@ class NativeRuntime(Runtime):
         row = np.zeros(1, np.int32)
         self.forward(ForwardBatch(row, row, (RowRange(0, 1, 0, np.array([1], np.int32)),), row))
         self.num_passes = 0
+
+
+def _arrays(embedding: AnyTensor | Strips) -> tuple[NDArray[Any], ...]:
+    if isinstance(embedding, Strips):
+        return (embedding.data,)
+    return embedding.matrix.arrays if isinstance(embedding, GroupedTensor) else (embedding.array,)

@@ -1,5 +1,6 @@
 """Weights as the kernels read them: views of the mapped checkpoint wherever nothing is converted, so loading copies nothing."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,11 @@ class NativeWeights:
         self._strips = strips
         self._num_threads = num_threads
         self._arrays: list[NDArray[Any]] = []
+
+    @property
+    def arrays(self) -> Sequence[NDArray[Any]]:
+        """All whose addresses were handed out so far."""
+        return self._arrays
 
     @property
     def rounds_to_bf16(self) -> bool:

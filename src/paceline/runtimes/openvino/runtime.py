@@ -10,6 +10,7 @@ from paceline.kv_cache.block_pool import SCRATCH_BLOCK
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig, WeightType
+from paceline.models.mapped_files import MappedFiles
 from paceline.models.weights import GroupedTensor, Weights, as_float32
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Numerics, RowRange, Runtime
 from paceline.runtimes.numerics import RowPadding
@@ -17,11 +18,8 @@ from paceline.runtimes.openvino.attention import attention_inputs
 from paceline.runtimes.openvino.blocks import ROTARY_INPUTS
 from paceline.runtimes.openvino.graph import build_graph, build_lm_head
 from paceline.runtimes.openvino.weights import NUMPY_TYPE, GraphWeights, shared_tensor
-from paceline.runtimes.rotary import rotary_tables
+from paceline.runtimes.rotary import RotaryTables
 from paceline.runtimes.rounding import embedding_rows, rounded
-
-MIN_POSITIONS = 256
-"""Positions prepared for however short the context: measurements at load run some rows of their own."""
 
 
 class OpenVINORuntime(Runtime):
@@ -42,7 +40,7 @@ class OpenVINORuntime(Runtime):
 
         Args:
             weight_type: type of computation and cache, `graph.computable` of what is wanted.
-            max_context: positions to prepare for.
+            max_context: of the longest text there can be.
             collect_layers: boundaries to return, 0 to L; fixed, because the outputs of a graph are part of its function.
             round_to: type the weights' values are rounded to first.
         """
@@ -62,13 +60,15 @@ class OpenVINORuntime(Runtime):
         self.graph_digest = graph.digest
         self.version = f"openvino {ov.__version__}, {num_threads} threads, graph {graph.digest}"
         self._request = graph.compiled.create_infer_request()
-        self._rotary_tables = _rotary_tables(config, max(max_context, MIN_POSITIONS))
+        self._rotary_tables = RotaryTables(config, max_context)
         self._lm_head: ov.CompiledModel | None = None
+        self._files = MappedFiles(())
         self._buffers: dict[str, np.ndarray] = {}  # what the request's input tensors point into
         self.new_cache(2)
         self._warm_up()
         graph_weights.drop_matrices()
         self._vectors = graph_weights.vectors
+        self._files = MappedFiles(weights.stored("embedding.weight"))
 
     def new_cache(self, num_blocks: int) -> KVCache:
         config = self.config
@@ -99,11 +99,12 @@ class OpenVINORuntime(Runtime):
         return self._run(batch)
 
     def _run(self, batch: ForwardBatch) -> ForwardOutput:
+        self._files.check()
         self.num_passes += 1
         rows = attention_inputs(batch, repeat_lone_rows=self.padding is RowPadding.ATTENTION)
         rows["embedded"] = self.embed(batch.token_ids)
         rows["logits_rows"] = batch.logits_rows
-        rows |= {name: table[batch.positions] for name, table in self._rotary_tables.items()}
+        rows |= self._angles(batch.positions)
         for name, value in rows.items():
             self._feed(name, value)
         self._request.infer()
@@ -111,6 +112,14 @@ class OpenVINORuntime(Runtime):
         if self.collect_layers:
             collected = np.stack([self._request.get_output_tensor(2 + i).data for i in range(len(self.collect_layers))])
         return ForwardOutput(self._request.get_output_tensor(0).data, self._request.get_output_tensor(1).data, collected)
+
+    def _angles(self, positions: IntArray) -> dict[str, FloatArray]:
+        """cos and sin [T, 1, R / 2] float32 by the graph's names."""
+        self._rotary_tables.reach(int(positions.max(initial=0)))
+        rows: dict[str, FloatArray] = {}
+        for names, pair in zip(ROTARY_INPUTS, self._rotary_tables.pairs, strict=False):
+            rows |= {name: table[positions][:, None] for name, table in zip(names, pair, strict=True)}
+        return rows
 
     def embed(self, token_ids: IntArray) -> FloatArray:
         return embedding_rows(self._embedding, token_ids, self.config, self._round_to)
@@ -164,11 +173,3 @@ def repeat_lone_rows(batch: ForwardBatch) -> tuple[ForwardBatch, IntArray]:
     taken = np.array(rows, np.int32)
     new_row = np.array(kept, np.int32)
     return ForwardBatch(batch.token_ids[taken], batch.positions[taken], tuple(ranges), new_row[batch.logits_rows]), new_row
-
-
-def _rotary_tables(config: ModelConfig, max_context: int) -> dict[str, FloatArray]:
-    """cos and sin [max_context + 1, 1, R / 2] float32 by the graph's names."""
-    tables: dict[str, FloatArray] = {}
-    for names, pair in zip(ROTARY_INPUTS, rotary_tables(config, max_context), strict=False):
-        tables |= {name: table[:, None, :] for name, table in zip(names, pair, strict=True)}
-    return tables

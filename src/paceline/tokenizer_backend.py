@@ -1,0 +1,83 @@
+"""The tokenizers library behind a tokenizer that is loaded; nothing else calls it then, so its failures are known here alone.
+
+What it raises is not documented: exceptions of every type, and panics of its Rust code.
+"""
+
+from collections.abc import Collection, Sequence
+from copy import copy
+from typing import Any, NoReturn
+
+from paceline.errors import CheckpointError, RequestError, described, is_interrupt, library_errors
+
+SPARE_IDS = 1 << 16
+"""Ids that a vocabulary may leave out, besides as many as it has."""
+
+
+class TokenizerBackend:
+    """A `tokenizers.Tokenizer` whose failures are RequestErrors: whatever it is asked came with a request.
+
+    Attributes:
+        vocabulary: piece → id.
+        special_token_ids: ids of control tokens.
+
+    Raises:
+        CheckpointError: its ids are no vocabulary's.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        with library_errors("the vocabulary of this tokenizer cannot be read; download it again", CheckpointError):
+            self.vocabulary: dict[str, int] = library.get_vocab(with_added_tokens=True)
+            added = library.get_added_tokens_decoder().items()
+        self.special_token_ids = frozenset(token_id for token_id, token in added if token.special)
+        check_ids(self.vocabulary.values())
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        try:
+            text: str = self._library.decode(ids, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            _refuse("decode token ids", error)
+        return text
+
+    def id_to_token(self, token_id: int) -> str | None:
+        try:
+            piece: str | None = self._library.id_to_token(token_id)
+        except BaseException as error:
+            _refuse(f"say what the token id {token_id} is", error)
+        return piece
+
+    def token_to_id(self, piece: str) -> int | None:
+        return self.vocabulary.get(piece)
+
+    def to_json(self) -> str:
+        """The text of a tokenizer.json with every token that was added since."""
+        backend = self._library
+        try:
+            if backend.padding is not None or backend.truncation is not None:  # what a call may ask for is no part of a tokenizer
+                backend = copy(backend)
+                backend.no_padding()
+                backend.no_truncation()
+            text: str = backend.to_str()
+        except BaseException as error:
+            _refuse("be written down", error)
+        return text
+
+
+def check_ids(ids: Collection[int]) -> None:
+    """That no id is out of proportion to their number: tables are made that have a row for each.
+
+    Raises:
+        CheckpointError: one is, or there are none.
+    """
+    if not ids:
+        raise CheckpointError("this tokenizer has no token at all; download it again")
+    largest, limit = max(ids), 2 * len(ids) + SPARE_IDS
+    if largest >= limit:
+        raise CheckpointError(f"this tokenizer has {len(ids)} tokens and an id {largest}, expected ids below {limit}; download it again")
+
+
+def _refuse(task: str, error: BaseException) -> NoReturn:
+    """Raise what `error` means, which may be somebody's wish to stop."""
+    if is_interrupt(error):
+        raise error
+    raise RequestError(f"the model's tokenizer cannot {task}; send other text, or download it again ({described(error)})") from error

@@ -1,0 +1,59 @@
+"""A model's file that is cut short while the model is loaded fails the next call; the process goes on."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from checkpoints import write_checkpoint
+from medusa_checkpoints import random_heads, write_heads
+from native_network import BUILT
+
+PROGRAM = """
+    import os, sys
+    from paceline import LLM, SamplingParams
+    from paceline.errors import CheckpointError
+    model, cut, backend, drafter = sys.argv[1:]
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    llm = LLM(model, backend=backend, threads=1, cache_gb=0.02, device="cpu", drafter=drafter, offline=True)
+    expected = llm.generate([5, 6, 7], params)[0].token_ids
+    os.truncate(cut, 4096)
+    for _ in range(2):
+        try:
+            found = llm.generate([5, 6, 7, *range(10, 40)], params)[0].token_ids
+            print("TOKENS", len(found))
+        except CheckpointError as error:
+            print("ERROR", error)
+"""
+
+
+def run(model: Path, cut: Path, *, backend: str = "native", drafter: str | Path = "none") -> "subprocess.CompletedProcess[str]":
+    arguments = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(model), str(cut), backend, str(drafter)]
+    return subprocess.run(arguments, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("backend", ["native", "openvino"])
+def test_a_file_cut_short_under_a_loaded_model_is_an_error_of_the_call(backend: str, tmp_path: Path) -> None:
+    if backend == "native" and not BUILT:
+        pytest.skip("no native kernels for this machine")
+    pytest.importorskip(backend.replace("native", "numpy"))
+    model = write_checkpoint(tmp_path / "model", "llama", hidden_size=128, num_hidden_layers=2, vocab_size=500)
+    cut = model / "model.safetensors"
+    done = run(model, cut, backend=backend)
+    assert done.returncode == 0, f"{done.returncode} {done.stderr[-2000:]}"
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert line.startswith(f"ERROR {cut} has 4096 bytes and had ")
+        assert "put the whole file back and load the model again" in line
+
+
+@pytest.mark.skipif(not BUILT, reason="no native kernels for this machine")
+def test_a_heads_file_cut_short_costs_its_guesses_alone(tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=1)
+    head = write_heads(tmp_path / "head", "rows", random_heads())
+    done = run(target, head / "medusa_lm_head.safetensors", drafter=head)
+    assert done.returncode == 0, f"{done.returncode} {done.stderr[-2000:]}"
+    assert done.stdout.splitlines() == ["TOKENS 4", "TOKENS 4"]

@@ -1,0 +1,111 @@
+"""A kind of file that a stranger can send: what surrounds it, how one is made from a number, and how it is opened.
+
+A file follows from the seed, its kind and its index alone, so a worker and whoever looks into a failure make the same one.
+"""
+
+import json
+import struct
+import zlib
+from abc import ABC, abstractmethod
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from checkpoints import write_tokenizer
+from fuzz.damage import BYTES, VALUES, Rng, damaged_json, pick, write_number
+
+VOCAB, HIDDEN, INNER, LAYERS = 120, 32, 48, 6
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True, "dtype": "float16", "bos_token_id": 0, "eos_token_id": [0, 2], "rope_theta": 10000.0,
+}  # fmt: skip
+
+
+class Kind(ABC):
+    """One kind of file.
+
+    Attributes:
+        name: as failures and counts call it.
+        share: how many of a thousand files are of this kind.
+        folder: what surrounds the file; written when the kind is made.
+    """
+
+    name: str
+    share: int
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.prepare()
+
+    @property
+    def path(self) -> Path:
+        """Of the file itself."""
+        return self.folder / self.name
+
+    def content(self, seed: int, index: int) -> bytes:
+        """The file with this number."""
+        rng = np.random.default_rng([seed, zlib.crc32(type(self).__name__.encode()), index])
+        return self.make(rng)
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Write what surrounds the file, and keep what it is made from."""
+
+    @abstractmethod
+    def undamaged(self) -> bytes:
+        """A file that opens."""
+
+    @abstractmethod
+    def make(self, rng: Rng) -> bytes: ...
+
+    @abstractmethod
+    def use(self, index: int) -> None:
+        """Open the file as paceline does.
+
+        Raises:
+            PacelineError: it is refused; anything else is a failure.
+        """
+
+
+def llama_tensors(values: dict[str, Any]) -> dict[str, np.ndarray]:
+    from paceline.models.config import config_from_values
+    from paceline.models.families import checkpoint_name, tensor_shapes
+
+    rng = np.random.default_rng(0)
+    shapes = tensor_shapes(config_from_values(values, Path("config.json")))
+    return {checkpoint_name(name): rng.normal(0, 0.1, shape).astype(np.float16) for name, shape in shapes.items()}
+
+
+def write_model(folder: Path) -> None:
+    """A whole model: config, weights, tokenizer."""
+    from safetensors.numpy import save_file
+
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    save_file(llama_tensors(LLAMA), folder / "model.safetensors")
+    write_tokenizer(folder, VOCAB)
+
+
+def damaged_safetensors(data: bytes, rng: Rng) -> bytes:
+    """Its JSON header or its bytes."""
+    (length,) = struct.unpack_from("<Q", data)
+    how = int(rng.integers(6))
+    if how == 0:
+        return pick(rng, BYTES)(data, rng)
+    if how == 1:
+        return write_number(data[: 8 + length], rng) + data[8 + length :]
+    header = json.loads(data[8 : 8 + length])
+    if how == 2:
+        header = damaged_json(header, rng)
+    else:  # one entry at a time: all others are right
+        entry = header[pick(rng, list(header))]
+        field = pick(rng, ("dtype", "shape", "data_offsets"))
+        if rng.integers(2) and isinstance(entry.get(field), list) and entry[field]:
+            entry[field][int(rng.integers(len(entry[field])))] = deepcopy(pick(rng, (*VALUES, length, len(data))))
+        else:
+            entry[field] = deepcopy(pick(rng, VALUES))
+    text = json.dumps(header, ensure_ascii=bool(rng.integers(2))).encode("utf-8", "surrogatepass")
+    return struct.pack("<Q", len(text)) + text + data[8 + length :]

@@ -1,0 +1,19 @@
+"""The table of all kinds of files."""
+
+from fuzz.head_kinds import HeadConfigFile, HeadSafetensorsFile, HeadTorchFile
+from fuzz.kind import Kind
+from fuzz.model_kinds import (
+    AdapterConfigFile,
+    ConfigFile,
+    GenerationConfigFile,
+    GgufModelFile,
+    IndexFile,
+    QuantizedCacheFile,
+    SafetensorsFile,
+)
+from fuzz.tokenizer_kinds import ChatTemplateFile, SpecialTokensFile, TokenizerConfigFile, TokenizerFile
+
+KINDS: tuple[type[Kind], ...] = (
+    ConfigFile, GenerationConfigFile, AdapterConfigFile, SafetensorsFile, IndexFile, TokenizerFile, TokenizerConfigFile, SpecialTokensFile,
+    ChatTemplateFile, GgufModelFile, HeadConfigFile, HeadSafetensorsFile, HeadTorchFile, QuantizedCacheFile,
+)  # fmt: skip

@@ -1,0 +1,287 @@
+"""The files of a model: configs, weights in safetensors and GGUF, adapters, and what we keep of them ourselves."""
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fuzz.damage import BYTES, VALUES, Rng, damaged_json_text, pick, truncate
+from fuzz.kind import LAYERS, LLAMA, Kind, damaged_safetensors, llama_tensors, write_model
+from fuzz.tokenizer_kinds import use_tokenizer
+
+GENERATION = {"bos_token_id": 1, "eos_token_id": [1, 2], "pad_token_id": 0, "temperature": 0.6, "top_p": 0.9}
+ADAPTER = {"peft_type": "LORA", "base_model_name_or_path": "owner/base", "r": 8, "target_modules": ["q_proj"]}
+ROPES: tuple[dict[str, Any], ...] = (
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+)
+FAMILIES: tuple[dict[str, Any], ...] = (
+    {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 256},
+    {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 3,
+     "sliding_window": 256},
+    {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 8},
+    {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 128, "partial_rotary_factor": 1.0,
+     "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}},
+    {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 256},
+    {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "head_dim": 8, "rope_local_base_freq": 1e4}},
+    {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "head_dim": 8, "layer_types": ["full_attention"] * LAYERS},
+)  # fmt: skip
+
+
+class ConfigFile(Kind):
+    """Every 8th goes through doctor, every 16th that can is loaded and computes."""
+
+    name, share = "config.json", 200
+
+    def prepare(self) -> None:
+        write_model(self.folder)
+
+    def undamaged(self) -> bytes:
+        return json.dumps(LLAMA).encode()
+
+    def make(self, rng: Rng) -> bytes:
+        values = {**LLAMA, **({"rope_scaling": pick(rng, ROPES)} if rng.integers(2) else {})}
+        if rng.integers(3) == 0:
+            values |= pick(rng, FAMILIES)
+        return damaged_json_text(values, rng)
+
+    def use(self, index: int) -> None:
+        from paceline.models.checkpoint import open_weights, read_model_config
+        from paceline.proof.doctor import DoctorQuestion, diagnose
+        from paceline.runtimes.base import Numerics
+        from paceline.runtimes.load import RuntimeOptions, load_runtime
+
+        if index % 8 == 0:
+            assert all(map(str.isprintable, diagnose(DoctorQuestion(model=str(self.folder), drafters=("ngram",))).problems))
+        config = read_model_config(self.folder)
+        for context in (2, 100_000):
+            config.for_context(context)
+        open_weights(self.folder, config)
+        if index % 16 == 0:
+            load_runtime(self.folder, RuntimeOptions(numerics=Numerics.FAST, backend="native"))
+
+
+class GenerationConfigFile(Kind):
+    name, share = "generation_config.json", 30
+
+    def prepare(self) -> None:
+        write_model(self.folder)
+
+    def undamaged(self) -> bytes:
+        return json.dumps(GENERATION).encode()
+
+    def make(self, rng: Rng) -> bytes:
+        return damaged_json_text(GENERATION, rng)
+
+    def use(self, index: int) -> None:
+        from paceline.models.checkpoint import read_model_config
+
+        read_model_config(self.folder)
+
+
+class AdapterConfigFile(Kind):
+    name, share = "adapter_config.json", 10
+
+    def prepare(self) -> None:
+        pass
+
+    def undamaged(self) -> bytes:
+        return json.dumps(ADAPTER).encode()
+
+    def make(self, rng: Rng) -> bytes:
+        return damaged_json_text(ADAPTER, rng)
+
+    def use(self, index: int) -> None:
+        from paceline.hub import resolve
+
+        resolve(self.folder)
+
+
+class SafetensorsFile(Kind):
+    name, share = "model.safetensors", 150
+
+    def prepare(self) -> None:
+        write_model(self.folder)
+        self.valid = self.path.read_bytes()
+
+    def undamaged(self) -> bytes:
+        return self.valid
+
+    def make(self, rng: Rng) -> bytes:
+        return damaged_safetensors(self.valid, rng)
+
+    def use(self, index: int) -> None:
+        from paceline.models.checkpoint import open_weights, read_model_config
+
+        weights = open_weights(self.folder, read_model_config(self.folder))
+        assert weights.nbytes > 0
+
+
+class IndexFile(Kind):
+    name, share = "model.safetensors.index.json", 40
+
+    def prepare(self) -> None:
+        from safetensors.numpy import save_file
+
+        write_model(self.folder)
+        (self.folder / "model.safetensors").unlink()
+        tensors = llama_tensors(LLAMA)
+        self.map = {name: f"model-0000{1 + index % 2}-of-00002.safetensors" for index, name in enumerate(tensors)}
+        for file in sorted(set(self.map.values())):
+            save_file({name: tensors[name] for name in tensors if self.map[name] == file}, self.folder / file)
+
+    def undamaged(self) -> bytes:
+        return json.dumps({"weight_map": self.map}).encode()
+
+    def make(self, rng: Rng) -> bytes:
+        return damaged_json_text({"metadata": {"total_size": 1}, "weight_map": self.map}, rng)
+
+    def use(self, index: int) -> None:
+        from paceline.models.checkpoint import open_weights, read_model_config
+
+        open_weights(self.folder, read_model_config(self.folder))
+
+
+class GgufModelFile(Kind):
+    """Header, metadata, tensors, blocks and tokenizer: all that is in the file is read."""
+
+    name, share = "model.gguf", 200
+
+    def prepare(self) -> None:
+        import gguf
+
+        writer = gguf.GGUFWriter(self.path, "llama")
+        writer.add_context_length(128)
+        writer.add_embedding_length(64)
+        writer.add_block_count(2)
+        writer.add_feed_forward_length(96)
+        writer.add_head_count(4)
+        writer.add_head_count_kv(2)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_rope_freq_base(10000.0)
+        pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefgh", "ab", "▁a", "cd", "abcd"]
+        self.tensors = dict(gguf_shapes(len(pieces)))
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(pieces)
+        writer.add_token_scores([-float(index) for index in range(len(pieces))])
+        writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * (len(pieces) - 259)])
+        writer.add_eos_token_id(2)
+        writer.add_chat_template("{{ messages }}")
+        for key, value, kind in (("i8", -1, "int8"), ("u16", 7, "uint16"), ("i64", -(2**40), "int64"), ("f64", 0.1, "float64")):
+            getattr(writer, f"add_{kind}")(f"test.{key}", value)
+        writer.add_bool("test.bool", True)
+        writer.add_array("test.bools", [True, False])
+        rng = np.random.default_rng(0)
+        for name, shape in self.tensors.items():
+            kind = gguf.GGMLQuantizationType.F32 if len(shape) == 1 else gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quants.quantize(rng.normal(size=shape).astype(np.float32), kind), raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        self.valid = self.path.read_bytes()
+        self.header_bytes = self.valid.index(b"blk.1.ffn_norm.weight") + 60
+
+    def undamaged(self) -> bytes:
+        return self.valid
+
+    def make(self, rng: Rng) -> bytes:
+        how = int(rng.integers(4))
+        if how == 0:
+            return self._damaged_entry(rng)
+        if how == 1:  # blocks: every tensor is read as well
+            data = bytearray(self.valid)
+            for position in rng.integers(self.header_bytes, len(data), 40):
+                data[position] = int(rng.integers(256))
+            return bytes(data)
+        data = pick(rng, BYTES)(self.valid[: self.header_bytes], rng) + self.valid[self.header_bytes :]
+        return data if rng.integers(8) else truncate(data, rng)
+
+    def _damaged_entry(self, rng: Rng) -> bytes:
+        """A dimension, the type or the offset of a tensor becomes absurd or another tensor's."""
+        data = bytearray(self.valid)
+        name = pick(rng, list(self.tensors)).encode()
+        at = data.index(struct.pack("<Q", len(name)) + name) + 8 + len(name)
+        (num_dimensions,) = struct.unpack_from("<I", data, at)
+        fields = [(at, "<I"), *((at + 4 + 8 * index, "<Q") for index in range(num_dimensions))]
+        fields += [(at + 4 + 8 * num_dimensions, "<I"), (at + 8 + 8 * num_dimensions, "<Q")]
+        for _ in range(int(rng.integers(1, 3))):
+            start, layout = pick(rng, fields)
+            number = int(
+                pick(rng, [32 * int(rng.integers(0, len(data) // 32)), *(value for value in VALUES[:20] if isinstance(value, int))])
+            )
+            struct.pack_into(layout, data, start, number & (2 ** (8 * struct.calcsize(layout)) - 1))
+        return bytes(data)
+
+    def use(self, index: int) -> None:
+        from paceline.models.checkpoint import open_weights, read_model_config
+        from paceline.models.gguf_file import open_gguf
+        from paceline.tokenizer import Tokenizer
+
+        file = open_gguf(self.path)
+        assert all(value is not None for value in file.metadata.values())
+        if index % 4 == 0:
+            use_tokenizer(Tokenizer.open(self.path))
+        weights = open_weights(self.path, read_model_config(self.path))
+        assert weights.nbytes > 0
+        assert len(list(weights.values())) == len(weights)
+
+
+def gguf_shapes(num_tokens: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "token_embd.weight", (num_tokens, 64)
+    yield "output_norm.weight", (64,)
+    for layer in range(2):
+        sizes = {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64)}
+        sizes |= {"ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96)}
+        norms: dict[str, tuple[int, ...]] = {"attn_norm": (64,), "ffn_norm": (64,)}
+        for name, shape in (sizes | norms).items():
+            yield f"blk.{layer}.{name}.weight", shape
+
+
+class QuantizedCacheFile(Kind):
+    """A damaged file is made anew: whatever it holds, the values are right."""
+
+    name, share = "quantised", 30
+
+    def prepare(self) -> None:
+        from paceline.config import QuantOptions
+        from paceline.models.quantized_cache import FOLDER, quantized_weights
+        from paceline.models.weights import as_float32
+
+        rng = np.random.default_rng(0)
+        self.options = QuantOptions(bits=4)
+        self.weights = self._weights({f"layers.{layer}.q_proj.weight": rng.normal(size=(96, 128)).astype(np.float32) for layer in range(2)})
+        found = quantized_weights(self.weights, self.options, self.folder)
+        self.expected = {name: as_float32(found[name]).copy() for name in found}
+        (self.file,) = (self.folder / FOLDER).iterdir()
+        self.valid = self.file.read_bytes()
+
+    @property
+    def path(self) -> Path:
+        return self.file
+
+    @staticmethod
+    def _weights(arrays: dict[str, np.ndarray]) -> Any:
+        from paceline.models.config import WeightType
+        from paceline.models.weights import Tensor, Weights
+
+        return Weights({name: Tensor(array, WeightType.F32, array.shape) for name, array in arrays.items()})
+
+    def undamaged(self) -> bytes:
+        return self.valid
+
+    def make(self, rng: Rng) -> bytes:
+        return bytes(pick(rng, BYTES)(self.valid, rng))
+
+    def use(self, index: int) -> None:
+        from paceline.models.quantized_cache import quantized_weights
+        from paceline.models.weights import as_float32
+
+        found = quantized_weights(self.weights, self.options, self.folder)
+        assert all(np.array_equal(as_float32(found[name]), self.expected[name]) for name in self.expected)

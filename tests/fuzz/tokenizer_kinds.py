@@ -1,0 +1,171 @@
+"""The files of a tokenizer, chat templates among them."""
+
+import json
+from contextlib import suppress
+from copy import deepcopy
+from typing import Any
+
+from checkpoints import write_byte_fallback_tokenizer, write_byte_level_tokenizer, write_tokenizer
+from fuzz.damage import BYTES, Rng, damaged_json, damaged_json_text, pick
+from fuzz.kind import Kind
+
+TEXTS = ("the cat sat", "", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaab", "é你😀👩‍👩‍👧\x00\x1b", "<|endoftext|> <0x41> \n\t")
+MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+EMPTY_FRAME = [{"SpecialToken": {"id": "[X]", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 9}}]
+PARTS: dict[str, list[Any]] = {  # of tokenizers; the library panics over most
+    "normalizer": [
+        {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
+        {"type": "Replace", "pattern": {"Regex": "(a|a)*c"}, "content": "x"},
+        {"type": "Prepend", "prepend": ""},
+        {"type": "NFKC"},
+        {"type": "Strip", "strip_left": True, "strip_right": True},
+    ],
+    "pre_tokenizer": [
+        {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False},
+        {"type": "Metaspace", "replacement": "é", "prepend_scheme": "always", "split": True},
+        {"type": "FixedLength", "length": 0},
+        {"type": "Digits", "individual_digits": True},
+    ],
+    "post_processor": [
+        {"type": "TemplateProcessing", "pair": [], "special_tokens": {}, "single": EMPTY_FRAME},
+        {"type": "BertProcessing", "sep": ["x", 4_000_000_000], "cls": ["y", 1]},
+    ],
+    "decoder": [
+        {"type": "CTC", "pad_token": "", "word_delimiter_token": "", "cleanup": True},
+        {"type": "Strip", "content": "a", "start": 10**9, "stop": 5},
+        {"type": "WordPiece", "prefix": "", "cleanup": True},
+        {"type": "BPEDecoder", "suffix": ""},
+    ],
+    "truncation": [{"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 5}],
+    "padding": [
+        {"strategy": {"Fixed": 10**12}, "direction": "Right", "pad_to_multiple_of": 0, "pad_id": 0, "pad_type_id": 0, "pad_token": "x"},
+    ],
+}
+
+
+class TokenizerFile(Kind):
+    name, share = "tokenizer.json", 150
+
+    def prepare(self) -> None:
+        self.valid = []
+        for number, write in enumerate((write_tokenizer, write_byte_level_tokenizer, write_byte_fallback_tokenizer)):
+            directory = write(self.folder / str(number))
+            self.valid.append(json.loads((directory / "tokenizer.json").read_text(encoding="utf-8")))
+        settings = json.loads((self.folder / "0" / "tokenizer_config.json").read_text())
+        (self.folder / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "</s>"}))
+
+    def undamaged(self) -> bytes:
+        return json.dumps(self.valid[1]).encode()
+
+    def make(self, rng: Rng) -> bytes:
+        value = dict(pick(rng, self.valid))
+        if rng.integers(3) == 0:
+            part = pick(rng, list(PARTS))
+            value[part] = deepcopy(pick(rng, PARTS[part]))
+            return json.dumps(value if rng.integers(2) else damaged_json(value, rng)).encode("utf-8", "surrogatepass")
+        return damaged_json_text(value, rng)
+
+    def use(self, index: int) -> None:
+        from paceline.proof.checkpoint_facts import read_tokenizer
+        from paceline.tokenizer import Tokenizer
+
+        if index % 4 == 0:
+            read_tokenizer(self.folder)
+        use_tokenizer(Tokenizer.open(self.folder))
+
+
+def use_tokenizer(tokenizer: Any) -> None:
+    """Each call of a request may be refused; the others must still do what they do."""
+    from paceline.errors import PacelineError
+
+    refusal: PacelineError | None = None
+    with suppress(PacelineError):
+        tokenizer.encode("half a character \ud83d")
+    ids = list(range(0, min(tokenizer.vocab_size, 300), 7))
+    detokenizer = tokenizer.detokenizer()
+    calls = [lambda text=text: tokenizer.encode(text) for text in TEXTS]
+    calls += [lambda: tokenizer.decode(ids), lambda: [detokenizer.push(one) for one in ids], detokenizer.flush, tokenizer.to_json]
+    for call in calls:
+        try:
+            call()
+        except PacelineError as error:
+            refusal = error
+    if refusal is not None:
+        raise refusal
+
+
+class TokenizerConfigFile(Kind):
+    """Every 60th is asked for a conversation, which takes a process of its own."""
+
+    name, share = "tokenizer_config.json", 60
+
+    def prepare(self) -> None:
+        write_tokenizer(self.folder)
+        self.valid = json.loads((self.folder / "tokenizer_config.json").read_text())
+        self.valid |= {
+            "add_bos_token": False,
+            "bos_token": {"__type": "AddedToken", "content": "<|endoftext|>", "lstrip": False},
+            "model_max_length": 512,
+        }
+        self.valid["added_tokens_decoder"] = {"0": {"content": "<|endoftext|>", "special": True, "normalized": False}}
+
+    def undamaged(self) -> bytes:
+        return json.dumps(self.valid).encode()
+
+    def make(self, rng: Rng) -> bytes:
+        return damaged_json_text(self.valid, rng)
+
+    def use(self, index: int) -> None:
+        from paceline.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer.open(self.folder)
+        tokenizer.encode("the cat")
+        if index % 60 == 0:
+            tokenizer.apply_chat_template(MESSAGES, max_context=512)
+
+
+class SpecialTokensFile(TokenizerConfigFile):
+    name, share = "special_tokens_map.json", 20
+
+    def undamaged(self) -> bytes:
+        return json.dumps({"bos_token": "<s>"}).encode()
+
+    def make(self, rng: Rng) -> bytes:
+        value = {
+            "bos_token": "<s>",
+            "eos_token": {"content": "</s>", "lstrip": False},
+            "additional_special_tokens": ["<x>"],
+            "pad_token": None,
+        }
+        return damaged_json_text(value, rng)
+
+
+class ChatTemplateFile(Kind):
+    name, share = "chat_template.jinja", 6
+
+    def prepare(self) -> None:
+        write_tokenizer(self.folder)
+        self.pieces = (
+            "{% for m in messages %}", "{% endfor %}", "{{ m.content }}", "{% if m.role == 'user' %}", "{% else %}", "{% endif %}",
+            "{% set x = 'x' %}", "{{ x * 10**9 }}", "{% for i in range(99999) %}", "{{ 10**(10**7) }}", "{% macro f(a) %}",
+            "{% endmacro %}", "{{ f(f) }}", "{{ 1/0 }}", "{{ messages|tojson }}", "{{ raise_exception(messages) }}",
+            "{{ x|indent(10**8) }}",
+            "{{ '%99999999d'|format(1) }}", "{{ strftime_now('%c') }}", "{% set n = namespace(s='x') %}", "{% set n.s = n.s + n.s %}",
+            "{% generation %}", "{% endgeneration %}", "{{ bos_token }}", "\n", "{{", "}}", "{{ ''.join(messages) }}", "{{ messages[99] }}",
+            "{{ x.__class__ }}", "{% break %}", "{{ dict(a=1) }}", "{{ cycler() }}", "{# ", "\x00",
+        )  # fmt: skip
+
+    def undamaged(self) -> bytes:
+        return b"{% for m in messages %}{{ m.content }}{% endfor %}"
+
+    def make(self, rng: Rng) -> bytes:
+        if rng.integers(4) == 0:
+            text = json.loads((self.folder / "tokenizer_config.json").read_text())["chat_template"].encode()
+            return bytes(pick(rng, BYTES)(text, rng))
+        return "".join(pick(rng, self.pieces) for _ in range(int(rng.integers(1, 12)))).encode()
+
+    def use(self, index: int) -> None:
+        from paceline.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer.open(self.folder)
+        tokenizer.apply_chat_template(MESSAGES, max_context=512)

@@ -1,0 +1,229 @@
+"""Chat templates make the texts that transformers makes of them: those at hand, and the devices of published ones in our own words."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import write_byte_level_tokenizer
+from paceline.chat_template import ChatTemplate
+from paceline.errors import RequestError
+from paceline.template_process import BROKEN
+
+transformers = pytest.importorskip("transformers")
+
+NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+
+TEMPLATES = {
+    "ChatML": """
+{%- if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nYou help.<|im_end|>\\n' }}{% endif %}
+{% for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{% endif %}""",
+    "turns that alternate": """
+{{- bos_token }}
+{%- set first = messages[0].content if messages[0].role == 'system' else false %}
+{%- for message in (messages[1:] if first else messages) %}
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+    {%- if message.role == 'user' %}
+        {%- set system = ('<<SYS>>\\n' ~ first ~ '\\n<</SYS>>\\n\\n') if loop.first and first else '' %}
+        {{- '[INST] ' ~ system ~ message.content.strip() ~ ' [/INST]' }}
+    {%- elif message.role == 'assistant' %}
+        {{- ' ' ~ message.content|trim ~ ' ' ~ eos_token }}
+    {%- endif %}
+{%- endfor %}""",
+    "headers and a date": """
+{{- bos_token }}
+{%- if not date is defined %}{% set date = strftime_now('%Y') %}{% endif %}
+{{- '<|header|>system<|end|>\\nYear: ' + date + '\\n' }}
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+        {{- '<|header|>' + message.role + '<|end|>\\n\\n' + message.content | trim + '<|eot|>' }}
+    {%- elif 'tool_calls' in message %}
+        {%- for call in message.tool_calls %}
+            {%- set call = call.function %}
+            {{- '{"name": "' + call.name + '", "parameters": ' }}{{ call.arguments | tojson }}{{ '}' }}
+        {%- endfor %}
+    {%- elif message.content is mapping or message.content is iterable %}
+        {{- message.content | tojson }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|header|>assistant<|end|>\\n\\n' }}{% endif %}""",
+    "other role names": """
+{{- bos_token }}
+{%- for message in messages if message.role != 'system' %}
+{%- if message['role'] == 'assistant' %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}
+<start_of_turn>{{ role }}
+{% if message.content is string %}{{ message.content | trim }}{% else %}
+{%- for part in message.content %}
+{%- if part.type == 'image' %}<image>{% elif part.type == 'text' %}{{ part.text | trim }}{% endif %}{% endfor %}
+{%- endif %}<end_of_turn>
+{%- else %}nobody spoke{% endfor %}
+{% if add_generation_prompt %}<start_of_turn>model
+{% endif %}""",
+    "namespaces and thoughts": """
+{%- set ns = namespace(last=messages|length - 1, found=false) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if not ns.found and message.role == 'user' and message.content is string %}
+        {%- set ns.found = true %}{% set ns.last = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {%- set content = message.content or '' %}{% set thought = '' %}
+        {%- if message.reasoning_content is defined and message.reasoning_content is not none %}
+            {%- set thought = message.reasoning_content %}
+        {%- elif '</think>' in content %}
+            {%- set thought = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- 'assistant: ' + (('<think>' + thought.strip('\\n') + '</think>') if loop.index0 > ns.last else '') + content }}
+        {%- for call in message.tool_calls or [] %}
+            {%- set given = call.function.arguments %}{{ '\\n' + (given if given is string else given|tojson) }}
+        {%- endfor %}
+    {%- elif message.role == 'tool' %}
+        {{- ('<tools>' if loop.first or messages[loop.index0 - 1].role != 'tool' else '') ~ message.content }}
+        {{- '</tools>' if loop.last or messages[loop.index0 + 1].role != 'tool' }}
+    {%- else %}{{ message.role ~ ': ' ~ message.content ~ '\\n' }}{% endif %}
+{%- endfor %}""",
+    "filters": """
+{% set roles = messages | map(attribute='role') | list %}{{ roles | join(', ') }} {{ roles | unique | list | length }}
+{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | first }}
+{{ messages | rejectattr('role', 'in', ['user']) | list | length }} {{ 'abc' | upper }} {{ 'a b' | replace(' ', '_') }}
+{{ messages[0] | tojson(indent=2) }} {{ {'b': 1, 'a': [1, 2]} | tojson(sort_keys=true, separators=(',', ':')) }}
+{{ 'é' | tojson }} {{ 'é' | tojson(ensure_ascii=true) }} {{ 'é' | tojson(true, 1) }} {{ 3.0 | int }} {{ '7' | int + 1 }}
+{{ nothing | default('none') }} {{ [3, 1] | sort }} {{ '<&>' | tojson }}
+{{ dict(a=1).items() | list }} {{ dict.fromkeys(['x', 'y'], 0) }} {% set d = dict([('k', 'v')]) %}{{ d.k }}""",
+    "macros and blocks": """
+{%- macro wrapped(message, tag='p') -%}
+    <{{ tag }}>{{ message.content }}{% if caller %}{{ caller() }}{% endif %}</{{ tag }}>
+{%- endmacro -%}
+{% for message in messages %}{% call wrapped(message, tag=message.role) %}!{% endcall %}
+{% endfor %}
+{% filter upper %}loud{% endfilter %}{% set block %}a {{ bos_token }} b{% endset %}{{ block }}{% raw %}{{ raw }}{% endraw %}{# silent #}
+{% with x = 1 %}{{ x }}{% endwith %}{{ x is defined }}""",
+    "loops that end": """
+{%- for message in messages %}{% if message.role == 'system' %}{% continue %}{% endif %}{{ loop.index }}{{ message.role }}
+{%- if loop.index > 2 %}{% break %}{% endif %}
+{% endfor %}{% for key, value in messages[0].items() %}{{ key }}={{ value }};{% endfor %}{{ range(3) | list }}
+{{ cycler('a', 'b').next() }} {{ lipsum is defined }}
+{% for a in [1, 2, 3] recursive %}{{ a }}{{ loop.cycle('x', 'y') }}{{ loop.revindex }}{{ loop.previtem }}{{ loop.nextitem is defined }}
+{%- endfor %}""",
+    "what the model says": """
+{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{{ eos_token }}
+{% endgeneration %}{% else %}{{ message.role }}: {{ message.content }}
+{% endif %}{% endfor %}""",
+    "tools and documents": """{{ tools is none }} {{ documents is none }} {% if tools %}{{ tools | tojson }}{% endif %}
+{{ add_generation_prompt }} {{ custom is defined }}""",
+    "whitespace": """   {% if true %}
+   indented
+     {%- if true -%}   tight   {%- endif %}
+{%+ if true %}  kept {% endif +%}
+   {% endif %}
+end   """,
+    "lists and texts": """{% set items = [] %}{% set _ = items.append(1) %}{{ items }}""",  # the sandbox refuses
+    "a namespace of lists": """{% set ns = namespace(parts=[], self='me') %}
+{% for m in messages %}{% set ns.parts = ns.parts + [m.role[:1]] %}{% endfor %}{{ ns.parts }}{{ ns.self }}""",
+    "a refused namespace": """{% set ns = namespace(_private=1) %}""",
+    "a refused attribute": """{{ messages.__class__ }}{{ ''.format.__globals__ }}{{ '{0.__class__}'.format(messages) }}""",
+    "a missing value": """{{ messages[0].nothing.more }}""",
+    "numbers": """{{ 7 // 2 }} {{ 7 % 3 }} {{ 2 ** 10 }} {{ 1 / 3 }} {{ 'x' * 3 }} {{ [1] * 2 }} {{ -1 | abs }} {{ 1e3 }}
+{{ true and not false }} {{ 'a' < 'b' }}""",
+    "formats": """{{ '%s is %d' | format('x', 3) }} {{ '{} and {x:>4}'.format(1, x=2) }} {{ 'a%sb' % 'c' }} {{ "tab\\tnew" }}
+{{ 'ß'.upper() }} {{ 'x'.center(5) }}""",
+}
+
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "hello"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "  hi\n"}],
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nb"}, {"role": "user", "content": "c"}],
+    [
+        {"role": "system", "content": "é你😀\u2028<&>'\""},
+        {"role": "user", "content": "\\ {{ x }} {% y %} \x00\x1b"},
+        {"role": "assistant", "content": ""},
+    ],
+    [{"role": "user", "content": [{"type": "text", "text": "look"}, {"type": "image", "url": "x"}]}],
+    [
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "get", "arguments": {"days": [1, 2.5, None]}}}]},
+        {"role": "tool", "content": "sunny", "name": "get"},
+        {"role": "tool", "content": "warm"},
+        {"role": "assistant", "content": "Sunny.", "reasoning_content": "the tool says so", "name": None},
+        {"role": "assistant", "content": "And warm.", "reasoning": "so it does"},
+    ],
+    [{"role": "user", "content": "x" * 5000}, {"role": "user", "content": "again"}],
+    [{"role": "robot", "content": 3, "flag": True, "nested": {"a": [1, 2]}}],
+    [{"content": "nobody"}],
+]  # fmt: skip
+
+
+def templates_at_hand(mini: Path) -> Iterator[tuple[str, str]]:
+    """Those of checkpoints that are here."""
+    folders = [mini, mini.parents[5].parent / "shared" / "data"]
+    for folder in folders:
+        for path in sorted(folder.rglob("tokenizer_config.json")):
+            template = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
+            if isinstance(template, str):
+                yield path.parent.name, template
+        for path in sorted(folder.rglob("*.jinja")):
+            yield path.name, path.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = write_byte_level_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    return transformers.AutoTokenizer.from_pretrained(str(directory), **NAMES)
+
+
+def theirs(pretrained: Any, source: str, messages: list[dict[str, Any]], *, prompt: bool) -> tuple[str, str | None]:
+    """The text of transformers, and what the template itself says where there is none."""
+    try:
+        return pretrained.apply_chat_template(messages, chat_template=source, tokenize=False, add_generation_prompt=prompt), None
+    except Exception as error:
+        return "", str(error) if type(error).__name__ == "TemplateError" else "chat template"
+
+
+def compare(pretrained: Any, source: str) -> int:
+    """Every conversation, with and without a prompt for an answer; how many made a text."""
+    ours, num_texts = ChatTemplate(source, pretrained.special_tokens_map), 0
+    for messages in CONVERSATIONS:
+        for prompt in (True, False):
+            expected, refusal = theirs(pretrained, source, messages, prompt=prompt)
+            if refusal is None:
+                assert ours.render(messages, add_generation_prompt=prompt) == expected
+                num_texts += 1
+            else:
+                with pytest.raises(RequestError, match=re.escape(refusal)):
+                    ours.render(messages, add_generation_prompt=prompt)
+    return num_texts
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_devices_of_published_templates_make_the_same_texts(pretrained: Any, name: str) -> None:
+    num_texts = compare(pretrained, TEMPLATES[name])
+    assert (num_texts == 0) == (name in ("lists and texts", "a refused namespace", "a missing value"))
+
+
+def test_the_templates_of_checkpoints_at_hand_make_the_same_texts(pretrained: Any, mini_dir: Path) -> None:
+    found = dict(templates_at_hand(mini_dir))
+    assert "target" in found
+    for source in found.values():
+        assert compare(pretrained, source) > 0
+
+
+def test_the_names_of_special_tokens_are_those_of_the_tokenizer(pretrained: Any) -> None:
+    source = "{{ bos_token }}{{ eos_token }}{{ unk_token }}{{ pad_token }}{{ sep_token }}"
+    assert ChatTemplate(source, pretrained.special_tokens_map).render(CONVERSATIONS[0], add_generation_prompt=False) == "<s></s><unk><pad>"
+
+
+def test_both_programs_mean_the_same_by_an_exit_code() -> None:
+    from paceline import chat_template
+
+    assert chat_template._BROKEN == BROKEN

@@ -1,0 +1,118 @@
+"""Rotary tables reach as far as texts do, whatever length a model says it was made for, and no bit depends on when they grew."""
+
+import time
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from checkpoints import write_checkpoint
+from native_network import BUILT, native_config
+from paceline import LLM, SamplingParams
+from paceline.models.config import ModelConfig, RopeConfig, RopeType, WeightType
+from paceline.models.rope import inverse_frequencies
+from paceline.models.weights import Tensor, Weights
+from paceline.runtimes.base import ForwardBatch, RowRange
+from paceline.runtimes.rotary import LEAST_POSITIONS, RotaryTables
+
+ROPES = {
+    "default": RopeConfig(),
+    "yarn": RopeConfig(10000.0, RopeType.YARN, 4.0, 4096),
+}
+ABSURD = 10**8
+
+
+def config_of(rope: RopeConfig, head_size: int = 64) -> ModelConfig:
+    return replace(native_config(), rope=rope, head_size=head_size)
+
+
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+def test_what_is_added_has_the_bits_it_would_have_had_at_once(rope: RopeConfig) -> None:
+    config, last = config_of(rope), 80_000
+    frequencies, factor = inverse_frequencies(rope, 64)
+    angles = np.arange(last + 1, dtype=np.float32)[:, None] * frequencies[None, :]
+    grown, at_once = RotaryTables(config, ABSURD), RotaryTables(config, ABSURD)
+    at_once.reach(last)
+    for position in (300, 301, 4097, 65_535, 65_536, last):  # from 71,477 on numpy computes otherwise
+        grown.reach(position)
+    for tables in (grown, at_once):
+        ((cos, sin),) = tables.pairs
+        assert np.array_equal(cos[: last + 1].view(np.int32), (np.cos(angles) * np.float32(factor)).view(np.int32))
+        assert np.array_equal(sin[: last + 1].view(np.int32), (np.sin(angles) * np.float32(factor)).view(np.int32))
+
+
+def test_tables_hold_what_was_asked_for_and_at_most_as_much_again() -> None:
+    tracemalloc.start()
+    tables = RotaryTables(config_of(RopeConfig()), ABSURD)
+    assert len(tables.pairs[0][0]) == LEAST_POSITIONS + 1
+    tables.reach(5000)
+    assert 5000 < len(tables.pairs[0][0]) <= 2 * 5000
+    assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    tracemalloc.stop()
+    before = tables.pairs
+    tables.reach(4000)
+    assert tables.pairs is before
+
+
+@pytest.mark.parametrize("position", [-1, 1001, 2**31 - 1])
+def test_a_position_beyond_the_longest_text_is_an_index_error(position: int) -> None:
+    tables = RotaryTables(config_of(RopeConfig()), 1000)
+    tables.reach(1000)
+    assert len(tables.pairs[0][0]) == 1001
+    with pytest.raises(IndexError, match=f"position {position} is beyond 1000"):
+        tables.reach(position)
+    RotaryTables(config_of(RopeConfig()), 2).reach(LEAST_POSITIONS)  # measurements at load
+
+
+@pytest.mark.skipif(not BUILT, reason="no native kernels for this machine")
+def test_rows_have_the_same_bits_in_tables_that_grew_under_them() -> None:
+    from paceline.models.families import tensor_shapes
+    from paceline.runtimes.native.runtime import NativeRuntime
+
+    config = replace(native_config(), num_layers=2)
+    random = np.random.default_rng(0)
+    arrays = {name: random.normal(size=shape).astype(np.float32) for name, shape in tensor_shapes(config).items()}
+    weights = Weights({name: Tensor(array, WeightType.F32, array.shape) for name, array in arrays.items()})
+
+    def hidden(step: int, *, reached: int) -> np.ndarray:
+        runtime = NativeRuntime(config, weights, num_threads=1, max_context=ABSURD, round_to=WeightType.F32)
+        runtime._tables.reach(reached)
+        runtime.new_cache(34)
+        table, rows = np.arange(1, 34, dtype=np.int32), []
+        for start in range(0, 260 if step == 1 else 1024, step):
+            positions = np.arange(start, start + step, dtype=np.int32)
+            batch = ForwardBatch(positions % config.vocab_size, positions, (RowRange(0, step, start, table),), positions[:0])
+            rows.append(runtime.forward(batch).hidden_states.copy())
+        return np.concatenate(rows)
+
+    expected = hidden(1024, reached=1023)
+    for step in (1, 32, 1024):
+        found = hidden(step, reached=0)
+        assert np.array_equal(found.view(np.int32), expected[: len(found)].view(np.int32))
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model made for 512 positions, and one of the same weights that says a hundred million."""
+    modest = write_checkpoint(tmp_path_factory.mktemp("rotary") / "modest", "llama", num_hidden_layers=2)
+    absurd = write_checkpoint(tmp_path_factory.mktemp("rotary") / "absurd", "llama", num_hidden_layers=2, max_position_embeddings=ABSURD)
+    return modest, absurd
+
+
+@pytest.mark.parametrize("backend", ["native", "openvino"])
+def test_a_model_made_for_a_hundred_million_positions_loads_like_any_other(directories: tuple[Path, Path], backend: str) -> None:
+    if backend == "native" and not BUILT:
+        pytest.skip("no native kernels for this machine")
+    pytest.importorskip(backend.replace("native", "numpy"))
+    modest, absurd = directories
+    texts, num_tokens = [], 300 if backend == "native" else 20
+    for directory in (modest, absurd):
+        start = time.perf_counter()
+        drafter = str(directory) if backend == "native" else "none"
+        llm = LLM(str(directory), backend=backend, threads=2, cache_gb=0.02, device="cpu", drafter=drafter, offline=True)
+        assert time.perf_counter() - start < 30.0
+        texts.append(llm.generate([5, 6, 7], SamplingParams(max_tokens=num_tokens, ignore_eos=True))[0].token_ids)
+    assert len(texts[0]) == num_tokens
+    assert texts[0] == texts[1]

@@ -1,0 +1,293 @@
+"""A tokenizer may fail in any way at any call, panics of its Rust code included: each is one error of ours. Nothing is sized by an id."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Library
+
+from checkpoints import write_byte_fallback_tokenizer, write_byte_level_tokenizer
+from paceline.errors import CheckpointError, PacelineError, RequestError, library_errors
+from paceline.gguf_tokenizer import MAX_TOKENS, read_gguf_tokenizer
+from paceline.proof.checkpoint_facts import read_tokenizer
+from paceline.sampling.compiled_grammar import GrammarVocabulary
+from paceline.small_files import TOKENIZER_BYTES
+from paceline.tokenizer import Tokenizer
+from paceline.tokenizer_backend import SPARE_IDS, TokenizerBackend, check_ids
+from paceline.tokenizer_files import MAX_ADDED_ID
+from paceline.vocabulary import compare_vocabularies
+
+MAX_SECONDS = 5.0
+Change = Callable[[dict[str, Any]], object]
+
+
+def opened(directory: Path, change: Change = lambda _: None, write: Callable[[Path], Path] = write_byte_level_tokenizer) -> Tokenizer:
+    write(directory)
+    path = directory / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    change(content)
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return Tokenizer.open(directory)
+
+
+def with_part(name: str, value: object) -> Change:
+    return lambda content: content.update({name: value})
+
+
+AT_LOAD: dict[str, Change] = {
+    "a panic over a map of characters": with_part("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+    "a panic over a prefix": lambda content: content["model"].update(continuing_subword_prefix="é", merges=[["a", "b"]]),
+    "an exception": with_part("model", {"type": "Unigram", "unk_id": 99, "vocab": [["a", 0.0]]}),
+    "no model": with_part("model", None),
+    "no such type": with_part("decoder", {"type": "Nonsense"}),
+    "depth": with_part("normalizer", json.loads("[" * 300 + "]" * 300)),
+    "an id of four billion": lambda content: content["model"]["vocab"].update(zzz=4_000_000_000),
+    "an id of a million": lambda content: content["model"]["vocab"].update(zzz=1_000_000),
+    "an id beyond 32 bits": lambda content: content["model"]["vocab"].update(zzz=2**40),
+}
+
+
+@pytest.mark.parametrize("change", AT_LOAD.values(), ids=AT_LOAD)
+def test_a_tokenizer_that_cannot_be_used_is_a_checkpoint_error_at_load(change: Change, tmp_path: Path) -> None:
+    start = time.perf_counter()
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        opened(tmp_path, change)
+    assert time.perf_counter() - start < MAX_SECONDS
+    with pytest.raises(CheckpointError):
+        read_tokenizer(tmp_path)
+
+
+REGEX = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "[X]", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+    "pair": [],
+    "special_tokens": {},
+}
+AT_ENCODING: dict[str, Change] = {
+    "a pattern without end": with_part("pre_tokenizer", REGEX),
+    "pieces of no length": with_part("pre_tokenizer", {"type": "FixedLength", "length": 0}),
+    "a frame that names nothing": with_part("post_processor", TEMPLATE),
+}
+
+
+@pytest.mark.parametrize("change", AT_ENCODING.values(), ids=AT_ENCODING)
+def test_a_text_that_makes_the_tokenizer_panic_is_a_request_error(change: Change, tmp_path: Path) -> None:
+    start = time.perf_counter()
+    try:
+        tokenizer = opened(tmp_path, change)
+    except CheckpointError:  # some panic over whatever they are asked
+        return
+    with pytest.raises(RequestError, match="tokenizer cannot encode this text; send another"):
+        tokenizer.encode("a" * 40 + "b")
+    assert time.perf_counter() - start < MAX_SECONDS
+
+
+class PanicException(BaseException):
+    """As pyo3 raises it."""
+
+
+class Failing:
+    """A library that works until something is asked of it."""
+
+    padding = truncation = None
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def get_vocab(self, **_: bool) -> dict[str, int]:
+        return {"a": 0}
+
+    def get_added_tokens_decoder(self) -> dict[int, Any]:
+        return {}
+
+    def _fail(self, *_: object, **__: object) -> Any:
+        raise self.error
+
+    decode = id_to_token = to_str = encode = _fail
+
+
+CALLS: dict[str, Callable[[TokenizerBackend], object]] = {
+    "decode": lambda backend: backend.decode([0], skip_special_tokens=True),
+    "id_to_token": lambda backend: backend.id_to_token(0),
+    "to_json": lambda backend: backend.to_json(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_whatever_the_library_raises_is_a_request_error_and_whoever_wants_to_stop_stops(call: Callable[[TokenizerBackend], object]) -> None:
+    for error in (
+        PanicException("index out of bounds"),
+        Exception("bare"),
+        OverflowError("u32"),
+        TypeError(),
+        MemoryError(),
+        KeyError("a"),
+    ):
+        with pytest.raises(RequestError, match="the model's tokenizer cannot"):
+            call(TokenizerBackend(Failing(error)))
+    for wish in (KeyboardInterrupt(), SystemExit()):
+        with pytest.raises(type(wish)):
+            call(TokenizerBackend(Failing(wish)))
+
+
+def test_a_panic_while_the_vocabulary_is_read_is_a_checkpoint_error() -> None:
+    library = Failing(PanicException("poisoned lock"))
+    library.get_vocab = library._fail  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match="vocabulary of this tokenizer cannot be read"):
+        TokenizerBackend(library)
+
+
+def test_ids_that_a_request_cannot_have_are_no_error_of_the_library(tmp_path: Path) -> None:
+    tokenizer = opened(tmp_path)
+    for token_id in (-1, 2**32, 10**30):
+        with pytest.raises(RequestError, match="the model's tokenizer cannot"):
+            tokenizer.decode([token_id])
+        with pytest.raises(RequestError, match="the model's tokenizer cannot"):
+            tokenizer.piece(token_id)
+    with pytest.raises(RequestError, match="cannot encode this text"):
+        tokenizer.encode("half a character \ud83d")
+
+
+def test_gaps_between_ids_are_allowed_in_proportion() -> None:
+    check_ids(range(128_000))
+    check_ids([*range(32_000), 100_000])
+    check_ids([SPARE_IDS])
+    for ids in ([], [4_000_000_000], [0, SPARE_IDS + 4], [*range(32_000), 200_000]):
+        with pytest.raises(CheckpointError, match="this tokenizer has"):
+            check_ids(ids)
+
+
+def test_comparing_and_writing_down_take_no_longer_where_ids_leave_gaps(tmp_path: Path) -> None:
+    tokenizer = opened(tmp_path, lambda content: content["model"]["vocab"].update(zzz=SPARE_IDS))
+    start = time.perf_counter()
+    compare_vocabularies(tokenizer, tokenizer)
+    assert json.loads(tokenizer.to_json())["model"]["vocab"]["zzz"] == SPARE_IDS
+    assert time.perf_counter() - start < MAX_SECONDS
+
+
+def test_a_tokenizer_that_a_grammar_library_cannot_read_is_a_request_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llguidance = pytest.importorskip("llguidance")
+
+    def fail(*_: object, **__: object) -> None:
+        raise PanicException("called `Option::unwrap()` on a `None` value")
+
+    monkeypatch.setattr(llguidance, "LLTokenizer", fail)
+    with pytest.raises(RequestError, match="cannot be held to one; generate without it"):
+        GrammarVocabulary(opened(tmp_path), [0])
+
+
+def test_padding_of_any_length_is_not_made_by_doctor(tmp_path: Path) -> None:
+    """The library would end the whole process."""
+    fixed = {
+        "strategy": {"Fixed": 10**12},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "x",
+    }
+    tokenizer = opened(tmp_path, with_part("padding", fixed))
+    assert len(tokenizer.encode("a")) == 1
+    facts = read_tokenizer(tmp_path)
+    assert facts is not None
+    assert len(facts.sample_ids) < 5000
+
+
+def make_sparse(path: Path, num_bytes: int) -> None:
+    path.touch()
+    os.truncate(path, num_bytes)
+
+
+def make_pipe_of_templates(directory: Path) -> None:
+    (directory / "additional_chat_templates").mkdir()
+    os.mkfifo(directory / "additional_chat_templates" / "x.jinja")
+
+
+def name_in_tokenizer_json(directory: Path) -> None:
+    content = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+    content["added_tokens"][0]["\x1b[2J"] = 1
+    (directory / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def settings(content: object) -> Callable[[Path], object]:
+    text = content if isinstance(content, str) else json.dumps(content)
+    return lambda directory: (directory / "tokenizer_config.json").write_text(text)
+
+
+FILES: dict[str, Callable[[Path], object]] = {
+    "a pipe": lambda directory: os.mkfifo(directory / "special_tokens_map.json"),
+    "a linked device": lambda directory: (directory / "chat_template.jinja").symlink_to("/dev/zero"),
+    "a pipe of templates": make_pipe_of_templates,
+    "a large file": lambda directory: make_sparse(directory / "tokenizer.json", TOKENIZER_BYTES + 1),
+    "a large template": lambda directory: make_sparse(directory / "chat_template.jinja", 1 << 40),
+    "a value that is no name, elsewhere": name_in_tokenizer_json,
+    "settings that are a list": settings("[1]"),
+    "deep settings": settings('{"a":' * 5000),
+    "a class of its own": settings({"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}),
+    "a class that is no name": settings({"tokenizer_class": "Own\x1b[2J"}),
+    "a class that is a list": settings({"tokenizer_class": ["Own"]}),
+    "a value that is no name": settings({"pad_token": {"__type": "AddedToken", "content": "x", "\x1b[2J": 1}}),
+    "an added token far away": settings({"added_tokens_decoder": {str(MAX_ADDED_ID): {"content": "x"}}}),
+    "an added token nowhere": settings({"added_tokens_decoder": {"9" * 5000: {"content": "x"}}}),
+}
+
+
+@pytest.mark.parametrize("change", FILES.values(), ids=FILES)
+def test_tokenizer_files_are_looked_at_before_anybody_reads_them(change: Callable[[Path], object], tmp_path: Path) -> None:
+    write_byte_level_tokenizer(tmp_path)
+    change(tmp_path)
+    start = time.perf_counter()
+    with pytest.raises(CheckpointError, match=str(tmp_path)) as caught:
+        Tokenizer.open(tmp_path)
+    assert time.perf_counter() - start < 60.0  # transformers and torch are imported for some
+    assert "trust_remote_code" not in str(caught.value)
+
+
+def test_a_chat_template_that_is_no_text_spoils_conversations_alone(tmp_path: Path) -> None:
+    write_byte_fallback_tokenizer(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    for template in (7, ["{{ x }}"], {"default": 7}, {"default": {"a": 1}}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
+        try:
+            tokenizer = Tokenizer.open(tmp_path)
+        except CheckpointError:
+            continue
+        assert tokenizer.encode("the")
+        with pytest.raises(RequestError):
+            tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+
+
+def test_a_vocabulary_of_a_gguf_file_is_bounded() -> None:
+    metadata = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["x"] * (MAX_TOKENS + 1)}
+    with pytest.raises(CheckpointError, match=f"at most {MAX_TOKENS} are possible"):
+        read_gguf_tokenizer(metadata, "x.gguf")
+    long = [f"{index:01000d}" for index in range(300)]
+    many = {**metadata, "tokenizer.ggml.tokens": long, "tokenizer.ggml.scores": [0.0] * len(long)}
+    start = time.perf_counter()
+    with pytest.raises(CheckpointError, match="too many long ones"):
+        read_gguf_tokenizer(many, "x.gguf")
+    assert time.perf_counter() - start < MAX_SECONDS
+
+
+def test_our_errors_pass_the_boundary_as_they_are_and_advice_to_run_strangers_code_does_not() -> None:
+    with pytest.raises(CheckpointError, match=r"^ours$"), library_errors("theirs", RequestError):
+        raise CheckpointError("ours")
+    for text in ("set `weights_only=False` to load it", "please pass `trust_remote_code=True`"):
+        with pytest.raises(RequestError, match="code of its own, which are never") as caught, library_errors("theirs", RequestError):
+            raise ValueError(text)
+        assert "False" not in str(caught.value)
+        assert isinstance(caught.value, PacelineError)
+
+
+def test_the_library_is_the_one_that_panics(tmp_path: Path) -> None:
+    """What the tests above hold to be a panic is one."""
+    write_byte_level_tokenizer(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    with pytest.raises(BaseException, match="precompiled_charsmap") as caught:
+        Library.from_str(json.dumps({**content, "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}))
+    assert not isinstance(caught.value, Exception)
