@@ -9,7 +9,7 @@ from draw_imports import REPOSITORY, Import, drawn, graph, imports, modules
 
 # Who may import whom. A target is a file or a folder with all its files; `x.__init__` is only what the folder x itself exports.
 # Everyone may import `errors`, a folder its own files.
-LEAVES = {"config"}
+LEAVES = {"config", "installation"}
 SPECULATION = {*LEAVES, "runtimes.base", "sampling", "kv_cache", "tokenizer"}
 DRAFTERS = {*LEAVES, "speculation", "runtimes", "models", "sampling", "kv_cache", "hub", "tokenizer", "vocabulary"}
 ENGINE = {*LEAVES, "drafters.__init__", "speculation", "runtimes", "kv_cache", "sampling", "tokenizer", "models", "outputs", "hub"}
@@ -18,6 +18,7 @@ ABOVE_LLM = {*LLM, "llm"}
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "config": set(),
+    "installation": set(),
     "hub": LEAVES,
     "gguf_splits": set(),
     "gguf_fields": set(),
