@@ -2,6 +2,7 @@
 
 import json
 import re
+from codecs import utf_8_decode
 from collections.abc import Mapping, Sequence
 from copy import copy
 from pathlib import Path
@@ -21,6 +22,7 @@ class Tokenizer:
 
     `vocab_size` is the number of ids it knows, the largest id + 1; a model's matrices may have more rows. `end_token_ids` are the ids
     that end an answer where the tokenizer itself says so, which a GGUF file's does; `notices` are lines a user should see.
+    `has_byte_pieces`: whether characters outside the vocabulary are spelled as runs of pieces like <0xE4>.
     """
 
     def __init__(self, pretrained: Any, *, end_token_ids: Sequence[int] = (), notices: Sequence[str] = ()) -> None:
@@ -28,6 +30,7 @@ class Tokenizer:
         self.end_token_ids = tuple(end_token_ids)
         self.notices = tuple(notices)
         self._backend = pretrained.backend_tokenizer
+        self.has_byte_pieces = _has_byte_pieces(self._backend)
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.special_token_ids: frozenset[int] = frozenset(
             token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
@@ -67,18 +70,23 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `ids`; ids the tokenizer does not know stand for nothing."""
+        """The text of `ids`; ids the tokenizer does not know stand for nothing.
+
+        Of a run of byte pieces (<0xE4>) every whole character is one; each byte that is part of none is a replacement character.
+
+        Source: SentencePiece's decoder. Deviation from the tokenizers library, which makes the whole run replacement characters as soon
+            as one byte is wrong: text that was streamed would have to be taken back.
+        """
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        if self.has_byte_pieces and _REPLACEMENT in text:
+            hidden = self.special_token_ids if skip_special_tokens else ()
+            pieces = [piece for token_id in ids if (piece := self.piece(token_id)) and token_id not in hidden]
+            text = self._backend.decoder.decode(_without_bad_bytes(pieces))
         return text
 
     def piece(self, token_id: int) -> str:
         """The vocabulary's own spelling of a token ("Ġthe", "<0x0A>"); empty for ids it does not know."""
         return self._backend.id_to_token(token_id) or ""
-
-    @property
-    def has_byte_pieces(self) -> bool:
-        """Whether characters outside the vocabulary are spelled as runs of pieces like <0xE4>."""
-        return self._backend.token_to_id("<0x00>") is not None
 
     def to_json(self) -> str:
         """The text of a tokenizer.json with every token that was added since."""
@@ -151,6 +159,28 @@ def _tokenizer_class(directory: Path) -> Any:
     return AutoTokenizer
 
 
+def _has_byte_pieces(backend: Any) -> bool:
+    """Whether there are such pieces and the decoder takes them for bytes."""
+    token_id = backend.token_to_id("<0x41>")
+    return token_id is not None and backend.decoder is not None and backend.decoder.decode(["<0x41>"]) == "A"
+
+
+def _without_bad_bytes(pieces: Sequence[str]) -> list[str]:
+    """The same with a replacement character for every byte that is part of no character."""
+    mended: list[str] = []
+    run = bytearray()
+    for piece in (*pieces, ""):
+        if _BYTE_PIECE.fullmatch(piece):
+            run.append(int(piece[3:5], 16))
+            continue
+        for character in run.decode("utf-8", "surrogateescape"):  # a bad byte becomes a surrogate
+            is_bad = "\udc80" <= character <= "\udcff"
+            mended += [_REPLACEMENT] if is_bad else [f"<0x{byte:02X}>" for byte in character.encode()]
+        run.clear()
+        mended.append(piece)
+    return mended[:-1]
+
+
 class IncrementalDetokenizer:
     """Text as tokens arrive: what was returned never changes, and all of it together is `Tokenizer.decode` of all ids.
 
@@ -158,13 +188,12 @@ class IncrementalDetokenizer:
     before the text not yet returned, because a tokenizer may drop the space in front of the first token it is given.
     """
 
-    __slots__ = ("_decode", "_has_byte_pieces", "_num_returned", "_parts", "_read_from", "_special", "_tokenizer", "_window")
+    __slots__ = ("_decode", "_num_returned", "_parts", "_read_from", "_special", "_tokenizer", "_window")
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._decode = tokenizer.decode
         self._special = tokenizer.special_token_ids
-        self._has_byte_pieces = tokenizer.has_byte_pieces
         self._window: list[int] = []
         self._read_from = 0  # index in the window of the first token whose text is not returned
         self._num_returned = 0  # characters of the window's text that are
@@ -181,16 +210,12 @@ class IncrementalDetokenizer:
         if token_id in self._special or not piece:
             return ""
         self._window.append(token_id)
-        # One bad byte turns the whole run of byte pieces into replacement characters: nothing of it is final before it ends.
-        if self._has_byte_pieces and _BYTE_PIECE.fullmatch(piece):
-            return ""
         text = self._decode(self._window)
-        if not text.endswith(_REPLACEMENT):
-            new = text[self._num_returned :]
+        num_open = self._num_open_bytes() if self._tokenizer.has_byte_pieces else int(text.endswith(_REPLACEMENT))
+        new = text[self._num_returned : len(text) - num_open]
+        if not num_open:
             self._start_window_at(self._read_from)
         else:
-            # Only the last character may still turn into another one.
-            new = text[self._num_returned : -1]
             self._num_returned += len(new)
             if len(self._window) > _MAX_WINDOW:
                 self._shorten_window(text)
@@ -204,6 +229,17 @@ class IncrementalDetokenizer:
         self._read_from = self._num_returned = 0
         self._parts.append(new)
         return new
+
+    def _num_open_bytes(self) -> int:
+        """Bytes at the end that may still become a character; until then each is a replacement character of its own."""
+        run = bytearray()
+        for token_id in self._window[:-4:-1]:
+            piece = self._tokenizer.piece(token_id)
+            if not _BYTE_PIECE.fullmatch(piece):
+                break
+            run.insert(0, int(piece[3:5], 16))
+        _, num_closed = utf_8_decode(run, "replace", False)  # not the end of the text
+        return len(run) - num_closed
 
     def _start_window_at(self, first: int) -> None:
         del self._window[:first]
