@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -30,7 +29,7 @@ from paceline.errors import (
 from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.request import TokenOrigin
-from paceline.speculation.stats import PlainReason, SpeculationStats
+from paceline.speculation.stats import PlainCounts, PlainReason, SpeculationStats
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HEAVY = {"torch", "transformers", "openvino", "tokenizers", "scipy"}
@@ -125,7 +124,7 @@ class FakeLLM:
             self.closed_streams += 1
 
     def _output(self) -> RequestOutput:
-        reasons = Counter({PlainReason.PROMPT: 1})
+        reasons = PlainCounts({PlainReason.PROMPT: 1})
         stats = SpeculationStats(
             steps=3, drafted=8, accepted=4, bonus=3, emitted=7, drafted_by_position=[2], accepted_by_position=[2], plain=reasons
         )
@@ -200,7 +199,7 @@ def test_json_is_one_object_and_nothing_else(fake_llm: type[FakeLLM]) -> None:
     assert done.stdout.count("\n") == 1
     answer = json.loads(done.stdout)
     assert list(answer) == [
-        "text", "token_ids", "prompt_token_ids", "finish_reason", "usage", "timing_s", "seed", "numerics", "speculation",
+        "text", "token_ids", "prompt_token_ids", "finish_reason", "usage", "timing", "seed", "numerics", "drafter", "speculation",
         "model", "version",
     ]  # fmt: skip
     assert (answer["text"], answer["model"], answer["version"]) == (TEXT, "mini", paceline.__version__)
@@ -517,7 +516,7 @@ def _answer(drafter: str) -> dict[str, Any]:
 
 
 def test_the_embedded_model_says_the_same_with_any_drafter(answers: dict[str, dict[str, Any]]) -> None:
-    assert (answers["none"]["speculation"]["drafter"], answers["ngram"]["speculation"]["drafter"]) == ("none", "ngram")
+    assert (answers["none"]["drafter"], answers["ngram"]["drafter"]) == ("none", "ngram")
     assert answers["ngram"]["speculation"]["accepted"] > 0
     assert len(answers["none"]["token_ids"]) == 32
     assert answers["none"]["token_ids"] == answers["ngram"]["token_ids"] == answers["auto"]["token_ids"]

@@ -239,7 +239,7 @@ def test_an_id_of_a_parameter_out_of_range_leaves_nothing_behind(llm: LLM) -> No
 
 
 @pytest.mark.parametrize("parameter", ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"])
-@pytest.mark.parametrize("value", [-1, 1e30, "much"])
+@pytest.mark.parametrize("value", [-2, 1e30, "much"])
 def test_absurd_sampling_values_are_refused(parameter: str, value: Any) -> None:
     with raises(RequestError, parameter) as caught:
         SamplingParams(**{parameter: value})

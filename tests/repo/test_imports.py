@@ -9,7 +9,7 @@ from draw_imports import REPOSITORY, Import, drawn, graph, imports, modules
 
 # Who may import whom. A target is a file or a folder with all its files; `x.__init__` is only what the folder x itself exports.
 # Everyone may import `errors`, a folder its own files.
-LEAVES = {"config", "installation"}
+LEAVES = {"config", "installation", "spelling"}
 SPECULATION = {*LEAVES, "runtimes.base", "sampling", "kv_cache", "tokenizer"}
 DRAFTERS = {*LEAVES, "speculation", "runtimes", "models", "sampling", "kv_cache", "hub", "tokenizer", "vocabulary"}
 ENGINE = {*LEAVES, "drafters.__init__", "speculation", "runtimes", "kv_cache", "sampling", "tokenizer", "models", "outputs", "hub"}
@@ -19,6 +19,7 @@ ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "config": set(),
     "installation": set(),
+    "spelling": set(),
     "hub": LEAVES,
     "gguf_splits": set(),
     "gguf_fields": set(),
