@@ -49,6 +49,7 @@ class RequestMaker:
         vocab_size: ids that may stand in a prompt and be drawn.
         max_context: prompt + output at most.
         eos_token_ids: ids that end an output.
+        way_out: what to do about a longer prompt.
         compiler: makes what holds an output to its grammar.
     """
 
@@ -56,6 +57,7 @@ class RequestMaker:
     vocab_size: int
     max_context: int
     eos_token_ids: Sequence[int]
+    way_out: str = "shorten the prompt"
     compiler: GrammarCompiler = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,7 +77,7 @@ class RequestMaker:
         if len(ids) >= self.max_context:
             raise RequestError(
                 f"the prompt has {len(ids)} tokens, the context holds {self.max_context} and at least one must be left for the output: "
-                "shorten the prompt or raise max_context",
+                + self.way_out,
                 parameter="prompt",
             )
         return ids

@@ -149,7 +149,7 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
     limits = Limits(max_num_seqs=config.max_num_seqs, max_step_rows=config.max_step_rows, chunk_rows=config.chunk_rows)
     engine = Engine(runtime, cache, guesser, limits)
     ends = tuple(dict.fromkeys((*runtime.config.eos_token_ids, *tokenizer.end_token_ids)))
-    maker = RequestMaker(tokenizer, vocab_size, plan.max_context, ends)
+    maker = RequestMaker(tokenizer, vocab_size, plan.max_context, ends, plan.way_out)
     of_drafter = () if drafter is None else drafter.notices
     notices = (*tokenizer.notices, *loaded.notices, *_unused_head(loaded, directory, drafter), *of_drafter)
     return OpenedEngine(engine, maker, (*notices, plan.notice) if plan.notice else notices, config)

@@ -83,8 +83,8 @@ def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
             num_threads=options.num_threads,
             notices=notices,
         )
-    if config.sliding_window is not None and config.max_positions == config.sliding_window:
-        notices.append(f"context is limited to the model's sliding window of {config.sliding_window} tokens")
+    if config.sliding_window is not None:
+        notices.append(config.context_end)
     runtime = _build(config, weights, options, notices)
     return Loaded(runtime, tuple(notices), own_head)
 
