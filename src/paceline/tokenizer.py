@@ -98,13 +98,18 @@ class Tokenizer:
         text: str = backend.to_str()
         return text
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether it can turn messages into token ids."""
+        return bool(self._pretrained.chat_template)
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation as the model was trained to see it.
 
         Raises:
             RequestError: the tokenizer has no chat template, or its template rejects the messages.
         """
-        if not self._pretrained.chat_template:
+        if not self.has_chat_template:
             raise RequestError("this model has no chat template, so it cannot take messages; send a plain prompt", parameter="messages")
         if not messages:
             raise RequestError("messages is empty; send at least one message", parameter="messages")

@@ -19,15 +19,20 @@ CALLER_CAN_FIX = (RequestError, ConfigError, IncompatibleDrafterError)
 
 
 def say(text: str | Text) -> None:
-    """Print to stderr, dim unless the text has styles of its own; a long line is left to the terminal to fold."""
-    # a console of its own each time: tests and shells replace sys.stderr
-    Console(stderr=True, highlight=False).print(text if isinstance(text, Text) else Text(text, style="dim"), soft_wrap=True)
+    """Print to stderr, dim unless the text has styles of its own; a terminal gets lines that are folded between words."""
+    console = Console(stderr=True, highlight=False)  # one of its own each time: tests and shells replace sys.stderr
+    console.print(text if isinstance(text, Text) else Text(text, style="dim"), soft_wrap=not console.is_terminal)
 
 
 def say_error(error: PacelineError | str) -> None:
     """Print one line `error: …` to stderr."""
     line = Text.assemble(("error: ", "bold red"), " ".join(str(error).split()))
     Console(stderr=True, highlight=False).print(line, soft_wrap=True)
+
+
+def exit_code(error: PacelineError) -> int:
+    """2 for what the caller can put right, else 1."""
+    return EXIT_WRONG_INPUT if isinstance(error, CALLER_CAN_FIX) else EXIT_FAILURE
 
 
 @contextmanager
@@ -44,7 +49,7 @@ def reported_errors(*, debug: bool) -> Iterator[None]:
         if debug:
             traceback.print_exc()
         say_error(error)
-        raise typer.Exit(EXIT_WRONG_INPUT if isinstance(error, CALLER_CAN_FIX) else EXIT_FAILURE) from None
+        raise typer.Exit(exit_code(error)) from None
     except KeyboardInterrupt:
         say("interrupted")
         raise typer.Exit(EXIT_INTERRUPTED) from None
