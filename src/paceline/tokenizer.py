@@ -1,18 +1,15 @@
 """Text to token ids and back, and text as it streams out of a model."""
 
 import json
-import re
-from codecs import utf_8_decode
 from collections.abc import Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
 
+from paceline.byte_pieces import REPLACEMENT, num_open_bytes, without_bad_bytes
 from paceline.errors import CheckpointError, RequestError
 from paceline.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _MAX_WINDOW = 32
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
@@ -22,7 +19,6 @@ class Tokenizer:
 
     `vocab_size` is the number of ids it knows, the largest id + 1; a model's matrices may have more rows. `end_token_ids` are the ids
     that end an answer where the tokenizer itself says so, which a GGUF file's does; `notices` are lines a user should see.
-    `has_byte_pieces`: whether characters outside the vocabulary are spelled as runs of pieces like <0xE4>.
     """
 
     def __init__(self, pretrained: Any, *, end_token_ids: Sequence[int] = (), notices: Sequence[str] = ()) -> None:
@@ -30,7 +26,6 @@ class Tokenizer:
         self.end_token_ids = tuple(end_token_ids)
         self.notices = tuple(notices)
         self._backend = pretrained.backend_tokenizer
-        self.has_byte_pieces = _has_byte_pieces(self._backend)
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.special_token_ids: frozenset[int] = frozenset(
             token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
@@ -78,15 +73,27 @@ class Tokenizer:
             as one byte is wrong: text that was streamed would have to be taken back.
         """
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
-        if self.has_byte_pieces and _REPLACEMENT in text:
+        if REPLACEMENT in text and self.has_byte_pieces:
             hidden = self.special_token_ids if skip_special_tokens else ()
             pieces = [piece for token_id in ids if (piece := self.piece(token_id)) and token_id not in hidden]
-            text = self._backend.decoder.decode(_without_bad_bytes(pieces))
+            text = self._backend.decoder.decode(without_bad_bytes(pieces))
         return text
 
     def piece(self, token_id: int) -> str:
         """The vocabulary's own spelling of a token ("Ġthe", "<0x0A>"); empty for ids it does not know."""
         return self._backend.id_to_token(token_id) or ""
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether it can turn messages into token ids."""
+        return bool(self._pretrained.chat_template)
+
+    @property
+    def has_byte_pieces(self) -> bool:
+        """Whether characters outside the vocabulary are spelled as runs of pieces like <0xE4>, and decoded so."""
+        backend = self._backend
+        has_some = backend.token_to_id("<0x41>") is not None and backend.decoder is not None
+        return has_some and backend.decoder.decode(["<0x41>"]) == "A"
 
     def to_json(self) -> str:
         """The text of a tokenizer.json with every token that was added since."""
@@ -97,11 +104,6 @@ class Tokenizer:
             backend.no_truncation()
         text: str = backend.to_str()
         return text
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether it can turn messages into token ids."""
-        return bool(self._pretrained.chat_template)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation as the model was trained to see it.
@@ -164,28 +166,6 @@ def _tokenizer_class(directory: Path) -> Any:
     return AutoTokenizer
 
 
-def _has_byte_pieces(backend: Any) -> bool:
-    """Whether there are such pieces and the decoder takes them for bytes."""
-    token_id = backend.token_to_id("<0x41>")
-    return token_id is not None and backend.decoder is not None and backend.decoder.decode(["<0x41>"]) == "A"
-
-
-def _without_bad_bytes(pieces: Sequence[str]) -> list[str]:
-    """The same with a replacement character for every byte that is part of no character."""
-    mended: list[str] = []
-    run = bytearray()
-    for piece in (*pieces, ""):
-        if _BYTE_PIECE.fullmatch(piece):
-            run.append(int(piece[3:5], 16))
-            continue
-        for character in run.decode("utf-8", "surrogateescape"):  # a bad byte becomes a surrogate
-            is_bad = "\udc80" <= character <= "\udcff"
-            mended += [_REPLACEMENT] if is_bad else [f"<0x{byte:02X}>" for byte in character.encode()]
-        run.clear()
-        mended.append(piece)
-    return mended[:-1]
-
-
 class IncrementalDetokenizer:
     """Text as tokens arrive: what was returned never changes, and all of it together is `Tokenizer.decode` of all ids.
 
@@ -193,12 +173,13 @@ class IncrementalDetokenizer:
     before the text not yet returned, because a tokenizer may drop the space in front of the first token it is given.
     """
 
-    __slots__ = ("_decode", "_num_returned", "_parts", "_read_from", "_special", "_tokenizer", "_window")
+    __slots__ = ("_decode", "_has_byte_pieces", "_num_returned", "_parts", "_read_from", "_special", "_tokenizer", "_window")
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._decode = tokenizer.decode
         self._special = tokenizer.special_token_ids
+        self._has_byte_pieces = tokenizer.has_byte_pieces
         self._window: list[int] = []
         self._read_from = 0  # index in the window of the first token whose text is not returned
         self._num_returned = 0  # characters of the window's text that are
@@ -216,7 +197,7 @@ class IncrementalDetokenizer:
             return ""
         self._window.append(token_id)
         text = self._decode(self._window)
-        num_open = self._num_open_bytes() if self._tokenizer.has_byte_pieces else int(text.endswith(_REPLACEMENT))
+        num_open = self._num_open(text)
         new = text[self._num_returned : len(text) - num_open]
         if not num_open:
             self._start_window_at(self._read_from)
@@ -235,16 +216,11 @@ class IncrementalDetokenizer:
         self._parts.append(new)
         return new
 
-    def _num_open_bytes(self) -> int:
-        """Bytes at the end that may still become a character; until then each is a replacement character of its own."""
-        run = bytearray()
-        for token_id in self._window[:-4:-1]:
-            piece = self._tokenizer.piece(token_id)
-            if not _BYTE_PIECE.fullmatch(piece):
-                break
-            run.insert(0, int(piece[3:5], 16))
-        _, num_closed = utf_8_decode(run, "replace", False)  # not the end of the text
-        return len(run) - num_closed
+    def _num_open(self, text: str) -> int:
+        """Characters at the end that may still turn into another one: each byte that waits for more, or the last character."""
+        if self._has_byte_pieces:
+            return num_open_bytes([self._tokenizer.piece(token_id) for token_id in self._window[-3:]])
+        return int(text.endswith(REPLACEMENT))
 
     def _start_window_at(self, first: int) -> None:
         del self._window[:first]
