@@ -2,11 +2,15 @@
 
 The compiler comes as a build dependency (the `ziglang` package holds clang), so none has to be installed. Where it cannot compile,
 the package is built without kernels and the other runtimes serve.
+
+The libraries are loaded with ctypes and know nothing of Python, so one wheel serves every version of it. They are compiled for an old
+system, whatever this one is: glibc 2.17 (manylinux2014) or macOS 11.
 """
 
 import platform
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,7 @@ X86_64 = {
     "x86_64_v3": ("-march=x86_64_v3",),
 }
 ARM_64 = {"armv8_dotprod": ("-mcpu=generic+dotprod",), "armv8": ("-mcpu=generic",)}
-LEVELS: dict[str, dict[str, tuple[str, ...]]] = {"x86_64": X86_64, "AMD64": X86_64, "aarch64": ARM_64, "arm64": ARM_64}
+LEVELS: dict[str, dict[str, tuple[str, ...]]] = {"x86_64": X86_64, "aarch64": ARM_64}
 FLAGS = ("-std=c17", "-O3", "-g0", "-shared", "-fPIC", "-ffp-contract=off", "-mprefer-vector-width=512", "-lpthread", "-lm")
 
 
@@ -33,10 +37,12 @@ class KernelBuild(BuildHookInterface):  # type: ignore[type-arg]
             return
         root = Path(self.root)
         sources = sorted(str(file) for file in (root / NATIVE / "kernels").glob("*.c"))
-        for level, machine in LEVELS.get(platform.machine(), {}).items():
+        machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+        target, tag = _oldest_system(machine)
+        for level, instructions in LEVELS.get(machine, {}).items():
             library = root / NATIVE / f"kernels.{level}.so"
             unfinished = library.with_suffix(".part")
-            command = [sys.executable, "-m", "ziglang", "cc", *FLAGS, *machine, *sources, "-o", str(unfinished)]
+            command = [sys.executable, "-m", "ziglang", "cc", *target, *FLAGS, *instructions, *sources, "-o", str(unfinished)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 self.app.display_warning(f"no native kernels for {level}: {done.stderr.strip()}")
@@ -44,4 +50,13 @@ class KernelBuild(BuildHookInterface):  # type: ignore[type-arg]
             unfinished.replace(library)
             build_data["artifacts"].append(str(NATIVE / library.name))
             build_data["pure_python"] = False
-            build_data["infer_tag"] = True
+            build_data["tag"] = f"py3-none-{tag}"
+
+
+def _oldest_system(machine: str) -> tuple[tuple[str, ...], str]:
+    """The compiler's flags that name the oldest system the libraries shall run on, and the wheel's tag for it."""
+    if sys.platform == "darwin":
+        return ("-target", f"{machine}-macos.11.0"), f"macosx_11_0_{'arm64' if machine == 'aarch64' else machine}"
+    if platform.libc_ver()[0] == "glibc":
+        return ("-target", f"{machine}-linux-gnu.2.17"), f"manylinux2014_{machine}.manylinux_2_17_{machine}"
+    return (), sysconfig.get_platform().replace("-", "_").replace(".", "_")  # systems like this one

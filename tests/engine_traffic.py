@@ -186,4 +186,4 @@ def check_clean(llm: LLM) -> None:
     speculation = stats.speculation
     assert speculation.emitted == speculation.accepted + speculation.bonus == stats.completion_tokens
     assert sum(speculation.accepted_by_position) == speculation.accepted
-    assert stats.cached_tokens <= stats.prompt_tokens
+    assert stats.num_cached_tokens <= stats.prompt_tokens

@@ -106,7 +106,7 @@ def _mini_rows(kind: str, temperature: float, outputs: Mapping[str, list[list[Re
         ratio = statistics.median(plain / own for plain, own in zip(seconds["none"], seconds[name], strict=True))
         row = [kind, temperature, name, f"{stats.mean_acceptance_length:.2f}", f"{stats.acceptance_rate:.2f}"]
         row += [f"{stats.plain[PlainReason.GUARD] / max(1, stats.steps):.0%}", f"{tokens / statistics.median(seconds[name]):.1f}"]
-        results.append({"row": [*row, f"{ratio:.2f}", tokens, len(rounds[0])], "seconds": seconds[name], "stats": stats.as_dict(name)})
+        results.append({"row": [*row, f"{ratio:.2f}", tokens, len(rounds[0])], "seconds": seconds[name], "stats": stats.as_dict()})
     return results
 
 

@@ -1,24 +1,26 @@
 """The public class: load a model once, generate with it."""
 
+import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, cast, overload
+from typing import cast, overload
 
-from paceline.config import EngineConfig, Quant, SpeculationConfig
-from paceline.engine.batch import AskedFor, Prompt, RequestMaker, as_prompts
+from paceline.config import Quant
+from paceline.engine.batch import AskedFor, RequestMaker
 from paceline.engine.engine import Engine, EngineStats
-from paceline.engine.open import check_options, open_engine
+from paceline.engine.inputs import Messages, Params, Prompt, TextOrIds, as_prompts, one_of, params_of_each
+from paceline.engine.open import OpenedEngine, open_engine, settings_of
 from paceline.errors import ConfigError, RequestError
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.runtimes.base import Runtime
-from paceline.sampling.params import SamplingParams
+from paceline.sampling.params import SAMPLING_NAMES
 from paceline.speculation.drafter import Drafter
 from paceline.speculation.request import Request, RequestSpeculation
+from paceline.spelling import suggest_arguments
 from paceline.tokenizer import Tokenizer
 
-Predictions = Prompt | Sequence[Prompt | None] | None
-Messages = Sequence[Mapping[str, Any]]
+Predictions = TextOrIds | Sequence[TextOrIds | None] | None
 Speculation = RequestSpeculation | Mapping[str, object] | None
 Salt = str | bytes | None
 
@@ -27,8 +29,8 @@ class LLM:
     """A loaded target, its drafter and their caches. Several threads may call it: their requests run together.
 
     Example:
-        >>> llm = LLM("mini")
-        >>> llm.generate("The quick brown", SamplingParams(max_tokens=8))[0].text
+        >>> with LLM("mini") as llm:
+        ...     print(llm.generate("The quick brown", SamplingParams(max_tokens=8))[0].text)
 
     Args:
         model: "mini", a model directory, a GGUF file, or a Hugging Face id.
@@ -37,7 +39,8 @@ class LLM:
         numerics: "exact": a token depends on nothing but target, prompt, sampling parameters and seed; "fast": any kernel.
         dtype: "auto" (as stored), "bf16", "f16" or "f32"; only "f32" leaves rows unrounded in front of quantised matrices.
         quant: quantise the weights while loading: "none", "int8", "int4" or `QuantOptions`; the result is cached on disk.
-        threads: CPU threads; None = the processors this process may use.
+        threads: CPU threads; None = the processors this process may use. More are not used.
+        oversubscribe: use so many threads even where there are fewer processors.
         max_context: longest prompt + output.
         cache_gb: memory for keys and values.
         device: "auto", "cpu" or "cuda".
@@ -53,6 +56,7 @@ class LLM:
             but depend on what was drafted).
         max_num_seqs: requests that run at a time; others wait their turn.
         max_step_rows: rows of one pass, known tokens and drafts of all requests.
+        chunk_rows: prompt rows of one request in one pass; smaller ones let others' answers go on more evenly.
         prefix_cache: whether rows of earlier requests are kept while there is room, for those that begin with the same tokens.
         revision, token, offline: for models from the Hugging Face Hub.
 
@@ -60,6 +64,7 @@ class LLM:
         ConfigError, CheckpointError, CapacityError, IncompatibleDrafterError, BackendUnavailableError: with the way out.
     """
 
+    @suggest_arguments("LLM", of_sampling=SAMPLING_NAMES)
     def __init__(
         self,
         model: str = "mini",
@@ -70,6 +75,7 @@ class LLM:
         dtype: str = "auto",
         quant: Quant = "none",
         threads: int | None = None,
+        oversubscribe: bool = False,
         max_context: int | None = None,
         cache_gb: float | None = None,
         device: str = "auto",
@@ -82,33 +88,27 @@ class LLM:
         acceptance: str = "match",
         max_num_seqs: int = 16,
         max_step_rows: int = 512,
+        chunk_rows: int = 256,
         prefix_cache: bool = True,
         revision: str | None = None,
         token: str | None = None,
         offline: bool = False,
     ) -> None:
-        config = EngineConfig(
-            model=str(model),
-            gguf_file=gguf_file,
-            gguf_weights=gguf_weights,
-            numerics=numerics,
-            dtype=dtype,
-            quant=quant,
-            threads=threads,
-            max_context=max_context,
-            cache_gb=cache_gb,
-            device=device,
-            backend=backend,
-            max_num_seqs=max_num_seqs,
-            max_step_rows=max_step_rows,
-            prefix_cache=prefix_cache,
-            revision=revision,
-            token=token,
-            offline=offline,
-        )
-        self._given_drafter = drafter if isinstance(drafter, Drafter) else None
-        self._speculation = _speculation_of(drafter, num_draft_tokens, tree_width, draft_quant, drafter_options, acceptance)
-        self._opened = open_engine(config, self._speculation, self._given_drafter)
+        options = {name: value for name, value in locals().items() if name not in ("self", "model")}
+        config, self._speculation, self._given_drafter = settings_of(model, options)
+        self._loaded: OpenedEngine | None = open_engine(config, self._speculation, self._given_drafter)
+
+    def __enter__(self) -> "LLM":
+        self._check_open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free weights and caches. Whatever is asked later is an error, the next step of an open stream too; closing again does nothing."""
+        self._loaded = None
+        gc.collect()  # an engine and its scheduler know each other
 
     @property
     def engine(self) -> Engine:
@@ -118,6 +118,10 @@ class LLM:
     def notices(self) -> Sequence[str]:
         """What loading had to say, a line each."""
         return self._opened.notices
+
+    @property
+    def _opened(self) -> OpenedEngine:
+        return self._check_open()
 
     @property
     def _maker(self) -> RequestMaker:
@@ -170,11 +174,13 @@ class LLM:
         """Counters of all requests so far."""
         return self.engine.stats
 
+    @suggest_arguments("generate", of_sampling=SAMPLING_NAMES)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | None = None,
+        params: Params = None,
         *,
+        sampling_params: Params = None,
         prediction: Predictions = None,
         namespace: str | None = None,
         speculation: Speculation = None,
@@ -183,8 +189,10 @@ class LLM:
         """Complete prompts as they are.
 
         Args:
-            prompts: a string, a list of token ids, or a list of these; several run as one ragged batch.
-            params: for all of them; by default greedy, 256 tokens.
+            prompts: a string, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, or a list of these; several run as one
+                ragged batch.
+            params: for all of them, or a list with one for each; by default greedy, 256 tokens.
+            sampling_params: another name of `params`.
             prediction: text or token ids the outputs will resemble; a list has one, or None, for each prompt. Needs the drafter
                 "prediction". Changes the speed, never a token.
             namespace: whose finished outputs a suffix store may offer as guesses and remember these in; None = nobody's.
@@ -201,14 +209,16 @@ class LLM:
             CapacityError: a request alone is larger than the cache; nothing ran.
         """
         ids = [self._maker.prompt_ids(prompt) for prompt in as_prompts(prompts)]
-        return self._run(ids, params, AskedFor(prediction=prediction, namespace=namespace, speculation=speculation, cache_salt=cache_salt))
+        asked = AskedFor(prediction=prediction, namespace=namespace, speculation=speculation, cache_salt=cache_salt)
+        return self._run(ids, one_of(params, sampling_params), asked)
 
     @overload
     def chat(
         self,
         messages: Messages,
-        params: SamplingParams | None = None,
+        params: Params = None,
         *,
+        sampling_params: Params = None,
         prediction: Predictions = None,
         namespace: str | None = None,
         speculation: Speculation = None,
@@ -219,19 +229,22 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Messages],
-        params: SamplingParams | None = None,
+        params: Params = None,
         *,
+        sampling_params: Params = None,
         prediction: Predictions = None,
         namespace: str | None = None,
         speculation: Speculation = None,
         cache_salt: Salt = None,
     ) -> list[RequestOutput]: ...
 
+    @suggest_arguments("chat", of_sampling=SAMPLING_NAMES)
     def chat(
         self,
         messages: Messages | Sequence[Messages],
-        params: SamplingParams | None = None,
+        params: Params = None,
         *,
+        sampling_params: Params = None,
         prediction: Predictions = None,
         namespace: str | None = None,
         speculation: Speculation = None,
@@ -240,8 +253,9 @@ class LLM:
         """Answer a conversation, or several.
 
         Args:
-            messages: one conversation as a list of {"role", "content"}, or a list of conversations.
-            prediction, namespace, speculation, cache_salt: as for `generate`.
+            messages: one conversation as a list of {"role", "content"}, or a list of conversations. A content is a text or a list of
+                parts {"type": "text", "text": text}, which are joined by line ends.
+            params, sampling_params, prediction, namespace, speculation, cache_salt: as for `generate`.
 
         Returns:
             one output for one conversation, a list for a list.
@@ -255,19 +269,22 @@ class LLM:
                 f"messages is {given!r}: give a list of {{'role', 'content'}}, or a list of such lists", parameter="messages"
             )
         is_one = isinstance(messages[0], Mapping)
-        if is_one and params is not None and params.n > 1:
-            raise RequestError(f"n is {params.n} and one conversation has one answer: give a list, [messages]", parameter="n")
         conversations = [cast(Messages, messages)] if is_one else cast(Sequence[Messages], messages)
+        each = params_of_each(one_of(params, sampling_params), len(conversations))
+        if is_one and each[0].n > 1:
+            raise RequestError(f"n is {each[0].n} and one conversation has one answer: give a list, [messages]", parameter="n")
         asked = AskedFor(prediction=prediction, namespace=namespace, speculation=speculation, cache_salt=cache_salt)
-        outputs = self._run([self._chat_ids(conversation) for conversation in conversations], params, asked)
+        outputs = self._run([self._maker.chat_ids(conversation) for conversation in conversations], each, asked)
         return outputs[0] if is_one else outputs
 
+    @suggest_arguments("stream", of_sampling=SAMPLING_NAMES)
     def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Params = None,
         *,
-        prediction: Prompt | None = None,
+        sampling_params: Params = None,
+        prediction: TextOrIds | None = None,
         namespace: str | None = None,
         speculation: Speculation = None,
         cache_salt: Salt = None,
@@ -277,21 +294,23 @@ class LLM:
         Other calls may be made in between; this one advances with them.
         """
         asked = AskedFor(prediction=prediction, namespace=namespace, speculation=speculation, cache_salt=cache_salt)
-        return self._stream(self._maker.prompt_ids(prompt), params, asked)
+        return self._stream(self._maker.prompt_ids(prompt), one_of(params, sampling_params), asked)
 
+    @suggest_arguments("stream_chat", of_sampling=SAMPLING_NAMES)
     def stream_chat(
         self,
         messages: Messages,
-        params: SamplingParams | None = None,
+        params: Params = None,
         *,
-        prediction: Prompt | None = None,
+        sampling_params: Params = None,
+        prediction: TextOrIds | None = None,
         namespace: str | None = None,
         speculation: Speculation = None,
         cache_salt: Salt = None,
     ) -> Iterator[StreamChunk]:
         """Answer one conversation, yielding what every step adds."""
         asked = AskedFor(prediction=prediction, namespace=namespace, speculation=speculation, cache_salt=cache_salt)
-        return self._stream(self._chat_ids(messages), params, asked)
+        return self._stream(self._maker.chat_ids(messages), one_of(params, sampling_params), asked)
 
     def requantize(self, quant: Quant) -> None:
         """Go on with the target quantised in another way, or as stored with "none"; the drafter stays, unless it reads the target's states.
@@ -309,13 +328,18 @@ class LLM:
             drafter = self._given_drafter
         opened = open_engine(replace(self._opened.config, quant=quant), self._speculation, drafter)
         self._check_idle()
-        self._opened = opened
+        self._loaded = opened
+
+    def _check_open(self) -> OpenedEngine:
+        if self._loaded is None:
+            raise ConfigError("this LLM is closed: open another one")
+        return self._loaded
 
     def _check_idle(self) -> None:
         if not self.engine.is_idle:
             raise ConfigError("the target cannot be requantized while a request is running: finish its stream or close it first")
 
-    def _run(self, prompts: Sequence[list[int]], params: SamplingParams | None, asked: AskedFor) -> list[RequestOutput]:
+    def _run(self, prompts: Sequence[list[int]], params: Params, asked: AskedFor) -> list[RequestOutput]:
         opened = self._opened
         requests = opened.requests(prompts, params, asked, is_streamed=False)
         with closing(opened.engine.run(requests)) as steps:  # closed at once if we are interrupted between two steps
@@ -323,11 +347,12 @@ class LLM:
                 pass
         return [opened.output(request) for request in requests]
 
-    def _stream(self, prompt: list[int], params: SamplingParams | None, asked: AskedFor) -> Iterator[StreamChunk]:
+    def _stream(self, prompt: list[int], params: Params, asked: AskedFor) -> Iterator[StreamChunk]:
         opened = self._opened
         num_seen = dict.fromkeys(opened.requests([prompt], params, asked, is_streamed=True), 0)
         with closing(opened.engine.run(list(num_seen))) as steps:
             while num_seen:
+                self._check_open()
                 if not _has_news(num_seen):  # steps that others took may have brought some
                     next(steps, None)
                 with opened.engine.between_steps():
@@ -335,30 +360,6 @@ class LLM:
                     chunks = [opened.chunk(request, seen) for request, seen in num_seen.items()]
                     num_seen = {request: request.num_output_tokens for request in num_seen if not request.is_finished}
                 yield from chunks  # whoever takes them may take steps of its own in between
-
-    def _chat_ids(self, messages: Messages) -> list[int]:
-        return self._maker.prompt_ids(self.tokenizer.apply_chat_template(messages, max_context=self.max_context))
-
-
-def _speculation_of(
-    drafter: Any,
-    num_draft_tokens: int | str,
-    tree_width: int,
-    draft_quant: Quant,
-    drafter_options: Mapping[str, object] | None,
-    acceptance: str,
-) -> SpeculationConfig:
-    """The settings; a drafter that is one already stands there by its name, several names as a tuple."""
-    check_options(drafter, drafter_options)
-    names = drafter.name if isinstance(drafter, Drafter) else tuple(drafter) if isinstance(drafter, list) else drafter
-    return SpeculationConfig(
-        drafter=names,
-        num_draft_tokens=num_draft_tokens,
-        tree_width=tree_width,
-        draft_quant=draft_quant,
-        acceptance=acceptance,
-        drafter_options={} if drafter_options is None else drafter_options,
-    )
 
 
 def _raise_error(requests: Iterable[Request]) -> None:

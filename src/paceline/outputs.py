@@ -1,6 +1,6 @@
 """What a finished request returns, and what streaming yields on the way."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from paceline.sampling.logprobs import TokenLogprobs
@@ -82,20 +82,12 @@ class RequestOutput:
             "token_ids": self.token_ids,
             "prompt_token_ids": self.prompt_token_ids,
             "finish_reason": self.finish_reason,
-            "usage": {
-                "prompt_tokens": self.usage.prompt_tokens,
-                "completion_tokens": self.usage.completion_tokens,
-                "total_tokens": self.usage.total_tokens,
-                "cached_tokens": self.usage.num_cached_tokens,
-            },
-            "timing_s": {
-                "prompt": round(self.timing.prompt_s, 6),
-                "decode": round(self.timing.decode_s, 6),
-                "total": round(self.timing.total_s, 6),
-            },
+            "usage": asdict(self.usage) | {"total_tokens": self.usage.total_tokens},
+            "timing": {name: round(getattr(self.timing, name), 6) for name in ("prompt_s", "decode_s", "total_s")},
             "seed": self.seed,
             "numerics": self.numerics,
-            "speculation": self.speculation.as_dict(self.drafter),
+            "drafter": self.drafter,
+            "speculation": self.speculation.as_dict(),
             "model": model,
             "version": version,
         }

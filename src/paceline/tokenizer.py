@@ -1,18 +1,16 @@
 """Text to token ids and back, and text as it streams out of a model."""
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.byte_pieces import REPLACEMENT, num_open_bytes, without_bad_bytes
 from paceline.chat_template import ChatTemplate
 from paceline.errors import CheckpointError, RequestError, library_errors, memory_errors, shortened
 from paceline.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
 from paceline.tokenizer_backend import TokenizerBackend
 from paceline.tokenizer_files import open_pretrained
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _MAX_WINDOW = 32
 
 
@@ -71,8 +69,18 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `ids`; ids the tokenizer does not know stand for nothing."""
+        """The text of `ids`; ids the tokenizer does not know stand for nothing.
+
+        Of a run of byte pieces (<0xE4>) every whole character is one; each byte that is part of none is a replacement character.
+
+        Source: SentencePiece's decoder. Deviation from the tokenizers library, which makes the whole run replacement characters as soon
+            as one byte is wrong: text that was streamed would have to be taken back.
+        """
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        if REPLACEMENT in text and self.has_byte_pieces:
+            hidden = self.special_token_ids if skip_special_tokens else ()
+            pieces = [piece for token_id in ids if (piece := self.piece(token_id)) and token_id not in hidden]
+            text = self._backend.joined(without_bad_bytes(pieces))
         return text
 
     def piece(self, token_id: int) -> str:
@@ -80,9 +88,14 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) or ""
 
     @property
+    def has_chat_template(self) -> bool:
+        """Whether it can turn messages into token ids."""
+        return bool(self._template_source())
+
+    @property
     def has_byte_pieces(self) -> bool:
-        """Whether characters outside the vocabulary are spelled as runs of pieces like <0xE4>."""
-        return self._backend.token_to_id("<0x00>") is not None
+        """Whether characters outside the vocabulary are spelled as runs of pieces like <0xE4>, and decoded so."""
+        return self._backend.has_byte_pieces
 
     def to_json(self) -> str:
         """The text of a tokenizer.json with every token that was added since.
@@ -127,14 +140,16 @@ class Tokenizer:
             template.check()
 
     def _chat_template(self) -> ChatTemplate | None:
-        source = self._pretrained.chat_template
-        if isinstance(source, Mapping):  # several by name
-            source = source.get("default", "")
+        source = self._template_source()
         if source and not isinstance(source, str):
             raise RequestError(f"the model's chat template is {shortened(source)}, not a text: send plain prompts", parameter="messages")
         if source and self._template is None:
             self._template = ChatTemplate(source, self._pretrained.special_tokens_map)
         return self._template
+
+    def _template_source(self) -> Any:
+        source = self._pretrained.chat_template
+        return source.get("default", "") if isinstance(source, Mapping) else source  # several by name
 
     def detokenizer(self) -> "IncrementalDetokenizer":
         """A fresh one for one stream of tokens."""
@@ -191,16 +206,12 @@ class IncrementalDetokenizer:
         if token_id in self._special or not piece:
             return ""
         self._window.append(token_id)
-        # One bad byte turns the whole run of byte pieces into replacement characters: nothing of it is final before it ends.
-        if self._has_byte_pieces and _BYTE_PIECE.fullmatch(piece):
-            return ""
         text = self._decode(self._window)
-        if not text.endswith(_REPLACEMENT):
-            new = text[self._num_returned :]
+        num_open = self._num_open(text)
+        new = text[self._num_returned : len(text) - num_open]
+        if not num_open:
             self._start_window_at(self._read_from)
         else:
-            # Only the last character may still turn into another one.
-            new = text[self._num_returned : -1]
             self._num_returned += len(new)
             if len(self._window) > _MAX_WINDOW:
                 self._shorten_window(text)
@@ -214,6 +225,12 @@ class IncrementalDetokenizer:
         self._read_from = self._num_returned = 0
         self._parts.append(new)
         return new
+
+    def _num_open(self, text: str) -> int:
+        """Characters at the end that may still turn into another one: each byte that waits for more, or the last character."""
+        if self._has_byte_pieces:
+            return num_open_bytes([self._tokenizer.piece(token_id) for token_id in self._window[-3:]])
+        return int(text.endswith(REPLACEMENT))
 
     def _start_window_at(self, first: int) -> None:
         del self._window[:first]

@@ -19,6 +19,7 @@ class TokenizerBackend:
     Attributes:
         vocabulary: piece → id.
         special_token_ids: ids of control tokens.
+        has_byte_pieces: characters outside the vocabulary are spelled as runs of pieces like <0xE4>, and decoded so.
 
     Raises:
         CheckpointError: its ids are no vocabulary's.
@@ -31,6 +32,7 @@ class TokenizerBackend:
             added = library.get_added_tokens_decoder().items()
         self.special_token_ids = frozenset(token_id for token_id, token in added if token.special)
         check_ids(self.vocabulary.values())
+        self.has_byte_pieces = "<0x41>" in self.vocabulary and self._joins_bytes()
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         try:
@@ -39,15 +41,20 @@ class TokenizerBackend:
             _refuse("decode token ids", error)
         return text
 
+    def joined(self, pieces: Sequence[str]) -> str:
+        """The text of pieces."""
+        try:
+            text: str = self._library.decoder.decode(list(pieces))
+        except BaseException as error:
+            _refuse("decode its pieces", error)
+        return text
+
     def id_to_token(self, token_id: int) -> str | None:
         try:
             piece: str | None = self._library.id_to_token(token_id)
         except BaseException as error:
             _refuse(f"say what the token id {token_id} is", error)
         return piece
-
-    def token_to_id(self, piece: str) -> int | None:
-        return self.vocabulary.get(piece)
 
     def to_json(self) -> str:
         """The text of a tokenizer.json with every token that was added since."""
@@ -61,6 +68,9 @@ class TokenizerBackend:
         except BaseException as error:
             _refuse("be written down", error)
         return text
+
+    def _joins_bytes(self) -> bool:
+        return self._library.decoder is not None and self.joined(["<0x41>"]) == "A"
 
 
 def check_ids(ids: Collection[int]) -> None:

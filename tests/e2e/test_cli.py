@@ -2,21 +2,20 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 import paceline
+from fake_llm import TEXT, FakeLLM
 from paceline.cli import app
-from paceline.cli.options import PANELS, Settings
+from paceline.cli.options import METAVARS, PANELS, Settings
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.errors import (
     BackendUnavailableError,
@@ -27,133 +26,10 @@ from paceline.errors import (
     PacelineError,
     RequestError,
 )
-from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
 from paceline.sampling.params import SamplingParams
-from paceline.speculation.request import TokenOrigin
-from paceline.speculation.stats import PlainReason, SpeculationStats
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HEAVY = {"torch", "transformers", "openvino", "tokenizers", "scipy"}
-PLAIN, ACCEPTED, BONUS = TokenOrigin.PLAIN, TokenOrigin.ACCEPTED, TokenOrigin.BONUS
-
-# one step a row: (piece of a token as bytes, where it came from); a character is split over the last step's tokens
-STEPS: list[list[tuple[bytes, TokenOrigin]]] = [
-    [(b"The", PLAIN)],
-    [(b" quick", ACCEPTED), (b" brown", ACCEPTED), (b" fox", BONUS)],
-    [(b" caf", ACCEPTED), (b"\xc3", ACCEPTED), (b"\xa9", BONUS)],
-]
-TEXT = "The quick brown fox café"
-NUM_TOKENS = 7
-
-
-class FakeDetokenizer:
-    """Holds bytes back until they are a character."""
-
-    def __init__(self) -> None:
-        self._pieces = [piece for step in STEPS for piece, _ in step]
-        self._pending = b""
-
-    def push(self, token_id: int) -> str:
-        self._pending += self._pieces[token_id]
-        try:
-            text = self._pending.decode()
-        except UnicodeDecodeError:
-            return ""
-        self._pending = b""
-        return text
-
-
-class FakeTokenizer:
-    def detokenizer(self) -> FakeDetokenizer:
-        return FakeDetokenizer()
-
-
-class FakeLLM:
-    """Says the same whatever it is asked, and remembers how it was asked."""
-
-    made: "list[FakeLLM]"
-    fails_at: int | None = None  # step
-    failure: BaseException = KeyboardInterrupt()
-    load_failure: PacelineError | None = None
-    steps = STEPS
-    text = TEXT
-
-    def __init__(self, **arguments: Any) -> None:
-        if self.load_failure is not None:
-            raise self.load_failure
-        self.arguments = arguments
-        self.asked: list[Any] = []
-        self.params: SamplingParams | None = None
-        self.tokenizer = FakeTokenizer()
-        self.notices = ["a notice"]
-        self.banner = "a banner"
-        self.closed_streams = 0
-        self.made.append(self)
-
-    def generate(self, prompt: str, params: SamplingParams) -> list[RequestOutput]:
-        self._remember(prompt, params)
-        return [self._output()]
-
-    def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams) -> RequestOutput:
-        self._remember(list(messages), params)
-        return self._output()
-
-    def stream(self, prompt: str, params: SamplingParams) -> Iterator[StreamChunk]:
-        self._remember(prompt, params)
-        return self._stream()
-
-    def stream_chat(self, messages: Sequence[dict[str, str]], params: SamplingParams) -> Iterator[StreamChunk]:
-        self._remember(list(messages), params)
-        return self._stream()
-
-    def _remember(self, asked: Any, params: SamplingParams) -> None:
-        self.asked.append(asked)
-        self.params = params
-
-    def _stream(self) -> Iterator[StreamChunk]:
-        detokenizer, token_id, num_left = FakeDetokenizer(), 0, len(self.text)
-        try:
-            for number, step in enumerate(self.steps):
-                if number == self.fails_at:
-                    raise self.failure
-                ids = list(range(token_id, token_id + len(step)))
-                text = "".join(detokenizer.push(one) for one in ids)[:num_left]
-                token_id, num_left = token_id + len(step), num_left - len(text)
-                is_last = number == len(self.steps) - 1
-                yield StreamChunk(text, ids, [origin for _, origin in step], self._output() if is_last else None)
-        finally:
-            self.closed_streams += 1
-
-    def _output(self) -> RequestOutput:
-        reasons = Counter({PlainReason.PROMPT: 1})
-        stats = SpeculationStats(
-            steps=3, drafted=8, accepted=4, bonus=3, emitted=7, drafted_by_position=[2], accepted_by_position=[2], plain=reasons
-        )
-        return RequestOutput(
-            text=self.text,
-            token_ids=list(range(NUM_TOKENS)),
-            prompt_token_ids=[5, 6],
-            finish_reason="length",
-            usage=Usage(2, NUM_TOKENS),
-            timing=Timing(0.1, 0.5),
-            seed=77,
-            numerics="exact",
-            drafter="ngram",
-            speculation=stats,
-        )
-
-
-@pytest.fixture
-def fake_llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
-    """A fresh class, so that a test may change how it fails; in place of the real one."""
-    monkeypatch.setenv("COLUMNS", "200")
-    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"):
-        monkeypatch.setenv(name, "1")  # set by the command if nobody has: so that it is taken back
-    fake = type("ThisTestsLLM", (FakeLLM,), {"made": []})
-    module = ModuleType("paceline.llm")
-    module.LLM = fake  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "paceline.llm", module)
-    return fake
 
 
 def _invoke(*arguments: str, stdin: str | bytes | None = None) -> Result:
@@ -200,7 +76,7 @@ def test_json_is_one_object_and_nothing_else(fake_llm: type[FakeLLM]) -> None:
     assert done.stdout.count("\n") == 1
     answer = json.loads(done.stdout)
     assert list(answer) == [
-        "text", "token_ids", "prompt_token_ids", "finish_reason", "usage", "timing_s", "seed", "numerics", "speculation",
+        "text", "token_ids", "prompt_token_ids", "finish_reason", "usage", "timing", "seed", "numerics", "drafter", "speculation",
         "model", "version",
     ]  # fmt: skip
     assert (answer["text"], answer["model"], answer["version"]) == (TEXT, "mini", paceline.__version__)
@@ -256,14 +132,17 @@ def test_chat_and_system_make_messages(fake_llm: type[FakeLLM]) -> None:
 
 
 def test_options_reach_the_engine(fake_llm: type[FakeLLM]) -> None:
-    options = "--model m --threads 3 --cache-gb 0.5 --offline --num-draft-tokens 7 --drafter ngram --drafter d --tree-width 2"
+    options = (
+        "--model m --threads 3 --oversubscribe --cache-gb 0.5 --offline --num-draft-tokens 7 --drafter ngram --drafter d --tree-width 2"
+    )
     options += " --no-prefix-cache --acceptance rejection --drafter-options tree=accuracy --drafter-options boundaries=2,8,13"
     sampling = "--max-tokens 9 --temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --seed 5 --stop A --stop B --ignore-eos"
     penalties = "--repetition-penalty 1.1 --frequency-penalty -0.5 --presence-penalty 0.25"
     assert _invoke("run", "x", *options.split(), *sampling.split(), *penalties.split()).exit_code == 0
     (llm,) = fake_llm.made
     assert llm.arguments == {
-        "model": "m", "numerics": "exact", "dtype": "auto", "threads": 3, "max_context": None, "cache_gb": 0.5, "device": "auto",
+        "model": "m", "numerics": "exact", "dtype": "auto", "threads": 3, "oversubscribe": True,
+        "max_context": None, "cache_gb": 0.5, "device": "auto",
         "revision": None, "token": None, "offline": True, "drafter": ("ngram", "d"), "num_draft_tokens": 7, "tree_width": 2,
             "backend": "auto", "quant": "none", "draft_quant": "none", "gguf_file": None, "gguf_weights": "exact",
         "prefix_cache": False, "acceptance": "rejection", "drafter_options": {"tree": "accuracy", "boundaries": "2,8,13"},
@@ -278,50 +157,7 @@ def test_defaults_are_those_of_the_library(fake_llm: type[FakeLLM], monkeypatch:
     taken: list[Settings] = []
     monkeypatch.setattr("paceline.cli.loading.load", lambda settings: taken.append(settings) or fake_llm())  # type: ignore[func-returns-value]
     _invoke("run", "x")
-    assert taken == [Settings(EngineConfig(), SamplingParams(), SpeculationConfig(), False)]
-
-
-# --- a conversation ---
-
-
-def test_a_conversation_remembers_what_was_said(fake_llm: type[FakeLLM]) -> None:
-    done = _invoke("chat", "--system", "Be brief.", stdin="Hi\n\nAnd?\n")
-    assert (done.exit_code, done.stdout) == (0, f"{TEXT}\n{TEXT}\n")
-    first = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    assert fake_llm.made[0].asked == [first, [*first, {"role": "assistant", "content": TEXT}, {"role": "user", "content": "And?"}]]
-
-
-def test_reset_forgets_all_but_the_system_message(fake_llm: type[FakeLLM]) -> None:
-    _invoke("chat", "--system", "Be brief.", stdin="Hi\n/reset\nAnd?\n")
-    assert [message["content"] for message in fake_llm.made[0].asked[1]] == ["Be brief.", "And?"]
-
-
-def test_exit_ends_and_help_lists(fake_llm: type[FakeLLM]) -> None:
-    done = _invoke("chat", stdin="/help\n/nonsense\n/exit\nnever asked\n")
-    assert done.exit_code == 0
-    assert fake_llm.made[0].asked == []
-    assert all(command in done.stderr for command in ("/help", "/reset", "/exit", "/nonsense is not a command"))
-
-
-def test_a_message_may_start_with_a_path(fake_llm: type[FakeLLM]) -> None:
-    _invoke("chat", stdin="/etc/hosts holds what?\n")
-    assert fake_llm.made[0].asked == [[{"role": "user", "content": "/etc/hosts holds what?"}]]
-
-
-def test_interrupting_an_answer_keeps_the_conversation(fake_llm: type[FakeLLM]) -> None:
-    fake_llm.fails_at = 1
-    done = _invoke("chat", stdin="Hi\nAnd?\n")
-    assert (done.exit_code, done.stdout) == (0, "The\nThe\n")
-    assert [message["content"] for message in fake_llm.made[0].asked[1]] == ["Hi", "The", "And?"]
-    assert fake_llm.made[0].closed_streams == 2
-
-
-def test_a_message_that_cannot_be_served_is_taken_back(fake_llm: type[FakeLLM]) -> None:
-    fake_llm.fails_at, fake_llm.failure = 0, RequestError("the prompt is too long", parameter="prompt")
-    done = _invoke("chat", stdin="Hi\nAnd?\n")
-    assert done.exit_code == 0
-    assert done.stderr.count("error: the prompt is too long\n") == 2
-    assert [message["content"] for message in fake_llm.made[0].asked[1]] == ["And?"]
+    assert taken == [Settings(EngineConfig(), SamplingParams(), SpeculationConfig())]
 
 
 # --- what goes wrong ---
@@ -416,6 +252,14 @@ def test_what_is_no_option_at_all_exits_with_2(fake_llm: type[FakeLLM], options:
     assert (done.exit_code, done.stdout) == (2, "")
 
 
+@pytest.mark.parametrize("arguments", [[""], ["-"], [], ["--chat", ""], ["--system", "Be brief.", ""]], ids=repr)
+def test_an_empty_prompt_is_refused_before_anything_is_loaded(fake_llm: type[FakeLLM], arguments: list[str]) -> None:
+    done = _invoke("run", *arguments, stdin="")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == "error: the prompt is empty: give a text, as an argument or on standard input\n"
+    assert fake_llm.made == []
+
+
 def test_bytes_that_are_no_text_are_refused(fake_llm: type[FakeLLM]) -> None:
     assert "standard input is not UTF-8 text at byte 2" in _invoke("run", stdin=b"ab\xff").stderr
     assert "prompt is not UTF-8 text at character 1" in _invoke("run", "a\udcff").stderr
@@ -442,15 +286,40 @@ def test_help_and_refusals_load_no_heavy_library(arguments: str) -> None:
     assert set(json.loads(done.stdout.splitlines()[-1])) & HEAVY == set()
 
 
-def test_the_version_is_printed() -> None:
-    done = _paceline("--version")
-    assert (done.returncode, done.stdout) == (0, f"paceline {paceline.__version__}\n")
+@pytest.mark.parametrize("flag", ["-V", "--version"])
+def test_the_version_is_printed(flag: str) -> None:
+    done = _invoke(flag)
+    assert (done.exit_code, done.stdout) == (0, f"paceline {paceline.__version__}\n")
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    assert "--install-completion" in _invoke("--help").stdout
+    for words, expected in (("paceline ru", "run"), ("paceline run --num-d", "--num-draft-tokens")):
+        asked = {"_PACELINE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+        program = "import sys; from paceline.cli import main; sys.argv = ['paceline']; main()"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env={**os.environ, **asked})
+        assert done.stdout.split() == [expected]
 
 
 def test_every_field_a_panel_names_is_in_help() -> None:
     text = _invoke("run", "--help").stdout
     assert all(f"--{name.replace('_', '-')}" in text for panel in PANELS for name in panel.options)
-    assert [title for title in ("Prompt", "Model", "Sampling", "Speculation", "Output") if f"─ {title} ─" not in text] == []
+    assert [title for title in ("Prompt", "Model", "Memory", "Sampling", "Speculation", "Output") if f"─ {title} ─" not in text] == []
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "doctor"])
+def test_help_cuts_no_name_off_in_80_columns(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = _invoke(command, "--help").stdout
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    words = set(re.split(r"[\s│]+", text))
+    names = {name for panel in PANELS for name in panel.options if f"--{name.replace('_', '-')}" in words}
+    assert len(names) == (10 if command == "doctor" else sum(len(panel.options) for panel in PANELS))
+    assert {METAVARS[name] for name in names if name in METAVARS} <= words
+    begins = [line.index(word) for line in text.splitlines() for word in ("The target:", "Longest prompt", "Who guesses:") if word in line]
+    assert len(begins) == 3
+    assert max(begins) <= 50, "room for what an option does"
 
 
 ENDLESS_STREAM = """
@@ -458,7 +327,7 @@ import itertools, signal, sys, types
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
 from paceline.outputs import StreamChunk
 class LLM:
-    notices, banner = [], ""
+    notices, banner = [], "a banner"
     def __init__(self, **arguments): pass
     def stream(self, prompt, params):
         for number in itertools.count():
@@ -480,7 +349,7 @@ def test_a_reader_that_stops_reading_ends_the_run_quietly() -> None:
         assert running.stdout.readline() == "text\n"
         running.stdout.close()
         assert running.wait(timeout=60) == 1
-        assert running.stderr.read() == ""
+        assert running.stderr.read() == "a banner\n"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of a terminal")
@@ -517,7 +386,7 @@ def _answer(drafter: str) -> dict[str, Any]:
 
 
 def test_the_embedded_model_says_the_same_with_any_drafter(answers: dict[str, dict[str, Any]]) -> None:
-    assert (answers["none"]["speculation"]["drafter"], answers["ngram"]["speculation"]["drafter"]) == ("none", "ngram")
+    assert (answers["none"]["drafter"], answers["ngram"]["drafter"]) == ("none", "ngram")
     assert answers["ngram"]["speculation"]["accepted"] > 0
     assert len(answers["none"]["token_ids"]) == 32
     assert answers["none"]["token_ids"] == answers["ngram"]["token_ids"] == answers["auto"]["token_ids"]

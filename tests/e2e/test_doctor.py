@@ -35,6 +35,7 @@ from medusa_checkpoints import perfect_heads, random_heads, write_heads, write_s
 from mtp_checkpoints import add_module, perfect_module, write_speculators
 from paceline.cli import app
 from paceline.config import QuantOptions
+from paceline.installation import install_extra
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
@@ -369,7 +370,7 @@ def test_a_machine_on_which_nothing_runs_is_a_problem_not_an_error(target: Path,
     monkeypatch.setattr(backend, "_has_torch", lambda: False)
     code, facts = ask("--model", target, "--device", "cuda")
     assert (code, facts["memory"]) == (1, None)
-    assert ["'paceline[torch]'" in problem for problem in facts["problems"]] == [True]
+    assert [install_extra("torch") in problem for problem in facts["problems"]] == [True]
     assert text("--model", target, "--device", "cuda")[0] == 1
 
 

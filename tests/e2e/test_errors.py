@@ -229,7 +229,7 @@ def test_wrong_messages_are_refused(llm: LLM, messages: Any) -> None:
 
 
 def test_a_prompt_as_long_as_the_context_is_refused(llm: LLM) -> None:
-    with raises(RequestError, "512 tokens", "the context holds 512", "shorten the prompt or raise max_context"):
+    with raises(RequestError, "512 tokens", "the context holds 512", "shorten the prompt (the model was made for 512 tokens)"):
         llm.generate([[5], [5] * 512], GREEDY)
 
 
@@ -239,7 +239,7 @@ def test_an_id_of_a_parameter_out_of_range_leaves_nothing_behind(llm: LLM) -> No
 
 
 @pytest.mark.parametrize("parameter", ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"])
-@pytest.mark.parametrize("value", [-1, 1e30, "much"])
+@pytest.mark.parametrize("value", [-2, 1e30, "much"])
 def test_absurd_sampling_values_are_refused(parameter: str, value: Any) -> None:
     with raises(RequestError, parameter) as caught:
         SamplingParams(**{parameter: value})
@@ -443,3 +443,38 @@ def test_a_prompt_that_makes_the_tokenizer_panic_is_a_request_error(llm: LLM, mo
         for call in (lambda: llm.generate("the cat", GREEDY), lambda: llm.chat([{"role": "user", "content": "hi"}], GREEDY)):
             with raises(RequestError, "tokenizer cannot encode this text", "retry-limit-in-match"):
                 call()
+
+
+# How long a text may be
+
+
+def test_a_text_too_long_is_told_the_one_way_out_that_there_is(directory: Path) -> None:
+    """Whoever follows it gets further, and is never sent back."""
+    with raises(RequestError, "the context holds 64", "shorten the prompt or raise max_context"):
+        open_llm(directory, max_context=64).generate([[5] * 64])
+    assert len(open_llm(directory, max_context=65).generate([[5] * 64], GREEDY)[0].token_ids) == 1
+    with raises(RequestError, "the context holds 64", "shorten the prompt or raise cache_gb"):
+        open_llm(directory, cache_gb=3 * BLOCK_BYTES / 1e9).generate([[5] * 64])
+
+
+def test_a_model_whose_window_would_slide_says_so_whatever_is_asked(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, "mistral", num_hidden_layers=1, sliding_window=64)
+    reason = "contexts end with the model's sliding window of 64 tokens for now"
+    with raises(ConfigError, f"max_context is 65, {reason}: lower max_context"):
+        open_llm(path, max_context=65)
+    llm = open_llm(path, max_context=64)
+    assert [notice for notice in llm.notices if "window" in notice] == [reason]
+    with raises(RequestError, "the context holds 64", f"shorten the prompt ({reason})") as caught:
+        llm.generate([[5] * 64])
+    assert "raise max_context" not in str(caught.value)
+
+
+def test_a_context_that_may_grow_with_other_frequencies_is_told_so(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 64, "rope_theta": 10000.0, **factors}
+    path = write_checkpoint(tmp_path, "phi3", num_hidden_layers=1, sliding_window=None)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "original_max_position_embeddings": 64, "rope_parameters": rope}))
+    with raises(RequestError, "the context holds 64", "shorten the prompt or raise max_context"):
+        open_llm(path).generate([[5] * 64])
+    assert open_llm(path, max_context=512).generate([[5] * 64], GREEDY)[0].token_ids

@@ -10,8 +10,6 @@ import pytest
 
 from checkpoints import END_OF_TEXT_ID, write_checkpoint, write_tokenizer
 from paceline import LLM, RequestError, RequestOutput, SamplingParams
-from paceline.config import EngineConfig, SpeculationConfig
-from paceline.engine.open import open_engine
 from paceline.runtimes.base import assemble
 from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.request import TokenOrigin
@@ -214,13 +212,10 @@ def test_requests_that_must_wait_get_the_tokens_they_get_alone(open_llm: Open, o
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 256])
-def test_the_size_of_prompt_chunks_changes_no_token(directory: Path, chunk_rows: int, solo: dict[str, object]) -> None:
-    config = EngineConfig(model=str(directory), threads=2, device="cpu", cache_gb=0.02, chunk_rows=chunk_rows)
-    opened = open_engine(config, SpeculationConfig(drafter="ngram"))
-    requests = [opened.maker.make(prompt, SAMPLED, is_streamed=False) for prompt in PROMPTS]
-    for _ in opened.engine.run(requests):
-        pass
-    assert [list(request.output_token_ids) for request in requests] == solo["sampled"]
+def test_the_size_of_prompt_chunks_changes_no_token(open_llm: Open, chunk_rows: int, solo: dict[str, object]) -> None:
+    llm = open_llm(chunk_rows=chunk_rows)
+    assert ids_of(llm.generate(PROMPTS, SAMPLED)) == solo["sampled"]
+    assert llm.engine.scheduler.limits.chunk_rows == chunk_rows
 
 
 def test_a_long_prompt_runs_in_chunks_of_256_rows(open_llm: Open) -> None:

@@ -150,7 +150,7 @@ def test_a_prediction_file_puts_its_drafter_in_front(directory: Path, tmp_path: 
         assert done.exit_code == 0, done.stderr
         answer = json.loads(done.stdout)
         assert answer["token_ids"] == plain["token_ids"]
-        assert answer["speculation"]["drafter"] == name
+        assert answer["drafter"] == name
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"], ids=["absent", "no text"])

@@ -124,10 +124,10 @@ def test_every_request_gets_what_it_gets_alone(
             assert stats.num_failed == stats.num_aborted == 0
             assert stats.speculation.drafted > 0 or kind == "none" or (kind == "ngram" and not large_counts)
             if prefix_cache:
-                assert stats.cached_tokens > 0
+                assert stats.num_cached_tokens > 0
                 assert hits.evicted_blocks > 0
             else:
-                assert stats.cached_tokens == hits.hit_tokens == hits.evicted_blocks == 0
+                assert stats.num_cached_tokens == hits.hit_tokens == hits.evicted_blocks == 0
 
 
 def test_the_jobs_meet_every_way_to_sample_to_share_and_to_end(given_of: GivenOf) -> None:

@@ -159,10 +159,10 @@ def test_nobodys_guesses_change_a_token(
         num_preemptions = llm.stats().num_preemptions
         count = given.compare(llm, sampling, range(4))
         assert llm.stats().num_preemptions > num_preemptions or "ends" in sampling
-        num_cached = llm.stats().cached_tokens
+        num_cached = llm.stats().num_cached_tokens
         for index in (3, 4, 5, 3) if large_counts else (3, 4):
             count += given.compare(llm, sampling, [index])
-        assert llm.stats().cached_tokens > num_cached
+        assert llm.stats().num_cached_tokens > num_cached
         tally["token ids equal with heads"] += count
     assert llm.stats().drafter_failures == 0
     assert len(proposals) > 20
@@ -233,7 +233,7 @@ def test_rejection_runs_with_every_drafter(
 def check_rejected(output: RequestOutput, params: SamplingParams) -> None:
     """A text under the second rule ends as asked, and its counters add up."""
     stats, ids, stops = output.speculation, output.token_ids, set(params.stop_token_ids)
-    assert stats.acceptance == stats.as_dict(output.drafter)["acceptance"] == "rejection"
+    assert stats.acceptance == stats.as_dict()["acceptance"] == "rejection"
     assert stats.emitted == stats.accepted + stats.bonus == len(ids)
     assert not stops & set(ids[:-1])
     assert output.finish_reason == ("stop" if ids[-1] in stops else "length")

@@ -156,7 +156,7 @@ def compare(llm: LLM, plain: Plain, samplings: Sequence[str]) -> int:
         outputs += llm.generate(plain.prompts, wanted, prediction=expected_texts, namespace="one")
         for index, output in enumerate(outputs):
             expected = plain.answers[name, index % len(plain.prompts)]
-            assert output.token_ids == expected, f"{name}, prompt {index}: {output.speculation.as_dict(output.drafter)}"
+            assert output.token_ids == expected, f"{name}, prompt {index}: {output.speculation.as_dict()}"
             assert output.speculation.emitted == len(expected) == output.usage.completion_tokens
             count += len(expected)
         llm.engine.cache.check()

@@ -98,7 +98,9 @@ class Reference:
 def transformers_output(directory: Path, token_ids: list[int], dtype: str = "float32") -> tuple[FloatArray, tuple[FloatArray, ...]]:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
+    # transformers 5.20, the last for Python 3.10, lets gemma2 take an attention that does not cap its scores
+    plain = {} if read_config(directory).attention_soft_cap is None else {"attn_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), **plain).eval()
     with torch.inference_mode():
         output = model(torch.tensor([token_ids]), output_hidden_states=True)
     return output.logits[0].float().numpy(), tuple(states[0].float().numpy() for states in output.hidden_states)

@@ -1,5 +1,6 @@
 """Tokenizers from GGUF metadata give the ids llama.cpp recorded, and those of the tokenizers they were converted from."""
 
+import io
 import json
 import random
 from collections.abc import Mapping
@@ -159,3 +160,21 @@ def test_a_chat_template_of_a_file_turns_messages_into_ids(opened: dict[str, Tok
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
     assert [tokenizer.piece(token_id) for token_id in ids] == ["<s>", "<|user|>", "▁hi", "<|end|>", "<|assistant|>"]
     assert tokenizer.end_token_ids == (32000, 32007)
+
+
+def test_bytes_that_are_no_text_are_decoded_as_sentencepiece_does(seed: int, large_counts: bool) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    model, rng = io.BytesIO(), random.Random(seed)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the cat sat on the mat", "hello world again"]), model_writer=model, vocab_size=290, byte_fallback=True,
+        model_type="bpe", minloglevel=2,
+    )  # fmt: skip
+    original = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    pieces = [original.id_to_piece(token_id) for token_id in range(original.vocab_size())]
+    types = [2, 3, 3, *([6] * 256), *([1] * (len(pieces) - 259))]
+    metadata = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": pieces, "tokenizer.ggml.token_type": types}
+    ours = Tokenizer.from_gguf({**metadata, "tokenizer.ggml.scores": [original.get_score(one) for one in range(len(pieces))]}, "trained")
+    likely = [3 + byte for byte in b"\xe4\xbd\xa0\xc3\xa9\xf0\x9f\x98\x80\xed"]
+    for _ in range(50_000 if large_counts else 1000):
+        ids = [original.piece_to_id("t"), *(rng.choice([*likely, rng.randrange(3, len(pieces))]) for _ in range(rng.randrange(1, 12)))]
+        assert ours.decode(ids) == original.decode(ids), ids

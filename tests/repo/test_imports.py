@@ -9,7 +9,7 @@ from draw_imports import REPOSITORY, Import, drawn, graph, imports, modules
 
 # Who may import whom. A target is a file or a folder with all its files; `x.__init__` is only what the folder x itself exports.
 # Everyone may import `errors`, a folder its own files.
-LEAVES = {"config", "small_files", "model_directory"}
+LEAVES = {"config", "installation", "model_directory", "small_files", "spelling"}
 SPECULATION = {*LEAVES, "runtimes.base", "sampling", "kv_cache", "tokenizer"}
 DRAFTERS = {*LEAVES, "speculation", "runtimes", "models", "sampling", "kv_cache", "hub", "tokenizer", "vocabulary"}
 ENGINE = {
@@ -33,15 +33,18 @@ ARROWS: dict[str, set[str]] = {
     "config": {"machine"},
     "small_files": set(),
     "model_directory": {"small_files"},
+    "installation": set(),
+    "spelling": set(),
     "hub": LEAVES,
     "gguf_splits": set(),
     "gguf_fields": set(),
     "gguf_tokenizer": {"gguf_fields", "gguf_splits"},
+    "byte_pieces": set(),
     "template_process": set(),
     "chat_template": LEAVES,
     "tokenizer_backend": LEAVES,
     "tokenizer_files": LEAVES,
-    "tokenizer": {*LEAVES, "chat_template", "gguf_tokenizer", "models.gguf_file", "tokenizer_backend", "tokenizer_files"},
+    "tokenizer": {*LEAVES, "byte_pieces", "chat_template", "gguf_tokenizer", "models.gguf_file", "tokenizer_backend", "tokenizer_files"},
     "vocabulary": {*LEAVES, "tokenizer"},
     "models": LEAVES,
     "kv_cache": LEAVES,

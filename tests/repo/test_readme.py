@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,12 @@ def test_every_command_and_option_a_page_names_exists(page: str) -> None:
         options = set(re.findall(r"(?<!\S)--[a-z][a-z-]*", re.sub(r"\"[^\"]*\"|'[^']*'|#.*", "", rest)))
         unknown = {option for option in options if not re.search(rf"{option}(?![a-z-])", _help(command))}
         assert unknown == set(), f"paceline {command}"
+
+
+@pytest.mark.parametrize("page", _pages())
+def test_every_extra_a_page_names_exists(page: str) -> None:
+    declared = set(metadata.metadata("paceline").get_all("Provides-Extra") or [])
+    assert set(re.findall(r"'(?:\.|paceline)\[(\w+)\]'", _page(page))) <= declared
 
 
 @pytest.mark.parametrize("page", _pages())

@@ -39,8 +39,8 @@ def test_speed_counts_the_tokens_after_the_first(token_ids: list[int], decode_s:
 def test_the_json_record_is_json_and_complete() -> None:
     record = make_output([1, 2, 3]).as_dict(model="mini", version="9.9")
     assert json.loads(json.dumps(record)) == record
-    assert record["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5, "cached_tokens": 0}
-    assert record["timing_s"] == {"prompt": 0.5, "decode": 2.0, "total": 2.5}
+    assert record["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5, "num_cached_tokens": 0}
+    assert record["timing"] == {"prompt_s": 0.5, "decode_s": 2.0, "total_s": 2.5}
     assert (record["seed"], record["model"], record["version"], record["finish_reason"]) == (2**64 - 1, "mini", "9.9", "stop")
-    assert record["speculation"]["drafter"] == "ngram"
+    assert record["drafter"] == "ngram"
     assert (record["speculation"]["accepted"], record["speculation"]["drafted"], record["speculation"]["steps"]) == (1, 2, 2)

@@ -54,10 +54,55 @@ def test_an_incomplete_character_is_held_back(tokenizers: dict[str, Tokenizer]) 
     assert streamed(tokenizer, ids[:-2])[-1] == "\ufffd"
 
 
-def test_a_run_of_byte_pieces_is_held_back_until_it_ends(tokenizers: dict[str, Tokenizer]) -> None:
+def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
+    first = next(token_id for token_id in range(tokenizer.vocab_size) if tokenizer.piece(token_id) == "<0x00>")
+    return [first + byte for byte in data]
+
+
+def random_bytes(rng: random.Random) -> bytes:
+    """Whole characters, parts of them, and bytes that are part of none."""
+    whole = [character.encode() for character in "aé你😀\ufffd▁ "]
+    parts = [b"\xe4", b"\xbd\xa0", b"\xf0\x9f", b"\x98\x80", b"\xc0\x80", b"\xed\xa0\x80", b"\xff", bytes([rng.randrange(256)])]
+    return b"".join(rng.choice([*whole, *parts]) for _ in range(rng.randrange(1, 9)))
+
+
+def test_a_character_spelled_in_bytes_is_told_with_its_last_byte(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["byte_fallback"]
-    parts = streamed(tokenizer, tokenizer.encode("a😀b"))
-    assert [part for part in parts if part] == ["a", "😀b"]
+    assert streamed(tokenizer, byte_ids(tokenizer, "😀é!".encode())) == ["", "", "", "😀", "", "é", "!", ""]
+    assert streamed(tokenizer, byte_ids(tokenizer, b"a\xf0\x9fb\xff\xe4")) == ["a", "", "", "\ufffd\ufffdb", "\ufffd", "", "\ufffd"]
+
+
+def test_one_bad_byte_spoils_no_other_character_of_its_run(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["byte_fallback"]
+    assert tokenizer.decode(byte_ids(tokenizer, "é😀".encode() + b"\xff" + "你".encode() + b"\xe4\xbd")) == "é😀\ufffd你\ufffd\ufffd"
+
+
+def test_streamed_text_of_any_bytes_is_the_text_of_all_ids(tokenizers: dict[str, Tokenizer], seed: int, large_counts: bool) -> None:
+    tokenizer, rng = tokenizers["byte_fallback"], random.Random(seed)
+    others = [[token_id] for token_id in range(tokenizer.vocab_size) if not tokenizer.piece(token_id).startswith("<0x")]
+    for _ in range(50_000 if large_counts else 500):
+        parts = [byte_ids(tokenizer, random_bytes(rng)) if rng.random() < 0.7 else rng.choice(others) for _ in range(rng.randrange(1, 8))]
+        ids = [token_id for part in parts for token_id in part]
+        assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids), ids
+
+
+def test_runs_of_bytes_that_are_text_are_what_the_library_makes_of_them(tokenizers: dict[str, Tokenizer], seed: int) -> None:
+    tokenizer, rng = tokenizers["byte_fallback"], random.Random(seed)
+    for _ in range(300):
+        text = "".join(rng.choice("aé你😀\ufffd▁ ") for _ in range(rng.randrange(1, 12)))
+        ids = [*tokenizer.encode("the", add_special_tokens=False), *byte_ids(tokenizer, text.encode()), *tokenizer.encode(" a")]
+        assert tokenizer.decode(ids) == tokenizer._backend.decode(ids, skip_special_tokens=True)
+        *parts, rest = streamed(tokenizer, ids)
+        assert rest == ""
+        assert "".join(parts) == tokenizer.decode(ids)
+
+
+def test_pieces_that_only_look_like_bytes_are_text(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path) / "tokenizer.json"
+    path.write_text(path.read_text().replace(r"\u2581w94", "<0x00>").replace(r"\u2581w95", "<0x41>").replace(r"\u2581w96", "<0xFF>"))
+    tokenizer = Tokenizer.open(tmp_path)
+    assert not tokenizer.has_byte_pieces
+    assert "".join(streamed(tokenizer, [96, 95])) == tokenizer.decode([96, 95]) == "<0xFF><0x41>"
 
 
 def test_special_and_unknown_ids_have_no_text(tokenizers: dict[str, Tokenizer]) -> None:
@@ -68,10 +113,11 @@ def test_special_and_unknown_ids_have_no_text(tokenizers: dict[str, Tokenizer]) 
     assert streamed(tokenizer, [special]) == ["", ""]
 
 
-def test_garbage_without_end_keeps_the_window_short(tokenizers: dict[str, Tokenizer]) -> None:
-    tokenizer = tokenizers["byte_level"]
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_garbage_without_end_keeps_the_window_short(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    tokenizer = tokenizers[kind]
     detokenizer = tokenizer.detokenizer()
-    broken = tokenizer.encode("😀")[0]
+    broken = tokenizer.encode("😀", add_special_tokens=False)[-4:][0]
     ids = [broken] * 2000
     begin = time.perf_counter()
     text = "".join(detokenizer.push(token_id) for token_id in ids) + detokenizer.flush()

@@ -15,7 +15,6 @@ app = typer.Typer(
     name="paceline",
     help="Faster generation with local language models by speculative decoding, without changing a token.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -32,7 +31,9 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _paceline(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)] = False,
+    version: Annotated[
+        bool, typer.Option("-V", "--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
 ) -> None:
     """Options that stand before the command."""
 

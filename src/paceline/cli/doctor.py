@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.options import METAVARS, MODEL, SPECULATION, named_values
+from paceline.cli.options import MEMORY, METAVARS, MODEL, SPECULATION, named_values
 from paceline.cli.reporting import EXIT_FAILURE, reported_errors
 from paceline.config import DEVICES, QUANT, EngineConfig, SpeculationConfig, quant_options
 
@@ -30,7 +30,7 @@ def doctor(
     quant: Annotated[str, typer.Option("--quant", help=MODEL.options["quant"], metavar="|".join(QUANT))] = "none",
     draft_quant: Annotated[str, typer.Option("--draft-quant", help=SPECULATION.options["draft_quant"], metavar="|".join(QUANT))] = "none",
     drafter_options: DrafterOptions = None,
-    max_context: Annotated[int | None, typer.Option("--max-context", help=MODEL.options["max_context"])] = None,
+    max_context: Annotated[int | None, typer.Option("--max-context", help=MEMORY.options["max_context"])] = None,
     device: Annotated[str, typer.Option("--device", help=MODEL.options["device"], metavar="|".join(DEVICES))] = "auto",
     threads: Annotated[int | None, typer.Option("--threads", help=MODEL.options["threads"])] = None,
     memory_gb: Annotated[float | None, typer.Option("--memory-gb", help=MEMORY_HELP)] = None,

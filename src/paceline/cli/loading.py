@@ -20,14 +20,15 @@ def load(settings: Settings) -> "LLM":
     """
     if not settings.debug:
         quieten_libraries()
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and not settings.quiet:
         say(f"loading {settings.engine.model}")
     from paceline.llm import LLM
 
     llm = LLM(**settings.llm_arguments())
-    for notice in [*llm.notices, llm.banner]:
-        if notice:
-            say(notice)
+    for notice in llm.notices:
+        say(notice)
+    if not settings.quiet:
+        say(llm.banner)
     return llm
 
 

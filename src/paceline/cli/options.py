@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from paceline.cli.reporting import reported_errors
-from paceline.config import ACCEPTANCE, BACKENDS, DEVICES, DTYPES, GGUF_WEIGHTS, NUMERICS, QUANT, EngineConfig, SpeculationConfig
+from paceline.config import ACCEPTANCE, DEVICES, DTYPES, GGUF_WEIGHTS, NUMERICS, QUANT, EngineConfig, SpeculationConfig
 from paceline.errors import ConfigError, RequestError
 from paceline.sampling.params import SamplingParams
 
@@ -33,15 +33,22 @@ MODEL = Panel(
         "numerics": "exact: a token never depends on what else is in the pass. fast: what the hardware does best.",
         "dtype": "Type to compute in; auto = as stored. Only f32 leaves rows unrounded in front of quantised matrices.",
         "quant": "Quantise the weights while loading; the result is cached on disk. It changes tokens: another target.",
-        "threads": "CPU threads. Default: the processors this process may use.",
-        "max_context": "Longest prompt + output, in tokens. Default: what the model was made for.",
-        "cache_gb": "Memory for keys and values, in gigabytes. Default: a few full contexts, at most a quarter of the free memory.",
+        "threads": "CPU threads. Default: the processors this process may use; more are not used.",
+        "oversubscribe": "Use as many threads as --threads says, even where there are fewer processors.",
         "device": "Where to run.",
-        "prefix_cache": "Keep rows of earlier prompts and answers while there is room, for what begins with the same tokens.",
-        "backend": "What computes: our own CPU kernels, OpenVINO or torch; auto = the fastest for this machine and these weights.",
+        "backend": "What computes: native (our own CPU kernels), openvino or torch; auto = the fastest for this machine and these weights.",
         "revision": "Branch, tag or commit of a model from the Hugging Face Hub.",
         "token": "Access token for the Hugging Face Hub. Better: log in with its own client, then no shell history holds the token.",
         "offline": "Use only what is on this machine.",
+    },
+)
+MEMORY = Panel(
+    "Memory",
+    EngineConfig,
+    {
+        "max_context": "Longest prompt + output, in tokens. Default: what the model was made for.",
+        "cache_gb": "Memory for keys and values, in gigabytes. Default: a few full contexts, at most a quarter of the free memory.",
+        "prefix_cache": "Keep rows of earlier prompts and answers while there is room, for what begins with the same tokens.",
     },
 )
 SAMPLING = Panel(
@@ -78,7 +85,7 @@ SPECULATION = Panel(
     },
 )
 OUTPUT = "Output"
-PANELS = (MODEL, SAMPLING, SPECULATION)
+PANELS = (MODEL, MEMORY, SAMPLING, SPECULATION)
 METAVARS = {
     "numerics": "|".join(NUMERICS),
     "dtype": "|".join(DTYPES),
@@ -86,7 +93,7 @@ METAVARS = {
     "draft_quant": "|".join(QUANT),
     "acceptance": "|".join(ACCEPTANCE),
     "device": "|".join(DEVICES),
-    "backend": "|".join(BACKENDS),
+    "backend": "auto|<str>",  # longer than a column
     "gguf_weights": "|".join(GGUF_WEIGHTS),
     "num_draft_tokens": "auto|<int>",
     "stop": "<str>",
@@ -103,7 +110,8 @@ class Settings:
     engine: EngineConfig
     sampling: SamplingParams
     speculation: SpeculationConfig
-    debug: bool
+    quiet: bool = False
+    debug: bool = False
 
     @classmethod
     def take_from(cls, values: dict[str, Any]) -> "Settings":
@@ -112,16 +120,17 @@ class Settings:
         Raises:
             ConfigError, RequestError: a value is out of range.
         """
-        engine, sampling, speculation = ({name: values.pop(name) for name in panel.options} for panel in PANELS)
+        model, memory, sampling, speculation = ({name: values.pop(name) for name in panel.options} for panel in PANELS)
         sampling["stop"] = tuple(checked_text("stop", text) for text in sampling["stop"] or ())
         drafters = tuple(speculation["drafter"])
         speculation["drafter"] = drafters[0] if len(drafters) == 1 else drafters
         speculation["drafter_options"] = named_values(speculation["drafter_options"])
-        return cls(EngineConfig(**engine), SamplingParams(**sampling), SpeculationConfig(**speculation), values.pop("debug"))
+        configs = EngineConfig(**model, **memory), SamplingParams(**sampling), SpeculationConfig(**speculation)
+        return cls(*configs, quiet=values.pop("quiet"), debug=values.pop("debug"))
 
     def llm_arguments(self) -> dict[str, Any]:
         """The keyword arguments of `paceline.LLM`."""
-        of_engine = {name: getattr(self.engine, name) for name in MODEL.options}
+        of_engine = {name: getattr(self.engine, name) for name in (*MODEL.options, *MEMORY.options)}
         of_speculation = {name: getattr(self.speculation, name) for name in SPECULATION.options}
         return of_engine | of_speculation
 
@@ -133,7 +142,7 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """
     own = [one for one in inspect.signature(command, eval_str=True).parameters.values() if one.name != "settings"]
     shared = [parameter for panel in PANELS for parameter in _parameters(panel)]
-    parameters = sorted([*own, *shared, _DEBUG], key=_is_about_output)  # --help shows panels in the order they are met
+    parameters = sorted([*own, *shared, _QUIET, _DEBUG], key=_is_about_output)  # --help shows panels in the order they are met
 
     @functools.wraps(command)
     def with_checked_options(**values: Any) -> None:
@@ -159,12 +168,14 @@ def checked_text(name: str, text: str) -> str:
     return text
 
 
-_DEBUG = inspect.Parameter(
-    "debug",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=False,
-    annotation=Annotated[bool, typer.Option("--debug", help="Print tracebacks and what libraries warn about.", rich_help_panel=OUTPUT)],
-)
+def _switch(*names: str, help_text: str) -> inspect.Parameter:
+    option = typer.Option(*names, help=help_text, rich_help_panel=OUTPUT)
+    name = names[-1].removeprefix("--")
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option])
+
+
+_QUIET = _switch("-q", "--quiet", help_text="Print no statistics and nothing about loading but what to know.")
+_DEBUG = _switch("--debug", help_text="Print tracebacks and what libraries warn about.")
 
 
 def _is_about_output(parameter: inspect.Parameter) -> bool:

@@ -1,5 +1,6 @@
 """Text as it streams to stdout, coloured by where its tokens came from if asked, and the line that closes it."""
 
+import operator
 import sys
 import time
 from collections import deque
@@ -210,7 +211,8 @@ def _in_colour(console: Console) -> bool:
 
 def _plain_steps(output: RequestOutput) -> str:
     stats = output.speculation
-    reasons = ", ".join(f"{reason.value}: {count}" for reason, count in stats.plain.most_common() if count)
+    by_count = sorted(stats.plain.items(), key=operator.itemgetter(1), reverse=True)
+    reasons = ", ".join(f"{reason.value}: {count}" for reason, count in by_count)
     return f"plain steps {stats.plain_steps} of {stats.steps}" + (f" ({reasons})" if reasons else "")
 
 

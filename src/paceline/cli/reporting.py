@@ -19,19 +19,24 @@ CALLER_CAN_FIX = (RequestError, ConfigError, IncompatibleDrafterError)
 
 
 def say(text: str | Text) -> None:
-    """Print to stderr, dim unless the text has styles of its own; a long line is left to the terminal to fold.
+    """Print to stderr, dim unless the text has styles of its own; a terminal gets lines that are folded between words.
 
     Names in a text come from files: no character of theirs steers the terminal.
     """
-    # a console of its own each time: tests and shells replace sys.stderr
     shown = text if isinstance(text, Text) else Text("\n".join(map(printable, text.split("\n"))), style="dim")
-    Console(stderr=True, highlight=False).print(shown, soft_wrap=True)
+    console = Console(stderr=True, highlight=False)  # one of its own each time: tests and shells replace sys.stderr
+    console.print(shown, soft_wrap=not console.is_terminal)
 
 
 def say_error(error: PacelineError | str) -> None:
     """Print one line `error: …` to stderr."""
     line = Text.assemble(("error: ", "bold red"), printable(" ".join(str(error).split())))
     Console(stderr=True, highlight=False).print(line, soft_wrap=True)
+
+
+def exit_code(error: PacelineError) -> int:
+    """2 for what the caller can put right, else 1."""
+    return EXIT_WRONG_INPUT if isinstance(error, CALLER_CAN_FIX) else EXIT_FAILURE
 
 
 @contextmanager
@@ -48,7 +53,7 @@ def reported_errors(*, debug: bool) -> Iterator[None]:
         if debug:
             traceback.print_exc()
         say_error(error)
-        raise typer.Exit(EXIT_WRONG_INPUT if isinstance(error, CALLER_CAN_FIX) else EXIT_FAILURE) from None
+        raise typer.Exit(exit_code(error)) from None
     except KeyboardInterrupt:
         say("interrupted")
         raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -56,6 +56,8 @@ def run(
     if as_json and show_drafts:
         raise ConfigError("--json prints no stream for --show-drafts to colour: give one of them")
     text = checked_text("prompt", prompt) if prompt is not None and prompt != "-" else _read_stdin()
+    if not text:
+        raise RequestError("the prompt is empty: give a text, as an argument or on standard input", parameter="prompt")
     messages = _messages(text, system) if chat or system is not None else None
     hints: dict[str, Any] = {}
     if prediction_file is not None:
@@ -110,7 +112,8 @@ def _print_stream(
     params = settings.sampling
     stream = llm.stream(text, params, **hints) if messages is None else llm.stream_chat(messages, params, **hints)
     answer = write_stream(stream, writer_for(llm, show_drafts=show_drafts))
-    say(answer.closing_line(sampled=not params.is_greedy))
+    if not settings.quiet:
+        say(answer.closing_line(sampled=not params.is_greedy))
     if answer.interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import BackendUnavailableError, CheckpointError
+from paceline.errors import BackendUnavailableError, CheckpointError, described
+from paceline.installation import install_extra
 from paceline.models.safetensors_file import StoredTensor, checkpoint_files, map_file, read_header, view_tensor
 from paceline.small_files import INDEX_BYTES, read_json
 
@@ -104,18 +105,17 @@ def _torch_file(path: Path) -> dict[str, HeadTensor]:
         import torch
     except ImportError as error:
         raise BackendUnavailableError(
-            f"{path} is a PyTorch file, which takes torch to read: pip install 'paceline[torch]', or use the head as safetensors"
+            f"{path} is a PyTorch file, which takes torch to read: {install_extra('torch')}, or use the head as safetensors"
         ) from error
     try:
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:  # the format before PyTorch 1.6 cannot be mapped
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # unpickling a stranger's bytes may fail in any way, and torch's text tells how to make it unsafe
+    except Exception as error:  # unpickling a stranger's bytes may fail in any way
         raise CheckpointError(
-            f"{path} cannot be read as a file of tensors ({type(error).__name__}): it is damaged, or holds objects that would run code; "
-            "use the head as safetensors, or download it again"
-        ) from None
+            f"{path} cannot be read as a file of tensors ({described(error)}); use the head as safetensors, or download it again"
+        ) from error
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
         raise CheckpointError(f"{path} holds more than tensors by name: it is no head's file, or a training checkpoint; export its weights")
     return {str(name): HeadTensor(tuple(tensor.shape), _torch_type(tensor), partial(_array, tensor)) for name, tensor in content.items()}

@@ -10,15 +10,16 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from paceline.engine.batch import AskedFor, Prompt, as_prompts
+from paceline.engine.batch import AskedFor
 from paceline.engine.engine import EngineStats
+from paceline.engine.inputs import Messages, Params, Prompt, as_prompts, one_of
 from paceline.engine.open import OpenedEngine, open_engine, settings_of
 from paceline.engine.worker import Command, Listener, News, Worker, tell
 from paceline.outputs import RequestOutput, StreamChunk
-from paceline.sampling.params import SamplingParams
+from paceline.sampling.params import SAMPLING_NAMES
 from paceline.speculation.request import Request, RequestSpeculation
+from paceline.spelling import suggest_arguments
 
-Messages = Sequence[Mapping[str, Any]]
 Speculation = RequestSpeculation | Mapping[str, object] | None
 Result = TypeVar("Result")
 
@@ -63,11 +64,13 @@ class AsyncEngine:
         """Tokenizer, settings and limits; its engine is the thread's."""
         return self._worker.opened
 
+    @suggest_arguments("generate", of_sampling=SAMPLING_NAMES)
     async def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | None = None,
+        params: Params = None,
         *,
+        sampling_params: Params = None,
         prediction: object = None,
         namespace: str | None = None,
         speculation: Speculation = None,
@@ -78,13 +81,16 @@ class AsyncEngine:
         Given up (cancelled), it frees everything. Closing the engine ends it with the finish reason "abort".
         """
         asked = AskedFor(prediction=prediction, namespace=namespace, speculation=speculation, cache_salt=cache_salt)
-        return await self._collect(lambda: [self.opened.maker.prompt_ids(prompt) for prompt in as_prompts(prompts)], params, asked)
+        maker = self.opened.maker
+        return await self._collect(lambda: [maker.prompt_ids(one) for one in as_prompts(prompts)], one_of(params, sampling_params), asked)
 
+    @suggest_arguments("chat", of_sampling=SAMPLING_NAMES)
     async def chat(
         self,
         messages: Messages,
-        params: SamplingParams | None = None,
+        params: Params = None,
         *,
+        sampling_params: Params = None,
         prediction: object = None,
         namespace: str | None = None,
         speculation: Speculation = None,
@@ -92,13 +98,15 @@ class AsyncEngine:
     ) -> list[RequestOutput]:
         """Answer one conversation, with `params.n` outputs; the rest as for `generate`."""
         asked = AskedFor(prediction=prediction, namespace=namespace, speculation=speculation, cache_salt=cache_salt)
-        return await self._collect(lambda: [self._chat_ids(messages)], params, asked)
+        return await self._collect(lambda: [self.opened.maker.chat_ids(messages)], one_of(params, sampling_params), asked)
 
+    @suggest_arguments("stream", of_sampling=SAMPLING_NAMES)
     def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Params = None,
         *,
+        sampling_params: Params = None,
         prediction: object = None,
         namespace: str | None = None,
         speculation: Speculation = None,
@@ -109,13 +117,15 @@ class AsyncEngine:
         Left early (closed, cancelled, or collected as garbage), it frees everything.
         """
         asked = AskedFor(prediction=prediction, namespace=namespace, speculation=speculation, cache_salt=cache_salt)
-        return self._stream(lambda: [self.opened.maker.prompt_ids(prompt)], params, asked)
+        return self._stream(lambda: [self.opened.maker.prompt_ids(prompt)], one_of(params, sampling_params), asked)
 
+    @suggest_arguments("stream_chat", of_sampling=SAMPLING_NAMES)
     def stream_chat(
         self,
         messages: Messages,
-        params: SamplingParams | None = None,
+        params: Params = None,
         *,
+        sampling_params: Params = None,
         prediction: object = None,
         namespace: str | None = None,
         speculation: Speculation = None,
@@ -123,7 +133,7 @@ class AsyncEngine:
     ) -> AsyncIterator[StreamChunk]:
         """Answer one conversation, yielding what every step adds; the rest as for `stream`."""
         asked = AskedFor(prediction=prediction, namespace=namespace, speculation=speculation, cache_salt=cache_salt)
-        return self._stream(lambda: [self._chat_ids(messages)], params, asked)
+        return self._stream(lambda: [self.opened.maker.chat_ids(messages)], one_of(params, sampling_params), asked)
 
     async def stats(self) -> EngineStats:
         """What the engine did so far, and who is in it."""
@@ -135,7 +145,7 @@ class AsyncEngine:
         self._worker.close()
         await asyncio.to_thread(self._worker.join)
 
-    async def _collect(self, prompts: Callable[[], list[list[int]]], params: SamplingParams | None, asked: AskedFor) -> list[RequestOutput]:
+    async def _collect(self, prompts: Callable[[], list[list[int]]], params: Params, asked: AskedFor) -> list[RequestOutput]:
         requests = await self._make(prompts, params, asked, is_streamed=False)
         outputs: dict[int, RequestOutput] = {}
         async with aclosing(self._follow(requests, wants_chunks=False)) as news:
@@ -144,17 +154,13 @@ class AsyncEngine:
                     outputs[id(request)] = chunk.output
         return [outputs[id(request)] for request in requests]
 
-    async def _stream(
-        self, prompts: Callable[[], list[list[int]]], params: SamplingParams | None, asked: AskedFor
-    ) -> AsyncIterator[StreamChunk]:
+    async def _stream(self, prompts: Callable[[], list[list[int]]], params: Params, asked: AskedFor) -> AsyncIterator[StreamChunk]:
         requests = await self._make(prompts, params, asked, is_streamed=True)
         async with aclosing(self._follow(requests, wants_chunks=True)) as news:
             async for _, chunk in news:
                 yield chunk
 
-    async def _make(
-        self, prompts: Callable[[], list[list[int]]], params: SamplingParams | None, asked: AskedFor, *, is_streamed: bool
-    ) -> list[Request]:
+    async def _make(self, prompts: Callable[[], list[list[int]]], params: Params, asked: AskedFor, *, is_streamed: bool) -> list[Request]:
         """Tokenising and compiling take time: neither the event loop nor the engine's thread waits for them."""
         self._worker.check_open()
         return await asyncio.to_thread(lambda: self.opened.requests(prompts(), params, asked, is_streamed=is_streamed))
@@ -189,10 +195,6 @@ class AsyncEngine:
 
         self._worker.ask(Command(do, fail))
         return await answer
-
-    def _chat_ids(self, messages: Messages) -> list[int]:
-        maker = self.opened.maker
-        return maker.prompt_ids(maker.tokenizer.apply_chat_template(messages, max_context=maker.max_context))
 
 
 def _set_result(future: "asyncio.Future[Result]", result: Result) -> None:

@@ -1,10 +1,9 @@
 """From what a user asked to a request, and from a finished request to what the user gets."""
 
-import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
+from paceline.engine.inputs import Messages, Prompt, as_ids, text_or_ids, with_plain_texts
 from paceline.errors import RequestError
 from paceline.kv_cache.paged import CachedSequence
 from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
@@ -15,8 +14,6 @@ from paceline.sampling.sequence_bans import bad_word_ids
 from paceline.speculation.request import DraftHints, FinishReason, Request, RequestSpeculation
 from paceline.speculation.stop import TextStop
 from paceline.tokenizer import Tokenizer
-
-Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +49,7 @@ class RequestMaker:
         vocab_size: ids that may stand in a prompt and be drawn.
         max_context: prompt + output at most.
         eos_token_ids: ids that end an output.
+        way_out: what to do about a longer prompt.
         compiler: makes what holds an output to its grammar.
     """
 
@@ -59,28 +57,38 @@ class RequestMaker:
     vocab_size: int
     max_context: int
     eos_token_ids: Sequence[int]
+    way_out: str = "shorten the prompt"
     compiler: GrammarCompiler = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "compiler", GrammarCompiler(self.tokenizer, self.eos_token_ids))
 
-    def prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt.
 
         Raises:
             RequestError: it is empty, holds an id that does not exist, or leaves no room for output.
         """
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _as_ids(prompt, "prompt")
+        given = text_or_ids(prompt)
+        ids = self.tokenizer.encode(given) if isinstance(given, str) else given
         if not ids:
             raise RequestError("the prompt is empty: give at least one token", parameter="prompt")
         self._check_ids(ids, "prompt")
         if len(ids) >= self.max_context:
             raise RequestError(
                 f"the prompt has {len(ids)} tokens, the context holds {self.max_context} and at least one must be left for the output: "
-                "shorten the prompt or raise max_context",
+                + self.way_out,
                 parameter="prompt",
             )
         return ids
+
+    def chat_ids(self, messages: Messages) -> list[int]:
+        """The token ids of a conversation, as `prompt_ids`.
+
+        Raises:
+            RequestError: as `prompt_ids`, or the model has no form for these messages.
+        """
+        return self.prompt_ids(self.tokenizer.apply_chat_template(with_plain_texts(messages), max_context=self.max_context))
 
     def controls(self, asked: AskedFor, num_prompts: int, *, are_predictions_read: bool) -> list[RequestControl]:
         """What goes with each of `num_prompts` prompts.
@@ -125,7 +133,7 @@ class RequestMaker:
         """
         prompt = list(prompt_token_ids)
         ends = set(params.stop_token_ids) if params.ignore_eos else {*params.stop_token_ids, *self.eos_token_ids}
-        stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop)
+        stop = tuple(params.stop or ())
         text_stop = None
         if stop or is_streamed:
             text_stop = TextStop(self.tokenizer.detokenizer(), stop, include_stop=params.include_stop)
@@ -228,7 +236,7 @@ class RequestMaker:
     def _prediction_ids(self, prediction: object) -> tuple[int, ...]:
         if isinstance(prediction, str):
             return tuple(self._encode_plain(prediction))
-        ids = _as_ids(prediction, "prediction")
+        ids = as_ids(prediction, "prediction")
         self._check_ids(ids, "prediction")
         return tuple(ids)
 
@@ -244,36 +252,8 @@ class RequestMaker:
         return self.tokenizer.decode(ids[:-1] if ended_by_token else ids)
 
 
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One prompt is a string or a list of ids; anything else is a list of prompts.
-
-    Raises:
-        RequestError: the list is empty.
-    """
-    if isinstance(prompts, str) or not hasattr(prompts, "__len__") or (len(prompts) > 0 and not hasattr(prompts[0], "__len__")):
-        return [cast(Prompt, prompts)]
-    if len(prompts) == 0:
-        raise RequestError("there is no prompt: give a string, a list of token ids, or a list of these", parameter="prompt")
-    return cast(Sequence[Prompt], prompts)
-
-
 def _is_one_text(prediction: object) -> bool:
     """Whether it is a string or a list of ids, not a list of these."""
     if isinstance(prediction, str) or not isinstance(prediction, Sequence):
         return isinstance(prediction, str) or hasattr(prediction, "dtype")  # an array of ids is no Sequence
     return all(not isinstance(item, str | Sequence | None) for item in prediction)
-
-
-def _as_ids(ids: object, name: str) -> list[int]:
-    if not isinstance(ids, Iterable) or isinstance(ids, bytes | bytearray):
-        raise RequestError(f"{name} is {ids!r}: give a string or a list of token ids", parameter=name)
-    return [_as_id(item, name) for item in ids]
-
-
-def _as_id(item: object, name: str) -> int:
-    try:
-        if not isinstance(item, bool):
-            return operator.index(item)  # type: ignore[arg-type]
-    except TypeError:
-        pass
-    raise RequestError(f"{name} holds {item!r}, which is no token id: give a string or whole numbers", parameter=name)

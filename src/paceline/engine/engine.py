@@ -29,7 +29,7 @@ class EngineStats:
         num_preemptions: how often a request's rows were dropped to make room; they ran again.
         num_finished, num_aborted, num_failed: requests by how they ended.
         num_running, num_waiting: now.
-        prompt_tokens, cached_tokens, completion_tokens: `cached_tokens` are those prompt tokens whose rows were in the cache.
+        prompt_tokens, num_cached_tokens, completion_tokens: `num_cached_tokens` are those prompt tokens whose rows were in the cache.
         drafter_failures: how often the drafter raised or answered nonsense; the steps were plain.
         speculation: counters of all requests together.
     """
@@ -42,14 +42,14 @@ class EngineStats:
     num_running: int = 0
     num_waiting: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int = 0
+    num_cached_tokens: int = 0
     completion_tokens: int = 0
     drafter_failures: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
-    def as_dict(self, drafter: str) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """The JSON form."""
-        return {**asdict(self), "speculation": self.speculation.as_dict(drafter)}
+        return {**asdict(self), "speculation": self.speculation.as_dict()}
 
 
 class CacheRoom:
@@ -310,6 +310,6 @@ class Engine:
         else:
             stats.num_finished += 1
         stats.prompt_tokens += request.num_prompt_tokens
-        stats.cached_tokens += request.num_cached_tokens
+        stats.num_cached_tokens += request.num_cached_tokens
         stats.completion_tokens += request.num_output_tokens
         stats.speculation.add(request.stats)

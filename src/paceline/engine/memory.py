@@ -15,10 +15,14 @@ _DRAFT_BLOCKS_PER_SEQUENCE = 2  # room for drafts beyond the longest a request m
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """Blocks to allocate (the scratch block included), the longest context they serve, and a notice if that is short."""
+    """Blocks to allocate (the scratch block included), the longest context they serve, and a notice if that is short.
+
+    `way_out` is what somebody can do whose prompt is longer.
+    """
 
     num_blocks: int
     max_context: int
+    way_out: str
     notice: str | None = None
 
 
@@ -30,7 +34,7 @@ def plan_cache(model: ModelConfig, config: EngineConfig, weight_type: WeightType
         CapacityError: `cache_gb` is too small for the context asked for, or for any.
     """
     if config.max_context is not None and config.max_context > model.max_positions:
-        raise ConfigError(f"max_context is {config.max_context}, the model was made for {model.max_positions} tokens: lower max_context")
+        raise ConfigError(f"max_context is {config.max_context}, {model.context_end}: lower max_context")
     context = config.max_context or model.max_positions
     item_bytes = 4 if weight_type is WeightType.F32 else 2
     block_bytes = 2 * model.num_layers * model.num_kv_heads * BLOCK_SIZE * model.head_size * item_bytes
@@ -42,10 +46,19 @@ def plan_cache(model: ModelConfig, config: EngineConfig, weight_type: WeightType
         num_blocks = blocks_in(int(config.cache_gb * 1e9), block_bytes)
     slots = (num_blocks - 1) * BLOCK_SIZE
     if slots >= context:
-        return CachePlan(num_blocks, context)
+        return CachePlan(num_blocks, context, _way_out(model, context))
     if config.max_context is not None:
         raise CapacityError(
             f"a context of {context} tokens needs {per_sequence * block_bytes / 1e9:.2g} GB of cache, "
             f"{num_blocks * block_bytes / 1e9:.2g} GB are to be had: lower max_context or raise cache_gb"
         )
-    return CachePlan(num_blocks, slots, f"the cache limits the context to {slots} of the model's {context} tokens: raise cache_gb")
+    notice = f"the cache limits the context to {slots} of the model's {context} tokens: raise cache_gb"
+    return CachePlan(num_blocks, slots, "shorten the prompt or raise cache_gb", notice)
+
+
+def _way_out(model: ModelConfig, context: int) -> str:
+    """For a prompt that a context of the size asked for does not hold."""
+    may_grow = model.rope.type.depends_on_length and model.rope.context_len <= model.rope.original_max_positions
+    if context < model.max_positions or may_grow:
+        return "shorten the prompt or raise max_context"
+    return f"shorten the prompt ({model.context_end})"

@@ -9,6 +9,7 @@ from paceline.config import EngineConfig, SpeculationConfig, cache_directory, qu
 from paceline.drafters import HeadOptions, TargetDescription, layers_to_collect, make_drafter
 from paceline.engine.batch import AskedFor, RequestMaker
 from paceline.engine.engine import Engine
+from paceline.engine.inputs import Params, params_of_each
 from paceline.engine.memory import plan_cache
 from paceline.engine.scheduler import Limits
 from paceline.errors import ConfigError, printable
@@ -19,12 +20,13 @@ from paceline.outputs import RequestOutput, StreamChunk
 from paceline.runtimes.base import Numerics, Runtime
 from paceline.runtimes.cost import time_passes
 from paceline.runtimes.load import Loaded, RuntimeOptions, load_runtime
-from paceline.sampling.params import SamplingParams
+from paceline.sampling.params import SAMPLING_NAMES
 from paceline.speculation.draft_length import DraftLengthPolicy, StepCosts
 from paceline.speculation.drafter import Drafter
 from paceline.speculation.guess import Guesser
 from paceline.speculation.rejection import Acceptance
 from paceline.speculation.request import Request
+from paceline.spelling import unknown_argument
 from paceline.tokenizer import Tokenizer
 
 DEFAULT_DRAFT_TOKENS = 4
@@ -49,7 +51,7 @@ class OpenedEngine:
         drafter = self.engine.guesser.drafter
         return "none" if drafter is None else drafter.name
 
-    def requests(self, prompts: Sequence[list[int]], params: SamplingParams | None, asked: AskedFor, *, is_streamed: bool) -> list[Request]:
+    def requests(self, prompts: Sequence[list[int]], params: Params, asked: AskedFor, *, is_streamed: bool) -> list[Request]:
         """The samples of each prompt, in order; the engine does not know them yet.
 
         Raises:
@@ -60,8 +62,8 @@ class OpenedEngine:
         controls = self.maker.controls(asked, len(prompts), are_predictions_read=reads)
         return [
             sample
-            for prompt, control in zip(prompts, controls, strict=True)
-            for sample in self.maker.make_samples(prompt, params or SamplingParams(), control, is_streamed=is_streamed)
+            for prompt, one, control in zip(prompts, params_of_each(params, len(prompts)), controls, strict=True)
+            for sample in self.maker.make_samples(prompt, one, control, is_streamed=is_streamed)
         ]
 
     def chunk(self, request: Request, num_seen: int) -> StreamChunk:
@@ -83,10 +85,10 @@ def settings_of(model: str, options: dict[str, Any]) -> tuple[EngineConfig, Spec
     made = drafter if isinstance(drafter, Drafter) else None
     check_options(drafter, options.get("drafter_options"))
     given = {**options, "model": str(model), "drafter": made.name if made else tuple(drafter) if isinstance(drafter, list) else drafter}
+    given["drafter_options"] = options.get("drafter_options") or {}
     of_engine, of_speculation = ({one.name for one in fields(kind)} for kind in (EngineConfig, SpeculationConfig))
-    unknown = given.keys() - of_engine - of_speculation
-    if unknown:
-        raise ConfigError(f"{', '.join(sorted(unknown))}: no such option; use {', '.join(sorted(of_engine | of_speculation))}")
+    for name in given.keys() - of_engine - of_speculation:
+        raise ConfigError(unknown_argument(name, "LLM", of_engine | of_speculation, of_sampling=SAMPLING_NAMES))
     engine = EngineConfig(**{name: value for name, value in given.items() if name in of_engine})
     return engine, SpeculationConfig(**{name: value for name, value in given.items() if name in of_speculation}), made
 
@@ -147,7 +149,7 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
     limits = Limits(max_num_seqs=config.max_num_seqs, max_step_rows=config.max_step_rows, chunk_rows=config.chunk_rows)
     engine = Engine(runtime, cache, guesser, limits)
     ends = tuple(dict.fromkeys((*runtime.config.eos_token_ids, *tokenizer.end_token_ids)))
-    maker = RequestMaker(tokenizer, vocab_size, plan.max_context, ends)
+    maker = RequestMaker(tokenizer, vocab_size, plan.max_context, ends, plan.way_out)
     of_drafter = () if drafter is None else drafter.notices
     notices = (*config.notices, *tokenizer.notices, *loaded.notices, *_unused_head(loaded, directory, drafter), *of_drafter, plan.notice)
     return OpenedEngine(engine, maker, tuple(printable(one) for one in notices if one), config)  # they name files and tensors

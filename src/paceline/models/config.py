@@ -81,6 +81,13 @@ class ModelConfig:
         """What scores are multiplied by."""
         return float((self.head_size if self.query_scalar is None else self.query_scalar) ** -0.5)
 
+    @property
+    def context_end(self) -> str:
+        """Why no text is longer than `max_positions`, in words."""
+        if self.sliding_window is not None:
+            return f"contexts end with the model's sliding window of {self.sliding_window} tokens for now"
+        return f"the model was made for {self.max_positions} tokens"
+
     def rope_of(self, layer: int) -> RopeConfig:
         """How `layer` rotates positions."""
         return self.local_rope if self.local_rope is not None and layer in self.sliding_layers else self.rope

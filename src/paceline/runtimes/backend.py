@@ -6,6 +6,7 @@ from pathlib import Path
 
 from paceline.config import BACKENDS
 from paceline.errors import BackendUnavailableError, ConfigError
+from paceline.installation import install_extra
 from paceline.models.config import ModelConfig
 
 
@@ -23,7 +24,7 @@ def choose_device(device: str, backend: str) -> str:
         import torch
     except ImportError as error:
         if device == "cuda":
-            raise BackendUnavailableError("device 'cuda' needs torch: pip install 'paceline[torch]'") from error
+            raise BackendUnavailableError(f"device 'cuda' needs torch: {install_extra('torch')}") from error
         return "cpu"
     if torch.cuda.is_available():
         return "cuda"
@@ -48,10 +49,10 @@ def choose_backend(backend: str, device: str, config: ModelConfig, *, notices: l
     chosen = _best_backend(device, config, notices) if backend == "auto" else backend
     if chosen == "openvino" and not _has_openvino():
         raise BackendUnavailableError(
-            "backend 'openvino' needs OpenVINO with PagedAttention: pip install 'paceline[openvino]', or use --backend native or torch"
+            f"backend 'openvino' needs OpenVINO with PagedAttention: {install_extra('openvino')}, or use --backend native or torch"
         )
     if chosen == "torch" and not _has_torch():
-        raise BackendUnavailableError("backend 'torch' needs torch: pip install 'paceline[torch]', or use --backend native or openvino")
+        raise BackendUnavailableError(f"backend 'torch' needs torch: {install_extra('torch')}, or use --backend native or openvino")
     return chosen
 
 
@@ -67,8 +68,8 @@ def _best_backend(device: str, config: ModelConfig, notices: list[str]) -> str:
         return "openvino"
     reason = f"{config.family} caps attention scores" if is_capped else "OpenVINO with PagedAttention is not available here"
     if not _has_torch():
-        other = "" if is_capped else "'paceline[openvino]' or "
-        raise BackendUnavailableError(f"{reason} and there are no native kernels for this machine: pip install {other}'paceline[torch]'")
+        other = "" if is_capped else f"{install_extra('openvino')}, or "
+        raise BackendUnavailableError(f"{reason} and there are no native kernels for this machine: {other}{install_extra('torch')}")
     notices.append(f"{reason} and there are no native kernels for this machine: the torch runtime takes over")
     return "torch"
 

@@ -88,8 +88,8 @@ def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
             notices=notices,
             page_sums=fastest_page_sums(),
         )
-    if config.sliding_window is not None and config.max_positions == config.sliding_window:
-        notices.append(f"context is limited to the model's sliding window of {config.sliding_window} tokens")
+    if config.sliding_window is not None:
+        notices.append(config.context_end)
     runtime = _build(config, weights, options, notices)
     return Loaded(runtime, tuple(notices), own_head)
 

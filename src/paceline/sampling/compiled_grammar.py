@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import BackendUnavailableError, RequestError, library_errors
+from paceline.installation import install_extra
 from paceline.sampling.grammar import Grammar, GrammarKind
 from paceline.tokenizer import Tokenizer
 
@@ -33,7 +34,7 @@ class GrammarVocabulary:
         try:
             import llguidance
         except ImportError as error:
-            raise BackendUnavailableError("grammars need llguidance: pip install 'paceline[grammar]'") from error
+            raise BackendUnavailableError(f"grammars need llguidance: {install_extra('grammar')}") from error
         self.llguidance: Any = llguidance
         self.size = tokenizer.vocab_size
         self.eos_ids = np.array(sorted({token_id for token_id in eos_token_ids if 0 <= token_id < self.size}), np.int64)

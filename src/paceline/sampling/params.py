@@ -3,12 +3,13 @@
 import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any
 
 from paceline.errors import RequestError
 from paceline.sampling.grammar import Grammar
+from paceline.spelling import suggest_arguments
 
 MAX_TEMPERATURE = 100.0
 MIN_TEMPERATURE = 1e-4  # below it float32 scores overflow for large logits; 0 is greedy
@@ -30,11 +31,11 @@ class SamplingParams:
         max_tokens: output tokens at most, >= 1.
         min_tokens: EOS and `stop_token_ids` cannot be drawn before the output has this many tokens.
         temperature: 0 = greedy, else in [1e-4, 100].
-        top_k: keep the k best tokens and those tied with the k-th; 0 = off.
+        top_k: keep the k best tokens and those tied with the k-th; 0 or -1 = off.
         top_p: keep the best tokens until their mass reaches p, in (0, 1]; 1 = off.
         min_p: keep tokens at least min_p times as probable as the best, in [0, 1]; 0 = off.
         seed: in [0, 2**64); None = a fresh one is drawn and reported.
-        stop: text that ends the output; a string or several.
+        stop: text that ends the output; a string or several; None = none.
         stop_token_ids: tokens that end the output, besides EOS.
         include_stop: whether the stop text or token is part of the output.
         ignore_eos: whether generation goes on after EOS.
@@ -54,7 +55,7 @@ class SamplingParams:
         grammar: what the output must match.
 
     Raises:
-        RequestError: a value has the wrong type or is out of range; `parameter` names it.
+        RequestError: a value has the wrong type or is out of range, or there is no such parameter; `parameter` names it.
     """
 
     max_tokens: int = 256
@@ -64,7 +65,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    stop: str | Sequence[str] = ()
+    stop: str | Sequence[str] | None = ()
     stop_token_ids: Sequence[int] = ()
     include_stop: bool = False
     ignore_eos: bool = False
@@ -98,12 +99,12 @@ class SamplingParams:
             temperature=temperature,
             top_p=top_p,
             repetition_penalty=repetition_penalty,
-            top_k=_integer("top_k", self.top_k, 0, MAX_INT),
+            top_k=max(0, _integer("top_k", self.top_k, -1, MAX_INT)),
             min_p=_number("min_p", self.min_p, 0.0, 1.0),
             frequency_penalty=_number("frequency_penalty", self.frequency_penalty, -MAX_ADDEND, MAX_ADDEND),
             presence_penalty=_number("presence_penalty", self.presence_penalty, -MAX_ADDEND, MAX_ADDEND),
             seed=None if self.seed is None else _integer("seed", self.seed, 0, 2**64 - 1),
-            stop=_stop_texts(self.stop),
+            stop=_stop_texts(() if self.stop is None else self.stop),
             stop_token_ids=_ids("stop_token_ids", self.stop_token_ids),
             banned_token_ids=_ids("banned_token_ids", self.banned_token_ids),
             logit_bias=_bias(self.logit_bias),
@@ -151,6 +152,10 @@ class SamplingParams:
             largest = max(token_ids, default=-1)
             if largest >= vocab_size:
                 _refuse(name, largest, f"is no token id of this model; ids are in [0, {vocab_size - 1}]")
+
+
+SAMPLING_NAMES = tuple(one.name for one in fields(SamplingParams))
+SamplingParams.__init__ = suggest_arguments("SamplingParams")(SamplingParams.__init__)  # type: ignore[method-assign]
 
 
 def resolve_seed(params: SamplingParams, entropy: Callable[[int], int] = secrets.randbits) -> int:

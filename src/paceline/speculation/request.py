@@ -25,8 +25,8 @@ class FinishReason(Enum):
     ABORT = "abort"  # its caller went away, or it failed: `Request.error` says which
 
 
-class TokenOrigin(Enum):
-    """Where an output token came from."""
+class TokenOrigin(str, Enum):
+    """Where an output token came from; a string, so that a list of them is JSON."""
 
     PLAIN = "plain"  # a step without drafts
     ACCEPTED = "accepted"  # a draft the target agreed with

@@ -4,15 +4,14 @@ steps: target passes that emitted. drafted: guessed tokens, roots excluded. acce
 emitted = accepted + bonus. mean_acceptance_length = emitted / steps (plain decoding = 1). acceptance_rate = accepted / drafted.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 
-class PlainReason(Enum):
-    """Why a step ran without drafts."""
+class PlainReason(str, Enum):
+    """Why a step ran without drafts; a string, so that counts by reason are JSON."""
 
     OFF = "speculation is off"
     PROMPT = "the prompt's last pass"
@@ -24,6 +23,13 @@ class PlainReason(Enum):
     NO_MEMORY = "no cache block was free for drafts"
     DRAFTER_FAILED = "the drafter failed"
     CUT = "no guessed token was usable"
+
+
+class PlainCounts(dict[PlainReason, int]):
+    """Steps by reason, 0 for a reason that did not occur. A `Counter` would come out wrong of `dataclasses.asdict`."""
+
+    def __missing__(self, reason: PlainReason) -> int:
+        return 0
 
 
 @dataclass(slots=True)
@@ -41,7 +47,7 @@ class SpeculationStats:
     cut: int = 0  # guesses dropped before the pass: ids out of range, too deep, over budget
     drafted_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
-    plain: Counter[PlainReason] = field(default_factory=Counter)
+    plain: PlainCounts = field(default_factory=PlainCounts)
     acceptance: str = "match"
 
     @property
@@ -86,22 +92,23 @@ class SpeculationStats:
         for depth, (drafted, accepted) in enumerate(zip(other.drafted_by_position, other.accepted_by_position, strict=True)):
             self.drafted_by_position[depth] += drafted
             self.accepted_by_position[depth] += accepted
-        self.plain.update(other.plain)
+        for reason, count in other.plain.items():
+            self.plain[reason] += count
 
-    def as_dict(self, drafter: str) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """The JSON form."""
         return {
-            "drafter": drafter,
             "acceptance": self.acceptance,
             "steps": self.steps,
             "drafted": self.drafted,
             "accepted": self.accepted,
+            "bonus": self.bonus,
             "emitted": self.emitted,
             "mean_acceptance_length": round(self.mean_acceptance_length, 4),
             "acceptance_rate": round(self.acceptance_rate, 4),
             "acceptance_rate_by_position": [round(rate, 4) for rate in self.acceptance_rate_by_position],
             "plain_steps": self.plain_steps,
-            "plain_reasons": {reason.value: count for reason, count in self.plain.items()},
+            "plain": {reason.value: count for reason, count in self.plain.items()},
         }
 
     def _widen(self, depth: int) -> None:

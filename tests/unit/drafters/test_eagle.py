@@ -112,7 +112,7 @@ def check(llm: LLM) -> None:
 
 def assert_perfect(outputs: Sequence[RequestOutput]) -> None:
     for output in outputs:
-        assert output.speculation.acceptance_rate == 1.0, output.speculation.as_dict(output.drafter)
+        assert output.speculation.acceptance_rate == 1.0, output.speculation
         assert output.speculation.steps == PERFECT_STEPS
 
 

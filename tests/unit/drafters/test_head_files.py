@@ -228,7 +228,7 @@ def test_a_container_that_names_an_unknown_method_is_refused_by_that_name(tmp_pa
 def test_a_pytorch_file_without_torch_is_one_line_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, EAGLE, {}, file="pytorch_model.bin")
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(BackendUnavailableError, match=r"pytorch_model\.bin is a PyTorch file.*pip install 'paceline\[torch\]'"):
+    with pytest.raises(BackendUnavailableError, match=r"pytorch_model\.bin is a PyTorch file.*pip install .*\[torch\]"):
         HeadFiles.open(tmp_path)
 
 
@@ -248,6 +248,6 @@ def test_a_refused_pickle_does_not_say_how_to_let_it_run(tmp_path: Path) -> None
     for content in (Path("/etc/passwd"), {"a": Path("x")}, [print]):
         for is_zipped in (True, False):
             torch.save(content, tmp_path / "medusa_lm_head.pt", _use_new_zipfile_serialization=is_zipped)
-            with pytest.raises(CheckpointError, match="objects or code of its own, which are never let run; use safetensors") as caught:
+            with pytest.raises(CheckpointError, match="objects or code of its own, which are never let run") as caught:
                 HeadFiles.open(tmp_path)
             assert not re.search("weights_only|still be loaded|trust|add_safe_globals", str(caught.value))

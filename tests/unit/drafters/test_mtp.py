@@ -1,6 +1,5 @@
 """The MTP drafter: modules inside a model's own checkpoint, loaded, named where they are wrong, and right where they must be."""
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ from checkpoints import write_checkpoint
 from medusa_checkpoints import edit, write_successor_target
 from mtp_checkpoints import LAYOUTS, Arrays, add_module, perfect_module, random_matrix, random_module, write_mimo, write_speculators
 from paceline import LLM, SamplingParams
-from paceline.config import EngineConfig
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.mtp import MtpModule, load_mtp
 from paceline.errors import CheckpointError, IncompatibleDrafterError
@@ -40,13 +38,12 @@ def loaded(directory: Path) -> MtpModule:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_module_that_must_be_right_is_accepted_always(tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_must_be_right_is_accepted_always(tmp_path: Path, layout: str) -> None:
     """Over chunked prompts, batches and the second run, which begins on cached rows of the first; with its halves swapped it never is."""
-    monkeypatch.setattr("paceline.llm.EngineConfig", partial(EngineConfig, chunk_rows=32))
     target, successor = write_successor_target(tmp_path, "qwen3", sharpness=3.0)
     for is_swapped in (False, True):
         add_module(target, layout, perfect_module(is_swapped=is_swapped), num_layers=2)
-        llm = open_llm(target, "mtp")
+        llm = open_llm(target, "mtp", chunk_rows=32)
         for params in (GREEDY, SAMPLED, GREEDY):
             for batch in (PROMPTS, PROMPTS[2:3]):
                 for output, prompt in zip(llm.generate(batch, params), batch, strict=True):

@@ -187,6 +187,7 @@ def test_closing_ends_everybody_who_is_there_and_refuses_those_who_come(serve: S
     run(serve(), work)
 
 
+@pytest.mark.filterwarnings("ignore:coroutine method 'aclose':RuntimeWarning")  # Python 3.13 says of the closed loop what is meant here
 def test_callers_may_live_in_loops_of_their_own(serve: Serve, solo: dict[str, list[RequestOutput]]) -> None:
     """A loop that was closed over an open stream takes its request with it."""
     engine = serve()
@@ -211,5 +212,5 @@ def test_an_engine_is_opened_with_the_options_of_an_llm(directory: Any) -> None:
     assert engine.opened.drafter_name == "ngram+suffix"
     assert engine.opened.config.max_num_seqs == 3
     asyncio.run(engine.close())
-    with pytest.raises(ConfigError, match="max_seqs: no such option"):
+    with pytest.raises(ConfigError, match=r"max_seqs is no argument of LLM: did you mean max_num_seqs\?"):
         AsyncEngine.open(directory, max_seqs=3)

@@ -318,4 +318,4 @@ def test_a_speculation_that_is_none_is_refused(wrong: object) -> None:
 
 def test_the_rule_of_acceptance_is_told(open_llm: Open) -> None:
     (output,) = open_llm(40, "ngram").generate([5], GREEDY)
-    assert output.speculation.as_dict("ngram")["acceptance"] == output.speculation.acceptance == "match"
+    assert output.speculation.as_dict()["acceptance"] == output.speculation.acceptance == "match"

@@ -146,7 +146,7 @@ def test_a_prompt_that_waits_for_room_is_counted_once(open_llm: Open, monkeypatc
     assert len(refusals) > 1
     assert llm.stats().num_preemptions == 0
     assert stats.queried_tokens == sum(map(len, prompts))
-    assert stats.hit_tokens == llm.stats().cached_tokens == sum(output.usage.num_cached_tokens for output in outputs) > 0
+    assert stats.hit_tokens == llm.stats().num_cached_tokens == sum(output.usage.num_cached_tokens for output in outputs) > 0
     assert_clean(llm)
 
 

@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from grammar_schemas import random_schema
 from paceline.errors import BackendUnavailableError, RequestError
+from paceline.installation import install_extra
 from paceline.sampling.compiled_grammar import CompiledGrammar
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.matcher import GrammarCompiler, GrammarMatcher
@@ -316,7 +318,7 @@ def test_without_llguidance_the_error_names_the_extra(monkeypatch: pytest.Monkey
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(BackendUnavailableError, match=r"paceline\[grammar\]"):
+    with pytest.raises(BackendUnavailableError, match=re.escape(install_extra("grammar"))):
         GrammarCompiler(tokenizer(), EOS_IDS).matcher(GRAMMARS["choice"])
 
 

@@ -25,7 +25,7 @@ from paceline.sampling.params import SamplingParams, resolve_seed
         ("temperature", True),
         ("temperature", None),
         ("temperature", 10**400),
-        ("top_k", -1),
+        ("top_k", -2),
         ("top_k", 1.5),
         ("top_p", 0.0),
         ("top_p", 1.01),

@@ -4,9 +4,11 @@ The steps are real ones, on a target whose logits are written down: at every pos
 its place where it is banned. What a request must be like at its end is also said by definition, from all its tokens at once.
 """
 
+from codecs import utf_8_decode
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -163,12 +165,13 @@ def assert_as_defined(case: Case, ran: Ran, tokenizer: Tokenizer) -> None:
 
 
 def settled(text: str, ids: Sequence[int], tokenizer: Tokenizer) -> str:
-    """Without what later tokens may still change: the last character, or a run of byte pieces at the end."""
+    """Without what later tokens may still change: the last character, or the bytes of it that are there."""
     if tokenizer.has_byte_pieces:
-        shown = [token for token in ids if token not in tokenizer.special_token_ids]
-        while shown and tokenizer.piece(shown[-1]).startswith("<0x"):
-            shown.pop()
-        return tokenizer.decode(shown)
+        pieces = [tokenizer.piece(token) for token in ids if token not in tokenizer.special_token_ids]
+        run = list(takewhile(lambda piece: piece.startswith("<0x"), reversed(pieces)))
+        tail = bytes(int(piece[3:5], 16) for piece in reversed(run))
+        held = tail.decode("utf-8", "surrogateescape"), utf_8_decode(tail, "surrogateescape", False)[0]
+        return text[: len(text) - (len(held[0]) - len(held[1]))]
     return text[:-1] if text.endswith("\N{REPLACEMENT CHARACTER}") else text
 
 

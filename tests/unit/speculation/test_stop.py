@@ -1,7 +1,11 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from checkpoints import write_byte_fallback_tokenizer
 from paceline.speculation.stop import TextStop
+from paceline.tokenizer import Tokenizer
 
 SPLIT = "\N{REPLACEMENT CHARACTER}"
 
@@ -100,3 +104,11 @@ def test_what_was_shown_is_never_taken_back(seed):
                 held = raw[len(text) :]
                 assert raw.startswith(text)
                 assert held == "" or any(one.startswith(held) for one in stop)
+
+
+def test_a_stop_text_spelled_in_bytes_ends_with_its_last_one(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.open(write_byte_fallback_tokenizer(tmp_path))
+    ids = tokenizer.encode("a😀😀", add_special_tokens=False)
+    stop = TextStop(tokenizer.detokenizer(), ["😀"], include_stop=False)
+    assert [stop.push(token_id) for token_id in ids[:-4]] == [False] * (len(ids) - 5) + [True]
+    assert stop.text == "a"

@@ -1,0 +1,169 @@
+"""Messages as a person or a program gives them: a line, lines that go on, a block in triple quotes, or what was pasted."""
+
+import io
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from paceline.cli.keyboard import PASTES_ARE_MARKED, tell_terminal, waiting_keys
+
+if TYPE_CHECKING:
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+PROMPT, CONTINUATION = "> ", ". "
+QUOTES = '"""'
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What was given. `is_literal`: it is a message even if it looks like a command."""
+
+    text: str
+    is_literal: bool = False
+
+
+class MessageInput(Protocol):
+    """Where messages come from.
+
+    Attributes:
+        is_interactive: whether somebody is there who can go on after an error.
+    """
+
+    is_interactive: bool
+
+    def next(self) -> Entry:
+        """The next one.
+
+        Raises:
+            EOFError: there is none left.
+            KeyboardInterrupt: Ctrl-C.
+        """
+        ...
+
+
+@contextmanager
+def message_input() -> Iterator[MessageInput]:
+    """An editor on a terminal, else the lines of standard input. While it is open the terminal shows no keys by itself."""
+    if sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty()):
+        from prompt_toolkit.utils import is_dumb_terminal
+
+        if not is_dumb_terminal():
+            with waiting_keys():
+                yield Editor()
+            return
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no UTF-8 are an error of one message, not of the program
+    yield Lines()
+
+
+class Lines:
+    """A message a line. A line that ends in a backslash goes on; a block in triple quotes is one message."""
+
+    def __init__(self) -> None:
+        self.is_interactive = sys.stdin.isatty()
+
+    def next(self) -> Entry:
+        text = _read_line()
+        with suppress(EOFError):  # what is not closed ends with the input
+            if is_open_block(text):
+                while is_open_block(text):
+                    text += "\n" + _read_line()
+            else:
+                while goes_on(text):
+                    text = text[:-1] + "\n" + _read_line()
+        return entry_of(text)
+
+
+class Editor:
+    """A prompt with editing and history of this conversation. What is pasted at once stays together and is taken as it is."""
+
+    is_interactive = True
+
+    def __init__(self) -> None:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.output import create_output
+
+        self._first_paste = ""  # at the beginning of the text
+        self._after_paste = ""  # the whole text as the last paste left it
+        self._session: PromptSession[str] = PromptSession(
+            PROMPT,
+            multiline=True,
+            prompt_continuation=CONTINUATION,
+            key_bindings=self._keys(),
+            output=create_output(always_prefer_tty=True),  # a redirected stdout holds answers only
+            reserve_space_for_menu=0,
+            enable_suspend=True,
+        )
+
+    def next(self) -> Entry:
+        self._first_paste = self._after_paste = ""
+        try:
+            text = self._session.prompt().rstrip("\n")
+        finally:
+            tell_terminal(PASTES_ARE_MARKED)  # those that come during the answer too
+        return Entry(text, is_literal="\n" in text) if self._is_pasted(text) else entry_of(text)
+
+    def _is_pasted(self, text: str) -> bool:
+        return bool(self._first_paste) and text.startswith(self._first_paste.rstrip("\n"))
+
+    def _keys(self) -> "KeyBindings":
+        from prompt_toolkit.key_binding import KeyBindings
+        from prompt_toolkit.keys import Keys
+
+        keys = KeyBindings()
+
+        @keys.add("enter")
+        def enter(event: "KeyPressEvent") -> None:
+            buffer = event.current_buffer
+            text = buffer.text
+            if text == self._after_paste:
+                buffer.validate_and_handle()
+            elif is_open_block(text) and not self._is_pasted(text):
+                buffer.insert_text("\n")
+            elif goes_on(text) and buffer.document.is_cursor_at_the_end:
+                buffer.delete_before_cursor()
+                buffer.insert_text("\n")
+            else:
+                buffer.validate_and_handle()
+
+        @keys.add("escape", "enter")
+        def new_line(event: "KeyPressEvent") -> None:
+            event.current_buffer.insert_text("\n")
+
+        @keys.add(Keys.BracketedPaste)
+        def paste(event: "KeyPressEvent") -> None:
+            buffer, pasted = event.current_buffer, event.data.replace("\r\n", "\n").replace("\r", "\n")
+            if not buffer.text:
+                self._first_paste = pasted
+            buffer.insert_text(pasted)
+            self._after_paste = buffer.text
+
+        return keys
+
+
+def entry_of(text: str) -> Entry:
+    """What typed text means: the quotes around a block are not part of it."""
+    block = text.strip()
+    if not block.startswith(QUOTES):
+        return Entry(text)
+    return Entry(block.removeprefix(QUOTES).removesuffix(QUOTES).removeprefix("\n").removesuffix("\n"), is_literal=True)
+
+
+def is_open_block(text: str) -> bool:
+    """Whether it begins with triple quotes and does not end with others."""
+    block = text.strip()
+    return block.startswith(QUOTES) and not block.removeprefix(QUOTES).endswith(QUOTES)
+
+
+def goes_on(text: str) -> bool:
+    """Whether it ends in a single backslash."""
+    return text.endswith("\\") and not text.endswith("\\\\")
+
+
+def _read_line() -> str:
+    if sys.stdin.isatty():  # a terminal without an editor; the prompt never lands in a redirected stdout
+        sys.stderr.write(PROMPT)
+        sys.stderr.flush()
+    return input()

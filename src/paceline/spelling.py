@@ -1,0 +1,135 @@
+"""What somebody may have meant by an argument we do not have."""
+
+import functools
+import inspect
+from collections.abc import Callable, Collection
+from difflib import get_close_matches
+from typing import ParamSpec, TypeVar, cast
+
+from paceline.errors import ConfigError, PacelineError, RequestError
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+OTHER_NAMES = {
+    # sampling
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "temp": "temperature",
+    "do_sample": "temperature",
+    "random_seed": "seed",
+    "random_state": "seed",
+    "num_return_sequences": "n",
+    "repeat_penalty": "repetition_penalty",
+    "stop_strings": "stop",
+    "stop_sequences": "stop",
+    "stop_words": "stop",
+    "eos_token_id": "stop_token_ids",
+    "include_stop_str_in_output": "include_stop",
+    "bad_words_ids": "bad_words",
+    "suppress_tokens": "banned_token_ids",
+    "logits_processor": "processors",
+    "logits_processors": "processors",
+    "top_logprobs": "logprobs",
+    "guided_decoding": "grammar",
+    "structured_outputs": "grammar",
+    "response_format": "grammar",
+    # loading
+    "model_path": "model",
+    "model_name": "model",
+    "max_model_len": "max_context",
+    "max_seq_len": "max_context",
+    "context_length": "max_context",
+    "n_ctx": "max_context",
+    "n_threads": "threads",
+    "num_threads": "threads",
+    "torch_dtype": "dtype",
+    "quantization": "quant",
+    "load_in_8bit": "quant",
+    "load_in_4bit": "quant",
+    "gpu_memory_utilization": "cache_gb",
+    "enable_prefix_caching": "prefix_cache",
+    "max_num_batched_tokens": "max_step_rows",
+    "n_batch": "max_step_rows",
+    "speculative_config": "drafter",
+    "speculative_model": "drafter",
+    "assistant_model": "drafter",
+    "draft_model": "drafter",
+    "num_speculative_tokens": "num_draft_tokens",
+    "num_assistant_tokens": "num_draft_tokens",
+    "prompt_lookup_num_tokens": "num_draft_tokens",
+    "hf_token": "token",
+    "use_auth_token": "token",
+    "local_files_only": "offline",
+    # asking
+    "inputs": "prompts",
+    "prompt_token_ids": "prompts",
+    "conversation": "messages",
+}
+"""What other libraries call it, and what we do."""
+
+
+def unknown_argument(name: str, of: str, known: Collection[str], *, of_sampling: Collection[str] = ()) -> str:
+    """One line that says that `of` has no argument `name`, and which one may be meant.
+
+    Args:
+        of_sampling: names that belong into `SamplingParams` instead.
+    """
+    refusal = f"{name} is no argument of {of}"
+    if meant := _meant(name, known):
+        return f"{refusal}: did you mean {meant}?"
+    if meant := _meant(name, of_sampling):
+        return f"{refusal}: give params=SamplingParams({meant}=...)" + (" to generate or chat" if of == "LLM" else "")
+    return f"{refusal}: it takes {', '.join(sorted(known))}"
+
+
+def _meant(name: str, known: Collection[str]) -> str | None:
+    if name in known:
+        return name
+    other = OTHER_NAMES.get(name)
+    return other if other in known else next(iter(get_close_matches(name, known, 1, 0.75)), None)
+
+
+def suggest_arguments(
+    of: str, *, of_sampling: Collection[str] = ()
+) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Makes a function answer a keyword argument it does not have with what may be meant.
+
+    It then raises ConfigError where `of` is "LLM", else RequestError.
+    """
+
+    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        known = [name for name in inspect.signature(function).parameters if name != "self"]
+        names = frozenset(known)
+
+        def check(given: Collection[str]) -> None:
+            for name in given:
+                if name not in names:
+                    text = unknown_argument(name, of, known, of_sampling=of_sampling)
+                    raise _error(text, name, of)
+
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def checked_later(*arguments: Arguments.args, **named: Arguments.kwargs) -> object:
+                check(named)
+                return await function(*arguments, **named)
+
+            return cast(Callable[Arguments, Result], checked_later)
+
+        @functools.wraps(function)
+        def checked(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
+            check(named)
+            return function(*arguments, **named)
+
+        return checked
+
+    return decorate
+
+
+def _error(text: str, name: str, of: str) -> PacelineError:
+    return ConfigError(text) if of == "LLM" else RequestError(text, parameter=name)

@@ -1,0 +1,346 @@
+"""A conversation as a person or a script has it: what is a message, what is a command, and that nothing typed is lost."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from checkpoints import write_byte_level_tokenizer, write_checkpoint
+from fake_llm import TEXT, FakeLLM
+from paceline.cli import app
+from paceline.cli.chat import Chat
+from paceline.cli.conversation import Conversation
+from paceline.cli.message_input import Entry
+from paceline.cli.reporting import say
+from paceline.errors import CapacityError, RequestError
+from paceline.sampling.params import SamplingParams
+
+TESTS = Path(__file__).resolve().parents[1]
+EDITOR_IS_READY = "\x1b[?12l\x1b[?25h"
+GOODBYE = "\x04"
+INTERRUPT = "\x03"
+
+
+def chat(*arguments: str, stdin: str | bytes) -> Result:
+    return CliRunner().invoke(app, ["chat", *arguments], input=stdin)
+
+
+def last_messages(llm: FakeLLM) -> list[str]:
+    """The last message of each time the model was asked."""
+    return [messages[-1]["content"] for messages in llm.asked]
+
+
+# --- from a pipe ---
+
+
+def test_a_conversation_remembers_what_was_said(fake_llm: type[FakeLLM]) -> None:
+    done = chat("--system", "Be brief.", stdin="Hi\n\nAnd?\n")
+    assert (done.exit_code, done.stdout) == (0, f"{TEXT}\n{TEXT}\n")
+    first = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    assert fake_llm.made[0].asked == [first, [*first, {"role": "assistant", "content": TEXT}, {"role": "user", "content": "And?"}]]
+
+
+def test_lines_that_go_on_and_blocks_are_one_message(fake_llm: type[FakeLLM]) -> None:
+    given = 'one \\\ntwo\n"""\nthree\n\n/exit\n"""\n"""four"""\n"""five\nsix"""\na path\\\\\n"""\nto the end\n'
+    assert chat(stdin=given).exit_code == 0
+    assert last_messages(fake_llm.made[0]) == ["one \ntwo", "three\n\n/exit", "four", "five\nsix", "a path\\\\", "to the end"]
+
+
+def test_reset_forgets_all_but_the_system_message(fake_llm: type[FakeLLM]) -> None:
+    chat("--system", "Be brief.", stdin="Hi\n/reset\nAnd?\n")
+    assert [message["content"] for message in fake_llm.made[0].asked[1]] == ["Be brief.", "And?"]
+
+
+def test_exit_ends_and_help_lists(fake_llm: type[FakeLLM]) -> None:
+    done = chat(stdin="/help\n/exit\nnever asked\n")
+    assert (done.exit_code, fake_llm.made[0].asked) == (0, [])
+    assert all(f"\n{command} " in f"\n{done.stderr}" for command in ("/help", "/set", "/system", "/retry", "/save", "/reset", "/exit"))
+
+
+def test_a_message_may_start_with_a_path(fake_llm: type[FakeLLM]) -> None:
+    chat(stdin="/etc/hosts holds what?\n/usr what is it\n")
+    assert last_messages(fake_llm.made[0]) == ["/etc/hosts holds what?", "/usr what is it"]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("/nonsense", "/nonsense is not a command; /help lists them"),
+        ("/sett temperature 1", "/sett is not a command; did you mean /set?"),
+        ("/retry now", "/retry takes nothing behind it"),
+        ("/retry", "/retry: nothing was said yet"),
+        ("/set tempature 1", "/set: there is no tempature; did you mean temperature?"),
+        ("/set temperature warm", "temperature: 'warm' is not a number"),
+        ("/set top_p 2", "top_p: 2 is out of range"),
+        ("/save", "/save needs the name of a file"),
+        ("/save /", "/save: / exists; give another name"),
+        ("/save ~nobodyhere/x", "/save: ~nobodyhere/x cannot be written"),
+    ],
+)
+def test_a_command_that_cannot_be_obeyed_is_said_and_told_by_the_exit_code(fake_llm: type[FakeLLM], line: str, says: str) -> None:
+    done = chat(stdin=f"{line}\nHi\n")
+    assert (done.exit_code, done.stdout) == (2, f"{TEXT}\n")
+    assert f"error: {says}" in done.stderr
+
+
+def test_sampling_parameters_are_shown_and_set(fake_llm: type[FakeLLM]) -> None:
+    commands = "/set temperature 0.5\n/set max-tokens 7\n/set stop END\n/set seed 3\n/set ignore_eos true\n"
+    done = chat("--top-k", "4", stdin=f"{commands}Hi\n/set seed none\n/set stop none\n/set\n")
+    assert done.exit_code == 0
+    expected = SamplingParams(temperature=0.5, max_tokens=7, stop="END", seed=3, ignore_eos=True, top_k=4)
+    assert fake_llm.made[0].params == expected
+    shown = dict(re.findall(r"^(\w+) +(\S+)$", done.stderr, re.MULTILINE))
+    assert (shown["temperature"], shown["max_tokens"], shown["top_k"], shown["seed"], shown["stop"]) == ("0.5", "7", "4", "none", "none")
+    assert "temperature is 0.5\n" in done.stderr
+
+
+def test_the_system_message_is_shown_set_and_removed(fake_llm: type[FakeLLM]) -> None:
+    done = chat(stdin='Hi\n/system Be brief.\nHi\n/system\n/system ""\nHi\n')
+    roles = [[message["role"] for message in messages][:1] for messages in fake_llm.made[0].asked]
+    assert roles == [["user"], ["system"], ["user"]]
+    assert done.stderr.count("system message: Be brief.") == 2
+    assert "no system message" in done.stderr
+
+
+def test_retry_asks_the_last_message_again(fake_llm: type[FakeLLM]) -> None:
+    done = chat(stdin="Hi\nAnd?\n/retry\n/set temperature 1\n/retry\n")
+    assert done.exit_code == 0
+    assert fake_llm.made[0].asked[1] == fake_llm.made[0].asked[2] == fake_llm.made[0].asked[3]
+    assert done.stderr.count("the same answer will come again; /set temperature 0.7 makes it another one") == 1
+
+
+def test_a_saved_conversation_is_what_a_model_takes(fake_llm: type[FakeLLM], tmp_path: Path) -> None:
+    path = tmp_path / "said.json"
+    done = chat("--system", "Be brief.", stdin=f"Grüß dich\n/save {path}\nAnd?\n/save {path}\n")
+    assert done.exit_code == 0, done.stderr
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    assert saved[:-1] == fake_llm.made[0].asked[1]
+    assert saved[-1] == {"role": "assistant", "content": TEXT}
+    assert chat(stdin=f"Hi\n/save {path}\n").exit_code == 2, "another conversation's file"
+
+
+def test_a_message_that_cannot_be_served_is_taken_back_and_told_by_the_exit_code(fake_llm: type[FakeLLM]) -> None:
+    fake_llm.fails_at, fake_llm.failure = 0, RequestError("the prompt is too long", parameter="prompt")
+    done = chat(stdin="Hi\nAnd?\n/retry\n")
+    assert done.exit_code == 2
+    assert done.stderr.count("error: the prompt is too long\n") == 3
+    assert [[message["content"] for message in asked] for asked in fake_llm.made[0].asked] == [["Hi"], ["And?"], ["And?"]]
+    fake_llm.failure = CapacityError("no room")
+    assert chat(stdin="Hi\n").exit_code == 1
+
+
+def test_an_interrupt_ends_a_conversation_that_nobody_sits_at(fake_llm: type[FakeLLM]) -> None:
+    fake_llm.fails_at = 1
+    done = chat(stdin="Hi\nAnd?\n")
+    assert (done.exit_code, done.stdout) == (130, "The\n")
+    assert fake_llm.made[0].closed_streams == 1
+
+
+def test_quiet_prints_answers_and_what_to_know(fake_llm: type[FakeLLM]) -> None:
+    for arguments in (["chat", "-q"], ["run", "--quiet", "Hi"]):
+        done = CliRunner().invoke(app, arguments, input="Hi\n")
+        assert (done.exit_code, done.stdout, done.stderr) == (0, f"{TEXT}\n", "a notice\n")
+
+
+def test_a_model_without_a_chat_template_is_refused_before_anybody_types(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, "llama", num_hidden_layers=1, vocab_size=300)
+    write_byte_level_tokenizer(directory)
+    done = chat("--model", str(directory), "--drafter", "none", stdin="Hi\n")
+    assert (done.exit_code, done.stdout) == (2, "")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"error: {directory} has no chat template, so it takes no messages: use a model trained for conversations")
+    assert last.endswith("or complete texts with paceline run")
+
+
+def test_a_template_that_cannot_be_compiled_is_refused_before_anybody_types(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, "llama", num_hidden_layers=1, vocab_size=300)
+    write_byte_level_tokenizer(directory)
+    (directory / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content")
+    done = chat("--model", str(directory), "--drafter", "none", stdin="Hi\n")
+    assert (done.exit_code, done.stdout) == (1, "")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert "chat template" in last
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_statistics_are_folded_between_words_on_a_terminal_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "7 tokens | 12.0 tokens/s | mean acceptance length 2.33 | acceptance rate 50% (4 of 8 drafted)"
+    monkeypatch.setenv("COLUMNS", "30")
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        say(text)
+        lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in stream.getvalue().splitlines()]
+        assert " ".join(lines) == text
+        assert (max(map(len, lines)) <= 30) is stream.isatty()
+
+
+# --- at a terminal ---
+
+
+class Sitter:
+    """Somebody at a terminal, whose messages are known."""
+
+    is_interactive = True
+
+    def __init__(self, *messages: str) -> None:
+        self._entries = [Entry(message) for message in messages]
+
+    def next(self) -> Entry:
+        if not self._entries:
+            raise EOFError
+        return self._entries.pop(0)
+
+
+def test_an_interrupt_behind_an_answer_ends_no_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeLLM.made = []
+    llm, told = FakeLLM(), list[str]()
+
+    def say_and_be_interrupted(text: str) -> None:
+        told.append(text)
+        if len(told) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules[Chat.__module__], "say", say_and_be_interrupted)
+    conversation = Conversation(SamplingParams())
+    Chat(llm, conversation, Sitter("Hi", "And?"), show_drafts=False, quiet=False).run()  # type: ignore[arg-type]
+    assert [turn["content"] for turn in conversation.turns] == ["Hi", TEXT, "And?", TEXT]
+    assert told[1] == "Ctrl-D or /exit ends"
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+from types import ModuleType
+sys.path.insert(0, sys.argv[1])
+from fake_llm import EchoLLM
+EchoLLM.made, EchoLLM.gate = [], Path(sys.argv[2])
+module = ModuleType("paceline.llm")
+module.LLM = EchoLLM
+sys.modules["paceline.llm"] = module
+from paceline.cli import main
+sys.argv = ["paceline", "chat", *sys.argv[3:]]
+main()
+"""
+Sit = Callable[..., Any]
+
+
+def said(message: str) -> str:
+    """What the model answers, as a terminal gets it."""
+    return f"you said {message!r} to me"
+
+
+def pasted(text: str) -> str:
+    """Text as terminals send it that mark pastes."""
+    return f"\x1b[200~{text}\x1b[201~"
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """As long as it exists answers stop in the middle."""
+    return tmp_path / "gate"
+
+
+@pytest.fixture
+def sit(gate: Path) -> Iterator[Sit]:
+    """Opens a terminal with a conversation in it."""
+    fdpexpect = pytest.importorskip("pexpect.fdpexpect")
+    if os.name == "nt":
+        pytest.skip("no pseudo-terminals")
+    with contextlib.ExitStack() as stack:
+
+        def sit(*arguments: str) -> Any:
+            ours, theirs = os.openpty()
+            stack.callback(os.close, theirs)
+            # the first terminal that the leader of a session opens is its own; what that is set to is printed before and behind
+            script = 'exec <"$0" >"$0" 2>&1; trap : INT; stty rows 24 cols 80; stty -g; "$@"; echo "status $?"; stty -g'
+            line = ["sh", "-c", script, os.ttyname(theirs), sys.executable, "-c", DRIVER, str(TESTS), str(gate), *arguments]
+            environment = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "NO_COLOR": "1"}
+            running = stack.enter_context(subprocess.Popen(line, env=environment, start_new_session=True))
+            stack.callback(running.kill)
+            terminal = fdpexpect.fdspawn(ours, encoding="utf-8", timeout=30)
+            stack.callback(terminal.close)
+            terminal.expect(r"([0-9a-f:]{20,})\r\n")
+            terminal.settings = terminal.match[1]
+            terminal.expect_exact(EDITOR_IS_READY)
+            return terminal
+
+        yield sit
+
+
+def leave(terminal: Any) -> None:
+    """End the conversation and see that the terminal is as it was."""
+    terminal.send(GOODBYE)
+    terminal.expect("status 0\r\n")
+    terminal.expect(r"([0-9a-f:]{20,})\r\n")
+    assert terminal.match[1] == terminal.settings
+
+
+def test_typed_and_pasted_blocks_are_one_message(sit: Sit) -> None:
+    terminal = sit()
+    for keys, message in (
+        (pasted("one\ntwo \\\n/exit"), "one\ntwo \\\n/exit"),
+        (pasted('"""Says.\r\n\r\nMore."""\r\ndef f(): ...\\'), '"""Says.\n\nMore."""\ndef f(): ...\\'),
+        ("first \\\rsecond", "first \nsecond"),
+        ('"""\rthree\r\r/exit"""', "three\n\n/exit"),
+        ("look: " + pasted("a\nb\n"), "look: a\nb"),
+        ("four\x1b\rfive", "four\nfive"),
+        ("\x1b[A!", "four\nfive!"),
+    ):
+        terminal.send(keys + "\r")
+        terminal.expect_exact(said(message))
+        terminal.expect("numerics exact")
+    leave(terminal)
+
+
+def test_what_is_typed_during_an_answer_is_neither_lost_nor_mixed_in(sit: Sit, gate: Path) -> None:
+    terminal = sit("-q")
+    gate.touch()
+    terminal.send("go\r")
+    terminal.expect_exact(said("go")[:9])
+    terminal.send("later\r" + pasted("p1\np2") + "\r" + "x" * 600)
+    time.sleep(0.3)
+    gate.unlink()
+    terminal.expect_exact(said("go")[9:] + "\r\n")
+    assert "later" not in terminal.before
+    assert "p1" not in terminal.before
+    for message in ("later", "p1\np2"):
+        terminal.expect_exact(said(message) + "\r\n")
+    terminal.send("!\r")
+    terminal.expect_exact(said("x" * 600 + "!")[-10:] + "\r\n")
+    leave(terminal)
+
+
+def test_ctrl_c_stops_an_answer_keeps_what_was_typed_and_the_conversation(sit: Sit, gate: Path) -> None:
+    terminal = sit()
+    gate.touch()
+    terminal.send("go\r")
+    terminal.expect_exact(said("go")[:9])
+    terminal.send("kept" + INTERRUPT)
+    terminal.expect("finish reason interrupted")
+    gate.unlink()
+    terminal.expect_exact("kept")
+    terminal.send("\r")
+    terminal.expect_exact(said("kept"))
+    terminal.expect_exact(EDITOR_IS_READY)
+    terminal.send("half a message" + INTERRUPT)
+    terminal.expect_exact("Ctrl-D or /exit ends")
+    terminal.send("/nonsense\r")
+    terminal.expect_exact("not a command")
+    terminal.send("/retry\r")
+    terminal.expect_exact(said("kept"))
+    leave(terminal)  # status 0: somebody was there to see the errors

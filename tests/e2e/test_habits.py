@@ -1,0 +1,254 @@
+"""Calls as users of other libraries write them: the same work, or one error that says our name for it."""
+
+import asyncio
+import dataclasses
+import gc
+import inspect
+import json
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paceline
+from checkpoints import write_checkpoint
+from paceline import LLM, AsyncEngine, ConfigError, RequestError, SamplingParams
+from paceline.config import EngineConfig, SpeculationConfig
+
+GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=5, temperature=1.0, seed=3, ignore_eos=True)
+MESSAGES = [{"role": "user", "content": "the cat"}]
+OPTIONS: dict[str, Any] = {"threads": 2, "device": "cpu", "cache_gb": 0.02, "drafter": "ngram"}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("llama"), "llama", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def llm(directory: Path) -> Iterator[LLM]:
+    with LLM(str(directory), **OPTIONS) as llm:
+        yield llm
+
+
+Ask = Callable[..., list[list[int]]]
+
+
+@pytest.fixture(params=["LLM", "AsyncEngine"])
+def ask(request: pytest.FixtureRequest, llm: LLM, directory: Path) -> Ask:
+    """The token ids that a method returns, of either class."""
+    if request.param == "LLM":
+
+        def ask_llm(method: str, *arguments: Any, **named: Any) -> list[list[int]]:
+            outputs = getattr(llm, method)(*arguments, **named)
+            return [output.token_ids for output in (outputs if isinstance(outputs, list) else [outputs])]
+
+        return ask_llm
+
+    def ask_engine(method: str, *arguments: Any, **named: Any) -> list[list[int]]:
+        async def work() -> list[list[int]]:
+            engine = AsyncEngine(llm._opened)
+            async with engine:
+                return [output.token_ids for output in await getattr(engine, method)(*arguments, **named)]
+
+        return asyncio.run(work())
+
+    return ask_engine
+
+
+def test_sampling_params_is_another_name_of_params(ask: Ask, llm: LLM) -> None:
+    expected = [llm.generate("the cat", SAMPLED)[0].token_ids]
+    assert ask("generate", "the cat", sampling_params=SAMPLED) == expected
+    assert ask("chat", MESSAGES, sampling_params=GREEDY) == [llm.chat(MESSAGES, GREEDY).token_ids]
+    assert [chunk.output for chunk in llm.stream("the cat", sampling_params=SAMPLED)][-1].token_ids == expected[0]  # type: ignore[union-attr]
+    with pytest.raises(RequestError, match="params and sampling_params are one thing: give one"):
+        ask("generate", "the cat", SAMPLED, sampling_params=SAMPLED)
+
+
+def test_each_prompt_may_have_params_of_its_own(ask: Ask, llm: LLM) -> None:
+    prompts = ["the cat", "a dog"]
+    expected = [llm.generate(prompt, params)[0].token_ids for prompt, params in zip(prompts, (SAMPLED, GREEDY), strict=True)]
+    assert ask("generate", prompts, [SAMPLED, GREEDY]) == expected
+    assert ask("generate", prompts, sampling_params=(SAMPLED, GREEDY)) == expected
+    assert ask("generate", "the cat", [SAMPLED]) == expected[:1]
+    with pytest.raises(RequestError, match="3 params for 2 prompts: give one for all of them, or one for each"):
+        ask("generate", prompts, [SAMPLED] * 3)
+    with pytest.raises(RequestError, match=r"params is \{'temperature': 1\}: give SamplingParams"):
+        ask("generate", prompts, {"temperature": 1})
+    assert ask("generate", prompts, [dataclasses.replace(SAMPLED, n=2), GREEDY])[2] == expected[1]
+
+
+def test_a_prompt_may_be_a_mapping_of_text_or_ids(ask: Ask, llm: LLM) -> None:
+    text, ids = "the cat", llm.tokenizer.encode("the cat")
+    expected = [llm.generate(text, GREEDY)[0].token_ids]
+    assert ask("generate", {"prompt": text}, GREEDY) == expected
+    assert ask("generate", {"prompt_token_ids": ids}, GREEDY) == expected
+    assert ask("generate", [{"prompt_token_ids": ids}, {"prompt": text}, text], GREEDY) == expected * 3
+    for wrong, says in (
+        ({}, "give one of prompt and prompt_token_ids"),
+        ({"prompt": text, "prompt_token_ids": ids}, "give one of prompt and prompt_token_ids"),
+        ({"prompt": text, "multi_modal_data": {}}, "multi_modal_data"),
+        ({"prompt": 5}, "prompt is 5"),
+    ):
+        with pytest.raises(RequestError, match=says):
+            ask("generate", wrong, GREEDY)
+
+
+def test_switches_that_are_off_elsewhere_are_off_here() -> None:
+    assert SamplingParams(stop=None, top_k=-1) == SamplingParams()
+    with pytest.raises(RequestError, match="top_k: -2 is out of range"):
+        SamplingParams(top_k=-2)
+
+
+def test_a_message_may_be_a_list_of_text_parts(ask: Ask, llm: LLM) -> None:
+    expected = [llm.chat([{"role": "user", "content": "the cat\nsat"}], GREEDY).token_ids]
+    parts = [{"type": "text", "text": "the cat"}, {"type": "text", "text": "sat"}]
+    assert ask("chat", [{"role": "user", "content": parts}], GREEDY) == expected
+    for part, says in (
+        ({"type": "image_url", "image_url": {"url": "x"}}, "'image_url': this model reads text only"),
+        ({"type": "input_audio"}, "'input_audio': this model reads text only"),
+        ({"text": "the"}, r"no type: give \{'type': 'text', 'text': ...\}"),
+        ({"type": "text", "text": 5}, "text is 5"),
+        (7, "part 7"),
+    ):
+        with pytest.raises(RequestError, match=says) as error:
+            ask("chat", [{"role": "user", "content": [parts[0], part]}], GREEDY)
+        assert error.value.parameter == "messages"
+
+
+def test_a_closed_llm_gives_its_memory_back_and_says_that_it_is_closed(directory: Path) -> None:
+    with LLM(str(directory), **OPTIONS) as llm:
+        held = [weakref.ref(llm.runtime), weakref.ref(llm.engine.cache)]
+        llm.generate("the cat", GREEDY)
+    assert [one() for one in held] == [None, None]
+    for use in (
+        lambda: llm.generate("the cat"),
+        lambda: llm.chat(MESSAGES),
+        lambda: llm.stream("the cat"),
+        lambda: llm.stream_chat(MESSAGES),
+        lambda: llm.requantize("int8"),
+        lambda: llm.stats(),
+        lambda: llm.tokenizer,
+        lambda: llm.__enter__(),
+    ):
+        with pytest.raises(ConfigError, match="this LLM is closed: open another one"):
+            use()
+    llm.close()
+
+
+def test_a_stream_that_is_open_when_its_llm_is_closed_ends_with_that_error(directory: Path) -> None:
+    llm = LLM(str(directory), **OPTIONS)
+    held, stream = weakref.ref(llm.runtime), llm.stream("the cat", GREEDY)
+    next(stream)
+    llm.close()
+    with pytest.raises(ConfigError, match="this LLM is closed: open another one"):
+        next(stream)
+    assert list(stream) == []
+    gc.collect()
+    assert held() is None
+
+
+def test_an_output_as_a_dictionary_is_json_and_tells_the_truth(llm: LLM) -> None:
+    (output,) = llm.generate("the cat sat", dataclasses.replace(SAMPLED, logprobs=2, prompt_logprobs=1))
+    record = json.loads(json.dumps(dataclasses.asdict(output)))
+    assert record["speculation"]["plain"]["the prompt's last pass"] == 1
+    assert sum(record["speculation"]["plain"].values()) == output.speculation.plain_steps
+    assert record["origins"][0] == "plain"
+    assert len(record["origins"]) == len(record["token_ids"]) == len(record["logprobs"])
+    stats = json.loads(json.dumps(dataclasses.asdict(llm.stats())))
+    assert stats["speculation"]["plain"]["the prompt's last pass"] == llm.stats().num_finished
+
+
+def names_in(value: Any) -> set[str]:
+    """Of all fields and properties of a record and of those inside it."""
+    if not dataclasses.is_dataclass(value):
+        return set()
+    own = {name for name in dir(value) if not name.startswith("_") and not callable(getattr(value, name))}
+    return own.union(*(names_in(getattr(value, name)) for name in own))
+
+
+def keys_in(value: Any) -> set[str]:
+    return set(value).union(*(keys_in(one) for one in value.values())) if isinstance(value, dict) else set()
+
+
+def test_json_and_python_have_one_name_for_one_thing(llm: LLM) -> None:
+    (output,) = llm.generate("the cat", GREEDY)
+    record = output.as_dict(model="m", version="1")
+    plain = set(record["speculation"]["plain"])  # reasons, no names
+    assert keys_in(record) - plain - names_in(output) == {"model", "version"}
+    stats = llm.stats()
+    assert keys_in(stats.as_dict()) - set(stats.as_dict()["speculation"]["plain"]) <= names_in(stats)
+
+
+def test_the_public_names_are_listed() -> None:
+    assert dir(paceline) == sorted(paceline.__all__)
+
+
+# Names we do not have.
+
+SAMPLING_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "topk": "top_k",
+    "do_sample": "temperature",
+    "num_return_sequences": "n",
+    "temperatur": "temperature",
+    "stop_sequences": "stop",
+    "logits_processors": "processors",
+}
+LLM_NAMES = {
+    "max_model_len": "max_context",
+    "speculative_model": "drafter",
+    "num_speculative_tokens": "num_draft_tokens",
+    "n_ctx": "max_context",
+    "thread": "threads",
+    "enable_prefix_caching": "prefix_cache",
+}
+
+
+@pytest.mark.parametrize(("given", "meant"), SAMPLING_NAMES.items())
+def test_a_sampling_parameter_by_another_name_is_told_ours(given: str, meant: str) -> None:
+    with pytest.raises(RequestError, match=rf"{given} is no argument of SamplingParams: did you mean {meant}\?") as error:
+        SamplingParams(**{given: 1})
+    assert error.value.parameter == given
+
+
+@pytest.mark.parametrize("open_it", [LLM, AsyncEngine.open], ids=["LLM", "AsyncEngine"])
+@pytest.mark.parametrize(("given", "meant"), LLM_NAMES.items())
+def test_an_option_by_another_name_is_told_ours(open_it: Callable[..., object], given: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{given} is no argument of LLM: did you mean {meant}\?"):
+        open_it("mini", **{given: 1})
+
+
+def test_a_name_like_none_of_ours_is_told_all_of_them() -> None:
+    with pytest.raises(ConfigError, match=r"zzz is no argument of LLM: it takes .*drafter.*threads"):
+        LLM("mini", zzz=1)  # type: ignore[call-arg]
+    with pytest.raises(RequestError, match=r"zzz is no argument of SamplingParams: it takes .*top_k"):
+        SamplingParams(zzz=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("max_tokens", "max_tokens"), ("max_new_tokens", "max_tokens"), ("temperature", "temperature")]
+)
+def test_sampling_parameters_in_the_wrong_place_are_told_theirs(ask: Ask, given: str, meant: str) -> None:
+    with pytest.raises(RequestError, match=rf"{given} is no argument of generate: give params=SamplingParams\({meant}=...\)"):
+        ask("generate", "the cat", **{given: 5})
+    with pytest.raises(ConfigError, match=rf"{given} is no argument of LLM: give params=SamplingParams\({meant}=...\) to generate or chat"):
+        LLM("mini", **{given: 5})
+
+
+def test_every_setting_of_an_engine_is_an_argument_with_its_default() -> None:
+    settings = {field.name: field.default for kind in (EngineConfig, SpeculationConfig) for field in dataclasses.fields(kind)}
+    arguments = {name: one.default for name, one in inspect.signature(LLM).parameters.items()}
+    assert arguments == settings | {"drafter_options": None}
+    assert "chunk_rows" in arguments
+
+
+def test_other_names_that_are_suggested_are_ours() -> None:
+    from paceline.spelling import OTHER_NAMES
+
+    ours = {name for one in (LLM, SamplingParams, LLM.generate, LLM.chat) for name in inspect.signature(one).parameters}
+    assert set(OTHER_NAMES.values()) <= ours
+    assert not set(OTHER_NAMES) & ours

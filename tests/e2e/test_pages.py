@@ -1,0 +1,95 @@
+"""Every code block of README.md and docs/ runs as it is written, in a folder where the names in it mean tiny models."""
+
+import contextlib
+import io
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from checkpoints import write_byte_level_tokenizer, write_checkpoint
+from draw_imports import REPOSITORY
+from eagle_checkpoints import EAGLE3, eagle3_tensors, write_head
+from gguf_checkpoints import byte_level_vocabulary, write_gguf
+from medusa_checkpoints import random_heads, write_heads
+from mtp_checkpoints import add_module, random_module
+from paceline.cli import app
+
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = [str(path.relative_to(REPOSITORY)) for path in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]]
+NOT_RUN_HERE = ("make ", "pip ")  # environments and downloads; what they name is tested in tests/repo
+SMALL = {"num_hidden_layers": 2}
+
+
+def blocks_of(page: str) -> list[tuple[str, str]]:
+    """Language and content of each."""
+    return FENCE.findall((REPOSITORY / page).read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the pages name. A name is looked for here before anybody asks a hub for it."""
+    root = tmp_path_factory.mktemp("pages")
+    target = write_checkpoint(root / "path/to/model", "llama", **SMALL)
+    for name in ("path/to/draft-model", "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "lmsys/vicuna-7b-v1.3"):
+        shutil.copytree(target, root / name)
+    spec = {**EAGLE3, "hidden_size": 64, "intermediate_size": 96}
+    for name, head, num_layers, layers in (
+        ("target", "head", 30, [2, 16, 29]),
+        ("meta-llama/Llama-3.1-8B-Instruct", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", 4, [1, 2, 3]),
+    ):
+        write_checkpoint(root / name, "llama", num_hidden_layers=num_layers)
+        write_head(root / head, {**spec, "eagle_aux_hidden_state_layer_ids": layers}, eagle3_tensors(spec, target_hidden=64))
+    write_heads(root / "FasterDecoding/medusa-vicuna-7b-v1.3", "rows", random_heads(num_heads=4))
+    add_module(write_checkpoint(root / "DIRECTORY", "qwen3", **SMALL), "mtp", random_module(), num_layers=2)
+    bytes_only = write_byte_level_tokenizer(write_checkpoint(root / "gguf", "llama", vocab_size=263, **SMALL))
+    write_gguf(bytes_only, root / "model-Q4_0.gguf", "Q4_0", metadata=byte_level_vocabulary(bytes_only))
+    errors = root / "src/paceline/errors.py"
+    errors.parent.mkdir(parents=True)
+    shutil.copy(REPOSITORY / errors.relative_to(root), errors)
+    return root
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"):
+        monkeypatch.setenv(name, "1")  # set by the commands if nobody has: so that it is taken back
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_says_what_it_is(page: str) -> None:
+    """Text is for what is no code: it does not run."""
+    assert {language for language, _ in blocks_of(page)} <= {"python", "sh", "text"}
+    text = "\n".join(content for language, content in blocks_of(page) if language == "text")
+    assert not re.search(r"^\s*(paceline |pip |make |import |from \w+ import )", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(language == "python" for language, _ in blocks_of(page))])
+def test_the_python_of_a_page_runs(here: None, page: str) -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for language, content in blocks_of(page):
+        if language == "python":
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile(content, page, "exec"), namespace)
+
+
+COMMANDS = [
+    line
+    for page in PAGES
+    for language, content in blocks_of(page)
+    for line in content.replace("\\\n", " ").splitlines()
+    if language == "sh" and line.strip() and not line.startswith(NOT_RUN_HERE)
+]
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_command_of_a_page_runs(here: None, line: str) -> None:
+    program, *arguments = shlex.split(line, comments=True)
+    assert program == "paceline"
+    done = CliRunner().invoke(app, arguments, input="Hello\n")
+    assert done.exit_code == 0, done.output

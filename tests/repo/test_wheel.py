@@ -1,0 +1,120 @@
+"""What a built wheel is called and holds: one for each platform, for every Python."""
+
+import shutil
+import subprocess
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draw_imports import REPOSITORY
+
+pytest.importorskip("hatchling")
+NATIVE = "paceline/runtimes/native"
+X86_64 = {"x86_64_v3", "x86_64_v3_vnni", "x86_64_v4", "x86_64_v4_vnni", "x86_64_v4_bf16"}
+Build = Callable[..., Path]
+
+
+@pytest.fixture
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
+    """Builds a copy of this project without its models; the compiler is replaced by one that writes down how it was called."""
+    root = tmp_path / "paceline"
+    shutil.copytree(REPOSITORY / "src", root / "src", ignore=shutil.ignore_patterns("mini", "*.so", "__pycache__"))
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".gitignore"):
+        shutil.copy(REPOSITORY / name, root / name)
+    monkeypatch.chdir(root)
+
+    def build(system: str, machine: str, libc: str = "", *, is_sdist: bool = False, compiles: bool = True) -> Path:
+        def compile_one(command: list[str], **_: Any) -> "subprocess.CompletedProcess[str]":
+            if compiles:
+                Path(command[command.index("-o") + 1]).write_text(" ".join(command))
+            return subprocess.CompletedProcess(command, 0 if compiles else 1, "", "no such target")
+
+        from hatchling.builders.sdist import SdistBuilder
+        from hatchling.builders.wheel import WheelBuilder
+
+        monkeypatch.setattr("subprocess.run", compile_one)
+        monkeypatch.setattr("platform.machine", lambda: machine)
+        monkeypatch.setattr("platform.libc_ver", lambda: (libc, "2.36"))
+        monkeypatch.setattr("sys.platform", system)
+        builder = SdistBuilder(str(root)) if is_sdist else WheelBuilder(str(root))
+        (artifact,) = builder.build(directory=str(tmp_path / "dist"), versions=["standard"])
+        return Path(artifact)
+
+    return build
+
+
+def kernels_of(wheel: Path) -> dict[str, str]:
+    """How each library was compiled, by the level of instructions it is for."""
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name: archive.read(name).decode() for name in archive.namelist() if name.endswith(".so")}
+    assert all(name.startswith(f"{NATIVE}/kernels.") for name in found)
+    return {name.removeprefix(f"{NATIVE}/kernels.").removesuffix(".so"): command for name, command in found.items()}
+
+
+def tags_of(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/WHEEL"))
+        return sorted(line.removeprefix("Tag: ") for line in archive.read(name).decode().splitlines() if line.startswith("Tag: "))
+
+
+PLATFORMS = {
+    "Linux on x86-64": (("linux", "x86_64", "glibc"), ["manylinux2014_x86_64", "manylinux_2_17_x86_64"], "x86_64-linux-gnu.2.17", X86_64),
+    "Linux on Arm": (
+        ("linux", "aarch64", "glibc"),
+        ["manylinux2014_aarch64", "manylinux_2_17_aarch64"],
+        "aarch64-linux-gnu.2.17",
+        {"armv8", "armv8_dotprod"},
+    ),
+    "macOS on Arm": (("darwin", "arm64"), ["macosx_11_0_arm64"], "aarch64-macos.11.0", {"armv8", "armv8_dotprod"}),
+    "macOS on x86-64": (("darwin", "x86_64"), ["macosx_11_0_x86_64"], "x86_64-macos.11.0", X86_64),
+}
+
+
+@pytest.mark.parametrize("name", PLATFORMS)
+def test_a_wheel_is_for_one_platform_and_every_python(build: Build, name: str) -> None:
+    built_on, platforms, target, levels = PLATFORMS[name]
+    wheel = build(*built_on)
+    assert tags_of(wheel) == [f"py3-none-{platform}" for platform in platforms]
+    assert all(platform in wheel.name for platform in platforms)
+    kernels = kernels_of(wheel)
+    assert set(kernels) == levels
+    assert all(f" -target {target} " in command for command in kernels.values())
+
+
+def test_a_wheel_holds_the_package_and_nothing_half_done(build: Build) -> None:
+    with zipfile.ZipFile(build("linux", "x86_64", "glibc")) as archive:
+        names = set(archive.namelist())
+    sources = {path.relative_to(REPOSITORY / "src").as_posix() for path in (REPOSITORY / "src").rglob("*.py") if "mini" not in path.parts}
+    assert sources <= names
+    assert {"paceline/py.typed", f"{NATIVE}/kernels/linear.c"} <= names
+    assert not any(name.endswith(".part") or name.startswith(("tests", "tools")) for name in names)
+
+
+def test_without_glibc_a_wheel_is_for_machines_like_the_one_it_was_built_on(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sysconfig.get_platform", lambda: "linux-x86_64")
+    wheel = build("linux", "x86_64", "")
+    assert tags_of(wheel) == ["py3-none-linux_x86_64"]
+    assert not any("-target" in command for command in kernels_of(wheel).values())
+
+
+@pytest.mark.parametrize("built_on", [("win32", "AMD64", ""), ("linux", "riscv64", "glibc")], ids=" ".join)
+def test_where_there_are_no_kernels_a_wheel_is_for_everybody(build: Build, built_on: tuple[str, str, str]) -> None:
+    wheel = build(*built_on)
+    assert (tags_of(wheel), kernels_of(wheel)) == (["py3-none-any"], {})
+
+
+def test_a_compiler_that_fails_leaves_a_package_without_kernels(build: Build) -> None:
+    wheel = build("linux", "x86_64", "glibc", compiles=False)
+    assert (tags_of(wheel), kernels_of(wheel)) == (["py3-none-any"], {})
+
+
+def test_a_source_distribution_holds_what_a_wheel_is_built_from(build: Build) -> None:
+    import tarfile
+
+    with tarfile.open(build("linux", "x86_64", "glibc", is_sdist=True)) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"hatch_build.py", "pyproject.toml", f"src/{NATIVE}/kernels/linear.c", "src/paceline/cli/__init__.py"} <= names
+    assert not any(name.endswith(".so") for name in names)

@@ -1,0 +1,87 @@
+"""An extra is added the way the package itself was installed: no index holds it yet."""
+
+import json
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draw_imports import PACKAGE
+from paceline.installation import install_extra
+
+
+@pytest.fixture
+def installed_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Says where the package came from, in the words of the record that installers leave beside it."""
+
+    def installed_from(record: dict[str, Any] | None) -> None:
+        directory = tmp_path / "paceline-1.0.dist-info"
+        directory.mkdir()
+        (directory / "METADATA").write_text("Name: paceline\nVersion: 1.0\n")
+        if record is not None:
+            (directory / "direct_url.json").write_text(json.dumps(record))
+        monkeypatch.setattr(metadata, "distribution", lambda name: metadata.PathDistribution(directory))
+
+    return installed_from
+
+
+def test_from_an_index_an_extra_is_named(installed_from: Any) -> None:
+    installed_from(None)
+    assert install_extra("grammar") == "pip install 'paceline[grammar]'"
+
+
+@pytest.mark.parametrize(("is_editable", "flag"), [(True, "-e "), (False, "")])
+def test_from_a_clone_the_extra_is_the_clone_s(installed_from: Any, tmp_path: Path, is_editable: bool, flag: str) -> None:
+    clone = tmp_path / "my clone"
+    clone.mkdir()
+    installed_from({"url": clone.as_uri(), "dir_info": {"editable": is_editable}})
+    assert install_extra("torch") == f"pip install {flag}'{clone}[torch]'"
+
+
+def test_from_a_clone_that_is_gone_the_way_is_told_without_it(installed_from: Any, tmp_path: Path) -> None:
+    installed_from({"url": (tmp_path / "gone").as_uri(), "dir_info": {}})
+    assert install_extra("torch") == "pip install '.[torch]' in a clone of paceline"
+
+
+def test_from_a_wheel_the_extra_is_the_wheel_s(installed_from: Any, tmp_path: Path) -> None:
+    wheel = tmp_path / "paceline-1.0-py3-none-any.whl"
+    wheel.touch()
+    installed_from({"url": wheel.as_uri(), "archive_info": {}})
+    assert install_extra("grammar") == f"pip install '{wheel}[grammar]'"
+
+
+@pytest.mark.parametrize(
+    ("record", "source"),
+    [
+        ({"url": "https://example.org/p.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}}, "git+https://example.org/p.git@abc"),
+        ({"url": "https://example.org/paceline-1.0.whl", "archive_info": {}}, "https://example.org/paceline-1.0.whl"),
+    ],
+)
+def test_from_elsewhere_the_extra_comes_from_there(installed_from: Any, record: dict[str, Any], source: str) -> None:
+    installed_from(record)
+    assert install_extra("grammar") == f"pip install 'paceline[grammar] @ {source}'"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "no json", '{"url": 5}', '{"dir_info": {}}'])
+def test_a_record_that_is_none_is_no_obstacle(installed_from: Any, tmp_path: Path, text: str) -> None:
+    installed_from(None)
+    (tmp_path / "paceline-1.0.dist-info" / "direct_url.json").write_text(text)
+    assert install_extra("grammar") == "pip install '.[grammar]' in a clone of paceline"
+
+
+def test_without_an_installation_there_is_a_clone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def distribution(name: str) -> metadata.Distribution:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", distribution)
+    assert install_extra("grammar") == "pip install '.[grammar]' in a clone of paceline"
+
+
+def test_every_hint_asks_here_and_names_an_extra_that_exists() -> None:
+    declared = set(metadata.metadata("paceline").get_all("Provides-Extra") or [])
+    sources = {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+    named = {name for text in sources.values() for name in re.findall(r"install_extra\(['\"](\w+)", text)}
+    assert {"torch", "grammar", "openvino"} <= named <= declared
+    assert [path.name for path, text in sources.items() if "paceline[" in text] == ["installation.py"]

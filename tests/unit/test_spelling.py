@@ -1,0 +1,49 @@
+"""An argument that does not exist is answered with the one that may be meant."""
+
+import asyncio
+import inspect
+
+import pytest
+
+from paceline.errors import ConfigError, RequestError
+from paceline.spelling import suggest_arguments, unknown_argument
+
+KNOWN = ("prompts", "drafter", "threads")
+OF_SAMPLING = ("top_k", "max_tokens")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("treads", "treads is no argument of f: did you mean threads?"),
+        ("n_threads", "n_threads is no argument of f: did you mean threads?"),
+        ("topk", "topk is no argument of f: give params=SamplingParams(top_k=...)"),
+        ("max_new_tokens", "max_new_tokens is no argument of f: give params=SamplingParams(max_tokens=...)"),
+        ("x", "x is no argument of f: it takes drafter, prompts, threads"),
+    ],
+)
+def test_the_answer_is_our_name_for_it_or_all_names(name: str, text: str) -> None:
+    assert unknown_argument(name, "f", KNOWN, of_sampling=OF_SAMPLING) == text
+
+
+def test_what_a_function_has_reaches_it() -> None:
+    @suggest_arguments("f")
+    def f(prompts: str, *, threads: int = 1) -> tuple[str, int]:
+        return prompts, threads
+
+    assert (f("a"), f(prompts="a", threads=2)) == (("a", 1), ("a", 2))
+    assert list(inspect.signature(f).parameters) == ["prompts", "threads"]
+    with pytest.raises(RequestError, match="thread is no argument of f") as error:
+        f("a", thread=2)  # type: ignore[call-arg]
+    assert error.value.parameter == "thread"
+
+
+def test_a_coroutine_function_stays_one() -> None:
+    @suggest_arguments("LLM")
+    async def f(*, threads: int = 1) -> int:
+        return threads
+
+    assert inspect.iscoroutinefunction(f)
+    assert asyncio.run(f(threads=3)) == 3
+    with pytest.raises(ConfigError, match="thread is no argument of LLM"):
+        asyncio.run(f(thread=2))  # type: ignore[call-arg]
