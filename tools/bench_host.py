@@ -80,7 +80,7 @@ def small_model(options: argparse.Namespace, scale: float) -> Iterator[tuple[LLM
         write_checkpoint(Path(directory), "llama", vocab_size=options.vocab, num_hidden_layers=2, initializer_range=scale)
         llm = LLM(directory, drafter="none", backend="native", threads=options.threads, max_num_seqs=max(options.batches))
         runtime: Any = llm.runtime
-        timed = runtime._execution._kernels = TimedKernels(runtime._execution._kernels)
+        timed = runtime._execution.kernels = TimedKernels(runtime._execution.kernels)
         yield llm, timed.paceline_run
 
 
