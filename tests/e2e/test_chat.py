@@ -1,10 +1,12 @@
 """A conversation as a person or a script has it: what is a message, what is a command, and that nothing typed is lost."""
 
 import contextlib
+import functools
 import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -270,7 +272,8 @@ def sit(gate: Path) -> Iterator[Sit]:
             script = 'exec <"$0" >"$0" 2>&1; trap : INT; stty rows 24 cols 80; stty -g; "$@"; echo "status $?"; stty -g'
             line = ["sh", "-c", script, os.ttyname(theirs), sys.executable, "-c", DRIVER, str(TESTS), str(gate), *arguments]
             environment = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "NO_COLOR": "1"}
-            running = stack.enter_context(subprocess.Popen(line, env=environment, start_new_session=True))
+            heeds_interrupts = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # where the tests run in the background
+            running = stack.enter_context(subprocess.Popen(line, env=environment, start_new_session=True, preexec_fn=heeds_interrupts))
             stack.callback(running.kill)
             terminal = fdpexpect.fdspawn(ours, encoding="utf-8", timeout=30)
             stack.callback(terminal.close)
