@@ -1,7 +1,7 @@
 """Settings of an engine, checked once and never changed."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,8 +33,8 @@ class QuantOptions:
         group: columns that share a scale: 32, 64 or 128; a matrix whose width it does not divide gets the next smaller one that does.
         symmetric: codes stand for multiples of a scale around zero, else from a group's minimum on.
         embedding_bits, lm_head_bits: of these two; where one matrix is both, the finer holds.
-        overrides: (pattern, bits) for matrices that need another treatment, such as ("layers.*.down_proj.weight", 8); the first
-            pattern that fits our name of a tensor holds, before everything above.
+        overrides: (pattern, bits) for matrices that need another treatment, such as ("layers.*.down_proj.weight", 8), or a mapping; the
+            first pattern that fits our name of a tensor holds, before everything above.
     """
 
     bits: int = 8
@@ -45,6 +45,13 @@ class QuantOptions:
     overrides: tuple[tuple[str, int | None], ...] = ()
 
     def __post_init__(self) -> None:
+        given: object = self.overrides
+        overrides = tuple(given.items()) if isinstance(given, Mapping) else given
+        if not isinstance(overrides, Sequence) or not all(_is_override(one) for one in overrides):
+            raise ConfigError(
+                f"overrides is {self.overrides!r}: give patterns of names with their bits, such as {{'layers.*.down_proj.weight': 8}}"
+            )
+        object.__setattr__(self, "overrides", tuple((pattern, bits) for pattern, bits in overrides))
         if self.bits not in (4, 8):
             raise ConfigError(f"bits is {self.bits!r}: use 4 or 8")
         if self.group not in (32, 64, 128):
@@ -53,6 +60,10 @@ class QuantOptions:
         for name, bits in (*named.items(), *((f"the override {pattern!r}", bits) for pattern, bits in self.overrides)):
             if bits not in (4, 8, None):
                 raise ConfigError(f"{name} is {bits!r}: use 4, 8 or None")
+
+
+def _is_override(one: object) -> bool:
+    return isinstance(one, Sequence) and not isinstance(one, str) and len(one) == 2 and isinstance(one[0], str)
 
 
 Quant = str | QuantOptions
@@ -164,7 +175,10 @@ class EngineConfig:
         _check_int("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
         _check_int("max_step_rows", self.max_step_rows, 1, MAX_STEP_ROWS)
         _check_int("chunk_rows", self.chunk_rows, 1, MAX_STEP_ROWS)
-        for name in ("prefix_cache", "oversubscribe"):
+        for name in ("revision", "token"):
+            if not isinstance(getattr(self, name), str | None):
+                raise ConfigError(f"{name} is of type {type(getattr(self, name)).__name__}: use a text, or None")
+        for name in ("prefix_cache", "oversubscribe", "offline"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: use true or false")
         if self.threads is not None:

@@ -9,10 +9,16 @@ PacelineError
 └── BackendUnavailableError     an optional dependency or device is absent; names what to install
 """
 
+import functools
+import inspect
+import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from reprlib import Repr
+from types import CodeType
+from typing import Any
 
 MAX_TEXT = 4000
 """Characters of an error's text; what is longer loses its middle."""
@@ -129,12 +135,28 @@ def _spelled(char: str) -> str:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether an exception is meant for the program, whatever it was doing: Ctrl-C or an exit, which arrive in the main thread alone.
+    """Whether an exception is meant for the program, whatever it was doing: a signal's, which arrive in the main thread alone.
 
-    Everything else that is no `Exception` is a fault of what was being done: a panic of a Rust library, a request's own code that
-    raises SystemExit, CancelledError or GeneratorExit.
+    That is Ctrl-C, and an exit that a signal's handler raises. Everything else that is no `Exception` is a fault of what was being done: a
+    panic of a Rust library, a request's own code that raises SystemExit, CancelledError or GeneratorExit.
     """
-    return isinstance(error, KeyboardInterrupt | SystemExit) and threading.current_thread() is threading.main_thread()
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and _is_of_a_signal(error))
+
+
+def _is_of_a_signal(error: BaseException) -> bool:
+    """Whether a handler of a signal is among the functions that an exception came through."""
+    handlers = {code for number in signal.valid_signals() if (code := _code_of(signal.getsignal(number))) is not None}
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _code_of(handler: Any) -> CodeType | None:
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    function = inspect.unwrap(getattr(handler, "__func__", handler)) if callable(handler) else None
+    code = getattr(function, "__code__", None) or getattr(vars(type(function)).get("__call__"), "__code__", None)
+    return code if isinstance(code, CodeType) else None
 
 
 def as_exception(error: BaseException) -> Exception:

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import cast, overload
 
@@ -45,11 +45,11 @@ class LLM:
         cache_gb: memory for keys and values.
         device: "auto", "cpu" or "cuda".
         backend: "native" (our own CPU kernels), "openvino" or "torch"; "auto" = the fastest for this machine and these weights.
-        drafter: "auto" (the model's own draft model, else ngram), "none", "ngram", "suffix", "prediction", a draft model's
-            directory or id, or several of them together.
+        drafter: "auto" (the model's own draft model, else ngram), "none", "ngram", "suffix", "prediction", "draft_model", "medusa" or
+            "mtp" of the model's own directory, the directory or id of a draft model or of heads, or several of them together.
         num_draft_tokens: tokens guessed a step, or "auto" (4).
         tree_width: guesses a position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.
-        draft_quant: the same for draft models and heads.
+        draft_quant: as `quant`, for draft models and heads.
         drafter_options: settings of single methods: {"tree": "accuracy"} (medusa), {"boundaries": (2, 16, 29)} (eagle3) and others, which
             docs/methods lists.
         acceptance: which guesses are kept: "match" (a seed has one text, whatever drafts) or "rejection" (sampled texts have the same law
@@ -327,39 +327,52 @@ class LLM:
         if drafter is not None and (drafter.needs.hidden_states or drafter.needs.layers):  # its rows lie beside the old target's
             drafter = self._given_drafter
         opened = open_engine(replace(self._opened.config, quant=quant), self._speculation, drafter)
-        self._check_idle()
-        self._loaded = opened
+        with self.engine.between_steps():
+            self._check_idle()
+            self._loaded = opened
 
     def _check_open(self) -> OpenedEngine:
         if self._loaded is None:
             raise ConfigError("this LLM is closed: open another one")
         return self._loaded
 
+    @contextmanager
+    def _in_use(self) -> Iterator[OpenedEngine]:
+        """The engine, which stays in its place meanwhile."""
+        with ExitStack() as stack:
+            while True:
+                opened = self._check_open()
+                with opened.engine.between_steps():  # nobody puts another in its place now
+                    if opened is self._loaded:
+                        stack.enter_context(opened.engine.held())
+                        break
+            yield opened
+
     def _check_idle(self) -> None:
         if not self.engine.is_idle:
             raise ConfigError("the target cannot be requantized while a request is running: finish its stream or close it first")
 
     def _run(self, prompts: Sequence[list[int]], params: Params, asked: AskedFor) -> list[RequestOutput]:
-        opened = self._opened
-        requests = opened.requests(prompts, params, asked, is_streamed=False)
-        with closing(opened.engine.run(requests)) as steps:  # closed at once if we are interrupted between two steps
-            for _ in steps:
-                pass
-        return [opened.output(request) for request in requests]
+        with self._in_use() as opened:
+            requests = opened.requests(prompts, params, asked, is_streamed=False)
+            with closing(opened.engine.run(requests)) as steps:  # closed at once if we are interrupted between two steps
+                for _ in steps:
+                    pass
+            return [opened.output(request) for request in requests]
 
     def _stream(self, prompt: list[int], params: Params, asked: AskedFor) -> Iterator[StreamChunk]:
-        opened = self._opened
-        num_seen = dict.fromkeys(opened.requests([prompt], params, asked, is_streamed=True), 0)
-        with closing(opened.engine.run(list(num_seen))) as steps:
-            while num_seen:
-                self._check_open()
-                if not _has_news(num_seen):  # steps that others took may have brought some
-                    next(steps, None)
-                with opened.engine.between_steps():
-                    _raise_error(num_seen)  # another thread's step may have met it
-                    chunks = [opened.chunk(request, seen) for request, seen in num_seen.items()]
-                    num_seen = {request: request.num_output_tokens for request in num_seen if not request.is_finished}
-                yield from chunks  # whoever takes them may take steps of its own in between
+        with self._in_use() as opened:
+            num_seen = dict.fromkeys(opened.requests([prompt], params, asked, is_streamed=True), 0)
+            with closing(opened.engine.run(list(num_seen))) as steps:
+                while num_seen:
+                    self._check_open()
+                    if not _has_news(num_seen):  # steps that others took may have brought some
+                        next(steps, None)
+                    with opened.engine.between_steps():
+                        _raise_error(num_seen)  # another thread's step may have met it
+                        chunks = [opened.chunk(request, seen) for request, seen in num_seen.items()]
+                        num_seen = {request: request.num_output_tokens for request in num_seen if not request.is_finished}
+                    yield from chunks  # whoever takes them may take steps of its own in between
 
 
 def _raise_error(requests: Iterable[Request]) -> None:

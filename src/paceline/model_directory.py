@@ -49,7 +49,7 @@ def no_model_among(names: Sequence[str], place: object, *, adapter: Mapping[str,
     names = [name for name in names if not name.startswith(".")]
     suffixes = {os.path.splitext(name)[1] for name in names}
     if not names:
-        return CheckpointError(f"{place} is empty; give a directory with config.json and model.safetensors, or a *.gguf file")
+        return CheckpointError(f"{place} holds no files; give a directory with config.json and model.safetensors, or a *.gguf file")
     if _ADAPTER in names:
         kind, base = (adapter or {}).get("peft_type", "LORA"), (adapter or {}).get("base_model_name_or_path")
         return CheckpointError(

@@ -7,6 +7,14 @@ from paceline.sampling.logprobs import TokenLogprobs
 from paceline.speculation.request import TokenOrigin
 from paceline.speculation.stats import SpeculationStats
 
+_OTHER_NAMES = {
+    "outputs": "it is one output itself, use .text; with n > 1 there is one RequestOutput for each sample",
+    "generated_text": "use .text",
+    "num_tokens": "use .usage",
+    "stop_reason": "use .finish_reason",
+    "cumulative_logprob": "use .logprobs",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:
@@ -69,6 +77,11 @@ class RequestOutput:
     sample_index: int = 0
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Names that other libraries' outputs have."""
+        hint = _OTHER_NAMES.get(name)
+        raise AttributeError(f"a RequestOutput has no {name}{f': {hint}' if hint else ''}", name=name, obj=self)
 
     @property
     def tokens_per_s(self) -> float:

@@ -36,6 +36,10 @@ OTHER_NAMES = {
     "logits_processors": "processors",
     "top_logprobs": "logprobs",
     "guided_decoding": "grammar",
+    "guided_json": "grammar",
+    "guided_regex": "grammar",
+    "guided_choice": "grammar",
+    "guided_grammar": "grammar",
     "structured_outputs": "grammar",
     "response_format": "grammar",
     # loading
@@ -72,6 +76,17 @@ OTHER_NAMES = {
 }
 """What other libraries call it, and what we do."""
 
+NEEDLESS = {
+    "use_tqdm": "nothing is shown while texts are made",
+    "best_of": "n makes several outputs",
+    "tensor_parallel_size": "a model runs on one machine's processors, or on one GPU",
+    "trust_remote_code": "code that a checkpoint brings is never run",
+    "chat_template_kwargs": "a chat template gets the messages alone",
+    "add_generation_prompt": "the answer is always asked for",
+    "tokenizer": "the model's own is used",
+}
+"""What other libraries have and we do without, and why."""
+
 
 def unknown_argument(name: str, of: str, known: Collection[str], *, of_sampling: Collection[str] = ()) -> str:
     """One line that says that `of` has no argument `name`, and which one may be meant.
@@ -84,6 +99,8 @@ def unknown_argument(name: str, of: str, known: Collection[str], *, of_sampling:
         return f"{refusal}: did you mean {meant}?"
     if meant := _meant(name, of_sampling):
         return f"{refusal}: give params=SamplingParams({meant}=...)" + (" to generate or chat" if of == "LLM" else "")
+    if name in NEEDLESS:
+        return f"{refusal}: leave it out, {NEEDLESS[name]}"
     return f"{refusal}: it takes {', '.join(sorted(known))}"
 
 

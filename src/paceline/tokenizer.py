@@ -1,5 +1,6 @@
 """Text to token ids and back, and text as it streams out of a model."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from paceline.tokenizer_backend import TokenizerBackend
 from paceline.tokenizer_files import open_pretrained
 
 _MAX_WINDOW = 32
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class Tokenizer:
@@ -64,6 +66,8 @@ class Tokenizer:
         Raises:
             RequestError: the tokenizer fails at it.
         """
+        if half := _HALF_PAIR.search(text):
+            raise RequestError(f"the text holds {half[0]!r}, half of a surrogate pair and no character: send text without it")
         with library_errors("the model's tokenizer cannot encode this text; send another", RequestError):
             ids: list[int] = self._pretrained.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return ids

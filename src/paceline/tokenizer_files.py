@@ -1,8 +1,9 @@
 """The tokenizer files of a checkpoint directory, opened with transformers once they are known to be files of a bearable size."""
 
 import json
-from collections.abc import Iterable
-from contextlib import suppress
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,24 @@ def open_pretrained(directory: Path) -> Any:
         CheckpointError: there is none, or it cannot be read.
     """
     settings = _checked_settings(directory)
-    with library_errors(f"{directory} holds no tokenizer we can read; it needs tokenizer.json", CheckpointError):
-        return _tokenizer_class(directory, settings).from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+    with library_errors(f"{directory} holds no tokenizer we can read; it needs a whole tokenizer.json", CheckpointError):
+        with _without_advice():
+            kind = _tokenizer_class(directory, settings)
+        return kind.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Without torch transformers says when it is imported that its models will not run: nobody asked for them."""
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 def _checked_settings(directory: Path) -> dict[str, Any]:

@@ -128,7 +128,8 @@ class Chat:
             answer = write_stream(stream, writer_for(self._llm, show_drafts=self._show_drafts))
         except (RequestError, CapacityError) as error:
             self._fail(error)
-            say("this message was taken back; /retry sends it again, /reset forgets the conversation")
+            if self._source.is_interactive:
+                say("this message was taken back; /retry sends it again, /reset forgets the conversation")
             return
         except KeyboardInterrupt:  # before the stream began
             answer = None

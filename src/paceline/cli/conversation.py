@@ -119,7 +119,8 @@ def _shown(value: object) -> str:
 
 def _system(conversation: Conversation, argument: str) -> str:
     if argument:
-        conversation.system = None if argument in _NOTHING else checked_text("system", argument)
+        is_quoted = len(argument) > 1 and argument[0] == argument[-1] == '"'
+        conversation.system = None if argument in _NOTHING else checked_text("system", argument[1:-1] if is_quoted else argument)
     return "no system message" if conversation.system is None else f"system message: {conversation.system}"
 
 

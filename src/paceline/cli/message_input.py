@@ -103,7 +103,7 @@ class Editor:
             text = self._session.prompt().rstrip("\n")
         finally:
             tell_terminal(PASTES_ARE_MARKED)  # those that come during the answer too
-        return Entry(text, is_literal="\n" in text) if self._is_pasted(text) else entry_of(text)
+        return Entry(text, is_literal=True) if self._is_pasted(text) else entry_of(text)
 
     def _is_pasted(self, text: str) -> bool:
         return bool(self._first_paste) and text.startswith(self._first_paste.rstrip("\n"))

@@ -164,8 +164,10 @@ class DraftModelDrafter(Drafter):
             self._translation.release(request)
 
     def describe(self) -> str:
+        num_layers = self.runtime.config.num_layers
+        layers = f"{num_layers} layer{'s' if num_layers > 1 else ''}"
         shape = "" if self._tree_width == 1 else f", {self._tree_width} guesses a position"
-        return f"draft_model ({self.runtime.config.num_layers} layers, hidden size {self.runtime.config.hidden_size}{shape}{self._note})"
+        return f"draft_model ({layers}, hidden size {self.runtime.config.hidden_size}{shape}{self._note})"
 
     def _begin(
         self, request: Request, context: Sequence[int], num_unchanged: int, depth: int, drafting: Drafting[ResultT]

@@ -1,5 +1,6 @@
 """The files heads come in: which of a directory hold the tensors, and what tensors a file holds. Nothing in a file is run."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -108,10 +109,12 @@ def _torch_file(path: Path) -> dict[str, HeadTensor]:
             f"{path} is a PyTorch file, which takes torch to read: {install_extra('torch')}, or use the head as safetensors"
         ) from error
     try:
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # the format before PyTorch 1.6 cannot be mapped
-            content = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is refused anyway
+            try:
+                content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError:  # the format before PyTorch 1.6 cannot be mapped
+                content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling a stranger's bytes may fail in any way
         raise CheckpointError(
             f"{path} cannot be read as a file of tensors ({described(error)}); use the head as safetensors, or download it again"

@@ -15,6 +15,7 @@ from paceline.engine.engine import EngineStats
 from paceline.engine.inputs import Messages, Params, Prompt, as_prompts, one_of
 from paceline.engine.open import OpenedEngine, open_engine, settings_of
 from paceline.engine.worker import Command, Listener, News, Worker, tell
+from paceline.errors import ConfigError
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.sampling.params import SAMPLING_NAMES
 from paceline.speculation.request import Request, RequestSpeculation
@@ -37,6 +38,8 @@ class AsyncEngine:
     """
 
     def __init__(self, opened: OpenedEngine) -> None:
+        if not isinstance(opened, OpenedEngine):
+            raise ConfigError(f"AsyncEngine is made of an engine that is open, not of {opened!r}: use AsyncEngine.open(model)")
         self._worker = Worker(opened)
         # the worker must not hold this object; and at the interpreter's end its thread ends by itself
         weakref.finalize(self, self._worker.close).atexit = False

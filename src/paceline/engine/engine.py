@@ -2,10 +2,11 @@
 
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
+from threading import get_ident
 from typing import Any
 
 from paceline.engine.scheduler import Limits, Scheduler
@@ -100,14 +101,14 @@ class Engine:
         self.runtime, self.cache, self.guesser = runtime, cache, guesser
         self.scheduler: Scheduler[Request] = Scheduler(CacheRoom(self), limits, self._is_ready)
         self._stats = EngineStats()
-        self._runs: set[object] = set()
-        self._turn = Turn(self._take_in_and_out)
+        self._runs: dict[object, tuple[int, Sequence[Request]]] = {}  # the thread that went on with it last, and whose it is
+        self._turn = Turn(self._take_in_and_out, self._leave_others)
         self._to_add: deque[Request] = deque()
         self._to_abort: deque[Request] = deque()
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no request here and no run has begun that is not closed."""
+        """Whether there is no request here, no run has begun that is not closed, and nobody holds the engine."""
         return not self._runs and not self.has_work
 
     @property
@@ -124,6 +125,16 @@ class Engine:
         stats.num_preemptions = self.scheduler.num_preemptions
         stats.drafter_failures = self.guesser.num_failures
         return stats
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Whoever is about to run requests here; it is not idle meanwhile."""
+        run = object()
+        self._runs[run] = get_ident(), ()
+        try:
+            yield
+        finally:
+            self._runs.pop(run, None)
 
     def between_steps(self) -> AbstractContextManager[None]:
         """While this is held no other thread steps, so that what requests hold can be read.
@@ -214,21 +225,29 @@ class Engine:
             PacelineError: what the first of them that failed failed with.
         """
         run = object()
-        self._runs.add(run)
+        self._runs[run] = get_ident(), requests
         try:
             for request in requests:
                 self.check(request)
             for request in requests:
                 self.add(request)
             while not all(request.is_released for request in requests):
+                self._runs[run] = get_ident(), requests
                 self.step()
                 self._raise_error(requests)
                 yield
             self._raise_error(requests)
         finally:
-            self._runs.discard(run)
+            self._runs.pop(run, None)
             for request in requests:
                 self.abort(request)
+
+    def _leave_others(self) -> None:
+        """In a forked process: the other threads are not here, and nobody waits for what they asked for."""
+        for run, (thread, requests) in list(self._runs.items()):
+            if thread != get_ident():
+                del self._runs[run]
+                self._to_abort.extend(requests)
 
     def _step(self, picked: Sequence[Request], num_rows: Sequence[int]) -> None:
         now = time.perf_counter()

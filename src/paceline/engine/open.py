@@ -1,5 +1,6 @@
 """From settings to an engine that can run: target, cache, drafter and how much to draft."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -81,10 +82,13 @@ def settings_of(model: str, options: dict[str, Any]) -> tuple[EngineConfig, Spec
     Raises:
         ConfigError: one does not exist or is out of range.
     """
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(f"model is {model!r}: give 'mini', a directory, a GGUF file, or a Hugging Face id such as 'owner/name'")
     drafter = options.get("drafter", "auto")
     made = drafter if isinstance(drafter, Drafter) else None
     check_options(drafter, options.get("drafter_options"))
-    given = {**options, "model": str(model), "drafter": made.name if made else tuple(drafter) if isinstance(drafter, list) else drafter}
+    names = made.name if made else tuple(drafter) if isinstance(drafter, list) else drafter
+    given = {**options, "model": os.fsdecode(model), "drafter": names}
     given["drafter_options"] = options.get("drafter_options") or {}
     of_engine, of_speculation = ({one.name for one in fields(kind)} for kind in (EngineConfig, SpeculationConfig))
     for name in given.keys() - of_engine - of_speculation:

@@ -14,10 +14,11 @@ class Turn:
     Args:
         tidy: done whenever a turn begins and ends, such as looking at what others left in a queue. Whoever left something there and
             cannot have the turn may go away: the one who has it looks again when it has given it back.
+        forked: done in a forked process before its first turn.
     """
 
-    def __init__(self, tidy: Callable[[], None]) -> None:
-        self._tidy = tidy
+    def __init__(self, tidy: Callable[[], None], forked: Callable[[], None]) -> None:
+        self._tidy, self._forked = tidy, forked
         self._lock = Lock()
         self._process_id = os.getpid()
         self._owner: int | None = None  # the thread that has the turn
@@ -70,5 +71,6 @@ class Turn:
             if self._owner is not None:
                 raise ConfigError("this process was forked while another thread used the model: load the model in each process")
             self._lock, self._process_id = Lock(), os.getpid()
+            self._forked()
         if self.is_mine:
             raise ConfigError("the model was called from within its own step, by a processor or a drafter: call it from outside")

@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import os
+import signal
+import sys
 import threading
 import time
 import warnings
@@ -30,7 +32,7 @@ class PanicException(BaseException):
 
 
 FAULTS = [ValueError, SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError, PanicException, MemoryError, RecursionError]
-FOR_THE_PROGRAM = (SystemExit, KeyboardInterrupt)
+FOR_THE_PROGRAM = (KeyboardInterrupt,)
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +118,31 @@ def test_called_directly_only_what_is_meant_for_the_program_passes_through(open_
         llm.generate([PROMPTS[0]], failing(kind))
     assert_clean(llm)
     assert llm.generate([PROMPTS[0]], GREEDY)[0].token_ids == solo[0]
+
+
+def test_an_exit_that_a_signal_asks_for_passes_through_and_one_of_a_request_ends_it_alone(open_llm: Open, solo: list[list[int]]) -> None:
+    llm = open_llm(60)
+
+    def leave(*_: object) -> None:
+        sys.exit(7)
+
+    def processor(token_ids: Sequence[int], scores: Any) -> Any:
+        if len(token_ids) > 3:
+            signal.raise_signal(signal.SIGTERM)
+        return scores
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        with pytest.raises(SystemExit, match="7"):
+            llm.generate([PROMPTS[0]], replace(GREEDY, processors=[processor]))
+        stream = llm.stream(PROMPTS[0], GREEDY)
+        next(stream)
+        with pytest.raises(RequestError, match="out of a request"):
+            llm.generate([PROMPTS[0]], failing(SystemExit))
+        assert sum((chunk.token_ids for chunk in stream), solo[0][:1])[-5:] == solo[0][-5:]  # of somebody else
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert_clean(llm)
 
 
 @pytest.mark.parametrize("where", ["propose", "observe", "reading_s", "release"])

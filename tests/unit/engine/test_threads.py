@@ -162,6 +162,51 @@ def test_a_forked_process_goes_on_with_a_model_nobody_was_using(
     assert llm.generate([PROMPTS[0]], SAMPLED)[0].token_ids == solo[1][0].token_ids
 
 
+def test_what_other_threads_asked_for_does_not_run_in_a_forked_process(
+    open_llm: Open, solo: dict[int, list[RequestOutput]], forked: Callable[[Callable[[], bool]], int]
+) -> None:
+    llm = open_llm(80)
+    streams: list[Any] = []
+    thread = threading.Thread(target=lambda: (streams.append(llm.stream(PROMPTS[1], GREEDY)), next(streams[0])))
+    thread.start()
+    thread.join(PATIENCE_S)
+    mine = llm.stream(PROMPTS[0], GREEDY)
+    tokens = list(next(mine).token_ids)
+
+    def goes_on_alone() -> bool:
+        got = sum((chunk.token_ids for chunk in mine), tokens)
+        return got == solo[0][0].token_ids and llm.stats().num_aborted == 1 and llm.engine.is_idle
+
+    assert forked(goes_on_alone) == 0
+    assert sum((chunk.token_ids for chunk in mine), tokens) == solo[0][0].token_ids
+    streams[0].close()
+    assert_clean(llm)
+
+
+def test_a_target_is_not_exchanged_while_another_thread_prepares_a_call(open_llm: Open, solo: dict[int, list[RequestOutput]]) -> None:
+    llm = open_llm(80, "ngram")
+    is_preparing, may_go_on = threading.Event(), threading.Event()
+
+    class Slow(list[SamplingParams]):
+        def __iter__(self) -> Any:
+            is_preparing.set()
+            may_go_on.wait(PATIENCE_S)
+            return super().__iter__()
+
+    def exchange() -> None:
+        is_preparing.wait(PATIENCE_S)
+        with pytest.raises(ConfigError, match="cannot be requantized while a request is running"):
+            llm.requantize("int8")
+        may_go_on.set()
+
+    for call in (lambda: llm.generate([PROMPTS[0]], Slow([GREEDY])), lambda: [list(llm.stream(PROMPTS[0], Slow([GREEDY])))[-1].output]):
+        is_preparing.clear()
+        may_go_on.clear()
+        (output,), _ = in_threads([call, exchange])
+        assert output.token_ids == solo[0][0].token_ids
+    assert llm.engine.is_idle
+
+
 def test_a_process_forked_within_another_threads_step_is_told_so(
     open_llm: Open, forked: Callable[[Callable[[], bool]], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

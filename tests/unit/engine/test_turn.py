@@ -18,7 +18,11 @@ class Counter:
     def __init__(self) -> None:
         self.queue: deque[int] = deque()
         self.total = self.num_inside = 0
-        self.turn = Turn(self.tidy)
+        self.num_forks = 0
+        self.turn = Turn(self.tidy, self.fork)
+
+    def fork(self) -> None:
+        self.num_forks += 1
 
     def tidy(self) -> None:
         self.enter()
@@ -123,8 +127,10 @@ def test_a_forked_process_has_a_turn_of_its_own_unless_it_was_forked_within_one(
         child = os.fork()
     if child == 0:
         try:
-            with counter.turn.taken():
-                os._exit(0)
+            for _ in range(2):
+                with counter.turn.taken():
+                    assert counter.num_forks == 1
+            os._exit(0)
         except ConfigError as error:
             os._exit(3 if "forked while another thread" in str(error) else 1)
         finally:
