@@ -43,6 +43,7 @@ all: $(STAMP)
 # version, and only some sources offer it. Once any torch >= 2.6 is there, the second install is satisfied by it.
 $(STAMP): pyproject.toml hatch_build.py $(wildcard src/paceline/runtimes/native/kernels/*)
 	@$(PYTHON) -c 'import sys; sys.exit(f"paceline needs Python 3.10 or later, this is {sys.version.split()[0]}: make PYTHON=python3.12" if sys.version_info < (3, 10) else 0)'
+	@echo "setting up $(VENV): torch and other packages, some minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null \
 	  || { ! command -v nvidia-smi >/dev/null && $(BIN)/python -m pip install --quiet "torch==2.13.0+cpu" 2>/dev/null; } \

@@ -107,7 +107,7 @@ def test_sampling_parameters_are_shown_and_set(fake_llm: type[FakeLLM]) -> None:
 
 
 def test_the_system_message_is_shown_set_and_removed(fake_llm: type[FakeLLM]) -> None:
-    done = chat(stdin='Hi\n/system Be brief.\nHi\n/system\n/system ""\nHi\n')
+    done = chat(stdin='Hi\n/system "Be brief."\nHi\n/system\n/system ""\nHi\n')
     roles = [[message["role"] for message in messages][:1] for messages in fake_llm.made[0].asked]
     assert roles == [["user"], ["system"], ["user"]]
     assert done.stderr.count("system message: Be brief.") == 2
@@ -300,6 +300,8 @@ def test_typed_and_pasted_blocks_are_one_message(sit: Sit) -> None:
         (pasted('"""Says.\r\n\r\nMore."""\r\ndef f(): ...\\'), '"""Says.\n\nMore."""\ndef f(): ...\\'),
         ("first \\\rsecond", "first \nsecond"),
         ('"""\rthree\r\r/exit"""', "three\n\n/exit"),
+        (pasted("/exit"), "/exit"),
+        (pasted("/exit\n"), "/exit"),
         ("look: " + pasted("a\nb\n"), "look: a\nb"),
         ("four\x1b\rfive", "four\nfive"),
         ("\x1b[A!", "four\nfive!"),

@@ -1,10 +1,12 @@
 """Calls as users of other libraries write them: the same work, or one error that says our name for it."""
 
 import asyncio
+import copy
 import dataclasses
 import gc
 import inspect
 import json
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -252,3 +254,20 @@ def test_other_names_that_are_suggested_are_ours() -> None:
     ours = {name for one in (LLM, SamplingParams, LLM.generate, LLM.chat) for name in inspect.signature(one).parameters}
     assert set(OTHER_NAMES.values()) <= ours
     assert not set(OTHER_NAMES) & ours
+
+
+def test_an_output_asked_for_what_others_have_is_told_ours(llm: LLM) -> None:
+    (output,) = llm.generate([[5, 6]], SamplingParams(max_tokens=2))
+    with pytest.raises(AttributeError, match=r"a RequestOutput has no outputs: it is one output itself, use \.text"):
+        _ = output.outputs
+    with pytest.raises(AttributeError, match=r"a RequestOutput has no nonsense$"):
+        _ = output.nonsense
+    assert copy.deepcopy(output) == pickle.loads(pickle.dumps(output)) == output
+
+
+def test_an_engine_that_was_not_opened_is_refused_before_a_thread_starts() -> None:
+    with pytest.raises(ConfigError, match=r"not of 'mini': use AsyncEngine\.open\(model\)"):
+        AsyncEngine("mini")  # type: ignore[arg-type]
+    for model in (None, b"mini", ["mini"]):
+        with pytest.raises(ConfigError, match=r"^model is .*: give 'mini', a directory"):
+            LLM(model)  # type: ignore[arg-type]

@@ -47,6 +47,13 @@ def test_a_wrong_engine_setting_is_named_with_its_value(name: str, value: Any) -
     assert ": use " in str(caught.value)
 
 
+@pytest.mark.parametrize(("name", "value"), [("revision", 5), ("token", b"hf_x"), ("offline", "x"), ("prefix_cache", None)])
+def test_settings_of_another_type_are_refused_and_no_token_is_shown(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} is .*: use ") as caught:
+        EngineConfig(**{name: value})
+    assert "hf_x" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

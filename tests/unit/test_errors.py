@@ -1,12 +1,17 @@
 """What an error says is one line that a terminal and a log can show, whatever the names in it hold."""
 
+import functools
 import pickle
+import signal
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from paceline import errors
-from paceline.errors import CheckpointError, PacelineError, RequestError, printable, shortened
+from paceline.errors import CheckpointError, PacelineError, RequestError, is_interrupt, printable, shortened
 
 TREE = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, PacelineError)]
 
@@ -50,3 +55,42 @@ def test_a_request_error_still_names_its_parameter() -> None:
     error = RequestError("bad\x1b", parameter="stop")
     assert (str(error), error.parameter) == ("bad\\x1b", "stop")
     assert str(pickle.loads(pickle.dumps(error))) == "bad\\x1b"
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda handler: handler, functools.partial, lambda handler: Callee(handler), lambda handler: Callee(handler).call]
+)
+def test_an_exit_is_the_programs_where_a_signals_handler_raises_it(wrap: Callable[[Callable[..., None]], Any]) -> None:
+    def leave(*_: object) -> None:
+        sys.exit(1)
+
+    def caught(call: Callable[[], None]) -> BaseException:
+        try:
+            call()
+        except BaseException as error:
+            return error
+        raise AssertionError("nothing was raised")
+
+    before = signal.signal(signal.SIGTERM, wrap(leave))
+    try:
+        assert is_interrupt(caught(lambda: signal.raise_signal(signal.SIGTERM)))
+        assert not is_interrupt(caught(sys.exit))
+        assert is_interrupt(KeyboardInterrupt())
+        assert not is_interrupt(ValueError())
+        with ThreadPoolExecutor(1) as pool:
+            assert not pool.submit(is_interrupt, KeyboardInterrupt()).result()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Callee:
+    """An object that can be called, and a method."""
+
+    def __init__(self, handler: Callable[..., None]) -> None:
+        self._handler = handler
+
+    def __call__(self, *arguments: object) -> None:
+        self._handler(*arguments)
+
+    def call(self, *arguments: object) -> None:
+        self._handler(*arguments)

@@ -104,17 +104,7 @@ def scheme_for(name: str, facts: TensorFacts, options: QuantOptions, *, is_head_
 
 
 def schemes_for(weights: Weights, options: QuantOptions) -> dict[str, Scheme]:
-    """The tensors that are to be quantised, and how, in the order of `weights`.
-
-    Raises:
-        ConfigError: an override is about no tensor.
-    """
-    for pattern, _ in options.overrides:
-        if not any(fnmatchcase(name, pattern) for name in weights):
-            some = ", ".join(list(weights)[:4])
-            raise ConfigError(
-                f"overrides: {pattern!r} fits none of the {len(weights)} tensors, such as {some}: correct it, or leave it out"
-            )
+    """The tensors that are to be quantised, and how, in the order of `weights`."""
     is_tied = not weights.has("lm_head.weight")
     found = {name: scheme_for(name, weights.facts(name), options, is_head_too=is_tied) for name in weights}
     return {name: scheme for name, scheme in found.items() if scheme is not None}

@@ -238,6 +238,13 @@ def test_a_wrong_option_is_named_with_its_value(name: str, value: Any) -> None:
         QuantOptions(overrides=(("layers.*", 6),))
 
 
+def test_overrides_may_be_a_mapping_and_nothing_else_passes_for_them() -> None:
+    assert QuantOptions(overrides={"layers.0.*": 8, "*": None}).overrides == (("layers.0.*", 8), ("*", None))  # type: ignore[arg-type]
+    for wrong in (5, "layers", ("layers.0.*",), (("layers.0.*", 8, 4),), ((3, 8),)):
+        with pytest.raises(ConfigError, match=r"overrides is .*: give patterns of names with their bits"):
+            QuantOptions(overrides=wrong)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("bits", "columns", "groups"), [(4, 96, 2), (4, 96, 5), (8, 96, 4), (8, 90, 2), (2, 96, 3)])
 def test_groups_that_kernels_would_read_wrongly_cannot_be_made(bits: int, columns: int, groups: int) -> None:
     codes = np.zeros((1, columns * bits // 8), np.uint8)
