@@ -6,10 +6,11 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from paceline.models.families import tensor_shapes
 from paceline.models.grouped import GroupedMatrix
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, as_float32
 from paceline.runtimes.base import FloatArray, ForwardOutput, Numerics, assemble
+from paceline.runtimes.native import execution as execution_module
 from paceline.runtimes.native import library
 from paceline.runtimes.native import runtime as runtime_module
 from paceline.runtimes.native.runtime import NativeRuntime
@@ -85,6 +87,24 @@ def test_buffers_grow_with_the_pass_and_keep_every_bit(num_rows: int, token_ids:
     expected = decode(runtime, token_ids[:num_rows])
     assert np.array_equal(run_prompt(runtime, token_ids[:num_rows]).logits, expected)
     assert np.array_equal(decode(runtime, token_ids[:num_rows]), expected)
+
+
+def test_room_that_was_being_made_when_ctrl_c_came_is_made_anew(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = np.random.default_rng(seed).integers(0, CONFIG.vocab_size, 90).tolist()
+    expected = run_prompt(open_runtime(seed), prompt).logits.copy()
+    for count in range(4):
+        runtime, calls = open_runtime(seed), iter(range(count))
+
+        def empty(*arguments: Any, calls: Iterator[int] = calls, real: Any = np.empty) -> Any:
+            if next(calls, None) is None:
+                raise KeyboardInterrupt
+            return real(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(execution_module.np, "empty", empty)
+            with pytest.raises(KeyboardInterrupt):
+                runtime._execution.make_room(90)
+        assert np.array_equal(run_prompt(runtime, prompt).logits, expected)
 
 
 @pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, tied_embeddings=True, logit_soft_cap=3.0)], ids=["plain", "tied-capped"])

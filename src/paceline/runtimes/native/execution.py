@@ -105,9 +105,13 @@ class Execution:
         """Buffers for at least so many rows; memory that no pass has touched costs nothing."""
         if num_rows <= self._capacity:
             return
-        self._capacity = max(_MIN_ROWS, 1 << (num_rows - 1).bit_length())
-        self._buffers = [np.empty((self._capacity, width), np.float32) for width in self._recorded.widths]
+        capacity, self._capacity = (
+            max(_MIN_ROWS, 1 << (num_rows - 1).bit_length()),
+            0,
+        )  # an interrupt below leaves none: made anew next time
+        self._buffers = [np.empty((capacity, width), np.float32) for width in self._recorded.widths]
         self._addresses = np.array([buffer.ctypes.data for buffer in self._buffers], np.uint64)
-        self._packed = np.empty(self._packed_floats(self._capacity), np.float32)
+        self._packed = np.empty(self._packed_floats(capacity), np.float32)
         self._program.buffers = self._addresses.ctypes.data
         self._program.packed = self._packed.ctypes.data
+        self._capacity = capacity
