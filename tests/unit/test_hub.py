@@ -210,8 +210,8 @@ def test_a_bare_name_is_told_that_an_id_has_an_owner_and_no_server_is_asked(name
 @pytest.mark.parametrize(
     ("names", "text"),
     [
-        ([], "is empty; give a directory"),
-        ([".gitattributes"], "is empty; give a directory"),
+        ([], "holds no files; give a directory"),
+        ([".gitattributes"], "holds no files; give a directory"),
         (["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"], "holds a LoRA adapter for another model"),
         (["config.json", "weights.npz", "tokenizer.json"], r"holds an MLX model \(\*\.npz\)"),
         (["config.json", "pytorch_model.bin"], r"holds PyTorch \*\.bin weights only"),
