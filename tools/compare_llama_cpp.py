@@ -157,7 +157,7 @@ def compare(file: Path, prompts: list[list[int]], options: argparse.Namespace) -
 
 def read_prompts(file: Path, directory: Path, count: int) -> list[list[int]]:
     """Token ids of the first `count` prompts, cut to 200."""
-    from paceline.tokenizer import Tokenizer
+    from paceline.tokenizer.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.open(directory)
     texts = []

@@ -24,7 +24,7 @@ from paceline.machine import usable_processors
 from paceline.models.config import WeightType
 from paceline.runtimes.base import Numerics, Runtime, assemble
 from paceline.runtimes.load import RuntimeOptions, load_runtime
-from paceline.tokenizer import Tokenizer
+from paceline.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from paceline.sampling.params import SAMPLING_NAMES
 from paceline.speculation.drafter import Drafter
 from paceline.speculation.request import Request, RequestSpeculation
 from paceline.spelling import suggest_arguments
-from paceline.tokenizer import Tokenizer
+from paceline.tokenizer.tokenizer import Tokenizer
 
 Predictions = TextOrIds | Sequence[TextOrIds | None] | None
 Speculation = RequestSpeculation | Mapping[str, object] | None

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from native_network import plain_tensor
+from harness.native_network import plain_tensor
 from paceline.drafters.eagle.config import EagleConfig, read_eagle_config
 from paceline.drafters.eagle.head import EagleWeights
 from paceline.drafters.head_files import HeadFiles

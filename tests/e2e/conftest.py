@@ -3,7 +3,7 @@ from types import ModuleType
 
 import pytest
 
-from fake_llm import FakeLLM
+from harness.fake_llm import FakeLLM
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from checkpoints import write_byte_level_tokenizer, write_checkpoint
-from fake_llm import TEXT, FakeLLM
+from harness.checkpoints import write_byte_level_tokenizer, write_checkpoint
+from harness.fake_llm import TEXT, FakeLLM
 from paceline.cli import app
 from paceline.cli.chat import Chat
 from paceline.cli.conversation import Conversation
@@ -229,7 +229,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 sys.path.insert(0, sys.argv[1])
-from fake_llm import EchoLLM
+from harness.fake_llm import EchoLLM
 EchoLLM.made, EchoLLM.gate = [], Path(sys.argv[2])
 module = ModuleType("paceline.llm")
 module.LLM = EchoLLM

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import paceline
-from fake_llm import TEXT, FakeLLM
+from harness.fake_llm import TEXT, FakeLLM
 from paceline.cli import app
 from paceline.cli.options import METAVARS, PANELS, Settings
 from paceline.config import EngineConfig, SpeculationConfig

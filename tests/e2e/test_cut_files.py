@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import write_checkpoint
-from medusa_checkpoints import random_heads, write_heads
-from native_network import BUILT
+from harness.checkpoints import write_checkpoint
+from harness.medusa_checkpoints import random_heads, write_heads
+from harness.native_network import BUILT
 
 PROGRAM = """
     import os, sys

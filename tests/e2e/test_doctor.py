@@ -17,8 +17,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
-from checkpoints import VOCAB_SIZE, write_byte_level_tokenizer, write_checkpoint, write_tokenizer
-from eagle_checkpoints import (
+from harness.checkpoints import VOCAB_SIZE, write_byte_level_tokenizer, write_checkpoint, write_tokenizer
+from harness.eagle_checkpoints import (
     EAGLE1,
     EAGLE3,
     HIDDEN,
@@ -30,9 +30,10 @@ from eagle_checkpoints import (
     write_reading_eagle3,
     write_recalling_peagle,
 )
-from gguf_checkpoints import byte_level_vocabulary, write_gguf
-from medusa_checkpoints import perfect_heads, random_heads, write_heads, write_successor_target
-from mtp_checkpoints import add_module, perfect_module, write_speculators
+from harness.gguf_checkpoints import byte_level_vocabulary, write_gguf
+from harness.medusa_checkpoints import perfect_heads, random_heads, write_heads, write_successor_target
+from harness.mtp_checkpoints import add_module, perfect_module, write_speculators
+from harness.vocabulary_pairs import reorder_vocabulary
 from paceline.cli import app
 from paceline.config import QuantOptions
 from paceline.installation import install_extra
@@ -43,7 +44,6 @@ from paceline.proof.doctor import DoctorQuestion, diagnose
 from paceline.proof.probe import expected_speedup, predict, probe
 from paceline.runtimes import backend
 from paceline.runtimes.load import RuntimeOptions, load_runtime
-from vocabulary_pairs import reorder_vocabulary
 
 HEAVY = {"torch", "transformers", "openvino", "scipy"}
 

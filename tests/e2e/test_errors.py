@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from checkpoints import write_checkpoint, write_tokenizer
+from harness.checkpoints import write_checkpoint, write_tokenizer
 from paceline import LLM, SamplingParams
 from paceline.errors import (
     BackendUnavailableError,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gguf_checkpoints import byte_level_vocabulary, write_gguf
+from harness.gguf_checkpoints import byte_level_vocabulary, write_gguf
 from paceline import LLM, SamplingParams
 from paceline.errors import CheckpointError, ConfigError
 

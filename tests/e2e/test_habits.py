@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import paceline
-from checkpoints import write_checkpoint
+from harness.checkpoints import write_checkpoint
 from paceline import LLM, AsyncEngine, ConfigError, RequestError, SamplingParams
 from paceline.config import EngineConfig, SpeculationConfig
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpoints import END_OF_TEXT_ID, write_checkpoint, write_tokenizer
+from harness.checkpoints import END_OF_TEXT_ID, write_checkpoint, write_tokenizer
 from paceline import LLM, RequestError, RequestOutput, SamplingParams
 from paceline.runtimes.base import assemble
 from paceline.speculation.draft_length import DraftLengthPolicy

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from checkpoints import write_byte_level_tokenizer, write_checkpoint
 from draw_imports import REPOSITORY
-from eagle_checkpoints import EAGLE3, eagle3_tensors, write_head
-from gguf_checkpoints import byte_level_vocabulary, write_gguf
-from medusa_checkpoints import random_heads, write_heads
-from mtp_checkpoints import add_module, random_module
+from harness.checkpoints import write_byte_level_tokenizer, write_checkpoint
+from harness.eagle_checkpoints import EAGLE3, eagle3_tensors, write_head
+from harness.gguf_checkpoints import byte_level_vocabulary, write_gguf
+from harness.medusa_checkpoints import random_heads, write_heads
+from harness.mtp_checkpoints import add_module, random_module
 from paceline.cli import app
 
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from checkpoints import write_checkpoint
+from harness.checkpoints import write_checkpoint
 from paceline import LLM, RequestError, SamplingParams
 from paceline.cli import app
 from paceline.drafters.suffix.drafter import SuffixDrafter

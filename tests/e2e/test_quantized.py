@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import paceline.llm
-from checkpoints import write_checkpoint
+from harness.checkpoints import write_checkpoint
 from paceline import LLM, CapacityError, CheckpointError, ConfigError, SamplingParams
 from paceline.config import QuantOptions
 from paceline.models.quantized_cache import FOLDER

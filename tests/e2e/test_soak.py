@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from checkpoints import write_checkpoint
-from engine_targets import assert_clean, open_small
+from harness.checkpoints import write_checkpoint
+from harness.engine_targets import assert_clean, open_small
 from paceline import LLM, AsyncEngine, ConfigError, RequestError, SamplingParams
 from paceline.speculation.draft_length import DraftLengthPolicy
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import write_checkpoint
+from harness.checkpoints import write_checkpoint
 
 
 @pytest.fixture(scope="session")

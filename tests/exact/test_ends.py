@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from checkpoints import write_byte_level_tokenizer
+from harness.checkpoints import write_byte_level_tokenizer
+from harness.written_target import MAX_DEPTH, NUM_POSITIONS, BlockDrafter, DrawingDrafter, WrittenTarget
 from paceline import Grammar, RequestError, SamplingParams
 from paceline.engine.batch import RequestMaker
 from paceline.kv_cache.paged import KVCache
@@ -26,8 +27,7 @@ from paceline.speculation.ending import LookAhead
 from paceline.speculation.guess import Guesser
 from paceline.speculation.rejection import Acceptance
 from paceline.speculation.step import step
-from paceline.tokenizer import Tokenizer
-from written_target import MAX_DEPTH, NUM_POSITIONS, BlockDrafter, DrawingDrafter, WrittenTarget
+from paceline.tokenizer.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adversaries import ChaosDrafter
-from engine_jobs import HEADS, SAMPLINGS, Job, JobMaker, Solo, known_of, open_drafting, write_heads_and_target
-from engine_traffic import Traffic, check_clean, check_engine
-from exact_targets import skip_without
+from harness.adversaries import ChaosDrafter
+from harness.engine_jobs import HEADS, SAMPLINGS, Job, JobMaker, Solo, known_of, open_drafting, write_heads_and_target
+from harness.engine_traffic import Traffic, check_clean, check_engine
+from harness.exact_targets import skip_without
 from paceline import LLM, AsyncEngine
 from paceline.engine.batch import RequestMaker
 from paceline.engine.engine import Engine

@@ -12,8 +12,8 @@ import jsonschema
 import numpy as np
 import pytest
 
-from adversaries import ChaosDrafter
-from grammar_schemas import random_schema
+from harness.adversaries import ChaosDrafter
+from harness.grammar_schemas import random_schema
 from paceline import LLM, SamplingParams
 from paceline.engine.batch import AskedFor
 from paceline.errors import RequestError

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_jobs import Solo
-from engine_traffic import check_clean, edited
-from exact_targets import skip_without
-from head_targets import KINDS, PAIRS, Pair
+from harness.engine_jobs import Solo
+from harness.engine_traffic import check_clean, edited
+from harness.exact_targets import skip_without
+from harness.head_targets import KINDS, PAIRS, Pair
 from paceline import LLM, SamplingParams
 from paceline.outputs import RequestOutput
 from paceline.speculation import guess as guess_module

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_jobs import Solo, open_drafting
-from engine_targets import make
-from engine_traffic import check_clean, check_engine
-from exact_targets import skip_without
+from harness.engine_jobs import Solo, open_drafting
+from harness.engine_targets import make
+from harness.engine_traffic import check_clean, check_engine
+from harness.exact_targets import skip_without
 from paceline import LLM, SamplingParams
 from paceline.outputs import RequestOutput
 from paceline.sampling import logprobs as logprobs_module

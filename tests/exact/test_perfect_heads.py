@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eagle_checkpoints import DRAFT_IDS, FIRST_TOKEN
-from engine_jobs import Solo
-from engine_traffic import check_clean
-from exact_targets import skip_without
-from head_targets import PerfectHeads
+from harness.eagle_checkpoints import DRAFT_IDS, FIRST_TOKEN
+from harness.engine_jobs import Solo
+from harness.engine_traffic import check_clean
+from harness.exact_targets import skip_without
+from harness.head_targets import PerfectHeads
 from paceline import LLM, SamplingParams
 from paceline.outputs import RequestOutput
 from paceline.speculation import guess as guess_module

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_jobs import HEADS, Solo, open_drafting, write_heads_and_target
-from engine_traffic import check_clean
-from exact_targets import skip_without
+from harness.engine_jobs import HEADS, Solo, open_drafting, write_heads_and_target
+from harness.engine_traffic import check_clean
+from harness.exact_targets import skip_without
 from paceline import LLM, SamplingParams
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.medusa.network import MedusaNetwork

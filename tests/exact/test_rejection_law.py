@@ -10,7 +10,19 @@ from itertools import product
 import numpy as np
 import pytest
 
-from enumerated_laws import Branching, Drafts, Shape, draw_tree, ending_laws, full_laws, law_of_step, num_tokens, plain_law, sparse_laws
+from harness.enumerated_laws import (
+    Branching,
+    Drafts,
+    Shape,
+    draw_tree,
+    ending_laws,
+    full_laws,
+    law_of_step,
+    num_tokens,
+    plain_law,
+    sparse_laws,
+)
+from harness.scripted_target import LEAST_EXPECTED, ScriptedTarget, Tokens, joint_counts, law_p_value
 from paceline.drafters.draft_model import _fan
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import TreeLayout, is_chain
@@ -25,7 +37,6 @@ from paceline.speculation.rejection import verify_rejection
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree, Proposal
 from paceline.speculation.work import Work, reserve
-from scripted_target import LEAST_EXPECTED, ScriptedTarget, Tokens, joint_counts, law_p_value
 
 
 @dataclass(frozen=True)

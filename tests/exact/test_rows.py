@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from exact_targets import BACKENDS, EVERYTHING, is_in_a_normal_run, skip_without
+from harness.exact_targets import BACKENDS, EVERYTHING, is_in_a_normal_run, skip_without
 from paceline.kv_cache import paged
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout, path_to

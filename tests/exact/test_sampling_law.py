@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from harness.scripted_target import LEAST_EXPECTED, NoisePosition, ScriptedTarget, joint_counts, law_p_value, textbook_probs
 from paceline.sampling.draw import draw, draw_rows
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
-from scripted_target import LEAST_EXPECTED, NoisePosition, ScriptedTarget, joint_counts, law_p_value, textbook_probs
 
 NUM_SEEDS = 200_000
 NUM_TOKENS = 3

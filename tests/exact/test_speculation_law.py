@@ -6,6 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from harness.scripted_target import LEAST_EXPECTED, ScriptedTarget, Tokens, joint_counts, law_p_value
 from paceline.kv_cache.paged import CachedSequence
 from paceline.sampling.draw import draw
 from paceline.sampling.params import SamplingParams
@@ -15,7 +16,6 @@ from paceline.speculation.commit import commit
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.verify import VerifyResult, verify
-from scripted_target import LEAST_EXPECTED, ScriptedTarget, Tokens, joint_counts, law_p_value
 
 NUM_TOKENS = 3
 TARGET = ScriptedTarget(vocab_size=12, spread=1.0)  # flat enough for guesses to fail at every depth

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adversaries import ChaosDrafter, OracleDrafter, WrongDrafter
-from exact_targets import BACKENDS, EVERYTHING, skip_without
+from harness.adversaries import ChaosDrafter, OracleDrafter, WrongDrafter
+from harness.exact_targets import BACKENDS, EVERYTHING, skip_without
 from paceline import LLM, SamplingParams
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.prediction import PredictionDrafter

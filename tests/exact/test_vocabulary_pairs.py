@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpoints import write_checkpoint, write_tokenizer
+from harness.checkpoints import write_checkpoint, write_tokenizer
+from harness.vocabulary_pairs import reorder_vocabulary
 from paceline import LLM, SamplingParams
 from paceline.outputs import RequestOutput
 from paceline.speculation.draft_length import DraftLengthPolicy
-from vocabulary_pairs import reorder_vocabulary
 
 MAX_TOKENS = 16
 PROMPTS = [

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints import write_tokenizer
 from fuzz.damage import BYTES, VALUES, Rng, damaged_json, pick, write_number
+from harness.checkpoints import write_tokenizer
 
 VOCAB, HIDDEN, INNER, LAYERS = 120, 32, 48, 6
 LLAMA: dict[str, Any] = {

@@ -221,8 +221,8 @@ class GgufModelFile(Kind):
 
     def use(self, index: int) -> None:
         from paceline.models.checkpoint import open_weights, read_model_config
-        from paceline.models.gguf_file import open_gguf
-        from paceline.tokenizer import Tokenizer
+        from paceline.models.gguf.file import open_gguf
+        from paceline.tokenizer.tokenizer import Tokenizer
 
         file = open_gguf(self.path)
         assert all(value is not None for value in file.metadata.values())

@@ -5,9 +5,9 @@ from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
-from checkpoints import write_byte_fallback_tokenizer, write_byte_level_tokenizer, write_tokenizer
 from fuzz.damage import BYTES, Rng, damaged_json, damaged_json_text, pick
 from fuzz.kind import Kind
+from harness.checkpoints import write_byte_fallback_tokenizer, write_byte_level_tokenizer, write_tokenizer
 
 TEXTS = ("the cat sat", "", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaab", "é你😀👩‍👩‍👧\x00\x1b", "<|endoftext|> <0x41> \n\t")
 MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
@@ -67,7 +67,7 @@ class TokenizerFile(Kind):
 
     def use(self, index: int) -> None:
         from paceline.proof.checkpoint_facts import read_tokenizer
-        from paceline.tokenizer import Tokenizer
+        from paceline.tokenizer.tokenizer import Tokenizer
 
         if index % 4 == 0:
             read_tokenizer(self.folder)
@@ -116,7 +116,7 @@ class TokenizerConfigFile(Kind):
         return damaged_json_text(self.valid, rng)
 
     def use(self, index: int) -> None:
-        from paceline.tokenizer import Tokenizer
+        from paceline.tokenizer.tokenizer import Tokenizer
 
         tokenizer = Tokenizer.open(self.folder)
         tokenizer.encode("the cat")
@@ -165,7 +165,7 @@ class ChatTemplateFile(Kind):
         return "".join(pick(rng, self.pieces) for _ in range(int(rng.integers(1, 12)))).encode()
 
     def use(self, index: int) -> None:
-        from paceline.tokenizer import Tokenizer
+        from paceline.tokenizer.tokenizer import Tokenizer
 
         tokenizer = Tokenizer.open(self.folder)
         tokenizer.apply_chat_template(MESSAGES, max_context=512)

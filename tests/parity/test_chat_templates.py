@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from checkpoints import write_byte_level_tokenizer
-from paceline.chat_template import ChatTemplate
+from harness.checkpoints import write_byte_level_tokenizer
 from paceline.errors import RequestError
-from paceline.template_process import BROKEN
+from paceline.tokenizer.chat_template import ChatTemplate
+from paceline.tokenizer.template_process import BROKEN
 
 transformers = pytest.importorskip("transformers")
 
@@ -224,6 +224,6 @@ def test_the_names_of_special_tokens_are_those_of_the_tokenizer(pretrained: Any)
 
 
 def test_both_programs_mean_the_same_by_an_exit_code() -> None:
-    from paceline import chat_template
+    from paceline.tokenizer import chat_template
 
     assert chat_template._BROKEN == BROKEN

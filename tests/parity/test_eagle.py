@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
-from eagle_checkpoints import (
+from harness.eagle_checkpoints import (
     DRAFT_IDS,
     EAGLE1,
     EAGLE3,
@@ -23,7 +23,7 @@ from eagle_checkpoints import (
     write_gguf_head,
     write_head,
 )
-from native_network import plain_tensor
+from harness.native_network import plain_tensor
 from paceline.drafters.eagle.gguf import open_gguf_head
 from paceline.drafters.eagle.head import open_eagle_head
 from paceline.drafters.head_files import HeadFiles

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from checkpoints import VOCAB_SIZE, write_checkpoint
-from mtp_checkpoints import add_module, random_module, write_mimo
+from harness.checkpoints import VOCAB_SIZE, write_checkpoint
+from harness.mtp_checkpoints import add_module, random_module, write_mimo
 from paceline.errors import BackendUnavailableError
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.models.config import ModelConfig, WeightType, read_config

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from checkpoints import VOCAB_SIZE, write_checkpoint
-from gguf_checkpoints import random_blocks, read_tensors, write_gguf, write_tensors
+from harness.checkpoints import VOCAB_SIZE, write_checkpoint
+from harness.gguf_checkpoints import random_blocks, read_tensors, write_gguf, write_tensors
 from paceline.config import QuantOptions
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.config import RopeType, WeightType
-from paceline.models.gguf_blocks import GROUPED_TYPES
-from paceline.models.gguf_header import BLOCK_TYPES
+from paceline.models.gguf.blocks import GROUPED_TYPES
+from paceline.models.gguf.header import BLOCK_TYPES
 from paceline.models.quantized_cache import quantized_weights
 from paceline.models.weights import GroupedTensor
 from paceline.runtimes.base import FloatArray, Numerics, assemble

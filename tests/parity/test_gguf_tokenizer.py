@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from paceline.gguf_tokenizer import read_gguf_tokenizer
-from paceline.tokenizer import Tokenizer
+from paceline.tokenizer.gguf import read_gguf_tokenizer
+from paceline.tokenizer.tokenizer import Tokenizer
 
 RECORDED = ("deepseek-coder", "gpt-2", "llama-bpe", "llama-spm", "phi-3", "qwen2", "starcoder")
 SEPARATOR = "\n__ggml_vocab_test__\n"

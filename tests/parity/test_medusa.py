@@ -7,8 +7,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from checkpoints import VOCAB_SIZE, write_checkpoint
-from medusa_checkpoints import LAYOUTS, Arrays, random_heads, write_heads
+from harness.checkpoints import VOCAB_SIZE, write_checkpoint
+from harness.medusa_checkpoints import LAYOUTS, Arrays, random_heads, write_heads
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.medusa.checkpoint import load_medusa
 from paceline.drafters.medusa.network import MedusaNetwork

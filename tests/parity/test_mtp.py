@@ -8,8 +8,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from checkpoints import write_checkpoint
-from mtp_checkpoints import LAYOUTS, Arrays, add_module, random_matrix, random_module, write_mimo
+from harness.checkpoints import write_checkpoint
+from harness.mtp_checkpoints import LAYOUTS, Arrays, add_module, random_matrix, random_module, write_mimo
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.mtp import load_mtp, open_mtp_head

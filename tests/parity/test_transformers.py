@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from checkpoints import VOCAB_SIZE, write_checkpoint
-from exact_targets import skip_without
+from harness.checkpoints import VOCAB_SIZE, write_checkpoint
+from harness.exact_targets import skip_without
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import TreeLayout, path_to
 from paceline.models.config import WeightType, read_config
 from paceline.models.weights import Weights
 from paceline.runtimes.base import FloatArray, ForwardOutput, Numerics, Runtime, assemble
 from paceline.runtimes.load import RuntimeOptions, load_runtime
-from paceline.tokenizer import Tokenizer
+from paceline.tokenizer.tokenizer import Tokenizer
 
 torch = pytest.importorskip("torch")
 

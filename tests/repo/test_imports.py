@@ -11,7 +11,7 @@ from draw_imports import REPOSITORY, Import, drawn, graph, imports, modules
 # Everyone may import `errors`, a folder its own files.
 LEAVES = {"config", "installation", "model_directory", "small_files", "spelling"}
 SPECULATION = {*LEAVES, "runtimes.base", "sampling", "kv_cache", "tokenizer"}
-DRAFTERS = {*LEAVES, "speculation", "runtimes", "models", "sampling", "kv_cache", "hub", "tokenizer", "vocabulary"}
+DRAFTERS = {*LEAVES, "speculation", "runtimes", "models", "sampling", "kv_cache", "hub", "tokenizer"}
 ENGINE = {
     *LEAVES,
     "machine",
@@ -25,7 +25,7 @@ ENGINE = {
     "outputs",
     "hub",
 }
-LLM = {*ENGINE, "engine", "vocabulary"}
+LLM = {*ENGINE, "engine"}
 ABOVE_LLM = {*LLM, "llm"}
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
@@ -36,16 +36,7 @@ ARROWS: dict[str, set[str]] = {
     "installation": set(),
     "spelling": set(),
     "hub": LEAVES,
-    "gguf_splits": set(),
-    "gguf_fields": set(),
-    "gguf_tokenizer": {"gguf_fields", "gguf_splits"},
-    "byte_pieces": set(),
-    "template_process": set(),
-    "chat_template": LEAVES,
-    "tokenizer_backend": LEAVES,
-    "tokenizer_files": LEAVES,
-    "tokenizer": {*LEAVES, "byte_pieces", "chat_template", "gguf_tokenizer", "models.gguf_file", "tokenizer_backend", "tokenizer_files"},
-    "vocabulary": {*LEAVES, "tokenizer"},
+    "tokenizer": {*LEAVES, "models.gguf.file"},
     "models": LEAVES,
     "kv_cache": LEAVES,
     "runtimes": {*LEAVES, "models", "kv_cache"},
@@ -56,7 +47,7 @@ ARROWS: dict[str, set[str]] = {
     "llm": LLM,
     "training": {*ABOVE_LLM, "drafters"},
     "benchmarking": ABOVE_LLM,
-    "proof": {*ABOVE_LLM, "drafters", "gguf_tokenizer", "tokenizer_backend"},
+    "proof": {*ABOVE_LLM, "drafters"},
     "server": ABOVE_LLM,
     "outputs": {"sampling.logprobs", "speculation.request", "speculation.stats"},
     "cli": {*LEAVES, "__init__", "server", "training", "benchmarking", "proof", "llm", "outputs", "sampling.params", "speculation.request"},

@@ -27,8 +27,8 @@ from paceline.runtimes.base import Numerics, Runtime
 from paceline.runtimes.cost import time_passes
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.speculation.drafter import Drafter
-from paceline.tokenizer import Tokenizer
-from paceline.vocabulary import SAMPLE_TEXT, VocabularyComparison, VocabularyMatch, compare_vocabularies
+from paceline.tokenizer.tokenizer import Tokenizer
+from paceline.tokenizer.vocabulary import SAMPLE_TEXT, VocabularyComparison, VocabularyMatch, compare_vocabularies
 
 __all__ = ["EMBEDDED", "NAMES", "HeadOptions", "TargetDescription", "find_head", "layers_to_collect", "make_drafter"]
 

@@ -15,8 +15,8 @@ from paceline.runtimes.base import FloatArray
 from paceline.speculation.drafter import DraftBudget, Drafter
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
-from paceline.tokenizer import Tokenizer
-from paceline.vocabulary import IdMap, Speller, match_ids, piece_bytes, pieces_of
+from paceline.tokenizer.tokenizer import Tokenizer
+from paceline.tokenizer.vocabulary import IdMap, Speller, match_ids, piece_bytes, pieces_of
 
 LOOK_BEHIND = 10
 """Tokens before a border that are cut again with what follows, because what follows can change how they are cut."""

@@ -13,7 +13,7 @@ from paceline.sampling.processors import LogitsProcessor
 from paceline.sampling.sequence_bans import bad_word_ids
 from paceline.speculation.request import DraftHints, FinishReason, Request, RequestSpeculation
 from paceline.speculation.stop import TextStop
-from paceline.tokenizer import Tokenizer
+from paceline.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

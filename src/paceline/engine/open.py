@@ -28,7 +28,7 @@ from paceline.speculation.guess import Guesser
 from paceline.speculation.rejection import Acceptance
 from paceline.speculation.request import Request
 from paceline.spelling import unknown_argument
-from paceline.tokenizer import Tokenizer
+from paceline.tokenizer.tokenizer import Tokenizer
 
 DEFAULT_DRAFT_TOKENS = 4
 

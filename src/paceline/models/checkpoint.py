@@ -5,9 +5,9 @@ from pathlib import Path
 
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, read_config
-from paceline.models.gguf_config import gguf_config
-from paceline.models.gguf_file import open_gguf, split_parts
-from paceline.models.gguf_weights import GgufWeights
+from paceline.models.gguf.config import gguf_config
+from paceline.models.gguf.file import open_gguf, split_parts
+from paceline.models.gguf.weights import GgufWeights
 from paceline.models.safetensors_file import checkpoint_files
 from paceline.models.weights import Weights
 from paceline.small_files import is_file

@@ -11,11 +11,11 @@ from paceline.errors import CheckpointError, library_errors, memory_errors
 from paceline.models.checkpoint import is_gguf, open_weights, read_model_config, weight_files
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.families import tensor_shapes
-from paceline.models.gguf_file import open_gguf
+from paceline.models.gguf.file import open_gguf
 from paceline.models.weights import Weights
 from paceline.small_files import TOKENIZER_BYTES, read_small
-from paceline.tokenizer_backend import TokenizerBackend
-from paceline.vocabulary import SAMPLE_TEXT
+from paceline.tokenizer.backend import TokenizerBackend
+from paceline.tokenizer.vocabulary import SAMPLE_TEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def read_tokenizer(path: Path) -> TokenizerFacts | None:
 
 
 def _gguf_backend(path: Path) -> Backend:
-    from paceline.gguf_tokenizer import read_gguf_tokenizer
+    from paceline.tokenizer.gguf import read_gguf_tokenizer
 
     return read_gguf_tokenizer(open_gguf(path).metadata, path).backend
 

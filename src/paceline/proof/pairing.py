@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.proof.checkpoint_facts import CheckpointFacts
-from paceline.vocabulary import VocabularyComparison, compare_pieces
+from paceline.tokenizer.vocabulary import VocabularyComparison, compare_pieces
 
 
 @dataclass(frozen=True, slots=True)

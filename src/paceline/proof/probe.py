@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from paceline.vocabulary import SAMPLE_TEXT
+from paceline.tokenizer.vocabulary import SAMPLE_TEXT
 
 if TYPE_CHECKING:
     from paceline.llm import LLM

@@ -9,7 +9,7 @@ import numpy as np
 from paceline.errors import BackendUnavailableError, RequestError, library_errors
 from paceline.installation import install_extra
 from paceline.sampling.grammar import Grammar, GrammarKind
-from paceline.tokenizer import Tokenizer
+from paceline.tokenizer.tokenizer import Tokenizer
 
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NO_END = "<|end of grammar|>"  # stands for the end in a vocabulary that has no end token

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from paceline.errors import RequestError
 from paceline.sampling.compiled_grammar import CompiledGrammar, GrammarVocabulary, reason_of
 from paceline.sampling.grammar import Grammar, GrammarKind
-from paceline.tokenizer import Tokenizer
+from paceline.tokenizer.tokenizer import Tokenizer
 
 MAX_COMPILED = 64  # grammars a compiler keeps
 _PROMPT_TAIL = 64  # tokens of the prompt that are looked at for the end of a reasoning section

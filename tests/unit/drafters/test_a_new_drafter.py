@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from checkpoints import write_checkpoint
+from harness.checkpoints import write_checkpoint
 from paceline import LLM, SamplingParams, drafters
 from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.request import TokenOrigin

@@ -9,10 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from checkpoints import VOCAB_SIZE, write_checkpoint
-from eagle_checkpoints import DRAFT_IDS, EAGLE3, FIRST_TOKEN, eagle3_tensors, write_head, write_legible_target
-from medusa_checkpoints import write_successor_target
-from mtp_checkpoints import add_module
+from harness.checkpoints import VOCAB_SIZE, write_checkpoint
+from harness.eagle_checkpoints import DRAFT_IDS, EAGLE3, FIRST_TOKEN, eagle3_tensors, write_head, write_legible_target
+from harness.medusa_checkpoints import write_successor_target
+from harness.mtp_checkpoints import add_module
+from harness.unconventional_heads import (
+    LOOKS_BACK,
+    from_first_boundary,
+    less_first_boundary,
+    module_with_signs,
+    with_signed_norm,
+    with_small_features,
+    with_small_outputs,
+    with_strange_norm,
+    write_converted_hass,
+    write_eagle1_with_a_stray_bias,
+    write_looking_back_eagle1,
+    write_reading_eagle3,
+)
 from paceline import LLM, SamplingParams
 from paceline.drafters import HeadOptions, TargetDescription, layers_to_collect, make_drafter
 from paceline.drafters.eagle.config import EagleConfig, read_eagle_config
@@ -32,21 +46,7 @@ from paceline.runtimes.facts import FILE_NAME
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.runtimes.native.library import kernels_path
 from paceline.speculation.draft_length import DraftLengthPolicy
-from paceline.tokenizer import Tokenizer
-from unconventional_heads import (
-    LOOKS_BACK,
-    from_first_boundary,
-    less_first_boundary,
-    module_with_signs,
-    with_signed_norm,
-    with_small_features,
-    with_small_outputs,
-    with_strange_norm,
-    write_converted_hass,
-    write_eagle1_with_a_stray_bias,
-    write_looking_back_eagle1,
-    write_reading_eagle3,
-)
+from paceline.tokenizer.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.skipif(kernels_path() is None, reason="no native kernels for this machine")
 

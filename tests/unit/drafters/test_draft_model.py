@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpoints import VOCAB_SIZE, write_checkpoint
+from harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from paceline import LLM, SamplingParams
 from paceline.drafters.draft_model import CATCH_UP_ROWS, DraftModelDrafter
 from paceline.errors import CapacityError, RequestError

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpoints import write_checkpoint, write_tokenizer
-from eagle_checkpoints import (
+from harness.checkpoints import write_checkpoint, write_tokenizer
+from harness.eagle_checkpoints import (
     DRAFT_IDS,
     EAGLE1,
     EAGLE3,

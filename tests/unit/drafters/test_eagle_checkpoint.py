@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from eagle_checkpoints import DRAFT_IDS, EAGLE1, EAGLE3, VOCAB_SIZE, Tensors, eagle1_tensors, eagle3_tensors, write_head
+from harness.eagle_checkpoints import DRAFT_IDS, EAGLE1, EAGLE3, VOCAB_SIZE, Tensors, eagle1_tensors, eagle3_tensors, write_head
 from paceline.drafters import find_head
 from paceline.drafters.eagle.checkpoint import EagleCheckpoint, open_eagle
 from paceline.drafters.eagle.config import read_eagle_config

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from native_network import plain_tensor
+from harness.native_network import plain_tensor
 from paceline.drafters.eagle.config import EagleConfig
 from paceline.drafters.eagle.network import drafted_pairs, true_pairs
 from paceline.drafters.head_kinds import HeadKind

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from native_network import plain_tensor
+from harness.native_network import plain_tensor
 from paceline.drafters.medusa.checkpoint import MedusaHeads
 from paceline.drafters.medusa.drafter import MedusaDrafter
 from paceline.drafters.medusa.network import MedusaNetwork

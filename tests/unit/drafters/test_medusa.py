@@ -9,8 +9,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from checkpoints import VOCAB_SIZE, write_checkpoint
-from medusa_checkpoints import Arrays, edit, perfect_blocks, perfect_heads, random_heads, write_heads, write_successor_target
+from harness.checkpoints import VOCAB_SIZE, write_checkpoint
+from harness.medusa_checkpoints import Arrays, edit, perfect_blocks, perfect_heads, random_heads, write_heads, write_successor_target
 from paceline import LLM, SamplingParams
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.medusa.drafter import MedusaDrafter, open_medusa

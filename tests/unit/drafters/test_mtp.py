@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpoints import write_checkpoint
-from medusa_checkpoints import edit, write_successor_target
-from mtp_checkpoints import LAYOUTS, Arrays, add_module, perfect_module, random_matrix, random_module, write_mimo, write_speculators
+from harness.checkpoints import write_checkpoint
+from harness.medusa_checkpoints import edit, write_successor_target
+from harness.mtp_checkpoints import LAYOUTS, Arrays, add_module, perfect_module, random_matrix, random_module, write_mimo, write_speculators
 from paceline import LLM, SamplingParams
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.mtp import MtpModule, load_mtp

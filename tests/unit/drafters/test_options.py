@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from checkpoints import write_checkpoint
-from eagle_checkpoints import write_legible_target
-from medusa_checkpoints import perfect_heads, write_heads, write_successor_target
+from harness.checkpoints import write_checkpoint
+from harness.eagle_checkpoints import write_legible_target
+from harness.medusa_checkpoints import perfect_heads, write_heads, write_successor_target
+from harness.unconventional_heads import write_reading_eagle3
 from paceline import LLM, ConfigError, IncompatibleDrafterError, SamplingParams
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.drafter import MedusaDrafter
@@ -18,7 +19,6 @@ from paceline.drafters.pairs import opening
 from paceline.drafters.pairs.config import PairVariant
 from paceline.drafters.pairs.drafter import PairDrafter
 from paceline.engine.open import settings_of
-from unconventional_heads import write_reading_eagle3
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 

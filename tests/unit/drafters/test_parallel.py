@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from eagle_checkpoints import (
+from harness.eagle_checkpoints import (
     DRAFT_IDS,
     EAGLE3,
     FIRST_TOKEN,

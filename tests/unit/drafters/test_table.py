@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import write_checkpoint, write_tokenizer
+from harness.checkpoints import write_checkpoint, write_tokenizer
 from paceline.drafters import EMBEDDED, NAMES, TargetDescription, make_drafter
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.ngram import NgramDrafter
@@ -14,7 +14,7 @@ from paceline.drafters.prediction import PredictionDrafter
 from paceline.drafters.stack import StackDrafter
 from paceline.drafters.suffix.drafter import SuffixDrafter
 from paceline.errors import CheckpointError, IncompatibleDrafterError
-from paceline.tokenizer import Tokenizer
+from paceline.tokenizer.tokenizer import Tokenizer
 
 pytest.importorskip("openvino")
 

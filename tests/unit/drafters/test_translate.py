@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpoints import VOCAB_SIZE, write_byte_fallback_tokenizer, write_byte_level_tokenizer, write_checkpoint
+from harness.checkpoints import VOCAB_SIZE, write_byte_fallback_tokenizer, write_byte_level_tokenizer, write_checkpoint
+from harness.vocabulary_pairs import reorder_vocabulary
 from paceline.drafters import TargetDescription, make_drafter
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.translate import ByteTokenizer, SharedPieces, TextDrafter
@@ -15,8 +16,7 @@ from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.drafter import DraftBudget, Drafter
 from paceline.speculation.request import Request
-from paceline.tokenizer import Tokenizer
-from vocabulary_pairs import reorder_vocabulary
+from paceline.tokenizer.tokenizer import Tokenizer
 
 TEXTS = ["the theory", " a cat", "thé 你好 the\n\tthe", "x😺y", "\n", "", "😺"]
 GREEDY = SamplingParams()

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import write_checkpoint
-from engine_targets import Open, open_small
+from harness.checkpoints import write_checkpoint
+from harness.engine_targets import Open, open_small
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_targets import Open
+from harness.engine_targets import Open
 from paceline import AsyncEngine, CapacityError, ConfigError, RequestError, SamplingParams
 from paceline.outputs import RequestOutput
 from paceline.speculation.draft_length import DraftLengthPolicy

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine_targets import Open, assert_clean, make, run_to_end
+from harness.engine_targets import Open, assert_clean, make, run_to_end
 from paceline import LLM, RequestError, RequestSpeculation, SamplingParams
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.stack import StackDrafter

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from checkpoints import write_checkpoint
-from engine_targets import Open, assert_clean, make, run_to_end
+from harness.checkpoints import write_checkpoint
+from harness.engine_targets import Open, assert_clean, make, run_to_end
 from paceline import LLM, CapacityError, CheckpointError, RequestError, SamplingParams
 from paceline.runtimes.base import ForwardBatch, ForwardOutput
 from paceline.speculation import step as step_module

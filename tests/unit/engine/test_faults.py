@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from engine_targets import Open, assert_clean
+from harness.engine_targets import Open, assert_clean
 from paceline import AsyncEngine, ConfigError, PacelineError, RequestError, SamplingParams
 from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.drafter import DraftBudget, Drafter

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine_targets import Open, assert_clean
+from harness.engine_targets import Open, assert_clean
 from paceline import LLM, ConfigError, RequestError, SamplingParams
 from paceline.outputs import RequestOutput
 from paceline.runtimes.base import ForwardBatch, ForwardOutput

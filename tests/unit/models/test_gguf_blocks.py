@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from gguf_checkpoints import HALVES, random_blocks
+from harness.gguf_checkpoints import HALVES, random_blocks
 from paceline.errors import CheckpointError
 from paceline.models import gguf_blocks
-from paceline.models.gguf_blocks import GROUPED_TYPES, group_blocks, grouped_size
-from paceline.models.gguf_header import BLOCK_TYPES, BlockType
+from paceline.models.gguf.blocks import GROUPED_TYPES, group_blocks, grouped_size
+from paceline.models.gguf.header import BLOCK_TYPES, BlockType
 from paceline.models.grouped import GroupedMatrix
 
 gguf = pytest.importorskip("gguf")

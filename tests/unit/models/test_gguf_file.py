@@ -12,8 +12,8 @@ import pytest
 
 from paceline.errors import CheckpointError
 from paceline.models.checkpoint import is_gguf, open_weights, read_model_config, weight_files
-from paceline.models.gguf_file import open_gguf
-from paceline.models.gguf_header import MAX_ITEMS, MAX_TEXT_BYTES
+from paceline.models.gguf.file import open_gguf
+from paceline.models.gguf.header import MAX_ITEMS, MAX_TEXT_BYTES
 
 gguf = pytest.importorskip("gguf")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from native_network import BUILT, open_kernels
+from harness.native_network import BUILT, open_kernels
 from paceline.models.page_sums import PAGE_BYTES, PageSums, checksum, page_factors, plain_page_sums
 from paceline.runtimes.native import checksum as native
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpoints import write_checkpoint
-from gguf_checkpoints import write_gguf
+from harness.checkpoints import write_checkpoint
+from harness.gguf_checkpoints import write_gguf
 from paceline.config import QuantOptions
 from paceline.models import gguf_weights
 from paceline.models.checkpoint import open_weights, read_model_config
-from paceline.models.gguf_header import BLOCK_TYPES
+from paceline.models.gguf.header import BLOCK_TYPES
 from paceline.models.quantized_cache import FOLDER, quantized_weights
 from paceline.models.weights import GroupedTensor, Weights, as_float32
 

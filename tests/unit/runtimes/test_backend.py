@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from native_network import native_config
+from harness.native_network import native_config
 from paceline.errors import BackendUnavailableError, ConfigError
 from paceline.installation import install_extra
 from paceline.runtimes import backend as backend_module

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from native_network import native_config, plain_tensor
+from harness.native_network import native_config, plain_tensor
 from paceline.errors import BackendUnavailableError
 from paceline.models.config import ModelConfig
 from paceline.models.weights import Weights

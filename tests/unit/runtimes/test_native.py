@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from native_network import BUILT, native_config
+from harness.native_network import BUILT, native_config
 from paceline.errors import BackendUnavailableError, CapacityError
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig, WeightType

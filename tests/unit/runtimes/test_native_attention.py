@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from native_network import BUILT, Network, make_batch, native_config
+from harness.native_network import BUILT, Network, make_batch, native_config
 from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.kv_cache.row_plan import path_to, tree_mask
 from paceline.models.config import ModelConfig

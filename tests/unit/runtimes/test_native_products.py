@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from native_network import BUILT, Network, plain_tensor
+from harness.native_network import BUILT, Network, plain_tensor
 from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix, pack_nibbles
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, as_float32

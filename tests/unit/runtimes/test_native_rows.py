@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from native_network import BUILT, Network, make_batch, native_config, plain_tensor
+from harness.native_network import BUILT, Network, make_batch, native_config, plain_tensor
 from paceline.models.config import Activation, ModelConfig
 from paceline.models.rope import inverse_frequencies
 from paceline.runtimes.base import FloatArray, RowRange

@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from native_network import BUILT, Network, plain_tensor
+from harness.native_network import BUILT, Network, plain_tensor
 from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix, pack_nibbles, unpack_nibbles
 from paceline.models.weights import AnyTensor, GroupedTensor, Weights

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpoints import VOCAB_SIZE, write_checkpoint
+from harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from paceline.errors import CapacityError
 from paceline.kv_cache.block_pool import SCRATCH_BLOCK
 from paceline.kv_cache.row_plan import TreeLayout

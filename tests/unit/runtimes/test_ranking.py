@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from native_network import BUILT, Network, make_batch
+from harness.native_network import BUILT, Network, make_batch
 from paceline.drafters.pairs.ranking import best_scores
 from paceline.runtimes.base import FloatArray, RowRange
 from paceline.runtimes.head import DRAW, Draws, RankedRow, Ranking, ranked_rows

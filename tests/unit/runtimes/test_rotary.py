@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpoints import write_checkpoint
-from native_network import BUILT, native_config
+from harness.checkpoints import write_checkpoint
+from harness.native_network import BUILT, native_config
 from paceline import LLM, SamplingParams
 from paceline.models.config import ModelConfig, RopeConfig, RopeType, WeightType
 from paceline.models.rope import inverse_frequencies

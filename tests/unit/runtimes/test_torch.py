@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpoints import VOCAB_SIZE, write_checkpoint
+from harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from paceline.errors import BackendUnavailableError, CapacityError, ConfigError
 from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.kv_cache.row_plan import TreeLayout, tree_mask

@@ -12,13 +12,13 @@ import jsonschema
 import numpy as np
 import pytest
 
-from grammar_schemas import random_schema
+from harness.grammar_schemas import random_schema
 from paceline.errors import BackendUnavailableError, RequestError
 from paceline.installation import install_extra
 from paceline.sampling.compiled_grammar import CompiledGrammar
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.matcher import GrammarCompiler, GrammarMatcher
-from paceline.tokenizer import Tokenizer
+from paceline.tokenizer.tokenizer import Tokenizer
 
 MINI = Path(__file__).resolve().parents[3] / "src" / "paceline" / "assets" / "mini" / "target"
 EOS_IDS = (2, 0)

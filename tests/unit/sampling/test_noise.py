@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
+from harness.scripted_target import chi_square_tail
 from paceline.sampling.noise import _RUN_PAIRS, Purpose, bits_by_run, exponential, key_bits, noise_bits, noise_key, token_noise
-from scripted_target import chi_square_tail
 
 VOCABULARY = 50_001
 FROZEN = (

@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 
+from harness.scripted_target import textbook_probs
 from paceline.errors import CheckpointError, RequestError
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
-from scripted_target import textbook_probs
 
 VOCABULARY = 40
 SAMPLED = {"temperature": 0.7}

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from harness.scripted_target import law_p_value, textbook_probs
 from paceline.sampling.noise import Purpose, step_uniform
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.sampling.residual import TokenProbs, acceptance, block_threshold, draw_distinct, excess, residual
-from scripted_target import law_p_value, textbook_probs
 
 VOCAB_SIZE = 9
 

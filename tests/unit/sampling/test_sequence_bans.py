@@ -7,7 +7,7 @@ from paceline.errors import RequestError
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.sampling.sequence_bans import BadWords, RepeatedNgrams, bad_word_ids
-from paceline.tokenizer import Tokenizer
+from paceline.tokenizer.tokenizer import Tokenizer
 
 VOCABULARY = 30
 

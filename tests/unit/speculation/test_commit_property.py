@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from checkpoints import write_byte_fallback_tokenizer, write_byte_level_tokenizer
+from harness.checkpoints import write_byte_fallback_tokenizer, write_byte_level_tokenizer
+from harness.written_target import MAX_DEPTH, NUM_POSITIONS, BlockDrafter, WrittenTarget
 from paceline import SamplingParams
 from paceline.engine.batch import RequestMaker
 from paceline.kv_cache.paged import KVCache
@@ -33,8 +34,7 @@ from paceline.speculation.guess import Guesser
 from paceline.speculation.request import Request, TokenOrigin
 from paceline.speculation.step import step
 from paceline.speculation.stop import TextStop
-from paceline.tokenizer import Tokenizer
-from written_target import MAX_DEPTH, NUM_POSITIONS, BlockDrafter, WrittenTarget
+from paceline.tokenizer.tokenizer import Tokenizer
 
 LETTERS = ("a", "b", "ab", "aab", " the", "é", "你", "😀", "👩‍🚀", "t", "\n")  # of several tokens, and of several bytes a character
 Open = Callable[[str], RequestMaker]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from grammar_schemas import random_schema
+from harness.grammar_schemas import random_schema
 from paceline.errors import RequestError
 from paceline.kv_cache.paged import CachedSequence
 from paceline.kv_cache.row_plan import TreeLayout, is_chain, num_rows
@@ -27,7 +27,7 @@ from paceline.speculation.constrained import SOURCE, constrain, forced_run
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.verify import verify
-from paceline.tokenizer import Tokenizer
+from paceline.tokenizer.tokenizer import Tokenizer
 
 MINI = Path(__file__).resolve().parents[3] / "src" / "paceline" / "assets" / "mini" / "target"
 EOS_IDS = (2, 0)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import enumerated_laws
-from enumerated_laws import (
+from harness import enumerated_laws
+from harness.enumerated_laws import (
     Branching,
     Shape,
     Text,
@@ -25,6 +25,7 @@ from enumerated_laws import (
     sparse_laws,
     walk,
 )
+from harness.scripted_target import ScriptedTarget
 from paceline.errors import CheckpointError
 from paceline.kv_cache.paged import CachedSequence
 from paceline.kv_cache.row_plan import TreeLayout, num_rows
@@ -37,7 +38,6 @@ from paceline.speculation.rejection import StepChance, verify_rejection
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree, Proposal
 from paceline.speculation.verify import verify
-from scripted_target import ScriptedTarget
 
 NUM_CASES = 6
 NUM_WRONG_CASES = 100  # the first one that shows it ends the search

@@ -3,9 +3,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpoints import write_byte_fallback_tokenizer
+from harness.checkpoints import write_byte_fallback_tokenizer
 from paceline.speculation.stop import TextStop
-from paceline.tokenizer import Tokenizer
+from paceline.tokenizer.tokenizer import Tokenizer
 
 SPLIT = "\N{REPLACEMENT CHARACTER}"
 

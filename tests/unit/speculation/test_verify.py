@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from harness.scripted_target import ScriptedTarget
 from paceline.kv_cache.paged import CachedSequence
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
@@ -10,7 +11,6 @@ from paceline.speculation.commit import commit
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.verify import verify
-from scripted_target import ScriptedTarget
 
 NUM_TOKENS = 10
 PARAMS = {

@@ -16,9 +16,9 @@ from paceline.drafters.head_containers import HeadTensor
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError
-from paceline.models.gguf_blocks import group_blocks
-from paceline.models.gguf_file import GgufFile, open_gguf
-from paceline.models.gguf_header import GgufTensor
+from paceline.models.gguf.blocks import group_blocks
+from paceline.models.gguf.file import GgufFile, open_gguf
+from paceline.models.gguf.header import GgufTensor
 
 ARCHITECTURE = "eagle3"
 _PLAIN = {"F32": ("F32", "<f4"), "F16": ("F16", "<f2"), "BF16": ("BF16", "<u2"), "I64": ("I64", "<i8"), "I32": ("I32", "<i4")}

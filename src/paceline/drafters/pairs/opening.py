@@ -14,7 +14,7 @@ from paceline.drafters.pairs.target_text import LENGTH, draw_text
 from paceline.kv_cache.paged import KVCache
 from paceline.models.checkpoint import weight_files
 from paceline.runtimes.base import Runtime
-from paceline.tokenizer import Tokenizer
+from paceline.tokenizer.tokenizer import Tokenizer
 
 ConfigT = TypeVar("ConfigT", bound=PairConfig)
 

@@ -11,8 +11,8 @@ from paceline.runtimes.base import FloatArray, Runtime, assemble
 from paceline.sampling.draw import draw
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
-from paceline.tokenizer import Tokenizer
-from paceline.vocabulary import SAMPLE_TEXT
+from paceline.tokenizer.tokenizer import Tokenizer
+from paceline.tokenizer.vocabulary import SAMPLE_TEXT
 
 NUM_SEQUENCES, LENGTH = 8, 24
 """Several short texts side by side: as many passes as one of them takes."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from checkpoints import VOCAB_SIZE, write_checkpoint
+from harness.checkpoints import VOCAB_SIZE, write_checkpoint
 
 Arrays = dict[str, NDArray[Any]]
 LAYOUTS = ("rows", "rows_pt", "tgi", "whole", "vllm", "vllm_shared", "vllm_map")

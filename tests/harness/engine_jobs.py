@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from adversaries import Answers, ChaosDrafter, OracleDrafter, WrongDrafter
+from harness.adversaries import Answers, ChaosDrafter, OracleDrafter, WrongDrafter
 from paceline import LLM, BackendUnavailableError, RequestError, SamplingParams
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.prediction import PredictionDrafter
@@ -264,9 +264,9 @@ def open_drafting(kind: str, solo: "Solo", known: Answers, draft: Path, *, depth
 
 def write_heads_and_target(folder: Path, name: str) -> tuple[Path, dict[str, Path]]:
     """A target whose next token heads can know, by the name of its kind, and these heads by theirs."""
-    from eagle_checkpoints import write_legible_target, write_listening_eagle1, write_reading_eagle1, write_reading_eagle3
-    from medusa_checkpoints import perfect_heads, write_heads, write_successor_target
-    from mtp_checkpoints import add_module, perfect_module
+    from harness.eagle_checkpoints import write_legible_target, write_listening_eagle1, write_reading_eagle1, write_reading_eagle3
+    from harness.medusa_checkpoints import perfect_heads, write_heads, write_successor_target
+    from harness.mtp_checkpoints import add_module, perfect_module
 
     target = folder / name
     if name == "successor":

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.gguf_header import GgufTensor, Header, Metadata
+from paceline.models.gguf.header import GgufTensor, Header, Metadata
 from paceline.models.safetensors_file import map_file
 from paceline.small_files import is_file, unreadable
 

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.byte_pieces import REPLACEMENT, num_open_bytes, without_bad_bytes
-from paceline.chat_template import ChatTemplate
 from paceline.errors import CheckpointError, RequestError, library_errors, memory_errors, shortened
-from paceline.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
-from paceline.tokenizer_backend import TokenizerBackend
-from paceline.tokenizer_files import open_pretrained
+from paceline.tokenizer.backend import TokenizerBackend
+from paceline.tokenizer.byte_pieces import REPLACEMENT, num_open_bytes, without_bad_bytes
+from paceline.tokenizer.chat_template import ChatTemplate
+from paceline.tokenizer.files import open_pretrained
+from paceline.tokenizer.gguf import GgufTokenizer, read_gguf_tokenizer
 
 _MAX_WINDOW = 32
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
@@ -42,7 +42,7 @@ class Tokenizer:
             CapacityError: it does not fit in memory.
         """
         if directory.suffix.lower() == ".gguf" and not directory.is_dir():
-            from paceline.models.gguf_file import open_gguf
+            from paceline.models.gguf.file import open_gguf
 
             return cls.from_gguf(open_gguf(directory).metadata, directory)
         try:

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from paceline import chat_template
-from paceline.chat_template import MEMORY_BYTES, ChatTemplate, most_characters
 from paceline.errors import BackendUnavailableError, CheckpointError, RequestError
+from paceline.tokenizer.chat_template import MEMORY_BYTES, ChatTemplate, most_characters
 
 PLAIN = "{{ bos_token }}{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}"
 PLAIN += "{% if add_generation_prompt %}model: {% endif %}"
@@ -151,7 +151,7 @@ def test_the_process_ends_with_its_template() -> None:
 def test_the_process_ends_with_the_program() -> None:
     program = f"""
 import os, sys
-from paceline.chat_template import ChatTemplate
+from paceline.tokenizer.chat_template import ChatTemplate
 template = ChatTemplate({PLAIN!r}, {{"bos_token": ""}})
 template.check()
 print(template._running.process.pid, flush=True)

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from checkpoints import VOCAB_SIZE, write_checkpoint
-from medusa_checkpoints import edit
+from harness.checkpoints import VOCAB_SIZE, write_checkpoint
+from harness.medusa_checkpoints import edit
 
 Arrays = dict[str, NDArray[Any]]
 LAYOUTS = ("mtp", "extra_layer", "mtp_layers")

@@ -10,9 +10,9 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from paceline.errors import CheckpointError
-from paceline.gguf_splits import SPLITS
-from paceline.gguf_tokenizer import read_gguf_tokenizer
-from paceline.tokenizer import Tokenizer
+from paceline.tokenizer.gguf import read_gguf_tokenizer
+from paceline.tokenizer.gguf_splits import SPLITS
+from paceline.tokenizer.tokenizer import Tokenizer
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 BYTE_LEVEL: dict[str, Any] = {

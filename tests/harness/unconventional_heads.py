@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from eagle_checkpoints import (
+from harness.eagle_checkpoints import (
     CODE,
     DRAFT_IDS,
     HEAD,
@@ -21,8 +21,8 @@ from eagle_checkpoints import (
     vocabulary_tables,
     write_head,
 )
-from medusa_checkpoints import steps_behind
-from mtp_checkpoints import Arrays, random_module
+from harness.medusa_checkpoints import steps_behind
+from harness.mtp_checkpoints import Arrays, random_module
 
 Edit = Callable[[dict[str, NDArray[np.float32]]], None]
 NEW, CURRENT, EARLIER = slice(0, CODE), slice(HIDDEN, HIDDEN + CODE), slice(HIDDEN + CODE, HIDDEN + 2 * CODE)  # columns of q, k and v

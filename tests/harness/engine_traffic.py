@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engine_jobs import Job
+from harness.engine_jobs import Job
 from paceline import LLM
 from paceline.engine.batch import AskedFor
 from paceline.engine.engine import Engine

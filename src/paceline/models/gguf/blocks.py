@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
-from paceline.models.gguf_header import BlockType
+from paceline.models.gguf.header import BlockType
 from paceline.models.grouped import GroupedMatrix, pack_nibbles
 
 _CHUNK_ITEMS = 1 << 17  # elements converted at a time: temporaries stay small beside the matrix

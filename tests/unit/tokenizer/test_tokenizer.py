@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import write_byte_fallback_tokenizer, write_byte_level_tokenizer, write_tokenizer
+from harness.checkpoints import write_byte_fallback_tokenizer, write_byte_level_tokenizer, write_tokenizer
 from paceline.errors import CheckpointError, RequestError
-from paceline.tokenizer import Tokenizer
+from paceline.tokenizer.tokenizer import Tokenizer
 
 WRITERS = {"words": write_tokenizer, "byte_fallback": write_byte_fallback_tokenizer, "byte_level": write_byte_level_tokenizer}
 

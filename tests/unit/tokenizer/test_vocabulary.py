@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpoints import VOCAB_SIZE, write_tokenizer
-from paceline.tokenizer import Tokenizer
-from paceline.vocabulary import (
+from harness.checkpoints import VOCAB_SIZE, write_tokenizer
+from paceline.tokenizer.tokenizer import Tokenizer
+from paceline.tokenizer.vocabulary import (
     ENOUGH_PIECES,
     SAMPLE_TEXT,
     Speller,

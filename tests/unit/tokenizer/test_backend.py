@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as Library
 
-from checkpoints import write_byte_fallback_tokenizer, write_byte_level_tokenizer
+from harness.checkpoints import write_byte_fallback_tokenizer, write_byte_level_tokenizer
 from paceline.errors import CheckpointError, PacelineError, RequestError, library_errors
-from paceline.gguf_tokenizer import MAX_TOKENS, read_gguf_tokenizer
 from paceline.proof.checkpoint_facts import read_tokenizer
 from paceline.sampling.compiled_grammar import GrammarVocabulary
 from paceline.small_files import TOKENIZER_BYTES
-from paceline.tokenizer import Tokenizer
-from paceline.tokenizer_backend import SPARE_IDS, TokenizerBackend, check_ids
-from paceline.tokenizer_files import MAX_ADDED_ID
-from paceline.vocabulary import compare_vocabularies
+from paceline.tokenizer.backend import SPARE_IDS, TokenizerBackend, check_ids
+from paceline.tokenizer.files import MAX_ADDED_ID
+from paceline.tokenizer.gguf import MAX_TOKENS, read_gguf_tokenizer
+from paceline.tokenizer.tokenizer import Tokenizer
+from paceline.tokenizer.vocabulary import compare_vocabularies
 
 MAX_SECONDS = 5.0
 Change = Callable[[dict[str, Any]], object]
@@ -161,7 +161,7 @@ def test_without_torch_nothing_is_said_about_it_and_the_environment_stays_as_it_
         sys.modules["torch"] = None
         before = dict(os.environ)
         from pathlib import Path
-        from paceline.tokenizer import Tokenizer
+        from paceline.tokenizer.tokenizer import Tokenizer
         Tokenizer.open(Path(sys.argv[1]))
         assert "transformers" in sys.modules
         assert dict(os.environ) == before

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from checkpoints import VOCAB_SIZE, write_checkpoint
-from eagle_checkpoints import (
+from harness.checkpoints import VOCAB_SIZE, write_checkpoint
+from harness.eagle_checkpoints import (
     CODE,
     DRAFT_IDS,
     EAGLE1,
@@ -32,9 +32,9 @@ from eagle_checkpoints import (
     write_recalling_peagle,
     write_recalling_target,
 )
-from medusa_checkpoints import edit, perfect_blocks, perfect_heads, random_heads, write_heads, write_successor_target
-from mtp_checkpoints import LAYOUTS as MTP_LAYOUTS
-from mtp_checkpoints import Arrays, add_module, random_module
+from harness.medusa_checkpoints import edit, perfect_blocks, perfect_heads, random_heads, write_heads, write_successor_target
+from harness.mtp_checkpoints import LAYOUTS as MTP_LAYOUTS
+from harness.mtp_checkpoints import Arrays, add_module, random_module
 
 NUM_LAYERS = 4  # of the legible targets
 SHARPNESS = 0.5  # of the successor target: at temperature 1 it leaves its cycle now and then

@@ -15,8 +15,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from paceline.errors import CheckpointError, library_errors
-from paceline.gguf_fields import WAY_OUT, TokenizerFields
-from paceline.gguf_splits import DEFAULT_SPLIT, SPLITS
+from paceline.tokenizer.gguf_fields import WAY_OUT, TokenizerFields
+from paceline.tokenizer.gguf_splits import DEFAULT_SPLIT, SPLITS
 
 MAX_TOKENS = 1 << 20
 _MAX_MERGED_CHARACTERS = 1024

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from checkpoints import write_tokenizer
+from harness.checkpoints import write_tokenizer
 
 VOCAB_SIZE = 97
 Tensors = dict[str, torch.Tensor]

@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.config import ModelConfig, RopeConfig, RopeType, WeightType, config_from_values
-from paceline.models.gguf_file import GgufFile
+from paceline.models.gguf.file import GgufFile
 from paceline.models.rope import inverse_frequencies
 
 _FAMILY_OF: Mapping[str, str] = {

@@ -8,7 +8,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.tokenizer import Tokenizer
+from paceline.tokenizer.tokenizer import Tokenizer
 
 IdMap = NDArray[np.int64]
 
