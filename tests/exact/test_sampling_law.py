@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from harness.many_draws import draw_many
 from harness.scripted_target import LEAST_EXPECTED, NoisePosition, ScriptedTarget, joint_counts, law_p_value, textbook_probs
-from paceline.sampling.draw import draw, draw_rows
+from paceline.sampling.draw import draw
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 
@@ -69,20 +70,7 @@ def test_the_samples_of_one_seed_are_independent(seed):
     params = LAWS["top-k"]
     row = LogitsProcessor(params, target.vocab_size, target.prompt).process(target.logits(target.prompt))
     count = NUM_SEEDS // 4
-    shape = (count, len(row.scores))
-    samples = np.stack(
-        [
-            draw_rows(
-                np.broadcast_to(row.scores, shape),
-                np.broadcast_to(row.token_ids, shape),
-                _seeds(seed, count),
-                np.full(count, sample_index),
-                np.full(count, 3),
-            )
-            for sample_index in (0, 1)
-        ],
-        axis=1,
-    )
+    samples = np.stack([draw_many(row, _seeds(seed, count), sample_index, 3) for sample_index in (0, 1)], axis=1)
     probs = textbook_probs(target.logits(target.prompt), params)
     kept = np.flatnonzero(probs)
     law = {(int(one), int(other)): float(probs[one] * probs[other]) for one in kept for other in kept}

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.sampling.draw import draw, draw_rows
+from harness.many_draws import draw_many
+from paceline.sampling.draw import draw
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import Constraint, LogitsProcessor
 
@@ -64,7 +65,7 @@ class ScriptedTarget:
     def generate_many(
         self, params: SamplingParams, seeds: NDArray[np.uint64], num_tokens: int, noise_position: NoisePosition = int
     ) -> NDArray[np.int64]:
-        """[len(seeds), num_tokens]: `generate` for many seeds, those that share a text so far drawn together.
+        """[len(seeds), num_tokens]: `generate` for many seeds, the processors run once for those that share a text so far.
 
         `noise_position` exists to break the noise on purpose; the identity is the engine's.
         """
@@ -74,10 +75,7 @@ class ScriptedTarget:
             for text, members in _groups(texts[:, :depth]):
                 processor = LogitsProcessor(params, self.vocab_size, self.prompt)
                 row = processor.process(self.logits((*self.prompt, *text)), text)
-                shape = (len(members), len(row.scores))
-                token_ids = None if row.token_ids is None else np.broadcast_to(row.token_ids, shape)
-                zeros = np.zeros(len(members), np.int64)
-                texts[members, depth] = draw_rows(np.broadcast_to(row.scores, shape), token_ids, seeds[members], zeros, zeros + position)
+                texts[members, depth] = draw_many(row, seeds[members], 0, position)
         return texts
 
 

@@ -31,9 +31,6 @@ class WrittenTarget(Runtime):
     def embed(self, token_ids: IntArray) -> FloatArray:
         return np.zeros((len(token_ids), 1), np.float32)
 
-    def lm_head(self, hidden_states: FloatArray) -> FloatArray:
-        return hidden_states
-
 
 class BlockDrafter(Drafter):
     """Right guesses in blocks of random sizes, with wrong ones behind or beside them.

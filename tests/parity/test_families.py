@@ -195,11 +195,10 @@ def test_a_prompt_gives_the_logits_of_transformers_in_one_pass_in_chunks_and_one
 
 
 @BY_CASE_AND_BACKEND
-def test_embed_lm_head_and_boundaries_agree(references: Callable[[str], Reference], case: str, backend: str) -> None:
+def test_embeddings_and_boundaries_agree(references: Callable[[str], Reference], case: str, backend: str) -> None:
     reference = references(case)
     runtime = open_backend(reference.directory, backend, max_context=CASES[case].max_context, collect_layers=(0, 2))
     assert difference(runtime.embed(np.array(reference.token_ids, np.int32)), reference.hidden_states[0]) == 0.0
-    assert difference(runtime.lm_head(reference.hidden_states[-1]), reference.logits) <= BOUNDS[backend]
     cache = runtime.new_cache(64)
     plan = cache.reserve(cache.new_sequence(), range(-1, PROMPT_LEN - 1))
     output = runtime.forward(assemble([plan], [reference.token_ids], [[0]]))

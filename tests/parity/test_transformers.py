@@ -220,11 +220,10 @@ def test_hidden_states_and_boundaries_are_those_of_transformers(references: Call
 
 @BY_KIND
 @pytest.mark.parametrize("case", ["llama", "qwen2-tied"])
-def test_embed_and_lm_head_alone_agree(references: Callable[[str], Reference], case: str, kind: str) -> None:
+def test_embeddings_agree(references: Callable[[str], Reference], case: str, kind: str) -> None:
     reference = references(case)
     runtime, _ = open_runtime(reference.directory, kind)
     assert difference(runtime.embed(np.array(reference.token_ids, np.int32)), reference.hidden_states[0]) == 0.0
-    assert difference(runtime.lm_head(reference.hidden_states[-1]), reference.logits) <= KINDS[kind].bound
 
 
 @BY_KIND

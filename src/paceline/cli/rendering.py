@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.segment import Segment, Segments
@@ -19,6 +19,7 @@ from paceline.speculation.request import TokenOrigin
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
+    from paceline.tokenizer.tokenizer import IncrementalDetokenizer
 
 # Told apart without seeing colours as well: neither attribute, bold, underlined.
 STYLES = {TokenOrigin.ACCEPTED: "green", TokenOrigin.BONUS: "bold", TokenOrigin.PLAIN: "yellow underline"}
@@ -27,12 +28,6 @@ NAMES = {TokenOrigin.ACCEPTED: "accepted draft", TokenOrigin.BONUS: "bonus token
 # A model's text must not move the cursor, set the title or answer for the keyboard of the terminal it is shown on.
 CONTROLS_TO_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 CONTROLS_TO_PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-
-
-class Detokenizer(Protocol):
-    """Text of tokens as they arrive."""
-
-    def push(self, token_id: int) -> str: ...
 
 
 class Writer:
@@ -68,7 +63,7 @@ class DraftWriter(Writer):
     token that ends inside a character has no piece of its own: the token that completes the character has it.
     """
 
-    def __init__(self, detokenizer: Detokenizer) -> None:
+    def __init__(self, detokenizer: IncrementalDetokenizer) -> None:
         super().__init__()
         self._detokenizer = detokenizer
         self._console = Console(file=sys.stdout, highlight=False)

@@ -143,9 +143,6 @@ class StackDrafter(Drafter):
     def may_guess(self, request: Request, max_reading_s: float) -> bool:
         return any(drafter.may_guess(request, max_reading_s) for drafter in self._drafters)
 
-    def fork(self, parent: Request, child: Request) -> None:
-        _tell_all([partial(drafter.fork, parent, child) for drafter in self._drafters])
-
     def preempt(self, request: Request) -> None:
         self._asked.pop(id(request), None)
         _tell_all([partial(drafter.preempt, request) for drafter in self._drafters])

@@ -155,24 +155,6 @@ class KVCache:
         del sequence.chain[length // self.block_size :]
         sequence.committed_len = length
 
-    def fork(self, sequence: CachedSequence) -> CachedSequence:
-        """A second sequence with the same committed rows: full blocks shared, the partial tail copied.
-
-        Raises:
-            CapacityError: no block is free for the tail; nothing was changed.
-        """
-        shared = sequence.committed_len // self.block_size
-        has_tail = sequence.committed_len % self.block_size > 0
-        own = self.pool.allocate(int(has_tail))
-        twin = self.new_sequence()
-        self.pool.share(sequence.block_table[:shared])
-        if has_tail:
-            self._copy_block(sequence.block_table[shared], own[0])
-        twin.block_table = sequence.block_table[:shared] + own
-        twin.committed_len = sequence.committed_len
-        twin.chain = list(sequence.chain)
-        return twin
-
     def adopt_prefix(self, sequence: CachedSequence, token_ids: Sequence[int], *, salt: bytes = b"") -> int:
         """Begin an empty sequence with the longest run of cached full blocks that hold the first of `token_ids`, but not the last one.
 

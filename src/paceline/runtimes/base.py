@@ -117,10 +117,6 @@ class Runtime(ABC):
     def embed(self, token_ids: IntArray) -> FloatArray:
         """Embedding rows [T, E] float32 of `token_ids` [T]."""
 
-    @abstractmethod
-    def lm_head(self, hidden_states: FloatArray) -> FloatArray:
-        """Logits [T, V] float32 of normalised hidden states [T, E]."""
-
 
 def in_parts(items: Iterable[Item], num_rows: Callable[[Item], int]) -> Iterator[list[Item]]:
     """Items in order, in as few parts as it takes for the rows of each part to fit one pass; an item's rows must."""

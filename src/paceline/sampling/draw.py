@@ -5,7 +5,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.sampling.noise import BitsArray, IdArray, KeyArray, Purpose, bits_by_run, exponential, key_bits, noise_bits, noise_key
+from paceline.sampling.noise import BitsArray, IdArray, Purpose, bits_by_run, exponential, noise_bits, noise_key
 from paceline.sampling.processors import Distribution, ScoreArray
 from paceline.sampling.restrict import Nucleus
 
@@ -40,46 +40,6 @@ def draw(distribution: Distribution, seed: int, sample_index: int, position: int
     bits = noise_bits(seed, sample_index, position, Purpose.TOKEN, len(scores) if ids is None else ids)
     best = _best_of_row(scores, bits)
     return best if ids is None else int(ids[best])
-
-
-def draw_rows(
-    scores: ScoreArray,
-    token_ids: IdArray | None,
-    seeds: NDArray[np.uint64],
-    sample_indices: IdArray,
-    positions: IdArray,
-) -> NDArray[np.int64]:
-    """`draw` for B rows at once, bit-equal to it (a test holds it so).
-
-    Args:
-        scores: [B, M] float32; shorter rows are padded with -inf.
-        token_ids: [B, M] ids, ascending in each row (padding: any id); None = all V ids in order, M = V.
-        seeds: [B] uint64.
-        sample_indices: [B].
-        positions: [B].
-
-    Returns:
-        [B] int64 vocabulary ids.
-    """
-    keys = noise_key(seeds.astype(np.uint64), sample_indices.astype(np.uint64), positions.astype(np.uint64), Purpose.TOKEN)
-    num_rows, width = scores.shape
-    best = np.empty(num_rows, np.int64)
-    # Blocks of rows keep the working set in cache; a wide row is a block of its own.
-    block = max(1, _WIDE_ROW * 32 // width)
-    for start in range(0, num_rows, block):
-        rows = slice(start, start + block)
-        ids = width if token_ids is None else token_ids[rows]
-        best[rows] = _best_of_block(scores[rows], keys[rows, None], ids)
-    if token_ids is None:
-        return best
-    return token_ids[np.arange(num_rows), best].astype(np.int64)
-
-
-def _best_of_block(scores: ScoreArray, keys: KeyArray, token_ids: IdArray | int) -> NDArray[np.int64]:
-    bits = key_bits(keys, token_ids)
-    if scores.shape[1] < _WIDE_ROW:
-        return np.asarray(np.argmax(_race(scores, bits), axis=-1), np.int64)
-    return np.array([_best_of_row(row, row_bits) for row, row_bits in zip(scores, bits, strict=True)], np.int64)
 
 
 def _race(scores: ScoreArray, bits: BitsArray) -> NDArray[np.float64]:

@@ -143,25 +143,15 @@ def noise_bits(seed: int, sample_index: int, position: int, purpose: Purpose, to
 
 
 def exponential(bits: BitsArray) -> NDArray[np.float64]:
-    """Standard exponential variates E = -log1p(-w) with w = (bits + 1/2) / 2**32: finite and > 0 for every bit pattern."""
-    uniform = (bits + 0.5) * _WORD  # exact in float64: 33 significant bits, strictly inside (0, 1)
-    return np.asarray(-np.log1p(-uniform), np.float64)
+    """Standard exponential variates E = -log1p(-w) with w = (bits + 1/2) / 2**32: finite and > 0 for every bit pattern.
 
-
-def token_noise(
-    seed: int, sample_index: int, position: int, token_ids: IdArray | int, purpose: Purpose = Purpose.TOKEN
-) -> NDArray[np.float64]:
-    """The exponential variates E_v of one position; the token is argmax_v (log prob_v - log E_v).
-
-    Arguments as in `noise_bits`.
-
-    Returns:
-        [M] (or [V]) float64, finite and > 0.
+    The token of a position is argmax_v (log prob_v - log E_v).
 
     Source: Gumbel-max, in exponential form; shared between drafter and target it couples their choices
         (Daliri et al. 2024, arXiv:2408.07978).
     """
-    return exponential(noise_bits(seed, sample_index, position, purpose, token_ids))
+    uniform = (bits + 0.5) * _WORD  # exact in float64: 33 significant bits, strictly inside (0, 1)
+    return np.asarray(-np.log1p(-uniform), np.float64)
 
 
 def step_uniform(seed: int, sample_index: int, first_position: int, purpose: Purpose, depth: int, index: int = 0) -> float:

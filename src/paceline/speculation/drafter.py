@@ -99,9 +99,6 @@ class Drafter(ABC):
         """Whether it can guess for a request without reading for longer than this."""
         return max_reading_s == math.inf or self.reading_s(request) <= max_reading_s
 
-    def fork(self, parent: Request, child: Request) -> None:
-        """`child` continues from `parent`'s tokens; state may be shared or made anew."""
-
     def preempt(self, request: Request) -> None:
         """The target's rows of a request were dropped: they will be observed again from some block border on. Forgets it by default."""
         self.release(request)

@@ -1,23 +1,8 @@
 """Stop strings, found in the text as it is made, across token borders."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
-
-class Detokenizer(Protocol):
-    """Turns tokens into text one by one (`tokenizer.IncrementalDetokenizer`)."""
-
-    def push(self, token_id: int) -> str:
-        """The text that became final with this token."""
-        ...
-
-    def flush(self) -> str:
-        """What is left at the end."""
-        ...
-
-    def copy(self) -> "Detokenizer":
-        """Another one that goes on from here."""
-        ...
+from paceline.tokenizer.tokenizer import IncrementalDetokenizer
 
 
 class TextStop:
@@ -26,7 +11,7 @@ class TextStop:
     `text` is what may be shown: it never holds a part of a stop string that later turns out to be one.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str], *, include_stop: bool) -> None:
+    def __init__(self, detokenizer: IncrementalDetokenizer, stop: Sequence[str], *, include_stop: bool) -> None:
         self._detokenizer = detokenizer
         self._stop = tuple(stop)
         self._include_stop = include_stop

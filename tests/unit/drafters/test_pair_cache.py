@@ -175,25 +175,6 @@ def test_a_preempted_request_begins_anew() -> None:
     assert (rows.rows.first_slot, rows.rows.cached_len) == (1, 64)
 
 
-def test_a_fork_goes_on_from_the_same_pairs() -> None:
-    bench = Bench.make()
-    parent = bench.request(text(50))
-    bench.commit(parent, 49)
-    bench.run(parent, with_root=True)
-    child = bench.request(parent.token_ids)
-    bench.cache.release(child.sequence)
-    child.sequence = bench.cache.fork(parent.sequence)
-    bench.pairs.fork(parent, child)
-    for slot in range(32, 50):
-        bench.rows[child.sequence.block_table[1], slot - 32] = tuple(parent.token_ids[: slot + 1])
-    for request, token in ((parent, 7), (child, 8)):
-        request.token_ids.append(token)
-        bench.commit(request, 1)
-        rows = bench.run(request, with_root=True)
-        assert rows is not None
-        assert rows.rows.cached_len == 50
-
-
 def test_a_window_hides_what_is_farther_back() -> None:
     bench = Bench.make(window=20)
     request = bench.request(text(60))

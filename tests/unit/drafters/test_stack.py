@@ -32,9 +32,6 @@ class Recorder(Drafter):
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         self.calls.append(rows)
 
-    def fork(self, parent: Request, child: Request) -> None:
-        self.calls.append((parent, child))
-
     def release(self, request: Request) -> None:
         self.calls.append(request)
 
@@ -235,12 +232,12 @@ def test_each_member_sees_the_boundaries_it_asked_for() -> None:
     assert seen[2] is None
 
 
-@pytest.mark.parametrize("call", ["observe", "fork", "release"])
+@pytest.mark.parametrize("call", ["observe", "release"])
 def test_all_others_hear_what_one_fails_to_take(call: str) -> None:
     deaf, last = Recorder("deaf", []), Recorder("last", [])
     setattr(deaf, call, lambda *args: fail(make_request(0)))
     stack, request = StackDrafter([deaf, last]), make_request(0)
-    arguments = {"observe": ([CommittedRows(request, 0, 1)],), "fork": (request, make_request(1)), "release": (request,)}[call]
+    arguments = {"observe": ([CommittedRows(request, 0, 1)],), "release": (request,)}[call]
     with pytest.raises(RuntimeError, match="broken"):
         getattr(stack, call)(*arguments)
     assert len(last.calls) == 1
@@ -249,13 +246,12 @@ def test_all_others_hear_what_one_fails_to_take(call: str) -> None:
 def test_everybody_is_told_everything() -> None:
     drafters = [Recorder("a", []), Recorder("b", [])]
     stack = StackDrafter(drafters)
-    parent, child = make_request(0), make_request(1)
-    rows = [CommittedRows(parent, 0, 1)]
+    request = make_request(0)
+    rows = [CommittedRows(request, 0, 1)]
     stack.observe(rows)
-    stack.fork(parent, child)
-    stack.release(child)
+    stack.release(request)
     for drafter in drafters:
-        assert drafter.calls == [rows, (parent, child), child]
+        assert drafter.calls == [rows, request]
 
 
 def test_a_stack_needs_and_costs_what_its_drafters_do() -> None:

@@ -61,11 +61,6 @@ class CheckedCache:
             self.node_labels.pop(sequence, None)
             del self.labels[sequence][length:]
 
-    def fork(self, sequence: CachedSequence) -> None:
-        twins: list[CachedSequence] = []
-        if self._attempt(lambda: twins.append(self.cache.fork(sequence))):
-            self.labels[twins[0]] = list(self.labels[sequence])
-
     def release(self, sequence: CachedSequence) -> None:
         self.cache.release(sequence)
         self.node_labels.pop(sequence, None)
@@ -122,17 +117,15 @@ def _random_operation(checked: CheckedCache, generator: np.random.Generator) -> 
         return
     sequence = sequences[int(generator.integers(len(sequences)))]
     draw = generator.random()
-    if draw < 0.70:
+    if draw < 0.80:
         if sequence.plan is not None:
             checked.keep_path(sequence, int(generator.integers(len(sequence.plan.parents))))
         else:
             checked.reserve(sequence, _random_parents(generator))
-    elif draw < 0.76:
+    elif draw < 0.86:
         checked.cancel(sequence)
-    elif draw < 0.84:
-        checked.truncate(sequence, int(generator.integers(sequence.committed_len + 1)))
     elif draw < 0.94:
-        checked.fork(sequence)
+        checked.truncate(sequence, int(generator.integers(sequence.committed_len + 1)))
     else:
         checked.release(sequence)
 
@@ -216,18 +209,6 @@ def test_a_sequence_cannot_be_released_twice_even_if_its_blocks_have_a_new_owner
             checked.release(first)
     with pytest.raises(RuntimeError, match="released before"):
         checked.cache.release(first)
-    checked.check()
-
-
-def test_a_shortened_twin_writes_into_a_block_of_its_own():
-    checked = CheckedCache(TreeLayout.PATHS)
-    sequence = checked.start()
-    checked.reserve(sequence, range(-1, 7))
-    checked.keep_path(sequence, 7)
-    checked.fork(sequence)
-    twin = next(one for one in checked.labels if one is not sequence)
-    checked.truncate(twin, 6)
-    checked.reserve(twin, [-1, 0])
     checked.check()
 
 

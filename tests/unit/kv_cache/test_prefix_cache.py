@@ -105,11 +105,6 @@ class CheckedCache:
         text.drafted = None
         text.token_ids[length:] = [len(text.token_ids) % 3]
 
-    def fork(self, text: Text) -> Text:
-        twin = Text(self.cache.fork(text.sequence), text.token_ids, text.salt)
-        self.texts.append(twin)
-        return twin
-
     def release(self, text: Text) -> None:
         self.cache.release(text.sequence)
         self.texts.remove(text)
@@ -180,8 +175,6 @@ def _random_event(checked: CheckedCache, generator: np.random.Generator) -> None
         checked.cancel(text)
     elif draw < 0.84:
         checked.truncate(text, int(generator.integers(text.sequence.committed_len + 1)))
-    elif draw < 0.88:
-        checked.fork(text)
     elif draw < 0.89:
         checked.cache.forget(text.sequence)
     else:
@@ -440,20 +433,6 @@ def test_rows_cut_out_of_a_block_that_others_share_are_copied_and_the_block_stay
     assert sharing.sequence.block_table[0] == before[0]
     assert sharing.sequence.block_table[1] not in before
     assert checked.start(range(13)).sequence.block_table == before[:3]
-
-
-def test_samples_of_one_prompt_share_its_full_blocks_and_go_on_by_themselves():
-    checked = CheckedCache()
-    first = checked.prompt(range(11))
-    samples = [first, *(checked.fork(first) for _ in range(3))]
-    assert checked.cache.pool.num_free == NUM_BLOCKS - 1 - 2 - 4
-    for number, text in enumerate(samples):
-        text.token_ids[10:] = [100 + number] * 4
-        checked.extend(text)
-        checked.check()
-    for text in samples:
-        found = checked.start(text.token_ids)
-        assert found.sequence.block_table == text.sequence.block_table[:3]
 
 
 def test_what_is_not_to_be_trusted_is_adopted_by_nobody_even_after_its_end():

@@ -5,7 +5,7 @@ import pytest
 
 from harness.gguf_checkpoints import HALVES, random_blocks
 from paceline.errors import CheckpointError
-from paceline.models import gguf_blocks
+from paceline.models.gguf import blocks as gguf_blocks
 from paceline.models.gguf.blocks import GROUPED_TYPES, group_blocks, grouped_size
 from paceline.models.gguf.header import BLOCK_TYPES, BlockType
 from paceline.models.grouped import GroupedMatrix

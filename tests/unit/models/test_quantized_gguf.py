@@ -9,8 +9,8 @@ import pytest
 from harness.checkpoints import write_checkpoint
 from harness.gguf_checkpoints import write_gguf
 from paceline.config import QuantOptions
-from paceline.models import gguf_weights
 from paceline.models.checkpoint import open_weights, read_model_config
+from paceline.models.gguf import weights as gguf_weights
 from paceline.models.gguf.header import BLOCK_TYPES
 from paceline.models.quantized_cache import FOLDER, quantized_weights
 from paceline.models.weights import GroupedTensor, Weights, as_float32

@@ -107,17 +107,6 @@ def test_room_that_was_being_made_when_ctrl_c_came_is_made_anew(seed: int, monke
         assert np.array_equal(run_prompt(runtime, prompt).logits, expected)
 
 
-@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, tied_embeddings=True, logit_soft_cap=3.0)], ids=["plain", "tied-capped"])
-def test_the_head_alone_has_the_bits_of_the_pass(config: ModelConfig, token_ids: list[int], seed: int) -> None:
-    runtime = open_runtime(seed, config)
-    output = run_prompt(runtime, token_ids)
-    expected, hidden = output.logits.copy(), output.hidden_states.copy()
-    for count in (1, 40, 150, 2):
-        assert np.array_equal(runtime.lm_head(hidden[:count]), expected[:count])
-    assert runtime.lm_head(hidden[:0]).shape == (0, config.vocab_size)
-    assert np.array_equal(output.logits, expected)  # the head alone has buffers of its own
-
-
 def test_boundaries_come_in_the_order_asked_for_and_change_no_bit(token_ids: list[int], seed: int) -> None:
     runtime = open_runtime(seed, collect_layers=(2, 0, 1))
     output = run_prompt(runtime, token_ids[:40])

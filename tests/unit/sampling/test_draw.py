@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from paceline.sampling import draw as draw_module
-from paceline.sampling.draw import _WIDE_ROW, _best_of_row, _race, draw, draw_rows
-from paceline.sampling.noise import noise_bits, token_noise
+from paceline.sampling.draw import _WIDE_ROW, _best_of_row, _race, draw
+from paceline.sampling.noise import Purpose, exponential, noise_bits
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import Distribution, LogitsProcessor
 
@@ -19,14 +19,18 @@ ROWS = {
 }
 
 
+def noise(seed: int, sample_index: int, position: int, token_ids: np.ndarray | int) -> np.ndarray:
+    return exponential(noise_bits(seed, sample_index, position, Purpose.TOKEN, token_ids))
+
+
 def test_the_token_is_the_argmax_of_score_minus_log_noise():
     scores = np.random.default_rng(0).standard_normal(40).astype(np.float32)
     for position in range(50):
         everything = Distribution(scores, None, False)
-        assert draw(everything, 9, 1, position) == np.argmax(scores - np.log(token_noise(9, 1, position, 40)))
+        assert draw(everything, 9, 1, position) == np.argmax(scores - np.log(noise(9, 1, position, 40)))
         ids = np.array([2, 3, 17, 38])
         some = Distribution(scores[ids], ids, False)
-        assert draw(some, 9, 1, position) == ids[np.argmax(scores[ids] - np.log(token_noise(9, 1, position, ids)))]
+        assert draw(some, 9, 1, position) == ids[np.argmax(scores[ids] - np.log(noise(9, 1, position, ids)))]
 
 
 def test_listing_ids_or_leaving_others_at_minus_infinity_is_the_same_draw():
@@ -97,31 +101,6 @@ def test_scores_far_from_zero_whose_bounds_round_coarsely_keep_the_winner(level)
         assert _best_of_row(scores, bits) == int(np.argmax(_race(scores, bits)))
 
 
-@pytest.mark.parametrize("width", [1, 5, 300, _WIDE_ROW + 100])
-@pytest.mark.parametrize("listed", [True, False])
-def test_rows_drawn_together_are_the_rows_drawn_alone(width, listed):
-    generator = np.random.default_rng(width)
-    num_rows = 300 if width < 1000 else 40
-    scores = (generator.standard_normal((num_rows, width)) * 2.0).astype(np.float32)
-    ids = np.sort(generator.permuted(np.broadcast_to(np.arange(4 * width), (num_rows, 4 * width)), axis=1)[:, :width], axis=1)
-    seeds = generator.integers(0, 2**64, num_rows, dtype=np.uint64)
-    samples = generator.integers(0, 4, num_rows)
-    positions = generator.integers(0, 100_000, num_rows)
-    together = draw_rows(scores, ids if listed else None, seeds, samples, positions)
-    alone = [
-        draw(Distribution(scores[row], ids[row] if listed else None, False), int(seeds[row]), int(samples[row]), int(positions[row]))
-        for row in range(num_rows)
-    ]
-    assert together.tolist() == alone
-
-
-def test_padding_never_wins():
-    scores = np.array([[0.0, 0.0, -np.inf, -np.inf]] * 500, np.float32)
-    ids = np.array([[3, 9, 9, 9]] * 500)
-    tokens = draw_rows(scores, ids, np.arange(500, dtype=np.uint64), np.zeros(500, np.int64), np.zeros(500, np.int64))
-    assert set(tokens.tolist()) == {3, 9}
-
-
 WIDE_ROWS = {
     "flat": lambda generator, size: generator.standard_normal(size) * 1.2,
     "nearly equal": lambda generator, size: generator.standard_normal(size) * 0.01,
@@ -160,7 +139,7 @@ def kept_by_full_sort(scores: np.ndarray, params: SamplingParams) -> np.ndarray:
 
 
 def best_of(kept: np.ndarray, scores: np.ndarray, seed: int, position: int) -> int:
-    return int(kept[np.argmax(scores[kept] - np.log(token_noise(seed, 0, position, kept)))])
+    return int(kept[np.argmax(scores[kept] - np.log(noise(seed, 0, position, kept)))])
 
 
 @pytest.mark.parametrize("name", SAMPLED)
@@ -193,12 +172,9 @@ def test_a_nucleus_left_undone_and_one_listed_give_the_same_token_and_the_same_p
         probs[slice(None) if one.token_ids is None else one.token_ids] = one.probs()
         assert probs.sum() == pytest.approx(1.0)
     np.testing.assert_allclose(dense[0], dense[1], rtol=1e-12)
-    ids = None if listed.token_ids is None else np.broadcast_to(listed.token_ids, (20, len(listed.token_ids)))
-    seeds, positions = np.full(20, 3, np.uint64), np.arange(20)
-    together = draw_rows(np.broadcast_to(listed.scores, (20, len(listed.scores))), ids, seeds, np.zeros(20, np.int64), positions)
-    alone = [draw(row, 3, 0, position) for position in range(20)]
-    assert together.tolist() == alone
-    assert np.all(dense[0][alone] > 0.0)
+    drawn = [draw(row, 3, 0, position) for position in range(20)]
+    assert drawn == [draw(listed, 3, 0, position) for position in range(20)]
+    assert np.all(dense[0][drawn] > 0.0)
 
 
 @pytest.mark.parametrize("num_rivals", [0.001, 0.5, 1e6])

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from harness.scripted_target import chi_square_tail
-from paceline.sampling.noise import _RUN_PAIRS, Purpose, bits_by_run, exponential, key_bits, noise_bits, noise_key, token_noise
+from paceline.sampling.noise import _RUN_PAIRS, Purpose, bits_by_run, exponential, key_bits, noise_bits, noise_key
 
 VOCABULARY = 50_001
 FROZEN = (
@@ -62,8 +62,8 @@ def test_noise_is_finite_and_positive_for_every_bit_pattern():
     assert np.all(np.isfinite(np.log(noise)))
 
 
-def test_token_noise_is_exponential(seed):
-    noise = np.concatenate([token_noise(seed, 0, position, VOCABULARY) for position in range(4)])
+def test_noise_is_exponential(seed):
+    noise = np.concatenate([exponential(noise_bits(seed, 0, position, Purpose.TOKEN, VOCABULARY)) for position in range(4)])
     assert noise.dtype == np.float64
     # A Kolmogorov-Smirnov distance this large has probability below 1e-6.
     ranked = np.sort(1.0 - np.exp(-noise))

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline import chat_template
 from paceline.errors import BackendUnavailableError, CheckpointError, RequestError
+from paceline.tokenizer import chat_template
 from paceline.tokenizer.chat_template import MEMORY_BYTES, ChatTemplate, most_characters
 
 PLAIN = "{{ bos_token }}{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}"

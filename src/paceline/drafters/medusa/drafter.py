@@ -125,10 +125,6 @@ class MedusaDrafter(Drafter):
             trees |= {id(one.request): self._guess(one, outputs, row) for row, one in enumerate(active)}
         return [trees.get(id(request)) for request in requests]
 
-    def fork(self, parent: Request, child: Request) -> None:
-        if id(parent) in self._features:
-            self._features[id(child)] = self._features[id(parent)]
-
     def release(self, request: Request) -> None:
         self._features.pop(id(request), None)
         self._pending.pop(id(request), None)

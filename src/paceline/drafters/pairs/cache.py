@@ -111,12 +111,6 @@ class PairCache:
         """Forget a request; its rows stay as long as the target's."""
         self._pairs.pop(id(request), None)
 
-    def fork(self, parent: Request, child: Request) -> None:
-        """`child`, with a copy of `parent`'s sequence, goes on from its pairs."""
-        pairs = self._pairs.get(id(parent))
-        if pairs is not None:
-            self._pairs[id(child)] = _Pairs(child.sequence, pairs.first, pairs.num_pairs, pairs.num_seen, pairs.mark, list(pairs.waiting))
-
     def waiting_rows(self, request: Request, *, with_root: bool, num_drafted: int = 0, spares: int = 0) -> PairRows | None:
         """The pairs that can be computed now; None where there are none, the features stop short of the root or no spare block is left.
 

@@ -79,9 +79,6 @@ class PairDrafter(Drafter):
             return [self._grow(self._grower, requests[0], budgets[0])]
         return self._propose(requests, budgets)
 
-    def fork(self, parent: Request, child: Request) -> None:
-        self.pairs.fork(parent, child)
-
     def release(self, request: Request) -> None:
         self.pairs.release(request)
 

@@ -212,15 +212,6 @@ def most_columns(blocks: NativeBlocks) -> int:
     return max([matrices[0].columns for matrices in blocks.matrices], default=0)
 
 
-def record_lm_head(config: ModelConfig, weights: NativeWeights) -> Recorded:
-    """The vocabulary projection alone: rows [T, E] to logits [T, V]."""
-    blocks = NativeBlocks(config, weights)
-    logits = blocks.lm_head(blocks.embedding("hidden"), "embedding" if config.tied_embeddings else "lm_head")
-    if config.logit_soft_cap is not None:
-        logits = blocks.soft_cap(logits, config.logit_soft_cap)
-    return Recorded(blocks.operations, blocks.matrices, [value.width for value in blocks.values], logits.index, 0, [], config.hidden_size)
-
-
 def share_memory(blocks: NativeBlocks, kept: set[int]) -> tuple[list[int], list[int]]:
     """Let operations and matrices name buffers, not values.
 

@@ -17,7 +17,7 @@ from paceline.models.weights import AnyTensor, GroupedTensor, Weights
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Numerics, RowRange, Runtime
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.library import kernels_path
-from paceline.runtimes.native.program import Recorded, record, record_lm_head
+from paceline.runtimes.native.program import Recorded, record
 from paceline.runtimes.native.strips import Strips
 from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.numerics import RowPadding
@@ -66,7 +66,6 @@ class NativeRuntime(Runtime):
         self._embedding = (strips or {}).get("embedding") or weights["embedding.weight"]  # a tied matrix is read where products read it
         self._files = MappedFiles([*self._native_weights.arrays, *_arrays(self._embedding)])
         self._execution = self._executed(recorded)
-        self._lm_head: Execution | None = None
         path = kernels_path()
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path is not None else "none"
         self.version = f"kernels {digest}, {num_threads} threads"
@@ -103,16 +102,6 @@ class NativeRuntime(Runtime):
         if isinstance(self._embedding, Strips):
             return scaled_rows(self._embedding.rows(token_ids), self.config, self._round_to)
         return embedding_rows(self._embedding, token_ids, self.config, self._round_to)
-
-    def lm_head(self, hidden_states: FloatArray) -> FloatArray:
-        if self._lm_head is None:
-            self._head = record_lm_head(self.config, self._native_weights)
-            self._lm_head = self._executed(self._head)
-        num_rows = len(hidden_states)
-        self._lm_head.input_rows(num_rows)[...] = hidden_states
-        rows = np.arange(num_rows, dtype=np.int32)
-        self._lm_head.run(ForwardBatch(rows, rows, (), rows))
-        return self._lm_head.rows(self._head.logits, num_rows).copy()
 
     def _executed(self, recorded: Recorded) -> Execution:
         return Execution(self.config, recorded, num_threads=self._num_threads, max_slots=self._max_slots, tables=self._tables)

@@ -14,7 +14,7 @@ from paceline.models.weights import Weights
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Numerics, RowRange, Runtime
 from paceline.runtimes.decoder import decoder
 from paceline.runtimes.torch.attention import PaddedAttention, PlainAttention, Scores
-from paceline.runtimes.torch.blocks import TorchBlocks, scaled_rows, soft_cap
+from paceline.runtimes.torch.blocks import TorchBlocks, scaled_rows
 from paceline.runtimes.torch.weights import DTYPES, TorchWeights
 
 
@@ -88,12 +88,6 @@ class TorchRuntime(Runtime):
         with torch.inference_mode():
             ids = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
             return _to_numpy(scaled_rows(F.embedding(ids, self._weights.plain["embedding"]), self.config))
-
-    def lm_head(self, hidden_states: FloatArray) -> FloatArray:
-        with torch.inference_mode():
-            table = self._weights.plain["embedding" if self.config.tied_embeddings else "lm_head"]
-            logits = F.linear(torch.tensor(hidden_states, dtype=table.dtype, device=self._device), table).float()
-            return _to_numpy(logits if self.config.logit_soft_cap is None else soft_cap(logits, self.config.logit_soft_cap))
 
     def _run(self, batch: ForwardBatch) -> ForwardOutput:
         if self._storage is None:
