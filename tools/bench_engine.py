@@ -31,8 +31,8 @@ from paceline.llm import LLM  # noqa: E402
 from paceline.sampling.params import SamplingParams  # noqa: E402
 from paceline.speculation.draft_length import DraftLengthPolicy  # noqa: E402
 from paceline.speculation.drafter import Drafter  # noqa: E402
-from paceline.speculation.guess import Guesser  # noqa: E402
 from paceline.speculation.request import Request  # noqa: E402
+from paceline.speculation.speculator import Speculator  # noqa: E402
 from paceline.speculation.stats import PlainReason, SpeculationStats  # noqa: E402
 
 SEED = 7
@@ -110,19 +110,19 @@ def wrong(answers: Answers, vocab_size: int) -> Drafter:
     return cast(Drafter, importlib.import_module("adversaries").WrongDrafter(answers, vocab_size))
 
 
-def guesser_of(llm: LLM, drafter: Drafter | None, policy: DraftLengthPolicy) -> Guesser:
-    return Guesser(drafter, policy, vocab_size=llm.vocab_size, layout=llm.engine.cache.layout)
+def speculator_of(llm: LLM, drafter: Drafter | None, policy: DraftLengthPolicy) -> Speculator:
+    return Speculator(drafter, policy, vocab_size=llm.vocab_size, layout=llm.engine.cache.layout)
 
 
-def run_in_turns(llm: LLM, guessers: Mapping[Key, Guesser], prompts: Prompts, params: SamplingParams) -> dict[Key, Run]:
+def run_in_turns(llm: LLM, speculators: Mapping[Key, Speculator], prompts: Prompts, params: SamplingParams) -> dict[Key, Run]:
     """Run batches as `LLM.generate` does, each in an engine of its own on the same target and cache; they take turns step by step.
 
     So whatever else the machine does hits all of them alike.
     """
     running: dict[Key, tuple[Run, list[Request], Generator[None, None, None]]] = {}
-    for key, guesser in guessers.items():
+    for key, speculator in speculators.items():
         requests = make_requests(llm, prompts[: key[0]], params)
-        engine = Engine(llm.runtime, llm.engine.cache, guesser, llm.engine.scheduler.limits)
+        engine = Engine(llm.runtime, llm.engine.cache, speculator, llm.engine.scheduler.limits)
         running[key] = Run(), requests, engine.run(requests)
     done: dict[Key, Run] = {}
     while running:
@@ -130,7 +130,7 @@ def run_in_turns(llm: LLM, guessers: Mapping[Key, Guesser], prompts: Prompts, pa
             if run.advance(requests, steps):
                 run.finish(requests)
                 done[key] = running.pop(key)[0]
-    return {key: done[key] for key in guessers}
+    return {key: done[key] for key in speculators}
 
 
 def bench_throughput(options: argparse.Namespace) -> dict[str, Any]:
@@ -145,17 +145,17 @@ def bench_throughput(options: argparse.Namespace) -> dict[str, Any]:
         threads=options.threads, max_context=1024, max_num_seqs=max(options.batches),
     )  # fmt: skip
     print("".join(f"- {notice}\n" for notice in llm.notices) + f"{llm.numerics}, {type(llm.runtime).__name__}")
-    policy, prompts = llm.engine.guesser.policy, random_prompts(llm, max(options.batches))
+    policy, prompts = llm.engine.speculator.policy, random_prompts(llm, max(options.batches))
     params = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True, seed=SEED, temperature=options.temperature)
     first = (max(options.batches), "plain")
-    plain = run_in_turns(llm, {first: guesser_of(llm, None, policy)}, prompts, params)[first]
+    plain = run_in_turns(llm, {first: speculator_of(llm, None, policy)}, prompts, params)[first]
     answers |= {(tuple(prompt), SEED): ids for prompt, ids in zip(prompts, plain.token_ids, strict=True)}
     keys = [(batch, case) for batch in options.batches for case in options.cases]
     runs: dict[Key, list[Run]] = {key: [] for key in keys}
     for number in range(options.repeats):
         # Nothing is known of the drafter at the start of a round.
-        guessers = {key: guesser_of(llm, drafters.get(key[1]), deepcopy(policy)) for key in keys}
-        for key, run in run_in_turns(llm, guessers, prompts, params).items():
+        speculators = {key: speculator_of(llm, drafters.get(key[1]), deepcopy(policy)) for key in keys}
+        for key, run in run_in_turns(llm, speculators, prompts, params).items():
             runs[key].append(run)
         print(f"round {number + 1} of {options.repeats} done", file=sys.stderr)
     compared, different = _compare(runs, prompts, answers)

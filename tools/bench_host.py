@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from bench_engine import DRAFT_TOKENS, LLM, SEED, Answers, guesser_of, make_requests, oracle, random_prompts
+from bench_engine import DRAFT_TOKENS, LLM, SEED, Answers, make_requests, oracle, random_prompts, speculator_of
 from bench_machine import describe_machine, markdown_table
 from draw_flame_graph import draw, read_stacks, table
 from paceline.sampling.params import SamplingParams
@@ -86,7 +86,7 @@ def small_model(options: argparse.Namespace, scale: float) -> Iterator[tuple[LLM
 
 def use(llm: LLM, drafter: Drafter | None) -> None:
     """Guess with another drafter from now on, without a guard."""
-    llm.engine.guesser = guesser_of(llm, drafter, DraftLengthPolicy(DRAFT_TOKENS))
+    llm.engine.speculator = speculator_of(llm, drafter, DraftLengthPolicy(DRAFT_TOKENS))
 
 
 def make_cases(llm: LLM, options: argparse.Namespace) -> list[Case]:

@@ -30,7 +30,7 @@ from paceline.runtimes.cost import time_passes  # noqa: E402
 from paceline.sampling.params import SamplingParams  # noqa: E402
 from paceline.speculation.draft_length import DraftLengthPolicy, StepCosts  # noqa: E402
 from paceline.speculation.drafter import Drafter  # noqa: E402
-from paceline.speculation.guess import Guesser  # noqa: E402
+from paceline.speculation.speculator import Speculator  # noqa: E402
 from paceline.speculation.stats import PlainReason, SpeculationStats  # noqa: E402
 
 Answers = Mapping[tuple[tuple[int, ...], int], Sequence[int]]
@@ -40,7 +40,7 @@ HEADER = "<|im_start|>assistant\n"
 
 def use(llm: LLM, drafter: Drafter | None, policy: DraftLengthPolicy) -> None:
     """Guess with another drafter from now on."""
-    llm.engine.guesser = Guesser(drafter, policy, vocab_size=llm.vocab_size, layout=llm.engine.cache.layout)
+    llm.engine.speculator = Speculator(drafter, policy, vocab_size=llm.vocab_size, layout=llm.engine.cache.layout)
 
 
 def oracle(llm: LLM, answers: Answers, accuracy: float, seed: int) -> Drafter:
@@ -61,7 +61,7 @@ def bench_mini(options: argparse.Namespace) -> list[dict[str, Any]]:
         del llms["auto"]
     if "auto" in llms:  # what the draft model is worth, wherever it does not pay
         llms["unguarded"] = LLM("mini", num_draft_tokens=4, threads=options.threads, max_num_seqs=1)
-        llms["unguarded"].engine.guesser.policy = DraftLengthPolicy(4)
+        llms["unguarded"].engine.speculator.policy = DraftLengthPolicy(4)
     for llm in llms.values():
         llm.generate("Once upon a time", SamplingParams(max_tokens=8))
         print(f"- {llm.banner}")

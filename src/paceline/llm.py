@@ -138,7 +138,7 @@ class LLM:
 
     @property
     def drafter(self) -> Drafter | None:
-        return self.engine.guesser.drafter
+        return self.engine.speculator.drafter
 
     @property
     def vocab_size(self) -> int:
@@ -164,7 +164,7 @@ class LLM:
         """One line on what speculation will do."""
         if self.drafter is None:
             return "speculation: off"
-        policy = self.engine.guesser.policy
+        policy = self.engine.speculator.policy
         text = f"speculation: on, drafter {self.drafter.describe()}, up to {policy.num_draft_tokens} draft tokens a step"
         if policy.costs is not None:
             text += f"; pays from {max(0.0, policy.costs.break_even_accepted()):.2f} accepted tokens a step on"

@@ -62,7 +62,7 @@ def open_llm(head: Head, *, depth: int = DEPTH, row_budget: int | None = None, *
     target, files = head
     given = {"backend": "native", "threads": 1, "max_context": 512, "cache_gb": 0.05, **options}
     llm = LLM(str(target), drafter=str(files), num_draft_tokens=depth, **given)  # type: ignore[arg-type]
-    llm.engine.guesser.policy = DraftLengthPolicy(depth, row_budget=row_budget)
+    llm.engine.speculator.policy = DraftLengthPolicy(depth, row_budget=row_budget)
     return llm
 
 
@@ -100,9 +100,9 @@ def plain() -> PlainTargets:
 
 def generate_without_head(llm: LLM, text: list[int]) -> None:
     """Leaves rows in the cache that the head never saw."""
-    drafter, llm.engine.guesser.drafter = llm.engine.guesser.drafter, None
+    drafter, llm.engine.speculator.drafter = llm.engine.speculator.drafter, None
     llm.generate([text], GREEDY)
-    llm.engine.guesser.drafter = drafter
+    llm.engine.speculator.drafter = drafter
 
 
 def check(llm: LLM) -> None:

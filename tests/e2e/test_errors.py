@@ -304,7 +304,7 @@ def test_an_interrupt_frees_everything(directory: Path) -> None:
         llm.generate([[5], [6, 7]], GREEDY)
     with pytest.raises(KeyboardInterrupt):
         list(llm.stream([5], GREEDY))
-    llm.engine.guesser.drafter = None
+    llm.engine.speculator.drafter = None
     assert_usable(llm)
 
 
@@ -352,11 +352,11 @@ def plain(directory: Path) -> list[list[int]]:
 def test_garbage_from_a_drafter_means_plain_steps_and_one_warning(
     directory: Path, shared_llm: LLM, plain: list[list[int]], name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guesser = shared_llm.engine.guesser
-    monkeypatch.setattr(guesser, "drafter", FailingDrafter({**GARBAGE, **UNUSABLE}[name]))
-    monkeypatch.setattr(guesser, "policy", DraftLengthPolicy(4))
-    monkeypatch.setattr(guesser, "_has_warned", False)
-    monkeypatch.setattr(guesser, "_backoffs", {})
+    speculator = shared_llm.engine.speculator
+    monkeypatch.setattr(speculator, "drafter", FailingDrafter({**GARBAGE, **UNUSABLE}[name]))
+    monkeypatch.setattr(speculator, "policy", DraftLengthPolicy(4))
+    monkeypatch.setattr(speculator, "_has_warned", False)
+    monkeypatch.setattr(speculator, "_backoffs", {})
     with caplog.at_level(logging.WARNING):
         outputs = shared_llm.generate([[5, 6, 7], [8]], GREEDY) + shared_llm.generate([5, 6, 7], GREEDY)
     assert [output.token_ids for output in outputs] == [*plain, plain[0]]

@@ -131,7 +131,7 @@ STREAMED = {
 
 @pytest.mark.parametrize("name", STREAMED)
 def test_a_stream_adds_up_to_what_generate_returns(llm: LLM, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm.engine.guesser, "policy", DraftLengthPolicy(4))  # which steps are plain must not hang on times
+    monkeypatch.setattr(llm.engine.speculator, "policy", DraftLengthPolicy(4))  # which steps are plain must not hang on times
     for prompt in ("the cat sat", [7] * 300):
         (whole,) = llm.generate([prompt], STREAMED[name])
         chunks = list(llm.stream(prompt, STREAMED[name]))
@@ -246,7 +246,7 @@ def test_padded_ids_are_never_emitted_nor_drafted(tmp_path: Path, open_llm: Open
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     own = drafter.startswith("self")
     llm = open_llm(model=directory, drafter=str(directory) if own else drafter, tree_width=3 if "wide" in drafter else 1)
-    llm.engine.guesser.policy = DraftLengthPolicy(4, row_budget=12)
+    llm.engine.speculator.policy = DraftLengthPolicy(4, row_budget=12)
     assert llm.vocab_size == 90
     plan = llm.engine.cache.reserve(sequence := llm.engine.cache.new_sequence(), [-1])
     assert llm.runtime.forward(assemble([plan], [[5]], [[0]])).logits[0].argmax() >= 90

@@ -29,7 +29,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def open_llm(directory: Path, drafter: str | list[str] | Drafter = "prediction") -> LLM:
     llm = LLM(str(directory), threads=2, device="cpu", cache_gb=0.02, drafter=drafter)
-    llm.engine.guesser.policy = DraftLengthPolicy(4)
+    llm.engine.speculator.policy = DraftLengthPolicy(4)
     return llm
 
 

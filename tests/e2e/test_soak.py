@@ -194,7 +194,7 @@ def test_nothing_hangs_and_no_token_is_wrong_however_long_it_goes_on(
     }  # fmt: skip
     llm, other = (open_small(directory, 80, ["ngram", "suffix"]) for _ in range(2))
     for one in (llm, other):
-        one.engine.guesser.policy = DraftLengthPolicy(3)
+        one.engine.speculator.policy = DraftLengthPolicy(3)
     engine = AsyncEngine(other._opened)
     soak = Soak(llm, engine, answers, time.monotonic() + (600.0 if large_counts else 3.0), seed)
     with ThreadPoolExecutor(len(WORKS)) as pool:

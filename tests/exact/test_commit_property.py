@@ -30,8 +30,8 @@ from paceline.speculation import step as step_module
 from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.drafter import DraftBudget, Drafter
 from paceline.speculation.ending import LookAhead
-from paceline.speculation.guess import Guesser
 from paceline.speculation.request import Request, TokenOrigin
+from paceline.speculation.speculator import Speculator
 from paceline.speculation.step import step
 from paceline.speculation.stop import TextStop
 from paceline.tokenizer.tokenizer import Tokenizer
@@ -123,11 +123,13 @@ def run(case: Case, tokenizer: Tokenizer, target: WrittenTarget, cache: KVCache,
     maker = RequestMaker(tokenizer, case.vocab_size, case.max_context, case.eos_ids)
     request = maker.make(case.prompt, case.params, is_streamed=case.is_streamed)
     request.sequence = cache.new_sequence()
-    guesser = Guesser(drafter, DraftLengthPolicy(MAX_DEPTH, row_budget=2 * MAX_DEPTH), vocab_size=case.vocab_size, layout=TreeLayout.PATHS)
+    speculator = Speculator(
+        drafter, DraftLengthPolicy(MAX_DEPTH, row_budget=2 * MAX_DEPTH), vocab_size=case.vocab_size, layout=TreeLayout.PATHS
+    )
     target.table = case.table()
     streamed, num_blocks, seen = "", 0, 0
     while not request.is_finished:
-        step([request], [request.num_due(3)], target, cache, guesser)
+        step([request], [request.num_due(3)], target, cache, speculator)
         streamed += maker.chunk(request, seen, None).text
         num_blocks += request.num_output_tokens > seen
         seen = request.num_output_tokens
@@ -356,9 +358,9 @@ def test_min_tokens_counted_without_the_nodes_path_is_seen(faulty: Callable[[], 
 
 
 def test_a_limit_that_is_looked_at_between_blocks_only_is_seen(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Guesser._fitting
+    real = Speculator._fitting
 
-    def without_limit(self: Guesser, budget: DraftBudget, request: Request) -> DraftBudget:
+    def without_limit(self: Speculator, budget: DraftBudget, request: Request) -> DraftBudget:
         return replace(real(self, budget, request), max_depth=budget.max_depth)
 
     def reason(request: Request, path: Sequence[int], text_stop: TextStop | None) -> Any:
@@ -370,7 +372,7 @@ def test_a_limit_that_is_looked_at_between_blocks_only_is_seen(faulty: Callable[
         return real_commit(request, token_ids, *args, **options)
 
     limited, real_reason, real_commit = [False], commit_module.reason_to_end, commit_module.commit
-    monkeypatch.setattr(Guesser, "_fitting", without_limit)
+    monkeypatch.setattr(Speculator, "_fitting", without_limit)
     monkeypatch.setattr(commit_module, "reason_to_end", reason)
     monkeypatch.setattr(step_module, "commit", commit)
     with pytest.raises(AssertionError):

@@ -24,8 +24,8 @@ from paceline.runtimes.base import FloatArray
 from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.drafter import Drafter
 from paceline.speculation.ending import LookAhead
-from paceline.speculation.guess import Guesser
 from paceline.speculation.rejection import Acceptance
+from paceline.speculation.speculator import Speculator
 from paceline.speculation.step import step
 from paceline.tokenizer.tokenizer import Tokenizer
 
@@ -127,10 +127,10 @@ def run(case: Case, maker: RequestMaker, cache: KVCache, target: WrittenTarget, 
     request = maker.make(case.prompt, case.params, is_streamed=case.seed % 2 == 0)
     request.sequence = cache.new_sequence()
     policy = DraftLengthPolicy(MAX_DEPTH, row_budget=2 * MAX_DEPTH)
-    guesser = Guesser(drafter, policy, vocab_size=maker.vocab_size, layout=TreeLayout.PATHS, acceptance=rule)
+    speculator = Speculator(drafter, policy, vocab_size=maker.vocab_size, layout=TreeLayout.PATHS, acceptance=rule)
     target.table = case.table(maker.vocab_size)
     while not request.is_finished:
-        step([request], [request.num_due(3)], target, cache, guesser)
+        step([request], [request.num_due(3)], target, cache, speculator)
     output = maker.output(request, numerics="exact", drafter="none")
     cache.release(request.sequence)
     cache.check()

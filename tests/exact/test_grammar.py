@@ -23,7 +23,7 @@ from paceline.sampling.grammar import Grammar
 from paceline.sampling.matcher import GrammarCompiler
 from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.drafter import Drafter
-from paceline.speculation.guess import Guesser
+from paceline.speculation.speculator import Speculator
 
 MAX_TOKENS = 200
 AT_ONCE = 12
@@ -117,7 +117,7 @@ def test_constrained_tokens_are_the_same_whatever_drafts(
         pytest.skip("left to make test-long: the reference itself")
     count = int(np.random.default_rng([seed, len(kind)]).integers(2, 9))
     llm = open_llm(reference.directory, drafter, num_draft_tokens=count, tree_width=3 if kind == "draft_tree" else 1)
-    llm.engine.guesser.policy = DraftLengthPolicy(count, row_budget=12 if kind in ("draft_tree", "chaos") else None)
+    llm.engine.speculator.policy = DraftLengthPolicy(count, row_budget=12 if kind in ("draft_tree", "chaos") else None)
     every = 2 if kind == "chaos" and not large_counts else 1
     outputs = generate(llm, reference.cases[::every], AT_ONCE)
     for case, output, plain in zip(reference.cases[::every], outputs, reference.outputs[::every], strict=True):
@@ -146,7 +146,7 @@ def test_the_answer_behind_reasoning_is_the_same_whatever_drafts(mini_dir: Path,
     assert len(borders) > 3
     for drafter in ("ngram", str(mini_dir / "draft")):
         llm = open_llm(mini_dir, drafter, num_draft_tokens=6)
-        llm.engine.guesser.policy = DraftLengthPolicy(6)
+        llm.engine.speculator.policy = DraftLengthPolicy(6)
         assert [output.token_ids for output in generate(llm, cases, AT_ONCE)] == [output.token_ids for output in plain]
 
 
@@ -159,12 +159,12 @@ def test_without_the_grammar_at_the_nodes_tokens_differ(reference: Reference, mo
 
     real = GrammarMatcher.mask
     monkeypatch.setattr(GrammarMatcher, "mask", lambda self, scores, path: real(self, scores, path[:0]))
-    monkeypatch.setattr(Guesser, "_constrain", lambda *_: None)
+    monkeypatch.setattr(Speculator, "_constrain", lambda *_: None)
     few = reference.cases[:10]
     llm = open_llm(reference.directory, "ngram", num_draft_tokens=4)
     drafter = make_drafter("chaos", reference, 1)
     assert isinstance(drafter, Drafter)
-    llm.engine.guesser.drafter = drafter
+    llm.engine.speculator.drafter = drafter
     try:
         outputs = generate(llm, few, AT_ONCE)
     except RequestError:  # what was not masked is refused when it is committed

@@ -65,7 +65,7 @@ class Given:
         solo.directory = pair.target
         given = {"num_blocks": NUM_BLOCKS, "num_draft_tokens": depth, "tree_width": width, **options}
         llm = solo.open(pair.drafter, **given)  # type: ignore[arg-type]
-        llm.engine.guesser.policy = DraftLengthPolicy(depth, row_budget=1 + depth * width)
+        llm.engine.speculator.policy = DraftLengthPolicy(depth, row_budget=1 + depth * width)
         llm.engine.scheduler.limits = replace(llm.engine.scheduler.limits, spare_blocks=0)  # begin while there is any room at all
         return llm
 
@@ -177,7 +177,7 @@ def test_collected_boundaries_change_no_token(target: str, given_of: GivenOf, ta
     llm = given.open("eagle3", prefix_cache=False)
     assert llm.drafter is not None
     assert len(llm.drafter.needs.layers) == 3
-    llm.engine.guesser.drafter = None
+    llm.engine.speculator.drafter = None
     for sampling in ("greedy", "sampled"):
         params = replace(given.params(sampling), logprobs=2, prompt_logprobs=2)
         outputs = llm.generate(given.texts, params)

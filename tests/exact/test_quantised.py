@@ -57,7 +57,7 @@ def open_llm(file_of: Files, mini_dir: Path, target: str, drafter: str = "none")
         cache_gb=0.2,
         offline=True,
     )
-    llm.engine.guesser.policy = DraftLengthPolicy(4)
+    llm.engine.speculator.policy = DraftLengthPolicy(4)
     return llm
 
 

@@ -175,7 +175,7 @@ def test_tokens_are_the_same_whatever_drafts(
     for num_draft_tokens in random.permutation(np.arange(1, 13))[: 2 if large_counts else 1].tolist():
         width = 3 if kind == "draft_tree" else 1
         llm = plain.open(make_drafter(kind, plain, draft, seed), num_draft_tokens, tree_width=width)
-        llm.engine.guesser.policy = DraftLengthPolicy(num_draft_tokens, row_budget=12 if kind in TREES else None)
+        llm.engine.speculator.policy = DraftLengthPolicy(num_draft_tokens, row_budget=12 if kind in TREES else None)
         before = llm.runtime.num_passes
         tally["token ids compared with plain decoding"] += compare(llm, plain, list(SAMPLINGS))
         assert llm.runtime.num_passes > before
@@ -193,7 +193,7 @@ def test_every_step_is_one_target_pass(plain_of: PlainOf) -> None:
 def test_a_prediction_that_comes_true_is_accepted_almost_everywhere(plain_of: PlainOf) -> None:
     plain = plain_of("llama", "f32", "native")
     llm = plain.open("prediction")
-    llm.engine.guesser.policy = DraftLengthPolicy(4)
+    llm.engine.speculator.policy = DraftLengthPolicy(4)
     wanted = params("free", plain.max_tokens)
     outputs = llm.generate(plain.prompts, wanted, prediction=[plain.answers["free", index] for index in range(len(plain.prompts))])
     for index, output in enumerate(outputs):
@@ -205,7 +205,7 @@ def test_a_prediction_that_comes_true_is_accepted_almost_everywhere(plain_of: Pl
 def test_a_draft_pass_is_run_for_every_drafted_token(plain_of: PlainOf) -> None:
     plain = plain_of("llama", "f32", "native")
     llm = plain.open(str(plain.directory))
-    llm.engine.guesser.policy = DraftLengthPolicy(4)
+    llm.engine.speculator.policy = DraftLengthPolicy(4)
     drafter = llm.drafter
     (output,) = llm.generate([plain.prompts[2]], params("greedy", plain.max_tokens))
     assert drafter.runtime.num_passes == output.speculation.drafted  # type: ignore[union-attr]
@@ -217,7 +217,7 @@ def test_a_masked_tree_differs_from_plain_decoding_at_near_ties_only(plain_of: P
     plain = plain_of("llama", "f32", "native")
     answers = plain.by_prompt(["greedy"])
     llm = plain.open(ChaosDrafter(answers, plain.vocab_size, seed=seed, raises=False), 6, backend="torch", device="cpu")
-    llm.engine.guesser.policy = DraftLengthPolicy(6, row_budget=12)
+    llm.engine.speculator.policy = DraftLengthPolicy(6, row_budget=12)
     for index, output in enumerate(llm.generate(plain.prompts, params("greedy", plain.max_tokens))):
         expected = plain.answers["greedy", index]
         assert output.numerics == "fast"
@@ -247,7 +247,7 @@ def faulty(plain_of: PlainOf, seed: int) -> Faulty:
     def run(backend: str) -> None:
         plain = plain_of("llama", "f32", backend)
         llm = plain.open(ChaosDrafter(plain.by_prompt(list(SAMPLINGS)), plain.vocab_size, seed=seed, raises=False), 6)
-        llm.engine.guesser.policy = DraftLengthPolicy(6, row_budget=12)
+        llm.engine.speculator.policy = DraftLengthPolicy(6, row_budget=12)
         compare(llm, plain, list(SAMPLINGS))
 
     return run

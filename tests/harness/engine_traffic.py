@@ -114,7 +114,7 @@ class Traffic:
             self.num_ended += 1
 
     def _speculation(self, job: Job) -> Mapping[str, object]:
-        names = [name for name in self.llm.engine.guesser.drafters if name]
+        names = [name for name in self.llm.engine.speculator.drafters if name]
         if len(names) > 1 and not job.speculation and self._random.random() < 0.3:
             return {"drafter": str(self._random.choice(names))}
         return job.speculation
@@ -181,7 +181,7 @@ def check_clean(llm: LLM) -> None:
     assert engine.is_idle
     assert engine.cache.pool.num_free == engine.cache.pool.num_blocks - 1
     assert engine.cache._sequences == {}
-    assert engine.guesser.policy._guards == {}
+    assert engine.speculator.policy._guards == {}
     stats = engine.stats
     speculation = stats.speculation
     assert speculation.emitted == speculation.accepted + speculation.bonus == stats.completion_tokens

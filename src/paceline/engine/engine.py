@@ -15,8 +15,8 @@ from paceline.errors import CapacityError, PacelineError, RequestError, as_excep
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.runtimes.base import Runtime
-from paceline.speculation.guess import Guesser
 from paceline.speculation.request import FinishReason, Request
+from paceline.speculation.speculator import Speculator
 from paceline.speculation.stats import SpeculationStats
 from paceline.speculation.step import PassInterrupted, step
 
@@ -80,7 +80,7 @@ class CacheRoom:
     def drop(self, request: Request) -> None:
         cache = self._engine.cache
         if request.started_s:  # it ran before, so somebody may know it
-            self._engine.guesser.preempt(request)
+            self._engine.speculator.preempt(request)
             request.num_preemptions += 1
         cache.release(request.sequence)
         request.sequence = cache.new_sequence()
@@ -93,12 +93,12 @@ class Engine:
 
     Args:
         runtime, cache: the target.
-        guesser: drafter and policy.
+        speculator: drafter and policy.
         limits: what a pass may hold.
     """
 
-    def __init__(self, runtime: Runtime, cache: KVCache, guesser: Guesser, limits: Limits) -> None:
-        self.runtime, self.cache, self.guesser = runtime, cache, guesser
+    def __init__(self, runtime: Runtime, cache: KVCache, speculator: Speculator, limits: Limits) -> None:
+        self.runtime, self.cache, self.speculator = runtime, cache, speculator
         self.scheduler: Scheduler[Request] = Scheduler(CacheRoom(self), limits, self._is_ready)
         self._stats = EngineStats()
         self._runs: dict[object, tuple[int, Sequence[Request]]] = {}  # the thread that went on with it last, and whose it is
@@ -123,7 +123,7 @@ class Engine:
             stats = deepcopy(self._stats)
         stats.num_running, stats.num_waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         stats.num_preemptions = self.scheduler.num_preemptions
-        stats.drafter_failures = self.guesser.num_failures
+        stats.drafter_failures = self.speculator.num_failures
         return stats
 
     @contextmanager
@@ -157,8 +157,8 @@ class Engine:
                 "lower max_tokens or raise cache_gb"
             )
         wanted = request.speculation.drafter
-        if wanted is not None and wanted not in self.guesser.drafters:
-            loaded = ", ".join(sorted(self.guesser.drafters)) or "none"
+        if wanted is not None and wanted not in self.speculator.drafters:
+            loaded = ", ".join(sorted(self.speculator.drafters)) or "none"
             raise RequestError(f"speculation: drafter {wanted!r} is not loaded; loaded: {loaded}", parameter="speculation")
 
     def add(self, request: Request) -> None:
@@ -206,7 +206,7 @@ class Engine:
         while self._to_add:
             request = self._to_add.popleft()
             request.sequence = self.cache.new_sequence()
-            request.stats.acceptance = self.guesser.acceptance.value
+            request.stats.acceptance = self.speculator.acceptance.value
             self.scheduler.add(request)
         while self._to_abort:
             request = self._to_abort.popleft()
@@ -256,7 +256,7 @@ class Engine:
                 request.started_s = now
         self._stats.num_steps += 1
         try:
-            step(picked, num_rows, self.runtime, self.cache, self.guesser, max_rows=self.scheduler.limits.max_step_rows)
+            step(picked, num_rows, self.runtime, self.cache, self.speculator, max_rows=self.scheduler.limits.max_step_rows)
         except PassInterrupted as error:  # nobody is the worse for it
             raise error.__cause__ or error from None
         except BaseException as error:
@@ -317,7 +317,7 @@ class Engine:
         request.leader = None
         self._count(request)
         self.cache.release(request.sequence)
-        self.guesser.release(request)
+        self.speculator.release(request)
 
     def _count(self, request: Request) -> None:
         stats = self._stats

@@ -24,9 +24,9 @@ from paceline.runtimes.load import Loaded, RuntimeOptions, load_runtime
 from paceline.sampling.params import SAMPLING_NAMES
 from paceline.speculation.draft_length import DraftLengthPolicy, StepCosts
 from paceline.speculation.drafter import Drafter
-from paceline.speculation.guess import Guesser
 from paceline.speculation.rejection import Acceptance
 from paceline.speculation.request import Request
+from paceline.speculation.speculator import Speculator
 from paceline.spelling import unknown_argument
 from paceline.tokenizer.tokenizer import Tokenizer
 
@@ -49,7 +49,7 @@ class OpenedEngine:
 
     @property
     def drafter_name(self) -> str:
-        drafter = self.engine.guesser.drafter
+        drafter = self.engine.speculator.drafter
         return "none" if drafter is None else drafter.name
 
     def requests(self, prompts: Sequence[list[int]], params: Params, asked: AskedFor, *, is_streamed: bool) -> list[Request]:
@@ -58,7 +58,7 @@ class OpenedEngine:
         Raises:
             RequestError: something of what was asked for cannot be served.
         """
-        drafter = self.engine.guesser.drafter
+        drafter = self.engine.speculator.drafter
         reads = drafter is not None and drafter.reads_predictions
         controls = self.maker.controls(asked, len(prompts), are_predictions_read=reads)
         return [
@@ -149,9 +149,9 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
         drafter = make_drafter(speculation.drafter, target)
     policy = DraftLengthPolicy(DEFAULT_DRAFT_TOKENS) if drafter is None else _policy(speculation, runtime, cache, plan.max_context)
     acceptance = Acceptance(speculation.acceptance)
-    guesser = Guesser(drafter, policy, vocab_size=vocab_size, layout=cache.layout, acceptance=acceptance)
+    speculator = Speculator(drafter, policy, vocab_size=vocab_size, layout=cache.layout, acceptance=acceptance)
     limits = Limits(max_num_seqs=config.max_num_seqs, max_step_rows=config.max_step_rows, chunk_rows=config.chunk_rows)
-    engine = Engine(runtime, cache, guesser, limits)
+    engine = Engine(runtime, cache, speculator, limits)
     ends = tuple(dict.fromkeys((*runtime.config.eos_token_ids, *tokenizer.end_token_ids)))
     maker = RequestMaker(tokenizer, vocab_size, plan.max_context, ends, plan.way_out)
     of_drafter = () if drafter is None else drafter.notices

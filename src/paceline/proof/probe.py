@@ -151,7 +151,7 @@ def _try_drafts(llm: "LLM", drafter: "Drafter") -> Trial:
     from paceline.sampling.params import SamplingParams
     from paceline.speculation.draft_length import DraftLengthPolicy
 
-    llm.engine.guesser.policy = DraftLengthPolicy(_NUM_DRAFT_TOKENS)
+    llm.engine.speculator.policy = DraftLengthPolicy(_NUM_DRAFT_TOKENS)
     propose, spent = drafter.propose, 0.0
 
     def timed(*asked: Any) -> Any:

@@ -16,8 +16,8 @@ from paceline.kv_cache.paged import KVCache
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, Runtime, assemble
 from paceline.speculation.commit import commit
 from paceline.speculation.drafter import CommittedRows
-from paceline.speculation.guess import Guesser
 from paceline.speculation.request import Request
+from paceline.speculation.speculator import Speculator
 from paceline.speculation.verify import prompt_logprobs, token_logprobs
 from paceline.speculation.work import Work, reserve
 
@@ -31,7 +31,7 @@ def step(
     num_rows: Sequence[int],
     target: Runtime,
     cache: KVCache,
-    guesser: Guesser,
+    speculator: Speculator,
     *,
     max_rows: int | None = None,
 ) -> None:
@@ -49,28 +49,28 @@ def step(
         Exception: whatever the target's pass raised; nothing was committed.
     """
     works = [Work.of(request, count) for request, count in zip(requests, num_rows, strict=True)]
-    guesser.guess(works, max_rows)
+    speculator.propose(works, max_rows)
     plans = reserve(works, cache)
     batch = assemble(plans, [work.token_ids for work in works], [work.logits_nodes for work in works])
     start_s = perf_counter()
     output = _forward(target, batch, works, cache)
-    guesser.observe_pass(len(batch.token_ids), perf_counter() - start_s)
+    speculator.observe_pass(len(batch.token_ids), perf_counter() - start_s)
     committed: list[CommittedRows] = []
     first_row = first_logits_row = 0
     for work, plan in zip(works, plans, strict=True):
         start, num_logits = work.request.sequence.committed_len, len(work.logits_nodes)
         try:
-            logits = output.logits[first_logits_row : first_logits_row + num_logits, : guesser.vocab_size]
-            kept = _settle(work, logits, cache, guesser)
+            logits = output.logits[first_logits_row : first_logits_row + num_logits, : speculator.vocab_size]
+            kept = _settle(work, logits, cache, speculator)
             rows = [first_row + plan.row_of_node[node] for node in kept]
-            committed.append(_features(CommittedRows(work.request, start, len(rows)), rows, output, guesser))
+            committed.append(_features(CommittedRows(work.request, start, len(rows)), rows, output, speculator))
         except BaseException as error:  # its sampling allows no token, its grammar broke, its row is NaN: nobody else is concerned
             if is_interrupt(error):
                 raise
             _fail(work.request, as_exception(error), cache)
         first_logits_row += num_logits
         first_row += plan.num_rows
-    guesser.observe(committed)
+    speculator.observe(committed)
 
 
 def _forward(target: Runtime, batch: ForwardBatch, works: Sequence[Work], cache: KVCache) -> ForwardOutput:
@@ -85,7 +85,7 @@ def _forward(target: Runtime, batch: ForwardBatch, works: Sequence[Work], cache:
         raise
 
 
-def _settle(work: Work, logits: FloatArray, cache: KVCache, guesser: Guesser) -> Sequence[int]:
+def _settle(work: Work, logits: FloatArray, cache: KVCache, speculator: Speculator) -> Sequence[int]:
     """Walk one request's tree, commit its tokens and keep their rows; returns the plan's nodes that were kept."""
     request, tree = work.request, work.tree
     if work.wants_prompt_rows:
@@ -95,7 +95,7 @@ def _settle(work: Work, logits: FloatArray, cache: KVCache, guesser: Guesser) ->
         cache.keep_path(request.sequence, work.root)
         cache.remember(request.sequence, request.token_ids, salt=request.salt)
         return range(work.num_given)
-    result = guesser.verify(tree, logits, request)
+    result = speculator.verify(tree, logits, request)
     logprobs = token_logprobs(result, logits, request) if request.params.logprobs is not None else ()
     num_emitted = commit(request, result.token_ids, len(result.accepted_nodes), drafted=tree.num_draft_tokens > 0, logprobs=logprobs)
     accepted = [work.root + node for node in result.accepted_nodes[:num_emitted]]
@@ -103,7 +103,7 @@ def _settle(work: Work, logits: FloatArray, cache: KVCache, guesser: Guesser) ->
     cache.remember(request.sequence, request.token_ids, salt=request.salt)
     request.stats.record(tree.depths[1:], len(accepted), num_emitted, work.plain)
     if tree.num_draft_tokens > 0:
-        guesser.learn(request, tree, result.accepted_nodes)
+        speculator.learn(request, tree, result.accepted_nodes)
     return [*range(work.num_given), *accepted]
 
 
@@ -115,9 +115,9 @@ def _fail(request: Request, error: Exception, cache: KVCache) -> None:
     request.fail(error)
 
 
-def _features(committed: CommittedRows, rows: Sequence[int], output: ForwardOutput, guesser: Guesser) -> CommittedRows:
+def _features(committed: CommittedRows, rows: Sequence[int], output: ForwardOutput, speculator: Speculator) -> CommittedRows:
     """Add the target activations the drafter asked for."""
-    needs = guesser.drafter.needs if guesser.drafter is not None else None
+    needs = speculator.drafter.needs if speculator.drafter is not None else None
     if needs is None or not (needs.hidden_states or needs.layers):
         return committed
     hidden = output.hidden_states[rows] if needs.hidden_states else None

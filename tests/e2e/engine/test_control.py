@@ -75,7 +75,7 @@ def test_only_requests_with_one_salt_share_their_prompts(open_llm: Open) -> None
 
 def test_a_draft_model_finds_a_known_prompt_too(open_llm: Open, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = open_llm(40, str(directory))
-    llm.engine.guesser.policy = DraftLengthPolicy(4)
+    llm.engine.speculator.policy = DraftLengthPolicy(4)
     runtime = llm.drafter.runtime  # type: ignore[union-attr]
     rows: list[int] = []
     forward = runtime.forward
@@ -172,7 +172,7 @@ def test_logprobs_are_the_same_whatever_drafts_and_end_with_the_output(open_llm:
     text = plain.tokenizer.decode(expected.token_ids[8:10]).strip()  # ends a block that goes on
     for drafter in ("ngram", str(directory)):
         llm = open_llm(40, drafter)
-        llm.engine.guesser.policy = DraftLengthPolicy(4)
+        llm.engine.speculator.policy = DraftLengthPolicy(4)
         (output,) = llm.generate([PROMPT], params)
         assert (output.token_ids, output.logprobs) == (expected.token_ids, expected.logprobs)
         (cut,) = llm.generate([PROMPT], replace(params, stop_token_ids=[stop]))
@@ -245,7 +245,7 @@ def test_a_request_without_speculation_is_no_drafters_business(open_llm: Open) -
         assert (spy.asked, spy.told) == ([], [])
         assert output.speculation.plain == {PlainReason.PROMPT: 1, PlainReason.OFF: 23}
     off, on = make(llm, [5], GREEDY, speculation={"enabled": False}), make(llm, [6], GREEDY)
-    llm.engine.guesser.policy = DraftLengthPolicy(4)
+    llm.engine.speculator.policy = DraftLengthPolicy(4)
     for request in (off, on):
         llm.engine.add(request)
     run_to_end(llm)
@@ -259,7 +259,7 @@ def test_a_request_without_speculation_is_no_drafters_business(open_llm: Open) -
 def test_a_request_may_have_fewer_drafts_than_its_neighbours(open_llm: Open, limit: int) -> None:
     spy = Spy()
     llm = open_llm(40, spy)
-    llm.engine.guesser.policy = DraftLengthPolicy(4)
+    llm.engine.speculator.policy = DraftLengthPolicy(4)
     limited, free = make(llm, [5], GREEDY, speculation={"max_draft_tokens": limit}), make(llm, [6], GREEDY)
     for request in (limited, free):
         llm.engine.add(request)
@@ -272,7 +272,7 @@ def test_a_request_may_have_fewer_drafts_than_its_neighbours(open_llm: Open, lim
 def test_a_request_may_name_one_of_several_drafters(open_llm: Open) -> None:
     first, second = Spy("first"), Spy("second")
     llm = open_llm(40, StackDrafter([first, second]))
-    llm.engine.guesser.policy = DraftLengthPolicy(4)
+    llm.engine.speculator.policy = DraftLengthPolicy(4)
     outputs = llm.generate([[5]], GREEDY, speculation={"drafter": "second"})
     assert first.asked == []
     assert len(second.asked) > 10

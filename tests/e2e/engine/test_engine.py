@@ -116,7 +116,7 @@ def test_guesses_never_take_the_blocks_of_another_requests_own_tokens(open_llm: 
     answers = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, solo, strict=True)}
     with opened_as("paths"):  # each with blocks of its own
         llm = open_llm(num_blocks, BushyDrafter(answers), max_context=110)
-    llm.engine.guesser.policy = DraftLengthPolicy(4, row_budget=12)
+    llm.engine.speculator.policy = DraftLengthPolicy(4, row_budget=12)
     outputs = llm.generate(PROMPTS, GREEDY)
     assert [output.token_ids for output in outputs] == solo
     assert (sum(output.speculation.cut for output in outputs) > 20) == (num_blocks <= 9)
@@ -162,7 +162,7 @@ def test_guesses_take_what_known_tokens_leave_of_a_pass(
     open_llm: Open, directory: Path, solo: list[list[int]], max_step_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = open_llm(40, str(directory), max_step_rows=max_step_rows)
-    llm.engine.guesser.policy = DraftLengthPolicy(4)
+    llm.engine.speculator.policy = DraftLengthPolicy(4)
     rows: list[int] = []
     forward = llm.runtime.forward
     monkeypatch.setattr(llm.runtime, "forward", lambda batch: rows.append(len(batch.token_ids)) or forward(batch))

@@ -80,7 +80,7 @@ class FaultyDrafter(Drafter):
 
 def serve(open_llm: Open, drafter: str | Drafter = "none") -> AsyncEngine:
     llm = open_llm(60, drafter)
-    llm.engine.guesser.policy = DraftLengthPolicy(4)
+    llm.engine.speculator.policy = DraftLengthPolicy(4)
     return AsyncEngine(llm._opened)
 
 

@@ -27,7 +27,7 @@ def count_rows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_draft_model_catches_up_on_more_prompts_than_one_pass_holds(mini_dir: Path) -> None:
     prompts = [[100 + index] * 240 for index in range(1 + MAX_PASS_ROWS // 240)]
     llm = LLM(str(mini_dir), drafter="draft_model", max_num_seqs=32, max_step_rows=4096, max_context=300, cache_gb=0.5, threads=2)
-    llm.engine.guesser.policy = DraftLengthPolicy(2)
+    llm.engine.speculator.policy = DraftLengthPolicy(2)
     outputs = llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True))
     assert CATCH_UP_ROWS > 240
     assert llm.stats().drafter_failures == 0
@@ -45,7 +45,7 @@ def test_what_grammars_force_takes_no_more_rows_than_a_pass_has(
     prompts = ["One: ", "Two: ", "Three: "]
     plain = LLM(str(mini_dir), drafter="none", max_context=300, cache_gb=0.1, threads=2).generate(prompts, params)
     llm = LLM(str(mini_dir), drafter="ngram", max_step_rows=max_step_rows, max_context=300, cache_gb=0.1, threads=2)
-    monkeypatch.setattr(llm.engine.guesser.policy, "budget", lambda request: None)
+    monkeypatch.setattr(llm.engine.speculator.policy, "budget", lambda request: None)
     rows = count_rows(llm, monkeypatch)
     outputs = llm.generate(prompts, params)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]

@@ -32,7 +32,7 @@ def solo(open_llm: Open) -> dict[int, list[RequestOutput]]:
 
 def open_drafting(open_llm: Open, drafter: str) -> LLM:
     llm = open_llm(80, drafter)
-    llm.engine.guesser.policy = DraftLengthPolicy(3)
+    llm.engine.speculator.policy = DraftLengthPolicy(3)
     return llm
 
 

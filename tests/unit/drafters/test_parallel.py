@@ -47,7 +47,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def open_llm(target: Path, head: Path, *, row_budget: int | None = None, **options: object) -> LLM:
     given = {"backend": "native", "threads": 1, "max_context": 256, "cache_gb": 0.05, "num_draft_tokens": DEPTH, **options}
     llm = LLM(str(target), drafter=str(head), **given)  # type: ignore[arg-type]
-    llm.engine.guesser.policy = DraftLengthPolicy(DEPTH, row_budget=row_budget)
+    llm.engine.speculator.policy = DraftLengthPolicy(DEPTH, row_budget=row_budget)
     return llm
 
 

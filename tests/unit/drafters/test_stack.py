@@ -178,7 +178,7 @@ def test_a_merged_tree_keeps_to_its_budget_in_the_layout_in_use(layout: TreeLayo
     assert num_merged > 50
 
 
-def test_the_better_guesser_leads_once_it_is_known_whichever_comes_first(clock: Clock) -> None:
+def test_the_better_drafter_leads_once_it_is_known_whichever_comes_first(clock: Clock) -> None:
     for bad_first in (True, False):
         bad, good = Scripted("bad", chain(8, 8, source="bad"), clock), Scripted("good", chain(5, 6, source="good"), clock)
         stack = StackDrafter([bad, good] if bad_first else [good, bad])

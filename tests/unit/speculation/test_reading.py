@@ -12,9 +12,9 @@ from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.draft_length import READING_SHARE, DraftLengthPolicy, StepCosts
 from paceline.speculation.drafter import DraftBudget, Drafter
-from paceline.speculation.guess import Guesser
 from paceline.speculation.reading import NO_EXTRA_TOKENS, ReadingTime, worthwhile_s
 from paceline.speculation.request import FinishReason, Request
+from paceline.speculation.speculator import Speculator
 from paceline.speculation.stats import PlainReason
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.work import Work
@@ -61,32 +61,32 @@ class Clock(Drafter):
         self._num_read.pop(id(request), None)
 
 
-def decode(guesser: Guesser, drafter: Clock, num_tokens: int, *, max_tokens: int = 256) -> float:
+def decode(speculator: Speculator, drafter: Clock, num_tokens: int, *, max_tokens: int = 256) -> float:
     """Simulated seconds of one request behind a long prompt that says so many tokens."""
     request, seconds = make_request(max_tokens=max_tokens), 0.0
     while request.num_output_tokens < num_tokens:
         work, before = Work.of(request, 1), drafter.seconds
-        guesser.guess([work])
+        speculator.propose([work])
         assert work.tree is not None
         drafted = work.tree.num_draft_tokens
         kept = min(drafter.accepted, drafted)
         pass_s = COSTS.speculative_s if drafted else COSTS.plain_s
-        guesser.observe_pass(1 + drafted, pass_s)
+        speculator.observe_pass(1 + drafted, pass_s)
         seconds += pass_s + drafter.seconds - before
         request.token_ids.extend([2] * (kept + 1))
         request.sequence.committed_len = len(request.token_ids) - 1
         if drafted:
-            guesser.policy.observe(request, drafted, kept)
+            speculator.policy.observe(request, drafted, kept)
     request.finish_reason = FinishReason.STOP
-    guesser.release(request)
+    speculator.release(request)
     return seconds
 
 
-def open_guesser(accepted: int, token_s: float, monkeypatch: pytest.MonkeyPatch) -> tuple[Guesser, Clock]:
+def open_speculator(accepted: int, token_s: float, monkeypatch: pytest.MonkeyPatch) -> tuple[Speculator, Clock]:
     drafter = Clock(accepted, token_s)
     policy = DraftLengthPolicy(NUM_DRAFT_TOKENS, costs=COSTS)
     monkeypatch.setattr(policy, "observe_draft_time", lambda seconds: None)  # the simulated clock knows it
-    return Guesser(drafter, policy, vocab_size=4, layout=TreeLayout.MASK), drafter
+    return Speculator(drafter, policy, vocab_size=4, layout=TreeLayout.MASK), drafter
 
 
 @pytest.mark.parametrize("num_tokens", [8, 30, 200])
@@ -94,48 +94,48 @@ def open_guesser(accepted: int, token_s: float, monkeypatch: pytest.MonkeyPatch)
 def test_prompts_are_seldom_read_for_drafts_that_are_never_accepted(
     num_tokens: int, token_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guesser, drafter = open_guesser(0, token_s, monkeypatch)
-    decode(guesser, drafter, num_tokens)  # the first one may be tried out
+    speculator, drafter = open_speculator(0, token_s, monkeypatch)
+    decode(speculator, drafter, num_tokens)  # the first one may be tried out
     before_s = drafter.read_s
     num_requests = 12_000 // num_tokens
-    seconds = sum(decode(guesser, drafter, num_tokens) for _ in range(num_requests))
+    seconds = sum(decode(speculator, drafter, num_tokens) for _ in range(num_requests))
     plain_s = num_requests * num_tokens * COSTS.plain_s
     assert seconds < 1.06 * plain_s, "the probes of drafting itself cost 3 %"
     assert drafter.read_s - before_s < 2 * READING_SHARE * plain_s + 900 * token_s
 
 
 def test_a_prompt_is_read_at_once_where_drafting_pays_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    guesser, drafter = open_guesser(3, 0.02, monkeypatch)
+    speculator, drafter = open_speculator(3, 0.02, monkeypatch)
     for _ in range(5):
-        seconds = decode(guesser, drafter, 200)
+        seconds = decode(speculator, drafter, 200)
         assert seconds == pytest.approx(900 * 0.02 + 50 * 1.6, rel=0.1)
     assert drafter.num_reads == 5
 
 
 def test_a_prompt_is_not_read_for_an_output_too_short_to_pay_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    guesser, drafter = open_guesser(3, 0.02, monkeypatch)
-    assert decode(guesser, drafter, 16, max_tokens=16) == 15 * COSTS.plain_s, "18 seconds to save 10"
-    guesser, drafter = open_guesser(3, 0.02, monkeypatch)
-    assert decode(guesser, drafter, 16) > 18, "where nothing is known outputs are taken to be long"
-    assert decode(guesser, drafter, 16) == 15 * COSTS.plain_s, "as the last one was"
+    speculator, drafter = open_speculator(3, 0.02, monkeypatch)
+    assert decode(speculator, drafter, 16, max_tokens=16) == 15 * COSTS.plain_s, "18 seconds to save 10"
+    speculator, drafter = open_speculator(3, 0.02, monkeypatch)
+    assert decode(speculator, drafter, 16) > 18, "where nothing is known outputs are taken to be long"
+    assert decode(speculator, drafter, 16) == 15 * COSTS.plain_s, "as the last one was"
 
 
 def test_drafting_that_begins_to_pay_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    guesser, drafter = open_guesser(0, 0.005, monkeypatch)
+    speculator, drafter = open_speculator(0, 0.005, monkeypatch)
     for _ in range(20):
-        decode(guesser, drafter, 100)
+        decode(speculator, drafter, 100)
     drafter.accepted = 3
     for _ in range(20):
-        seconds = decode(guesser, drafter, 100)
+        seconds = decode(speculator, drafter, 100)
     assert seconds < 60
 
 
 def test_a_step_whose_drafter_may_not_read_is_plain_because_drafting_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    guesser, drafter = open_guesser(3, 1.0, monkeypatch)
+    speculator, drafter = open_speculator(3, 1.0, monkeypatch)
     work = Work.of(make_request(), 1)
-    guesser.guess([work])
+    speculator.propose([work])
     assert (work.plain, drafter.num_reads) == (PlainReason.GUARD, 0)
-    assert guesser.num_failures == 0
+    assert speculator.num_failures == 0
 
 
 def test_without_costs_everything_may_be_read() -> None:

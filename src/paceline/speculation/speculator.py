@@ -28,7 +28,7 @@ MAX_FORCED = 16
 """Tokens that a grammar leaves no choice about and that are guessed at once, however few a drafter may."""
 
 
-class Guesser:
+class Speculator:
     """A drafter, how much it may draft, by which rule its guesses are kept, and the fallback to plain steps.
 
     Args:
@@ -64,7 +64,7 @@ class Guesser:
         members = getattr(self.drafter, "members", ())
         return {one.name: one for one in (*reversed(members), self.drafter)}
 
-    def guess(self, works: Sequence[Work], max_rows: int | None = None) -> None:
+    def propose(self, works: Sequence[Work], max_rows: int | None = None) -> None:
         """Hang a tree under the root of every work that may draft; the others get the reason why not.
 
         Args:
