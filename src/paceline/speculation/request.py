@@ -10,6 +10,7 @@ from paceline.kv_cache.paged import CachedSequence
 from paceline.sampling.logprobs import TokenLogprobs
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
+from paceline.speculation.draft_history import DraftHistory
 from paceline.speculation.stats import SpeculationStats
 from paceline.speculation.stop import TextStop
 
@@ -117,7 +118,8 @@ class Request:
         num_preemptions: how often its rows were dropped to make room for older requests; they run again.
         logprobs: of the output tokens, where asked for.
         prompt_logprobs: of the prompt tokens so far, where asked for; the first one has none.
-        error: why it failed; nobody else is concerned.
+        error: why it failed; no other request is concerned.
+        draft_history: what became of its drafts; None until the policy is asked about it. The policy's own.
         started_s, first_token_s, finished_s: clock (`time.perf_counter`) at admission, after the prompt's last pass, at the end.
     """
 
@@ -141,6 +143,7 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     error: Exception | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
+    draft_history: DraftHistory | None = None
     origins: list[TokenOrigin] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     started_s: float = 0.0
