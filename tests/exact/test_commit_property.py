@@ -7,7 +7,7 @@ its place where it is banned. What a request must be like at its end is also sai
 from codecs import utf_8_decode
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +26,10 @@ from paceline.outputs import RequestOutput
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation import commit as commit_module
+from paceline.speculation import speculator as speculator_module
 from paceline.speculation import step as step_module
 from paceline.speculation.draft_length import DraftLengthPolicy
-from paceline.speculation.drafter import DraftBudget, Drafter
+from paceline.speculation.drafter import Drafter
 from paceline.speculation.ending import LookAhead
 from paceline.speculation.request import Request, TokenOrigin
 from paceline.speculation.speculator import Speculator
@@ -358,10 +359,8 @@ def test_min_tokens_counted_without_the_nodes_path_is_seen(faulty: Callable[[], 
 
 
 def test_a_limit_that_is_looked_at_between_blocks_only_is_seen(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Speculator._fitting
-
-    def without_limit(self: Speculator, budget: DraftBudget, request: Request) -> DraftBudget:
-        return replace(real(self, budget, request), max_depth=budget.max_depth)
+    def without_limit(request: Request, row_budget: int, max_depth: int) -> tuple[int, int]:
+        return row_budget, max_depth
 
     def reason(request: Request, path: Sequence[int], text_stop: TextStop | None) -> Any:
         full = SimpleNamespace(max_len=len(request.token_ids) + 1, **{name: getattr(request, name) for name in NAMES})
@@ -372,7 +371,7 @@ def test_a_limit_that_is_looked_at_between_blocks_only_is_seen(faulty: Callable[
         return real_commit(request, token_ids, *args, **options)
 
     limited, real_reason, real_commit = [False], commit_module.reason_to_end, commit_module.commit
-    monkeypatch.setattr(Speculator, "_fitting", without_limit)
+    monkeypatch.setattr(speculator_module, "within_limits", without_limit)
     monkeypatch.setattr(commit_module, "reason_to_end", reason)
     monkeypatch.setattr(step_module, "commit", commit)
     with pytest.raises(AssertionError):

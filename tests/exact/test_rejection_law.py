@@ -35,8 +35,9 @@ from paceline.speculation import rejection
 from paceline.speculation.commit import commit
 from paceline.speculation.rejection import verify_rejection
 from paceline.speculation.request import Request
+from paceline.speculation.request_rows import RequestRows
+from paceline.speculation.reserve import reserve
 from paceline.speculation.tree import DraftTree, Proposal
-from paceline.speculation.work import Work, reserve
 
 
 @dataclass(frozen=True)
@@ -237,16 +238,16 @@ class Room:
 
     def cut(self, tree: DraftTree) -> DraftTree:
         """What the step would keep of `tree`."""
-        works = [Work(self._request, 1, tree)]
+        batch = [RequestRows(self._request, 1, tree)]
         if self._num_others:
-            works.append(Work(self._other, self._num_others, None))
-        reserve(works, self._cache)
+            batch.append(RequestRows(self._other, self._num_others, None))
+        reserve(batch, self._cache)
         self._cache.check()
-        for work in works:
-            self._cache.cancel(work.request.sequence)
-        assert works[0].tree is not None
-        works[0].tree.check()
-        return works[0].tree
+        for rows in batch:
+            self._cache.cancel(rows.request.sequence)
+        assert batch[0].tree is not None
+        batch[0].tree.check()
+        return batch[0].tree
 
 
 def _rooms(shape: Shape) -> dict[tuple[TreeLayout, Shape], Room]:

@@ -83,6 +83,42 @@ class ForwardOutput:
     hidden_states: FloatArray
     collected_hidden_states: FloatArray | None = None
 
+    def by_plan(self, plans: Sequence[RowPlan], logits_nodes: Sequence[Sequence[int]]) -> "Iterator[PlanOutput]":
+        """The part of each plan; arguments as `assemble` got them."""
+        first_row = first_logits_row = 0
+        for plan, wanted in zip(plans, logits_nodes, strict=True):
+            end = first_logits_row + len(wanted)
+            yield PlanOutput(self, plan, first_row, self.logits[first_logits_row:end])
+            first_row, first_logits_row = first_row + plan.num_rows, end
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOutput:
+    """What a pass returned for the rows of one plan.
+
+    Attributes:
+        output: of the whole pass.
+        first_row: of the plan in the pass.
+        logits: [R of the plan, V] float32, in the order its nodes were asked for.
+    """
+
+    output: ForwardOutput
+    plan: RowPlan
+    first_row: int
+    logits: FloatArray
+
+    def hidden_states(self, nodes: Sequence[int]) -> FloatArray:
+        """[len(nodes), E] those of the plan's `nodes`; a copy."""
+        return self.output.hidden_states[self._rows(nodes)]
+
+    def collected_hidden_states(self, nodes: Sequence[int]) -> FloatArray | None:
+        """[num_collected, len(nodes), E] those of the plan's `nodes`; a copy, None where nothing was collected."""
+        collected = self.output.collected_hidden_states
+        return None if collected is None else collected[:, self._rows(nodes)]
+
+    def _rows(self, nodes: Sequence[int]) -> list[int]:
+        return [self.first_row + self.plan.row_of_node[node] for node in nodes]
+
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:

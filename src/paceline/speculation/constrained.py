@@ -1,16 +1,54 @@
 """Drafting under a grammar: guesses it forbids are cut before they cost a row, tokens it forces are guessed for nothing."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.errors import RequestError
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.sampling.matcher import GrammarMatcher
+from paceline.speculation.budgets import within_limits
+from paceline.speculation.drafter import DraftBudget
 from paceline.speculation.request import Request
+from paceline.speculation.request_rows import RequestRows
+from paceline.speculation.stats import PlainReason
 from paceline.speculation.tree import DraftTree
 
 SOURCE = "grammar"
+MAX_FORCED = 16  # tokens that a grammar forces and that are guessed at once, however few a drafter may
 ANY_ID = 2**31  # ids that do not exist are none that the grammar allows
+
+
+def forced_budget(request: Request, layout: TreeLayout, *, wants_draws: bool) -> DraftBudget | None:
+    """A budget for the tokens that the request's grammar forces next, which are as good as known; None where it forces none."""
+    _, max_depth = within_limits(request, MAX_FORCED + 1, MAX_FORCED)
+    tree = forced_run(request, max_depth)
+    return None if tree is None else DraftBudget(tree.num_draft_tokens + 1, tree.num_draft_tokens, layout, wants_draws)
+
+
+def with_forced(budget: DraftBudget, request: Request) -> DraftBudget:
+    """A budget for all tokens that the request's grammar forces, if they are more than may be guessed."""
+    forced = forced_budget(request, budget.layout, wants_draws=budget.wants_draws)
+    if forced is None or forced.max_depth <= budget.max_depth:
+        return budget
+    return replace(budget, row_budget=max(budget.row_budget, forced.row_budget), max_depth=forced.max_depth)
+
+
+def fill_with_forced(rows: RequestRows, budget: DraftBudget) -> bool:
+    """Guess what the request's grammar forces where that fills the budget, so that no drafter need be asked; returns whether it does."""
+    depth = min(budget.max_depth, budget.row_budget - 1)
+    tree = forced_run(rows.request, depth)
+    if tree is None or tree.num_draft_tokens < depth:
+        return False
+    rows.tree = tree
+    return True
+
+
+def constrain_guesses(rows: RequestRows, budget: DraftBudget) -> None:
+    """Cut guesses that the request's grammar forbids, and guess what it forces."""
+    num_before = rows.num_guesses
+    tree = rows.tree if num_before > 0 else None
+    tree = constrain(tree, rows.request, budget.max_depth, budget.row_budget, layout=budget.layout)
+    rows.set_guesses(tree, num_before, PlainReason.CUT)
 
 
 def constrain(
@@ -18,11 +56,11 @@ def constrain(
 ) -> DraftTree | None:
     """What is left of a tree under the request's grammar, forced tokens put in.
 
-    Where the grammar forces tokens, these take the place of what was guessed otherwise, and they follow its last guesses; where there
-    were no guesses, they are the tree. They are guesses as any other, checked by the target.
+    Tokens that the grammar forces replace other guesses in their place and follow the last guesses; without guesses they are the tree.
+    They are guesses as any other, checked by the target.
 
-    A tree whose guesses were drawn stays as it is: taking out what was drawn for what it is would change the law that rejection
-    keeps. Drawn guesses obey the grammar already, for their law came through the request's processor.
+    A tree whose guesses were drawn stays as it is: to cut a guess for the token it holds would change the distribution that rejection
+    keeps. Drawn guesses obey the grammar already: `draft_probs` went through the request's processor.
 
     Args:
         tree: None = there were no guesses.
@@ -49,10 +87,7 @@ def constrain(
 
 
 def forced_run(request: Request, max_depth: int) -> DraftTree | None:
-    """The chain of tokens that the request's grammar forces next, at most `max_depth`; None where it forces none.
-
-    Where it fills the depth, asking a drafter can add nothing.
-    """
+    """The chain of tokens that the request's grammar forces next, at most `max_depth`; None where it forces none."""
     matcher = request.processor.constraint
     if not isinstance(matcher, GrammarMatcher):
         return None

@@ -3,9 +3,7 @@
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heapreplace
 
 from paceline.speculation.draft_history import MIN_EVIDENCE, DraftHistory, expected_accepted
 from paceline.speculation.drafter import DraftBudget
@@ -39,33 +37,6 @@ class StepCosts:
         A plain step emits 1 token in `plain_s`; a step with drafts emits 1 + accepted in `speculative_s` + `draft_s`.
         """
         return (self.speculative_s + self.draft_s) / self.plain_s - 1.0 if self.plain_s > 0 else 0.0
-
-
-def share_rows(wanted: Sequence[int], acceptance: Sequence[float], available: int) -> list[int]:
-    """Divide the draft rows of a pass among its requests so that most tokens are to be expected.
-
-    The i-th draft row of a request brings a token with probability acceptance^i, if its drafts are a chain. So each row goes to the request
-    that gains most by it; where all gain alike, to the one with the fewest.
-
-    Args:
-        wanted: draft rows each request could use, the root not counted.
-        acceptance: probability that one of its guesses is kept, given those before it were.
-        available: rows to divide.
-
-    Returns:
-        rows for each, in order.
-    """
-    if sum(wanted) <= available:
-        return list(wanted)
-    shares = [0] * len(wanted)
-    queue = [(-rate, 0, index) for index, (rate, rows) in enumerate(zip(acceptance, wanted, strict=True)) if rows > 0]
-    heapify(queue)
-    for _ in range(max(0, available)):
-        gain, share, index = queue[0]
-        shares[index] = share + 1
-        is_full = shares[index] == wanted[index]
-        heapreplace(queue, (1.0 if is_full else gain * acceptance[index], shares[index], index))
-    return shares
 
 
 class DraftLengthPolicy:

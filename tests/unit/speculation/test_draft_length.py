@@ -9,8 +9,9 @@ import pytest
 from paceline.kv_cache.paged import CachedSequence
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
+from paceline.speculation.budgets import share_rows
 from paceline.speculation.draft_history import CLEAR_STEPS, MIN_EVIDENCE, WINDOW
-from paceline.speculation.draft_length import PROBE_INTERVAL, SHORT_STEPS, DraftLengthPolicy, StepCosts, share_rows
+from paceline.speculation.draft_length import PROBE_INTERVAL, SHORT_STEPS, DraftLengthPolicy, StepCosts
 from paceline.speculation.request import Request
 
 NUM_DRAFT_TOKENS = 4

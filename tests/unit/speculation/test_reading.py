@@ -14,10 +14,10 @@ from paceline.speculation.draft_length import READING_SHARE, DraftLengthPolicy, 
 from paceline.speculation.drafter import DraftBudget, Drafter
 from paceline.speculation.reading import NO_EXTRA_TOKENS, ReadingTime, worthwhile_s
 from paceline.speculation.request import FinishReason, Request
+from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.speculator import Speculator
 from paceline.speculation.stats import PlainReason
 from paceline.speculation.tree import DraftTree
-from paceline.speculation.work import Work
 
 NUM_DRAFT_TOKENS = 4
 COSTS = StepCosts(plain_s=1.0, speculative_s=1.4, draft_s=0.2)
@@ -65,13 +65,13 @@ def decode(speculator: Speculator, drafter: Clock, num_tokens: int, *, max_token
     """Simulated seconds of one request behind a long prompt that says so many tokens."""
     request, seconds = make_request(max_tokens=max_tokens), 0.0
     while request.num_output_tokens < num_tokens:
-        work, before = Work.of(request, 1), drafter.seconds
-        speculator.propose([work])
-        assert work.tree is not None
-        drafted = work.tree.num_draft_tokens
+        rows, before = RequestRows.of(request, 1), drafter.seconds
+        speculator.propose([rows])
+        assert rows.tree is not None
+        drafted = rows.tree.num_draft_tokens
         kept = min(drafter.accepted, drafted)
         pass_s = COSTS.speculative_s if drafted else COSTS.plain_s
-        speculator.observe_pass(1 + drafted, pass_s)
+        speculator.policy.observe_pass(1 + drafted, pass_s)
         seconds += pass_s + drafter.seconds - before
         request.token_ids.extend([2] * (kept + 1))
         request.sequence.committed_len = len(request.token_ids) - 1
@@ -132,9 +132,9 @@ def test_drafting_that_begins_to_pay_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_step_whose_drafter_may_not_read_is_plain_because_drafting_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     speculator, drafter = open_speculator(3, 1.0, monkeypatch)
-    work = Work.of(make_request(), 1)
-    speculator.propose([work])
-    assert (work.plain, drafter.num_reads) == (PlainReason.GUARD, 0)
+    rows = RequestRows.of(make_request(), 1)
+    speculator.propose([rows])
+    assert (rows.plain_reason, drafter.num_reads) == (PlainReason.GUARD, 0)
     assert speculator.num_failures == 0
 
 

@@ -12,9 +12,10 @@ from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.sampling.residual import TokenProbs
 from paceline.speculation.request import Request
+from paceline.speculation.request_rows import RequestRows
+from paceline.speculation.reserve import reserve
 from paceline.speculation.stats import PlainReason
 from paceline.speculation.tree import DraftTree, Proposal
-from paceline.speculation.work import Work, reserve
 
 BLOCK = 4
 
@@ -24,17 +25,17 @@ def make_cache(num_blocks: int, layout: TreeLayout = TreeLayout.PATHS) -> KVCach
     return KVCache(np.zeros((2, 1 + num_blocks, 1, BLOCK, 1), np.float32), layout)
 
 
-def make_work(cache: KVCache, length: int, parents: Sequence[int] = (), tokens: Sequence[int] = ()) -> Work:
+def make_rows(cache: KVCache, length: int, parents: Sequence[int] = (), tokens: Sequence[int] = ()) -> RequestRows:
     """A request of `length` tokens whose last one is not cached, with guesses under it."""
     params = SamplingParams()
     request = Request(list(range(length)), length, params, LogitsProcessor(params, 99, []), cache.new_sequence(), 0, 0, 1000)
     if length > 1:
         cache.reserve(request.sequence, range(-1, length - 2))
         cache.keep_path(request.sequence, length - 2)
-    work = Work.of(request, request.num_due(256))
+    rows = RequestRows.of(request, request.num_due(256))
     if parents:
-        work.tree = DraftTree.grow(request.token_ids[-1], tokens or range(50, 50 + len(parents)), parents, "test")
-    return work
+        rows.tree = DraftTree.grow(request.token_ids[-1], tokens or range(50, 50 + len(parents)), parents, "test")
+    return rows
 
 
 def paths(tree: DraftTree | None) -> list[tuple[int, ...]]:
@@ -71,63 +72,63 @@ def test_of_a_tree_that_does_not_fit_the_first_path_stays_and_what_else_has_room
 ) -> None:
     num_own = -(-(length - 1) // BLOCK)
     cache = make_cache(num_own + num_free)
-    work = make_work(cache, length, PARENTS)
+    rows = make_rows(cache, length, PARENTS)
     assert cache.pool.num_free == num_free
-    (plan,) = reserve([work], cache)
-    assert paths(work.tree) == expected
-    assert work.plain is None, "a step with guesses is no plain one"
-    assert work.request.stats.cut == len(WHOLE) - len(expected)
+    (plan,) = reserve([rows], cache)
+    assert paths(rows.tree) == expected
+    assert rows.plain_reason is None, "a step with guesses is no plain one"
+    assert rows.request.stats.cut == len(WHOLE) - len(expected)
     assert len(plan.parents) == 1 + len(expected)
     cache.check()
-    cache.keep_path(work.request.sequence, len(expected))
+    cache.keep_path(rows.request.sequence, len(expected))
     cache.check()
 
 
 def test_only_where_no_guess_has_room_the_step_is_plain() -> None:
     cache = make_cache(1)
-    work = make_work(cache, BLOCK, PARENTS)
-    reserve([work], cache)
-    assert (work.plain, paths(work.tree), work.request.stats.cut) == (PlainReason.NO_MEMORY, [], len(WHOLE))
+    rows = make_rows(cache, BLOCK, PARENTS)
+    reserve([rows], cache)
+    assert (rows.plain_reason, paths(rows.tree), rows.request.stats.cut) == (PlainReason.NO_MEMORY, [], len(WHOLE))
 
 
 @pytest.mark.parametrize("layout", [TreeLayout.MASK, TreeLayout.CHAIN])
 def test_in_other_layouts_too_the_first_path_comes_first(layout: TreeLayout) -> None:
     cache = make_cache(1, layout)
-    work = make_work(cache, 1, PARENTS if layout is TreeLayout.MASK else (0, 1, 2, 3, 4))
-    reserve([work], cache)
-    assert paths(work.tree) == (FIRST_PATH if layout is TreeLayout.MASK else [(50,), (50, 51), (50, 51, 52)])
+    rows = make_rows(cache, 1, PARENTS if layout is TreeLayout.MASK else (0, 1, 2, 3, 4))
+    reserve([rows], cache)
+    assert paths(rows.tree) == (FIRST_PATH if layout is TreeLayout.MASK else [(50,), (50, 51), (50, 51, 52)])
 
 
 def test_own_guesses_go_before_those_of_others_and_all_before_a_known_token() -> None:
     cache = make_cache(5)
-    first, second = make_work(cache, 2, PARENTS), make_work(cache, BLOCK + 1, PARENTS)
+    first, second = make_rows(cache, 2, PARENTS), make_rows(cache, BLOCK + 1, PARENTS)
     reserve([first, second], cache)  # of three free blocks the first one wants all, and the second one's root needs one, at a border
     assert paths(first.tree) == [(50,), (51,), (50, 52), (50, 52, 54)], "one path less"
     assert paths(second.tree) == FIRST_PATH, "what the block of its root has room for"
-    assert first.plain is second.plain is None
+    assert first.plain_reason is second.plain_reason is None
     cache.check()
 
 
 def test_no_more_is_taken_from_others_than_known_tokens_need_and_from_the_last_ones_first() -> None:
     cache = make_cache(3 + 3)
-    works = [make_work(cache, 2, (0, 0, 0)), make_work(cache, 2, (0, 0)), make_work(cache, BLOCK + 1)]
-    reserve(works, cache)  # two blocks for the first one's branches, one for the second's: the last root takes that
-    assert [len(paths(work.tree)) for work in works] == [3, 1, 0]
-    assert [work.plain for work in works] == [None, None, None]
+    batch = [make_rows(cache, 2, (0, 0, 0)), make_rows(cache, 2, (0, 0)), make_rows(cache, BLOCK + 1)]
+    reserve(batch, cache)  # two blocks for the first one's branches, one for the second's: the last root takes that
+    assert [len(paths(rows.tree)) for rows in batch] == [3, 1, 0]
+    assert [rows.plain_reason for rows in batch] == [None, None, None]
     cache.check()
 
 
 def test_where_known_tokens_do_not_fit_nothing_is_changed() -> None:
     cache = make_cache(2)
-    works = [make_work(cache, BLOCK + 1), make_work(cache, BLOCK + 1)]
+    batch = [make_rows(cache, BLOCK + 1), make_rows(cache, BLOCK + 1)]
     before = cache.pool.num_free
     with pytest.raises(CapacityError):
-        reserve(works, cache)
+        reserve(batch, cache)
     assert cache.pool.num_free == before
     cache.check()
 
 
-def law(*tokens: int) -> TokenProbs:
+def uniform(*tokens: int) -> TokenProbs:
     return TokenProbs(np.full(len(tokens), 1.0 / len(tokens)), np.array(tokens))
 
 
@@ -143,9 +144,9 @@ def test_of_drawn_guesses_the_levels_come_first_so_that_what_stays_does_not_depe
     num_free: int, expected: list[tuple[int, ...]], proposal: Proposal
 ) -> None:
     cache = make_cache(2 + num_free)
-    work = make_work(cache, BLOCK + 2)
-    work.tree = DraftTree.grow(5, [50, 51, 52, 54], [0, 0, 1, 3], "test", {0: law(50, 51, 55), 1: law(52, 53), 3: law(54)})
-    reserve([work], cache)
-    assert paths(work.tree) == expected
-    assert work.tree.proposal is proposal
-    assert len(work.tree.draft_probs) == len({len(path) for path in expected})
+    rows = make_rows(cache, BLOCK + 2)
+    rows.tree = DraftTree.grow(5, [50, 51, 52, 54], [0, 0, 1, 3], "test", {0: uniform(50, 51, 55), 1: uniform(52, 53), 3: uniform(54)})
+    reserve([rows], cache)
+    assert paths(rows.tree) == expected
+    assert rows.tree.proposal is proposal
+    assert len(rows.tree.draft_probs) == len({len(path) for path in expected})
