@@ -10,7 +10,7 @@ from threading import get_ident
 from typing import Any
 
 from paceline.engine.scheduler import Limits, Scheduler
-from paceline.engine.turn import Turn
+from paceline.engine.step_lock import StepLock
 from paceline.errors import CapacityError, PacelineError, RequestError, as_exception, is_interrupt
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import blocks_for
@@ -53,8 +53,8 @@ class EngineStats:
         return {**asdict(self), "speculation": self.speculation.as_dict()}
 
 
-class CacheRoom:
-    """A cache and what else holds rows of a request, as the scheduler sees them."""
+class CacheBlocks:
+    """The scheduler's `BlockManager`: the target's cache, and the drafter's where rows are dropped."""
 
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
@@ -67,19 +67,19 @@ class CacheRoom:
         sequence = request.sequence
         return blocks_for(sequence.committed_len + num_rows, self._engine.cache.block_size) - len(sequence.block_table)
 
-    def begin(self, request: Request) -> None:
+    def adopt_prefix(self, request: Request) -> None:
         if request.wants_prompt_rows:
             return
         num_cached = self._engine.cache.adopt_prefix(request.sequence, request.token_ids, salt=request.salt)
         if request.num_preemptions == 0:
             request.num_cached_tokens = num_cached
 
-    def refuse(self, request: Request) -> None:
+    def return_prefix(self, request: Request) -> None:
         self._engine.cache.return_prefix(request.sequence)
 
-    def drop(self, request: Request) -> None:
+    def free(self, request: Request) -> None:
         cache = self._engine.cache
-        if request.started_s:  # it ran before, so somebody may know it
+        if request.started_s:  # it ran before, so a drafter may know it
             self._engine.speculator.preempt(request)
             request.num_preemptions += 1
         cache.release(request.sequence)
@@ -99,16 +99,16 @@ class Engine:
 
     def __init__(self, runtime: Runtime, cache: KVCache, speculator: Speculator, limits: Limits) -> None:
         self.runtime, self.cache, self.speculator = runtime, cache, speculator
-        self.scheduler: Scheduler[Request] = Scheduler(CacheRoom(self), limits, self._is_ready)
+        self.scheduler: Scheduler[Request] = Scheduler(CacheBlocks(self), limits, self._is_ready)
         self._stats = EngineStats()
-        self._runs: dict[object, tuple[int, Sequence[Request]]] = {}  # the thread that went on with it last, and whose it is
-        self._turn = Turn(self._take_in_and_out, self._leave_others)
+        self._runs: dict[object, tuple[int, Sequence[Request]]] = {}  # the thread that stepped for it last, its requests
+        self._lock = StepLock(self._apply_adds_and_aborts, self._abort_runs_of_other_threads)
         self._to_add: deque[Request] = deque()
         self._to_abort: deque[Request] = deque()
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no request here, no run has begun that is not closed, and nobody holds the engine."""
+        """Whether there is no request, no open run and no `held`."""
         return not self._runs and not self.has_work
 
     @property
@@ -118,8 +118,8 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        """What happened so far, and who is here now; a copy."""
-        with nullcontext() if self._turn.is_mine else self.between_steps():
+        """Counters so far, and the requests of now; a copy."""
+        with nullcontext() if self._lock.is_mine else self.between_steps():
             stats = deepcopy(self._stats)
         stats.num_running, stats.num_waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         stats.num_preemptions = self.scheduler.num_preemptions
@@ -128,7 +128,7 @@ class Engine:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Whoever is about to run requests here; it is not idle meanwhile."""
+        """Not idle meanwhile, for who is about to run requests."""
         run = object()
         self._runs[run] = get_ident(), ()
         try:
@@ -142,7 +142,7 @@ class Engine:
         Raises:
             ConfigError: as `step`.
         """
-        return self._turn.taken()
+        return self._lock.held()
 
     def check(self, request: Request) -> None:
         """Whether a request can be served at all.
@@ -162,36 +162,36 @@ class Engine:
             raise RequestError(f"speculation: drafter {wanted!r} is not loaded; loaded: {loaded}", parameter="speculation")
 
     def add(self, request: Request) -> None:
-        """Let a new request wait for its turn; its blocks are given back when it ends.
+        """Queue a new request; its blocks are given back when it ends.
 
         Raises:
             CapacityError, RequestError: as `check`; nothing was changed.
         """
         self.check(request)
         self._to_add.append(request)
-        self._turn.ask()
+        self._lock.request_drain()
 
     def abort(self, request: Request) -> None:
-        """End a request, wherever it is; nothing happens where it has ended. Within a step, of whomever, it ends with the step."""
+        """End a request; nothing happens where it has ended. While a thread steps, it ends with the step."""
         self._to_abort.append(request)
-        self._turn.ask()
+        self._lock.request_drain()
 
     def step(self) -> list[Request]:
-        """Advance whoever can run by one pass.
+        """Advance the requests that can run by one pass.
 
         What goes wrong with one request ends this one alone, with `Request.error`; a pass that fails as a whole ends those in it. An
-        interrupt within the target's pass ends nobody: the next step does the same again. Elsewhere in a step it ends those who take part.
+        interrupt within the target's pass ends none: the next step does the same again. Elsewhere in a step it ends those in it.
 
         Returns:
-            those who took part; the finished ones among them are released.
+            those that took part; the finished ones among them are released.
 
         Raises:
             ConfigError: it is called from within a step, or in a process that was forked within one.
         """
-        with self._turn.taken():
+        with self._lock.held():
             scheduled = self.scheduler.next_pass()
             if not scheduled:
-                return self._refuse_oldest()
+                return self._fail_oldest()
             picked = [one.request for one in scheduled]
             try:
                 self._step(picked, [one.num_rows for one in scheduled])
@@ -201,8 +201,8 @@ class Engine:
                         self._release(request)
             return picked
 
-    def _take_in_and_out(self) -> None:
-        """Let in who was added, and end who was given up."""
+    def _apply_adds_and_aborts(self) -> None:
+        """Do what `add` and `abort` left in their queues."""
         while self._to_add:
             request = self._to_add.popleft()
             request.sequence = self.cache.new_sequence()
@@ -242,8 +242,8 @@ class Engine:
             for request in requests:
                 self.abort(request)
 
-    def _leave_others(self) -> None:
-        """In a forked process: the other threads are not here, and nobody waits for what they asked for."""
+    def _abort_runs_of_other_threads(self) -> None:
+        """In a forked process the other threads do not exist, so none waits for their requests."""
         for run, (thread, requests) in list(self._runs.items()):
             if thread != get_ident():
                 del self._runs[run]
@@ -257,21 +257,21 @@ class Engine:
         self._stats.num_steps += 1
         try:
             step(picked, num_rows, self.runtime, self.cache, self.speculator, max_rows=self.scheduler.limits.max_step_rows)
-        except PassInterrupted as error:  # nobody is the worse for it
+        except PassInterrupted as error:  # nothing was changed
             raise error.__cause__ or error from None
         except BaseException as error:
             if not is_interrupt(error):
-                self._give_up_pass(picked, as_exception(error))
+                self._fail_pass(picked, as_exception(error))
                 return
-            # between passes nobody knows how far the step came
-            self._give_up_pass(picked, PacelineError(f"the pass was interrupted ({type(error).__name__}); send the request again"))
+            # outside of the pass it is not known how far the step came
+            self._fail_pass(picked, PacelineError(f"the pass was interrupted ({type(error).__name__}); send the request again"))
             raise
         now = time.perf_counter()
         for request in picked:
             if request.num_output_tokens and not request.first_token_s:
                 request.first_token_s = now
 
-    def _give_up_pass(self, picked: Sequence[Request], error: Exception) -> None:
+    def _fail_pass(self, picked: Sequence[Request], error: Exception) -> None:
         """A pass that failed as a whole ends those in it; if it was for want of blocks, one of them makes room."""
         for request in picked:
             self.cache.cancel(request.sequence)
@@ -281,8 +281,8 @@ class Engine:
         for request in picked:
             request.fail(error)
 
-    def _refuse_oldest(self) -> list[Request]:
-        """Nothing fits although at most one request holds blocks: others than this engine's requests must have them."""
+    def _fail_oldest(self) -> list[Request]:
+        """Nothing fits although at most one request holds blocks: something else than this engine's requests must hold them."""
         if not self.has_work:
             return []
         request = (self.scheduler.running or self.scheduler.waiting)[0]

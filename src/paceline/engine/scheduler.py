@@ -1,14 +1,14 @@
 """Who runs in the next pass. Numbers of rows and blocks only: no tensor, no model.
 
-    waiting   in order of arrival; whoever was preempted stands at the front again
-    running   oldest first: has rows in the cache, or may put some there
+    waiting   in order of arrival; preempted requests at the front
+    running   oldest first; these hold blocks of the cache
 
 First come, first served. A request begins when the rows of its first pass fit the cache. Where the next rows of a running one do not fit,
-the youngest is preempted: its rows are dropped, its tokens stay and run again later. Only younger ones make room for older ones, so the
-oldest always goes on, and so everybody comes to an end.
+the youngest is preempted: its rows are dropped, its tokens stay and run again later. Only younger requests are preempted for older ones,
+so the oldest always goes on, and every request comes to an end.
 
-A pass holds `max_step_rows` rows and never more: whoever decodes has one, prompts share what is left, the oldest first. So no more run at a
-time than a pass has rows.
+A pass holds at most `max_step_rows` rows: each decoding request has one, prompts share the rest, the oldest first. So no more requests run
+at a time than a pass has rows.
 """
 
 from collections import deque
@@ -29,28 +29,28 @@ Request = TypeVar("Request", bound=Schedulable)
 RequestIn = TypeVar("RequestIn", bound=Schedulable, contravariant=True)
 
 
-class Room(Protocol[RequestIn]):
-    """The cache as the scheduler sees it."""
+class BlockManager(Protocol[RequestIn]):
+    """The cache as the scheduler sees it; its tests count blocks only."""
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be had now."""
+        """Blocks that are free or can be evicted."""
         ...
 
     def num_needed(self, request: RequestIn, num_rows: int, /) -> int:
         """Blocks that its next `num_rows` rows take, beyond those it has."""
         ...
 
-    def begin(self, request: RequestIn, /) -> None:
-        """Let a request without rows adopt those the cache holds already."""
+    def adopt_prefix(self, request: RequestIn, /) -> None:
+        """Let a request without rows adopt those that the cache holds already."""
         ...
 
-    def refuse(self, request: RequestIn, /) -> None:
-        """Take back what `begin` did: there was no room for what else it needs."""
+    def return_prefix(self, request: RequestIn, /) -> None:
+        """Undo `adopt_prefix`: there are no blocks for the rest of its pass."""
         ...
 
-    def drop(self, request: RequestIn, /) -> None:
-        """Give its blocks back; it begins again later."""
+    def free(self, request: RequestIn, /) -> None:
+        """Give back the blocks of a preempted request; it begins again later."""
         ...
 
 
@@ -83,26 +83,27 @@ class Scheduler(Generic[Request]):
     """Chooses the requests of each pass.
 
     Args:
-        is_ready: whether a waiting request may begin; others pass it while it may not.
+        blocks: of the cache.
+        is_ready: whether a waiting request may begin; others overtake it while it may not.
 
     Attributes:
         num_preemptions: how often a request's rows were dropped.
     """
 
-    def __init__(self, room: Room[Request], limits: Limits, is_ready: Callable[[Request], bool] = lambda _: True) -> None:
+    def __init__(self, blocks: BlockManager[Request], limits: Limits, is_ready: Callable[[Request], bool] = lambda _: True) -> None:
         self.limits = limits
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
-        self._room, self._is_ready = room, is_ready
-        self._refused: tuple[Request, int, int] | None = None  # who did not fit, beside how many running ones, with how many blocks free
+        self._blocks, self._is_ready = blocks, is_ready
+        self._refused: tuple[Request, int, int] | None = None  # who did not fit, how many ran, how many blocks were free
 
     def add(self, request: Request) -> None:
-        """Let a request wait for its turn."""
+        """Let a request wait."""
         self.waiting.append(request)
 
     def remove(self, request: Request) -> bool:
-        """Take a request out, whatever it was doing; its blocks are the caller's business. False where it is not here."""
+        """Take a request out, waiting or running; its blocks are left to the caller. False where it is not here."""
         for group in (self.running, self.waiting):
             if request in group:
                 group.remove(request)
@@ -114,9 +115,9 @@ class Scheduler(Generic[Request]):
         picked: list[Scheduled[Request]] = []
         num_preemptions = self.num_preemptions
         wanted = [request.num_due(self.limits.chunk_rows) for request in self.running]
-        rows_left, num_decoding = self.limits.max_step_rows, wanted.count(1)  # the latter: those to come
+        rows_left, num_decoding = self.limits.max_step_rows, wanted.count(1)  # the latter of those not yet looked at
         promised = index = 0
-        must_wait = False  # somebody has no room: nobody new begins
+        must_wait = False  # a running request lacks blocks, so none begins
         while index < len(self.running):
             request, due = self.running[index], wanted[index]
             index += 1
@@ -126,8 +127,8 @@ class Scheduler(Generic[Request]):
                 due = request.num_due(max(0, rows_left - num_decoding))
             if due == 0:
                 continue
-            needed = self._room.num_needed(request, due)
-            if needed > 0 and not self._make_room(needed + promised, index):
+            needed = self._blocks.num_needed(request, due)
+            if needed > 0 and not self._preempt_until_free(needed + promised, index):
                 must_wait = True  # it keeps what it has; an older one may take that
                 continue
             picked.append(Scheduled(request, due))
@@ -136,9 +137,9 @@ class Scheduler(Generic[Request]):
             self._admit(picked, rows_left, promised)
         return picked
 
-    def _make_room(self, wanted: int, first: int) -> bool:
-        """Whether `wanted` blocks are free, once as many as need be of those from index `first` on are preempted, the youngest first."""
-        while self._room.num_free < wanted:
+    def _preempt_until_free(self, wanted: int, first: int) -> bool:
+        """Preempt running requests from index `first` on, the youngest first, until `wanted` blocks are free; whether they are."""
+        while self._blocks.num_free < wanted:
             if first == len(self.running):
                 return False
             self.preempt(self.running[-1])
@@ -148,7 +149,7 @@ class Scheduler(Generic[Request]):
         """Drop a running request's rows; it is the first to begin again."""
         self.running.remove(request)
         self.waiting.appendleft(request)
-        self._room.drop(request)
+        self._blocks.free(request)
         self.num_preemptions += 1
 
     def _admit(self, picked: list[Scheduled[Request]], rows_left: int, promised: int) -> None:
@@ -160,14 +161,14 @@ class Scheduler(Generic[Request]):
             if not self._is_ready(request):
                 index += 1
                 continue
-            if self._is_refused_still(request):
+            if self._lacks_blocks_still(request):
                 return
-            num_free = self._room.num_free
-            self._room.begin(request)
+            num_free = self._blocks.num_free
+            self._blocks.adopt_prefix(request)
             due = request.num_due(min(self.limits.chunk_rows, rows_left))
-            needed = self._room.num_needed(request, due)
-            if needed + self._num_spare() > self._room.num_free - promised:
-                self._room.refuse(request)
+            needed = self._blocks.num_needed(request, due)
+            if needed + self._num_spare() > self._blocks.num_free - promised:
+                self._blocks.return_prefix(request)
                 self._refused = request, len(self.running), num_free
                 return
             del self.waiting[index]
@@ -176,13 +177,13 @@ class Scheduler(Generic[Request]):
             picked.append(Scheduled(request, due))
             rows_left, promised = rows_left - due, promised + needed
 
-    def _is_refused_still(self, request: Request) -> bool:
-        """Whether nothing has come free since the request did not fit: looking for its prefix again would be in vain."""
+    def _lacks_blocks_still(self, request: Request) -> bool:
+        """Whether nothing was freed since the request did not fit, so that to look up its prefix again would be useless."""
         if self._refused is None or self._refused[0] is not request:
             return False
         _, num_running, num_free = self._refused
-        return len(self.running) >= num_running and self._room.num_free <= num_free
+        return len(self.running) >= num_running and self._blocks.num_free <= num_free
 
     def _num_spare(self) -> int:
-        """Blocks to leave for those that run and one more; none where it would run alone."""
+        """Blocks to leave for the running requests and one more; none where it would run alone."""
         return self.limits.spare_blocks * (len(self.running) + 1) if self.running else 0

@@ -39,7 +39,7 @@ class Job:
         return self.num_known >= self.end
 
 
-class CountedRoom:
+class CountedBlocks:
     """Blocks without contents. `shared` prompt rows are found again by everyone who begins."""
 
     def __init__(self, num_blocks: int, *, shared: int = 0) -> None:
@@ -54,7 +54,7 @@ class CountedRoom:
     def num_needed(self, job: Job, num_rows: int) -> int:
         return -(-(job.num_cached + num_rows) // BLOCK_SIZE) - job.num_blocks
 
-    def begin(self, job: Job) -> None:
+    def adopt_prefix(self, job: Job) -> None:
         self.begun.append(job.name)
         count = min(self.shared, job.num_known - 1, self.num_free * BLOCK_SIZE) // BLOCK_SIZE
         job.num_cached = count * BLOCK_SIZE
@@ -65,10 +65,10 @@ class CountedRoom:
         self.num_taken += count
         assert self.num_taken <= self.num_blocks, "more blocks were promised than there are"
 
-    def refuse(self, job: Job) -> None:
+    def return_prefix(self, job: Job) -> None:
         self._give_back(job)
 
-    def drop(self, job: Job) -> None:
+    def free(self, job: Job) -> None:
         job.num_preemptions += job.num_cached > self.shared
         self._give_back(job)
 
@@ -81,9 +81,9 @@ class Simulation:
     """Passes over jobs until nothing is left."""
 
     def __init__(self, num_blocks: int, *, shared: int = 0, **limits: int) -> None:
-        self.room = CountedRoom(num_blocks, shared=shared)
+        self.blocks = CountedBlocks(num_blocks, shared=shared)
         self.limits = Limits(**{"max_num_seqs": 4, "max_step_rows": 16, "chunk_rows": 8, "spare_blocks": 0, **limits})
-        self.scheduler: Scheduler[Job] = Scheduler(self.room, self.limits, lambda job: job.is_ready)
+        self.scheduler: Scheduler[Job] = Scheduler(self.blocks, self.limits, lambda job: job.is_ready)
         self.passes: list[list[str]] = []
         self.rows: list[list[int]] = []
         self.num_kept_waiting = 0  # passes without a row for somebody who decodes: only for want of blocks
@@ -96,7 +96,7 @@ class Simulation:
         """Jobs that have begun, oldest first, with blocks for the rows they have."""
         for job in jobs:
             self.scheduler.running.append(job)
-            self.room.take(job, -(-job.num_cached // BLOCK_SIZE))
+            self.blocks.take(job, -(-job.num_cached // BLOCK_SIZE))
 
     def step(self) -> list[Job]:
         decoding = [job for job in self.scheduler.running if job.num_due(2) == 1]
@@ -109,12 +109,12 @@ class Simulation:
         assert len(self.scheduler.running) <= self.limits.max_num_seqs
         self.num_kept_waiting += len([job for job in decoding if job in self.scheduler.running and job not in picked])
         for one in scheduled:
-            self.room.take(one.request, self.room.num_needed(one.request, one.num_rows))
+            self.blocks.take(one.request, self.blocks.num_needed(one.request, one.num_rows))
         for job, num_rows in zip(picked, self.rows[-1], strict=True):
             job.run(num_rows)
             if job.is_finished:
                 assert self.scheduler.remove(job)
-                self.room.drop(job)
+                self.blocks.free(job)
         return picked
 
 
@@ -253,11 +253,11 @@ def test_a_request_that_does_not_fit_is_looked_up_again_only_when_something_came
     for _ in range(4):
         assert simulation.step() == [first]
         assert large.num_blocks == 0, "what it had adopted was given back"
-    assert simulation.room.begun == ["first", "large"]
+    assert simulation.blocks.begun == ["first", "large"]
     simulation.step()
     assert first.is_finished
     assert simulation.step() == [large]
-    assert simulation.room.begun == ["first", "large", "large", "small"], "nobody overtakes"
+    assert simulation.blocks.begun == ["first", "large", "large", "small"], "nobody overtakes"
 
 
 def test_who_is_not_ready_is_passed_by_the_others():
@@ -273,7 +273,7 @@ def test_who_is_not_ready_is_passed_by_the_others():
 
 def test_a_pass_is_empty_where_others_hold_all_blocks():
     simulation = Simulation(4)
-    simulation.room.num_taken = 4
+    simulation.blocks.num_taken = 4
     simulation.add(Job("a", 3))
     assert simulation.step() == []
 
@@ -320,7 +320,7 @@ def test_whatever_comes_everybody_comes_to_an_end_and_the_oldest_always_goes_on(
             order = [jobs.index(job) for job in (*simulation.scheduler.running, *simulation.scheduler.waiting)]
             assert order == sorted(order), "first come, first served"
         assert all(job.is_finished for job in jobs)
-        assert simulation.room.num_taken == 0
+        assert simulation.blocks.num_taken == 0
         num_preemptions += simulation.scheduler.num_preemptions
     assert num_preemptions > 20
 

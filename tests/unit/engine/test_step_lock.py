@@ -1,4 +1,4 @@
-"""One at a time, and nothing that was left for whoever has the turn is forgotten."""
+"""One thread at a time, and nothing that was left in a queue is forgotten."""
 
 import os
 import threading
@@ -8,23 +8,23 @@ from collections import deque
 
 import pytest
 
-from paceline.engine.turn import Turn
+from paceline.engine.step_lock import StepLock
 from paceline.errors import ConfigError
 
 
 class Counter:
-    """A number that only the owner of the turn changes, and a queue of what to add to it."""
+    """A number that only the holder of the lock changes, and a queue of what to add to it."""
 
     def __init__(self) -> None:
         self.queue: deque[int] = deque()
         self.total = self.num_inside = 0
         self.num_forks = 0
-        self.turn = Turn(self.tidy, self.fork)
+        self.lock = StepLock(self.drain, self.fork)
 
     def fork(self) -> None:
         self.num_forks += 1
 
-    def tidy(self) -> None:
+    def drain(self) -> None:
         self.enter()
         while self.queue:
             self.total += self.queue.popleft()
@@ -32,21 +32,21 @@ class Counter:
 
     def enter(self) -> None:
         self.num_inside += 1
-        assert self.num_inside <= 2, "somebody else is inside"  # a turn, and its own tidying
+        assert self.num_inside <= 2, "another thread is inside"  # the holder, and its own draining
 
 
-def test_what_is_left_while_another_has_the_turn_is_always_looked_at(large_counts: bool) -> None:
+def test_what_is_queued_while_another_thread_holds_the_lock_is_always_drained(large_counts: bool) -> None:
     counter = Counter()
     count = 20_000 if large_counts else 2_000
 
     def leave() -> None:
         for _ in range(count):
             counter.queue.append(1)
-            counter.turn.ask()
+            counter.lock.request_drain()
 
     def take() -> None:
         for _ in range(count):
-            with counter.turn.taken():
+            with counter.lock.held():
                 counter.enter()
                 counter.num_inside -= 1
 
@@ -59,47 +59,47 @@ def test_what_is_left_while_another_has_the_turn_is_always_looked_at(large_count
     assert (counter.total, list(counter.queue), counter.num_inside) == (3 * count, [], 0)
 
 
-def test_asking_never_waits_and_the_owner_looks_behind_its_turn() -> None:
+def test_a_drain_is_requested_without_waiting_and_done_by_the_holder() -> None:
     counter = Counter()
-    with counter.turn.taken():
-        asker = threading.Thread(target=lambda: (counter.queue.append(5), counter.turn.ask()))
+    with counter.lock.held():
+        asker = threading.Thread(target=lambda: (counter.queue.append(5), counter.lock.request_drain()))
         asker.start()
         asker.join(10)
         assert not asker.is_alive()
         assert counter.total == 0
         counter.queue.append(2)
-        counter.turn.ask()  # its own, as a finaliser would
+        counter.lock.request_drain()  # its own, as a finaliser would
         assert counter.total == 0
     assert counter.total == 7
 
 
-def test_an_error_within_a_turn_gives_it_back_and_loses_nothing() -> None:
+def test_an_error_releases_the_lock_and_loses_nothing() -> None:
     counter = Counter()
 
     def fail() -> None:
-        with counter.turn.taken():
+        with counter.lock.held():
             counter.queue.append(3)
             raise ValueError("mine")
 
     with pytest.raises(ValueError, match="mine"):
         fail()
     assert counter.total == 3
-    with counter.turn.taken():
-        assert counter.turn.is_mine
-    assert not counter.turn.is_mine
+    with counter.lock.held():
+        assert counter.lock.is_mine
+    assert not counter.lock.is_mine
 
 
 def test_a_call_from_within_is_refused_and_others_wait() -> None:
     counter = Counter()
-    with counter.turn.taken(), pytest.raises(ConfigError, match="from within its own step"), counter.turn.taken():
+    with counter.lock.held(), pytest.raises(ConfigError, match="from within its own step"), counter.lock.held():
         pass
     order: list[str] = []
 
     def second() -> None:
-        with counter.turn.taken():
+        with counter.lock.held():
             order.append("second")
 
-    with counter.turn.taken():
+    with counter.lock.held():
         thread = threading.Thread(target=second)
         thread.start()
         time.sleep(0.02)
@@ -109,17 +109,17 @@ def test_a_call_from_within_is_refused_and_others_wait() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-@pytest.mark.parametrize("is_taken", [False, True])
-def test_a_forked_process_has_a_turn_of_its_own_unless_it_was_forked_within_one(is_taken: bool) -> None:
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_forked_process_has_a_lock_of_its_own_unless_it_was_forked_while_held(is_held: bool) -> None:
     counter, is_inside, may_leave = Counter(), threading.Event(), threading.Event()
 
     def hold() -> None:
-        with counter.turn.taken():
+        with counter.lock.held():
             is_inside.set()
             may_leave.wait(60)
 
     holder = threading.Thread(target=hold)
-    if is_taken:
+    if is_held:
         holder.start()
         is_inside.wait(10)
     with warnings.catch_warnings():
@@ -128,7 +128,7 @@ def test_a_forked_process_has_a_turn_of_its_own_unless_it_was_forked_within_one(
     if child == 0:
         try:
             for _ in range(2):
-                with counter.turn.taken():
+                with counter.lock.held():
                     assert counter.num_forks == 1
             os._exit(0)
         except ConfigError as error:
@@ -136,7 +136,7 @@ def test_a_forked_process_has_a_turn_of_its_own_unless_it_was_forked_within_one(
         finally:
             os._exit(2)
     may_leave.set()
-    if is_taken:
+    if is_held:
         holder.join(10)
     _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == (3 if is_taken else 0)
+    assert os.waitstatus_to_exitcode(status) == (3 if is_held else 0)
