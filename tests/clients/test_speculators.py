@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from harness.native_network import plain_tensor
+from paceline.drafters.eagle.checkpoint import open_eagle
 from paceline.drafters.eagle.config import EagleConfig, read_eagle_config
 from paceline.drafters.eagle.head import EagleWeights
 from paceline.drafters.head_files import HeadFiles
@@ -184,7 +185,7 @@ def outputs(case: Case, folder: Path, given: Mapping[str, NDArray[Any]], ignore:
     if case.kind == "mtp":
         return _of_mtp(files, token_ids, features, given)
     config = read_eagle_config(files, TARGET)
-    weights = EagleWeights(files, config, TARGET, Weights({}), num_threads=2)
+    weights = EagleWeights(open_eagle(files, config, TARGET), TARGET, Weights({}), num_threads=2)
     head = weights.open(config if ignore is None else ignore(config), MAX_POSITIONS)
     if case.draft_ids is None:
         assert head.target_ids is None

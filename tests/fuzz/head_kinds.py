@@ -32,15 +32,16 @@ class HeadKind(Kind):
     def prepare_head(self) -> None: ...
 
     def use(self, index: int) -> None:
-        from paceline.drafters import HeadOptions, layers_to_collect
+        from paceline.config import EngineConfig, SpeculationConfig
+        from paceline.drafters import HeadOptions, prepare
         from paceline.proof.checkpoint_facts import read_checkpoint
         from paceline.proof.head_pairing import judge_head
 
         self.facts = self.facts or read_checkpoint(self.folder / "target")
-        judged = judge_head(self.head, self.facts, HeadOptions.of({}))
-        if judged is not None:
-            assert judged[0].memory(None).weights_bytes >= 0
-            layers_to_collect(str(self.head), self.folder / "target")
+        (drafter,) = prepare(self.folder / "target", EngineConfig(offline=True), SpeculationConfig(drafter=str(self.head))).drafters
+        if drafter.head is not None:
+            head, _ = judge_head(drafter.head, self.facts, HeadOptions())
+            assert head.memory(None).weights_bytes >= 0
 
 
 def eagle3_arrays(rng: Rng) -> dict[str, np.ndarray]:

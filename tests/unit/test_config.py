@@ -2,13 +2,13 @@
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from paceline.cli.options import Settings
 from paceline.config import EngineConfig, SpeculationConfig, cache_directory
-from paceline.drafters import TargetDescription
+from paceline.drafters import LoadedTarget
 from paceline.errors import ConfigError
 from paceline.machine import usable_processors
 
@@ -125,14 +125,11 @@ def test_a_user_without_a_home_directory_has_no_cache_and_no_error(monkeypatch: 
 
 
 def test_no_record_shows_the_token() -> None:
-    target = TargetDescription(
-        directory=Path("model"),
-        tokenizer=None,
-        vocab_size=8,
-        max_context=8,
-        max_slots=8,
-        token="hf_secret",  # type: ignore[arg-type]
-    )
-    for record in (EngineConfig(token="hf_secret"), target, Settings(EngineConfig(token="hf_secret"), None, None, False)):  # type: ignore[arg-type]
+    engine, nothing = EngineConfig(token="hf_secret"), cast(Any, None)
+    target = LoadedTarget(
+        directory=Path("model"), runtime=nothing, cache=nothing, tokenizer=nothing, vocab_size=8, max_context=8, engine=engine,
+        speculation=SpeculationConfig(),
+    )  # fmt: skip
+    for record in (engine, target, Settings(engine, nothing, nothing, False)):
         assert "hf_secret" not in repr(record)
         assert "hf_secret" not in str(record)

@@ -1,36 +1,39 @@
-"""The table of drafters: what a user asks for becomes a drafter that can work with the target, or an error that says why not."""
+"""The table of drafters: what a user asks for becomes a drafter that can work with the target, or an error that says why not.
+
+Names are resolved and files opened once, before the target is loaded (`prepare`): what can never work fails there, and the target is
+told which of its layers will be read. The drafters are made when it is there (`PreparedDrafters.open`).
+"""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config import QuantOptions
+from paceline.config import EngineConfig, SpeculationConfig, cache_directory
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.eagle import layers_of, open_eagle_drafter, open_gguf_head
 from paceline.drafters.head_files import HeadFiles, is_head_file
 from paceline.drafters.head_kinds import HeadKind
-from paceline.drafters.medusa.drafter import GROWN_TREES, open_medusa
+from paceline.drafters.medusa.drafter import open_medusa
 from paceline.drafters.mtp import open_mtp
 from paceline.drafters.ngram import NgramDrafter
-from paceline.drafters.options import NO_OPTIONS, HeadOptions
-from paceline.drafters.pairs.opening import PairTarget
+from paceline.drafters.options import HeadOptions
 from paceline.drafters.prediction import PredictionDrafter
 from paceline.drafters.stack import StackDrafter
 from paceline.drafters.suffix.drafter import SuffixDrafter
+from paceline.drafters.target import LoadedTarget
 from paceline.drafters.translate import ByteTokenizer, SharedPieces, TextDrafter
-from paceline.errors import CheckpointError, IncompatibleDrafterError, PacelineError
+from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.hub import resolve
-from paceline.kv_cache.paged import KVCache
 from paceline.models.checkpoint import is_gguf, read_model_config
-from paceline.runtimes.base import Numerics, Runtime
+from paceline.runtimes.base import Numerics
 from paceline.runtimes.cost import time_passes
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.speculation.drafter import Drafter
 from paceline.tokenizer.tokenizer import Tokenizer
 from paceline.tokenizer.vocabulary import SAMPLE_TEXT, VocabularyComparison, VocabularyMatch, compare_vocabularies
 
-__all__ = ["EMBEDDED", "NAMES", "HeadOptions", "TargetDescription", "find_head", "layers_to_collect", "make_drafter"]
+__all__ = ["EMBEDDED", "NAMES", "HeadOptions", "LoadedTarget", "PreparedDrafter", "PreparedDrafters", "find_head", "prepare", "prepare_one"]
 
 EMBEDDED = "draft"
 """Folder of a model directory that holds its own draft model."""
@@ -38,109 +41,140 @@ EMBEDDED = "draft"
 READ_ROWS = 32
 """Rows of the pass by which it is measured how long a draft model takes to read."""
 
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "ngram": NgramDrafter,
+    "suffix": SuffixDrafter,
+    "prediction": PredictionDrafter,
+}
+"""Those that need no files, by name."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetDescription:
-    """What a drafter must know of its target.
+HEADS: dict[HeadKind, Callable[[HeadFiles, LoadedTarget], Drafter]] = {
+    HeadKind.MEDUSA: open_medusa,
+    HeadKind.EAGLE: open_eagle_drafter,
+    HeadKind.EAGLE3: open_eagle_drafter,
+    HeadKind.PEAGLE: open_eagle_drafter,
+    HeadKind.MTP: open_mtp,
+}
+
+DRAFT_MODEL = DraftModelDrafter.name
+OWN_HEADS = (HeadKind.MEDUSA.value, HeadKind.MTP.value)
+"""Names that stand for a head in the target's own checkpoint."""
+
+NAMES = ("auto", "none", *DRAFTERS, DRAFT_MODEL, *OWN_HEADS)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedDrafter:
+    """One drafter whose target is not loaded yet.
 
     Attributes:
-        directory: the target's checkpoint.
-        tokenizer: the target's.
-        vocab_size: V of the target's logits.
-        max_context, max_num_seqs: what the target's cache is made for.
-        num_threads, device: what drafters may compute on.
-        max_slots: rows the target's cache holds; a drafter's own cache holds as many.
-        tree_width: guesses a position.
-        offline, token: for draft models from the hub.
-        draft_quant: how to quantise draft models; None = they stay as they are stored.
-        quant_directory: where quantised matrices are kept for the next time; None = nowhere.
-        facts_directory: where facts found out about heads are kept; None = nowhere.
-        runtime, cache: the target itself, for drafters whose rows live beside its own; None = it is not loaded.
-        collected_layers: what `layers_to_collect` said, which the runtime was built with.
-        head_options: how to guess with heads.
+        name: what it will be called.
+        path: of its files; None where it needs none.
+        head: what they hold, where that is a head.
     """
 
-    directory: Path
-    tokenizer: Tokenizer
-    vocab_size: int
-    max_context: int
-    max_slots: int
-    num_threads: int = 1
-    device: str = "auto"
-    tree_width: int = 1
-    offline: bool = False
-    token: str | None = field(default=None, repr=False)
-    draft_quant: QuantOptions | None = None
-    quant_directory: Path | None = None
-    facts_directory: Path | None = None
-    runtime: Runtime | None = None
-    cache: KVCache | None = None
-    collected_layers: tuple[int, ...] = ()
-    head_options: HeadOptions = NO_OPTIONS
+    name: str
+    path: Path | None = None
+    head: HeadFiles | None = None
+
+    def open(self, target: LoadedTarget) -> Drafter:
+        """The drafter.
+
+        Raises:
+            IncompatibleDrafterError: it can never work with this target.
+            CheckpointError: its files do not hold what it needs.
+        """
+        if self.head is not None:
+            return HEADS[self.head.kind](self.head, target)
+        return DRAFTERS[self.name]() if self.path is None else _open_draft_model(self.path, target)
 
 
-def layers_to_collect(
-    wanted: str | Sequence[str],
-    target: Path,
-    *,
-    token: str | None = None,
-    offline: bool = False,
-    facts_directory: Path | None = None,
-    head_options: HeadOptions = NO_OPTIONS,
-) -> tuple[int, ...]:
-    """The boundaries of the target that the wanted drafters read, ascending: its runtime must be built to collect them.
+@dataclass(frozen=True, slots=True)
+class PreparedDrafters:
+    """All that a user asks for.
 
-    Where it has to be found out which ones a head reads, these are all it may. Names that cannot be resolved are left to
-    `make_drafter` to complain about.
+    Attributes:
+        drafters: in the order in which they were asked for; none for plain decoding.
+        layers: the boundaries of the target that they read, ascending: its runtime must be built to collect them. Where it has to be
+            found out which ones a head reads, these are all it may.
     """
-    layers: set[int] = set()
-    for name in [wanted] if isinstance(wanted, str) else wanted:
-        if name not in NAMES:
-            try:
-                path = Path(name) if is_head_file(name) else resolve(name, token=token, offline=offline, with_heads=True)
-                files = open_gguf_head(path) if is_gguf(path) else HeadFiles.open(path)
-                if files is not None:
-                    layers.update(layers_of(files, target, facts_directory=facts_directory, variant=head_options.variant_for(files.kind)))
-            except PacelineError:
-                continue
-    return tuple(sorted(layers))
+
+    drafters: tuple[PreparedDrafter, ...]
+    layers: tuple[int, ...]
+
+    def open(self, target: LoadedTarget) -> Drafter | None:
+        """The drafter for the loaded target; several are one that asks them all.
+
+        Raises:
+            IncompatibleDrafterError, CheckpointError: as `PreparedDrafter.open`.
+        """
+        opened = [drafter.open(target) for drafter in self.drafters]
+        return StackDrafter(opened) if len(opened) > 1 else next(iter(opened), None)
 
 
-def make_drafter(wanted: str | Sequence[str], target: TargetDescription) -> Drafter | None:
-    """The drafter for "auto", "none", a name of the table, a draft model's directory or id, or several of them in order.
+def prepare(target: Path, engine: EngineConfig, speculation: SpeculationConfig) -> PreparedDrafters:
+    """Find what `speculation.drafter` names, for the target in a directory or GGUF file.
 
     Raises:
-        IncompatibleDrafterError: it can never work with this target.
-        CheckpointError: the draft model cannot be read.
+        IncompatibleDrafterError: one can never work with this target.
+        CheckpointError: files are damaged.
         ConfigError: an option was given that no such drafter reads.
     """
-    names = [wanted] if isinstance(wanted, str) else wanted
-    drafters = [drafter for name in names if (drafter := _one(name, target)) is not None]
-    target.head_options.check_read(drafter.name for drafter in drafters)
-    if len(names) == 1:
-        return drafters[0] if drafters else None
-    if len(drafters) < len(names) or not drafters:
-        raise IncompatibleDrafterError(f"drafter list {list(wanted)} is empty or holds 'none': name drafters only, or use 'none' alone")
-    return StackDrafter(drafters)
+    names = [speculation.drafter] if isinstance(speculation.drafter, str) else speculation.drafter
+    options = HeadOptions.of(speculation.drafter_options)
+    found = [prepare_one(name, target, token=engine.token, offline=engine.offline) for name in names]
+    drafters = tuple(drafter for drafter in found if drafter is not None)
+    options.check_read(drafter.name for drafter in drafters)
+    if len(names) > 1 and len(drafters) < len(names):
+        raise IncompatibleDrafterError(f"drafter list {list(names)} holds 'none': name drafters only, or use 'none' alone")
+    layers = {layer for drafter in drafters if drafter.head is not None for layer in layers_of(drafter.head, target, options)}
+    return PreparedDrafters(drafters, tuple(sorted(layers)))
 
 
-def _one(wanted: str, target: TargetDescription) -> Drafter | None:
+def prepare_one(wanted: str, target: Path, *, token: str | None = None, offline: bool = False) -> PreparedDrafter | None:
+    """Find "auto", a name of the table, a draft model's directory or id, or a head; None for "none".
+
+    Args:
+        target: its directory or GGUF file.
+        token, offline: for models from the hub.
+
+    Raises:
+        IncompatibleDrafterError, CheckpointError: as `prepare`.
+    """
     if wanted == "none":
         return None
-    if wanted == "auto":
-        embedded = target.directory / EMBEDDED
-        return _open_draft_model(embedded, target) if (embedded / "config.json").is_file() else NgramDrafter()
     if wanted in DRAFTERS:
-        return DRAFTERS[wanted](target)
+        return PreparedDrafter(wanted)
+    if wanted in ("auto", DRAFT_MODEL):
+        return _embedded(wanted, target)
+    own = HeadKind(wanted) if wanted in OWN_HEADS else None
+    path = target if own is not None else _resolve(wanted, token=token, offline=offline)
+    head = find_head(path, own)
+    if head is not None:
+        return PreparedDrafter(head.kind.value, path, head)
+    if own is not None:
+        raise IncompatibleDrafterError(f"{target} is a GGUF file, in which no {wanted} head can be found: give a directory")
+    return PreparedDrafter(DRAFT_MODEL, path)
+
+
+def _embedded(wanted: str, target: Path) -> PreparedDrafter:
+    directory = target / EMBEDDED
+    if (directory / "config.json").is_file():
+        return PreparedDrafter(DRAFT_MODEL, directory)
+    if wanted == "auto":
+        return PreparedDrafter(NgramDrafter.name)
+    raise IncompatibleDrafterError(
+        f"{target} has no embedded draft model (folder {EMBEDDED!r}): give a draft model's directory or id instead"
+    )
+
+
+def _resolve(wanted: str, *, token: str | None, offline: bool) -> Path:
+    if is_head_file(wanted):
+        return Path(wanted)
     try:
-        directory = Path(wanted) if is_head_file(wanted) else _resolve(wanted, target)
+        return resolve(wanted, token=token, offline=offline, with_heads=True)
     except CheckpointError as error:
         raise IncompatibleDrafterError(f"drafter {wanted!r} is neither one of {', '.join(NAMES)} nor a draft model: {error}") from error
-    return _open_head(directory, target) or _open_draft_model(directory, target)
-
-
-def _resolve(wanted: str, target: TargetDescription) -> Path:
-    return resolve(wanted, token=target.token, offline=target.offline, with_heads=True)
 
 
 def find_head(path: Path, wanted: HeadKind | None = None) -> HeadFiles | None:
@@ -170,45 +204,7 @@ def find_head(path: Path, wanted: HeadKind | None = None) -> HeadFiles | None:
     return files
 
 
-def _open_head(path: Path, target: TargetDescription, wanted: HeadKind | None = None) -> Drafter | None:
-    files = find_head(path, wanted)
-    return None if files is None else HEADS[files.kind](files, target)
-
-
-def _open_medusa(files: HeadFiles, target: TargetDescription) -> Drafter:
-    return open_medusa(
-        files,
-        target.directory,
-        vocab_size=target.vocab_size,
-        num_threads=target.num_threads,
-        device=target.device if target.runtime is None else target.runtime.capabilities.device,
-        quant=target.draft_quant,
-        quant_directory=target.quant_directory,
-        tree=target.head_options.medusa_tree or GROWN_TREES[0],
-    )
-
-
-def _pair_target(files: HeadFiles, target: TargetDescription) -> PairTarget:
-    if target.runtime is None or target.cache is None:
-        raise IncompatibleDrafterError(f"the head {files.path} keeps its rows beside its target's: load the target with it")
-    return PairTarget(
-        directory=target.directory,
-        runtime=target.runtime,
-        cache=target.cache,
-        tokenizer=target.tokenizer,
-        vocab_size=target.vocab_size,
-        max_context=target.max_context,
-        collected=target.collected_layers,
-        num_threads=target.num_threads,
-        tree_width=target.tree_width,
-        quant=target.draft_quant,
-        quant_directory=target.quant_directory,
-        facts_directory=target.facts_directory,
-        variant=target.head_options.variant_for(files.kind),
-    )
-
-
-def _open_draft_model(directory: Path, target: TargetDescription) -> Drafter:
+def _open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
     config = read_model_config(directory)
     tokenizer = Tokenizer.open(directory)
     comparison = compare_vocabularies(target.tokenizer, tokenizer)
@@ -222,16 +218,16 @@ def _open_draft_model(directory: Path, target: TargetDescription) -> Drafter:
     max_context = min(math.ceil(target.max_context * expansion), config.max_positions)
     options = RuntimeOptions(
         numerics=Numerics.FAST,
-        num_threads=target.num_threads,
+        num_threads=target.engine.num_threads,
         max_context=max_context,
-        device=target.device,
+        device=target.engine.device,
         quant=target.draft_quant,
-        quant_directory=target.quant_directory,
+        quant_directory=cache_directory(),
     )
     runtime = load_runtime(directory, options).runtime
     block_size = 32
-    cache = runtime.new_cache(2 + -(-math.ceil(target.max_slots * expansion) // block_size))
-    cache.prefix_caching = target.cache is None or target.cache.prefix_caching
+    cache = runtime.new_cache(2 + -(-math.ceil(target.cache.max_slots * expansion) // block_size))
+    cache.prefix_caching = target.cache.prefix_caching
     passes = time_passes(runtime, cache, (READ_ROWS,), max_context=max_context, repeats=1, wants_logits=False)
     translation, by_text = None, None
     if not has_all_ids:
@@ -247,7 +243,7 @@ def _open_draft_model(directory: Path, target: TargetDescription) -> Drafter:
         num_known_ids=min(tokenizer.vocab_size, runtime.config.vocab_size),
         translation=translation,
         max_context=max_context,
-        tree_width=target.tree_width,
+        tree_width=target.speculation.tree_width,
         note=_note(comparison, max_context, math.ceil(target.max_context * expansion)),
         read_s=passes[READ_ROWS] / READ_ROWS,
     )
@@ -266,40 +262,3 @@ def _note(comparison: VocabularyComparison, max_context: int, wanted_context: in
     if max_context < wanted_context:
         note += f"; no drafts behind its context of {max_context} tokens"
     return note
-
-
-def _embedded(target: TargetDescription) -> Drafter:
-    directory = target.directory / EMBEDDED
-    if not (directory / "config.json").is_file():
-        raise IncompatibleDrafterError(
-            f"{target.directory} has no embedded draft model (folder {EMBEDDED!r}): give a draft model's directory or id instead"
-        )
-    return _open_draft_model(directory, target)
-
-
-def _own_head(kind: HeadKind, target: TargetDescription) -> Drafter:
-    """The head inside the target's own checkpoint."""
-    drafter = _open_head(target.directory, target, kind)
-    if drafter is None:
-        raise IncompatibleDrafterError(f"{target.directory} is a GGUF file, in which no {kind.value} head can be found: give a directory")
-    return drafter
-
-
-DRAFTERS: dict[str, Callable[[TargetDescription], Drafter]] = {
-    "ngram": lambda target: NgramDrafter(),
-    "suffix": lambda target: SuffixDrafter(),
-    "prediction": lambda target: PredictionDrafter(),
-    "draft_model": _embedded,
-    "medusa": lambda target: _own_head(HeadKind.MEDUSA, target),
-    "mtp": lambda target: _own_head(HeadKind.MTP, target),
-}
-
-HEADS: dict[HeadKind, Callable[[HeadFiles, TargetDescription], Drafter]] = {
-    HeadKind.MEDUSA: _open_medusa,
-    HeadKind.EAGLE: lambda files, target: open_eagle_drafter(files, _pair_target(files, target)),
-    HeadKind.EAGLE3: lambda files, target: open_eagle_drafter(files, _pair_target(files, target)),
-    HeadKind.PEAGLE: lambda files, target: open_eagle_drafter(files, _pair_target(files, target)),
-    HeadKind.MTP: lambda files, target: open_mtp(files, _pair_target(files, target)),
-}
-
-NAMES = ("auto", "none", *DRAFTERS)

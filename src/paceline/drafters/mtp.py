@@ -21,16 +21,15 @@ from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.pairs.config import PairConfig
 from paceline.drafters.pairs.drafter import PairDrafter
 from paceline.drafters.pairs.head import EMBEDDING, FEATURE, PairHead
-from paceline.drafters.pairs.opening import PairTarget, settle
+from paceline.drafters.pairs.opening import settle
+from paceline.drafters.target import LoadedTarget
 from paceline.errors import IncompatibleDrafterError
 from paceline.models.checkpoint import open_weights
 from paceline.models.config import ModelConfig, WeightType, config_from_values
 from paceline.models.families import checkpoint_name, tensor_shapes
-from paceline.models.quantized_cache import quantized_weights
 from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
 from paceline.runtimes.decoder import decoder_layer
 from paceline.runtimes.head import Compose, HeadBlocks, Value, open_head
-from paceline.runtimes.native.checksum import fastest_page_sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,38 +216,29 @@ def candidates(files: HeadFiles, config: PairConfig, target: ModelConfig) -> tup
     return (config, replace(config, normed_recurrence=True))
 
 
-def open_mtp(files: HeadFiles, target: PairTarget) -> PairDrafter:
-    """The drafter for a loaded target and `files`, its own checkpoint's.
+def open_mtp(files: HeadFiles, target: LoadedTarget) -> PairDrafter:
+    """The drafter for the files of a module: those of the target's own checkpoint, or a file of the speculators library.
 
     Raises:
         CheckpointError, IncompatibleDrafterError: the files hold no complete module.
     """
     sizes = target.runtime.config
     module = load_mtp(files, sizes, open_weights(target.directory, sizes))
-    if target.quant is not None:
-        weights = quantized_weights(
-            module.weights,
-            target.quant,
-            target.quant_directory,
-            files=files.files,
-            num_threads=target.num_threads,
-            page_sums=fastest_page_sums(),
-        )
-        module = replace(module, weights=weights)
+    module = replace(module, weights=target.quantized(module.weights, files.files))
 
     def opened(config: PairConfig, max_context: int) -> PairHead:
-        device = target.runtime.capabilities.device
-        return open_mtp_head(replace(module, config=config), num_threads=target.num_threads, max_context=max_context, device=device)
+        one, num_threads = replace(module, config=config), target.engine.num_threads
+        return open_mtp_head(one, num_threads=num_threads, max_context=max_context, device=target.device)
 
-    named = target.variant
+    named = target.head_options.variant_for(files.kind)
     if named is None:
         admitted = candidates(files, module.config, sizes)
     else:
         flag = module.config.normed_recurrence if named.normed_recurrence is None else named.normed_recurrence
         admitted = (replace(module.config, normed_recurrence=flag),)
-    config, notices = settle(files, admitted, opened, target)
+    config, notices = settle(files, admitted, opened, target, target.vocab_size)
     head = opened(config, target.max_context)
-    return PairDrafter(head, target.cache, vocab_size=target.vocab_size, tree_width=target.tree_width, notices=notices)
+    return PairDrafter(head, target.cache, vocab_size=target.vocab_size, tree_width=target.speculation.tree_width, notices=notices)
 
 
 def _name_in_layer(name: str, prefix: str, layers: ModelConfig) -> str:

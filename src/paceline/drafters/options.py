@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.drafters.head_kinds import HeadKind
-from paceline.drafters.medusa.drafter import GROWN_TREES
-from paceline.drafters.medusa.trees import STATIC_TREES
+from paceline.drafters.medusa.trees import GROWN_TREES, STATIC_TREES
 from paceline.drafters.pairs.config import PairVariant
 from paceline.errors import ConfigError
 
@@ -87,9 +86,6 @@ class HeadOptions:
                     f"drafter_options: {name!r} is for {_kinds(OPTIONS[name])} heads, and the drafter is {', '.join(names) or 'none'}: "
                     "leave it out, or choose such a head with drafter"
                 )
-
-
-NO_OPTIONS = HeadOptions()
 
 
 def _kinds(option: Option) -> str:

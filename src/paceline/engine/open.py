@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import EngineConfig, SpeculationConfig, cache_directory, quant_options
-from paceline.drafters import HeadOptions, TargetDescription, layers_to_collect, make_drafter
+from paceline.drafters import LoadedTarget, prepare
 from paceline.engine.batch import AskedFor, RequestMaker
 from paceline.engine.engine import Engine
 from paceline.engine.inputs import Params, params_of_each
@@ -118,35 +118,27 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
     """
     directory = resolve(config.model, gguf_file=config.gguf_file, revision=config.revision, token=config.token, offline=config.offline)
     tokenizer = Tokenizer.open(directory)
-    options = HeadOptions.of(speculation.drafter_options)
-    layers = _layers(config, speculation, options, directory) if drafter is None else drafter.needs.layers
+    prepared = prepare(directory, config, speculation) if drafter is None else None
+    layers = prepared.layers if prepared is not None else drafter.needs.layers if drafter is not None else ()
     loaded = load_runtime(directory, _runtime_options(config, layers))
     runtime = loaded.runtime
     plan = plan_cache(runtime.config, config, runtime.capabilities.weight_type)
     cache = runtime.new_cache(plan.num_blocks)
     cache.prefix_caching = config.prefix_cache
     vocab_size = min(runtime.config.vocab_size, tokenizer.vocab_size)
-    if drafter is None:
-        target = TargetDescription(
+    if prepared is not None:
+        target = LoadedTarget(
             directory=directory,
+            runtime=runtime,
+            cache=cache,
             tokenizer=tokenizer,
             vocab_size=vocab_size,
             max_context=plan.max_context,
-            max_slots=cache.max_slots,
-            num_threads=config.num_threads,
-            device=config.device,
-            tree_width=speculation.tree_width,
-            offline=config.offline,
-            token=config.token,
-            draft_quant=quant_options("draft_quant", speculation.draft_quant),
-            quant_directory=cache_directory(),
-            facts_directory=cache_directory(),
-            runtime=runtime,
-            cache=cache,
             collected_layers=layers,
-            head_options=options,
+            engine=config,
+            speculation=speculation,
         )
-        drafter = make_drafter(speculation.drafter, target)
+        drafter = prepared.open(target)
     policy = DraftLengthPolicy(DEFAULT_DRAFT_TOKENS) if drafter is None else _policy(speculation, runtime, cache, plan.max_context)
     acceptance = Acceptance(speculation.acceptance)
     speculator = Speculator(drafter, policy, vocab_size=vocab_size, layout=cache.layout, acceptance=acceptance)
@@ -157,18 +149,6 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
     of_drafter = () if drafter is None else drafter.notices
     notices = (*config.notices, *tokenizer.notices, *loaded.notices, *_unused_head(loaded, directory, drafter), *of_drafter, plan.notice)
     return OpenedEngine(engine, maker, tuple(printable(one) for one in notices if one), config)  # they name files and tensors
-
-
-def _layers(config: EngineConfig, speculation: SpeculationConfig, options: HeadOptions, directory: Path) -> tuple[int, ...]:
-    """Boundaries that the target must collect for the drafters to be opened."""
-    return layers_to_collect(
-        speculation.drafter,
-        directory,
-        token=config.token,
-        offline=config.offline,
-        facts_directory=cache_directory(),
-        head_options=options,
-    )
 
 
 def _runtime_options(config: EngineConfig, collect_layers: Sequence[int]) -> RuntimeOptions:

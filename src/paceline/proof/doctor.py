@@ -2,14 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from paceline.config import QuantOptions
-from paceline.drafters import EMBEDDED, NAMES, HeadOptions
-from paceline.drafters.head_files import is_head_file
-from paceline.drafters.head_kinds import HeadKind
-from paceline.errors import CheckpointError, PacelineError
+from paceline.drafters import HeadOptions, prepare_one
+from paceline.errors import PacelineError
 from paceline.hub import resolve
 from paceline.machine import available_memory_bytes
 from paceline.proof.checkpoint_facts import CheckpointFacts, read_checkpoint
@@ -18,8 +15,6 @@ from paceline.proof.memory_estimate import MemoryEstimate, ModelMemory, estimate
 from paceline.proof.pairing import PairVerdict, judge_pair
 from paceline.proof.probe import ProbeResult, probe
 
-OWN_HEADS = (HeadKind.MEDUSA.value, HeadKind.MTP.value)
-"""Drafters by name that are heads in the target's own checkpoint."""
 _GIGABYTE = 1e9
 
 
@@ -146,45 +141,20 @@ def _examine_drafter(
     name: str, target: CheckpointFacts, question: DoctorQuestion, options: HeadOptions, problems: list[str]
 ) -> DrafterDiagnosis:
     try:
-        own = HeadKind(name) if name in OWN_HEADS else None
-        path = target.path if own is not None else _draft_path(name, target.path)
-        if path is None:
-            return DrafterDiagnosis("ngram" if name == "auto" else name)
-        judged = judge_head(path, target, options, own)
-        if judged is not None:
-            head, pair = judged
-            return DrafterDiagnosis(head.kind.value, head=head, pair=pair)
-        if own is not None:
-            raise CheckpointError(f"{path} is a GGUF file, in which no {name} head can be found: give a directory")
-        facts = read_checkpoint(path, question.max_context)
+        prepared = prepare_one(name, target.path, offline=True)
+        if prepared is None or prepared.path is None:
+            return DrafterDiagnosis(name if prepared is None else prepared.name)
+        if prepared.head is not None:
+            head, pair = judge_head(prepared.head, target, options)
+            return DrafterDiagnosis(prepared.name, head=head, pair=pair)
+        facts = read_checkpoint(prepared.path, question.max_context)
     except PacelineError as error:
         problems.append(str(error))
         return DrafterDiagnosis(name)
     pair = judge_pair(target, facts)
     if not pair.works:
-        problems.append(f"the draft model {path} cannot guess for {target.path}: {pair.summary}")
-    return DrafterDiagnosis("draft_model", facts, pair=pair)
-
-
-def _draft_path(name: str, target: Path) -> Path | None:
-    """Where a draft model or a head lies; None for a drafter without one.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    embedded = target / EMBEDDED
-    if name == "auto":
-        return embedded if (embedded / "config.json").is_file() else None
-    if name == "draft_model":
-        if not (embedded / "config.json").is_file():
-            raise CheckpointError(f"{target} has no embedded draft model (folder {EMBEDDED!r}): give the directory of one instead")
-        return embedded
-    if name in NAMES:
-        return None
-    try:
-        return Path(name) if is_head_file(name) else resolve(name, offline=True, with_heads=True)
-    except CheckpointError as error:
-        raise CheckpointError(f"drafter {name!r} is neither one of {', '.join(NAMES)} nor a draft model: {error}") from error
+        problems.append(f"the draft model {prepared.path} cannot guess for {target.path}: {pair.summary}")
+    return DrafterDiagnosis(prepared.name, facts, pair=pair)
 
 
 def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) -> None:

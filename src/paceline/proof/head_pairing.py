@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from paceline.config import QuantOptions
-from paceline.drafters import HeadOptions, find_head
+from paceline.drafters import HeadOptions
 from paceline.drafters.eagle.checkpoint import check_embedded, open_eagle
-from paceline.drafters.eagle.config import read_eagle_config
-from paceline.drafters.eagle.variants import as_named, candidates
+from paceline.drafters.eagle.variants import admitted
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.checkpoint import load_medusa
@@ -58,23 +57,15 @@ class HeadFacts:
         }
 
 
-def judge_head(
-    path: Path, target: CheckpointFacts, options: HeadOptions, wanted: HeadKind | None = None
-) -> tuple[HeadFacts, PairVerdict] | None:
-    """The facts of a head and the verdict on it; None where there is a language model, or nothing that is a head's.
-
-    Args:
-        wanted: the only kind that will do.
+def judge_head(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) -> tuple[HeadFacts, PairVerdict]:
+    """The facts of a head and the verdict on it.
 
     Raises:
         CheckpointError, IncompatibleDrafterError: it cannot guess for this target.
     """
-    files = find_head(path, wanted)
-    if files is None:
-        return None
     if files.kind is HeadKind.MEDUSA:
         return _judge_medusa(files, target, options)
-    return _judge_mtp(files, target, options) if files.kind is HeadKind.MTP else _judge_eagle(files, target, options)
+    return _judge_mtp(files, target) if files.kind is HeadKind.MTP else _judge_eagle(files, target, options)
 
 
 def _judge_medusa(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) -> tuple[HeadFacts, PairVerdict]:
@@ -91,17 +82,16 @@ def _judge_medusa(files: HeadFiles, target: CheckpointFacts, options: HeadOption
 
 
 def _judge_eagle(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) -> tuple[HeadFacts, PairVerdict]:
-    sizes, named = target.config, options.variant_for(files.kind)
-    config = read_eagle_config(files, sizes, named)
-    opened = open_eagle(files, config, sizes)
+    sizes = target.config
+    configs = admitted(files, sizes, options.variant_for(files.kind))
+    opened = open_eagle(files, configs[0], sizes)
     if target.tokenizer is not None:
         check_embedded(files, opened.embedded_ids, min(len(target.tokenizer.pieces), sizes.vocab_size))
-    admitted = (as_named(config, named, sizes),) if named is not None and named.settles else candidates(files, config, sizes)
-    summary = f"{files.kind.value} head {_reading(admitted[0])}; {_sizes_fit(sizes.hidden_size)}"
-    return _pair_facts(files, config, opened.weights), PairVerdict(True, summary, None, _open_question(admitted))
+    summary = f"{files.kind.value} head {_reading(configs[0])}; {_sizes_fit(sizes.hidden_size)}"
+    return _pair_facts(files, configs[0], opened.weights), PairVerdict(True, summary, None, _open_question(configs))
 
 
-def _judge_mtp(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) -> tuple[HeadFacts, PairVerdict]:
+def _judge_mtp(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, PairVerdict]:
     module = load_mtp(files, target.config, target.weights)
     shared = () if module.config.own_lm_head else ("lm_head.weight",)
     weights = Weights({name: tensor for name, tensor in module.weights.items() if name not in shared})
@@ -128,10 +118,10 @@ def _sizes_fit(hidden_size: int) -> str:
     )
 
 
-def _open_question(admitted: tuple[PairConfig, ...]) -> tuple[str, ...]:
-    if len(admitted) == 1:
+def _open_question(configs: tuple[PairConfig, ...]) -> tuple[str, ...]:
+    if len(configs) == 1:
         return ()
     return (
-        f"the head's files can be read in {len(admitted)} ways: the first time it is loaded they are tried on a text of the target's, "
+        f"the head's files can be read in {len(configs)} ways: the first time it is loaded they are tried on a text of the target's, "
         "unless --drafter-options says which",
     )

@@ -11,6 +11,7 @@ import pytest
 
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from harness.eagle_checkpoints import DRAFT_IDS, EAGLE3, FIRST_TOKEN, eagle3_tensors, write_head, write_legible_target
+from harness.loaded_targets import make_drafter
 from harness.medusa_checkpoints import write_successor_target
 from harness.mtp_checkpoints import add_module
 from harness.unconventional_heads import (
@@ -28,14 +29,12 @@ from harness.unconventional_heads import (
     write_reading_eagle3,
 )
 from paceline import LLM, SamplingParams
-from paceline.drafters import HeadOptions, TargetDescription, layers_to_collect, make_drafter
 from paceline.drafters.eagle.config import EagleConfig, read_eagle_config
 from paceline.drafters.eagle.head import open_eagle_head
 from paceline.drafters.eagle.variants import candidates
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.pairs import calibration, opening
 from paceline.drafters.pairs.cache import TrueRows
-from paceline.drafters.pairs.config import PairVariant
 from paceline.drafters.pairs.drafter import PairDrafter
 from paceline.drafters.pairs.head import DraftedRows, PairHead
 from paceline.drafters.pairs.target_text import TargetText
@@ -43,10 +42,8 @@ from paceline.errors import IncompatibleDrafterError
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.runtimes.base import RowRange
 from paceline.runtimes.facts import FILE_NAME
-from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.runtimes.native.library import kernels_path
 from paceline.speculation.draft_length import DraftLengthPolicy
-from paceline.tokenizer.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.skipif(kernels_path() is None, reason="no native kernels for this machine")
 
@@ -252,24 +249,14 @@ def test_a_user_who_names_the_convention_is_believed(target: Path, tmp_path: Pat
     monkeypatch.setattr(opening, "draw_text", lambda *given, **named: pytest.fail("nothing was to be tried"))
     head = write_reading_eagle3(tmp_path / "head", from_first_boundary, **{IDS: [0, 2, 3]})
     for boundaries in ((0, 1, 2), (1, 3, 4)):
-        options = HeadOptions(variant=PairVariant(boundaries=boundaries, rope_theta=5e5, normed_recurrence=True))
-        layers = layers_to_collect(str(head), target, head_options=options)
-        assert layers == boundaries
-        drafter = make_drafter(str(head), described(target, layers, options))
+        options = {"boundaries": boundaries, "rope_theta": 5e5, "normed_recurrence": True}
+        drafter = make_drafter(str(head), target, drafter_options=options)
         assert isinstance(drafter, PairDrafter)
         config = drafter.head.config
-        assert (config.boundaries, config.layers.rope.theta, config.normed_recurrence) == (boundaries, 5e5, True)
+        assert config.boundaries == drafter.needs.layers == boundaries
+        assert (config.layers.rope.theta, config.normed_recurrence) == (5e5, True)
     with pytest.raises(IncompatibleDrafterError, match="name as many different ones, from 0 to 4"):
-        make_drafter(str(head), described(target, layers, HeadOptions(variant=PairVariant(boundaries=(1, 2)))))
-
-
-def described(directory: Path, layers: tuple[int, ...], options: HeadOptions) -> TargetDescription:
-    runtime = load_runtime(directory, RuntimeOptions(max_context=128, backend="native", collect_layers=layers)).runtime
-    cache = runtime.new_cache(20)
-    return TargetDescription(
-        directory=directory, tokenizer=Tokenizer.open(directory), vocab_size=VOCAB_SIZE, max_context=128, max_slots=cache.max_slots,
-        runtime=runtime, cache=cache, collected_layers=layers, head_options=options,
-    )  # fmt: skip
+        make_drafter(str(head), target, drafter_options={"boundaries": (1, 2)})
 
 
 def test_nothing_is_tried_without_room_or_where_the_user_says_it(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
+from harness.loaded_targets import load_target
 from harness.medusa_checkpoints import Arrays, edit, perfect_blocks, perfect_heads, random_heads, write_heads, write_successor_target
 from paceline import LLM, SamplingParams
+from paceline.config import SpeculationConfig
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.medusa.drafter import MedusaDrafter, open_medusa
 from paceline.drafters.medusa.guesses import RankAccuracy
@@ -133,7 +135,7 @@ def test_heads_that_must_be_right_are_accepted_always(
 def test_the_right_path_of_a_tree_is_accepted_always(successor_target: tuple[Path, NDArray[np.int64]], tmp_path: Path, tree: str) -> None:
     target, successor = successor_target
     files = HeadFiles.open(write_heads(tmp_path, "rows", perfect_heads(successor, 4)))
-    drafter = open_medusa(files, target, vocab_size=VOCAB_SIZE, num_threads=2, tree=tree)
+    drafter = open_medusa(files, load_target(target, SpeculationConfig(drafter_options={"tree": tree})))
     llm = open_llm(target, drafter, num_draft_tokens=4, tree_width=4)
     for params in (GREEDY, SAMPLED):
         for output, prompt in zip(llm.generate(PROMPTS, params), PROMPTS, strict=True):
@@ -173,11 +175,11 @@ def test_token_ids_are_those_of_plain_decoding(tmp_path: Path, tree_width: int, 
 
 
 def test_wrong_heads_are_named_exactly(tmp_path: Path) -> None:
-    target = write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=1)
+    target = load_target(write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=1), SpeculationConfig())
 
     def opened(name: str, layout: str, arrays: Arrays, **options: object) -> MedusaDrafter:
         files = HeadFiles.open(write_heads(tmp_path / name, layout, arrays, **options))  # type: ignore[arg-type]
-        return open_medusa(files, target, vocab_size=VOCAB_SIZE, num_threads=1)
+        return open_medusa(files, target)
 
     arrays = random_heads()
     lacking = {name: array for name, array in arrays.items() if name not in ("1.0.linear.bias", "2.1.weight")}
@@ -197,13 +199,13 @@ def test_wrong_heads_are_named_exactly(tmp_path: Path) -> None:
     bare = tmp_path / "lacking" / "medusa_lm_head.safetensors"
     edit(bare, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".linear." in name])  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="holds no medusa heads"):
-        open_medusa(HeadFiles.open(bare), target, vocab_size=VOCAB_SIZE, num_threads=1)
+        open_medusa(HeadFiles.open(bare), target)
 
 
 def test_counts_come_from_the_tensors(tmp_path: Path) -> None:
-    target = write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=1)
+    target = load_target(write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=1), SpeculationConfig())
     directory = write_heads(tmp_path / "heads", "rows", random_heads(num_heads=5), config={"medusa_num_heads": 2})
-    drafter = open_medusa(HeadFiles.open(directory), target, vocab_size=VOCAB_SIZE, num_threads=1)
+    drafter = open_medusa(HeadFiles.open(directory), target)
     assert drafter.describe().startswith("medusa (5 heads")
     assert any("names 2 medusa heads, the file holds 5" in notice for notice in drafter.notices)
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from harness.checkpoints import VOCAB_SIZE, write_byte_fallback_tokenizer, write_byte_level_tokenizer, write_checkpoint
+from harness.loaded_targets import make_drafter
 from harness.vocabulary_pairs import reorder_vocabulary
-from paceline.drafters import TargetDescription, make_drafter
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.translate import ByteTokenizer, SharedPieces, TextDrafter
 from paceline.kv_cache.paged import CachedSequence
@@ -86,18 +86,7 @@ def reordered(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def open_drafter(draft: Path, target: Path, *, tree_width: int = 1) -> Drafter:
-    tokenizer = Tokenizer.open(target)
-    description = TargetDescription(
-        directory=target,
-        tokenizer=tokenizer,
-        vocab_size=tokenizer.vocab_size,
-        max_context=256,
-        max_slots=512,
-        device="cpu",
-        tree_width=tree_width,
-        offline=True,
-    )
-    drafter = make_drafter(str(draft), description)
+    drafter = make_drafter(str(draft), target, tree_width=tree_width)
     assert drafter is not None
     return drafter
 

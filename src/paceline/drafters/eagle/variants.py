@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from paceline.drafters.eagle.boundaries import named_boundaries
-from paceline.drafters.eagle.config import EagleConfig, means_no_norm
+from paceline.drafters.eagle.config import EagleConfig, means_no_norm, read_eagle_config
 from paceline.drafters.eagle.layers import written_rope
 from paceline.drafters.eagle.layout import config_fields, is_nested, plain_files
 from paceline.drafters.head_files import HeadFiles
@@ -18,6 +18,16 @@ from paceline.models.config import ModelConfig, RopeConfig, RopeType
 from paceline.models.json_fields import JsonFields
 
 PLAIN_BASE = 10000.0
+
+
+def admitted(files: HeadFiles, target: ModelConfig, named: PairVariant | None) -> tuple[EagleConfig, ...]:
+    """The ways to read a head's files: the one that its user names, else every one they admit, the documented default first.
+
+    Raises:
+        CheckpointError, IncompatibleDrafterError: they are for no head of this target.
+    """
+    config = read_eagle_config(files, target, named)
+    return (as_named(config, named, target),) if named is not None and named.settles else candidates(files, config, target)
 
 
 def candidates(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> tuple[EagleConfig, ...]:

@@ -12,32 +12,27 @@ of the heads costs nothing but their weights: there is no cache, and the feature
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config import QuantOptions
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.medusa.checkpoint import load_medusa
 from paceline.drafters.medusa.guesses import NUM_RANKS, Guesses, RankAccuracy, drawn_chain
 from paceline.drafters.medusa.network import HeadOutputs, MedusaNetwork
-from paceline.drafters.medusa.trees import STATIC_TREES, static_shape
+from paceline.drafters.medusa.trees import GROWN_TREES, STATIC_TREES, static_shape
+from paceline.drafters.target import LoadedTarget
 from paceline.errors import ConfigError
 from paceline.kv_cache.row_plan import TreeLayout
-from paceline.models.checkpoint import open_weights, read_model_config
-from paceline.models.quantized_cache import quantized_weights
-from paceline.runtimes.backend import choose_device
+from paceline.models.checkpoint import open_weights
 from paceline.runtimes.base import FloatArray, in_parts
 from paceline.runtimes.head import DRAW, Draws, HeadsGrower, Ranking
-from paceline.runtimes.native.checksum import fastest_page_sums
 from paceline.sampling.noise import Purpose, noise_key
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Guess, grow_tree
 
-GROWN_TREES = ("probability", "accuracy")
 _FIRST_ACCURACY = 0.5  # of a first guess, where nothing is measured yet
 _NEXT_ACCURACY = 0.1  # of the second, and half of it for every other one
 
@@ -268,36 +263,15 @@ def _draws(active: Sequence[_Asked], depth: int) -> Draws:
     return draws
 
 
-def open_medusa(
-    files: HeadFiles,
-    target: Path,
-    *,
-    vocab_size: int,
-    num_threads: int,
-    device: str = "auto",
-    quant: QuantOptions | None = None,
-    quant_directory: Path | None = None,
-    tree: str = "probability",
-) -> MedusaDrafter:
-    """The drafter for head files and a target's checkpoint.
-
-    Args:
-        vocab_size: V of the target's logits.
-        quant: how to quantise the heads; None = they stay as they are stored.
-        quant_directory: where quantised matrices are kept for the next time; None = nowhere.
-        tree: see `MedusaDrafter`.
+def open_medusa(files: HeadFiles, target: LoadedTarget) -> MedusaDrafter:
+    """The drafter for the files of heads.
 
     Raises:
         CheckpointError, IncompatibleDrafterError: the files do not hold what heads for this target need.
-        ConfigError: there is no such tree.
     """
-    config = read_model_config(target)
-    target_weights = open_weights(target, config)
+    config = target.runtime.config
+    target_weights = open_weights(target.directory, config)
     heads = load_medusa(files, config, target_weights["embedding.weight" if config.tied_embeddings else "lm_head.weight"])
-    if quant is not None:
-        made = quantized_weights(
-            heads.weights, quant, quant_directory, files=files.files, num_threads=num_threads, page_sums=fastest_page_sums()
-        )
-        heads = replace(heads, weights=made)
-    network = MedusaNetwork(heads, config, num_threads=num_threads, device=choose_device(device, "auto"))
-    return MedusaDrafter(network, vocab_size=vocab_size, tree=tree)
+    heads = replace(heads, weights=target.quantized(heads.weights, files.files))
+    network = MedusaNetwork(heads, config, num_threads=target.engine.num_threads, device=target.device)
+    return MedusaDrafter(network, vocab_size=target.vocab_size, tree=target.head_options.medusa_tree or GROWN_TREES[0])

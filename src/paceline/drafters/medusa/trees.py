@@ -10,6 +10,9 @@ from functools import lru_cache
 
 from paceline.kv_cache.row_plan import TreeLayout, num_rows
 
+GROWN_TREES = ("probability", "accuracy")
+"""Trees grown token by token instead; see `MedusaDrafter`."""
+
 STATIC_TREES = {
     "mc_sim_7b_63": (
         "0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 003 40 21 004 005 0000 011 006 "

@@ -1,0 +1,61 @@
+"""What drafters are made for: a loaded target and the settings it was loaded with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.config import EngineConfig, QuantOptions, SpeculationConfig, cache_directory, quant_options
+from paceline.drafters.options import HeadOptions
+from paceline.kv_cache.paged import KVCache
+from paceline.models.quantized_cache import quantized_weights
+from paceline.models.weights import Weights
+from paceline.runtimes.base import Runtime
+from paceline.runtimes.native.checksum import fastest_page_sums
+from paceline.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedTarget:
+    """A loaded target.
+
+    Attributes:
+        directory: its checkpoint.
+        runtime, cache: the target itself; the rows of heads lie beside its own.
+        vocab_size: V, ids that can be drawn.
+        max_context: prompt + output at most, in tokens.
+        collected_layers: layer boundaries that the runtime collects, ascending.
+        engine: how it was loaded; drafters compute on the same processors.
+        speculation: how to guess.
+    """
+
+    directory: Path
+    runtime: Runtime
+    cache: KVCache
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_context: int
+    collected_layers: tuple[int, ...] = ()
+    engine: EngineConfig
+    speculation: SpeculationConfig
+
+    @property
+    def device(self) -> str:
+        """Where it runs: "cpu" or "cuda"."""
+        return self.runtime.capabilities.device
+
+    @property
+    def draft_quant(self) -> QuantOptions | None:
+        """How to quantise draft models and heads; None = they stay as they are stored."""
+        return quant_options("draft_quant", self.speculation.draft_quant)
+
+    @property
+    def head_options(self) -> HeadOptions:
+        """What its user says of heads."""
+        return HeadOptions.of(self.speculation.drafter_options)
+
+    def quantized(self, weights: Weights, files: Sequence[Path]) -> Weights:
+        """The weights of a head, read from `files`, quantised as the settings say."""
+        if self.draft_quant is None:
+            return weights
+        sums, num_threads = fastest_page_sums(), self.engine.num_threads
+        return quantized_weights(weights, self.draft_quant, cache_directory(), files=files, num_threads=num_threads, page_sums=sums)
