@@ -25,7 +25,6 @@ from bench_machine import REPOSITORY, describe_machine, markdown_table
 
 sys.path[:0] = [str(REPOSITORY / "src"), str(REPOSITORY / "tests")]
 
-from paceline.engine.batch import AskedFor  # noqa: E402
 from paceline.engine.engine import Engine  # noqa: E402
 from paceline.llm import LLM  # noqa: E402
 from paceline.sampling.params import SamplingParams  # noqa: E402
@@ -96,7 +95,7 @@ def random_prompts(llm: LLM, count: int) -> list[list[int]]:
 
 
 def make_requests(llm: LLM, prompts: Prompts, params: SamplingParams) -> list[Request]:
-    return llm._opened.requests([list(prompt) for prompt in prompts], params, AskedFor(), is_streamed=False)
+    return llm._opened.requests([list(prompt) for prompt in prompts], params, {}, is_streamed=False)
 
 
 def oracle(answers: Answers, vocab_size: int, accuracy: float) -> Drafter:

@@ -16,6 +16,7 @@ from paceline.errors import (
 if TYPE_CHECKING:
     from paceline.config import QuantOptions
     from paceline.engine.async_engine import AsyncEngine
+    from paceline.engine.inputs import RequestOptions
     from paceline.llm import LLM
     from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
     from paceline.sampling.grammar import Grammar
@@ -36,6 +37,7 @@ __all__ = [
     "PacelineError",
     "QuantOptions",
     "RequestError",
+    "RequestOptions",
     "RequestOutput",
     "RequestSpeculation",
     "SamplingParams",
@@ -51,6 +53,7 @@ _LAZY = {
     "Grammar": "paceline.sampling.grammar",
     "LLM": "paceline.llm",
     "QuantOptions": "paceline.config",
+    "RequestOptions": "paceline.engine.inputs",
     "RequestOutput": "paceline.outputs",
     "RequestSpeculation": "paceline.speculation.request",
     "SamplingParams": "paceline.sampling.params",

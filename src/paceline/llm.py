@@ -6,23 +6,21 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import cast, overload
 
+from typing_extensions import Unpack
+
 from paceline.config import Quant
-from paceline.engine.batch import AskedFor, RequestMaker
+from paceline.engine.batch import RequestMaker
 from paceline.engine.engine import Engine, EngineStats
-from paceline.engine.inputs import Messages, Params, Prompt, TextOrIds, as_prompts, one_of, params_of_each
+from paceline.engine.inputs import Messages, Params, Prompt, RequestOptions, as_prompts, one_of, params_of_each
 from paceline.engine.open import OpenedEngine, open_engine, settings_of
 from paceline.errors import ConfigError, RequestError
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.runtimes.base import Runtime
 from paceline.sampling.params import SAMPLING_NAMES
 from paceline.speculation.drafter import Drafter
-from paceline.speculation.request import Request, RequestSpeculation
+from paceline.speculation.request import Request
 from paceline.spelling import suggest_arguments
 from paceline.tokenizer.tokenizer import Tokenizer
-
-Predictions = TextOrIds | Sequence[TextOrIds | None] | None
-Speculation = RequestSpeculation | Mapping[str, object] | None
-Salt = str | bytes | None
 
 
 class LLM:
@@ -181,10 +179,7 @@ class LLM:
         params: Params = None,
         *,
         sampling_params: Params = None,
-        prediction: Predictions = None,
-        namespace: str | None = None,
-        speculation: Speculation = None,
-        cache_salt: Salt = None,
+        **options: Unpack[RequestOptions],
     ) -> list[RequestOutput]:
         """Complete prompts as they are.
 
@@ -193,12 +188,7 @@ class LLM:
                 ragged batch.
             params: for all of them, or a list with one for each; by default greedy, 256 tokens.
             sampling_params: another name of `params`.
-            prediction: text or token ids the outputs will resemble; a list has one, or None, for each prompt. Needs the drafter
-                "prediction". Changes the speed, never a token.
-            namespace: whose finished outputs a suffix store may offer as guesses and remember these in; None = nobody's.
-            speculation: how these requests may be drafted for: a `RequestSpeculation`, or a mapping such as {"enabled": False}.
-                Changes the speed, never a token.
-            cache_salt: only requests with the same one share cached rows of their prompts.
+            options: see `RequestOptions`.
 
         Returns:
             one output a prompt, in order; with `params.n` > 1, so many for each prompt.
@@ -209,33 +199,16 @@ class LLM:
             CapacityError: a request alone is larger than the cache; nothing ran.
         """
         ids = [self._maker.prompt_ids(prompt) for prompt in as_prompts(prompts)]
-        asked = AskedFor(prediction=prediction, namespace=namespace, speculation=speculation, cache_salt=cache_salt)
-        return self._run(ids, one_of(params, sampling_params), asked)
+        return self._run(ids, one_of(params, sampling_params), options)
 
     @overload
     def chat(
-        self,
-        messages: Messages,
-        params: Params = None,
-        *,
-        sampling_params: Params = None,
-        prediction: Predictions = None,
-        namespace: str | None = None,
-        speculation: Speculation = None,
-        cache_salt: Salt = None,
+        self, messages: Messages, params: Params = None, *, sampling_params: Params = None, **options: Unpack[RequestOptions]
     ) -> RequestOutput: ...
 
     @overload
     def chat(
-        self,
-        messages: Sequence[Messages],
-        params: Params = None,
-        *,
-        sampling_params: Params = None,
-        prediction: Predictions = None,
-        namespace: str | None = None,
-        speculation: Speculation = None,
-        cache_salt: Salt = None,
+        self, messages: Sequence[Messages], params: Params = None, *, sampling_params: Params = None, **options: Unpack[RequestOptions]
     ) -> list[RequestOutput]: ...
 
     @suggest_arguments("chat", of_sampling=SAMPLING_NAMES)
@@ -245,17 +218,14 @@ class LLM:
         params: Params = None,
         *,
         sampling_params: Params = None,
-        prediction: Predictions = None,
-        namespace: str | None = None,
-        speculation: Speculation = None,
-        cache_salt: Salt = None,
+        **options: Unpack[RequestOptions],
     ) -> RequestOutput | list[RequestOutput]:
         """Answer a conversation, or several.
 
         Args:
             messages: one conversation as a list of {"role", "content"}, or a list of conversations. A content is a text or a list of
                 parts {"type": "text", "text": text}, which are joined by line ends.
-            params, sampling_params, prediction, namespace, speculation, cache_salt: as for `generate`.
+            params, sampling_params, options: as for `generate`.
 
         Returns:
             one output for one conversation, a list for a list.
@@ -273,44 +243,25 @@ class LLM:
         each = params_of_each(one_of(params, sampling_params), len(conversations))
         if is_one and each[0].n > 1:
             raise RequestError(f"n is {each[0].n} and one conversation has one answer: give a list, [messages]", parameter="n")
-        asked = AskedFor(prediction=prediction, namespace=namespace, speculation=speculation, cache_salt=cache_salt)
-        outputs = self._run([self._maker.chat_ids(conversation) for conversation in conversations], each, asked)
+        outputs = self._run([self._maker.chat_ids(conversation) for conversation in conversations], each, options)
         return outputs[0] if is_one else outputs
 
     @suggest_arguments("stream", of_sampling=SAMPLING_NAMES)
     def stream(
-        self,
-        prompt: Prompt,
-        params: Params = None,
-        *,
-        sampling_params: Params = None,
-        prediction: TextOrIds | None = None,
-        namespace: str | None = None,
-        speculation: Speculation = None,
-        cache_salt: Salt = None,
+        self, prompt: Prompt, params: Params = None, *, sampling_params: Params = None, **options: Unpack[RequestOptions]
     ) -> Iterator[StreamChunk]:
         """Complete one prompt, yielding what every step adds; the last chunk of each sample carries its whole output.
 
         Other calls may be made in between; this one advances with them.
         """
-        asked = AskedFor(prediction=prediction, namespace=namespace, speculation=speculation, cache_salt=cache_salt)
-        return self._stream(self._maker.prompt_ids(prompt), one_of(params, sampling_params), asked)
+        return self._stream(self._maker.prompt_ids(prompt), one_of(params, sampling_params), options)
 
     @suggest_arguments("stream_chat", of_sampling=SAMPLING_NAMES)
     def stream_chat(
-        self,
-        messages: Messages,
-        params: Params = None,
-        *,
-        sampling_params: Params = None,
-        prediction: TextOrIds | None = None,
-        namespace: str | None = None,
-        speculation: Speculation = None,
-        cache_salt: Salt = None,
+        self, messages: Messages, params: Params = None, *, sampling_params: Params = None, **options: Unpack[RequestOptions]
     ) -> Iterator[StreamChunk]:
         """Answer one conversation, yielding what every step adds."""
-        asked = AskedFor(prediction=prediction, namespace=namespace, speculation=speculation, cache_salt=cache_salt)
-        return self._stream(self._maker.chat_ids(messages), one_of(params, sampling_params), asked)
+        return self._stream(self._maker.chat_ids(messages), one_of(params, sampling_params), options)
 
     def requantize(self, quant: Quant) -> None:
         """Go on with the target quantised in another way, or as stored with "none"; the drafter stays, unless it reads the target's states.
@@ -352,17 +303,17 @@ class LLM:
         if not self.engine.is_idle:
             raise ConfigError("the target cannot be requantized while a request is running: finish its stream or close it first")
 
-    def _run(self, prompts: Sequence[list[int]], params: Params, asked: AskedFor) -> list[RequestOutput]:
+    def _run(self, prompts: Sequence[list[int]], params: Params, options: RequestOptions) -> list[RequestOutput]:
         with self._in_use() as opened:
-            requests = opened.requests(prompts, params, asked, is_streamed=False)
+            requests = opened.requests(prompts, params, options, is_streamed=False)
             with closing(opened.engine.run(requests)) as steps:  # closed at once if we are interrupted between two steps
                 for _ in steps:
                     pass
             return [opened.output(request) for request in requests]
 
-    def _stream(self, prompt: list[int], params: Params, asked: AskedFor) -> Iterator[StreamChunk]:
+    def _stream(self, prompt: list[int], params: Params, options: RequestOptions) -> Iterator[StreamChunk]:
         with self._in_use() as opened:
-            num_seen = dict.fromkeys(opened.requests([prompt], params, asked, is_streamed=True), 0)
+            num_seen = dict.fromkeys(opened.requests([prompt], params, options, is_streamed=True), 0)
             with closing(opened.engine.run(list(num_seen))) as steps:
                 while num_seen:
                     self._check_open()

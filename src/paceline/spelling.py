@@ -2,9 +2,9 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from difflib import get_close_matches
-from typing import ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar, cast, get_args, get_type_hints
 
 from paceline.errors import ConfigError, PacelineError, RequestError
 
@@ -116,36 +116,47 @@ def suggest_arguments(
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Makes a function answer a keyword argument it does not have with what may be meant.
 
-    It then raises ConfigError where `of` is "LLM", else RequestError.
+    It then raises ConfigError where `of` is "LLM", else RequestError. `**options: Unpack[...]` counts, and is shown, as the arguments it
+    stands for.
     """
 
     def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-        known = [name for name in inspect.signature(function).parameters if name != "self"]
-        names = frozenset(known)
+        signature = _written_out(inspect.signature(function))
+        known = [name for name in signature.parameters if name != "self"]
 
         def check(given: Collection[str]) -> None:
             for name in given:
-                if name not in names:
-                    text = unknown_argument(name, of, known, of_sampling=of_sampling)
-                    raise _error(text, name, of)
-
-        if inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def checked_later(*arguments: Arguments.args, **named: Arguments.kwargs) -> object:
-                check(named)
-                return await function(*arguments, **named)
-
-            return cast(Callable[Arguments, Result], checked_later)
+                if name not in known:
+                    raise _error(unknown_argument(name, of, known, of_sampling=of_sampling), name, of)
 
         @functools.wraps(function)
         def checked(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
             check(named)
             return function(*arguments, **named)
 
-        return checked
+        @functools.wraps(function)
+        async def checked_later(*arguments: Arguments.args, **named: Arguments.kwargs) -> object:
+            check(named)
+            return await cast(Awaitable[object], function(*arguments, **named))
+
+        chosen = checked_later if inspect.iscoroutinefunction(function) else checked
+        chosen.__dict__["__signature__"] = signature
+        return cast(Callable[Arguments, Result], chosen)
 
     return decorate
+
+
+def _written_out(signature: inspect.Signature) -> inspect.Signature:
+    """With the arguments that `**options: Unpack[...]` of a dictionary type stands for; they may be left out."""
+    parameters = list[inspect.Parameter]()
+    for one in signature.parameters.values():
+        if one.kind is not inspect.Parameter.VAR_KEYWORD:
+            parameters.append(one)
+            continue
+        (options,) = get_args(one.annotation)
+        for name, annotation in get_type_hints(options).items():
+            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+    return signature.replace(parameters=parameters)
 
 
 def _error(text: str, name: str, of: str) -> PacelineError:

@@ -15,7 +15,6 @@ import pytest
 from harness.adversaries import ChaosDrafter
 from harness.grammar_schemas import random_schema
 from paceline import LLM, SamplingParams
-from paceline.engine.batch import AskedFor
 from paceline.errors import RequestError
 from paceline.outputs import RequestOutput
 from paceline.runtimes.native.library import kernels_path
@@ -61,7 +60,7 @@ def generate(llm: LLM, cases: Sequence[Case], at_once: int) -> list[RequestOutpu
         requests = []
         for case in cases[start : start + at_once]:
             prompt = opened.maker.prompt_ids(case.prompt)
-            requests += opened.requests([prompt], case.params, AskedFor(), is_streamed=False)
+            requests += opened.requests([prompt], case.params, {}, is_streamed=False)
         with closing(llm.engine.run(requests)) as steps:
             for _ in steps:
                 pass

@@ -15,7 +15,6 @@ from paceline.drafters.prediction import PredictionDrafter
 from paceline.drafters.stack import StackDrafter
 from paceline.drafters.suffix.drafter import SuffixDrafter
 from paceline.drafters.suffix.store import SuffixStore
-from paceline.engine.batch import AskedFor
 from paceline.outputs import RequestOutput
 from paceline.sampling.grammar import Grammar
 from paceline.speculation.draft_length import DraftLengthPolicy
@@ -124,7 +123,7 @@ class Solo:
     def answer(self, prompt: list[int], params: SamplingParams) -> list[RequestOutput]:
         """Each sample alone."""
         opened = self.llm._opened
-        requests = opened.requests([prompt], params, AskedFor(), is_streamed=False)
+        requests = opened.requests([prompt], params, {}, is_streamed=False)
         for request in requests:
             request.leader = None
             for _ in self.llm.engine.run([request]):

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from typing_extensions import Unpack
+
 from paceline import LLM, SamplingParams
-from paceline.engine.batch import AskedFor
+from paceline.engine.inputs import RequestOptions
 from paceline.speculation.drafter import Drafter
 from paceline.speculation.request import Request
 
@@ -18,9 +20,9 @@ def open_small(directory: Path, num_blocks: int, drafter: str | Sequence[str] | 
     return LLM(str(directory), **options)  # type: ignore[arg-type]
 
 
-def make(llm: LLM, prompt: list[int], params: SamplingParams, **asked: object) -> Request:
+def make(llm: LLM, prompt: list[int], params: SamplingParams, **options: Unpack[RequestOptions]) -> Request:
     """A request for `llm.engine`."""
-    return llm._opened.requests([prompt], params, AskedFor(**asked), is_streamed=False)[0]  # type: ignore[arg-type]
+    return llm._opened.requests([prompt], params, options, is_streamed=False)[0]
 
 
 def run_to_end(llm: LLM) -> None:

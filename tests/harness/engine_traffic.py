@@ -7,8 +7,8 @@ import numpy as np
 
 from harness.engine_jobs import Job
 from paceline import LLM
-from paceline.engine.batch import AskedFor
 from paceline.engine.engine import Engine
+from paceline.engine.inputs import RequestOptions
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.speculation.request import FinishReason, Request
 
@@ -95,13 +95,13 @@ class Traffic:
         """The samples of a job, as requests."""
         job, opened = self.jobs[index], self.llm._opened
         drafter = self.llm.drafter
-        asked = AskedFor(
+        options = RequestOptions(
             prediction=edited(job.beyond) if drafter is not None and drafter.reads_predictions else None,
             namespace="one",
             speculation=self._speculation(job),
             cache_salt=job.salt,
         )
-        requests = opened.requests([job.prompt], job.params, asked, is_streamed=index % 3 == 0)
+        requests = opened.requests([job.prompt], job.params, options, is_streamed=index % 3 == 0)
         self.live |= {request: Live(index, sample) for sample, request in enumerate(requests)}
         return requests
 

@@ -64,7 +64,16 @@ ARROWS: dict[str, set[str]] = {
         "speculation.request",
     },
     # the public names, resolved when they are first asked for
-    "__init__": {*LEAVES, "llm", "engine.async_engine", "outputs", "sampling.params", "sampling.grammar", "speculation.request"},
+    "__init__": {
+        *LEAVES,
+        "llm",
+        "engine.async_engine",
+        "engine.inputs",
+        "outputs",
+        "sampling.params",
+        "sampling.grammar",
+        "speculation.request",
+    },
     "__main__": {"cli.__init__"},
 }
 

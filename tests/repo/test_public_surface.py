@@ -13,7 +13,7 @@ from paceline import errors
 
 PUBLIC = {
     # generate
-    "LLM", "AsyncEngine", "SamplingParams", "RequestSpeculation", "Grammar", "QuantOptions",
+    "LLM", "AsyncEngine", "SamplingParams", "RequestOptions", "RequestSpeculation", "Grammar", "QuantOptions",
     "StreamChunk", "RequestOutput", "Usage", "Timing",
     # errors
     "PacelineError", "ConfigError", "CheckpointError", "IncompatibleDrafterError", "CapacityError", "RequestError",

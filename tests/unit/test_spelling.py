@@ -2,8 +2,10 @@
 
 import asyncio
 import inspect
+from typing import TypedDict
 
 import pytest
+from typing_extensions import Unpack
 
 from paceline.errors import ConfigError, RequestError
 from paceline.spelling import suggest_arguments, unknown_argument
@@ -37,6 +39,25 @@ def test_what_a_function_has_reaches_it() -> None:
     with pytest.raises(RequestError, match="thread is no argument of f") as error:
         f("a", thread=2)  # type: ignore[call-arg]
     assert error.value.parameter == "thread"
+
+
+class Options(TypedDict, total=False):
+    namespace: str | None
+    salt: bytes
+
+
+def test_options_with_a_declaration_of_their_own_are_arguments_like_any_other() -> None:
+    @suggest_arguments("f")
+    def f(prompts: str, **options: Unpack[Options]) -> Options:
+        return options
+
+    assert f("a", salt=b"s") == {"salt": b"s"}
+    parameters = inspect.signature(f).parameters
+    assert [str(parameters[name]) for name in parameters] == ["prompts: str", "namespace: str | None = None", "salt: bytes = None"]
+    with pytest.raises(RequestError, match=r"slat is no argument of f: did you mean salt\?"):
+        f("a", slat=b"s")  # type: ignore[call-arg]
+    with pytest.raises(RequestError, match="seed is no argument of f: it takes namespace, prompts, salt"):
+        f("a", seed=1)  # type: ignore[call-arg]
 
 
 def test_a_coroutine_function_stays_one() -> None:

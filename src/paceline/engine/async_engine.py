@@ -6,22 +6,22 @@ brings through a queue of their event loop. So a request can be given up at any 
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from paceline.engine.batch import AskedFor
+from typing_extensions import Unpack
+
 from paceline.engine.engine import EngineStats
-from paceline.engine.inputs import Messages, Params, Prompt, as_prompts, one_of
+from paceline.engine.inputs import Messages, Params, Prompt, RequestOptions, as_prompts, one_of
 from paceline.engine.open import OpenedEngine, open_engine, settings_of
 from paceline.engine.worker import Command, Listener, News, Worker, tell
 from paceline.errors import ConfigError
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.sampling.params import SAMPLING_NAMES
-from paceline.speculation.request import Request, RequestSpeculation
+from paceline.speculation.request import Request
 from paceline.spelling import suggest_arguments
 
-Speculation = RequestSpeculation | Mapping[str, object] | None
 Result = TypeVar("Result")
 
 
@@ -74,69 +74,38 @@ class AsyncEngine:
         params: Params = None,
         *,
         sampling_params: Params = None,
-        prediction: object = None,
-        namespace: str | None = None,
-        speculation: Speculation = None,
-        cache_salt: str | bytes | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[RequestOutput]:
         """Complete prompts, beside whatever else is running; arguments, order of the outputs and errors as for `LLM.generate`.
 
         Given up (cancelled), it frees everything. Closing the engine ends it with the finish reason "abort".
         """
-        asked = AskedFor(prediction=prediction, namespace=namespace, speculation=speculation, cache_salt=cache_salt)
         maker = self.opened.maker
-        return await self._collect(lambda: [maker.prompt_ids(one) for one in as_prompts(prompts)], one_of(params, sampling_params), asked)
+        return await self._collect(lambda: [maker.prompt_ids(one) for one in as_prompts(prompts)], one_of(params, sampling_params), options)
 
     @suggest_arguments("chat", of_sampling=SAMPLING_NAMES)
     async def chat(
-        self,
-        messages: Messages,
-        params: Params = None,
-        *,
-        sampling_params: Params = None,
-        prediction: object = None,
-        namespace: str | None = None,
-        speculation: Speculation = None,
-        cache_salt: str | bytes | None = None,
+        self, messages: Messages, params: Params = None, *, sampling_params: Params = None, **options: Unpack[RequestOptions]
     ) -> list[RequestOutput]:
         """Answer one conversation, with `params.n` outputs; the rest as for `generate`."""
-        asked = AskedFor(prediction=prediction, namespace=namespace, speculation=speculation, cache_salt=cache_salt)
-        return await self._collect(lambda: [self.opened.maker.chat_ids(messages)], one_of(params, sampling_params), asked)
+        return await self._collect(lambda: [self.opened.maker.chat_ids(messages)], one_of(params, sampling_params), options)
 
     @suggest_arguments("stream", of_sampling=SAMPLING_NAMES)
     def stream(
-        self,
-        prompt: Prompt,
-        params: Params = None,
-        *,
-        sampling_params: Params = None,
-        prediction: object = None,
-        namespace: str | None = None,
-        speculation: Speculation = None,
-        cache_salt: str | bytes | None = None,
+        self, prompt: Prompt, params: Params = None, *, sampling_params: Params = None, **options: Unpack[RequestOptions]
     ) -> AsyncIterator[StreamChunk]:
         """Complete one prompt, yielding what every step adds; the last chunk of each sample carries the whole output.
 
         Left early (closed, cancelled, or collected as garbage), it frees everything.
         """
-        asked = AskedFor(prediction=prediction, namespace=namespace, speculation=speculation, cache_salt=cache_salt)
-        return self._stream(lambda: [self.opened.maker.prompt_ids(prompt)], one_of(params, sampling_params), asked)
+        return self._stream(lambda: [self.opened.maker.prompt_ids(prompt)], one_of(params, sampling_params), options)
 
     @suggest_arguments("stream_chat", of_sampling=SAMPLING_NAMES)
     def stream_chat(
-        self,
-        messages: Messages,
-        params: Params = None,
-        *,
-        sampling_params: Params = None,
-        prediction: object = None,
-        namespace: str | None = None,
-        speculation: Speculation = None,
-        cache_salt: str | bytes | None = None,
+        self, messages: Messages, params: Params = None, *, sampling_params: Params = None, **options: Unpack[RequestOptions]
     ) -> AsyncIterator[StreamChunk]:
         """Answer one conversation, yielding what every step adds; the rest as for `stream`."""
-        asked = AskedFor(prediction=prediction, namespace=namespace, speculation=speculation, cache_salt=cache_salt)
-        return self._stream(lambda: [self.opened.maker.chat_ids(messages)], one_of(params, sampling_params), asked)
+        return self._stream(lambda: [self.opened.maker.chat_ids(messages)], one_of(params, sampling_params), options)
 
     async def stats(self) -> EngineStats:
         """What the engine did so far, and who is in it."""
@@ -148,8 +117,8 @@ class AsyncEngine:
         self._worker.close()
         await asyncio.to_thread(self._worker.join)
 
-    async def _collect(self, prompts: Callable[[], list[list[int]]], params: Params, asked: AskedFor) -> list[RequestOutput]:
-        requests = await self._make(prompts, params, asked, is_streamed=False)
+    async def _collect(self, prompts: Callable[[], list[list[int]]], params: Params, options: RequestOptions) -> list[RequestOutput]:
+        requests = await self._make(prompts, params, options, is_streamed=False)
         outputs: dict[int, RequestOutput] = {}
         async with aclosing(self._follow(requests, wants_chunks=False)) as news:
             async for request, chunk in news:
@@ -157,16 +126,18 @@ class AsyncEngine:
                     outputs[id(request)] = chunk.output
         return [outputs[id(request)] for request in requests]
 
-    async def _stream(self, prompts: Callable[[], list[list[int]]], params: Params, asked: AskedFor) -> AsyncIterator[StreamChunk]:
-        requests = await self._make(prompts, params, asked, is_streamed=True)
+    async def _stream(self, prompts: Callable[[], list[list[int]]], params: Params, options: RequestOptions) -> AsyncIterator[StreamChunk]:
+        requests = await self._make(prompts, params, options, is_streamed=True)
         async with aclosing(self._follow(requests, wants_chunks=True)) as news:
             async for _, chunk in news:
                 yield chunk
 
-    async def _make(self, prompts: Callable[[], list[list[int]]], params: Params, asked: AskedFor, *, is_streamed: bool) -> list[Request]:
+    async def _make(
+        self, prompts: Callable[[], list[list[int]]], params: Params, options: RequestOptions, *, is_streamed: bool
+    ) -> list[Request]:
         """Tokenising and compiling take time: neither the event loop nor the engine's thread waits for them."""
         self._worker.check_open()
-        return await asyncio.to_thread(lambda: self.opened.requests(prompts(), params, asked, is_streamed=is_streamed))
+        return await asyncio.to_thread(lambda: self.opened.requests(prompts(), params, options, is_streamed=is_streamed))
 
     async def _follow(self, requests: Sequence[Request], *, wants_chunks: bool) -> AsyncGenerator[tuple[Request, StreamChunk], None]:
         """Run requests, yielding their news until all have ended; they are given up if this is left before."""

@@ -1,9 +1,9 @@
 """From what a user asked to a request, and from a finished request to what the user gets."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.engine.inputs import Messages, Prompt, as_ids, text_or_ids, with_plain_texts
+from paceline.engine.inputs import Messages, Prompt, RequestOptions, as_ids, text_or_ids, with_plain_texts
 from paceline.errors import RequestError
 from paceline.kv_cache.paged import CachedSequence
 from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
@@ -14,16 +14,6 @@ from paceline.sampling.sequence_bans import bad_word_ids
 from paceline.speculation.request import DraftHints, FinishReason, Request, RequestSpeculation
 from paceline.speculation.stop import TextStop
 from paceline.tokenizer.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskedFor:
-    """What a caller asked for besides sampling, as it came; see `LLM.generate`."""
-
-    prediction: object = None
-    namespace: str | None = None
-    speculation: RequestSpeculation | Mapping[str, object] | None = None
-    cache_salt: str | bytes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +80,7 @@ class RequestMaker:
         """
         return self.prompt_ids(self.tokenizer.apply_chat_template(with_plain_texts(messages), max_context=self.max_context))
 
-    def controls(self, asked: AskedFor, num_prompts: int, *, are_predictions_read: bool) -> list[RequestControl]:
+    def controls(self, options: RequestOptions, num_prompts: int, *, are_predictions_read: bool) -> list[RequestControl]:
         """What goes with each of `num_prompts` prompts.
 
         Args:
@@ -98,16 +88,16 @@ class RequestMaker:
 
         Raises:
             RequestError: a prediction is neither text nor token ids, nobody reads it, there are not as many as prompts, or something
-                else that was asked for is no such thing.
+                else in `options` is no such thing.
         """
-        namespace, salt = asked.namespace, asked.cache_salt
+        namespace, salt = options.get("namespace"), options.get("cache_salt")
         if not isinstance(namespace, str | None):
             raise RequestError(f"namespace is {namespace!r}: give a string, or None", parameter="namespace")
         if not isinstance(salt, str | bytes | None):
             raise RequestError(f"cache_salt is {salt!r}: give a string, or None", parameter="cache_salt")
-        speculation = RequestSpeculation.of(asked.speculation)
+        speculation = RequestSpeculation.of(options.get("speculation"))
         salt_bytes = salt.encode() if isinstance(salt, str) else salt or b""
-        predictions = self._predictions(asked.prediction, num_prompts, are_predictions_read=are_predictions_read)
+        predictions = self._predictions(options.get("prediction"), num_prompts, are_predictions_read=are_predictions_read)
         return [
             RequestControl(hints=DraftHints(prediction, namespace), speculation=speculation, salt=salt_bytes) for prediction in predictions
         ]

@@ -2,16 +2,33 @@
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 from paceline.errors import RequestError
 from paceline.sampling.params import SamplingParams
+from paceline.speculation.request import RequestSpeculation
 
 TextOrIds = str | Sequence[int]
 Prompt = TextOrIds | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
+
+
+class RequestOptions(TypedDict, total=False):
+    """What may go with prompts besides their sampling, as keyword arguments; none of it changes a token.
+
+    Attributes:
+        prediction: text or token ids the outputs will resemble; a list has one, or None, for each prompt. Needs the drafter "prediction".
+        namespace: whose finished outputs a suffix store may offer as guesses and remember these in; None = nobody's.
+        speculation: how these requests may be drafted for: a `RequestSpeculation`, or a mapping such as {"enabled": False}.
+        cache_salt: only requests with the same one share cached rows of their prompts.
+    """
+
+    prediction: TextOrIds | Sequence[TextOrIds | None] | None
+    namespace: str | None
+    speculation: RequestSpeculation | Mapping[str, object] | None
+    cache_salt: str | bytes | None
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

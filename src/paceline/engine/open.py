@@ -8,9 +8,9 @@ from typing import Any
 
 from paceline.config import EngineConfig, SpeculationConfig, cache_directory, quant_options
 from paceline.drafters import LoadedTarget, prepare
-from paceline.engine.batch import AskedFor, RequestMaker
+from paceline.engine.batch import RequestMaker
 from paceline.engine.engine import Engine
-from paceline.engine.inputs import Params, params_of_each
+from paceline.engine.inputs import Params, RequestOptions, params_of_each
 from paceline.engine.memory import plan_cache
 from paceline.engine.scheduler import Limits
 from paceline.errors import ConfigError, printable
@@ -52,15 +52,15 @@ class OpenedEngine:
         drafter = self.engine.speculator.drafter
         return "none" if drafter is None else drafter.name
 
-    def requests(self, prompts: Sequence[list[int]], params: Params, asked: AskedFor, *, is_streamed: bool) -> list[Request]:
+    def requests(self, prompts: Sequence[list[int]], params: Params, options: RequestOptions, *, is_streamed: bool) -> list[Request]:
         """The samples of each prompt, in order; the engine does not know them yet.
 
         Raises:
-            RequestError: something of what was asked for cannot be served.
+            RequestError: something that was asked for cannot be served.
         """
         drafter = self.engine.speculator.drafter
         reads = drafter is not None and drafter.reads_predictions
-        controls = self.maker.controls(asked, len(prompts), are_predictions_read=reads)
+        controls = self.maker.controls(options, len(prompts), are_predictions_read=reads)
         return [
             sample
             for prompt, one, control in zip(prompts, params_of_each(params, len(prompts)), controls, strict=True)

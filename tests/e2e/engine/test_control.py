@@ -129,19 +129,13 @@ def test_unseeded_samples_share_a_seed_that_gives_them_again(open_llm: Open) -> 
 def test_the_other_samples_go_on_without_the_first(open_llm: Open) -> None:
     llm = open_llm(40)
     expected = [output.token_ids for output in llm.generate([PROMPT], replace(SAMPLED, n=3))]
-    samples = llm._opened.requests([PROMPT], replace(SAMPLED, n=3), _nothing_else(), is_streamed=False)
+    samples = llm._opened.requests([PROMPT], replace(SAMPLED, n=3), {}, is_streamed=False)
     for sample in samples:
         llm.engine.add(sample)
     llm.engine.abort(samples[0])
     run_to_end(llm)
     assert [list(sample.output_token_ids) for sample in samples[1:]] == expected[1:]
     assert_clean(llm)
-
-
-def _nothing_else():
-    from paceline.engine.batch import AskedFor
-
-    return AskedFor()
 
 
 def test_a_stream_of_samples_says_which_one_each_chunk_is_of(open_llm: Open) -> None:
