@@ -23,7 +23,7 @@ from paceline.runtimes.base import FloatArray, Runtime, assemble, in_parts
 from paceline.sampling.draw import draw
 from paceline.sampling.processors import Distribution
 from paceline.sampling.residual import TokenProbs, draw_distinct
-from paceline.speculation.drafter import DraftBudget, Drafter
+from paceline.speculation.drafter import DraftBudget, Drafter, RequestState
 from paceline.speculation.reading import NO_EXTRA_TOKENS, ReadingTime
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -52,10 +52,6 @@ class IdTranslation(Protocol):
 
     def draft_id(self, token_id: int) -> int:
         """The draft model's id of a target token that can be drafted."""
-        ...
-
-    def release(self, request: Request) -> None:
-        """Forget a request; also called for requests never seen."""
         ...
 
 
@@ -122,8 +118,8 @@ class DraftModelDrafter(Drafter):
         self._max_context = runtime.config.max_positions if max_context is None else max_context
         self._tree_width = tree_width
         self._note = note
-        self._states: dict[int, _State] = {}
-        self._known: dict[int, int] = {}  # tokens of requests not drafted for whose rows were found in the cache
+        self._states = RequestState[_State]()
+        self._known = RequestState[int]()  # tokens of requests not drafted for whose rows were found in the cache
         self._reading = ReadingTime(read_s)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
@@ -151,17 +147,15 @@ class DraftModelDrafter(Drafter):
         return [draft.result or [] if draft is not None else [] for draft in drafts]
 
     def reading_s(self, request: Request) -> float:
-        state = self._states.get(id(request))
+        state = self._states.get(request)
         num_read = state.num_read if state is not None else self._num_known(request)
         return self._reading.of(len(request.token_ids) - num_read)
 
     def release(self, request: Request) -> None:
-        self._known.pop(id(request), None)
-        state = self._states.pop(id(request), None)
+        self._known.pop(request)
+        state = self._states.pop(request)
         if state is not None:
             self.cache.release(state.sequence)
-        if self._translation is not None:
-            self._translation.release(request)
 
     def describe(self) -> str:
         num_layers = self.runtime.config.num_layers
@@ -174,9 +168,9 @@ class DraftModelDrafter(Drafter):
     ) -> _Draft[ResultT] | None:
         if depth < 1 or not context:
             return None
-        state = self._states.get(id(request))
+        state = self._states.get(request)
         if state is None:
-            state = self._states[id(request)] = self._new_state(request, context)
+            state = self._states[request] = self._new_state(request, context)
         state.num_read = len(request.token_ids)
         self._drop_rejected(state, context, num_unchanged)
         self.cache.remember(state.sequence, state.token_ids, salt=request.salt)
@@ -196,9 +190,9 @@ class DraftModelDrafter(Drafter):
         """Tokens of a request not seen before that others' rows save reading; of one with other ids none are looked for."""
         if self._translation is not None:
             return 0
-        known = self._known.get(id(request))
+        known = self._known.get(request)
         if known is None:
-            known = self._known[id(request)] = self.cache.count_prefix(request.token_ids, salt=request.salt)
+            known = self._known[request] = self.cache.count_prefix(request.token_ids, salt=request.salt)
         return known
 
     def _drop_rejected(self, state: _State, token_ids: Sequence[int], num_unchanged: int) -> None:

@@ -7,7 +7,7 @@ is built token by token instead of searching the prompt every step; short matche
 from collections.abc import Sequence
 from time import perf_counter
 
-from paceline.speculation.drafter import DraftBudget, Drafter
+from paceline.speculation.drafter import DraftBudget, Drafter, RequestState
 from paceline.speculation.reading import ReadingTime
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -61,13 +61,15 @@ class NgramDrafter(Drafter):
 
     def __init__(self, min_match: int = MIN_MATCH, max_match: int = MAX_MATCH) -> None:
         self._match = (min_match, max_match)
-        self._indices: dict[int, NgramIndex] = {}
+        self._indices = RequestState[NgramIndex]()
         self._reading = ReadingTime()
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         trees: list[DraftTree | None] = []
         for request, budget in zip(requests, budgets, strict=True):
-            index = self._indices.setdefault(id(request), NgramIndex(*self._match))
+            index = self._indices.get(request)
+            if index is None:
+                index = self._indices[request] = NgramIndex(*self._match)
             num_unread, start = index.num_unread(len(request.token_ids)), perf_counter()
             drafts = index.propose(request.token_ids, min(budget.max_depth, budget.row_budget - 1))
             self._reading.observe(num_unread, perf_counter() - start)
@@ -75,11 +77,8 @@ class NgramDrafter(Drafter):
         return trees
 
     def reading_s(self, request: Request) -> float:
-        index, num_tokens = self._indices.get(id(request)), len(request.token_ids)
+        index, num_tokens = self._indices.get(request), len(request.token_ids)
         return self._reading.of(num_tokens if index is None else index.num_unread(num_tokens))
-
-    def release(self, request: Request) -> None:
-        self._indices.pop(id(request), None)
 
     def describe(self) -> str:
         return f"ngram (copies what followed the last {self._match[0]} or more tokens before)"

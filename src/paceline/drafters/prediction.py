@@ -8,7 +8,7 @@ Source: OpenAI's "Predicted Outputs" as seen from outside; Saxena 2023, "Prompt 
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from paceline.speculation.drafter import DraftBudget, Drafter
+from paceline.speculation.drafter import DraftBudget, Drafter, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
@@ -80,16 +80,10 @@ class PredictionDrafter(Drafter):
     reads_predictions = True
 
     def __init__(self) -> None:
-        self._predictions: dict[int, Prediction] = {}
+        self._predictions = RequestState[Prediction]()
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         return [self._guess(request, budget) for request, budget in zip(requests, budgets, strict=True)]
-
-    def preempt(self, request: Request) -> None:
-        """Its text stays what it is."""
-
-    def release(self, request: Request) -> None:
-        self._predictions.pop(id(request), None)
 
     def describe(self) -> str:
         return "prediction (the text a request says its output will resemble)"
@@ -97,9 +91,9 @@ class PredictionDrafter(Drafter):
     def _guess(self, request: Request, budget: DraftBudget) -> DraftTree | None:
         if not request.hints.prediction_token_ids:
             return None
-        prediction = self._predictions.get(id(request))
+        prediction = self._predictions.get(request)
         if prediction is None:
-            prediction = self._predictions[id(request)] = Prediction(request.hints.prediction_token_ids)
+            prediction = self._predictions[request] = Prediction(request.hints.prediction_token_ids)
         prediction.read(request.token_ids[request.num_prompt_tokens + prediction.num_read :])
         drafts = prediction.propose(min(budget.max_depth, budget.row_budget - 1))
         return DraftTree.chain(request.token_ids[-1], drafts, self.name) if drafts else None

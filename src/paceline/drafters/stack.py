@@ -13,7 +13,7 @@ from functools import partial
 
 from paceline.errors import as_exception, is_interrupt
 from paceline.speculation.backoff import Backoff
-from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds
+from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Guess, grow_tree
@@ -96,8 +96,8 @@ class StackDrafter(Drafter):
             prompt_rows=any(drafter.needs.prompt_rows for drafter in drafters),
         )
         self._lately = [_Acceptance() for _ in drafters]  # over all requests: where a new one begins
-        self._acceptance: dict[int, list[_Acceptance]] = {}
-        self._asked: dict[int, _Asked] = {}
+        self._acceptance = RequestState[list[_Acceptance]]()
+        self._asked = RequestState[_Asked]()
         self._draft_s = [0.0 for _ in drafters]  # of one call
         self._pass_s = 0.0  # from the end of a proposal until its rows are observed
         self._proposed_at: float | None = None
@@ -125,7 +125,8 @@ class StackDrafter(Drafter):
         for member, error in failed.items():
             self._warn(member, error)
         trees = [self._merge(request, one) for request, one in zip(requests, asked, strict=True)]
-        self._asked = {id(request): one for request, one in zip(requests, asked, strict=True) if one.trees}
+        for request, one in zip(requests, asked, strict=True):
+            self._asked[request] = one
         self._proposed_at = time.perf_counter()
         return trees
 
@@ -144,12 +145,10 @@ class StackDrafter(Drafter):
         return any(drafter.may_guess(request, max_reading_s) for drafter in self._drafters)
 
     def preempt(self, request: Request) -> None:
-        self._asked.pop(id(request), None)
+        self._asked.pop(request)
         _tell_all([partial(drafter.preempt, request) for drafter in self._drafters])
 
     def release(self, request: Request) -> None:
-        self._acceptance.pop(id(request), None)
-        self._asked.pop(id(request), None)
         _tell_all([partial(drafter.release, request) for drafter in self._drafters])
 
     def describe(self) -> str:
@@ -157,10 +156,10 @@ class StackDrafter(Drafter):
 
     def _rates(self, request: Request) -> list[_Acceptance]:
         """This request's acceptance by member; a new request begins with what was measured lately, at the weight of a belief."""
-        rates = self._acceptance.get(id(request))
+        rates = self._acceptance.get(request)
         if rates is None:
             rates = [_Acceptance(FIRST_WEIGHT, FIRST_WEIGHT * lately.rate) for lately in self._lately]
-            self._acceptance[id(request)] = rates
+            self._acceptance[request] = rates
         return rates
 
     def _is_worth_asking(self, member: int, request: Request, one: _Asked) -> bool:
@@ -233,7 +232,7 @@ class StackDrafter(Drafter):
 
     def _measure(self, request: Request) -> None:
         """Compare what everybody said with what the target did; beyond the emitted tokens nothing is known."""
-        one = self._asked.pop(id(request), None)
+        one = self._asked.pop(request)
         if one is None:
             return
         emitted = request.token_ids[one.num_tokens :]

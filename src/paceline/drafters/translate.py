@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from paceline.runtimes.base import FloatArray
-from paceline.speculation.drafter import DraftBudget, Drafter
+from paceline.speculation.drafter import DraftBudget, Drafter, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.tokenizer.tokenizer import Tokenizer
@@ -113,14 +113,14 @@ class SharedPieces:
         self._draft_ids, self._target_ids = _as_slice(draft_ids[pairs]), _as_slice(target_ids[pairs])
         self._to_draft[self._to_draft >= draft_vocab_size] = -1
         self._spelled: dict[int, tuple[int, ...]] = {}
-        self._contexts: dict[int, tuple[list[int], int]] = {}
+        self._contexts = RequestState[tuple[list[int], int]]()
 
     def context(self, request: Request) -> Sequence[int]:
         """The draft model's ids of everything the request holds; from call to call it grows at its end only."""
-        ids, num_read = self._contexts.get(id(request)) or (list(self._draft.start), _num_start_tokens(self._target, request))
+        ids, num_read = self._contexts.get(request) or (list(self._draft.start), _num_start_tokens(self._target, request))
         for token_id in request.token_ids[num_read:]:
             ids.extend(self._spell(token_id))
-        self._contexts[id(request)] = ids, len(request.token_ids)
+        self._contexts[request] = ids, len(request.token_ids)
         return ids
 
     def target_row(self, row: FloatArray) -> FloatArray:
@@ -132,10 +132,6 @@ class SharedPieces:
     def draft_id(self, token_id: int) -> int:
         """The draft model's id of a target token that can be drafted."""
         return int(self._to_draft[token_id])
-
-    def release(self, request: Request) -> None:
-        """Forget a request; also called for requests never seen."""
-        self._contexts.pop(id(request), None)
 
     def _spell(self, token_id: int) -> tuple[int, ...]:
         mapped = int(self._to_draft[token_id]) if token_id < len(self._to_draft) else -1
@@ -189,7 +185,7 @@ class TextDrafter(Drafter):
         self.name = writer.name
         self.cache_bytes_per_token = writer.cache_bytes_per_token
         self._target, self._draft = target, draft
-        self._readings: dict[int, _Reading] = {}
+        self._readings = RequestState[_Reading]()
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         trees: list[DraftTree | None] = [None] * len(requests)
@@ -207,7 +203,6 @@ class TextDrafter(Drafter):
         return self.writer.reading_s(request)
 
     def release(self, request: Request) -> None:
-        self._readings.pop(id(request), None)
         self.writer.release(request)
 
     def describe(self) -> str:
@@ -216,10 +211,10 @@ class TextDrafter(Drafter):
     def _read(self, request: Request) -> tuple[Sequence[int], int] | None:
         """The draft model's ids of the request's text and how many are as they were; None inside a character."""
         start = self._draft.start
-        reading = self._readings.get(id(request))
+        reading = self._readings.get(request)
         if reading is None:
             reading = _Reading(_num_start_tokens(self._target, request), list(start), [0] * len(start))
-            self._readings[id(request)] = reading
+            self._readings[request] = reading
         for token_id in request.token_ids[reading.num_read :]:
             reading.text += self._target.bytes_of[token_id] if token_id < len(self._target.bytes_of) else b""
         reading.num_read = len(request.token_ids)

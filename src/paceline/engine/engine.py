@@ -318,6 +318,7 @@ class Engine:
         self._count(request)
         self.cache.release(request.sequence)
         self.speculator.release(request)
+        request.drafting.clear()  # its caller may keep it for long
 
     def _count(self, request: Request) -> None:
         stats = self._stats

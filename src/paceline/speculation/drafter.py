@@ -4,11 +4,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
+
+StateT = TypeVar("StateT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +68,34 @@ class CommittedRows:
     collected_hidden_states: FloatArray | None = None
 
 
+class RequestState(Generic[StateT]):
+    """What a drafter remembers of each request: a dictionary by request, whose entries lie in the requests.
+
+    So they end with the request, whether or not anybody releases it, and no other request can be given them.
+    """
+
+    __slots__ = ()
+
+    def get(self, request: Request) -> StateT | None:
+        """None where nothing is remembered."""
+        state: StateT | None = request.drafting.get(self)
+        return state
+
+    def __getitem__(self, request: Request) -> StateT:
+        state: StateT = request.drafting[self]
+        return state
+
+    def __setitem__(self, request: Request, state: StateT) -> None:
+        request.drafting[self] = state
+
+    def pop(self, request: Request) -> StateT | None:
+        """The same as `get`, and forget it."""
+        state: StateT | None = request.drafting.pop(self, None)
+        return state
+
+
 class Drafter(ABC):
-    """Guesses next tokens for a batch of requests.
+    """Guesses next tokens for a batch of requests. What it remembers of one it keeps in a `RequestState`.
 
     Called by the engine in this order, every step: `propose` before the target pass, `observe` after it; `release` when a request
     ends, however it ends. Nothing a drafter raises reaches a user's request: the step becomes a plain one and is counted.
@@ -100,11 +129,14 @@ class Drafter(ABC):
         return max_reading_s == math.inf or self.reading_s(request) <= max_reading_s
 
     def preempt(self, request: Request) -> None:
-        """The target's rows of a request were dropped: they will be observed again from some block border on. Forgets it by default."""
+        """The target's rows of a request were dropped: they will be observed again from some block border on. Releases it by default."""
         self.release(request)
 
     def release(self, request: Request) -> None:
-        """Forget a request; also called for requests never seen."""
+        """Give back what is held for a request outside of it, such as blocks of a cache: what lies with the request goes with it.
+
+        Also called for requests never seen, and more than once.
+        """
 
     def describe(self) -> str:
         """One line for the banner at load."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from typing import Any
 
 from paceline.config import MAX_DRAFT_TOKENS
 from paceline.errors import RequestError
@@ -120,6 +121,7 @@ class Request:
         prompt_logprobs: of the prompt tokens so far, where asked for; the first one has none.
         error: why it failed; no other request is concerned.
         draft_history: what became of its drafts; None until the policy is asked about it. The policy's own.
+        drafting: what drafters remember of it, by who remembers it (`speculation.drafter.RequestState`).
         started_s, first_token_s, finished_s: clock (`time.perf_counter`) at admission, after the prompt's last pass, at the end.
     """
 
@@ -146,6 +148,7 @@ class Request:
     draft_history: DraftHistory | None = None
     origins: list[TokenOrigin] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    drafting: dict[object, Any] = field(default_factory=dict)
     started_s: float = 0.0
     first_token_s: float = 0.0
     finished_s: float = 0.0

@@ -378,11 +378,6 @@ def test_a_feature_of_another_position_is_never_used(table: NDArray[np.float32])
     assert drafter.propose([request], [budget]) == [None]
     show(drafter, request, 1.0)
     assert drafter.propose([request], [budget]) != [None]
-    drafter.release(request)
-    drafter.release(request)
-    assert drafter.propose([request], [budget]) == [None]
-    assert not drafter._features
-    assert not drafter._pending
 
 
 def test_ids_that_the_target_does_not_know_are_never_proposed() -> None:

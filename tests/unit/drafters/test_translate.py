@@ -133,8 +133,7 @@ def test_a_token_without_a_counterpart_is_spelled_for_the_draft_model(byte_level
     request.token_ids.extend(ids[2:])
     context = translation.context(request)
     assert b"".join(byte_level.bytes_of[token_id] for token_id in context) == " theé你At".encode()
-    translation.release(request)
-    assert translation.context(request) == context
+    assert translation.context(make_request(ids, len(byte_fallback.pieces))) == context, "as if read at once"
 
 
 def test_a_pair_of_ids_leads_there_and_back(byte_level: ByteTokenizer, byte_fallback: ByteTokenizer) -> None:

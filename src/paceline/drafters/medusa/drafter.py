@@ -28,7 +28,7 @@ from paceline.models.checkpoint import open_weights
 from paceline.runtimes.base import FloatArray, in_parts
 from paceline.runtimes.head import DRAW, Draws, HeadsGrower, Ranking
 from paceline.sampling.noise import Purpose, noise_key
-from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds
+from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Guess, grow_tree
@@ -83,9 +83,9 @@ class MedusaDrafter(Drafter):
             raise ConfigError(f"medusa tree {tree!r} is unknown: use one of {', '.join((*GROWN_TREES, *STATIC_TREES))}")
         self._network, self._vocab_size, self._tree, self._note = network, vocab_size, tree, note
         self.notices = network.heads.notices
-        self._features: dict[int, _Feature] = {}
+        self._features = RequestState[_Feature]()
         # tokens of the request when it was asked, what was guessed at each depth
-        self._pending: dict[int, tuple[int, Sequence[Sequence[int]]]] = {}
+        self._pending = RequestState[tuple[int, Sequence[Sequence[int]]]]()
         self._accuracy = {is_greedy: RankAccuracy() for is_greedy in (True, False)}
         self._token_map = network.heads.token_map
         if self._token_map is not None:  # rows of ids that the target's tokenizer does not know count for nothing
@@ -101,7 +101,7 @@ class MedusaDrafter(Drafter):
             self._measure(one.request)
             last = one.start + one.num_rows - 1
             if one.hidden_states is not None and last == len(one.request.token_ids) - 2:  # it produced the root
-                self._features[id(one.request)] = _Feature(last, np.array(one.hidden_states[-1], np.float32))
+                self._features[one.request] = _Feature(last, np.array(one.hidden_states[-1], np.float32))
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         if len(requests) == 1 and self._tree == "probability":
@@ -120,17 +120,13 @@ class MedusaDrafter(Drafter):
             trees |= {id(one.request): self._guess(one, outputs, row) for row, one in enumerate(active)}
         return [trees.get(id(request)) for request in requests]
 
-    def release(self, request: Request) -> None:
-        self._features.pop(id(request), None)
-        self._pending.pop(id(request), None)
-
     def describe(self) -> str:
         heads = self._network.heads
         tree = f"trees by {self._tree}" if self._tree in GROWN_TREES else f"tree {self._tree}"
         return f"medusa ({heads.num_heads} head{'s' if heads.num_heads > 1 else ''}, {tree}{self._note})"
 
     def _ask(self, request: Request, budget: DraftBudget) -> _Asked | None:
-        feature = self._features.get(id(request))
+        feature = self._features.get(request)
         depth = min(budget.max_depth, budget.row_budget - 1, self._network.heads.num_heads)
         if feature is None or feature.position != len(request.token_ids) - 2 or depth < 1:
             return None
@@ -154,7 +150,7 @@ class MedusaDrafter(Drafter):
             seed=request.seed, sample_index=request.sample_index, temperature=request.params.temperature,
         )  # fmt: skip
         count = grower.num_ranks
-        self._pending[id(request)] = base, [guessed[first : first + count] for first in range(0, len(guessed), count)]
+        self._pending[request] = base, [guessed[first : first + count] for first in range(0, len(guessed), count)]
         return DraftTree.unpacked(request.token_ids[-1], found, self.name) if found[0] > 1 else None
 
     def _guess(self, one: _Asked, outputs: HeadOutputs, row: int) -> DraftTree | None:
@@ -178,7 +174,7 @@ class MedusaDrafter(Drafter):
         ranked = [of_head[row] for of_head in outputs.ranked] if one.reads_ranks else None
         guesses = Guesses(request, row_of, num_ranks, wants_probs=wants_probs, ranked=ranked)
         tree = self._grown(one, guesses) if shape is None else self._static(one, guesses, shape)
-        self._pending[id(request)] = len(request.token_ids), [candidates.token_ids for candidates in guesses.by_depth]
+        self._pending[request] = len(request.token_ids), [candidates.token_ids for candidates in guesses.by_depth]
         return tree
 
     def _static(self, one: _Asked, guesses: Guesses, shape: Sequence[tuple[int, int, int]]) -> DraftTree | None:
@@ -224,8 +220,9 @@ class MedusaDrafter(Drafter):
 
     def _measure(self, request: Request) -> None:
         """Compare what was guessed with what the target said."""
-        asked_at, guessed = self._pending.pop(id(request), (0, None))
-        if guessed is not None:
+        pending = self._pending.pop(request)
+        if pending is not None:
+            asked_at, guessed = pending
             self._accuracy[request.params.is_greedy].observe(guessed, request.token_ids[asked_at:])
 
     def _as_target_row(self, row: FloatArray) -> FloatArray:

@@ -23,6 +23,7 @@ from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.runtimes.base import FloatArray, IntArray, RowRange
 from paceline.runtimes.head import HeadRuntime
+from paceline.speculation.drafter import RequestState
 from paceline.speculation.request import Request
 
 SPARE_BLOCKS = 64
@@ -89,7 +90,7 @@ class PairCache:
         self._feature_marks = np.zeros(num_blocks, np.uint64)
         self._powers = np.cumprod(np.full(cache.max_slots + 1, _FACTOR, np.uint64), dtype=np.uint64)
         self._one_mark, self._one_power = self._marks.data, self._powers.data  # what is read behind a pass: a view is less to fetch
-        self._pairs: dict[int, _Pairs] = {}
+        self._pairs = RequestState[_Pairs]()
         cache.attach(storage[:, :num_blocks])
         cache.attach(self._marks)
 
@@ -99,9 +100,9 @@ class PairCache:
         A request that is new here, or begins anew, keeps the rows of its prefix that were drafted before.
         """
         end = start + len(features)
-        pairs = self._pairs.get(id(request))
+        pairs = self._pairs.get(request)
         if pairs is None or pairs.sequence is not request.sequence or pairs.num_seen != start:
-            pairs = self._pairs[id(request)] = self._begin(request, start)
+            pairs = self._pairs[request] = self._begin(request, start)
         pairs.waiting.append(np.array(features, np.float32))
         pairs.num_seen = end
         self._keep_features(request, start, features)
@@ -109,7 +110,7 @@ class PairCache:
 
     def release(self, request: Request) -> None:
         """Forget a request; its rows stay as long as the target's."""
-        self._pairs.pop(id(request), None)
+        self._pairs.pop(request)
 
     def waiting_rows(self, request: Request, *, with_root: bool, num_drafted: int = 0, spares: int = 0) -> PairRows | None:
         """The pairs that can be computed now; None where there are none, the features stop short of the root or no spare block is left.
@@ -124,7 +125,7 @@ class PairCache:
             return None
         begin, token_ids, parts, table, first_slot = waiting
         features = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        self._pairs[id(request)].waiting = [features]
+        self._pairs[request].waiting = [features]
         rows = RowRange(0, len(token_ids), begin, np.array(table, np.int32), None, first_slot)
         return PairRows(np.array(token_ids, np.int32), features[: len(token_ids)], rows, request)
 
@@ -132,7 +133,7 @@ class PairCache:
         self, request: Request, *, with_root: bool, num_drafted: int = 0, spares: int = 0
     ) -> tuple[int, Sequence[int], Sequence[FloatArray], Sequence[int], int] | None:
         """The same without a copy: first slot, tokens, features [at least as many, F] in parts, block table, first slot they see."""
-        pairs = self._pairs.get(id(request))
+        pairs = self._pairs.get(request)
         if pairs is None or (with_root and pairs.num_seen != len(request.token_ids) - 1):
             return None
         begin, end = pairs.num_pairs, pairs.num_seen + with_root
@@ -148,7 +149,7 @@ class PairCache:
 
     def keep(self, request: Request, token_ids: Sequence[int] | IntArray) -> None:
         """Note that the pairs of these tokens, the first that waited, were computed. A root's in a spare block will run again."""
-        pairs = self._pairs[id(request)]
+        pairs = self._pairs[request]
         table, size = request.sequence.block_table, self.block_size
         begin = pairs.num_pairs
         end = min(begin + len(token_ids), len(table) * size)
@@ -171,7 +172,7 @@ class PairCache:
 
     def num_waiting(self, request: Request) -> int:
         """Pairs that can be computed now, the root's included."""
-        pairs = self._pairs.get(id(request))
+        pairs = self._pairs.get(request)
         return 0 if pairs is None else pairs.num_seen + 1 - pairs.num_pairs
 
     def num_spares(self, request: Request, num_drafted: int) -> int:
@@ -181,11 +182,11 @@ class PairCache:
 
     def first_pair(self, request: Request) -> int:
         """The first slot of a request that can be seen, for tests and statistics."""
-        return self._pairs[id(request)].first
+        return self._pairs[request].first
 
     def num_pairs(self, request: Request) -> int:
         """Slots before which all pairs from the first one on are true, for tests and statistics."""
-        return self._pairs[id(request)].num_pairs
+        return self._pairs[request].num_pairs
 
     def _begin(self, request: Request, start: int) -> _Pairs:
         if start == 0:
@@ -206,7 +207,7 @@ class PairCache:
         last = start + (size - 1 - start) % size
         if last >= start + len(features):
             return
-        pairs = self._pairs[id(request)]
+        pairs = self._pairs[request]
         begin = pairs.num_pairs
         later = self._marks_of(request.token_ids[begin : start + len(features)], begin, pairs.mark)
         for position in range(last, start + len(features), size):

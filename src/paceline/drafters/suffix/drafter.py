@@ -13,7 +13,7 @@ from time import perf_counter
 from paceline.drafters.suffix.automaton import MAX_MATCH, Match, SuffixAutomaton
 from paceline.drafters.suffix.store import SuffixStore
 from paceline.errors import ConfigError
-from paceline.speculation.drafter import DraftBudget, Drafter
+from paceline.speculation.drafter import DraftBudget, Drafter, RequestState
 from paceline.speculation.reading import ReadingTime
 from paceline.speculation.request import FinishReason, Request
 from paceline.speculation.tree import DraftTree
@@ -65,21 +65,17 @@ class SuffixDrafter(Drafter):
         if not 1 <= min_match <= max_match:
             raise ConfigError(f"min_match is {min_match} and max_match {max_match}: use 1 <= min_match <= max_match")
         self._min_match, self._max_match, self._store = min_match, max_match, store
-        self._texts: dict[int, _Text] = {}
+        self._texts = RequestState[_Text]()
         self._reading = ReadingTime()
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         return [self._guess(request, budget) for request, budget in zip(requests, budgets, strict=True)]
 
     def reading_s(self, request: Request) -> float:
-        text = self._texts.get(id(request))
+        text = self._texts.get(request)
         return self._reading.of(len(request.token_ids) - (0 if text is None else text.own.size))
 
-    def preempt(self, request: Request) -> None:
-        """Its text stays what it is, and is not finished yet."""
-
     def release(self, request: Request) -> None:
-        self._texts.pop(id(request), None)
         is_whole = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)  # neither given up nor failed
         if self._store is not None and request.hints.namespace is not None and is_whole:
             self._store.add(request.hints.namespace, request.output_token_ids)
@@ -89,9 +85,9 @@ class SuffixDrafter(Drafter):
         return f"suffix (what followed the last {self._min_match} or more tokens before, by frequency{shared})"
 
     def _guess(self, request: Request, budget: DraftBudget) -> DraftTree | None:
-        text = self._texts.get(id(request))
+        text = self._texts.get(request)
         if text is None:
-            text = self._texts[id(request)] = _Text(SuffixAutomaton(self._max_match))
+            text = self._texts[request] = _Text(SuffixAutomaton(self._max_match))
         automaton = text.own
         num_unread, start = len(request.token_ids) - automaton.size, perf_counter()
         for token in request.token_ids[automaton.size :]:

@@ -1,0 +1,109 @@
+"""What a drafter remembers of a request ends with the request, whatever becomes of its release."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.checkpoints import VOCAB_SIZE, write_checkpoint
+from harness.engine_targets import assert_clean, make, run_to_end
+from harness.loaded_targets import make_drafter
+from paceline import LLM, SamplingParams
+from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.drafters.ngram import NgramDrafter
+from paceline.drafters.prediction import PredictionDrafter
+from paceline.drafters.stack import StackDrafter
+from paceline.drafters.suffix.drafter import SuffixDrafter
+from paceline.kv_cache.paged import CachedSequence
+from paceline.sampling.processors import LogitsProcessor
+from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.drafter import DraftBudget, Drafter, RequestState
+from paceline.speculation.request import DraftHints, Request
+
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+TEXT, OTHER = [1, 2, 3, 4] * 3, [9, 8, 7, 6] * 3
+MAKE: dict[str, Callable[[], Drafter]] = {
+    "ngram": NgramDrafter,
+    "suffix": SuffixDrafter,
+    "prediction": PredictionDrafter,
+    "stack": lambda: StackDrafter([NgramDrafter(), SuffixDrafter()]),
+}
+
+
+class Refusing(NgramDrafter):
+    """Forgets nobody."""
+
+    def release(self, request: Request) -> None:
+        raise RuntimeError("no")
+
+
+def make_request(token_ids: list[int]) -> Request:
+    processor = LogitsProcessor(GREEDY, VOCAB_SIZE, token_ids)
+    return Request(
+        list(token_ids), 1, GREEDY, processor, CachedSequence(), seed=0, sample_index=0, max_len=1000, hints=DraftHints(token_ids[1:])
+    )
+
+
+def guess(drafter: Drafter, request: Request) -> list[int]:
+    (tree,) = drafter.propose([request], [DraftBudget(5, 4)])
+    return [] if tree is None else list(tree.token_ids)
+
+
+class Remembered:
+    """Something whose end shows."""
+
+
+def test_it_ends_with_the_request() -> None:
+    state = RequestState[Remembered]()
+    request, kept = make_request(TEXT), Remembered()
+    state[request] = kept
+    assert state.get(request) is state[request] is kept
+    assert RequestState[Remembered]().get(request) is None, "another drafter's"
+    end = weakref.ref(kept)
+    del request, kept
+    gc.collect()
+    assert end() is None
+    request = make_request(TEXT)
+    state[request] = Remembered()
+    assert state.pop(request) is not None
+    assert state.pop(request) is state.get(request) is None
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_a_request_at_the_place_of_one_that_nobody_released_is_a_new_one(name: str) -> None:
+    drafter, places = MAKE[name](), set[int]()
+    for _ in range(20):
+        request = make_request(TEXT)
+        assert guess(drafter, request) == guess(MAKE[name](), make_request(TEXT))
+        places.add(id(request))
+        del request
+        request = make_request(OTHER)
+        assert guess(drafter, request) == guess(MAKE[name](), make_request(OTHER))
+        places.add(id(request))
+        del request
+    assert len(places) < 40, "places are taken again"
+
+
+def test_a_release_that_raises_leaks_nothing_and_keeps_no_other_from_giving_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DraftLengthPolicy, "_pays", lambda self, guard: True)
+    directory = write_checkpoint(tmp_path, "llama", num_hidden_layers=1)
+    draft = make_drafter(str(directory), directory)
+    assert isinstance(draft, DraftModelDrafter)
+    options = {"threads": 2, "device": "cpu", "cache_gb": 0.02}
+    prompts = [[5, 6, 7], [9, 8] * 30]
+    plain = [output.token_ids for output in LLM(str(directory), drafter="none", **options).generate(prompts, GREEDY)]
+    llm = LLM(str(directory), drafter=StackDrafter([Refusing(), draft]), **options)
+    for _ in range(3):
+        requests = [make(llm, prompt, GREEDY) for prompt in prompts]
+        for request in requests:
+            llm.engine.add(request)
+        run_to_end(llm)
+        assert [list(request.output_token_ids) for request in requests] == plain
+        assert [request.drafting for request in requests] == [{}, {}]
+        assert any(request.stats.drafted for request in requests)
+        assert draft.cache.pool.num_free == draft.cache.pool.num_blocks - 1
+        draft.cache.check()
+        assert_clean(llm)
+    assert llm.stats().drafter_failures == 6
