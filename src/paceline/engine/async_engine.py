@@ -1,7 +1,7 @@
 """Many callers at once: an asyncio front, and one thread behind it that owns the engine (`engine/worker.py`).
 
 Callers never touch the engine. They leave commands in an inbox, which the thread empties between two steps, and get what every step
-brings through a queue of their event loop. So a request can be given up at any moment, from any loop, and nothing of it stays.
+adds through a queue of their event loop. So a request can be aborted at any moment, from any loop, and nothing of it stays.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from paceline.engine.engine import EngineStats
 from paceline.engine.inputs import Messages, Params, Prompt, RequestOptions, as_prompts, one_of
 from paceline.engine.open import OpenedEngine, open_engine, settings_of
-from paceline.engine.worker import Command, Listener, News, Worker, tell
+from paceline.engine.worker import Command, Listener, Update, Worker, call_soon
 from paceline.errors import ConfigError
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.sampling.params import SAMPLING_NAMES
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class AsyncEngine:
-    """A loaded target that serves many callers of any number of event loops at once. Its thread ends when nobody holds it any more.
+    """A loaded target that serves many callers of any number of event loops at once. Its thread ends when it is collected as garbage.
 
     Example:
         >>> async with AsyncEngine.open("mini") as engine:
@@ -119,17 +119,17 @@ class AsyncEngine:
 
     async def _collect(self, prompts: Callable[[], list[list[int]]], params: Params, options: RequestOptions) -> list[RequestOutput]:
         requests = await self._make(prompts, params, options, is_streamed=False)
-        outputs: dict[int, RequestOutput] = {}
-        async with aclosing(self._follow(requests, wants_chunks=False)) as news:
-            async for request, chunk in news:
+        outputs: dict[Request, RequestOutput] = {}
+        async with aclosing(self._follow(requests, wants_chunks=False)) as updates:
+            async for request, chunk in updates:
                 if chunk.output is not None:
-                    outputs[id(request)] = chunk.output
-        return [outputs[id(request)] for request in requests]
+                    outputs[request] = chunk.output
+        return [outputs[request] for request in requests]
 
     async def _stream(self, prompts: Callable[[], list[list[int]]], params: Params, options: RequestOptions) -> AsyncIterator[StreamChunk]:
         requests = await self._make(prompts, params, options, is_streamed=True)
-        async with aclosing(self._follow(requests, wants_chunks=True)) as news:
-            async for _, chunk in news:
+        async with aclosing(self._follow(requests, wants_chunks=True)) as updates:
+            async for _, chunk in updates:
                 yield chunk
 
     async def _make(
@@ -140,21 +140,21 @@ class AsyncEngine:
         return await asyncio.to_thread(lambda: self.opened.requests(prompts(), params, options, is_streamed=is_streamed))
 
     async def _follow(self, requests: Sequence[Request], *, wants_chunks: bool) -> AsyncGenerator[tuple[Request, StreamChunk], None]:
-        """Run requests, yielding their news until all have ended; they are given up if this is left before."""
-        loop, news = asyncio.get_running_loop(), asyncio.Queue[News]()
-        listeners = [Listener(request, loop, news, wants_chunks) for request in requests]
+        """Run requests, yielding their updates until all have ended; they are aborted if this is left before."""
+        loop, updates = asyncio.get_running_loop(), asyncio.Queue[Update]()
+        listeners = [Listener(request, loop, updates, wants_chunks) for request in requests]
         self._worker.run(listeners)
         num_open = len(requests)
         try:
             while num_open:
-                request, chunk = await news.get()
+                request, chunk = await updates.get()
                 if isinstance(chunk, Exception):
                     raise chunk
                 num_open -= chunk.output is not None
                 yield request, chunk
         finally:
             if num_open:
-                self._worker.give_up(listeners)
+                self._worker.abort(listeners)
 
     async def _call(self, ask: Callable[[], Result]) -> Result:
         """The answer of the engine's thread."""
@@ -162,12 +162,12 @@ class AsyncEngine:
         answer: asyncio.Future[Result] = loop.create_future()
 
         def do() -> None:
-            tell(loop, _set_result, answer, ask())
+            call_soon(loop, _set_result, answer, ask())
 
         def fail(error: Exception) -> None:
-            tell(loop, _set_exception, answer, error)
+            call_soon(loop, _set_exception, answer, error)
 
-        self._worker.ask(Command(do, fail))
+        self._worker.submit(Command(do, fail))
         return await answer
 
 

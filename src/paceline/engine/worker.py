@@ -1,7 +1,7 @@
-"""The thread that owns an engine: it does what others left in its inbox, steps, and tells everybody what is new.
+"""The thread that owns an engine: it runs the commands in its inbox, steps, and sends every listener what is new.
 
-Nobody may wait for ever. What goes wrong in a step ends those who are in the engine and nobody else; if the thread itself comes to an end,
-however that happens, everybody who waits for it is told, and whoever comes later hears it at once.
+No caller may wait for ever. What goes wrong in a step ends the requests in the engine and no others; if the thread itself ends, however
+that happens, every waiting caller gets an error, and later ones get it at once.
 """
 
 import asyncio
@@ -19,21 +19,22 @@ from paceline.speculation.request import Request
 
 log = logging.getLogger(__name__)
 
-News = tuple[Request, StreamChunk | Exception]
+Update = tuple[Request, StreamChunk | Exception]
 
 
 @dataclass(slots=True)
 class Listener:
-    """Who wants to know about a request.
+    """Where the updates of a request go.
 
     Attributes:
+        updates: a queue of `loop`.
         wants_chunks: after every step, or only when it has ended.
-        num_seen: output tokens told of so far.
+        num_seen: output tokens sent so far.
     """
 
     request: Request
     loop: asyncio.AbstractEventLoop
-    news: "asyncio.Queue[News]"
+    updates: "asyncio.Queue[Update]"
     wants_chunks: bool
     num_seen: int = 0
 
@@ -53,22 +54,22 @@ class Worker:
         opened: from now on only the thread may use its engine.
 
     Attributes:
-        thread: it holds this object, but nobody in front of it.
+        thread: holds this object, but not the `AsyncEngine`, so that this one can be collected as garbage.
     """
 
     def __init__(self, opened: OpenedEngine) -> None:
         self.opened = opened
         self._inbox: SimpleQueue[Command] = SimpleQueue()
-        self._inbox_lock = Lock()  # whatever asks for something comes before the command that ends the thread
-        self._listeners: dict[int, Listener] = {}  # by request; the thread's own
-        self._closed: tuple[type[PacelineError], str] | None = None  # what to tell whoever comes too late
+        self._inbox_lock = Lock()  # so that no command follows the one that ends the thread
+        self._listeners: dict[Request, Listener] = {}  # the thread's own
+        self._closed: tuple[type[PacelineError], str] | None = None  # the error of later callers
         self._is_ending = False
         self._process_id = os.getpid()
-        self.thread = Thread(target=self._work, name="paceline-engine", daemon=True)
+        self.thread = Thread(target=self._run_until_closed, name="paceline-engine", daemon=True)
         self.thread.start()
 
     def check_open(self) -> None:
-        """That there is a thread to ask.
+        """That there is a thread to submit to.
 
         Raises:
             ConfigError: it was closed, or it is another process's.
@@ -80,8 +81,8 @@ class Worker:
             kind, text = self._closed
             raise kind(text)
 
-    def ask(self, command: Command) -> None:
-        """Have something done between two steps.
+    def submit(self, command: Command) -> None:
+        """Have a command run between two steps.
 
         Raises:
             PacelineError: as `check_open`.
@@ -92,17 +93,17 @@ class Worker:
             self._inbox.put(command)
 
     def run(self, listeners: Sequence[Listener]) -> None:
-        """Run their requests; each listener gets news until its request has ended."""
-        self.ask(Command(lambda: self._add(listeners), lambda error: _tell_error(listeners[0], error)))
+        """Run their requests; each listener gets updates until its request has ended."""
+        self.submit(Command(lambda: self._add(listeners), lambda error: _send_error(listeners[0], error)))
 
-    def give_up(self, listeners: Sequence[Listener]) -> None:
-        """End requests that nobody waits for any more; nothing happens to those that have ended. Never raises."""
+    def abort(self, listeners: Sequence[Listener]) -> None:
+        """End requests whose caller is gone; nothing happens to those that have ended. Never raises."""
         if self._is_own_process:
-            self._inbox.put(Command(lambda: self._drop(listeners), lambda _: None))
+            self._inbox.put(Command(lambda: self._abort(listeners), lambda _: None))
 
     def close(self) -> None:
         """End all requests with the finish reason "abort", free everything and end the thread soon; nothing happens the second time."""
-        if not self._is_own_process:  # there is no thread here, and its locks may be held for ever
+        if not self._is_own_process:  # the thread does not exist here, and its locks may be held for ever
             return
         with self._inbox_lock:
             if self._closed is None:
@@ -120,34 +121,34 @@ class Worker:
 
     # From here on the thread's own.
 
-    def _work(self) -> None:
+    def _run_until_closed(self) -> None:
         fault: BaseException | None = None
         try:
             while not self._is_ending:
-                self._turn()
+                self._run_once()
             for listener in list(self._listeners.values()):
                 self.opened.engine.abort(listener.request)
-            self._tell_all()
+            self._send_updates()
         except BaseException as error:
             fault = error
             log.critical("the engine's thread ended", exc_info=True)
         finally:
-            self._leave(fault)
+            self._shut_down(fault)
 
-    def _turn(self) -> None:
-        """What is in the inbox, then a step; whatever goes wrong ends those who are here."""
+    def _run_once(self) -> None:
+        """The commands in the inbox, then a step; whatever goes wrong ends the requests in the engine."""
         engine = self.opened.engine
         try:
-            self._obey(is_idle=not engine.has_work)
+            self._run_commands(is_idle=not engine.has_work)
             if engine.has_work:
                 engine.step()
-        except BaseException as error:  # not a request's own: those are caught in the step. The next requests may do
+        except BaseException as error:  # a request's own errors are caught in the step. Later requests may succeed
             log.exception("a step of the engine failed")
             self._fail_all(as_exception(error))
-        self._tell_all()
+        self._send_updates()
 
-    def _obey(self, *, is_idle: bool) -> None:
-        """Do what is in the inbox; wait for something if there is nothing else to do."""
+    def _run_commands(self, *, is_idle: bool) -> None:
+        """Run what is in the inbox; wait for a command if there is nothing else to do."""
         try:
             command = self._inbox.get(block=is_idle)
             while True:
@@ -165,25 +166,25 @@ class Worker:
             engine.check(listener.request)  # too large, or asks for what is not loaded: its caller's own
         for listener in listeners:
             engine.add(listener.request)
-            self._listeners[id(listener.request)] = listener
+            self._listeners[listener.request] = listener
 
-    def _drop(self, listeners: Sequence[Listener]) -> None:
+    def _abort(self, listeners: Sequence[Listener]) -> None:
         for listener in listeners:
             self.opened.engine.abort(listener.request)
-            self._listeners.pop(id(listener.request), None)
+            self._listeners.pop(listener.request, None)
 
     def _end(self) -> None:
         self._is_ending = True
 
-    def _leave(self, fault: BaseException | None) -> None:
-        """The thread ends: nobody is left waiting, and nobody can come any more."""
+    def _shut_down(self, fault: BaseException | None) -> None:
+        """The thread ends: every waiting caller gets an error, and later ones are refused."""
         with self._inbox_lock:
             if fault is not None:
                 self._closed = PacelineError, f"the engine's thread ended ({type(fault).__name__}: {fault}): open another engine"
             kind, text = self._closed or (PacelineError, "the engine's thread ended: open another engine")
         error = kind(text)
         for listener in self._listeners.values():
-            _tell_error(listener, error)
+            _send_error(listener, error)
         self._listeners.clear()
         while True:
             try:
@@ -197,22 +198,22 @@ class Worker:
                 listener.request.fail(error)
             self.opened.engine.abort(listener.request)
 
-    def _tell_all(self) -> None:
-        """Tell every listener what is new."""
+    def _send_updates(self) -> None:
+        """Send every listener what is new."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Listener, StreamChunk | Exception]]] = {}
         for listener in list(self._listeners.values()):
             request = listener.request
             is_new = listener.wants_chunks and request.num_output_tokens > listener.num_seen
             if not (is_new or request.is_finished):
                 continue
-            by_loop.setdefault(listener.loop, []).append((listener, self._news_of(listener)))
+            by_loop.setdefault(listener.loop, []).append((listener, self._update_of(listener)))
             if request.is_finished:
-                del self._listeners[id(request)]
-        for loop, news in by_loop.items():
-            if not tell(loop, _put_all, news):  # its loop is gone, and so are its callers
-                self._drop([listener for listener, _ in news])
+                del self._listeners[request]
+        for loop, updates in by_loop.items():
+            if not call_soon(loop, _put_all, updates):  # its loop is closed, and its callers are gone
+                self._abort([listener for listener, _ in updates])
 
-    def _news_of(self, listener: Listener) -> StreamChunk | Exception:
+    def _update_of(self, listener: Listener) -> StreamChunk | Exception:
         request = listener.request
         if request.error is not None:
             return request.error
@@ -225,7 +226,7 @@ class Worker:
         return chunk
 
 
-def tell(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: object) -> bool:
+def call_soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: object) -> bool:
     """Have a loop call something soon; False where the loop is closed."""
     try:
         loop.call_soon_threadsafe(call, *arguments)
@@ -234,10 +235,10 @@ def tell(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments:
     return True
 
 
-def _put_all(news: Sequence[tuple[Listener, StreamChunk | Exception]]) -> None:
-    for listener, chunk in news:
-        listener.news.put_nowait((listener.request, chunk))
+def _put_all(updates: Sequence[tuple[Listener, StreamChunk | Exception]]) -> None:
+    for listener, chunk in updates:
+        listener.updates.put_nowait((listener.request, chunk))
 
 
-def _tell_error(listener: Listener, error: Exception) -> None:
-    tell(listener.loop, listener.news.put_nowait, (listener.request, error))
+def _send_error(listener: Listener, error: Exception) -> None:
+    call_soon(listener.loop, listener.updates.put_nowait, (listener.request, error))

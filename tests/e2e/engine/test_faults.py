@@ -205,7 +205,7 @@ def test_the_end_of_the_thread_wakes_everybody_and_later_calls_raise_at_once(ope
         await anext(stream)
         waiting = [asyncio.create_task(engine.generate(PROMPTS[1], GREEDY)), asyncio.create_task(engine.stats())]
         await asyncio.sleep(0)
-        engine._worker._tell_all = broken  # type: ignore[method-assign]
+        engine._worker._send_updates = broken  # type: ignore[method-assign]
         with pytest.raises(PacelineError, match=f"the engine's thread ended .{kind.__name__}: out of the thread"):
             async for _ in stream:
                 pass
