@@ -22,7 +22,7 @@ from paceline.kv_cache.block_pool import BlockPool
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.prefix_index import Link, PrefixIndex
 from paceline.runtimes.base import ForwardBatch, ForwardOutput
-from paceline.speculation import guess as guess_module
+from paceline.speculation import speculator as speculator_module
 from paceline.speculation import step as step_module
 from paceline.speculation import verify as verify_module
 from paceline.speculation.draft_length import DraftLengthPolicy
@@ -319,7 +319,7 @@ def test_a_preempted_request_that_draws_at_a_shifted_position_is_seen(faulty: Fa
         monkeypatch.setattr(verify_module, "draw", lambda row, seed, sample, position: draw(row, seed, sample, position + by))
         return real(tree, logits, request)
 
-    monkeypatch.setattr(guess_module, "verify", shifted)
+    monkeypatch.setattr(speculator_module, "verify", shifted)
     with differs:
         faulty()
 

@@ -15,7 +15,7 @@ from harness.exact_targets import skip_without_kernels
 from harness.head_targets import KINDS, PAIRS, Pair
 from paceline import LLM, SamplingParams
 from paceline.outputs import RequestOutput
-from paceline.speculation import guess as guess_module
+from paceline.speculation import speculator as speculator_module
 from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.tree import DraftTree, Proposal
 
@@ -134,7 +134,7 @@ def proposals(monkeypatch: pytest.MonkeyPatch) -> list[DraftTree]:
         return walk
 
     for rule in ("verify", "verify_rejection"):
-        monkeypatch.setattr(guess_module, rule, recording(getattr(guess_module, rule)))
+        monkeypatch.setattr(speculator_module, rule, recording(getattr(speculator_module, rule)))
     return seen
 
 

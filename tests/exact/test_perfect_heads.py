@@ -16,7 +16,7 @@ from harness.exact_targets import skip_without_kernels
 from harness.head_targets import PerfectHeads
 from paceline import LLM, SamplingParams
 from paceline.outputs import RequestOutput
-from paceline.speculation import guess as guess_module
+from paceline.speculation import speculator as speculator_module
 from paceline.speculation.draft_length import DraftLengthPolicy
 
 PlainOf = Callable[[str], "Plain"]
@@ -51,7 +51,7 @@ class Walks:
 @pytest.fixture
 def walks(monkeypatch: pytest.MonkeyPatch) -> Walks:
     """Filled by every walk from here on."""
-    seen, real = Walks(), guess_module.verify
+    seen, real = Walks(), speculator_module.verify
 
     def verify(tree, logits, request):  # type: ignore[no-untyped-def]
         result = real(tree, logits, request)
@@ -63,7 +63,7 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> Walks:
             seen.branches += tree.num_draft_tokens - tree.tree_depth
         return result
 
-    monkeypatch.setattr(guess_module, "verify", verify)
+    monkeypatch.setattr(speculator_module, "verify", verify)
     return seen
 
 

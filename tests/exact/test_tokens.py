@@ -19,7 +19,7 @@ from paceline.drafters.suffix.store import SuffixStore
 from paceline.kv_cache import paged
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout, path_to
 from paceline.sampling.processors import LogitsProcessor
-from paceline.speculation import guess as guess_module
+from paceline.speculation import speculator as speculator_module
 from paceline.speculation import verify as verify_module
 from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.drafter import Drafter
@@ -314,7 +314,7 @@ def test_a_rejected_draft_kept_in_history_changes_tokens(faulty: Faulty, monkeyp
             request.processor.commit(tree.token_ids[1])  # type: ignore[attr-defined]
         return result
 
-    monkeypatch.setattr(guess_module, "verify", keeps_a_draft)
+    monkeypatch.setattr(speculator_module, "verify", keeps_a_draft)
     with pytest.raises(AssertionError):
         faulty("native")
 
