@@ -96,7 +96,7 @@ class SpeculationConfig:
         draft_quant: quantise draft models and heads while loading them: "none", "int8", "int4" or `QuantOptions`.
         drafter_options: settings of single methods by name, such as {"tree": "accuracy"}; see drafters/options.py.
         acceptance: which guesses are kept: "match" (those the target itself draws: a seed has its plain text) or "rejection" (as many as
-            the target's law allows: sampled texts have that law, but are not the seed's plain ones; the same at temperature 0).
+            the target's distribution allows: sampled texts follow it, but are not the seed's plain ones; the same at temperature 0).
     """
 
     drafter: str | tuple[str, ...] = "auto"

@@ -50,8 +50,8 @@ class LLM:
         draft_quant: as `quant`, for draft models and heads.
         drafter_options: settings of single methods: {"tree": "accuracy"} (medusa), {"boundaries": (2, 16, 29)} (eagle3) and others, which
             docs/methods lists.
-        acceptance: which guesses are kept: "match" (a seed has one text, whatever drafts) or "rejection" (sampled texts have the same law
-            but depend on what was drafted).
+        acceptance: which guesses are kept: "match" (a seed has one text, whatever drafts) or "rejection" (sampled texts have the same
+            distribution but depend on what was drafted).
         max_num_seqs: requests that run at a time; others wait their turn.
         max_step_rows: rows of one pass, known tokens and drafts of all requests.
         chunk_rows: prompt rows of one request in one pass; smaller ones let others' answers go on more evenly.

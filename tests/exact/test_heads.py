@@ -239,8 +239,8 @@ def check_rejected(output: RequestOutput, params: SamplingParams) -> None:
 
 
 @pytest.mark.parametrize("acceptance", ["match", "rejection"])
-def test_a_head_with_the_targets_law_is_kept_by_either_rule(acceptance: str, given_of: GivenOf) -> None:
-    """What both rules would do with the target's own law: keep every draw, but for roundings."""
+def test_a_head_with_the_targets_distribution_is_kept_by_either_rule(acceptance: str, given_of: GivenOf) -> None:
+    """What both rules would do with the target's own distribution: keep every draw, but for roundings."""
     given = given_of("known-f32-native")
     for kind in ("eagle", "mtp-mtp"):
         llm = given.open(kind, acceptance=acceptance, num_blocks=40)

@@ -24,7 +24,7 @@ GREEDY = SamplingParams(max_tokens=45, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=1.0, seed=3)
 NUM_BLOCKS = 10  # of the cache: two or three of the texts below
 # logits that are the target's but for rounding, so that sampled texts are known too
-SAME_LAW = ("eagle reading", "eagle3", "peagle", "mtp")
+SAME_DISTRIBUTION = ("eagle reading", "eagle3", "peagle", "mtp")
 TREES_IN_A_NORMAL_RUN = ("eagle listening safetensors", "eagle3 midlayer", "peagle plain", "medusa rows", "mtp mtp")
 
 
@@ -156,10 +156,10 @@ def test_a_head_that_must_be_right_is(
     scene = Scene(heads, name, plain, depth=3 if "medusa" in name else 4, width=width)
     for round_ in range(4 if large_counts else 1):
         play(scene, plain, walks, seed=seed + round_)
-        if name.startswith(SAME_LAW):
+        if name.startswith(SAME_DISTRIBUTION):
             walks.clear()
             scene.ask(prompts(40, 65, seed=seed + 50 + round_), replace(SAMPLED, n=2))
-            assert walks.kept >= 0.97 * walks.possible > 60, walks  # a draw may fall between two roundings of a law
+            assert walks.kept >= 0.97 * walks.possible > 60, walks  # a draw may fall between two roundings of a distribution
     assert (walks.branches > 0) == (width > 1)
     check_clean(scene.llm)
     tally["token ids guessed by heads that must be right"] += scene.num_compared

@@ -1,4 +1,4 @@
-"""The laws of rejection, enumerated: every draft and every decision with its exact probability, summed over all of them."""
+"""The distributions of rejection, enumerated: every draft and every decision with its exact probability, summed over all of them."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness import enumerated_laws
-from harness.enumerated_laws import (
+from harness import enumerated_distributions
+from harness.enumerated_distributions import (
     Branching,
     Shape,
     Text,
+    distribution_of_step,
     draw_tree,
     every_way,
-    full_laws,
-    law_of_step,
+    full_probs,
     never,
     num_tokens,
     paths_of,
-    plain_law,
-    sparse_laws,
+    plain_distribution,
+    sparse_probs,
     walk,
 )
 from harness.scripted_target import ScriptedTarget
@@ -54,32 +54,34 @@ SHAPES: dict[str, Shape] = {
 
 
 def _is_exact(shape: Shape, seed: int, num_cases: int = NUM_CASES, **changes: Any) -> bool:
-    """Whether the law is the target's in every case."""
+    """Whether the distribution is the target's in every case."""
     for case in range(num_cases):
-        target, draft = sparse_laws(seed, 2 * case, 3), sparse_laws(seed, 2 * case + 1, 3)
-        if law_of_step(shape, target, draft, **changes) != plain_law(target, num_tokens(shape), changes.get("ends", never)):
+        target, draft = sparse_probs(seed, 2 * case, 3), sparse_probs(seed, 2 * case + 1, 3)
+        if distribution_of_step(shape, target, draft, **changes) != plain_distribution(
+            target, num_tokens(shape), changes.get("ends", never)
+        ):
             return False
     return True
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_drawn_drafts_leave_the_targets_law_to_the_last_digit(name, seed):
+def test_drawn_drafts_leave_the_targets_distribution_to_the_last_digit(name, seed):
     assert _is_exact(SHAPES[name], seed)
 
 
 @pytest.mark.parametrize("name", ["chain of 3", "two draws at two depths"])
-def test_an_end_token_among_the_drafts_ends_the_text_and_keeps_the_law(name, seed):
+def test_an_end_token_among_the_drafts_ends_the_text_and_keeps_the_distribution(name, seed):
     assert _is_exact(SHAPES[name], seed, ends=lambda text: text[-1] == 1)
 
 
 @pytest.mark.parametrize("name", ["chain of 3", "two draws, the first goes on", "two draws at two depths"])
-def test_a_stop_that_several_drafts_complete_ends_the_text_and_keeps_the_law(name, seed):
+def test_a_stop_that_several_drafts_complete_ends_the_text_and_keeps_the_distribution(name, seed):
     assert _is_exact(SHAPES[name], seed, ends=lambda text: text[-2:] in ((0, 1), (2, 2)))
 
 
-def test_a_chain_by_single_draws_has_the_law_too_and_keeps_fewer_tokens_than_as_a_block(seed, monkeypatch):
+def test_a_chain_by_single_draws_has_the_distribution_too_and_keeps_fewer_tokens_than_as_a_block(seed, monkeypatch):
     def mean_length(shape: Shape, case: int) -> Fraction:
-        target, draft = sparse_laws(seed, 2 * case, 3), sparse_laws(seed, 2 * case + 1, 3)
+        target, draft = sparse_probs(seed, 2 * case, 3), sparse_probs(seed, 2 * case + 1, 3)
         ways = every_way(lambda chance: walk(draw_tree(shape, draft, chance), target, chance))
         return sum((len(result.accepted_nodes) * mass for result, mass in ways), Fraction(0))
 
@@ -92,17 +94,17 @@ def test_a_chain_by_single_draws_has_the_law_too_and_keeps_fewer_tokens_than_as_
     assert any(block > single for block, single in zip(as_block, one_by_one, strict=True))
 
 
-def test_one_draft_is_kept_as_often_as_the_laws_overlap(seed):
+def test_one_draft_is_kept_as_often_as_the_distributions_overlap(seed):
     for case in range(NUM_CASES):
-        target, draft = sparse_laws(seed, 2 * case, 3), sparse_laws(seed, 2 * case + 1, 3)
+        target, draft = sparse_probs(seed, 2 * case, 3), sparse_probs(seed, 2 * case + 1, 3)
         overlap = sum(map(min, target(()).values, draft(()).values))
         ways = every_way(lambda chance: walk(draw_tree((0,), draft, chance), target, chance))  # noqa: B023
         assert sum(mass for result, mass in ways if result.accepted_nodes) == overlap
 
 
-def test_drafts_from_the_targets_own_law_are_all_kept(seed):
+def test_drafts_from_the_targets_own_distribution_are_all_kept(seed):
     for case in range(NUM_CASES):
-        target = sparse_laws(seed, case, 3)
+        target = sparse_probs(seed, case, 3)
         for shape in (SHAPES["chain of 3"], SHAPES["two draws at two depths"]):
             ways = every_way(lambda chance: walk(draw_tree(shape, target, chance), target, chance))  # noqa: B023
             depth = 3 if len(shape) == 3 else 1
@@ -110,7 +112,11 @@ def test_drafts_from_the_targets_own_law_are_all_kept(seed):
 
 
 WRONG: dict[str, tuple[str, Any, tuple[str, ...]]] = {
-    "the target's law in place of the residual": ("residual", lambda target, weights: target, ("one draft", "chain of 2", "two draws")),
+    "the target's distribution in place of the residual": (
+        "residual",
+        lambda target, weights: target,
+        ("one draft", "chain of 2", "two draws"),
+    ),
     "target and draft swapped in the ratio": (
         "acceptance",
         lambda target, draft, token: acceptance(draft, target, token),
@@ -128,7 +134,7 @@ WRONG: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     ),
     "a block that may end as its last draft may": ("block_threshold", lambda share, weights: share, ("chain of 2", "chain of 3")),
     "a block that never ends early": ("block_threshold", lambda share, weights: 0, ("chain of 2", "chain of 3")),
-    "a residual for the whole of the target's law": (
+    "a residual for the whole of the target's distribution": (
         "excess",
         lambda target, draft, share=1: excess(target, draft),
         ("chain of 2", "chain of 3"),
@@ -137,14 +143,14 @@ WRONG: dict[str, tuple[str, Any, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(("wrong", "name"), [(wrong, name) for wrong, (_, _, names) in WRONG.items() for name in names])
-def test_a_wrong_law_is_noticed(wrong, name, seed, monkeypatch):
+def test_a_wrong_distribution_is_noticed(wrong, name, seed, monkeypatch):
     function, replacement, _ = WRONG[wrong]
     monkeypatch.setattr(rejection, function, replacement)
     assert not _is_exact(SHAPES[name], seed, NUM_WRONG_CASES)
 
 
 @pytest.mark.parametrize("name", ["two draws", "two draws at two depths"])
-def test_a_second_draw_judged_by_the_wrong_law_is_noticed(name, seed, monkeypatch):
+def test_a_second_draw_judged_by_the_wrong_distribution_is_noticed(name, seed, monkeypatch):
     really_draw = draw_tree
 
     def judged(without: Callable[[TokenProbs, int], TokenProbs]) -> Callable[..., DraftTree]:
@@ -159,7 +165,7 @@ def test_a_second_draw_judged_by_the_wrong_law_is_noticed(name, seed, monkeypatc
     right = TokenProbs.without
     not_renormalised = lambda probs, token: TokenProbs(np.where(np.arange(3) == token, Fraction(0), probs.values))  # noqa: E731
     for wrong in (not_renormalised, lambda probs, token: probs):
-        monkeypatch.setattr(enumerated_laws, "draw_tree", judged(wrong))
+        monkeypatch.setattr(enumerated_distributions, "draw_tree", judged(wrong))
         assert not _is_exact(SHAPES[name], seed, NUM_WRONG_CASES)
 
 
@@ -173,10 +179,10 @@ def _trim(layout: TreeLayout, max_depth: int, row_budget: int, vocab_size: int =
     return lambda tree: tree.trim(vocab_size=vocab_size, max_depth=max_depth, row_budget=row_budget, layout=layout)
 
 
-def test_trimming_to_depth_and_rows_keeps_draws_drawn_and_their_law(seed, tally):
+def test_trimming_to_depth_and_rows_keeps_draws_drawn_and_their_distribution(seed, tally):
     shape = (0, 0, 1, 1, 2)
-    target, draft = full_laws(seed, 1), full_laws(seed, 2)
-    wanted = plain_law(target, num_tokens(shape))
+    target, draft = full_probs(seed, 1), full_probs(seed, 2)
+    wanted = plain_distribution(target, num_tokens(shape))
     whole = draw_tree(shape, draft, Branching(()))
     trims: dict[tuple[int, ...], Callable[[DraftTree], DraftTree]] = {}  # one for each shape that is left
     for layout in TreeLayout:
@@ -184,27 +190,27 @@ def test_trimming_to_depth_and_rows_keeps_draws_drawn_and_their_law(seed, tally)
             trim = _trim(layout, depth, budget)
             trims.setdefault(tuple(trim(whole).parents), trim)
     for left, trim in trims.items():
-        assert law_of_step(shape, target, draft, cut=trim) == wanted, left
+        assert distribution_of_step(shape, target, draft, cut=trim) == wanted, left
     tally["shapes of trimmed trees"] += len(trims)
     assert {trim(whole).proposal for trim in trims.values()} == set(Proposal)
 
 
-def test_a_law_that_reaches_unknown_ids_makes_its_drafts_chosen_ones_and_keeps_the_targets_law(seed, monkeypatch):
+def test_a_distribution_that_reaches_unknown_ids_makes_its_drafts_chosen_ones_and_keeps_the_targets_distribution(seed, monkeypatch):
     """Whatever was drawn: to change the type only where an unknown id came up would be wrong."""
-    target, draft = full_laws(seed, 1), full_laws(seed, 2, vocab_size=4)
+    target, draft = full_probs(seed, 1), full_probs(seed, 2, vocab_size=4)
     trim = _trim(TreeLayout.MASK, 9, 99)
     for shape in ((0,), (0, 1), (0, 0)):
-        wanted = plain_law(target, num_tokens(shape))
-        assert law_of_step(shape, target, draft, cut=trim) == wanted
+        wanted = plain_distribution(target, num_tokens(shape))
+        assert distribution_of_step(shape, target, draft, cut=trim) == wanted
         with monkeypatch.context() as wrong:
             wrong.setattr(TokenProbs, "is_within", lambda probs, vocab_size: True)
-            assert law_of_step(shape, target, draft, cut=trim) != wanted
+            assert distribution_of_step(shape, target, draft, cut=trim) != wanted
 
 
-def test_drafts_pruned_in_other_ways_have_the_law_only_as_chosen_ones(seed):
-    target, draft = full_laws(seed, 1), full_laws(seed, 2)
+def test_drafts_pruned_in_other_ways_have_the_distribution_only_as_chosen_ones(seed):
+    target, draft = full_probs(seed, 1), full_probs(seed, 2)
     shape = (0, 0)
-    wanted = plain_law(target, num_tokens(shape))
+    wanted = plain_distribution(target, num_tokens(shape))
 
     def likeliest(tree: DraftTree) -> DraftTree:
         best = max(tree.token_ids[1:], key=lambda token: (tree.draft_probs[0].prob(token), token))
@@ -219,14 +225,14 @@ def test_drafts_pruned_in_other_ways_have_the_law_only_as_chosen_ones(seed):
     def without_the_first(tree: DraftTree) -> DraftTree:
         return DraftTree.grow(99, tree.token_ids[2:], [0], "test", tree.draft_probs)
 
-    assert law_of_step(shape, target, draft, cut=likeliest) == wanted
-    assert law_of_step(shape, target, draft, cut=without_the_first) != wanted
-    assert law_of_step(shape, target, draft, cut=still_drawn) != wanted
-    assert law_of_step(shape, target, draft, cut=drawn_where_nothing_changed) != wanted
+    assert distribution_of_step(shape, target, draft, cut=likeliest) == wanted
+    assert distribution_of_step(shape, target, draft, cut=without_the_first) != wanted
+    assert distribution_of_step(shape, target, draft, cut=still_drawn) != wanted
+    assert distribution_of_step(shape, target, draft, cut=drawn_where_nothing_changed) != wanted
 
 
 def test_a_row_that_cannot_be_processed_matters_only_to_the_texts_that_reach_it(seed):
-    target, draft = full_laws(seed, 1), full_laws(seed, 2)
+    target, draft = full_probs(seed, 1), full_probs(seed, 2)
     dead: Text = (0, 1)
 
     def failing(text: Text) -> TokenProbs:
@@ -242,14 +248,14 @@ def test_a_row_that_cannot_be_processed_matters_only_to_the_texts_that_reach_it(
         assert text[:2] != dead or text == dead, "it went on without the row"
         return text
 
-    law: defaultdict[Text, Fraction] = defaultdict(Fraction)
+    distribution: defaultdict[Text, Fraction] = defaultdict(Fraction)
     for text, mass in every_way(run):
-        for longer, rest in plain_law(target, 4, start=text).items():
-            law[dead if longer[:2] == dead else longer] += mass * rest
+        for longer, rest in plain_distribution(target, 4, start=text).items():
+            distribution[dead if longer[:2] == dead else longer] += mass * rest
     wanted: defaultdict[Text, Fraction] = defaultdict(Fraction)
-    for text, mass in plain_law(target, 4).items():
+    for text, mass in plain_distribution(target, 4).items():
         wanted[dead if text[:2] == dead else text] += mass
-    assert law == wanted
+    assert distribution == wanted
 
 
 # What a request's noise makes of it
@@ -288,11 +294,11 @@ def test_rows_that_the_walk_of_chosen_drafts_does_not_reach_are_not_read():
 def test_damaged_rows_behind_a_refused_draft_harm_nobody():
     target = ScriptedTarget()
     context = target.prompt
-    for _ in range(3):  # the second best: neither always kept nor always refused where it has half of the draft's law
+    for _ in range(3):  # the second best: neither always kept nor always refused where it has half of the draft's distribution
         context = (*context, int(np.argsort(-target.logits(context))[1]))
     drafts = context[len(target.prompt) :]
-    laws = {node: TokenProbs(np.array([0.5, 0.5]), np.array(sorted({token, 32}))) for node, token in enumerate(drafts)}
-    tree = DraftTree.grow(target.prompt[-1], drafts, range(3), "test", laws)
+    draft_probs = {node: TokenProbs(np.array([0.5, 0.5]), np.array(sorted({token, 32}))) for node, token in enumerate(drafts)}
+    tree = DraftTree.grow(target.prompt[-1], drafts, range(3), "test", draft_probs)
     tree.check()
     kept = set()
     for seed in range(60):
@@ -314,10 +320,10 @@ def test_decisions_use_noise_of_their_own_that_no_other_step_meets(monkeypatch):
     monkeypatch.setattr(rejection, "step_uniform", remembering)
     target = ScriptedTarget()
     request = _request(target, SamplingParams(temperature=1.0), seed=1)
-    law = TokenProbs.of(request.processor.process(target.logits(request.token_ids)))
+    distribution = TokenProbs.of(request.processor.process(target.logits(request.token_ids)))
     for _ in range(4):
-        drafts = [int(np.argmax(law.values))] * 3
-        tree = DraftTree.grow(request.token_ids[-1], drafts, range(3), "test", dict.fromkeys(range(3), law))
+        drafts = [int(np.argmax(distribution.values))] * 3
+        tree = DraftTree.grow(request.token_ids[-1], drafts, range(3), "test", dict.fromkeys(range(3), distribution))
         result = verify_rejection(tree, _rows(target, request, tree), request)
         request.token_ids.append(result.token_ids[0])  # the next step draws for positions that this one drew for
     assert {key[3] for key in asked} == {Purpose.ACCEPT, Purpose.RESIDUAL}

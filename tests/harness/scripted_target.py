@@ -1,4 +1,4 @@
-"""A target whose logits are written down instead of computed, the exact law of its text, and the test that compares counts with a law."""
+"""A target whose logits are written down instead of computed, the exact distribution of its text, and the test of counts against one."""
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -13,7 +13,7 @@ from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import Constraint, LogitsProcessor
 
 Tokens = tuple[int, ...]
-Law = dict[Tokens, float]
+TextProbs = dict[Tokens, float]
 NoisePosition = Callable[[int], int]  # index of a token in prompt + output -> position its noise is keyed by
 LEAST_EXPECTED = 10.0  # cells with fewer expected counts are pooled
 
@@ -37,17 +37,17 @@ class ScriptedTarget:
             self._rows[context].flags.writeable = False
         return self._rows[context]
 
-    def exact_joint_law(self, params: SamplingParams, num_tokens: int) -> Law:
+    def exact_joint_distribution(self, params: SamplingParams, num_tokens: int) -> TextProbs:
         """The probability of every possible text of `num_tokens` tokens, by enumeration with `textbook_probs`."""
-        law: Law = {(): 1.0}
+        distribution: TextProbs = {(): 1.0}
         for _ in range(num_tokens):
-            law = {
+            distribution = {
                 (*text, token_id): mass * prob
-                for text, mass in law.items()
+                for text, mass in distribution.items()
                 for token_id, prob in enumerate(textbook_probs(self.logits((*self.prompt, *text)), params, self.prompt, text))
                 if prob > 0.0
             }
-        return law
+        return distribution
 
     def generate(
         self, params: SamplingParams, seed: int, num_tokens: int, sample_index: int = 0, constraint: Constraint | None = None
@@ -138,17 +138,17 @@ def joint_counts(texts: NDArray[np.int64]) -> dict[Tokens, int]:
     return {tuple(text.tolist()): int(count) for text, count in zip(distinct, counts, strict=True)}
 
 
-def law_p_value(observed: Mapping[Hashable, int], law: Mapping[Hashable, float]) -> float:
-    """Pearson's chi-square test that `observed` was drawn from `law`; cells expected fewer than 10 times are pooled.
+def chi_square_p_value(observed: Mapping[Hashable, int], distribution: Mapping[Hashable, float]) -> float:
+    """Pearson's chi-square test that `observed` was drawn from `distribution`; cells expected fewer than 10 times are pooled.
 
-    An outcome the law excludes makes the p-value 0.
+    An outcome the distribution excludes makes the p-value 0.
     """
-    if any(law.get(cell, 0.0) == 0.0 for cell in observed):
+    if any(distribution.get(cell, 0.0) == 0.0 for cell in observed):
         return 0.0
     num_draws = sum(observed.values())
     statistic, num_cells = 0.0, 0
     rare_observed, rare_expected = 0.0, 0.0
-    for cell, prob in law.items():
+    for cell, prob in distribution.items():
         expected = prob * num_draws
         if expected < LEAST_EXPECTED:
             rare_observed += observed.get(cell, 0)

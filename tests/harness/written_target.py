@@ -60,7 +60,7 @@ class BlockDrafter(Drafter):
 
 
 class DrawingDrafter(Drafter):
-    """Draws its guesses from laws that favour the right token of a text, whatever stands before it; says from which ones."""
+    """Draws its guesses from distributions that favour the right token of a text, whatever stands before it; says from which ones."""
 
     name = "drawing"
 
@@ -72,13 +72,13 @@ class DrawingDrafter(Drafter):
         start, count = len(request.token_ids), 1 + int(random.random() < 0.3)
         depth = min(budget.max_depth, (budget.row_budget - 1) // count, len(self._text) - start)
         token_ids, parents, node = list[int](), list[int](), 0
-        laws: dict[int, TokenProbs] = {}
+        draft_probs: dict[int, TokenProbs] = {}
         for level in range(depth):
             others = random.integers(0, self._vocab_size, 3).tolist()
             values = np.bincount([self._text[start + level]] * 9 + others, minlength=self._vocab_size).astype(np.float64)
-            laws[node] = TokenProbs(values / values.sum())
-            drawn = draw_distinct(laws[node], count, request.seed, request.sample_index, start, level)
+            draft_probs[node] = TokenProbs(values / values.sum())
+            drawn = draw_distinct(draft_probs[node], count, request.seed, request.sample_index, start, level)
             parents += [node] * len(drawn)
             node = len(token_ids) + 1
             token_ids += drawn
-        return [DraftTree.grow(request.token_ids[-1], token_ids, parents, self.name, laws)] if token_ids else [None]
+        return [DraftTree.grow(request.token_ids[-1], token_ids, parents, self.name, draft_probs)] if token_ids else [None]

@@ -78,7 +78,7 @@ SPECULATION = Panel(
         "num_draft_tokens": 'Tokens to draft a step: a number, or "auto" (4).',
         "tree_width": "Guesses for one position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.",
         "acceptance": "match: a seed has one text, whatever drafts. rejection: more guesses are kept at high temperatures; sampled texts "
-        "have the same law but depend on what was drafted.",
+        "have the same distribution but depend on what was drafted.",
         "draft_quant": "Quantise draft models and heads while loading. It changes the speed, never a token.",
         "drafter_options": "A setting of one method, such as tree=accuracy (medusa) or boundaries=2,16,29 "
         "(eagle3); may be given several times. docs/methods lists them.",

@@ -1,6 +1,7 @@
 """The algebra of rejection: how likely a draft is kept, and what is left of the target's distribution where it is not.
 
-Nothing is rounded on purpose: arrays of `fractions.Fraction` (dtype object) give exact results, and a test enumerates the laws so.
+Nothing is rounded on purpose: arrays of `fractions.Fraction` (dtype object) give exact results, so that a test can enumerate whole
+distributions.
 
 Sources: Leviathan et al. 2023 (arXiv:2211.17192), algorithm 1; Chen et al. 2023 (arXiv:2302.01318), theorem 1; for several drafts at
 one place without replacement Jeon et al. 2024 (arXiv:2402.14160), section 3; for whole blocks Sun et al. 2024 (arXiv:2403.10444).
@@ -42,7 +43,7 @@ class TokenProbs:
         return len(self.values) if self.token_ids is None else int(self.token_ids[-1]) + 1
 
     def is_normalised(self) -> bool:
-        """Whether these are probabilities at all, of a whole law."""
+        """Whether these are probabilities, and sum to 1."""
         return bool(self.values.min() >= 0) and abs(self.values.sum() - 1) < 1e-6  # NaN is neither
 
     def is_within(self, vocab_size: int) -> bool:
@@ -70,7 +71,7 @@ class TokenProbs:
         return dense[: len(other.values)] if other.token_ids is None else dense[other.token_ids]
 
     def without(self, token_id: int) -> "TokenProbs | None":
-        """The law of a second draw that may not repeat `token_id`; None where nothing is left to draw."""
+        """The distribution of a second draw that may not repeat `token_id`; None where nothing is left to draw."""
         values = self.values.copy()
         index = self._index(token_id)
         if index is not None:
@@ -104,11 +105,11 @@ def excess(target: TokenProbs, draft: TokenProbs, share: float = 1) -> ProbArray
 
 
 def residual(target: TokenProbs, weights: ProbArray) -> TokenProbs:
-    """The law of the token where drafts were refused.
+    """The distribution of the token where drafts were refused.
 
     Args:
         weights: `excess` of the target. All 0 where target and draft agree but for rounding: then nothing is refused but by
-            rounding, and the target's own law stays.
+            rounding, and the target's own distribution stays.
     """
     total = weights.sum()
     return TokenProbs(weights / total, target.token_ids) if total > 0 else target
@@ -130,7 +131,7 @@ def block_threshold(share: float, weights: ProbArray) -> float:
 
 
 def draw_distinct(probs: TokenProbs, count: int, seed: int, sample_index: int, first_position: int, depth: int) -> list[int]:
-    """Up to `count` different tokens in the order they were drawn, fewer where the law has no more.
+    """Up to `count` different tokens in the order they were drawn, fewer where no more have a probability.
 
     Args:
         seed, sample_index, first_position, depth: the key of the `draft` noise, as in `step_uniform`.

@@ -22,8 +22,8 @@ class DraftBudget:
         row_budget: rows of the target pass, root included.
         max_depth: tokens from the root to the deepest node.
         layout: how the tree will be laid out, which decides what a branch costs (`num_rows` of kv_cache/row_plan.py).
-        wants_draws: drafts are kept by `acceptance="rejection"`: who has a law of its own draws from it with `draft` noise
-            (`paceline.sampling.residual.draw_distinct`) and says so in `DraftTree.draft_probs`, instead of using the target's noise.
+        wants_draws: drafts are kept by `acceptance="rejection"`: a drafter with a distribution draws from it with `draft` noise
+            (`paceline.sampling.residual.draw_distinct`) instead of the target's noise, and names it in `DraftTree.draft_probs`.
         max_reading_s: seconds that reading may take (`Drafter.reading_s`); nobody who needs more is asked.
     """
 

@@ -1,11 +1,11 @@
 """The second acceptance rule: keep a draft as often as the target's probability allows, else draw from what is left.
 
-Opt-in (`acceptance="rejection"`). Texts have exactly the target's law, as in `verify`, but they are not the seed's plain texts: which
-token comes out depends on what was drafted. In return a drafter that draws from a distribution of its own is followed more
-often, at high temperatures above all. Which law a place in the tree takes follows from how its drafts were made (`Proposal`):
+Opt-in (`acceptance="rejection"`). Texts have exactly the target's distribution, as in `verify`, but they are not the seed's plain
+texts: which token comes out depends on what was drafted. In return more drafts are kept of a drafter that draws from a distribution of
+its own, at high temperatures above all. Which rule holds at a place of the tree follows from how its drafts were made (`Proposal`):
 
     a chain, each token drawn        block verification: the longest prefix that the joint probabilities allow
-    several draws at one place       one after the other, what a refused one accounted for taken out of the target's law
+    several draws at one place       one after the other, what a refused one accounted for taken out of target_probs
     chosen in any other way          the target draws, the walk follows the child that holds its token
 """
 
@@ -27,7 +27,7 @@ class Acceptance(Enum):
     """Which guesses are kept."""
 
     MATCH = "match"  # those that the target itself draws: the seed's plain text
-    REJECTION = "rejection"  # as many as the target's law allows: another text of the same law
+    REJECTION = "rejection"  # as many as the target's distribution allows: another text of the same distribution
 
 
 class Ahead(Protocol):
@@ -68,7 +68,7 @@ class StepChance:
 
 
 def verify_rejection(tree: DraftTree, logits: FloatArray, request: Request) -> VerifyResult:
-    """Walk `tree` with the target's rows, keeping the target's law; at temperature 0 the same as `verify`.
+    """Walk `tree` with the target's rows, keeping the target's distribution; at temperature 0 the same as `verify`.
 
     Args:
         tree: rooted at the request's last token. Where it has `draft_probs`, its drafts were drawn from them.
@@ -91,7 +91,7 @@ class Walk:
     """One walk.
 
     Args:
-        target_probs: (node, tokens from the root to it, root excluded) -> the target's law of what follows.
+        target_probs: (node, tokens from the root to it, root excluded) -> the target's distribution of what follows.
         look_ahead: begins to look for the token that ends the request; nothing behind it is kept.
     """
 
@@ -158,7 +158,7 @@ class Walk:
             draft = tree.draft_probs[depth]
             weights = excess(target, draft, share)
             if depth == 0 or self._chance.accepts(block_threshold(share, weights), depth - 1, 0):
-                num_kept, law, left = depth, target, weights
+                num_kept, behind, left = depth, target, weights
             share = min(1, share * acceptance(target, draft, tree.token_ids[depth + 1]))
             if share == 0:  # neither this draft nor one behind it can be kept
                 break
@@ -166,7 +166,7 @@ class Walk:
         node: int | None = 0
         for child in range(1, (length if is_whole else num_kept) + 1):
             node = self._take(tree.token_ids[child], child)
-        return node if is_whole else self._take(self._chance.draw(residual(law, left), num_kept), None)
+        return node if is_whole else self._take(self._chance.draw(residual(behind, left), num_kept), None)
 
     def _block_length(self) -> int:
         """Drawn tokens of the chain from the root on, up to the one that ends the request."""

@@ -9,7 +9,7 @@ from paceline.sampling.residual import TokenProbs
 
 
 class Proposal(Enum):
-    """How guesses came to be, which decides by what law `acceptance="rejection"` keeps them."""
+    """How guesses came to be, which decides by what rule `acceptance="rejection"` keeps them."""
 
     DETERMINISTIC = "deterministic"  # chosen: listed, ranked, pruned or merged, whatever drew them before
     SAMPLED = "sampled"  # a chain: one draw from `draft_probs` at each node
@@ -25,9 +25,9 @@ class DraftTree:
         parents: [N] parent of each node, -1 for the root, parents[i] < i.
         depths: [N] tokens between the root and the node, 0 for the root.
         sources: [N] name of the drafter that guessed each node ("" for the root).
-        draft_probs: by node, the law its children were drawn from, over the target's ids; siblings stand in the order of their
-            draws. Where a node has none its children were chosen. Only for drafts whose number at each node was fixed before
-            any of them was drawn, and of which none was taken out for what it holds: such trees leave it empty.
+        draft_probs: by node, the distribution its children were drawn from, over the target's ids; siblings stand in the order of
+            their draws. A node without one has chosen children. To be given only if the number of children was fixed before any was
+            drawn, and none was cut for the token it holds.
     """
 
     token_ids: Sequence[int]
@@ -104,10 +104,10 @@ class DraftTree:
         return cls(tuple(tokens), tuple(tree_parents), tuple(depths), tuple(names[node] for node in order), drawn)
 
     def check(self) -> None:
-        """Slots, positions and budgets are computed from a tree's shape, so it must be one; so must laws be that were drawn from.
+        """That this is a tree, from whose shape slots, positions and budgets are computed, and that its draws can be draws.
 
         Raises:
-            ValueError: parents, depths and tokens do not make a tree, or a node's children cannot have been drawn from its law.
+            ValueError: parents, depths and tokens do not make a tree, or a node's children cannot have been drawn from its `draft_probs`.
         """
         depths: list[int] = []
         for node, parent in enumerate(self.parents):
@@ -125,7 +125,7 @@ class DraftTree:
 
     @property
     def proposal(self) -> Proposal:
-        """By what law the guesses may be kept."""
+        """How the guesses came to be."""
         if not self.draft_probs:
             return Proposal.DETERMINISTIC
         return Proposal.SAMPLED if is_chain(self.parents) else Proposal.WITHOUT_REPLACEMENT
@@ -155,8 +155,8 @@ class DraftTree:
         """The tree without ids that do not exist, nodes deeper than `max_depth`, and what exceeds `row_budget` rows in `layout`.
 
         Drafts stay drawn: depths and rows depend on the shape alone, and what is left of a node's children are its first draws.
-        Where a law reaches ids that do not exist, its drafts pass for chosen whatever they hold: to go by what was drawn (keep
-        the type where all ids exist, change it where one does not) would give the ones kept more than their share.
+        Where `draft_probs` reach ids that do not exist, their drafts count as chosen, whatever they hold: to decide that by the
+        tokens drawn (chosen only where one of the ids does not exist) would keep the existing ones too often.
         """
         new_index: dict[int, int] = {-1: -1}
         kept: list[int] = []
@@ -180,7 +180,7 @@ class DraftTree:
         """What there is room for: of the first path as much as can be had, then every other node that still fits.
 
         The first path is that of first guesses. Where guesses were drawn, nodes are taken level by level in its place: what is kept must
-        not depend on what was drawn behind it, or the drafts kept would not follow their laws any more (see `trim`).
+        not depend on what was drawn behind it, or the drafts kept would not follow their `draft_probs` any more (see `trim`).
 
         Args:
             fits: whether there is room for the tree of these parents; if so there is for all its parts. The root always fits.
@@ -207,7 +207,7 @@ class DraftTree:
         return [index.get(self.parents[node], -1) for node in kept]
 
     def _part(self, kept: Sequence[int], parents: Sequence[int], drawn: Mapping[int, TokenProbs]) -> "DraftTree":
-        """The tree of the nodes `kept`, whose `parents` are indices among them, with what is left of the laws `drawn`."""
+        """The tree of the nodes `kept`, whose `parents` are indices among them, with what is left of the distributions `drawn`."""
         new_index = {node: index for index, node in enumerate(kept)}
         inner = set(parents)
         left = {new_index[node]: probs for node, probs in drawn.items() if new_index.get(node) in inner}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from harness.scripted_target import law_p_value, textbook_probs
+from harness.scripted_target import chi_square_p_value, textbook_probs
 from paceline.sampling.noise import Purpose, step_uniform
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
@@ -54,7 +54,7 @@ def test_both_forms_give_what_plain_arrays_give(seed):
             assert draft.is_within(size) == (not draft_values[size:].any())
 
 
-def test_a_law_over_fewer_ids_counts_as_zero_beyond_them():
+def test_a_distribution_over_fewer_ids_counts_as_zero_beyond_them():
     short, long = TokenProbs(np.array([0.5, 0.5])), TokenProbs(np.array([0.1, 0.2, 0.3, 0.4]))
     assert short.over(long).tolist() == [0.5, 0.5, 0.0, 0.0]
     assert long.over(short).tolist() == [0.1, 0.2]
@@ -68,7 +68,7 @@ def test_a_block_is_kept_whole_where_the_target_is_sure_enough():
     assert block_threshold(0, excess(same, same, 0)) == 0
 
 
-def test_where_nothing_is_left_but_rounding_the_targets_law_stays():
+def test_where_nothing_is_left_but_rounding_the_targets_distribution_stays():
     same = TokenProbs(np.array([0.25, 0.75]))
     assert residual(same, excess(same, same)) is same
 
@@ -81,27 +81,27 @@ def test_a_token_of_probability_0_is_never_picked(uniform, seed):
         assert values[probs.pick(uniform)] > 0.0
 
 
-def test_picked_tokens_have_the_law_of_the_row(seed):
+def test_picked_tokens_have_the_distribution_of_the_row(seed):
     """From logits through the processors and the noise: what drafts are drawn by and what replaces a refused one."""
     params = SamplingParams(temperature=0.8, top_p=0.9)
     logits = np.random.default_rng(4).normal(0.0, 2.0, 64).astype(np.float32)
     probs = TokenProbs.of(LogitsProcessor(params, 64, ()).process(logits))
-    law = {token: float(value) for token, value in enumerate(textbook_probs(logits, params)) if value > 0}
-    counts = dict.fromkeys(law, 0)
+    distribution = {token: float(value) for token, value in enumerate(textbook_probs(logits, params)) if value > 0}
+    counts = dict.fromkeys(distribution, 0)
     for one in range(seed, seed + 20_000):
         counts[probs.pick(step_uniform(one, 0, 10, Purpose.RESIDUAL, 1))] += 1
-    assert law_p_value(counts, law) > 0.001
+    assert chi_square_p_value(counts, distribution) > 0.001
 
 
-def test_several_draws_have_the_law_of_drawing_without_replacement_in_order(seed):
+def test_several_draws_have_the_distribution_of_drawing_without_replacement_in_order(seed):
     values = np.array([0.5, 0.3, 0.15, 0.05])
     probs = TokenProbs(values)
-    law = {(one, two): float(values[one] * values[two] / (1 - values[one])) for one in range(4) for two in range(4) if one != two}
-    counts = dict.fromkeys(law, 0)
+    distribution = {(one, two): float(values[one] * values[two] / (1 - values[one])) for one in range(4) for two in range(4) if one != two}
+    counts = dict.fromkeys(distribution, 0)
     for one in range(seed, seed + 10_000):
         first, second = draw_distinct(probs, 2, one, 0, 7, 0)
         counts[first, second] += 1
-    assert law_p_value(counts, law) > 0.001
+    assert chi_square_p_value(counts, distribution) > 0.001
 
 
 def test_no_more_tokens_are_drawn_than_there_are():

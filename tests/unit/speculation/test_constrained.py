@@ -249,11 +249,11 @@ def test_a_tree_the_grammar_agrees_with_stays_as_it_is() -> None:
 
 
 def test_a_drawn_tree_stays_as_it_is() -> None:
-    """To take out a draw for what it is would change the law of what rejection keeps."""
+    """To take out a draw for what it is would change the distribution of what rejection keeps."""
     one = started(PERSON)
-    law = np.zeros(V)
-    law[[93, 50]] = 0.5
-    tree = DraftTree.grow(one.token_ids[-1], [50], [0], "draft_model", {0: TokenProbs(law)})
+    distribution = np.zeros(V)
+    distribution[[93, 50]] = 0.5
+    tree = DraftTree.grow(one.token_ids[-1], [50], [0], "draft_model", {0: TokenProbs(distribution)})
     assert constrain(tree, one, 4, 5) is tree
 
 

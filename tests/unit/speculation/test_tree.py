@@ -147,7 +147,7 @@ def test_trimming_to_a_chain_keeps_the_first_guess_of_every_level():
 
 
 def _drawn_tree(generator: np.random.Generator, vocab_size: int = 6) -> DraftTree:
-    """A tree in which every node's children are drawn; the law of each node is told by its first value."""
+    """A tree in which every node's children are drawn; the distribution of each node is told by its first value."""
     tokens: list[int] = []
     parents: list[int] = []
     for node in range(int(generator.integers(1, 8))):
@@ -155,15 +155,15 @@ def _drawn_tree(generator: np.random.Generator, vocab_size: int = 6) -> DraftTre
         if node <= len(tokens):
             tokens.extend(fresh.tolist())
             parents.extend([node] * len(fresh))
-    laws = {}
+    draft_probs = {}
     for parent in set(parents):
         values = generator.random(vocab_size) + 0.1
-        laws[parent] = TokenProbs(values / values.sum())
-    return DraftTree.grow(99, tokens, parents, "draft_model", laws)
+        draft_probs[parent] = TokenProbs(values / values.sum())
+    return DraftTree.grow(99, tokens, parents, "draft_model", draft_probs)
 
 
 @pytest.mark.parametrize("layout", list(TreeLayout))
-def test_what_trimming_leaves_of_draws_is_the_first_ones_at_every_node_under_its_own_law(layout, seed):
+def test_what_trimming_leaves_of_draws_is_the_first_ones_at_every_node_under_its_own_distribution(layout, seed):
     generator = np.random.default_rng(seed)
     num_cut = 0
     for _ in range(300):
@@ -182,7 +182,7 @@ def test_what_trimming_leaves_of_draws_is_the_first_ones_at_every_node_under_its
     assert num_cut > 50
 
 
-def test_a_law_that_reaches_past_the_vocabulary_is_dropped_even_where_nothing_is_cut():
+def test_a_distribution_that_reaches_past_the_vocabulary_is_dropped_even_where_nothing_is_cut():
     short, long = TokenProbs(np.array([0.5, 0.5, 0.0])), TokenProbs(np.array([0.25, 0.25, 0.5]))
     listed = TokenProbs(np.array([0.5, 0.5]), np.array([1, 7]))
     tree = DraftTree.grow(9, [0, 1, 1], [0, 1, 2], "draft_model", {0: short, 1: long, 2: listed})
@@ -192,31 +192,31 @@ def test_a_law_that_reaches_past_the_vocabulary_is_dropped_even_where_nothing_is
 
 
 def test_the_type_of_a_proposal_follows_from_its_draws():
-    law = TokenProbs(np.array([0.5, 0.25, 0.25]))
+    distribution = TokenProbs(np.array([0.5, 0.25, 0.25]))
     assert DraftTree.chain(9, [0, 1], "ngram").proposal is Proposal.DETERMINISTIC
     assert DraftTree.root_only(9).proposal is Proposal.DETERMINISTIC
-    assert DraftTree.grow(9, [0, 1], [0, 1], "draft_model", {0: law, 1: law}).proposal is Proposal.SAMPLED
-    assert DraftTree.grow(9, [0, 1], [0, 0], "draft_model", {0: law}).proposal is Proposal.WITHOUT_REPLACEMENT
+    assert DraftTree.grow(9, [0, 1], [0, 1], "draft_model", {0: distribution, 1: distribution}).proposal is Proposal.SAMPLED
+    assert DraftTree.grow(9, [0, 1], [0, 0], "draft_model", {0: distribution}).proposal is Proposal.WITHOUT_REPLACEMENT
 
 
-def test_laws_stay_with_their_nodes_when_these_are_put_in_breadth_first_order():
-    laws = {node: TokenProbs(np.array([0.25, 0.25, 0.5])) for node in (0, 1, 3)}
-    tree = DraftTree.grow(9, [0, 1, 2, 1], [0, 1, 0, 3], "draft_model", laws)
+def test_distributions_stay_with_their_nodes_when_these_are_put_in_breadth_first_order():
+    draft_probs = {node: TokenProbs(np.array([0.25, 0.25, 0.5])) for node in (0, 1, 3)}
+    tree = DraftTree.grow(9, [0, 1, 2, 1], [0, 1, 0, 3], "draft_model", draft_probs)
     assert list(tree.token_ids) == [9, 0, 2, 1, 1]
-    assert tree.draft_probs == {0: laws[0], 1: laws[1], 2: laws[3]}
+    assert tree.draft_probs == {0: draft_probs[0], 1: draft_probs[1], 2: draft_probs[3]}
 
 
 def test_drawn_siblings_are_never_merged():
-    law = TokenProbs(np.array([0.5, 0.5]))
+    distribution = TokenProbs(np.array([0.5, 0.5]))
     with pytest.raises(ValueError, match="not drawn without replacement"):
-        DraftTree.grow(9, [1, 1], [0, 0], "draft_model", {0: law})
+        DraftTree.grow(9, [1, 1], [0, 0], "draft_model", {0: distribution})
 
 
 @pytest.mark.parametrize(
     ("values", "token", "node"),
     [
         pytest.param([0.5, 0.5, 0.0], 2, 0, id="a token of probability 0"),
-        pytest.param([0.5, 0.5], 2, 0, id="a token outside of the law"),
+        pytest.param([0.5, 0.5], 2, 0, id="a token outside of the distribution"),
         pytest.param([0.5, 0.6], 1, 0, id="a sum that is not 1"),
         pytest.param([1.5, -0.5], 0, 0, id="a negative probability"),
         pytest.param([float("nan"), 1.0], 1, 0, id="no number"),
@@ -224,7 +224,7 @@ def test_drawn_siblings_are_never_merged():
         pytest.param([0.5, 0.5], 1, 5, id="a node that is not there"),
     ],
 )
-def test_draws_that_cannot_come_from_their_law_are_refused(values, token, node):
+def test_draws_that_cannot_come_from_their_distribution_are_refused(values, token, node):
     tree = DraftTree((9, token), (-1, 0), (0, 1), ("", "draft_model"), {node: TokenProbs(np.array(values))})
     with pytest.raises(ValueError, match="cannot come from its draft_probs"):
         tree.check()

@@ -11,11 +11,11 @@ from paceline.speculation.tree_growth import Guess, grow_tree
 Path = tuple[int, ...]
 
 
-def expand_by(laws: dict[Path, dict[int, float]], asked: list[Path] | None = None):  # type: ignore[no-untyped-def]
+def expand_by(probs_behind: dict[Path, dict[int, float]], asked: list[Path] | None = None):  # type: ignore[no-untyped-def]
     def expand(path: Path) -> list[Guess[Path]]:
         if asked is not None:
             asked.append(path)
-        return [(token, prob, f"from {len(path)}", (*path, token)) for token, prob in laws.get(path, {}).items()]
+        return [(token, prob, f"from {len(path)}", (*path, token)) for token, prob in probs_behind.get(path, {}).items()]
 
     return expand
 
@@ -28,7 +28,7 @@ def paths(tree: DraftTree) -> list[Path]:
     return texts[1:]
 
 
-LAWS: dict[Path, dict[int, float]] = {(): {1: 0.6, 2: 0.3}, (1,): {3: 0.9}, (1, 3): {4: 0.9}, (1, 3, 4): {5: 0.1}}
+PROBS: dict[Path, dict[int, float]] = {(): {1: 0.6, 2: 0.3}, (1,): {3: 0.9}, (1, 3): {4: 0.9}, (1, 3, 4): {5: 0.1}}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ LAWS: dict[Path, dict[int, float]] = {(): {1: 0.6, 2: 0.3}, (1,): {3: 0.9}, (1, 
     ],
 )
 def test_a_branch_is_taken_where_it_is_worth_its_rows(layout: TreeLayout, row_budget: int, expected: list[Path]) -> None:
-    tree = grow_tree(9, DraftBudget(row_budget, 8, layout), (), expand_by(LAWS))
+    tree = grow_tree(9, DraftBudget(row_budget, 8, layout), (), expand_by(PROBS))
     assert tree is not None
     assert paths(tree) == expected
     assert list(tree.sources[1:]) == [f"from {len(path) - 1}" for path in expected]
@@ -53,14 +53,14 @@ def test_a_branch_is_taken_where_it_is_worth_its_rows(layout: TreeLayout, row_bu
 
 def test_depth_and_least_probability_bound_the_tree_and_nothing_is_expanded_in_vain() -> None:
     asked: list[Path] = []
-    tree = grow_tree(9, DraftBudget(20, 2, TreeLayout.MASK), (), expand_by(LAWS, asked), least_prob=0.5)
+    tree = grow_tree(9, DraftBudget(20, 2, TreeLayout.MASK), (), expand_by(PROBS, asked), least_prob=0.5)
     assert tree is not None
     assert paths(tree) == [(1,), (1, 3)]
     assert asked == [(), (1,)]
 
 
 def test_a_node_is_not_asked_about_once_its_siblings_have_the_last_row() -> None:
-    laws: dict[Path, dict[int, float]] = {(): {1: 0.3, 2: 0.28}, (1,): {3: 0.4}, (1, 3): {4: 0.9}, (2,): {5: 0.1}}
+    probs_behind: dict[Path, dict[int, float]] = {(): {1: 0.3, 2: 0.28}, (1,): {3: 0.4}, (1, 3): {4: 0.9}, (2,): {5: 0.1}}
     for row_budget, layout, expected, last_asked in (
         (3, TreeLayout.MASK, [(1,), (2,)], [(), (1,)]),
         (4, TreeLayout.MASK, [(1,), (2,), (1, 3)], [(), (1,), (2,)]),
@@ -68,29 +68,29 @@ def test_a_node_is_not_asked_about_once_its_siblings_have_the_last_row() -> None
         (1, TreeLayout.MASK, None, []),
     ):
         asked: list[Path] = []
-        tree = grow_tree(9, DraftBudget(row_budget, 8, layout), (), expand_by(laws, asked))
+        tree = grow_tree(9, DraftBudget(row_budget, 8, layout), (), expand_by(probs_behind, asked))
         assert (None if tree is None else paths(tree)) == expected
         assert asked == last_asked
 
 
-@pytest.mark.parametrize(("row_budget", "max_depth", "laws"), [(1, 4, LAWS), (5, 0, LAWS), (5, 4, {}), (5, 4, {(): {1: 0.0}})])
-def test_without_a_guess_or_room_there_is_no_tree(row_budget: int, max_depth: int, laws: dict[Path, dict[int, float]]) -> None:
-    assert grow_tree(9, DraftBudget(row_budget, max_depth), (), expand_by(laws)) is None
+@pytest.mark.parametrize(("row_budget", "max_depth", "probs_behind"), [(1, 4, PROBS), (5, 0, PROBS), (5, 4, {}), (5, 4, {(): {1: 0.0}})])
+def test_without_a_guess_or_room_there_is_no_tree(row_budget: int, max_depth: int, probs_behind: dict[Path, dict[int, float]]) -> None:
+    assert grow_tree(9, DraftBudget(row_budget, max_depth), (), expand_by(probs_behind)) is None
 
 
 @pytest.mark.parametrize("layout", TreeLayout)
 def test_random_trees_keep_to_their_budget(layout: TreeLayout, seed: int) -> None:
     random = np.random.default_rng(seed)
     for _ in range(150):
-        laws: dict[Path, dict[int, float]] = {}
+        probs_behind: dict[Path, dict[int, float]] = {}
         open_paths: list[Path] = [()]
         for path in open_paths:
             if len(path) < 5:
                 probs = random.dirichlet([0.3] * 4)[: random.integers(0, 4)]
-                laws[path] = {token: float(prob) for token, prob in enumerate(probs)}
-                open_paths += [(*path, token) for token in laws[path]]
+                probs_behind[path] = {token: float(prob) for token, prob in enumerate(probs)}
+                open_paths += [(*path, token) for token in probs_behind[path]]
         budget = DraftBudget(int(random.integers(1, 20)), int(random.integers(0, 6)), layout)
-        tree = grow_tree(9, budget, (), expand_by(laws))
+        tree = grow_tree(9, budget, (), expand_by(probs_behind))
         if tree is not None:
             assert set(paths(tree)) <= set(open_paths)
             assert num_rows(tree.parents, layout) <= budget.row_budget

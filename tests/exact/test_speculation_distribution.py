@@ -1,4 +1,4 @@
-"""Over seeds, text made of verified guesses has exactly the target's law, and is each seed's plain text."""
+"""Over seeds, text made of verified guesses has exactly the target's distribution, and is each seed's plain text."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from harness.scripted_target import LEAST_EXPECTED, ScriptedTarget, Tokens, joint_counts, law_p_value
+from harness.scripted_target import LEAST_EXPECTED, ScriptedTarget, Tokens, chi_square_p_value, joint_counts
 from paceline.kv_cache.paged import CachedSequence
 from paceline.sampling.draw import draw
 from paceline.sampling.params import SamplingParams
@@ -19,7 +19,7 @@ from paceline.speculation.verify import VerifyResult, verify
 
 NUM_TOKENS = 3
 TARGET = ScriptedTarget(vocab_size=12, spread=1.0)  # flat enough for guesses to fail at every depth
-LAWS = {
+PARAMS = {
     "top-k": SamplingParams(temperature=1.0, top_k=5),
     "penalties": SamplingParams(temperature=0.8, top_k=6, repetition_penalty=1.6, frequency_penalty=0.8, presence_penalty=0.6),
 }
@@ -61,7 +61,7 @@ def _two_best_a_level(context: Tokens) -> Guess:
 
 
 PROPOSERS: dict[str, Proposer] = {"chain": _argmax_chain, "tree": _two_best_a_level}
-# Law, guesses, and seeds by default: a text takes 0.5 ms, with penalties 0.8 ms.
+# Parameters, guesses, and seeds by default: a text takes 0.5 ms, with penalties 0.8 ms.
 NUM_SEEDS = {("top-k", "chain"): 12_000, ("penalties", "tree"): 6_000, ("top-k", "tree"): 2_000, ("penalties", "chain"): 2_000}
 LARGE_NUM_SEEDS = 50_000
 NUM_BROKEN_SEEDS = 1_500
@@ -86,36 +86,36 @@ def _speculate(params: SamplingParams, seed: int, propose: Proposer, commit_resu
     return tuple(request.output_token_ids), num_accepted
 
 
-def _texts(law: str, proposer: str, seeds: Sequence[int], commit_result: Commit = _commit) -> np.ndarray:
-    return np.array([_speculate(LAWS[law], one, PROPOSERS[proposer], commit_result)[0] for one in seeds], np.int64)
+def _texts(name: str, proposer: str, seeds: Sequence[int], commit_result: Commit = _commit) -> np.ndarray:
+    return np.array([_speculate(PARAMS[name], one, PROPOSERS[proposer], commit_result)[0] for one in seeds], np.int64)
 
 
-def _plain_texts(law: str, seeds: Sequence[int]) -> np.ndarray:
-    return TARGET.generate_many(LAWS[law], np.array(seeds, np.uint64), NUM_TOKENS)
+def _plain_texts(name: str, seeds: Sequence[int]) -> np.ndarray:
+    return TARGET.generate_many(PARAMS[name], np.array(seeds, np.uint64), NUM_TOKENS)
 
 
-@pytest.mark.parametrize(("law", "proposer"), EVERY)
-def test_verified_guesses_have_the_targets_joint_law_and_each_seeds_plain_text(law, proposer, seed, large_counts):
-    num_seeds = LARGE_NUM_SEEDS if large_counts else NUM_SEEDS[law, proposer]
+@pytest.mark.parametrize(("name", "proposer"), EVERY)
+def test_verified_guesses_have_the_targets_joint_distribution_and_each_seeds_plain_text(name, proposer, seed, large_counts):
+    num_seeds = LARGE_NUM_SEEDS if large_counts else NUM_SEEDS[name, proposer]
     seeds = range(seed, seed + num_seeds)
-    exact = TARGET.exact_joint_law(LAWS[law], NUM_TOKENS)
+    exact = TARGET.exact_joint_distribution(PARAMS[name], NUM_TOKENS)
     assert sum(mass * num_seeds >= LEAST_EXPECTED for mass in exact.values()) > 40
-    texts = _texts(law, proposer, seeds)
-    assert (texts == _plain_texts(law, seeds)).all()
-    assert law_p_value(joint_counts(texts), exact) > 0.001
+    texts = _texts(name, proposer, seeds)
+    assert (texts == _plain_texts(name, seeds)).all()
+    assert chi_square_p_value(joint_counts(texts), exact) > 0.001
 
 
-@pytest.mark.parametrize(("law", "proposer"), EVERY)
-def test_guesses_are_both_accepted_and_rejected_here(law, proposer, seed):
-    accepted = [_speculate(LAWS[law], one, PROPOSERS[proposer])[1] for one in range(seed, seed + 200)]
+@pytest.mark.parametrize(("name", "proposer"), EVERY)
+def test_guesses_are_both_accepted_and_rejected_here(name, proposer, seed):
+    accepted = [_speculate(PARAMS[name], one, PROPOSERS[proposer])[1] for one in range(seed, seed + 200)]
     assert set(accepted) >= {0, 1, 2}
 
 
-@pytest.mark.parametrize(("law", "proposer"), EVERY[:2])
-def test_noise_reused_at_the_next_position_is_noticed(law, proposer, seed, monkeypatch):
+@pytest.mark.parametrize(("name", "proposer"), EVERY[:2])
+def test_noise_reused_at_the_next_position_is_noticed(name, proposer, seed, monkeypatch):
     first = len(TARGET.prompt)
     monkeypatch.setattr(verify_module, "draw", lambda row, one, sample, position: draw(row, one, sample, max(first, position - 1)))
-    _check_notices(law, proposer, seed)
+    _check_notices(name, proposer, seed)
 
 
 @pytest.mark.parametrize("proposer", PROPOSERS)
@@ -140,14 +140,14 @@ def test_a_rejected_draft_kept_in_the_history_is_noticed(proposer, seed):
     _check_notices("penalties", proposer, seed, commit_all)
 
 
-def _check_notices(law: str, proposer: str, seed: int, commit_result: Commit = _commit) -> None:
+def _check_notices(name: str, proposer: str, seed: int, commit_result: Commit = _commit) -> None:
     seeds = range(seed, seed + NUM_BROKEN_SEEDS)
-    _check_differs(law, _texts(law, proposer, seeds, commit_result), _plain_texts(law, seeds))
+    _check_differs(name, _texts(name, proposer, seeds, commit_result), _plain_texts(name, seeds))
 
 
-def _check_differs(law: str, texts: np.ndarray, plain: np.ndarray) -> None:
-    """Both checks of this file fail: equality seed by seed, and the joint law."""
-    exact = TARGET.exact_joint_law(LAWS[law], NUM_TOKENS)
+def _check_differs(name: str, texts: np.ndarray, plain: np.ndarray) -> None:
+    """Both checks of this file fail: equality seed by seed, and the joint distribution."""
+    exact = TARGET.exact_joint_distribution(PARAMS[name], NUM_TOKENS)
     assert (texts != plain).any(axis=1).mean() > 0.01
-    assert law_p_value(joint_counts(plain), exact) > 0.001
-    assert law_p_value(joint_counts(texts), exact) < 0.001
+    assert chi_square_p_value(joint_counts(plain), exact) > 0.001
+    assert chi_square_p_value(joint_counts(texts), exact) < 0.001

@@ -1,4 +1,4 @@
-"""Laws of one step by enumeration: every draft and every decision with its exact probability, as rational numbers."""
+"""Distributions of one step by enumeration: every draft and every decision with its exact probability, as rational numbers."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +13,9 @@ from paceline.speculation.tree import DraftTree
 from paceline.speculation.verify import VerifyResult
 
 Text = tuple[int, ...]
-Laws = Callable[[Text], TokenProbs]  # the tokens of a step so far -> the law of the next one
+ProbsOf = Callable[[Text], TokenProbs]  # the tokens of a step so far -> the probabilities of the next one
 Drafts = Callable[[Text], TokenProbs | None]  # the drafted tokens so far -> what the next one is drawn from; None = nothing is drafted
-Law = dict[Text, Fraction]
+TextProbs = dict[Text, Fraction]
 Shape = Sequence[int]  # parents of the drawn nodes, breadth-first
 Ends = Callable[[Text], bool]  # whether the text ends with its last token
 
@@ -35,32 +35,32 @@ class _Ahead:
         return self._ends(self._text)
 
 
-def sparse_laws(seed: int, case: int, vocab_size: int) -> Laws:
-    """Random rational laws, one for each text; some tokens impossible, some certain."""
+def sparse_probs(seed: int, case: int, vocab_size: int) -> ProbsOf:
+    """Random rational probabilities, others for each text; some tokens impossible, some certain."""
 
-    def law(text: Text) -> TokenProbs:
+    def probs(text: Text) -> TokenProbs:
         weights = np.random.default_rng([seed, case, len(text), *text]).integers(0, 6, vocab_size)
         if not weights.any():
             weights[text[-1] if text and text[-1] < vocab_size else 0] = 1
         return TokenProbs(np.array([Fraction(int(weight), int(weights.sum())) for weight in weights], object))
 
-    return law
+    return probs
 
 
-def full_laws(seed: int, case: int, vocab_size: int = 3) -> Laws:
-    """Laws that leave no token out: every tree of a shape can be drawn."""
+def full_probs(seed: int, case: int, vocab_size: int = 3) -> ProbsOf:
+    """Probabilities that leave no token out: every tree of a shape can be drawn."""
 
-    def law(text: Text) -> TokenProbs:
+    def probs(text: Text) -> TokenProbs:
         weights = np.random.default_rng([seed, case, len(text), *text]).integers(1, 6, vocab_size)
         return TokenProbs(np.array([Fraction(int(weight), int(weights.sum())) for weight in weights], object))
 
-    return law
+    return probs
 
 
-def ending_laws(seed: int, case: int, vocab_size: int = 3) -> Drafts:
+def ending_probs(seed: int, case: int, vocab_size: int = 3) -> Drafts:
     """The same of a drafter that ends behind token 1."""
-    law = full_laws(seed, case, vocab_size)
-    return lambda text: None if text and text[-1] == 1 else law(text)
+    probs = full_probs(seed, case, vocab_size)
+    return lambda text: None if text and text[-1] == 1 else probs(text)
 
 
 class Branching:
@@ -106,7 +106,7 @@ def every_way(run: Callable[[Branching], Any]) -> Iterator[tuple[Any, Fraction]]
 
 
 def draw_tree(shape: Shape, draft: Drafts, chance: Branching) -> DraftTree:
-    """Children drawn without replacement; a law with too few tokens has fewer children, none has none."""
+    """Children drawn without replacement; a distribution over too few tokens has fewer children, none has none."""
     texts: dict[int, Text] = {0: ()}
     left: dict[int, TokenProbs | None] = {}
     number: dict[int, int] = {0: 0}
@@ -125,7 +125,7 @@ def draw_tree(shape: Shape, draft: Drafts, chance: Branching) -> DraftTree:
         parents.append(number[parent])
         number[node] = len(tokens)
     tree = DraftTree.grow(
-        99, tokens, parents, "test", {number[parent]: law for parent in left if (law := draft(texts[parent])) is not None}
+        99, tokens, parents, "test", {number[parent]: probs for parent in left if (probs := draft(texts[parent])) is not None}
     )
     tree.check()
     return tree
@@ -138,7 +138,7 @@ def paths_of(tree: DraftTree) -> list[Text]:
     return paths
 
 
-def walk(tree: DraftTree, target: Laws, chance: Branching, ends: Ends = never) -> VerifyResult:
+def walk(tree: DraftTree, target: ProbsOf, chance: Branching, ends: Ends = never) -> VerifyResult:
     paths = paths_of(tree)
 
     def target_probs(node: int, path: Sequence[int]) -> TokenProbs:
@@ -151,18 +151,18 @@ def walk(tree: DraftTree, target: Laws, chance: Branching, ends: Ends = never) -
     return result
 
 
-def plain_law(target: Laws, length: int, ends: Ends = never, start: Text = ()) -> Law:
+def plain_distribution(target: ProbsOf, length: int, ends: Ends = never, start: Text = ()) -> TextProbs:
     """Texts of `length` tokens, shorter where one ends; all begin with `start`."""
-    law: Law = {start: Fraction(1)}
+    mass_of: TextProbs = {start: Fraction(1)}
     for _ in range(length - len(start)):
-        longer: Law = {}
-        for text, mass in law.items():
+        longer: TextProbs = {}
+        for text, mass in mass_of.items():
             if text and ends(text):
                 longer[text] = mass
             else:
                 longer.update({(*text, token): mass * value for token, value in enumerate(target(text).values) if value > 0})
-        law = longer
-    return law
+        mass_of = longer
+    return mass_of
 
 
 def num_tokens(shape: Shape) -> int:
@@ -173,17 +173,17 @@ def num_tokens(shape: Shape) -> int:
     return max(depths) + 1
 
 
-def law_of_step(
+def distribution_of_step(
     shape: Shape,
-    target: Laws,
+    target: ProbsOf,
     draft: Drafts,
     *,
     cut: Callable[[DraftTree], DraftTree] = lambda tree: tree,
     ends: Ends = never,
-) -> Law:
-    """The law of the first tokens when one step drafts a tree of this shape and plain steps follow."""
-    law: defaultdict[Text, Fraction] = defaultdict(Fraction)
+) -> TextProbs:
+    """The distribution of the first tokens when one step drafts a tree of this shape and plain steps follow."""
+    mass_of: defaultdict[Text, Fraction] = defaultdict(Fraction)
     for result, mass in every_way(lambda chance: walk(cut(draw_tree(shape, draft, chance)), target, chance, ends)):
-        for text, rest in plain_law(target, num_tokens(shape), ends, result.token_ids).items():
-            law[text] += mass * rest
-    return dict(law)
+        for text, rest in plain_distribution(target, num_tokens(shape), ends, result.token_ids).items():
+            mass_of[text] += mass * rest
+    return dict(mass_of)

@@ -1,17 +1,17 @@
-"""Over seeds, what is drawn has exactly the law the logits and parameters define."""
+"""Over seeds, what is drawn has exactly the distribution the logits and parameters define."""
 
 import numpy as np
 import pytest
 
 from harness.many_draws import draw_many
-from harness.scripted_target import LEAST_EXPECTED, NoisePosition, ScriptedTarget, joint_counts, law_p_value, textbook_probs
+from harness.scripted_target import LEAST_EXPECTED, NoisePosition, ScriptedTarget, chi_square_p_value, joint_counts, textbook_probs
 from paceline.sampling.draw import draw
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 
 NUM_SEEDS = 200_000
 NUM_TOKENS = 3
-LAWS = {
+PARAMS = {
     "top-k": SamplingParams(temperature=1.0, top_k=5),
     "top-p": SamplingParams(temperature=1.0, top_p=0.8),
     "everything": SamplingParams(
@@ -32,21 +32,21 @@ def _seeds(first: int, count: int) -> np.ndarray:
     return np.arange(first, first + count, dtype=np.uint64)
 
 
-@pytest.mark.parametrize("name", LAWS)
-def test_the_joint_law_of_three_tokens_is_the_product_of_the_rows(name, seed):
+@pytest.mark.parametrize("name", PARAMS)
+def test_the_joint_distribution_of_three_tokens_is_the_product_of_the_rows(name, seed):
     target = ScriptedTarget()
-    law = target.exact_joint_law(LAWS[name], NUM_TOKENS)
-    assert sum(mass * NUM_SEEDS >= LEAST_EXPECTED for mass in law.values()) > 50
-    texts = target.generate_many(LAWS[name], _seeds(seed, NUM_SEEDS), NUM_TOKENS)
-    assert law_p_value(joint_counts(texts), law) > 0.001
+    distribution = target.exact_joint_distribution(PARAMS[name], NUM_TOKENS)
+    assert sum(mass * NUM_SEEDS >= LEAST_EXPECTED for mass in distribution.values()) > 50
+    texts = target.generate_many(PARAMS[name], _seeds(seed, NUM_SEEDS), NUM_TOKENS)
+    assert chi_square_p_value(joint_counts(texts), distribution) > 0.001
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", PARAMS)
 def test_one_request_at_a_time_gives_the_texts_of_the_vectorised_form(name, seed):
     target = ScriptedTarget()
     seeds = _seeds(seed, 2_000)
-    many = target.generate_many(LAWS[name], seeds, NUM_TOKENS)
-    assert [target.generate(LAWS[name], int(one), NUM_TOKENS) for one in seeds] == [tuple(text) for text in many.tolist()]
+    many = target.generate_many(PARAMS[name], seeds, NUM_TOKENS)
+    assert [target.generate(PARAMS[name], int(one), NUM_TOKENS) for one in seeds] == [tuple(text) for text in many.tolist()]
 
 
 @pytest.mark.parametrize(
@@ -60,21 +60,21 @@ def test_one_request_at_a_time_gives_the_texts_of_the_vectorised_form(name, seed
 @pytest.mark.parametrize("name", ["top-k", "top-p"])
 def test_noise_that_is_not_keyed_by_position_is_noticed(name, wrong_position: NoisePosition, seed):
     target = ScriptedTarget()
-    law = target.exact_joint_law(LAWS[name], NUM_TOKENS)
-    texts = target.generate_many(LAWS[name], _seeds(seed, NUM_SEEDS // 4), NUM_TOKENS, wrong_position)
-    assert law_p_value(joint_counts(texts), law) < 1e-6
+    distribution = target.exact_joint_distribution(PARAMS[name], NUM_TOKENS)
+    texts = target.generate_many(PARAMS[name], _seeds(seed, NUM_SEEDS // 4), NUM_TOKENS, wrong_position)
+    assert chi_square_p_value(joint_counts(texts), distribution) < 1e-6
 
 
 def test_the_samples_of_one_seed_are_independent(seed):
     target = ScriptedTarget()
-    params = LAWS["top-k"]
+    params = PARAMS["top-k"]
     row = LogitsProcessor(params, target.vocab_size, target.prompt).process(target.logits(target.prompt))
     count = NUM_SEEDS // 4
     samples = np.stack([draw_many(row, _seeds(seed, count), sample_index, 3) for sample_index in (0, 1)], axis=1)
     probs = textbook_probs(target.logits(target.prompt), params)
     kept = np.flatnonzero(probs)
-    law = {(int(one), int(other)): float(probs[one] * probs[other]) for one in kept for other in kept}
-    assert law_p_value(joint_counts(samples), law) > 0.001
+    distribution = {(int(one), int(other)): float(probs[one] * probs[other]) for one in kept for other in kept}
+    assert chi_square_p_value(joint_counts(samples), distribution) > 0.001
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
@@ -84,20 +84,20 @@ def test_the_marginal_over_a_real_vocabulary_is_exact(top_p, seed, large_counts)
     params = SamplingParams(temperature=0.9, top_p=top_p)
     logits = (np.random.default_rng(5).standard_normal(32_000) * 3.0).astype(np.float32)
     row = LogitsProcessor(params, 32_000, ()).process(logits)
-    probs = _exact_row_law(logits, 0.9, top_p)
+    probs = _exact_row_distribution(logits, 0.9, top_p)
     largest = np.argsort(-probs)[:50]
-    law = {int(token_id): float(probs[token_id]) for token_id in largest}
-    law["tail"] = 1.0 - sum(law.values())
-    counts = dict.fromkeys(law, 0)
+    distribution = {int(token_id): float(probs[token_id]) for token_id in largest}
+    distribution["tail"] = 1.0 - sum(distribution.values())
+    counts = dict.fromkeys(distribution, 0)
     for one in range(num_draws):
         token_id = draw(row, seed + one, 0, 17)
         assert probs[token_id] > 0.0
-        counts[token_id if token_id in law else "tail"] += 1
-    assert 0.05 < law["tail"] < 0.95
-    assert law_p_value(counts, law) > 0.001
+        counts[token_id if token_id in distribution else "tail"] += 1
+    assert 0.05 < distribution["tail"] < 0.95
+    assert chi_square_p_value(counts, distribution) > 0.001
 
 
-def _exact_row_law(logits: np.ndarray, temperature: float, top_p: float) -> np.ndarray:
+def _exact_row_distribution(logits: np.ndarray, temperature: float, top_p: float) -> np.ndarray:
     probs = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
     probs /= probs.sum()
     order = np.argsort(-probs, kind="stable")

@@ -1,4 +1,4 @@
-"""Text made of drafts kept by rejection has exactly the target's law.
+"""Text made of drafts kept by rejection has exactly the target's distribution.
 
 Over seeds, with real logits, processors and noise, several steps; and by enumeration where trees are cut because blocks are short.
 """
@@ -10,19 +10,19 @@ from itertools import product
 import numpy as np
 import pytest
 
-from harness.enumerated_laws import (
+from harness.enumerated_distributions import (
     Branching,
     Drafts,
     Shape,
+    distribution_of_step,
     draw_tree,
-    ending_laws,
-    full_laws,
-    law_of_step,
+    ending_probs,
+    full_probs,
     num_tokens,
-    plain_law,
-    sparse_laws,
+    plain_distribution,
+    sparse_probs,
 )
-from harness.scripted_target import LEAST_EXPECTED, ScriptedTarget, Tokens, joint_counts, law_p_value
+from harness.scripted_target import LEAST_EXPECTED, ScriptedTarget, Tokens, chi_square_p_value, joint_counts
 from paceline.drafters.draft_model import _fan
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import TreeLayout, is_chain
@@ -61,8 +61,8 @@ class Scene:
     def target(self) -> ScriptedTarget:
         return TARGETS[self.vocab_size]
 
-    def exact_law(self) -> dict[Tokens, float]:
-        return self.target.exact_joint_law(self.params, self.num_tokens)
+    def exact_distribution(self) -> dict[Tokens, float]:
+        return self.target.exact_joint_distribution(self.params, self.num_tokens)
 
     def draft_row(self, context: Tokens) -> np.ndarray:
         own = OTHERS[self.vocab_size].logits(context)
@@ -93,16 +93,16 @@ def _draft(scene: Scene, request: Request) -> DraftTree:
     widths = scene.widths[: request.num_remaining_tokens - 1]
     paths: list[Tokens] = [()]
     parents: list[int] = []
-    laws: dict[int, TokenProbs] = {}
+    draft_probs: dict[int, TokenProbs] = {}
     for node, path in enumerate(paths):  # `paths` grows while it is read
         if len(path) == len(widths):
             break
-        laws[node] = TokenProbs.of(request.processor.process(scene.draft_row((*request.token_ids, *path)), path))
+        draft_probs[node] = TokenProbs.of(request.processor.process(scene.draft_row((*request.token_ids, *path)), path))
         key = request.seed, request.sample_index, len(request.token_ids)
-        drawn = draw_distinct(laws[node], widths[len(path)], *key, len(path))
+        drawn = draw_distinct(draft_probs[node], widths[len(path)], *key, len(path))
         paths.extend((*path, token) for token in drawn)
         parents.extend([node] * len(drawn))
-    return DraftTree.grow(request.token_ids[-1], [path[-1] for path in paths[1:]], parents, "test", laws)
+    return DraftTree.grow(request.token_ids[-1], [path[-1] for path in paths[1:]], parents, "test", draft_probs)
 
 
 def _rows(scene: Scene, request: Request, tree: DraftTree) -> np.ndarray:
@@ -131,14 +131,14 @@ def _speak(scene: Scene, seed: int) -> tuple[Tokens, int]:
 
 def _p_value(scene: Scene, seeds: Sequence[int]) -> float:
     texts = np.array([_speak(scene, one)[0] for one in seeds], np.int64)
-    return law_p_value(joint_counts(texts), scene.exact_law())
+    return chi_square_p_value(joint_counts(texts), scene.exact_distribution())
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_drafts_kept_by_rejection_have_the_targets_joint_law(name, seed, large_counts, tally):
+def test_drafts_kept_by_rejection_have_the_targets_joint_distribution(name, seed, large_counts, tally):
     scene = SCENES[name]
     num_seeds = LARGE_NUM_SEEDS if large_counts else scene.num_seeds
-    assert sum(mass * num_seeds >= LEAST_EXPECTED for mass in scene.exact_law().values()) > 40
+    assert sum(mass * num_seeds >= LEAST_EXPECTED for mass in scene.exact_distribution().values()) > 40
     tally["texts with drafts kept by rejection"] += num_seeds
     assert _p_value(scene, range(seed, seed + num_seeds)) > 0.001
 
@@ -182,8 +182,8 @@ def _of_one_purpose(*key: int) -> float:
 
 
 BROKEN: dict[str, tuple[str, Break]] = {
-    "the target's law in place of the residual": ("chain", _change("residual", lambda target, weights: target)),
-    "the target's law in place of a tree's residual": ("tree", _change("residual", lambda target, weights: target)),
+    "the target's distribution in place of the residual": ("chain", _change("residual", lambda target, weights: target)),
+    "the target's distribution in place of a tree's residual": ("tree", _change("residual", lambda target, weights: target)),
     "target and draft swapped": ("chain", _change("acceptance", lambda target, draft, token: acceptance(draft, target, token))),
     "a block that may end as its last draft may": (
         "long chain over few ids",
@@ -206,7 +206,7 @@ def test_a_wrong_rule_is_noticed(wrong, seed, monkeypatch):
 # Trees cut for memory: by the real cache, every draft and every decision enumerated
 
 BLOCK_SIZE = 2
-LawsOf = Callable[..., Drafts]  # of seed, case and vocabulary size
+DraftsOf = Callable[..., Drafts]  # of seed, case and vocabulary size
 CUT_SHAPES: dict[str, Shape] = {
     "chain": (0, 1, 2),
     "three draws": (0, 0, 0),
@@ -214,7 +214,7 @@ CUT_SHAPES: dict[str, Shape] = {
     "two draws, both go on": (0, 0, 1, 2),
     "two draws, the first goes on with two": (0, 0, 1, 1),
 }
-NUM_FULL_CASES, NUM_CUT_CASES = 1, 2  # laws that leave no token out have many more ways to go
+NUM_FULL_CASES, NUM_CUT_CASES = 1, 2  # distributions that leave no token out have many more ways to go
 NUM_WRONG_CUTS = 40  # the first one that shows it ends the search
 
 
@@ -252,7 +252,7 @@ class Room:
 
 def _rooms(shape: Shape) -> dict[tuple[TreeLayout, Shape], Room]:
     """By layout one room for each thing that can be left of a tree of this shape, but all of it; those that leave most come first."""
-    whole = draw_tree(shape, full_laws(0, 0, max(3, len(shape))), Branching(()))
+    whole = draw_tree(shape, full_probs(0, 0, max(3, len(shape))), Branching(()))
     found: dict[tuple[TreeLayout, Shape], Room] = {}
     for layout in TreeLayout if is_chain(whole.parents) else (TreeLayout.PATHS, TreeLayout.MASK):
         for committed_len in (1, 2):
@@ -266,21 +266,23 @@ def _rooms(shape: Shape) -> dict[tuple[TreeLayout, Shape], Room]:
     return dict(sorted(found.items(), key=lambda one: -len(one[0][1])))
 
 
-def _keeps_the_law(shape: Shape, room: Room, drafts: LawsOf, seed: int, num_cases: int) -> bool:
-    """Whether the law of a step whose trees are cut in this room is the target's in every case, to the last digit."""
-    targets = sparse_laws if drafts is sparse_laws else full_laws
+def _keeps_the_distribution(shape: Shape, room: Room, drafts: DraftsOf, seed: int, num_cases: int) -> bool:
+    """Whether the distribution of a step whose trees are cut in this room is the target's in every case, to the last digit."""
+    targets = sparse_probs if drafts is sparse_probs else full_probs
     cases = ((targets(seed, 2 * case, 3), drafts(seed, 2 * case + 1, 3)) for case in range(num_cases))
-    return all(law_of_step(shape, target, draft, cut=room.cut) == plain_law(target, num_tokens(shape)) for target, draft in cases)
+    return all(
+        distribution_of_step(shape, target, draft, cut=room.cut) == plain_distribution(target, num_tokens(shape)) for target, draft in cases
+    )
 
 
-@pytest.mark.parametrize("drafts", [full_laws, sparse_laws, ending_laws])
+@pytest.mark.parametrize("drafts", [full_probs, sparse_probs, ending_probs])
 @pytest.mark.parametrize("name", CUT_SHAPES)
-def test_trees_cut_for_memory_leave_the_targets_law_to_the_last_digit(name, drafts, seed, tally, large_counts):
+def test_trees_cut_for_memory_leave_the_targets_distribution_to_the_last_digit(name, drafts, seed, tally, large_counts):
     rooms = _rooms(CUT_SHAPES[name])
     assert any(len(left) > 2 for _, left in rooms), "drafts are left"
-    num_cases = 10 if large_counts else NUM_FULL_CASES if drafts is full_laws else NUM_CUT_CASES
+    num_cases = 10 if large_counts else NUM_FULL_CASES if drafts is full_probs else NUM_CUT_CASES
     for left, room in rooms.items():
-        assert _keeps_the_law(CUT_SHAPES[name], room, drafts, seed, num_cases), left
+        assert _keeps_the_distribution(CUT_SHAPES[name], room, drafts, seed, num_cases), left
     tally["shapes of trees cut for memory"] += len(rooms)
 
 
@@ -294,8 +296,8 @@ def _prune_by(order: Order) -> Callable[..., DraftTree]:
         def part(kept: Sequence[int]) -> DraftTree:
             index = {node: position for position, node in enumerate(kept)}
             parents = [index[tree.parents[node]] for node in kept[1:]]
-            laws = {index[node]: law for node, law in tree.draft_probs.items() if index.get(node) in parents}
-            return DraftTree.grow(tree.token_ids[0], [tree.token_ids[node] for node in kept[1:]], parents, "test", laws)
+            draft_probs = {index[node]: distribution for node, distribution in tree.draft_probs.items() if index.get(node) in parents}
+            return DraftTree.grow(tree.token_ids[0], [tree.token_ids[node] for node in kept[1:]], parents, "test", draft_probs)
 
         kept = [0]
         for node in order(tree):
@@ -317,10 +319,10 @@ def _first_path_first(tree: DraftTree) -> Iterable[int]:
     return dict.fromkeys((*tree.first_path(), *range(1, len(tree.parents))))
 
 
-WRONG_CUTS: dict[str, tuple[str, LawsOf, Order]] = {
-    "the likeliest of several draws": ("three draws", full_laws, _likeliest_first),
-    "the likeliest of draws that go on": ("two draws, both go on", full_laws, _likeliest_first),
-    "the first path before its siblings": ("two draws, the first goes on", ending_laws, _first_path_first),
+WRONG_CUTS: dict[str, tuple[str, DraftsOf, Order]] = {
+    "the likeliest of several draws": ("three draws", full_probs, _likeliest_first),
+    "the likeliest of draws that go on": ("two draws, both go on", full_probs, _likeliest_first),
+    "the first path before its siblings": ("two draws, the first goes on", ending_probs, _first_path_first),
 }
 
 
@@ -329,7 +331,9 @@ def test_a_cut_that_looks_at_the_draws_is_noticed(wrong, seed, monkeypatch):
     name, drafts, order = WRONG_CUTS[wrong]
     rooms = _rooms(CUT_SHAPES[name]).values()
     monkeypatch.setattr(DraftTree, "prune", _prune_by(order))
-    assert not all(_keeps_the_law(CUT_SHAPES[name], room, drafts, seed + case, 1) for case in range(NUM_WRONG_CUTS) for room in rooms)
+    assert not all(
+        _keeps_the_distribution(CUT_SHAPES[name], room, drafts, seed + case, 1) for case in range(NUM_WRONG_CUTS) for room in rooms
+    )
 
 
 def test_the_order_of_cuts_that_is_used_passes_the_same_way(seed, monkeypatch):
@@ -337,14 +341,14 @@ def test_the_order_of_cuts_that_is_used_passes_the_same_way(seed, monkeypatch):
     monkeypatch.setattr(DraftTree, "prune", _prune_by(lambda tree: range(1, len(tree.parents))))
     for name, drafts, _ in WRONG_CUTS.values():
         first, *_ = _rooms(CUT_SHAPES[name]).values()
-        assert _keeps_the_law(CUT_SHAPES[name], first, drafts, seed, 3)
+        assert _keeps_the_distribution(CUT_SHAPES[name], first, drafts, seed, 3)
 
 
-@pytest.mark.parametrize("drafts", [sparse_laws, ending_laws])
+@pytest.mark.parametrize("drafts", [sparse_probs, ending_probs])
 def test_a_tree_that_is_a_chain_or_not_by_what_was_drawn_is_noticed(drafts, seed):
     """Where nothing is cut at all: two draws behind a chain, of which there may be fewer. So levels must not become wider."""
-    cases = ((full_laws(seed, 2 * case), drafts(seed, 2 * case + 1, 3)) for case in range(NUM_WRONG_CUTS))
-    assert any(law_of_step((0, 1, 2, 2), target, draft) != plain_law(target, 4) for target, draft in cases)
+    cases = ((full_probs(seed, 2 * case), drafts(seed, 2 * case + 1, 3)) for case in range(NUM_WRONG_CUTS))
+    assert any(distribution_of_step((0, 1, 2, 2), target, draft) != plain_distribution(target, 4) for target, draft in cases)
 
 
 def test_levels_of_drawn_trees_never_become_wider_nor_do_they_when_they_are_cut():
