@@ -97,10 +97,12 @@ class PreparedDrafters:
         drafters: in the order in which they were asked for; none for plain decoding.
         layers: the boundaries of the target that they read, ascending: its runtime must be built to collect them. Where it has to be
             found out which ones a head reads, these are all it may.
+        made: the drafter itself, where its user made it.
     """
 
     drafters: tuple[PreparedDrafter, ...]
     layers: tuple[int, ...]
+    made: Drafter | None = None
 
     def open(self, target: LoadedTarget) -> Drafter | None:
         """The drafter for the loaded target; several are one that asks them all.
@@ -108,18 +110,25 @@ class PreparedDrafters:
         Raises:
             IncompatibleDrafterError, CheckpointError: as `PreparedDrafter.open`.
         """
+        if self.made is not None:
+            return self.made
         opened = [drafter.open(target) for drafter in self.drafters]
         return StackDrafter(opened) if len(opened) > 1 else next(iter(opened), None)
 
 
-def prepare(target: Path, engine: EngineConfig, speculation: SpeculationConfig) -> PreparedDrafters:
+def prepare(target: Path, engine: EngineConfig, speculation: SpeculationConfig, made: Drafter | None = None) -> PreparedDrafters:
     """Find what `speculation.drafter` names, for the target in a directory or GGUF file.
+
+    Args:
+        made: a drafter that its user made; then nothing is looked for.
 
     Raises:
         IncompatibleDrafterError: one can never work with this target.
         CheckpointError: files are damaged.
         ConfigError: an option was given that no such drafter reads.
     """
+    if made is not None:
+        return PreparedDrafters((), made.needs.layers, made)
     names = [speculation.drafter] if isinstance(speculation.drafter, str) else speculation.drafter
     options = HeadOptions.of(speculation.drafter_options)
     found = [prepare_one(name, target, token=engine.token, offline=engine.offline) for name in names]

@@ -118,27 +118,25 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
     """
     directory = resolve(config.model, gguf_file=config.gguf_file, revision=config.revision, token=config.token, offline=config.offline)
     tokenizer = Tokenizer.open(directory)
-    prepared = prepare(directory, config, speculation) if drafter is None else None
-    layers = prepared.layers if prepared is not None else drafter.needs.layers if drafter is not None else ()
-    loaded = load_runtime(directory, _runtime_options(config, layers))
+    prepared = prepare(directory, config, speculation, drafter)
+    loaded = load_runtime(directory, _runtime_options(config, prepared.layers))
     runtime = loaded.runtime
     plan = plan_cache(runtime.config, config, runtime.capabilities.weight_type)
     cache = runtime.new_cache(plan.num_blocks)
     cache.prefix_caching = config.prefix_cache
     vocab_size = min(runtime.config.vocab_size, tokenizer.vocab_size)
-    if prepared is not None:
-        target = LoadedTarget(
-            directory=directory,
-            runtime=runtime,
-            cache=cache,
-            tokenizer=tokenizer,
-            vocab_size=vocab_size,
-            max_context=plan.max_context,
-            collected_layers=layers,
-            engine=config,
-            speculation=speculation,
-        )
-        drafter = prepared.open(target)
+    target = LoadedTarget(
+        directory=directory,
+        runtime=runtime,
+        cache=cache,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        max_context=plan.max_context,
+        collected_layers=prepared.layers,
+        engine=config,
+        speculation=speculation,
+    )
+    drafter = prepared.open(target)
     policy = DraftLengthPolicy(DEFAULT_DRAFT_TOKENS) if drafter is None else _policy(speculation, runtime, cache, plan.max_context)
     acceptance = Acceptance(speculation.acceptance)
     speculator = Speculator(drafter, policy, vocab_size=vocab_size, layout=cache.layout, acceptance=acceptance)

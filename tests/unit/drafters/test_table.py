@@ -7,10 +7,15 @@ from pathlib import Path
 import pytest
 
 from harness.checkpoints import write_checkpoint, write_tokenizer
+from harness.eagle_checkpoints import EAGLE3, eagle3_tensors, write_head
 from harness.loaded_targets import load_target, make_drafter
+from harness.medusa_checkpoints import random_heads, write_heads
+from paceline import drafters
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.drafters import EMBEDDED, NAMES, prepare
 from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.drafters.head_files import HeadFiles
+from paceline.drafters.medusa.drafter import MedusaDrafter
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.prediction import PredictionDrafter
 from paceline.drafters.stack import StackDrafter
@@ -104,3 +109,19 @@ def test_a_draft_model_that_knows_fewer_tokens_is_good_enough(directory: Path, t
     other = write_checkpoint(tmp_path, "llama", num_hidden_layers=1, vocab_size=60)
     write_tokenizer(other, 60)
     assert isinstance(make_drafter(str(other), directory), DraftModelDrafter)
+
+
+def test_names_are_resolved_and_files_opened_once(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Path] = []
+    of_files, resolved = HeadFiles.open, drafters.resolve
+    monkeypatch.setattr(HeadFiles, "open", lambda path: opened.append(path) or of_files(path))
+    monkeypatch.setattr(drafters, "resolve", lambda name, **options: opened.append(Path(name)) or resolved(name, **options))
+    heads = write_heads(tmp_path, "rows", random_heads())
+    assert isinstance(make_drafter(str(heads), directory), MedusaDrafter)
+    assert opened == [heads, heads]
+
+
+def test_a_head_for_another_target_is_refused_before_the_target_is_loaded(directory: Path, tmp_path: Path) -> None:
+    head = write_head(tmp_path, EAGLE3, eagle3_tensors())
+    with pytest.raises(IncompatibleDrafterError, match="made for another model"):
+        prepare(directory, EngineConfig(offline=True), SpeculationConfig(drafter=str(head)))
