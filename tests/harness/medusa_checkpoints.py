@@ -155,8 +155,8 @@ def _save(path: Path, arrays: Mapping[str, NDArray[Any]], dtype: str, tables: Ma
     import torch
     from safetensors.torch import save_file
 
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(array)).to(getattr(torch, dtype)).clone() for name, array in arrays.items()}
-    tensors |= {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in (tables or {}).items()}
+    tensors = {name: torch.from_numpy(np.array(array)).to(getattr(torch, dtype)).clone() for name, array in arrays.items()}
+    tensors |= {name: torch.from_numpy(np.array(array)) for name, array in (tables or {}).items()}
     save_file(tensors, path)
 
 
