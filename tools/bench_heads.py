@@ -216,7 +216,7 @@ class Proposer:
     """One request that drafts again and again, one token being committed between."""
 
     def __init__(self, drafter: Callable[[KVCache], Drafter], shape: Shape, params: SamplingParams) -> None:
-        self._cache = KVCache(np.zeros((2, 64, 1, 32, 2), np.float32), TreeLayout.MASK)
+        self._cache = KVCache([], 64, TreeLayout.MASK)
         self._drafter = drafter(self._cache)
         random = np.random.default_rng(1)
         token_ids = random.integers(1, shape.vocab, PROMPT).tolist()

@@ -85,9 +85,10 @@ class Paceline(Engine):
 
     def cache(self, blocks: int) -> dict[str, Any]:
         """Allocate and touch a cache of `blocks` blocks; returns its bytes."""
-        storage = self._runtime.new_cache(blocks).storage
-        storage.fill(0)
-        return {"cache_bytes": storage.nbytes}
+        cache = self._runtime.new_cache(blocks)
+        for memory in cache.memories:
+            memory.storage.fill(0)
+        return {"cache_bytes": cache.num_bytes}
 
     def prepare(self, rows: int, batch: int) -> None:
         from paceline.runtimes.base import assemble
@@ -101,7 +102,9 @@ class Paceline(Engine):
             if sequence is self._sequences[0]:
                 self._runtime.forward(assemble([plan], [_prompt(self._runtime.config.vocab_size)], [[]]))
             self._cache.keep_path(sequence, CACHED_LEN - 1)
-            self._cache.storage[:, sequence.block_table] = self._cache.storage[:, self._sequences[0].block_table]
+            for memory in self._cache.memories:
+                for source, target in zip(self._sequences[0].block_table, sequence.block_table, strict=True):
+                    memory.copy_block(source, target)
 
     def run(self, rows: int, batch: int) -> tuple[float, list[float]]:
         sequences = self._sequences[:batch]

@@ -345,10 +345,10 @@ def test_a_block_that_is_remembered_before_it_is_full_is_seen(faulty: Faulty, di
     """The row of a text's last token is not there yet; where the text ends with a block it never comes."""
     real = KVCache.remember
 
-    def remember(self: KVCache, sequence: Any, token_ids: Sequence[int], *, salt: bytes = b"") -> None:
+    def remember(self: KVCache, sequence: Any, token_ids: Sequence[int]) -> None:
         committed = sequence.committed_len
         sequence.committed_len = min(len(token_ids), len(sequence.block_table) * self.block_size)
-        real(self, sequence, token_ids, salt=salt)
+        real(self, sequence, token_ids)
         sequence.committed_len = committed
 
     monkeypatch.setattr(KVCache, "remember", remember)

@@ -1,5 +1,6 @@
 """Random requests for an engine, what each must get (what it gets alone, decoded plainly), and drafters that try to change that."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from paceline.drafters.prediction import PredictionDrafter
 from paceline.drafters.stack import StackDrafter
 from paceline.drafters.suffix.drafter import SuffixDrafter
 from paceline.drafters.suffix.store import SuffixStore
+from paceline.kv_cache.key_values import kv_shape
 from paceline.outputs import RequestOutput
 from paceline.sampling.grammar import Grammar
 from paceline.speculation.draft_length import DraftLengthPolicy
@@ -97,7 +99,7 @@ class Solo:
         self.directory, self.dtype, self.backend = directory, dtype, backend
         self.llm = self.open("none", num_blocks=3 * MAX_CONTEXT // BLOCK, prefix_cache=False, block_bytes=_block_bytes(directory, dtype))
         cache = self.llm.engine.cache
-        self.block_bytes = cache.storage.nbytes // cache.pool.num_blocks
+        self.block_bytes = cache.num_bytes // cache.pool.num_blocks
 
     @property
     def vocab_size(self) -> int:
@@ -135,7 +137,7 @@ def _block_bytes(directory: Path, dtype: str) -> int:
     from paceline.models.checkpoint import read_model_config
 
     config = read_model_config(directory)
-    return 2 * config.num_layers * config.num_kv_heads * BLOCK * config.head_size * (4 if dtype == "f32" else 2)
+    return math.prod(kv_shape(config.num_layers, config.num_kv_heads, config.head_size, 1, BLOCK)) * (4 if dtype == "f32" else 2)
 
 
 class JobMaker:

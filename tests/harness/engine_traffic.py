@@ -158,7 +158,7 @@ def check_engine(engine: Engine) -> None:
     cache.check()
     running, waiting = scheduler.running, list(scheduler.waiting)
     assert len({id(request) for request in (*running, *waiting)}) == len(running) + len(waiting), "a request stands here twice"
-    assert {id(request.sequence) for request in (*running, *waiting)} == set(cache._sequences), "a sequence belongs to nobody here"
+    assert {request.sequence.id for request in (*running, *waiting)} == set(cache._sequences), "a sequence belongs to nobody here"
     for request in (*running, *waiting):
         sequence = request.sequence
         assert not request.is_finished

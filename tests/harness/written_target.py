@@ -22,7 +22,7 @@ class WrittenTarget(Runtime):
         self.table = np.zeros((NUM_POSITIONS, 1), np.float32)
 
     def new_cache(self, num_blocks: int) -> KVCache:
-        return KVCache(np.zeros((2, num_blocks, 1, 8, 1), np.float32))
+        return KVCache([], num_blocks, block_size=8)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         logits = self.table[batch.positions[batch.logits_rows]]

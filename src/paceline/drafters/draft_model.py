@@ -62,7 +62,7 @@ class _State:
     sequence: CachedSequence
     token_ids: list[int] = field(default_factory=list)
     num_agreed: int = 0  # of them, how many are known to be those of the request's text
-    num_read: int = 0  # tokens of the request when it was last drafted for
+    num_read: int = 0  # tokens of the request when it was last drafted for; before, those that others' rows save reading
 
 
 @dataclass(slots=True)
@@ -111,7 +111,7 @@ class DraftModelDrafter(Drafter):
         read_s: float = 0.0,
     ) -> None:
         self.runtime, self.cache = runtime, cache
-        self.cache_bytes_per_token = cache.storage.nbytes // max(1, cache.max_slots)
+        self.cache_bytes_per_token = cache.bytes_per_token
         self._vocab_size = vocab_size
         self._num_known_ids = runtime.config.vocab_size if num_known_ids is None else num_known_ids
         self._translation = translation
@@ -119,7 +119,6 @@ class DraftModelDrafter(Drafter):
         self._tree_width = tree_width
         self._note = note
         self._states = RequestState[_State]()
-        self._known = RequestState[int]()  # tokens of requests not drafted for whose rows were found in the cache
         self._reading = ReadingTime(read_s)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
@@ -147,12 +146,9 @@ class DraftModelDrafter(Drafter):
         return [draft.result or [] if draft is not None else [] for draft in drafts]
 
     def reading_s(self, request: Request) -> float:
-        state = self._states.get(request)
-        num_read = state.num_read if state is not None else self._num_known(request)
-        return self._reading.of(len(request.token_ids) - num_read)
+        return self._reading.of(len(request.token_ids) - self._state_of(request).num_read)
 
     def release(self, request: Request) -> None:
-        self._known.pop(request)
         state = self._states.pop(request)
         if state is not None:
             self.cache.release(state.sequence)
@@ -168,32 +164,27 @@ class DraftModelDrafter(Drafter):
     ) -> _Draft[ResultT] | None:
         if depth < 1 or not context:
             return None
-        state = self._states.get(request)
-        if state is None:
-            state = self._states[request] = self._new_state(request, context)
+        state = self._state_of(request)
+        if not state.token_ids:  # rows of others that began with the same text need not run again
+            state.num_agreed = self.cache.adopt_prefix(state.sequence, context)
+            state.token_ids.extend(context[: state.num_agreed])
         state.num_read = len(request.token_ids)
         self._drop_rejected(state, context, num_unchanged)
-        self.cache.remember(state.sequence, state.token_ids, salt=request.salt)
+        self.cache.remember(state.sequence, state.token_ids)
         pending = list(context[len(state.token_ids) :])
         if max(pending) >= self.runtime.config.vocab_size:  # a token only the target knows
             return None
         next(drafting)  # the root's row comes first
         return _Draft(request, state, drafting, pending)
 
-    def _new_state(self, request: Request, context: Sequence[int]) -> _State:
-        """That of a request not seen before; rows of others that began with the same text need not run again."""
-        sequence = self.cache.new_sequence()
-        num_cached = self.cache.adopt_prefix(sequence, context, salt=request.salt)
-        return _State(sequence, list(context[:num_cached]), num_cached)
-
-    def _num_known(self, request: Request) -> int:
-        """Tokens of a request not seen before that others' rows save reading; of one with other ids none are looked for."""
-        if self._translation is not None:
-            return 0
-        known = self._known.get(request)
-        if known is None:
-            known = self._known[request] = self.cache.count_prefix(request.token_ids, salt=request.salt)
-        return known
+    def _state_of(self, request: Request) -> _State:
+        """Also that of a request not seen before; of one with other ids no rows of others are counted on."""
+        state = self._states.get(request)
+        if state is None:
+            state = self._states[request] = _State(self.cache.new_sequence(request.salt))
+            if self._translation is None:
+                state.num_read = self.cache.count_prefix(state.sequence, request.token_ids)
+        return state
 
     def _drop_rejected(self, state: _State, token_ids: Sequence[int], num_unchanged: int) -> None:
         """Keep the rows whose tokens the target committed; the root always runs again, for its logits."""
@@ -201,10 +192,8 @@ class DraftModelDrafter(Drafter):
         limit = min(len(state.token_ids), len(token_ids) - 1)
         while agreed < limit and state.token_ids[agreed] == token_ids[agreed]:
             agreed += 1
-        agreed = min(agreed, limit)
-        del state.token_ids[agreed:]
-        state.num_agreed = agreed
-        self.cache.truncate(state.sequence, agreed)
+        state.num_agreed = self.cache.truncate(state.sequence, min(agreed, limit))
+        del state.token_ids[state.num_agreed :]
 
     def _grow(self, requests: Sequence[Request], drafts: Sequence[_Draft[ResultT] | None]) -> None:
         """Run passes until every draft is finished."""

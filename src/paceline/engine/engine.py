@@ -64,13 +64,12 @@ class CacheBlocks:
         return self._engine.cache.pool.num_free
 
     def num_needed(self, request: Request, num_rows: int) -> int:
-        sequence = request.sequence
-        return blocks_for(sequence.committed_len + num_rows, self._engine.cache.block_size) - len(sequence.block_table)
+        return self._engine.cache.num_needed(request.sequence, range(-1, num_rows - 1))
 
     def adopt_prefix(self, request: Request) -> None:
         if request.wants_prompt_rows:
             return
-        num_cached = self._engine.cache.adopt_prefix(request.sequence, request.token_ids, salt=request.salt)
+        num_cached = self._engine.cache.adopt_prefix(request.sequence, request.token_ids)
         if request.num_preemptions == 0:
             request.num_cached_tokens = num_cached
 
@@ -83,7 +82,7 @@ class CacheBlocks:
             self._engine.speculator.preempt(request)
             request.num_preemptions += 1
         cache.release(request.sequence)
-        request.sequence = cache.new_sequence()
+        request.sequence = cache.new_sequence(request.salt)
 
 
 class Engine:
@@ -205,7 +204,7 @@ class Engine:
         """Do what `add` and `abort` left in their queues."""
         while self._to_add:
             request = self._to_add.popleft()
-            request.sequence = self.cache.new_sequence()
+            request.sequence = self.cache.new_sequence(request.salt)
             request.stats.acceptance = self.speculator.acceptance.value
             self.scheduler.add(request)
         while self._to_abort:

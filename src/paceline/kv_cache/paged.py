@@ -1,10 +1,10 @@
-"""The key/value cache: one allocation in blocks, and the sequences that live in it."""
+"""The cache of a network: which blocks hold which rows of which sequence, and the memories that are told so."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from paceline.errors import CapacityError
 from paceline.kv_cache.block_pool import BlockPool
+from paceline.kv_cache.layer_memory import LayerMemory
 from paceline.kv_cache.prefix_index import Link, PrefixIndex, PrefixStats
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout, blocks_for, fresh_blocks_needed, plan_rows
 
@@ -13,16 +13,18 @@ BLOCK_SIZE = 32
 
 
 class CachedSequence:
-    """Where one sequence's keys and values are.
+    """Where one sequence's rows are.
 
     Slots [0, committed_len) hold committed rows; [committed_len, tentative_len) belong to the pass under way. `chain` says what the
     first blocks hold that were adopted or remembered, all of them full: they are never written again while the prefix index knows them.
-    `num_queried` is the length of the text whose beginning it was to adopt.
+    `num_queried` is the length of the text whose beginning it was to adopt. Only sequences with one `salt` share blocks. `id` is its
+    number in its cache, 0 as long as it is in none.
     """
 
-    __slots__ = ("block_table", "chain", "committed_len", "num_queried", "plan")
+    __slots__ = ("block_table", "chain", "committed_len", "id", "num_queried", "plan", "salt")
 
-    def __init__(self) -> None:
+    def __init__(self, salt: bytes = b"", sequence_id: int = 0) -> None:
+        self.salt, self.id = salt, sequence_id
         self.block_table: list[int] = []
         self.committed_len = 0
         self.plan: RowPlan | None = None
@@ -38,23 +40,39 @@ class CachedSequence:
 
 
 class KVCache:
-    """Blocks of one storage array [2·L, num_blocks, K, block_size, D], keys of layer i at 2·i, values at 2·i + 1.
-
-    `storage` is whatever the runtime computes with (a numpy array or a torch tensor): only indexing is used here.
+    """Blocks of rows, and what the layers of one network keep for them.
 
     Rows outlive their sequence: full blocks that were remembered can be adopted by sequences that begin with the same tokens, until their
     room is needed. With `prefix_caching` off nothing is remembered or adopted.
+
+    Args:
+        memories: what the layers keep, one for each kind of layer that keeps anything.
+        num_blocks: blocks that the memories have room for.
+        layout: how the runtime takes trees.
     """
 
-    def __init__(self, storage: Any, layout: TreeLayout = TreeLayout.PATHS, *, prefix_caching: bool = True) -> None:
-        self.storage = storage
+    def __init__(
+        self,
+        memories: Sequence[LayerMemory],
+        num_blocks: int,
+        layout: TreeLayout = TreeLayout.PATHS,
+        *,
+        block_size: int = BLOCK_SIZE,
+        prefix_caching: bool = True,
+    ) -> None:
+        known_to = self.memories = list(memories)
+
+        def forget(link: Link) -> None:  # does not hold the cache, which would only be freed by the collector then
+            for memory in known_to:
+                memory.forget(link)
+
         self.layout = layout
-        self.block_size = int(storage.shape[3])
+        self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self.prefix_index = PrefixIndex(self.block_size)
-        self.pool = BlockPool(int(storage.shape[1]), self.prefix_index)
-        self._storages = [storage]
+        self.prefix_index = PrefixIndex(block_size, forget)
+        self.pool = BlockPool(num_blocks, self.prefix_index)
         self._sequences: dict[int, CachedSequence] = {}
+        self._last_id = 0
 
     @property
     def max_slots(self) -> int:
@@ -71,22 +89,24 @@ class KVCache:
         """What adopting saved."""
         return self.prefix_index.stats
 
-    def attach(self, storage: Any) -> None:
-        """Keep a companion [.., num_blocks, ..] whose axis 1 is blocks: whole blocks that are copied here are copied there too.
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all memories."""
+        return sum(memory.num_bytes for memory in self.memories)
 
-        It is for committed rows: those of a pass under way may still be moved within their blocks (`mask` layout), here only.
+    @property
+    def bytes_per_token(self) -> int:
+        """Of them, those of one row."""
+        return self.num_bytes // max(1, self.max_slots)
 
-        Raises:
-            ValueError: it has another number of blocks.
-        """
-        if int(storage.shape[1]) != self.pool.num_blocks:
-            raise ValueError(f"a companion storage has {storage.shape[1]} blocks, the cache {self.pool.num_blocks}: give it as many")
-        self._storages.append(storage)
+    def add(self, memory: LayerMemory) -> None:
+        """Tell a further memory, such as a drafting head's, whatever happens to the rows of this cache from now on."""
+        self.memories.append(memory)
 
-    def new_sequence(self) -> CachedSequence:
-        """An empty sequence that owns no block yet."""
-        sequence = CachedSequence()
-        self._sequences[id(sequence)] = sequence
+    def new_sequence(self, salt: bytes = b"") -> CachedSequence:
+        """An empty sequence that owns no block yet and shares blocks with others of its salt only."""
+        self._last_id += 1
+        sequence = self._sequences[self._last_id] = CachedSequence(salt, self._last_id)
         return sequence
 
     def num_needed(self, sequence: CachedSequence, parents: Sequence[int]) -> int:
@@ -103,20 +123,19 @@ class KVCache:
             raise RuntimeError("a pass is under way for this sequence: keep a path or cancel it first")
         length, table = sequence.committed_len, sequence.block_table
         fresh = self.pool.allocate(self.num_needed(sequence, parents))
-        plan = plan_rows(parents, length, table, fresh, self.layout, self.block_size)
-        for source, target in plan.copies:
-            self._copy_block(source, target)
-        sequence.plan = plan
+        plan = sequence.plan = plan_rows(parents, length, table, fresh, self.layout, self.block_size, sequence.id)
+        for memory in self.memories:
+            for source, target in plan.copies:
+                memory.copy_block(source, target)
+            memory.reserve(plan)
         return plan
 
     def keep_path(self, sequence: CachedSequence, node: int) -> None:
         """Commit the path from the root to `node` of the reserved tree; its other slots are given back."""
         plan = self._plan_of(sequence)
         commit = plan.commit(node)
-        for source, target in commit.moves:
-            self.storage[:, commit.block_table[target // self.block_size], :, target % self.block_size] = self.storage[
-                :, plan.paths[0].block_table[source // self.block_size], :, source % self.block_size
-            ]
+        for memory in self.memories:
+            memory.keep_path(plan, commit)
         shared = sequence.committed_len // self.block_size  # full blocks before: every path has them
         kept = set(commit.block_table[shared:])
         self.pool.release(block for block in (*sequence.block_table[shared:], *plan.fresh_blocks) if block not in kept)
@@ -126,36 +145,46 @@ class KVCache:
 
     def cancel(self, sequence: CachedSequence) -> None:
         """Drop what was reserved; the committed rows stay."""
-        if sequence.plan is not None:
-            self.pool.release(sequence.plan.fresh_blocks)
+        plan = sequence.plan
+        if plan is not None:
+            for memory in self.memories:
+                memory.cancel(plan)
+            self.pool.release(plan.fresh_blocks)
             sequence.plan = None
 
-    def truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Keep the first `length` committed rows.
+    def truncate(self, sequence: CachedSequence, length: int) -> int:
+        """Keep the first `length` committed rows, or fewer where a memory has nothing to go on from behind just these.
 
         Rows will follow in the tail block: if others own it too it becomes a copy, else it is no longer adopted.
+
+        Returns:
+            rows kept.
 
         Raises:
             CapacityError: no block is free for that copy; nothing was changed.
         """
         if not 0 <= length <= sequence.committed_len:
             raise ValueError(f"cannot truncate {sequence.committed_len} committed rows to {length}")
+        if not all(memory.can_cut(sequence.id, length) for memory in self.memories):
+            length = self._num_reachable(sequence.chain[: length // self.block_size]) * self.block_size
         keep, table = blocks_for(length, self.block_size), sequence.block_table
         has_tail = length % self.block_size > 0
         shares_tail = has_tail and self.pool.num_owners(table[keep - 1]) > 1
         own = self.pool.allocate(int(shares_tail))
         self.cancel(sequence)
         if shares_tail:
-            self._copy_block(table[keep - 1], own[0])
+            for memory in self.memories:
+                memory.copy_block(table[keep - 1], own[0])
             keep -= 1
         elif has_tail:
             self.prefix_index.forget(table[keep - 1])
         self._give_back(sequence, keep)
         table.extend(own)
         del sequence.chain[length // self.block_size :]
-        sequence.committed_len = length
+        self._restart(sequence, length)
+        return length
 
-    def adopt_prefix(self, sequence: CachedSequence, token_ids: Sequence[int], *, salt: bytes = b"") -> int:
+    def adopt_prefix(self, sequence: CachedSequence, token_ids: Sequence[int]) -> int:
         """Begin an empty sequence with the longest run of cached full blocks that hold the first of `token_ids`, but not the last one.
 
         Takes no free block, only idle ones out of those that can be had: see what is left before promising more.
@@ -167,20 +196,20 @@ class KVCache:
             raise RuntimeError("only an empty sequence can adopt a prefix")
         if not self.prefix_caching:
             return 0
-        found = self._find_prefix(token_ids, salt)
+        found = self._find_prefix(sequence, token_ids)
         blocks = [block for _, block in found]
         sequence.chain.extend(link for link, _ in found)
         self.pool.share(blocks)
         sequence.block_table = blocks
-        sequence.committed_len = len(blocks) * self.block_size
+        self._restart(sequence, len(blocks) * self.block_size)
         sequence.num_queried = len(token_ids)
         self.stats.queried_tokens += len(token_ids)
         self.stats.hit_tokens += sequence.committed_len
         return sequence.committed_len
 
-    def count_prefix(self, token_ids: Sequence[int], *, salt: bytes = b"") -> int:
+    def count_prefix(self, sequence: CachedSequence, token_ids: Sequence[int]) -> int:
         """Rows that `adopt_prefix` would find now; nothing is changed."""
-        return len(self._find_prefix(token_ids, salt)) * self.block_size if self.prefix_caching else 0
+        return len(self._find_prefix(sequence, token_ids)) * self.block_size if self.prefix_caching else 0
 
     def return_prefix(self, sequence: CachedSequence) -> None:
         """Undo `adopt_prefix` for a sequence that has not run since: it is empty again, and it counts as if it had not asked."""
@@ -188,21 +217,24 @@ class KVCache:
         self.stats.hit_tokens -= sequence.committed_len
         self._give_back(sequence, 0)
         sequence.committed_len = sequence.num_queried = 0
+        for memory in self.memories:
+            memory.release(sequence.id)
 
-    def remember(self, sequence: CachedSequence, token_ids: Sequence[int], *, salt: bytes = b"") -> None:
+    def remember(self, sequence: CachedSequence, token_ids: Sequence[int]) -> None:
         """Let others adopt the blocks that became full since the last call; of two with the same rows the first stays known.
 
         Args:
             token_ids: what the rows were computed from; only the committed ones are read.
-            salt: whoever adopts must give the same; that of a sequence's first call (or `adopt_prefix`) counts.
         """
         first, full = len(sequence.chain), sequence.committed_len // self.block_size
         if first == full or not self.prefix_caching:
             return
-        links = self.prefix_index.links(token_ids, salt, sequence.chain, full)
+        links = self.prefix_index.links(token_ids, sequence.salt, sequence.chain, full)
         for link, block in zip(links, sequence.block_table[first:full], strict=True):
             self.prefix_index.add(link, block)
             sequence.chain.append(link)
+        for memory in self.memories:
+            memory.remember(sequence.id, first, sequence.chain[first:])
 
     def forget(self, sequence: CachedSequence) -> None:
         """Let nobody else adopt this sequence's blocks: what a pass left in them is not to be trusted."""
@@ -212,10 +244,13 @@ class KVCache:
 
     def release(self, sequence: CachedSequence) -> None:
         """Give every block back; the sequence must not be used again. What was remembered can be adopted until its room is needed."""
-        if self._sequences.pop(id(sequence), None) is None:  # its blocks may have new owners
+        if self._sequences.get(sequence.id) is not sequence:  # its blocks may have new owners
             raise RuntimeError("the sequence was released before, or is another cache's")
+        del self._sequences[sequence.id]
         self.cancel(sequence)
         self._give_back(sequence, 0)
+        for memory in self.memories:
+            memory.release(sequence.id)
 
     def check(self) -> None:
         """Raise RuntimeError unless every owned block belongs to the sequences that name it and no known block can be written to."""
@@ -240,15 +275,29 @@ class KVCache:
             if self.prefix_index.link_of(block) not in {None, link}:
                 raise RuntimeError(f"block {block} is known for other rows than those it holds")
 
-    def _find_prefix(self, token_ids: Sequence[int], salt: bytes) -> list[tuple[Link, int]]:
-        """The longest run of known full blocks that hold the first of `token_ids`, but not the last one."""
+    def _find_prefix(self, sequence: CachedSequence, token_ids: Sequence[int]) -> list[tuple[Link, int]]:
+        """The longest run of known full blocks that hold the first of `token_ids`, but not the last one, and can be gone on from."""
         found: list[tuple[Link, int]] = []
-        for link in self.prefix_index.links(token_ids, salt, (), (len(token_ids) - 1) // self.block_size):
+        for link in self.prefix_index.links(token_ids, sequence.salt, (), (len(token_ids) - 1) // self.block_size):
             block = self.prefix_index.find(link)
             if block is None:
                 break
             found.append((link, block))
-        return found
+        return found[: self._num_reachable([link for link, _ in found])]
+
+    def _num_reachable(self, links: Sequence[Link]) -> int:
+        """Behind how many of these blocks every memory can go on; the most."""
+        while True:
+            count = min((memory.num_reachable(links) for memory in self.memories), default=len(links))
+            if count == len(links):
+                return count
+            links = links[:count]
+
+    def _restart(self, sequence: CachedSequence, length: int) -> None:
+        """Go on behind the first `length` rows, whose blocks are there."""
+        sequence.committed_len = length
+        for memory in self.memories:
+            memory.restart(sequence.id, length, sequence.chain)
 
     def _give_back(self, sequence: CachedSequence, first: int) -> None:
         """Drop the blocks from index `first` on.
@@ -263,10 +312,6 @@ class KVCache:
             self.pool.release((block,))
             self.prefix_index.touch(link)
         del table[first:], chain[first:]
-
-    def _copy_block(self, source: int, target: int) -> None:
-        for storage in self._storages:
-            storage[:, target] = storage[:, source]
 
     def _plan_of(self, sequence: CachedSequence) -> RowPlan:
         if sequence.plan is None:

@@ -12,7 +12,7 @@ every cache. And the block's own tokens are compared besides.
 import secrets
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
@@ -52,10 +52,14 @@ class PrefixIndex:
 
     A block is either unknown here, known and owned by sequences, or known and idle (no owner, its rows still readable).
     What is known must not be written to: forget it first.
+
+    Args:
+        on_forget: told of every link that no block is known by any more.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, on_forget: Callable[[Link], None] = lambda _: None) -> None:
         self.stats = PrefixStats()
+        self._on_forget = on_forget
         self._block_size = block_size
         self._secret = secrets.token_bytes(KEY_BYTES)
         self._block_of: dict[bytes, int] = {}
@@ -102,6 +106,7 @@ class PrefixIndex:
         if link is not None:
             del self._block_of[link.key]
             self._idle.pop(block, None)
+            self._on_forget(link)
 
     def retire(self, block: int) -> bool:
         """The last owner let go of `block`: whether it is known and stays, as the last one to be given up."""

@@ -39,10 +39,17 @@ class PathRows:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The sequence after a node was kept: its blocks, its length, and rows to move first (source slot, target slot), in order."""
+    """The sequence after a node was kept.
+
+    Attributes:
+        block_table, committed_len: its blocks and its length.
+        rows: the plan's rows that are kept, from the root on.
+        moves: rows to move first (source slot, target slot), in order.
+    """
 
     block_table: Sequence[int]
     committed_len: int
+    rows: Sequence[int]
     moves: Sequence[tuple[int, int]] = ()
 
 
@@ -60,6 +67,7 @@ class RowPlan:
         paths: the block tables the rows run with.
         copies: (source, target) blocks to copy before the pass.
         fresh_blocks: blocks this plan took; those that no commit adopts are released.
+        sequence_id: whose rows these are, by the cache's count; 0 = nobody's.
     """
 
     layout: TreeLayout
@@ -72,6 +80,7 @@ class RowPlan:
     paths: tuple[PathRows, ...]
     copies: tuple[tuple[int, int], ...] = ()
     fresh_blocks: tuple[int, ...] = ()
+    sequence_id: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -86,10 +95,11 @@ class RowPlan:
             kept = path_to(self.parents, node)
             moves = [(self.committed_len + row, self.committed_len + depth) for depth, row in enumerate(kept) if row != depth]
             new_len = self.committed_len + len(kept)
-            return Commit(self.paths[0].block_table[: blocks_for(new_len, self.block_size)], new_len, moves)
+            return Commit(self.paths[0].block_table[: blocks_for(new_len, self.block_size)], new_len, kept, moves)
         path = next(path for path in self.paths if node in path.nodes)
-        new_len = self.committed_len + path.nodes.index(node) + 1
-        return Commit(path.block_table[: blocks_for(new_len, self.block_size)], new_len)
+        count = path.nodes.index(node) + 1
+        new_len, rows = self.committed_len + count, range(path.first_row, path.first_row + count)
+        return Commit(path.block_table[: blocks_for(new_len, self.block_size)], new_len, rows)
 
 
 def blocks_for(num_slots: int, block_size: int) -> int:
@@ -142,6 +152,7 @@ def plan_rows(
     fresh_blocks: Sequence[int],
     layout: TreeLayout,
     block_size: int,
+    sequence_id: int = 0,
 ) -> RowPlan:
     """Lay a tree out behind `committed_len` cached rows.
 
@@ -149,16 +160,16 @@ def plan_rows(
         parents: parent of each node, parents[0] = -1 and parents[i] < i.
         block_table: the sequence's own blocks, exactly `blocks_for(committed_len)` of them.
         fresh_blocks: as many as `fresh_blocks_needed` says.
+        sequence_id: whose rows these are.
     """
     fresh = tuple(fresh_blocks)
     if is_chain(parents):
         nodes = range(len(parents))
         positions = range(committed_len, committed_len + len(parents))
         path = PathRows(0, len(parents), nodes, [*block_table, *fresh])
-        return RowPlan(TreeLayout.CHAIN, parents, committed_len, block_size, nodes, positions, nodes, (path,), (), fresh)
-    if layout is TreeLayout.MASK:
-        return _plan_mask(parents, committed_len, block_table, fresh, block_size)
-    return _plan_paths(parents, committed_len, block_table, fresh, block_size)
+        return RowPlan(TreeLayout.CHAIN, parents, committed_len, block_size, nodes, positions, nodes, (path,), (), fresh, sequence_id)
+    plan = _plan_mask if layout is TreeLayout.MASK else _plan_paths
+    return plan(parents, committed_len, block_table, fresh, block_size, sequence_id)
 
 
 def tree_mask(parents: Sequence[int]) -> NDArray[np.bool_]:
@@ -169,15 +180,19 @@ def tree_mask(parents: Sequence[int]) -> NDArray[np.bool_]:
     return mask
 
 
-def _plan_mask(parents: Sequence[int], committed_len: int, block_table: Sequence[int], fresh: tuple[int, ...], block_size: int) -> RowPlan:
+def _plan_mask(
+    parents: Sequence[int], committed_len: int, block_table: Sequence[int], fresh: tuple[int, ...], block_size: int, sequence_id: int
+) -> RowPlan:
     mask = tree_mask(parents)
     nodes = range(len(parents))
     positions = (committed_len - 1 + mask.sum(axis=1)).tolist()
     path = PathRows(0, len(parents), nodes, [*block_table, *fresh], mask)
-    return RowPlan(TreeLayout.MASK, parents, committed_len, block_size, nodes, positions, nodes, (path,), (), fresh)
+    return RowPlan(TreeLayout.MASK, parents, committed_len, block_size, nodes, positions, nodes, (path,), (), fresh, sequence_id)
 
 
-def _plan_paths(parents: Sequence[int], committed_len: int, block_table: Sequence[int], fresh: tuple[int, ...], block_size: int) -> RowPlan:
+def _plan_paths(
+    parents: Sequence[int], committed_len: int, block_table: Sequence[int], fresh: tuple[int, ...], block_size: int, sequence_id: int
+) -> RowPlan:
     shared, has_partial_tail = divmod(committed_len, block_size)
     row_nodes: list[int] = []
     row_positions: list[int] = []
@@ -199,5 +214,6 @@ def _plan_paths(parents: Sequence[int], committed_len: int, block_table: Sequenc
             row_nodes.append(node)
             row_positions.append(committed_len + depth)
     return RowPlan(
-        TreeLayout.PATHS, parents, committed_len, block_size, row_nodes, row_positions, row_of_node, tuple(paths), tuple(copies), fresh
-    )
+        TreeLayout.PATHS, parents, committed_len, block_size, row_nodes, row_positions, row_of_node, tuple(paths), tuple(copies), fresh,
+        sequence_id,
+    )  # fmt: skip

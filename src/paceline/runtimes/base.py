@@ -34,6 +34,8 @@ class RowRange:
     They attend to `cached_len` rows already in the cache and to one another (causally, or by `mask`).
     `block_table` covers at least `cached_len + num_rows` slots. Of the cached rows those before slot `first_slot` are not seen,
     which only the networks of `runtimes/head.py` use; it is at most `cached_len`.
+
+    Row i of the range is row `plan_row + i` of the plan of sequence `sequence_id`; layers that keep something per sequence need both.
     """
 
     start: int
@@ -42,6 +44,8 @@ class RowRange:
     block_table: IntArray
     mask: BoolArray | None = None  # [num_rows, num_rows], True = may attend
     first_slot: int = 0
+    sequence_id: int = 0
+    plan_row: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +188,8 @@ def assemble(plans: Sequence[RowPlan], node_token_ids: Sequence[Sequence[int]], 
         base = len(token_ids)
         token_ids.extend(tokens[node] for node in plan.row_nodes)
         positions.extend(plan.row_positions)
-        ranges.extend(
-            RowRange(base + path.first_row, path.num_rows, plan.committed_len, np.asarray(path.block_table, np.int32), path.mask)
-            for path in plan.paths
-        )
+        for path in plan.paths:
+            table, start = np.asarray(path.block_table, np.int32), base + path.first_row
+            ranges.append(RowRange(start, path.num_rows, plan.committed_len, table, path.mask, 0, plan.sequence_id, path.first_row))
         logits_rows.extend(base + plan.row_of_node[node] for node in wanted)
     return ForwardBatch(np.asarray(token_ids, np.int32), np.asarray(positions, np.int32), tuple(ranges), np.asarray(logits_rows, np.int32))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import BackendUnavailableError
-from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.key_values import PagedRows
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig
 from paceline.models.weights import AnyTensor, Weights
@@ -213,8 +213,8 @@ class HeadRuntime(ABC):
         """
 
     @abstractmethod
-    def new_cache(self, num_blocks: int) -> KVCache:
-        """Allocate a cache and make it the one that this network and those beside it read and write.
+    def new_cache(self, num_blocks: int) -> PagedRows:
+        """Allocate keys and values of `num_blocks` blocks, those that this network and those beside it read and write from now on.
 
         Raises:
             CapacityError: the memory cannot be had.

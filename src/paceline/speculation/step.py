@@ -96,7 +96,7 @@ def _verify_and_commit(rows: RequestRows, logits: FloatArray, cache: KVCache, sp
         speculator.learn(request, tree, result.accepted_nodes)
     kept_nodes = [*range(rows.num_known), *(rows.root + node for node in accepted)]
     cache.keep_path(request.sequence, kept_nodes[-1])
-    cache.remember(request.sequence, request.token_ids, salt=request.salt)
+    cache.remember(request.sequence, request.token_ids)
     return kept_nodes
 
 

@@ -77,7 +77,7 @@ def head(method: str, seed: int) -> PairHead:
 def proposals(method: str, width: int, params: SamplingParams, seed: int, *, in_one_call: bool) -> list[DraftTree | None]:
     """What a drafter proposes in one request, step by step, whatever was committed between; past the trained window too."""
     random = np.random.default_rng(seed)
-    cache = KVCache(np.zeros((2, 16, 1, 32, 2), np.float32), TreeLayout.MASK)
+    cache = KVCache([], 16, TreeLayout.MASK)
     opened = head(method, seed)
     opened.rank(Ranking(7, 2))  # of an earlier drafter, which the next one replaces
     drafter = PairDrafter(opened, cache, vocab_size=VOCAB, tree_width=width)
@@ -128,7 +128,7 @@ def test_more_pairs_than_one_call_takes_run_before(monkeypatch: pytest.MonkeyPat
 
 def begun(opened: PairHead, known: list[int], seed: int, **options: int) -> tuple[PairDrafter, Request]:
     """A drafter that has seen the features of all tokens but the last."""
-    cache = KVCache(np.zeros((2, 16, 1, 32, 2), np.float32), TreeLayout.MASK)
+    cache = KVCache([], 16, TreeLayout.MASK)
     drafter = PairDrafter(opened, cache, vocab_size=VOCAB, **options)
     params = SamplingParams()
     request = Request(known, len(known), params, LogitsProcessor(params, VOCAB, known), cache.new_sequence(), seed, 0, 99)

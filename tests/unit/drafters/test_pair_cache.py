@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from paceline.drafters.pairs.cache import PairCache, PairRows
+from paceline.kv_cache.key_values import PagedRows, kv_shape
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray, ForwardBatch
@@ -24,8 +25,8 @@ class SilentHead(HeadRuntime):
     def forward(self, inputs: Mapping[str, FloatArray], batch: ForwardBatch) -> Mapping[str, FloatArray]:
         return {}
 
-    def new_cache(self, num_blocks: int) -> KVCache:
-        return KVCache(np.zeros((2, num_blocks, 1, BLOCK_SIZE, 2), np.float32))
+    def new_cache(self, num_blocks: int) -> PagedRows:
+        return PagedRows(np.zeros(kv_shape(1, 1, 2, num_blocks), np.float32))
 
     def beside(self, compose: Compose) -> HeadRuntime:
         return self
@@ -41,7 +42,7 @@ class Bench:
 
     @classmethod
     def make(cls, window: int = 1000) -> "Bench":
-        cache = KVCache(np.zeros((2, NUM_BLOCKS, 1, BLOCK_SIZE, 2), np.float32), TreeLayout.MASK)
+        cache = KVCache([], NUM_BLOCKS, TreeLayout.MASK)
         return cls(cache, PairCache(SilentHead(), cache, feature_size=FEATURE, window=window))
 
     def request(self, token_ids: list[int]) -> Request:

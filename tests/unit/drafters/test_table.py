@@ -55,7 +55,7 @@ def test_a_draft_model_holds_as_many_rows_as_its_target(directory: Path) -> None
     drafter = prepare(directory, EngineConfig(offline=True), speculation).open(target)
     assert isinstance(drafter, DraftModelDrafter)
     assert drafter.cache.max_slots >= target.cache.max_slots
-    assert drafter.cache_bytes_per_token * target.cache.max_slots <= drafter.cache.storage.nbytes
+    assert drafter.cache_bytes_per_token * target.cache.max_slots <= drafter.cache.num_bytes
 
 
 @pytest.mark.parametrize("wanted", ["nothing", "/no/such/directory", "two words", "ngram,none"])

@@ -8,6 +8,7 @@ import pytest
 
 from paceline.errors import CapacityError
 from paceline.kv_cache import paged
+from paceline.kv_cache.key_values import KeyValues, kv_shape
 from paceline.kv_cache.paged import CachedSequence, KVCache, blocks_in
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout, path_to, plan_rows
 
@@ -21,7 +22,8 @@ class CheckedCache:
     """A cache whose rows are labels (values hold the negative), with the labels every sequence should hold."""
 
     def __init__(self, layout: TreeLayout, num_blocks: int = NUM_BLOCKS, block_size: int = BLOCK_SIZE) -> None:
-        self.cache = KVCache(np.zeros((2, num_blocks, 2, block_size, 1), np.int64), layout)
+        self.storage = np.zeros(kv_shape(1, 2, 1, num_blocks, block_size), np.int64)
+        self.cache = KVCache([KeyValues(self.storage)], num_blocks, layout, block_size=block_size)
         self.labels: dict[CachedSequence, list[int]] = {}
         self.node_labels: dict[CachedSequence, list[int]] = {}
         self.num_refused = 0
@@ -42,8 +44,8 @@ class CheckedCache:
             for row, node in enumerate(path.nodes):
                 block, slot = self._place(path.block_table, sequence.committed_len + row)
                 label = self.node_labels[sequence][node]
-                self.cache.storage[0, block, :, slot] = label
-                self.cache.storage[1, block, :, slot] = -label
+                self.storage[0, block, :, slot] = label
+                self.storage[1, block, :, slot] = -label
         return True
 
     def keep_path(self, sequence: CachedSequence, node: int) -> None:
@@ -77,7 +79,7 @@ class CheckedCache:
                 assert self._rows(path.block_table, len(labels) + path.num_rows) == labels + written
 
     def _rows(self, table: Sequence[int], count: int) -> list[int]:
-        rows = self.cache.storage[:, list(table)].transpose(1, 3, 0, 2, 4).reshape(-1, 4)[:count]
+        rows = self.storage[:, list(table)].transpose(1, 3, 0, 2, 4).reshape(-1, 4)[:count]
         assert (rows == rows[:, :1] * [1, 1, -1, -1]).all()
         return rows[:, 0].tolist()
 
@@ -87,12 +89,12 @@ class CheckedCache:
     def _attempt(self, action) -> bool:
         """Whether it went well; if memory was short, nothing may have changed."""
         before = self._state()
-        storage = self.cache.storage.copy()
+        storage = self.storage.copy()
         try:
             action()
         except CapacityError:
             assert self._state() == before
-            assert (self.cache.storage == storage).all()
+            assert (self.storage == storage).all()
             self.num_refused += 1
             return False
         return True

@@ -8,6 +8,7 @@ import pytest
 
 from paceline.errors import CapacityError
 from paceline.kv_cache.block_pool import BlockPool
+from paceline.kv_cache.key_values import KeyValues, PagedRows, kv_shape
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.kv_cache.prefix_index import Link, PrefixIndex
 from paceline.kv_cache.row_plan import TreeLayout, path_to
@@ -21,21 +22,22 @@ LAYOUTS = [TreeLayout.PATHS, TreeLayout.MASK]
 class Text:
     """A sequence in the cache and what its rows are computed from; the last token is never cached."""
 
-    def __init__(self, sequence: CachedSequence, token_ids: Sequence[int], salt: bytes = b"") -> None:
-        self.sequence, self.token_ids, self.salt = sequence, list(token_ids), salt
+    def __init__(self, sequence: CachedSequence, token_ids: Sequence[int]) -> None:
+        self.sequence, self.token_ids = sequence, list(token_ids)
         self.drafted: Sequence[int] | None = None  # the token of each node of the pass under way
 
 
 class CheckedCache:
     """A cache whose rows are labels that depend on the salt and on every token up to the row, as keys and values do.
 
-    A companion storage gets the same labels when rows are committed.
+    A further memory, the companion, gets the same labels when rows are committed.
     """
 
     def __init__(self, layout: TreeLayout = TreeLayout.PATHS, num_blocks: int = NUM_BLOCKS) -> None:
-        self.cache = KVCache(np.zeros((2, num_blocks, 1, SIZE, 1), np.int64), layout)
+        self.storage = np.zeros(kv_shape(1, 1, 1, num_blocks, SIZE), np.int64)
+        self.cache = KVCache([KeyValues(self.storage)], num_blocks, layout, block_size=SIZE)
         self.companion = np.zeros((1, num_blocks, SIZE), np.int64)
-        self.cache.attach(self.companion)
+        self.cache.add(PagedRows(self.companion))
         self.texts: list[Text] = []
         self.num_adopted = 0
         self._labels: dict[tuple[object, ...], int] = {}
@@ -44,14 +46,14 @@ class CheckedCache:
     def start(self, token_ids: Sequence[int], salt: bytes = b"") -> Text:
         """A new sequence that adopts what it can: exactly the longest run of blocks that are known to hold its rows."""
         self.check()
-        text = Text(self.cache.new_sequence(), token_ids, salt)
+        text = Text(self.cache.new_sequence(salt), token_ids)
         self.texts.append(text)
         held = {tuple(rows): block for block, (_, rows) in self._known.items()}
         wanted = self.labels(text)[: (len(token_ids) - 1) // SIZE * SIZE]
         expected = []
         while (rows := tuple(wanted[len(expected) * SIZE : (len(expected) + 1) * SIZE])) in held:
             expected.append(held[rows])
-        num_adopted = self.cache.adopt_prefix(text.sequence, token_ids, salt=salt)
+        num_adopted = self.cache.adopt_prefix(text.sequence, token_ids)
         assert text.sequence.block_table == expected
         assert num_adopted == text.sequence.committed_len == len(expected) * SIZE
         self.num_adopted += len(expected)
@@ -66,7 +68,7 @@ class CheckedCache:
             for row, node in enumerate(path.nodes):
                 before = [text.drafted[one] for one in path_to(parents, node)]
                 slot = start + row
-                self.cache.storage[:, path.block_table[slot // SIZE], :, slot % SIZE] = self._label(text, start, before)
+                self.storage[:, path.block_table[slot // SIZE], :, slot % SIZE] = self._label(text, start, before)
 
     def keep(self, text: Text, node: int, *, remember: bool = True) -> None:
         """Commit a node's path; a token that no row was computed from yet follows it."""
@@ -80,7 +82,7 @@ class CheckedCache:
         for slot in range(start, text.sequence.committed_len):
             self.companion[:, text.sequence.block_table[slot // SIZE], slot % SIZE] = labels[slot]
         if remember:
-            self.cache.remember(text.sequence, text.token_ids, salt=text.salt)
+            self.cache.remember(text.sequence, text.token_ids)
 
     def extend(self, text: Text) -> None:
         """Run and remember everything but the last token."""
@@ -131,11 +133,11 @@ class CheckedCache:
         assert self.cache.num_cached_blocks == len(known)
 
     def _label(self, text: Text, start: int, tokens: Sequence[int]) -> int:
-        key = (text.salt, *text.token_ids[:start], *tokens)
+        key = (text.sequence.salt, *text.token_ids[:start], *tokens)
         return self._labels.setdefault(key, len(self._labels) + 1)
 
     def _rows(self, table: Sequence[int], count: int) -> list[int]:
-        rows = self.cache.storage[:, list(table)].reshape(2, -1)[:, :count]
+        rows = self.storage[:, list(table)].reshape(2, -1)[:, :count]
         assert (rows[0] == rows[1]).all()
         assert (self.companion[0, list(table)].reshape(-1)[:count] == rows[0]).all()
         return rows[0].tolist()
@@ -222,7 +224,7 @@ BREAKAGES = {
     "a key that stands for its own block only": (PrefixIndex, "links", _own_tokens_only),
     "a salt that does not count": (PrefixIndex, "links", lambda self, tokens, salt, *rest: index_links(self, tokens, b"", *rest)),
     "a block that is written while it is known": (PrefixIndex, "forget", lambda self, block: self._idle.pop(block, None)),
-    "a companion that is left behind": (KVCache, "attach", lambda self, storage: None),
+    "a further memory that is left behind": (KVCache, "add", lambda self, memory: None),
     "blocks given to two sequences": (BlockPool, "share", lambda self, blocks: [self._index.revive(block) for block in blocks]),
     "idle blocks that are never given up": (BlockPool, "num_free", property(lambda self: len(self._free))),
     "blocks that are not known again": (PrefixIndex, "retire", lambda self, block: False),
@@ -290,7 +292,7 @@ def test_output_is_found_as_well_as_prompts():
 
 
 def test_nothing_is_remembered_or_adopted_with_prefix_caching_off():
-    cache = KVCache(np.zeros((2, 9, 1, SIZE, 1)), prefix_caching=False)
+    cache = KVCache([], 9, block_size=SIZE, prefix_caching=False)
     sequence = cache.new_sequence()
     cache.reserve(sequence, range(-1, 11))
     cache.keep_path(sequence, 11)
@@ -465,12 +467,6 @@ def test_a_free_block_cannot_be_shared():
     pool = BlockPool(3, PrefixIndex(SIZE))
     with pytest.raises(RuntimeError, match="block 1 is free"):
         pool.share([1])
-
-
-def test_a_companion_with_other_blocks_is_refused():
-    checked = CheckedCache()
-    with pytest.raises(ValueError, match="has 5 blocks, the cache 24"):
-        checked.cache.attach(np.zeros((1, 5, SIZE)))
 
 
 def _know_the_tail(checked: CheckedCache, text: Text) -> None:

@@ -22,7 +22,7 @@ BLOCK = 4
 
 def make_cache(num_blocks: int, layout: TreeLayout = TreeLayout.PATHS) -> KVCache:
     """One with so many blocks of 4 rows besides the scratch block."""
-    return KVCache(np.zeros((2, 1 + num_blocks, 1, BLOCK, 1), np.float32), layout)
+    return KVCache([], 1 + num_blocks, layout, block_size=BLOCK)
 
 
 def make_rows(cache: KVCache, length: int, parents: Sequence[int] = (), tokens: Sequence[int] = ()) -> RequestRows:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.kv_cache.key_values import PagedRows
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.runtimes.base import FloatArray, IntArray, RowRange
@@ -80,10 +81,10 @@ class PairCache:
 
     def __init__(self, runtime: HeadRuntime, cache: KVCache, *, feature_size: int, window: int) -> None:
         num_blocks = cache.pool.num_blocks
-        storage = runtime.new_cache(num_blocks + SPARE_BLOCKS).storage
+        rows = runtime.new_cache(num_blocks + SPARE_BLOCKS)
         self.block_size = cache.block_size
         self.window = window
-        self.bytes_per_token = (storage.nbytes + feature_size * 4 * num_blocks) // max(1, cache.max_slots)
+        self.bytes_per_token = (rows.num_bytes + feature_size * 4 * num_blocks) // max(1, cache.max_slots)
         self._spares = range(num_blocks, num_blocks + SPARE_BLOCKS)
         self._marks = np.zeros((1, num_blocks, self.block_size), np.uint64)
         self._features = np.zeros((num_blocks, feature_size), np.float32)
@@ -91,8 +92,8 @@ class PairCache:
         self._powers = np.cumprod(np.full(cache.max_slots + 1, _FACTOR, np.uint64), dtype=np.uint64)
         self._one_mark, self._one_power = self._marks.data, self._powers.data  # what is read behind a pass: a view is less to fetch
         self._pairs = RequestState[_Pairs]()
-        cache.attach(storage[:, :num_blocks])
-        cache.attach(self._marks)
+        cache.add(rows)
+        cache.add(PagedRows(self._marks))
 
     def observe(self, request: Request, start: int, features: FloatArray) -> int:
         """Take the target's features [T, F] of positions `start` …; returns how many wait.

@@ -6,8 +6,7 @@ import numpy as np
 
 from paceline.config import MAX_PASS_ROWS
 from paceline.errors import CapacityError
-from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
-from paceline.kv_cache.row_plan import TreeLayout
+from paceline.kv_cache.key_values import PagedRows, kv_shape
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.mapped_files import MappedFiles
 from paceline.models.weights import AnyTensor, Tensor, Weights
@@ -50,17 +49,16 @@ class NativeHead(HeadRuntime):
         execution.run(batch, draws)
         return _Results(execution, self._outputs, num_rows, len(batch.logits_rows))
 
-    def new_cache(self, num_blocks: int) -> KVCache:
+    def new_cache(self, num_blocks: int) -> PagedRows:
         config = self.config
-        shape = (2 * config.num_layers, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_size)
         try:
-            storage = np.zeros(shape, np.float32)
+            storage = np.zeros(kv_shape(config.num_layers, config.num_kv_heads, config.head_size, num_blocks), np.float32)
         except MemoryError as error:
             raise CapacityError(f"a drafter's cache of {num_blocks} blocks does not fit in memory: lower cache_gb") from error
         self._shared.storage = storage
         for execution in self._shared.executions:
             execution.use_cache(storage)
-        return KVCache(storage, TreeLayout.MASK)
+        return PagedRows(storage)
 
     def grower(self, drafted: HeadRuntime, embedding: AnyTensor, names: GrowerNames) -> Grower | None:
         if not isinstance(drafted, NativeHead) or not isinstance(embedding, Tensor) or self.config.embedding_scale != 1.0:

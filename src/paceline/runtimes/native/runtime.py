@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from paceline.config import MAX_PASS_ROWS
 from paceline.errors import CapacityError
-from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
+from paceline.kv_cache.key_values import KeyValues, kv_shape
+from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.mapped_files import MappedFiles
@@ -74,11 +75,11 @@ class NativeRuntime(Runtime):
     def new_cache(self, num_blocks: int) -> KVCache:
         config = self.config
         try:
-            storage = np.zeros((2 * config.num_layers, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_size), np.float32)
+            storage = np.zeros(kv_shape(config.num_layers, config.num_kv_heads, config.head_size, num_blocks), np.float32)
         except MemoryError as error:
             raise CapacityError(f"a cache of {num_blocks} blocks does not fit in memory: lower cache_gb") from error
         self._execution.use_cache(storage)
-        return KVCache(storage, self.capabilities.tree_layout)
+        return KVCache([KeyValues(storage)], num_blocks, self.capabilities.tree_layout)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         num_rows = len(batch.token_ids)

@@ -1,6 +1,6 @@
 """Heads computed with torch: on a GPU, and the reference for the native ones."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional as F
 
 from paceline.errors import CapacityError
-from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
-from paceline.kv_cache.row_plan import TreeLayout
+from paceline.kv_cache.key_values import PagedRows, kv_shape
+from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.models.config import ModelConfig
 from paceline.models.weights import Weights, as_float32
 from paceline.runtimes.base import FloatArray, ForwardBatch, RowRange
@@ -118,14 +118,14 @@ class TorchHead(HeadRuntime):
             blocks = TorchHeadBlocks(config, shared.weights, shared.storage, batch, attention, inputs, draws)
             return _Results(self.compose(blocks))
 
-    def new_cache(self, num_blocks: int) -> KVCache:
+    def new_cache(self, num_blocks: int) -> PagedRows:
         try:
             self._shared.storage = self._zeros(self.config, num_blocks, self._shared.device)
         except (RuntimeError, MemoryError) as error:
             raise CapacityError(
                 f"a drafter's cache of {num_blocks} blocks does not fit on {self._shared.device}: lower cache_gb"
             ) from error
-        return KVCache(self._shared.storage, TreeLayout.MASK)
+        return PagedRows(self._shared.storage)
 
     def beside(self, compose: Compose) -> "TorchHead":
         other = TorchHead.__new__(TorchHead)
@@ -134,8 +134,7 @@ class TorchHead(HeadRuntime):
 
     @staticmethod
     def _zeros(config: ModelConfig, num_blocks: int, device: torch.device | str) -> torch.Tensor:
-        shape: Sequence[int] = (2 * config.num_layers, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_size)
-        return torch.zeros(tuple(shape), device=device)
+        return torch.zeros(kv_shape(config.num_layers, config.num_kv_heads, config.head_size, num_blocks), device=device)
 
 
 class _Results(Mapping[str, FloatArray]):

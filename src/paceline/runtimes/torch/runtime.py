@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from paceline.errors import BackendUnavailableError, CapacityError, ConfigError
+from paceline.kv_cache.key_values import KeyValues, kv_shape
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig, WeightType
@@ -61,14 +62,14 @@ class TorchRuntime(Runtime):
             ) from error
 
     def new_cache(self, num_blocks: int) -> KVCache:
-        shape = (2 * self.config.num_layers, num_blocks, self.config.num_kv_heads, BLOCK_SIZE, self.config.head_size)
+        shape = kv_shape(self.config.num_layers, self.config.num_kv_heads, self.config.head_size, num_blocks)
         try:
             self._storage = torch.zeros(shape, dtype=DTYPES[self.capabilities.weight_type], device=self._device)
         except (RuntimeError, MemoryError) as error:
             raise CapacityError(
                 f"a cache of {num_blocks} blocks cannot be allocated on {self.capabilities.device!r}; ask for fewer"
             ) from error
-        return KVCache(self._storage, self.capabilities.tree_layout)
+        return KVCache([KeyValues(self._storage)], num_blocks, self.capabilities.tree_layout)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         if self._storage is None:

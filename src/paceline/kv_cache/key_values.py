@@ -1,0 +1,45 @@
+"""Keys and values of all rows, in the blocks of the cache."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.kv_cache.layer_memory import LayerMemory
+from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.kv_cache.row_plan import Commit, RowPlan
+
+
+def kv_shape(
+    num_layers: int, num_kv_heads: int, head_size: int, num_blocks: int, block_size: int = BLOCK_SIZE
+) -> tuple[int, int, int, int, int]:
+    """Keys of layer i at 2·i, values at 2·i + 1: [2·L, num_blocks, K, block_size, D]."""
+    return 2 * num_layers, num_blocks, num_kv_heads, block_size, head_size
+
+
+class PagedRows(LayerMemory):
+    """Something for every row, in an array whose axis 1 is the cache's blocks; there may be more of them than the cache has.
+
+    Whole blocks are copied, rows are not moved within their blocks: this is for what is written after rows were committed.
+
+    Args:
+        storage: whatever a runtime computes with (a numpy array or a torch tensor): only indexing is used here.
+    """
+
+    def __init__(self, storage: Any) -> None:
+        self.storage = storage
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.storage.nbytes)
+
+    def copy_block(self, source: int, target: int) -> None:
+        self.storage[:, target] = self.storage[:, source]
+
+
+class KeyValues(PagedRows):
+    """Keys and values as in `kv_shape`. They are written by the pass, so the kept ones move to where the committed ones end."""
+
+    def keep_path(self, plan: RowPlan, commit: Commit) -> None:
+        storage, size = self.storage, plan.block_size
+        table: Sequence[int] = plan.paths[0].block_table
+        for source, target in commit.moves:
+            storage[:, table[target // size], :, target % size] = storage[:, table[source // size], :, source % size]
