@@ -1,0 +1,302 @@
+"""A kind of layer memory that the project does not know: a recurrent state. Its network runs in the real engine and says the same tokens.
+
+The toy network's logits depend on a state h_t = f(h_(t-1), token), computed by the memory's own rules, and on attention over rows in
+blocks. All its arithmetic is with integers, so one wrong row changes what it says.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from paceline.drafters.ngram import NgramDrafter
+from paceline.engine.engine import Engine
+from paceline.engine.scheduler import Limits
+from paceline.kv_cache.key_values import KeyValues, kv_shape
+from paceline.kv_cache.layer_memory import LayerMemory
+from paceline.kv_cache.paged import CachedSequence, KVCache
+from paceline.kv_cache.prefix_index import Link
+from paceline.kv_cache.row_plan import Commit, RowPlan, TreeLayout
+from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, RowRange, Runtime, assemble
+from paceline.sampling.draw import draw
+from paceline.sampling.params import SamplingParams
+from paceline.sampling.processors import LogitsProcessor
+from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.drafter import DraftBudget, Drafter
+from paceline.speculation.guess import Guesser
+from paceline.speculation.request import Request
+from paceline.speculation.tree import DraftTree
+
+SIZE, STRIDE = 4, 2  # slots of a block; a state is kept behind every second block
+WIDTH, VOCAB, MODULUS = 3, 13, 10_007
+LAYOUTS = [TreeLayout.PATHS, TreeLayout.MASK]
+Values = NDArray[np.int64]
+
+
+class RecurrentStates(LayerMemory):
+    """A state per sequence. A pass leaves the state behind each of its rows; that of the last row kept becomes the sequence's.
+
+    Attributes:
+        behind: by sequence, the length and the state behind its committed rows; none = the state before any row.
+        left: by sequence, [num_rows, WIDTH] behind each row of the pass under way.
+        crossed: by sequence, states behind blocks that the last pass filled and nobody knows yet, by the block's index.
+        kept: where sequences can begin.
+    """
+
+    def __init__(self) -> None:
+        self.behind: dict[int, tuple[int, Values]] = {}
+        self.left: dict[int, Values] = {}
+        self.crossed: dict[int, dict[int, Values]] = {}
+        self.kept: dict[Link, Values] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        states = [state for _, state in self.behind.values()]
+        return sum(state.nbytes for state in (*states, *self.left.values(), *self.kept.values()))
+
+    def reserve(self, plan: RowPlan) -> None:
+        assert self.behind.get(plan.sequence_id, (0, None))[0] == plan.committed_len
+        self.left[plan.sequence_id] = np.full((plan.num_rows, WIDTH), -1)
+
+    def keep_path(self, plan: RowPlan, commit: Commit) -> None:
+        states = self.left.pop(plan.sequence_id)[commit.rows]
+        assert (states >= 0).all(), "a row that is kept has not run"
+        ends = range(plan.committed_len + 1, commit.committed_len + 1)
+        self.behind[plan.sequence_id] = commit.committed_len, states[-1]
+        self.crossed[plan.sequence_id] = {
+            end // SIZE - 1: state for end, state in zip(ends, states, strict=True) if end % (SIZE * STRIDE) == 0
+        }
+
+    def cancel(self, plan: RowPlan) -> None:
+        self.left.pop(plan.sequence_id, None)
+
+    def can_cut(self, sequence_id: int, length: int) -> bool:
+        return length == self.behind.get(sequence_id, (0, None))[0]
+
+    def num_reachable(self, links: Sequence[Link]) -> int:
+        return next((count for count in range(len(links), 0, -1) if links[count - 1] in self.kept), 0)
+
+    def restart(self, sequence_id: int, length: int, links: Sequence[Link]) -> None:
+        if length == 0:
+            self.release(sequence_id)
+        elif length != self.behind.get(sequence_id, (0, None))[0]:
+            self.behind[sequence_id] = length, self.kept[links[length // SIZE - 1]]
+
+    def remember(self, sequence_id: int, first: int, links: Sequence[Link]) -> None:
+        crossed = self.crossed.pop(sequence_id, {})
+        self.kept.update({link: crossed[index] for index, link in enumerate(links, first) if index in crossed})
+
+    def forget(self, link: Link) -> None:
+        self.kept.pop(link, None)
+
+    def release(self, sequence_id: int) -> None:
+        self.behind.pop(sequence_id, None)
+        self.crossed.pop(sequence_id, None)
+        assert sequence_id not in self.left
+
+
+class Toy(Runtime):
+    """The network. `said` computes from the whole text what `forward` computes from what it remembers."""
+
+    def __init__(self, layout: TreeLayout) -> None:
+        random = np.random.default_rng(5)
+        self._embedding = random.integers(0, MODULUS, (VOCAB, WIDTH))
+        self._output = random.integers(0, MODULUS, (WIDTH, VOCAB))
+        self._layout = layout
+
+    def new_cache(self, num_blocks: int) -> KVCache:
+        self.rows, self.states = KeyValues(np.zeros(kv_shape(1, 1, WIDTH, num_blocks, SIZE), np.int64)), RecurrentStates()
+        return KVCache([self.rows, self.states], num_blocks, self._layout, block_size=SIZE)
+
+    def embed(self, token_ids: IntArray) -> FloatArray:
+        return self._embedding[token_ids].astype(np.float32)
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        logits = np.concatenate([self._run(item, batch.token_ids[item.start : item.start + item.num_rows]) for item in batch.ranges])
+        return ForwardOutput(logits[batch.logits_rows], np.zeros((len(logits), 1), np.float32))
+
+    def said(self, token_ids: Sequence[int]) -> FloatArray:
+        """[T, V]"""
+        state, states = np.zeros(WIDTH, np.int64), []
+        for token in token_ids:
+            state = self._next(state, token)
+            states.append(state)
+        keys, values = self._embedding[list(token_ids)], np.array(states)
+        return np.stack([self._logits(state, keys[: row + 1], values[: row + 1]) for row, state in enumerate(states)])
+
+    def _run(self, item: RowRange, token_ids: IntArray) -> FloatArray:
+        length, first = self.states.behind.get(item.sequence_id, (0, np.zeros(WIDTH, np.int64)))
+        left = self.states.left[item.sequence_id][item.plan_row :]
+        assert length == item.cached_len
+        mask = np.tri(item.num_rows, dtype=np.bool_) if item.mask is None else item.mask
+        keys, values = self.rows.storage
+        logits = []
+        for row, token in enumerate(token_ids):
+            before = np.flatnonzero(mask[row, :row])
+            left[row] = self._next(left[before[-1]] if len(before) else first, int(token))
+            slots = np.array([*range(length), *(length + before), length + row])
+            blocks, places = item.block_table[slots // SIZE], slots % SIZE
+            keys[blocks[-1], 0, places[-1]], values[blocks[-1], 0, places[-1]] = self._embedding[token], left[row]
+            logits.append(self._logits(left[row], keys[blocks, 0, places], values[blocks, 0, places]))
+        return np.stack(logits)
+
+    def _next(self, state: Values, token: int) -> Values:
+        return (31 * state + state[::-1] + self._embedding[token]) % MODULUS
+
+    def _logits(self, state: Values, keys: Values, values: Values) -> FloatArray:
+        attended = (keys @ state % 101 + 1) @ values
+        return ((3 * state + attended) % MODULUS @ self._output % 997 / 150).astype(np.float32)
+
+
+class Knowing(Drafter):
+    """Knows what will be said; guesses some of it, with wrong guesses behind and beside."""
+
+    name = "knowing"
+
+    def __init__(self, texts: dict[tuple[int, ...], list[int]], random: np.random.Generator, *, has_branches: bool) -> None:
+        self._texts, self._random, self._has_branches = texts, random, has_branches
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
+        return [self._guess(request) for request in requests]
+
+    def _guess(self, request: Request) -> DraftTree:
+        text, start = self._texts[(request.seed, *request.token_ids[: request.num_prompt_tokens])], len(request.token_ids)
+        right = text[start : start + int(self._random.integers(0, 6))]
+        wrong = self._random.integers(0, VOCAB, 3).tolist()
+        if not self._has_branches:
+            return DraftTree.chain(request.token_ids[-1], right + wrong[:1], self.name)
+        parents = [*range(len(right)), *self._random.integers(0, len(right) + 1, len(wrong)).tolist()]
+        return DraftTree.grow(request.token_ids[-1], right + wrong, parents, self.name)
+
+
+@dataclass
+class Traffic:
+    """Prompts that share beginnings, and what plain decoding without any cache says behind each."""
+
+    toy: Toy
+    prompts: list[list[int]]
+    texts: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+    @classmethod
+    def make(cls, layout: TreeLayout, random: np.random.Generator, count: int = 8) -> "Traffic":
+        heads = random.integers(0, VOCAB, (2, 17)).tolist()
+        prompts = [
+            [*heads[index % 2][: int(random.integers(0, 18))], *random.integers(0, VOCAB, int(random.integers(1, 9))).tolist()]
+            for index in range(count)
+        ]
+        traffic = cls(Toy(layout), prompts)
+        for request in traffic.requests():
+            prompt = list(request.token_ids)
+            while len(request.token_ids) < request.max_len:
+                distribution = request.processor.process(traffic.toy.said(request.token_ids)[-1])
+                request.token_ids.append(draw(distribution, request.seed, 0, len(request.token_ids)))
+                request.processor.commit(request.token_ids[-1])
+            traffic.texts[(request.seed, *prompt)] = request.token_ids
+        return traffic
+
+    def requests(self) -> list[Request]:
+        made = []
+        for index, prompt in enumerate(self.prompts):
+            params = SamplingParams(temperature=float(index % 3 > 0))
+            processor = LogitsProcessor(params, VOCAB, prompt)
+            salt = b"" if index % 5 else b"another's"
+            made.append(Request(list(prompt), len(prompt), params, processor, CachedSequence(), index, 0, len(prompt) + 24, salt=salt))
+        return made
+
+    def run(self, drafter: Drafter | None, *, num_blocks: int) -> Engine:
+        """All requests at once, twice over; texts are those of plain decoding, and nothing is left behind."""
+        cache = self.toy.new_cache(1 + num_blocks)
+        guesser = Guesser(drafter, DraftLengthPolicy(6, row_budget=12), vocab_size=VOCAB, layout=cache.layout)
+        engine = Engine(self.toy, cache, guesser, Limits(max_num_seqs=4, max_step_rows=24, chunk_rows=5))
+        for _ in range(2):
+            requests = self.requests()
+            for _ in engine.run(requests):
+                cache.check()
+                running = [request.sequence.id for request in engine.scheduler.running]
+                assert set(self.toy.states.behind) <= set(running)
+            for prompt, request in zip(self.prompts, requests, strict=True):
+                assert request.token_ids == self.texts[(request.seed, *prompt)], f"prompt of {len(prompt)}"
+                assert request.num_cached_tokens % (SIZE * STRIDE) == 0
+        self.check_nothing_leaked(cache, num_blocks)
+        return engine
+
+    def check_nothing_leaked(self, cache: KVCache, num_blocks: int) -> None:
+        states = self.toy.states
+        assert (states.behind, states.left, states.crossed) == ({}, {}, {})
+        assert all(cache.prefix_index.find(link) is not None for link in states.kept)
+        cache.pool.release(cache.pool.allocate(num_blocks))  # evicts everything
+        assert (cache.num_cached_blocks, states.num_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("num_blocks", [16, 200], ids=["few blocks", "many blocks"])
+@pytest.mark.parametrize("kind", ["none", "ngram", "chains", "trees"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_network_with_a_recurrent_layer_says_the_same_tokens(layout: TreeLayout, kind: str, num_blocks: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    traffic = Traffic.make(layout, random)
+    knowing = Knowing(traffic.texts, random, has_branches=kind == "trees")
+    drafter = {"none": None, "ngram": NgramDrafter()}.get(kind, knowing)
+    engine = traffic.run(drafter, num_blocks=num_blocks)
+    stats = engine.stats
+    assert engine.cache.stats.hit_tokens > 0
+    assert (stats.num_preemptions > 0) == (num_blocks == 16)
+    if drafter is knowing:
+        assert stats.speculation.accepted > 100
+        assert stats.num_steps < stats.completion_tokens / 2
+
+
+FAULTS: dict[str, tuple[str, Callable[..., object]]] = {
+    "the state behind the last row of a pass is kept": (
+        "keep_path",
+        lambda self, plan, commit, real=RecurrentStates.keep_path: real(
+            self, plan, Commit(commit.block_table, commit.committed_len, [*commit.rows[:-1], plan.num_rows - 1])
+        ),
+    ),
+    "prefixes are adopted without a state": ("num_reachable", lambda self, links: len(links)),
+    "what is kept for a block is the state behind the last row": (
+        "remember",
+        lambda self, sequence_id, first, links: self.kept.update(dict.fromkeys(links, self.behind[sequence_id][1])),
+    ),
+    "states of blocks that are given up stay": ("forget", lambda self, link: None),
+    "states of ended sequences stay": ("release", lambda self, sequence_id: None),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_fault_of_the_memory_is_noticed(
+    layout: TreeLayout, fault: tuple[str, Callable[..., object]], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = np.random.default_rng(seed)
+    traffic = Traffic.make(layout, random)
+    monkeypatch.setattr(RecurrentStates, *fault)
+    with pytest.raises((AssertionError, KeyError)):
+        traffic.run(Knowing(traffic.texts, random, has_branches=True), num_blocks=40)
+
+
+def test_cutting_rows_goes_back_to_where_a_state_is_kept(seed: int) -> None:
+    toy, token_ids = Toy(TreeLayout.PATHS), np.random.default_rng(seed).integers(0, VOCAB, 22).tolist()
+    cache = toy.new_cache(20)
+    sequence = cache.new_sequence()
+
+    def run(count: int) -> None:
+        start = sequence.committed_len
+        plan = cache.reserve(sequence, range(-1, count - 1))
+        logits = toy.forward(assemble([plan], [token_ids[start : start + count]], [range(count)])).logits
+        np.testing.assert_array_equal(logits, toy.said(token_ids[: start + count])[start:])
+        cache.keep_path(sequence, count - 1)
+        cache.remember(sequence, token_ids)
+        cache.check()
+
+    run(22)
+    for length, kept in ((22, 22), (21, 16), (15, 8), (7, 0)):
+        assert cache.truncate(sequence, length) == sequence.committed_len == kept
+        cache.check()
+        if kept < 22:
+            run(22 - kept)
+    assert cache.truncate(sequence, 0) == 0
+    run(3)
+    cache.release(sequence)
+    assert toy.states.num_bytes == sum(state.nbytes for state in toy.states.kept.values())
