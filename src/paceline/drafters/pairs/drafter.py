@@ -14,7 +14,6 @@ from itertools import accumulate
 
 import numpy as np
 
-from paceline.config import MAX_PASS_ROWS
 from paceline.drafters.pairs.cache import SPARE_BLOCKS, PairCache, PairRows
 from paceline.drafters.pairs.guesses import Guesses
 from paceline.drafters.pairs.head import PairHead, PairOutputs
@@ -123,25 +122,29 @@ class PairDrafter(Drafter):
     def _propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         """Pass by pass."""
         trees: dict[int, DraftTree | None] = {}
-        group: list[tuple[PairRows, GrowingDraft]] = []
-        num_spares = num_rows = 0
-        for request, budget in zip(requests, budgets, strict=True):
-            depth, width = _shape(budget, self._tree_width)
-            num_drafted = self._num_drafted(depth, width)
-            needed = self.pairs.num_spares(request, num_drafted)
-            if depth < 1 or needed > SPARE_BLOCKS:
-                continue
-            most_rows = num_drafted + self.pairs.num_waiting(request)  # those of one pass are no more
-            if num_spares + needed > SPARE_BLOCKS or num_rows + most_rows > MAX_PASS_ROWS:
-                trees |= self._draft(group)
-                group, num_spares, num_rows = [], 0, 0
-            pairs = self.pairs.waiting_rows(request, with_root=True, num_drafted=num_drafted, spares=num_spares)
-            if pairs is None or max(pairs.token_ids.tolist()) >= self.head.embedded_ids:
-                continue
-            num_spares, num_rows = num_spares + needed, num_rows + most_rows
-            group.append((pairs, GrowingDraft(request, budget, depth, width, pairs.rows.block_table, pairs.rows.first_slot)))
-        trees |= self._draft(group)
+        for part in in_parts(zip(requests, budgets, strict=True), lambda one: self._most_rows(*one)):
+            group: list[tuple[PairRows, GrowingDraft]] = []
+            num_spares = 0
+            for request, budget in part:
+                depth, width = _shape(budget, self._tree_width)
+                num_drafted = self._num_drafted(depth, width)
+                needed = self.pairs.num_spares(request, num_drafted)
+                if depth < 1 or needed > SPARE_BLOCKS:
+                    continue
+                if num_spares + needed > SPARE_BLOCKS:
+                    trees |= self._draft(group)
+                    group, num_spares = [], 0
+                pairs = self.pairs.waiting_rows(request, with_root=True, num_drafted=num_drafted, spares=num_spares)
+                if pairs is None or max(pairs.token_ids.tolist()) >= self.head.embedded_ids:
+                    continue
+                num_spares += needed
+                group.append((pairs, GrowingDraft(request, budget, depth, width, pairs.rows.block_table, pairs.rows.first_slot)))
+            trees |= self._draft(group)
         return [trees.get(id(request)) for request in requests]
+
+    def _most_rows(self, request: Request, budget: DraftBudget) -> int:
+        """Of all passes together that draft for a request."""
+        return self._num_drafted(*_shape(budget, self._tree_width)) + self.pairs.num_waiting(request)
 
     def _num_drafted(self, depth: int, width: int) -> int:
         """Rows behind the true pairs that a draft takes."""
