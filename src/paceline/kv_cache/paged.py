@@ -17,8 +17,8 @@ class CachedSequence:
 
     Slots [0, committed_len) hold committed rows; [committed_len, tentative_len) belong to the pass under way. `chain` says what the
     first blocks hold that were adopted or remembered, all of them full: they are never written again while the prefix index knows them.
-    `num_queried` is the length of the text whose beginning it was to adopt. Only sequences with one `salt` share blocks. `id` is its
-    number in its cache, 0 as long as it is in none.
+    `num_queried` counts the tokens for which `adopt_prefix` was asked. Only sequences of the same `salt` share blocks. `id` is its number
+    in its cache; 0 = it is in none.
     """
 
     __slots__ = ("block_table", "chain", "committed_len", "id", "num_queried", "plan", "salt")
@@ -81,7 +81,7 @@ class KVCache:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks whose rows are known, in use or not: what new sequences can adopt."""
+        """Blocks that new sequences can adopt, in use or not."""
         return self.prefix_index.num_blocks
 
     @property
@@ -187,7 +187,7 @@ class KVCache:
     def adopt_prefix(self, sequence: CachedSequence, token_ids: Sequence[int]) -> int:
         """Begin an empty sequence with the longest run of cached full blocks that hold the first of `token_ids`, but not the last one.
 
-        Takes no free block, only idle ones out of those that can be had: see what is left before promising more.
+        Blocks that were idle until now do not count as free any more.
 
         Returns:
             rows adopted, a multiple of the block size; they are committed.
@@ -212,7 +212,7 @@ class KVCache:
         return len(self._find_prefix(sequence, token_ids)) * self.block_size if self.prefix_caching else 0
 
     def return_prefix(self, sequence: CachedSequence) -> None:
-        """Undo `adopt_prefix` for a sequence that has not run since: it is empty again, and it counts as if it had not asked."""
+        """Undo `adopt_prefix` for a sequence that has not run since; the statistics forget it too."""
         self.stats.queried_tokens -= sequence.num_queried
         self.stats.hit_tokens -= sequence.committed_len
         self._give_back(sequence, 0)
@@ -221,7 +221,7 @@ class KVCache:
             memory.release(sequence.id)
 
     def remember(self, sequence: CachedSequence, token_ids: Sequence[int]) -> None:
-        """Let others adopt the blocks that became full since the last call; of two with the same rows the first stays known.
+        """Let others adopt the blocks that became full since the last call, unless others with the same rows are known.
 
         Args:
             token_ids: what the rows were computed from; only the committed ones are read.
@@ -302,8 +302,8 @@ class KVCache:
     def _give_back(self, sequence: CachedSequence, first: int) -> None:
         """Drop the blocks from index `first` on.
 
-        From the end, so that the end of a chain is evicted before what leads to it. Where the index knows a twin in place of a block, the
-        twin was used as well; where that twin is gone by now, the block takes its place.
+        The last one first, so that the end of a text is evicted before its beginning. If the index knows another block with the same
+        rows, that one counts as used now; if it knows none any more, it learns this one.
         """
         table, chain = sequence.block_table, sequence.chain
         self.pool.release(reversed(table[max(first, len(chain)) :]))

@@ -95,13 +95,13 @@ class PrefixIndex:
         return self._link_of.get(block)
 
     def add(self, link: Link, block: int) -> None:
-        """Say that the owned `block` holds `link`; whoever said so first stays, and so does what is known of `block`."""
+        """Note that the owned `block` holds `link`, unless another block does or something else is known of `block`."""
         if link.key not in self._block_of and block not in self._link_of:
             self._block_of[link.key] = block
             self._link_of[block] = link
 
     def forget(self, block: int) -> None:
-        """`block` is not known any more; nothing happens where it was not. The pool must not count on an idle one any longer."""
+        """Know `block` no longer, if it was known. An idle one does not count as free any more: only `evict` may forget those."""
         link = self._link_of.pop(block, None)
         if link is not None:
             del self._block_of[link.key]
@@ -109,21 +109,21 @@ class PrefixIndex:
             self._on_forget(link)
 
     def retire(self, block: int) -> bool:
-        """The last owner let go of `block`: whether it is known and stays, as the last one to be given up."""
+        """`block` lost its last owner. True if it is known: it is idle from now on, and evicted after all others that are."""
         if block not in self._link_of:
             return False
         self._idle[block] = None
         return True
 
     def revive(self, block: int) -> bool:
-        """An idle block gets an owner: whether it was idle."""
+        """`block` gets an owner. True if it was idle."""
         if block not in self._idle:
             return False
         del self._idle[block]
         return True
 
     def touch(self, link: Link) -> None:
-        """If the block of `link` is idle it was used just now."""
+        """Evict the block of `link`, if it is idle, after all others that are."""
         block = self._block_of.get(link.key)
         if block is not None and block in self._idle:
             self._idle.move_to_end(block)
