@@ -205,7 +205,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--quant", choices=("none", "int8", "int4"), default="none")
-    parser.add_argument("--backend", choices=("auto", "native", "openvino", "torch"), default="auto")
+    parser.add_argument("--backend", choices=("auto", "native", "torch"), default="auto")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--accuracy", type=float, default=0.7, help="of the drafter that is often right")
     parser.add_argument("--max-tokens", type=int, default=96)

@@ -10,7 +10,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
-_PACKAGES = ("numpy", "openvino", "torch", "transformers", "llama-cpp-python", "gguf")
+_PACKAGES = ("numpy", "torch", "transformers", "llama-cpp-python", "gguf")
 
 
 def describe_machine(versions: dict[str, str] | None = None) -> dict[str, Any]:

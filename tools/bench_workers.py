@@ -49,8 +49,7 @@ class Paceline(Engine):
         from paceline.runtimes.base import Numerics
         from paceline.runtimes.load import RuntimeOptions, load_runtime
 
-        runtime = "openvino" if backend == "openvino" else "native"
-        importlib.import_module(f"paceline.runtimes.{runtime}.runtime")  # else its memory would count as the checkpoint's
+        importlib.import_module("paceline.runtimes.native.runtime")  # else its memory would count as the checkpoint's
         self._checkpoint = options.checkpoint
         self._file = options.checkpoint if gguf is None else quantised_file(options, gguf)
         self._facts = options.work / "facts"
@@ -234,11 +233,8 @@ ENGINES: dict[str, Callable[[argparse.Namespace], Engine]] = {
     "exact": lambda options: Paceline(options),
     "fast": lambda options: Paceline(options, numerics="fast"),
     "native": lambda options: Paceline(options, backend="native"),
-    "openvino": lambda options: Paceline(options, backend="openvino"),
     "int8": lambda options: Paceline(options, quant="int8"),
     "int4": lambda options: Paceline(options, quant="int4"),
-    "openvino-int8": lambda options: Paceline(options, backend="openvino", quant="int8"),
-    "openvino-int4": lambda options: Paceline(options, backend="openvino", quant="int4"),
     "gguf-q8_0": lambda options: Paceline(options, gguf="q8_0"),
     "gguf-q4_0": lambda options: Paceline(options, gguf="q4_0"),
     "transformers": lambda options: Transformers(options, "auto"),

@@ -11,7 +11,7 @@ from paceline.machine import usable_processors
 NUMERICS = ("exact", "fast")
 DTYPES = ("auto", "bf16", "f16", "f32")
 DEVICES = ("auto", "cpu", "cuda")
-BACKENDS = ("auto", "native", "openvino", "torch")
+BACKENDS = ("auto", "native", "torch")
 QUANT = ("none", "int8", "int4")
 GGUF_WEIGHTS = ("exact", "regroup")
 ACCEPTANCE = ("match", "rejection")
@@ -19,7 +19,7 @@ MAX_DRAFT_TOKENS = 64
 MAX_NUM_SEQS = 1024
 MAX_STEP_ROWS = 4096
 MAX_PASS_ROWS = MAX_STEP_ROWS + MAX_NUM_SEQS
-"""Rows of one pass of any network: those of a step, and each sequence's lone row once more (OpenVINO repeats it)."""
+"""Rows of one pass of any network: those of a step, and room for what a head guesses behind them in the same pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ class EngineConfig:
         max_context: longest prompt + output; None = what the model was made for.
         cache_gb: memory for keys and values; None = enough for a few full contexts, at most a quarter of the free memory.
         device: "auto", "cpu" or "cuda".
-        backend: what computes: "native" (our kernels), "openvino" or "torch"; "auto" = the fastest for this machine and these weights.
+        backend: what computes: "native" (our kernels) or "torch"; "auto" = the faster one for this machine.
         max_num_seqs: requests that run at a time, at most as many as a pass has rows.
         max_step_rows: rows of one pass, known tokens and drafts of all requests.
         chunk_rows: prompt rows of one request in one pass; fewer where other requests leave fewer of `max_step_rows`.

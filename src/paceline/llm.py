@@ -44,7 +44,7 @@ class LLM:
         max_context: longest prompt + output.
         cache_gb: memory for keys and values.
         device: "auto", "cpu" or "cuda".
-        backend: "native" (our own CPU kernels), "openvino" or "torch"; "auto" = the fastest for this machine and these weights.
+        backend: "native" (our own CPU kernels) or "torch"; "auto" = the faster one for this machine.
         drafter: "auto" (the model's own draft model, else ngram), "none", "ngram", "suffix", "prediction", "draft_model", "medusa" or
             "mtp" of the model's own directory, the directory or id of a draft model or of heads, or several of them together.
         num_draft_tokens: tokens guessed a step, or "auto" (4).

@@ -29,7 +29,7 @@ from paceline.errors import (
 from paceline.sampling.params import SamplingParams
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-HEAVY = {"torch", "transformers", "openvino", "tokenizers", "scipy"}
+HEAVY = {"torch", "transformers", "tokenizers", "scipy"}
 
 
 def _invoke(*arguments: str, stdin: str | bytes | None = None) -> Result:

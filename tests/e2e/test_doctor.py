@@ -45,7 +45,7 @@ from paceline.proof.probe import expected_speedup, predict, probe
 from paceline.runtimes import backend
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 
-HEAVY = {"torch", "transformers", "openvino", "scipy"}
+HEAVY = {"torch", "transformers", "scipy"}
 
 
 @pytest.fixture(scope="module")
@@ -469,7 +469,6 @@ def test_a_pair_of_large_vocabularies_is_judged_in_two_seconds(tmp_path: Path, s
 
 
 def test_a_probe_measures_and_predicts(target: Path, draft: Path) -> None:
-    pytest.importorskip("openvino")
     code, facts = ask("--model", target, "--drafter", draft, "--probe", "--threads", "2")
     assert code == 0
     probe = facts["probe"]

@@ -28,8 +28,6 @@ from paceline.speculation.drafter import Drafter
 from paceline.speculation.stats import PlainReason
 from paceline.speculation.tree import DraftTree
 
-pytest.importorskip("openvino")
-
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 BLOCK_BYTES = 16384  # of the tiny checkpoint
 NAN_ID = 95

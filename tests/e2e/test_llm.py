@@ -14,8 +14,6 @@ from paceline.runtimes.base import assemble
 from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.request import TokenOrigin
 
-pytest.importorskip("openvino")
-
 SAMPLED = SamplingParams(max_tokens=16, temperature=1.2, top_p=0.95, seed=5, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
 Open = Callable[..., LLM]

@@ -18,8 +18,6 @@ from paceline.drafters.suffix.store import SuffixStore
 from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.drafter import Drafter
 
-pytest.importorskip("openvino")
-
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [8, 9], [30, 31, 32]]
 

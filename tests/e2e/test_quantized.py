@@ -12,8 +12,6 @@ from paceline import LLM, CapacityError, CheckpointError, ConfigError, SamplingP
 from paceline.config import QuantOptions
 from paceline.models.quantized_cache import FOLDER
 
-pytest.importorskip("openvino")
-
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, seed=3, ignore_eos=True)
 PROMPT = "the cat sat on"

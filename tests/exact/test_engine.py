@@ -14,7 +14,7 @@ import pytest
 from harness.adversaries import ChaosDrafter
 from harness.engine_jobs import HEADS, SAMPLINGS, Job, JobMaker, Solo, known_of, open_drafting, write_heads_and_target
 from harness.engine_traffic import Traffic, check_clean, check_engine
-from harness.exact_targets import skip_without
+from harness.exact_targets import skip_without_kernels
 from paceline import LLM, AsyncEngine
 from paceline.engine.batch import RequestMaker
 from paceline.engine.engine import Engine
@@ -35,7 +35,7 @@ MAX_ROUNDS = 12
 TEXT_DRAFTERS = ["none", "ngram", "suffix", "suffix_tree", "prediction", "draft_model", "draft_tree", "stack", "oracle", "wrong", "chaos"]
 TARGETS = [
     *(f"{name}-{dtype}-native" for name in ("llama", "qwen3") for dtype in ("f32", "bf16")),
-    *("qwen3-f32-openvino", "llama-bf16-openvino", "mini-bf16-native"),
+    *("qwen3-f32-paths", "llama-bf16-paths", "mini-bf16-native"),
 ]
 CASES = [
     *((target, kind) for target in TARGETS for kind in TEXT_DRAFTERS),
@@ -44,7 +44,7 @@ CASES = [
 ]
 SAMPLE = {  # what a normal run takes of the others
     "qwen3-bf16-native": ["chaos", "suffix"],
-    "qwen3-f32-openvino": ["chaos", "draft_tree"],
+    "qwen3-f32-paths": ["chaos", "draft_tree"],
     "mini-bf16-native": ["draft_model"],
     **{f"{name}-f32-native": kinds for name, kinds in HEADS.items()},
     "llama-f32-native": TEXT_DRAFTERS,
@@ -78,14 +78,12 @@ def given_of(checkpoint: Directory, tmp_path_factory: pytest.TempPathFactory, la
     def make(target: str) -> Given:
         if target not in made:
             name, dtype, backend = target.split("-")
-            skip_without(backend)
+            skip_without_kernels()
             directory, drafts = write_heads_and_target(folder / dtype, name) if name in HEADS else (checkpoint(name), {})
             if (directory / "draft").is_dir():
                 drafts = dict.fromkeys(("draft_model", "draft_tree"), directory / "draft")
             solo = Solo(directory, dtype, backend)
-            if solo.llm.numerics != "exact":
-                assert backend != "native"
-                pytest.skip("this machine has no exact numerics")
+            assert solo.llm.numerics == "exact"
             random = np.random.default_rng(seed + sum(map(ord, target)))
             if large_counts:
                 count, sets, max_tokens = 64, 1 if name == "mini" else 3, 64

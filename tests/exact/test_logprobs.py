@@ -11,7 +11,7 @@ import pytest
 from harness.engine_jobs import Solo, open_drafting
 from harness.engine_targets import make
 from harness.engine_traffic import check_clean, check_engine
-from harness.exact_targets import skip_without
+from harness.exact_targets import skip_without_kernels
 from paceline import LLM, SamplingParams
 from paceline.outputs import RequestOutput
 from paceline.sampling import logprobs as logprobs_module
@@ -30,7 +30,7 @@ SAMPLINGS = {
     ),
     "with the prompt's": replace(BASE, temperature=1.0, presence_penalty=0.6, logprobs=0, prompt_logprobs=3),
 }
-TARGETS = ["llama-f32-native", "qwen3-bf16-native", "qwen3-f32-openvino"]
+TARGETS = ["llama-f32-native", "qwen3-bf16-native", "qwen3-f32-paths"]
 DRAFTERS = ["ngram", "draft_model", "draft_tree", "oracle", "chaos"]
 OUTPUT = ("token_ids", "text", "logprobs", "prompt_logprobs")
 
@@ -71,11 +71,9 @@ def alone_of(checkpoint: Callable[[str], Path], seed: int) -> AloneOf:
     def make_it(target: str) -> Alone:
         if target not in made:
             name, dtype, backend = target.split("-")
-            skip_without(backend)
+            skip_without_kernels()
             solo = Solo(checkpoint(name), dtype, backend)
-            if solo.llm.numerics != "exact":
-                assert backend != "native"
-                pytest.skip("this machine has no exact numerics")
+            assert solo.llm.numerics == "exact"
             random = np.random.default_rng(seed)
             prompts = [random.integers(1, solo.vocab_size, length).tolist() for length in (1, 33, 100)]
             alone = Alone(solo, prompts, {})
@@ -166,7 +164,7 @@ def test_what_a_stop_cuts_off_has_no_logprobs(alone_of: AloneOf) -> None:
             assert [one.token_id for one in output.logprobs or []] == output.token_ids
 
 
-@pytest.mark.parametrize("target", ["llama-f32-native", "qwen3-f32-openvino"])
+@pytest.mark.parametrize("target", ["llama-f32-native", "qwen3-f32-paths"])
 def test_logprobs_are_those_of_transformers(target: str, alone_of: AloneOf, large_counts: bool) -> None:
     if not large_counts and target != TARGETS[0]:
         pytest.skip("left to make test-long")

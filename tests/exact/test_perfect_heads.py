@@ -12,7 +12,7 @@ import pytest
 from harness.eagle_checkpoints import DRAFT_IDS, FIRST_TOKEN
 from harness.engine_jobs import Solo
 from harness.engine_traffic import check_clean
-from harness.exact_targets import skip_without
+from harness.exact_targets import skip_without_kernels
 from harness.head_targets import PerfectHeads
 from paceline import LLM, SamplingParams
 from paceline.outputs import RequestOutput
@@ -69,7 +69,7 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> Walks:
 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory: pytest.TempPathFactory) -> PerfectHeads:
-    skip_without("native")
+    skip_without_kernels()
     return PerfectHeads(tmp_path_factory.mktemp("perfect"))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from harness.engine_jobs import HEADS, Solo, open_drafting, write_heads_and_target
 from harness.engine_traffic import check_clean
-from harness.exact_targets import skip_without
+from harness.exact_targets import skip_without_kernels
 from paceline import LLM, SamplingParams
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.medusa.network import MedusaNetwork
@@ -38,7 +38,7 @@ Targets = Callable[[str], tuple[Solo, dict[str, Path]]]
 def targets(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Targets:
     made: dict[str, tuple[Solo, dict[str, Path]]] = {}
     folder = tmp_path_factory.mktemp("heads")
-    skip_without("native")
+    skip_without_kernels()
 
     def make(name: str) -> tuple[Solo, dict[str, Path]]:
         if name not in made:

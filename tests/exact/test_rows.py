@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.exact_targets import BACKENDS, EVERYTHING, is_in_a_normal_run, skip_without
+from harness.exact_targets import BACKENDS, EVERYTHING, is_in_a_normal_run, opened_as, skip_without_kernels
 from paceline.kv_cache import paged
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout, path_to
@@ -21,7 +21,6 @@ from paceline.models.config import WeightType
 from paceline.runtimes.base import FloatArray, ForwardBatch, Numerics, Runtime, assemble
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.runtimes.native.passes import PassMemory
-from paceline.runtimes.numerics import RowPadding
 
 NUM_SEQUENCES = 6
 Directory = Callable[[str], Path]
@@ -42,16 +41,14 @@ Subjects = Callable[[str], Subject]
 
 
 def open_target(directory: Path, dtype: str, backend: str, collect_layers: Sequence[int] = ()) -> Runtime:
-    skip_without(backend)
+    skip_without_kernels()
     options = RuntimeOptions(
-        numerics=Numerics.EXACT, dtype=WeightType(dtype), num_threads=2, max_context=512, backend=backend, collect_layers=collect_layers
+        numerics=Numerics.EXACT, dtype=WeightType(dtype), num_threads=2, max_context=512, backend="native", collect_layers=collect_layers
     )
-    runtime = load_runtime(directory, options).runtime
-    if backend == "native":
-        assert runtime.capabilities.numerics is Numerics.EXACT
-        assert runtime.capabilities.tree_layout is TreeLayout.MASK
-    if runtime.capabilities.numerics is not Numerics.EXACT:
-        pytest.skip("this machine has no exact numerics")
+    with opened_as(backend):
+        runtime = load_runtime(directory, options).runtime
+    assert runtime.capabilities.numerics is Numerics.EXACT
+    assert runtime.capabilities.tree_layout is (TreeLayout.MASK if backend == "native" else TreeLayout.PATHS)
     return runtime
 
 
@@ -213,7 +210,7 @@ def change_plans(monkeypatch: pytest.MonkeyPatch, change: Callable[[RowPlan], Ro
 
 def test_a_stale_cache_row_is_seen(small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The partial tail block of a path is not copied: the path attends to what the block held before."""
-    subject = small_subjects("openvino")
+    subject = small_subjects("paths")
     change_plans(monkeypatch, lambda plan: replace(plan, copies=()))
     assert compare_trees(subject, seed, num_trees=4)[1] > 0
 
@@ -255,20 +252,3 @@ def test_an_off_by_one_in_keep_path_is_seen(small_subjects: Subjects, backend: s
 
     monkeypatch.setattr(RowPlan, "commit", parent_instead)
     assert compare_trees(subject, seed, num_trees=4)[1] > 0
-
-
-def test_a_missing_repeated_row_is_seen(small_subjects: Subjects, seed: int) -> None:
-    """Without the repetition a lone row runs through another attention kernel."""
-    pytest.importorskip("openvino")
-    from paceline.runtimes.openvino.runtime import OpenVINORuntime
-
-    subject = small_subjects("openvino")
-    runtime = subject.runtime
-    assert isinstance(runtime, OpenVINORuntime)
-    if runtime.padding is RowPadding.NONE:
-        pytest.skip("rows need no repetition on this machine")
-    runtime.padding, padding = RowPadding.NONE, runtime.padding
-    try:
-        assert compare_mixes(subject, seed, repeats=1)[1] > 0
-    finally:
-        runtime.padding = padding

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from harness.adversaries import Answers, ChaosDrafter, OracleDrafter, WrongDrafter
+from harness.exact_targets import opened_as
 from paceline import LLM, BackendUnavailableError, RequestError, SamplingParams
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.prediction import PredictionDrafter
@@ -114,10 +115,11 @@ class Solo:
     def open(self, drafter: str | Drafter, *, num_blocks: int, block_bytes: int | None = None, **options: Any) -> LLM:
         """The target in an engine whose cache has `num_blocks` blocks, the scratch block not counted."""
         given = {
-            "dtype": self.dtype, "backend": self.backend, "threads": 1, "device": "cpu", "max_context": MAX_CONTEXT,
+            "dtype": self.dtype, "backend": "native", "threads": 1, "device": "cpu", "max_context": MAX_CONTEXT,
             "cache_gb": (num_blocks + 1.5) * (block_bytes or self.block_bytes) / 1e9, **options,
         }  # fmt: skip
-        return LLM(str(self.directory), drafter=drafter, **given)
+        with opened_as(self.backend):
+            return LLM(str(self.directory), drafter=drafter, **given)
 
     def answer(self, prompt: list[int], params: SamplingParams) -> list[RequestOutput]:
         """Each sample alone."""

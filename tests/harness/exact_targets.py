@@ -1,23 +1,44 @@
-"""Names of the targets, compute types and CPU runtimes that tests/exact runs over, and which of them a normal run takes."""
+"""Names of the targets, compute types and forms of our kernels that tests/exact runs over, and which of them a normal run takes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.native.library import kernels_path
+from paceline.runtimes.native.runtime import NativeRuntime
 
 TARGETS = ["llama", "qwen2", "qwen3", "mini"]
 DTYPES = ["f32", "bf16"]
-BACKENDS = ["native", "openvino"]
+BACKENDS = ["native", "paths"]
+"""Our kernels as they run, with masked trees, and with trees as paths over shared blocks (`opened_as`)."""
 EVERYTHING = [(name, dtype, backend) for name in TARGETS for dtype in DTYPES for backend in BACKENDS]
 
 
 def is_in_a_normal_run(name: str, dtype: str, backend: str) -> bool:
-    """Every target in every type on one of the runtimes, and on each of them half of all and every target."""
+    """Every target in every type in one of the forms, and in each of them half of all and every target."""
     return (TARGETS.index(name) + DTYPES.index(dtype) + BACKENDS.index(backend)) % 2 == 0
 
 
-def skip_without(backend: str) -> None:
-    """Skip the test where this machine lacks what the runtime needs."""
-    if backend == "openvino":
-        pytest.importorskip("openvino")
-    if backend == "native" and kernels_path() is None:
+def skip_without_kernels() -> None:
+    """Skip the test where this machine has no kernels."""
+    if kernels_path() is None:
         pytest.skip("no native kernels for this machine")
+
+
+@contextmanager
+def opened_as(backend: str) -> Iterator[None]:
+    """Native runtimes made within have this form."""
+    real = NativeRuntime.__init__
+
+    def on_paths(runtime: NativeRuntime, *args: Any, **options: Any) -> None:
+        real(runtime, *args, **options)
+        runtime.capabilities = replace(runtime.capabilities, tree_layout=TreeLayout.PATHS)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if backend == "paths":
+            patch.setattr(NativeRuntime, "__init__", on_paths)
+        yield

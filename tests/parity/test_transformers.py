@@ -5,7 +5,7 @@ than transformers' whole prompt, hence its wider bound; torch with exact numeric
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
-from harness.exact_targets import skip_without
+from harness.exact_targets import skip_without_kernels
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import TreeLayout, path_to
 from paceline.models.config import WeightType, read_config
 from paceline.models.weights import Weights
-from paceline.runtimes.base import FloatArray, ForwardOutput, Numerics, Runtime, assemble
+from paceline.runtimes.base import FloatArray, ForwardOutput, Runtime, assemble
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.tokenizer.tokenizer import Tokenizer
 
@@ -45,26 +45,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 Open = Callable[[Path, WeightType, Sequence[int]], Runtime]
 
 
-def open_torch(numerics: Numerics, layout: TreeLayout) -> Open:
+def open_torch(layout: TreeLayout) -> Open:
     def open_it(directory: Path, weight_type: WeightType, collect_layers: Sequence[int]) -> Runtime:
         from paceline.runtimes.torch.runtime import TorchRuntime
 
         config = read_config(directory)
         weights = Weights.open(directory, config)
-        return TorchRuntime(config, weights, weight_type=weight_type, numerics=numerics, collect_layers=collect_layers, tree_layout=layout)
+        runtime = TorchRuntime(config, weights, weight_type=weight_type, collect_layers=collect_layers)
+        runtime.capabilities = replace(runtime.capabilities, tree_layout=layout)
+        return runtime
 
     return open_it
 
 
-def open_cpu(backend: str, numerics: Numerics) -> Open:
-    def open_it(directory: Path, weight_type: WeightType, collect_layers: Sequence[int]) -> Runtime:
-        skip_without(backend)
-        options = RuntimeOptions(
-            numerics=numerics, dtype=weight_type, num_threads=2, device="cpu", backend=backend, collect_layers=collect_layers
-        )
-        return load_runtime(directory, options).runtime
-
-    return open_it
+def open_native(directory: Path, weight_type: WeightType, collect_layers: Sequence[int]) -> Runtime:
+    skip_without_kernels()
+    options = RuntimeOptions(dtype=weight_type, num_threads=2, backend="native", collect_layers=collect_layers)
+    return load_runtime(directory, options).runtime
 
 
 @dataclass(frozen=True)
@@ -77,14 +74,11 @@ class Kind:
 
 
 KINDS = {
-    "torch": Kind(open_torch(Numerics.FAST, TreeLayout.MASK), 1e-5, 1e-3),
-    "torch-paths": Kind(open_torch(Numerics.FAST, TreeLayout.PATHS), 1e-5, 1e-3),
-    "torch-exact": Kind(open_torch(Numerics.EXACT, TreeLayout.PATHS), 3e-5, 0.3),
-    "native": Kind(open_cpu("native", Numerics.EXACT), 3e-5, 0.3),
-    "openvino": Kind(open_cpu("openvino", Numerics.FAST), 1e-4, 0.3),
-    "openvino-exact": Kind(open_cpu("openvino", Numerics.EXACT), 1e-4, 0.3),
+    "torch": Kind(open_torch(TreeLayout.MASK), 1e-5, 1e-3),
+    "torch-paths": Kind(open_torch(TreeLayout.PATHS), 1e-5, 1e-3),
+    "native": Kind(open_native, 3e-5, 0.3),
 }
-BY_KIND = pytest.mark.parametrize("kind", ["torch", "native", "openvino"])
+BY_KIND = pytest.mark.parametrize("kind", ["torch", "native"])
 BY_KIND_AND_LAYOUT = pytest.mark.parametrize("kind", KINDS)
 BY_CASE = pytest.mark.parametrize("case", CASES)
 

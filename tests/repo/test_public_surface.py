@@ -20,7 +20,7 @@ PUBLIC = {
     "BackendUnavailableError",
     "__version__",
 }  # fmt: skip
-HEAVY = {"torch", "transformers", "openvino", "tokenizers", "scipy"}
+HEAVY = {"torch", "transformers", "tokenizers", "scipy"}
 
 RUN_AND_LIST_MODULES = """
 import contextlib, json, sys

@@ -36,7 +36,7 @@ MODEL = Panel(
         "threads": "CPU threads. Default: the processors this process may use; more are not used.",
         "oversubscribe": "Use as many threads as --threads says, even where there are fewer processors.",
         "device": "Where to run.",
-        "backend": "What computes: native (our own CPU kernels), openvino or torch; auto = the fastest for this machine and these weights.",
+        "backend": "What computes: native (our own CPU kernels) or torch; auto = the faster one for this machine.",
         "revision": "Branch, tag or commit of a model from the Hugging Face Hub.",
         "token": "Access token for the Hugging Face Hub. Better: log in with its own client, then no shell history holds the token.",
         "offline": "Use only what is on this machine.",

@@ -9,7 +9,7 @@ from paceline.kv_cache.prefix_index import Link, PrefixIndex, PrefixStats
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout, blocks_for, fresh_blocks_needed, plan_rows
 
 BLOCK_SIZE = 32
-"""Slots per block; OpenVINO's PagedAttention knows no other."""
+"""Slots per block."""
 
 
 class CachedSequence:

@@ -42,8 +42,8 @@ class MappedFiles:
 
 
 def map_regular(file: Any, path: Path) -> NDArray[np.uint8]:
-    """The bytes of an open file, which `MappedFiles` will know by its path; copy-on-write."""
-    mapped = np.memmap(file, dtype=np.uint8, mode="c")
+    """The bytes of an open file, which `MappedFiles` will know by its path; read-only."""
+    mapped = np.memmap(file, dtype=np.uint8, mode="r")
     mapped.filename = str(path)
     return np.asarray(mapped)
 

@@ -79,7 +79,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def map_file(path: Path) -> NDArray[np.uint8]:
-    """The bytes of a file, in memory only once used; copy-on-write, because OpenVINO takes no read-only array. Nobody writes.
+    """The bytes of a file, in memory only once used.
 
     Raises:
         FileNotFoundError: there is none.

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Backend
 
 from paceline.errors import CheckpointError, library_errors, memory_errors
 from paceline.models.checkpoint import is_gguf, open_weights, read_model_config, weight_files
-from paceline.models.config import ModelConfig, WeightType
+from paceline.models.config import ModelConfig
 from paceline.models.families import tensor_shapes
 from paceline.models.gguf.file import open_gguf
 from paceline.models.weights import Weights
@@ -42,7 +42,6 @@ class CheckpointFacts:
         stored_bytes: size of its weight files.
         num_parameters: values of all tensors.
         stored_as: container and type of the weights.
-        is_quantised: whether they are stored as small integers.
         tokenizer: None where it cannot be read without converting it.
     """
 
@@ -52,7 +51,6 @@ class CheckpointFacts:
     stored_bytes: int
     num_parameters: int
     stored_as: str
-    is_quantised: bool
     tokenizer: TokenizerFacts | None
 
     def as_dict(self) -> dict[str, Any]:
@@ -97,7 +95,6 @@ def read_checkpoint(path: Path, max_context: int | None = None) -> CheckpointFac
         sum(file.stat().st_size for file in weight_files(path)),
         sum(map(math.prod, tensor_shapes(config).values())),
         f"{'gguf' if is_gguf(path) else 'safetensors'}, {weight_type}",
-        weight_type.lower() not in {stored.value for stored in WeightType},
         read_tokenizer(path),
     )
 

@@ -12,7 +12,6 @@ from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, PacelineError
 from paceline.hub import resolve
 from paceline.machine import available_memory_bytes
-from paceline.models.config import ModelConfig
 from paceline.proof.checkpoint_facts import CheckpointFacts, read_checkpoint
 from paceline.proof.head_pairing import HeadFacts, judge_head
 from paceline.proof.memory_estimate import MemoryEstimate, ModelMemory, estimate_memory
@@ -207,7 +206,7 @@ def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) 
             f"a text of {context} tokens needs {memory.full_context_bytes / _GIGABYTE:.3g} GB in all, {available / _GIGABYTE:.3g} GB are "
             f"free: there is room for {memory.context_that_fits} tokens"
         )
-    found.numerics, found.numerics_reason = expected_numerics(target.config, main)
+    found.numerics, found.numerics_reason = expected_numerics(main)
 
 
 def _draft_memory(drafter: DrafterDiagnosis, question: DoctorQuestion, device: str, notes: list[str]) -> ModelMemory | None:
@@ -221,15 +220,11 @@ def _together(drafts: Sequence[ModelMemory]) -> ModelMemory | None:
         return None
     weights = sum(draft.weights_bytes for draft in drafts)
     cache = sum(draft.cache_bytes_per_1k for draft in drafts)
-    return ModelMemory(weights, cache, drafts[0].backend, drafts[0].is_quantised)
+    return ModelMemory(weights, cache, drafts[0].backend)
 
 
-def expected_numerics(config: ModelConfig, memory: ModelMemory) -> tuple[str, str]:
-    """What `numerics` will be, and why; the test of the real graph at load has the last word."""
+def expected_numerics(memory: ModelMemory) -> tuple[str, str]:
+    """What `numerics` will be, and why; the test at load has the last word."""
     if memory.backend == "torch":
         return "fast", "torch picks kernels by a pass's shape"
-    if memory.backend == "native":
-        return "exact", "the native kernels compute every row on its own; tested again at load"
-    if memory.is_quantised:
-        return "exact", "if the test of the real graph at load finds rows that do not depend on their neighbours; else fast"
-    return "exact", f"a lone row of {config.family} is given company in the attention; the real graph is tested at load"
+    return "exact", "the native kernels compute every row on its own; tested again at load"

@@ -46,7 +46,7 @@ class HeadFacts:
         """What it takes once it is loaded."""
         schemes = {} if quant is None else schemes_for(Weights(self.weights), quant)
         num_bytes = sum(schemes[name].nbytes(tensor.shape) if name in schemes else tensor.nbytes for name, tensor in self.weights.items())
-        return ModelMemory(num_bytes, self.cache_bytes_per_1k, "native", quant is not None)
+        return ModelMemory(num_bytes, self.cache_bytes_per_1k, "native")
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -1,15 +1,13 @@
 """How much memory a model will take, computed from the shapes of its tensors."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.config import QuantOptions
 from paceline.models.config import WeightType
-from paceline.models.quantize import Scheme, schemes_for
+from paceline.models.quantize import schemes_for
 from paceline.proof.checkpoint_facts import CheckpointFacts
 from paceline.runtimes.backend import choose_backend
-from paceline.runtimes.processor import multiplies_bf16
 
 _LEAST_CONTEXT = 256  # tokens; with less memory than for these a model is of no use
 
@@ -22,13 +20,11 @@ class ModelMemory:
         weights_bytes: matrices as they are computed with, the embedding table as it is stored.
         cache_bytes_per_1k: keys and values of 1000 tokens.
         backend: what computes.
-        is_quantised: whether matrices are in groups of small integers.
     """
 
     weights_bytes: int
     cache_bytes_per_1k: int
     backend: str
-    is_quantised: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,37 +93,11 @@ def estimate_memory(checkpoint: CheckpointFacts, quant: QuantOptions | None, dev
     """
     config = checkpoint.config
     schemes = {} if quant is None else schemes_for(checkpoint.weights, quant)
-    is_quantised = bool(schemes) or checkpoint.is_quantised
-    backend = choose_backend("auto", device, config, notices=notices)
-    item_bytes = _computed_bytes(config.weight_type, backend)
-    weights = _weights_bytes(checkpoint, schemes, item_bytes if backend == "openvino" and not is_quantised else None)
-    cache_item_bytes = _cache_bytes(config.weight_type, backend)
-    cache = 2 * config.num_layers * config.num_kv_heads * config.head_size * cache_item_bytes * 1000
-    return ModelMemory(weights, cache, backend, is_quantised)
-
-
-def _computed_bytes(weight_type: WeightType, backend: str) -> int:
-    """Bytes of one value where weights are not read as they are stored: OpenVINO widens what the processor cannot multiply."""
-    narrow = weight_type is WeightType.BF16 and multiplies_bf16() if backend == "openvino" else weight_type is not WeightType.F32
-    return 2 if narrow else 4
-
-
-def _cache_bytes(weight_type: WeightType, backend: str) -> int:
-    return 4 if backend == "native" else _computed_bytes(weight_type, backend)
-
-
-def _weights_bytes(checkpoint: CheckpointFacts, schemes: dict[str, Scheme], widened_item_bytes: int | None) -> int:
-    """Bytes of all weights: as they are stored, in groups where there is a scheme, or with so many bytes a value."""
-    total = 0
-    for name in checkpoint.weights:
-        facts = checkpoint.weights.facts(name)
-        widened = None if widened_item_bytes is None else math.prod(facts.shape) * widened_item_bytes
-        if name in schemes:
-            total += schemes[name].nbytes(facts.shape)
-        elif widened is None:
-            total += facts.nbytes
-        elif name == "embedding.weight":  # rows are looked up in the file; a tied one is the output matrix as well
-            total += facts.nbytes + (widened if checkpoint.config.tied_embeddings else 0)
-        else:
-            total += widened
-    return total
+    backend = choose_backend("auto", device, notices=notices)
+    weights = sum(
+        schemes[name].nbytes(checkpoint.weights.facts(name).shape) if name in schemes else checkpoint.weights.facts(name).nbytes
+        for name in checkpoint.weights
+    )
+    item_bytes = 4 if backend == "native" or config.weight_type is WeightType.F32 else 2
+    cache = 2 * config.num_layers * config.num_kv_heads * config.head_size * item_bytes * 1000
+    return ModelMemory(weights, cache, backend)

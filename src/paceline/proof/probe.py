@@ -51,7 +51,7 @@ class ProbeResult:
 
     Attributes:
         load_s: seconds to load everything.
-        numerics: "exact" or "fast", as tested on the real graph.
+        numerics: "exact" or "fast", as tested at load.
         pass_s: seconds of a target pass by its number of rows.
         draft_s: seconds to draft one token.
         peak_bytes: most memory this process ever held.

@@ -7,7 +7,6 @@ from pathlib import Path
 from paceline.config import BACKENDS
 from paceline.errors import BackendUnavailableError, ConfigError
 from paceline.installation import install_extra
-from paceline.models.config import ModelConfig
 
 
 def choose_device(device: str, backend: str) -> str:
@@ -16,7 +15,7 @@ def choose_device(device: str, backend: str) -> str:
     Raises:
         BackendUnavailableError: CUDA was asked for and is not there.
     """
-    if device == "cpu" or backend in ("native", "openvino"):
+    if device == "cpu" or backend == "native":
         return "cpu"
     if device == "auto" and not _may_have_cuda():
         return "cpu"
@@ -33,8 +32,8 @@ def choose_device(device: str, backend: str) -> str:
     return "cpu"
 
 
-def choose_backend(backend: str, device: str, config: ModelConfig, *, notices: list[str]) -> str:
-    """ "native", "openvino" or "torch": our own kernels wherever they were built, because they are exact and the fastest there.
+def choose_backend(backend: str, device: str, *, notices: list[str]) -> str:
+    """ "native" or "torch": our own kernels wherever they were built, because they are exact and the fastest there.
 
     Args:
         backend: what was asked for; "auto" = choose.
@@ -46,31 +45,22 @@ def choose_backend(backend: str, device: str, config: ModelConfig, *, notices: l
     """
     if backend not in BACKENDS:
         raise ConfigError(f"backend is {backend!r}: use {', '.join(BACKENDS)}")
-    chosen = _best_backend(device, config, notices) if backend == "auto" else backend
-    if chosen == "openvino" and not _has_openvino():
-        raise BackendUnavailableError(
-            f"backend 'openvino' needs OpenVINO with PagedAttention: {install_extra('openvino')}, or use --backend native or torch"
-        )
+    chosen = _best_backend(device, notices) if backend == "auto" else backend
     if chosen == "torch" and not _has_torch():
-        raise BackendUnavailableError(f"backend 'torch' needs torch: {install_extra('torch')}, or use --backend native or openvino")
+        raise BackendUnavailableError(f"backend 'torch' needs torch: {install_extra('torch')}, or use --backend native")
     return chosen
 
 
-def _best_backend(device: str, config: ModelConfig, notices: list[str]) -> str:
+def _best_backend(device: str, notices: list[str]) -> str:
     if device == "cuda":
         return "torch"
     from paceline.runtimes.native.library import kernels_path
 
     if kernels_path() is not None:
         return "native"
-    is_capped = config.attention_soft_cap is not None
-    if not is_capped and _has_openvino():
-        return "openvino"
-    reason = f"{config.family} caps attention scores" if is_capped else "OpenVINO with PagedAttention is not available here"
     if not _has_torch():
-        other = "" if is_capped else f"{install_extra('openvino')}, or "
-        raise BackendUnavailableError(f"{reason} and there are no native kernels for this machine: {other}{install_extra('torch')}")
-    notices.append(f"{reason} and there are no native kernels for this machine: the torch runtime takes over")
+        raise BackendUnavailableError(f"there are no native kernels for this machine: {install_extra('torch')}")
+    notices.append("there are no native kernels for this machine: the torch runtime takes over")
     return "torch"
 
 
@@ -82,12 +72,3 @@ def _may_have_cuda() -> bool:
 def _has_torch() -> bool:
     """Asked without importing it, which takes seconds."""
     return importlib.util.find_spec("torch") is not None
-
-
-def _has_openvino() -> bool:
-    """Whether it can serve; asked only where it would, because importing it takes half a second."""
-    try:
-        from openvino.op import _PagedAttentionExtension  # noqa: F401
-    except ImportError:
-        return False
-    return True

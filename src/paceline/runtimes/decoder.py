@@ -1,7 +1,6 @@
 """The decoder every supported family is, composed once from blocks that each runtime provides.
 
-In the native runtime the blocks record operations and `Value` is a numbered buffer; on OpenVINO they add nodes to a graph and it is a graph
-output; on torch they compute and it is a tensor.
+In the native runtime the blocks record operations and `Value` is a numbered buffer; on torch they compute and it is a tensor.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,8 @@
 """A checkpoint becomes a runtime."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from paceline.config import QuantOptions
 from paceline.errors import memory_errors
@@ -13,11 +12,9 @@ from paceline.models.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
 from paceline.runtimes.backend import choose_backend, choose_device
 from paceline.runtimes.base import Numerics, Runtime
+from paceline.runtimes.facts import MeasuredFacts
 from paceline.runtimes.native.checksum import fastest_page_sums
-
-if TYPE_CHECKING:
-    from paceline.runtimes.native.runtime import NativeRuntime
-    from paceline.runtimes.openvino.runtime import OpenVINORuntime
+from paceline.runtimes.numerics import find_numerics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +27,7 @@ class RuntimeOptions:
         num_threads: CPU threads.
         max_context: of the longest text there can be; None = what the model was made for.
         device: "auto", "cpu" or "cuda".
-        backend: "auto", "native", "openvino" or "torch".
+        backend: "auto", "native" or "torch".
         collect_layers: layer boundaries to return.
         facts_directory: where facts measured on this machine are kept; None = nowhere.
         quant: how to quantise the matrices; None = they stay as they are stored.
@@ -96,78 +93,31 @@ def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
 
 def _build(config: ModelConfig, weights: Weights, options: RuntimeOptions, notices: list[str]) -> Runtime:
     device = choose_device(options.device, options.backend)
-    backend = choose_backend(options.backend, device, config, notices=notices)
-    if backend == "torch":
+    if choose_backend(options.backend, device, notices=notices) == "torch":
         return _build_torch(config, weights, options, device, notices)
-    if backend == "openvino":
-        notices += _widening(config, options)
-        return _settled(_openvino(config, weights, options), options, notices)
-    return _settled(_native(config, weights, options), options, notices)
+    return _build_native(config, weights, options, notices)
 
 
-_Make = Callable[[Sequence[int]], "NativeRuntime | OpenVINORuntime"]
-"""Builds a CPU runtime that collects the boundaries it is given."""
-
-
-def _settled(make: _Make, options: RuntimeOptions, notices: list[str]) -> Runtime:
+def _build_native(config: ModelConfig, weights: Weights, options: RuntimeOptions, notices: list[str]) -> Runtime:
     """The runtime with its numerics tested; a notice more where they are not what was asked for."""
-    from paceline.runtimes.facts import MeasuredFacts
-    from paceline.runtimes.numerics import settle_numerics
-
-    runtime = make(options.collect_layers)
-    canonical = (lambda: make(())) if options.collect_layers else None
-    notice = settle_numerics(runtime, options.numerics, MeasuredFacts(options.facts_directory), canonical=canonical)
-    if notice:
-        notices.append(notice)
-    return runtime
-
-
-def _positions(config: ModelConfig, options: RuntimeOptions) -> int:
-    return min(options.max_context or config.max_positions, config.max_positions)
-
-
-def _native(config: ModelConfig, weights: Weights, options: RuntimeOptions) -> _Make:
     from paceline.runtimes.native.runtime import NativeRuntime
-    from paceline.runtimes.native.strips import Strips
 
-    strips: dict[str, Strips] = {}  # laid out once for both
-
-    return lambda collect_layers: NativeRuntime(
+    runtime = NativeRuntime(
         config,
         weights,
         num_threads=options.num_threads,
-        max_context=_positions(config, options),
-        collect_layers=collect_layers,
+        max_context=min(options.max_context or config.max_positions, config.max_positions),
+        collect_layers=options.collect_layers,
         round_to=options.dtype or config.weight_type,
-        strips=None if options.dtype is WeightType.F32 else strips,
+        strips=None if options.dtype is WeightType.F32 else {},
     )
-
-
-def _openvino(config: ModelConfig, weights: Weights, options: RuntimeOptions) -> _Make:
-    from paceline.runtimes.openvino.graph import computable
-    from paceline.runtimes.openvino.runtime import OpenVINORuntime
-
-    wanted = options.dtype or config.weight_type
-    computed = computable(wanted)
-    return lambda collect_layers: OpenVINORuntime(
-        config,
-        weights,
-        weight_type=computed,
-        num_threads=options.num_threads,
-        max_context=_positions(config, options),
-        collect_layers=collect_layers,
-        round_to=wanted,
-    )
-
-
-def _widening(config: ModelConfig, options: RuntimeOptions) -> list[str]:
-    """The line that says that OpenVINO computes in another type than the one asked for."""
-    from paceline.runtimes.openvino.graph import computable
-
-    wanted = options.dtype or config.weight_type
-    if computable(wanted) is wanted:
-        return []
-    return [f"this CPU has no {wanted.value} arithmetic: weights are widened to float32, with the same values in twice the memory"]
+    numerics = options.numerics
+    if numerics is Numerics.EXACT:
+        numerics = find_numerics(runtime, MeasuredFacts(options.facts_directory))
+        if numerics is Numerics.FAST:
+            notices.append("on this machine a row's bits depend on what else is in the pass: numerics is fast")
+    runtime.capabilities = replace(runtime.capabilities, numerics=numerics)
+    return runtime
 
 
 def _build_torch(config: ModelConfig, weights: Weights, options: RuntimeOptions, device: str, notices: list[str]) -> Runtime:

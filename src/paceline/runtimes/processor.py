@@ -35,8 +35,3 @@ def processor_name() -> str:
             return "".join(sorted({line for line in lines if line.startswith(wanted)}))
     except OSError:
         return platform.processor()
-
-
-def multiplies_bf16() -> bool:
-    """Whether bf16 products are native."""
-    return not processor_flags().isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})

@@ -11,8 +11,6 @@ from paceline import LLM, SamplingParams, drafters
 from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.request import TokenOrigin
 
-pytest.importorskip("openvino")
-
 TOY = '''
 """Guess that the last token is said again."""
 

@@ -25,8 +25,6 @@ from paceline.speculation.rejection import Acceptance
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree, Proposal
 
-pytest.importorskip("openvino")
-
 NUM_BLOCKS = 64
 GREEDY = SamplingParams()
 FREE = SamplingParams(temperature=1.0, seed=3)

@@ -21,6 +21,7 @@ from harness.eagle_checkpoints import (
     write_reading_eagle1,
     write_reading_eagle3,
 )
+from harness.exact_targets import BACKENDS, opened_as
 from paceline import LLM, SamplingParams
 from paceline.drafters.pairs.drafter import PairDrafter
 from paceline.errors import IncompatibleDrafterError
@@ -152,13 +153,12 @@ def test_d2t_read_as_absolute_ids_is_wrong(heads: Heads, plain: PlainTargets) ->
 
 
 @pytest.mark.parametrize("name", WRITERS)
-@pytest.mark.parametrize("backend", ["native", "openvino"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_trees_hold_the_right_path(name: str, backend: str, heads: Heads, plain: PlainTargets) -> None:
     """As one masked pass, and as paths over shared blocks."""
-    if backend == "openvino":
-        pytest.importorskip("openvino")
     rows = 1 + 3 * DEPTH if backend == "native" else 24
-    llm = open_llm(heads(name), row_budget=rows, tree_width=3, backend=backend)
+    with opened_as(backend):
+        llm = open_llm(heads(name), row_budget=rows, tree_width=3)
     texts = prompts(31, 33, 60)
     outputs = llm.generate(texts, GREEDY)
     assert [output.token_ids for output in outputs] == plain(heads(name), texts)
@@ -337,11 +337,9 @@ def test_a_head_with_a_window_drafts_as_ever(heads: Heads, plain: PlainTargets, 
         check(llm)
 
 
-@pytest.mark.parametrize(("method", "backend"), [("eagle", "native"), ("eagle3", "openvino")])
+@pytest.mark.parametrize(("method", "backend"), [("eagle", "native"), ("eagle3", "paths")])
 def test_a_head_that_knows_nothing_changes_nothing(backend: str, method: str, tmp_path: Path) -> None:
     """Random target and head, chains and trees, greedy and sampled, alone and together; the target with and without boundaries."""
-    if backend == "openvino":
-        pytest.importorskip("openvino")
     target = write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=3)
     sizes = {"hidden_size": 64, "head_dim": 16}
     if method == "eagle":
@@ -349,12 +347,12 @@ def test_a_head_that_knows_nothing_changes_nothing(backend: str, method: str, tm
     else:
         config = {**EAGLE3, **sizes, "eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
         files = write_head(tmp_path / "head", config, eagle3_tensors(config, target_hidden=64))
-    alone = LLM(str(target), drafter="none", backend=backend, threads=1, max_context=512, cache_gb=0.05, prefix_cache=False)
+    alone = LLM(str(target), drafter="none", threads=1, max_context=512, cache_gb=0.05, prefix_cache=False)
     texts = [np.random.default_rng(seed).integers(1, 97, 20 + 23 * seed).tolist() for seed in range(3)]
     for depth, rows, width in ((3, None, 1), (4, 20, 3)):
-        llm = open_llm((target, files), depth=depth, row_budget=rows, tree_width=width, backend=backend)
-        if alone.numerics != "exact" or llm.numerics != "exact":
-            pytest.skip("this machine has no exact numerics")
+        with opened_as(backend):
+            llm = open_llm((target, files), depth=depth, row_budget=rows, tree_width=width)
+        assert alone.numerics == llm.numerics == "exact"
         for params in (GREEDY, SAMPLED):
             expected = [alone.generate([text], params)[0].token_ids for text in texts]
             outputs = [llm.generate([text], params)[0] for text in texts] + llm.generate(texts, params)

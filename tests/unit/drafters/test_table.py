@@ -16,8 +16,6 @@ from paceline.drafters.suffix.drafter import SuffixDrafter
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.tokenizer.tokenizer import Tokenizer
 
-pytest.importorskip("openvino")
-
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:

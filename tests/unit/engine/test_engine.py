@@ -10,6 +10,7 @@ import pytest
 
 from harness.checkpoints import write_checkpoint
 from harness.engine_targets import Open, assert_clean, make, run_to_end
+from harness.exact_targets import opened_as
 from paceline import LLM, CapacityError, CheckpointError, RequestError, SamplingParams
 from paceline.runtimes.base import ForwardBatch, ForwardOutput
 from paceline.speculation import step as step_module
@@ -18,8 +19,6 @@ from paceline.speculation.drafter import DraftBudget, Drafter
 from paceline.speculation.request import FinishReason, Request
 from paceline.speculation.stats import PlainReason
 from paceline.speculation.tree import DraftTree
-
-pytest.importorskip("openvino")
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 LONG = SamplingParams(max_tokens=60, ignore_eos=True, temperature=1.1, seed=3, frequency_penalty=0.3, logprobs=1)
@@ -46,12 +45,6 @@ class BushyDrafter(Drafter):
 @pytest.fixture(scope="module")
 def solo(open_llm: Open) -> list[list[int]]:
     llm = open_llm(40)
-    return [llm.generate([prompt], GREEDY)[0].token_ids for prompt in PROMPTS]
-
-
-@pytest.fixture(scope="module")
-def solo_on_paths(open_llm: Open) -> list[list[int]]:
-    llm = open_llm(40, backend="openvino")
     return [llm.generate([prompt], GREEDY)[0].token_ids for prompt in PROMPTS]
 
 
@@ -119,15 +112,13 @@ def test_a_preempted_request_finds_its_own_rows_again_unless_they_were_needed(op
 
 
 @pytest.mark.parametrize("num_blocks", [4, 5, 6, 7, 9, 40])
-def test_guesses_never_take_the_blocks_of_another_requests_own_tokens(
-    open_llm: Open, solo_on_paths: list[list[int]], num_blocks: int
-) -> None:
-    # in OpenVINO exact trees are paths, each with blocks of its own
-    answers = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, solo_on_paths, strict=True)}
-    llm = open_llm(num_blocks, BushyDrafter(answers), max_context=110, backend="openvino")
+def test_guesses_never_take_the_blocks_of_another_requests_own_tokens(open_llm: Open, solo: list[list[int]], num_blocks: int) -> None:
+    answers = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, solo, strict=True)}
+    with opened_as("paths"):  # each with blocks of its own
+        llm = open_llm(num_blocks, BushyDrafter(answers), max_context=110)
     llm.engine.guesser.policy = DraftLengthPolicy(4, row_budget=12)
     outputs = llm.generate(PROMPTS, GREEDY)
-    assert [output.token_ids for output in outputs] == solo_on_paths
+    assert [output.token_ids for output in outputs] == solo
     assert (sum(output.speculation.cut for output in outputs) > 20) == (num_blocks <= 9)
     # it is the branches that go: the first path, which is right, stays but for a step or two at the border of a block
     assert sum(output.speculation.plain[PlainReason.NO_MEMORY] for output in outputs) <= 3

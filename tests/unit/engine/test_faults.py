@@ -128,7 +128,7 @@ def test_an_exit_that_a_signal_asks_for_passes_through_and_one_of_a_request_ends
 
     def processor(token_ids: Sequence[int], scores: Any) -> Any:
         if len(token_ids) > 3:
-            signal.getsignal(signal.SIGTERM)(signal.SIGTERM, None)  # type: ignore[operator, misc]  # OpenVINO leaves no stack for a real one
+            signal.getsignal(signal.SIGTERM)(signal.SIGTERM, None)  # type: ignore[operator, misc]  # a real one could come anywhere
         return scores
 
     before = signal.signal(signal.SIGTERM, leave)

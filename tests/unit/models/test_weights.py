@@ -75,13 +75,10 @@ def test_every_switch_adds_its_tensors() -> None:
 
 
 def test_arrays_are_views_of_the_file_that_cannot_change_it(tmp_path: Path) -> None:
-    path = write_safetensors(tmp_path / "model.safetensors", random_tensors())
-    before = path.read_bytes()
+    write_safetensors(tmp_path / "model.safetensors", random_tensors())
     array = Weights.open(tmp_path, CONFIG)["embedding.weight"].array
     assert not array.flags.owndata
-    array += 1
-    del array
-    assert path.read_bytes() == before
+    assert not array.flags.writeable
 
 
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])

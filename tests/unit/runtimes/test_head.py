@@ -141,5 +141,5 @@ def test_networks_beside_one_another_share_weights_and_cache(backend: str) -> No
 
 
 def test_another_backend_is_refused() -> None:
-    with pytest.raises(BackendUnavailableError, match="'openvino'"):
-        open_head(network, CONFIG, weights(), num_threads=1, max_context=8, backend="openvino")
+    with pytest.raises(BackendUnavailableError, match="'onnx'"):
+        open_head(network, CONFIG, weights(), num_threads=1, max_context=8, backend="onnx")

@@ -17,17 +17,15 @@ import pytest
 
 from harness.native_network import BUILT, native_config
 from paceline.errors import BackendUnavailableError, CapacityError
-from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.families import tensor_shapes
 from paceline.models.grouped import GroupedMatrix
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, as_float32
-from paceline.runtimes.base import FloatArray, ForwardOutput, Numerics, assemble
+from paceline.runtimes.base import FloatArray, ForwardOutput, assemble
 from paceline.runtimes.native import execution as execution_module
 from paceline.runtimes.native import library
 from paceline.runtimes.native import runtime as runtime_module
 from paceline.runtimes.native.runtime import NativeRuntime
-from paceline.runtimes.numerics import RowPadding
 from paceline.runtimes.rounding import to_bf16
 
 if not BUILT:
@@ -137,14 +135,6 @@ def test_a_cache_that_does_not_fit_in_memory_is_a_capacity_error(seed: int, monk
     monkeypatch.setattr(runtime_module.np, "zeros", no_memory)
     with pytest.raises(CapacityError, match="lower cache_gb"):
         runtime.new_cache(2)
-
-
-@pytest.mark.parametrize("numerics", Numerics)
-def test_trees_are_masks_whatever_is_promised(numerics: Numerics, seed: int) -> None:
-    runtime = open_runtime(seed)
-    runtime.set_numerics(RowPadding.NONE, numerics)
-    assert runtime.capabilities.numerics is numerics
-    assert runtime.new_cache(2).layout is TreeLayout.MASK
 
 
 def test_weights_in_groups_give_the_bits_of_their_values(token_ids: list[int], seed: int) -> None:
@@ -263,5 +253,5 @@ def test_the_best_library_is_taken_that_this_processor_runs(flags: str, level: s
 
 def test_without_kernels_the_error_names_the_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "kernels_path", lambda: None)
-    with pytest.raises(BackendUnavailableError, match="use --backend openvino or torch"):
+    with pytest.raises(BackendUnavailableError, match="use --backend torch"):
         library.kernels.__wrapped__()

@@ -7,13 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.checkpoints import write_checkpoint
+from harness.native_network import BUILT
 from paceline.errors import CheckpointError
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig, RopeConfig, WeightType
+from paceline.runtimes import load as load_module
 from paceline.runtimes.base import Capabilities, ForwardBatch, ForwardOutput, Numerics
 from paceline.runtimes.facts import FILE_NAME, MeasuredFacts
-from paceline.runtimes.numerics import RowPadding, find_padding, settle_numerics
+from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.numerics import find_numerics
 
 CONFIG = ModelConfig(
     family="fake",
@@ -29,22 +33,15 @@ CONFIG = ModelConfig(
     rope=RopeConfig(),
     weight_type=WeightType.F32,
 )
-Fault = Callable[[RowPadding, ForwardBatch], float]
+Fault = Callable[[ForwardBatch], float]
 
-
-def lone_rows_unless_padded(*paddings: RowPadding) -> Fault:
-    return lambda padding, batch: 0.0 if padding in paddings else min(item.num_rows for item in batch.ranges) == 1
-
-
-FAULTS: dict[str, tuple[Fault, RowPadding | None]] = {
-    "nothing": (lambda padding, batch: 0.0, RowPadding.ATTENTION),
-    "lone rows, not if padded in attention": (lone_rows_unless_padded(RowPadding.ATTENTION), RowPadding.ATTENTION),
-    "lone rows, not if padded as a whole": (lone_rows_unless_padded(RowPadding.WHOLE_ROW), RowPadding.WHOLE_ROW),
-    "padding itself": (lambda padding, batch: padding is not RowPadding.NONE and len(batch.token_ids) > 1, RowPadding.NONE),
-    "the number of rows": (lambda padding, batch: len(batch.token_ids), None),
-    "the number of sequences": (lambda padding, batch: len(batch.ranges), None),
-    "passes of many rows": (lambda padding, batch: len(batch.token_ids) > 14, None),
-    "rows in front": (lambda padding, batch: float(batch.token_ids[0]), None),
+FAULTS: dict[str, tuple[Fault, Numerics]] = {
+    "nothing": (lambda batch: 0.0, Numerics.EXACT),
+    "lone rows": (lambda batch: min(item.num_rows for item in batch.ranges) == 1, Numerics.FAST),
+    "the number of rows": (lambda batch: len(batch.token_ids), Numerics.FAST),
+    "the number of sequences": (lambda batch: len(batch.ranges), Numerics.FAST),
+    "passes of many rows": (lambda batch: len(batch.token_ids) > 14, Numerics.FAST),
+    "rows in front": (lambda batch: float(batch.token_ids[0]), Numerics.FAST),
 }
 
 
@@ -55,97 +52,56 @@ class FakeRuntime:
         self.config = CONFIG
         self.collect_layers: tuple[int, ...] = ()
         self.version = version
-        self.padding: RowPadding | None = None
         self.capabilities = Capabilities(Numerics.FAST, TreeLayout.MASK, "cpu", WeightType.F32)
         self.num_passes = 0
         self._fault = fault
         self._shift = shift
-
-    def set_numerics(self, padding: RowPadding, numerics: Numerics) -> None:
-        self.padding = padding
-        self.capabilities = Capabilities(numerics, TreeLayout.PATHS, "cpu", WeightType.F32)
 
     def new_cache(self, num_blocks: int) -> KVCache:
         return KVCache(np.zeros((2, num_blocks, 1, 32, 8), np.float32))
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         self.num_passes += 1
-        assert self.padding is not None
         base = np.sin(batch.token_ids + 100.0 * batch.positions)[:, None] + np.arange(CONFIG.vocab_size)
-        logits = (base * (1 + 1e-6 * float(self._fault(self.padding, batch))) + self._shift).astype(np.float32)
+        logits = (base * (1 + 1e-6 * float(self._fault(batch))) + self._shift).astype(np.float32)
         return ForwardOutput(logits[batch.logits_rows], logits)
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_cheapest_padding_that_holds_is_found(name: str) -> None:
+def test_what_a_row_depends_on_is_found(name: str) -> None:
     fault, expected = FAULTS[name]
-    assert find_padding(FakeRuntime(fault)) is expected  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_what_holds_is_set_and_what_does_not_is_said(name: str, tmp_path: Path) -> None:
-    fault, expected = FAULTS[name]
-    runtime = FakeRuntime(fault)
-    notice = settle_numerics(runtime, Numerics.EXACT, MeasuredFacts(tmp_path))  # type: ignore[arg-type]
-    if expected is None:
-        assert notice is not None
-        assert "numerics is fast" in notice
-    else:
-        assert notice is None
-    assert runtime.padding is (expected or RowPadding.NONE)
-    assert runtime.capabilities.numerics is (Numerics.FAST if expected is None else Numerics.EXACT)
+    assert find_numerics(FakeRuntime(fault), MeasuredFacts(None)) is expected
 
 
 def test_an_answer_is_remembered_until_the_library_changes(tmp_path: Path) -> None:
-    def settle(version: str = "1", fault: str = "nothing") -> tuple[str | None, FakeRuntime]:
+    def find(version: str, fault: str) -> tuple[Numerics, bool]:
+        """What was found, and whether by a test."""
         runtime = FakeRuntime(FAULTS[fault][0], version=version)
-        return settle_numerics(runtime, Numerics.EXACT, MeasuredFacts(tmp_path)), runtime  # type: ignore[arg-type]
+        return find_numerics(runtime, MeasuredFacts(tmp_path)), runtime.num_passes > 0
 
-    assert settle()[1].num_passes > 0
-    notice, runtime = settle()
-    assert (notice, runtime.num_passes, runtime.padding, runtime.capabilities.numerics) == (None, 0, RowPadding.ATTENTION, Numerics.EXACT)
-    notice, runtime = settle("2", "the number of rows")
-    assert notice is not None
-    assert runtime.num_passes > 0
-    notice, runtime = settle("2", "the number of rows")
-    assert notice is not None
-    assert runtime.num_passes == 0
-
-
-def test_fast_numerics_need_no_test() -> None:
-    runtime = FakeRuntime(FAULTS["the number of rows"][0])
-    assert settle_numerics(runtime, Numerics.FAST, MeasuredFacts(None)) is None  # type: ignore[arg-type]
-    assert (runtime.num_passes, runtime.padding, runtime.capabilities.numerics) == (0, RowPadding.NONE, Numerics.FAST)
-
-
-def test_a_graph_whose_bits_differ_from_the_canonical_one_is_not_exact() -> None:
-    exact = FAULTS["nothing"][0]
-    same = find_padding(FakeRuntime(exact), lambda: FakeRuntime(exact))  # type: ignore[arg-type, return-value]
-    assert same is RowPadding.ATTENTION
-    other = find_padding(FakeRuntime(exact), lambda: FakeRuntime(exact, shift=1e-5))  # type: ignore[arg-type, return-value]
-    assert other is None
+    assert find("1", "nothing") == (Numerics.EXACT, True)
+    assert find("1", "nothing") == (Numerics.EXACT, False)
+    assert find("2", "the number of rows") == (Numerics.FAST, True)
+    assert find("2", "the number of rows") == (Numerics.FAST, False)
 
 
 @pytest.mark.parametrize("answer", ["17", '"sometimes"', "null", "[]", "{}", "true"])
 def test_a_remembered_answer_that_makes_no_sense_is_measured_again(answer: str, tmp_path: Path) -> None:
-    def settle() -> FakeRuntime:
+    def find() -> bool:
         runtime = FakeRuntime(FAULTS["nothing"][0])
-        settle_numerics(runtime, Numerics.EXACT, MeasuredFacts(tmp_path))  # type: ignore[arg-type]
-        return runtime
+        assert find_numerics(runtime, MeasuredFacts(tmp_path)) is Numerics.EXACT
+        return runtime.num_passes > 0
 
-    settle()
+    assert find()
     file = tmp_path / FILE_NAME
-    file.write_text(file.read_text().replace('"attention"', answer))
-    runtime = settle()
-    assert runtime.num_passes > 0
-    assert runtime.padding is RowPadding.ATTENTION
-    assert settle().num_passes == 0
+    file.write_text(file.read_text().replace('"exact"', answer))
+    assert find()
+    assert not find()
 
 
 def test_nan_is_an_error_and_no_answer(tmp_path: Path) -> None:
-    facts = MeasuredFacts(tmp_path)
     with pytest.raises(CheckpointError, match="NaN"):
-        settle_numerics(FakeRuntime(FAULTS["nothing"][0], shift=np.nan), Numerics.EXACT, facts)  # type: ignore[arg-type]
+        find_numerics(FakeRuntime(FAULTS["nothing"][0], shift=np.nan), MeasuredFacts(tmp_path))
     assert not (tmp_path / FILE_NAME).exists()
 
 
@@ -158,4 +114,23 @@ def test_nan_in_padding_columns_is_no_difference() -> None:
             output.logits[:, -3:] = np.nan
             return output
 
-    assert find_padding(Padded(FAULTS["nothing"][0])) is RowPadding.ATTENTION  # type: ignore[arg-type]
+    assert find_numerics(Padded(FAULTS["nothing"][0]), MeasuredFacts(None)) is Numerics.EXACT
+
+
+@pytest.mark.skipif(not BUILT, reason="no native kernels for this machine")
+@pytest.mark.parametrize(
+    ("wanted", "found", "expected"),
+    [
+        (Numerics.EXACT, Numerics.EXACT, Numerics.EXACT),
+        (Numerics.EXACT, Numerics.FAST, Numerics.FAST),
+        (Numerics.FAST, Numerics.EXACT, Numerics.FAST),
+    ],
+)
+def test_what_holds_is_promised_and_what_does_not_is_said(
+    wanted: Numerics, found: Numerics, expected: Numerics, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_checkpoint(tmp_path, "llama", num_hidden_layers=1)
+    monkeypatch.setattr(load_module, "find_numerics", lambda runtime, facts: found)
+    loaded = load_runtime(directory, RuntimeOptions(numerics=wanted, backend="native"))
+    assert loaded.runtime.capabilities.numerics is expected
+    assert any("numerics is fast" in notice for notice in loaded.notices) is (wanted is not expected)

@@ -139,7 +139,7 @@ def kernels() -> ctypes.CDLL:
     path = kernels_path()
     if path is None:
         raise BackendUnavailableError(
-            f"there are no native kernels for this machine ({platform.system()} on {platform.machine()}): use --backend openvino or torch"
+            f"there are no native kernels for this machine ({platform.system()} on {platform.machine()}): use --backend torch"
         )
     library = ctypes.CDLL(str(path))
     library.paceline_run.argtypes = [POINTER(Program), POINTER(Pass)]

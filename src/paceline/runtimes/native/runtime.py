@@ -20,7 +20,6 @@ from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.native.program import Recorded, record
 from paceline.runtimes.native.strips import Strips
 from paceline.runtimes.native.weights import NativeWeights
-from paceline.runtimes.numerics import RowPadding
 from paceline.runtimes.rotary import LEAST_POSITIONS, RotaryTables
 from paceline.runtimes.rounding import embedding_rows, scaled_rows
 
@@ -80,10 +79,6 @@ class NativeRuntime(Runtime):
             raise CapacityError(f"a cache of {num_blocks} blocks does not fit in memory: lower cache_gb") from error
         self._execution.use_cache(storage)
         return KVCache(storage, self.capabilities.tree_layout)
-
-    def set_numerics(self, padding: RowPadding, numerics: Numerics) -> None:
-        """Only what is promised changes: nothing is ever padded, and a masked tree is as exact as a chain."""
-        self.capabilities = Capabilities(numerics, TreeLayout.MASK, "cpu", WeightType.F32)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         num_rows = len(batch.token_ids)
