@@ -1,4 +1,4 @@
-"""The torch runtime: row by row in exact numerics, and its two forms of attention."""
+"""The torch runtime and its two forms of attention."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,55 +28,24 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def open_runtime(
     directory: Path,
     *,
-    numerics: Numerics = Numerics.FAST,
     weight_type: WeightType = WeightType.F32,
     device: str = "cpu",
     collect_layers: Sequence[int] = (),
-    tree_layout: TreeLayout | None = None,
 ) -> TorchRuntime:
     config = read_config(directory)
     weights = Weights.open(directory, config)
-    return TorchRuntime(
-        config,
-        weights,
-        device=device,
-        weight_type=weight_type,
-        numerics=numerics,
-        collect_layers=collect_layers,
-        tree_layout=tree_layout,
-    )
-
-
-@pytest.mark.parametrize("weight_type", [WeightType.F32, WeightType.BF16])
-def test_with_exact_numerics_a_row_does_not_depend_on_its_neighbours(directory: Path, weight_type: WeightType, seed: int) -> None:
-    runtime = open_runtime(directory, numerics=Numerics.EXACT, weight_type=weight_type, collect_layers=(0, 2))
-    cache = runtime.new_cache(16)
-    prompt = np.random.default_rng(seed).integers(0, VOCAB_SIZE, 40).tolist()
-    alone, logits, hidden = cache.new_sequence(), [], []
-    for token_id in prompt:
-        output = runtime.forward(assemble([cache.reserve(alone, [-1])], [[token_id]], [[0]]))
-        cache.keep_path(alone, 0)
-        logits.append(output.logits[0])
-        hidden.append(output.hidden_states[0])
-    first, second = cache.new_sequence(), cache.new_sequence()
-    plans = [cache.reserve(first, range(-1, 39)), cache.reserve(second, [-1, 0, 0])]
-    output = runtime.forward(assemble(plans, [prompt, [prompt[0], 5, prompt[1]]], [[39, 3], [2]]))
-    assert np.array_equal(output.logits, np.stack([logits[39], logits[3], logits[1]]))
-    assert np.array_equal(output.hidden_states[:40], np.stack(hidden))
-    assert output.collected_hidden_states is not None
-    assert output.collected_hidden_states.shape == (2, 44, 64)
+    return TorchRuntime(config, weights, device=device, weight_type=weight_type, collect_layers=collect_layers)
 
 
 def test_only_wanted_rows_have_logits_and_every_row_hidden_states(directory: Path) -> None:
-    for numerics in Numerics:
-        runtime = open_runtime(directory, numerics=numerics)
-        cache = runtime.new_cache(4)
-        plan = cache.reserve(cache.new_sequence(), range(-1, 4))
-        output = runtime.forward(assemble([plan], [[1, 2, 3, 4, 5]], [[]]))
-        assert output.logits.shape == (0, VOCAB_SIZE)
-        assert output.hidden_states.shape == (5, 64)
-        assert output.collected_hidden_states is None
-        assert runtime.num_passes == 1
+    runtime = open_runtime(directory)
+    cache = runtime.new_cache(4)
+    plan = cache.reserve(cache.new_sequence(), range(-1, 4))
+    output = runtime.forward(assemble([plan], [[1, 2, 3, 4, 5]], [[]]))
+    assert output.logits.shape == (0, VOCAB_SIZE)
+    assert output.hidden_states.shape == (5, 64)
+    assert output.collected_hidden_states is None
+    assert runtime.num_passes == 1
 
 
 def random_ranges(seed: int) -> tuple[tuple[RowRange, ...], int]:
@@ -149,8 +118,6 @@ def test_a_prompt_on_cuda_gives_the_logits_of_the_cpu(directory: Path) -> None:
 
 
 def test_settings_that_cannot_work_are_errors(directory: Path) -> None:
-    with pytest.raises(ConfigError, match="use 'paths'"):
-        open_runtime(directory, numerics=Numerics.EXACT, tree_layout=TreeLayout.MASK)
     with pytest.raises(ConfigError, match="from 0 to 2"):
         open_runtime(directory, collect_layers=(3,))
     with pytest.raises(ConfigError, match="device = 'tpu'"):
@@ -166,8 +133,7 @@ def test_too_large_a_cache_is_a_capacity_error(directory: Path) -> None:
         runtime.new_cache(2**40)
 
 
-def test_what_is_promised_is_what_was_asked_for(directory: Path) -> None:
-    fast, exact = open_runtime(directory), open_runtime(directory, numerics=Numerics.EXACT)
-    assert (fast.capabilities.numerics, fast.capabilities.tree_layout) == (Numerics.FAST, TreeLayout.MASK)
-    assert (exact.capabilities.numerics, exact.capabilities.tree_layout) == (Numerics.EXACT, TreeLayout.PATHS)
-    assert exact.new_cache(4).layout is TreeLayout.PATHS
+def test_trees_are_masked_and_rows_may_depend_on_their_neighbours(directory: Path) -> None:
+    runtime = open_runtime(directory)
+    assert (runtime.capabilities.numerics, runtime.capabilities.tree_layout) == (Numerics.FAST, TreeLayout.MASK)
+    assert runtime.new_cache(4).layout is TreeLayout.MASK

@@ -11,7 +11,7 @@ from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.weights import Weights
-from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Numerics, RowRange, Runtime
+from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Numerics, Runtime
 from paceline.runtimes.decoder import decoder
 from paceline.runtimes.torch.attention import PaddedAttention, PlainAttention, Scores
 from paceline.runtimes.torch.blocks import TorchBlocks, scaled_rows
@@ -21,8 +21,7 @@ from paceline.runtimes.torch.weights import DTYPES, TorchWeights
 class TorchRuntime(Runtime):
     """A decoder computed with torch.
 
-    Numerics: torch picks its kernels by shape, so a row's bits depend on how many rows it runs with (`fast`). With `exact`
-    every row is a pass of its own: the same shapes as plain decoding, hence the same bits, at plain decoding's speed.
+    Torch picks its kernels by shape, so a row's bits depend on how many rows it runs with: numerics are fast.
     """
 
     def __init__(
@@ -32,9 +31,7 @@ class TorchRuntime(Runtime):
         *,
         device: str = "cpu",
         weight_type: WeightType,
-        numerics: Numerics = Numerics.FAST,
         collect_layers: Sequence[int] = (),
-        tree_layout: TreeLayout | None = None,
     ) -> None:
         """Copy the weights to `device`.
 
@@ -42,21 +39,16 @@ class TorchRuntime(Runtime):
             device: "cpu" or "cuda".
             weight_type: type of weights, cache and computation.
             collect_layers: boundaries to return, 0 to L.
-            tree_layout: `PATHS` or `MASK`; by default `MASK`, and `PATHS` with exact numerics.
 
         Raises:
-            ConfigError: an argument is out of range, or a masked tree is asked for with exact numerics.
+            ConfigError: an argument is out of range.
             BackendUnavailableError: the device is not there.
             CapacityError: the device's memory does not hold the weights.
         """
-        exact = numerics is Numerics.EXACT
-        layout = tree_layout or (TreeLayout.PATHS if exact else TreeLayout.MASK)
-        if layout is TreeLayout.CHAIN or (exact and layout is TreeLayout.MASK):
-            raise ConfigError(f"tree layout {layout.value!r} cannot be used with {numerics.value} numerics; use 'paths'")
         if any(not 0 <= layer <= config.num_layers for layer in collect_layers):
             raise ConfigError(f"collect_layers = {list(collect_layers)}: boundaries go from 0 to {config.num_layers}")
         self.config = config
-        self.capabilities = Capabilities(numerics, layout, device, weight_type)
+        self.capabilities = Capabilities(Numerics.FAST, TreeLayout.MASK, device, weight_type)
         self.num_passes = 0
         self._collect_layers = tuple(collect_layers)
         self._device = _open_device(device)
@@ -79,19 +71,9 @@ class TorchRuntime(Runtime):
         return KVCache(self._storage, self.capabilities.tree_layout)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        self.num_passes += 1
-        if self.capabilities.numerics is Numerics.FAST:
-            return self._run(batch)
-        return _join([self._run(row) for row in _rows(batch)], batch.logits_rows)
-
-    def embed(self, token_ids: IntArray) -> FloatArray:
-        with torch.inference_mode():
-            ids = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
-            return _to_numpy(scaled_rows(F.embedding(ids, self._weights.plain["embedding"]), self.config))
-
-    def _run(self, batch: ForwardBatch) -> ForwardOutput:
         if self._storage is None:
             raise RuntimeError("there is no cache yet: call new_cache first")
+        self.num_passes += 1
         attention_type = PlainAttention if self._device.type == "cpu" else PaddedAttention
         with torch.inference_mode():
             scores = Scores(self.config.attention_scale, self.config.attention_soft_cap)
@@ -99,6 +81,11 @@ class TorchRuntime(Runtime):
             blocks = TorchBlocks(self.config, self._weights, self._storage, batch, attention)
             logits, hidden, collected = decoder(blocks, self.config, self._collect_layers)
             return ForwardOutput(_to_numpy(logits), _to_numpy(hidden), _to_numpy(torch.stack(collected)) if collected else None)
+
+    def embed(self, token_ids: IntArray) -> FloatArray:
+        with torch.inference_mode():
+            ids = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
+            return _to_numpy(scaled_rows(F.embedding(ids, self._weights.plain["embedding"]), self.config))
 
 
 def _open_device(device: str) -> torch.device:
@@ -112,33 +99,3 @@ def _open_device(device: str) -> torch.device:
 def _to_numpy(tensor: torch.Tensor) -> FloatArray:
     array: FloatArray = tensor.float().cpu().numpy()
     return array
-
-
-def _rows(batch: ForwardBatch) -> list[ForwardBatch]:
-    """Each row as a pass of its own, in order, so that a row finds the ones before it in the cache."""
-    wanted = set(batch.logits_rows.tolist())
-    passes = []
-    for rows in batch.ranges:
-        if rows.mask is not None:
-            raise RuntimeError("a masked tree reached a runtime with exact numerics, which takes paths")
-        for index in range(rows.num_rows):
-            row = rows.start + index
-            passes.append(
-                ForwardBatch(
-                    batch.token_ids[row : row + 1],
-                    batch.positions[row : row + 1],
-                    (RowRange(0, 1, rows.cached_len + index, rows.block_table),),
-                    np.zeros(int(row in wanted), np.int32),
-                )
-            )
-    return passes
-
-
-def _join(outputs: Sequence[ForwardOutput], logits_rows: IntArray) -> ForwardOutput:
-    """The outputs of one-row passes as those of one pass."""
-    collected = [output.collected_hidden_states for output in outputs if output.collected_hidden_states is not None]
-    return ForwardOutput(
-        np.concatenate([outputs[row].logits for row in logits_rows] or [outputs[0].logits[:0]]),
-        np.concatenate([output.hidden_states for output in outputs]),
-        np.concatenate(collected, axis=1) if collected else None,
-    )
