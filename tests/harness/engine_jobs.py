@@ -136,7 +136,7 @@ def _block_bytes(directory: Path, dtype: str) -> int:
     from paceline.models.checkpoint import read_model_config
 
     config = read_model_config(directory)
-    return 2 * config.num_layers * config.num_kv_heads * BLOCK * config.head_size * (4 if dtype == "f32" else 2)
+    return config.kv_bytes_per_token(4 if dtype == "f32" else 2) * BLOCK
 
 
 class JobMaker:

@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.models.config import Activation, ModelConfig, RopeConfig, WeightType
+from harness.model_configs import make_config
+from paceline.models.config import ModelConfig, WeightType
+from paceline.models.rope_config import RopeConfig
 from paceline.models.weights import AnyTensor, Tensor, Weights
 from paceline.runtimes.base import FloatArray, ForwardBatch, RowRange
 from paceline.runtimes.head import Draws
@@ -37,13 +39,11 @@ def native_config(
     head_size: int = 16,
     hidden_size: int = 64,
     rotated_fraction: float = 1.0,
-    activation: Activation = Activation.SILU,
-    attention_soft_cap: float | None = None,
+    soft_cap: float | None = None,
 ) -> ModelConfig:
-    return ModelConfig(
-        family="llama", vocab_size=97, hidden_size=hidden_size, intermediate_size=96, num_layers=1, num_heads=heads,
-        num_kv_heads=kv_heads, head_size=head_size, norm_eps=1e-5, max_positions=512, rope=RopeConfig(rotated_fraction=rotated_fraction),
-        weight_type=WeightType.F32, activation=activation, attention_soft_cap=attention_soft_cap,
+    return make_config(
+        hidden_size=hidden_size, num_heads=heads, num_kv_heads=kv_heads, head_size=head_size,
+        rope=RopeConfig(rotated_fraction=rotated_fraction),        attention={"soft_cap": soft_cap},
     )  # fmt: skip
 
 

@@ -111,9 +111,7 @@ def _judge_mtp(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) 
 
 
 def _pair_facts(files: HeadFiles, config: PairConfig, weights: Weights) -> HeadFacts:
-    layers = config.layers
-    cache = 2 * layers.num_layers * layers.num_kv_heads * layers.head_size * _CACHE_ITEM_BYTES * 1000
-    return HeadFacts(files.path, files.kind, weights, cache)
+    return HeadFacts(files.path, files.kind, weights, config.layers.kv_bytes_per_token(_CACHE_ITEM_BYTES) * 1000)
 
 
 def _reading(config: PairConfig) -> str:

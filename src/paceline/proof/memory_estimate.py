@@ -99,5 +99,4 @@ def estimate_memory(checkpoint: CheckpointFacts, quant: QuantOptions | None, dev
         for name in checkpoint.weights
     )
     item_bytes = 4 if backend == "native" or config.weight_type is WeightType.F32 else 2
-    cache = 2 * config.num_layers * config.num_kv_heads * config.head_size * item_bytes * 1000
-    return ModelMemory(weights, cache, backend)
+    return ModelMemory(weights, config.kv_bytes_per_token(item_bytes) * 1000, backend)

@@ -24,7 +24,7 @@ class RotaryTables:
 
     def __init__(self, config: ModelConfig, limit: int) -> None:
         self._limit = max(limit, LEAST_POSITIONS)
-        self._ropes = [inverse_frequencies(rope, config.head_size) for rope in config.ropes]
+        self._ropes = [inverse_frequencies(rope, config.attention.head_size) for rope in config.ropes]
         self.pairs = self._computed(0, min(LEAST_POSITIONS, self._limit) + 1)
 
     def reach(self, position: int) -> None:

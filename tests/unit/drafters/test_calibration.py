@@ -155,7 +155,7 @@ def test_the_base_of_rotations_is_the_one_it_was_trained_with(
 ) -> None:
     head = write_looking_back_eagle1(tmp_path / "head", theta=theta, rope_theta=said)
     llm = open_llm(looking_target, str(head))
-    assert drafter_of(llm).head.config.layers.rope.theta == found
+    assert drafter_of(llm).head.config.layers.attention.rope.theta == found
     assert acceptance(llm) == 1.0
 
 
@@ -258,7 +258,7 @@ def test_a_user_who_names_the_convention_is_believed(target: Path, tmp_path: Pat
         drafter = make_drafter(str(head), described(target, layers, options))
         assert isinstance(drafter, PairDrafter)
         config = drafter.head.config
-        assert (config.boundaries, config.layers.rope.theta, config.normed_recurrence) == (boundaries, 5e5, True)
+        assert (config.boundaries, config.layers.attention.rope.theta, config.normed_recurrence) == (boundaries, 5e5, True)
     with pytest.raises(IncompatibleDrafterError, match="name as many different ones, from 0 to 4"):
         make_drafter(str(head), described(target, layers, HeadOptions(variant=PairVariant(boundaries=(1, 2)))))
 

@@ -1,11 +1,11 @@
 """Drafts grown in one call of the kernels are those that grow pass by pass."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from harness.model_configs import make_config, with_attention
 from harness.native_network import plain_tensor
 from paceline.drafters.eagle.config import EagleConfig
 from paceline.drafters.eagle.network import drafted_pairs, true_pairs
@@ -16,7 +16,8 @@ from paceline.drafters.pairs.drafter import PairDrafter
 from paceline.drafters.pairs.head import PairHead
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
-from paceline.models.config import ModelConfig, RopeConfig, WeightType
+from paceline.models.config import WeightType
+from paceline.models.rope_config import RopeConfig
 from paceline.models.weights import AnyTensor, Tensor, Weights
 from paceline.runtimes.head import Ranking, open_head
 from paceline.runtimes.native.growing import NativeGrower
@@ -29,7 +30,7 @@ from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
 HIDDEN, INNER, HEADS, KV_HEADS, DRAFT_IDS, VOCAB = 48, 64, 4, 2, 300, 500
-LAYERS = ModelConfig(
+LAYERS = make_config(
     family="llama", vocab_size=DRAFT_IDS, hidden_size=HIDDEN, intermediate_size=INNER, num_layers=1, num_heads=HEADS,
     num_kv_heads=KV_HEADS, head_size=HIDDEN // HEADS, norm_eps=1e-5, max_positions=100, rope=RopeConfig(), weight_type=WeightType.F32,
 )  # fmt: skip
@@ -63,7 +64,7 @@ def head(method: str, seed: int) -> PairHead:
         runtime = open_head(mtp_pairs(config), LAYERS, Weights(tensors(HIDDEN, 2 * HIDDEN, seed)), num_threads=2, max_context=400)
         return PairHead(config, runtime, runtime, table(WeightType.BF16, seed), target_ids=None)
     is_eagle3 = method == "eagle3"
-    layers = replace(LAYERS, sliding_layers=(0,), sliding_window=7) if method == "eagle with a window" else LAYERS
+    layers = with_attention(LAYERS, window=7) if method == "eagle with a window" else LAYERS
     kind, boundaries = (HeadKind.EAGLE3, (1, 2)) if is_eagle3 else (HeadKind.EAGLE, ())
     switches = {"norms_embedding": is_eagle3, "has_final_norm": is_eagle3}
     eagle = EagleConfig(kind=kind, layers=layers, feature_size=HIDDEN, boundaries=boundaries, **switches)

@@ -4,13 +4,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from harness.model_configs import make_config
 from harness.native_network import plain_tensor
 from paceline.drafters.medusa.checkpoint import MedusaHeads
 from paceline.drafters.medusa.drafter import MedusaDrafter
 from paceline.drafters.medusa.network import MedusaNetwork
 from paceline.kv_cache.paged import CachedSequence
 from paceline.kv_cache.row_plan import TreeLayout
-from paceline.models.config import ModelConfig, RopeConfig, WeightType
+from paceline.models.config import WeightType
+from paceline.models.rope_config import RopeConfig
 from paceline.models.weights import AnyTensor, Weights
 from paceline.runtimes.native.library import kernels_path
 from paceline.sampling.params import SamplingParams
@@ -20,7 +22,7 @@ from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
 HIDDEN, VOCAB, NUM_HEADS = 32, 300, 4
-TARGET = ModelConfig(
+TARGET = make_config(
     family="llama", vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=2,
     head_size=HIDDEN // 2, norm_eps=1e-5, max_positions=100, rope=RopeConfig(), weight_type=WeightType.F32,
 )  # fmt: skip

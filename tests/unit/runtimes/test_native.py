@@ -8,14 +8,14 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from harness.native_network import BUILT, native_config
+from harness.model_configs import make_config
+from harness.native_network import BUILT
 from paceline.errors import BackendUnavailableError, CapacityError
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.families import tensor_shapes
@@ -31,7 +31,7 @@ from paceline.runtimes.rounding import to_bf16
 if not BUILT:
     pytest.skip("no native kernels for this machine", allow_module_level=True)
 
-CONFIG = replace(native_config(), num_layers=2)
+CONFIG = make_config(num_layers=2)
 PATIENCE_S = 60.0
 
 

@@ -4,6 +4,7 @@ import ctypes
 
 import numpy as np
 
+from paceline.errors import CheckpointError
 from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.models.config import ModelConfig
 from paceline.runtimes.base import FloatArray, ForwardBatch
@@ -14,6 +15,7 @@ from paceline.runtimes.native.program import Code, Recorded
 from paceline.runtimes.rotary import RotaryTables
 
 _MIN_ROWS = 32
+_MOST_ROPES = 2  # `Pass` of kernels/native.h has room for
 
 
 class Execution:
@@ -37,8 +39,10 @@ class Execution:
         self._recorded = recorded
         self._operations = (Operation * len(recorded.operations))(*recorded.operations)
         self._tickets = np.zeros(2 * len(recorded.operations), np.int32)
-        self._max_slots, self._scratch_rows = max_slots, 1 + config.num_heads // config.num_kv_heads
-        self._rotary_half = config.rope.rotary_size(config.head_size) // 2
+        attention = config.attention
+        if len(config.ropes) > _MOST_ROPES:
+            raise CheckpointError(f"the model rotates positions in {len(config.ropes)} ways, the kernels know at most {_MOST_ROPES}")
+        self._max_slots, self._scratch_rows = max_slots, 1 + attention.num_heads // attention.num_kv_heads
         self.kernels = kernels()
         self._capacity = 0
         self._buffers: list[FloatArray] = []  # [capacity, width] each
@@ -46,7 +50,8 @@ class Execution:
         self.memory = PassMemory(self.tables)
         self._program = Program(
             operations=self._operations, num_operations=len(recorded.operations), num_threads=num_threads, block_size=BLOCK_SIZE,
-            heads=config.num_heads, kv_heads=config.num_kv_heads, head_size=config.head_size, rotary_half=self._rotary_half,
+            heads=attention.num_heads, kv_heads=attention.num_kv_heads, head_size=attention.head_size,
+            rotary_half=attention.rope.rotary_size(attention.head_size) // 2,
             most_columns=recorded.most_columns, tickets=self._tickets.ctypes.data,
         )  # fmt: skip
         self._make_scratch(0)
@@ -65,7 +70,7 @@ class Execution:
         return self._recorded.widths[buffer]
 
     def use_cache(self, storage: FloatArray) -> None:
-        """Read and write keys and values in `storage` [2 * L, num_blocks, K, BLOCK_SIZE, D] from now on."""
+        """Read and write keys and values in `storage` (`ModelConfig.kv_shape`) from now on."""
         self._storage = storage
         self._program.cache = storage.ctypes.data
         self._program.num_blocks = storage.shape[1]

@@ -51,10 +51,8 @@ class NativeHead(HeadRuntime):
         return _Results(execution, self._outputs, num_rows, len(batch.logits_rows))
 
     def new_cache(self, num_blocks: int) -> KVCache:
-        config = self.config
-        shape = (2 * config.num_layers, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_size)
         try:
-            storage = np.zeros(shape, np.float32)
+            storage = np.zeros(self.config.kv_shape(num_blocks, BLOCK_SIZE), np.float32)
         except MemoryError as error:
             raise CapacityError(f"a drafter's cache of {num_blocks} blocks does not fit in memory: lower cache_gb") from error
         self._shared.storage = storage

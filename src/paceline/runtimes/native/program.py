@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.models.config import Activation, ModelConfig
+from paceline.models.config import ModelConfig
+from paceline.models.layers import Activation, AttentionConfig
 from paceline.runtimes.decoder import decoder
 from paceline.runtimes.head import Ranking
 from paceline.runtimes.native import library
@@ -122,19 +123,18 @@ class NativeBlocks:
     def head_norm(self, x: Value, name: str, num_heads: int) -> Value:
         return self._norm(x, name, num_heads)
 
-    def rope(self, x: Value, num_heads: int, layer: int) -> Value:
+    def rope(self, x: Value, num_heads: int, attention: AttentionConfig) -> Value:
         out = self.value(x.width)
-        table = self._config.ropes.index(self._config.rope_of(layer))
+        table = self._config.ropes.index(attention.rope)
         return self._add(Code.ROPE, x, out=out, count=num_heads, width=x.width // num_heads, choice=table)
 
-    def attention(self, q: Value, k: Value, v: Value, layer: int) -> Value:
-        config = self._config
-        cap, window = config.attention_soft_cap or 0.0, config.window_of(layer) or 0
+    def attention(self, q: Value, k: Value, v: Value, attention: AttentionConfig, layer: int) -> Value:
+        cap, window = attention.soft_cap or 0.0, attention.window or 0
         out = self.value(q.width)
-        return self._add(Code.ATTENTION, q, k, v, out=out, count=window, choice=layer, number=config.attention_scale, limit=cap)
+        return self._add(Code.ATTENTION, q, k, v, out=out, count=window, choice=layer, number=attention.scale, limit=cap)
 
-    def gated_mlp(self, gate: Value, up: Value) -> Value:
-        choice = (Activation.SILU, Activation.GELU_TANH).index(self._config.activation)
+    def gated(self, gate: Value, up: Value, activation: Activation) -> Value:
+        choice = (Activation.SILU, Activation.GELU_TANH).index(activation)
         return self._add(Code.GATED, gate, up, out=self.value(gate.width), choice=choice)
 
     def add(self, x: Value, y: Value) -> Value:

@@ -72,9 +72,8 @@ class NativeRuntime(Runtime):
         self._warm_up()
 
     def new_cache(self, num_blocks: int) -> KVCache:
-        config = self.config
         try:
-            storage = np.zeros((2 * config.num_layers, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_size), np.float32)
+            storage = np.zeros(self.config.kv_shape(num_blocks, BLOCK_SIZE), np.float32)
         except MemoryError as error:
             raise CapacityError(f"a cache of {num_blocks} blocks does not fit in memory: lower cache_gb") from error
         self._execution.use_cache(storage)

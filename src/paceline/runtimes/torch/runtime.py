@@ -13,7 +13,7 @@ from paceline.models.config import ModelConfig, WeightType
 from paceline.models.weights import Weights
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Numerics, Runtime
 from paceline.runtimes.decoder import decoder
-from paceline.runtimes.torch.attention import PaddedAttention, PlainAttention, Scores
+from paceline.runtimes.torch.attention import PaddedAttention, PlainAttention
 from paceline.runtimes.torch.blocks import TorchBlocks, scaled_rows
 from paceline.runtimes.torch.weights import DTYPES, TorchWeights
 
@@ -61,9 +61,10 @@ class TorchRuntime(Runtime):
             ) from error
 
     def new_cache(self, num_blocks: int) -> KVCache:
-        shape = (2 * self.config.num_layers, num_blocks, self.config.num_kv_heads, BLOCK_SIZE, self.config.head_size)
         try:
-            self._storage = torch.zeros(shape, dtype=DTYPES[self.capabilities.weight_type], device=self._device)
+            self._storage = torch.zeros(
+                self.config.kv_shape(num_blocks, BLOCK_SIZE), dtype=DTYPES[self.capabilities.weight_type], device=self._device
+            )
         except (RuntimeError, MemoryError) as error:
             raise CapacityError(
                 f"a cache of {num_blocks} blocks cannot be allocated on {self.capabilities.device!r}; ask for fewer"
@@ -76,8 +77,7 @@ class TorchRuntime(Runtime):
         self.num_passes += 1
         attention_type = PlainAttention if self._device.type == "cpu" else PaddedAttention
         with torch.inference_mode():
-            scores = Scores(self.config.attention_scale, self.config.attention_soft_cap)
-            attention = attention_type(batch.ranges, BLOCK_SIZE, self._device, scores)
+            attention = attention_type(batch.ranges, BLOCK_SIZE, self._device)
             blocks = TorchBlocks(self.config, self._weights, self._storage, batch, attention)
             logits, hidden, collected = decoder(blocks, self.config, self._collect_layers)
             return ForwardOutput(_to_numpy(logits), _to_numpy(hidden), _to_numpy(torch.stack(collected)) if collected else None)
