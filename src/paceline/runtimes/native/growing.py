@@ -20,7 +20,8 @@ from paceline.runtimes.base import FloatArray
 from paceline.runtimes.head import DRAW
 from paceline.runtimes.native.choosing import ChoiceMemory, layout_number
 from paceline.runtimes.native.execution import Execution
-from paceline.runtimes.native.library import WANTED, Growing, Pass
+from paceline.runtimes.native.library import WANTED, Growing
+from paceline.runtimes.native.records import Pass
 
 MOST_TRUE = 64
 """Pairs with the target's features that run at once."""
@@ -65,7 +66,8 @@ class NativeGrower:
         self._grow = drafted.execution.kernels.paceline_grow
         self._arrays: dict[str, NDArray[Any]] = {"table": np.ascontiguousarray(embedding.array)}
         self._files = MappedFiles([self._arrays["table"], *arrays])
-        self._pass, self._size = Pass(num_ranges=1), (0, 0)
+        self._cos, self._sin = (ctypes.c_void_p * 2)(), (ctypes.c_void_p * 2)()
+        self._pass, self._size = Pass(num_ranges=1, cos=ctypes.addressof(self._cos), sin=ctypes.addressof(self._sin)), (0, 0)
         (feature,), true_width = drafted.features, true.execution.width(true.features[0])
         self._growing = Growing(
             true_program=true.execution.program, program=drafted.execution.program, one_pass=ctypes.pointer(self._pass),
@@ -151,9 +153,9 @@ class NativeGrower:
         self._placed("range_of_row", np.zeros(rows, np.int32))
         for index, pair in enumerate(self._pairs):
             growing.half = pair[0].shape[1]
-            for side, (table, field) in enumerate(zip(pair, (self._pass.cos, self._pass.sin), strict=True)):
+            for side, (table, addresses) in enumerate(zip(pair, (self._cos, self._sin), strict=True)):
                 angles = self._arrays[f"angles.{index}.{side}"] = np.empty((rows, table.shape[1]), np.float32)
-                growing.angles[2 * index + side] = field[index] = angles.ctypes.data
+                growing.angles[2 * index + side] = addresses[index] = angles.ctypes.data
 
     def _reach(self, position: int) -> None:
         """Name tables of rotary angles that hold `position`; others who use them may have let them grow as well."""

@@ -13,7 +13,8 @@ from paceline.runtimes.base import FloatArray
 from paceline.runtimes.head import DRAW
 from paceline.runtimes.native.choosing import ChoiceMemory, layout_number
 from paceline.runtimes.native.execution import Execution
-from paceline.runtimes.native.library import WANTED, Heads, Pass
+from paceline.runtimes.native.library import WANTED, Heads
+from paceline.runtimes.native.records import Pass
 
 
 class LastNetwork(NamedTuple):

@@ -17,7 +17,8 @@ from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.growing import GrowerNetwork, NativeGrower
 from paceline.runtimes.native.growing_heads import LastNetwork, NativeHeadsGrower
 from paceline.runtimes.native.library import MOST_INPUTS
-from paceline.runtimes.native.program import NativeBlocks, Recorded, most_columns, share_memory
+from paceline.runtimes.native.program import NativeBlocks, Recorded, share_memory
+from paceline.runtimes.native.records import RankOperation, Rows
 from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.rotary import RotaryTables
 
@@ -67,11 +68,11 @@ class NativeHead(HeadRuntime):
             return None
         if set(self._inputs) != {names.embedding, *names.true_features} or set(drafted._inputs) != {names.embedding, names.feature}:
             return None
-        if len(names.true_features) > MOST_INPUTS or not (self._rankings and drafted._rankings):
+        if len(names.true_features) > MOST_INPUTS or not (self._ranks and drafted._ranks):
             return None
         true = self._grower_network(names, names.true_features)
         own = drafted._grower_network(names, [names.feature])
-        return NativeGrower(true, own, embedding, self._rankings[0][0].count, self._count_passes, self._shared.weights.arrays)
+        return NativeGrower(true, own, embedding, self._ranks[0], self._count_passes, self._shared.weights.arrays)
 
     def _grower_network(self, names: GrowerNames, features: Sequence[str]) -> GrowerNetwork:
         inputs, outputs = self._inputs, self._outputs
@@ -82,13 +83,13 @@ class NativeHead(HeadRuntime):
         results = [self._outputs[name][0] for name in heads]
         files = self._shared.files
         if lm_head is None:
-            count = self._rankings[0][0].count
+            count = self._ranks[0]
             return NativeHeadsGrower(self._execution, self._inputs[feature], results, count, self._count_passes, files, None)
         network, hidden, ranked = lm_head
         if not isinstance(network, NativeHead):
             return None
         last = LastNetwork(network._execution, network._inputs[hidden], network._outputs[ranked][0])
-        count = network._rankings[0][0].count
+        count = network._ranks[0]
         return NativeHeadsGrower(self._execution, self._inputs[feature], results, count, self._count_passes, files, last)
 
     def _count_passes(self, count: int) -> None:
@@ -107,10 +108,10 @@ class NativeHead(HeadRuntime):
         outputs = compose(blocks)
         buffers, widths = share_memory(blocks, {value.index for value in outputs.values()})
         self._inputs = {name: buffers[value.index] for name, value in blocks.inputs.items()}
-        self._outputs = {name: (buffers[value.index], value.selected, blocks.result_width(value)) for name, value in outputs.items()}
-        self._rankings = blocks.rankings  # operations hold their addresses
-        recorded = Recorded(blocks.operations, blocks.matrices, widths, 0, 0, [], most_columns(blocks))
-        self._execution = Execution(self.config, recorded, num_threads=shared.num_threads, max_slots=shared.max_slots, tables=shared.tables)
+        self._outputs = {name: (buffers[value.index], value.rows, blocks.result_width(value)) for name, value in outputs.items()}
+        self._ranks = [operation.count for operation in blocks.operations if isinstance(operation, RankOperation)]
+        recorded = Recorded(blocks.operations, widths, 0, 0, [])
+        self._execution = Execution(recorded, num_threads=shared.num_threads, max_slots=shared.max_slots, tables=shared.tables)
         if shared.storage is not None:
             self._execution.use_cache(shared.storage)
         shared.executions.append(self._execution)
@@ -122,12 +123,12 @@ class _Results(Mapping[str, FloatArray]):
 
     __slots__ = ("_execution", "_num_rows", "_outputs")
 
-    def __init__(self, execution: Execution, outputs: dict[str, tuple[int, bool, int]], num_rows: int, num_selected: int) -> None:
+    def __init__(self, execution: Execution, outputs: dict[str, tuple[int, Rows, int]], num_rows: int, num_selected: int) -> None:
         self._execution, self._outputs, self._num_rows = execution, outputs, (num_rows, num_selected)
 
     def __getitem__(self, name: str) -> FloatArray:
-        buffer, selected, width = self._outputs[name]
-        return self._execution.rows(buffer, self._num_rows[selected])[:, :width]
+        buffer, rows, width = self._outputs[name]
+        return self._execution.rows(buffer, self._num_rows[rows])[:, :width]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._outputs)

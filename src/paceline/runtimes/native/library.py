@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from paceline.errors import BackendUnavailableError
+from paceline.runtimes.native.records import Matrix, Pass, Program
 from paceline.runtimes.processor import processor_flags
 
 # What a processor must have for each of the levels, best first.
@@ -28,52 +29,6 @@ _LEVELS = {
 
 LANES = 16
 """Floats of a vector, as in kernels/vectors.h."""
-
-
-class Matrix(Structure):
-    """W [outputs, columns] as stored."""
-
-    _fields_ = (
-        ("kind", c_int32), ("outputs", c_int32), ("columns", c_int32), ("group", c_int32), ("zero_point", c_int32), ("out", c_int32),
-        ("row_bytes", c_int64), ("codes", c_void_p), ("scales", c_void_p), ("minimums", c_void_p), ("bias", c_void_p),
-    )  # fmt: skip
-
-
-class Operation(Structure):
-    """One step of a network."""
-
-    _fields_ = (
-        ("code", c_int32), ("x", c_int32), ("y", c_int32), ("z", c_int32), ("out", c_int32),
-        ("count", c_int32), ("width", c_int32), ("choice", c_int32), ("selected", c_int32),
-        ("number", c_float), ("limit", c_float), ("data", c_void_p),
-    )  # fmt: skip
-
-
-class Ranking(Structure):
-    """What is wanted of rows of logits."""
-
-    _fields_ = (("columns", c_int32), ("count", c_int32), ("target_ids", c_void_p))
-
-
-class Pass(Structure):
-    """The rows of one pass."""
-
-    _fields_ = (
-        ("rows", c_int32), ("selected_rows", c_int32), ("num_ranges", c_int32),
-        ("ranges", c_void_p), ("range_of_row", c_void_p), ("block_tables", c_void_p), ("masks", c_void_p), ("selected", c_void_p),
-        ("cos", c_void_p * 2), ("sin", c_void_p * 2), ("draws", c_void_p),
-    )  # fmt: skip
-
-
-class Program(Structure):
-    """A network with its buffers and its cache."""
-
-    _fields_ = (
-        ("operations", POINTER(Operation)), ("num_operations", c_int32), ("num_threads", c_int32),
-        ("buffers", c_void_p), ("packed", c_void_p), ("packed_rows", c_void_p), ("scratch", c_void_p), ("cache", c_void_p),
-        ("num_blocks", c_int32), ("block_size", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("head_size", c_int32),
-        ("rotary_half", c_int32), ("max_context", c_int32), ("most_columns", c_int32), ("tickets", c_void_p),
-    )  # fmt: skip
 
 
 class Choice(Structure):

@@ -134,7 +134,7 @@ static int floats_of_record(int wanted) { return 2 + 2 * wanted; }
 static float *piece_at(float *out, int wanted, int piece) { return out + floats_of_record(wanted) + piece * floats_of_piece(wanted); }
 
 /* A part of a row: what `join_pieces` needs of columns [PIECE_COLUMNS * number, ...). */
-void rank_piece(const Ranking *ranking, const Draw *draw, const float *row, int number, float *out) {
+void rank_piece(const RankOperation *ranking, const Draw *draw, const float *row, int number, float *out) {
     float scores[PIECE_COLUMNS], weights[PIECE_COLUMNS], peaks[PIECE_COLUMNS / STRIDE];
     const int begin = number * PIECE_COLUMNS;
     const int count = ranking->columns - begin < PIECE_COLUMNS ? ranking->columns - begin : PIECE_COLUMNS;
@@ -180,7 +180,7 @@ static int insert(float value, int32_t column, float *values, int32_t *columns, 
 
 /* The record of a row: log(sum(exp)), not finite where the row is none; the token drawn, -1 where none is; `count` scores and their ids,
  * -inf and -1 behind the last one. */
-void join_pieces(const Ranking *ranking, float *out) {
+void join_pieces(const RankOperation *ranking, float *out) {
     const int wanted = ranking->count, pieces = pieces_of(ranking->columns);
     float *values = out + 2;
     int32_t *columns = (int32_t *)(values + wanted), drawn = -1;
