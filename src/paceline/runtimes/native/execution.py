@@ -48,15 +48,6 @@ class Execution:
         self._arguments = ctypes.pointer(self._program), ctypes.pointer(self.memory.record)
         self.make_room(_MIN_ROWS)
 
-    @property
-    def program(self) -> "ctypes._Pointer[Program]":
-        """The network as the kernels are given it."""
-        return self._arguments[0]
-
-    def width(self, buffer: int) -> int:
-        """Floats of a row of a buffer."""
-        return self._recorded.widths[buffer]
-
     def use_cache(self, planes: Sequence[FloatArray] | FloatArray) -> None:
         """Read and write keys and values here from now on.
 

@@ -5,8 +5,7 @@ The records are those of kernels/native.h, field by field.
 
 import ctypes
 import platform
-import struct
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -29,59 +28,6 @@ _LEVELS = {
 
 LANES = 16
 """Floats of a vector, as in kernels/vectors.h."""
-
-
-class Choice(Structure):
-    """What a tree is chosen from."""
-
-    _fields_ = (
-        ("first", c_void_p), ("end", c_void_p), ("tokens", c_void_p), ("behind", c_void_p), ("probs", c_void_p), ("queue", c_void_p),
-        ("nodes", c_void_p), ("found", c_void_p),
-    )  # fmt: skip
-
-
-class Wanted(Structure):
-    """What every proposal brings."""
-
-    _fields_ = (
-        ("seed", c_uint64), ("sample_index", c_uint64), ("temperature", c_float), ("layout", c_int32), ("row_budget", c_int32),
-        ("most_depth", c_int32), ("base", c_int32), ("begin", c_int32), ("first_slot", c_int32), ("ranks", c_int32),
-    )  # fmt: skip
-
-
-WANTED = struct.Struct("=QQf7i")
-"""Writes a `Wanted` at once."""
-
-MOST_INPUTS = 16
-"""Of a network of pairs, besides the embedding."""
-
-
-class Growing(Structure):
-    """A draft of pairs that grows."""
-
-    _fields_ = (
-        ("wanted", Wanted), ("true_program", POINTER(Program)), ("program", POINTER(Program)), ("one_pass", POINTER(Pass)),
-        ("range", c_void_p), ("token_ids", c_void_p), ("features", c_void_p), ("table", c_void_p), ("tables", c_void_p * 4),
-        ("angles", c_void_p * 4), ("draws", c_void_p), ("masks", c_void_p), ("selected", c_void_p), ("frontier", c_void_p),
-        ("feature_rows", c_void_p), ("row_of", c_void_p), ("tokens", c_void_p), ("parents", c_void_p), ("first", c_void_p),
-        ("end", c_void_p), ("probs", c_void_p), ("reached", c_void_p), ("choice", Choice), ("row_bytes", c_int64), ("kind", c_int32),
-        ("num_embedded", c_int32), ("embedding_width", c_int32), ("feature_width", c_int32), ("num_ropes", c_int32), ("half", c_int32),
-        ("embedding", c_int32), ("feature", c_int32), ("feature_out", c_int32), ("ranked", c_int32), ("record_floats", c_int32),
-        ("count", c_int32), ("true_embedding", c_int32), ("true_feature", c_int32 * MOST_INPUTS), ("true_inputs", c_int32),
-        ("true_width", c_int32), ("true_feature_out", c_int32), ("true_ranked", c_int32), ("width", c_int32), ("depth", c_int32),
-        ("num_nodes", c_int32), ("num_rows", c_int32), ("num_passes", c_int32),
-    )  # fmt: skip
-
-
-class Heads(Structure):
-    """Heads that guess several positions from one feature."""
-
-    _fields_ = (
-        ("wanted", Wanted), ("program", POINTER(Program)), ("lm_head", POINTER(Program)), ("one_pass", POINTER(Pass)),
-        ("draws", c_void_p), ("feature", c_void_p), ("least", c_void_p), ("outs", c_void_p), ("first", c_void_p), ("end", c_void_p),
-        ("tokens", c_void_p), ("probs", c_void_p), ("choice", Choice), ("heads", c_int32), ("width", c_int32), ("feature_in", c_int32),
-        ("hidden", c_int32), ("ranked", c_int32), ("record_floats", c_int32), ("count", c_int32), ("num_asked", c_int32),
-    )  # fmt: skip
 
 
 @cache
@@ -109,10 +55,6 @@ def kernels() -> ctypes.CDLL:
     library.paceline_page_sums.restype = None
     library.paceline_ranking_floats.argtypes = [c_int32, c_int32]
     library.paceline_ranking_floats.restype = c_int32
-    library.paceline_grow.argtypes = [POINTER(Growing)]
-    library.paceline_grow.restype = None
-    library.paceline_grow_heads.argtypes = [POINTER(Heads)]
-    library.paceline_grow_heads.restype = None
     return library
 
 

@@ -28,8 +28,6 @@
 #define STRIPS_4_BITS_MINIMUM 11
 #define MAX_GROUP 256 /* columns of a group of such rows */
 
-#define MOST_INPUTS 16 /* of a network of pairs, besides the embedding */
-
 /* W [outputs, columns]. */
 typedef struct {
     int32_t kind, outputs, columns, group, zero_point, out; /* out: buffer of the result */
@@ -152,65 +150,6 @@ typedef struct {
     int32_t *tickets; /* [2 * num_operations] */
 } Program;
 
-/* What a tree is chosen from, see kernels/choosing.c: the guesses [first, end) of each context; context 0 is that of the root. */
-typedef struct {
-    const int32_t *first, *end;   /* by context */
-    const int32_t *tokens, *behind; /* by guess: its token, and the context behind it */
-    const double *probs;          /* by guess: of the step to it */
-    struct Waiting *queue;        /* [guesses behind all nodes together] */
-    int32_t *nodes;               /* [5 * rows] to work in */
-    int32_t *found;               /* [1 + 3 * rows] the result: number of nodes; token, parent and depth of each */
-} Choice;
-
-/* What every proposal brings; written at once by runtimes/native/growing.py. */
-typedef struct {
-    uint64_t seed, sample_index;
-    float temperature;                      /* 0 = nothing is drawn */
-    int32_t layout, row_budget, most_depth; /* of the tree; see kernels/choosing.c */
-    int32_t base;                           /* tokens there are, the root included */
-    int32_t begin, first_slot;              /* slot of the first true pair, and the first one seen */
-    int32_t ranks;                          /* of heads: guesses at a depth */
-} Wanted;
-
-/* A draft of pairs that grows, see kernels/growing.c. Nodes come in the order they were guessed, node 0 is the root. */
-typedef struct {
-    Wanted wanted;
-    const Program *true_program, *program; /* of true and of drafted pairs */
-    Pass *pass;                            /* of either */
-    Range *range;
-    const int32_t *token_ids;  /* [base - begin] of the true pairs */
-    const float *features;     /* [base - begin, true_inputs * true_width] */
-    const uint8_t *table;      /* embeddings as stored: F32, F16 or BF16 */
-    const float *tables[4];    /* cos and sin [positions, half] of each rope */
-    float *angles[4];          /* those of the rows */
-    Draw *draws;
-    uint8_t *masks;
-    int32_t *selected, *frontier, *feature_rows, *row_of; /* [width], [width], [width], [nodes] */
-    int32_t *tokens, *parents, *first, *end;              /* [nodes]; the guesses behind each */
-    double *probs, *reached;                              /* of the step from the parent, of the whole path */
-    Choice choice;
-    int64_t row_bytes;
-    int32_t kind, num_embedded, embedding_width, feature_width, num_ropes, half;
-    int32_t embedding, feature, feature_out, ranked, record_floats, count; /* buffers; floats of a ranked row; ranks */
-    int32_t true_embedding, true_feature[MOST_INPUTS], true_inputs, true_width, true_feature_out, true_ranked;
-    int32_t width, depth, num_nodes, num_rows, num_passes;
-} Growing;
-
-/* Heads that guess several positions from one feature, see kernels/heads.c. */
-typedef struct {
-    Wanted wanted;
-    const Program *program, *lm_head; /* lm_head: of all heads' rows, NULL = each has its own */
-    Pass *pass;
-    Draw *draws;               /* [heads] */
-    const float *feature;      /* [width] */
-    const double *least;       /* [heads] how likely a drawn guess is at least */
-    const int32_t *outs;       /* [heads] buffers: records, or what lm_head takes */
-    int32_t *first, *end, *tokens; /* [heads], [heads], [heads * count] */
-    double *probs;
-    Choice choice;
-    int32_t heads, width, feature_in, hidden, ranked, record_floats, count, num_asked; /* num_asked: depths that were of use */
-} Heads;
-
 int tile_rows(int rows);
 size_t packed_floats(int rows, int columns);
 void pack_rows(const Matrix *matrix, const float *x, int rows, int packing, int block, float *packed);
@@ -233,9 +172,6 @@ int pieces_of(int columns);
 int32_t paceline_ranking_floats(int32_t columns, int32_t count);
 void rank_piece(const RankOperation *ranking, const Draw *draw, const float *row, int number, float *out);
 void join_pieces(const RankOperation *ranking, float *out);
-
-uint64_t token_key(uint64_t seed, uint64_t sample_index, uint64_t position);
-int choose_tree(const Choice *choice, const Wanted *wanted);
 
 void write_kv(const Program *program, const Pass *pass, const AttentionOperation *own, int row);
 void attend(const Program *program, const Pass *pass, const AttentionOperation *own, int row, int kv_head, float *scratch);

@@ -49,18 +49,6 @@ INLINE wides mix(wides state) {
     return state ^ (state >> 31);
 }
 
-static uint64_t mix_one(uint64_t state) {
-    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9u;
-    state = (state ^ (state >> 27)) * 0x94D049BB133111EBu;
-    return state ^ (state >> 31);
-}
-
-/* `noise_key` of a position whose token is drawn. */
-uint64_t token_key(uint64_t seed, uint64_t sample_index, uint64_t position) {
-    const uint64_t gamma = 0x9E3779B97F4A7C15u;
-    return mix_one((mix_one(mix_one(seed + gamma) ^ (sample_index << 8)) ^ position) + gamma);
-}
-
 /* 32 random bits for each of 16 ids: of those from `column` on, an even number, or of `ids`. */
 INLINE words noise(uint64_t key, const int32_t *ids, int column) {
     const uint64_t gamma = 0x9E3779B97F4A7C15u;
