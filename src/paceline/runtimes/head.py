@@ -19,11 +19,12 @@ from paceline.models.weights import Weights
 from paceline.runtimes.base import FloatArray, ForwardBatch
 from paceline.runtimes.decoder import Blocks
 from paceline.runtimes.native.library import kernels_path
+from paceline.runtimes.native.records import Draw
 
 Value = TypeVar("Value")
 
-DRAW = np.dtype([("key", np.uint64), ("temperature", np.float32), ("unused", np.int32)])
-"""How the token of a row is drawn: the key of its noise (`sampling/noise.py`), and what logits are divided by; 0 = it is not drawn."""
+DRAW = np.dtype(Draw)
+"""How the token of a row is drawn: `key` of its noise (`sampling/noise.py`), and `temperature`; 0 = it is not drawn."""
 
 Draws: TypeAlias = NDArray[np.void]
 

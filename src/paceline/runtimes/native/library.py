@@ -1,7 +1,4 @@
-"""The compiled kernels of this folder: found, loaded once, and described to ctypes.
-
-The records are those of kernels/native.h, field by field.
-"""
+"""The compiled kernels of this folder: found, loaded once, checked, and described to ctypes."""
 
 import ctypes
 import platform
@@ -10,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from paceline.errors import BackendUnavailableError
-from paceline.runtimes.native.records import Matrix, Pass, Program
+from paceline.runtimes.native.records import LAYOUT, Matrix, Pass, Program
 from paceline.runtimes.processor import processor_flags
 
 # What a processor must have for each of the levels, best first.
@@ -35,7 +32,7 @@ def kernels() -> ctypes.CDLL:
     """The library for this processor.
 
     Raises:
-        BackendUnavailableError: it was not built, or the processor is none we build for.
+        BackendUnavailableError: it was not built, the processor is none we build for, or its records are not those of this package.
     """
     path = kernels_path()
     if path is None:
@@ -43,6 +40,9 @@ def kernels() -> ctypes.CDLL:
             f"there are no native kernels for this machine ({platform.system()} on {platform.machine()}): use --backend openvino or torch"
         )
     library = ctypes.CDLL(str(path))
+    layout = getattr(library, "paceline_layout", None)
+    if layout is None or any(layout(index) != expected for index, expected in enumerate(LAYOUT)):
+        raise BackendUnavailableError(f"the native kernels {path} are of another build than this package: install paceline again")
     library.paceline_run.argtypes = [POINTER(Program), POINTER(Pass)]
     library.paceline_run.restype = None
     library.paceline_packed_floats.argtypes = [c_int32, c_int32]

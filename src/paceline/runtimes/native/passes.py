@@ -23,7 +23,7 @@ class PassMemory:
 
     Attributes:
         record: what the kernels are given.
-        ranges: [ranges, 6] start, rows, cached length, offset of the block table, offset of the mask or -1, first slot seen.
+        ranges: [ranges, 6] the fields of `records.Range`.
     """
 
     def __init__(self, tables: RotaryTables | None) -> None:

@@ -1,6 +1,6 @@
 """The records that the kernels are given: those of kernels/native.h, field by field."""
 
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_uint64, c_void_p, sizeof
 from enum import IntEnum
 from typing import Any, ClassVar
 
@@ -152,6 +152,20 @@ class RankOperation(Operation):
     )  # fmt: skip
 
 
+class Range(Structure):
+    """Rows of a pass that continue one sequence; the offsets are those of its block table and its mask, -1 = none."""
+
+    _fields_ = (
+        ("start", c_int32), ("rows", c_int32), ("cached_len", c_int32), ("table", c_int32), ("mask", c_int32), ("first_slot", c_int32),
+    )  # fmt: skip
+
+
+class Draw(Structure):
+    """How the token of a row is drawn: the key of its noise, and what logits are divided by; 0 = it is not drawn."""
+
+    _fields_ = (("key", c_uint64), ("temperature", c_float), ("unused", c_int32))
+
+
 class Pass(Structure):
     """The rows of one pass."""
 
@@ -170,3 +184,14 @@ class Program(Structure):
         ("buffers", c_void_p), ("packed", c_void_p), ("packed_rows", c_void_p), ("scratch", c_void_p), ("planes", c_void_p),
         ("block_size", c_int32), ("max_context", c_int32), ("most_columns", c_int32), ("tickets", c_void_p),
     )  # fmt: skip
+
+
+VERSION = 1
+"""KERNELS_VERSION of kernels/native.h."""
+
+_RECORDS: tuple[type[Structure], ...] = (
+    Matrix, LinearOperation, NormOperation, RopeOperation, AttentionOperation, GatedOperation, AddOperation, SiluResidualOperation,
+    GatherOperation, SoftCapOperation, ConcatOperation, RankOperation, Range, Draw, Pass, Program,
+)  # fmt: skip
+LAYOUT = (VERSION, *map(sizeof, _RECORDS), -1)
+"""What `paceline_layout` of the kernels answers for 0, 1, …"""

@@ -1,9 +1,11 @@
-/* Records shared with runtimes/native/program.py (ctypes), and what the files of this folder offer one another. */
+/* Records shared with runtimes/native/records.py (ctypes), and what the files of this folder offer one another. */
 #ifndef PACELINE_NATIVE_H
 #define PACELINE_NATIVE_H
 
 #include <stddef.h>
 #include <stdint.h>
+
+#define KERNELS_VERSION 1 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
 
 /* Rows that share one decoding of a weight: as many as keep their sums in registers. */
 #ifdef __AVX512F__

@@ -222,3 +222,13 @@ void paceline_run(const Program *program, const Pass *pass) {
 
 /* Floats of `packed` for products of `rows` rows and `columns` columns. */
 int64_t paceline_packed_floats(int32_t rows, int32_t columns) { return (int64_t)packed_floats(rows, columns); }
+
+/* What is compared when the library is loaded: the version, then the size of each record in the order of records.py; -1 behind them. */
+int32_t paceline_layout(int32_t index) {
+    static const size_t LAYOUT[] = {
+        KERNELS_VERSION, sizeof(Matrix), sizeof(LinearOperation), sizeof(NormOperation), sizeof(RopeOperation), sizeof(AttentionOperation),
+        sizeof(GatedOperation), sizeof(AddOperation), sizeof(SiluResidualOperation), sizeof(GatherOperation), sizeof(SoftCapOperation),
+        sizeof(ConcatOperation), sizeof(RankOperation), sizeof(Range), sizeof(Draw), sizeof(Pass), sizeof(Program),
+    };
+    return (size_t)index < sizeof LAYOUT / sizeof *LAYOUT ? (int32_t)LAYOUT[index] : -1;
+}
