@@ -94,17 +94,8 @@ class KernelClock:
         return getattr(self._kernels, name)
 
     def paceline_run(self, *arguments: Any) -> None:
-        self._timed(self._kernels.paceline_run, arguments)
-
-    def paceline_grow(self, *arguments: Any) -> None:
-        self._timed(self._kernels.paceline_grow, arguments)
-
-    def paceline_grow_heads(self, *arguments: Any) -> None:
-        self._timed(self._kernels.paceline_grow_heads, arguments)
-
-    def _timed(self, call: Callable[..., None], arguments: Sequence[Any]) -> None:
         start = thread_time()
-        call(*arguments)
+        self._kernels.paceline_run(*arguments)
         self.seconds += thread_time() - start
 
 

@@ -68,35 +68,34 @@ class ModelConfig:
         return f"the model was made for {self.max_positions} tokens"
 
     @property
-    def ropes(self) -> tuple[RopeConfig, ...]:
-        """The different ones, in the order of the layers."""
-        return tuple(dict.fromkeys(layer.mixer.rope for layer in self.layers))
+    def rotations(self) -> tuple[tuple[RopeConfig, int], ...]:
+        """The different ways in which layers rotate heads of a size, in the order of the layers."""
+        return tuple(dict.fromkeys((layer.mixer.rope, layer.mixer.head_size) for layer in self.layers))
 
     @property
     def may_grow(self) -> bool:
         """Whether rotary frequencies for longer contexts than those in use could be chosen (`for_context`)."""
-        return any(rope.is_for_short_contexts for rope in self.ropes)
+        return any(rope.is_for_short_contexts for rope, _ in self.rotations)
 
     @property
     def attention(self) -> AttentionConfig:
-        """Of the first layer, whose sizes are those of all.
-
-        Raises:
-            CheckpointError: layers differ in sizes that the runtimes take to be the same in all of them.
-        """
-        first = self.layers[0].mixer
-        for index, layer in enumerate(self.layers):
-            if _geometry(layer.mixer) != _geometry(first):
-                raise CheckpointError(
-                    f"layer {index} of the {self.family} model has {_described(layer.mixer)}, layer 0 {_described(first)}: "
-                    "only models whose layers are alike in these can be run"
-                )
-        return first
+        """Of the first layer."""
+        return self.layers[0].mixer
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, int, int, int, int]:
-        """Of the keys and values of all layers, [2 * L, num_blocks, K, block_size, D]: keys of layer i at 2 * i, values behind them."""
-        attention = self.attention
-        return 2 * self.num_layers, num_blocks, attention.num_kv_heads, block_size, attention.head_size
+        """Of the keys and values of all layers, [2 * L, num_blocks, K, block_size, D]: keys of layer i at 2 * i, values behind them.
+
+        Raises:
+            CheckpointError: layers have keys of other sizes, for which there is no such array.
+        """
+        first = self.attention
+        for index, layer in enumerate(self.layers):
+            if (layer.mixer.num_kv_heads, layer.mixer.head_size) != (first.num_kv_heads, first.head_size):
+                raise CheckpointError(
+                    f"layer {index} of the {self.family} model has {layer.mixer.num_kv_heads} key heads of {layer.mixer.head_size} values, "
+                    f"layer 0 {first.num_kv_heads} of {first.head_size}: only models whose layers are alike in these can be run"
+                )
+        return 2 * self.num_layers, num_blocks, first.num_kv_heads, block_size, first.head_size
 
     def kv_bytes_per_token(self, item_bytes: int) -> int:
         """Bytes of one position's keys and values in all layers, of numbers of `item_bytes`."""
@@ -113,21 +112,11 @@ class ModelConfig:
         Rotary frequencies that depend on the length are chosen here, once: up to the original length those made for it, and no
         longer context then; beyond it those for `max_context`. None = the original length.
         """
-        if not any(rope.type.depends_on_length for rope in self.ropes):
+        if not any(rope.type.depends_on_length for rope, _ in self.rotations):
             return self
         chosen = self.with_attention(lambda attention: replace(attention, rope=attention.rope.for_context(max_context)))
-        short = [rope.context_len for rope in chosen.ropes if rope.is_for_short_contexts]
+        short = [rope.context_len for rope, _ in chosen.rotations if rope.is_for_short_contexts]
         return replace(chosen, max_positions=min([self.max_positions, *short]))
-
-
-def _geometry(attention: AttentionConfig) -> tuple[int, int, int, int]:
-    rotated = attention.rope.rotary_size(attention.head_size)
-    return attention.num_heads, attention.num_kv_heads, attention.head_size, rotated
-
-
-def _described(attention: AttentionConfig) -> str:
-    heads, kv_heads, head_size, rotated = _geometry(attention)
-    return f"{heads} heads over {kv_heads} of {head_size} values, {rotated} of them rotated"
 
 
 _WEIGHT_TYPES = {
@@ -202,7 +191,7 @@ def config_from_values(
 
 def _check_frequencies(config: ModelConfig, path: Path) -> None:
     """Refuse parameters each of which may be a number but from which no rotation can be computed."""
-    for rope, head_size in {(layer.mixer.rope, layer.mixer.head_size) for layer in config.layers}:
+    for rope, head_size in config.rotations:
         for context in (None, config.max_positions):
             try:
                 with np.errstate(all="ignore"):

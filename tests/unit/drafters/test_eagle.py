@@ -146,7 +146,6 @@ def test_d2t_read_as_absolute_ids_is_wrong(heads: Heads, plain: PlainTargets) ->
     drafter = drafter_of(llm)
     drafter._guesses._target_ids = np.array(DRAFT_IDS) - np.arange(len(DRAFT_IDS))  # what the file holds
     drafter.head.rank(drafter._guesses.ranking(1))
-    drafter._grower = drafter.head.grower()
     (output,) = llm.generate(prompts(40), GREEDY)
     assert output.token_ids == plain(heads("reading 3"), prompts(40))[0]
     assert output.speculation.acceptance_rate < 0.2

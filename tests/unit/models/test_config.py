@@ -247,7 +247,7 @@ def test_gemma2_is_what_its_configuration_class_assumes(tmp_path: Path) -> None:
     assert (first.mlp.activation, config.embedding_scale) == (Activation.GELU_TANH, 8.0)
     assert [layer.mixer.window for layer in config.layers] == [4096, None, 4096]
     assert (config.sliding_window, config.max_positions) == (4096, 4096)
-    assert (len(config.ropes), config.bos_token_id, config.eos_token_ids) == (1, 2, (1,))
+    assert (len(config.rotations), config.bos_token_id, config.eos_token_ids) == (1, 2, (1,))
     without_caps = read(tmp_path, {**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": None})
     assert (without_caps.attention.soft_cap, without_caps.logit_soft_cap, without_caps.max_positions) == (None, None, 8192)
 
@@ -273,7 +273,7 @@ def test_gemma3_rotates_its_sliding_layers_by_another_base(tmp_path: Path, spell
 
 def test_gemma3_has_bases_without_being_told(tmp_path: Path) -> None:
     config = read(tmp_path, GEMMA3)
-    assert [rope.theta for rope in config.ropes] == [10000.0, 1e6]
+    assert [rope.theta for rope, _ in config.rotations] == [10000.0, 1e6]
     assert read(tmp_path, {**GEMMA3, "layer_types": ["full_attention"] * 7}).sliding_window is None
 
 
@@ -369,7 +369,7 @@ def test_layers_of_other_sizes_are_refused_where_one_size_is_needed() -> None:
     config = make_config(num_layers=2)
     other = replace(config.layers[0], mixer=replace(config.attention, num_kv_heads=4))
     mixed = replace(config, layers=(config.layers[0], other))
-    with pytest.raises(CheckpointError, match="layer 1 of the llama model has 4 heads over 4 of 16 values, 16 of them rotated, layer 0 4"):
+    with pytest.raises(CheckpointError, match="layer 1 of the llama model has 4 key heads of 16 values, layer 0 2 of 16"):
         mixed.kv_shape(8, 32)
     assert config.kv_shape(8, 32) == (4, 8, 2, 32, 16)
     assert config.kv_bytes_per_token(4) == 4 * 2 * 16 * 4

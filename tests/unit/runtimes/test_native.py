@@ -255,3 +255,19 @@ def test_without_kernels_the_error_names_the_other_backends(monkeypatch: pytest.
     monkeypatch.setattr(library, "kernels_path", lambda: None)
     with pytest.raises(BackendUnavailableError, match="use --backend torch"):
         library.kernels.__wrapped__()
+
+
+@pytest.mark.parametrize("index", [0, 1, len(library.LAYOUT) - 2, len(library.LAYOUT) - 1])
+def test_kernels_of_another_build_are_refused(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another version, with a record of another size, or with one more of them."""
+    changed = [*library.LAYOUT]
+    changed[index] += 4
+    monkeypatch.setattr(library, "LAYOUT", changed)
+    with pytest.raises(BackendUnavailableError, match=r"kernels\.\S+so are of another build than this package: install paceline again$"):
+        library.kernels.__wrapped__()
+
+
+def test_a_library_that_says_nothing_of_its_build_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda path: object())
+    with pytest.raises(BackendUnavailableError, match="install paceline again"):
+        library.kernels.__wrapped__()

@@ -98,7 +98,7 @@ class NativeRuntime(Runtime):
         return embedding_rows(self._embedding, token_ids, self.config, self._round_to)
 
     def _executed(self, recorded: Recorded) -> Execution:
-        return Execution(self.config, recorded, num_threads=self._num_threads, max_slots=self._max_slots, tables=self._tables)
+        return Execution(recorded, num_threads=self._num_threads, max_slots=self._max_slots, tables=self._tables)
 
     def _warm_up(self) -> None:
         """Read every weight once, so that the first request finds them in memory."""
