@@ -37,7 +37,9 @@ from paceline.drafters.pairs.head import DraftedRows, MaskedPair, PairHead
 from paceline.drafters.pairs.parallel import ParallelDrafter
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
-from paceline.models.config import ModelConfig, RopeConfig, WeightType
+from paceline.models.config import ModelConfig, WeightType
+from paceline.models.layers import AttentionConfig, DenseMLP, LayerConfig
+from paceline.models.rope_config import RopeConfig
 from paceline.models.weights import AnyTensor, Tensor, Weights
 from paceline.runtimes.base import RowRange
 from paceline.runtimes.head import open_head
@@ -64,10 +66,13 @@ class Shape:
     scale: float = 0.02  # of its weights: the larger, the more its logits differ
 
     def config(self) -> ModelConfig:
+        head_size = self.hidden // self.heads
+        attention = AttentionConfig(
+            num_heads=self.heads, num_kv_heads=self.kv_heads, head_size=head_size, rope=RopeConfig(), scale=head_size**-0.5
+        )
         return ModelConfig(
-            family="llama", vocab_size=self.vocab, hidden_size=self.hidden, intermediate_size=self.inner, num_layers=1,
-            num_heads=self.heads, num_kv_heads=self.kv_heads, head_size=self.hidden // self.heads, norm_eps=1e-5, max_positions=2048,
-            rope=RopeConfig(), weight_type=WeightType.BF16,
+            family="llama", vocab_size=self.vocab, hidden_size=self.hidden, norm_eps=1e-5, max_positions=2048, weight_type=WeightType.BF16,
+            layers=(LayerConfig(mixer=attention, mlp=DenseMLP(intermediate_size=self.inner)),),
         )  # fmt: skip
 
 
@@ -89,17 +94,8 @@ class KernelClock:
         return getattr(self._kernels, name)
 
     def paceline_run(self, *arguments: Any) -> None:
-        self._timed(self._kernels.paceline_run, arguments)
-
-    def paceline_grow(self, *arguments: Any) -> None:
-        self._timed(self._kernels.paceline_grow, arguments)
-
-    def paceline_grow_heads(self, *arguments: Any) -> None:
-        self._timed(self._kernels.paceline_grow_heads, arguments)
-
-    def _timed(self, call: Callable[..., None], arguments: Sequence[Any]) -> None:
         start = thread_time()
-        call(*arguments)
+        self._kernels.paceline_run(*arguments)
         self.seconds += thread_time() - start
 
 

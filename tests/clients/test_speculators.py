@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
+from harness.model_configs import make_config, with_attention
 from harness.native_network import plain_tensor
 from paceline.drafters.eagle.checkpoint import open_eagle
 from paceline.drafters.eagle.config import EagleConfig, read_eagle_config
@@ -21,7 +22,9 @@ from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.mtp import load_mtp, open_mtp_head
 from paceline.drafters.pairs.cache import TrueRows
 from paceline.drafters.pairs.head import DraftedRows, PairHead
-from paceline.models.config import ModelConfig, RopeConfig, WeightType
+from paceline.models.config import WeightType
+from paceline.models.layers import QKNorm
+from paceline.models.rope_config import RopeConfig
 from paceline.models.weights import Weights
 from paceline.runtimes import head as head_module
 from paceline.runtimes.base import RowRange
@@ -38,7 +41,7 @@ LAYER = {
 EAGLE3 = {"draft_vocab_size": len(DRAFT_IDS), "eagle_aux_hidden_state_layer_ids": [2, 4, 6]}
 WHOLE = {"draft_vocab_size": VOCAB_SIZE}
 PEAGLE = {**EAGLE3, **WHOLE, "mask_token_id": 5}
-TARGET = ModelConfig(
+TARGET = make_config(
     family="llama", vocab_size=VOCAB_SIZE, hidden_size=HIDDEN, intermediate_size=48, num_layers=9, num_heads=4, num_kv_heads=2,
     head_size=8, norm_eps=1e-5, max_positions=512, rope=RopeConfig(theta=1e6), weight_type=WeightType.F32,
 )  # fmt: skip
@@ -75,15 +78,23 @@ def layers_switched(**changes: Any) -> Ignore:
     return lambda config: replace(config, layers=replace(config.layers, **changes))
 
 
+def two_layers(config: EagleConfig) -> EagleConfig:
+    return replace(config, layers=replace(config.layers, layers=config.layers.layers[:2]))
+
+
+def attention_switched(**changes: Any) -> Ignore:
+    return lambda config: replace(config, layers=with_attention(config.layers, **changes))
+
+
 def rope(rope_type: str, **more: Any) -> dict[str, Any]:
     return {
         "layer": {"rope_parameters": {"rope_type": rope_type, "rope_theta": 1e4, **more}},
-        "ignore": layers_switched(rope=RopeConfig(1e4)),
+        "ignore": attention_switched(rope=RopeConfig(1e4)),
     }
 
 
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, "num_hidden_layers": 2}
-FULL = layers_switched(sliding_layers=(), sliding_window=None)
+FULL = attention_switched(window=None)
 LONGROPE = {
     "original_max_position_embeddings": 512,
     "short_factor": [1.5, 2.0, 3.0, 4.0],
@@ -101,10 +112,10 @@ CASES = {
     ),
     "eagle3, whole vocabulary": Case(config=WHOLE, draft_ids=None),
     "eagle3, two boundaries": Case(config={"eagle_aux_hidden_state_layer_ids": [1, 7]}),
-    "eagle3, three layers": Case(layer={"num_hidden_layers": 3}, ignore=layers_switched(num_layers=2)),
+    "eagle3, three layers": Case(layer={"num_hidden_layers": 3}, ignore=two_layers),
     "eagle3, heads of 12 values": Case(layer={"head_dim": 12}),
     "eagle3, one key head": Case(layer={"num_key_value_heads": 1}),
-    "eagle3, qwen3": Case(layer={"model_type": "qwen3", "num_hidden_layers": 2}, ignore=layers_switched(qk_norm=False)),
+    "eagle3, qwen3": Case(layer={"model_type": "qwen3", "num_hidden_layers": 2}, ignore=attention_switched(qk_norm=QKNorm.NONE)),
     "eagle3, biases of the attention": Case(layer={"attention_bias": True, "num_hidden_layers": 2}, zeroed="self_attn.q_proj.bias"),
     "eagle3, biases of the MLP": Case(layer={"mlp_bias": True}, zeroed="mlp.down_proj.bias"),
     "eagle3, hidden_act": Case(layer={"hidden_act": "gelu_pytorch_tanh"}),
@@ -130,7 +141,7 @@ CASES = {
         "peagle", config={**PEAGLE, "norm_before_residual": True}, draft_ids=None, ignore=switched(norm_before_residual=False)
     ),
     "peagle, qwen3": Case(
-        "peagle", {"model_type": "qwen3", "num_hidden_layers": 2}, PEAGLE, draft_ids=None, ignore=layers_switched(qk_norm=False)
+        "peagle", {"model_type": "qwen3", "num_hidden_layers": 2}, PEAGLE, draft_ids=None, ignore=attention_switched(qk_norm=QKNorm.NONE)
     ),
     "peagle, four layers": Case("peagle", {"num_hidden_layers": 4}, PEAGLE, draft_ids=None, ignore=layers_switched(num_layers=3)),
     "peagle, a window": Case("peagle", WINDOW, PEAGLE, draft_ids=None, ignore=FULL),

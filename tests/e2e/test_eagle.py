@@ -145,7 +145,6 @@ def test_d2t_read_as_absolute_ids_is_wrong(heads: Heads, plain: PlainTargets) ->
     drafter = drafter_of(llm)
     drafter._guesses._target_ids = np.array(DRAFT_IDS) - np.arange(len(DRAFT_IDS))  # what the file holds
     drafter.head.rank(drafter._guesses.ranking(1))
-    drafter._grower = drafter.head.grower()
     (output,) = llm.generate(prompts(40), GREEDY)
     assert output.token_ids == plain(heads("reading 3"), prompts(40))[0]
     assert output.speculation.acceptance_rate < 0.2
@@ -329,7 +328,7 @@ def test_a_head_with_a_window_drafts_as_ever(heads: Heads, plain: PlainTargets, 
     files = write_reading_eagle1(tmp_path / "windowed", layer_types=["sliding_attention"], sliding_window=1)
     for row_budget, width in ((None, 1), (13, 3)):
         llm = open_llm((heads("reading")[0], files), row_budget=row_budget, tree_width=width)
-        assert drafter_of(llm).head.config.layers.window_of(0) == 1
+        assert drafter_of(llm).head.config.layers.attention.window == 1
         outputs = llm.generate(prompts(40, 70), GREEDY)
         assert [output.token_ids for output in outputs] == plain(heads("reading"), prompts(40, 70))
         assert width > 1 or all(output.speculation.acceptance_rate == 1.0 for output in outputs)

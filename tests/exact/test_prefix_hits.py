@@ -17,8 +17,6 @@ from paceline.drafters.medusa.network import MedusaNetwork
 from paceline.drafters.pairs.head import PairHead
 from paceline.outputs import RequestOutput
 from paceline.runtimes.base import ForwardBatch
-from paceline.runtimes.native.growing import NativeGrower
-from paceline.runtimes.native.growing_heads import NativeHeadsGrower
 from paceline.speculation.drafter import Drafter
 
 BLOCK = 32
@@ -166,17 +164,6 @@ def drafter_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         rows.append(len(features))
         return real_medusa(self, features, *args)
 
-    def counted(real: Callable[..., Any], count: Callable[[Any], int]) -> Callable[..., Any]:
-        """What one call does for a lone request; `count` tells the rows from its first argument."""
-
-        def grow(self: Any, first: Any, *args: Any, **options: Any) -> Any:
-            rows.append(count(first))
-            return real(self, first, *args, **options)
-
-        return grow
-
-    monkeypatch.setattr(NativeGrower, "grow", counted(NativeGrower.grow, len))
-    monkeypatch.setattr(NativeHeadsGrower, "grow", counted(NativeHeadsGrower.grow, lambda feature: 1))
     monkeypatch.setattr(PairHead, "run_true", run_true)
     monkeypatch.setattr(MedusaNetwork, "forward", forward)
     return rows

@@ -73,11 +73,12 @@ class Kind(ABC):
 
 def llama_tensors(values: dict[str, Any]) -> dict[str, np.ndarray]:
     from paceline.models.config import config_from_values
-    from paceline.models.families import checkpoint_name, tensor_shapes
+    from paceline.models.families import checkpoint_names, tensor_shapes
 
     rng = np.random.default_rng(0)
-    shapes = tensor_shapes(config_from_values(values, Path("config.json")))
-    return {checkpoint_name(name): rng.normal(0, 0.1, shape).astype(np.float16) for name, shape in shapes.items()}
+    config = config_from_values(values, Path("config.json"))
+    names = checkpoint_names(config)
+    return {names[name]: rng.normal(0, 0.1, shape).astype(np.float16) for name, shape in tensor_shapes(config).items()}
 
 
 def write_model(folder: Path) -> None:

@@ -22,6 +22,7 @@ from harness.eagle_checkpoints import (
     write_gguf_head,
     write_head,
 )
+from harness.model_configs import make_config
 from paceline.drafters import find_head
 from paceline.drafters.eagle.checkpoint import open_eagle
 from paceline.drafters.eagle.config import read_eagle_config
@@ -31,10 +32,11 @@ from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.checkpoint import load_medusa
 from paceline.drafters.mtp import load_mtp
 from paceline.errors import CheckpointError, PacelineError
-from paceline.models.config import ModelConfig, RopeConfig, WeightType
+from paceline.models.config import WeightType
+from paceline.models.rope_config import RopeConfig
 from paceline.models.weights import Tensor, Weights
 
-TARGET = ModelConfig(
+TARGET = make_config(
     family="llama", vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_layers=32, num_heads=4, num_kv_heads=2, head_size=8,
     norm_eps=1e-5, max_positions=512, rope=RopeConfig(theta=5e5), weight_type=WeightType.F32,
 )  # fmt: skip

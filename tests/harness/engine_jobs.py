@@ -1,6 +1,5 @@
 """Random requests for an engine, what each must get (what it gets alone, decoded plainly), and drafters that try to change that."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from paceline.drafters.prediction import PredictionDrafter
 from paceline.drafters.stack import StackDrafter
 from paceline.drafters.suffix.drafter import SuffixDrafter
 from paceline.drafters.suffix.store import SuffixStore
-from paceline.kv_cache.key_values import kv_shape
 from paceline.outputs import RequestOutput
 from paceline.sampling.grammar import Grammar
 from paceline.speculation.draft_length import DraftLengthPolicy
@@ -137,7 +135,7 @@ def _block_bytes(directory: Path, dtype: str) -> int:
     from paceline.models.checkpoint import read_model_config
 
     config = read_model_config(directory)
-    return math.prod(kv_shape(config.num_layers, config.num_kv_heads, config.head_size, 1, BLOCK)) * (4 if dtype == "f32" else 2)
+    return config.kv_bytes_per_token(4 if dtype == "f32" else 2) * BLOCK
 
 
 class JobMaker:

@@ -7,13 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.models.config import Activation, ModelConfig, RopeConfig, WeightType
+from harness.model_configs import make_config
+from paceline.models.config import ModelConfig, WeightType
+from paceline.models.rope_config import RopeConfig
 from paceline.models.weights import AnyTensor, Tensor, Weights
 from paceline.runtimes.base import FloatArray, ForwardBatch, RowRange
 from paceline.runtimes.head import Draws
 from paceline.runtimes.native import execution, library, strips
 from paceline.runtimes.native.execution import Execution
-from paceline.runtimes.native.program import Code, NativeBlocks, Packing, Recorded, Value
+from paceline.runtimes.native.program import NativeBlocks, Recorded, Value
+from paceline.runtimes.native.records import LinearOperation, Packing, Rows
 from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.processor import processor_flags
 from paceline.runtimes.rotary import RotaryTables
@@ -37,13 +40,11 @@ def native_config(
     head_size: int = 16,
     hidden_size: int = 64,
     rotated_fraction: float = 1.0,
-    activation: Activation = Activation.SILU,
-    attention_soft_cap: float | None = None,
+    soft_cap: float | None = None,
 ) -> ModelConfig:
-    return ModelConfig(
-        family="llama", vocab_size=97, hidden_size=hidden_size, intermediate_size=96, num_layers=1, num_heads=heads,
-        num_kv_heads=kv_heads, head_size=head_size, norm_eps=1e-5, max_positions=512, rope=RopeConfig(rotated_fraction=rotated_fraction),
-        weight_type=WeightType.F32, activation=activation, attention_soft_cap=attention_soft_cap,
+    return make_config(
+        hidden_size=hidden_size, num_heads=heads, num_kv_heads=kv_heads, head_size=head_size,
+        rope=RopeConfig(rotated_fraction=rotated_fraction), attention={"soft_cap": soft_cap},
     )  # fmt: skip
 
 
@@ -54,6 +55,7 @@ class Network:
         level: of the kernels; None = those this machine would use.
         round_to: type of computation.
         in_strips: whether rows are rounded to bytes in front of matrices in groups.
+        tables: of rotary angles; None = those of the config.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Network:
         level: str | None = None,
         round_to: WeightType = WeightType.F32,
         in_strips: bool = False,
+        tables: RotaryTables | None = None,
     ) -> None:
         config = config or native_config()
         with pytest.MonkeyPatch.context() as patch:
@@ -77,18 +80,17 @@ class Network:
             self._blocks = NativeBlocks(config, weights)
             self._inputs = [self._blocks.value(width) for width in widths]
             self._results = build(self._blocks, self._inputs)
-        most = max([matrices[0].columns for matrices in self._blocks.matrices], default=0)
-        recorded = Recorded(self._blocks.operations, self._blocks.matrices, [value.width for value in self._blocks.values], 0, 0, [], most)
+        recorded = Recorded(self._blocks.operations, [value.width for value in self._blocks.values], 0, 0, [])
         with pytest.MonkeyPatch.context() as patch:
             if level is not None:
                 patch.setattr(execution, "kernels", lambda: open_kernels(level))
-            tables = RotaryTables(config, max_slots)
-            self.execution = Execution(config, recorded, num_threads=num_threads, max_slots=max_slots, tables=tables)
+            tables = tables or RotaryTables(config, max_slots)
+            self.execution = Execution(recorded, num_threads=num_threads, max_slots=max_slots, tables=tables)
 
     @property
     def packings(self) -> list[Packing]:
         """How each product takes its rows."""
-        return [Packing(operation.choice) for operation in self._blocks.operations if operation.code == Code.LINEAR]
+        return [Packing(operation.packing) for operation in self._blocks.operations if isinstance(operation, LinearOperation)]
 
     def __call__(self, *inputs: FloatArray, batch: ForwardBatch | None = None, draws: Draws | None = None) -> list[FloatArray]:
         """The results of one pass, as copies."""
@@ -98,11 +100,10 @@ class Network:
             self.execution.rows(value.index, num_rows)[...] = rows
         batch = batch or make_batch([RowRange(0, num_rows, 0, np.arange(16, dtype=np.int32))])
         self.execution.run(batch, draws)
-        rows_of = {False: num_rows, True: len(batch.logits_rows)}
+        rows_of = {Rows.ALL: num_rows, Rows.WANTED: len(batch.logits_rows), Rows.LISTED: num_rows}
         widths = [self._blocks.result_width(value) for value in self._results]
         return [
-            self.execution.rows(one.index, rows_of[one.selected])[:, :width].copy()
-            for one, width in zip(self._results, widths, strict=True)
+            self.execution.rows(one.index, rows_of[one.rows])[:, :width].copy() for one, width in zip(self._results, widths, strict=True)
         ]
 
 

@@ -23,13 +23,15 @@ from harness.eagle_checkpoints import (
     write_gguf_head,
     write_head,
 )
+from harness.model_configs import make_config
 from harness.native_network import plain_tensor
 from paceline.drafters.eagle.gguf import open_gguf_head
 from paceline.drafters.eagle.head import open_eagle_head
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.pairs.cache import TrueRows
 from paceline.drafters.pairs.head import DraftedRows, PairHead
-from paceline.models.config import ModelConfig, RopeConfig, WeightType
+from paceline.models.config import ModelConfig, WeightType
+from paceline.models.rope_config import RopeConfig
 from paceline.models.weights import Weights
 from paceline.runtimes import head as head_module
 from paceline.runtimes.base import RowRange
@@ -322,7 +324,7 @@ class Reference:
 
 
 def target_config(hidden_size: int = TARGET_HIDDEN) -> ModelConfig:
-    return ModelConfig(
+    return make_config(
         family="llama", vocab_size=VOCAB_SIZE, hidden_size=hidden_size, intermediate_size=64, num_layers=NUM_LAYERS, num_heads=4,
         num_kv_heads=2, head_size=8, norm_eps=1e-5, max_positions=512, rope=RopeConfig(theta=1e6), weight_type=WeightType.F32,
     )  # fmt: skip

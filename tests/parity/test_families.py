@@ -15,9 +15,13 @@ import numpy as np
 import pytest
 
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
+from harness.model_configs import with_attention
 from harness.mtp_checkpoints import add_module, random_module, write_mimo
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.models.config import ModelConfig, WeightType, read_config
+from paceline.models.families import FAMILIES, Family
+from paceline.models.layer_reader import LayerReader
+from paceline.models.layers import LayerConfig, NormOrder, QKNorm
 from paceline.models.weights import Weights
 from paceline.runtimes.base import FloatArray, Numerics, Runtime, assemble
 from paceline.runtimes.load import RuntimeOptions, load_runtime
@@ -98,7 +102,7 @@ def transformers_output(directory: Path, token_ids: list[int], dtype: str = "flo
     from transformers import AutoModelForCausalLM
 
     # transformers 5.20, the last for Python 3.10, lets gemma2 take an attention that does not cap its scores
-    plain = {} if read_config(directory).attention_soft_cap is None else {"attn_implementation": "eager"}
+    plain = {} if read_config(directory).attention.soft_cap is None else {"attn_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), **plain).eval()
     with torch.inference_mode():
         output = model(torch.tensor([token_ids]), output_hidden_states=True)
@@ -191,6 +195,21 @@ def test_a_prompt_gives_the_logits_of_transformers_in_one_pass_in_chunks_and_one
         cache.release(sequence)
 
 
+@pytest.mark.parametrize("backend", BOUNDS)
+def test_a_family_of_known_parts_is_one_entry_of_the_table(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OLMo 2: norms behind attention and MLP alone, and norms of queries and keys over all heads together."""
+
+    def layers(read: LayerReader) -> tuple[LayerConfig, ...]:
+        return read.layers(read.attention(qk_norm=QKNorm.WIDTH), read.mlp(), norm_order=NormOrder.POST)
+
+    family = Family(name="olmo2", architecture="Olmo2ForCausalLM", layers=layers, defaults={})
+    monkeypatch.setitem(FAMILIES, family.name, family)
+    directory = write_checkpoint(tmp_path, "olmo2", num_key_value_heads=2)
+    token_ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, 40).tolist()
+    expected, _ = transformers_output(directory, token_ids)
+    assert difference(prompt_logits(open_backend(directory, backend), token_ids), expected) <= BOUNDS[backend]
+
+
 @BY_CASE_AND_BACKEND
 def test_embeddings_and_boundaries_agree(references: Callable[[str], Reference], case: str, backend: str) -> None:
     reference = references(case)
@@ -209,11 +228,11 @@ def test_embeddings_and_boundaries_agree(references: Callable[[str], Reference],
 @pytest.mark.parametrize(
     ("case", "changes"),
     [
-        ("gemma2", {"attention_soft_cap": None}),
+        ("gemma2", {"soft_cap": None}),
         ("gemma2-untied-biased", {"logit_soft_cap": None}),
-        ("gemma3-ropes", {"local_rope": None}),
+        ("gemma3-ropes", {"rope": None}),
         ("gemma3-ropes", {"embedding_scale": 1.0}),
-        ("gemma3", {"query_scalar": None}),
+        ("gemma3", {"scale": 0.25}),
         ("phi3-partial", {"rope": None}),
         ("phi3-long", {"rope": None}),
         ("llama-dynamic-long", {"rope": None}),
@@ -226,9 +245,12 @@ def test_leaving_out_what_a_family_adds_changes_the_logits(
     reference = references(case)
     config = read_config(reference.directory).for_context(CASES[case].max_context)
     if "rope" in changes:
-        changes = {"rope": replace(config.rope, rotated_fraction=1.0, context_len=0, long_factors=(), short_factors=(1.0,) * 8)}
+        rope = config.layers[-1].mixer.rope
+        changes = {"rope": replace(rope, rotated_fraction=1.0, context_len=0, long_factors=(), short_factors=(1.0,) * 8)}
+    is_of_whole = changes.keys() <= {"logit_soft_cap", "embedding_scale"}
+    changed = replace(config, **changes) if is_of_whole else with_attention(config, **changes)
     assert difference(torch_logits(config, reference), reference.logits) <= BOUNDS["torch"]
-    assert difference(torch_logits(replace(config, **changes), reference), reference.logits) > 0.1
+    assert difference(torch_logits(changed, reference), reference.logits) > 0.1
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])

@@ -11,10 +11,11 @@ from harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from harness.gguf_checkpoints import random_blocks, read_tensors, write_gguf, write_tensors
 from paceline.config import QuantOptions
 from paceline.models.checkpoint import open_weights, read_model_config
-from paceline.models.config import RopeType, WeightType
+from paceline.models.config import WeightType
 from paceline.models.gguf.blocks import GROUPED_TYPES
 from paceline.models.gguf.header import BLOCK_TYPES
 from paceline.models.quantized_cache import quantized_weights
+from paceline.models.rope_config import RopeType
 from paceline.models.weights import GroupedTensor
 from paceline.runtimes.base import FloatArray, Numerics, assemble
 from paceline.runtimes.load import RuntimeOptions, load_runtime
@@ -241,10 +242,10 @@ def test_divisors_that_follow_no_known_rule_are_taken_as_they_are(checkpoint: Ma
     rope = {**LLAMA3, "original_max_position_embeddings": 64}
     directory = write_checkpoint(tmp_path / "directory", "llama", rope_parameters=rope)
     path = write_gguf(directory, tmp_path / "model.gguf")
-    assert read_model_config(path).rope.type is RopeType.LONGROPE
+    assert read_model_config(path).attention.rope.type is RopeType.LONGROPE
     assert np.abs(logits(path) - logits(directory)).max() <= 1e-5
     known = write_gguf(checkpoint("llama-llama3", "float32"), tmp_path / "known.gguf")
-    assert read_model_config(known).rope.type is RopeType.LLAMA3
+    assert read_model_config(known).attention.rope.type is RopeType.LLAMA3
 
 
 def test_type_numbers_and_sizes_are_those_of_the_format() -> None:

@@ -26,7 +26,7 @@ from paceline.drafters.target import LoadedTarget
 from paceline.errors import IncompatibleDrafterError
 from paceline.models.checkpoint import open_weights
 from paceline.models.config import ModelConfig, WeightType, config_from_values
-from paceline.models.families import checkpoint_name, tensor_shapes
+from paceline.models.families import checkpoint_names, tensor_shapes
 from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
 from paceline.runtimes.decoder import decoder_layer
 from paceline.runtimes.head import Compose, HeadBlocks, Value, open_head
@@ -114,9 +114,10 @@ def load_mtp(files: HeadFiles, target: ModelConfig, target_weights: Weights) -> 
         IncompatibleDrafterError: there is no module.
     """
     layout = _layout(files, target)
-    layers = replace(_layer_of(files, target), num_layers=1, norm_offset=layout.norms_less_one, sliding_layers=(), local_rope=None)
+    layers = _one_layer(_layer_of(files, target), norm_offset=layout.norms_less_one)
     shapes = {name: shape for name, shape in tensor_shapes(layers).items() if name.startswith("layers.0.")}
-    names = {name: _name_in_layer(name, layout.prefix, layers) for name in shapes} | dict(layout.names)
+    plain = checkpoint_names(layers)
+    names = {name: layout.prefix + plain[name].removeprefix("model.layers.0.") for name in shapes} | dict(layout.names)
     size = target.hidden_size
     shapes |= {"fc.weight": (size, 2 * size), **{name: (size,) for name in layout.names if name != "fc.weight"}}
     optional = dict.fromkeys(layout.own_matrices.values(), (target.vocab_size, size))
@@ -149,6 +150,12 @@ def _layer_of(files: HeadFiles, target: ModelConfig) -> ModelConfig:
         return target
     path = files.path / "config.json" if files.path.is_dir() else files.path.with_name("config.json")
     return config_from_values(values, path, weight_type=target.weight_type)
+
+
+def _one_layer(config: ModelConfig, *, norm_offset: bool) -> ModelConfig:
+    """A network of one layer that sees the whole text."""
+    full = next((layer for layer in config.layers if layer.mixer.window is None), config.layers[0])
+    return replace(config, layers=(replace(full, mixer=replace(full.mixer, window=None)),), norm_offset=norm_offset)
 
 
 def _check_all_used(files: HeadFiles, layout: _Layout, used: set[str], num_layers: int) -> int:
@@ -187,7 +194,7 @@ def mtp_pairs(config: PairConfig, soft_cap: float | None = None, *, feature_firs
         feature = blocks.rms_norm(blocks.input(FEATURE, size), "feature_norm")
         halves = (feature, embedding) if feature_first else (embedding, feature)
         (mixed,) = blocks.linear(blocks.concat(*halves), "fc")
-        x = decoder_layer(blocks, config.layers, mixed, 0)
+        x = decoder_layer(blocks, config.layers.layers[0], mixed, 0)
         out = blocks.rms_norm(x, "final_norm")
         logits = blocks.lm_head(blocks.logits_rows(out), "lm_head")
         if soft_cap is not None:
@@ -239,11 +246,6 @@ def open_mtp(files: HeadFiles, target: LoadedTarget) -> PairDrafter:
     config, notices = settle(files, admitted, opened, target, target.vocab_size)
     head = opened(config, target.max_context)
     return PairDrafter(head, target.cache, vocab_size=target.vocab_size, tree_width=target.speculation.tree_width, notices=notices)
-
-
-def _name_in_layer(name: str, prefix: str, layers: ModelConfig) -> str:
-    """The file's name of our `layers.0.q_proj.weight`."""
-    return prefix + checkpoint_name(name, sandwich_norms=layers.sandwich_norms).removeprefix("model.layers.0.")
 
 
 def _plus_one(tensor: AnyTensor) -> Tensor:

@@ -1,12 +1,10 @@
 """How much memory keys and values get, and how long a context that allows."""
 
-import math
 from dataclasses import dataclass
 
 from paceline.config import EngineConfig
 from paceline.errors import CapacityError, ConfigError
 from paceline.kv_cache.block_pool import SCRATCH_BLOCK
-from paceline.kv_cache.key_values import kv_shape
 from paceline.kv_cache.paged import BLOCK_SIZE, blocks_in
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.machine import available_memory_bytes
@@ -39,7 +37,7 @@ def plan_cache(model: ModelConfig, config: EngineConfig, weight_type: WeightType
         raise ConfigError(f"max_context is {config.max_context}, {model.context_end}: lower max_context")
     context = config.max_context or model.max_positions
     item_bytes = 4 if weight_type is WeightType.F32 else 2
-    block_bytes = math.prod(kv_shape(model.num_layers, model.num_kv_heads, model.head_size, num_blocks=1)) * item_bytes
+    block_bytes = model.kv_bytes_per_token(item_bytes) * BLOCK_SIZE
     per_sequence = blocks_for(context, BLOCK_SIZE) + _DRAFT_BLOCKS_PER_SEQUENCE
     wanted = SCRATCH_BLOCK + 1 + config.max_num_seqs * per_sequence
     if config.cache_gb is None:
@@ -60,7 +58,6 @@ def plan_cache(model: ModelConfig, config: EngineConfig, weight_type: WeightType
 
 def _way_out(model: ModelConfig, context: int) -> str:
     """For a prompt that a context of the size asked for does not hold."""
-    may_grow = model.rope.type.depends_on_length and model.rope.context_len <= model.rope.original_max_positions
-    if context < model.max_positions or may_grow:
+    if context < model.max_positions or model.may_grow:
         return "shorten the prompt or raise max_context"
     return f"shorten the prompt ({model.context_end})"

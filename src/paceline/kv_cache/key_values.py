@@ -4,15 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.kv_cache.layer_memory import LayerMemory
-from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.kv_cache.row_plan import Commit, RowPlan
-
-
-def kv_shape(
-    num_layers: int, num_kv_heads: int, head_size: int, num_blocks: int, block_size: int = BLOCK_SIZE
-) -> tuple[int, int, int, int, int]:
-    """Keys of layer i at 2·i, values at 2·i + 1: [2·L, num_blocks, K, block_size, D]."""
-    return 2 * num_layers, num_blocks, num_kv_heads, block_size, head_size
 
 
 class PagedRows(LayerMemory):
@@ -36,7 +28,10 @@ class PagedRows(LayerMemory):
 
 
 class KeyValues(PagedRows):
-    """Keys and values as in `kv_shape`. They are written by the pass, so the kept ones move to where the committed ones end."""
+    """Keys of layer i at 2·i, values at 2·i + 1: [2·L, num_blocks, K, block_size, D] (`ModelConfig.kv_shape`).
+
+    The pass writes them, so the kept rows of a masked tree move to where the committed ones end.
+    """
 
     def keep_path(self, plan: RowPlan, commit: Commit) -> None:
         storage, size = self.storage, plan.block_size

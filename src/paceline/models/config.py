@@ -1,6 +1,7 @@
 """What a network is, read from a checkpoint's own metadata."""
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -10,17 +11,14 @@ import numpy as np
 
 from paceline.errors import CheckpointError, shortened
 from paceline.model_directory import SAFETENSORS, without_model
-from paceline.models.families import Family, family_of
+from paceline.models.families import family_of
 from paceline.models.json_fields import JsonFields
+from paceline.models.layer_reader import LayerReader
+from paceline.models.layers import AttentionConfig, LayerConfig
 from paceline.models.rope import inverse_frequencies
-from paceline.models.rope_config import RopeConfig, RopeType, read_rope
+from paceline.models.rope_config import RopeConfig
 from paceline.models.safetensors_file import most_common_dtype
 from paceline.small_files import is_file, read_json
-
-MAX_LAYERS = 4096
-MAX_HEAD_SIZE = 8192
-
-__all__ = ["Activation", "ModelConfig", "RopeConfig", "RopeType", "WeightType", "config_from_values", "read_config"]
 
 
 class WeightType(Enum):
@@ -31,55 +29,36 @@ class WeightType(Enum):
     BF16 = "bf16"
 
 
-class Activation(Enum):
-    """What is applied to the gate of the MLP."""
-
-    SILU = "silu"
-    GELU_TANH = "gelu_tanh"
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Sizes and switches of a decoder, independent of where they were read from.
+    """A decoder: its layers, and what is of the whole of it, independent of where they were read from.
 
-    `head_size` is D, `num_heads` H, `num_kv_heads` K, `hidden_size` E, `vocab_size` V, `num_layers` L.
-    `sliding_window` is set only where it cuts `max_positions` below what the checkpoint promises; a head's own layers slide within it.
+    `hidden_size` is E, `vocab_size` V, `num_layers` L. `max_positions` ends where a target's window would begin to slide; the layers of
+    a drafting head slide within it.
     """
 
     family: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
+    layers: tuple[LayerConfig, ...]
     norm_eps: float
     max_positions: int
-    rope: RopeConfig
     weight_type: WeightType
     tied_embeddings: bool = False
-    attention_bias: bool = False  # on q, k and v
-    output_bias: bool = False  # on o
-    mlp_bias: bool = False
-    qk_norm: bool = False  # RMS norm of each q and k head before rope
-    sandwich_norms: bool = False  # a second norm behind attention and MLP, in front of the addition
     norm_offset: bool = False  # HF files hold norm weights less 1 (`Weights.open` adds it); products with them are float32
-    activation: Activation = Activation.SILU
     embedding_scale: float = 1.0
-    query_scalar: float | None = None  # attention scores are divided by its root; None = head_size
-    attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
-    sliding_layers: tuple[int, ...] = ()  # layers that attend within the window only
-    local_rope: RopeConfig | None = None  # of the sliding layers, where it differs
-    sliding_window: int | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     @property
-    def attention_scale(self) -> float:
-        """What scores are multiplied by."""
-        return float((self.head_size if self.query_scalar is None else self.query_scalar) ** -0.5)
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The shortest window of a layer; None = every layer sees the whole text."""
+        return min((layer.mixer.window for layer in self.layers if layer.mixer.window is not None), default=None)
 
     @property
     def context_end(self) -> str:
@@ -88,18 +67,44 @@ class ModelConfig:
             return f"contexts end with the model's sliding window of {self.sliding_window} tokens for now"
         return f"the model was made for {self.max_positions} tokens"
 
-    def rope_of(self, layer: int) -> RopeConfig:
-        """How `layer` rotates positions."""
-        return self.local_rope if self.local_rope is not None and layer in self.sliding_layers else self.rope
-
-    def window_of(self, layer: int) -> int | None:
-        """How many positions a row of `layer` sees, its own included; None = all before it."""
-        return self.sliding_window if layer in self.sliding_layers else None
+    @property
+    def rotations(self) -> tuple[tuple[RopeConfig, int], ...]:
+        """The different ways in which layers rotate heads of a size, in the order of the layers."""
+        return tuple(dict.fromkeys((layer.mixer.rope, layer.mixer.head_size) for layer in self.layers))
 
     @property
-    def ropes(self) -> tuple[RopeConfig, ...]:
-        """The different ones, the one of layers that see everything first."""
-        return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
+    def may_grow(self) -> bool:
+        """Whether rotary frequencies for longer contexts than those in use could be chosen (`for_context`)."""
+        return any(rope.is_for_short_contexts for rope, _ in self.rotations)
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """Of the first layer."""
+        return self.layers[0].mixer
+
+    def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, int, int, int, int]:
+        """Of the keys and values of all layers, [2 * L, num_blocks, K, block_size, D]: keys of layer i at 2 * i, values behind them.
+
+        Raises:
+            CheckpointError: layers have keys of other sizes, for which there is no such array.
+        """
+        first = self.attention
+        for index, layer in enumerate(self.layers):
+            if (layer.mixer.num_kv_heads, layer.mixer.head_size) != (first.num_kv_heads, first.head_size):
+                raise CheckpointError(
+                    f"layer {index} of the {self.family} model has {layer.mixer.num_kv_heads} key heads of {layer.mixer.head_size} values, "
+                    f"layer 0 {first.num_kv_heads} of {first.head_size}: only models whose layers are alike in these can be run"
+                )
+        return 2 * self.num_layers, num_blocks, first.num_kv_heads, block_size, first.head_size
+
+    def kv_bytes_per_token(self, item_bytes: int) -> int:
+        """Bytes of one position's keys and values in all layers, of numbers of `item_bytes`."""
+        return math.prod(self.kv_shape(1, 1)) * item_bytes
+
+    def with_attention(self, change: Callable[[AttentionConfig], AttentionConfig]) -> "ModelConfig":
+        """The same with another attention in every layer; layers that were alike still share one object."""
+        changed = {layer: replace(layer, mixer=change(layer.mixer)) for layer in dict.fromkeys(self.layers)}
+        return replace(self, layers=tuple(changed[layer] for layer in self.layers))
 
     def for_context(self, max_context: int | None) -> "ModelConfig":
         """The network as a run of up to `max_context` positions computes it.
@@ -107,11 +112,11 @@ class ModelConfig:
         Rotary frequencies that depend on the length are chosen here, once: up to the original length those made for it, and no
         longer context then; beyond it those for `max_context`. None = the original length.
         """
-        if not self.rope.type.depends_on_length:
+        if not any(rope.type.depends_on_length for rope, _ in self.rotations):
             return self
-        rope = self.rope.for_context(max_context)
-        is_long = rope.context_len > rope.original_max_positions
-        return replace(self, rope=rope, max_positions=self.max_positions if is_long else min(self.max_positions, rope.context_len))
+        chosen = self.with_attention(lambda attention: replace(attention, rope=attention.rope.for_context(max_context)))
+        short = [rope.context_len for rope, _ in chosen.rotations if rope.is_for_short_contexts]
+        return replace(chosen, max_positions=min([self.max_positions, *short]))
 
 
 _WEIGHT_TYPES = {
@@ -121,13 +126,6 @@ _WEIGHT_TYPES = {
     "F32": WeightType.F32,
     "F16": WeightType.F16,
     "BF16": WeightType.BF16,
-}
-
-
-_ACTIVATIONS = {
-    "silu": Activation.SILU,
-    "swish": Activation.SILU,
-    "gelu_pytorch_tanh": Activation.GELU_TANH,
 }
 
 
@@ -168,77 +166,33 @@ def config_from_values(
     family = family_of(values, path)
     fields = JsonFields({**family.defaults, **values}, path)
     _refuse_quantised(fields)
-    num_layers = fields.size("num_hidden_layers", most=MAX_LAYERS)  # before anything is made for every layer
-    num_heads, num_kv_heads, head_size = _heads(fields)
-    rope = read_rope(fields, family, head_size=head_size)
-    local_rope = read_rope(fields, family, head_size=head_size, layer_type="sliding_attention") if family.has_local_rope else None
-    max_positions, window = _context(fields, family, rope)
-    _check_frequencies(filter(None, (rope, local_rope)), head_size, max_positions, path)
+    read = LayerReader(fields, family)
+    layers = family.layers(read)
+    windows = [layer.mixer.window for layer in layers if layer.mixer.window is not None]
     generation = generation or {}
-    return ModelConfig(
+    config = ModelConfig(
         family=family.name,
         vocab_size=fields.size("vocab_size"),
         hidden_size=fields.size("hidden_size"),
-        intermediate_size=fields.size("intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
+        layers=layers,
         norm_eps=fields.number("rms_norm_eps", 1e-6),
-        max_positions=max_positions,
-        rope=rope,
-        local_rope=local_rope,
+        max_positions=min([read.max_positions, *windows]),
         weight_type=weight_type or _weight_type(_type_name(values), path),
         tied_embeddings=fields.flag("tie_word_embeddings", default=False),
-        activation=_activation(fields, family),
-        **family.switches(fields),
-        sliding_window=window,
+        norm_offset=family.norm_offset,
+        embedding_scale=fields.size("hidden_size") ** 0.5 if family.scales_embedding else 1.0,
+        logit_soft_cap=read.soft_cap("final_logit_softcapping") if family.caps_logits else None,
         bos_token_id=_bos_token_id(generation, fields.values),
         eos_token_ids=_eos_token_ids(JsonFields(generation, path.with_name("generation_config.json")), fields),
     )
+    _check_frequencies(config, path)
+    return config
 
 
-def _heads(fields: JsonFields) -> tuple[int, int, int]:
-    """H, K and D."""
-    num_heads, hidden_size = fields.size("num_attention_heads"), fields.size("hidden_size")
-    num_kv_heads = fields.size("num_key_value_heads", num_heads, null=num_heads)
-    if num_heads % num_kv_heads:
-        raise CheckpointError(
-            f"{fields.path}: num_attention_heads = {num_heads} must be a multiple of num_key_value_heads = {num_kv_heads}"
-        )
-    if fields.values.get("head_dim") is None and hidden_size % num_heads:
-        raise CheckpointError(
-            f"{fields.path}: no head_dim, and hidden_size = {hidden_size} is no multiple of num_attention_heads = {num_heads}"
-        )
-    head_size = fields.size("head_dim", hidden_size // num_heads, null=hidden_size // num_heads, most=MAX_HEAD_SIZE)
-    if head_size % 2:
-        raise CheckpointError(f"{fields.path}: head_dim = {head_size}; rotary embeddings need an even one")
-    return num_heads, num_kv_heads, head_size
-
-
-def _context(fields: JsonFields, family: Family, rope: RopeConfig) -> tuple[int, int | None]:
-    """How many positions a run may have, and the sliding window where that is what limits them."""
-    max_positions = fields.size("max_position_embeddings")
-    if rope.type is RopeType.DYNAMIC:
-        max_positions = _longest(max_positions, rope.factor, fields)
-    window = family.window(fields)
-    return (max_positions, None) if window is None or window >= max_positions else (window, window)
-
-
-def _longest(max_positions: int, factor: float, fields: JsonFields) -> int:
-    longest = max_positions * factor
-    if not 1 <= longest < 2**31:
-        raise CheckpointError(
-            f"{fields.path}: max_position_embeddings = {max_positions} times the rope factor {factor} are {longest:g} positions, "
-            f"expected 1 to {2**31 - 1}"
-        )
-    return int(longest)
-
-
-def _check_frequencies(ropes: Iterable[RopeConfig], head_size: int, max_positions: int, path: Path) -> None:
+def _check_frequencies(config: ModelConfig, path: Path) -> None:
     """Refuse parameters each of which may be a number but from which no rotation can be computed."""
-    for rope in ropes:
-        for context in (None, max_positions):
+    for rope, head_size in config.rotations:
+        for context in (None, config.max_positions):
             try:
                 with np.errstate(all="ignore"):
                     frequencies, factor = inverse_frequencies(rope.for_context(context), head_size)
@@ -257,16 +211,6 @@ def _text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     outer = {name: value for name, value in values.items() if name not in ("text_config", "vision_config", "architectures")}
     ends = {"eos_token_id": outer["eos_token_id"]} if outer.get("eos_token_id") is not None else {}
     return {**outer, **text, **ends, "model_type": "gemma3_text"}
-
-
-def _activation(fields: JsonFields, family: Family) -> Activation:
-    name = fields.values.get(family.activation_field, "silu")
-    activation = _ACTIVATIONS.get(str(name))
-    if activation is None:
-        raise CheckpointError(
-            f"{fields.path}: {family.activation_field} = {shortened(name)} is not supported, only {', '.join(map(repr, _ACTIVATIONS))} are"
-        )
-    return activation
 
 
 def _refuse_quantised(fields: JsonFields) -> None:

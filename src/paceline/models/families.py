@@ -1,22 +1,20 @@
 """The supported families in one table: what differs between them, and the tensors a network has.
 
-All are pre-norm decoders with rotary attention and a gated MLP (`runtimes/decoder.py`). A family differs in which
-projections have a bias, what is normed, scaled or capped, how a sliding window is declared, and in its defaults.
+A family is data and one function that makes its layers from the metadata, out of the parts that `layers.py` knows; `runtimes/decoder.py`
+composes them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.json_fields import JsonFields
+from paceline.models.layer_reader import LayerReader
+from paceline.models.layers import LayerConfig, NormOrder, QKNorm
 
 if TYPE_CHECKING:
     from paceline.models.config import ModelConfig
-
-
-Switches = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,90 +22,81 @@ class Family:
     """What is particular about one family.
 
     Attributes:
-        switches: fields of `ModelConfig` that follow from its metadata.
-        window: the sliding window, or None where no layer has one.
+        name, architecture: `model_type` and class in a Hugging Face config.json.
+        gguf: the architecture of its GGUF files; None = there are none of its own.
+        layers: makes the layers from the metadata, out of the parts that the reader gives.
         defaults: what metadata leaves out, as its configuration class in transformers assumes.
         activation_field: the name of the activation in the metadata.
         has_local_rope: the sliding layers rotate by parameters of their own.
         rotates_partially: `partial_rotary_factor` may be below 1.
         fuses_projections: checkpoints stack q, k and v in one matrix, gate and up in another.
         rope_types: other spellings of rope types.
+        norm_offset: see `ModelConfig`.
+        scales_embedding: embedding rows are multiplied by the root of the hidden size.
+        caps_logits: logits are soft-capped where the metadata names a cap.
     """
 
     name: str
     architecture: str
-    switches: Callable[[JsonFields], Switches]
-    window: Callable[[JsonFields], int | None]
+    gguf: str | None = None
+    layers: Callable[[LayerReader], tuple[LayerConfig, ...]]
     defaults: Mapping[str, Any]
     activation_field: str = "hidden_act"
     has_local_rope: bool = False
     rotates_partially: bool = False
     fuses_projections: bool = False
     rope_types: Mapping[str, str] = field(default_factory=dict)
+    norm_offset: bool = False
+    scales_embedding: bool = False
+    caps_logits: bool = False
 
 
-def _llama_switches(fields: JsonFields) -> Switches:
-    bias = fields.flag("attention_bias", default=False)
-    return {"attention_bias": bias, "output_bias": bias, "mlp_bias": fields.flag("mlp_bias", default=False)}
+Layers = tuple[LayerConfig, ...]
 
 
-def _qwen3_switches(fields: JsonFields) -> Switches:
-    bias = fields.flag("attention_bias", default=False)
-    return {"attention_bias": bias, "output_bias": bias, "qk_norm": True}
+def _llama(read: LayerReader) -> Layers:
+    bias = read.flag("attention_bias")
+    return read.layers(read.attention(bias=bias, output_bias=bias), read.mlp(bias=read.flag("mlp_bias")))
 
 
-def _gemma_switches(fields: JsonFields) -> Switches:
-    if fields.flag("use_bidirectional_attention", default=False):
-        raise CheckpointError(f"{fields.path}: use_bidirectional_attention is set: the model embeds text, it does not generate")
-    bias = fields.flag("attention_bias", default=False)
-    return {
-        "attention_bias": bias,
-        "output_bias": bias,
-        "sandwich_norms": True,
-        "norm_offset": True,
-        "embedding_scale": fields.size("hidden_size") ** 0.5,
-        "query_scalar": fields.positive("query_pre_attn_scalar"),
-        "logit_soft_cap": _soft_cap(fields, "final_logit_softcapping"),
-        "sliding_layers": _sliding_layers(fields),
-    }
+def _mistral(read: LayerReader) -> Layers:
+    return read.layers(read.attention(), read.mlp(), slides=[True] * read.num_layers)
 
 
-def _soft_cap(fields: JsonFields, name: str) -> float | None:
-    return None if fields.values.get(name) is None else fields.positive(name)
+def _qwen2(read: LayerReader) -> Layers:
+    return read.layers(read.attention(bias=True), read.mlp(), slides=_qwen_slides(read))
 
 
-def _sliding_layers(fields: JsonFields) -> tuple[int, ...]:
-    """Those `layer_types` names, else all but every `sliding_window_pattern`-th."""
-    num_layers = fields.size("num_hidden_layers")
-    types = fields.values.get("layer_types")
-    if types is None:
-        pattern = fields.size("sliding_window_pattern")
-        return tuple(layer for layer in range(num_layers) if (layer + 1) % pattern)
-    if not isinstance(types, list) or len(types) != num_layers or not set(map(str, types)) <= {"sliding_attention", "full_attention"}:
-        raise CheckpointError(
-            f"{fields.path}: layer_types = {shortened(types)}, expected sliding_attention or full_attention for {num_layers} layers"
-        )
-    return tuple(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
+def _qwen3(read: LayerReader) -> Layers:
+    bias = read.flag("attention_bias")
+    attention = read.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD)
+    return read.layers(attention, read.mlp(), slides=_qwen_slides(read))
 
 
-def _window_of_all(fields: JsonFields) -> int | None:
-    return None if fields.values.get("sliding_window") is None else fields.size("sliding_window")
+def _qwen_slides(read: LayerReader) -> Sequence[bool]:
+    """Where windows are switched on: the layers listed in `layer_types`, else those from `max_window_layers` on."""
+    if not read.flag("use_sliding_window"):
+        return ()
+    if isinstance(read.fields.values.get("layer_types"), list):
+        return read.sliding_layers()
+    first = read.fields.number("max_window_layers", 28)
+    return [layer >= first for layer in range(read.num_layers)]
 
 
-def _qwen_window(fields: JsonFields) -> int | None:
-    """The window of the layers that have one: those listed in `layer_types`, else those from `max_window_layers` on."""
-    if not fields.flag("use_sliding_window", default=False):
-        return None
-    layer_types = fields.values.get("layer_types")
-    if isinstance(layer_types, list):
-        slides = "sliding_attention" in layer_types
-    else:
-        slides = fields.number("max_window_layers", 28) < fields.size("num_hidden_layers")
-    return _window_of_all(fields) if slides else None
+def _gemma2(read: LayerReader) -> Layers:
+    return _gemma(read, soft_cap=read.soft_cap("attn_logit_softcapping"))
 
 
-def _gemma_window(fields: JsonFields) -> int | None:
-    return _window_of_all(fields) if _sliding_layers(fields) else None
+def _gemma3(read: LayerReader) -> Layers:
+    return _gemma(read, qk_norm=QKNorm.HEAD)
+
+
+def _gemma(read: LayerReader, *, qk_norm: QKNorm = QKNorm.NONE, soft_cap: float | None = None) -> Layers:
+    if read.flag("use_bidirectional_attention"):
+        raise CheckpointError(f"{read.fields.path}: use_bidirectional_attention is set: the model embeds text, it does not generate")
+    bias, scalar = read.flag("attention_bias"), read.fields.positive("query_pre_attn_scalar")
+    attention = read.attention(bias=bias, output_bias=bias, qk_norm=qk_norm, query_scalar=scalar, soft_cap=soft_cap)
+    return read.layers(attention, read.mlp(), norm_order=NormOrder.SANDWICH, slides=read.sliding_layers())
 
 
 _QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
@@ -126,15 +115,14 @@ _TABLE = (
     Family(
         name="llama",
         architecture="LlamaForCausalLM",
-        switches=_llama_switches,
-        window=lambda _: None,
+        gguf="llama",  # Mistral's files say so too: it is the same network
+        layers=_llama,
         defaults={"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
     ),
     Family(
         name="mistral",
         architecture="MistralForCausalLM",
-        switches=lambda _: {},
-        window=_window_of_all,
+        layers=_mistral,
         defaults={
             "max_position_embeddings": 131072,
             "num_key_value_heads": 8,
@@ -146,29 +134,28 @@ _TABLE = (
     Family(
         name="qwen2",
         architecture="Qwen2ForCausalLM",
-        switches=lambda _: {"attention_bias": True},
-        window=_qwen_window,
+        gguf="qwen2",
+        layers=_qwen2,
         defaults=_QWEN,
     ),
     Family(
         name="qwen3",
         architecture="Qwen3ForCausalLM",
-        switches=_qwen3_switches,
-        window=_qwen_window,
+        gguf="qwen3",
+        layers=_qwen3,
         defaults={**_QWEN, "head_dim": 128},
     ),
     Family(
         name="mimo",  # a qwen2 with a module for multi-token prediction beside it
         architecture="MiMoForCausalLM",
-        switches=lambda _: {"attention_bias": True},
-        window=_qwen_window,
+        layers=_qwen2,
         defaults=_QWEN,
     ),
     Family(
         name="phi3",
         architecture="Phi3ForCausalLM",
-        switches=lambda _: {},
-        window=_window_of_all,
+        gguf="phi3",
+        layers=_mistral,
         defaults={
             "max_position_embeddings": 4096,
             "original_max_position_embeddings": 4096,
@@ -183,8 +170,8 @@ _TABLE = (
     Family(
         name="gemma2",
         architecture="Gemma2ForCausalLM",
-        switches=lambda fields: {**_gemma_switches(fields), "attention_soft_cap": _soft_cap(fields, "attn_logit_softcapping")},
-        window=_gemma_window,
+        gguf="gemma2",
+        layers=_gemma2,
         defaults={
             **_GEMMA,
             "max_position_embeddings": 8192,
@@ -193,12 +180,15 @@ _TABLE = (
             "final_logit_softcapping": 30.0,
         },
         activation_field="hidden_activation",
+        norm_offset=True,
+        scales_embedding=True,
+        caps_logits=True,
     ),
     Family(
         name="gemma3_text",
         architecture="Gemma3ForCausalLM",
-        switches=lambda fields: {**_gemma_switches(fields), "qk_norm": True},
-        window=_gemma_window,
+        gguf="gemma3",
+        layers=_gemma3,
         defaults={
             **_GEMMA,
             "vocab_size": 262208,
@@ -207,6 +197,9 @@ _TABLE = (
             "rope_theta": 1e6,
         },
         activation_field="hidden_activation",
+        norm_offset=True,
+        scales_embedding=True,
+        caps_logits=True,
         has_local_rope=True,
     ),
 )
@@ -234,33 +227,40 @@ def family_of(values: Mapping[str, Any], path: Path) -> Family:
 
 def tensor_shapes(config: "ModelConfig") -> dict[str, tuple[int, ...]]:
     """Every tensor of the network, by our name, with its shape; matrices are [out, in]."""
-    query_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-    hidden, inner = config.hidden_size, config.intermediate_size
-    projections = {
-        "q_proj": (query_size, hidden, config.attention_bias),
-        "k_proj": (kv_size, hidden, config.attention_bias),
-        "v_proj": (kv_size, hidden, config.attention_bias),
-        "o_proj": (hidden, query_size, config.output_bias),
-        "gate_proj": (inner, hidden, config.mlp_bias),
-        "up_proj": (inner, hidden, config.mlp_bias),
-        "down_proj": (hidden, inner, config.mlp_bias),
-    }
-    norms = {"attention_norm": hidden, "mlp_norm": hidden}
-    if config.sandwich_norms:
-        norms |= {"attention_output_norm": hidden, "mlp_output_norm": hidden}
-    if config.qk_norm:
-        norms |= {"q_norm": config.head_size, "k_norm": config.head_size}
+    hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, hidden)}
-    for layer in range(config.num_layers):
-        for name, size in norms.items():
-            shapes[f"layers.{layer}.{name}.weight"] = (size,)
-        for name, (rows, columns, has_bias) in projections.items():
-            shapes[f"layers.{layer}.{name}.weight"] = (rows, columns)
-            if has_bias:
-                shapes[f"layers.{layer}.{name}.bias"] = (rows,)
+    for index, layer in enumerate(config.layers):
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in _layer_shapes(layer, hidden).items()}
     shapes["final_norm.weight"] = (hidden,)
     if not config.tied_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]:
+    mixer, mlp = layer.mixer, layer.mlp
+    shapes: dict[str, tuple[int, ...]] = {}
+    if layer.norm_order.in_front:
+        shapes |= {"attention_norm.weight": (hidden,), "mlp_norm.weight": (hidden,)}
+    if layer.norm_order.behind:
+        shapes |= {"attention_output_norm.weight": (hidden,), "mlp_output_norm.weight": (hidden,)}
+    if mixer.qk_norm is QKNorm.HEAD:
+        shapes |= {"q_norm.weight": (mixer.head_size,), "k_norm.weight": (mixer.head_size,)}
+    elif mixer.qk_norm is QKNorm.WIDTH:
+        shapes |= {"q_norm.weight": (mixer.query_size,), "k_norm.weight": (mixer.kv_size,)}
+    projections = {
+        "q_proj": (mixer.query_size, hidden, mixer.bias),
+        "k_proj": (mixer.kv_size, hidden, mixer.bias),
+        "v_proj": (mixer.kv_size, hidden, mixer.bias),
+        "o_proj": (hidden, mixer.query_size, mixer.output_bias),
+        "gate_proj": (mlp.intermediate_size, hidden, mlp.bias),
+        "up_proj": (mlp.intermediate_size, hidden, mlp.bias),
+        "down_proj": (hidden, mlp.intermediate_size, mlp.bias),
+    }
+    for name, (rows, columns, has_bias) in projections.items():
+        shapes[f"{name}.weight"] = (rows, columns)
+        if has_bias:
+            shapes[f"{name}.bias"] = (rows,)
     return shapes
 
 
@@ -268,23 +268,22 @@ _CHECKPOINT_PARTS = {
     "embedding": "model.embed_tokens",
     "final_norm": "model.norm",
     "lm_head": "lm_head",
-    "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
     **{name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
     **{name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
 }
-
-
-_SANDWICH_PARTS = {
-    **_CHECKPOINT_PARTS,
-    "attention_output_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_output_norm": "post_feedforward_layernorm",
+_BEHIND = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
+_NORMS = {
+    NormOrder.PRE: {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    NormOrder.POST: _BEHIND,
+    NormOrder.SANDWICH: {"attention_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm", **_BEHIND},
 }
 
 
-def checkpoint_name(name: str, *, sandwich_norms: bool = False) -> str:
-    """How Hugging Face checkpoints call our tensor: `layers.3.q_proj.weight` is `model.layers.3.self_attn.q_proj.weight`."""
-    *prefix, part, kind = name.split(".")
-    parts = _SANDWICH_PARTS if sandwich_norms else _CHECKPOINT_PARTS
-    return ".".join((["model", *prefix] if prefix else []) + [parts[part], kind])
+def checkpoint_names(config: "ModelConfig") -> dict[str, str]:
+    """How Hugging Face checkpoints call our tensors: `layers.3.q_proj.weight` is `model.layers.3.self_attn.q_proj.weight`."""
+    names = {}
+    for name in tensor_shapes(config):
+        *prefix, part, kind = name.split(".")
+        parts = {**_CHECKPOINT_PARTS, **_NORMS[config.layers[int(prefix[1])].norm_order]} if prefix else _CHECKPOINT_PARTS
+        names[name] = ".".join((["model", *prefix] if prefix else []) + [parts[part], kind])
+    return names

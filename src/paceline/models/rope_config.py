@@ -4,11 +4,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.families import Family
 from paceline.models.json_fields import JsonFields
+
+if TYPE_CHECKING:
+    from paceline.models.families import Family
 
 
 class RopeType(Enum):
@@ -51,6 +53,11 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
     context_len: int = 0
 
+    @property
+    def is_for_short_contexts(self) -> bool:
+        """Whether longer contexts would take other frequencies than those chosen."""
+        return self.type.depends_on_length and self.context_len <= self.original_max_positions
+
     def rotary_size(self, head_size: int) -> int:
         """How many of a head's values rotate."""
         return int(head_size * self.rotated_fraction)
@@ -62,7 +69,7 @@ class RopeConfig:
         return replace(self, context_len=max(max_context or 0, self.original_max_positions))
 
 
-def read_rope(fields: JsonFields, family: Family, *, head_size: int, layer_type: str = "full_attention") -> RopeConfig:
+def read_rope(fields: JsonFields, family: "Family", *, head_size: int, layer_type: str = "full_attention") -> RopeConfig:
     """Both spellings: `rope_parameters`, or the older `rope_theta` with `rope_scaling`.
 
     Args:
@@ -112,7 +119,7 @@ def read_rope(fields: JsonFields, family: Family, *, head_size: int, layer_type:
     return config
 
 
-def _parameters(fields: JsonFields, family: Family, layer_type: str) -> Mapping[str, Any]:
+def _parameters(fields: JsonFields, family: "Family", layer_type: str) -> Mapping[str, Any]:
     scaling = fields.values.get("rope_parameters") or fields.values.get("rope_scaling") or {}
     if isinstance(scaling, Mapping) and any(isinstance(value, Mapping) for value in scaling.values()) and family.has_local_rope:
         scaling = scaling.get(layer_type) or {}
@@ -123,7 +130,7 @@ def _parameters(fields: JsonFields, family: Family, layer_type: str) -> Mapping[
     return scaling
 
 
-def _rope_type(fields: JsonFields, family: Family, scaling: Mapping[str, Any]) -> RopeType:
+def _rope_type(fields: JsonFields, family: "Family", scaling: Mapping[str, Any]) -> RopeType:
     name = scaling.get("rope_type", scaling.get("type", "default"))
     name = family.rope_types.get(name, name) if isinstance(name, str) else name
     supported = [rope_type.value for rope_type in RopeType]
@@ -132,13 +139,13 @@ def _rope_type(fields: JsonFields, family: Family, scaling: Mapping[str, Any]) -
     return RopeType(name)
 
 
-def _default_theta(fields: JsonFields, family: Family, layer_type: str) -> float:
+def _default_theta(fields: JsonFields, family: "Family", layer_type: str) -> float:
     if family.has_local_rope and layer_type != "full_attention":
         return fields.positive("rope_local_base_freq", 10000.0)
     return fields.positive("rope_theta", 10000.0)
 
 
-def _rotated_fraction(fields: JsonFields, family: Family, rope: JsonFields, head_size: int) -> float:
+def _rotated_fraction(fields: JsonFields, family: "Family", rope: JsonFields, head_size: int) -> float:
     fraction = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if fraction != 1.0 and not family.rotates_partially:
         raise CheckpointError(f"{fields.path}: partial_rotary_factor = {fraction} is not supported for {family.name}, only 1.0 is")

@@ -1,8 +1,9 @@
 """A checkpoint's weights under our names, memory-mapped: nothing is read until it is used."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.families import FAMILIES, checkpoint_name, tensor_shapes
+from paceline.models.families import FAMILIES, checkpoint_names, tensor_shapes
 from paceline.models.grouped import GroupedMatrix
 from paceline.models.safetensors_file import StoredTensor, checkpoint_files, map_file, read_header, view_tensor
 
@@ -101,10 +102,9 @@ class Weights(Mapping[str, AnyTensor]):
                 "is it another model's?"
             )
         stored, heads = _without_heads(_language_model(stored), config)
+        shapes, wanted = tensor_shapes(config), checkpoint_names(config)
         if FAMILIES[config.family].fuses_projections:
             stored = _unfused(stored, config)
-        shapes = tensor_shapes(config)
-        wanted = {name: checkpoint_name(name, sandwich_norms=config.sandwich_norms) for name in shapes}
         if config.tied_embeddings and wanted["embedding.weight"] not in stored and "lm_head.weight" in stored:
             wanted["embedding.weight"] = "lm_head.weight"  # either name may be the one that was kept
         missing = [name for name in wanted.values() if name not in stored]
@@ -243,30 +243,34 @@ def _plain_name(name: str, nesting: str) -> str:
 
 def _unfused(stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
     """The projections of stacked matrices as row ranges of them: the same bytes of the file."""
-    query_size, kv_size, inner = config.num_heads * config.head_size, config.num_kv_heads * config.head_size, config.intermediate_size
-    stacks = {
-        "self_attn.qkv_proj": {"self_attn.q_proj": query_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size},
-        "mlp.gate_up_proj": {"mlp.gate_proj": inner, "mlp.up_proj": inner},
-    }
-    tensors: dict[str, StoredTensor] = {}
-    for name, tensor in stored.items():
-        stack = next((stack for stack in stacks if name.endswith(f".{stack}.weight")), None)
-        if stack is None:
-            tensors[name] = tensor
-            continue
-        sizes = stacks[stack]
-        if len(tensor.shape) != 2 or tensor.shape[0] != sum(sizes.values()):
-            raise CheckpointError(
-                f"{tensor.path}: tensor {name!r} has shape {list(tensor.shape)}, but config.json makes it {sum(sizes.values())} rows; "
-                "one of the two files is another model's"
-            )
-        row_bytes = (tensor.end - tensor.begin) // tensor.shape[0]
-        begin = tensor.begin
-        for part, rows in sizes.items():
-            end = begin + rows * row_bytes
-            tensors[name.replace(stack, part)] = StoredTensor(tensor.path, tensor.dtype, (rows, tensor.shape[1]), begin, end)
-            begin = end
+    tensors = dict(stored)
+    for index, layer in enumerate(config.layers):
+        query_size, kv_size, inner = layer.mixer.query_size, layer.mixer.kv_size, layer.mlp.intermediate_size
+        stacks = {
+            "self_attn.qkv_proj": {"self_attn.q_proj": query_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size},
+            "mlp.gate_up_proj": {"mlp.gate_proj": inner, "mlp.up_proj": inner},
+        }
+        for stack, sizes in stacks.items():
+            name = f"model.layers.{index}.{stack}.weight"
+            if name in tensors:
+                parts = _row_ranges(name, tensors.pop(name), list(sizes.values()))
+                tensors |= {name.replace(stack, part): tensor for part, tensor in zip(sizes, parts, strict=True)}
     return tensors
+
+
+def _row_ranges(name: str, tensor: StoredTensor, sizes: Sequence[int]) -> list[StoredTensor]:
+    """A matrix cut into matrices of so many rows."""
+    if len(tensor.shape) != 2 or tensor.shape[0] != sum(sizes):
+        raise CheckpointError(
+            f"{tensor.path}: tensor {name!r} has shape {list(tensor.shape)}, but config.json makes it {sum(sizes)} rows; "
+            "one of the two files is another model's"
+        )
+    row_bytes = (tensor.end - tensor.begin) // tensor.shape[0]
+    ends = [tensor.begin + rows * row_bytes for rows in accumulate(sizes)]
+    return [
+        StoredTensor(tensor.path, tensor.dtype, (rows, tensor.shape[1]), end - rows * row_bytes, end)
+        for rows, end in zip(sizes, ends, strict=True)
+    ]
 
 
 def _plus_one(tensor: AnyTensor) -> Tensor:

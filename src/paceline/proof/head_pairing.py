@@ -17,7 +17,6 @@ from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.checkpoint import load_medusa
 from paceline.drafters.mtp import load_mtp
 from paceline.drafters.pairs.config import PairConfig
-from paceline.kv_cache.key_values import kv_shape
 from paceline.models.config import WeightType
 from paceline.models.quantize import schemes_for
 from paceline.models.weights import AnyTensor, Tensor, Weights
@@ -102,9 +101,7 @@ def _judge_mtp(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, Pa
 
 
 def _pair_facts(files: HeadFiles, config: PairConfig, weights: Weights) -> HeadFacts:
-    layers = config.layers
-    cache = prod(kv_shape(layers.num_layers, layers.num_kv_heads, layers.head_size, 1, 1)) * _CACHE_ITEM_BYTES * 1000
-    return HeadFacts(files.path, files.kind, weights, cache)
+    return HeadFacts(files.path, files.kind, weights, config.layers.kv_bytes_per_token(_CACHE_ITEM_BYTES) * 1000)
 
 
 def _reading(config: PairConfig) -> str:

@@ -1,11 +1,9 @@
 """How much memory a model will take, computed from the shapes of its tensors."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.config import QuantOptions
-from paceline.kv_cache.key_values import kv_shape
 from paceline.models.config import WeightType
 from paceline.models.quantize import schemes_for
 from paceline.proof.checkpoint_facts import CheckpointFacts
@@ -101,5 +99,4 @@ def estimate_memory(checkpoint: CheckpointFacts, quant: QuantOptions | None, dev
         for name in checkpoint.weights
     )
     item_bytes = 4 if backend == "native" or config.weight_type is WeightType.F32 else 2
-    cache = math.prod(kv_shape(config.num_layers, config.num_kv_heads, config.head_size, 1, 1)) * item_bytes * 1000
-    return ModelMemory(weights, cache, backend)
+    return ModelMemory(weights, config.kv_bytes_per_token(item_bytes) * 1000, backend)

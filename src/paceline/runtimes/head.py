@@ -14,17 +14,17 @@ from numpy.typing import NDArray
 
 from paceline.errors import BackendUnavailableError
 from paceline.kv_cache.key_values import PagedRows
-from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig
-from paceline.models.weights import AnyTensor, Weights
+from paceline.models.weights import Weights
 from paceline.runtimes.base import FloatArray, ForwardBatch
 from paceline.runtimes.decoder import Blocks
 from paceline.runtimes.native.library import kernels_path
+from paceline.runtimes.native.records import Draw
 
 Value = TypeVar("Value")
 
-DRAW = np.dtype([("key", np.uint64), ("temperature", np.float32), ("unused", np.int32)])
-"""How the token of a row is drawn: the key of its noise (`sampling/noise.py`), and what logits are divided by; 0 = it is not drawn."""
+DRAW = np.dtype(Draw)
+"""How the token of a row is drawn: `key` of its noise (`sampling/noise.py`), and `temperature`; 0 = it is not drawn."""
 
 Draws: TypeAlias = NDArray[np.void]
 
@@ -68,101 +68,6 @@ def ranked_rows(records: FloatArray) -> list[RankedRow]:
     end = (records.shape[1] + 2) // 2
     numbers = zip(records.tolist(), records.view(np.int32).tolist(), strict=True)
     return [RankedRow(floats[0], ints[1], floats[2:end], ints[end:]) for floats, ints in numbers]
-
-
-class GrowerNames(NamedTuple):
-    """A network's inputs, of which `feature` is a result as well, and the result with the records of its rows.
-
-    Attributes:
-        true_features: the inputs that take the target's features in the network of true pairs, side by side.
-    """
-
-    embedding: str
-    feature: str
-    ranked: str
-    true_features: Sequence[str]
-
-
-class Grower(Protocol):
-    """Grows whole drafts of one request whose rows nothing but the temperature changes, all passes in one call.
-
-    Attributes:
-        most_true: pairs with the target's features that it takes at once.
-    """
-
-    most_true: int
-
-    def grow(
-        self,
-        token_ids: Sequence[int],
-        features: Sequence[FloatArray],
-        block_table: Sequence[int],
-        *,
-        base: int,
-        first_slot: int,
-        width: int,
-        depth: int,
-        row_budget: int,
-        max_depth: int,
-        layout: TreeLayout,
-        seed: int,
-        sample_index: int,
-        temperature: float,
-    ) -> list[int]:
-        """What `drafters/pairs` guesses pass by pass and `speculation/tree_growth.py` chooses among.
-
-        Args:
-            token_ids, features: of the true pairs, the root's last; features [T, F] in parts.
-            block_table, first_slot: where rows stand, the drafted ones included, and what they see.
-            base: slots of the true pairs, the root's included.
-            width: nodes of a level that are expanded, and guesses behind each; 1 = a chain.
-            depth: levels to guess.
-            row_budget, max_depth, layout: of the tree.
-            seed, sample_index, temperature: of the draws; 0 = greedy.
-
-        Returns:
-            the number of nodes N and the token of each, that of the root being -1; of a tree also N parents and N depths, breadth-first.
-            More may follow.
-        """
-        ...
-
-
-class HeadsGrower(Protocol):
-    """Grows the tree of heads that read one feature, for one request whose rows nothing but the temperature changes.
-
-    Attributes:
-        num_ranks: ids there are of each depth.
-    """
-
-    num_ranks: int
-
-    def grow(
-        self,
-        feature: FloatArray,
-        least: Sequence[float],
-        *,
-        ranks: int,
-        position: int,
-        row_budget: int,
-        layout: TreeLayout,
-        seed: int,
-        sample_index: int,
-        temperature: float,
-    ) -> tuple[list[int], list[int]]:
-        """What `drafters/medusa` guesses, as deep as there are heads.
-
-        Args:
-            feature: [E].
-            least: by depth, how likely a drawn guess is at least; none where nothing is drawn.
-            ranks: guesses at a depth.
-            position: of the first token to guess.
-            row_budget, layout: of the tree.
-            seed, sample_index, temperature: of the draws; 0 = greedy.
-
-        Returns:
-            the tree, see `Grower`, and the ids guessed at each depth that was of use, `num_ranks` each, -1 where there are no more.
-        """
-        ...
 
 
 class HeadBlocks(Blocks[Value], Protocol[Value]):
@@ -219,20 +124,6 @@ class HeadRuntime(ABC):
         Raises:
             CapacityError: the memory cannot be had.
         """
-
-    def grower(self, drafted: "HeadRuntime", embedding: AnyTensor, names: GrowerNames) -> Grower | None:
-        """Who grows drafts with this network of true pairs and that of drafted ones; None where that cannot be done in one call."""
-        return None
-
-    def heads_grower(self, feature: str, heads: Sequence[str], lm_head: "tuple[HeadRuntime, str, str] | None") -> HeadsGrower | None:
-        """Who grows trees with this network of heads; None where that cannot be done in one call.
-
-        Args:
-            feature: its input.
-            heads: its results: the records of each head's row, or what `lm_head` takes.
-            lm_head: the network that ranks the rows of all heads, its input and its result; None = each has its own.
-        """
-        return None
 
     @abstractmethod
     def beside(self, compose: Compose) -> "HeadRuntime":

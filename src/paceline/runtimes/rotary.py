@@ -10,7 +10,7 @@ LEAST_POSITIONS = 256
 
 
 class RotaryTables:
-    """cos and sin of the positions from 0 on, scaled by the attention factor, for each of `config.ropes`.
+    """cos and sin of the positions from 0 on, scaled by the attention factor, for each of `config.rotations`.
 
     They hold what was asked for and at most as much again, whatever length a model says it was made for. What is added later has the bits
     it would have had at once.
@@ -24,7 +24,7 @@ class RotaryTables:
 
     def __init__(self, config: ModelConfig, limit: int) -> None:
         self._limit = max(limit, LEAST_POSITIONS)
-        self._ropes = [inverse_frequencies(rope, config.head_size) for rope in config.ropes]
+        self._ropes = [inverse_frequencies(rope, head_size) for rope, head_size in config.rotations]
         self.pairs = self._computed(0, min(LEAST_POSITIONS, self._limit) + 1)
 
     def reach(self, position: int) -> None:

@@ -48,17 +48,6 @@ class DraftTree:
         return cls((root_token_id, *draft_token_ids), range(-1, count - 1), range(count), ("", *[source] * (count - 1)))
 
     @classmethod
-    def unpacked(cls, root_token_id: int, numbers: Sequence[int], source: str) -> "DraftTree":
-        """A tree from its numbers one behind another: how many nodes N there are, then N tokens, N parents and N depths, breadth-first.
-
-        Args:
-            root_token_id: in place of the first token.
-        """
-        count = numbers[0]
-        token_ids, parents, depths = numbers[2 : count + 1], numbers[count + 1 : 2 * count + 1], numbers[2 * count + 1 : 3 * count + 1]
-        return cls((root_token_id, *token_ids), parents, depths, ("", *[source] * (count - 1)))
-
-    @classmethod
     def grow(
         cls,
         root_token_id: int,

@@ -152,7 +152,7 @@ def test_the_base_of_rotations_is_the_one_it_was_trained_with(
 ) -> None:
     head = write_looking_back_eagle1(tmp_path / "head", theta=theta, rope_theta=said)
     llm = open_llm(looking_target, str(head))
-    assert drafter_of(llm).head.config.layers.rope.theta == found
+    assert drafter_of(llm).head.config.layers.attention.rope.theta == found
     assert acceptance(llm) == 1.0
 
 
@@ -254,7 +254,7 @@ def test_a_user_who_names_the_convention_is_believed(target: Path, tmp_path: Pat
         assert isinstance(drafter, PairDrafter)
         config = drafter.head.config
         assert config.boundaries == drafter.needs.layers == boundaries
-        assert (config.layers.rope.theta, config.normed_recurrence) == (5e5, True)
+        assert (config.layers.attention.rope.theta, config.normed_recurrence) == (5e5, True)
     with pytest.raises(IncompatibleDrafterError, match="name as many different ones, from 0 to 4"):
         make_drafter(str(head), target, drafter_options={"boundaries": (1, 2)})
 

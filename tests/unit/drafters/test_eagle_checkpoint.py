@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from harness.eagle_checkpoints import DRAFT_IDS, EAGLE1, EAGLE3, VOCAB_SIZE, Tensors, eagle1_tensors, eagle3_tensors, write_head
+from harness.model_configs import make_config
 from paceline.drafters import find_head
 from paceline.drafters.eagle.checkpoint import EagleCheckpoint, open_eagle
 from paceline.drafters.eagle.config import read_eagle_config
@@ -18,9 +19,10 @@ from paceline.drafters.eagle.variants import candidates
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
-from paceline.models.config import ModelConfig, RopeConfig, RopeType, WeightType
+from paceline.models.config import ModelConfig, WeightType
+from paceline.models.rope_config import RopeConfig, RopeType
 
-TARGET = ModelConfig(
+TARGET = make_config(
     family="llama", vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_layers=32, num_heads=4, num_kv_heads=2, head_size=8,
     norm_eps=1e-5, max_positions=512, rope=RopeConfig(theta=5e5), weight_type=WeightType.F32,
 )  # fmt: skip
@@ -56,7 +58,7 @@ def test_a_part_of_each_head_that_rotates_is_tried_where_the_classes_of_speculat
     head = {"speculators_model_type": "eagle3", "norm_before_residual": False, "norm_output": False, IDS: [0, 15, 32]}
     files = HeadFiles.open(write_head(tmp_path, {**head, "transformer_layer_config": layers}, eagle3_tensors()))
     config = read_eagle_config(files, TARGET)
-    assert [one.layers.rope.rotated_fraction for one in candidates(files, config, TARGET)] == [1.0, 0.5]
+    assert [one.layers.attention.rope.rotated_fraction for one in candidates(files, config, TARGET)] == [1.0, 0.5]
 
 
 @pytest.mark.parametrize("ids", [[2, 16], [2, 16, 33], [2, 16, 16], [1, 2, 3, 4]])
@@ -67,16 +69,16 @@ def test_boundaries_that_cannot_be_are_refused(ids: list[int], tmp_path: Path) -
 
 def test_a_shallow_target_has_no_usual_boundaries(tmp_path: Path) -> None:
     with pytest.raises(IncompatibleDrafterError, match=r"the usual choice gives \[2, 2, 1\] for its 4 layers"):
-        opened(tmp_path, EAGLE3, eagle3_tensors(), replace(TARGET, num_layers=4))
+        opened(tmp_path, EAGLE3, eagle3_tensors(), replace(TARGET, layers=TARGET.layers[:4]))
 
 
 def test_the_base_of_rotations_is_never_the_targets(tmp_path: Path) -> None:
-    assert opened(tmp_path / "absent", EAGLE3, eagle3_tensors()).config.layers.rope.theta == 10000.0
-    assert opened(tmp_path / "given", {**EAGLE3, "rope_theta": 1e6}, eagle3_tensors()).config.layers.rope.theta == 1e6
+    assert opened(tmp_path / "absent", EAGLE3, eagle3_tensors()).config.layers.attention.rope.theta == 10000.0
+    assert opened(tmp_path / "given", {**EAGLE3, "rope_theta": 1e6}, eagle3_tensors()).config.layers.attention.rope.theta == 1e6
     scaled = {**EAGLE3, "rope_scaling": {"type": "linear", "factor": 4.0}}
-    assert opened(tmp_path / "linear", scaled, eagle3_tensors()).config.layers.rope.type is RopeType.LINEAR
+    assert opened(tmp_path / "linear", scaled, eagle3_tensors()).config.layers.attention.rope.type is RopeType.LINEAR
     text = {**EAGLE3, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
-    assert opened(tmp_path / "mrope", text, eagle3_tensors()).config.layers.rope.type is RopeType.DEFAULT
+    assert opened(tmp_path / "mrope", text, eagle3_tensors()).config.layers.attention.rope.type is RopeType.DEFAULT
 
 
 def test_offsets_become_ids(tmp_path: Path) -> None:
@@ -144,8 +146,8 @@ def test_sizes_follow_the_tensors(tmp_path: Path) -> None:
     """As in a head whose config describes a mixture of experts that its file does not hold."""
     wide = {**EAGLE1, "num_key_value_heads": 4, "intermediate_size": 80}
     checkpoint = opened(tmp_path, {**EAGLE1, "num_local_experts": 8}, eagle1_tensors(wide))
-    assert checkpoint.config.layers.num_kv_heads == 4
-    assert checkpoint.config.layers.intermediate_size == 80
+    assert checkpoint.config.layers.attention.num_kv_heads == 4
+    assert checkpoint.config.layers.layers[0].mlp.intermediate_size == 80
 
 
 def test_biases_are_those_that_are_there(tmp_path: Path) -> None:
@@ -267,7 +269,7 @@ def test_a_map_of_tokens_that_cannot_be_is_refused(
     ],
 )
 def test_the_window_of_a_heads_own_layers(config: Mapping[str, Any], window: int | None, tmp_path: Path) -> None:
-    assert opened(tmp_path, {**EAGLE3, **config}, eagle3_tensors()).config.layers.window_of(0) == window
+    assert opened(tmp_path, {**EAGLE3, **config}, eagle3_tensors()).config.layers.attention.window == window
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from harness.model_configs import make_config
 from paceline.drafters.head_containers import METHOD_FILES
 from paceline.drafters.head_files import HeadFiles, check_pairing, is_head_file, plain_name
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import BackendUnavailableError, CheckpointError, IncompatibleDrafterError
-from paceline.models.config import ModelConfig, RopeConfig, WeightType
+from paceline.models.config import WeightType
+from paceline.models.rope_config import RopeConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
 EAGLE = {"fc.weight": (8, 16), "layers.0.self_attn.q_proj.weight": (8, 8)}
@@ -235,7 +237,7 @@ def test_a_pytorch_file_without_torch_is_one_line_with_the_way_out(tmp_path: Pat
 def test_a_head_of_another_model_is_refused(tmp_path: Path) -> None:
     files = HeadFiles.open(write(tmp_path, {"0.0.linear.weight": (8, 8)}, {}))
     rope = RopeConfig(theta=10000.0)
-    target = ModelConfig("llama", 32000, 8, 16, 1, 1, 1, 8, 1e-6, 64, rope, WeightType.F32)
+    target = make_config(vocab_size=32000, hidden_size=8, num_heads=1, num_kv_heads=1, head_size=8, max_positions=64, rope=rope)
     check_pairing(files, target, hidden_size=8, vocab_rows=32064)
     check_pairing(files, target, hidden_size=8)
     with pytest.raises(IncompatibleDrafterError, match="features of 16 values, the target's have 8"):

@@ -67,9 +67,6 @@ class Heads:
     def rank(self, ranking: Ranking) -> None:
         self.ranking = ranking
 
-    def grower(self, num_heads: int) -> None:
-        return None
-
     def forward(self, features: NDArray[np.float32], num_heads: int, draws: Draws | None = None) -> HeadOutputs:
         self.num_passes += 1
         logits = [self.table[features[:, 0].astype(int) + depth] for depth in range(num_heads)]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paceline.drafters.pairs.cache import PairCache, PairRows
-from paceline.kv_cache.key_values import PagedRows, kv_shape
+from paceline.kv_cache.key_values import PagedRows
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray, ForwardBatch
@@ -26,7 +26,7 @@ class SilentHead(HeadRuntime):
         return {}
 
     def new_cache(self, num_blocks: int) -> PagedRows:
-        return PagedRows(np.zeros(kv_shape(1, 1, 2, num_blocks), np.float32))
+        return PagedRows(np.zeros((2, num_blocks, 1, BLOCK_SIZE, 2), np.float32))
 
     def beside(self, compose: Compose) -> HeadRuntime:
         return self

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import CapacityError
 from paceline.kv_cache import paged
-from paceline.kv_cache.key_values import KeyValues, kv_shape
+from paceline.kv_cache.key_values import KeyValues
 from paceline.kv_cache.paged import CachedSequence, KVCache, blocks_in
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout, path_to, plan_rows
 
@@ -22,7 +22,7 @@ class CheckedCache:
     """A cache whose rows are labels (values hold the negative), with the labels every sequence should hold."""
 
     def __init__(self, layout: TreeLayout, num_blocks: int = NUM_BLOCKS, block_size: int = BLOCK_SIZE) -> None:
-        self.storage = np.zeros(kv_shape(1, 2, 1, num_blocks, block_size), np.int64)
+        self.storage = np.zeros((2, num_blocks, 2, block_size, 1), np.int64)
         self.cache = KVCache([KeyValues(self.storage)], num_blocks, layout, block_size=block_size)
         self.labels: dict[CachedSequence, list[int]] = {}
         self.node_labels: dict[CachedSequence, list[int]] = {}

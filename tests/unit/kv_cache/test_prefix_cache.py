@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import CapacityError
 from paceline.kv_cache.block_pool import BlockPool
-from paceline.kv_cache.key_values import KeyValues, PagedRows, kv_shape
+from paceline.kv_cache.key_values import KeyValues, PagedRows
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.kv_cache.prefix_index import Link, PrefixIndex
 from paceline.kv_cache.row_plan import TreeLayout, path_to
@@ -34,7 +34,7 @@ class CheckedCache:
     """
 
     def __init__(self, layout: TreeLayout = TreeLayout.PATHS, num_blocks: int = NUM_BLOCKS) -> None:
-        self.storage = np.zeros(kv_shape(1, 1, 1, num_blocks, SIZE), np.int64)
+        self.storage = np.zeros((2, num_blocks, 1, SIZE, 1), np.int64)
         self.cache = KVCache([KeyValues(self.storage)], num_blocks, layout, block_size=SIZE)
         self.companion = np.zeros((1, num_blocks, SIZE), np.int64)
         self.cache.add(PagedRows(self.companion))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from paceline.drafters.ngram import NgramDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.scheduler import Limits
-from paceline.kv_cache.key_values import KeyValues, kv_shape
+from paceline.kv_cache.key_values import KeyValues
 from paceline.kv_cache.layer_memory import LayerMemory
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.kv_cache.prefix_index import Link
@@ -25,8 +25,8 @@ from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.drafter import DraftBudget, Drafter
-from paceline.speculation.guess import Guesser
 from paceline.speculation.request import Request
+from paceline.speculation.speculator import Speculator
 from paceline.speculation.tree import DraftTree
 
 SIZE, STRIDE = 4, 2  # slots of a block; a state is kept behind every second block
@@ -107,7 +107,7 @@ class Toy(Runtime):
         self._layout = layout
 
     def new_cache(self, num_blocks: int) -> KVCache:
-        self.rows, self.states = KeyValues(np.zeros(kv_shape(1, 1, WIDTH, num_blocks, SIZE), np.int64)), RecurrentStates()
+        self.rows, self.states = KeyValues(np.zeros((2, num_blocks, 1, SIZE, WIDTH), np.int64)), RecurrentStates()
         return KVCache([self.rows, self.states], num_blocks, self._layout, block_size=SIZE)
 
     def embed(self, token_ids: IntArray) -> FloatArray:
@@ -208,8 +208,8 @@ class Traffic:
     def run(self, drafter: Drafter | None, *, num_blocks: int) -> Engine:
         """All requests at once, twice over; texts are those of plain decoding, and nothing is left behind."""
         cache = self.toy.new_cache(1 + num_blocks)
-        guesser = Guesser(drafter, DraftLengthPolicy(6, row_budget=12), vocab_size=VOCAB, layout=cache.layout)
-        engine = Engine(self.toy, cache, guesser, Limits(max_num_seqs=4, max_step_rows=24, chunk_rows=5))
+        speculator = Speculator(drafter, DraftLengthPolicy(6, row_budget=12), vocab_size=VOCAB, layout=cache.layout)
+        engine = Engine(self.toy, cache, speculator, Limits(max_num_seqs=4, max_step_rows=24, chunk_rows=5))
         for _ in range(2):
             requests = self.requests()
             for _ in engine.run(requests):

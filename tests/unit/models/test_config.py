@@ -2,13 +2,17 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness.model_configs import make_config
 from paceline.errors import CheckpointError
-from paceline.models.config import Activation, ModelConfig, RopeConfig, RopeType, WeightType, config_from_values, read_config
+from paceline.models.config import ModelConfig, WeightType, config_from_values, read_config
+from paceline.models.layers import Activation, NormOrder, QKNorm
+from paceline.models.rope_config import RopeConfig, RopeType
 
 LLAMA = {
     "model_type": "llama",
@@ -37,7 +41,7 @@ def read(directory: Path, values: dict[str, Any], generation: dict[str, Any] | N
 
 def test_sizes_are_read(tmp_path: Path) -> None:
     config = read(tmp_path, LLAMA)
-    assert config == ModelConfig(
+    assert config == make_config(
         family="llama",
         vocab_size=97,
         hidden_size=64,
@@ -56,15 +60,15 @@ def test_sizes_are_read(tmp_path: Path) -> None:
 
 
 def test_head_dim_may_differ_from_hidden_size_over_heads(tmp_path: Path) -> None:
-    assert read(tmp_path, {**LLAMA, "head_dim": 32}).head_size == 32
-    assert read(tmp_path, {**LLAMA, "head_dim": None}).head_size == 16
-    assert read(tmp_path, QWEN3).head_size == 128
+    assert read(tmp_path, {**LLAMA, "head_dim": 32}).attention.head_size == 32
+    assert read(tmp_path, {**LLAMA, "head_dim": None}).attention.head_size == 16
+    assert read(tmp_path, QWEN3).attention.head_size == 128
 
 
 def test_key_value_heads_default_to_the_query_heads(tmp_path: Path) -> None:
     without = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
-    assert read(tmp_path, without).num_kv_heads == 4
-    assert read(tmp_path, {**QWEN2, "num_key_value_heads": None}).num_kv_heads == 4
+    assert read(tmp_path, without).attention.num_kv_heads == 4
+    assert read(tmp_path, {**QWEN2, "num_key_value_heads": None}).attention.num_kv_heads == 4
 
 
 @pytest.mark.parametrize(
@@ -80,8 +84,9 @@ def test_key_value_heads_default_to_the_query_heads(tmp_path: Path) -> None:
     ],
 )
 def test_each_family_has_its_biases_and_norms(tmp_path: Path, values: dict[str, Any], switches: tuple[bool, ...]) -> None:
-    config = read(tmp_path, values)
-    assert (config.attention_bias, config.output_bias, config.mlp_bias, config.qk_norm) == switches
+    layer = read(tmp_path, values).layers[0]
+    attention = layer.mixer
+    assert (attention.bias, attention.output_bias, layer.mlp.bias, attention.qk_norm is QKNorm.HEAD) == switches
 
 
 @pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
@@ -116,18 +121,18 @@ NEW_LLAMA3 = {"rope_parameters": {**OLD_LLAMA3["rope_scaling"], "rope_theta": 50
 
 @pytest.mark.parametrize("spelling", [OLD_LLAMA3, NEW_LLAMA3])
 def test_old_and_new_rope_spellings_mean_the_same(tmp_path: Path, spelling: dict[str, Any]) -> None:
-    rope = read(tmp_path, {**LLAMA, **spelling}).rope
+    rope = read(tmp_path, {**LLAMA, **spelling}).attention.rope
     assert rope == RopeConfig(500000.0, RopeType.LLAMA3, 32.0, 8192, 1.0, 4.0)
 
 
 def test_rope_scaling_may_say_type_for_rope_type(tmp_path: Path) -> None:
-    rope = read(tmp_path, {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}).rope
+    rope = read(tmp_path, {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}).attention.rope
     assert (rope.type, rope.factor, rope.theta) == (RopeType.LINEAR, 2.0, 10000.0)
 
 
 def test_yarn_without_a_factor_takes_the_ratio_of_the_contexts(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 128}
-    assert read(tmp_path, {**LLAMA, "rope_scaling": scaling}).rope.factor == 4.0
+    assert read(tmp_path, {**LLAMA, "rope_scaling": scaling}).attention.rope.factor == 4.0
 
 
 @pytest.mark.parametrize("name", ["su", "mrope", 3])
@@ -210,7 +215,7 @@ GEMMA3 = {**GEMMA2, "model_type": "gemma3_text", "architectures": ["Gemma3ForCau
 @pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
 def test_phi3_chooses_its_factors_by_the_context(tmp_path: Path, name: str) -> None:
     config = read(tmp_path, {**PHI3, "rope_scaling": {"type": name, **FACTORS}})
-    assert config.rope == RopeConfig(
+    assert config.attention.rope == RopeConfig(
         10000.0,
         RopeType.LONGROPE,
         factor=4.0,
@@ -221,28 +226,30 @@ def test_phi3_chooses_its_factors_by_the_context(tmp_path: Path, name: str) -> N
     )
     for max_context, positions, context_len in ((None, 128, 128), (64, 128, 128), (128, 128, 128), (129, 512, 129), (512, 512, 512)):
         chosen = config.for_context(max_context)
-        assert (chosen.max_positions, chosen.rope.context_len) == (positions, context_len), max_context
+        assert (chosen.max_positions, chosen.attention.rope.context_len) == (positions, context_len), max_context
         assert chosen.for_context(max_context) == chosen
     assert read(tmp_path, LLAMA).for_context(100).max_positions == 512
 
 
 def test_a_dynamic_context_is_the_factor_times_the_original_one(tmp_path: Path) -> None:
     config = read(tmp_path, {**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 4.0}})
-    assert (config.rope.original_max_positions, config.max_positions) == (512, 2048)
+    assert (config.attention.rope.original_max_positions, config.max_positions) == (512, 2048)
     assert config.for_context(None).max_positions == 512
     assert config.for_context(600).max_positions == 2048
 
 
 def test_gemma2_is_what_its_configuration_class_assumes(tmp_path: Path) -> None:
     config = read(tmp_path, GEMMA2)
-    assert (config.head_size, config.query_scalar, config.attention_scale) == (256, 256.0, 0.0625)
-    assert (config.attention_soft_cap, config.logit_soft_cap) == (50.0, 30.0)
-    assert (config.sandwich_norms, config.norm_offset, config.qk_norm, config.tied_embeddings) == (True, True, False, True)
-    assert (config.activation, config.embedding_scale) == (Activation.GELU_TANH, 8.0)
-    assert (config.sliding_layers, config.sliding_window, config.max_positions) == ((0, 2), 4096, 4096)
-    assert (config.local_rope, config.bos_token_id, config.eos_token_ids) == (None, 2, (1,))
+    attention, first = config.attention, config.layers[0]
+    assert (attention.head_size, attention.scale, attention.qk_norm) == (256, 0.0625, QKNorm.NONE)
+    assert (attention.soft_cap, config.logit_soft_cap) == (50.0, 30.0)
+    assert (first.norm_order, config.norm_offset, config.tied_embeddings) == (NormOrder.SANDWICH, True, True)
+    assert (first.mlp.activation, config.embedding_scale) == (Activation.GELU_TANH, 8.0)
+    assert [layer.mixer.window for layer in config.layers] == [4096, None, 4096]
+    assert (config.sliding_window, config.max_positions) == (4096, 4096)
+    assert (len(config.rotations), config.bos_token_id, config.eos_token_ids) == (1, 2, (1,))
     without_caps = read(tmp_path, {**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": None})
-    assert (without_caps.attention_soft_cap, without_caps.logit_soft_cap, without_caps.max_positions) == (None, None, 8192)
+    assert (without_caps.attention.soft_cap, without_caps.logit_soft_cap, without_caps.max_positions) == (None, None, 8192)
 
 
 OLD_LOCAL = {"rope_theta": 500000.0, "rope_local_base_freq": 5000.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
@@ -257,15 +264,16 @@ NEW_LOCAL = {
 @pytest.mark.parametrize("spelling", [OLD_LOCAL, NEW_LOCAL])
 def test_gemma3_rotates_its_sliding_layers_by_another_base(tmp_path: Path, spelling: dict[str, Any]) -> None:
     config = read(tmp_path, {**GEMMA3, **spelling})
-    assert config.sliding_layers == (0, 1, 2, 3, 4, 6)
-    assert config.local_rope == config.rope_of(6) == RopeConfig(5000.0)
-    assert (config.rope_of(5).theta, config.rope_of(5).type, config.rope_of(5).factor) == (500000.0, RopeType.LINEAR, 8.0)
-    assert (config.attention_soft_cap, config.logit_soft_cap, config.qk_norm) == (None, None, True)
+    ropes = [layer.mixer.rope for layer in config.layers]
+    assert [layer for layer, rope in enumerate(ropes) if rope == RopeConfig(5000.0)] == [0, 1, 2, 3, 4, 6]
+    assert (ropes[5].theta, ropes[5].type, ropes[5].factor) == (500000.0, RopeType.LINEAR, 8.0)
+    assert (config.attention.soft_cap, config.logit_soft_cap, config.attention.qk_norm) == (None, None, QKNorm.HEAD)
+    assert len({id(layer) for layer in config.layers}) == 2, "layers that are alike share one object"
 
 
 def test_gemma3_has_bases_without_being_told(tmp_path: Path) -> None:
     config = read(tmp_path, GEMMA3)
-    assert [rope.theta for rope in config.ropes] == [1e6, 10000.0]
+    assert [rope.theta for rope, _ in config.rotations] == [10000.0, 1e6]
     assert read(tmp_path, {**GEMMA3, "layer_types": ["full_attention"] * 7}).sliding_window is None
 
 
@@ -274,7 +282,8 @@ def test_a_text_config_is_read_with_what_lies_around_it(tmp_path: Path) -> None:
     outer = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106]}
     config = read(tmp_path, {**outer, "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 1}, "text_config": text})
     assert (config.family, config.hidden_size, config.vocab_size) == ("gemma3_text", 2560, 262208)
-    assert (config.num_heads, config.num_kv_heads, config.head_size, config.max_positions) == (8, 4, 256, 1024)
+    attention = config.attention
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_size, config.max_positions) == (8, 4, 256, 1024)
     assert (config.eos_token_ids, config.weight_type) == ((1, 106), WeightType.BF16)
 
 
@@ -354,3 +363,13 @@ def test_an_mlx_model_is_named_as_one(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "quantization": {"group_size": 64, "bits": 4}}))
     with pytest.raises(CheckpointError, match="this is an MLX model with weights packed to 4 bits"):
         read_config(tmp_path)
+
+
+def test_layers_of_other_sizes_are_refused_where_one_size_is_needed() -> None:
+    config = make_config(num_layers=2)
+    other = replace(config.layers[0], mixer=replace(config.attention, num_kv_heads=4))
+    mixed = replace(config, layers=(config.layers[0], other))
+    with pytest.raises(CheckpointError, match="layer 1 of the llama model has 4 key heads of 16 values, layer 0 2 of 16"):
+        mixed.kv_shape(8, 32)
+    assert config.kv_shape(8, 32) == (4, 8, 2, 32, 16)
+    assert config.kv_bytes_per_token(4) == 4 * 2 * 16 * 4

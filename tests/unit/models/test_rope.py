@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.models.config import RopeConfig, RopeType
 from paceline.models.rope import inverse_frequencies
+from paceline.models.rope_config import RopeConfig, RopeType
 
 LLAMA3 = RopeConfig(500000.0, RopeType.LLAMA3, factor=8.0, original_max_positions=8192, low_freq_factor=1.0, high_freq_factor=4.0)
 YARN = RopeConfig(10000.0, RopeType.YARN, factor=4.0, original_max_positions=512)

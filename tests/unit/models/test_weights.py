@@ -11,27 +11,24 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.model_configs import make_config
 from paceline.errors import CheckpointError
-from paceline.models.config import ModelConfig, RopeConfig, WeightType
-from paceline.models.families import checkpoint_name, tensor_shapes
+from paceline.models.config import ModelConfig, WeightType
+from paceline.models.families import checkpoint_names, tensor_shapes
+from paceline.models.layers import NormOrder, QKNorm
 from paceline.models.safetensors_file import most_common_dtype, read_header
 from paceline.models.weights import Tensor, Weights, as_float32
 
-CONFIG = ModelConfig(
-    family="llama",
-    vocab_size=11,
-    hidden_size=8,
-    intermediate_size=12,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_size=4,
-    norm_eps=1e-5,
-    max_positions=64,
-    rope=RopeConfig(),
-    weight_type=WeightType.F32,
-)
+SIZES: dict[str, Any] = {
+    "vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_size": 4,
+    "max_positions": 64,
+}  # fmt: skip
+CONFIG = make_config(**SIZES)
 NUMPY_TYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "I64": np.int64}
+
+
+def changed(**changes: Any) -> ModelConfig:
+    return make_config(**{**SIZES, **changes})
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], dtype: str = "F32") -> Path:
@@ -48,7 +45,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], dtype: str 
 
 def random_tensors(config: ModelConfig = CONFIG, dtype: str = "F32") -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    return {checkpoint_name(name): rng.integers(1, 100, shape).astype(NUMPY_TYPES[dtype]) for name, shape in tensor_shapes(config).items()}
+    names = checkpoint_names(config)
+    return {names[name]: rng.integers(1, 100, shape).astype(NUMPY_TYPES[dtype]) for name, shape in tensor_shapes(config).items()}
 
 
 def test_our_names_reach_the_checkpoints_tensors(tmp_path: Path) -> None:
@@ -66,12 +64,13 @@ def test_our_names_reach_the_checkpoints_tensors(tmp_path: Path) -> None:
 
 def test_every_switch_adds_its_tensors() -> None:
     plain = tensor_shapes(CONFIG)
-    full = tensor_shapes(replace(CONFIG, attention_bias=True, output_bias=True, mlp_bias=True, qk_norm=True))
+    full = tensor_shapes(changed(attention={"bias": True, "output_bias": True, "qk_norm": QKNorm.HEAD}, mlp={"bias": True}))
     added = {name.removeprefix("layers.0.") for name in set(full) - set(plain) if name.startswith("layers.0.")}
     biases = {f"{name}_proj.bias" for name in ("q", "k", "v", "o", "gate", "up", "down")}
     assert added == biases | {"q_norm.weight", "k_norm.weight"}
-    assert checkpoint_name("layers.12.k_norm.weight") == "model.layers.12.self_attn.k_norm.weight"
-    assert checkpoint_name("layers.3.mlp_norm.weight") == "model.layers.3.post_attention_layernorm.weight"
+    names = checkpoint_names(changed(num_layers=13, attention={"qk_norm": QKNorm.HEAD}))
+    assert names["layers.12.k_norm.weight"] == "model.layers.12.self_attn.k_norm.weight"
+    assert names["layers.3.mlp_norm.weight"] == "model.layers.3.post_attention_layernorm.weight"
 
 
 def test_arrays_are_views_of_the_file_that_cannot_change_it(tmp_path: Path) -> None:
@@ -104,7 +103,7 @@ def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
     shard_of = {name: f"model-{1 if name in names[:5] else 2}.safetensors" for name in names}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shard_of}))
     weights = Weights.open(tmp_path, CONFIG)
-    assert all(np.array_equal(weights[name].array, tensors[checkpoint_name(name)]) for name in weights)
+    assert all(np.array_equal(weights[name].array, tensors[theirs]) for name, theirs in checkpoint_names(CONFIG).items())
     (tmp_path / "model-2.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"1 of 2 shards: model-2\.safetensors"):
         Weights.open(tmp_path, CONFIG)
@@ -280,8 +279,8 @@ def test_stacked_projections_are_row_ranges_of_the_file(tmp_path: Path) -> None:
 
 
 def test_norm_weights_stored_less_one_are_made_whole_in_float32(tmp_path: Path) -> None:
-    config = replace(CONFIG, sandwich_norms=True, norm_offset=True, qk_norm=True)
-    names = {name: checkpoint_name(name, sandwich_norms=True) for name in tensor_shapes(config)}
+    config = changed(norm_order=NormOrder.SANDWICH, norm_offset=True, attention={"qk_norm": QKNorm.HEAD})
+    names = checkpoint_names(config)
     assert names["layers.0.mlp_norm.weight"] == "model.layers.0.pre_feedforward_layernorm.weight"
     assert names["layers.0.attention_output_norm.weight"] == "model.layers.0.post_attention_layernorm.weight"
     assert names["layers.0.mlp_output_norm.weight"] == "model.layers.0.post_feedforward_layernorm.weight"

@@ -1,12 +1,12 @@
 """Heads: the same numbers on our kernels and on torch, one cache for networks beside one another, and slots that are not seen."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from harness.native_network import native_config, plain_tensor
+from harness.model_configs import make_config
+from harness.native_network import plain_tensor
 from paceline.errors import BackendUnavailableError
 from paceline.models.config import ModelConfig
 from paceline.models.weights import Weights
@@ -15,7 +15,7 @@ from paceline.runtimes.decoder import decoder_layer
 from paceline.runtimes.head import HeadBlocks, HeadRuntime, Value, open_head
 from paceline.runtimes.native.library import kernels_path
 
-CONFIG = replace(native_config(hidden_size=48), num_layers=1)
+CONFIG = make_config(hidden_size=48)
 WIDTH = CONFIG.hidden_size
 BACKENDS = ["native", "torch"]
 
@@ -25,7 +25,7 @@ def network(blocks: HeadBlocks[Value]) -> Mapping[str, Value]:
     joined = blocks.concat(blocks.input("left", WIDTH), blocks.input("right", 20), blocks.input("left", WIDTH))
     (mixed,) = blocks.linear(joined, "mix")
     (pushed,) = blocks.linear(mixed, "push")
-    out = decoder_layer(blocks, CONFIG, blocks.silu_residual(mixed, pushed), 0)
+    out = decoder_layer(blocks, CONFIG.layers[0], blocks.silu_residual(mixed, pushed), 0)
     selected = blocks.logits_rows(out)
     return {"out": out, "logits": blocks.lm_head(blocks.silu_residual(selected, selected), "lm_head"), "mixed": mixed}
 
@@ -36,7 +36,7 @@ def push(blocks: HeadBlocks[Value]) -> Mapping[str, Value]:
 
 def weights(seed: int = 0) -> Weights:
     random = np.random.default_rng(seed)
-    query, kv, inner = CONFIG.num_heads * CONFIG.head_size, CONFIG.num_kv_heads * CONFIG.head_size, CONFIG.intermediate_size
+    query, kv, inner = CONFIG.attention.query_size, CONFIG.attention.kv_size, CONFIG.layers[0].mlp.intermediate_size
     shapes = {
         "mix": (WIDTH, 2 * WIDTH + 20), "push": (WIDTH, WIDTH), "lm_head": (33, WIDTH), "layers.0.q_proj": (query, WIDTH),
         "layers.0.k_proj": (kv, WIDTH), "layers.0.v_proj": (kv, WIDTH), "layers.0.o_proj": (WIDTH, query),

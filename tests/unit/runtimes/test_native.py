@@ -8,14 +8,14 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from harness.native_network import BUILT, native_config
+from harness.model_configs import make_config
+from harness.native_network import BUILT
 from paceline.errors import BackendUnavailableError, CapacityError
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.families import tensor_shapes
@@ -31,7 +31,7 @@ from paceline.runtimes.rounding import to_bf16
 if not BUILT:
     pytest.skip("no native kernels for this machine", allow_module_level=True)
 
-CONFIG = replace(native_config(), num_layers=2)
+CONFIG = make_config(num_layers=2)
 PATIENCE_S = 60.0
 
 
@@ -254,4 +254,20 @@ def test_the_best_library_is_taken_that_this_processor_runs(flags: str, level: s
 def test_without_kernels_the_error_names_the_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "kernels_path", lambda: None)
     with pytest.raises(BackendUnavailableError, match="use --backend torch"):
+        library.kernels.__wrapped__()
+
+
+@pytest.mark.parametrize("index", [0, 1, len(library.LAYOUT) - 2, len(library.LAYOUT) - 1])
+def test_kernels_of_another_build_are_refused(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another version, with a record of another size, or with one more of them."""
+    changed = [*library.LAYOUT]
+    changed[index] += 4
+    monkeypatch.setattr(library, "LAYOUT", changed)
+    with pytest.raises(BackendUnavailableError, match=r"kernels\.\S+so are of another build than this package: install paceline again$"):
+        library.kernels.__wrapped__()
+
+
+def test_a_library_that_says_nothing_of_its_build_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda path: object())
+    with pytest.raises(BackendUnavailableError, match="install paceline again"):
         library.kernels.__wrapped__()

@@ -1,11 +1,12 @@
 """Native attention: its definition in float64, whatever the blocks, and the bits of decoding alone, whatever the mask."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
+from harness.model_configs import with_attention
 from harness.native_network import BUILT, Network, make_batch, native_config
 from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.kv_cache.row_plan import path_to, tree_mask
@@ -37,11 +38,15 @@ class Bench:
         num_threads: int = 1,
         level: str | None = None,
     ) -> "Bench":
-        config = native_config(heads=heads, kv_heads=kv_heads, head_size=head_size, attention_soft_cap=cap)
-        config = config if window is None else replace(config, sliding_layers=(0,), sliding_window=window)
+        config = native_config(heads=heads, kv_heads=kv_heads, head_size=head_size, soft_cap=cap)
+        config = config if window is None else with_attention(config, window=window)
         widths = [heads * head_size, kv_heads * head_size, kv_heads * head_size]
         run = Network(
-            widths, lambda blocks, inputs: [blocks.attention(*inputs, layer=0)], config=config, num_threads=num_threads, level=level
+            widths,
+            lambda blocks, inputs: [blocks.attention(*inputs, config.attention, 0)],
+            config=config,
+            num_threads=num_threads,
+            level=level,
         )
         storage = np.full((2, NUM_BLOCKS, kv_heads, BLOCK_SIZE, head_size), np.nan, np.float32)  # what nobody wrote must not be read
         run.execution.use_cache(storage)
@@ -49,23 +54,23 @@ class Bench:
 
     def rows(self, random: Random, count: int) -> list[FloatArray]:
         """q, k and v of some rows."""
-        config = self.config
-        sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        return [random.normal(size=(count, heads * config.head_size)).astype(np.float32) for heads in sizes]
+        attention = self.config.attention
+        sizes = [attention.query_size, attention.kv_size, attention.kv_size]
+        return [random.normal(size=(count, size)).astype(np.float32) for size in sizes]
 
     def attend(self, qkv: Sequence[FloatArray], ranges: Sequence[RowRange]) -> FloatArray:
         return self.run(*qkv, batch=make_batch(ranges))[0]
 
     def expected(self, q: FloatArray, k: FloatArray, v: FloatArray) -> np.ndarray:
         """Attention of one row q [H * D] to k and v [S, K * D], in float64."""
-        config = self.config
+        config = self.config.attention
         group = config.num_heads // config.num_kv_heads
         keys, states = (side.astype(np.float64).reshape(len(k), config.num_kv_heads, config.head_size) for side in (k, v))
         heads = []
         for head, query in enumerate(q.astype(np.float64).reshape(config.num_heads, config.head_size)):
-            scores = keys[:, head // group] @ query * config.attention_scale
-            if config.attention_soft_cap is not None:
-                scores = config.attention_soft_cap * np.tanh(scores / config.attention_soft_cap)
+            scores = keys[:, head // group] @ query * config.scale
+            if config.soft_cap is not None:
+                scores = config.soft_cap * np.tanh(scores / config.soft_cap)
             weights = np.exp(scores - scores.max())
             heads.append(weights / weights.sum() @ states[:, head // group])
         return np.concatenate(heads)

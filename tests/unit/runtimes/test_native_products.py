@@ -12,7 +12,7 @@ from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix, pack_nibbles
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, as_float32
 from paceline.runtimes.base import FloatArray
-from paceline.runtimes.native.program import Packing
+from paceline.runtimes.native.records import Packing
 from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.rounding import rounded, to_bf16
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from harness.native_network import BUILT, Network, make_batch, native_config, plain_tensor
-from paceline.models.config import Activation, ModelConfig
+from paceline.models.config import ModelConfig
+from paceline.models.layers import Activation
 from paceline.models.rope import inverse_frequencies
 from paceline.runtimes.base import FloatArray, RowRange
 from paceline.runtimes.native.program import NativeBlocks, Value
@@ -21,9 +22,7 @@ def values(rows: int, width: int, seed: int, scale: float = 3.0) -> FloatArray:
 
 
 def gate_of(activation: Activation, level: str, width: int) -> Callable[[FloatArray, FloatArray], FloatArray]:
-    run = Network(
-        [width, width], lambda blocks, inputs: [blocks.gated_mlp(*inputs)], config=native_config(activation=activation), level=level
-    )
+    run = Network([width, width], lambda blocks, inputs: [blocks.gated(*inputs, activation)], level=level)
     return lambda x, up: run(x, up)[0]
 
 
@@ -99,10 +98,10 @@ def test_a_norm_is_its_definition(num_heads: int, width: int, level: str, seed: 
 
 
 def rotated(config: ModelConfig, x: FloatArray, positions: np.ndarray) -> np.ndarray:
-    frequencies, _ = inverse_frequencies(config.rope, config.head_size)
+    frequencies, _ = inverse_frequencies(config.attention.rope, config.attention.head_size)
     angles = (positions.astype(np.float32)[:, None] * frequencies)[:, None].astype(np.float64)
     half = angles.shape[-1]
-    wide = x.astype(np.float64).reshape(len(x), -1, config.head_size)
+    wide = x.astype(np.float64).reshape(len(x), -1, config.attention.head_size)
     first, second = wide[..., :half], wide[..., half : 2 * half]
     turned = (first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles), wide[..., 2 * half :])
     return np.concatenate(turned, axis=-1).reshape(x.shape)
@@ -113,10 +112,10 @@ def test_a_rotation_turns_its_part_of_a_head_and_leaves_the_rest(head_size: int,
     config = native_config(head_size=head_size, rotated_fraction=fraction)
     x = values(9, 3 * head_size, seed)
     positions = np.array([0, 1, 2, 31, 32, 33, 100, 255, 256])
-    run = Network([x.shape[1]], lambda blocks, inputs: [blocks.rope(inputs[0], 3, 0)], config=config, level=level)
+    run = Network([x.shape[1]], lambda blocks, inputs: [blocks.rope(inputs[0], 3, config.attention)], config=config, level=level)
     (found,) = run(x, batch=make_batch([RowRange(0, 9, 0, np.array([1], np.int32))], positions=positions.tolist()))
     assert np.abs(found - rotated(config, x, positions)).max() <= 3e-7 * np.abs(x).max()
-    kept = slice(config.rope.rotary_size(head_size), None)
+    kept = slice(config.attention.rope.rotary_size(head_size), None)
     assert np.array_equal(found.reshape(9, 3, -1)[..., kept], x.reshape(9, 3, -1)[..., kept])
     for row, position in enumerate(positions.tolist()):  # a lone row's angles are read where they lie
         (alone,) = run(x[row : row + 1], batch=make_batch([RowRange(0, 1, 0, np.array([1], np.int32))], positions=[position]))

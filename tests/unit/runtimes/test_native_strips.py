@@ -11,7 +11,7 @@ from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix, pack_nibbles, unpack_nibbles
 from paceline.models.weights import AnyTensor, GroupedTensor, Weights
 from paceline.runtimes.base import FloatArray
-from paceline.runtimes.native.program import Packing
+from paceline.runtimes.native.records import Packing
 from paceline.runtimes.native.strips import in_strips
 from paceline.runtimes.native.weights import NativeWeights
 

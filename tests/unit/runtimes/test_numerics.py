@@ -8,18 +8,20 @@ import numpy as np
 import pytest
 
 from harness.checkpoints import write_checkpoint
+from harness.model_configs import make_config
 from harness.native_network import BUILT
 from paceline.errors import CheckpointError
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
-from paceline.models.config import ModelConfig, RopeConfig, WeightType
+from paceline.models.config import WeightType
+from paceline.models.rope_config import RopeConfig
 from paceline.runtimes import load as load_module
 from paceline.runtimes.base import Capabilities, ForwardBatch, ForwardOutput, Numerics
 from paceline.runtimes.facts import FILE_NAME, MeasuredFacts
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.runtimes.numerics import find_numerics
 
-CONFIG = ModelConfig(
+CONFIG = make_config(
     family="fake",
     vocab_size=50,
     hidden_size=8,

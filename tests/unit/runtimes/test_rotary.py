@@ -2,17 +2,18 @@
 
 import time
 import tracemalloc
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from harness.checkpoints import write_checkpoint
-from harness.native_network import BUILT, native_config
+from harness.model_configs import make_config
+from harness.native_network import BUILT
 from paceline import LLM, SamplingParams
-from paceline.models.config import ModelConfig, RopeConfig, RopeType, WeightType
+from paceline.models.config import ModelConfig, WeightType
 from paceline.models.rope import inverse_frequencies
+from paceline.models.rope_config import RopeConfig, RopeType
 from paceline.models.weights import Tensor, Weights
 from paceline.runtimes.base import ForwardBatch, RowRange
 from paceline.runtimes.rotary import LEAST_POSITIONS, RotaryTables
@@ -25,7 +26,7 @@ ABSURD = 10**8
 
 
 def config_of(rope: RopeConfig, head_size: int = 64) -> ModelConfig:
-    return replace(native_config(), rope=rope, head_size=head_size)
+    return make_config(rope=rope, head_size=head_size)
 
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
@@ -71,7 +72,7 @@ def test_rows_have_the_same_bits_in_tables_that_grew_under_them() -> None:
     from paceline.models.families import tensor_shapes
     from paceline.runtimes.native.runtime import NativeRuntime
 
-    config = replace(native_config(), num_layers=2)
+    config = make_config(num_layers=2)
     random = np.random.default_rng(0)
     arrays = {name: random.normal(size=shape).astype(np.float32) for name, shape in tensor_shapes(config).items()}
     weights = Weights({name: Tensor(array, WeightType.F32, array.shape) for name, array in arrays.items()})

@@ -1,17 +1,20 @@
 """Attention with capped scores is its definition, in the plain form and in the batched one."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from harness.model_configs import make_config
 from paceline.runtimes.base import RowRange
 
 torch = pytest.importorskip("torch")
 
-from paceline.runtimes.torch.attention import PaddedAttention, PlainAttention, Scores  # noqa: E402
+from paceline.runtimes.torch.attention import PaddedAttention, PlainAttention  # noqa: E402
 
 BLOCK_SIZE = 4
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 4, 2, 8
-SCORES = Scores(scale=0.7, soft_cap=3.0)
+CAPPED = make_config(attention={"scale": 0.7, "soft_cap": 3.0}).attention
 
 
 @pytest.mark.parametrize("form", [PlainAttention, PaddedAttention])
@@ -26,8 +29,8 @@ def test_capped_attention_is_its_definition(form: type[PlainAttention] | type[Pa
     generator = torch.Generator().manual_seed(seed)
     q = 3 * torch.randn(6, NUM_HEADS, HEAD_SIZE, generator=generator)
     keys, values = torch.randn(2, 5, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE, generator=generator)
-    found = form(ranges, BLOCK_SIZE, torch.device("cpu"), SCORES)(q, keys, values)
-    uncapped = form(ranges, BLOCK_SIZE, torch.device("cpu"), Scores(scale=0.7))(q, keys, values)
+    found = form(ranges, BLOCK_SIZE, torch.device("cpu"))(q, keys, values, CAPPED)
+    uncapped = form(ranges, BLOCK_SIZE, torch.device("cpu"))(q, keys, values, replace(CAPPED, soft_cap=None))
     assert (found - uncapped).abs().max() > 0.1
     for rows in ranges:
         for index in range(rows.num_rows):

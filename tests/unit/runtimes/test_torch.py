@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
+from harness.model_configs import make_config
 from paceline.errors import BackendUnavailableError, CapacityError, ConfigError
 from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.kv_cache.row_plan import TreeLayout, tree_mask
 from paceline.models.config import WeightType, read_config
+from paceline.models.layers import AttentionConfig
 from paceline.models.weights import Weights
 from paceline.runtimes.base import Numerics, RowRange, assemble
 
@@ -60,6 +62,10 @@ def random_ranges(seed: int) -> tuple[tuple[RowRange, ...], int]:
     return tuple(ranges), 40
 
 
+def attention_over(window: int | None) -> AttentionConfig:
+    return make_config(attention={"window": window}).attention
+
+
 def attend(
     form: type[PlainAttention] | type[PaddedAttention], device: str, seed: int, dtype: "torch.dtype", window: int | None = None
 ) -> "torch.Tensor":
@@ -68,7 +74,7 @@ def attend(
     q = torch.randn(sum(rows.num_rows for rows in ranges), 4, 16, generator=generator)
     keys, values = torch.randn(2, num_blocks, 2, BLOCK_SIZE, 16, generator=generator)
     attention = form(ranges, BLOCK_SIZE, torch.device(device))
-    return attention(*(part.to(device=device, dtype=dtype) for part in (q, keys, values)), window).float().cpu()
+    return attention(*(part.to(device=device, dtype=dtype) for part in (q, keys, values)), attention_over(window)).float().cpu()
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
@@ -85,7 +91,7 @@ def test_plain_attention_is_its_definition(seed: int, window: int | None) -> Non
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(14, 4, 16, generator=generator)
     keys, values = torch.randn(2, 40, 2, BLOCK_SIZE, 16, generator=generator)
-    found = PlainAttention(ranges, BLOCK_SIZE, torch.device("cpu"))(q, keys, values, window)
+    found = PlainAttention(ranges, BLOCK_SIZE, torch.device("cpu"))(q, keys, values, attention_over(window))
     for rows in ranges:
         for index in range(rows.num_rows):
             own = [index >= other if rows.mask is None else bool(rows.mask[index, other]) for other in range(rows.num_rows)]

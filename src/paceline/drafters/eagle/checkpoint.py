@@ -13,6 +13,7 @@ from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.config import ModelConfig
+from paceline.models.layers import LayerConfig, QKNorm
 from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
 
 Shapes = dict[str, tuple[int, ...]]
@@ -111,7 +112,8 @@ def _shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> tuple
     for layer in range(layers.num_layers):
         has_norm = layer > 0 or (config.norms_mixture if config.is_first else config.norms_embedding)
         is_joined = not config.is_first and layer == 0
-        _add_layer(layers, layer, required, optional, columns=2 * hidden if is_joined else hidden, has_norm=has_norm)
+        columns = 2 * hidden if is_joined else hidden
+        _add_layer(layers.layers[layer], f"layers.{layer}.", required, optional, hidden=hidden, columns=columns, has_norm=has_norm)
     if config.own_embedding:
         required["embed_tokens.weight"] = ((files.shape("embed_tokens.weight") or (0, 0))[0], hidden)
     _add_lm_head(files, config, target, required)
@@ -127,25 +129,28 @@ def _add_lm_head(files: HeadFiles, config: EagleConfig, target: ModelConfig, req
         required["lm_head.weight"] = (layers.vocab_size, layers.hidden_size)
 
 
-def _add_layer(layers: ModelConfig, layer: int, required: Shapes, optional: Shapes, *, columns: int, has_norm: bool) -> None:
-    hidden, inner, head_size = layers.hidden_size, layers.intermediate_size, layers.head_size
-    query, kv = layers.num_heads * head_size, layers.num_kv_heads * head_size
+def _add_layer(layer: LayerConfig, prefix: str, required: Shapes, optional: Shapes, *, hidden: int, columns: int, has_norm: bool) -> None:
+    """
+    Args:
+        columns: what q, k and v are computed from.
+    """
+    attention, inner = layer.mixer, layer.mlp.intermediate_size
     matrices = {
-        "self_attn.q_proj": (query, columns),
-        "self_attn.k_proj": (kv, columns),
-        "self_attn.v_proj": (kv, columns),
-        "self_attn.o_proj": (hidden, query),
+        "self_attn.q_proj": (attention.query_size, columns),
+        "self_attn.k_proj": (attention.kv_size, columns),
+        "self_attn.v_proj": (attention.kv_size, columns),
+        "self_attn.o_proj": (hidden, attention.query_size),
         "mlp.gate_proj": (inner, hidden),
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
     for name, shape in matrices.items():
-        required[f"layers.{layer}.{name}.weight"] = shape
-        optional[f"layers.{layer}.{name}.bias"] = shape[:1]
+        required[f"{prefix}{name}.weight"] = shape
+        optional[f"{prefix}{name}.bias"] = shape[:1]
     norms: Sequence[str] = ("input_layernorm", "post_attention_layernorm") if has_norm else ("post_attention_layernorm",)
-    required |= {f"layers.{layer}.{name}.weight": (hidden,) for name in norms}
-    if layers.qk_norm:
-        required |= {f"layers.{layer}.self_attn.{name}.weight": (head_size,) for name in ("q_norm", "k_norm")}
+    required |= {f"{prefix}{name}.weight": (hidden,) for name in norms}
+    if attention.qk_norm is QKNorm.HEAD:
+        required |= {f"{prefix}self_attn.{name}.weight": (attention.head_size,) for name in ("q_norm", "k_norm")}
 
 
 def _target_ids(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> NDArray[np.int64] | None:

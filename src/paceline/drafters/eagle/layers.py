@@ -6,12 +6,13 @@ from paceline.drafters.eagle.layout import is_nested
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
-from paceline.models.config import Activation, ModelConfig, RopeConfig, RopeType, WeightType
+from paceline.models.config import ModelConfig, WeightType
 from paceline.models.families import FAMILIES
 from paceline.models.json_fields import JsonFields
-from paceline.models.rope_config import read_rope
+from paceline.models.layer_reader import ACTIVATIONS
+from paceline.models.layers import AttentionConfig, DenseMLP, LayerConfig, QKNorm
+from paceline.models.rope_config import RopeConfig, RopeType, read_rope
 
-_ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 _LAYER_TYPES = ("llama", "qwen3")  # of layers that are a family's own; other containers know llama's alone
 _FIRST_LAYER_TYPES = (*_LAYER_TYPES, "qwen2", "mistral")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -36,30 +37,32 @@ def read_layers(files: HeadFiles, fields: JsonFields) -> ModelConfig:
     if key is not None and key[0] % head_size == 0 and num_heads % max(1, key[0] // head_size) == 0:
         num_kv_heads = max(1, key[0] // head_size)
     activation = str(fields.values.get("hidden_act", "silu"))
-    if activation not in _ACTIVATIONS or head_size % 2 or num_heads % num_kv_heads:
+    if activation not in ACTIVATIONS or head_size % 2 or num_heads % num_kv_heads:
         raise CheckpointError(
             f"{fields.path}: hidden_act {activation!r} with {num_heads} heads of {head_size} values and {num_kv_heads} key heads is no "
-            f"network we run: the activation is one of {', '.join(_ACTIVATIONS)}, heads are of even size and a multiple of the key heads"
+            f"network we run: the activation is one of {', '.join(ACTIVATIONS)}, heads are of even size and a multiple of the key heads"
         )
-    num_layers = max(1, files.count("layers.{}."))
-    sliding_layers, window = _windows(fields, num_layers)
+    has_qk_norm = "layers.0.self_attn.q_norm.weight" in files.tensors or (files.is_speculators and fields.values["model_type"] == "qwen3")
+    attention = AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        rope=_rope(files, fields, head_size),
+        scale=float(head_size**-0.5),
+        qk_norm=QKNorm.HEAD if has_qk_norm else QKNorm.NONE,
+    )
+    inner = gate[0] if gate is not None else fields.size("intermediate_size")
+    mlp = DenseMLP(intermediate_size=inner, activation=ACTIVATIONS[activation])
+    windows = _windows(fields, max(1, files.count("layers.{}.")))
+    by_window = {window: LayerConfig(mixer=replace(attention, window=window), mlp=mlp) for window in windows}
     return ModelConfig(
         family="llama",
         vocab_size=fields.size("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=gate[0] if gate is not None else fields.size("intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
+        layers=tuple(by_window[window] for window in windows),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         max_positions=fields.size("max_position_embeddings"),
-        rope=_rope(files, fields, head_size),
         weight_type=WeightType.F32,
-        qk_norm="layers.0.self_attn.q_norm.weight" in files.tensors or (files.is_speculators and fields.values["model_type"] == "qwen3"),
-        activation=_ACTIVATIONS[activation],
-        sliding_layers=sliding_layers,
-        sliding_window=window,
     )
 
 
@@ -75,22 +78,23 @@ def _check_family(files: HeadFiles, fields: JsonFields) -> None:
         )
 
 
-def _windows(fields: JsonFields, num_layers: int) -> tuple[tuple[int, ...], int | None]:
-    """The layers that see the last positions only, and how many they see: the head's layers are the first that `layer_types` names."""
+def _windows(fields: JsonFields, num_layers: int) -> list[int | None]:
+    """How many of the last positions each layer sees, None = all: the head's layers are the first that `layer_types` names."""
     is_qwen = str(fields.values["model_type"]).startswith("qwen")
     if fields.values.get("sliding_window") is None or (is_qwen and not fields.flag("use_sliding_window", default=False)):
-        return (), None
+        return [None] * num_layers
     kinds = fields.values.get("layer_types")
     if kinds is None:
         first = fields.number("max_window_layers", 28) if is_qwen else num_layers
-        sliding = tuple(layer for layer in range(num_layers) if layer >= first)
+        slides = [layer >= first for layer in range(num_layers)]
     elif isinstance(kinds, list) and len(kinds) >= num_layers and all(kind in (_FULL, _SLIDING) for kind in kinds[:num_layers]):
-        sliding = tuple(layer for layer, kind in enumerate(kinds[:num_layers]) if kind == _SLIDING)
+        slides = [kind == _SLIDING for kind in kinds[:num_layers]]
     else:
         raise CheckpointError(
             f"{fields.path}: layer_types = {str(kinds)[:80]}, expected {_SLIDING} or {_FULL} for each of {num_layers} layers"
         )
-    return sliding, fields.size("sliding_window") if sliding else None
+    window = fields.size("sliding_window") if any(slides) else None
+    return [window if is_local else None for is_local in slides]
 
 
 def written_rope(files: HeadFiles, fields: JsonFields, head_size: int) -> RopeConfig:

@@ -50,7 +50,7 @@ def _pairs(blocks: HeadBlocks[Value], config: EagleConfig, feature: Value, soft_
     first_layer = _first_layer if config.is_first else _first_layer3
     x = first_layer(blocks, config, embedding, feature)
     for layer in range(1, layers.num_layers):
-        x = decoder_layer(blocks, layers, x, layer)
+        x = decoder_layer(blocks, layers.layers[layer], x, layer)
     out = blocks.rms_norm(x, "final_norm") if config.has_final_norm else x
     logits = blocks.lm_head(blocks.logits_rows(out), "lm_head")
     if soft_cap is not None:
@@ -68,7 +68,7 @@ def _first_layer(blocks: HeadBlocks[Value], config: EagleConfig, embedding: Valu
     if config.norms_feature:
         feature = blocks.rms_norm(feature, "feature_norm")
     (mixed,) = blocks.linear(blocks.concat(embedding, feature), "fc")
-    return decoder_layer(blocks, config.layers, mixed, 0, normed=None if config.norms_mixture else mixed)
+    return decoder_layer(blocks, config.layers.layers[0], mixed, 0, normed=None if config.norms_mixture else mixed)
 
 
 def _first_layer3(blocks: HeadBlocks[Value], config: EagleConfig, embedding: Value, feature: Value) -> Value:
@@ -76,4 +76,4 @@ def _first_layer3(blocks: HeadBlocks[Value], config: EagleConfig, embedding: Val
     half = blocks.rms_norm(embedding, "layers.0.attention_norm") if config.norms_embedding else embedding
     normed = blocks.rms_norm(feature, "layers.0.hidden_norm")
     stream = normed if config.norm_before_residual else feature
-    return decoder_layer(blocks, config.layers, stream, 0, normed=blocks.concat(half, normed))
+    return decoder_layer(blocks, config.layers.layers[0], stream, 0, normed=blocks.concat(half, normed))

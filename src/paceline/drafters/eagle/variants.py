@@ -14,8 +14,9 @@ from paceline.drafters.eagle.layout import config_fields, is_nested, plain_files
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.pairs.config import PairVariant
-from paceline.models.config import ModelConfig, RopeConfig, RopeType
+from paceline.models.config import ModelConfig
 from paceline.models.json_fields import JsonFields
+from paceline.models.rope_config import RopeConfig, RopeType
 
 PLAIN_BASE = 10000.0
 
@@ -43,11 +44,12 @@ def candidates(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> tu
         found = [replace(one, boundaries=shifted) for one in found for shifted in _shifts(config.boundaries, target.num_layers)]
     if not config.is_first and fields.values.get("norm_before_residual") is None:
         found = [replace(one, norm_before_residual=flag) for one in found for flag in (False, True)]
-    if config.layers.rope.theta != PLAIN_BASE and not files.is_speculators:
+    attention = config.layers.attention
+    if attention.rope.theta != PLAIN_BASE and not files.is_speculators:
         found = [one for with_base in found for one in (with_base, replace(with_base, layers=_with_plain_base(with_base.layers)))]
-    written = written_rope(files, fields, config.layers.head_size)
-    if written != config.layers.rope:  # vLLM rotates a part of each head where the classes of speculators rotate it all
-        found = [one for plain in found for one in (plain, replace(plain, layers=replace(plain.layers, rope=written)))]
+    written = written_rope(files, fields, attention.head_size)
+    if written != attention.rope:  # vLLM rotates a part of each head where the classes of speculators rotate it all
+        found = [one for plain in found for one in (plain, replace(plain, layers=_with_rope(plain.layers, written)))]
     found = _final_norms(files, fields, config, found)
     if not config.is_first:
         return tuple(found)
@@ -73,7 +75,8 @@ def as_named(config: EagleConfig, variant: PairVariant, target: ModelConfig) -> 
     if variant.norm_before_residual is not None:
         config = replace(config, norm_before_residual=variant.norm_before_residual)
     if variant.rope_theta is not None:
-        config = replace(config, layers=replace(config.layers, rope=replace(config.layers.rope, theta=variant.rope_theta)))
+        rope = replace(config.layers.attention.rope, theta=variant.rope_theta)
+        config = replace(config, layers=_with_rope(config.layers, rope))
     if variant.normed_recurrence is not None:
         config = replace(config, normed_recurrence=variant.normed_recurrence)
     return config
@@ -103,6 +106,10 @@ def _shifts(boundaries: tuple[int, ...], num_layers: int) -> Iterator[tuple[int,
 
 def _with_plain_base(layers: ModelConfig) -> ModelConfig:
     """As the reference trainer has it; a scaling that goes with the target's base goes with it."""
-    rope = layers.rope
+    rope = layers.attention.rope
     is_scaled = rope.type in (RopeType.LINEAR, RopeType.DYNAMIC)
-    return replace(layers, rope=replace(rope, theta=PLAIN_BASE) if is_scaled else RopeConfig(theta=PLAIN_BASE))
+    return _with_rope(layers, replace(rope, theta=PLAIN_BASE) if is_scaled else RopeConfig(theta=PLAIN_BASE))
+
+
+def _with_rope(layers: ModelConfig, rope: RopeConfig) -> ModelConfig:
+    return layers.with_attention(lambda attention: replace(attention, rope=rope))

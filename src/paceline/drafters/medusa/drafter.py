@@ -26,7 +26,7 @@ from paceline.errors import ConfigError
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.checkpoint import open_weights
 from paceline.runtimes.base import FloatArray, in_parts
-from paceline.runtimes.head import DRAW, Draws, HeadsGrower, Ranking
+from paceline.runtimes.head import DRAW, Draws, Ranking
 from paceline.sampling.noise import Purpose, noise_key
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, RequestState
 from paceline.speculation.request import Request
@@ -91,7 +91,6 @@ class MedusaDrafter(Drafter):
         if self._token_map is not None:  # rows of ids that the target's tokenizer does not know count for nothing
             self._known_rows = np.flatnonzero(self._token_map < vocab_size)
             self._known_ids = self._token_map[self._known_rows]
-        self._growers: dict[int, HeadsGrower | None] = {}  # by depth
         self._is_ranked = _can_rank(self._token_map, vocab_size)
         if self._is_ranked:
             network.rank(Ranking(vocab_size if self._token_map is None else len(self._token_map), NUM_RANKS, self._token_map))
@@ -104,13 +103,6 @@ class MedusaDrafter(Drafter):
                 self._features[one.request] = _Feature(last, np.array(one.hidden_states[-1], np.float32))
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
-        if len(requests) == 1 and self._tree == "probability":
-            one = self._ask(requests[0], budgets[0])
-            if one is None:
-                return [None]
-            grower = self._grower(one.depth) if one.reads_ranks else None
-            if grower is not None:
-                return [self._grow(grower, one)]
         trees: dict[int, DraftTree | None] = {}
         asked = [self._ask(request, budget) for request, budget in zip(requests, budgets, strict=True)]
         for active in in_parts([one for one in asked if one is not None], lambda _: self._network.heads.num_heads):
@@ -133,25 +125,6 @@ class MedusaDrafter(Drafter):
         is_greedy = request.params.is_greedy
         reads_ranks = self._is_ranked and request.processor.only_scales and (is_greedy or not budget.wants_draws)
         return _Asked(request, budget, feature, depth, reads_ranks, reads_ranks and not is_greedy)
-
-    def _grower(self, depth: int) -> HeadsGrower | None:
-        if depth not in self._growers:
-            self._growers[depth] = self._network.grower(depth)
-        return self._growers[depth]
-
-    def _grow(self, grower: HeadsGrower, one: _Asked) -> DraftTree | None:
-        """The tree of a lone request, in one call."""
-        request, budget = one.request, one.budget
-        base, accuracy, least = len(request.token_ids), self._accuracy[False], []
-        if one.is_drawn:
-            least = [accuracy.of(depth, 0, _FIRST_ACCURACY) for depth in range(one.depth)]
-        found, guessed = grower.grow(
-            one.feature.values, least, ranks=_num_ranks(budget), position=base, row_budget=budget.row_budget, layout=budget.layout,
-            seed=request.seed, sample_index=request.sample_index, temperature=request.params.temperature,
-        )  # fmt: skip
-        count = grower.num_ranks
-        self._pending[request] = base, [guessed[first : first + count] for first in range(0, len(guessed), count)]
-        return DraftTree.unpacked(request.token_ids[-1], found, self.name) if found[0] > 1 else None
 
     def _guess(self, one: _Asked, outputs: HeadOutputs, row: int) -> DraftTree | None:
         """The tree of a request, whose features were those of a row."""

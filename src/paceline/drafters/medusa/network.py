@@ -12,7 +12,7 @@ import numpy as np
 from paceline.drafters.medusa.checkpoint import MedusaHeads
 from paceline.models.config import ModelConfig
 from paceline.runtimes.base import FloatArray, ForwardBatch
-from paceline.runtimes.head import Draws, HeadBlocks, HeadRuntime, HeadsGrower, RankedRow, Ranking, Value, open_head, ranked_rows
+from paceline.runtimes.head import Draws, HeadBlocks, HeadRuntime, RankedRow, Ranking, Value, open_head, ranked_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +52,6 @@ class MedusaNetwork:
         self._networks = {1: first.beside(partial(self._compose, num_heads=1))}
         if self._lm_head is not None:
             self._lm_head = first.beside(self._compose_lm_head)
-
-    def grower(self, num_heads: int) -> HeadsGrower | None:
-        """Who grows trees of the first heads in one call; None where that cannot be done, or nothing is ranked."""
-        if self._ranking is None:
-            return None
-        heads, last = range(num_heads), self._lm_head
-        if last is None:
-            return self._network(num_heads).heads_grower("features", [f"ranked.{head}" for head in heads], None)
-        return self._network(num_heads).heads_grower("features", [f"head.{head}" for head in heads], (last, "hidden", "ranked"))
 
     def forward(self, features: FloatArray, num_heads: int, draws: Draws | None = None) -> HeadOutputs:
         """What the first heads say behind features [B, E].

@@ -121,19 +121,6 @@ class PairCache:
             num_drafted: drafted rows that will follow.
             spares: spare blocks that other requests of the pass use.
         """
-        waiting = self.waiting_pairs(request, with_root=with_root, num_drafted=num_drafted, spares=spares)
-        if waiting is None:
-            return None
-        begin, token_ids, parts, table, first_slot = waiting
-        features = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        self._pairs[request].waiting = [features]
-        rows = RowRange(0, len(token_ids), begin, np.array(table, np.int32), None, first_slot)
-        return PairRows(np.array(token_ids, np.int32), features[: len(token_ids)], rows, request)
-
-    def waiting_pairs(
-        self, request: Request, *, with_root: bool, num_drafted: int = 0, spares: int = 0
-    ) -> tuple[int, Sequence[int], Sequence[FloatArray], Sequence[int], int] | None:
-        """The same without a copy: first slot, tokens, features [at least as many, F] in parts, block table, first slot they see."""
         pairs = self._pairs.get(request)
         if pairs is None or (with_root and pairs.num_seen != len(request.token_ids) - 1):
             return None
@@ -146,7 +133,10 @@ class PairCache:
             return None
         if missing > 0:
             table = [*table, *self._spares[spares : spares + missing]]
-        return begin, request.token_ids[begin:end], pairs.waiting, table, min(begin, max(pairs.first, end - self.window))
+        if len(pairs.waiting) > 1:
+            pairs.waiting = [np.concatenate(pairs.waiting)]
+        rows = RowRange(0, end - begin, begin, np.array(table, np.int32), None, min(begin, max(pairs.first, end - self.window)))
+        return PairRows(np.array(request.token_ids[begin:end], np.int32), pairs.waiting[0][: end - begin], rows, request)
 
     def keep(self, request: Request, token_ids: Sequence[int] | IntArray) -> None:
         """Note that the pairs of these tokens, the first that waited, were computed. A root's in a spare block will run again."""

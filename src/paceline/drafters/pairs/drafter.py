@@ -17,11 +17,11 @@ import numpy as np
 from paceline.drafters.pairs.cache import SPARE_BLOCKS, PairCache, PairRows
 from paceline.drafters.pairs.guesses import Guesses
 from paceline.drafters.pairs.head import PairHead, PairOutputs
-from paceline.drafters.pairs.tree import GrowingDraft, reads_ranks
+from paceline.drafters.pairs.tree import GrowingDraft
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray, in_parts
-from paceline.runtimes.head import DRAW, Draws, Grower
+from paceline.runtimes.head import DRAW, Draws
 from paceline.sampling.noise import Purpose, noise_key
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds
 from paceline.speculation.request import Request
@@ -62,7 +62,6 @@ class PairDrafter(Drafter):
         self._guesses = Guesses(head.target_ids, vocab_size, head.embedded_ids)
         self._tree_width = tree_width
         head.rank(self._guesses.ranking(tree_width))
-        self._grower = head.grower()
         self._chosen = None if collected == config.boundaries else [collected.index(boundary) for boundary in config.boundaries]
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
@@ -74,53 +73,6 @@ class PairDrafter(Drafter):
         self._catch_up(behind)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
-        if self._grower is not None and len(requests) == 1 and reads_ranks(requests[0], budgets[0]):  # of several each pass serves all
-            return [self._grow(self._grower, requests[0], budgets[0])]
-        return self._propose(requests, budgets)
-
-    def release(self, request: Request) -> None:
-        self.pairs.release(request)
-
-    def describe(self) -> str:
-        config = self.head.config
-        layers = config.layers
-        parts = [f"{layers.num_layers} layer{'s' if layers.num_layers > 1 else ''}", f"hidden size {layers.hidden_size}"]
-        if config.boundaries:
-            parts.append(f"features of layers {', '.join(map(str, config.boundaries))}")
-        if self.head.target_ids is not None:
-            parts.append(f"{layers.vocab_size} draft ids")
-        if self._tree_width > 1:
-            parts.append(f"trees {self._tree_width} wide")
-        return f"{self.name} ({', '.join(parts)}, sees the last {self.pairs.window} tokens)"
-
-    def _grow(self, grower: Grower, request: Request, budget: DraftBudget) -> DraftTree | None:
-        """The draft of a lone request, in one call. What it does not touch it does not wait for: nothing here is in the cache."""
-        depth, width = _shape(budget, self._tree_width)
-        waiting = self.pairs.waiting_pairs(request, with_root=True, num_drafted=self._num_drafted(depth, width))
-        if depth < 1 or waiting is None:
-            return None
-        begin, token_ids, features, table, first_slot = waiting
-        if len(token_ids) > grower.most_true:
-            return self._propose((request,), (budget,))[0]
-        if max(token_ids) >= self.head.embedded_ids:
-            return None
-        base, root, params = begin + len(token_ids), token_ids[-1], request.params
-        try:
-            found = grower.grow(
-                token_ids, features, table, base=base, first_slot=first_slot, width=width, depth=depth, row_budget=budget.row_budget,
-                max_depth=budget.max_depth, layout=budget.layout, seed=request.seed, sample_index=request.sample_index,
-                temperature=params.temperature,
-            )  # fmt: skip
-        except BaseException:
-            self.pairs.release(request)  # a pass that broke off leaves no rows to trust
-            raise
-        self.pairs.keep(request, token_ids)
-        if found[0] == 1:
-            return None
-        return DraftTree.chain(root, found[2 : found[0] + 1], self.name) if width == 1 else DraftTree.unpacked(root, found, self.name)
-
-    def _propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
-        """Pass by pass."""
         trees: dict[int, DraftTree | None] = {}
         for part in in_parts(zip(requests, budgets, strict=True), lambda one: self._most_rows(*one)):
             group: list[tuple[PairRows, GrowingDraft]] = []
@@ -141,6 +93,21 @@ class PairDrafter(Drafter):
                 group.append((pairs, GrowingDraft(request, budget, depth, width, pairs.rows.block_table, pairs.rows.first_slot)))
             trees |= self._draft(group)
         return [trees.get(id(request)) for request in requests]
+
+    def release(self, request: Request) -> None:
+        self.pairs.release(request)
+
+    def describe(self) -> str:
+        config = self.head.config
+        layers = config.layers
+        parts = [f"{layers.num_layers} layer{'s' if layers.num_layers > 1 else ''}", f"hidden size {layers.hidden_size}"]
+        if config.boundaries:
+            parts.append(f"features of layers {', '.join(map(str, config.boundaries))}")
+        if self.head.target_ids is not None:
+            parts.append(f"{layers.vocab_size} draft ids")
+        if self._tree_width > 1:
+            parts.append(f"trees {self._tree_width} wide")
+        return f"{self.name} ({', '.join(parts)}, sees the last {self.pairs.window} tokens)"
 
     def _most_rows(self, request: Request, budget: DraftBudget) -> int:
         """Of all passes together that draft for a request."""

@@ -13,7 +13,7 @@ from paceline.drafters.pairs.config import PairConfig
 from paceline.models.config import WeightType
 from paceline.models.weights import AnyTensor, Tensor
 from paceline.runtimes.base import FloatArray, ForwardBatch, IntArray, RowRange
-from paceline.runtimes.head import Compose, Draws, Grower, GrowerNames, HeadBlocks, HeadRuntime, RankedRow, Ranking, Value, ranked_rows
+from paceline.runtimes.head import Compose, Draws, HeadBlocks, HeadRuntime, RankedRow, Ranking, Value, ranked_rows
 from paceline.runtimes.rounding import embedding_rows
 
 EMBEDDING, FEATURE, BOUNDARY = "embedding", "feature", "boundary"
@@ -122,13 +122,6 @@ class PairHead:
         true, drafted = self._networks
         self.runtime = true.beside(_ranking(true.compose, ranking))
         self._drafted = self.runtime if drafted is true else true.beside(_ranking(drafted.compose, ranking))
-
-    def grower(self) -> Grower | None:
-        """Who grows drafts of ranked pairs in one call; None where that cannot be done, or one pass guesses it all."""
-        if self.masked is not None:
-            return None
-        names = GrowerNames(EMBEDDING, FEATURE, RANKED, self._feature_names)
-        return self.runtime.grower(self._drafted, self._embedding, names)
 
     def run_true(
         self,

@@ -90,8 +90,9 @@ class GrowingDraft:
     _rows: _TreeRows | None = None
 
     def __post_init__(self) -> None:
-        self.reads_ranks = reads_ranks(self.request, self.budget)
-        self.is_drawn = self.reads_ranks and not self.request.params.is_greedy
+        is_greedy = self.request.params.is_greedy
+        self.reads_ranks = self.request.processor.only_scales and (not self.budget.wants_draws or is_greedy)
+        self.is_drawn = self.reads_ranks and not is_greedy
 
     def path(self, node: int) -> list[int]:
         """Tokens from the root's child to `node`."""
@@ -164,8 +165,3 @@ class GrowingDraft:
         above = [tree.row_of[parent] for parent in parents] if self.level > 1 else []
         tree.add(best, [self.token_ids[node] for node in best], self.level, above, features[[place[parent] for parent in parents]])
         self.frontier = best
-
-
-def reads_ranks(request: Request, budget: DraftBudget) -> bool:
-    """Whether what a pass itself finds in a row is all that a request needs of it."""
-    return request.processor.only_scales and (not budget.wants_draws or request.params.is_greedy)

@@ -2,24 +2,18 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import numpy as np
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.config import ModelConfig, RopeConfig, RopeType, WeightType, config_from_values
+from paceline.models.config import ModelConfig, WeightType, config_from_values
+from paceline.models.families import FAMILIES
 from paceline.models.gguf.file import GgufFile
 from paceline.models.rope import inverse_frequencies
+from paceline.models.rope_config import RopeConfig, RopeType
 
-_FAMILY_OF: Mapping[str, str] = {
-    "llama": "llama",  # and Mistral, which has the same network
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "phi3": "phi3",
-    "gemma2": "gemma2",
-    "gemma3": "gemma3_text",
-}
+_FAMILY_OF = {family.gguf: family.name for family in FAMILIES.values() if family.gguf is not None}
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Divisors of rotary frequencies, which are part of the configuration."""
 

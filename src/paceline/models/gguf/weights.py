@@ -14,6 +14,7 @@ from paceline.models.gguf.blocks import group_blocks, grouped_size
 from paceline.models.gguf.config import ROPE_TENSORS
 from paceline.models.gguf.file import GgufFile
 from paceline.models.gguf.header import GgufTensor
+from paceline.models.layers import AttentionConfig
 from paceline.models.quantize import Scheme, fitting_group, quantize_tensor
 from paceline.models.weights import AnyTensor, GroupedTensor, MadeWeights, Tensor, TensorFacts
 
@@ -96,7 +97,7 @@ def _places(file: GgufFile, config: ModelConfig) -> dict[str, _Place]:
         if name in stacked:
             places[name] = stacked[name]
         elif in_file in file.tensors:
-            heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(part) if is_interleaved else None
+            heads = _rotated_heads(config.layers[int(prefix[1])].mixer, part) if is_interleaved and prefix else None
             places[name] = _Place(file.tensors[in_file], shape, num_rotated_heads=heads)
             _check(places[name], shape)
         else:
@@ -110,6 +111,10 @@ def _places(file: GgufFile, config: ModelConfig) -> dict[str, _Place]:
             f"{file.path} holds {_listed(unknown)} that a {config.family} model does not have; running without them would give other tokens"
         )
     return places
+
+
+def _rotated_heads(attention: AttentionConfig, part: str) -> int | None:
+    return {"q_proj": attention.num_heads, "k_proj": attention.num_kv_heads}.get(part)
 
 
 def _stacked(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, _Place]:

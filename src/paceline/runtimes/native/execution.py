@@ -1,16 +1,17 @@
 """A recorded network with the memory it runs in."""
 
 import ctypes
+from collections.abc import Sequence
 
 import numpy as np
 
 from paceline.kv_cache.paged import BLOCK_SIZE
-from paceline.models.config import ModelConfig
 from paceline.runtimes.base import FloatArray, ForwardBatch
 from paceline.runtimes.head import Draws
-from paceline.runtimes.native.library import LANES, Operation, Program, kernels
+from paceline.runtimes.native.library import LANES, kernels
 from paceline.runtimes.native.passes import PassMemory
-from paceline.runtimes.native.program import Code, Recorded
+from paceline.runtimes.native.program import Recorded, matrices_of
+from paceline.runtimes.native.records import AttentionOperation, Program, RopeOperation
 from paceline.runtimes.rotary import RotaryTables
 
 _MIN_ROWS = 32
@@ -25,29 +26,21 @@ class Execution:
         tables: of rotary angles; needed where the network turns anything.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        recorded: Recorded,
-        *,
-        num_threads: int,
-        max_slots: int,
-        tables: RotaryTables | None = None,
-    ) -> None:
-        self._recorded = recorded
-        self._operations = (Operation * len(recorded.operations))(*recorded.operations)
-        self._tickets = np.zeros(2 * len(recorded.operations), np.int32)
-        self._max_slots, self._scratch_rows = max_slots, 1 + config.num_heads // config.num_kv_heads
-        self._rotary_half = config.rope.rotary_size(config.head_size) // 2
+    def __init__(self, recorded: Recorded, *, num_threads: int, max_slots: int, tables: RotaryTables | None = None) -> None:
+        self._recorded, operations = recorded, recorded.operations
+        self._operations = (ctypes.c_void_p * len(operations))(*map(ctypes.addressof, operations))
+        self._tickets = np.zeros(2 * len(operations), np.int32)
+        groups = [operation.heads // operation.kv_heads for operation in operations if isinstance(operation, AttentionOperation)]
+        self._max_slots, self._scratch_rows = max_slots, 1 + max(groups, default=0)
+        self._most_columns = max([matrix.columns for operation in operations for matrix in matrices_of(operation)], default=0)
         self.kernels = kernels()
         self._capacity = 0
         self._buffers: list[FloatArray] = []  # [capacity, width] each
-        self.tables = tables if any(operation.code == Code.ROPE for operation in recorded.operations) else None
+        self.tables = tables if any(isinstance(operation, RopeOperation) for operation in operations) else None
         self.memory = PassMemory(self.tables)
         self._program = Program(
-            operations=self._operations, num_operations=len(recorded.operations), num_threads=num_threads, block_size=BLOCK_SIZE,
-            heads=config.num_heads, kv_heads=config.num_kv_heads, head_size=config.head_size, rotary_half=self._rotary_half,
-            most_columns=recorded.most_columns, tickets=self._tickets.ctypes.data,
+            operations=ctypes.addressof(self._operations), num_operations=len(operations), num_threads=num_threads, block_size=BLOCK_SIZE,
+            most_columns=self._most_columns, tickets=self._tickets.ctypes.data,
         )  # fmt: skip
         self._make_scratch(0)
         self._packed_rows = np.empty(num_threads * self._packed_floats(1), np.float32)
@@ -55,21 +48,16 @@ class Execution:
         self._arguments = ctypes.pointer(self._program), ctypes.pointer(self.memory.record)
         self.make_room(_MIN_ROWS)
 
-    @property
-    def program(self) -> "ctypes._Pointer[Program]":
-        """The network as the kernels are given it."""
-        return self._arguments[0]
+    def use_cache(self, planes: Sequence[FloatArray] | FloatArray) -> None:
+        """Read and write keys and values here from now on.
 
-    def width(self, buffer: int) -> int:
-        """Floats of a row of a buffer."""
-        return self._recorded.widths[buffer]
-
-    def use_cache(self, storage: FloatArray) -> None:
-        """Read and write keys and values in `storage` [2 * L, num_blocks, K, BLOCK_SIZE, D] from now on."""
-        self._storage = storage
-        self._program.cache = storage.ctypes.data
-        self._program.num_blocks = storage.shape[1]
-        self._make_scratch(min(self._max_slots, storage.shape[1] * BLOCK_SIZE))
+        Args:
+            planes: keys, then values of each layer in turn, each [num_blocks, K, BLOCK_SIZE, D] with K and D of the layer's attention.
+        """
+        self._planes = list(planes)
+        self._plane_addresses = np.array([plane.ctypes.data for plane in self._planes], np.uint64)
+        self._program.planes = self._plane_addresses.ctypes.data
+        self._make_scratch(min(self._max_slots, max(map(len, self._planes), default=0) * BLOCK_SIZE))
 
     def _make_scratch(self, num_slots: int) -> None:
         """What attention over so many rows works in."""
@@ -99,7 +87,7 @@ class Execution:
 
     def _packed_floats(self, num_rows: int) -> int:
         """Memory for the rows of the widest product as its kernel takes them."""
-        return int(self.kernels.paceline_packed_floats(num_rows, self._recorded.most_columns))
+        return int(self.kernels.paceline_packed_floats(num_rows, self._most_columns))
 
     def make_room(self, num_rows: int) -> None:
         """Buffers for at least so many rows; memory that no pass has touched costs nothing."""

@@ -1,22 +1,21 @@
 """Heads on our own kernels."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from paceline.config import MAX_PASS_ROWS
 from paceline.errors import CapacityError
-from paceline.kv_cache.key_values import PagedRows, kv_shape
+from paceline.kv_cache.key_values import PagedRows
+from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.mapped_files import MappedFiles
-from paceline.models.weights import AnyTensor, Tensor, Weights
+from paceline.models.weights import Weights
 from paceline.runtimes.base import FloatArray, ForwardBatch
-from paceline.runtimes.head import Compose, Draws, Grower, GrowerNames, HeadRuntime, HeadsGrower
+from paceline.runtimes.head import Compose, Draws, HeadRuntime
 from paceline.runtimes.native.execution import Execution
-from paceline.runtimes.native.growing import GrowerNetwork, NativeGrower
-from paceline.runtimes.native.growing_heads import LastNetwork, NativeHeadsGrower
-from paceline.runtimes.native.library import MOST_INPUTS
-from paceline.runtimes.native.program import NativeBlocks, Recorded, most_columns, share_memory
+from paceline.runtimes.native.program import NativeBlocks, Recorded, share_memory
+from paceline.runtimes.native.records import Rows
 from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.rotary import RotaryTables
 
@@ -50,47 +49,14 @@ class NativeHead(HeadRuntime):
         return _Results(execution, self._outputs, num_rows, len(batch.logits_rows))
 
     def new_cache(self, num_blocks: int) -> PagedRows:
-        config = self.config
         try:
-            storage = np.zeros(kv_shape(config.num_layers, config.num_kv_heads, config.head_size, num_blocks), np.float32)
+            storage = np.zeros(self.config.kv_shape(num_blocks, BLOCK_SIZE), np.float32)
         except MemoryError as error:
             raise CapacityError(f"a drafter's cache of {num_blocks} blocks does not fit in memory: lower cache_gb") from error
         self._shared.storage = storage
         for execution in self._shared.executions:
             execution.use_cache(storage)
         return PagedRows(storage)
-
-    def grower(self, drafted: HeadRuntime, embedding: AnyTensor, names: GrowerNames) -> Grower | None:
-        if not isinstance(drafted, NativeHead) or not isinstance(embedding, Tensor) or self.config.embedding_scale != 1.0:
-            return None
-        if set(self._inputs) != {names.embedding, *names.true_features} or set(drafted._inputs) != {names.embedding, names.feature}:
-            return None
-        if len(names.true_features) > MOST_INPUTS or not (self._rankings and drafted._rankings):
-            return None
-        true = self._grower_network(names, names.true_features)
-        own = drafted._grower_network(names, [names.feature])
-        return NativeGrower(true, own, embedding, self._rankings[0][0].count, self._count_passes, self._shared.weights.arrays)
-
-    def _grower_network(self, names: GrowerNames, features: Sequence[str]) -> GrowerNetwork:
-        inputs, outputs = self._inputs, self._outputs
-        taken = [inputs[name] for name in features]
-        return GrowerNetwork(self._execution, inputs[names.embedding], taken, outputs[names.feature][0], outputs[names.ranked][0])
-
-    def heads_grower(self, feature: str, heads: Sequence[str], lm_head: tuple[HeadRuntime, str, str] | None) -> HeadsGrower | None:
-        results = [self._outputs[name][0] for name in heads]
-        files = self._shared.files
-        if lm_head is None:
-            count = self._rankings[0][0].count
-            return NativeHeadsGrower(self._execution, self._inputs[feature], results, count, self._count_passes, files, None)
-        network, hidden, ranked = lm_head
-        if not isinstance(network, NativeHead):
-            return None
-        last = LastNetwork(network._execution, network._inputs[hidden], network._outputs[ranked][0])
-        count = network._rankings[0][0].count
-        return NativeHeadsGrower(self._execution, self._inputs[feature], results, count, self._count_passes, files, last)
-
-    def _count_passes(self, count: int) -> None:
-        self._shared.num_passes += count
 
     def beside(self, compose: Compose) -> "NativeHead":
         other = NativeHead.__new__(NativeHead)
@@ -105,10 +71,9 @@ class NativeHead(HeadRuntime):
         outputs = compose(blocks)
         buffers, widths = share_memory(blocks, {value.index for value in outputs.values()})
         self._inputs = {name: buffers[value.index] for name, value in blocks.inputs.items()}
-        self._outputs = {name: (buffers[value.index], value.selected, blocks.result_width(value)) for name, value in outputs.items()}
-        self._rankings = blocks.rankings  # operations hold their addresses
-        recorded = Recorded(blocks.operations, blocks.matrices, widths, 0, 0, [], most_columns(blocks))
-        self._execution = Execution(self.config, recorded, num_threads=shared.num_threads, max_slots=shared.max_slots, tables=shared.tables)
+        self._outputs = {name: (buffers[value.index], value.rows, blocks.result_width(value)) for name, value in outputs.items()}
+        recorded = Recorded(blocks.operations, widths, 0, 0, [])
+        self._execution = Execution(recorded, num_threads=shared.num_threads, max_slots=shared.max_slots, tables=shared.tables)
         if shared.storage is not None:
             self._execution.use_cache(shared.storage)
         shared.executions.append(self._execution)
@@ -120,12 +85,12 @@ class _Results(Mapping[str, FloatArray]):
 
     __slots__ = ("_execution", "_num_rows", "_outputs")
 
-    def __init__(self, execution: Execution, outputs: dict[str, tuple[int, bool, int]], num_rows: int, num_selected: int) -> None:
+    def __init__(self, execution: Execution, outputs: dict[str, tuple[int, Rows, int]], num_rows: int, num_selected: int) -> None:
         self._execution, self._outputs, self._num_rows = execution, outputs, (num_rows, num_selected)
 
     def __getitem__(self, name: str) -> FloatArray:
-        buffer, selected, width = self._outputs[name]
-        return self._execution.rows(buffer, self._num_rows[selected])[:, :width]
+        buffer, rows, width = self._outputs[name]
+        return self._execution.rows(buffer, self._num_rows[rows])[:, :width]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._outputs)

@@ -1,16 +1,13 @@
-"""The compiled kernels of this folder: found, loaded once, and described to ctypes.
-
-The records are those of kernels/native.h, field by field.
-"""
+"""The compiled kernels of this folder: found, loaded once, checked, and described to ctypes."""
 
 import ctypes
 import platform
-import struct
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
 from paceline.errors import BackendUnavailableError
+from paceline.runtimes.native.records import LAYOUT, Matrix, Pass, Program
 from paceline.runtimes.processor import processor_flags
 
 # What a processor must have for each of the levels, best first.
@@ -30,111 +27,12 @@ LANES = 16
 """Floats of a vector, as in kernels/vectors.h."""
 
 
-class Matrix(Structure):
-    """W [outputs, columns] as stored."""
-
-    _fields_ = (
-        ("kind", c_int32), ("outputs", c_int32), ("columns", c_int32), ("group", c_int32), ("zero_point", c_int32), ("out", c_int32),
-        ("row_bytes", c_int64), ("codes", c_void_p), ("scales", c_void_p), ("minimums", c_void_p), ("bias", c_void_p),
-    )  # fmt: skip
-
-
-class Operation(Structure):
-    """One step of a network."""
-
-    _fields_ = (
-        ("code", c_int32), ("x", c_int32), ("y", c_int32), ("z", c_int32), ("out", c_int32),
-        ("count", c_int32), ("width", c_int32), ("choice", c_int32), ("selected", c_int32),
-        ("number", c_float), ("limit", c_float), ("data", c_void_p),
-    )  # fmt: skip
-
-
-class Ranking(Structure):
-    """What is wanted of rows of logits."""
-
-    _fields_ = (("columns", c_int32), ("count", c_int32), ("target_ids", c_void_p))
-
-
-class Pass(Structure):
-    """The rows of one pass."""
-
-    _fields_ = (
-        ("rows", c_int32), ("selected_rows", c_int32), ("num_ranges", c_int32),
-        ("ranges", c_void_p), ("range_of_row", c_void_p), ("block_tables", c_void_p), ("masks", c_void_p), ("selected", c_void_p),
-        ("cos", c_void_p * 2), ("sin", c_void_p * 2), ("draws", c_void_p),
-    )  # fmt: skip
-
-
-class Program(Structure):
-    """A network with its buffers and its cache."""
-
-    _fields_ = (
-        ("operations", POINTER(Operation)), ("num_operations", c_int32), ("num_threads", c_int32),
-        ("buffers", c_void_p), ("packed", c_void_p), ("packed_rows", c_void_p), ("scratch", c_void_p), ("cache", c_void_p),
-        ("num_blocks", c_int32), ("block_size", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("head_size", c_int32),
-        ("rotary_half", c_int32), ("max_context", c_int32), ("most_columns", c_int32), ("tickets", c_void_p),
-    )  # fmt: skip
-
-
-class Choice(Structure):
-    """What a tree is chosen from."""
-
-    _fields_ = (
-        ("first", c_void_p), ("end", c_void_p), ("tokens", c_void_p), ("behind", c_void_p), ("probs", c_void_p), ("queue", c_void_p),
-        ("nodes", c_void_p), ("found", c_void_p),
-    )  # fmt: skip
-
-
-class Wanted(Structure):
-    """What every proposal brings."""
-
-    _fields_ = (
-        ("seed", c_uint64), ("sample_index", c_uint64), ("temperature", c_float), ("layout", c_int32), ("row_budget", c_int32),
-        ("most_depth", c_int32), ("base", c_int32), ("begin", c_int32), ("first_slot", c_int32), ("ranks", c_int32),
-    )  # fmt: skip
-
-
-WANTED = struct.Struct("=QQf7i")
-"""Writes a `Wanted` at once."""
-
-MOST_INPUTS = 16
-"""Of a network of pairs, besides the embedding."""
-
-
-class Growing(Structure):
-    """A draft of pairs that grows."""
-
-    _fields_ = (
-        ("wanted", Wanted), ("true_program", POINTER(Program)), ("program", POINTER(Program)), ("one_pass", POINTER(Pass)),
-        ("range", c_void_p), ("token_ids", c_void_p), ("features", c_void_p), ("table", c_void_p), ("tables", c_void_p * 4),
-        ("angles", c_void_p * 4), ("draws", c_void_p), ("masks", c_void_p), ("selected", c_void_p), ("frontier", c_void_p),
-        ("feature_rows", c_void_p), ("row_of", c_void_p), ("tokens", c_void_p), ("parents", c_void_p), ("first", c_void_p),
-        ("end", c_void_p), ("probs", c_void_p), ("reached", c_void_p), ("choice", Choice), ("row_bytes", c_int64), ("kind", c_int32),
-        ("num_embedded", c_int32), ("embedding_width", c_int32), ("feature_width", c_int32), ("num_ropes", c_int32), ("half", c_int32),
-        ("embedding", c_int32), ("feature", c_int32), ("feature_out", c_int32), ("ranked", c_int32), ("record_floats", c_int32),
-        ("count", c_int32), ("true_embedding", c_int32), ("true_feature", c_int32 * MOST_INPUTS), ("true_inputs", c_int32),
-        ("true_width", c_int32), ("true_feature_out", c_int32), ("true_ranked", c_int32), ("width", c_int32), ("depth", c_int32),
-        ("num_nodes", c_int32), ("num_rows", c_int32), ("num_passes", c_int32),
-    )  # fmt: skip
-
-
-class Heads(Structure):
-    """Heads that guess several positions from one feature."""
-
-    _fields_ = (
-        ("wanted", Wanted), ("program", POINTER(Program)), ("lm_head", POINTER(Program)), ("one_pass", POINTER(Pass)),
-        ("draws", c_void_p), ("feature", c_void_p), ("least", c_void_p), ("outs", c_void_p), ("first", c_void_p), ("end", c_void_p),
-        ("tokens", c_void_p), ("probs", c_void_p), ("choice", Choice), ("heads", c_int32), ("width", c_int32), ("feature_in", c_int32),
-        ("hidden", c_int32), ("ranked", c_int32), ("record_floats", c_int32), ("count", c_int32), ("num_asked", c_int32),
-    )  # fmt: skip
-
-
 @cache
 def kernels() -> ctypes.CDLL:
     """The library for this processor.
 
     Raises:
-        BackendUnavailableError: it was not built, or the processor is none we build for.
+        BackendUnavailableError: it was not built, the processor is none we build for, or its records are not those of this package.
     """
     path = kernels_path()
     if path is None:
@@ -142,6 +40,9 @@ def kernels() -> ctypes.CDLL:
             f"there are no native kernels for this machine ({platform.system()} on {platform.machine()}): use --backend torch"
         )
     library = ctypes.CDLL(str(path))
+    layout = getattr(library, "paceline_layout", None)
+    if layout is None or any(layout(index) != expected for index, expected in enumerate(LAYOUT)):
+        raise BackendUnavailableError(f"the native kernels {path} are of another build than this package: install paceline again")
     library.paceline_run.argtypes = [POINTER(Program), POINTER(Pass)]
     library.paceline_run.restype = None
     library.paceline_packed_floats.argtypes = [c_int32, c_int32]
@@ -154,10 +55,6 @@ def kernels() -> ctypes.CDLL:
     library.paceline_page_sums.restype = None
     library.paceline_ranking_floats.argtypes = [c_int32, c_int32]
     library.paceline_ranking_floats.restype = c_int32
-    library.paceline_grow.argtypes = [POINTER(Growing)]
-    library.paceline_grow.restype = None
-    library.paceline_grow_heads.argtypes = [POINTER(Heads)]
-    library.paceline_grow_heads.restype = None
     return library
 
 

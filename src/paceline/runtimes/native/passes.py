@@ -1,6 +1,7 @@
 """The description of a pass as kernels/native.h wants it, in memory that serves pass after pass."""
 
 from collections.abc import Sequence
+from ctypes import addressof, c_void_p
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ from numpy.typing import NDArray
 
 from paceline.runtimes.base import ForwardBatch, IntArray, RowRange
 from paceline.runtimes.head import Draws
-from paceline.runtimes.native.library import Pass
+from paceline.runtimes.native.records import Pass
 from paceline.runtimes.rotary import RotaryTables
 
 _LEAST = 64  # elements of every array
@@ -22,13 +23,15 @@ class PassMemory:
 
     Attributes:
         record: what the kernels are given.
-        ranges: [ranges, 6] start, rows, cached length, offset of the block table, offset of the mask or -1, first slot seen.
+        ranges: [ranges, 6] the fields of `records.Range`.
     """
 
     def __init__(self, tables: RotaryTables | None) -> None:
         self.record = Pass()
-        ropes = () if tables is None else range(len(tables.pairs))
-        self._angles = [_Angles(self.record.cos, self.record.sin, index, tables) for index in ropes if tables is not None]
+        count = 0 if tables is None else len(tables.pairs)
+        self._cos, self._sin = (c_void_p * count)(), (c_void_p * count)()
+        self.record.cos, self.record.sin = addressof(self._cos), addressof(self._sin)
+        self._angles = [_Angles(self._cos, self._sin, index, tables) for index in range(count) if tables is not None]
         self.ranges: IntArray = np.zeros((0, 6), np.int32)
         self._range_of_row: IntArray = np.zeros(0, np.int32)
         self._selected: IntArray = np.zeros(0, np.int32)
@@ -88,7 +91,7 @@ class _Angles:
     """The rows of one rope's tables that a pass needs: a single one is named where it lies, more are collected.
 
     Args:
-        cos, sin: the fields of the record.
+        cos, sin: addresses, by rope.
         index: of the rope.
         tables: of all ropes.
     """

@@ -1,53 +1,43 @@
 """The blocks of `runtimes/decoder.py` as a list of operations over buffers, which kernels/program.c runs."""
 
-import ctypes
 from collections.abc import Sequence
+from ctypes import c_int32
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any
 
-import numpy as np
-
-from paceline.models.config import Activation, ModelConfig
+from paceline.models.config import ModelConfig
+from paceline.models.layers import Activation, AttentionConfig
 from paceline.runtimes.decoder import decoder
 from paceline.runtimes.head import Ranking
-from paceline.runtimes.native import library
-from paceline.runtimes.native.library import Matrix, Operation
+from paceline.runtimes.native.library import LANES, kernels
+from paceline.runtimes.native.records import (
+    AddOperation,
+    AttentionOperation,
+    ConcatOperation,
+    GatedOperation,
+    GatherOperation,
+    LinearOperation,
+    Matrix,
+    NormOperation,
+    Operation,
+    Packing,
+    RankOperation,
+    RopeOperation,
+    Rows,
+    SiluResidualOperation,
+    SoftCapOperation,
+)
 from paceline.runtimes.native.strips import STRIP_KINDS
 from paceline.runtimes.native.weights import BF16_KIND, NativeWeights
 
 
-class Code(IntEnum):
-    """What an operation does, as in kernels/native.h."""
-
-    LINEAR = 0
-    NORM = 1
-    ROPE = 2
-    ATTENTION = 3
-    GATED = 4
-    ADD = 5
-    SELECT = 6
-    SOFT_CAP = 7
-    CONCAT = 8
-    SILU_RESIDUAL = 9
-    RANK = 10
-
-
-class Packing(IntEnum):
-    """How a product takes its rows, as in kernels/native.h."""
-
-    FLOATS = 0
-    PAIRS = 1  # rounded to bfloat16
-    BYTES = 2  # rounded to 8-bit codes in groups
-
-
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Rows of `width` floats, the result of one operation; `selected`: of the rows whose logits are wanted alone."""
+    """Rows of `width` floats, the result of one operation; `row_list`: of listed rows, the value that lists them."""
 
     index: int
     width: int
-    selected: bool = False
+    rows: Rows = Rows.ALL
+    row_list: int = -1
 
 
 class NativeBlocks:
@@ -59,16 +49,15 @@ class NativeBlocks:
         self.values: list[Value] = []
         self.inputs: dict[str, Value] = {}  # values that the runtime fills
         self.operations: list[Operation] = []
-        self.matrices: list[ctypes.Array[Matrix]] = []  # kept alive: operations hold their addresses
-        self.rankings: list[tuple[library.Ranking, Any]] = []  # so are these
+        self._num_rankings = 0
         self._shown: dict[int, int] = {}  # floats of values that are wider than what they hold in the end
 
     def result_width(self, value: Value) -> int:
         """Floats of a row that are the result; the rest is memory its operation works in."""
         return self._shown.get(value.index, value.width)
 
-    def value(self, width: int, *, selected: bool = False) -> Value:
-        self.values.append(Value(len(self.values), width, selected))
+    def value(self, width: int, rows: Rows = Rows.ALL, row_list: int = -1) -> Value:
+        self.values.append(Value(len(self.values), width, rows, row_list))
         return self.values[-1]
 
     def embedding(self, name: str) -> Value:
@@ -83,71 +72,78 @@ class NativeBlocks:
     def concat(self, *values: Value) -> Value:
         joined = values[0]
         for value in values[1:]:
-            out = self.value(joined.width + value.width, selected=joined.selected)
-            joined = self._add(Code.CONCAT, joined, value, out=out, count=joined.width)
+            operation = ConcatOperation(x=joined.index, y=value.index, x_width=joined.width, y_width=value.width)
+            joined = self._add(operation, joined, joined.width + value.width)
         return joined
 
     def silu_residual(self, x: Value, y: Value) -> Value:
-        return self._add(Code.SILU_RESIDUAL, x, y, out=self.value(x.width, selected=x.selected))
+        return self._add(SiluResidualOperation(x=x.index, y=y.index, width=x.width), x)
 
     def rank(self, logits: Value, ranking: Ranking) -> Value:
-        columns = min(ranking.columns, logits.width)
-        ids = None
+        columns, ids = min(ranking.columns, logits.width), None
         if ranking.target_ids is not None:
-            ids = np.zeros(columns + library.LANES, np.int32)
-            ids[:columns] = ranking.target_ids[:columns]
-        wanted = library.Ranking(columns, ranking.count, None if ids is None else ids.ctypes.data)
-        self.rankings.append((wanted, ids))
-        out = self.value(library.kernels().paceline_ranking_floats(columns, ranking.count), selected=logits.selected)
+            ids = (c_int32 * (columns + LANES))(*ranking.target_ids[:columns].tolist())
+        operation = RankOperation(
+            x=logits.index, width=logits.width, number=self._num_rankings, columns=columns, count=ranking.count, target_ids=ids
+        )
+        self._num_rankings += 1
+        out = self._add(operation, logits, kernels().paceline_ranking_floats(columns, ranking.count))
         self._shown[out.index] = 2 + 2 * ranking.count
-        number = len(self.rankings) - 1
-        return self._add(Code.RANK, logits, out=out, width=logits.width, choice=number, data=ctypes.addressof(wanted))
+        return out
 
     def linear(self, x: Value, *names: str) -> tuple[Value, ...]:
         outs = []
         alike: dict[tuple[int, ...], list[Matrix]] = {}
         for name in names:
             matrix = self._weights.matrix(name, len(self.values))
-            outs.append(self.value(matrix.outputs, selected=x.selected))
+            outs.append(self.value(matrix.outputs, x.rows, x.row_list))
             alike.setdefault(self._packing(matrix), []).append(matrix)
         for (packing, *_), matrices in alike.items():
             array = (Matrix * len(matrices))(*matrices)
-            self.matrices.append(array)
-            self._add(Code.LINEAR, x, out=self.values[array[0].out], count=len(matrices), choice=packing, data=ctypes.addressof(array))
+            self._record(LinearOperation(x=x.index, num_matrices=len(array), packing=packing, matrices=array), outs[0])
         return tuple(outs)
 
     def rms_norm(self, x: Value, name: str) -> Value:
-        return self._norm(x, name, 1)
+        return self.head_norm(x, name, 1)
 
     def head_norm(self, x: Value, name: str, num_heads: int) -> Value:
-        return self._norm(x, name, num_heads)
-
-    def rope(self, x: Value, num_heads: int, layer: int) -> Value:
-        out = self.value(x.width)
-        table = self._config.ropes.index(self._config.rope_of(layer))
-        return self._add(Code.ROPE, x, out=out, count=num_heads, width=x.width // num_heads, choice=table)
-
-    def attention(self, q: Value, k: Value, v: Value, layer: int) -> Value:
         config = self._config
-        cap, window = config.attention_soft_cap or 0.0, config.window_of(layer) or 0
-        out = self.value(q.width)
-        return self._add(Code.ATTENTION, q, k, v, out=out, count=window, choice=layer, number=config.attention_scale, limit=cap)
+        weight = self._weights.vector(name + ".weight", exact=config.norm_offset)
+        return self._add(
+            NormOperation(x=x.index, heads=num_heads, head_size=x.width // num_heads, epsilon=config.norm_eps, weight=weight), x
+        )
 
-    def gated_mlp(self, gate: Value, up: Value) -> Value:
-        choice = (Activation.SILU, Activation.GELU_TANH).index(self._config.activation)
-        return self._add(Code.GATED, gate, up, out=self.value(gate.width), choice=choice)
+    def rope(self, x: Value, num_heads: int, attention: AttentionConfig) -> Value:
+        rope, head_size = attention.rope, attention.head_size
+        half, table = rope.rotary_size(head_size) // 2, self._config.rotations.index((rope, head_size))
+        return self._add(RopeOperation(x=x.index, heads=num_heads, head_size=head_size, rotary_half=half, table=table), x)
+
+    def attention(self, q: Value, k: Value, v: Value, attention: AttentionConfig, layer: int) -> Value:
+        operation = AttentionOperation(
+            q=q.index, k=k.index, v=v.index, heads=attention.num_heads, kv_heads=attention.num_kv_heads, head_size=attention.head_size,
+            layer=layer, window=attention.window or 0, scale=attention.scale, soft_cap=attention.soft_cap or 0.0,
+        )  # fmt: skip
+        return self._add(operation, q)
+
+    def gated(self, gate: Value, up: Value, activation: Activation) -> Value:
+        number = (Activation.SILU, Activation.GELU_TANH).index(activation)
+        return self._add(GatedOperation(x=gate.index, up=up.index, width=gate.width, activation=number), gate)
 
     def add(self, x: Value, y: Value) -> Value:
-        return self._add(Code.ADD, x, y, out=self.value(x.width))
+        return self._add(AddOperation(x=x.index, y=y.index, width=x.width), x)
 
     def logits_rows(self, x: Value) -> Value:
-        return self._add(Code.SELECT, x, out=self.value(x.width, selected=True))
+        return self._record(GatherOperation(x=x.index, width=x.width), self.value(x.width, Rows.WANTED))
+
+    def listed_rows(self, x: Value, row_list: Value) -> Value:
+        """The rows of x whose numbers `row_list` holds as int32 from its first float on, their count in front."""
+        return self._record(GatherOperation(x=x.index, width=x.width), self.value(x.width, Rows.LISTED, row_list.index))
 
     def lm_head(self, x: Value, name: str) -> Value:
         return self.linear(x, name)[0]
 
     def soft_cap(self, x: Value, cap: float) -> Value:
-        return self._add(Code.SOFT_CAP, x, out=self.value(x.width, selected=x.selected), limit=cap)
+        return self._add(SoftCapOperation(x=x.index, width=x.width, cap=cap), x)
 
     def _packing(self, matrix: Matrix) -> tuple[int, ...]:
         """How its rows are packed: what is the same for two matrices can serve both.
@@ -159,20 +155,13 @@ class NativeBlocks:
             return Packing.BYTES, matrix.group, matrix.zero_point
         return (Packing.PAIRS if self._weights.rounds_to_bf16 and matrix.kind == BF16_KIND else Packing.FLOATS,)
 
-    def _norm(self, x: Value, name: str, num_heads: int) -> Value:
-        weight = self._weights.vector(name + ".weight", exact=self._config.norm_offset)
-        out = self.value(x.width, selected=x.selected)
-        width = x.width // num_heads
-        return self._add(Code.NORM, x, out=out, count=num_heads, width=width, number=self._config.norm_eps, data=weight)
+    def _add(self, operation: Operation, like: Value, width: int | None = None) -> Value:
+        """Record an operation on the rows of a value, whose result is as wide unless `width` says otherwise."""
+        return self._record(operation, self.value(like.width if width is None else width, like.rows, like.row_list))
 
-    def _add(
-        self, code: Code, x: Value, y: Value | None = None, z: Value | None = None, *, out: Value, count: int = 0,
-        width: int | None = None, choice: int = 0, number: float = 0.0, limit: float = 0.0, data: int | None = None,
-    ) -> Value:  # fmt: skip
-        numbers = [-1 if value is None else value.index for value in (x, y, z)]
-        self.operations.append(
-            Operation(code, *numbers, out.index, count, out.width if width is None else width, choice, out.selected, number, limit, data)
-        )
+    def _record(self, operation: Operation, out: Value) -> Value:
+        operation.out, operation.rows, operation.row_list = out.index, out.rows, out.row_list
+        self.operations.append(operation)
         return out
 
 
@@ -181,20 +170,16 @@ class Recorded:
     """A network as operations.
 
     Attributes:
-        operations: they and the matrices name buffers, not values.
-        matrices: alive as long as the operations.
+        operations: they and their matrices name buffers, not values.
         widths: floats a row of each buffer.
         logits, hidden, collected: the buffers of the results.
-        most_columns: of the widest product's input.
     """
 
     operations: list[Operation]
-    matrices: list[ctypes.Array[Matrix]]
     widths: list[int]
     logits: int
     hidden: int
     collected: list[int]
-    most_columns: int
 
 
 def record(config: ModelConfig, weights: NativeWeights, collect_layers: Sequence[int]) -> Recorded:
@@ -203,13 +188,7 @@ def record(config: ModelConfig, weights: NativeWeights, collect_layers: Sequence
     logits, hidden, collected = decoder(blocks, config, collect_layers)
     buffers, widths = share_memory(blocks, {logits.index, hidden.index, *(value.index for value in collected)})
     results = [buffers[value.index] for value in collected]
-    most = most_columns(blocks)
-    return Recorded(blocks.operations, blocks.matrices, widths, buffers[logits.index], buffers[hidden.index], results, most)
-
-
-def most_columns(blocks: NativeBlocks) -> int:
-    """Of the widest product's input."""
-    return max([matrices[0].columns for matrices in blocks.matrices], default=0)
+    return Recorded(blocks.operations, widths, buffers[logits.index], buffers[hidden.index], results)
 
 
 def share_memory(blocks: NativeBlocks, kept: set[int]) -> tuple[list[int], list[int]]:
@@ -223,38 +202,36 @@ def share_memory(blocks: NativeBlocks, kept: set[int]) -> tuple[list[int], list[
     """
     buffers, widths = _assign_buffers(blocks, kept | {value.index for value in blocks.inputs.values()})
     for operation in blocks.operations:
-        for field in ("x", "y", "z", "out"):
-            value = getattr(operation, field)
-            setattr(operation, field, buffers[value] if value >= 0 else -1)
-    for matrices in blocks.matrices:
-        for matrix in matrices:
+        for field in (*operation.INPUTS, "out", "row_list"):
+            if (value := getattr(operation, field)) >= 0:
+                setattr(operation, field, buffers[value])
+        for matrix in matrices_of(operation):
             matrix.out = buffers[matrix.out]
     return buffers, widths
 
 
+def matrices_of(operation: Operation) -> list[Matrix]:
+    """Those of a product; no other operation has any."""
+    return operation.matrices[: operation.num_matrices] if isinstance(operation, LinearOperation) else []
+
+
 def _assign_buffers(blocks: NativeBlocks, kept: set[int]) -> tuple[list[int], list[int]]:
     """One is free again once the last reader of its value has run."""
-    outs = [[operation.out] for operation in blocks.operations]
-    products = iter(blocks.matrices)
-    for index, operation in enumerate(blocks.operations):
-        if operation.code == Code.LINEAR:
-            outs[index] = [matrix.out for matrix in next(products)]
-    last_read = {}
-    for index, operation in enumerate(blocks.operations):
-        last_read.update({value: index for value in (operation.x, operation.y, operation.z) if value >= 0})
+    reads = [{getattr(operation, field) for field in (*operation.INPUTS, "row_list")} - {-1} for operation in blocks.operations]
+    last_read = {value: index for index, values in enumerate(reads) for value in values}
     buffers = [0] * len(blocks.values)
     widths = [value.width for value in blocks.inputs.values()]
     for index, value in enumerate(blocks.inputs.values()):
         buffers[value.index] = index
     free: dict[int, list[int]] = {}
     for index, operation in enumerate(blocks.operations):
-        for out in outs[index]:
+        for out in [matrix.out for matrix in matrices_of(operation)] or [operation.out]:
             width = blocks.values[out].width
             if not free.get(width):
                 free.setdefault(width, []).append(len(widths))
                 widths.append(width)
             buffers[out] = free[width].pop()
-        for value in {operation.x, operation.y, operation.z} - {-1}:
-            if last_read[value] == index and value not in kept:
-                free.setdefault(blocks.values[value].width, []).append(buffers[value])
+        for read in reads[index]:
+            if last_read[read] == index and read not in kept:
+                free.setdefault(blocks.values[read].width, []).append(buffers[read])
     return buffers, widths

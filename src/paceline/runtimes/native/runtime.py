@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from paceline.config import MAX_PASS_ROWS
 from paceline.errors import CapacityError
-from paceline.kv_cache.key_values import KeyValues, kv_shape
-from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.key_values import KeyValues
+from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.mapped_files import MappedFiles
@@ -73,9 +73,8 @@ class NativeRuntime(Runtime):
         self._warm_up()
 
     def new_cache(self, num_blocks: int) -> KVCache:
-        config = self.config
         try:
-            storage = np.zeros(kv_shape(config.num_layers, config.num_kv_heads, config.head_size, num_blocks), np.float32)
+            storage = np.zeros(self.config.kv_shape(num_blocks, BLOCK_SIZE), np.float32)
         except MemoryError as error:
             raise CapacityError(f"a cache of {num_blocks} blocks does not fit in memory: lower cache_gb") from error
         self._execution.use_cache(storage)
@@ -100,7 +99,7 @@ class NativeRuntime(Runtime):
         return embedding_rows(self._embedding, token_ids, self.config, self._round_to)
 
     def _executed(self, recorded: Recorded) -> Execution:
-        return Execution(self.config, recorded, num_threads=self._num_threads, max_slots=self._max_slots, tables=self._tables)
+        return Execution(recorded, num_threads=self._num_threads, max_slots=self._max_slots, tables=self._tables)
 
     def _warm_up(self) -> None:
         """Read every weight once, so that the first request finds them in memory."""

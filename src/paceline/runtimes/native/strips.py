@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.models.grouped import GroupedMatrix
-from paceline.runtimes.native.library import Matrix, kernels
+from paceline.runtimes.native.library import kernels
+from paceline.runtimes.native.records import Matrix
 
 OUTPUTS = 16
 MAX_GROUP = 256

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix
 from paceline.models.weights import GroupedTensor, Tensor, Weights, as_float32
-from paceline.runtimes.native.library import Matrix
+from paceline.runtimes.native.records import Matrix
 from paceline.runtimes.native.strips import MAX_GROUP, Strips, in_strips
 from paceline.runtimes.rounding import rounded, to_bf16
 

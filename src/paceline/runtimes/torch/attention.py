@@ -5,34 +5,23 @@ q [T, H, D], keys and values [num_blocks, K, block_size, D] of that layer, the p
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from paceline.models.layers import AttentionConfig
 from paceline.runtimes.base import BoolArray, RowRange
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """What becomes of q . k before the softmax: times `scale` (None = D ** -0.5), then soft_cap * tanh(score / soft_cap)."""
-
-    scale: float | None = None
-    soft_cap: float | None = None
-
-
-_PLAIN_SCORES = Scores()
 
 
 class Attention(Protocol):
     """One pass's attention."""
 
-    def __call__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    def __call__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, config: AttentionConfig) -> torch.Tensor:
         """
         Args:
-            window: of what a row may see the last so many; None = all of it.
+            config: of the layer: its scale, soft cap and window count here.
         """
         ...
 
@@ -51,17 +40,16 @@ def visible_slots(rows: RowRange, window: int | None = None) -> BoolArray:
     return mask
 
 
-def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scores: Scores) -> torch.Tensor:
+def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, config: AttentionConfig) -> torch.Tensor:
     """q [B, H, T, D] over keys and values [B, K, slots, D]; mask broadcastable to [B, H, T, slots], True = may attend.
 
     Source: the soft cap is that of Gemma 2 (Gemma Team 2024, section 2).
     """
-    if scores.soft_cap is None:
-        return scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scores.scale, enable_gqa=True)
+    if config.soft_cap is None:
+        return scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=config.scale, enable_gqa=True)
     group = q.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
-    capped = torch.tanh(torch.matmul(q, keys.transpose(-1, -2)) * scale / scores.soft_cap) * scores.soft_cap
+    capped = torch.tanh(torch.matmul(q, keys.transpose(-1, -2)) * config.scale / config.soft_cap) * config.soft_cap
     if mask is not None:
         capped = capped.masked_fill(~mask, -torch.inf)
     return torch.matmul(torch.softmax(capped, dim=-1, dtype=torch.float32).to(q.dtype), values)
@@ -70,9 +58,8 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torc
 class PlainAttention:
     """Range by range: gather its blocks, mask, attend."""
 
-    def __init__(self, ranges: Sequence[RowRange], block_size: int, device: torch.device, scores: Scores = _PLAIN_SCORES) -> None:
+    def __init__(self, ranges: Sequence[RowRange], block_size: int, device: torch.device) -> None:
         self._ranges = ranges
-        self._scores = scores
         self._device = device
         self._blocks = []
         self._masks: dict[int | None, list[torch.Tensor | None]] = {}
@@ -80,7 +67,8 @@ class PlainAttention:
             num_blocks = -(-(rows.cached_len + rows.num_rows) // block_size)
             self._blocks.append(torch.from_numpy(rows.block_table[:num_blocks].astype(np.int64)).to(device))
 
-    def __call__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    def __call__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, config: AttentionConfig) -> torch.Tensor:
+        window = config.window
         if window not in self._masks:
             masks = [visible_slots(rows, window) for rows in self._ranges]
             self._masks[window] = [None if mask.all() else torch.from_numpy(mask).to(self._device) for mask in masks]
@@ -93,7 +81,7 @@ class PlainAttention:
                 keys[blocks].transpose(0, 1).flatten(1, 2)[None, :, :num_slots],
                 values[blocks].transpose(0, 1).flatten(1, 2)[None, :, :num_slots],
                 mask,
-                self._scores,
+                config,
             )
             attended[own] = result[0].transpose(0, 1)
         return attended
@@ -102,9 +90,8 @@ class PlainAttention:
 class PaddedAttention:
     """All ranges in one call, padded to the longest: few launches, at the price of reading padding."""
 
-    def __init__(self, ranges: Sequence[RowRange], block_size: int, device: torch.device, scores: Scores = _PLAIN_SCORES) -> None:
+    def __init__(self, ranges: Sequence[RowRange], block_size: int, device: torch.device) -> None:
         self._ranges = ranges
-        self._scores = scores
         num_rows = max(rows.num_rows for rows in ranges)
         num_blocks = max(-(-(rows.cached_len + rows.num_rows) // block_size) for rows in ranges)
         tables = np.zeros((len(ranges), num_blocks), np.int64)
@@ -121,7 +108,8 @@ class PaddedAttention:
         self._row_range = torch.tensor(row_range, device=device)
         self._row_in_range = torch.tensor(row_in_range, device=device)
 
-    def __call__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    def __call__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, config: AttentionConfig) -> torch.Tensor:
+        window = config.window
         if window not in self._masks:
             self._masks[window] = torch.from_numpy(self._mask(window)).to(q.device)
         padded = q.new_zeros(len(self._tables), self._num_rows, *q.shape[1:])
@@ -131,7 +119,7 @@ class PaddedAttention:
             keys[self._tables].transpose(1, 2).flatten(2, 3),
             values[self._tables].transpose(1, 2).flatten(2, 3),
             self._masks[window],
-            self._scores,
+            config,
         )
         return attended.transpose(1, 2)[self._row_range, self._row_in_range]
 

@@ -4,8 +4,10 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from paceline.models.config import Activation, ModelConfig, RopeConfig
+from paceline.models.config import ModelConfig
+from paceline.models.layers import Activation, AttentionConfig
 from paceline.models.rope import inverse_frequencies
+from paceline.models.rope_config import RopeConfig
 from paceline.runtimes.base import ForwardBatch
 from paceline.runtimes.torch.attention import Attention
 from paceline.runtimes.torch.weights import TorchWeights
@@ -17,15 +19,15 @@ class TorchBlocks:
     def __init__(
         self, config: ModelConfig, weights: TorchWeights, storage: torch.Tensor, batch: ForwardBatch, attention: Attention
     ) -> None:
-        device, dtype = storage.device, storage.dtype
+        device = storage.device
         self._config = config
         self._weights = weights
         self._storage = storage
         self._attention = attention
         self._token_ids = torch.from_numpy(batch.token_ids.astype(np.int64)).to(device)
         self._logits_rows = torch.from_numpy(batch.logits_rows.astype(np.int64)).to(device)
-        positions = torch.from_numpy(batch.positions).to(device)
-        self._rotations = {rope: _rotations(rope, config.head_size, positions, dtype) for rope in config.ropes}
+        self._positions = torch.from_numpy(batch.positions).to(device)
+        self._rotations: dict[tuple[RopeConfig, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._block_of_row, self._slot_of_row = _slots_of_rows(batch, storage.shape[3], device)
 
     def embedding(self, name: str) -> torch.Tensor:
@@ -45,21 +47,24 @@ class TorchBlocks:
     def head_norm(self, x: torch.Tensor, name: str, num_heads: int) -> torch.Tensor:
         return self.rms_norm(_heads(x, num_heads), name).flatten(-2)
 
-    def rope(self, x: torch.Tensor, num_heads: int, layer: int) -> torch.Tensor:
+    def rope(self, x: torch.Tensor, num_heads: int, attention: AttentionConfig) -> torch.Tensor:
         """Rotate the pairs (j, j + R/2) of the first R values of each head."""
-        cos, sin = self._rotations[self._config.rope_of(layer)]
+        key = attention.rope, attention.head_size
+        if key not in self._rotations:
+            self._rotations[key] = _rotations(*key, self._positions, x.dtype)
+        cos, sin = self._rotations[key]
         heads, passed = _heads(x, num_heads).tensor_split([cos.shape[-1]], dim=-1)
         first, second = heads.chunk(2, dim=-1)
         return torch.cat((heads * cos + torch.cat((-second, first), dim=-1) * sin, passed), dim=-1).flatten(-2)
 
-    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
+    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: AttentionConfig, layer: int) -> torch.Tensor:
         keys, values = self._storage[2 * layer], self._storage[2 * layer + 1]
-        keys[self._block_of_row, :, self._slot_of_row] = _heads(k, self._config.num_kv_heads)
-        values[self._block_of_row, :, self._slot_of_row] = _heads(v, self._config.num_kv_heads)
-        return self._attention(_heads(q, self._config.num_heads), keys, values, self._config.window_of(layer)).flatten(-2)
+        keys[self._block_of_row, :, self._slot_of_row] = _heads(k, attention.num_kv_heads)
+        values[self._block_of_row, :, self._slot_of_row] = _heads(v, attention.num_kv_heads)
+        return self._attention(_heads(q, attention.num_heads), keys, values, attention).flatten(-2)
 
-    def gated_mlp(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        activated = F.silu(gate) if self._config.activation is Activation.SILU else F.gelu(gate, approximate="tanh")
+    def gated(self, gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        activated = F.silu(gate) if activation is Activation.SILU else F.gelu(gate, approximate="tanh")
         return activated * up
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -8,13 +8,13 @@ import torch
 from torch.nn import functional as F
 
 from paceline.errors import CapacityError
-from paceline.kv_cache.key_values import PagedRows, kv_shape
+from paceline.kv_cache.key_values import PagedRows
 from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.models.config import ModelConfig
 from paceline.models.weights import Weights, as_float32
 from paceline.runtimes.base import FloatArray, ForwardBatch, RowRange
 from paceline.runtimes.head import Compose, Draws, HeadRuntime, Ranking
-from paceline.runtimes.torch.attention import Attention, PaddedAttention, PlainAttention, Scores
+from paceline.runtimes.torch.attention import Attention, PaddedAttention, PlainAttention
 from paceline.runtimes.torch.blocks import TorchBlocks
 from paceline.runtimes.torch.ranking import rank_rows
 from paceline.runtimes.torch.weights import FusedLinear
@@ -114,7 +114,7 @@ class TorchHead(HeadRuntime):
             batch = replace(batch, ranges=(RowRange(0, num_rows, 0, np.zeros(-(-num_rows // BLOCK_SIZE), np.int32)),))
         attention_type = PlainAttention if shared.device.type == "cpu" else PaddedAttention
         with torch.inference_mode():
-            attention = attention_type(batch.ranges, BLOCK_SIZE, shared.device, Scores(config.attention_scale, config.attention_soft_cap))
+            attention = attention_type(batch.ranges, BLOCK_SIZE, shared.device)
             blocks = TorchHeadBlocks(config, shared.weights, shared.storage, batch, attention, inputs, draws)
             return _Results(self.compose(blocks))
 
@@ -134,7 +134,7 @@ class TorchHead(HeadRuntime):
 
     @staticmethod
     def _zeros(config: ModelConfig, num_blocks: int, device: torch.device | str) -> torch.Tensor:
-        return torch.zeros(kv_shape(config.num_layers, config.num_kv_heads, config.head_size, num_blocks), device=device)
+        return torch.zeros(config.kv_shape(num_blocks, BLOCK_SIZE), device=device)
 
 
 class _Results(Mapping[str, FloatArray]):

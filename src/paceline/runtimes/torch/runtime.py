@@ -7,14 +7,14 @@ import torch
 from torch.nn import functional as F
 
 from paceline.errors import BackendUnavailableError, CapacityError, ConfigError
-from paceline.kv_cache.key_values import KeyValues, kv_shape
+from paceline.kv_cache.key_values import KeyValues
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.weights import Weights
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Numerics, Runtime
 from paceline.runtimes.decoder import decoder
-from paceline.runtimes.torch.attention import PaddedAttention, PlainAttention, Scores
+from paceline.runtimes.torch.attention import PaddedAttention, PlainAttention
 from paceline.runtimes.torch.blocks import TorchBlocks, scaled_rows
 from paceline.runtimes.torch.weights import DTYPES, TorchWeights
 
@@ -62,9 +62,10 @@ class TorchRuntime(Runtime):
             ) from error
 
     def new_cache(self, num_blocks: int) -> KVCache:
-        shape = kv_shape(self.config.num_layers, self.config.num_kv_heads, self.config.head_size, num_blocks)
         try:
-            self._storage = torch.zeros(shape, dtype=DTYPES[self.capabilities.weight_type], device=self._device)
+            self._storage = torch.zeros(
+                self.config.kv_shape(num_blocks, BLOCK_SIZE), dtype=DTYPES[self.capabilities.weight_type], device=self._device
+            )
         except (RuntimeError, MemoryError) as error:
             raise CapacityError(
                 f"a cache of {num_blocks} blocks cannot be allocated on {self.capabilities.device!r}; ask for fewer"
@@ -77,8 +78,7 @@ class TorchRuntime(Runtime):
         self.num_passes += 1
         attention_type = PlainAttention if self._device.type == "cpu" else PaddedAttention
         with torch.inference_mode():
-            scores = Scores(self.config.attention_scale, self.config.attention_soft_cap)
-            attention = attention_type(batch.ranges, BLOCK_SIZE, self._device, scores)
+            attention = attention_type(batch.ranges, BLOCK_SIZE, self._device)
             blocks = TorchBlocks(self.config, self._weights, self._storage, batch, attention)
             logits, hidden, collected = decoder(blocks, self.config, self._collect_layers)
             return ForwardOutput(_to_numpy(logits), _to_numpy(hidden), _to_numpy(torch.stack(collected)) if collected else None)

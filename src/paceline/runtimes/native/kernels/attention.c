@@ -6,41 +6,43 @@
 /* Rows of the cache that one call works through before it turns to the next query head: their keys stay in the nearest cache. */
 #define STRETCH 64
 
-/* The cache holds, for each layer, keys (side 0) and values (side 1) as [num_blocks][kv_heads][block_size][head_size]. */
-static float *side_of(const Program *program, int layer, int side, int kv_head) {
-    const size_t plane = (size_t)(2 * layer + side) * (size_t)program->num_blocks * (size_t)program->kv_heads + (size_t)kv_head;
-    return program->cache + plane * (size_t)program->block_size * (size_t)program->head_size;
+/* Where a kv head's keys (side 0) or values (side 1) begin: a layer's are [num_blocks][kv_heads][block_size][head_size]. */
+static float *side_of(const Program *program, const AttentionOperation *own, int side, int kv_head) {
+    return program->planes[2 * own->layer + side] + (size_t)kv_head * (size_t)program->block_size * (size_t)own->head_size;
 }
 
 /* Row of a slot, counted from `side_of`. */
-static int32_t row_of(const Program *program, const int32_t *table, int slot) {
-    return table[slot / program->block_size] * program->kv_heads * program->block_size + slot % program->block_size;
+static int32_t row_of(const Program *program, const AttentionOperation *own, const int32_t *table, int slot) {
+    return table[slot / program->block_size] * own->kv_heads * program->block_size + slot % program->block_size;
 }
 
 /* Write one row's k and v [kv_heads * head_size] to its slot. */
-void keep_row(const Program *program, const Pass *pass, int layer, int row, const float *k, const float *v) {
+void write_kv(const Program *program, const Pass *pass, const AttentionOperation *own, int row) {
     const Range *range = pass->ranges + pass->range_of_row[row];
-    const size_t size = (size_t)program->head_size;
-    const int32_t place = row_of(program, pass->block_tables + range->table, range->cached_len + row - range->start);
-    for (int head = 0; head < program->kv_heads; head++) {
-        memcpy(side_of(program, layer, 0, head) + (size_t)place * size, k + (size_t)head * size, size * sizeof(float));
-        memcpy(side_of(program, layer, 1, head) + (size_t)place * size, v + (size_t)head * size, size * sizeof(float));
+    const size_t size = (size_t)own->head_size, begin = (size_t)row * (size_t)own->kv_heads * size;
+    const float *k = program->buffers[own->k] + begin, *v = program->buffers[own->v] + begin;
+    const int32_t place = row_of(program, own, pass->block_tables + range->table, range->cached_len + row - range->start);
+    for (int head = 0; head < own->kv_heads; head++) {
+        memcpy(side_of(program, own, 0, head) + (size_t)place * size, k + (size_t)head * size, size * sizeof(float));
+        memcpy(side_of(program, own, 1, head) + (size_t)place * size, v + (size_t)head * size, size * sizeof(float));
     }
 }
 
 /* Rows of the cache that `row` may see, in the order of their slots. */
-static int visible_rows(const Program *program, const Pass *pass, const Range *range, int row, int32_t *visible) {
+static int visible_rows(const Program *program, const Pass *pass, const AttentionOperation *own, int row, int32_t *visible) {
+    const Range *range = pass->ranges + pass->range_of_row[row];
     const int32_t *table = pass->block_tables + range->table;
     const int index = row - range->start, size = program->block_size, causal = range->mask < 0;
     const int known = range->cached_len + (causal ? index + 1 : 0);
     int count = 0, slot = range->first_slot;
     while (slot < known) {
-        const int32_t first = table[slot / size] * program->kv_heads * size;
+        const int32_t first = table[slot / size] * own->kv_heads * size;
         for (int32_t in_block = slot % size; in_block < size && slot < known; in_block++, slot++) visible[count++] = first + in_block;
     }
     if (!causal)
         for (int other = 0; other < range->rows; other++)
-            if (pass->masks[range->mask + index * range->rows + other]) visible[count++] = row_of(program, table, range->cached_len + other);
+            if (pass->masks[range->mask + index * range->rows + other])
+                visible[count++] = row_of(program, own, table, range->cached_len + other);
     return count;
 }
 
@@ -113,8 +115,8 @@ static void score(const Seen *seen, const float *q, int from, int end, int group
             score_heads(seen, q + head * size, from, end, scale, scores + head * seen->room, 1, parts, 0);
 }
 
-/* Scores to weights that are not yet divided by their sum, which is returned. `count` is followed by 16 floats of room. */
-static float soften(float *scores, int count) {
+/* The first half of softmax: each score becomes exp(score - largest); returns the sum. 16 floats of room follow the scores. */
+static float exponentials(float *scores, int count) {
     float largest = scores[0];
     for (int i = 1; i < count; i++) largest = scores[i] > largest ? scores[i] : largest;
     floats sum = broadcast(0.0f);
@@ -164,27 +166,26 @@ static void add_weighted(const Seen *seen, const float *weights, int from, int e
 }
 
 /* The query heads of `kv_head` in one row. Scratch: the visible rows, then each head's scores. */
-void attend(const Program *program, const Pass *pass, const Operation *operation, int row, int kv_head, float *scratch) {
-    const int size = program->head_size, group = program->heads / program->kv_heads, room = program->max_context + LANES;
+void attend(const Program *program, const Pass *pass, const AttentionOperation *own, int row, int kv_head, float *scratch) {
+    const int size = own->head_size, group = own->heads / own->kv_heads, room = program->max_context + LANES;
     int32_t *visible = (int32_t *)scratch;
     float *scores = scratch + room;
-    int count = visible_rows(program, pass, pass->ranges + pass->range_of_row[row], row, visible);
-    if (operation->count && count > operation->count) { /* a window: what is seen is a path, each row one position behind the one before */
-        visible += count - operation->count;
-        count = operation->count;
+    int count = visible_rows(program, pass, own, row, visible);
+    if (own->window && count > own->window) { /* what is seen is a path, each row one position behind the one before */
+        visible += count - own->window;
+        count = own->window;
     }
-    const size_t place = ((size_t)row * (size_t)program->heads + (size_t)(kv_head * group)) * (size_t)size;
-    const float *q = program->buffers[operation->x] + place, *keys = side_of(program, operation->choice, 0, kv_head);
-    const float *values = side_of(program, operation->choice, 1, kv_head);
-    float *out = program->buffers[operation->out] + place;
-    const Seen seen = {keys, values, visible, count, size, room};
+    const size_t place = ((size_t)row * (size_t)own->heads + (size_t)(kv_head * group)) * (size_t)size;
+    const float *q = program->buffers[own->q] + place;
+    float *out = program->buffers[own->head.out] + place;
+    const Seen seen = {side_of(program, own, 0, kv_head), side_of(program, own, 1, kv_head), visible, count, size, room};
     for (int from = 0; from < count; from += STRETCH)
-        score(&seen, q, from, count - from < STRETCH ? count : from + STRETCH, group, operation->number, scores);
+        score(&seen, q, from, count - from < STRETCH ? count : from + STRETCH, group, own->scale, scores);
     for (int head = 0; head < group; head++) {
-        float *own = scores + head * room;
-        if (operation->limit > 0.0f) soft_cap(own, count, operation->limit, own);
-        const float share = 1.0f / soften(own, count);
-        for (int i = 0; i < count; i += LANES) store(own + i, load(own + i) * broadcast(share));
+        float *of_head = scores + head * room;
+        if (own->soft_cap > 0.0f) soft_cap(of_head, count, own->soft_cap, of_head);
+        const float share = 1.0f / exponentials(of_head, count);
+        for (int i = 0; i < count; i += LANES) store(of_head + i, load(of_head + i) * broadcast(share));
     }
     memset(out, 0, (size_t)(group * size) * sizeof(float));
     for (int from = 0; from < count; from += STRETCH)

@@ -1,9 +1,11 @@
-/* Records shared with runtimes/native/program.py (ctypes), and what the files of this folder offer one another. */
+/* Records shared with runtimes/native/records.py (ctypes), and what the files of this folder offer one another. */
 #ifndef PACELINE_NATIVE_H
 #define PACELINE_NATIVE_H
 
 #include <stddef.h>
 #include <stdint.h>
+
+#define KERNELS_VERSION 1 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
 
 /* Rows that share one decoding of a weight: as many as keep their sums in registers. */
 #ifdef __AVX512F__
@@ -28,8 +30,6 @@
 #define STRIPS_4_BITS_MINIMUM 11
 #define MAX_GROUP 256 /* columns of a group of such rows */
 
-#define MOST_INPUTS 16 /* of a network of pairs, besides the embedding */
-
 /* W [outputs, columns]. */
 typedef struct {
     int32_t kind, outputs, columns, group, zero_point, out; /* out: buffer of the result */
@@ -39,29 +39,82 @@ typedef struct {
     const float *bias;              /* [outputs] or NULL */
 } Matrix;
 
-/* What an operation does; rows are those of the pass, or the selected ones once SELECT has run. */
-enum { LINEAR, NORM, ROPE, ATTENTION, GATED, ADD, SELECT, SOFT_CAP, CONCAT, SILU_RESIDUAL, RANK };
+enum { LINEAR, NORM, ROPE, ATTENTION, GATED, ADD, GATHER, SOFT_CAP, CONCAT, SILU_RESIDUAL, RANK };
 enum { SILU, GELU_TANH };
 /* How a product takes its rows: as they are, rounded to bfloat16 in pairs (all its matrices are BF16 then), or rounded to bytes (all its
  * matrices are strips then, with the same groups and the same zero point). */
 enum { AS_FLOATS, AS_PAIRS, AS_BYTES };
+/* Which rows an operation works on: those of the pass, those whose logits are wanted, or those of a list that an earlier operation left in
+ * a buffer as int32: how many, then their numbers. Wanted and listed rows lie one behind another in their buffers; GATHER puts them there. */
+enum { ALL_ROWS, WANTED_ROWS, LISTED_ROWS };
 
+/* Every operation begins with this; x, y, q, k, v and out are numbers of buffers. */
 typedef struct {
-    int32_t code;
-    int32_t x, y, z, out; /* buffers */
-    int32_t count;        /* heads (NORM, ROPE), matrices (LINEAR), floats of a row of x (CONCAT), rows that are seen (ATTENTION), 0 = all */
-    int32_t width;        /* floats of a row, or of a head where there is a count */
-    int32_t choice;       /* packing, rope table, activation, layer, or number of the ranking */
-    int32_t selected;     /* works on the selected rows */
-    float number, limit;  /* epsilon or scale; soft cap, 0 = none */
-    const void *data;     /* Matrix[count], the norm's weight [width], or a Ranking */
+    int32_t code, out; /* the matrices of LINEAR name their own */
+    int32_t rows, row_list; /* row_list: of LISTED_ROWS, its buffer */
 } Operation;
 
-/* What is wanted of rows of logits: the `count` best of their first `columns`. `width` is that of the operation, floats of a whole row. */
 typedef struct {
+    Operation head;
+    int32_t x, num_matrices, packing;
+    const Matrix *matrices; /* [num_matrices] of the same columns */
+} LinearOperation;
+
+typedef struct {
+    Operation head;
+    int32_t x, heads, head_size; /* 1 head = the whole row */
+    float epsilon;
+    const float *weight; /* [head_size] */
+} NormOperation;
+
+typedef struct {
+    Operation head;
+    int32_t x, heads, head_size;
+    int32_t rotary_half, table; /* pairs that are turned, and the table of their angles */
+} RopeOperation;
+
+typedef struct {
+    Operation head;
+    int32_t q, k, v, heads, kv_heads, head_size;
+    int32_t layer;  /* of the cache */
+    int32_t window; /* the last rows that are seen; 0 = all */
+    float scale, soft_cap; /* 0 = none */
+} AttentionOperation;
+
+typedef struct {
+    Operation head;
+    int32_t x, up, width, activation;
+} GatedOperation;
+
+typedef struct {
+    Operation head;
+    int32_t x, y, width;
+} AddOperation, SiluResidualOperation;
+
+typedef struct {
+    Operation head;
+    int32_t x, width;
+} GatherOperation;
+
+typedef struct {
+    Operation head;
+    int32_t x, width;
+    float cap;
+} SoftCapOperation;
+
+typedef struct {
+    Operation head;
+    int32_t x, y, x_width, y_width;
+} ConcatOperation;
+
+/* What is wanted of rows of logits: the `count` best of their first `columns`. */
+typedef struct {
+    Operation head;
+    int32_t x, width;       /* floats of a whole row */
+    int32_t number;         /* of the ranking, counted from 0 */
     int32_t columns, count;
     const int32_t *target_ids; /* [columns, padded to a multiple of 16] the id that each stands for; NULL = its own number */
-} Ranking;
+} RankOperation;
 
 /* How the token of a row is drawn: the key of its noise (sampling/noise.py); temperature 0: not at all. */
 typedef struct {
@@ -83,81 +136,21 @@ typedef struct {
     const int32_t *block_tables;
     const uint8_t *masks;
     const int32_t *selected;   /* [selected_rows] */
-    const float *cos[2], *sin[2]; /* [rows, rotary half] of each rope table */
-    const Draw *draws;            /* [rankings, rows that are ranked]; NULL = nothing is drawn */
+    const float *const *cos, *const *sin; /* of each table: [rows, rotary half] */
+    const Draw *draws;         /* [rankings, rows that are ranked]; NULL = nothing is drawn */
 } Pass;
 
 typedef struct {
-    const Operation *operations;
+    const Operation *const *operations;
     int32_t num_operations, num_threads;
     float *const *buffers;
     float *packed;         /* packed_floats(rows, most_columns) */
     float *packed_rows;    /* per thread: packed_floats(1, most_columns) */
-    float *const *scratch; /* per thread: (1 + heads / kv_heads) * (max_context + 16) floats */
-    float *cache;          /* [2 * layers, num_blocks, kv_heads, block_size, head_size] */
-    int32_t num_blocks, block_size, heads, kv_heads, head_size, rotary_half;
-    int32_t max_context, most_columns;
-    int32_t *tickets;      /* [2 * num_operations] */
+    float *const *scratch; /* per thread: (1 + the most heads of a kv head) * (max_context + 16) floats */
+    float *const *planes;  /* keys and then values of each layer: [num_blocks, kv_heads, block_size, head_size] */
+    int32_t block_size, max_context, most_columns;
+    int32_t *tickets; /* [2 * num_operations] */
 } Program;
-
-/* What a tree is chosen from, see kernels/choosing.c: the guesses [first, end) of each context; context 0 is that of the root. */
-typedef struct {
-    const int32_t *first, *end;   /* by context */
-    const int32_t *tokens, *behind; /* by guess: its token, and the context behind it */
-    const double *probs;          /* by guess: of the step to it */
-    struct Waiting *queue;        /* [guesses behind all nodes together] */
-    int32_t *nodes;               /* [5 * rows] to work in */
-    int32_t *found;               /* [1 + 3 * rows] the result: number of nodes; token, parent and depth of each */
-} Choice;
-
-/* What every proposal brings; written at once by runtimes/native/growing.py. */
-typedef struct {
-    uint64_t seed, sample_index;
-    float temperature;                      /* 0 = nothing is drawn */
-    int32_t layout, row_budget, most_depth; /* of the tree; see kernels/choosing.c */
-    int32_t base;                           /* tokens there are, the root included */
-    int32_t begin, first_slot;              /* slot of the first true pair, and the first one seen */
-    int32_t ranks;                          /* of heads: guesses at a depth */
-} Wanted;
-
-/* A draft of pairs that grows, see kernels/growing.c. Nodes come in the order they were guessed, node 0 is the root. */
-typedef struct {
-    Wanted wanted;
-    const Program *true_program, *program; /* of true and of drafted pairs */
-    Pass *pass;                            /* of either */
-    Range *range;
-    const int32_t *token_ids;  /* [base - begin] of the true pairs */
-    const float *features;     /* [base - begin, true_inputs * true_width] */
-    const uint8_t *table;      /* embeddings as stored: F32, F16 or BF16 */
-    const float *tables[4];    /* cos and sin [positions, half] of each rope */
-    float *angles[4];          /* those of the rows */
-    Draw *draws;
-    uint8_t *masks;
-    int32_t *selected, *frontier, *feature_rows, *row_of; /* [width], [width], [width], [nodes] */
-    int32_t *tokens, *parents, *first, *end;              /* [nodes]; the guesses behind each */
-    double *probs, *reached;                              /* of the step from the parent, of the whole path */
-    Choice choice;
-    int64_t row_bytes;
-    int32_t kind, num_embedded, embedding_width, feature_width, num_ropes, half;
-    int32_t embedding, feature, feature_out, ranked, record_floats, count; /* buffers; floats of a ranked row; ranks */
-    int32_t true_embedding, true_feature[MOST_INPUTS], true_inputs, true_width, true_feature_out, true_ranked;
-    int32_t width, depth, num_nodes, num_rows, num_passes;
-} Growing;
-
-/* Heads that guess several positions from one feature, see kernels/heads.c. */
-typedef struct {
-    Wanted wanted;
-    const Program *program, *lm_head; /* lm_head: of all heads' rows, NULL = each has its own */
-    Pass *pass;
-    Draw *draws;               /* [heads] */
-    const float *feature;      /* [width] */
-    const double *least;       /* [heads] how likely a drawn guess is at least */
-    const int32_t *outs;       /* [heads] buffers: records, or what lm_head takes */
-    int32_t *first, *end, *tokens; /* [heads], [heads], [heads * count] */
-    double *probs;
-    Choice choice;
-    int32_t heads, width, feature_in, hidden, ranked, record_floats, count, num_asked; /* num_asked: depths that were of use */
-} Heads;
 
 int tile_rows(int rows);
 size_t packed_floats(int rows, int columns);
@@ -169,7 +162,7 @@ void pack_bytes(const float *x, int columns, int group, int zero_point, int firs
 void multiply_bytes(const Matrix *matrix, int begin, int end, const float *packed, float *y, int rows);
 
 void norm_row(const float *x, const float *weight, int width, float epsilon, float *out);
-void rotate_head(const float *x, const float *cos, const float *sin, int width, int half, float *out);
+void rotate_head(const float *x, const float *cos, const float *sin, int head_size, int half, float *out);
 void gate(const float *x, const float *up, int width, int activation, float *out);
 void add(const float *x, const float *y, int width, float *out);
 void soft_cap(const float *x, int width, float cap, float *out);
@@ -179,13 +172,10 @@ void join(const float *x, int width, const float *y, int begin, int count, float
 #define PIECE_COLUMNS 4096
 int pieces_of(int columns);
 int32_t paceline_ranking_floats(int32_t columns, int32_t count);
-void rank_piece(const Ranking *ranking, const Draw *draw, const float *row, int number, float *out);
-void join_pieces(const Ranking *ranking, float *out);
+void rank_piece(const RankOperation *ranking, const Draw *draw, const float *row, int number, float *out);
+void join_pieces(const RankOperation *ranking, float *out);
 
-uint64_t token_key(uint64_t seed, uint64_t sample_index, uint64_t position);
-int choose_tree(const Choice *choice, const Wanted *wanted);
-
-void keep_row(const Program *program, const Pass *pass, int layer, int row, const float *k, const float *v);
-void attend(const Program *program, const Pass *pass, const Operation *operation, int row, int kv_head, float *scratch);
+void write_kv(const Program *program, const Pass *pass, const AttentionOperation *own, int row);
+void attend(const Program *program, const Pass *pass, const AttentionOperation *own, int row, int kv_head, float *scratch);
 
 #endif

@@ -1,16 +1,16 @@
-/* Runs a network: a list of operations over buffers of rows, in order, every one shared out among the threads by tickets. */
+/* Runs a network: a list of operations over buffers of rows, one after another, each shared out among the threads by tickets. */
 #include "native.h"
 #include "threads.h"
 
 #include <stdatomic.h>
 #include <string.h>
 
-#define OUTPUTS_A_TICKET 48       /* whole tiles of 8, 6, 4 and 3 outputs */
+#define OUTPUTS_A_TICKET 48        /* whole tiles of 8, 6, 4 and 3 outputs */
 #define STRIPS_OUTPUTS_A_TICKET 64 /* two pairs of strips */
 #define FLOATS_A_TICKET 4096
 
-/* A pass under way has the records to itself: whoever describes the next pass meanwhile must not change how many rows this one has, or
- * its threads would wait for one another at different places for ever. */
+/* A pass under way has copies of the records: if another thread describes the next pass meanwhile, the threads of this one still agree on
+ * the number of rows, so that none waits at a barrier for ever. */
 typedef struct {
     const Program *given_program;
     const Pass *given_pass;
@@ -18,116 +18,192 @@ typedef struct {
     Pass pass;
 } Run;
 
-static int draw(const Program *program, int operation, int phase) {
-    return atomic_fetch_add_explicit((_Atomic int32_t *)&program->tickets[2 * operation + phase], 1, memory_order_relaxed);
+/* What a thread knows when it runs an operation. */
+typedef struct {
+    const Program *program;
+    const Pass *pass;
+    int index, rows, thread; /* of the operation, of its rows, of the thread */
+} Work;
+
+/* The next piece of an operation that no thread has taken; its phases count apart. */
+static int next_ticket(const Work *work, int phase) {
+    _Atomic int32_t *tickets = (_Atomic int32_t *)(work->program->tickets + 2 * work->index + phase);
+    return atomic_fetch_add_explicit(tickets, 1, memory_order_relaxed);
 }
+
+static float *buffer(const Work *work, int number) { return work->program->buffers[number]; }
 
 static int parts_of(int total, int size) { return (total + size - 1) / size; }
 
-static void linear(const Program *program, const Operation *operation, int index, int rows, int thread) {
-    const Matrix *matrices = operation->data;
-    const float *x = program->buffers[operation->x];
-    const int columns = matrices[0].columns, packing = operation->choice;
+static const int32_t *list_of(const Program *program, const Operation *operation) {
+    return (const int32_t *)program->buffers[operation->row_list];
+}
+
+static int rows_of(const Program *program, const Pass *pass, const Operation *operation) {
+    if (operation->rows == LISTED_ROWS) return list_of(program, operation)[0];
+    return operation->rows == WANTED_ROWS ? pass->selected_rows : pass->rows;
+}
+
+static void run_linear(const Work *work, const Operation *operation) {
+    const LinearOperation *own = (const LinearOperation *)operation;
+    const Program *program = work->program;
+    const float *x = buffer(work, own->x);
+    const int columns = own->matrices[0].columns, packing = own->packing, rows = work->rows;
     const int outputs_a_ticket = packing == AS_BYTES ? STRIPS_OUTPUTS_A_TICKET : OUTPUTS_A_TICKET;
     if (rows > 1) {
-        for (int block; (block = draw(program, index, 0)) < parts_of(rows, MAX_ROWS);)
-            pack_rows(matrices, x, rows, packing, block, program->packed);
-        meet();
+        for (int block; (block = next_ticket(work, 0)) < parts_of(rows, MAX_ROWS);)
+            pack_rows(own->matrices, x, rows, packing, block, program->packed);
+        barrier();
         x = program->packed;
-    } else if (packing != AS_FLOATS || columns % 16) { /* sooner packed by everybody than waited for; else a single row is packed as it is */
-        float *own = program->packed_rows + (size_t)thread * packed_floats(1, program->most_columns);
-        pack_rows(matrices, x, rows, packing, 0, own);
-        x = own;
+    } else if (packing != AS_FLOATS || columns % 16) { /* each thread packs the row itself: cheaper than a barrier */
+        float *packed = program->packed_rows + (size_t)work->thread * packed_floats(1, program->most_columns);
+        pack_rows(own->matrices, x, rows, packing, 0, packed);
+        x = packed;
     }
-    int drawn = draw(program, index, 1), skipped = 0;
-    for (int part = 0; part < operation->count; part++) {
-        const Matrix *matrix = matrices + part;
+    int ticket = next_ticket(work, 1), skipped = 0;
+    for (int number = 0; number < own->num_matrices; number++) {
+        const Matrix *matrix = own->matrices + number;
         const int tickets = parts_of(matrix->outputs, outputs_a_ticket);
-        for (; drawn - skipped < tickets; drawn = draw(program, index, 1)) {
-            const int begin = (drawn - skipped) * outputs_a_ticket, end = begin + outputs_a_ticket;
-            multiply(matrix, begin, end < matrix->outputs ? end : matrix->outputs, packing, x, program->buffers[matrix->out], rows);
+        for (; ticket - skipped < tickets; ticket = next_ticket(work, 1)) {
+            const int begin = (ticket - skipped) * outputs_a_ticket, end = begin + outputs_a_ticket;
+            multiply(matrix, begin, end < matrix->outputs ? end : matrix->outputs, packing, x, buffer(work, matrix->out), rows);
         }
         skipped += tickets;
     }
 }
 
-static void attention(const Program *program, const Pass *pass, const Operation *operation, int index, int thread) {
-    const size_t width = (size_t)(program->kv_heads * program->head_size);
-    for (int row; (row = draw(program, index, 0)) < pass->rows;)
-        keep_row(program, pass, operation->choice, row, program->buffers[operation->y] + (size_t)row * width,
-                 program->buffers[operation->z] + (size_t)row * width);
-    meet();
-    for (int item; (item = draw(program, index, 1)) < pass->rows * program->kv_heads;)
-        attend(program, pass, operation, item / program->kv_heads, item % program->kv_heads, program->scratch[thread]);
+/* The next heads of the rows: [*item, *end). */
+static int next_heads(const Work *work, int heads, int at_once, int *item, int *end) {
+    const int total = work->rows * heads;
+    *item = next_ticket(work, 0) * at_once;
+    *end = *item + at_once < total ? *item + at_once : total;
+    return *item < total;
 }
 
-static void rank(const Program *program, const Pass *pass, const Operation *operation, int index, int rows) {
-    const Ranking *ranking = operation->data;
-    const int pieces = pieces_of(ranking->columns), width = paceline_ranking_floats(ranking->columns, ranking->count);
-    const float *x = program->buffers[operation->x];
-    float *out = program->buffers[operation->out];
-    for (int item; (item = draw(program, index, 0)) < rows * pieces;) {
+static void run_norm(const Work *work, const Operation *operation) {
+    const NormOperation *own = (const NormOperation *)operation;
+    const float *x = buffer(work, own->x);
+    float *out = buffer(work, operation->out);
+    for (int item, end; next_heads(work, own->heads, own->heads == 1 ? 1 : 8, &item, &end);)
+        for (; item < end; item++) {
+            const size_t at = (size_t)item * (size_t)own->head_size;
+            norm_row(x + at, own->weight, own->head_size, own->epsilon, out + at);
+        }
+}
+
+static void run_rope(const Work *work, const Operation *operation) {
+    const RopeOperation *own = (const RopeOperation *)operation;
+    const float *x = buffer(work, own->x), *cos = work->pass->cos[own->table], *sin = work->pass->sin[own->table];
+    float *out = buffer(work, operation->out);
+    for (int item, end; next_heads(work, own->heads, 8, &item, &end);)
+        for (; item < end; item++) {
+            const size_t at = (size_t)item * (size_t)own->head_size, angles = (size_t)(item / own->heads) * (size_t)own->rotary_half;
+            rotate_head(x + at, cos + angles, sin + angles, own->head_size, own->rotary_half, out + at);
+        }
+}
+
+static void run_attention(const Work *work, const Operation *operation) {
+    const AttentionOperation *own = (const AttentionOperation *)operation;
+    for (int row; (row = next_ticket(work, 0)) < work->rows;) write_kv(work->program, work->pass, own, row);
+    barrier();
+    for (int item; (item = next_ticket(work, 1)) < work->rows * own->kv_heads;)
+        attend(work->program, work->pass, own, item / own->kv_heads, item % own->kv_heads, work->program->scratch[work->thread]);
+}
+
+/* Columns [begin, begin + count) of a row, which lie `at` floats behind the beginning of the buffer. */
+typedef struct {
+    size_t row, at;
+    int begin, count;
+} Piece;
+
+static int next_piece(const Work *work, int width, Piece *piece) {
+    const int pieces = parts_of(width, FLOATS_A_TICKET), ticket = next_ticket(work, 0);
+    piece->row = (size_t)(ticket / pieces);
+    piece->begin = ticket % pieces * FLOATS_A_TICKET;
+    piece->count = width - piece->begin < FLOATS_A_TICKET ? width - piece->begin : FLOATS_A_TICKET;
+    piece->at = piece->row * (size_t)width + (size_t)piece->begin;
+    return ticket < work->rows * pieces;
+}
+
+static void run_gated(const Work *work, const Operation *operation) {
+    const GatedOperation *own = (const GatedOperation *)operation;
+    const float *x = buffer(work, own->x), *up = buffer(work, own->up);
+    float *out = buffer(work, operation->out);
+    for (Piece piece; next_piece(work, own->width, &piece);)
+        gate(x + piece.at, up + piece.at, piece.count, own->activation, out + piece.at);
+}
+
+static void run_add(const Work *work, const Operation *operation) {
+    const AddOperation *own = (const AddOperation *)operation;
+    const float *x = buffer(work, own->x), *y = buffer(work, own->y);
+    float *out = buffer(work, operation->out);
+    for (Piece piece; next_piece(work, own->width, &piece);) add(x + piece.at, y + piece.at, piece.count, out + piece.at);
+}
+
+static void run_silu_residual(const Work *work, const Operation *operation) {
+    const SiluResidualOperation *own = (const SiluResidualOperation *)operation;
+    const float *x = buffer(work, own->x), *y = buffer(work, own->y);
+    float *out = buffer(work, operation->out);
+    for (Piece piece; next_piece(work, own->width, &piece);) add_silu(x + piece.at, y + piece.at, piece.count, out + piece.at);
+}
+
+static void run_soft_cap(const Work *work, const Operation *operation) {
+    const SoftCapOperation *own = (const SoftCapOperation *)operation;
+    const float *x = buffer(work, own->x);
+    float *out = buffer(work, operation->out);
+    for (Piece piece; next_piece(work, own->width, &piece);) soft_cap(x + piece.at, piece.count, own->cap, out + piece.at);
+}
+
+static void run_concat(const Work *work, const Operation *operation) {
+    const ConcatOperation *own = (const ConcatOperation *)operation;
+    const size_t x_width = (size_t)own->x_width, y_width = (size_t)own->y_width;
+    const float *x = buffer(work, own->x), *y = buffer(work, own->y);
+    float *out = buffer(work, operation->out);
+    for (Piece piece; next_piece(work, own->x_width + own->y_width, &piece);)
+        join(x + piece.row * x_width, own->x_width, y + piece.row * y_width, piece.begin, piece.count, out + piece.at);
+}
+
+static void run_gather(const Work *work, const Operation *operation) {
+    const GatherOperation *own = (const GatherOperation *)operation;
+    const int32_t *numbers = operation->rows == LISTED_ROWS ? list_of(work->program, operation) + 1 : work->pass->selected;
+    const float *x = buffer(work, own->x);
+    float *out = buffer(work, operation->out);
+    for (Piece piece; next_piece(work, own->width, &piece);)
+        memcpy(out + piece.at, x + (size_t)numbers[piece.row] * (size_t)own->width + (size_t)piece.begin, (size_t)piece.count * sizeof(float));
+}
+
+static void run_rank(const Work *work, const Operation *operation) {
+    const RankOperation *own = (const RankOperation *)operation;
+    const int pieces = pieces_of(own->columns), rows = work->rows;
+    const size_t width = (size_t)paceline_ranking_floats(own->columns, own->count);
+    const Draw *draws = work->pass->draws ? work->pass->draws + (size_t)own->number * (size_t)rows : NULL;
+    const float *x = buffer(work, own->x);
+    float *out = buffer(work, operation->out);
+    for (int item; (item = next_ticket(work, 0)) < rows * pieces;) {
         const size_t row = (size_t)(item / pieces);
-        const Draw *of_row = pass->draws ? pass->draws + (size_t)(operation->choice * rows) + row : NULL;
-        rank_piece(ranking, of_row, x + row * (size_t)operation->width, item % pieces, out + row * (size_t)width);
+        rank_piece(own, draws ? draws + row : NULL, x + row * (size_t)own->width, item % pieces, out + row * width);
     }
-    meet();
-    for (int row; (row = draw(program, index, 1)) < rows;) join_pieces(ranking, out + (size_t)row * (size_t)width);
+    barrier();
+    for (int row; (row = next_ticket(work, 1)) < rows;) join_pieces(own, out + (size_t)row * width);
 }
 
-/* Heads of rows, or pieces of rows where there are no heads. */
-static void by_row(const Program *program, const Pass *pass, const Operation *operation, int index, int rows) {
-    const int width = operation->width, half = program->rotary_half;
-    const float *x = program->buffers[operation->x];
-    float *out = program->buffers[operation->out];
-    if (operation->code == NORM || operation->code == ROPE) {
-        const int row_of = operation->count, batch = operation->code == NORM && row_of == 1 ? 1 : 8;
-        for (int ticket; (ticket = draw(program, index, 0)) < parts_of(rows * row_of, batch);)
-            for (int item = ticket * batch; item < (ticket + 1) * batch && item < rows * row_of; item++) {
-                const size_t at = (size_t)item * (size_t)width, angles = (size_t)(item / row_of) * (size_t)half;
-                if (operation->code == NORM)
-                    norm_row(x + at, operation->data, width, operation->number, out + at);
-                else
-                    rotate_head(x + at, pass->cos[operation->choice] + angles, pass->sin[operation->choice] + angles, width, half, out + at);
-            }
-        return;
-    }
-    const int pieces = parts_of(width, FLOATS_A_TICKET);
-    for (int item; (item = draw(program, index, 0)) < rows * pieces;) {
-        const int begin = item % pieces * FLOATS_A_TICKET, count = width - begin < FLOATS_A_TICKET ? width - begin : FLOATS_A_TICKET;
-        const size_t row = (size_t)(item / pieces), at = row * (size_t)width + (size_t)begin;
-        const float *y = operation->y < 0 ? NULL : program->buffers[operation->y];
-        if (operation->code == GATED)
-            gate(x + at, y + at, count, operation->choice, out + at);
-        else if (operation->code == ADD)
-            add(x + at, y + at, count, out + at);
-        else if (operation->code == SOFT_CAP)
-            soft_cap(x + at, count, operation->limit, out + at);
-        else if (operation->code == SILU_RESIDUAL)
-            add_silu(x + at, y + at, count, out + at);
-        else if (operation->code == CONCAT)
-            join(x + row * (size_t)operation->count, operation->count, y + row * (size_t)(width - operation->count), begin, count, out + at);
-        else
-            memcpy(out + at, x + (size_t)pass->selected[row] * (size_t)width + (size_t)begin, (size_t)count * sizeof(float));
-    }
-}
+typedef void Function(const Work *work, const Operation *operation);
+static Function *const FUNCTIONS[] = {
+    [LINEAR] = run_linear,     [NORM] = run_norm, [ROPE] = run_rope,     [ATTENTION] = run_attention, [GATED] = run_gated,
+    [ADD] = run_add,           [GATHER] = run_gather, [SOFT_CAP] = run_soft_cap, [CONCAT] = run_concat,
+    [SILU_RESIDUAL] = run_silu_residual, [RANK] = run_rank,
+};
 
-static void run(void *argument, int thread, int num_threads) {
+static void run_operations(void *argument, int thread, int num_threads) {
     const Program *program = &((Run *)argument)->program;
     const Pass *pass = &((Run *)argument)->pass;
     (void)num_threads;
     for (int index = 0; index < program->num_operations; index++) {
-        const Operation *operation = program->operations + index;
-        const int rows = operation->selected ? pass->selected_rows : pass->rows;
-        if (operation->code == LINEAR)
-            linear(program, operation, index, rows, thread);
-        else if (operation->code == ATTENTION)
-            attention(program, pass, operation, index, thread);
-        else if (operation->code == RANK)
-            rank(program, pass, operation, index, rows);
-        else
-            by_row(program, pass, operation, index, rows);
-        meet();
+        const Operation *operation = program->operations[index];
+        const Work work = {program, pass, index, rows_of(program, pass, operation), thread};
+        if (!work.rows) continue;
+        FUNCTIONS[operation->code](&work, operation);
+        barrier();
     }
 }
 
@@ -141,8 +217,18 @@ static void prepare(void *argument) {
 /* One pass; the results are in the buffers. */
 void paceline_run(const Program *program, const Pass *pass) {
     Run own = {.given_program = program, .given_pass = pass};
-    run_on_threads(prepare, run, &own, program->num_threads);
+    run_on_threads(prepare, run_operations, &own, program->num_threads);
 }
 
 /* Floats of `packed` for products of `rows` rows and `columns` columns. */
 int64_t paceline_packed_floats(int32_t rows, int32_t columns) { return (int64_t)packed_floats(rows, columns); }
+
+/* What is compared when the library is loaded: the version, then the size of each record in the order of records.py; -1 behind them. */
+int32_t paceline_layout(int32_t index) {
+    static const size_t LAYOUT[] = {
+        KERNELS_VERSION, sizeof(Matrix), sizeof(LinearOperation), sizeof(NormOperation), sizeof(RopeOperation), sizeof(AttentionOperation),
+        sizeof(GatedOperation), sizeof(AddOperation), sizeof(SiluResidualOperation), sizeof(GatherOperation), sizeof(SoftCapOperation),
+        sizeof(ConcatOperation), sizeof(RankOperation), sizeof(Range), sizeof(Draw), sizeof(Pass), sizeof(Program),
+    };
+    return (size_t)index < sizeof LAYOUT / sizeof *LAYOUT ? (int32_t)LAYOUT[index] : -1;
+}

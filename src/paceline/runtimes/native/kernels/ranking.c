@@ -49,18 +49,6 @@ INLINE wides mix(wides state) {
     return state ^ (state >> 31);
 }
 
-static uint64_t mix_one(uint64_t state) {
-    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9u;
-    state = (state ^ (state >> 27)) * 0x94D049BB133111EBu;
-    return state ^ (state >> 31);
-}
-
-/* `noise_key` of a position whose token is drawn. */
-uint64_t token_key(uint64_t seed, uint64_t sample_index, uint64_t position) {
-    const uint64_t gamma = 0x9E3779B97F4A7C15u;
-    return mix_one((mix_one(mix_one(seed + gamma) ^ (sample_index << 8)) ^ position) + gamma);
-}
-
 /* 32 random bits for each of 16 ids: of those from `column` on, an even number, or of `ids`. */
 INLINE words noise(uint64_t key, const int32_t *ids, int column) {
     const uint64_t gamma = 0x9E3779B97F4A7C15u;
@@ -134,7 +122,7 @@ static int floats_of_record(int wanted) { return 2 + 2 * wanted; }
 static float *piece_at(float *out, int wanted, int piece) { return out + floats_of_record(wanted) + piece * floats_of_piece(wanted); }
 
 /* A part of a row: what `join_pieces` needs of columns [PIECE_COLUMNS * number, ...). */
-void rank_piece(const Ranking *ranking, const Draw *draw, const float *row, int number, float *out) {
+void rank_piece(const RankOperation *ranking, const Draw *draw, const float *row, int number, float *out) {
     float scores[PIECE_COLUMNS], weights[PIECE_COLUMNS], peaks[PIECE_COLUMNS / STRIDE];
     const int begin = number * PIECE_COLUMNS;
     const int count = ranking->columns - begin < PIECE_COLUMNS ? ranking->columns - begin : PIECE_COLUMNS;
@@ -180,7 +168,7 @@ static int insert(float value, int32_t column, float *values, int32_t *columns, 
 
 /* The record of a row: log(sum(exp)), not finite where the row is none; the token drawn, -1 where none is; `count` scores and their ids,
  * -inf and -1 behind the last one. */
-void join_pieces(const Ranking *ranking, float *out) {
+void join_pieces(const RankOperation *ranking, float *out) {
     const int wanted = ranking->count, pieces = pieces_of(ranking->columns);
     float *values = out + 2;
     int32_t *columns = (int32_t *)(values + wanted), drawn = -1;

@@ -23,13 +23,13 @@ void norm_row(const float *x, const float *weight, int width, float epsilon, flo
 }
 
 /* The pairs (i, i + half) turned by their angle; what lies behind them passes through. */
-void rotate_head(const float *x, const float *cos, const float *sin, int width, int half, float *out) {
+void rotate_head(const float *x, const float *cos, const float *sin, int head_size, int half, float *out) {
     EACH_16(i, count, half) {
         const floats first = take(x + i, count), second = take(x + half + i, count), c = take(cos + i, count), s = take(sin + i, count);
         put(out + i, first * c - second * s, count);
         put(out + half + i, second * c + first * s, count);
     }
-    memcpy(out + 2 * half, x + 2 * half, (size_t)(width - 2 * half) * sizeof(float));
+    memcpy(out + 2 * half, x + 2 * half, (size_t)(head_size - 2 * half) * sizeof(float));
 }
 
 /* activation(x) * up. */

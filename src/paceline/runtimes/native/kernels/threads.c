@@ -14,7 +14,7 @@ enum { MAX_THREADS = 256, TEAMS = 512, SPINS_BEFORE_YIELD = 4000, SPINS_BEFORE_S
 
 static pthread_mutex_t one_caller = PTHREAD_MUTEX_INITIALIZER, sleeping = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t woken = PTHREAD_COND_INITIALIZER;
-static atomic_int arrived, round_of_meeting, done;
+static atomic_int arrived, barrier_round, done;
 /* The number of the call under way times TEAMS, plus the threads that serve it: read at once, so that no worker takes the team of one
  * call for that of the next. */
 static atomic_llong call;
@@ -60,7 +60,7 @@ static void forget_workers(void) {
     pthread_mutex_init(&sleeping, NULL);
     pthread_cond_init(&woken, NULL);
     num_workers = 0;
-    atomic_store(&round_of_meeting, 0);
+    atomic_store(&barrier_round, 0);
 }
 
 static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_workers); }
@@ -97,13 +97,13 @@ void run_on_threads(Preparation *prepare, Task *task, void *argument, int num_th
     pthread_mutex_unlock(&one_caller);
 }
 
-void meet(void) {
+void barrier(void) {
     if (team == 1) return;
-    const int now = atomic_load(&round_of_meeting);
+    const int now = atomic_load(&barrier_round);
     if (atomic_fetch_add(&arrived, 1) == team - 1) {
         atomic_store(&arrived, 0);
-        atomic_store_explicit(&round_of_meeting, now + 1, memory_order_release);
+        atomic_store_explicit(&barrier_round, now + 1, memory_order_release);
         return;
     }
-    for (int spins = 0; atomic_load_explicit(&round_of_meeting, memory_order_acquire) == now; spins++) wait_a_little(spins);
+    for (int spins = 0; atomic_load_explicit(&barrier_round, memory_order_acquire) == now; spins++) wait_a_little(spins);
 }

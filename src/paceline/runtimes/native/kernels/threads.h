@@ -9,7 +9,7 @@ typedef void Preparation(void *argument);
  * wait. What callers share is read and cleared in `prepare`, which runs once it is this caller's turn. */
 void run_on_threads(Preparation *prepare, Task *task, void *argument, int num_threads);
 
-/* Wait until all threads of the running task are here. */
-void meet(void);
+/* Wait until all threads of the running task have come here. */
+void barrier(void);
 
 #endif

@@ -1,0 +1,151 @@
+"""The parts of layers in the sizes that a checkpoint's metadata gives."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from paceline.errors import CheckpointError, shortened
+from paceline.models.json_fields import JsonFields
+from paceline.models.layers import Activation, AttentionConfig, DenseMLP, LayerConfig, NormOrder, QKNorm
+from paceline.models.rope_config import RopeConfig, RopeType, read_rope
+
+if TYPE_CHECKING:
+    from paceline.models.families import Family
+
+MAX_LAYERS = 4096
+MAX_HEAD_SIZE = 8192
+ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+}
+"""By their names in config.json."""
+
+
+class LayerReader:
+    """What a family's `layers` function makes layers with; what the family does not name is read the same way for all.
+
+    Attributes:
+        num_heads, num_kv_heads, head_size: of every attention.
+        rope: of the layers that see everything.
+        local_rope: of those that see a window.
+        max_positions: that the network was made for.
+
+    Raises:
+        CheckpointError: a value is missing or absurd; so do the methods.
+    """
+
+    def __init__(self, fields: JsonFields, family: "Family") -> None:
+        self.fields, self.family = fields, family
+        self.num_layers = fields.size("num_hidden_layers", most=MAX_LAYERS)  # before anything is made for every layer
+        self.num_heads, self.num_kv_heads, self.head_size = _heads(fields)
+        self.rope = self.local_rope = read_rope(fields, family, head_size=self.head_size)
+        if family.has_local_rope:
+            self.local_rope = read_rope(fields, family, head_size=self.head_size, layer_type="sliding_attention")
+        self.max_positions = _max_positions(fields, self.rope)
+
+    def flag(self, name: str) -> bool:
+        """A switch that is off where it is not named."""
+        return self.fields.flag(name, default=False)
+
+    def soft_cap(self, name: str) -> float | None:
+        return None if self.fields.values.get(name) is None else self.fields.positive(name)
+
+    def attention(
+        self,
+        *,
+        bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: QKNorm = QKNorm.NONE,
+        query_scalar: float | None = None,
+        soft_cap: float | None = None,
+    ) -> AttentionConfig:
+        """Attention over everything.
+
+        Args:
+            query_scalar: scores are divided by its root; None = by that of the head size.
+        """
+        return AttentionConfig(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            rope=self.rope,
+            scale=float((self.head_size if query_scalar is None else query_scalar) ** -0.5),
+            soft_cap=soft_cap,
+            bias=bias,
+            output_bias=output_bias,
+            qk_norm=qk_norm,
+        )
+
+    def mlp(self, *, bias: bool = False) -> DenseMLP:
+        name = self.fields.values.get(self.family.activation_field, "silu")
+        activation = ACTIVATIONS.get(str(name))
+        if activation is None:
+            raise CheckpointError(
+                f"{self.fields.path}: {self.family.activation_field} = {shortened(name)} is not supported, "
+                f"only {', '.join(map(repr, ACTIVATIONS))} are"
+            )
+        return DenseMLP(intermediate_size=self.fields.size("intermediate_size"), activation=activation, bias=bias)
+
+    def layers(
+        self, attention: AttentionConfig, mlp: DenseMLP, *, norm_order: NormOrder = NormOrder.PRE, slides: Sequence[bool] = ()
+    ) -> tuple[LayerConfig, ...]:
+        """Layers that are alike, but that some see a window only.
+
+        Args:
+            slides: for each layer whether its attention does; none = no layer's does. A window that holds every text there can be is
+                left out.
+        """
+        full = LayerConfig(mixer=attention, mlp=mlp, norm_order=norm_order)
+        if not any(slides):
+            return (full,) * self.num_layers
+        window = None if self.fields.values.get("sliding_window") is None else self.fields.size("sliding_window")
+        if window is not None and window >= self.max_positions:
+            window = None
+        local = replace(full, mixer=replace(attention, window=window, rope=self.local_rope))
+        return tuple(local if is_local else full for is_local in slides)
+
+    def sliding_layers(self) -> list[bool]:
+        """Those that `layer_types` names, else all but every `sliding_window_pattern`-th."""
+        fields, types = self.fields, self.fields.values.get("layer_types")
+        if types is None:
+            pattern = fields.size("sliding_window_pattern")
+            return [(layer + 1) % pattern > 0 for layer in range(self.num_layers)]
+        known = {"sliding_attention", "full_attention"}
+        if not isinstance(types, list) or len(types) != self.num_layers or not set(map(str, types)) <= known:
+            raise CheckpointError(
+                f"{fields.path}: layer_types = {shortened(types)}, "
+                f"expected sliding_attention or full_attention for {self.num_layers} layers"
+            )
+        return [kind == "sliding_attention" for kind in types]
+
+
+def _heads(fields: JsonFields) -> tuple[int, int, int]:
+    """H, K and D."""
+    num_heads, hidden_size = fields.size("num_attention_heads"), fields.size("hidden_size")
+    num_kv_heads = fields.size("num_key_value_heads", num_heads, null=num_heads)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"{fields.path}: num_attention_heads = {num_heads} must be a multiple of num_key_value_heads = {num_kv_heads}"
+        )
+    if fields.values.get("head_dim") is None and hidden_size % num_heads:
+        raise CheckpointError(
+            f"{fields.path}: no head_dim, and hidden_size = {hidden_size} is no multiple of num_attention_heads = {num_heads}"
+        )
+    head_size = fields.size("head_dim", hidden_size // num_heads, null=hidden_size // num_heads, most=MAX_HEAD_SIZE)
+    if head_size % 2:
+        raise CheckpointError(f"{fields.path}: head_dim = {head_size}; rotary embeddings need an even one")
+    return num_heads, num_kv_heads, head_size
+
+
+def _max_positions(fields: JsonFields, rope: RopeConfig) -> int:
+    max_positions = fields.size("max_position_embeddings")
+    if rope.type is not RopeType.DYNAMIC:
+        return max_positions
+    longest = max_positions * rope.factor
+    if not 1 <= longest < 2**31:
+        raise CheckpointError(
+            f"{fields.path}: max_position_embeddings = {max_positions} times the rope factor {rope.factor} are {longest:g} positions, "
+            f"expected 1 to {2**31 - 1}"
+        )
+    return int(longest)

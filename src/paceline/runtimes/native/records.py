@@ -1,0 +1,197 @@
+"""The records that the kernels are given: those of kernels/native.h, field by field."""
+
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_uint64, c_void_p, sizeof
+from enum import IntEnum
+from typing import Any, ClassVar
+
+
+class Code(IntEnum):
+    """What an operation does."""
+
+    LINEAR = 0
+    NORM = 1
+    ROPE = 2
+    ATTENTION = 3
+    GATED = 4
+    ADD = 5
+    GATHER = 6
+    SOFT_CAP = 7
+    CONCAT = 8
+    SILU_RESIDUAL = 9
+    RANK = 10
+
+
+class Packing(IntEnum):
+    """How a product takes its rows."""
+
+    FLOATS = 0
+    PAIRS = 1  # rounded to bfloat16
+    BYTES = 2  # rounded to 8-bit codes in groups
+
+
+class Rows(IntEnum):
+    """Which rows an operation works on."""
+
+    ALL = 0  # of the pass
+    WANTED = 1  # those whose logits are wanted
+    LISTED = 2  # those of a list that an earlier operation computes: int32, how many and then their numbers
+
+
+class Matrix(Structure):
+    """W [outputs, columns] as stored."""
+
+    _fields_ = (
+        ("kind", c_int32), ("outputs", c_int32), ("columns", c_int32), ("group", c_int32), ("zero_point", c_int32), ("out", c_int32),
+        ("row_bytes", c_int64), ("codes", c_void_p), ("scales", c_void_p), ("minimums", c_void_p), ("bias", c_void_p),
+    )  # fmt: skip
+
+
+class Operation(Structure):
+    """What every operation begins with.
+
+    Attributes:
+        CODE: of the kind of operation.
+        INPUTS: the fields that name a value; they are numbers of values while a network is recorded, then of buffers.
+    """
+
+    CODE: ClassVar[Code]
+    INPUTS: ClassVar[tuple[str, ...]]
+    _fields_: ClassVar[tuple[tuple[str, Any], ...]] = (("code", c_int32), ("out", c_int32), ("rows", c_int32), ("row_list", c_int32))
+
+    def __init__(self, **fields: object) -> None:
+        """Set what is its own; the rest is set when it is recorded.
+
+        Raises:
+            TypeError: a field is missing, or there is none of the name.
+        """
+        names = {name for name, _ in self._fields_}
+        if names != fields.keys():
+            raise TypeError(f"{type(self).__name__} has the fields {sorted(names)}, not {sorted(fields)}")
+        super().__init__(code=self.CODE, row_list=-1, **fields)
+
+
+class LinearOperation(Operation):
+    """Products with matrices of the same columns, whose rows are packed alike."""
+
+    CODE, INPUTS = Code.LINEAR, ("x",)
+    _fields_ = (("x", c_int32), ("num_matrices", c_int32), ("packing", c_int32), ("matrices", POINTER(Matrix)))
+
+
+class NormOperation(Operation):
+    """RMS norm of every head; one head is the whole row."""
+
+    CODE, INPUTS = Code.NORM, ("x",)
+    _fields_ = (("x", c_int32), ("heads", c_int32), ("head_size", c_int32), ("epsilon", c_float), ("weight", c_void_p))
+
+
+class RopeOperation(Operation):
+    """Heads of which `rotary_half` pairs are turned by the angles of a table."""
+
+    CODE, INPUTS = Code.ROPE, ("x",)
+    _fields_ = (("x", c_int32), ("heads", c_int32), ("head_size", c_int32), ("rotary_half", c_int32), ("table", c_int32))
+
+
+class AttentionOperation(Operation):
+    """Attention over a layer of the cache; window and soft cap 0 = none."""
+
+    CODE, INPUTS = Code.ATTENTION, ("q", "k", "v")
+    _fields_ = (
+        ("q", c_int32), ("k", c_int32), ("v", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("head_size", c_int32),
+        ("layer", c_int32), ("window", c_int32), ("scale", c_float), ("soft_cap", c_float),
+    )  # fmt: skip
+
+
+class GatedOperation(Operation):
+    """activation(x) * up; activation 0 = SiLU, 1 = GELU by tanh."""
+
+    CODE, INPUTS = Code.GATED, ("x", "up")
+    _fields_ = (("x", c_int32), ("up", c_int32), ("width", c_int32), ("activation", c_int32))
+
+
+class AddOperation(Operation):
+    """x + y."""
+
+    CODE, INPUTS = Code.ADD, ("x", "y")
+    _fields_ = (("x", c_int32), ("y", c_int32), ("width", c_int32))
+
+
+class SiluResidualOperation(Operation):
+    """x + silu(y)."""
+
+    CODE, INPUTS = Code.SILU_RESIDUAL, ("x", "y")
+    _fields_ = (("x", c_int32), ("y", c_int32), ("width", c_int32))
+
+
+class GatherOperation(Operation):
+    """The wanted or listed rows of x one behind another."""
+
+    CODE, INPUTS = Code.GATHER, ("x",)
+    _fields_ = (("x", c_int32), ("width", c_int32))
+
+
+class SoftCapOperation(Operation):
+    """cap * tanh(x / cap)."""
+
+    CODE, INPUTS = Code.SOFT_CAP, ("x",)
+    _fields_ = (("x", c_int32), ("width", c_int32), ("cap", c_float))
+
+
+class ConcatOperation(Operation):
+    """x and y side by side."""
+
+    CODE, INPUTS = Code.CONCAT, ("x", "y")
+    _fields_ = (("x", c_int32), ("y", c_int32), ("x_width", c_int32), ("y_width", c_int32))
+
+
+class RankOperation(Operation):
+    """What guessing needs of rows of logits, see `runtimes.head.Ranking`; `number`: which ranking of the network it is."""
+
+    CODE, INPUTS = Code.RANK, ("x",)
+    _fields_ = (
+        ("x", c_int32), ("width", c_int32), ("number", c_int32), ("columns", c_int32), ("count", c_int32), ("target_ids", POINTER(c_int32)),
+    )  # fmt: skip
+
+
+class Range(Structure):
+    """Rows of a pass that continue one sequence; the offsets are those of its block table and its mask, -1 = none."""
+
+    _fields_ = (
+        ("start", c_int32), ("rows", c_int32), ("cached_len", c_int32), ("table", c_int32), ("mask", c_int32), ("first_slot", c_int32),
+    )  # fmt: skip
+
+
+class Draw(Structure):
+    """How the token of a row is drawn: the key of its noise, and what logits are divided by; 0 = it is not drawn."""
+
+    _fields_ = (("key", c_uint64), ("temperature", c_float), ("unused", c_int32))
+
+
+class Pass(Structure):
+    """The rows of one pass."""
+
+    _fields_ = (
+        ("rows", c_int32), ("selected_rows", c_int32), ("num_ranges", c_int32),
+        ("ranges", c_void_p), ("range_of_row", c_void_p), ("block_tables", c_void_p), ("masks", c_void_p), ("selected", c_void_p),
+        ("cos", c_void_p), ("sin", c_void_p), ("draws", c_void_p),
+    )  # fmt: skip
+
+
+class Program(Structure):
+    """A network with its buffers and its cache."""
+
+    _fields_ = (
+        ("operations", c_void_p), ("num_operations", c_int32), ("num_threads", c_int32),
+        ("buffers", c_void_p), ("packed", c_void_p), ("packed_rows", c_void_p), ("scratch", c_void_p), ("planes", c_void_p),
+        ("block_size", c_int32), ("max_context", c_int32), ("most_columns", c_int32), ("tickets", c_void_p),
+    )  # fmt: skip
+
+
+VERSION = 1
+"""KERNELS_VERSION of kernels/native.h."""
+
+_RECORDS: tuple[type[Structure], ...] = (
+    Matrix, LinearOperation, NormOperation, RopeOperation, AttentionOperation, GatedOperation, AddOperation, SiluResidualOperation,
+    GatherOperation, SoftCapOperation, ConcatOperation, RankOperation, Range, Draw, Pass, Program,
+)  # fmt: skip
+LAYOUT = (VERSION, *map(sizeof, _RECORDS), -1)
+"""What `paceline_layout` of the kernels answers for 0, 1, …"""
