@@ -355,7 +355,7 @@ def test_garbage_from_a_drafter_means_plain_steps_and_one_warning(
     speculator = shared_llm.engine.speculator
     monkeypatch.setattr(speculator, "drafter", FailingDrafter({**GARBAGE, **UNUSABLE}[name]))
     monkeypatch.setattr(speculator, "policy", DraftLengthPolicy(4))
-    monkeypatch.setattr(speculator._calls, "_has_warned", False)
+    monkeypatch.setattr(speculator._calls.tolerated, "_has_warned", False)
     monkeypatch.setattr(speculator._calls, "_backoffs", {})
     with caplog.at_level(logging.WARNING):
         outputs = shared_llm.generate([[5, 6, 7], [8]], GREEDY) + shared_llm.generate([5, 6, 7], GREEDY)

@@ -127,7 +127,7 @@ class Engine:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Not idle meanwhile, for who is about to run requests."""
+        """Keeps the engine from being idle, for a caller about to run requests."""
         run = object()
         self._runs[run] = get_ident(), ()
         try:

@@ -96,7 +96,7 @@ class Scheduler(Generic[Request]):
         self.running: list[Request] = []
         self.num_preemptions = 0
         self._blocks, self._is_ready = blocks, is_ready
-        self._refused: tuple[Request, int, int] | None = None  # who did not fit, how many ran, how many blocks were free
+        self._refused: tuple[Request, int, int] | None = None  # one that did not fit, how many ran, blocks free then
 
     def add(self, request: Request) -> None:
         """Let a request wait."""

@@ -1,4 +1,4 @@
-"""When somebody who failed is asked again: at once, then after ever longer breaks."""
+"""When a drafter that failed is asked again: at once, then after ever longer breaks."""
 
 LONGEST_BREAK = 64
 

@@ -14,7 +14,7 @@ def commit(request: Request, token_ids: Sequence[int], num_accepted: int, *, dra
         token_ids: accepted tokens, then the bonus token.
         num_accepted: how many of them are accepted drafts.
         drafted: whether the step had drafts.
-        logprobs: of each token, or empty where nobody asked.
+        logprobs: of each token, or empty where they were not asked for.
 
     Returns:
         how many tokens were appended; `request.finish_reason` is set when one of them ended it.

@@ -27,6 +27,8 @@ def forced_budget(request: Request, layout: TreeLayout, *, wants_draws: bool) ->
 
 def with_forced(budget: DraftBudget, request: Request) -> DraftBudget:
     """A budget for all tokens that the request's grammar forces, if they are more than may be guessed."""
+    if request.processor.constraint is None:
+        return budget
     forced = forced_budget(request, budget.layout, wants_draws=budget.wants_draws)
     if forced is None or forced.max_depth <= budget.max_depth:
         return budget
@@ -35,6 +37,8 @@ def with_forced(budget: DraftBudget, request: Request) -> DraftBudget:
 
 def fill_with_forced(rows: RequestRows, budget: DraftBudget) -> bool:
     """Guess what the request's grammar forces where that fills the budget, so that no drafter need be asked; returns whether it does."""
+    if rows.request.processor.constraint is None:
+        return False
     depth = min(budget.max_depth, budget.row_budget - 1)
     tree = forced_run(rows.request, depth)
     if tree is None or tree.num_draft_tokens < depth:

@@ -24,7 +24,7 @@ class DraftBudget:
         layout: how the tree will be laid out, which decides what a branch costs (`num_rows` of kv_cache/row_plan.py).
         wants_draws: drafts are kept by `acceptance="rejection"`: a drafter with a distribution draws from it with `draft` noise
             (`paceline.sampling.residual.draw_distinct`) instead of the target's noise, and names it in `DraftTree.draft_probs`.
-        max_reading_s: seconds that reading may take (`Drafter.reading_s`); nobody who needs more is asked.
+        max_reading_s: seconds that reading may take (`Drafter.reading_s`); a drafter that needs more is not asked.
     """
 
     row_budget: int

@@ -2,9 +2,9 @@
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from time import perf_counter
+from types import TracebackType
 
 from paceline.errors import is_interrupt
 from paceline.speculation.backoff import Backoff
@@ -17,6 +17,26 @@ from paceline.speculation.tree import DraftTree
 log = logging.getLogger(__name__)
 
 
+class Tolerated:
+    """`with` it, whatever is raised is counted, and logged the first time; interrupts go on. May be nested."""
+
+    def __init__(self) -> None:
+        self.num_failures = 0
+        self._has_warned = False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+        if error is None or is_interrupt(error):
+            return False
+        self.num_failures += 1
+        if not self._has_warned:
+            log.warning("the drafter failed (%s: %s); steps without its guesses are plain", type(error).__name__, error)
+            self._has_warned = True
+        return True
+
+
 class DrafterCalls:
     """Calls drafters and bears their failures.
 
@@ -24,33 +44,19 @@ class DrafterCalls:
         vocab_size: guessed ids from here on are cut.
 
     Attributes:
-        num_failures: how often one raised or answered nonsense.
+        tolerated: what drafters may do within it; counts how often one raised or answered nonsense.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self.num_failures = 0
+        self.tolerated = Tolerated()
         self._backoffs: dict[str, Backoff] = {}
-        self._has_warned = False
-
-    @contextmanager
-    def tolerated(self) -> Iterator[None]:
-        """Whatever is raised within is counted, and logged the first time; interrupts go on."""
-        try:
-            yield
-        except BaseException as error:
-            if is_interrupt(error):
-                raise
-            self.num_failures += 1
-            if not self._has_warned:
-                log.warning("the drafter failed (%s: %s); steps without its guesses are plain", type(error).__name__, error)
-                self._has_warned = True
 
     def propose(self, drafter: Drafter, batch: Sequence[RequestRows], policy: DraftLengthPolicy) -> None:
         """Hang a drafter's trees under the roots of `batch`; plain steps where it fails, or failed lately."""
         backoff, is_done = self._backoffs.setdefault(drafter.name, Backoff()), False
         if backoff.is_due():
-            with self.tolerated():
+            with self.tolerated:
                 self._propose(drafter, batch, policy)
                 is_done = True
             backoff.note(failed=not is_done)

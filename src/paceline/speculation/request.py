@@ -37,11 +37,11 @@ class TokenOrigin(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class DraftHints:
-    """What the sender of a request offers to whoever guesses. It changes the speed, never a token.
+    """What the sender of a request offers to drafters. It changes the speed, never a token.
 
     Attributes:
         prediction_token_ids: what the output is expected to resemble; empty = nothing is expected.
-        namespace: whose finished outputs may be guessed from, and to which this one is added; None = nobody's.
+        namespace: requests of the same one may guess from each other's finished outputs; None = no sharing.
     """
 
     prediction_token_ids: Sequence[int] = ()
@@ -54,7 +54,7 @@ class RequestSpeculation:
 
     Attributes:
         enabled: False = plain steps only, and no drafter is told anything of the request.
-        drafter: name of the one that shall guess, of several loaded ones; None = whoever is loaded.
+        drafter: name of one of several loaded drafters; None = all that are loaded.
         max_draft_tokens: tokens drafted a step at most; 0 = as `enabled=False`, None = what the model was loaded with.
 
     Raises:
@@ -110,7 +110,7 @@ class Request:
         seed, sample_index: with the position, the key of its token noise.
         max_len: tokens (prompt and output) at which it ends, by max_tokens or the context.
         end_token_ids: ids that end it (EOS unless ignored, stop tokens).
-        text_stop: finds stop strings; None when there are none and nobody streams.
+        text_stop: finds stop strings; None when there are none and the output is not streamed.
         hints: what its sender offers to drafters.
         speculation: how it may be drafted for.
         salt: only requests with the same one share cached blocks.

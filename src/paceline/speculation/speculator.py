@@ -48,7 +48,7 @@ class Speculator:
     @property
     def num_failures(self) -> int:
         """How often a drafter raised or answered nonsense."""
-        return self._calls.num_failures
+        return self._calls.tolerated.num_failures
 
     @property
     def drafters(self) -> dict[str, Drafter]:
@@ -101,7 +101,7 @@ class Speculator:
     def observe(self, committed: Sequence[CommittedRows]) -> None:
         """Tell the drafter what a target pass made permanent, but for requests without speculation."""
         if self.drafter is not None:
-            with self._calls.tolerated():
+            with self._calls.tolerated:
                 self.drafter.observe([one for one in committed if not one.request.speculation.is_off])
 
     def committed_rows(self, request: Request, start: int, nodes: Sequence[int], output: PlanOutput) -> CommittedRows:
@@ -119,14 +119,14 @@ class Speculator:
     def preempt(self, request: Request) -> None:
         """Tell the drafter that a request's rows were dropped and will run again; what was learned of its acceptance stays."""
         if self.drafter is not None and not request.speculation.is_off:
-            with self._calls.tolerated():
+            with self._calls.tolerated:
                 self.drafter.preempt(request)
 
     def release(self, request: Request) -> None:
         """Forget a request that ended."""
         self.policy.release(request)
         if self.drafter is not None and not request.speculation.is_off:
-            with self._calls.tolerated():
+            with self._calls.tolerated:
                 self.drafter.release(request)
 
     def _budget(self, rows: RequestRows) -> DraftBudget | None:
@@ -145,7 +145,7 @@ class Speculator:
 
     def _max_reading_s(self, request: Request) -> float:
         """Seconds that a drafter may read of a request; no limit where it has read everything."""
-        with self._calls.tolerated():
+        with self._calls.tolerated:
             if self.drafter is not None and self.drafter.reading_s(request) > 0.0:
                 return self.policy.max_reading_s(request)
         return math.inf
@@ -166,5 +166,5 @@ class Speculator:
         """Hold the guesses of requests with a grammar to it."""
         for rows in batch:
             if rows.request.processor.constraint is not None and rows.budget is not None:
-                with self._calls.tolerated():  # the walk obeys the grammar in any case; if that cannot go on it will say so
+                with self._calls.tolerated:  # the walk obeys the grammar in any case; if that cannot go on it will say so
                     constrain_guesses(rows, rows.budget)

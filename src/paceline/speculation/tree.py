@@ -61,7 +61,7 @@ class DraftTree:
         Args:
             draft_token_ids: tokens of nodes 1 … n.
             parents: parent of each of them, 0 = the root.
-            source: who guessed them, all or each.
+            source: name of the drafter of all of them, or of each.
             draft_probs: by node in this order, where children were drawn; None = nowhere.
         """
         given = [source] * len(draft_token_ids) if isinstance(source, str) else source

@@ -18,7 +18,7 @@ from paceline.speculation.tree import DraftTree
 ContextT = TypeVar("ContextT")
 
 Guess: TypeAlias = tuple[int, float, str, ContextT]
-"""One possible next token: its id, the estimated probability that the target says it once it said everything before, who guesses, and
+"""One possible next token: its id, the estimated probability that the target says it once it said everything before, its drafter, and
 what to expand for the tokens behind it. A bare tuple: some drafters have microseconds."""
 
 COUPLED_PROB = 0.6
