@@ -5,6 +5,9 @@
 # make test-long [SEED=n] [RESUME=1]
 #               all tests, large counts; the record goes to docs/dev/test-long.txt
 #               SEED repeats a run; RESUME=1 continues one that was stopped (same commit, same seed)
+# make sanitize [ARGS="--only thread"]
+#               the kernels' tests with sanitizers for addresses, undefined behaviour and data races; takes a clang of the system (16 or
+#               later; Debian: clang-19 libclang-rt-19-dev), CC=clang-19 names one
 # make test-clients
 #               tests beside foreign programs, each in an environment of its own that is built the first time; record:
 #               docs/dev/test-clients.txt. llama.cpp takes ten minutes, a C++ compiler and OpenBLAS with its headers (Debian: g++
@@ -32,9 +35,11 @@ SPECULATORS := $(CLIENTS)/speculators/.installed
 CLIENTS_RECORD := docs/dev/test-clients.txt
 COMMIT := $$(git rev-parse HEAD 2>/dev/null || echo none)$$(test -z "$$(git status --porcelain -- src tests tools pyproject.toml 2>/dev/null)" || echo ', with uncommitted changes')
 # the record keeps what was counted, what failed or was skipped, and the times; not a line for every test
-RECORDED := '^([a-z -]+: [0-9,]+$$|FAILED|ERROR|SKIPPED|=+ slowest|[0-9.]+s (call|setup)|[0-9]+ (passed|failed))'
+RECORDED := '^([a-z -]+: [0-9,]+$$|FAILED|ERROR|SKIPPED|=+ slowest|[0-9.]+s (call|setup)|[0-9]+ (passed|failed)|sanitizers: )'
 
-.PHONY: all demo test test-long test-clients check format clean
+SANITIZE := $(BIN)/python tools/sanitize_kernels.py $(if $(filter command environment,$(firstword $(origin CC))),--compiler $(CC))
+
+.PHONY: all demo test test-long sanitize test-clients check format clean
 
 all: $(STAMP)
 	@sed -n '/^# make/,/^$$/s/^# \{0,1\}//p' Makefile
@@ -65,7 +70,11 @@ test-long: $(STAMP)
 	   echo "seed   $(SEED)$(if $(RESUME),$(comma) resumed)"; echo; } | tee $(if $(RESUME),-a) $(LONG_RECORD)
 	status=0; $(PYTEST) --color=no -m "long or not long" --large-counts --seed=$(SEED) -o faulthandler_timeout=3600 \
 	  $(if $(RESUME),--resume) $(ARGS) 2>&1 | tee $(VENV)/test-long.log || status=$$?; \
+	  $(SANITIZE) 2>&1 | tee -a $(VENV)/test-long.log || status=$$?; \
 	  grep -E $(RECORDED) $(VENV)/test-long.log >> $(LONG_RECORD); exit $$status
+
+sanitize: $(STAMP)
+	$(SANITIZE) $(ARGS)
 
 # With a BLAS llama.cpp multiplies whole batches by a quantised file's own values; its other kernels round the rows first. Built afresh
 # because an earlier build without one may be in pip's cache.

@@ -18,12 +18,10 @@ from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.program import NativeBlocks, Recorded, Value
 from paceline.runtimes.native.records import LinearOperation, Packing, Rows
 from paceline.runtimes.native.weights import NativeWeights
-from paceline.runtimes.processor import processor_flags
 from paceline.runtimes.rotary import RotaryTables
 
 Build = Callable[[NativeBlocks, list[Value]], Sequence[Value]]
-LEVELS = [level for level, needed in library._LEVELS.items() if needed <= processor_flags()]
-BUILT = [level for level in LEVELS if Path(library.__file__).with_name(f"kernels.{level}.so").is_file()]
+BUILT = [level for level in library.levels() if Path(library.__file__).with_name(f"kernels.{level}.so").is_file()]
 
 
 def open_kernels(level: str) -> ctypes.CDLL:

@@ -60,6 +60,11 @@ def kernels() -> ctypes.CDLL:
 
 def kernels_path() -> Path | None:
     """The best library that was built and that this processor runs."""
-    flags = processor_flags()
-    paths = (Path(__file__).with_name(f"kernels.{level}.so") for level, needed in _LEVELS.items() if needed <= flags)
+    paths = (Path(__file__).with_name(f"kernels.{level}.so") for level in levels())
     return next((path for path in paths if path.is_file()), None)
+
+
+def levels() -> list[str]:
+    """What this processor runs of what we build for, best first."""
+    flags = processor_flags()
+    return [level for level, needed in _LEVELS.items() if needed <= flags]
