@@ -13,7 +13,7 @@ from paceline.models.rope_config import RopeConfig
 from paceline.models.weights import AnyTensor, Tensor, Weights
 from paceline.runtimes.base import FloatArray, ForwardBatch, RowRange
 from paceline.runtimes.head import Draws
-from paceline.runtimes.native import execution, library, strips
+from paceline.runtimes.native import execution, library, panels
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.program import NativeBlocks, Recorded, Value
 from paceline.runtimes.native.records import LinearOperation, Packing, Rows
@@ -52,7 +52,7 @@ class Network:
     Args:
         level: of the kernels; None = those this machine would use.
         round_to: type of computation.
-        in_strips: whether rows are rounded to bytes in front of matrices in groups.
+        in_panels: whether rows are rounded to bytes in front of matrices in groups.
         tables: of rotary angles; None = those of the config.
     """
 
@@ -67,14 +67,14 @@ class Network:
         max_slots: int = 256,
         level: str | None = None,
         round_to: WeightType = WeightType.F32,
-        in_strips: bool = False,
+        in_panels: bool = False,
         tables: RotaryTables | None = None,
     ) -> None:
         config = config or native_config()
         with pytest.MonkeyPatch.context() as patch:
             if level is not None:
-                patch.setattr(strips, "kernels", lambda: open_kernels(level))
-            weights = NativeWeights(Weights(tensors or {}), round_to, strips={} if in_strips else None)
+                patch.setattr(panels, "kernels", lambda: open_kernels(level))
+            weights = NativeWeights(Weights(tensors or {}), round_to, panels={} if in_panels else None)
             self._blocks = NativeBlocks(config, weights)
             self._inputs = [self._blocks.value(width) for width in widths]
             self._results = build(self._blocks, self._inputs)

@@ -109,7 +109,7 @@ def _build_native(config: ModelConfig, weights: Weights, options: RuntimeOptions
         max_context=min(options.max_context or config.max_positions, config.max_positions),
         collect_layers=options.collect_layers,
         round_to=options.dtype or config.weight_type,
-        strips=None if options.dtype is WeightType.F32 else {},
+        panels=None if options.dtype is WeightType.F32 else {},
     )
     numerics = options.numerics
     if numerics is Numerics.EXACT:

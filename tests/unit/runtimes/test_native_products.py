@@ -147,8 +147,8 @@ def test_threads_do_not_change_a_bit(name: str, num_rows: int, seed: int, round_
 @pytest.mark.parametrize(
     ("names", "packing"),
     [
-        (["bf16"], Packing.PAIRS),
-        (["f32", "f16"], Packing.PAIRS),  # stored as bfloat16 then
+        (["bf16"], Packing.BF16),
+        (["f32", "f16"], Packing.BF16),  # stored as bfloat16 then
         (["u4", "s8"], Packing.FLOATS),
     ],
 )

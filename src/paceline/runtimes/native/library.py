@@ -47,10 +47,10 @@ def kernels() -> ctypes.CDLL:
     library.paceline_run.restype = None
     library.paceline_packed_floats.argtypes = [c_int32, c_int32]
     library.paceline_packed_floats.restype = c_int64
-    library.paceline_strip_bytes.argtypes = [c_int32, c_int32, c_int32]
-    library.paceline_strip_bytes.restype = c_int64
-    library.paceline_fill_strips.argtypes = [POINTER(Matrix), c_int32, c_int32, c_int32, c_int32, c_void_p]
-    library.paceline_fill_strips.restype = None
+    library.paceline_panel_bytes.argtypes = [c_int32, c_int32, c_int32]
+    library.paceline_panel_bytes.restype = c_int64
+    library.paceline_fill_panels.argtypes = [POINTER(Matrix), c_int32, c_int32, c_int32, c_int32, c_void_p]
+    library.paceline_fill_panels.restype = None
     library.paceline_page_sums.argtypes = [c_void_p, c_int64, c_void_p, c_void_p]
     library.paceline_page_sums.restype = None
     library.paceline_ranking_floats.argtypes = [c_int32, c_int32]

@@ -9,6 +9,7 @@ from paceline.models.layers import Activation, AttentionConfig
 from paceline.runtimes.decoder import decoder
 from paceline.runtimes.head import Ranking
 from paceline.runtimes.native.library import LANES, kernels
+from paceline.runtimes.native.panels import PANEL_KINDS
 from paceline.runtimes.native.records import (
     AddOperation,
     AttentionOperation,
@@ -26,7 +27,6 @@ from paceline.runtimes.native.records import (
     SiluResidualOperation,
     SoftCapOperation,
 )
-from paceline.runtimes.native.strips import STRIP_KINDS
 from paceline.runtimes.native.weights import BF16_KIND, NativeWeights
 
 
@@ -149,11 +149,11 @@ class NativeBlocks:
         """How its rows are packed: what is the same for two matrices can serve both.
 
         Rows are rounded to bfloat16 where that is the type of computation, for products with bfloat16 weights alone, and to bytes for
-        those with strips.
+        those with panels.
         """
-        if matrix.kind in STRIP_KINDS:
+        if matrix.kind in PANEL_KINDS:
             return Packing.BYTES, matrix.group, matrix.zero_point
-        return (Packing.PAIRS if self._weights.rounds_to_bf16 and matrix.kind == BF16_KIND else Packing.FLOATS,)
+        return (Packing.BF16 if self._weights.rounds_to_bf16 and matrix.kind == BF16_KIND else Packing.FLOATS,)
 
     def _add(self, operation: Operation, like: Value, width: int | None = None) -> Value:
         """Record an operation on the rows of a value, whose result is as wide unless `width` says otherwise."""

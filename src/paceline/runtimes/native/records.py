@@ -25,7 +25,7 @@ class Packing(IntEnum):
     """How a product takes its rows."""
 
     FLOATS = 0
-    PAIRS = 1  # rounded to bfloat16
+    BF16 = 1  # rounded to bfloat16
     BYTES = 2  # rounded to 8-bit codes in groups
 
 

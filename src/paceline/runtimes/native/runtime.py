@@ -18,8 +18,8 @@ from paceline.models.weights import AnyTensor, GroupedTensor, Weights
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Numerics, RowRange, Runtime
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.library import kernels_path
+from paceline.runtimes.native.panels import Panels
 from paceline.runtimes.native.program import Recorded, record
-from paceline.runtimes.native.strips import Strips
 from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.rotary import LEAST_POSITIONS, RotaryTables
 from paceline.runtimes.rounding import embedding_rows, scaled_rows
@@ -37,7 +37,7 @@ class NativeRuntime(Runtime):
         max_context: int,
         collect_layers: Sequence[int] = (),
         round_to: WeightType,
-        strips: dict[str, Strips] | None = None,
+        panels: dict[str, Panels] | None = None,
     ) -> None:
         """Record the network; the weights stay where they are.
 
@@ -45,8 +45,8 @@ class NativeRuntime(Runtime):
             max_context: of the longest text there can be.
             collect_layers: boundaries to return, 0 to L.
             round_to: type the weights' values are rounded to first, where they are stored in another.
-            strips: matrices in groups that a runtime of the same weights has laid out, by name; the others are added, and rows are rounded
-                to 8 bits in front of them (kernels/strips.c). None = groups stay as they are, and so do rows.
+            panels: matrices in groups that a runtime of the same weights has laid out, by name; the others are added, and rows are rounded
+                to 8 bits in front of them (kernels/panels.c). None = groups stay as they are, and so do rows.
 
         Raises:
             BackendUnavailableError: there are no kernels for this machine.
@@ -58,12 +58,12 @@ class NativeRuntime(Runtime):
         self._num_threads = num_threads
         self._round_to = round_to
         self.weights = weights
-        self._native_weights = NativeWeights(weights, round_to, strips=strips, num_threads=num_threads)
+        self._native_weights = NativeWeights(weights, round_to, panels=panels, num_threads=num_threads)
         self._tables = RotaryTables(config, max_context)
         self._max_slots = max(max_context, LEAST_POSITIONS) + MAX_PASS_ROWS
         recorded = record(config, self._native_weights, collect_layers)
         self._recorded = recorded
-        self._embedding = (strips or {}).get("embedding") or weights["embedding.weight"]  # a tied matrix is read where products read it
+        self._embedding = (panels or {}).get("embedding") or weights["embedding.weight"]  # a tied matrix is read where products read it
         self._files = MappedFiles([*self._native_weights.arrays, *_arrays(self._embedding)])
         self._execution = self._executed(recorded)
         path = kernels_path()
@@ -94,7 +94,7 @@ class NativeRuntime(Runtime):
         return ForwardOutput(logits, execution.rows(recorded.hidden, num_rows), collected)
 
     def embed(self, token_ids: IntArray) -> FloatArray:
-        if isinstance(self._embedding, Strips):
+        if isinstance(self._embedding, Panels):
             return scaled_rows(self._embedding.rows(token_ids), self.config, self._round_to)
         return embedding_rows(self._embedding, token_ids, self.config, self._round_to)
 
@@ -108,7 +108,7 @@ class NativeRuntime(Runtime):
         self.num_passes = 0
 
 
-def _arrays(embedding: AnyTensor | Strips) -> tuple[NDArray[Any], ...]:
-    if isinstance(embedding, Strips):
+def _arrays(embedding: AnyTensor | Panels) -> tuple[NDArray[Any], ...]:
+    if isinstance(embedding, Panels):
         return (embedding.data,)
     return embedding.matrix.arrays if isinstance(embedding, GroupedTensor) else (embedding.array,)

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix
 from paceline.models.weights import GroupedTensor, Tensor, Weights, as_float32
+from paceline.runtimes.native.panels import MAX_GROUP, Panels, in_panels
 from paceline.runtimes.native.records import Matrix
-from paceline.runtimes.native.strips import MAX_GROUP, Strips, in_strips
 from paceline.runtimes.rounding import rounded, to_bf16
 
 _PLAIN_KINDS = {WeightType.F32: 0, WeightType.F16: 1, WeightType.BF16: 2}
@@ -24,15 +24,15 @@ class NativeWeights:
     Args:
         weights: the checkpoint's.
         round_to: type that values stored otherwise are rounded to; they are kept in it.
-        strips: matrices in groups laid out for rows that are rounded to bytes, by name; those that are missing are added. None = groups
+        panels: matrices in groups laid out for rows that are rounded to bytes, by name; those that are missing are added. None = groups
             stay as they are stored, for rows that are not rounded.
         num_threads: to lay them out with.
     """
 
-    def __init__(self, weights: Weights, round_to: WeightType, *, strips: dict[str, Strips] | None = None, num_threads: int = 1) -> None:
+    def __init__(self, weights: Weights, round_to: WeightType, *, panels: dict[str, Panels] | None = None, num_threads: int = 1) -> None:
         self._weights = weights
         self._round_to = round_to
-        self._strips = strips
+        self._panels = panels
         self._num_threads = num_threads
         self._arrays: list[NDArray[Any]] = []
 
@@ -59,11 +59,11 @@ class NativeWeights:
         tensor = self._weights[name + ".weight"]
         bias = self.vector(name + ".bias") if self.has(name + ".bias") else None
         if isinstance(tensor, GroupedTensor):
-            if self._strips is not None and tensor.matrix.group <= MAX_GROUP:
-                if name not in self._strips:
-                    self._strips[name] = in_strips(tensor.matrix, self._num_threads)
+            if self._panels is not None and tensor.matrix.group <= MAX_GROUP:
+                if name not in self._panels:
+                    self._panels[name] = in_panels(tensor.matrix, self._num_threads)
                     self._weights.forget(f"{name}.weight")
-                return self._strips[name].matrix(out, bias)
+                return self._panels[name].matrix(out, bias)
             return self._grouped(tensor.matrix, out, bias)
         values, kind = self._plain(tensor)
         outputs, columns = values.shape

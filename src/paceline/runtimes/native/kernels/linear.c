@@ -1,10 +1,11 @@
 /* Matrix products y = x W^T with W as it is stored: float32, float16, bfloat16, or integer codes in groups.
  *
- * Weights are decoded to their exact float32 values in registers, once for up to MAX_ROWS rows of x, and multiplied in float32; where
- * bfloat16 is the type of computation, rows of x are rounded to it and meet bfloat16 weights in pairs (pairs.h). Every output is one sum in 16 lanes over ascending columns, whatever the number of rows: a row's bits never depend on its
- * neighbours. Rows of x come packed (pack_rows), so that the rows of one step lie side by side in memory. */
+ * Weights are decoded to their exact float32 values in registers, once for up to MAX_ROWS rows of x, and multiplied in float32. Where
+ * bfloat16 is the type of computation, rows of x are rounded to it and multiplied with bfloat16 weights as they are (bf16.h). Every output is
+ * one sum in 16 lanes over ascending columns, whatever the number of rows: a row's bits never depend on its neighbours. Rows of x are packed
+ * first (pack_rows), so that what one step needs of all rows lies side by side. */
 #include "native.h"
-#include "pairs.h"
+#include "bf16.h"
 #include "vectors.h"
 
 INLINE floats decode_plain(const int kind, const uint8_t *codes, int column, int count) {
@@ -104,8 +105,8 @@ INLINE void finish(const Matrix *matrix, int first, const floats *sums, const in
 #undef PRODUCT
 #undef TILE
 
-#define PRODUCT paired
-#define TILE "paired_tile.h"
+#define PRODUCT bf16
+#define TILE "bf16_tile.h"
 #define KIND BF16
 #include "tiles_of_kind.h"
 
@@ -119,7 +120,7 @@ static size_t steps_of(int columns, int step) { return (size_t)(columns + step -
 
 /* Floats of a packed row. */
 static size_t packed_columns(int columns, int packing) {
-    return packing == AS_FLOATS ? steps_of(columns, LANES) * LANES : steps_of(columns, PAIRED) * PAIRS_FLOATS;
+    return packing == AS_FLOATS ? steps_of(columns, LANES) * LANES : steps_of(columns, BF16_STEP) * BF16_STEP_FLOATS;
 }
 
 static size_t packed_row(const Matrix *matrix, int packing) {
@@ -127,8 +128,8 @@ static size_t packed_row(const Matrix *matrix, int packing) {
 }
 
 size_t packed_floats(int rows, int columns) {
-    const size_t floats_a_row = packed_columns(columns, AS_FLOATS), pairs_a_row = packed_columns(columns, AS_PAIRS);
-    return steps_of(rows, MAX_ROWS) * MAX_ROWS * (floats_a_row > pairs_a_row ? floats_a_row : pairs_a_row);
+    const size_t floats_a_row = packed_columns(columns, AS_FLOATS), bf16_a_row = packed_columns(columns, AS_BF16);
+    return steps_of(rows, MAX_ROWS) * MAX_ROWS * (floats_a_row > bf16_a_row ? floats_a_row : bf16_a_row);
 }
 
 /* Row `row` of x from `column` on, zero behind its last column. */
@@ -139,10 +140,10 @@ INLINE floats take(const float *x, int columns, int row, int column) {
 }
 
 /* 32 columns from `column` on as pairs of bfloat16. */
-static pairs take_pairs(const float *x, int columns, int row, int column) {
+static bf16s take_bf16(const float *x, int columns, int row, int column) {
     const floats a = round_to_bf16(take(x, columns, row, column)), b = round_to_bf16(take(x, columns, row, column + LANES));
-    return pair_up(PAIR(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
-                PAIR(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
+    return join_bf16(SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
+                     SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
 }
 
 /* Block `block` of x [rows, columns] as [columns / step][rows of the block][step], zero where there is nothing: for products with `matrix`. */
@@ -159,9 +160,9 @@ void pack_rows(const Matrix *matrix, const float *x, int rows, int packing, int 
             for (int row = 0; row < padded; row++, to += LANES) store(to, row < real ? take(x, columns, first + row, column) : broadcast(0.0f));
         return;
     }
-    for (int column = 0; column < columns; column += PAIRED)
-        for (int row = 0; row < padded; row++, to += PAIRS_FLOATS) {
-            const pairs taken = take_pairs(x, columns, first + (row < real ? row : 0), column);
+    for (int column = 0; column < columns; column += BF16_STEP)
+        for (int row = 0; row < padded; row++, to += BF16_STEP_FLOATS) {
+            const bf16s taken = take_bf16(x, columns, first + (row < real ? row : 0), column);
             memcpy(to, &taken, sizeof taken);
         }
 }
@@ -172,7 +173,7 @@ void multiply(const Matrix *matrix, int begin, int end, int packing, const float
         multiply_bytes(matrix, begin, end, packed, y, rows);
         return;
     }
-    Product *const product = packing == AS_PAIRS ? paired_2 : PRODUCTS[matrix->kind];
+    Product *const product = packing == AS_BF16 ? bf16_2 : PRODUCTS[matrix->kind];
     for (int first = 0; first < rows; first += MAX_ROWS) {
         const int real = rows - first < MAX_ROWS ? rows - first : MAX_ROWS;
         product(matrix, begin, end, packed + (size_t)first * packed_row(matrix, packing),

@@ -23,17 +23,17 @@
 #define U8_MINIMUM 5
 #define U4 6
 #define U4_MINIMUM 7
-/* The same codes in strips of 16 outputs (strips.c), for rows that are rounded to bytes. */
-#define STRIPS_8_BITS 8
-#define STRIPS_8_BITS_MINIMUM 9
-#define STRIPS_4_BITS 10
-#define STRIPS_4_BITS_MINIMUM 11
+/* The same codes in panels of 16 outputs (panels.c), for rows that are rounded to bytes. */
+#define PANELS_8_BITS 8
+#define PANELS_8_BITS_MINIMUM 9
+#define PANELS_4_BITS 10
+#define PANELS_4_BITS_MINIMUM 11
 #define MAX_GROUP 256 /* columns of a group of such rows */
 
 /* W [outputs, columns]. */
 typedef struct {
     int32_t kind, outputs, columns, group, zero_point, out; /* out: buffer of the result */
-    int64_t row_bytes; /* of an output, or of a strip */
+    int64_t row_bytes; /* of an output, or of a panel */
     const uint8_t *codes;
     const float *scales, *minimums; /* [outputs, columns / group] */
     const float *bias;              /* [outputs] or NULL */
@@ -41,9 +41,9 @@ typedef struct {
 
 enum { LINEAR, NORM, ROPE, ATTENTION, GATED, ADD, GATHER, SOFT_CAP, CONCAT, SILU_RESIDUAL, RANK };
 enum { SILU, GELU_TANH };
-/* How a product takes its rows: as they are, rounded to bfloat16 in pairs (all its matrices are BF16 then), or rounded to bytes (all its
- * matrices are strips then, with the same groups and the same zero point). */
-enum { AS_FLOATS, AS_PAIRS, AS_BYTES };
+/* How a product takes its rows: as they are, rounded to bfloat16 (all its matrices are BF16 then), or rounded to bytes (all its matrices are
+ * panels then, with the same groups and the same zero point). */
+enum { AS_FLOATS, AS_BF16, AS_BYTES };
 /* Which rows an operation works on: those of the pass, those whose logits are wanted, or those of a list that an earlier operation left in
  * a buffer as int32: how many, then their numbers. Wanted and listed rows lie one behind another in their buffers; GATHER puts them there. */
 enum { ALL_ROWS, WANTED_ROWS, LISTED_ROWS };

@@ -6,7 +6,7 @@
 #include <string.h>
 
 #define OUTPUTS_A_TICKET 48        /* whole tiles of 8, 6, 4 and 3 outputs */
-#define STRIPS_OUTPUTS_A_TICKET 64 /* two pairs of strips */
+#define PANELS_OUTPUTS_A_TICKET 64 /* four panels of 16 */
 #define FLOATS_A_TICKET 4096
 
 /* A pass under way has copies of the records: if another thread describes the next pass meanwhile, the threads of this one still agree on
@@ -49,7 +49,7 @@ static void run_linear(const Work *work, const Operation *operation) {
     const Program *program = work->program;
     const float *x = buffer(work, own->x);
     const int columns = own->matrices[0].columns, packing = own->packing, rows = work->rows;
-    const int outputs_a_ticket = packing == AS_BYTES ? STRIPS_OUTPUTS_A_TICKET : OUTPUTS_A_TICKET;
+    const int outputs_a_ticket = packing == AS_BYTES ? PANELS_OUTPUTS_A_TICKET : OUTPUTS_A_TICKET;
     if (rows > 1) {
         for (int block; (block = next_ticket(work, 0)) < parts_of(rows, MAX_ROWS);)
             pack_rows(own->matrices, x, rows, packing, block, program->packed);

@@ -54,8 +54,8 @@ INLINE words noise(uint64_t key, const int32_t *ids, int column) {
     const uint64_t gamma = 0x9E3779B97F4A7C15u;
     words bits;
     if (!ids) { /* one mixture serves an even id, its low half, and the odd id behind it */
-        const wides pairs = (wides){0, 1, 2, 3, 4, 5, 6, 7} + (uint64_t)(column / 2);
-        const wides mixed = mix(pairs * gamma + key);
+        const wides halves = (wides){0, 1, 2, 3, 4, 5, 6, 7} + (uint64_t)(column / 2);
+        const wides mixed = mix(halves * gamma + key);
         memcpy(&bits, &mixed, sizeof bits);
         return bits;
     }
@@ -71,8 +71,8 @@ INLINE words noise(uint64_t key, const int32_t *ids, int column) {
 /* E = -log1p(-w) of 32 bits, w = (bits + 1/2) / 2^32. */
 static double exponential_of(uint32_t bits) { return -log1p(-(((double)bits + 0.5) * 0x1p-32)); }
 
-/* The largest score - log E among columns [0, count), the first on ties. E is at least w, so whose w / weight exceeds what the one with the
- * least w / weight reaches cannot win: few are looked at closely. */
+/* The largest score - log E among columns [0, count), the first on ties. E is at least w, and cheap w / weight bounds what a column can reach:
+ * only columns whose w / weight is within the bound of the least one are computed in full. */
 static void race(const float *scores, const float *weights, const int32_t *ids, uint64_t key, int begin, int count, Piece *piece) {
     float ratios[PIECE_COLUMNS];
     uint32_t bits[PIECE_COLUMNS];

@@ -22,7 +22,7 @@ static int num_workers, team;
 static Task *current;
 static void *current_argument;
 
-/* Spin, but not for long: somebody else may have the core of the thread that is waited for. */
+/* Spin, then yield: the thread that is waited for may need this core. */
 static void wait_a_little(int spins) {
     RELAX();
     if (spins > SPINS_BEFORE_YIELD) sched_yield();

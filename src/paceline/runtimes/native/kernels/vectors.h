@@ -46,7 +46,7 @@ INLINE float lane_sum(floats v) {
     return lanes[0];
 }
 
-#define PAIR(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 
 /* lane_sum of 16 vectors at once: the same additions, in vectors that hold 2, 4, 8 and 16 of the sums. */
 INLINE floats lane_sums(const floats *v) {
@@ -54,23 +54,23 @@ INLINE floats lane_sums(const floats *v) {
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const floats a = v[2 * i], b = v[2 * i + 1];
-        two[i] = PAIR(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-                 PAIR(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+        two[i] = SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+                 SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const floats a = two[2 * i], b = two[2 * i + 1];
-        four[i] = PAIR(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-                  PAIR(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+        four[i] = SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+                  SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const floats a = four[2 * i], b = four[2 * i + 1];
-        eight[i] = PAIR(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
-                   PAIR(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+        eight[i] = SHUFFLE(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+                   SHUFFLE(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
     }
-    return PAIR(eight[0], eight[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-           PAIR(eight[0], eight[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    return SHUFFLE(eight[0], eight[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+           SHUFFLE(eight[0], eight[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 }
 
 /* e^x to about 2 units in the last place for x <= 88; 0 below -87; NaN of NaN. Cephes' split of x into n ln 2 + r and a polynomial in r. */

@@ -5,18 +5,18 @@
  *   = scale_w scale_x (sum c q - zero_point sum q) + minimum scale_x sum q,
  * one group after the other, in float32. Sums of integers are exact, so a row's bits depend on nothing else.
  *
- * Weights lie in strips of 16 outputs, one group of columns after the other: 16 scales, 16 minimums if there are any, then the codes,
+ * Weights lie in panels of 16 outputs side by side, one group of columns after the other: 16 scales, 16 minimums if there are any, then the codes,
  * [columns / 4][16 outputs][4 columns], or [columns / 8][16 outputs][4 bytes] with four columns in the low halves of the bytes and the next
  * four in the high ones. What a pass reads is one stream. */
 #include "native.h"
-#include "quads.h"
+#include "byte_dot.h"
 
-#define GROUP_HEADER 3 /* of a packed row's group: its scale, (QUAD_SHIFT - zero_point) sum q, scale sum q */
+#define GROUP_HEADER 3 /* of a packed row's group: its scale, (DOT_SHIFT - zero_point) sum q, scale sum q */
 
-static int is_narrow(int kind) { return kind == STRIPS_4_BITS || kind == STRIPS_4_BITS_MINIMUM; }
-static int has_minimum(int kind) { return kind == STRIPS_8_BITS_MINIMUM || kind == STRIPS_4_BITS_MINIMUM; }
+static int is_narrow(int kind) { return kind == PANELS_4_BITS || kind == PANELS_4_BITS_MINIMUM; }
+static int has_minimum(int kind) { return kind == PANELS_8_BITS_MINIMUM || kind == PANELS_4_BITS_MINIMUM; }
 
-static size_t group_words(int group) { return (size_t)(GROUP_HEADER + group / 4 * QUAD_WORDS); }
+static size_t group_words(int group) { return (size_t)(GROUP_HEADER + group / 4 * DOT_WORDS); }
 
 size_t packed_bytes_words(int columns, int group) { return (size_t)(columns / group) * group_words(group); }
 
@@ -50,20 +50,20 @@ void pack_bytes(const float *x, int columns, int group, int zero_point, int firs
     int32_t codes[MAX_GROUP];
     for (int begin = 0; begin < columns; begin += group, packed += group_words(group) * (size_t)padded)
         for (int row = 0; row < padded; row++) {
-            int32_t total, *quad = (int32_t *)packed + GROUP_HEADER * padded + row * QUAD_WORDS;
+            int32_t total, *quad = (int32_t *)packed + GROUP_HEADER * padded + row * DOT_WORDS;
             const float scale = quantize(x + (size_t)(first + (row < real ? row : 0)) * (size_t)columns + begin, group, codes, &total);
-            const int32_t offset = (QUAD_SHIFT - zero_point) * total;
+            const int32_t offset = (DOT_SHIFT - zero_point) * total;
             packed[row] = scale;
             memcpy(packed + padded + row, &offset, sizeof offset);
             packed[2 * padded + row] = scale * (float)total;
-            for (int i = 0; i < group; i += 4, quad += padded * QUAD_WORDS) store_quad(quad, codes + i);
+            for (int i = 0; i < group; i += 4, quad += padded * DOT_WORDS) store_codes(quad, codes + i);
         }
 }
 
 #define EACH_ROW _Pragma("unroll") for (int row = 0; row < rows; row++)
-#define EACH_STRIP _Pragma("unroll") for (int n = 0; n < strips; n++)
-/* Weights wanted soon, because the processor's own prefetching stops at every page: a little further on in this strip, or at the same place
- * of the next one (`ahead`) where this strip was read before. */
+#define EACH_PANEL _Pragma("unroll") for (int n = 0; n < panels; n++)
+/* The processor's own prefetching stops at every page, so ask early: for what comes later in this panel, or, where an earlier block of rows
+ * has read this panel, for the same place of the next one (`ahead` bytes on). */
 #define PREFETCH(from)                                \
     if (ahead)                                        \
         __builtin_prefetch((from) + ahead, 0, 2);     \
@@ -72,39 +72,39 @@ void pack_bytes(const float *x, int columns, int group, int zero_point, int firs
     else                                              \
         __builtin_prefetch((from) + 4096, 0, 2);
 
-/* dot[row] += 4 columns of a strip, for all rows and strips. */
+/* dot[row] += 4 columns of a panel, for all rows and panels. */
 #define MULTIPLY_ADD(shift)                                                                           \
     {                                                                                                 \
-        quads w[2];                                                                                   \
-        EACH_STRIP w[n] = split_quads(narrow ? codes[n] >> (shift) & 0x0F0F0F0Fu : codes[n]);           \
-        EACH_ROW EACH_STRIP dot[n][row] = multiply_quads(w[n], quad + row * QUAD_WORDS, dot[n][row]);   \
-        quad += rows * QUAD_WORDS;                                                                    \
+        weight_codes w[2];                                                                                   \
+        EACH_PANEL w[n] = split_codes(narrow ? codes[n] >> (shift) & 0x0F0F0F0Fu : codes[n]);           \
+        EACH_ROW EACH_PANEL dot[n][row] = dot_bytes(w[n], quad + row * DOT_WORDS, dot[n][row]);   \
+        quad += rows * DOT_WORDS;                                                                    \
     }
 
-/* `strips` strips (1 or 2, which share what is loaded of the rows) for `rows` packed rows. */
-INLINE void multiply_strips(const Matrix *matrix, int first, const float *x, float *y, const int rows, int real_rows, size_t ahead,
-                            const int strips, const int narrow, const int minimum) {
+/* `panels` panels (1 or 2, which share what is loaded of the rows) for `rows` packed rows. */
+INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, float *y, const int rows, int real_rows, size_t ahead,
+                            const int panels, const int narrow, const int minimum) {
     const int group = matrix->group, columns = matrix->columns;
     const size_t next = (size_t)matrix->row_bytes;
     const uint8_t *at = matrix->codes + (size_t)(first / LANES) * next;
     floats sum[2][MAX_ROWS];
-    EACH_STRIP EACH_ROW sum[n][row] = broadcast(0.0f);
+    EACH_PANEL EACH_ROW sum[n][row] = broadcast(0.0f);
     for (int begin = 0; begin < columns; begin += group) {
         const int32_t *offsets = (const int32_t *)x + rows, *quad = (const int32_t *)x + GROUP_HEADER * rows;
         const uint8_t *header = at;
         ints dot[2][MAX_ROWS];
-        EACH_ROW EACH_STRIP dot[n][row] = broadcast_int(offsets[row]);
+        EACH_ROW EACH_PANEL dot[n][row] = broadcast_int(offsets[row]);
         at += (minimum ? 2 : 1) * sizeof(floats);
         for (int column = 0; column < group; column += narrow ? 8 : 4, at += sizeof(words)) {
             words codes[2];
-            EACH_STRIP {
+            EACH_PANEL {
                 memcpy(&codes[n], at + (size_t)n * next, sizeof codes[n]);
                 PREFETCH(at + (size_t)n * next)
             }
             MULTIPLY_ADD(0)
             if (narrow) MULTIPLY_ADD(4)
         }
-        EACH_STRIP {
+        EACH_PANEL {
             const floats scale = load((const float *)(header + (size_t)n * next));
             EACH_ROW sum[n][row] = fused(__builtin_convertvector(dot[n][row], floats), scale * broadcast(x[row]), sum[n][row]);
             if (minimum) {
@@ -114,7 +114,7 @@ INLINE void multiply_strips(const Matrix *matrix, int first, const float *x, flo
         }
         x = (const float *)quad;
     }
-    EACH_STRIP {
+    EACH_PANEL {
         const int from = first + n * LANES, outputs = matrix->outputs - from < LANES ? matrix->outputs - from : LANES;
         const floats bias = matrix->bias ? load_first(matrix->bias + from, outputs) : broadcast(0.0f);
         EACH_ROW if (row < real_rows) {
@@ -124,16 +124,16 @@ INLINE void multiply_strips(const Matrix *matrix, int first, const float *x, flo
     }
 }
 
-#define PRODUCT_OF(rows, strips, kind_, narrow, minimum)                                                                       \
+#define PRODUCT_OF(rows, panels, kind_, narrow, minimum)                                                                       \
     if (matrix->kind == kind_)                                                                                                \
-        for (; first + ((strips) - 1) * LANES < end; first += (strips) * LANES)                                                 \
-            multiply_strips(matrix, first, x, y, rows, real_rows, ahead, strips, narrow, minimum);
-#define PRODUCTS_OF(rows, strips)                                  \
-    PRODUCT_OF(rows, strips, STRIPS_8_BITS, 0, 0)                  \
-    PRODUCT_OF(rows, strips, STRIPS_8_BITS_MINIMUM, 0, 1)          \
-    PRODUCT_OF(rows, strips, STRIPS_4_BITS, 1, 0)                  \
-    PRODUCT_OF(rows, strips, STRIPS_4_BITS_MINIMUM, 1, 1)
-/* Two strips at once where the sums of both fit in registers. */
+        for (; first + ((panels) - 1) * LANES < end; first += (panels) * LANES)                                                 \
+            multiply_panels(matrix, first, x, y, rows, real_rows, ahead, panels, narrow, minimum);
+#define PRODUCTS_OF(rows, panels)                                  \
+    PRODUCT_OF(rows, panels, PANELS_8_BITS, 0, 0)                  \
+    PRODUCT_OF(rows, panels, PANELS_8_BITS_MINIMUM, 0, 1)          \
+    PRODUCT_OF(rows, panels, PANELS_4_BITS, 1, 0)                  \
+    PRODUCT_OF(rows, panels, PANELS_4_BITS_MINIMUM, 1, 1)
+/* Two panels at once where the sums of both fit in registers. */
 #define CASE(rows)                                          \
     case rows:                                              \
         PRODUCTS_OF(rows, (2 * (rows) <= MAX_ROWS ? 2 : 1)) \
@@ -156,7 +156,7 @@ static void multiply_block(const Matrix *matrix, int first, int end, const float
     }
 }
 
-/* Outputs [begin, end) of every row, strip after strip where there are more blocks of rows than one: the blocks behind the first find a strip in
+/* Outputs [begin, end) of every row, panel after panel where there are more blocks of rows than one: the blocks behind the first find a panel in
  * the second-level cache, and the memory has their time to bring the next one. */
 void multiply_bytes(const Matrix *matrix, int begin, int end, const float *packed, float *y, int rows) {
     const int step = rows > MAX_ROWS ? LANES : end - begin;
@@ -169,21 +169,21 @@ void multiply_bytes(const Matrix *matrix, int begin, int end, const float *packe
         }
 }
 
-/* Bytes of a strip. */
-int64_t paceline_strip_bytes(int32_t columns, int32_t group, int32_t kind) {
+/* Bytes of a panel. */
+int64_t paceline_panel_bytes(int32_t columns, int32_t group, int32_t kind) {
     const int64_t header = (has_minimum(kind) ? 2 : 1) * (int64_t)sizeof(floats);
     return columns / group * (header + (int64_t)group * (is_narrow(kind) ? 8 : 16));
 }
 
-/* Strips [begin, end) of a matrix stored row by row: codes [outputs, columns] of bytes, or of halves in runs of 32, the first 16 of a run in
+/* Panels [begin, end) of a matrix stored row by row: codes [outputs, columns] of bytes, or of halves in runs of 32, the first 16 of a run in
  * the low ones; scales and minimums [outputs, columns / group]. Outputs that are not there become zeros. `flipped` is added to every byte:
  * 128 makes signed codes unsigned. */
-void paceline_fill_strips(const Matrix *from, int32_t kind, int32_t flipped, int32_t begin, int32_t end, uint8_t *to) {
+void paceline_fill_panels(const Matrix *from, int32_t kind, int32_t flipped, int32_t begin, int32_t end, uint8_t *to) {
     const int group = from->group, groups = from->columns / group, narrow = is_narrow(kind);
-    const int64_t strip_bytes = paceline_strip_bytes(from->columns, group, kind);
+    const int64_t panel_bytes = paceline_panel_bytes(from->columns, group, kind);
     for (int number = begin; number < end; number++) {
-        uint8_t *at = to + number * strip_bytes;
-        memset(at, 0, (size_t)strip_bytes);
+        uint8_t *at = to + number * panel_bytes;
+        memset(at, 0, (size_t)panel_bytes);
         const int first = number * LANES, outputs = from->outputs - first < LANES ? from->outputs - first : LANES;
         for (int g = 0; g < groups; g++) {
             for (int n = 0; n < outputs; n++) memcpy(at + 4 * n, from->scales + (size_t)(first + n) * (size_t)groups + (size_t)g, 4);

@@ -1,4 +1,4 @@
-"""Weights in groups laid out as kernels/strips.c reads them: 16 outputs side by side, one stream of scales and codes."""
+"""Weights in groups laid out as kernels/panels.c reads them: 16 outputs side by side, one stream of scales and codes."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from paceline.runtimes.native.records import Matrix
 OUTPUTS = 16
 MAX_GROUP = 256
 _KINDS = {(8, False): 8, (8, True): 9, (4, False): 10, (4, True): 11}  # bits, whether there are minimums
-STRIP_KINDS = frozenset(_KINDS.values())
+PANEL_KINDS = frozenset(_KINDS.values())
 _ALIGNMENT = 64
-_STRIPS_AT_ONCE = 16
+_PANELS_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Strips:
-    """A matrix in strips.
+class Panels:
+    """A matrix in panels.
 
     Attributes:
         kind: as in kernels/native.h.
-        data: [strips, bytes of a strip] uint8.
+        data: [panels, bytes of a panel] uint8.
         outputs, columns, group, zero_point: of the matrix; the zero point of unsigned codes.
     """
 
@@ -56,8 +56,8 @@ class Strips:
         return values.reshape(len(numbers), self.columns)
 
 
-def in_strips(matrix: GroupedMatrix, num_threads: int) -> Strips:
-    """A copy of `matrix` in strips; its groups have at most MAX_GROUP columns."""
+def in_panels(matrix: GroupedMatrix, num_threads: int) -> Panels:
+    """A copy of `matrix` in panels; its groups have at most MAX_GROUP columns."""
     outputs, columns = matrix.shape
     kind = _KINDS[matrix.bits, matrix.minimums is not None]
     flipped = 128 if matrix.bits == 8 and matrix.codes.dtype == np.int8 else 0
@@ -65,14 +65,14 @@ def in_strips(matrix: GroupedMatrix, num_threads: int) -> Strips:
     address = [None if array is None else array.ctypes.data for array in (codes, scales, minimums)]
     stored = Matrix(kind, outputs, columns, matrix.group, 0, 0, codes.strides[0], *address, None)
     library = kernels()
-    data = _aligned(-(-outputs // OUTPUTS), library.paceline_strip_bytes(columns, matrix.group, kind))
+    data = _aligned(-(-outputs // OUTPUTS), library.paceline_panel_bytes(columns, matrix.group, kind))
 
     def fill(begin: int) -> None:
-        library.paceline_fill_strips(stored, kind, flipped, begin, min(begin + _STRIPS_AT_ONCE, len(data)), data.ctypes.data)
+        library.paceline_fill_panels(stored, kind, flipped, begin, min(begin + _PANELS_AT_ONCE, len(data)), data.ctypes.data)
 
     with ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(fill, range(0, len(data), _STRIPS_AT_ONCE)))
-    return Strips(kind, data, outputs, columns, matrix.group, matrix.zero_point + flipped)
+        list(pool.map(fill, range(0, len(data), _PANELS_AT_ONCE)))
+    return Panels(kind, data, outputs, columns, matrix.group, matrix.zero_point + flipped)
 
 
 def _whole(array: Any) -> Any:

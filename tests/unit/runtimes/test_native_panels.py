@@ -1,4 +1,4 @@
-"""Products of rows rounded to bytes with weights in strips: what numpy computes from the definition, the same bits everywhere."""
+"""Products of rows rounded to bytes with weights in panels: what numpy computes from the definition, the same bits everywhere."""
 
 from collections.abc import Mapping
 from itertools import product
@@ -11,8 +11,8 @@ from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix, pack_nibbles, unpack_nibbles
 from paceline.models.weights import AnyTensor, GroupedTensor, Weights
 from paceline.runtimes.base import FloatArray
+from paceline.runtimes.native.panels import in_panels
 from paceline.runtimes.native.records import Packing
-from paceline.runtimes.native.strips import in_strips
 from paceline.runtimes.native.weights import NativeWeights
 
 MAX_ROWS = 20
@@ -58,7 +58,7 @@ def network(tensors: Mapping[str, AnyTensor], *, num_threads: int = 1, level: st
     columns = tensors[f"{names[0]}.weight"].shape[1]
     return Network(
         [columns], lambda blocks, inputs: blocks.linear(inputs[0], *names),
-        tensors=tensors, num_threads=num_threads, level=level, in_strips=True,
+        tensors=tensors, num_threads=num_threads, level=level, in_panels=True,
     )  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def expected(rows: FloatArray, weight: GroupedTensor) -> tuple[np.ndarray, np.nd
 def test_a_product_is_what_its_definition_says_and_a_row_the_same_whatever_rows_it_comes_with(
     form: str, columns: int, group: int, level: str, seed: int
 ) -> None:
-    """One to twenty rows; numbers of outputs that are no whole strips, with and without a bias."""
+    """One to twenty rows; numbers of outputs that are no whole panels, with and without a bias."""
     random = np.random.default_rng(seed)
     rows = rows_of(random, MAX_ROWS, columns)
     weight, plainer = grouped(random, form, 53, columns, group), grouped(random, form, 7, columns, group)
@@ -160,25 +160,25 @@ def test_groups_of_zeros_and_of_the_smallest_and_largest_numbers_are_right(size:
     assert (np.abs(found - wanted) <= worst + np.float32(1e-30)).all()
 
 
-def test_strips_hold_every_value_and_zeros_where_there_is_no_output(seed: int) -> None:
+def test_panels_hold_every_value_and_zeros_where_there_is_no_output(seed: int) -> None:
     random = np.random.default_rng(seed)
     matrix = grouped(random, "u8", 21, 64, 32).matrix
-    strips = in_strips(matrix, 2)
-    assert strips.data.shape == (2, 2 * (64 + 32 * 16))
-    assert strips.data.ctypes.data % 64 == 0
-    first = strips.data[1, :64].view(np.float32)
+    panels = in_panels(matrix, 2)
+    assert panels.data.shape == (2, 2 * (64 + 32 * 16))
+    assert panels.data.ctypes.data % 64 == 0
+    first = panels.data[1, :64].view(np.float32)
     assert np.array_equal(first[:5], matrix.scales[16:, 0])
     assert not first[5:].any()
-    codes = strips.data[1, 64 : 64 + 32 * 16].reshape(8, 16, 4)
+    codes = panels.data[1, 64 : 64 + 32 * 16].reshape(8, 16, 4)
     assert np.array_equal(codes[:, 2].ravel(), matrix.codes[18, :32])
     assert not codes[:, 5:].any()
 
 
 @BY_CASE
-def test_rows_of_strips_have_the_values_of_the_matrix(form: str, columns: int, group: int, seed: int) -> None:
+def test_rows_of_panels_have_the_values_of_the_matrix(form: str, columns: int, group: int, seed: int) -> None:
     matrix = grouped(np.random.default_rng(seed), form, 37, columns, group).matrix
     numbers = np.array([36, 0, 15, 16, 0, 31], np.int32)
-    assert np.array_equal(in_strips(matrix, 2).rows(numbers), matrix.values(numbers))
+    assert np.array_equal(in_panels(matrix, 2).rows(numbers), matrix.values(numbers))
 
 
 def test_what_is_laid_out_serves_the_next_runtime_and_frees_what_it_was_made_of(seed: int) -> None:
@@ -190,7 +190,7 @@ def test_what_is_laid_out_serves_the_next_runtime_and_frees_what_it_was_made_of(
 
     weights = Kept({"a.weight": grouped(np.random.default_rng(seed), "u4", 20, 64, 32)})
     shared: dict = {}
-    first, second = (NativeWeights(weights, WeightType.F32, strips=shared).matrix("a", 0) for _ in range(2))
+    first, second = (NativeWeights(weights, WeightType.F32, panels=shared).matrix("a", 0) for _ in range(2))
     assert first.codes == second.codes
     assert list(shared) == ["a"]
     assert forgotten == ["a.weight"]

@@ -1,13 +1,13 @@
-/* Included with KIND, ROWS and OUTPUTS defined: as tile.h, of bfloat16 weights and rows packed in pairs. */
+/* Included with KIND, ROWS and OUTPUTS defined: as tile.h, of bfloat16 weights and rows packed as bfloat16. */
 #define EACH_OUTPUT _Pragma("unroll") for (int n = 0; n < OUTPUTS; n++)
 #define EACH_ROW _Pragma("unroll") for (int row = 0; row < ROWS; row++)
 #define MULTIPLY_ADD                                                    \
     EACH_ROW {                                                          \
-        const pairs xs = load_pairs(x + row * PAIRS_FLOATS);            \
-        EACH_OUTPUT sum[n][row] = multiply_pairs(w[n], xs, sum[n][row]); \
+        const bf16s xs = load_bf16(x + row * BF16_STEP_FLOATS);            \
+        EACH_OUTPUT sum[n][row] = dot_bf16(w[n], xs, sum[n][row]); \
     }
-/* Weights wanted soon. A lone row waits for memory alone, a little further on in the same rows of W; more rows take so long that the next
- * tile's weights can come meanwhile, and those of this tile from the second-level cache. */
+/* Prefetch. With one row nothing but memory is waited for: ask for what comes next in the same rows of W. With more rows there is time to
+ * bring the next tile's weights into the second-level cache, and this tile's from there into the first. */
 #define PREFETCH(n, offset)                                          \
     if (ROWS == 1) {                                                 \
         __builtin_prefetch(codes[n] + (offset) + 1024, 0, 2);        \
@@ -19,7 +19,7 @@
 static void TILE_OF(ROWS, OUTPUTS)(const Matrix *matrix, int first, const float *x, float *y, int real_rows) {
     const int columns = matrix->columns;
     floats sum[OUTPUTS][ROWS];
-    pairs w[OUTPUTS];
+    bf16s w[OUTPUTS];
     const uint8_t *codes[OUTPUTS];
     const size_t next_tile = OUTPUTS * (size_t)matrix->row_bytes;
     EACH_OUTPUT {
@@ -27,15 +27,15 @@ static void TILE_OF(ROWS, OUTPUTS)(const Matrix *matrix, int first, const float 
         EACH_ROW sum[n][row] = broadcast(0.0f);
     }
     int column = 0;
-    for (; column + PAIRED <= columns; column += PAIRED, x += ROWS * PAIRS_FLOATS) {
+    for (; column + BF16_STEP <= columns; column += BF16_STEP, x += ROWS * BF16_STEP_FLOATS) {
         EACH_OUTPUT {
             PREFETCH(n, 2 * (size_t)column)
-            w[n] = pairs_of(load_words(codes[n] + 2 * (size_t)column, PAIRED));
+            w[n] = bf16_of(load_words(codes[n] + 2 * (size_t)column, BF16_STEP));
         }
         MULTIPLY_ADD
     }
     if (column < columns) {
-        EACH_OUTPUT w[n] = pairs_of(load_words(codes[n] + 2 * (size_t)column, columns - column));
+        EACH_OUTPUT w[n] = bf16_of(load_words(codes[n] + 2 * (size_t)column, columns - column));
         MULTIPLY_ADD
     }
     finish(matrix, first, &sum[0][0], OUTPUTS, ROWS, y, real_rows);

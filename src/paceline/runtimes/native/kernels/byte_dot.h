@@ -1,9 +1,9 @@
-/* Quads of bytes: 64 unsigned codes in 16 lanes of four, times four signed ones, added to 16 integer sums. Integers are exact, so every
- * instruction set has the same sums. Arm's instruction for quads takes signed codes: all are lowered by QUAD_SHIFT, for which sums begin
- * higher. Without one, pairs of 16-bit numbers are multiplied, the even bytes and the odd ones, and a packed quad takes two words: the even
- * pair and the odd one. */
-#ifndef PACELINE_QUADS_H
-#define PACELINE_QUADS_H
+/* Dot products of bytes: 16 lanes of four unsigned codes (of weights), times four signed ones (a quad of a row), added to 16 integer sums.
+ * Integers are exact, so every instruction set has the same sums. Arm's instruction takes signed weights: they are lowered by DOT_SHIFT, and
+ * sums begin higher to make up for it. Where there is no such instruction, 16-bit numbers are multiplied, the even bytes and the odd ones
+ * apart, and a packed quad takes two words. */
+#ifndef PACELINE_BYTE_DOT_H
+#define PACELINE_BYTE_DOT_H
 
 #include "vectors.h"
 
@@ -14,23 +14,23 @@
 #endif
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
-#define QUAD_WORDS 1
+#define DOT_WORDS 1
 #else
-#define QUAD_WORDS 2
+#define DOT_WORDS 2
 #endif
 #if defined(__ARM_FEATURE_DOTPROD)
-#define QUAD_SHIFT 128
+#define DOT_SHIFT 128
 #else
-#define QUAD_SHIFT 0
+#define DOT_SHIFT 0
 #endif
 
 typedef int16_t shorts __attribute__((vector_size(64)));
 
 INLINE ints broadcast_int(int32_t x) { return (ints){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
-/* Four signed codes, each between -127 and 127, as `multiply_quads` takes them. */
-INLINE void store_quad(int32_t *to, const int32_t *codes) {
-#if QUAD_WORDS == 1
+/* Four signed codes, each between -127 and 127, as `dot_bytes` takes them. */
+INLINE void store_codes(int32_t *to, const int32_t *codes) {
+#if DOT_WORDS == 1
     to[0] = (int32_t)((uint32_t)(codes[0] & 255) | (uint32_t)(codes[1] & 255) << 8 | (uint32_t)(codes[2] & 255) << 16 | (uint32_t)codes[3] << 24);
 #else
     to[0] = (int32_t)((uint32_t)(codes[0] & 0xFFFF) | (uint32_t)codes[2] << 16);
@@ -40,20 +40,20 @@ INLINE void store_quad(int32_t *to, const int32_t *codes) {
 
 /* What is the same for all rows: codes as they are, or the even and the odd ones apart. */
 typedef struct {
-    words part[QUAD_WORDS];
-} quads;
+    words part[DOT_WORDS];
+} weight_codes;
 
-INLINE quads split_quads(words codes) {
-#if QUAD_SHIFT
-    return (quads){{codes ^ 0x80808080u}};
-#elif QUAD_WORDS == 1
-    return (quads){{codes}};
+INLINE weight_codes split_codes(words codes) {
+#if DOT_SHIFT
+    return (weight_codes){{codes ^ 0x80808080u}};
+#elif DOT_WORDS == 1
+    return (weight_codes){{codes}};
 #else
-    return (quads){{codes & 0x00FF00FFu, codes >> 8 & 0x00FF00FFu}};
+    return (weight_codes){{codes & 0x00FF00FFu, codes >> 8 & 0x00FF00FFu}};
 #endif
 }
 
-#if QUAD_WORDS == 2
+#if DOT_WORDS == 2
 /* Pairs of 16-bit numbers multiplied and added. */
 INLINE ints multiply_shorts(words w, ints x) {
 #if defined(__AVX512BW__)
@@ -73,7 +73,7 @@ INLINE ints multiply_shorts(words w, ints x) {
 #endif
 
 /* `packed`: one quad, for all 16 lanes. */
-INLINE ints multiply_quads(quads w, const int32_t *packed, ints sum) {
+INLINE ints dot_bytes(weight_codes w, const int32_t *packed, ints sum) {
 #if defined(__AVX512VNNI__)
     return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w.part[0], _mm512_set1_epi32(packed[0]));
 #elif defined(__AVXVNNI__)
