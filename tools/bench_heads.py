@@ -42,7 +42,7 @@ from paceline.models.layers import AttentionConfig, DenseMLP, LayerConfig
 from paceline.models.rope_config import RopeConfig
 from paceline.models.weights import AnyTensor, Tensor, Weights
 from paceline.runtimes.base import RowRange
-from paceline.runtimes.head import open_head
+from paceline.runtimes.load import open_head
 from paceline.runtimes.native import execution
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor

@@ -49,7 +49,7 @@ class Paceline(Engine):
         from paceline.runtimes.base import Numerics
         from paceline.runtimes.load import RuntimeOptions, load_runtime
 
-        importlib.import_module("paceline.runtimes.native.runtime")  # else its memory would count as the checkpoint's
+        importlib.import_module("paceline.runtimes.native.network")  # else its memory would count as the checkpoint's
         self._checkpoint = options.checkpoint
         self._file = options.checkpoint if gguf is None else quantised_file(options, gguf)
         self._facts = options.work / "facts"
@@ -100,7 +100,7 @@ class Paceline(Engine):
         for sequence in self._sequences:
             plan = self._cache.reserve(sequence, range(-1, CACHED_LEN - 1))
             if sequence is self._sequences[0]:
-                self._runtime.forward(assemble([plan], [_prompt(self._runtime.config.vocab_size)], [[]]))
+                self._runtime.forward(*assemble([plan], [_prompt(self._runtime.config.vocab_size)], [[]]))
             self._cache.keep_path(sequence, CACHED_LEN - 1)
             for memory in self._cache.memories:
                 for source, target in zip(self._sequences[0].block_table, sequence.block_table, strict=True):
@@ -111,7 +111,7 @@ class Paceline(Engine):
         ids = _new_rows(rows, self._runtime.config.vocab_size)
         start = time.perf_counter()
         plans = [self._cache.reserve(sequence, range(-1, rows - 1)) for sequence in sequences]
-        output = self._runtime.forward(self._assemble(plans, [ids] * batch, [range(rows)] * batch))
+        output = self._runtime.forward(*self._assemble(plans, [ids] * batch, [range(rows)] * batch))
         seconds = time.perf_counter() - start
         for sequence in sequences:
             self._cache.cancel(sequence)

@@ -108,7 +108,7 @@ def our_margin(llm: Any, context: list[int]) -> tuple[float, int]:
     cache = llm.engine.cache
     sequence = cache.new_sequence()
     plan = cache.reserve(sequence, range(-1, len(context) - 1))
-    logits = llm.engine.runtime.forward(assemble([plan], [context], [[len(context) - 1]])).logits[0]
+    logits = llm.engine.runtime.forward(*assemble([plan], [context], [[len(context) - 1]])).logits[0]
     best, second = np.argsort(-logits, kind="stable")[:2]
     margin = float(logits[best] - logits[second])
     cache.cancel(sequence)

@@ -22,7 +22,7 @@ from paceline.hub import resolve
 from paceline.kv_cache.paged import BLOCK_SIZE, CachedSequence, KVCache
 from paceline.machine import usable_processors
 from paceline.models.config import WeightType
-from paceline.runtimes.base import Numerics, Runtime, assemble
+from paceline.runtimes.base import Network, Numerics, assemble
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.tokenizer.tokenizer import Tokenizer
 
@@ -64,7 +64,7 @@ def read_windows(path: Path, tokenizer: Tokenizer, *, window: int, limit: int) -
     return windows
 
 
-def mean_nats(runtime: Runtime, windows: list[list[int]], *, rows: int) -> tuple[float, int]:
+def mean_nats(runtime: Network, windows: list[list[int]], *, rows: int) -> tuple[float, int]:
     """Mean negative log-likelihood over all windows, and the tokens it is over; passes of `rows` rows."""
     longest = max(len(window) for window in windows)
     cache = runtime.new_cache(3 + -(-longest // BLOCK_SIZE))
@@ -79,12 +79,12 @@ def mean_nats(runtime: Runtime, windows: list[list[int]], *, rows: int) -> tuple
 
 
 def _passes(
-    runtime: Runtime, cache: KVCache, sequence: CachedSequence, window: list[int], rows: int
+    runtime: Network, cache: KVCache, sequence: CachedSequence, window: list[int], rows: int
 ) -> Iterator[tuple[np.ndarray, list[int]]]:
     for start in range(0, len(window) - 1, rows):
         given = window[start : min(start + rows, len(window) - 1)]
         plan = cache.reserve(sequence, range(-1, len(given) - 1))
-        output = runtime.forward(assemble([plan], [given], [range(len(given))]))
+        output = runtime.forward(*assemble([plan], [given], [range(len(given))]))
         cache.keep_path(sequence, len(given) - 1)
         yield output.logits, window[start + 1 : start + 1 + len(given)]
 

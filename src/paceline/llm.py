@@ -15,7 +15,7 @@ from paceline.engine.inputs import Messages, Params, Prompt, RequestOptions, as_
 from paceline.engine.open import OpenedEngine, open_engine, settings_of
 from paceline.errors import ConfigError, RequestError
 from paceline.outputs import RequestOutput, StreamChunk
-from paceline.runtimes.base import Runtime
+from paceline.runtimes.base import Network
 from paceline.sampling.params import SAMPLING_NAMES
 from paceline.speculation.drafter import Drafter
 from paceline.speculation.request import Request
@@ -126,7 +126,7 @@ class LLM:
         return self._opened.maker
 
     @property
-    def runtime(self) -> Runtime:
+    def runtime(self) -> Network:
         """The target."""
         return self.engine.runtime
 

@@ -26,7 +26,7 @@ from paceline.models.config import WeightType
 from paceline.models.layers import QKNorm
 from paceline.models.rope_config import RopeConfig
 from paceline.models.weights import Weights
-from paceline.runtimes import head as head_module
+from paceline.runtimes import load as load_module
 from paceline.runtimes.base import RowRange
 
 SCRIPT = Path(__file__).with_name("speculators_heads.py")
@@ -174,7 +174,7 @@ def test_heads_of_speculators_compute_what_its_classes_do(
 ) -> None:
     """Log-probabilities and drafts of true pairs and of those behind them; a head that overlooks the switch would show."""
     if backend == "torch":
-        monkeypatch.setattr(head_module, "kernels_path", lambda: None)
+        monkeypatch.setattr(load_module, "kernels_path", lambda: None)
     case, given = CASES[name], np.load(heads / f"{name}.npz")
     expected = log_probs(given["logits"])[: case.steps]
     found = log_probs(outputs(case, heads / name, given))

@@ -249,7 +249,7 @@ def test_padded_ids_are_never_emitted_nor_drafted(tmp_path: Path, open_llm: Open
     llm.engine.speculator.policy = DraftLengthPolicy(4, row_budget=12)
     assert llm.vocab_size == 90
     plan = llm.engine.cache.reserve(sequence := llm.engine.cache.new_sequence(), [-1])
-    assert llm.runtime.forward(assemble([plan], [[5]], [[0]])).logits[0].argmax() >= 90
+    assert llm.runtime.forward(*assemble([plan], [[5]], [[0]])).logits[0].argmax() >= 90
     llm.engine.cache.release(sequence)
     for params in (GREEDY, SAMPLED):
         for output in llm.generate(["the cat sat", [7] * 50], params):

@@ -21,7 +21,7 @@ from paceline.engine.engine import Engine
 from paceline.kv_cache.block_pool import BlockPool
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.prefix_index import Link, PrefixIndex
-from paceline.runtimes.base import ForwardBatch, ForwardOutput
+from paceline.runtimes.base import ForwardOutput
 from paceline.speculation import speculator as speculator_module
 from paceline.speculation import step as step_module
 from paceline.speculation import verify as verify_module
@@ -66,7 +66,7 @@ class Given:
 
 
 GivenOf = Callable[[str], Given]
-Forward = Callable[[ForwardBatch], ForwardOutput]
+Forward = Callable[..., ForwardOutput]
 Faulty = Callable[..., None]
 
 
@@ -146,9 +146,9 @@ def test_the_jobs_meet_every_way_to_sample_to_share_and_to_end(given_of: GivenOf
 def interrupted(forward: Forward, *, is_behind_pass: bool) -> Forward:
     """A pass that Ctrl-C ends, before its rows are in the cache or after."""
 
-    def interrupt(batch: ForwardBatch) -> ForwardOutput:
+    def interrupt(*arguments: Any) -> ForwardOutput:
         if is_behind_pass:
-            forward(batch)
+            forward(*arguments)
         raise KeyboardInterrupt
 
     return interrupt

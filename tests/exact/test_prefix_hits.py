@@ -174,9 +174,9 @@ def watch(drafter: Drafter | None, rows: list[int], monkeypatch: pytest.MonkeyPa
     if isinstance(drafter, DraftModelDrafter):
         real = drafter.runtime.forward
 
-        def forward(batch: ForwardBatch) -> Any:
-            rows.append(len(batch.token_ids))
-            return real(batch)
+        def forward(inputs: Any, batch: ForwardBatch, wanted: Any) -> Any:
+            rows.append(len(batch.positions))
+            return real(inputs, batch, wanted)
 
         monkeypatch.setattr(drafter.runtime, "forward", forward)
 

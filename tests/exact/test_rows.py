@@ -18,7 +18,7 @@ from paceline.kv_cache import paged
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout, path_to
 from paceline.models.config import WeightType
-from paceline.runtimes.base import FloatArray, ForwardBatch, Numerics, Runtime, assemble
+from paceline.runtimes.base import FloatArray, ForwardBatch, Network, Numerics, assemble
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.runtimes.native.passes import PassMemory
 
@@ -31,7 +31,7 @@ Work = tuple[CachedSequence, Sequence[int], Sequence[int]]  # sequence, parents,
 class Subject:
     """A runtime, its cache, token sequences and the reference logits of each of their positions."""
 
-    runtime: Runtime
+    runtime: Network
     cache: KVCache
     token_ids: list[list[int]]
     solo: list[list[FloatArray]]
@@ -40,7 +40,7 @@ class Subject:
 Subjects = Callable[[str], Subject]
 
 
-def open_target(directory: Path, dtype: str, backend: str, collect_layers: Sequence[int] = ()) -> Runtime:
+def open_target(directory: Path, dtype: str, backend: str, collect_layers: Sequence[int] = ()) -> Network:
     skip_without_kernels()
     options = RuntimeOptions(
         numerics=Numerics.EXACT, dtype=WeightType(dtype), num_threads=2, max_context=512, backend="native", collect_layers=collect_layers
@@ -52,15 +52,15 @@ def open_target(directory: Path, dtype: str, backend: str, collect_layers: Seque
     return runtime
 
 
-def run(runtime: Runtime, cache: KVCache, work: Sequence[Work]) -> list[FloatArray]:
+def run(runtime: Network, cache: KVCache, work: Sequence[Work]) -> list[FloatArray]:
     """One pass over the work and the logits of all nodes of each."""
     plans = [cache.reserve(sequence, parents) for sequence, parents, _ in work]
-    output = runtime.forward(assemble(plans, [tokens for _, _, tokens in work], [range(len(parents)) for _, parents, _ in work]))
+    output = runtime.forward(*assemble(plans, [tokens for _, _, tokens in work], [range(len(parents)) for _, parents, _ in work]))
     bounds = np.cumsum([0, *(len(parents) for _, parents, _ in work)])
     return [output.logits[start:end].copy() for start, end in pairwise(bounds)]
 
 
-def decode_alone(runtime: Runtime, cache: KVCache, token_ids: Sequence[int]) -> list[FloatArray]:
+def decode_alone(runtime: Network, cache: KVCache, token_ids: Sequence[int]) -> list[FloatArray]:
     sequence = cache.new_sequence()
     rows = []
     for token in token_ids:

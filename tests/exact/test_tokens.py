@@ -232,7 +232,7 @@ def margin(llm: LLM, context: list[int], one: int, other: int) -> float:
     cache = llm.engine.cache
     sequence = cache.new_sequence()
     plan = cache.reserve(sequence, range(-1, len(context) - 1))
-    row = llm.runtime.forward(assemble([plan], [context], [[len(context) - 1]])).logits[0]
+    row = llm.runtime.forward(*assemble([plan], [context], [[len(context) - 1]])).logits[0]
     cache.release(sequence)
     return abs(float(row[one] - row[other]))
 

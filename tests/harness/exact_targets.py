@@ -9,7 +9,7 @@ import pytest
 
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.native.library import kernels_path
-from paceline.runtimes.native.runtime import NativeRuntime
+from paceline.runtimes.native.network import NativeNetwork
 
 TARGETS = ["llama", "qwen2", "qwen3", "mini"]
 DTYPES = ["f32", "bf16"]
@@ -32,13 +32,13 @@ def skip_without_kernels() -> None:
 @contextmanager
 def opened_as(backend: str) -> Iterator[None]:
     """Native runtimes made within have this form."""
-    real = NativeRuntime.__init__
+    real = NativeNetwork.__init__
 
-    def on_paths(runtime: NativeRuntime, *args: Any, **options: Any) -> None:
+    def on_paths(runtime: NativeNetwork, *args: Any, **options: Any) -> None:
         real(runtime, *args, **options)
         runtime.capabilities = replace(runtime.capabilities, tree_layout=TreeLayout.PATHS)
 
     with pytest.MonkeyPatch.context() as patch:
         if backend == "paths":
-            patch.setattr(NativeRuntime, "__init__", on_paths)
+            patch.setattr(NativeNetwork, "__init__", on_paths)
         yield

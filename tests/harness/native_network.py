@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,13 @@ from harness.model_configs import make_config
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.rope_config import RopeConfig
 from paceline.models.weights import AnyTensor, Tensor, Weights
-from paceline.runtimes.base import FloatArray, ForwardBatch, RowRange
-from paceline.runtimes.head import Draws
+from paceline.runtimes.base import FloatArray, ForwardBatch, RowRange, Wanted
 from paceline.runtimes.native import execution, library, panels
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.program import NativeBlocks, Recorded, Value
 from paceline.runtimes.native.records import LinearOperation, Packing, Rows
 from paceline.runtimes.native.weights import NativeWeights
+from paceline.runtimes.ranking import Draws
 from paceline.runtimes.rotary import RotaryTables
 
 Build = Callable[[NativeBlocks, list[Value]], Sequence[Value]]
@@ -78,7 +79,7 @@ class Network:
             self._blocks = NativeBlocks(config, weights)
             self._inputs = [self._blocks.value(width) for width in widths]
             self._results = build(self._blocks, self._inputs)
-        recorded = Recorded(self._blocks.operations, [value.width for value in self._blocks.values], 0, 0, [])
+        recorded = Recorded(self._blocks.operations, [value.width for value in self._blocks.values])
         with pytest.MonkeyPatch.context() as patch:
             if level is not None:
                 patch.setattr(execution, "kernels", lambda: open_kernels(level))
@@ -90,25 +91,29 @@ class Network:
         """How each product takes its rows."""
         return [Packing(operation.packing) for operation in self._blocks.operations if isinstance(operation, LinearOperation)]
 
-    def __call__(self, *inputs: FloatArray, batch: ForwardBatch | None = None, draws: Draws | None = None) -> list[FloatArray]:
+    def __call__(
+        self, *inputs: FloatArray, batch: tuple[ForwardBatch, Wanted] | None = None, draws: Draws | None = None
+    ) -> list[FloatArray]:
         """The results of one pass, as copies."""
         num_rows = len(inputs[0])
         self.execution.input_rows(num_rows)
         for value, rows in zip(self._inputs, inputs, strict=True):
             self.execution.rows(value.index, num_rows)[...] = rows
-        batch = batch or make_batch([RowRange(0, num_rows, 0, np.arange(16, dtype=np.int32))])
-        self.execution.run(batch, draws)
-        rows_of = {Rows.ALL: num_rows, Rows.WANTED: len(batch.logits_rows), Rows.LISTED: num_rows}
+        described, wanted = batch or make_batch([RowRange(0, num_rows, 0, np.arange(16, dtype=np.int32))])
+        self.execution.run(described, replace(wanted, draws=draws))
+        rows_of = {Rows.ALL: num_rows, Rows.WANTED: len(wanted.rows), Rows.LISTED: num_rows}
         widths = [self._blocks.result_width(value) for value in self._results]
         return [
             self.execution.rows(one.index, rows_of[one.rows])[:, :width].copy() for one, width in zip(self._results, widths, strict=True)
         ]
 
 
-def make_batch(ranges: Sequence[RowRange], logits_rows: Sequence[int] = (), positions: Sequence[int] | None = None) -> ForwardBatch:
-    """A batch whose token ids play no part, nor positions where nothing is turned."""
+def make_batch(
+    ranges: Sequence[RowRange], wanted: Sequence[int] = (), positions: Sequence[int] | None = None
+) -> tuple[ForwardBatch, Wanted]:
+    """Rows whose positions play no part where nothing is turned."""
     rows = np.zeros(sum(item.num_rows for item in ranges), np.int32)
-    return ForwardBatch(rows, rows if positions is None else np.array(positions, np.int32), tuple(ranges), np.array(logits_rows, np.int32))
+    return ForwardBatch(rows if positions is None else np.array(positions, np.int32), tuple(ranges)), Wanted(np.array(wanted, np.int32))
 
 
 def plain_tensor(values: FloatArray) -> Tensor:

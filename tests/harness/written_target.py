@@ -1,11 +1,12 @@
 """A target that says what is written down for a position, whatever the text, and a drafter that mostly knows it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from paceline.kv_cache.paged import KVCache
-from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, Runtime
+from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, Wanted
+from paceline.runtimes.decoder import Compose
 from paceline.sampling.residual import TokenProbs, draw_distinct
 from paceline.speculation.drafter import DraftBudget, Drafter
 from paceline.speculation.request import Request
@@ -15,7 +16,7 @@ MAX_DEPTH = 7
 NUM_POSITIONS = 40
 
 
-class WrittenTarget(Runtime):
+class WrittenTarget(Network):
     """Row p of `table` [NUM_POSITIONS, V] is what it says behind position p."""
 
     def __init__(self) -> None:
@@ -24,12 +25,15 @@ class WrittenTarget(Runtime):
     def new_cache(self, num_blocks: int) -> KVCache:
         return KVCache([], num_blocks, block_size=8)
 
-    def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        logits = self.table[batch.positions[batch.logits_rows]]
-        return ForwardOutput(logits, np.zeros((len(batch.token_ids), 1), np.float32))
+    def forward(self, inputs: Mapping[str, IntArray], batch: ForwardBatch, wanted: Wanted) -> ForwardOutput:
+        logits = self.table[batch.positions[wanted.rows]]
+        return ForwardOutput({"logits": logits, "hidden_states": np.zeros((len(batch.positions), 1), np.float32)})
 
     def embed(self, token_ids: IntArray) -> FloatArray:
         return np.zeros((len(token_ids), 1), np.float32)
+
+    def beside(self, compose: Compose) -> "WrittenTarget":
+        raise AssertionError
 
 
 class BlockDrafter(Drafter):

@@ -33,7 +33,7 @@ from paceline.drafters.pairs.head import DraftedRows, PairHead
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.rope_config import RopeConfig
 from paceline.models.weights import Weights
-from paceline.runtimes import head as head_module
+from paceline.runtimes import load as load_module
 from paceline.runtimes.base import RowRange
 from paceline.runtimes.native.library import kernels_path
 
@@ -344,7 +344,7 @@ def open_variant(variant: Variant, directory: Path) -> tuple[PairHead, Reference
 @pytest.fixture(params=["native", "torch"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "torch":
-        monkeypatch.setattr(head_module, "kernels_path", lambda: None)
+        monkeypatch.setattr(load_module, "kernels_path", lambda: None)
     elif kernels_path() is None:
         pytest.skip("no native kernels for this machine")
     return str(request.param)

@@ -23,7 +23,8 @@ from paceline.models.families import FAMILIES, Family
 from paceline.models.layer_reader import LayerReader
 from paceline.models.layers import LayerConfig, NormOrder, QKNorm
 from paceline.models.weights import Weights
-from paceline.runtimes.base import FloatArray, Numerics, Runtime, assemble
+from paceline.runtimes.base import FloatArray, Network, Numerics, assemble
+from paceline.runtimes.decoder import decoder
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.runtimes.native.library import kernels_path
 
@@ -137,7 +138,7 @@ def open_backend(
     max_context: int | None = None,
     weight_type: WeightType = WeightType.F32,
     collect_layers: Sequence[int] = (),
-) -> Runtime:
+) -> Network:
     needs(backend)
     options = RuntimeOptions(
         numerics=Numerics.FAST,
@@ -151,25 +152,25 @@ def open_backend(
     return load_runtime(directory, options).runtime
 
 
-def append(runtime: Runtime, cache: KVCache, sequence: CachedSequence, token_ids: Sequence[int]) -> FloatArray:
+def append(runtime: Network, cache: KVCache, sequence: CachedSequence, token_ids: Sequence[int]) -> FloatArray:
     """The logits of one pass over `token_ids`, which become committed."""
     plan = cache.reserve(sequence, range(-1, len(token_ids) - 1))
-    output = runtime.forward(assemble([plan], [list(token_ids)], [list(range(len(token_ids)))]))
+    output = runtime.forward(*assemble([plan], [list(token_ids)], [list(range(len(token_ids)))]))
     cache.keep_path(sequence, len(token_ids) - 1)
     return output.logits
 
 
-def prompt_logits(runtime: Runtime, token_ids: Sequence[int]) -> FloatArray:
+def prompt_logits(runtime: Network, token_ids: Sequence[int]) -> FloatArray:
     cache = runtime.new_cache(64)
     return append(runtime, cache, cache.new_sequence(), token_ids).copy()
 
 
 def torch_logits(config: ModelConfig, reference: Reference) -> FloatArray:
     """What the torch runtime makes of a reference's checkpoint if it were the one `config` describes."""
-    from paceline.runtimes.torch.runtime import TorchRuntime
+    from paceline.runtimes.torch.network import TorchNetwork
 
     weights = Weights.open(reference.directory, read_config(reference.directory))
-    return prompt_logits(TorchRuntime(config, weights, weight_type=WeightType.F32), reference.token_ids)
+    return prompt_logits(TorchNetwork(decoder(config), config, weights), reference.token_ids)
 
 
 def difference(found: FloatArray, expected: FloatArray) -> float:
@@ -217,7 +218,7 @@ def test_embeddings_and_boundaries_agree(references: Callable[[str], Reference],
     assert difference(runtime.embed(np.array(reference.token_ids, np.int32)), reference.hidden_states[0]) == 0.0
     cache = runtime.new_cache(64)
     plan = cache.reserve(cache.new_sequence(), range(-1, PROMPT_LEN - 1))
-    output = runtime.forward(assemble([plan], [reference.token_ids], [[0]]))
+    output = runtime.forward(*assemble([plan], [reference.token_ids], [[0]]))
     bound = 100 * BOUNDS[backend]  # the residual stream is that much larger than the logits
     assert difference(output.hidden_states, reference.hidden_states[-1]) <= bound
     assert output.collected_hidden_states is not None

@@ -72,7 +72,7 @@ def logits(path: Path, **options: Any) -> FloatArray:
     cache = runtime.new_cache(8)
     token_ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, NUM_TOKENS).tolist()
     plan = cache.reserve(cache.new_sequence(), range(-1, NUM_TOKENS - 1))
-    found = runtime.forward(assemble([plan], [token_ids], [list(range(NUM_TOKENS))])).logits
+    found = runtime.forward(*assemble([plan], [token_ids], [list(range(NUM_TOKENS))])).logits
     assert np.isfinite(found).all()
     return found
 

@@ -18,7 +18,8 @@ from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import TreeLayout, path_to
 from paceline.models.config import WeightType, read_config
 from paceline.models.weights import Weights
-from paceline.runtimes.base import FloatArray, ForwardOutput, Runtime, assemble
+from paceline.runtimes.base import FloatArray, ForwardOutput, Network, assemble
+from paceline.runtimes.decoder import decoder
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.tokenizer.tokenizer import Tokenizer
 
@@ -42,23 +43,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-biased-tied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}),
 }
 
-Open = Callable[[Path, WeightType, Sequence[int]], Runtime]
+Open = Callable[[Path, WeightType, Sequence[int]], Network]
 
 
 def open_torch(layout: TreeLayout) -> Open:
-    def open_it(directory: Path, weight_type: WeightType, collect_layers: Sequence[int]) -> Runtime:
-        from paceline.runtimes.torch.runtime import TorchRuntime
+    def open_it(directory: Path, weight_type: WeightType, collect_layers: Sequence[int]) -> Network:
+        from paceline.runtimes.torch.network import TorchNetwork
 
         config = read_config(directory)
         weights = Weights.open(directory, config)
-        runtime = TorchRuntime(config, weights, weight_type=weight_type, collect_layers=collect_layers)
+        runtime = TorchNetwork(decoder(config, collect_layers), config, weights, weight_type=weight_type)
         runtime.capabilities = replace(runtime.capabilities, tree_layout=layout)
         return runtime
 
     return open_it
 
 
-def open_native(directory: Path, weight_type: WeightType, collect_layers: Sequence[int]) -> Runtime:
+def open_native(directory: Path, weight_type: WeightType, collect_layers: Sequence[int]) -> Network:
     skip_without_kernels()
     options = RuntimeOptions(dtype=weight_type, num_threads=2, backend="native", collect_layers=collect_layers)
     return load_runtime(directory, options).runtime
@@ -85,16 +86,16 @@ BY_CASE = pytest.mark.parametrize("case", CASES)
 
 def open_runtime(
     directory: Path, kind: str, *, weight_type: WeightType = WeightType.F32, collect_layers: Sequence[int] = ()
-) -> tuple[Runtime, KVCache]:
+) -> tuple[Network, KVCache]:
     """A runtime with a cache of 64 blocks on a checkpoint."""
     runtime = KINDS[kind].open(directory, weight_type, collect_layers)
     return runtime, runtime.new_cache(64)
 
 
-def append(runtime: Runtime, cache: KVCache, sequence: CachedSequence, token_ids: Sequence[int]) -> ForwardOutput:
+def append(runtime: Network, cache: KVCache, sequence: CachedSequence, token_ids: Sequence[int]) -> ForwardOutput:
     """One pass over `token_ids`, which become committed."""
     plan = cache.reserve(sequence, range(-1, len(token_ids) - 1))
-    output = runtime.forward(assemble([plan], [list(token_ids)], [list(range(len(token_ids)))]))
+    output = runtime.forward(*assemble([plan], [list(token_ids)], [list(range(len(token_ids)))]))
     cache.keep_path(sequence, len(token_ids) - 1)
     return output
 
@@ -174,7 +175,7 @@ def test_sequences_in_one_pass_do_not_see_one_another(references: Callable[[str]
     plans = [cache.reserve(cache.new_sequence(), range(-1, end - begin - 1)) for begin, end in parts]
     tokens = [reference.token_ids[begin:end] for begin, end in parts]
     wanted = [[end - 1] for _, end in parts]
-    output = runtime.forward(assemble(plans, tokens, wanted))
+    output = runtime.forward(*assemble(plans, tokens, wanted))
     expected = np.stack([reference.logits[end - 1] for _, end in parts])
     assert difference(output.logits, expected) <= KINDS[kind].bound
 
@@ -188,7 +189,7 @@ def test_each_node_of_a_tree_gets_the_logits_of_its_own_path(references: Callabl
     append(runtime, cache, sequence, reference.token_ids[:committed_len])
     parents, node_tokens = [-1, 0, 0, 1, 1, 2, 3], [5, 17, 23, 42, 8, 96, 61]
     plan = cache.reserve(sequence, parents)
-    output = runtime.forward(assemble([plan], [node_tokens], [list(range(len(parents)))]))
+    output = runtime.forward(*assemble([plan], [node_tokens], [list(range(len(parents)))]))
     for leaf in (4, 5, 6):
         path = path_to(parents, leaf)
         text = reference.token_ids[:committed_len] + [node_tokens[node] for node in path]

@@ -19,7 +19,7 @@ from paceline.drafters.pairs.ranking import best_scores
 from paceline.errors import CapacityError, RequestError
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout
-from paceline.runtimes.base import FloatArray, Runtime, assemble, in_parts
+from paceline.runtimes.base import FloatArray, Network, assemble, in_parts
 from paceline.sampling.draw import draw
 from paceline.sampling.processors import Distribution
 from paceline.sampling.residual import TokenProbs, draw_distinct
@@ -99,7 +99,7 @@ class DraftModelDrafter(Drafter):
 
     def __init__(
         self,
-        runtime: Runtime,
+        runtime: Network,
         cache: KVCache,
         *,
         vocab_size: int,
@@ -335,7 +335,7 @@ class DraftModelDrafter(Drafter):
         if not ran:
             return ran, np.empty((0, 0), np.float32)
         start = perf_counter()
-        output = self.runtime.forward(assemble(plans, rows, wanted))
+        output = self.runtime.forward(*assemble(plans, rows, wanted))
         num_rows = sum(map(len, rows))
         if num_rows > NO_EXTRA_TOKENS * len(rows):
             self._reading.observe(num_rows, perf_counter() - start)

@@ -28,8 +28,8 @@ from paceline.models.checkpoint import open_weights
 from paceline.models.config import ModelConfig, WeightType, config_from_values
 from paceline.models.families import checkpoint_names, tensor_shapes
 from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
-from paceline.runtimes.decoder import decoder_layer
-from paceline.runtimes.head import Compose, HeadBlocks, Value, open_head
+from paceline.runtimes.decoder import LOGITS, Blocks, Compose, Value, decoder_layer
+from paceline.runtimes.load import open_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ def mtp_pairs(config: PairConfig, soft_cap: float | None = None, *, feature_firs
         feature_first: `fc` takes the two the other way round.
     """
 
-    def compose(blocks: HeadBlocks[Value]) -> Mapping[str, Value]:
+    def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
         size = config.feature_size
         embedding = blocks.rms_norm(blocks.input(EMBEDDING, size), "embedding_norm")
         feature = blocks.rms_norm(blocks.input(FEATURE, size), "feature_norm")
@@ -199,7 +199,7 @@ def mtp_pairs(config: PairConfig, soft_cap: float | None = None, *, feature_firs
         logits = blocks.lm_head(blocks.logits_rows(out), "lm_head")
         if soft_cap is not None:
             logits = blocks.soft_cap(logits, soft_cap)
-        return {FEATURE: out if config.normed_recurrence else x, "logits": logits}
+        return {FEATURE: out if config.normed_recurrence else x, LOGITS: logits}
 
     return compose
 

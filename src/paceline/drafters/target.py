@@ -9,7 +9,7 @@ from paceline.drafters.options import HeadOptions
 from paceline.kv_cache.paged import KVCache
 from paceline.models.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
-from paceline.runtimes.base import Runtime
+from paceline.runtimes.base import Network
 from paceline.runtimes.native.checksum import fastest_page_sums
 from paceline.tokenizer.tokenizer import Tokenizer
 
@@ -29,7 +29,7 @@ class LoadedTarget:
     """
 
     directory: Path
-    runtime: Runtime
+    runtime: Network
     cache: KVCache
     tokenizer: Tokenizer
     vocab_size: int

@@ -14,7 +14,7 @@ from paceline.engine.step_lock import StepLock
 from paceline.errors import CapacityError, PacelineError, RequestError, as_exception, is_interrupt
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import blocks_for
-from paceline.runtimes.base import Runtime
+from paceline.runtimes.base import Network
 from paceline.speculation.request import FinishReason, Request
 from paceline.speculation.speculator import Speculator
 from paceline.speculation.stats import SpeculationStats
@@ -96,7 +96,7 @@ class Engine:
         limits: what a pass may hold.
     """
 
-    def __init__(self, runtime: Runtime, cache: KVCache, speculator: Speculator, limits: Limits) -> None:
+    def __init__(self, runtime: Network, cache: KVCache, speculator: Speculator, limits: Limits) -> None:
         self.runtime, self.cache, self.speculator = runtime, cache, speculator
         self.scheduler: Scheduler[Request] = Scheduler(CacheBlocks(self), limits, self._is_ready)
         self._stats = EngineStats()

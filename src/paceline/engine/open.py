@@ -18,7 +18,7 @@ from paceline.hub import resolve
 from paceline.kv_cache.paged import KVCache
 from paceline.models.config import WeightType
 from paceline.outputs import RequestOutput, StreamChunk
-from paceline.runtimes.base import Numerics, Runtime
+from paceline.runtimes.base import Network, Numerics
 from paceline.runtimes.cost import time_passes
 from paceline.runtimes.load import Loaded, RuntimeOptions, load_runtime
 from paceline.sampling.params import SAMPLING_NAMES
@@ -165,7 +165,7 @@ def _runtime_options(config: EngineConfig, collect_layers: Sequence[int]) -> Run
     )
 
 
-def _policy(speculation: SpeculationConfig, runtime: Runtime, cache: KVCache, max_context: int) -> DraftLengthPolicy:
+def _policy(speculation: SpeculationConfig, runtime: Network, cache: KVCache, max_context: int) -> DraftLengthPolicy:
     """A fixed draft length; the guard's costs are timed here, on the machine that will run."""
     wanted = speculation.num_draft_tokens
     count = wanted if isinstance(wanted, int) else DEFAULT_DRAFT_TOKENS

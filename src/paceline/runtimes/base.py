@@ -1,18 +1,22 @@
-"""What every runtime promises: ragged rows in, logits and hidden states out, keys and values kept in the cache."""
+"""What every network promises, on whatever it runs: ragged rows in, logits and hidden states out, keys and values kept in the cache."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config import MAX_PASS_ROWS
+from paceline.kv_cache.key_values import KeyValues
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout
 from paceline.models.config import ModelConfig, WeightType
+from paceline.runtimes.decoder import COLLECTED, HIDDEN_STATES, LOGITS, RANKED, TOKEN_IDS, Compose
+from paceline.runtimes.ranking import Draws, RankedRow, Ranking, ranked_rows
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -33,7 +37,7 @@ class RowRange:
 
     They attend to `cached_len` rows already in the cache and to one another (causally, or by `mask`).
     `block_table` covers at least `cached_len + num_rows` slots. Of the cached rows those before slot `first_slot` are not seen,
-    which only the networks of `runtimes/head.py` use; it is at most `cached_len`.
+    which only heads use; it is at most `cached_len`.
 
     Row i of the range is row `plan_row + i` of the plan of sequence `sequence_id`; layers that keep something per sequence need both.
     """
@@ -50,22 +54,18 @@ class RowRange:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """One ragged pass of T rows.
+    """The rows of one ragged pass, T of them.
 
     Attributes:
-        token_ids: [T] int32.
         positions: [T] int32, rotary positions.
-        ranges: the paths the rows belong to, in row order, without gaps.
-        logits_rows: [R] int32, rows whose logits are wanted (each once, any order).
+        ranges: the paths the rows belong to, in row order, without gaps. A network without attention needs none.
 
     Raises:
         ValueError: more than MAX_PASS_ROWS rows. That is no want of memory: whoever asks must ask in parts.
     """
 
-    token_ids: IntArray
     positions: IntArray
     ranges: tuple[RowRange, ...]
-    logits_rows: IntArray
 
     def __post_init__(self) -> None:
         if len(self.positions) > MAX_PASS_ROWS:
@@ -73,19 +73,50 @@ class ForwardBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardOutput:
-    """What one pass returns; arrays are views that the next pass of the same runtime overwrites.
+class Wanted:
+    """What is wanted of the rows of a pass besides hidden states, which can be had of all of them.
 
     Attributes:
-        logits: [R, V] float32, in the order of `logits_rows`.
-        hidden_states: [T, E] float32, after the final norm.
-        collected_hidden_states: [num_collected, T, E] float32: the residual stream at the layer boundaries
-            the runtime was built to collect (boundary i is the input of layer i; L is the last layer's output).
+        rows: [R] int32, those whose logits are wanted (each once, any order).
+        ranking: what is to be found in their logits; None = nothing, the logits themselves are wanted.
+        draws: [rankings, R] `DRAW`: how the token of each row is drawn, in the order in which the network has its logits; None = none is.
     """
 
-    logits: FloatArray
-    hidden_states: FloatArray
-    collected_hidden_states: FloatArray | None = None
+    rows: IntArray
+    ranking: Ranking | None = None
+    draws: Draws | None = None
+
+
+class ForwardOutput:
+    """What one pass returns; arrays are views that the next pass of the same network overwrites.
+
+    Args:
+        results: float32, by the names that the network's composition gives them; looked up only when asked for.
+    """
+
+    def __init__(self, results: Mapping[str, FloatArray]) -> None:
+        self.results = results
+
+    @property
+    def logits(self) -> FloatArray:
+        """[R, V], in the order of `Wanted.rows`."""
+        return self.results[LOGITS]
+
+    @property
+    def ranked(self) -> list[RankedRow]:
+        """What was found in each row of logits."""
+        return ranked_rows(self.results[RANKED])
+
+    @property
+    def hidden_states(self) -> FloatArray:
+        """[T, E], after the final norm."""
+        return self.results[HIDDEN_STATES]
+
+    @cached_property
+    def collected_hidden_states(self) -> FloatArray | None:
+        """[num_collected, T, E], see `decoder`; None = nothing was to be collected."""
+        names = [name for name in self.results if name.startswith(f"{COLLECTED}.")]
+        return np.stack([self.results[name] for name in names]) if names else None
 
     def by_plan(self, plans: Sequence[RowPlan], logits_nodes: Sequence[Sequence[int]]) -> "Iterator[PlanOutput]":
         """The part of each plan; arguments as `assemble` got them."""
@@ -126,7 +157,7 @@ class PlanOutput:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a runtime can do on this machine."""
+    """What a network can do on this machine."""
 
     numerics: Numerics
     tree_layout: TreeLayout
@@ -134,28 +165,55 @@ class Capabilities:
     weight_type: WeightType
 
 
-class Runtime(ABC):
-    """A loaded network. Not thread-safe: one caller, one pass at a time."""
+class Network(ABC):
+    """A loaded network, a language model or a head that guesses for one. Not thread-safe: one caller, one pass at a time.
+
+    Attributes:
+        compose: what it computes.
+        version: names what its bits depend on besides the weights; empty where they are not tested.
+    """
 
     config: ModelConfig
     capabilities: Capabilities
-    num_passes: int  # how often `forward` ran, for tests and statistics
+    compose: Compose
+    version: str = ""
+    num_passes: int  # how often `forward` ran, here and in the networks beside it
 
     @abstractmethod
-    def new_cache(self, num_blocks: int) -> KVCache:
-        """Allocate a cache of `num_blocks` blocks and make it the one `forward` reads and writes.
+    def new_key_values(self, num_blocks: int) -> KeyValues:
+        """Allocate the keys and values of `num_blocks` blocks, which this network and those beside it read and write from now on.
 
         Raises:
             CapacityError: the memory cannot be had.
         """
 
+    def new_cache(self, num_blocks: int) -> KVCache:
+        """A cache of what its layers remember, as `new_key_values`."""
+        return KVCache([self.new_key_values(num_blocks)], num_blocks, self.capabilities.tree_layout)
+
     @abstractmethod
-    def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        """Run one pass; keys and values of its rows are in the cache when it returns."""
+    def forward(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch, wanted: Wanted) -> ForwardOutput:
+        """Run one pass; keys and values of its rows are in the cache when it returns.
+
+        Args:
+            inputs: by the names the network asks for: `token_ids` [T] int32 of a language model, rows [T, width] float32 of a head.
+        """
 
     @abstractmethod
     def embed(self, token_ids: IntArray) -> FloatArray:
-        """Embedding rows [T, E] float32 of `token_ids` [T]."""
+        """Embedding rows [T, E] float32 of `token_ids` [T], of a language model."""
+
+    @abstractmethod
+    def beside(self, compose: Compose) -> "Network":
+        """Another network of the same weights and the same cache."""
+
+
+class Pass(NamedTuple):
+    """The arguments of `Network.forward` for a language model."""
+
+    inputs: Mapping[str, IntArray]
+    batch: ForwardBatch
+    wanted: Wanted
 
 
 def in_parts(items: Iterable[Item], num_rows: Callable[[Item], int]) -> Iterator[list[Item]]:
@@ -172,7 +230,7 @@ def in_parts(items: Iterable[Item], num_rows: Callable[[Item], int]) -> Iterator
         yield part
 
 
-def assemble(plans: Sequence[RowPlan], node_token_ids: Sequence[Sequence[int]], logits_nodes: Sequence[Sequence[int]]) -> ForwardBatch:
+def assemble(plans: Sequence[RowPlan], node_token_ids: Sequence[Sequence[int]], logits_nodes: Sequence[Sequence[int]]) -> Pass:
     """Lay the rows of several plans into one pass.
 
     Args:
@@ -192,4 +250,5 @@ def assemble(plans: Sequence[RowPlan], node_token_ids: Sequence[Sequence[int]], 
             table, start = np.asarray(path.block_table, np.int32), base + path.first_row
             ranges.append(RowRange(start, path.num_rows, plan.committed_len, table, path.mask, 0, plan.sequence_id, path.first_row))
         logits_rows.extend(base + plan.row_of_node[node] for node in wanted)
-    return ForwardBatch(np.asarray(token_ids, np.int32), np.asarray(positions, np.int32), tuple(ranges), np.asarray(logits_rows, np.int32))
+    batch = ForwardBatch(np.asarray(positions, np.int32), tuple(ranges))
+    return Pass({TOKEN_IDS: np.asarray(token_ids, np.int32)}, batch, Wanted(np.asarray(logits_rows, np.int32)))

@@ -5,11 +5,11 @@ import time
 from collections.abc import Sequence
 
 from paceline.kv_cache.paged import CachedSequence, KVCache
-from paceline.runtimes.base import Runtime, assemble
+from paceline.runtimes.base import Network, assemble
 
 
 def time_passes(
-    runtime: Runtime,
+    runtime: Network,
     cache: KVCache,
     row_counts: Sequence[int],
     *,
@@ -49,6 +49,6 @@ def time_passes(
     return {count: statistics.median(own) for count, own in times.items()}
 
 
-def _run(runtime: Runtime, cache: KVCache, sequence: CachedSequence, count: int, *, wants_logits: bool) -> None:
+def _run(runtime: Network, cache: KVCache, sequence: CachedSequence, count: int, *, wants_logits: bool) -> None:
     plan = cache.reserve(sequence, range(-1, count - 1))
-    runtime.forward(assemble([plan], [[0] * count], [range(count) if wants_logits else ()]))
+    runtime.forward(*assemble([plan], [[0] * count], [range(count) if wants_logits else ()]))

@@ -1,15 +1,23 @@
-"""The decoder of every supported family, composed once: layer by layer from parts, and parts from blocks that each runtime provides.
+"""Networks, composed once: layer by layer from parts, and parts from blocks that each runtime provides.
 
 In the native runtime the blocks record operations and `Value` is a numbered buffer; on torch they compute and it is a tensor.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar
 
+from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig
 from paceline.models.layers import Activation, AttentionConfig, DenseMLP, LayerConfig, QKNorm
+from paceline.runtimes.ranking import Ranking
 
 Value = TypeVar("Value")
+
+TOKEN_IDS = "token_ids"
+"""The input of a language model."""
+
+LOGITS, RANKED, HIDDEN_STATES, COLLECTED = "logits", "ranked", "hidden_states", "collected"
+"""Results."""
 
 
 class Blocks(Protocol[Value]):
@@ -19,7 +27,7 @@ class Blocks(Protocol[Value]):
     """
 
     def embedding(self, name: str) -> Value:
-        """Rows [T, E] of the batch's token ids, times `config.embedding_scale` rounded to the type of computation."""
+        """Rows [T, E] of the tokens in the input `token_ids` [T], times `config.embedding_scale` rounded to the type of computation."""
         ...
 
     def linear(self, x: Value, *names: str) -> tuple[Value, ...]:
@@ -51,6 +59,22 @@ class Blocks(Protocol[Value]):
 
     def add(self, x: Value, y: Value) -> Value: ...
 
+    def input(self, name: str, width: int) -> Value:
+        """Rows [T, width] that `Network.forward` is given by this name; the same value whenever it is asked for."""
+        ...
+
+    def concat(self, *values: Value) -> Value:
+        """The values side by side, [T, sum of widths]."""
+        ...
+
+    def silu_residual(self, x: Value, y: Value) -> Value:
+        """x + silu(y)."""
+        ...
+
+    def rank(self, logits: Value, ranking: Ranking) -> Value:
+        """The records of rows of logits, [R, 2 + 2 * count], for `ranked_rows`."""
+        ...
+
     def logits_rows(self, x: Value) -> Value:
         """The rows whose logits are wanted, [R, E]."""
         ...
@@ -62,6 +86,12 @@ class Blocks(Protocol[Value]):
     def soft_cap(self, x: Value, cap: float) -> Value:
         """cap * tanh(x / cap), of logits in float32."""
         ...
+
+
+class Compose(Protocol):
+    """A network: its results by name, [T, width], or [R, width] behind `logits_rows`."""
+
+    def __call__(self, blocks: Blocks[Value]) -> Mapping[str, Value]: ...
 
 
 def attention_part(blocks: Blocks[Value], attention: AttentionConfig, x: Value, layer: int) -> Value:
@@ -105,18 +135,41 @@ def decoder_layer(blocks: Blocks[Value], config: LayerConfig, x: Value, layer: i
     return blocks.add(x, behind(mlp_part(blocks, config.mlp, in_front(x, "mlp_norm"), layer), "mlp_output_norm"))
 
 
-def decoder(blocks: Blocks[Value], config: ModelConfig, collect_layers: Sequence[int] = ()) -> tuple[Value, Value, list[Value]]:
-    """The whole network.
+def decoder(config: ModelConfig, collect_layers: Sequence[int] = ()) -> Compose:
+    """A whole language model: its input is `token_ids`.
 
-    Returns:
-        logits [R, V], final hidden states [T, E] after the final norm, and the residual stream [T, E] at each boundary
-        of `collect_layers` (boundary i is the input of layer i; L is the last layer's output).
+    Results are `logits` [R, V]; `hidden_states` [T, E], after the final norm; and `collected.0` … [T, E], the residual stream at each
+    boundary of `collect_layers` (boundary i is the input of layer i; L is the last layer's output).
+
+    Raises:
+        ConfigError: there is no such boundary.
     """
-    boundaries = [blocks.embedding("embedding")]
-    for index, layer in enumerate(config.layers):
-        boundaries.append(decoder_layer(blocks, layer, boundaries[-1], index))
-    hidden = blocks.rms_norm(boundaries[-1], "final_norm")
-    logits = blocks.lm_head(blocks.logits_rows(hidden), "embedding" if config.tied_embeddings else "lm_head")
-    if config.logit_soft_cap is not None:
-        logits = blocks.soft_cap(logits, config.logit_soft_cap)
-    return logits, hidden, [boundaries[i] for i in collect_layers]
+    if any(not 0 <= layer <= config.num_layers for layer in collect_layers):
+        raise ConfigError(f"collect_layers = {list(collect_layers)}: boundaries go from 0 to {config.num_layers}")
+
+    def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
+        boundaries = [blocks.embedding("embedding")]
+        for index, layer in enumerate(config.layers):
+            boundaries.append(decoder_layer(blocks, layer, boundaries[-1], index))
+        hidden = blocks.rms_norm(boundaries[-1], "final_norm")
+        logits = blocks.lm_head(blocks.logits_rows(hidden), "embedding" if config.tied_embeddings else "lm_head")
+        if config.logit_soft_cap is not None:
+            logits = blocks.soft_cap(logits, config.logit_soft_cap)
+        collected = {f"{COLLECTED}.{place}": boundaries[layer] for place, layer in enumerate(collect_layers)}
+        return {LOGITS: logits, HIDDEN_STATES: hidden, **collected}
+
+    return compose
+
+
+def ranked(compose: Compose, ranking: Ranking | None) -> Compose:
+    """The same network, which also ranks its rows of logits: `ranked` beside `logits`, `ranked.x` beside `logits.x`."""
+    if ranking is None:
+        return compose
+
+    def composed(blocks: Blocks[Value]) -> Mapping[str, Value]:
+        results = dict(compose(blocks))
+        for name in [name for name in results if name.split(".")[0] == LOGITS]:
+            results[RANKED + name.removeprefix(LOGITS)] = blocks.rank(results[name], ranking)
+        return results
+
+    return composed

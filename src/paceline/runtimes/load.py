@@ -1,19 +1,23 @@
-"""A checkpoint becomes a runtime."""
+"""A checkpoint becomes a network that runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from paceline.config import QuantOptions
-from paceline.errors import memory_errors
+from paceline.errors import BackendUnavailableError, memory_errors
 from paceline.models.checkpoint import open_weights, read_model_config, weight_files
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
 from paceline.runtimes.backend import choose_backend, choose_device
-from paceline.runtimes.base import Numerics, Runtime
+from paceline.runtimes.base import ForwardBatch, Network, Numerics, RowRange, Wanted
+from paceline.runtimes.decoder import TOKEN_IDS, Compose, decoder
 from paceline.runtimes.facts import MeasuredFacts
 from paceline.runtimes.native.checksum import fastest_page_sums
+from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.numerics import find_numerics
 
 
@@ -50,16 +54,16 @@ class RuntimeOptions:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A runtime, the one-line notices its user should see, and which drafting head its checkpoint holds too ("medusa" or "mtp")."""
+    """A network, the one-line notices its user should see, and which drafting head its checkpoint holds too ("medusa" or "mtp")."""
 
-    runtime: Runtime
+    runtime: Network
     notices: tuple[str, ...]
     own_head: str | None
 
 
 @memory_errors("the model")
 def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
-    """Open a checkpoint and build the runtime for it.
+    """Open a checkpoint and make a network of it.
 
     Raises:
         CheckpointError: the checkpoint cannot be used.
@@ -91,40 +95,86 @@ def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
     return Loaded(runtime, tuple(notices), own_head)
 
 
-def _build(config: ModelConfig, weights: Weights, options: RuntimeOptions, notices: list[str]) -> Runtime:
+def _build(config: ModelConfig, weights: Weights, options: RuntimeOptions, notices: list[str]) -> Network:
     device = choose_device(options.device, options.backend)
     if choose_backend(options.backend, device, notices=notices) == "torch":
         return _build_torch(config, weights, options, device, notices)
     return _build_native(config, weights, options, notices)
 
 
-def _build_native(config: ModelConfig, weights: Weights, options: RuntimeOptions, notices: list[str]) -> Runtime:
-    """The runtime with its numerics tested; a notice more where they are not what was asked for."""
-    from paceline.runtimes.native.runtime import NativeRuntime
+def _build_native(config: ModelConfig, weights: Weights, options: RuntimeOptions, notices: list[str]) -> Network:
+    """The network with its numerics tested; a notice more where they are not what was asked for."""
+    from paceline.runtimes.native.network import NativeNetwork
 
-    runtime = NativeRuntime(
+    network = NativeNetwork(
+        decoder(config, options.collect_layers),
         config,
         weights,
         num_threads=options.num_threads,
         max_context=min(options.max_context or config.max_positions, config.max_positions),
-        collect_layers=options.collect_layers,
         round_to=options.dtype or config.weight_type,
         panels=None if options.dtype is WeightType.F32 else {},
     )
+    _warm_up(network)
     numerics = options.numerics
     if numerics is Numerics.EXACT:
-        numerics = find_numerics(runtime, MeasuredFacts(options.facts_directory))
+        numerics = find_numerics(network, MeasuredFacts(options.facts_directory), options.collect_layers)
         if numerics is Numerics.FAST:
             notices.append("on this machine a row's bits depend on what else is in the pass: numerics is fast")
-    runtime.capabilities = replace(runtime.capabilities, numerics=numerics)
-    return runtime
+    network.capabilities = replace(network.capabilities, numerics=numerics)
+    return network
 
 
-def _build_torch(config: ModelConfig, weights: Weights, options: RuntimeOptions, device: str, notices: list[str]) -> Runtime:
-    from paceline.runtimes.torch.runtime import TorchRuntime
+def _build_torch(config: ModelConfig, weights: Weights, options: RuntimeOptions, device: str, notices: list[str]) -> Network:
+    from paceline.runtimes.torch.network import TorchNetwork
 
     if options.numerics is Numerics.EXACT:
         notices.append("torch picks kernels by a pass's shape, so near-ties may fall otherwise than in plain decoding: numerics is fast")
-    return TorchRuntime(
-        config, weights, device=device, weight_type=options.dtype or config.weight_type, collect_layers=tuple(options.collect_layers)
-    )
+    weight_type = options.dtype or config.weight_type
+    network = TorchNetwork(decoder(config, options.collect_layers), config, weights, device=device, weight_type=weight_type)
+    _warm_up(network)
+    return network
+
+
+def _warm_up(network: Network) -> None:
+    """Read every weight once, so that the first request finds them in memory."""
+    network.new_cache(2)
+    row = np.zeros(1, np.int32)
+    network.forward({TOKEN_IDS: row}, ForwardBatch(row, (RowRange(0, 1, 0, np.array([1], np.int32)),)), Wanted(row))
+    network.num_passes = 0
+
+
+def open_head(
+    compose: Compose,
+    config: ModelConfig,
+    weights: Weights,
+    *,
+    num_threads: int,
+    max_context: int,
+    backend: str = "auto",
+    device: str = "cpu",
+) -> Network:
+    """A network that guesses from a target's activations, computed in float32 from the weights as they are stored.
+
+    Args:
+        compose: what it computes.
+        config: sizes of its layers; the blocks read nothing else of it but `norm_eps` and `norm_offset`.
+        weights: under the names `compose` uses, with `.weight` or `.bias`.
+        max_context: positions to prepare for.
+        backend: "native", "torch" or "auto": native where there are kernels and the device is no GPU.
+        device: of torch, "cpu" or "cuda".
+
+    Raises:
+        BackendUnavailableError: the backend is not one of these, or cannot run here.
+    """
+    if backend == "auto":
+        backend = "native" if device != "cuda" and kernels_path() is not None else "torch"
+    if backend == "native":
+        from paceline.runtimes.native.network import NativeNetwork
+
+        return NativeNetwork(compose, config, weights, num_threads=num_threads, max_context=max_context)
+    if backend == "torch":
+        from paceline.runtimes.torch.network import TorchNetwork
+
+        return TorchNetwork(compose, config, weights, device=device)
+    raise BackendUnavailableError(f"heads run on 'native' or 'torch', not on {backend!r}: use one of these, or 'auto'")

@@ -4,78 +4,64 @@ Reference: two sequences decoded alone, one row a pass. Then the same tokens in 
 Exact means that every row's logits are bit-equal.
 """
 
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy as np
 
 from paceline.errors import CheckpointError
 from paceline.kv_cache.paged import CachedSequence, KVCache
-from paceline.models.config import ModelConfig
-from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, Numerics, assemble
+from paceline.runtimes.base import FloatArray, Network, Numerics, assemble
 from paceline.runtimes.facts import MeasuredFacts, fact_key
-
-
-class TestedRuntime(Protocol):
-    """What the test needs of a runtime."""
-
-    config: ModelConfig
-    capabilities: Capabilities
-    collect_layers: tuple[int, ...]
-    version: str
-
-    def new_cache(self, num_blocks: int) -> KVCache: ...
-
-    def forward(self, batch: ForwardBatch) -> ForwardOutput: ...
-
 
 # Rows of the two sequences per pass: decode rows, drafts and prompt chunks, alone and together, across a block border.
 _LENGTHS = (38, 9)
 _PASSES = ((0, 5), (17, 0), (1, 1), (14, 1), (1, 2), (5, 0))
 
 
-def find_numerics(runtime: TestedRuntime, facts: MeasuredFacts) -> Numerics:
+def find_numerics(network: Network, facts: MeasuredFacts, collect_layers: Sequence[int] = ()) -> Numerics:
     """Whether every row of mixed passes has the bits of decoding alone.
 
     Args:
-        runtime: as it will be used; its cache is replaced.
+        network: as it will be used; its cache is replaced.
         facts: remembers the answer by network, library version, processor and threads.
+        collect_layers: what the network returns besides.
 
     Raises:
         CheckpointError: the network computes nothing but NaN.
     """
-    key = fact_key("numerics", runtime.config, runtime.capabilities.weight_type, runtime.collect_layers, runtime.version, _LENGTHS, _PASSES)
+    key = fact_key("numerics", network.config, network.capabilities.weight_type, tuple(collect_layers), network.version, _LENGTHS, _PASSES)
     answer = facts.get(key)
     if answer not in [one.value for one in Numerics]:
-        answer = (Numerics.EXACT if _is_exact(runtime) else Numerics.FAST).value
+        answer = (Numerics.EXACT if _is_exact(network) else Numerics.FAST).value
         facts.put(key, answer)
     return Numerics(answer)
 
 
-def _is_exact(runtime: TestedRuntime) -> bool:
+def _is_exact(network: Network) -> bool:
     random = np.random.default_rng(0)
-    tokens = [random.integers(0, runtime.config.vocab_size, length).tolist() for length in _LENGTHS]
-    solo = [_solo(runtime, ids) for ids in tokens]
+    tokens = [random.integers(0, network.config.vocab_size, length).tolist() for length in _LENGTHS]
+    solo = [_solo(network, ids) for ids in tokens]
     if any(np.isnan(row).all() for rows in solo for row in rows):  # nothing can be learned from it, so nothing is remembered
         raise CheckpointError(
             "the target produced NaN logits when it was tested at load: its weights are damaged or overflow in this precision; "
             "verify the checkpoint's files or load it with a wider dtype"
         )
-    return _equal(solo, _mixed(runtime, tokens))
+    return _equal(solo, _mixed(network, tokens))
 
 
 def _equal(left: list[FloatArray], right: list[FloatArray]) -> bool:
     return all(np.array_equal(one.view(np.int32), other.view(np.int32)) for one, other in zip(left, right, strict=True))
 
 
-def _solo(runtime: TestedRuntime, token_ids: list[int]) -> FloatArray:
-    cache = runtime.new_cache(4)
+def _solo(network: Network, token_ids: list[int]) -> FloatArray:
+    cache = network.new_cache(4)
     sequence = cache.new_sequence()
-    rows = [_forward(runtime, cache, [(sequence, [token])])[0] for token in token_ids]
+    rows = [_forward(network, cache, [(sequence, [token])])[0] for token in token_ids]
     return np.stack(rows)
 
 
-def _mixed(runtime: TestedRuntime, token_ids: list[list[int]]) -> list[FloatArray]:
-    cache = runtime.new_cache(8)
+def _mixed(network: Network, token_ids: list[list[int]]) -> list[FloatArray]:
+    cache = network.new_cache(8)
     sequences = [cache.new_sequence() for _ in token_ids]
     rows: list[list[FloatArray]] = [[] for _ in token_ids]
     for counts in _PASSES:
@@ -84,16 +70,16 @@ def _mixed(runtime: TestedRuntime, token_ids: list[list[int]]) -> list[FloatArra
             start = sequences[index].committed_len
             if count:
                 work.append((index, token_ids[index][start : start + count]))
-        logits = iter(_forward(runtime, cache, [(sequences[index], tokens) for index, tokens in work]))
+        logits = iter(_forward(network, cache, [(sequences[index], tokens) for index, tokens in work]))
         for index, tokens in work:
             rows[index].extend(next(logits) for _ in tokens)
     return [np.stack(own) for own in rows]
 
 
-def _forward(runtime: TestedRuntime, cache: KVCache, work: list[tuple[CachedSequence, list[int]]]) -> FloatArray:
+def _forward(network: Network, cache: KVCache, work: list[tuple[CachedSequence, list[int]]]) -> FloatArray:
     plans = [cache.reserve(sequence, range(-1, len(tokens) - 1)) for sequence, tokens in work]
     tokens = [ids for _, ids in work]
-    logits = runtime.forward(assemble(plans, tokens, [range(len(ids)) for ids in tokens])).logits.copy()
+    logits = network.forward(*assemble(plans, tokens, [range(len(ids)) for ids in tokens])).logits.copy()
     for sequence, ids in work:
         cache.keep_path(sequence, len(ids) - 1)
     return logits

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from paceline.errors import CheckpointError, as_exception, is_interrupt
 from paceline.kv_cache.paged import KVCache
-from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, Runtime, assemble
+from paceline.runtimes.base import FloatArray, ForwardOutput, Network, Pass, assemble
 from paceline.speculation.commit import commit
 from paceline.speculation.drafter import CommittedRows
 from paceline.speculation.request import Request
@@ -30,7 +30,7 @@ class PassInterrupted(BaseException):
 def step(
     requests: Sequence[Request],
     num_rows: Sequence[int],
-    target: Runtime,
+    target: Network,
     cache: KVCache,
     speculator: Speculator,
     *,
@@ -66,11 +66,11 @@ def step(
     speculator.observe(committed)
 
 
-def _forward(requests: Sequence[Request], inputs: ForwardBatch, target: Runtime, cache: KVCache, speculator: Speculator) -> ForwardOutput:
+def _forward(requests: Sequence[Request], arguments: Pass, target: Network, cache: KVCache, speculator: Speculator) -> ForwardOutput:
     """The target's pass. An interrupt within it, by far the longest part of a step, takes back what was reserved and harms no request."""
     try:
-        with speculator.timed_pass(len(inputs.token_ids)):
-            return target.forward(inputs)
+        with speculator.timed_pass(len(arguments.batch.positions)):
+            return target.forward(*arguments)
     except BaseException as error:
         for request in requests:
             cache.cancel(request.sequence)

@@ -79,7 +79,7 @@ def test_a_draft_model_finds_a_known_prompt_too(open_llm: Open, directory: Path,
     runtime = llm.drafter.runtime  # type: ignore[union-attr]
     rows: list[int] = []
     forward = runtime.forward
-    monkeypatch.setattr(runtime, "forward", lambda batch: rows.append(len(batch.token_ids)) or forward(batch))
+    monkeypatch.setattr(runtime, "forward", lambda *asked: rows.append(len(asked[1].positions)) or forward(*asked))
     for params, first in ((GREEDY, len(PROMPT) + 1), (SAMPLED, len(PROMPT) % BLOCK + 1)):
         rows.clear()
         (output,) = llm.generate([PROMPT], params)
@@ -105,7 +105,7 @@ def test_samples_share_their_prompt_and_are_what_each_would_be_alone(open_llm: O
     llm = open_llm(40)
     rows: list[int] = []
     forward = llm.runtime.forward
-    monkeypatch.setattr(llm.runtime, "forward", lambda batch: rows.append(len(batch.token_ids)) or forward(batch))
+    monkeypatch.setattr(llm.runtime, "forward", lambda *asked: rows.append(len(asked[1].positions)) or forward(*asked))
     outputs = llm.generate([PROMPT, [9]], replace(SAMPLED, n=4))
     assert [output.sample_index for output in outputs] == [0, 1, 2, 3] * 2
     assert [output.token_ids for output in outputs[:4]] == [output.token_ids for output in expected]
@@ -188,7 +188,7 @@ def _rows(llm: LLM, token_ids: list[int]) -> np.ndarray:
     cache = llm.engine.cache
     sequence = cache.new_sequence()
     plan = cache.reserve(sequence, range(-1, len(token_ids) - 1))
-    logits = llm.runtime.forward(assemble([plan], [token_ids], [range(len(token_ids))])).logits[:, : llm.vocab_size].astype(np.float64)
+    logits = llm.runtime.forward(*assemble([plan], [token_ids], [range(len(token_ids))])).logits[:, : llm.vocab_size].astype(np.float64)
     cache.release(sequence)
     shifted = logits - logits.max(axis=1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))

@@ -12,7 +12,7 @@ from harness.checkpoints import write_checkpoint
 from harness.engine_targets import Open, assert_clean, make, run_to_end
 from harness.exact_targets import opened_as
 from paceline import LLM, CapacityError, CheckpointError, RequestError, SamplingParams
-from paceline.runtimes.base import ForwardBatch, ForwardOutput
+from paceline.runtimes.base import ForwardOutput
 from paceline.speculation import step as step_module
 from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.drafter import DraftBudget, Drafter
@@ -105,7 +105,7 @@ def test_a_preempted_request_finds_its_own_rows_again_unless_they_were_needed(op
     assert request.sequence.committed_len == 0
     rows: list[int] = []
     forward = llm.runtime.forward
-    llm.runtime.forward = lambda batch: rows.append(len(batch.token_ids)) or forward(batch)  # type: ignore[func-returns-value,method-assign]
+    llm.runtime.forward = lambda *asked: rows.append(len(asked[1].positions)) or forward(*asked)  # type: ignore[func-returns-value,method-assign]
     run_to_end(llm)
     assert rows[0] == 131 - 128, "four blocks were full"
     assert request.num_cached_tokens == 0, "what it had computed itself is no hit"
@@ -147,7 +147,7 @@ def test_prompts_share_a_pass_until_it_is_full_and_decoding_never_waits(
     llm = open_llm(200)
     rows: list[int] = []
     forward = llm.runtime.forward
-    monkeypatch.setattr(llm.runtime, "forward", lambda batch: rows.append(len(batch.token_ids)) or forward(batch))
+    monkeypatch.setattr(llm.runtime, "forward", lambda *asked: rows.append(len(asked[1].positions)) or forward(*asked))
     llm.generate([[7], [8] * 300, [9] * 300, [10] * 300], GREEDY)
     short = steps[0][0]
     assert short.num_prompt_tokens == 1
@@ -165,7 +165,7 @@ def test_guesses_take_what_known_tokens_leave_of_a_pass(
     llm.engine.speculator.policy = DraftLengthPolicy(4)
     rows: list[int] = []
     forward = llm.runtime.forward
-    monkeypatch.setattr(llm.runtime, "forward", lambda batch: rows.append(len(batch.token_ids)) or forward(batch))
+    monkeypatch.setattr(llm.runtime, "forward", lambda *asked: rows.append(len(asked[1].positions)) or forward(*asked))
     outputs = llm.generate(PROMPTS[:1] + PROMPTS[2:3] + [[40], [50], [60]], GREEDY)
     assert [output.token_ids for output in outputs[:2]] == [solo[0], solo[2]]
     assert max(rows) <= max_step_rows
@@ -335,7 +335,7 @@ def test_a_pass_that_fails_ends_those_in_it_and_the_engine_goes_on(
         llm.engine.add(request)
     llm.engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(llm.runtime, "forward", lambda batch: (_ for _ in ()).throw(OSError("the device went away")))
+        patch.setattr(llm.runtime, "forward", lambda *_: (_ for _ in ()).throw(OSError("the device went away")))
         llm.engine.step()
         llm.engine.cache.check()
     assert [str(request.error) for request in requests[:2]] == ["the device went away"] * 2
@@ -351,12 +351,12 @@ def test_a_pass_that_finds_no_room_costs_the_youngest_its_rows_not_its_life(
     llm = open_llm(40)
     real, num_calls = llm.runtime.forward, 0
 
-    def full_now_and_then(batch: ForwardBatch) -> ForwardOutput:
+    def full_now_and_then(*arguments: Any) -> ForwardOutput:
         nonlocal num_calls
         num_calls += 1
         if num_calls in (5, 11):
             raise CapacityError("full")
-        return real(batch)
+        return real(*arguments)
 
     monkeypatch.setattr(llm.runtime, "forward", full_now_and_then)
     assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == solo
@@ -382,9 +382,9 @@ def test_an_interrupt_within_the_targets_pass_harms_nobody_else(
     streams = [llm.stream(prompt, params) for prompt in PROMPTS[:2]]
     real = llm.runtime.forward
 
-    def interrupted(batch: ForwardBatch) -> ForwardOutput:
+    def interrupted(*arguments: Any) -> ForwardOutput:
         if is_behind_pass:
-            real(batch)
+            real(*arguments)
         raise KeyboardInterrupt
 
     taken: list[list[int]] = [[], []]

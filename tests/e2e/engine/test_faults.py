@@ -162,7 +162,7 @@ def test_a_pass_that_fails_in_any_way_ends_those_in_it_and_the_next_are_served(
     async def work(engine: AsyncEngine) -> None:
         real = engine.opened.engine.runtime.forward
 
-        def broken(batch: object) -> None:
+        def broken(*arguments: object) -> None:
             raise kind("out of a pass")
 
         with monkeypatch.context() as patch:

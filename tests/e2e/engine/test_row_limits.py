@@ -1,6 +1,7 @@
 """A pass never has more rows than `max_step_rows`, whatever prompts, guesses and grammars want, and drafters run in parts."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,9 @@ def count_rows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     rows: list[int] = []
     forward = llm.runtime.forward
 
-    def counted(batch: ForwardBatch) -> ForwardOutput:
-        rows.append(len(batch.token_ids))
-        return forward(batch)
+    def counted(inputs: Any, batch: ForwardBatch, wanted: Any) -> ForwardOutput:
+        rows.append(len(batch.positions))
+        return forward(inputs, batch, wanted)
 
     monkeypatch.setattr(llm.runtime, "forward", counted)
     return rows

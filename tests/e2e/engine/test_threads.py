@@ -15,7 +15,7 @@ import pytest
 from harness.engine_targets import Open, assert_clean
 from paceline import LLM, ConfigError, RequestError, SamplingParams
 from paceline.outputs import RequestOutput
-from paceline.runtimes.base import ForwardBatch, ForwardOutput
+from paceline.runtimes.base import ForwardOutput
 from paceline.speculation.draft_length import DraftLengthPolicy
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -213,10 +213,10 @@ def test_a_process_forked_within_another_threads_step_is_told_so(
     llm = open_llm(80)
     real, is_inside, may_go_on = llm.runtime.forward, threading.Event(), threading.Event()
 
-    def slow(batch: ForwardBatch) -> ForwardOutput:
+    def slow(*arguments: Any) -> ForwardOutput:
         is_inside.set()
         may_go_on.wait(PATIENCE_S)
-        return real(batch)
+        return real(*arguments)
 
     def is_refused() -> bool:
         for call in (lambda: llm.generate([5], GREEDY), lambda: next(llm.stream([5], GREEDY)), llm.stats):

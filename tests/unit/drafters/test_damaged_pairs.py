@@ -13,7 +13,7 @@ from paceline.drafters.pairs.head import PairHead
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.weights import Weights
-from paceline.runtimes.head import open_head
+from paceline.runtimes.load import open_head
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.drafter import CommittedRows, DraftBudget

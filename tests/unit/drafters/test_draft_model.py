@@ -13,7 +13,7 @@ from paceline.drafters.draft_model import CATCH_UP_ROWS, DraftModelDrafter
 from paceline.errors import CapacityError, RequestError
 from paceline.kv_cache.paged import CachedSequence
 from paceline.kv_cache.row_plan import TreeLayout
-from paceline.runtimes.base import Numerics, Runtime
+from paceline.runtimes.base import Network, Numerics
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.sampling.noise import Purpose, step_uniform
 from paceline.sampling.processors import Distribution, LogitsProcessor
@@ -35,28 +35,28 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("draft"), "llama", num_hidden_layers=2, max_position_embeddings=1024)
 
 
-def open_runtime(directory: Path) -> Runtime:
+def open_runtime(directory: Path) -> Network:
     return load_runtime(directory, RuntimeOptions(numerics=Numerics.FAST, num_threads=2, device="cpu")).runtime
 
 
 @pytest.fixture(scope="module")
-def runtime(directory: Path) -> Runtime:
+def runtime(directory: Path) -> Network:
     return open_runtime(directory)
 
 
 @pytest.fixture(scope="module")
-def twin(directory: Path) -> Runtime:
+def twin(directory: Path) -> Network:
     """The same weights, for drafters that know nothing yet: a runtime has one cache."""
     return open_runtime(directory)
 
 
-def make_drafter(runtime: Runtime, *, vocab_size: int = VOCAB_SIZE, tree_width: int = 1) -> DraftModelDrafter:
+def make_drafter(runtime: Network, *, vocab_size: int = VOCAB_SIZE, tree_width: int = 1) -> DraftModelDrafter:
     runtime.num_passes = 0
     return DraftModelDrafter(runtime, runtime.new_cache(NUM_BLOCKS), vocab_size=vocab_size, tree_width=tree_width)
 
 
 @pytest.fixture
-def drafter(runtime: Runtime) -> Iterator[DraftModelDrafter]:
+def drafter(runtime: Network) -> Iterator[DraftModelDrafter]:
     """One that is checked to hold nothing once its requests are released."""
     drafter = make_drafter(runtime)
     requests: list[Request] = []
@@ -102,7 +102,7 @@ def test_as_many_passes_run_as_tokens_are_drafted(drafter: DraftModelDrafter) ->
 
 
 @pytest.mark.parametrize("length", [CATCH_UP_ROWS, CATCH_UP_ROWS + 1, 600])
-def test_a_long_prompt_is_caught_up_in_chunks(drafter: DraftModelDrafter, twin: Runtime, length: int) -> None:
+def test_a_long_prompt_is_caught_up_in_chunks(drafter: DraftModelDrafter, twin: Network, length: int) -> None:
     request = make_request([5, 6, 7, 8, 9, 10] * 100)
     del request.token_ids[length:]
     assert ask(drafter, request) == ask(make_drafter(twin), request)
@@ -111,7 +111,7 @@ def test_a_long_prompt_is_caught_up_in_chunks(drafter: DraftModelDrafter, twin: 
 
 @pytest.mark.parametrize("params", [GREEDY, FREE], ids=["greedy", "sampled"])
 def test_rejections_and_steps_without_a_guess_leave_no_trace(
-    drafter: DraftModelDrafter, twin: Runtime, params: SamplingParams, seed: int
+    drafter: DraftModelDrafter, twin: Network, params: SamplingParams, seed: int
 ) -> None:
     """After every mix of accepted, rejected and unasked steps, it proposes what it would for a text it never saw."""
     random = np.random.default_rng(seed)
@@ -139,7 +139,7 @@ def test_a_request_as_long_as_the_drafts_context_gets_no_guess(drafter: DraftMod
     assert ask(drafter, request, depth=8) == [None]
 
 
-def test_a_batch_is_guessed_as_each_alone(drafter: DraftModelDrafter, twin: Runtime, seed: int) -> None:
+def test_a_batch_is_guessed_as_each_alone(drafter: DraftModelDrafter, twin: Network, seed: int) -> None:
     random = np.random.default_rng(seed)
     requests = [make_request(random.integers(0, VOCAB_SIZE, length).tolist(), FREE, seed=length) for length in (1, 7, 40, 300)]
     for _ in range(3):
@@ -149,7 +149,7 @@ def test_a_batch_is_guessed_as_each_alone(drafter: DraftModelDrafter, twin: Runt
             append(request, [*(drafts or ())[: len(request.token_ids) % 4], 9])
 
 
-def test_what_is_left_to_read_is_what_neither_it_nor_its_cache_has_seen(runtime: Runtime, drafter: DraftModelDrafter) -> None:
+def test_what_is_left_to_read_is_what_neither_it_nor_its_cache_has_seen(runtime: Network, drafter: DraftModelDrafter) -> None:
     drafter._reading = ReadingTime(0.5)
     request, others = make_request([5, 6, 7] * 40), make_request([5, 6, 7] * 60)
     assert drafter.reading_s(request) == 60.0
@@ -168,7 +168,7 @@ def test_what_is_left_to_read_is_what_neither_it_nor_its_cache_has_seen(runtime:
 
 
 def test_a_batch_with_more_rows_than_a_pass_may_have_is_guessed_as_each_alone(
-    drafter: DraftModelDrafter, twin: Runtime, seed: int, monkeypatch: pytest.MonkeyPatch
+    drafter: DraftModelDrafter, twin: Network, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts whose last rows alone, or whose chunks, are too many for one pass."""
     random = np.random.default_rng(seed)
@@ -190,7 +190,7 @@ def test_a_batch_with_different_depths_runs_no_pass_too_many(drafter: DraftModel
 
 
 @pytest.mark.parametrize("width", [2, 3])
-def test_a_wider_tree_has_the_same_chain_and_the_best_others_beside_it(runtime: Runtime, twin: Runtime, width: int) -> None:
+def test_a_wider_tree_has_the_same_chain_and_the_best_others_beside_it(runtime: Network, twin: Network, width: int) -> None:
     request = make_request([5, 6, 7], FREE)
     (chain,) = ask(make_drafter(twin), request)
     drafter = make_drafter(runtime, tree_width=width)
@@ -212,7 +212,7 @@ def test_a_wider_tree_has_the_same_chain_and_the_best_others_beside_it(runtime: 
 
 @pytest.mark.parametrize("layout", TreeLayout)
 @pytest.mark.parametrize("wants_draws", [False, True], ids=["grown", "drawn"])
-def test_a_tree_fills_its_rows_and_its_chain_goes_no_deeper_than_they_do(runtime: Runtime, layout: TreeLayout, wants_draws: bool) -> None:
+def test_a_tree_fills_its_rows_and_its_chain_goes_no_deeper_than_they_do(runtime: Network, layout: TreeLayout, wants_draws: bool) -> None:
     """What the engine would cut is not drafted: neither nodes beyond the rows nor passes behind the last level that has one."""
     random = np.random.default_rng(5)
     num_passes = num_levels = 0
@@ -231,7 +231,7 @@ def test_a_tree_fills_its_rows_and_its_chain_goes_no_deeper_than_they_do(runtime
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_for_rejection_drafts_are_drawn_from_the_laws_the_tree_names(runtime: Runtime, twin: Runtime, width: int) -> None:
+def test_for_rejection_drafts_are_drawn_from_the_laws_the_tree_names(runtime: Network, twin: Network, width: int) -> None:
     """The law of a node is what its whole text, run anew, gives after the request's processors."""
     params = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.2)
     request = make_request([5, 6, 7], params)
@@ -294,7 +294,7 @@ def test_a_pass_that_breaks_off_leaves_nothing_and_the_next_one_works(drafter: D
     expected = ask(drafter, *requests)
     forward = drafter.runtime.forward
     calls = iter([forward, None])
-    monkeypatch.setattr(drafter.runtime, "forward", lambda batch: (next(calls) or _fail)(batch))
+    monkeypatch.setattr(drafter.runtime, "forward", lambda *arguments: (next(calls) or _fail)(*arguments))
     for request in requests:
         append(request, [3])
     with pytest.raises(CapacityError):
@@ -311,7 +311,7 @@ def _fail(batch: object) -> None:
     raise CapacityError("planted")
 
 
-def test_whom_a_full_draft_cache_has_no_room_for_gets_no_guess_and_leaves_nothing(runtime: Runtime) -> None:
+def test_whom_a_full_draft_cache_has_no_room_for_gets_no_guess_and_leaves_nothing(runtime: Network) -> None:
     """Nor does it take the others' guesses away; one that runs out of room on the way keeps what it has."""
     drafter = DraftModelDrafter(runtime, runtime.new_cache(4), vocab_size=VOCAB_SIZE)
     first, second, third = make_request([5] * 60), make_request([6] * 60), make_request([7] * 30)
@@ -323,7 +323,7 @@ def test_whom_a_full_draft_cache_has_no_room_for_gets_no_guess_and_leaves_nothin
     assert drafter.cache.pool.num_free == 3
 
 
-def test_logits_beyond_the_targets_ids_are_cropped_and_missing_ones_never_drafted(runtime: Runtime) -> None:
+def test_logits_beyond_the_targets_ids_are_cropped_and_missing_ones_never_drafted(runtime: Network) -> None:
     for vocab_size in (10, 96, 98, 150):
         drafter = make_drafter(runtime, vocab_size=vocab_size)
         for params in (GREEDY, FREE):
@@ -334,7 +334,7 @@ def test_logits_beyond_the_targets_ids_are_cropped_and_missing_ones_never_drafte
             drafter.release(request)
 
 
-def test_a_token_only_the_target_knows_ends_the_guesses_without_an_error(runtime: Runtime) -> None:
+def test_a_token_only_the_target_knows_ends_the_guesses_without_an_error(runtime: Network) -> None:
     drafter = make_drafter(runtime, vocab_size=150)
     request = make_request([5, 6, 7], vocab_size=150)
     assert ask(drafter, request)[0] is not None

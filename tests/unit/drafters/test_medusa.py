@@ -22,7 +22,7 @@ from paceline.drafters.medusa.trees import STATIC_TREES, static_shape
 from paceline.errors import CheckpointError, ConfigError, IncompatibleDrafterError
 from paceline.kv_cache.paged import CachedSequence
 from paceline.kv_cache.row_plan import TreeLayout, num_rows
-from paceline.runtimes.head import Draws, Ranking, ranked_rows
+from paceline.runtimes.ranking import Draws, Ranking, ranked_rows
 from paceline.runtimes.torch.ranking import rank_rows
 from paceline.sampling.draw import draw
 from paceline.sampling.processors import LogitsProcessor

@@ -10,8 +10,8 @@ from paceline.drafters.pairs.cache import PairCache, PairRows
 from paceline.kv_cache.key_values import PagedRows
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.row_plan import TreeLayout
-from paceline.runtimes.base import FloatArray, ForwardBatch
-from paceline.runtimes.head import Compose, HeadRuntime
+from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, Wanted
+from paceline.runtimes.decoder import Compose
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.request import Request
@@ -19,16 +19,19 @@ from paceline.speculation.request import Request
 NUM_BLOCKS, FEATURE = 24, 3
 
 
-class SilentHead(HeadRuntime):
+class SilentHead(Network):
     """Has a cache and nothing else."""
 
-    def forward(self, inputs: Mapping[str, FloatArray], batch: ForwardBatch) -> Mapping[str, FloatArray]:
-        return {}
+    def forward(self, inputs: Mapping[str, FloatArray], batch: ForwardBatch, wanted: Wanted) -> ForwardOutput:
+        return ForwardOutput({})
+
+    def embed(self, token_ids: IntArray) -> FloatArray:
+        raise AssertionError
 
     def new_cache(self, num_blocks: int) -> PagedRows:
         return PagedRows(np.zeros((2, num_blocks, 1, BLOCK_SIZE, 2), np.float32))
 
-    def beside(self, compose: Compose) -> HeadRuntime:
+    def beside(self, compose: Compose) -> Network:
         return self
 
 

@@ -4,8 +4,9 @@ The toy network's logits depend on a state h_t = f(h_(t-1), token), computed by 
 blocks. All its arithmetic is with integers, so one wrong row changes what it says.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ from paceline.kv_cache.layer_memory import LayerMemory
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.kv_cache.prefix_index import Link
 from paceline.kv_cache.row_plan import Commit, RowPlan, TreeLayout
-from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, RowRange, Runtime, assemble
+from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, RowRange, Wanted, assemble
+from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, TOKEN_IDS, Compose
 from paceline.sampling.draw import draw
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
@@ -97,7 +99,7 @@ class RecurrentStates(LayerMemory):
         assert sequence_id not in self.left
 
 
-class Toy(Runtime):
+class Toy(Network):
     """The network. `said` computes from the whole text what `forward` computes from what it remembers."""
 
     def __init__(self, layout: TreeLayout) -> None:
@@ -107,15 +109,22 @@ class Toy(Runtime):
         self._layout = layout
 
     def new_cache(self, num_blocks: int) -> KVCache:
-        self.rows, self.states = KeyValues(np.zeros((2, num_blocks, 1, SIZE, WIDTH), np.int64)), RecurrentStates()
+        self.rows, self.states = self.new_key_values(num_blocks), RecurrentStates()
         return KVCache([self.rows, self.states], num_blocks, self._layout, block_size=SIZE)
+
+    def new_key_values(self, num_blocks: int) -> KeyValues:
+        return KeyValues(np.zeros((2, num_blocks, 1, SIZE, WIDTH), np.int64))
+
+    def beside(self, compose: Compose) -> Network:
+        raise AssertionError("a toy has no network beside it")
 
     def embed(self, token_ids: IntArray) -> FloatArray:
         return self._embedding[token_ids].astype(np.float32)
 
-    def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        logits = np.concatenate([self._run(item, batch.token_ids[item.start : item.start + item.num_rows]) for item in batch.ranges])
-        return ForwardOutput(logits[batch.logits_rows], np.zeros((len(logits), 1), np.float32))
+    def forward(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch, wanted: Wanted) -> ForwardOutput:
+        token_ids = inputs[TOKEN_IDS]
+        logits = np.concatenate([self._run(item, token_ids[item.start : item.start + item.num_rows]) for item in batch.ranges])
+        return ForwardOutput({LOGITS: logits[wanted.rows], HIDDEN_STATES: np.zeros((len(logits), 1), np.float32)})
 
     def said(self, token_ids: Sequence[int]) -> FloatArray:
         """[T, V]"""
@@ -284,7 +293,7 @@ def test_cutting_rows_goes_back_to_where_a_state_is_kept(seed: int) -> None:
     def run(count: int) -> None:
         start = sequence.committed_len
         plan = cache.reserve(sequence, range(-1, count - 1))
-        logits = toy.forward(assemble([plan], [token_ids[start : start + count]], [range(count)])).logits
+        logits = toy.forward(*assemble([plan], [token_ids[start : start + count]], [range(count)])).logits
         np.testing.assert_array_equal(logits, toy.said(token_ids[: start + count])[start:])
         cache.keep_path(sequence, count - 1)
         cache.remember(sequence, token_ids)

@@ -11,9 +11,9 @@ from paceline.runtimes.base import ForwardBatch, in_parts
 def test_a_pass_larger_than_any_is_refused_as_a_mistake_of_ours_not_as_a_want_of_memory():
     assert MAX_PASS_ROWS >= MAX_STEP_ROWS + MAX_NUM_SEQS
     rows = np.zeros(MAX_PASS_ROWS + 1, np.int32)
-    ForwardBatch(rows[1:], rows[1:], (), rows[:0])
+    ForwardBatch(rows[1:], ())
     with pytest.raises(ValueError, match=f"{MAX_PASS_ROWS + 1} rows .* at most {MAX_PASS_ROWS}.* in parts") as refusal:
-        ForwardBatch(rows, rows, (), rows[:0])
+        ForwardBatch(rows, ())
     assert not isinstance(refusal.value, PacelineError)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.kv_cache.paged import KVCache
 from paceline.runtimes import cost
-from paceline.runtimes.base import ForwardBatch
+from paceline.runtimes.base import ForwardBatch, IntArray, Wanted
 
 
 class ClockedRuntime:
@@ -16,11 +16,13 @@ class ClockedRuntime:
         self.now = 0.0
         self.num_passes = 7  # those of others
         self.batches: list[ForwardBatch] = []
+        self.wanted: list[IntArray] = []
         self._slow = slow
 
-    def forward(self, batch: ForwardBatch) -> None:
-        self.now += 1.0 + 0.1 * len(batch.token_ids) + 60.0 * (len(self.batches) in self._slow)
+    def forward(self, inputs: object, batch: ForwardBatch, wanted: Wanted) -> None:
+        self.now += 1.0 + 0.1 * len(batch.positions) + 60.0 * (len(self.batches) in self._slow)
         self.batches.append(batch)
+        self.wanted.append(wanted.rows)
         self.num_passes += 1
 
     def perf_counter(self) -> float:
@@ -41,8 +43,8 @@ def test_times_are_those_of_passes_behind_cached_rows(monkeypatch: pytest.Monkey
     times = measure(runtime, cache, (1, 5), monkeypatch, repeats=3)
     assert times == {1: pytest.approx(1.1), 5: pytest.approx(1.5)}
     first, *rest = runtime.batches
-    assert len(first.token_ids) == 64
-    assert [len(batch.token_ids) for batch in rest] == [1, 5] * 4
+    assert len(first.positions) == 64
+    assert [len(batch.positions) for batch in rest] == [1, 5] * 4
     assert all(batch.ranges[0].cached_len == 64 for batch in rest)
     cache.check()
     assert cache.pool.num_free == 7
@@ -53,7 +55,7 @@ def test_times_are_those_of_passes_behind_cached_rows(monkeypatch: pytest.Monkey
 def test_logits_are_of_all_rows_or_of_none(wants_logits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = ClockedRuntime()
     measure(runtime, make_cache(), (5,), monkeypatch, repeats=1, wants_logits=wants_logits)
-    assert {len(batch.logits_rows) / len(batch.token_ids) for batch in runtime.batches} == {float(wants_logits)}
+    assert {len(rows) / len(batch.positions) for rows, batch in zip(runtime.wanted, runtime.batches, strict=True)} == {float(wants_logits)}
 
 
 def test_a_slow_start_and_a_disturbance_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +78,7 @@ def test_no_row_lies_beyond_the_context_or_the_cache(
 
 def test_a_pass_that_fails_leaves_the_cache_clean(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, cache = ClockedRuntime(), make_cache()
-    monkeypatch.setattr(runtime, "forward", lambda batch: 1 / 0)
+    monkeypatch.setattr(runtime, "forward", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         measure(runtime, cache, (1, 5), monkeypatch)
     cache.check()

@@ -1,6 +1,7 @@
 """Heads: the same numbers on our kernels and on torch, one cache for networks beside one another, and slots that are not seen."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,18 +10,23 @@ from harness.model_configs import make_config
 from harness.native_network import plain_tensor
 from paceline.errors import BackendUnavailableError
 from paceline.models.config import ModelConfig
+from paceline.models.families import tensor_shapes
 from paceline.models.weights import Weights
-from paceline.runtimes.base import FloatArray, ForwardBatch, RowRange
-from paceline.runtimes.decoder import decoder_layer
-from paceline.runtimes.head import HeadBlocks, HeadRuntime, Value, open_head
+from paceline.runtimes.base import FloatArray, ForwardBatch, Network, RowRange, Wanted
+from paceline.runtimes.decoder import Blocks, Value, decoder, decoder_layer
+from paceline.runtimes.load import open_head
 from paceline.runtimes.native.library import kernels_path
+from paceline.runtimes.ranking import DRAW, Ranking
+from paceline.sampling.draw import draw
+from paceline.sampling.noise import Purpose, noise_key
+from paceline.sampling.processors import Distribution
 
 CONFIG = make_config(hidden_size=48)
 WIDTH = CONFIG.hidden_size
 BACKENDS = ["native", "torch"]
 
 
-def network(blocks: HeadBlocks[Value]) -> Mapping[str, Value]:
+def network(blocks: Blocks[Value]) -> Mapping[str, Value]:
     """Two inputs side by side, a product, a residual activation, a decoder layer, and a head over the selected rows."""
     joined = blocks.concat(blocks.input("left", WIDTH), blocks.input("right", 20), blocks.input("left", WIDTH))
     (mixed,) = blocks.linear(joined, "mix")
@@ -30,7 +36,7 @@ def network(blocks: HeadBlocks[Value]) -> Mapping[str, Value]:
     return {"out": out, "logits": blocks.lm_head(blocks.silu_residual(selected, selected), "lm_head"), "mixed": mixed}
 
 
-def push(blocks: HeadBlocks[Value]) -> Mapping[str, Value]:
+def push(blocks: Blocks[Value]) -> Mapping[str, Value]:
     return {"pushed": blocks.linear(blocks.input("right", WIDTH), "push")[0]}
 
 
@@ -48,7 +54,7 @@ def weights(seed: int = 0) -> Weights:
     return Weights({name: plain_tensor(values) for name, values in tensors.items()})
 
 
-def open_network(backend: str, config: ModelConfig = CONFIG, *, num_threads: int = 2, num_blocks: int = 8) -> HeadRuntime:
+def open_network(backend: str, config: ModelConfig = CONFIG, *, num_threads: int = 2, num_blocks: int = 8) -> Network:
     if backend == "native" and kernels_path() is None:
         pytest.skip("no native kernels for this machine")
     head = open_head(network, config, weights(), num_threads=num_threads, max_context=512, backend=backend)
@@ -56,12 +62,12 @@ def open_network(backend: str, config: ModelConfig = CONFIG, *, num_threads: int
     return head
 
 
-def batch_of(*ranges: RowRange, positions: list[int] | None = None, logits_rows: list[int] | None = None) -> ForwardBatch:
+def batch_of(*ranges: RowRange, positions: list[int] | None = None, logits_rows: list[int] | None = None) -> tuple[ForwardBatch, Wanted]:
     num_rows = sum(item.num_rows for item in ranges)
     where = np.concatenate([np.arange(item.cached_len, item.cached_len + item.num_rows) for item in ranges])
     at = np.array(where if positions is None else positions, np.int32)
     wanted = np.array(range(num_rows) if logits_rows is None else logits_rows, np.int32)
-    return ForwardBatch(np.zeros(num_rows, np.int32), at, ranges, wanted)
+    return ForwardBatch(at, ranges), Wanted(wanted)
 
 
 def rows(count: int, seed: int = 1) -> dict[str, FloatArray]:
@@ -69,8 +75,8 @@ def rows(count: int, seed: int = 1) -> dict[str, FloatArray]:
     return {"left": random.normal(0, 1, (count, WIDTH)).astype(np.float32), "right": random.normal(0, 1, (count, 20)).astype(np.float32)}
 
 
-def run(head: HeadRuntime, inputs: Mapping[str, FloatArray], batch: ForwardBatch) -> dict[str, FloatArray]:
-    return {name: result.copy() for name, result in head.forward(inputs, batch).items()}
+def run(head: Network, inputs: Mapping[str, FloatArray], batch: tuple[ForwardBatch, Wanted]) -> dict[str, FloatArray]:
+    return {name: result.copy() for name, result in head.forward(inputs, *batch).results.items()}
 
 
 def table(*blocks: int) -> np.ndarray:
@@ -133,11 +139,36 @@ def test_networks_beside_one_another_share_weights_and_cache(backend: str) -> No
     twin.new_cache(4)
     run(twin, part(inputs, 0, 12), batch_of(RowRange(0, 12, 0, table(2))))
     np.testing.assert_allclose(run(head, part(inputs, 12, 20), batch_of(RowRange(0, 8, 12, table(2))))["out"], whole["out"][12:], atol=1e-5)
-    nothing = ForwardBatch(np.zeros(3, np.int32), np.zeros(3, np.int32), (), np.zeros(0, np.int32))
+    nothing = ForwardBatch(np.zeros(3, np.int32), ()), Wanted(np.zeros(0, np.int32))
     given = np.random.default_rng(3).normal(0, 1, (3, WIDTH)).astype(np.float32)
     matrix = weights()["push.weight"].array
-    np.testing.assert_allclose(other.forward({"right": given}, nothing)["pushed"], given @ matrix.T, atol=1e-5)
+    np.testing.assert_allclose(other.forward({"right": given}, *nothing).results["pushed"], given @ matrix.T, atol=1e-5)
     assert head.num_passes == 5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_target_says_of_rows_what_their_logits_say(backend: str, seed: int) -> None:
+    """The best few, the sum of all, and the token that noise draws, with the logits and in their place."""
+    if backend == "native" and kernels_path() is None:
+        pytest.skip("no native kernels for this machine")
+    config, random = make_config(num_layers=2, tied_embeddings=True, logit_soft_cap=5.0), np.random.default_rng(seed)
+    tensors = {name: plain_tensor(random.normal(0, 0.3, shape).astype(np.float32)) for name, shape in tensor_shapes(config).items()}
+    target = open_head(decoder(config), config, Weights(tensors), num_threads=2, max_context=64, backend=backend)
+    target.new_cache(4)
+    inputs = {"token_ids": random.integers(0, config.vocab_size, 20).astype(np.int32)}
+    batch, wanted = batch_of(RowRange(0, 20, 0, table(1)), logits_rows=[19, 3, 4])
+    keys = [noise_key(seed, 0, position, Purpose.TOKEN) for position in (20, 4, 5)]
+    draws = np.array([[(key, 0.8, 0) for key in keys]], DRAW)
+    logits = target.forward(inputs, batch, wanted).logits.copy()
+    ranking = Ranking(config.vocab_size, 3)
+    for _ in range(2):
+        found = target.forward(inputs, batch, replace(wanted, ranking=ranking, draws=draws)).ranked
+        for row, scores, position in zip(found, logits / np.float32(0.8), (20, 4, 5), strict=True):
+            assert row.token_ids == np.argsort(-scores, kind="stable")[:3].tolist()
+            np.testing.assert_allclose(row.log_sum, np.log(np.exp(scores.astype(np.float64)).sum()), rtol=1e-5)
+            assert row.drawn == draw(Distribution(scores, None, greedy=False), seed, 0, position)
+        assert np.array_equal(target.forward(inputs, batch, wanted).logits, logits)
+    assert target.num_passes == 5
 
 
 def test_another_backend_is_refused() -> None:

@@ -22,10 +22,11 @@ from paceline.models.families import tensor_shapes
 from paceline.models.grouped import GroupedMatrix
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, as_float32
 from paceline.runtimes.base import FloatArray, ForwardOutput, assemble
+from paceline.runtimes.decoder import decoder
 from paceline.runtimes.native import execution as execution_module
 from paceline.runtimes.native import library
-from paceline.runtimes.native import runtime as runtime_module
-from paceline.runtimes.native.runtime import NativeRuntime
+from paceline.runtimes.native import network as network_module
+from paceline.runtimes.native.network import NativeNetwork
 from paceline.runtimes.rounding import to_bf16
 
 if not BUILT:
@@ -49,27 +50,26 @@ def open_runtime(
     collect_layers: Sequence[int] = (),
     round_to: WeightType = WeightType.F32,
     tensors: dict[str, AnyTensor] | None = None,
-) -> NativeRuntime:
+) -> NativeNetwork:
     weights = Weights(make_weights(config, seed) if tensors is None else tensors)
-    return NativeRuntime(
-        config, weights, num_threads=num_threads, max_context=256, collect_layers=collect_layers, round_to=round_to
-    )  # fmt: skip
+    compose = decoder(config, collect_layers)
+    return NativeNetwork(compose, config, weights, num_threads=num_threads, max_context=256, round_to=round_to)
 
 
-def run_prompt(runtime: NativeRuntime, token_ids: Sequence[int], wanted: Sequence[int] | None = None) -> ForwardOutput:
+def run_prompt(runtime: NativeNetwork, token_ids: Sequence[int], wanted: Sequence[int] | None = None) -> ForwardOutput:
     """One pass over a prompt in a cache of its own."""
     cache = runtime.new_cache(2 + len(token_ids) // 32)
     plan = cache.reserve(cache.new_sequence(), range(-1, len(token_ids) - 1))
-    return runtime.forward(assemble([plan], [list(token_ids)], [range(len(token_ids)) if wanted is None else wanted]))
+    return runtime.forward(*assemble([plan], [list(token_ids)], [range(len(token_ids)) if wanted is None else wanted]))
 
 
-def decode(runtime: NativeRuntime, token_ids: Sequence[int]) -> FloatArray:
+def decode(runtime: NativeNetwork, token_ids: Sequence[int]) -> FloatArray:
     """The logits of a text run row by row, as a copy."""
     cache = runtime.new_cache(2 + len(token_ids) // 32)
     sequence, rows = cache.new_sequence(), []
     for token in token_ids:
         plan = cache.reserve(sequence, range(-1, 0))
-        rows.append(runtime.forward(assemble([plan], [[token]], [[0]])).logits[0].copy())
+        rows.append(runtime.forward(*assemble([plan], [[token]], [[0]])).logits[0].copy())
         cache.keep_path(sequence, 0)
     return np.stack(rows)
 
@@ -101,7 +101,7 @@ def test_room_that_was_being_made_when_ctrl_c_came_is_made_anew(seed: int, monke
         with monkeypatch.context() as patch:
             patch.setattr(execution_module.np, "empty", empty)
             with pytest.raises(KeyboardInterrupt):
-                runtime._execution.make_room(90)
+                runtime._programs[None].execution.make_room(90)
         assert np.array_equal(run_prompt(runtime, prompt).logits, expected)
 
 
@@ -132,7 +132,7 @@ def test_a_cache_that_does_not_fit_in_memory_is_a_capacity_error(seed: int, monk
     def no_memory(*args: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(runtime_module.np, "zeros", no_memory)
+    monkeypatch.setattr(network_module.np, "zeros", no_memory)
     with pytest.raises(CapacityError, match="lower cache_gb"):
         runtime.new_cache(2)
 
@@ -195,7 +195,7 @@ def run(count):
     batch = assemble([plan], [[5] * count], [range(count)])
     end = time.monotonic() + 1.0
     while time.monotonic() < end:
-        runtime.forward(batch)
+        runtime.forward(*batch)
 
 threads = [threading.Thread(target=run, args=(count,)) for count in (1, 8)]
 [thread.start() for thread in threads]

@@ -1,6 +1,6 @@
 """The test at load, on networks made to fail it: what a row depends on is planted, and must be found."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import WeightType
 from paceline.models.rope_config import RopeConfig
 from paceline.runtimes import load as load_module
-from paceline.runtimes.base import Capabilities, ForwardBatch, ForwardOutput, Numerics
+from paceline.runtimes.base import Capabilities, ForwardBatch, ForwardOutput, IntArray, Numerics, Wanted
 from paceline.runtimes.facts import FILE_NAME, MeasuredFacts
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.runtimes.numerics import find_numerics
@@ -40,10 +40,10 @@ Fault = Callable[[ForwardBatch], float]
 FAULTS: dict[str, tuple[Fault, Numerics]] = {
     "nothing": (lambda batch: 0.0, Numerics.EXACT),
     "lone rows": (lambda batch: min(item.num_rows for item in batch.ranges) == 1, Numerics.FAST),
-    "the number of rows": (lambda batch: len(batch.token_ids), Numerics.FAST),
+    "the number of rows": (lambda batch: len(batch.positions), Numerics.FAST),
     "the number of sequences": (lambda batch: len(batch.ranges), Numerics.FAST),
-    "passes of many rows": (lambda batch: len(batch.token_ids) > 14, Numerics.FAST),
-    "rows in front": (lambda batch: float(batch.token_ids[0]), Numerics.FAST),
+    "passes of many rows": (lambda batch: len(batch.positions) > 14, Numerics.FAST),
+    "rows in front": (lambda batch: float(batch.positions[0]), Numerics.FAST),
 }
 
 
@@ -52,7 +52,6 @@ class FakeRuntime:
 
     def __init__(self, fault: Fault, *, version: str = "1", shift: float = 0.0) -> None:
         self.config = CONFIG
-        self.collect_layers: tuple[int, ...] = ()
         self.version = version
         self.capabilities = Capabilities(Numerics.FAST, TreeLayout.MASK, "cpu", WeightType.F32)
         self.num_passes = 0
@@ -62,11 +61,11 @@ class FakeRuntime:
     def new_cache(self, num_blocks: int) -> KVCache:
         return KVCache([], num_blocks)
 
-    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+    def forward(self, inputs: Mapping[str, IntArray], batch: ForwardBatch, wanted: Wanted) -> ForwardOutput:
         self.num_passes += 1
-        base = np.sin(batch.token_ids + 100.0 * batch.positions)[:, None] + np.arange(CONFIG.vocab_size)
+        base = np.sin(inputs["token_ids"] + 100.0 * batch.positions)[:, None] + np.arange(CONFIG.vocab_size)
         logits = (base * (1 + 1e-6 * float(self._fault(batch))) + self._shift).astype(np.float32)
-        return ForwardOutput(logits[batch.logits_rows], logits)
+        return ForwardOutput({"logits": logits[wanted.rows]})
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -111,8 +110,8 @@ def test_nan_in_padding_columns_is_no_difference() -> None:
     """Rows of the vocabulary that belong to no token may hold anything."""
 
     class Padded(FakeRuntime):
-        def forward(self, batch: ForwardBatch) -> Any:
-            output = super().forward(batch)
+        def forward(self, *arguments: Any) -> ForwardOutput:
+            output = super().forward(*arguments)
             output.logits[:, -3:] = np.nan
             return output
 
@@ -132,7 +131,7 @@ def test_what_holds_is_promised_and_what_does_not_is_said(
     wanted: Numerics, found: Numerics, expected: Numerics, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = write_checkpoint(tmp_path, "llama", num_hidden_layers=1)
-    monkeypatch.setattr(load_module, "find_numerics", lambda runtime, facts: found)
+    monkeypatch.setattr(load_module, "find_numerics", lambda *_: found)
     loaded = load_runtime(directory, RuntimeOptions(numerics=wanted, backend="native"))
     assert loaded.runtime.capabilities.numerics is expected
     assert any("numerics is fast" in notice for notice in loaded.notices) is (wanted is not expected)

@@ -7,7 +7,7 @@ import torch
 from harness.native_network import BUILT, Network, make_batch
 from paceline.drafters.pairs.ranking import best_scores
 from paceline.runtimes.base import FloatArray, RowRange
-from paceline.runtimes.head import DRAW, Draws, RankedRow, Ranking, ranked_rows
+from paceline.runtimes.ranking import DRAW, Draws, RankedRow, Ranking, ranked_rows
 from paceline.runtimes.torch.ranking import rank_rows
 from paceline.sampling.draw import draw
 from paceline.sampling.noise import Purpose, noise_key

@@ -15,7 +15,8 @@ from paceline.models.config import ModelConfig, WeightType
 from paceline.models.rope import inverse_frequencies
 from paceline.models.rope_config import RopeConfig, RopeType
 from paceline.models.weights import Tensor, Weights
-from paceline.runtimes.base import ForwardBatch, RowRange
+from paceline.runtimes.base import ForwardBatch, RowRange, Wanted
+from paceline.runtimes.decoder import decoder
 from paceline.runtimes.rotary import LEAST_POSITIONS, RotaryTables
 
 ROPES = {
@@ -70,7 +71,7 @@ def test_a_position_beyond_the_longest_text_is_an_index_error(position: int) -> 
 @pytest.mark.skipif(not BUILT, reason="no native kernels for this machine")
 def test_rows_have_the_same_bits_in_tables_that_grew_under_them() -> None:
     from paceline.models.families import tensor_shapes
-    from paceline.runtimes.native.runtime import NativeRuntime
+    from paceline.runtimes.native.network import NativeNetwork
 
     config = make_config(num_layers=2)
     random = np.random.default_rng(0)
@@ -78,14 +79,14 @@ def test_rows_have_the_same_bits_in_tables_that_grew_under_them() -> None:
     weights = Weights({name: Tensor(array, WeightType.F32, array.shape) for name, array in arrays.items()})
 
     def hidden(step: int, *, reached: int) -> np.ndarray:
-        runtime = NativeRuntime(config, weights, num_threads=1, max_context=ABSURD, round_to=WeightType.F32)
-        runtime._tables.reach(reached)
+        runtime = NativeNetwork(decoder(config), config, weights, num_threads=1, max_context=ABSURD)
+        runtime._shared.tables.reach(reached)
         runtime.new_cache(34)
         table, rows = np.arange(1, 34, dtype=np.int32), []
         for start in range(0, 260 if step == 1 else 1024, step):
             positions = np.arange(start, start + step, dtype=np.int32)
-            batch = ForwardBatch(positions % config.vocab_size, positions, (RowRange(0, step, start, table),), positions[:0])
-            rows.append(runtime.forward(batch).hidden_states.copy())
+            inputs, batch = {"token_ids": positions % config.vocab_size}, ForwardBatch(positions, (RowRange(0, step, start, table),))
+            rows.append(runtime.forward(inputs, batch, Wanted(positions[:0])).hidden_states.copy())
         return np.concatenate(rows)
 
     expected = hidden(1024, reached=1023)

@@ -18,8 +18,9 @@ from paceline.runtimes.base import Numerics, RowRange, assemble
 
 torch = pytest.importorskip("torch")
 
+from paceline.runtimes.decoder import decoder  # noqa: E402
 from paceline.runtimes.torch.attention import PaddedAttention, PlainAttention  # noqa: E402
-from paceline.runtimes.torch.runtime import TorchRuntime  # noqa: E402
+from paceline.runtimes.torch.network import TorchNetwork  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -33,17 +34,17 @@ def open_runtime(
     weight_type: WeightType = WeightType.F32,
     device: str = "cpu",
     collect_layers: Sequence[int] = (),
-) -> TorchRuntime:
+) -> TorchNetwork:
     config = read_config(directory)
     weights = Weights.open(directory, config)
-    return TorchRuntime(config, weights, device=device, weight_type=weight_type, collect_layers=collect_layers)
+    return TorchNetwork(decoder(config, collect_layers), config, weights, device=device, weight_type=weight_type)
 
 
 def test_only_wanted_rows_have_logits_and_every_row_hidden_states(directory: Path) -> None:
     runtime = open_runtime(directory)
     cache = runtime.new_cache(4)
     plan = cache.reserve(cache.new_sequence(), range(-1, 4))
-    output = runtime.forward(assemble([plan], [[1, 2, 3, 4, 5]], [[]]))
+    output = runtime.forward(*assemble([plan], [[1, 2, 3, 4, 5]], [[]]))
     assert output.logits.shape == (0, VOCAB_SIZE)
     assert output.hidden_states.shape == (5, 64)
     assert output.collected_hidden_states is None
@@ -119,7 +120,7 @@ def test_a_prompt_on_cuda_gives_the_logits_of_the_cpu(directory: Path) -> None:
         runtime = open_runtime(directory, device=device)
         cache = runtime.new_cache(8)
         plan = cache.reserve(cache.new_sequence(), range(-1, 49))
-        outputs.append(runtime.forward(assemble([plan], [list(range(50))], [list(range(50))])).logits)
+        outputs.append(runtime.forward(*assemble([plan], [list(range(50))], [list(range(50))])).logits)
     assert np.abs(outputs[0] - outputs[1]).max() <= 1e-3
 
 

@@ -7,7 +7,7 @@ from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.pairs.head import MaskedPair, PairHead
 from paceline.models.config import ModelConfig
 from paceline.models.weights import AnyTensor, Weights
-from paceline.runtimes.head import open_head
+from paceline.runtimes.load import open_head
 
 
 class EagleWeights:

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 
 from paceline.drafters.eagle.config import EagleConfig
 from paceline.drafters.pairs.head import BOUNDARY, EMBEDDING, FEATURE
-from paceline.runtimes.decoder import decoder_layer
-from paceline.runtimes.head import Compose, HeadBlocks, Value
+from paceline.runtimes.decoder import LOGITS, Blocks, Compose, Value, decoder_layer
 
 
 def true_pairs(config: EagleConfig, soft_cap: float | None = None) -> Compose:
@@ -19,7 +18,7 @@ def true_pairs(config: EagleConfig, soft_cap: float | None = None) -> Compose:
         soft_cap: of the target's logits, where its `lm_head` is used.
     """
 
-    def compose(blocks: HeadBlocks[Value]) -> Mapping[str, Value]:
+    def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
         if not config.boundaries:
             return _pairs(blocks, config, blocks.input(FEATURE, config.layers.hidden_size), soft_cap)
         chunks = [blocks.input(f"{BOUNDARY}.{chunk}", config.feature_size) for chunk in range(len(config.boundaries))]
@@ -37,13 +36,13 @@ def true_pairs(config: EagleConfig, soft_cap: float | None = None) -> Compose:
 def drafted_pairs(config: EagleConfig, soft_cap: float | None = None) -> Compose:
     """Pairs whose features are this head's own outputs: inputs `embedding` and `feature`."""
 
-    def compose(blocks: HeadBlocks[Value]) -> Mapping[str, Value]:
+    def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
         return _pairs(blocks, config, blocks.input(FEATURE, config.layers.hidden_size), soft_cap)
 
     return compose
 
 
-def _pairs(blocks: HeadBlocks[Value], config: EagleConfig, feature: Value, soft_cap: float | None) -> Mapping[str, Value]:
+def _pairs(blocks: Blocks[Value], config: EagleConfig, feature: Value, soft_cap: float | None) -> Mapping[str, Value]:
     """Results: `feature` [T, Hd] for the pairs behind these, `logits` [R, Vd] of the rows wanted."""
     layers = config.layers
     embedding = blocks.input(EMBEDDING, layers.hidden_size)
@@ -55,10 +54,10 @@ def _pairs(blocks: HeadBlocks[Value], config: EagleConfig, feature: Value, soft_
     logits = blocks.lm_head(blocks.logits_rows(out), "lm_head")
     if soft_cap is not None:
         logits = blocks.soft_cap(logits, soft_cap)
-    return {FEATURE: out if config.normed_recurrence else x, "logits": logits}
+    return {FEATURE: out if config.normed_recurrence else x, LOGITS: logits}
 
 
-def _first_layer(blocks: HeadBlocks[Value], config: EagleConfig, embedding: Value, feature: Value) -> Value:
+def _first_layer(blocks: Blocks[Value], config: EagleConfig, embedding: Value, feature: Value) -> Value:
     """EAGLE: embedding first, and attention reads the mixture without a norm (Li et al. 2024, arXiv:2401.15077, section 4.1).
 
     Norms of the halves and of the mixture are what other trainers added.
@@ -71,7 +70,7 @@ def _first_layer(blocks: HeadBlocks[Value], config: EagleConfig, embedding: Valu
     return decoder_layer(blocks, config.layers.layers[0], mixed, 0, normed=None if config.norms_mixture else mixed)
 
 
-def _first_layer3(blocks: HeadBlocks[Value], config: EagleConfig, embedding: Value, feature: Value) -> Value:
+def _first_layer3(blocks: Blocks[Value], config: EagleConfig, embedding: Value, feature: Value) -> Value:
     """EAGLE-3: attention reads both halves, each normed, embedding first (Li et al. 2025, arXiv:2503.01840, section 3.1)."""
     half = blocks.rms_norm(embedding, "layers.0.attention_norm") if config.norms_embedding else embedding
     normed = blocks.rms_norm(feature, "layers.0.hidden_norm")

@@ -26,7 +26,7 @@ from paceline.errors import ConfigError
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.checkpoint import open_weights
 from paceline.runtimes.base import FloatArray, in_parts
-from paceline.runtimes.head import DRAW, Draws, Ranking
+from paceline.runtimes.ranking import DRAW, Draws, Ranking
 from paceline.sampling.noise import Purpose, noise_key
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, RequestState
 from paceline.speculation.request import Request

@@ -13,7 +13,7 @@ import numpy as np
 from paceline.drafters.pairs.ranking import best_scores
 from paceline.errors import PacelineError
 from paceline.runtimes.base import FloatArray
-from paceline.runtimes.head import RankedRow
+from paceline.runtimes.ranking import RankedRow
 from paceline.sampling.draw import draw
 from paceline.sampling.residual import TokenProbs, draw_distinct
 from paceline.speculation.request import Request

@@ -11,8 +11,10 @@ import numpy as np
 
 from paceline.drafters.medusa.checkpoint import MedusaHeads
 from paceline.models.config import ModelConfig
-from paceline.runtimes.base import FloatArray, ForwardBatch
-from paceline.runtimes.head import Draws, HeadBlocks, HeadRuntime, RankedRow, Ranking, Value, open_head, ranked_rows
+from paceline.runtimes.base import FloatArray, ForwardBatch, IntArray, Network, Wanted
+from paceline.runtimes.decoder import LOGITS, RANKED, Blocks, Value
+from paceline.runtimes.load import open_head
+from paceline.runtimes.ranking import Draws, RankedRow, Ranking, ranked_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class MedusaNetwork:
 
     Args:
         target: whose features the heads read.
-        backend, device: see `runtimes/head.py`.
+        backend, device: see `open_head`.
     """
 
     def __init__(self, heads: MedusaHeads, target: ModelConfig, *, num_threads: int, backend: str = "auto", device: str = "cpu") -> None:
@@ -42,16 +44,13 @@ class MedusaNetwork:
         self._ranking: Ranking | None = None
         one_head = partial(self._compose, num_heads=1)
         first = open_head(one_head, target, heads.weights, num_threads=num_threads, max_context=1, backend=backend, device=device)
-        self._networks: dict[int, HeadRuntime] = {1: first}
+        self._networks: dict[int, Network] = {1: first}
         # One vocabulary matrix for all heads is read once, for the rows of all of them together.
         self._lm_head = first.beside(self._compose_lm_head) if heads.shares_lm_head else None
 
     def rank(self, ranking: Ranking) -> None:
         """Rank the rows of logits in every pass from now on."""
-        first, self._ranking = self._networks[1], ranking
-        self._networks = {1: first.beside(partial(self._compose, num_heads=1))}
-        if self._lm_head is not None:
-            self._lm_head = first.beside(self._compose_lm_head)
+        self._ranking = ranking
 
     def forward(self, features: FloatArray, num_heads: int, draws: Draws | None = None) -> HeadOutputs:
         """What the first heads say behind features [B, E].
@@ -59,27 +58,29 @@ class MedusaNetwork:
         Args:
             draws: [num_heads, B] how the token of each row is drawn; None = nothing is.
         """
-        network = self._network(num_heads)
-        batch_size, is_ranked, heads = len(features), self._ranking is not None, range(num_heads)
+        network, ranking = self._network(num_heads), self._ranking
+        batch_size, is_ranked, heads = len(features), ranking is not None, range(num_heads)
+        batch, rows = _rows(batch_size)
         if self._lm_head is None:
-            results = network.forward({"features": features}, _rows(batch_size), draws)
-            ranked = [ranked_rows(results[f"ranked.{head}"]) for head in heads] if is_ranked else []
-            return HeadOutputs(lambda head: results[f"head.{head}"], ranked)
-        results = network.forward({"features": features}, _rows(batch_size))
+            results = network.forward({"features": features}, batch, Wanted(rows, ranking, draws)).results
+            ranked = [ranked_rows(results[f"{RANKED}.{head}"]) for head in heads] if is_ranked else []
+            return HeadOutputs(lambda head: results[f"{LOGITS}.{head}"], ranked)
+        results = network.forward({"features": features}, batch, Wanted(rows)).results
         hidden = np.concatenate([results[f"head.{head}"] for head in heads])
-        results = self._lm_head.forward({"hidden": hidden}, _rows(num_heads * batch_size), draws)
-        rows = ranked_rows(results["ranked"]) if is_ranked else []
-        ranked = [rows[head * batch_size : (head + 1) * batch_size] for head in heads] if is_ranked else []
-        logits = results["logits"].reshape(num_heads, batch_size, -1)
+        batch, rows = _rows(num_heads * batch_size)
+        output = self._lm_head.forward({"hidden": hidden}, batch, Wanted(rows, ranking, draws))
+        found = output.ranked if is_ranked else []
+        ranked = [found[head * batch_size : (head + 1) * batch_size] for head in heads] if is_ranked else []
+        logits = output.logits.reshape(num_heads, batch_size, -1)
         return HeadOutputs(logits.__getitem__, ranked)
 
-    def _network(self, num_heads: int) -> HeadRuntime:
+    def _network(self, num_heads: int) -> Network:
         network = self._networks.get(num_heads)
         if network is None:
             network = self._networks[num_heads] = self._networks[1].beside(partial(self._compose, num_heads=num_heads))
         return network
 
-    def _compose(self, blocks: HeadBlocks[Value], *, num_heads: int) -> Mapping[str, Value]:
+    def _compose(self, blocks: Blocks[Value], *, num_heads: int) -> Mapping[str, Value]:
         """Logits of each head, or what a shared vocabulary matrix is to be multiplied with."""
         features = blocks.input("features", self.hidden_size)
         hidden = [features] * num_heads
@@ -90,21 +91,16 @@ class MedusaNetwork:
             else:
                 products = tuple(blocks.linear(x, name)[0] for x, name in zip(hidden, names, strict=True))
             hidden = [blocks.silu_residual(x, product) for x, product in zip(hidden, products, strict=True)]
-        if not self.heads.shares_lm_head:
-            hidden = [blocks.lm_head(x, f"heads.{head}.lm_head") for head, x in enumerate(hidden)]
-        results = {f"head.{head}": x for head, x in enumerate(hidden)}
-        if self._ranking is not None and not self.heads.shares_lm_head:
-            results |= {f"ranked.{head}": blocks.rank(x, self._ranking) for head, x in enumerate(hidden)}
-        return results
+        if self.heads.shares_lm_head:
+            return {f"head.{head}": x for head, x in enumerate(hidden)}
+        return {f"{LOGITS}.{head}": blocks.lm_head(x, f"heads.{head}.lm_head") for head, x in enumerate(hidden)}
 
-    def _compose_lm_head(self, blocks: HeadBlocks[Value]) -> Mapping[str, Value]:
+    def _compose_lm_head(self, blocks: Blocks[Value]) -> Mapping[str, Value]:
         logits = blocks.lm_head(blocks.input("hidden", self.hidden_size), "lm_head")
-        if self.heads.soft_cap is not None:
-            logits = blocks.soft_cap(logits, self.heads.soft_cap)
-        return {"logits": logits} if self._ranking is None else {"logits": logits, "ranked": blocks.rank(logits, self._ranking)}
+        return {LOGITS: logits if self.heads.soft_cap is None else blocks.soft_cap(logits, self.heads.soft_cap)}
 
 
-def _rows(count: int) -> ForwardBatch:
-    """Rows that see nothing but themselves."""
+def _rows(count: int) -> tuple[ForwardBatch, IntArray]:
+    """Rows that see nothing but themselves, and their numbers."""
     rows = np.arange(count, dtype=np.int32)
-    return ForwardBatch(rows, rows, (), rows)
+    return ForwardBatch(rows, ()), rows

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from paceline.kv_cache.key_values import PagedRows
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import blocks_for
-from paceline.runtimes.base import FloatArray, IntArray, RowRange
-from paceline.runtimes.head import HeadRuntime
+from paceline.runtimes.base import FloatArray, IntArray, Network, RowRange
 from paceline.speculation.drafter import RequestState
 from paceline.speculation.request import Request
 
@@ -79,9 +78,9 @@ class PairCache:
         window: slots a pair may see, itself included.
     """
 
-    def __init__(self, runtime: HeadRuntime, cache: KVCache, *, feature_size: int, window: int) -> None:
+    def __init__(self, runtime: Network, cache: KVCache, *, feature_size: int, window: int) -> None:
         num_blocks = cache.pool.num_blocks
-        rows = runtime.new_cache(num_blocks + SPARE_BLOCKS)
+        rows = PagedRows(runtime.new_key_values(num_blocks + SPARE_BLOCKS).storage)
         self.block_size = cache.block_size
         self.window = window
         self.bytes_per_token = (rows.num_bytes + feature_size * 4 * num_blocks) // max(1, cache.max_slots)

@@ -21,7 +21,7 @@ from paceline.drafters.pairs.tree import GrowingDraft
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray, in_parts
-from paceline.runtimes.head import DRAW, Draws
+from paceline.runtimes.ranking import DRAW, Draws
 from paceline.sampling.noise import Purpose, noise_key
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds
 from paceline.speculation.request import Request
@@ -178,7 +178,7 @@ class PairDrafter(Drafter):
         last = [end - 1 for end in accumulate(len(one.token_ids) + count for one, count in zip(pairs, behind, strict=True))]
         for one in pairs:
             self.pairs.keep(one.request, one.token_ids)
-        return PairOutputs(outputs.results, outputs.features[last])
+        return PairOutputs(outputs.output, outputs.features[last])
 
 
 def _draws(drafts: Sequence[GrowingDraft]) -> Draws | None:

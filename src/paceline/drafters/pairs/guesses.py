@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from paceline.drafters.pairs.ranking import best_scores
 from paceline.errors import PacelineError
 from paceline.runtimes.base import FloatArray
-from paceline.runtimes.head import RankedRow, Ranking
+from paceline.runtimes.ranking import RankedRow, Ranking
 from paceline.sampling.draw import draw
 from paceline.sampling.processors import Distribution
 from paceline.sampling.residual import TokenProbs, draw_distinct

@@ -1,6 +1,6 @@
 """An opened head that drafts with pairs: its two networks over one cache, and the embeddings they are fed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TypeVar
@@ -12,15 +12,12 @@ from paceline.drafters.pairs.cache import TrueRows
 from paceline.drafters.pairs.config import PairConfig
 from paceline.models.config import WeightType
 from paceline.models.weights import AnyTensor, Tensor
-from paceline.runtimes.base import FloatArray, ForwardBatch, IntArray, RowRange
-from paceline.runtimes.head import Compose, Draws, HeadBlocks, HeadRuntime, RankedRow, Ranking, Value, ranked_rows
+from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, RowRange, Wanted
+from paceline.runtimes.ranking import Draws, RankedRow, Ranking
 from paceline.runtimes.rounding import embedding_rows
 
 EMBEDDING, FEATURE, BOUNDARY = "embedding", "feature", "boundary"
 """Inputs of the networks; `FEATURE` is a result as well. Of several boundaries each is an input of its own, `boundary.0` …"""
-
-LOGITS, RANKED = "logits", "ranked"
-"""Results of the networks."""
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -69,21 +66,21 @@ class PairOutputs:
     """What a pass over pairs returns, views until the next pass.
 
     Attributes:
-        results: of the network.
+        output: of the network.
         features: [rows, Hd] for the pairs behind these.
     """
 
-    results: Mapping[str, FloatArray]
+    output: ForwardOutput
     features: FloatArray
 
     @property
     def logits(self) -> FloatArray:
         """[R, Vd]"""
-        return self.results[LOGITS]
+        return self.output.logits
 
     def ranked(self) -> list[RankedRow]:
         """What a ranked head says of each of the logits' rows."""
-        return ranked_rows(self.results[RANKED])
+        return self.output.ranked
 
 
 class PairHead:
@@ -100,8 +97,8 @@ class PairHead:
     def __init__(
         self,
         config: PairConfig,
-        runtime: HeadRuntime,
-        drafted: HeadRuntime,
+        runtime: Network,
+        drafted: Network,
         embedding: AnyTensor,
         *,
         target_ids: NDArray[np.int64] | None,
@@ -110,7 +107,7 @@ class PairHead:
     ) -> None:
         self.masked = masked
         self.config, self.runtime, self._drafted = config, runtime, drafted
-        self._networks = runtime, drafted  # as they were opened
+        self._ranking: Ranking | None = None
         # a mapped file's own kind of array takes longer to index
         self._embedding = replace(embedding, array=np.asarray(embedding.array)) if isinstance(embedding, Tensor) else embedding
         self.target_ids, self.notices = target_ids, notices
@@ -119,9 +116,7 @@ class PairHead:
 
     def rank(self, ranking: Ranking) -> None:
         """Rank the rows of logits in every pass from now on, by this ranking alone."""
-        true, drafted = self._networks
-        self.runtime = true.beside(_ranking(true.compose, ranking))
-        self._drafted = self.runtime if drafted is true else true.beside(_ranking(drafted.compose, ranking))
+        self._ranking = ranking
 
     def run_true(
         self,
@@ -155,9 +150,9 @@ class PairHead:
         token_ids = _joined([one.token_ids for one in pairs])
         inputs = self._named(_joined([one.features for one in pairs]))
         inputs[EMBEDDING] = self._embed(token_ids)
-        batch = ForwardBatch(token_ids, positions, _ranges([one.rows for one in pairs], starts), wanted)
-        results = self.runtime.forward(inputs, batch, draws)
-        return PairOutputs(results, results[FEATURE])
+        batch = ForwardBatch(positions, _ranges([one.rows for one in pairs], starts))
+        output = self.runtime.forward(inputs, batch, Wanted(wanted, self._ranking, draws))
+        return PairOutputs(output, output.results[FEATURE])
 
     def run_drafted(self, drafts: Sequence[DraftedRows], draws: Draws | None = None) -> PairOutputs:
         """One pass over drafted pairs of several requests; features are those of the rows wanted alone."""
@@ -173,10 +168,10 @@ class PairHead:
             token_ids = np.array([token for one in drafts for token in one.token_ids], np.int32)
             positions = np.array([position for one in drafts for position in one.positions], np.int32)
             features = np.concatenate([one.features for one in drafts])
-        batch = ForwardBatch(token_ids, positions, ranges, np.array(wanted, np.int32))
-        results = self._drafted.forward({EMBEDDING: self._embed(token_ids), FEATURE: features}, batch, draws)
-        features = results[FEATURE]
-        return PairOutputs(results, features[wanted[0] : wanted[-1] + 1] if isinstance(wanted, range) else features[wanted])
+        asked = Wanted(np.array(wanted, np.int32), self._ranking, draws)
+        output = self._drafted.forward({EMBEDDING: self._embed(token_ids), FEATURE: features}, ForwardBatch(positions, ranges), asked)
+        features = output.results[FEATURE]
+        return PairOutputs(output, features[wanted[0] : wanted[-1] + 1] if isinstance(wanted, range) else features[wanted])
 
     def _named(self, features: FloatArray) -> dict[str, FloatArray]:
         """The features of true pairs by the names of the network's inputs."""
@@ -188,16 +183,6 @@ class PairHead:
     def _embed(self, token_ids: IntArray) -> FloatArray:
         """Rows as they are stored: heads were trained on unscaled ones."""
         return embedding_rows(self._embedding, token_ids, self.config.layers, WeightType.F32)
-
-
-def _ranking(compose: Compose, ranking: Ranking) -> Compose:
-    """The same network, which ranks its rows of logits."""
-
-    def composed(blocks: HeadBlocks[Value]) -> Mapping[str, Value]:
-        results = compose(blocks)
-        return {**results, RANKED: blocks.rank(results[LOGITS], ranking)}
-
-    return composed
 
 
 def _ranges(rows: Sequence[RowRange], starts: Sequence[int]) -> tuple[RowRange, ...]:

@@ -15,7 +15,7 @@ from paceline.drafters.pairs.cache import PairRows
 from paceline.drafters.pairs.drafter import PairDrafter
 from paceline.drafters.pairs.head import PairOutputs
 from paceline.drafters.pairs.tree import GrowingDraft
-from paceline.runtimes.head import DRAW, Draws
+from paceline.runtimes.ranking import DRAW, Draws
 from paceline.sampling.noise import Purpose, noise_key
 from paceline.speculation.tree import DraftTree
 

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.kv_cache.paged import CachedSequence, KVCache
-from paceline.runtimes.base import FloatArray, Runtime, assemble
+from paceline.runtimes.base import FloatArray, Network, assemble
 from paceline.sampling.draw import draw
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
@@ -39,7 +39,7 @@ class TargetText:
     collected: FloatArray
 
 
-def draw_text(target: Runtime, cache: KVCache, tokenizer: Tokenizer, *, vocab_size: int, max_context: int) -> TargetText | None:
+def draw_text(target: Network, cache: KVCache, tokenizer: Tokenizer, *, vocab_size: int, max_context: int) -> TargetText | None:
     """Texts of a target, drawn beside whatever its cache holds; None where there is no room for enough.
 
     Args:
@@ -82,12 +82,12 @@ def _beginnings(tokenizer: Tokenizer, count: int) -> list[list[int]]:
 
 
 def _run(
-    target: Runtime, cache: KVCache, sequences: Sequence[CachedSequence], new_ids: Sequence[list[int]]
+    target: Network, cache: KVCache, sequences: Sequence[CachedSequence], new_ids: Sequence[list[int]]
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """One pass over as many tokens of each sequence: logits [B, T, V], hidden states [B, T, E] and boundaries [B, C, T, E], copies."""
     count = len(new_ids[0])
     plans = [cache.reserve(sequence, range(-1, count - 1)) for sequence in sequences]
-    output = target.forward(assemble(plans, new_ids, [range(count)] * len(plans)))
+    output = target.forward(*assemble(plans, new_ids, [range(count)] * len(plans)))
     rows, first = [], 0
     for plan, sequence in zip(plans, sequences, strict=True):
         rows.append([first + row for row in plan.row_of_node])

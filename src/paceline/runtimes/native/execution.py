@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.kv_cache.paged import BLOCK_SIZE
-from paceline.runtimes.base import FloatArray, ForwardBatch
-from paceline.runtimes.head import Draws
+from paceline.runtimes.base import FloatArray, ForwardBatch, Wanted
 from paceline.runtimes.native.library import LANES, kernels
 from paceline.runtimes.native.passes import PassMemory
 from paceline.runtimes.native.program import Recorded, matrices_of
@@ -76,13 +75,9 @@ class Execution:
         """The first rows of a buffer, [num_rows, width]."""
         return self._buffers[buffer][:num_rows]
 
-    def run(self, batch: ForwardBatch, draws: Draws | None = None) -> None:
-        """One pass over rows whose first value has been written.
-
-        Args:
-            draws: [rankings, R], see `HeadRuntime.forward`.
-        """
-        self.memory.describe(batch, draws)
+    def run(self, batch: ForwardBatch, wanted: Wanted) -> None:
+        """One pass over rows whose inputs have been written."""
+        self.memory.describe(batch, wanted)
         self.kernels.paceline_run(*self._arguments)
 
     def _packed_floats(self, num_rows: int) -> int:

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.runtimes.base import ForwardBatch, IntArray, RowRange
-from paceline.runtimes.head import Draws
+from paceline.runtimes.base import ForwardBatch, IntArray, RowRange, Wanted
 from paceline.runtimes.native.records import Pass
 from paceline.runtimes.rotary import RotaryTables
 
@@ -38,13 +37,9 @@ class PassMemory:
         self._block_tables: IntArray = np.zeros(0, np.int32)
         self._masks: NDArray[np.uint8] = np.zeros(0, np.uint8)
 
-    def describe(self, batch: ForwardBatch, draws: Draws | None = None) -> None:
-        """Fill the record; it holds until the next call.
-
-        Args:
-            draws: see `runtimes/head.py`.
-        """
-        record, num_rows, num_selected, num_ranges = self.record, len(batch.positions), len(batch.logits_rows), len(batch.ranges)
+    def describe(self, batch: ForwardBatch, wanted: Wanted) -> None:
+        """Fill the record; it holds until the next call."""
+        record, num_rows, num_selected, num_ranges = self.record, len(batch.positions), len(wanted.rows), len(batch.ranges)
         if num_rows > len(self._range_of_row):
             self._range_of_row = self._grown(num_rows, "range_of_row")
         if num_selected > len(self._selected):
@@ -53,7 +48,7 @@ class PassMemory:
             self.ranges = self._grown(6 * num_ranges, "ranges").reshape(-1, 6)
         self._make_room(batch.ranges)
         record.rows, record.selected_rows, record.num_ranges = num_rows, num_selected, num_ranges
-        self._selected[:num_selected] = batch.logits_rows
+        self._selected[:num_selected] = wanted.rows
         table = mask = 0
         for index, item in enumerate(batch.ranges):
             end = table + len(item.block_table)
@@ -64,8 +59,8 @@ class PassMemory:
             if item.mask is not None:
                 self._masks[mask : mask + item.mask.size].reshape(item.mask.shape)[...] = item.mask
                 mask += item.mask.size
-        self._draws = draws  # alive until the pass is over
-        record.draws = None if draws is None else draws.ctypes.data
+        self._draws = wanted.draws  # alive until the pass is over
+        record.draws = None if wanted.draws is None else wanted.draws.ctypes.data
         for angles in self._angles:
             angles.of(batch.positions)
 

@@ -1,13 +1,11 @@
 """The blocks of `runtimes/decoder.py` as a list of operations over buffers, which kernels/program.c runs."""
 
-from collections.abc import Sequence
 from ctypes import c_int32
 from dataclasses import dataclass
 
 from paceline.models.config import ModelConfig
 from paceline.models.layers import Activation, AttentionConfig
-from paceline.runtimes.decoder import decoder
-from paceline.runtimes.head import Ranking
+from paceline.runtimes.decoder import TOKEN_IDS
 from paceline.runtimes.native.library import LANES, kernels
 from paceline.runtimes.native.panels import PANEL_KINDS
 from paceline.runtimes.native.records import (
@@ -28,6 +26,7 @@ from paceline.runtimes.native.records import (
     SoftCapOperation,
 )
 from paceline.runtimes.native.weights import BF16_KIND, NativeWeights
+from paceline.runtimes.ranking import Ranking
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +60,8 @@ class NativeBlocks:
         return self.values[-1]
 
     def embedding(self, name: str) -> Value:
-        """Value 0: the runtime fills it."""
-        return self.input(name, self._config.hidden_size)
+        """The rows are looked up by whoever runs the pass."""
+        return self.input(TOKEN_IDS, self._config.hidden_size)
 
     def input(self, name: str, width: int) -> Value:
         if name not in self.inputs:
@@ -172,23 +171,10 @@ class Recorded:
     Attributes:
         operations: they and their matrices name buffers, not values.
         widths: floats a row of each buffer.
-        logits, hidden, collected: the buffers of the results.
     """
 
     operations: list[Operation]
     widths: list[int]
-    logits: int
-    hidden: int
-    collected: list[int]
-
-
-def record(config: ModelConfig, weights: NativeWeights, collect_layers: Sequence[int]) -> Recorded:
-    """The operations of a decoder, in order, with as few buffers as its values need."""
-    blocks = NativeBlocks(config, weights)
-    logits, hidden, collected = decoder(blocks, config, collect_layers)
-    buffers, widths = share_memory(blocks, {logits.index, hidden.index, *(value.index for value in collected)})
-    results = [buffers[value.index] for value in collected]
-    return Recorded(blocks.operations, widths, buffers[logits.index], buffers[hidden.index], results)
 
 
 def share_memory(blocks: NativeBlocks, kept: set[int]) -> tuple[list[int], list[int]]:

@@ -144,7 +144,7 @@ class ConcatOperation(Operation):
 
 
 class RankOperation(Operation):
-    """What guessing needs of rows of logits, see `runtimes.head.Ranking`; `number`: which ranking of the network it is."""
+    """What guessing needs of rows of logits, see `runtimes.ranking.Ranking`; `number`: which ranking of the network it is."""
 
     CODE, INPUTS = Code.RANK, ("x",)
     _fields_ = (

@@ -35,6 +35,7 @@ class NativeWeights:
         self._panels = panels
         self._num_threads = num_threads
         self._arrays: list[NDArray[Any]] = []
+        self._plain: dict[str, tuple[NDArray[Any], int]] = {}  # what networks beside one another read as well
 
     @property
     def arrays(self) -> Sequence[NDArray[Any]]:
@@ -65,12 +66,14 @@ class NativeWeights:
                     self._weights.forget(f"{name}.weight")
                 return self._panels[name].matrix(out, bias)
             return self._grouped(tensor.matrix, out, bias)
-        values, kind = self._plain(tensor)
+        if name not in self._plain:
+            self._plain[name] = self._rounded(tensor)
+        values, kind = self._plain[name]
         outputs, columns = values.shape
         address, row_bytes = self._rows(values)
         return Matrix(kind, outputs, columns, 0, 0, out, row_bytes, address, None, None, bias)
 
-    def _plain(self, tensor: Tensor) -> tuple[NDArray[Any], int]:
+    def _rounded(self, tensor: Tensor) -> tuple[NDArray[Any], int]:
         if tensor.weight_type is self._round_to or self._round_to is WeightType.F32:
             return tensor.array, _PLAIN_KINDS[tensor.weight_type]
         values = as_float32(tensor)

@@ -1,15 +1,22 @@
 """The blocks of `runtimes/decoder.py`, computed with tensors: this file is the definition the other runtime is compared with."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from paceline.models.config import ModelConfig
 from paceline.models.layers import Activation, AttentionConfig
 from paceline.models.rope import inverse_frequencies
 from paceline.models.rope_config import RopeConfig
-from paceline.runtimes.base import ForwardBatch
+from paceline.runtimes.base import ForwardBatch, Wanted
+from paceline.runtimes.decoder import TOKEN_IDS
+from paceline.runtimes.ranking import Ranking
 from paceline.runtimes.torch.attention import Attention
+from paceline.runtimes.torch.ranking import rank_rows
 from paceline.runtimes.torch.weights import TorchWeights
 
 
@@ -17,31 +24,50 @@ class TorchBlocks:
     """One pass: its rows, the weights and the cache. Rows are [T, width] in the weights' type."""
 
     def __init__(
-        self, config: ModelConfig, weights: TorchWeights, storage: torch.Tensor, batch: ForwardBatch, attention: Attention
+        self,
+        config: ModelConfig,
+        weights: TorchWeights,
+        storage: torch.Tensor,
+        attention: Attention,
+        inputs: Mapping[str, NDArray[Any]],
+        batch: ForwardBatch,
+        wanted: Wanted,
     ) -> None:
-        device = storage.device
-        self._config = config
-        self._weights = weights
-        self._storage = storage
-        self._attention = attention
-        self._token_ids = torch.from_numpy(batch.token_ids.astype(np.int64)).to(device)
-        self._logits_rows = torch.from_numpy(batch.logits_rows.astype(np.int64)).to(device)
-        self._positions = torch.from_numpy(batch.positions).to(device)
+        self._config, self._weights, self._storage, self._attention = config, weights, storage, attention
+        self._inputs = {name: torch.from_numpy(np.array(rows)).to(storage.device) for name, rows in inputs.items()}
+        self._logits_rows = torch.from_numpy(wanted.rows.astype(np.int64)).to(storage.device)
+        self._draws = None if wanted.draws is None else wanted.draws.reshape(-1)
+        self._num_drawn = 0  # rows of the rankings so far
+        self._positions = torch.from_numpy(batch.positions).to(storage.device)
         self._rotations: dict[tuple[RopeConfig, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._block_of_row, self._slot_of_row = _slots_of_rows(batch, storage.shape[3], device)
+        self._block_of_row, self._slot_of_row = _slots_of_rows(batch, storage.shape[3], storage.device)
 
     def embedding(self, name: str) -> torch.Tensor:
-        return scaled_rows(F.embedding(self._token_ids, self._weights.plain[name]), self._config)
+        return scaled_rows(F.embedding(self._inputs[TOKEN_IDS], self._weights.plain(name)), self._config)
+
+    def input(self, name: str, width: int) -> torch.Tensor:
+        return self._inputs[name]
+
+    def concat(self, *values: torch.Tensor) -> torch.Tensor:
+        return torch.cat(values, dim=-1)
+
+    def silu_residual(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + F.silu(y)
+
+    def rank(self, logits: torch.Tensor, ranking: Ranking) -> torch.Tensor:
+        first = self._num_drawn
+        self._num_drawn += len(logits)
+        return rank_rows(logits, ranking, None if self._draws is None else self._draws[first : self._num_drawn])
 
     def linear(self, x: torch.Tensor, *names: str) -> tuple[torch.Tensor, ...]:
-        fused = self._weights.fused[names]
+        fused = self._weights.fused(names)
         return torch.split(F.linear(x, fused.weight, fused.bias), list(fused.sizes), dim=-1)
 
     def rms_norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """Mean square in float32, then back to the type of x, then times the weight, or these two the other way round."""
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._config.norm_eps)
-        weight = self._weights.plain[name]
+        weight = self._weights.plain(name)
         return (scaled * weight).to(x.dtype) if self._config.norm_offset else weight * scaled.to(x.dtype)
 
     def head_norm(self, x: torch.Tensor, name: str, num_heads: int) -> torch.Tensor:
@@ -74,7 +100,7 @@ class TorchBlocks:
         return x[self._logits_rows]
 
     def lm_head(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return F.linear(x, self._weights.plain[name]).float()
+        return F.linear(x, self._weights.plain(name)).float()
 
     def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         return soft_cap(x, cap)

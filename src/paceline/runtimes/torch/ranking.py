@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from paceline.runtimes.head import Draws, Ranking
+from paceline.runtimes.ranking import Draws, Ranking
 
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # as an int64, in which products wrap
 _FACTOR_1 = 0xBF58476D1CE4E5B9 - (1 << 64)

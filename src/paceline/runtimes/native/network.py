@@ -1,0 +1,197 @@
+"""Networks on our own kernels: weights are read as they are stored, and no row's bits depend on its neighbours."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.config import MAX_PASS_ROWS
+from paceline.errors import CapacityError
+from paceline.kv_cache.key_values import KeyValues
+from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.kv_cache.row_plan import TreeLayout
+from paceline.models.config import ModelConfig, WeightType
+from paceline.models.mapped_files import MappedFiles
+from paceline.models.weights import AnyTensor, GroupedTensor, Weights
+from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, Numerics, Wanted
+from paceline.runtimes.decoder import TOKEN_IDS, Compose, ranked
+from paceline.runtimes.native.execution import Execution
+from paceline.runtimes.native.library import kernels_path
+from paceline.runtimes.native.panels import Panels
+from paceline.runtimes.native.program import NativeBlocks, Recorded, share_memory
+from paceline.runtimes.native.records import Rows
+from paceline.runtimes.native.weights import NativeWeights
+from paceline.runtimes.ranking import Ranking
+from paceline.runtimes.rotary import LEAST_POSITIONS, RotaryTables
+from paceline.runtimes.rounding import embedding_rows, scaled_rows
+
+
+class NativeNetwork(Network):
+    """A recorded network and the memory it runs in. Values are float32 between products; weights keep the type they are stored in."""
+
+    def __init__(
+        self,
+        compose: Compose,
+        config: ModelConfig,
+        weights: Weights,
+        *,
+        num_threads: int,
+        max_context: int,
+        round_to: WeightType = WeightType.F32,
+        panels: dict[str, Panels] | None = None,
+    ) -> None:
+        """Record the network; the weights stay where they are.
+
+        Args:
+            max_context: of the longest text there can be.
+            round_to: type the weights' values are rounded to first, where they are stored in another.
+            panels: gets matrices in groups as they are laid out for rows that are rounded to 8 bits (kernels/panels.c), by name. None =
+                groups stay as they are, and so do rows.
+
+        Raises:
+            BackendUnavailableError: there are no kernels for this machine.
+        """
+        self.config, self.weights = config, weights
+        self.capabilities = Capabilities(Numerics.EXACT, TreeLayout.MASK, "cpu", WeightType.F32)
+        most = max(max_context, LEAST_POSITIONS) + MAX_PASS_ROWS
+        self._round_to, self._panels = round_to, panels
+        native_weights = NativeWeights(weights, round_to, panels=panels, num_threads=num_threads)
+        self._shared = _Shared(native_weights, RotaryTables(config, most), num_threads, most)
+        path = kernels_path()
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path is not None else "none"
+        self.version = f"kernels {digest}, {num_threads} threads"
+        self._compose(compose)
+
+    @property
+    def num_passes(self) -> int:
+        return self._shared.num_passes
+
+    @num_passes.setter
+    def num_passes(self, count: int) -> None:
+        self._shared.num_passes = count
+
+    def new_key_values(self, num_blocks: int) -> KeyValues:
+        try:
+            storage = np.zeros(self.config.kv_shape(num_blocks, BLOCK_SIZE), np.float32)
+        except MemoryError as error:
+            raise CapacityError(f"a cache of {num_blocks} blocks does not fit in memory: lower cache_gb") from error
+        self._shared.use_cache(storage)
+        return KeyValues(storage)
+
+    def forward(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch, wanted: Wanted) -> ForwardOutput:
+        program = self._programs.get(wanted.ranking) or self._record(wanted.ranking)
+        num_rows, execution = len(batch.positions), program.execution
+        self._shared.files.check()
+        self._shared.num_passes += 1
+        execution.make_room(num_rows)
+        for name, buffer in program.inputs.items():
+            rows = inputs[name]
+            execution.rows(buffer, num_rows)[...] = self.embed(rows) if name == TOKEN_IDS else rows
+        execution.run(batch, wanted)
+        return ForwardOutput(_Results(program, num_rows, len(wanted.rows)))
+
+    def embed(self, token_ids: IntArray) -> FloatArray:
+        embedding = self._embedding
+        if isinstance(embedding, Panels):
+            return scaled_rows(embedding.rows(token_ids), self.config, self._round_to)
+        return embedding_rows(embedding, token_ids, self.config, self._round_to)
+
+    def beside(self, compose: Compose) -> "NativeNetwork":
+        other = NativeNetwork.__new__(NativeNetwork)
+        other.__dict__.update(self.__dict__)
+        other._compose(compose)
+        return other
+
+    @property
+    def _embedding(self) -> AnyTensor | Panels:
+        """A tied matrix is read where products read it."""
+        return (self._panels or {}).get("embedding") or self.weights["embedding.weight"]
+
+    def _compose(self, compose: Compose) -> None:
+        self.compose = compose
+        self._programs: dict[Ranking | None, _Program] = {}
+        program = self._record(None)
+        if TOKEN_IDS in program.inputs:
+            self._shared.read_too(_arrays(self._embedding))
+
+    def _record(self, ranking: Ranking | None) -> "_Program":
+        shared = self._shared
+        blocks = NativeBlocks(self.config, shared.weights)
+        results = ranked(self.compose, ranking)(blocks)
+        buffers, widths = share_memory(blocks, {value.index for value in results.values()})
+        recorded = Recorded(blocks.operations, widths)
+        program = self._programs[ranking] = _Program(
+            Execution(recorded, num_threads=shared.num_threads, max_slots=shared.max_slots, tables=shared.tables),
+            {name: buffers[value.index] for name, value in blocks.inputs.items()},
+            {name: (buffers[value.index], value.rows, blocks.result_width(value)) for name, value in results.items()},
+        )
+        shared.add(program.execution)
+        return program
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """A composition as it was recorded: the buffer of each input, and buffer, rows and width of each result."""
+
+    execution: Execution
+    inputs: Mapping[str, int]
+    results: Mapping[str, tuple[int, Rows, int]]
+
+
+class _Results(Mapping[str, FloatArray]):
+    """Views of results, made when they are asked for."""
+
+    __slots__ = ("_num_rows", "_program")
+
+    def __init__(self, program: _Program, num_rows: int, num_wanted: int) -> None:
+        self._program, self._num_rows = program, (num_rows, num_wanted)
+
+    def __getitem__(self, name: str) -> FloatArray:
+        buffer, rows, width = self._program.results[name]
+        return self._program.execution.rows(buffer, self._num_rows[rows])[:, :width]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._program.results)
+
+    def __len__(self) -> int:
+        return len(self._program.results)
+
+
+@dataclass(slots=True)
+class _Shared:
+    """What networks beside one another have in common."""
+
+    weights: NativeWeights
+    tables: RotaryTables
+    num_threads: int
+    max_slots: int
+    num_passes: int = 0
+    files: MappedFiles = field(default_factory=lambda: MappedFiles(()))
+    _storage: FloatArray | None = None
+    _executions: list[Execution] = field(default_factory=list)
+    _also_read: list[NDArray[Any]] = field(default_factory=list)
+
+    def use_cache(self, storage: FloatArray) -> None:
+        self._storage = storage
+        for execution in self._executions:
+            execution.use_cache(storage)
+
+    def add(self, execution: Execution) -> None:
+        if self._storage is not None:
+            execution.use_cache(self._storage)
+        self._executions.append(execution)
+        self.read_too(())
+
+    def read_too(self, arrays: tuple[NDArray[Any], ...]) -> None:
+        """Watch the files of what products read, and of these."""
+        self._also_read += arrays
+        self.files = MappedFiles([*self.weights.arrays, *self._also_read])
+
+
+def _arrays(embedding: AnyTensor | Panels) -> tuple[NDArray[Any], ...]:
+    if isinstance(embedding, Panels):
+        return (embedding.data,)
+    return embedding.matrix.arrays if isinstance(embedding, GroupedTensor) else (embedding.array,)

@@ -1,0 +1,138 @@
+"""Networks computed with torch: CUDA, and on the CPU the readable reference."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional as F
+
+from paceline.errors import BackendUnavailableError, CapacityError, ConfigError
+from paceline.kv_cache.key_values import KeyValues
+from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.kv_cache.row_plan import TreeLayout
+from paceline.models.config import ModelConfig, WeightType
+from paceline.models.weights import Weights
+from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, Numerics, RowRange, Wanted
+from paceline.runtimes.decoder import LOGITS, RANKED, Compose, ranked
+from paceline.runtimes.torch.attention import PaddedAttention, PlainAttention
+from paceline.runtimes.torch.blocks import TorchBlocks, scaled_rows
+from paceline.runtimes.torch.weights import DTYPES, TorchWeights
+
+
+class TorchNetwork(Network):
+    """A network computed anew in every pass.
+
+    Torch picks its kernels by shape, so a row's bits depend on how many rows it runs with: numerics are fast.
+    """
+
+    def __init__(
+        self, compose: Compose, config: ModelConfig, weights: Weights, *, device: str = "cpu", weight_type: WeightType = WeightType.F32
+    ) -> None:
+        """
+        Args:
+            device: "cpu" or "cuda"; weights are copied there when the first pass needs them.
+            weight_type: type of weights, cache and computation.
+
+        Raises:
+            ConfigError: there is no such device.
+            BackendUnavailableError: it is not there.
+        """
+        self.config, self.compose = config, compose
+        self.capabilities = Capabilities(Numerics.FAST, TreeLayout.MASK, device, weight_type)
+        opened = _open_device(device)
+        tensors = TorchWeights(weights, dtype=DTYPES[weight_type], device=opened, norms_in_float32=config.norm_offset)
+        self._shared = _Shared(tensors, torch.zeros(config.kv_shape(1, BLOCK_SIZE), dtype=tensors.dtype, device=opened))
+
+    @property
+    def num_passes(self) -> int:
+        return self._shared.num_passes
+
+    @num_passes.setter
+    def num_passes(self, count: int) -> None:
+        self._shared.num_passes = count
+
+    def new_key_values(self, num_blocks: int) -> KeyValues:
+        weights = self._shared.weights
+        try:
+            storage = torch.zeros(self.config.kv_shape(num_blocks, BLOCK_SIZE), dtype=weights.dtype, device=weights.device)
+        except (RuntimeError, MemoryError) as error:
+            raise CapacityError(
+                f"a cache of {num_blocks} blocks cannot be allocated on {self.capabilities.device!r}; ask for fewer"
+            ) from error
+        self._shared.storage = storage
+        return KeyValues(storage)
+
+    def forward(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch, wanted: Wanted) -> ForwardOutput:
+        shared, num_rows = self._shared, len(batch.positions)
+        shared.num_passes += 1
+        if not batch.ranges:  # no attention: where rows would be kept plays no part
+            batch = ForwardBatch(batch.positions, (RowRange(0, num_rows, 0, np.zeros(-(-num_rows // BLOCK_SIZE), np.int32)),))
+        attention_type = PlainAttention if shared.weights.device.type == "cpu" else PaddedAttention
+        with torch.inference_mode():
+            attention = attention_type(batch.ranges, BLOCK_SIZE, shared.weights.device)
+            blocks = TorchBlocks(self.config, shared.weights, shared.storage, attention, inputs, batch, wanted)
+            results = _Results(ranked(self.compose, wanted.ranking)(blocks))
+            results.fetch(LOGITS if wanted.ranking is None else RANKED)
+            return ForwardOutput(results)
+
+    def embed(self, token_ids: IntArray) -> FloatArray:
+        weights = self._shared.weights
+        with torch.inference_mode():
+            ids = torch.from_numpy(token_ids.astype(np.int64)).to(weights.device)
+            return _to_numpy(scaled_rows(F.embedding(ids, weights.plain("embedding")), self.config))
+
+    def beside(self, compose: Compose) -> "TorchNetwork":
+        other = TorchNetwork.__new__(TorchNetwork)
+        other.__dict__.update(self.__dict__)
+        other.compose = compose
+        return other
+
+
+class _Results(Mapping[str, FloatArray]):
+    """Results that leave the device when they are first asked for."""
+
+    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
+        self._values = values
+        self._fetched: dict[str, FloatArray] = {}
+
+    def fetch(self, kind: str) -> None:
+        """What is wanted at any rate is waited for within the pass, so that its time can be measured."""
+        for name in self._values:
+            if name.split(".")[0] == kind:
+                self[name]
+
+    def __getitem__(self, name: str) -> FloatArray:
+        if name not in self._fetched:
+            self._fetched[name] = _to_numpy(self._values[name])
+        return self._fetched[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+@dataclass(slots=True)
+class _Shared:
+    """What networks beside one another have in common."""
+
+    weights: TorchWeights
+    storage: torch.Tensor
+    num_passes: int = 0
+
+
+def _open_device(device: str) -> torch.device:
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"device = {device!r}; the torch runtime knows 'cpu' and 'cuda'")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BackendUnavailableError("device = 'cuda', but torch finds no CUDA device; install a CUDA build of torch or use 'cpu'")
+    return torch.device(device)
+
+
+def _to_numpy(tensor: torch.Tensor) -> FloatArray:
+    array: FloatArray = tensor.float().cpu().numpy()
+    return array
