@@ -95,7 +95,7 @@ class Paceline(Engine):
 
         self._assemble = assemble
         block_size = 32
-        self._cache = self._runtime.new_cache(1 + batch * -(-(CACHED_LEN + rows) // block_size))
+        self._cache = self._runtime.new_cache(batch * -(-(CACHED_LEN + rows) // block_size))
         self._sequences = [self._cache.new_sequence() for _ in range(batch)]
         for sequence in self._sequences:
             plan = self._cache.reserve(sequence, range(-1, CACHED_LEN - 1))

@@ -107,7 +107,7 @@ def generate_without_head(llm: LLM, text: list[int]) -> None:
 
 def check(llm: LLM) -> None:
     llm.engine.cache.check()
-    assert llm.engine.cache.pool.num_free == llm.engine.cache.pool.num_blocks - 1
+    assert llm.engine.cache.pool.num_free == llm.engine.cache.pool.num_blocks
 
 
 def assert_perfect(outputs: Sequence[RequestOutput]) -> None:

@@ -47,7 +47,7 @@ def llm(shared_llm: LLM) -> LLM:
 
 def assert_clean(llm: LLM) -> None:
     llm.engine.cache.check()
-    assert llm.engine.cache.pool.num_free == llm.engine.cache.pool.num_blocks - 1
+    assert llm.engine.cache.pool.num_free == llm.engine.cache.pool.num_blocks
 
 
 def ids_of(outputs: list[RequestOutput]) -> list[list[int]]:

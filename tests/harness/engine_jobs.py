@@ -112,10 +112,10 @@ class Solo:
         return list(SAMPLINGS)
 
     def open(self, drafter: str | Drafter, *, num_blocks: int, block_bytes: int | None = None, **options: Any) -> LLM:
-        """The target in an engine whose cache has `num_blocks` blocks, the scratch block not counted."""
+        """The target in an engine whose cache has `num_blocks` blocks."""
         given = {
             "dtype": self.dtype, "backend": "native", "threads": 1, "device": "cpu", "max_context": MAX_CONTEXT,
-            "cache_gb": (num_blocks + 1.5) * (block_bytes or self.block_bytes) / 1e9, **options,
+            "cache_gb": (num_blocks + 0.5) * (block_bytes or self.block_bytes) / 1e9, **options,
         }  # fmt: skip
         with opened_as(self.backend):
             return LLM(str(self.directory), drafter=drafter, **given)

@@ -15,8 +15,8 @@ Open = Callable[..., LLM]
 
 
 def open_small(directory: Path, num_blocks: int, drafter: str | Sequence[str] | Drafter = "none", **options: object) -> LLM:
-    """An LLM on the tiny target whose cache has `num_blocks` blocks of 32 rows, the scratch block not counted."""
-    options = {"threads": 2, "device": "cpu", "drafter": drafter, "cache_gb": (num_blocks + 1.5) * BLOCK_BYTES / 1e9, **options}
+    """An LLM on the tiny target whose cache has `num_blocks` blocks of 32 rows."""
+    options = {"threads": 2, "device": "cpu", "drafter": drafter, "cache_gb": (num_blocks + 0.5) * BLOCK_BYTES / 1e9, **options}
     return LLM(str(directory), **options)  # type: ignore[arg-type]
 
 
@@ -39,7 +39,7 @@ def assert_clean(llm: LLM) -> None:
     """Nothing is held by anybody."""
     cache = llm.engine.cache
     cache.check()
-    assert cache.pool.num_free == cache.pool.num_blocks - 1
+    assert cache.pool.num_free == cache.pool.num_blocks
     assert llm.engine.is_idle
     stats = llm.stats()
     assert stats.speculation.emitted == stats.speculation.accepted + stats.speculation.bonus == stats.completion_tokens

@@ -235,7 +235,7 @@ def _open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
     )
     runtime = load_runtime(directory, options).runtime
     block_size = 32
-    cache = runtime.new_cache(2 + -(-math.ceil(target.cache.max_slots * expansion) // block_size))
+    cache = runtime.new_cache(1 + -(-math.ceil(target.cache.max_slots * expansion) // block_size))
     cache.prefix_caching = target.cache.prefix_caching
     passes = time_passes(runtime, cache, (READ_ROWS,), max_context=max_context, repeats=1, wants_logits=False)
     translation, by_text = None, None

@@ -150,7 +150,7 @@ class Engine:
             CapacityError: it alone is larger than the cache.
             RequestError: it asks for a drafter that is not loaded.
         """
-        if self._blocks_of(request) > self.cache.pool.num_blocks - 1:
+        if self._blocks_of(request) > self.cache.pool.num_blocks:
             raise CapacityError(
                 f"prompt and output of {request.max_len} tokens do not fit the cache of {self.cache.max_slots} tokens: "
                 "lower max_tokens or raise cache_gb"
@@ -289,7 +289,7 @@ class Engine:
         request.fail(
             CapacityError(
                 f"{request.num_due(self.scheduler.limits.chunk_rows)} rows of a request found no room: {self.cache.pool.num_free} of "
-                f"{self.cache.pool.num_blocks - 1} blocks are free and none can be made free; raise cache_gb"
+                f"{self.cache.pool.num_blocks} blocks are free and none can be made free; raise cache_gb"
             )
         )
         self._release(request)

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from paceline.config import EngineConfig
 from paceline.errors import CapacityError, ConfigError
-from paceline.kv_cache.block_pool import SCRATCH_BLOCK
 from paceline.kv_cache.paged import BLOCK_SIZE, blocks_in
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.machine import available_memory_bytes
@@ -15,7 +14,7 @@ _DRAFT_BLOCKS_PER_SEQUENCE = 2  # room for drafts beyond the longest a request m
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """Blocks to allocate (the scratch block included), the longest context they serve, and a notice if that is short.
+    """Blocks to allocate, the longest context they serve, and a notice if that is short.
 
     `way_out` is what somebody can do whose prompt is longer.
     """
@@ -39,12 +38,12 @@ def plan_cache(model: ModelConfig, config: EngineConfig, weight_type: WeightType
     item_bytes = 4 if weight_type is WeightType.F32 else 2
     block_bytes = model.kv_bytes_per_token(item_bytes) * BLOCK_SIZE
     per_sequence = blocks_for(context, BLOCK_SIZE) + _DRAFT_BLOCKS_PER_SEQUENCE
-    wanted = SCRATCH_BLOCK + 1 + config.max_num_seqs * per_sequence
+    wanted = config.max_num_seqs * per_sequence
     if config.cache_gb is None:
-        num_blocks = min(wanted, max(2, available_memory_bytes() // 4 // block_bytes))
+        num_blocks = min(wanted, max(1, available_memory_bytes() // 4 // block_bytes))
     else:
         num_blocks = blocks_in(int(config.cache_gb * 1e9), block_bytes)
-    slots = (num_blocks - 1) * BLOCK_SIZE
+    slots = num_blocks * BLOCK_SIZE
     if slots >= context:
         return CachePlan(num_blocks, context, _way_out(model, context))
     if config.max_context is not None:

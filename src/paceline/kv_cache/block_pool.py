@@ -6,23 +6,20 @@ from collections.abc import Iterable
 from paceline.errors import CapacityError
 from paceline.kv_cache.prefix_index import PrefixIndex
 
-SCRATCH_BLOCK = 0
-"""Block that takes writes nobody reads (the repeated lone row at a block border); no sequence ever owns it."""
-
 
 class BlockPool:
-    """Reference-counted blocks 1 … num_blocks - 1; block 0 is the scratch block.
+    """Reference-counted blocks 0 … num_blocks - 1.
 
     A block without owners is free, or idle while the index knows what it holds: it can be shared again, and is
     evicted when nothing else is free.
     """
 
     def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
-        if num_blocks < 2:
-            raise CapacityError(f"a cache needs at least 2 blocks (one is scratch), got {num_blocks}; raise cache_gb")
+        if num_blocks < 1:
+            raise CapacityError(f"a cache needs at least 1 block, got {num_blocks}; raise cache_gb")
         self.num_blocks = num_blocks
         self._index = index
-        self._free = list(range(num_blocks - 1, SCRATCH_BLOCK, -1))  # low ids are handed out first
+        self._free = list(reversed(range(num_blocks)))  # low ids are handed out first
         self._owners = [0] * num_blocks
 
     @property
@@ -42,7 +39,7 @@ class BlockPool:
         """
         if count > self.num_free:
             raise CapacityError(
-                f"the KV cache is full: {count} blocks wanted, {self.num_free} of {self.num_blocks - 1} free; "
+                f"the KV cache is full: {count} blocks wanted, {self.num_free} of {self.num_blocks} free; "
                 "raise cache_gb, or run fewer or shorter sequences at once"
             )
         blocks = [self._free.pop() if self._free else self._index.evict() for _ in range(count)]
@@ -69,14 +66,10 @@ class BlockPool:
     def check(self, tables: Iterable[Iterable[int]]) -> None:
         """Raise RuntimeError unless the blocks of `tables` are owned, each as often as it appears there, and all others can be had."""
         wanted = Counter(block for table in tables for block in table)
-        if wanted[SCRATCH_BLOCK]:
-            raise RuntimeError("a block table owns the scratch block")
-        for block in range(1, self.num_blocks):
+        for block in range(self.num_blocks):
             if wanted[block] != self._owners[block]:
                 raise RuntimeError(f"block {block} has {self._owners[block]} owners but stands in {wanted[block]} block tables")
-        unowned = [block for block in range(1, self.num_blocks) if not wanted[block]]
+        unowned = [block for block in range(self.num_blocks) if not wanted[block]]
         self._index.check(block for block in unowned if self._index.link_of(block) is not None)
         if sorted(self._free) != [block for block in unowned if self._index.link_of(block) is None]:
             raise RuntimeError("the free list does not match the block tables")
-        if self._index.link_of(SCRATCH_BLOCK) is not None:
-            raise RuntimeError("the prefix index knows the scratch block")

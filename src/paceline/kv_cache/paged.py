@@ -77,7 +77,7 @@ class KVCache:
     @property
     def max_slots(self) -> int:
         """Rows the whole cache can hold."""
-        return (self.pool.num_blocks - 1) * self.block_size
+        return self.pool.num_blocks * self.block_size
 
     @property
     def num_cached_blocks(self) -> int:
@@ -323,11 +323,9 @@ def blocks_in(num_bytes: int, block_bytes: int) -> int:
     """Whole blocks that fit `num_bytes`.
 
     Raises:
-        CapacityError: not even a scratch block and one more fit.
+        CapacityError: not even one fits.
     """
     count = num_bytes // block_bytes
-    if count < 2:
-        raise CapacityError(
-            f"a cache of {num_bytes / 1e9:.2g} GB holds {count} blocks of {block_bytes} bytes; at least 2 are needed: raise cache_gb"
-        )
+    if count < 1:
+        raise CapacityError(f"a cache of {num_bytes / 1e9:.2g} GB holds no block of {block_bytes} bytes: raise cache_gb")
     return count

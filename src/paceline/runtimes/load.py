@@ -138,9 +138,9 @@ def _build_torch(config: ModelConfig, weights: Weights, options: RuntimeOptions,
 
 def _warm_up(network: Network) -> None:
     """Read every weight once, so that the first request finds them in memory."""
-    network.new_cache(2)
+    network.new_cache(1)
     row = np.zeros(1, np.int32)
-    network.forward({TOKEN_IDS: row}, ForwardBatch(row, (RowRange(0, 1, 0, np.array([1], np.int32)),)), Wanted(row))
+    network.forward({TOKEN_IDS: row}, ForwardBatch(row, (RowRange(0, 1, 0, np.array([0], np.int32)),)), Wanted(row))
     network.num_passes = 0
 
 

@@ -43,7 +43,7 @@ def run(engine: AsyncEngine, work: Callable[[AsyncEngine], Awaitable[None]]) -> 
     assert not engine._worker.thread.is_alive()
     cache = engine.opened.engine.cache
     cache.check()
-    assert cache.pool.num_free == cache.pool.num_blocks - 1
+    assert cache.pool.num_free == cache.pool.num_blocks
     assert engine.opened.engine.is_idle
     assert engine._worker._listeners == {}
 

@@ -2,24 +2,23 @@ import numpy as np
 import pytest
 
 from paceline.errors import CapacityError
-from paceline.kv_cache.block_pool import SCRATCH_BLOCK, BlockPool
+from paceline.kv_cache.block_pool import BlockPool
 from paceline.kv_cache.prefix_index import PrefixIndex
 
 
-def test_every_block_but_the_scratch_block_can_be_taken():
-    pool = BlockPool(5, PrefixIndex(4))
-    assert sorted(pool.allocate(4)) == [1, 2, 3, 4]
+def test_every_block_can_be_taken():
+    pool = BlockPool(4, PrefixIndex(4))
+    assert sorted(pool.allocate(4)) == [0, 1, 2, 3]
     assert pool.num_free == 0
-    assert pool.num_owners(SCRATCH_BLOCK) == 0
 
 
-def test_a_pool_of_a_lone_scratch_block_is_refused():
-    with pytest.raises(CapacityError, match="at least 2 blocks"):
-        BlockPool(1, PrefixIndex(4))
+def test_a_pool_without_blocks_is_refused():
+    with pytest.raises(CapacityError, match="at least 1 block"):
+        BlockPool(0, PrefixIndex(4))
 
 
 def test_taking_too_many_blocks_takes_none():
-    pool = BlockPool(5, PrefixIndex(4))
+    pool = BlockPool(4, PrefixIndex(4))
     held = pool.allocate(2)
     with pytest.raises(CapacityError, match="3 blocks wanted, 2 of 4 free"):
         pool.allocate(3)
@@ -28,7 +27,7 @@ def test_taking_too_many_blocks_takes_none():
 
 
 def test_a_shared_block_is_free_only_after_its_last_owner_let_go():
-    pool = BlockPool(3, PrefixIndex(4))
+    pool = BlockPool(2, PrefixIndex(4))
     held = pool.allocate(1)
     pool.share(held)
     pool.release(held)
@@ -40,7 +39,7 @@ def test_a_shared_block_is_free_only_after_its_last_owner_let_go():
 
 
 def test_a_block_cannot_be_released_more_often_than_it_was_taken():
-    pool = BlockPool(3, PrefixIndex(4))
+    pool = BlockPool(2, PrefixIndex(4))
     held = pool.allocate(1)
     pool.release(held)
     with pytest.raises(RuntimeError, match="released more often"):
@@ -50,14 +49,13 @@ def test_a_block_cannot_be_released_more_often_than_it_was_taken():
 @pytest.mark.parametrize(
     ("tables", "complaint"),
     [
-        pytest.param([[1]], "block 2 has 1 owners but stands in 0", id="a leaked block"),
-        pytest.param([[1, 2], [2]], "block 2 has 1 owners but stands in 2", id="a block of two tables with one owner"),
-        pytest.param([[1, 2, 3]], "block 3 has 0 owners", id="a free block in a table"),
-        pytest.param([[1, 2, SCRATCH_BLOCK]], "scratch", id="a table with the scratch block"),
+        pytest.param([[0]], "block 1 has 1 owners but stands in 0", id="a leaked block"),
+        pytest.param([[0, 1], [1]], "block 1 has 1 owners but stands in 2", id="a block of two tables with one owner"),
+        pytest.param([[0, 1, 2]], "block 2 has 0 owners", id="a free block in a table"),
     ],
 )
 def test_the_check_notices(tables, complaint):
-    pool = BlockPool(4, PrefixIndex(4))
+    pool = BlockPool(3, PrefixIndex(4))
     pool.allocate(2)
     with pytest.raises(RuntimeError, match=complaint):
         pool.check(tables)
@@ -79,4 +77,4 @@ def test_counts_are_those_of_the_tables_over_random_use(seed):
         pool.check(tables)
     for table in tables:
         pool.release(table)
-    assert pool.num_free == 11
+    assert pool.num_free == 12

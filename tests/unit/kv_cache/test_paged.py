@@ -12,7 +12,7 @@ from paceline.kv_cache.key_values import KeyValues
 from paceline.kv_cache.paged import CachedSequence, KVCache, blocks_in
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout, path_to, plan_rows
 
-NUM_BLOCKS = 14
+NUM_BLOCKS = 13
 BLOCK_SIZE = 4
 NUM_OPERATIONS = 40
 LAYOUTS = [TreeLayout.PATHS, TreeLayout.MASK]
@@ -144,7 +144,7 @@ def _run_schedules(layout: TreeLayout, seed: int, count: int) -> int:
         for sequence in list(checked.labels):
             checked.release(sequence)
             checked.check()
-        assert checked.cache.pool.num_free == NUM_BLOCKS - 1
+        assert checked.cache.pool.num_free == NUM_BLOCKS
         num_refused += checked.num_refused
     return num_refused
 
@@ -246,16 +246,16 @@ def test_a_node_the_tree_does_not_have_leaves_the_pass_under_way(layout):
 
 def test_lengths_and_sizes_are_those_of_the_storage():
     checked = CheckedCache(TreeLayout.PATHS)
-    assert checked.cache.max_slots == (NUM_BLOCKS - 1) * BLOCK_SIZE
+    assert checked.cache.max_slots == NUM_BLOCKS * BLOCK_SIZE
     sequence = checked.start()
     assert sequence.tentative_len == 0
     checked.reserve(sequence, [-1, 0, 0, 1])
     assert (sequence.committed_len, sequence.tentative_len) == (0, 3)
     checked.cancel(sequence)
-    assert (sequence.committed_len, sequence.tentative_len, checked.cache.pool.num_free) == (0, 0, NUM_BLOCKS - 1)
+    assert (sequence.committed_len, sequence.tentative_len, checked.cache.pool.num_free) == (0, 0, NUM_BLOCKS)
 
 
 def test_a_budget_that_holds_no_block_is_refused():
     assert blocks_in(1_000, 100) == 10
-    with pytest.raises(CapacityError, match="at least 2 are needed"):
-        blocks_in(199, 100)
+    with pytest.raises(CapacityError, match="holds no block of 100 bytes: raise cache_gb"):
+        blocks_in(99, 100)

@@ -129,7 +129,7 @@ class CheckedCache:
         self._known = known
         owned = {block for text in self.texts for block in text.sequence.block_table}
         owned |= {block for text in self.texts if text.sequence.plan for block in text.sequence.plan.fresh_blocks}
-        assert self.cache.pool.num_free == self.cache.pool.num_blocks - 1 - len(owned)
+        assert self.cache.pool.num_free == self.cache.pool.num_blocks - len(owned)
         assert self.cache.num_cached_blocks == len(known)
 
     def _label(self, text: Text, start: int, tokens: Sequence[int]) -> int:
@@ -198,7 +198,7 @@ def _run_events(layout: TreeLayout, seed: int, num_schedules: int, num_events: i
         for text in list(checked.texts):
             checked.release(text)
             checked.check()
-        assert checked.cache.pool.num_free == NUM_BLOCKS - 1
+        assert checked.cache.pool.num_free == NUM_BLOCKS
         num_adopted += checked.num_adopted
         num_evicted += checked.cache.stats.evicted_blocks
     return num_adopted, num_evicted, num_refused
@@ -254,7 +254,7 @@ def test_the_same_prompt_again_runs_its_last_block_only():
 def test_a_prompt_is_found_after_its_sequence_ended_and_only_under_its_salt():
     checked = CheckedCache()
     checked.release(checked.prompt(range(13)))
-    assert checked.cache.pool.num_free == NUM_BLOCKS - 1
+    assert checked.cache.pool.num_free == NUM_BLOCKS
     assert checked.cache.num_cached_blocks == 3
     assert checked.start(range(13), b"salt").sequence.committed_len == 0
     assert checked.start(range(13)).sequence.committed_len == 12
@@ -273,7 +273,7 @@ def test_a_prefix_that_is_returned_counts_for_nothing_and_can_be_adopted_again()
         checked.cache.return_prefix(again.sequence)
         checked.check()
         assert (again.sequence.committed_len, again.sequence.block_table, again.sequence.chain) == (0, [], [])
-        assert checked.cache.pool.num_free == NUM_BLOCKS - 1
+        assert checked.cache.pool.num_free == NUM_BLOCKS
         assert checked.cache.stats == before
     assert checked.cache.adopt_prefix(again.sequence, range(10)) == 8
     assert (checked.cache.stats.queried_tokens, checked.cache.stats.hit_tokens) == (before.queried_tokens + 10, before.hit_tokens + 8)
@@ -340,7 +340,7 @@ def test_of_two_that_computed_the_same_the_first_stays_known():
 
 
 def test_a_copy_takes_the_place_of_the_known_block_when_that_is_gone():
-    checked = CheckedCache(num_blocks=8)
+    checked = CheckedCache(num_blocks=7)
     first, second = checked.start(range(9)), checked.start(range(9))
     checked.extend(first)
     checked.extend(second)
@@ -356,7 +356,7 @@ def test_a_copy_takes_the_place_of_the_known_block_when_that_is_gone():
 
 def test_the_copy_of_a_known_block_keeps_that_one_recent():
     """The beginning of a chain is not given up before its end, though another sequence's block stands for it."""
-    checked = CheckedCache(num_blocks=9)
+    checked = CheckedCache(num_blocks=8)
     first, second = checked.start(range(9)), checked.start(range(13))
     checked.extend(first)
     checked.extend(second)
@@ -370,7 +370,7 @@ def test_the_copy_of_a_known_block_keeps_that_one_recent():
 
 
 def test_the_least_recently_used_prompt_is_given_up_first_and_from_its_end():
-    checked = CheckedCache(num_blocks=11)
+    checked = CheckedCache(num_blocks=10)
     prompts = [[base] * 13 for base in range(3)]
     for prompt in prompts:
         checked.release(checked.prompt(prompt))
@@ -383,7 +383,7 @@ def test_the_least_recently_used_prompt_is_given_up_first_and_from_its_end():
 
 
 def test_free_blocks_are_taken_before_known_ones():
-    checked = CheckedCache(num_blocks=8)
+    checked = CheckedCache(num_blocks=7)
     checked.release(checked.prompt(range(13)))
     blocks = checked.cache.pool.allocate(4)
     assert checked.cache.stats.evicted_blocks == 0
@@ -395,7 +395,7 @@ def test_free_blocks_are_taken_before_known_ones():
 
 
 def test_adopting_needs_no_free_block_and_takes_none_from_a_pass_under_way():
-    checked = CheckedCache(num_blocks=8)
+    checked = CheckedCache(num_blocks=7)
     checked.release(checked.prompt(range(13)))
     other = checked.start([50] * 17)
     checked.run(other, range(-1, 15))  # the four blocks that were free
@@ -494,7 +494,6 @@ def _lengthen_the_chain(checked: CheckedCache, text: Text) -> None:
         (_know_a_fresh_block, "a block that is being written"),
         (_know_it_for_something_else, "known for other rows"),
         (_lengthen_the_chain, "a chain of 3 links describes 2 full blocks"),
-        (lambda checked, text: checked.cache.prefix_index.add(Link(b"key", b"tokens"), 0), "knows the scratch block"),
         (lambda checked, text: checked.cache.prefix_index.add(Link(b"key", b"tokens"), 20), "idle in the prefix index or without owners"),
     ],
 )

@@ -216,7 +216,7 @@ class Traffic:
 
     def run(self, drafter: Drafter | None, *, num_blocks: int) -> Engine:
         """All requests at once, twice over; texts are those of plain decoding, and nothing is left behind."""
-        cache = self.toy.new_cache(1 + num_blocks)
+        cache = self.toy.new_cache(num_blocks)
         speculator = Speculator(drafter, DraftLengthPolicy(6, row_budget=12), vocab_size=VOCAB, layout=cache.layout)
         engine = Engine(self.toy, cache, speculator, Limits(max_num_seqs=4, max_step_rows=24, chunk_rows=5))
         for _ in range(2):

@@ -21,8 +21,8 @@ BLOCK = 4
 
 
 def make_cache(num_blocks: int, layout: TreeLayout = TreeLayout.PATHS) -> KVCache:
-    """One with so many blocks of 4 rows besides the scratch block."""
-    return KVCache([], 1 + num_blocks, layout, block_size=BLOCK)
+    """One with so many blocks of 4 rows."""
+    return KVCache([], num_blocks, layout, block_size=BLOCK)
 
 
 def make_rows(cache: KVCache, length: int, parents: Sequence[int] = (), tokens: Sequence[int] = ()) -> RequestRows:

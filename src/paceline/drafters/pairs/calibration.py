@@ -136,7 +136,7 @@ class _Reading:
     def of(cls, head: PairHead, text: TargetText, layers: Sequence[int]) -> "_Reading":
         """Every pair with the target's feature; the rows stay in the head's cache."""
         count, num_pairs = text.token_ids.shape[0], text.token_ids.shape[1] - 1
-        head.runtime.new_cache(1 + count * blocks_for(num_pairs + 1, BLOCK_SIZE))
+        head.runtime.new_cache(count * blocks_for(num_pairs + 1, BLOCK_SIZE))
         inputs = _features(head.config, text, layers)
         hits, features = [], []
         for index in range(count):  # one by one, as a vocabulary may be large
@@ -185,9 +185,9 @@ def _said(head: PairHead, logits: FloatArray) -> NDArray[np.int64]:
 
 
 def _table(index: int, num_pairs: int) -> IntArray:
-    """Blocks of text `index`; block 0 is nobody's."""
+    """Blocks of text `index`."""
     size = blocks_for(num_pairs + 1, BLOCK_SIZE)
-    return np.arange(1 + index * size, 1 + (index + 1) * size, dtype=np.int32)
+    return np.arange(index * size, (index + 1) * size, dtype=np.int32)
 
 
 def _digest(files: Sequence[Path]) -> str:

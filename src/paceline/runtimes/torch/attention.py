@@ -94,11 +94,12 @@ class PaddedAttention:
         self._ranges = ranges
         num_rows = max(rows.num_rows for rows in ranges)
         num_blocks = max(-(-(rows.cached_len + rows.num_rows) // block_size) for rows in ranges)
-        tables = np.zeros((len(ranges), num_blocks), np.int64)
+        tables = np.empty((len(ranges), num_blocks), np.int64)
         row_range: list[int] = []
         row_in_range: list[int] = []
         for index, rows in enumerate(ranges):
             own_blocks = rows.block_table[:num_blocks]
+            tables[index] = own_blocks[0]  # padding repeats a block of its own: what others keep must not reach it, not even NaN
             tables[index, : len(own_blocks)] = own_blocks
             row_range.extend([index] * rows.num_rows)
             row_in_range.extend(range(rows.num_rows))
