@@ -21,7 +21,7 @@ Build = Callable[..., Path]
 def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
     """Builds a copy of this project without its models; the compiler is replaced by one that writes down how it was called."""
     root = tmp_path / "paceline"
-    shutil.copytree(REPOSITORY / "src", root / "src", ignore=shutil.ignore_patterns("mini", "*.so", "__pycache__"))
+    shutil.copytree(REPOSITORY / "src", root / "src", ignore=shutil.ignore_patterns("mini", "*.so", "*.dll", "__pycache__"))
     for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".gitignore"):
         shutil.copy(REPOSITORY / name, root / name)
     monkeypatch.chdir(root)
@@ -49,9 +49,9 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
 def kernels_of(wheel: Path) -> dict[str, str]:
     """How each library was compiled, by the level of instructions it is for."""
     with zipfile.ZipFile(wheel) as archive:
-        found = {name: archive.read(name).decode() for name in archive.namelist() if name.endswith(".so")}
+        found = {name: archive.read(name).decode() for name in archive.namelist() if name.endswith((".so", ".dll"))}
     assert all(name.startswith(f"{NATIVE}/kernels.") for name in found)
-    return {name.removeprefix(f"{NATIVE}/kernels.").removesuffix(".so"): command for name, command in found.items()}
+    return {name.removeprefix(f"{NATIVE}/kernels.").rpartition(".")[0]: command for name, command in found.items()}
 
 
 def tags_of(wheel: Path) -> list[str]:
@@ -69,6 +69,7 @@ PLATFORMS = {
         {"armv8", "armv8_dotprod"},
     ),
     "macOS on Arm": (("darwin", "arm64"), ["macosx_11_0_arm64"], "aarch64-macos.11.0", {"armv8", "armv8_dotprod"}),
+    "Windows on x86-64": (("win32", "AMD64"), ["win_amd64"], "x86_64-windows-gnu", X86_64),
     "macOS on x86-64": (("darwin", "x86_64"), ["macosx_11_0_x86_64"], "x86_64-macos.11.0", X86_64),
 }
 
@@ -100,7 +101,7 @@ def test_without_glibc_a_wheel_is_for_machines_like_the_one_it_was_built_on(buil
     assert not any("-target" in command for command in kernels_of(wheel).values())
 
 
-@pytest.mark.parametrize("built_on", [("win32", "AMD64", ""), ("linux", "riscv64", "glibc")], ids=" ".join)
+@pytest.mark.parametrize("built_on", [("win32", "ARM64", ""), ("linux", "riscv64", "glibc")], ids=" ".join)
 def test_where_there_are_no_kernels_a_wheel_is_for_everybody(build: Build, built_on: tuple[str, str, str]) -> None:
     wheel = build(*built_on)
     assert (tags_of(wheel), kernels_of(wheel)) == (["py3-none-any"], {})

@@ -3,6 +3,7 @@
 import io
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -50,6 +51,16 @@ def test_on_macos_the_system_is_asked_and_apples_own_processors_are_known(monkey
 
     monkeypatch.setattr(processor.subprocess, "run", run)
     assert processor.processor_flags() == frozenset()
+
+
+@pytest.mark.parametrize(("features", "level"), [({40}, "x86_64_v3"), ({40, 41}, "x86_64_v4"), (set(), None)])
+def test_on_windows_the_system_is_asked(features: set[int], level: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel32 = SimpleNamespace(IsProcessorFeaturePresent=lambda number: int(number in features))
+    monkeypatch.setattr(processor.ctypes, "windll", SimpleNamespace(kernel32=kernel32), raising=False)
+    monkeypatch.setattr(processor.platform, "system", lambda: "Windows")
+    monkeypatch.setattr(library.Path, "is_file", lambda path: True)
+    path = library.kernels_path()
+    assert path is None if level is None else path is not None and path.name == f"kernels.{level}.dll"
 
 
 def test_processors_that_differ_in_a_flag_have_different_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,8 @@ def kernels() -> ctypes.CDLL:
 
 def kernels_path() -> Path | None:
     """The best library that was built and that this processor runs."""
-    paths = (Path(__file__).with_name(f"kernels.{level}.so") for level in levels())
+    suffix = "dll" if platform.system() == "Windows" else "so"
+    paths = (Path(__file__).with_name(f"kernels.{level}.{suffix}") for level in levels())
     return next((path for path in paths if path.is_file()), None)
 
 

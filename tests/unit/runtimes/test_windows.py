@@ -1,0 +1,120 @@
+"""The kernels compiled for Windows compute, under Wine, the bits they compute here: a recorded pass, run again by a small program."""
+
+import ctypes
+import gc
+import importlib.util
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from paceline.runtimes.native.runtime import NativeRuntime
+
+from harness.checkpoints import write_checkpoint
+from harness.native_network import BUILT
+from paceline.models.config import WeightType
+from paceline.runtimes.base import assemble
+from paceline.runtimes.load import RuntimeOptions, load_runtime
+
+REPOSITORY = Path(__file__).parents[3]
+KERNELS = REPOSITORY / "src/paceline/runtimes/native/kernels"
+PROGRAM = REPOSITORY / "tests/harness/run_recorded.c"
+WINE = shutil.which("wine64") or shutil.which("wine64", path="/usr/lib/wine") or shutil.which("wine")
+
+pytestmark = [
+    pytest.mark.skipif(not BUILT, reason="no native kernels for this machine"),
+    pytest.mark.skipif(WINE is None, reason="needs Wine (apt install wine64)"),
+    pytest.mark.skipif(importlib.util.find_spec("ziglang") is None, reason="needs the compiler that builds wheels (pip install ziglang)"),
+]
+
+
+def memory_of(roots: Iterable[object]) -> dict[int, int]:
+    """Addresses and sizes of all arrays and records that can be reached."""
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+    waiting = list(roots)
+    while waiting:
+        one: Any = waiting.pop()
+        if id(one) in seen or isinstance(one, type | ModuleType | FunctionType):
+            continue
+        seen.add(id(one))
+        if isinstance(one, np.ndarray):
+            while isinstance(one.base, np.ndarray):
+                one = one.base
+            found[one.ctypes.data] = one.nbytes
+        elif isinstance(one, ctypes.Structure | ctypes.Array):
+            found[ctypes.addressof(one)] = ctypes.sizeof(one)
+        waiting += gc.get_referents(one)
+    return found
+
+
+def record_pass(runtime: NativeRuntime, record: Path) -> tuple[dict[int, int], dict[int, bytes]]:
+    """Write down a pass of a tree behind a prompt beside another prompt, and run it.
+
+    Returns:
+        sizes of the regions by address, in the order of the record; the bytes of the cache and of the rows of all buffers behind the pass.
+    """
+    cache = runtime.new_cache(8)
+    one, other = cache.new_sequence(), cache.new_sequence()
+    token_ids = np.random.default_rng(1).integers(1, 90, 40).tolist()
+    runtime.forward(assemble([cache.reserve(one, range(-1, 39))], [token_ids], [range(40)]))
+    cache.keep_path(one, 39)
+    plans = [cache.reserve(one, [-1, 0, 0, 1]), cache.reserve(other, range(-1, 19))]
+    batch = assemble(plans, [token_ids[:4], token_ids[:20]], [range(4), range(20)])
+    execution = runtime._execution
+    execution.input_rows(len(batch.token_ids))[...] = runtime.embed(batch.token_ids)
+    execution.memory.describe(batch)
+    regions = dict(sorted(memory_of([execution, runtime._recorded, runtime._native_weights, cache.storage]).items()))
+    head = struct.pack("=QQQ", len(regions), ctypes.addressof(execution._program), ctypes.addressof(execution.memory.record))
+    parts = [struct.pack("=QQ", address, size) + ctypes.string_at(address, size) for address, size in regions.items()]
+    record.write_bytes(head + b"".join(parts))
+    execution.kernels.paceline_run(*execution._arguments)
+    results = [cache.storage, *(buffer[: len(batch.token_ids)] for buffer in execution._buffers)]
+    return regions, {array.ctypes.data: array.tobytes() for array in results}
+
+
+def compiled(output: Path, *arguments: str) -> None:
+    command = [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-windows-gnu", *arguments, "-o", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `kernels.dll`, compiled as for a wheel, and `run_recorded.exe`."""
+    pytest.importorskip("hatchling")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(REPOSITORY)
+        from hatch_build import FLAGS, WINDOWS_FLAGS, X86_64
+    folder = tmp_path_factory.mktemp("windows")
+    sources = [str(path) for path in sorted(KERNELS.glob("*.c"))]
+    compiled(folder / "kernels.dll", *FLAGS, *WINDOWS_FLAGS, *X86_64["x86_64_v3"], *sources)
+    options = ("-O1", "-g0", "-s", "-nostdlib", "-fno-builtin", "-fno-stack-protector")
+    compiled(folder / "run_recorded.exe", *options, str(PROGRAM), "-lkernel32")
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_a_pass_has_the_same_bits_on_windows(dtype: str, built: Path, tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path / "target", "qwen2", hidden_size=128, intermediate_size=256, num_hidden_layers=2)
+    runtime = load_runtime(target, RuntimeOptions(backend="native", num_threads=4, dtype=WeightType(dtype))).runtime
+    assert isinstance(runtime, NativeRuntime)
+    record, result = built / "record", built / "result"
+    regions, expected = record_pass(runtime, record)
+    environment = {**os.environ, "WINEPREFIX": str(built / "wine"), "WINEDEBUG": "-all"}
+    subprocess.run([str(WINE), "run_recorded.exe"], check=True, env=environment, cwd=built)
+    content, at, compared = result.read_bytes(), 0, 0
+    for address, size in regions.items():
+        if address in expected:
+            own = expected[address]
+            assert content[at : at + len(own)] == own
+            compared += len(own)
+        at += size
+    assert compared > 100_000
