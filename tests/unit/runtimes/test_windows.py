@@ -59,7 +59,7 @@ def record_pass(runtime: NativeRuntime, record: Path) -> tuple[dict[int, int], d
     """Write down a pass of a tree behind a prompt beside another prompt, and run it.
 
     Returns:
-        sizes of the regions by address, in the order of the record; the bytes of the cache and of the rows of all buffers behind the pass.
+        sizes of the regions by address, in the order of the record; the bytes of the cache and of all buffers behind the pass.
     """
     cache = runtime.new_cache(8)
     one, other = cache.new_sequence(), cache.new_sequence()
@@ -69,6 +69,8 @@ def record_pass(runtime: NativeRuntime, record: Path) -> tuple[dict[int, int], d
     plans = [cache.reserve(one, [-1, 0, 0, 1]), cache.reserve(other, range(-1, 19))]
     batch = assemble(plans, [token_ids[:4], token_ids[:20]], [range(4), range(20)])
     execution = runtime._execution
+    for buffer in execution._buffers:
+        buffer[...] = 0  # what lies there from before may look like a pointer, which would be moved
     execution.input_rows(len(batch.token_ids))[...] = runtime.embed(batch.token_ids)
     execution.memory.describe(batch)
     regions = dict(sorted(memory_of([execution, runtime._recorded, runtime._native_weights, cache.storage]).items()))
@@ -76,7 +78,7 @@ def record_pass(runtime: NativeRuntime, record: Path) -> tuple[dict[int, int], d
     parts = [struct.pack("=QQ", address, size) + ctypes.string_at(address, size) for address, size in regions.items()]
     record.write_bytes(head + b"".join(parts))
     execution.kernels.paceline_run(*execution._arguments)
-    results = [cache.storage, *(buffer[: len(batch.token_ids)] for buffer in execution._buffers)]
+    results = [cache.storage, *execution._buffers]
     return regions, {array.ctypes.data: array.tobytes() for array in results}
 
 
