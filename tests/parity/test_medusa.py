@@ -40,7 +40,7 @@ def reference(arrays: Arrays, head: int, features: torch.Tensor, lm_head: NDArra
             y = y + stored(arrays[f"{name}.bias"])
         x = x + y * torch.sigmoid(y)
         block += 1
-    matrix = stored(arrays[f"{head}.{block}.weight"]) if lm_head is None else torch.from_numpy(lm_head)
+    matrix = stored(arrays[f"{head}.{block}.weight"]) if lm_head is None else torch.from_numpy(lm_head.copy())
     return x @ matrix.T
 
 

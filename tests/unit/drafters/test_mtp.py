@@ -132,7 +132,7 @@ def test_matrices_equal_to_the_targets_are_the_targets(tmp_path: Path) -> None:
     target = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
     config = read_model_config(target)
     own = {
-        name: as_float32(open_weights(target, config)[f"{ours}.weight"])
+        name: as_float32(open_weights(target, config)[f"{ours}.weight"]).copy()
         for name, ours in {"lm_head": "lm_head", "embed": "embedding"}.items()
     }
     add_module(target, "extra_layer", random_module(), num_layers=2, **own)
