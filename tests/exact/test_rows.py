@@ -18,7 +18,7 @@ from paceline.kv_cache import paged
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout, path_to
 from paceline.models.config import WeightType
-from paceline.runtimes.base import FloatArray, ForwardBatch, Network, Numerics, assemble
+from paceline.runtimes.base import FloatArray, ForwardBatch, Network, Numerics, Wanted, assemble
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.runtimes.native.passes import PassMemory
 
@@ -234,8 +234,8 @@ def test_a_key_in_the_wrong_slot_is_seen(small_subjects: Subjects, seed: int, mo
     subject = small_subjects("native")
     real = PassMemory.describe
 
-    def misplaced(memory: PassMemory, batch: ForwardBatch, draws: object = None) -> None:
-        real(memory, batch)
+    def misplaced(memory: PassMemory, batch: ForwardBatch, wanted: Wanted) -> None:
+        real(memory, batch, wanted)
         memory.ranges[len(batch.ranges) - 1, 3] = memory.ranges[0, 3]
 
     monkeypatch.setattr(PassMemory, "describe", misplaced)

@@ -307,7 +307,7 @@ def test_a_pass_that_breaks_off_leaves_nothing_and_the_next_one_works(drafter: D
     assert ask(drafter, *requests) == expected
 
 
-def _fail(batch: object) -> None:
+def _fail(*arguments: object) -> None:
     raise CapacityError("planted")
 
 
