@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from paceline.runtimes.native.runtime import NativeRuntime
 
 from harness.checkpoints import write_checkpoint
 from harness.native_network import BUILT
 from paceline.models.config import WeightType
 from paceline.runtimes.base import assemble
+from paceline.runtimes.decoder import TOKEN_IDS
 from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.native.network import NativeNetwork
 
 REPOSITORY = Path(__file__).parents[3]
 KERNELS = REPOSITORY / "src/paceline/runtimes/native/kernels"
@@ -55,30 +56,32 @@ def memory_of(roots: Iterable[object]) -> dict[int, int]:
     return found
 
 
-def record_pass(runtime: NativeRuntime, record: Path) -> tuple[dict[int, int], dict[int, bytes]]:
+def record_pass(network: NativeNetwork, record: Path) -> tuple[dict[int, int], dict[int, bytes]]:
     """Write down a pass of a tree behind a prompt beside another prompt, and run it.
 
     Returns:
         sizes of the regions by address, in the order of the record; the bytes of the cache and of all buffers behind the pass.
     """
-    cache = runtime.new_cache(8)
+    cache = network.new_cache(8)
     one, other = cache.new_sequence(), cache.new_sequence()
     token_ids = np.random.default_rng(1).integers(1, 90, 40).tolist()
-    runtime.forward(assemble([cache.reserve(one, range(-1, 39))], [token_ids], [range(40)]))
+    network.forward(*assemble([cache.reserve(one, range(-1, 39))], [token_ids], [range(40)]))
     cache.keep_path(one, 39)
     plans = [cache.reserve(one, [-1, 0, 0, 1]), cache.reserve(other, range(-1, 19))]
-    batch = assemble(plans, [token_ids[:4], token_ids[:20]], [range(4), range(20)])
-    execution = runtime._execution
+    inputs, batch, wanted = assemble(plans, [token_ids[:4], token_ids[:20]], [range(4), range(20)])
+    program = network._programs[None]
+    execution, num_rows = program.execution, len(batch.positions)
     for buffer in execution._buffers:
         buffer[...] = 0  # what lies there from before may look like a pointer, which would be moved
-    execution.input_rows(len(batch.token_ids))[...] = runtime.embed(batch.token_ids)
-    execution.memory.describe(batch)
-    regions = dict(sorted(memory_of([execution, runtime._recorded, runtime._native_weights, cache.storage]).items()))
+    storage = network._shared._storage
+    execution.rows(program.inputs[TOKEN_IDS], num_rows)[...] = network.embed(inputs[TOKEN_IDS])
+    execution.memory.describe(batch, wanted)
+    regions = dict(sorted(memory_of([execution, program, network._shared, storage]).items()))
     head = struct.pack("=QQQ", len(regions), ctypes.addressof(execution._program), ctypes.addressof(execution.memory.record))
     parts = [struct.pack("=QQ", address, size) + ctypes.string_at(address, size) for address, size in regions.items()]
     record.write_bytes(head + b"".join(parts))
     execution.kernels.paceline_run(*execution._arguments)
-    results = [cache.storage, *execution._buffers]
+    results = [storage, *execution._buffers]
     return regions, {array.ctypes.data: array.tobytes() for array in results}
 
 
@@ -106,10 +109,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_a_pass_has_the_same_bits_on_windows(dtype: str, built: Path, tmp_path: Path) -> None:
     target = write_checkpoint(tmp_path / "target", "qwen2", hidden_size=128, intermediate_size=256, num_hidden_layers=2)
-    runtime = load_runtime(target, RuntimeOptions(backend="native", num_threads=4, dtype=WeightType(dtype))).runtime
-    assert isinstance(runtime, NativeRuntime)
+    network = load_runtime(target, RuntimeOptions(backend="native", num_threads=4, dtype=WeightType(dtype))).runtime
+    assert isinstance(network, NativeNetwork)
     record, result = built / "record", built / "result"
-    regions, expected = record_pass(runtime, record)
+    regions, expected = record_pass(network, record)
     environment = {**os.environ, "WINEPREFIX": str(built / "wine"), "WINEDEBUG": "-all"}
     subprocess.run([str(WINE), "run_recorded.exe"], check=True, env=environment, cwd=built)
     content, at, compared = result.read_bytes(), 0, 0
