@@ -63,7 +63,7 @@ class DraftWriter(Writer):
     token that ends inside a character has no piece of its own: the token that completes the character has it.
     """
 
-    def __init__(self, detokenizer: IncrementalDetokenizer) -> None:
+    def __init__(self, detokenizer: "IncrementalDetokenizer") -> None:
         super().__init__()
         self._detokenizer = detokenizer
         self._console = Console(file=sys.stdout, highlight=False)
