@@ -162,10 +162,10 @@ def test_a_wrong_setting_is_named_with_what_is_allowed(directory: Path, name: st
 
 
 def test_a_cache_too_small_is_a_capacity_error(directory: Path) -> None:
-    with raises(CapacityError, "at least 2", "raise cache_gb"):
-        open_llm(directory, cache_gb=1.5 * BLOCK_BYTES / 1e9)
+    with raises(CapacityError, "holds no block of 16384 bytes", "raise cache_gb"):
+        open_llm(directory, cache_gb=0.5 * BLOCK_BYTES / 1e9)
     with raises(CapacityError, "512 tokens", "lower max_context or raise cache_gb"):
-        open_llm(directory, cache_gb=5 * BLOCK_BYTES / 1e9, max_context=512)
+        open_llm(directory, cache_gb=4 * BLOCK_BYTES / 1e9, max_context=512)
 
 
 def test_cuda_without_a_gpu_is_a_missing_backend(directory: Path) -> None:
@@ -251,7 +251,7 @@ def test_a_request_with_everything_banned_is_refused_by_name(llm: LLM) -> None:
 
 
 def test_a_request_larger_than_the_cache_is_refused_before_anything_runs(directory: Path) -> None:
-    llm = open_llm(directory, cache_gb=3 * BLOCK_BYTES / 1e9)
+    llm = open_llm(directory, cache_gb=2 * BLOCK_BYTES / 1e9)
     assert llm.max_context == 64
     assert "raise cache_gb" in llm.notices[-1]
     llm.engine._blocks_of = lambda request: 3  # a cache smaller than the context cannot be asked for
@@ -452,7 +452,7 @@ def test_a_text_too_long_is_told_the_one_way_out_that_there_is(directory: Path) 
         open_llm(directory, max_context=64).generate([[5] * 64])
     assert len(open_llm(directory, max_context=65).generate([[5] * 64], GREEDY)[0].token_ids) == 1
     with raises(RequestError, "the context holds 64", "shorten the prompt or raise cache_gb"):
-        open_llm(directory, cache_gb=3 * BLOCK_BYTES / 1e9).generate([[5] * 64])
+        open_llm(directory, cache_gb=2 * BLOCK_BYTES / 1e9).generate([[5] * 64])
 
 
 def test_a_model_whose_window_would_slide_says_so_whatever_is_asked(tmp_path: Path) -> None:

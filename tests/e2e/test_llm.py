@@ -271,7 +271,7 @@ def test_a_path_is_a_model_and_the_banner_says_what_speculation_does(directory: 
 
 
 def test_a_context_shorter_than_what_is_timed_at_load_is_no_obstacle(open_llm: Open) -> None:
-    for options in ({"max_context": 2, "num_draft_tokens": 64}, {"max_context": 40}, {"cache_gb": 2 * 16384 / 1e9}):
+    for options in ({"max_context": 2, "num_draft_tokens": 64}, {"max_context": 40}, {"cache_gb": 16384 / 1e9}):
         llm = open_llm(**options)
         assert llm.generate([5], GREEDY)[0].finish_reason == "length"
         assert_clean(llm)

@@ -360,9 +360,11 @@ def test_rows_of_another_requests_tree_are_seen(faulty: Faulty, differs: Any, mo
     real = step_module.assemble
 
     def shifted(plans: Any, token_ids: Any, wanted: Any) -> Any:
-        batch = real(plans, token_ids, wanted)
+        arguments = real(plans, token_ids, wanted)
         has_tree = any(len(plan.parents) > 1 and len(nodes) == len(plan.parents) for plan, nodes in zip(plans, wanted, strict=True))
-        return replace(batch, logits_rows=np.roll(batch.logits_rows, len(wanted[0]))) if has_tree and len(plans) > 1 else batch
+        if not has_tree or len(plans) == 1:
+            return arguments
+        return arguments._replace(wanted=replace(arguments.wanted, rows=np.roll(arguments.wanted.rows, len(wanted[0]))))
 
     monkeypatch.setattr(step_module, "assemble", shifted)
     with differs:

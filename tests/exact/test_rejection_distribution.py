@@ -229,7 +229,7 @@ class Room:
 
     def __init__(self, layout: TreeLayout, committed_len: int, num_blocks: int, num_others: int) -> None:
         used = -(-committed_len // BLOCK_SIZE)
-        self._cache = KVCache([], 1 + used + num_blocks, layout, block_size=BLOCK_SIZE)
+        self._cache = KVCache([], used + num_blocks, layout, block_size=BLOCK_SIZE)
         self._request, self._other = (_request(SCENES["tree over few ids"], 0) for _ in range(2))
         self._num_others = num_others
         self._request.sequence, self._other.sequence = self._cache.new_sequence(), self._cache.new_sequence()

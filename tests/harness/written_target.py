@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from paceline.kv_cache.key_values import KeyValues
 from paceline.kv_cache.paged import KVCache
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, Wanted
 from paceline.runtimes.decoder import Compose
@@ -24,6 +25,9 @@ class WrittenTarget(Network):
 
     def new_cache(self, num_blocks: int) -> KVCache:
         return KVCache([], num_blocks, block_size=8)
+
+    def new_key_values(self, num_blocks: int) -> KeyValues:
+        raise AssertionError
 
     def forward(self, inputs: Mapping[str, IntArray], batch: ForwardBatch, wanted: Wanted) -> ForwardOutput:
         logits = self.table[batch.positions[wanted.rows]]

@@ -91,7 +91,7 @@ def test_true_pairs_and_recurrence_are_what_the_formula_says(
     module = load_mtp(files, config, weights)
     assert module.notices == ()
     head = open_mtp_head(module, num_threads=2, max_context=128, backend=backend)
-    lm_head = torch.from_numpy(own["lm_head"] if own else as_float32(weights["lm_head.weight"]))
+    lm_head = torch.from_numpy(own["lm_head"] if own else as_float32(weights["lm_head.weight"]).copy())
     embedding = own["embed"] if own else as_float32(weights["embedding.weight"])
     random = np.random.default_rng(4)
     tokens = random.integers(1, 97, 43)

@@ -37,7 +37,7 @@ def begun(embedding: np.ndarray, known: list[int], seed: int, *, tree_width: int
     config = EagleConfig(kind=HeadKind.EAGLE, layers=LAYERS, feature_size=HIDDEN)
     runtime = open_head(true_pairs(config), LAYERS, Weights(tensors), num_threads=1, max_context=100)
     head = PairHead(config, runtime, runtime, plain_tensor(embedding), target_ids=None)
-    cache = KVCache(np.zeros((2, 16, 1, 32, 2), np.float32), TreeLayout.MASK)
+    cache = KVCache([], 16, TreeLayout.MASK)
     drafter = PairDrafter(head, cache, vocab_size=VOCAB, tree_width=tree_width)
     params = SamplingParams()
     request = Request(known, len(known), params, LogitsProcessor(params, VOCAB, known), cache.new_sequence(), seed, 0, 99)

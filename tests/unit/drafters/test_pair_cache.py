@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paceline.drafters.pairs.cache import PairCache, PairRows
-from paceline.kv_cache.key_values import PagedRows
+from paceline.kv_cache.key_values import KeyValues
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, Wanted
@@ -28,8 +28,8 @@ class SilentHead(Network):
     def embed(self, token_ids: IntArray) -> FloatArray:
         raise AssertionError
 
-    def new_cache(self, num_blocks: int) -> PagedRows:
-        return PagedRows(np.zeros((2, num_blocks, 1, BLOCK_SIZE, 2), np.float32))
+    def new_key_values(self, num_blocks: int) -> KeyValues:
+        return KeyValues(np.zeros((2, num_blocks, 1, BLOCK_SIZE, 2), np.float32))
 
     def beside(self, compose: Compose) -> Network:
         return self
