@@ -29,12 +29,12 @@ class QuantOptions:
     Bits are 4 or 8, or None for a matrix that stays as it is stored.
 
     Attributes:
-        bits: of every matrix that nothing below is about.
+        bits: of every matrix not covered below.
         group: columns that share a scale: 32, 64 or 128; a matrix whose width it does not divide gets the next smaller one that does.
         symmetric: codes stand for multiples of a scale around zero, else from a group's minimum on.
-        embedding_bits, lm_head_bits: of these two; where one matrix is both, the finer holds.
+        embedding_bits, lm_head_bits: of these two; if one matrix is both, the larger number counts.
         overrides: (pattern, bits) for matrices that need another treatment, such as ("layers.*.down_proj.weight", 8), or a mapping; the
-            first pattern that fits our name of a tensor holds, before everything above.
+            first pattern that matches our name of a tensor overrides everything above.
     """
 
     bits: int = 8
@@ -70,7 +70,7 @@ Quant = str | QuantOptions
 
 
 def quant_options(name: str, quant: Quant) -> QuantOptions | None:
-    """What a setting of quantisation asks for; None = nothing.
+    """The options that a quantisation setting stands for; None = no quantisation.
 
     Args:
         name: of the setting, for the error.
@@ -91,12 +91,13 @@ class SpeculationConfig:
     Attributes:
         drafter: "auto", "none", a name of the table in drafters/__init__.py, or the directory or id of a draft model or of heads; several
             guess together.
-        num_draft_tokens: tokens to draft a step, or "auto" (4).
-        tree_width: guesses a position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.
+        num_draft_tokens: tokens to draft per step, or "auto" (4).
+        tree_width: guesses per position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.
         draft_quant: quantise draft models and heads while loading them: "none", "int8", "int4" or `QuantOptions`.
         drafter_options: settings of single methods by name, such as {"tree": "accuracy"}; see drafters/options.py.
-        acceptance: which guesses are kept: "match" (those the target itself draws: a seed has its plain text) or "rejection" (as many as
-            the target's distribution allows: sampled texts follow it, but are not the seed's plain ones; the same at temperature 0).
+        acceptance: which guesses are kept: "match" (those the target itself draws: a seed gives the same text as without drafting) or
+            "rejection" (rejection sampling: keeps more; sampled texts have the target's distribution, but a seed gives other texts than
+            without drafting). No difference at temperature 0.
     """
 
     drafter: str | tuple[str, ...] = "auto"
@@ -132,7 +133,7 @@ class EngineConfig:
         numerics: "exact" (a token never depends on what else is in the pass) or "fast".
         dtype: type to compute in; "auto" = as stored. Only "f32" leaves rows unrounded in front of quantised matrices.
         quant: quantise the matrices while loading: "none", "int8", "int4" or `QuantOptions`.
-        threads: CPU threads; None = the processors this process may use, which more threads would only slow down.
+        threads: CPU threads; None = as many as processors this process may use; more would be slower.
         oversubscribe: use as many threads as `threads` says, even where there are fewer processors.
         max_context: longest prompt + output; None = what the model was made for.
         cache_gb: memory for keys and values; None = enough for a few full contexts, at most a quarter of the free memory.
@@ -197,7 +198,7 @@ class EngineConfig:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Lines a user should see about settings that do not mean what they say here."""
+        """Lines a user should see about settings that are not followed here."""
         if self.threads is None or self.num_threads == self.threads:
             return ()
         return (
@@ -209,7 +210,7 @@ class EngineConfig:
 def cache_directory() -> Path | None:
     """Where measured facts about this machine are kept between runs (PACELINE_CACHE, else the user's cache directory).
 
-    None = nowhere: this user has no home directory, as in a container that runs with another user's number.
+    None = nowhere: this user has no home directory, as in a container that runs under another uid.
     """
     own = os.environ.get("PACELINE_CACHE")
     if own:

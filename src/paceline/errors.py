@@ -72,7 +72,7 @@ def library_errors(text: str, kind: Callable[[str], PacelineError]) -> Iterator[
     """Whatever a library raises in this block becomes one of our errors.
 
     Args:
-        text: what failed and the way out; the library's own words stand behind it in brackets.
+        text: what failed and the way out; the library's own message follows in brackets.
         kind: the error.
     """
     try:
@@ -87,7 +87,7 @@ def library_errors(text: str, kind: Callable[[str], PacelineError]) -> Iterator[
 
 @contextmanager
 def memory_errors(what: str) -> Iterator[None]:
-    """What does not fit in memory in this block is a CapacityError; `what` names it."""
+    """Running out of memory in this block becomes a CapacityError; `what` names what did not fit."""
     try:
         yield
     except MemoryError as error:
@@ -106,7 +106,7 @@ def described(error: BaseException) -> str:
 
 
 class _Shortened(Repr):
-    """Values of strangers' files: a text of some lines, a few items, no deep nesting."""
+    """Short `repr` of values from untrusted files: a text of some lines, a few items, no deep nesting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def _is_of_a_signal(error: BaseException) -> bool:
-    """Whether a handler of a signal is among the functions that an exception came through."""
+    """Whether a signal handler is in the exception's traceback."""
     handlers = {code for number in signal.valid_signals() if (code := _code_of(signal.getsignal(number))) is not None}
     return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
@@ -160,7 +160,7 @@ def _code_of(handler: Any) -> CodeType | None:
 
 
 def as_exception(error: BaseException) -> Exception:
-    """The same fault as an `Exception`, for somebody else to raise."""
+    """The same fault as an `Exception`, to be raised elsewhere."""
     if isinstance(error, Exception):
         return error
     exception = PacelineError(f"{type(error).__name__}: {error}")

@@ -114,7 +114,7 @@ def _checkpoint_in(directory: Path, gguf_file: str | None, *, with_heads: bool =
         if names:
             return directory / _only(names, directory)
         if with_heads:
-            return directory  # whoever opens the head says what it lacks
+            return directory  # opening the head will tell what is missing
         raise without_model(directory)
     path = directory / gguf_file
     if Path(gguf_file).is_absolute() or ".." in Path(gguf_file).parts or path.suffix.lower() != _GGUF or not is_file(path):
@@ -123,7 +123,7 @@ def _checkpoint_in(directory: Path, gguf_file: str | None, *, with_heads: bool =
 
 
 def _models(names: Iterable[str]) -> list[str]:
-    """GGUF files by name, sorted; of one in several parts the first alone."""
+    """GGUF files by name, sorted; of a split one only the first part."""
     return sorted(name for name in names if name.lower().endswith(_GGUF) and not _LATER_PART.fullmatch(name))
 
 
@@ -164,7 +164,7 @@ def _hub_files(name: str, *, revision: str | None, token: str | None) -> Sequenc
 
     try:
         return list_repo_files(name, revision=revision, token=token)
-    except Exception as error:  # of the hub's client, of what it connects with, of the system
+    except Exception as error:  # from the hub client, its HTTP library or the system
         raise CheckpointError(
             f"the files of {name!r} cannot be listed: {error}; check the network, or name the file with gguf_file (--gguf-file)"
         ) from error
@@ -201,5 +201,5 @@ def _download(name: str, files: Sequence[str], *, revision: str | None, token: s
     except LocalEntryNotFoundError as error:
         way_out = "run once without offline" if offline else "check the network, or give a directory"
         raise CheckpointError(f"the model {name!r} is not in the local cache and was not downloaded; {way_out}") from error
-    except Exception as error:  # of the hub's client, of what it connects with, of the system
+    except Exception as error:  # from the hub client, its HTTP library or the system
         raise CheckpointError(f"the model {name!r} cannot be downloaded: {error}; check network and disk, or give a directory") from error

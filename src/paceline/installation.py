@@ -23,7 +23,7 @@ def install_extra(extra: str) -> str:
 
 
 def _arguments(record: Mapping[str, Any], extra: str) -> str | None:
-    """Of pip; None where the files it was installed from are gone."""
+    """Arguments for pip; None if the files it was installed from are gone."""
     url = urlsplit(record["url"])
     if url.scheme != "file":
         version_control = record.get("vcs_info")

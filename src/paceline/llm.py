@@ -45,12 +45,12 @@ class LLM:
         backend: "native" (our own CPU kernels) or "torch"; "auto" = the faster one for this machine.
         drafter: "auto" (the model's own draft model, else ngram), "none", "ngram", "suffix", "prediction", "draft_model", "medusa" or
             "mtp" of the model's own directory, the directory or id of a draft model or of heads, or several of them together.
-        num_draft_tokens: tokens guessed a step, or "auto" (4).
-        tree_width: guesses a position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.
+        num_draft_tokens: tokens guessed per step, or "auto" (4).
+        tree_width: guesses per position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.
         draft_quant: as `quant`, for draft models and heads.
         drafter_options: settings of single methods: {"tree": "accuracy"} (medusa), {"boundaries": (2, 16, 29)} (eagle3) and others, which
             docs/methods lists.
-        acceptance: which guesses are kept: "match" (a seed has one text, whatever drafts) or "rejection" (sampled texts have the same
+        acceptance: which guesses are kept: "match" (a seed gives one text, whatever drafts) or "rejection" (sampled texts have the same
             distribution but depend on what was drafted).
         max_num_seqs: requests that run at a time; others wait their turn.
         max_step_rows: rows of one pass, known tokens and drafts of all requests.
@@ -104,9 +104,9 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Free weights and caches. Whatever is asked later is an error, the next step of an open stream too; closing again does nothing."""
+        """Free weights and caches. Later calls raise, and so does the next step of an open stream; closing again does nothing."""
         self._loaded = None
-        gc.collect()  # an engine and its scheduler know each other
+        gc.collect()  # an engine and its scheduler refer to each other
 
     @property
     def engine(self) -> Engine:
@@ -150,7 +150,7 @@ class LLM:
 
     @property
     def numerics(self) -> str:
-        """What holds here: "exact" or "fast"."""
+        """The numerics in effect: "exact" or "fast"."""
         return self._opened.numerics
 
     @property
@@ -191,11 +191,11 @@ class LLM:
             options: see `RequestOptions`.
 
         Returns:
-            one output a prompt, in order; with `params.n` > 1, so many for each prompt.
+            one output per prompt, in order; with `params.n` > 1, n per prompt.
 
         Raises:
-            RequestError: a prompt or parameter cannot be served, or a request failed on its way (its grammar, its processors); the
-                others are given up.
+            RequestError: a prompt or parameter cannot be served, or a request failed while running (its grammar, its processors); the
+                others are aborted.
             CapacityError: a request alone is larger than the cache; nothing ran.
         """
         ids = [self._maker.prompt_ids(prompt) for prompt in as_prompts(prompts)]
@@ -264,10 +264,10 @@ class LLM:
         return self._stream(self._maker.chat_ids(messages), one_of(params, sampling_params), options)
 
     def requantize(self, quant: Quant) -> None:
-        """Go on with the target quantised in another way, or as stored with "none"; the drafter stays, unless it reads the target's states.
+        """Quantise the target in another way, or not at all with "none"; the drafter stays, unless it reads the target's hidden states.
 
-        The new target is built beside the old one, so both need memory for a moment; then they change places at once. If anything
-        fails the old one goes on as if nothing had been asked.
+        The new target is built beside the old one, so both need memory for a moment; then it replaces the old one. If anything fails,
+        nothing changes.
 
         Raises:
             ConfigError: `quant` is unknown, or a request is still running.
@@ -289,11 +289,11 @@ class LLM:
 
     @contextmanager
     def _in_use(self) -> Iterator[OpenedEngine]:
-        """The engine, which stays in its place meanwhile."""
+        """The engine, which is not replaced meanwhile."""
         with ExitStack() as stack:
             while True:
                 opened = self._check_open()
-                with opened.engine.between_steps():  # nobody puts another in its place now
+                with opened.engine.between_steps():  # it cannot be replaced now
                     if opened is self._loaded:
                         stack.enter_context(opened.engine.held())
                         break
@@ -317,13 +317,13 @@ class LLM:
             with closing(opened.engine.run(list(num_seen))) as steps:
                 while num_seen:
                     self._check_open()
-                    if not _has_news(num_seen):  # steps that others took may have brought some
+                    if not _has_news(num_seen):  # another thread's steps may have brought some
                         next(steps, None)
                     with opened.engine.between_steps():
                         _raise_error(num_seen)  # another thread's step may have met it
                         chunks = [opened.chunk(request, seen) for request, seen in num_seen.items()]
                         num_seen = {request: request.num_output_tokens for request in num_seen if not request.is_finished}
-                    yield from chunks  # whoever takes them may take steps of its own in between
+                    yield from chunks  # the caller may run steps of its own in between
 
 
 def _raise_error(requests: Iterable[Request]) -> None:
@@ -333,7 +333,7 @@ def _raise_error(requests: Iterable[Request]) -> None:
 
 
 def _has_news(num_seen: Mapping[Request, int]) -> bool:
-    """Whether there is something to tell of these requests, which had so many output tokens; that one failed is for the engine to tell."""
+    """Whether any of these requests has more output than in `num_seen`, or ended; False if one failed, so that the engine reports it."""
     if any(request.error is not None for request in num_seen):
         return False
     return any(request.is_finished or request.num_output_tokens > seen for request, seen in num_seen.items())

@@ -10,7 +10,7 @@ UNKNOWN_MEMORY = 8 << 30
 
 
 def usable_processors() -> int:
-    """Processors this process may keep busy: those it may run on, and no more than its cgroups' quotas pay for."""
+    """Processors this process may keep busy: those it may run on, and no more than its cgroups' quotas allow."""
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     quota = processor_quota()
@@ -52,7 +52,7 @@ def memory_left_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) ->
 
 
 def _directories(controller: str, cgroups: Path, membership: Path) -> Iterator[Path]:
-    """Those of this process's cgroups that a controller may limit, up to the root; a container sees its own as the root."""
+    """The directories of this process's cgroups that a controller may limit, up to the root; a container sees its own as the root."""
     for line in _lines(membership):
         _, controllers, path = line.split(":", 2) if line.count(":") >= 2 else ("", "?", "/")
         if controllers == "":  # version 2

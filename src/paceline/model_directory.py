@@ -1,4 +1,4 @@
-"""What a directory holds that is no model we can read: said by its files, so that its user knows what to get instead."""
+"""Tells from a directory's files what it holds instead of a model we can read, so that the user knows what to get."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ def names_in(directory: Path) -> list[str]:
 
 
 def without_model(directory: Path) -> CheckpointError:
-    """The error that says what a directory without safetensors and GGUF files is.
+    """The error for a directory without safetensors and GGUF files; it tells what the directory is.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -40,7 +40,7 @@ def without_model(directory: Path) -> CheckpointError:
 
 
 def no_model_among(names: Sequence[str], place: object, *, adapter: Mapping[str, Any] | None = None) -> CheckpointError:
-    """The error that says what files without safetensors and GGUF files are.
+    """The error for files without safetensors and GGUF files among them; it tells what they are.
 
     Args:
         place: what holds them.

@@ -35,7 +35,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Wall-clock seconds of a request: until its first token, from there to its last, both; neighbours in the batch included."""
+    """Wall-clock seconds of a request: until its first token, from there to its last, both; time spent on others in the batch included."""
 
     prompt_s: float
     decode_s: float
@@ -60,7 +60,7 @@ class RequestOutput:
         drafter: name of the drafter, "none" for plain decoding.
         speculation: counters of what speculation did.
         logprobs: for each output token, if asked for.
-        prompt_logprobs: for each prompt token, if asked for; None for the first one, which no row comes before.
+        prompt_logprobs: for each prompt token, if asked for; None for the first one, which no row predicts.
     """
 
     text: str

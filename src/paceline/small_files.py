@@ -1,6 +1,6 @@
 """Files of a checkpoint that are read whole, within limits: never a pipe or a device, never more bytes than its kind has.
 
-They come from strangers. JSON is parsed so that nothing but a CheckpointError comes out of it, whatever it holds.
+They are untrusted: parsing JSON raises nothing but a CheckpointError, whatever the file holds.
 """
 
 import json
@@ -41,8 +41,8 @@ def open_regular(path: Path) -> BinaryIO:
         CheckpointError: it is no regular file, or cannot be opened.
     """
     try:
-        _check_regular(path, os.stat(path))  # first: opening a device may do something
-        handle = os.open(path, _OPEN_FLAGS)  # and what was changed since does not block
+        _check_regular(path, os.stat(path))  # before opening: that may have effects on a device
+        handle = os.open(path, _OPEN_FLAGS)  # does not block, should the file have been exchanged
         try:
             _check_regular(path, os.fstat(handle))
             return os.fdopen(handle, "rb")
@@ -65,7 +65,7 @@ def read_small(path: Path, limit: int) -> bytes | None:
         with open_regular(path) as file:
             size = min(os.fstat(file.fileno()).st_size, limit)
             content = file.read(size + 1)
-            if len(content) > size:  # more than the system says, as some of its own files have
+            if len(content) > size:  # more than stat says, as in some system files
                 content += file.read(limit + 1 - len(content))
     except FileNotFoundError:
         return None
@@ -77,7 +77,7 @@ def read_small(path: Path, limit: int) -> bytes | None:
 
 
 def check_small(path: Path, limit: int) -> None:
-    """That a file is one that `read_small` would read; where there is none nothing is wrong.
+    """Check that `read_small` would read a file; a missing file passes.
 
     Raises:
         CheckpointError: it is no regular file, or has more than `limit` bytes.
@@ -127,7 +127,7 @@ def json_object(content: bytes, source: object) -> dict[str, Any]:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a regular file that can be seen; nothing a path may be is an error."""
+    """Whether there is a regular file that can be seen; never raises."""
     try:
         return path.is_file()
     except (OSError, ValueError):

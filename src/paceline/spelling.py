@@ -1,4 +1,4 @@
-"""What somebody may have meant by an argument we do not have."""
+"""Suggestions for arguments we do not have."""
 
 import functools
 import inspect
@@ -74,7 +74,7 @@ OTHER_NAMES = {
     "prompt_token_ids": "prompts",
     "conversation": "messages",
 }
-"""What other libraries call it, and what we do."""
+"""Other libraries' names, and ours."""
 
 NEEDLESS = {
     "use_tqdm": "nothing is shown while texts are made",
@@ -85,7 +85,7 @@ NEEDLESS = {
     "add_generation_prompt": "the answer is always asked for",
     "tokenizer": "the model's own is used",
 }
-"""What other libraries have and we do without, and why."""
+"""Other libraries' arguments that we do not have, and why."""
 
 
 def unknown_argument(name: str, of: str, known: Collection[str], *, of_sampling: Collection[str] = ()) -> str:
@@ -114,9 +114,9 @@ def _meant(name: str, known: Collection[str]) -> str | None:
 def suggest_arguments(
     of: str, *, of_sampling: Collection[str] = ()
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Makes a function answer a keyword argument it does not have with what may be meant.
+    """Decorator: an unknown keyword argument raises an error that suggests the right one.
 
-    It then raises ConfigError where `of` is "LLM", else RequestError. `**options: Unpack[...]` counts, and is shown, as the arguments it
+    The error is a ConfigError where `of` is "LLM", else a RequestError. `**options: Unpack[...]` counts, and is shown, as the arguments it
     stands for.
     """
 

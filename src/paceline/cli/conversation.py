@@ -18,7 +18,7 @@ _NOTHING = ('""', "''")
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said, and how it goes on.
+    """The state of a conversation.
 
     Attributes:
         turns: messages of the user and the model, in order.
@@ -54,7 +54,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """`do` changes the conversation and returns what to say; None = whoever reads commands does it."""
+    """`do` changes the conversation and returns what to print; None = the caller carries the command out."""
 
     argument: str
     meaning: str
@@ -102,7 +102,7 @@ def _set(conversation: Conversation, argument: str) -> str:
 
 
 def _value(name: str, text: str) -> Any:
-    """What a setting's text says: JSON, "none", or, of a stop text, itself."""
+    """A setting's value from its text: JSON, "none", or, for a stop text, the text itself."""
     if text == "none":
         return None
     if name == "stop" and text[0] not in '["':

@@ -20,7 +20,7 @@ def report(found: "Diagnosis") -> Group:
     table.add_column()
     rows = [*_target_rows(facts), *_drafter_rows(facts), *_memory_rows(facts), *_probe_rows(facts["probe"])]
     for name, text in rows:
-        table.add_row(name, Text(printable(text)))  # names of files are strangers' texts
+        table.add_row(name, Text(printable(text)))  # file names are untrusted
     notes = [Text.assemble(("note: ", "yellow"), printable(note)) for note in _notes(facts)]
     problems = [Text.assemble(("problem: ", "bold red"), printable(problem)) for problem in facts["problems"]]
     verdict = Text("works", style="bold green") if facts["works"] else Text("does not work", style="bold red")

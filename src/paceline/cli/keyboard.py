@@ -19,7 +19,7 @@ def waiting_keys() -> Iterator[None]:
     keyboard = sys.stdin.fileno()
     before = termios.tcgetattr(keyboard)
     during = termios.tcgetattr(keyboard)
-    during[0] &= ~(termios.ICRNL | termios.INLCR | termios.IGNCR)  # Enter stays what an editor takes for it
+    during[0] &= ~(termios.ICRNL | termios.INLCR | termios.IGNCR)  # Enter arrives as an editor expects it
     during[3] &= ~(termios.ECHO | termios.ICANON | termios.IEXTEN)
     during[3] |= termios.NOFLSH
     termios.tcsetattr(keyboard, termios.TCSADRAIN, during)

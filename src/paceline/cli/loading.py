@@ -33,7 +33,7 @@ def load(settings: Settings) -> "LLM":
 
 
 def quieten_libraries() -> None:
-    """Libraries talk about themselves; a person's own settings win. Progress of a download is for terminals only."""
+    """Silence libraries' messages, unless the user's settings ask for them. Download progress is for terminals only."""
     warnings.simplefilter("ignore")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():

@@ -18,7 +18,7 @@ QUOTES = '"""'
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What was given. `is_literal`: it is a message even if it looks like a command."""
+    """One input. `is_literal`: it is a message even if it looks like a command."""
 
     text: str
     is_literal: bool = False

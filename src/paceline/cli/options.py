@@ -201,7 +201,7 @@ def _parameter(name: str, hint: Any, default: Any, help_text: str, title: str) -
     elif name == "num_draft_tokens":
         hint, parser = str, _count_or_word
     flag = f"--{name.replace('_', '-')}"
-    if default is True:  # there must be a way to say no
+    if default is True:  # it needs a --no form
         flag += f"/--no-{name.replace('_', '-')}"
     option = typer.Option(flag, help=help_text, rich_help_panel=title, metavar=METAVARS.get(name), parser=parser, show_default=True)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, option])
@@ -217,7 +217,7 @@ def named_values(texts: Iterable[str]) -> dict[str, str]:
 
 
 def _name_and_value(text: str) -> tuple[str, str]:
-    """Of a drafter's option.
+    """Name and value of a drafter's option.
 
     Raises:
         ConfigError: it has no "=".

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
     from paceline.tokenizer.tokenizer import IncrementalDetokenizer
 
-# Told apart without seeing colours as well: neither attribute, bold, underlined.
+# Distinct without colours too: plain, bold, underlined.
 STYLES = {TokenOrigin.ACCEPTED: "green", TokenOrigin.BONUS: "bold", TokenOrigin.PLAIN: "yellow underline"}
 MARKS = {TokenOrigin.ACCEPTED: ("[", "]"), TokenOrigin.BONUS: ("", ""), TokenOrigin.PLAIN: ("{", "}")}
 NAMES = {TokenOrigin.ACCEPTED: "accepted draft", TokenOrigin.BONUS: "bonus token", TokenOrigin.PLAIN: "plain token"}
-# A model's text must not move the cursor, set the title or answer for the keyboard of the terminal it is shown on.
+# A model's text must not move the cursor, set the title or make the terminal type something.
 CONTROLS_TO_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 CONTROLS_TO_PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 

@@ -21,7 +21,7 @@ CALLER_CAN_FIX = (RequestError, ConfigError, IncompatibleDrafterError)
 def say(text: str | Text) -> None:
     """Print to stderr, dim unless the text has styles of its own; a terminal gets lines that are folded between words.
 
-    Names in a text come from files: no character of theirs steers the terminal.
+    Names in a text come from files: their control characters must not reach the terminal.
     """
     shown = text if isinstance(text, Text) else Text("\n".join(map(printable, text.split("\n"))), style="dim")
     console = Console(stderr=True, highlight=False)  # one of its own each time: tests and shells replace sys.stderr

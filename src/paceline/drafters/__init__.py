@@ -1,7 +1,7 @@
 """The table of drafters: what a user asks for becomes a drafter that can work with the target, or an error that says why not.
 
-Names are resolved and files opened once, before the target is loaded (`prepare`): what can never work fails there, and the target is
-told which of its layers will be read. The drafters are made when it is there (`PreparedDrafters.open`).
+Names are resolved and files opened once, before the target is loaded (`prepare`): impossible pairs fail early, and the target learns
+which layers to collect. The drafters are made once the target is loaded (`PreparedDrafters.open`).
 """
 
 import math
@@ -39,14 +39,14 @@ EMBEDDED = "draft"
 """Folder of a model directory that holds its own draft model."""
 
 READ_ROWS = 32
-"""Rows of the pass by which it is measured how long a draft model takes to read."""
+"""Rows of the pass that measures a draft model's prefill speed."""
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "ngram": NgramDrafter,
     "suffix": SuffixDrafter,
     "prediction": PredictionDrafter,
 }
-"""Those that need no files, by name."""
+"""Drafters that need no files, by name."""
 
 HEADS: dict[HeadKind, Callable[[HeadFiles, LoadedTarget], Drafter]] = {
     HeadKind.MEDUSA: open_medusa,
@@ -69,8 +69,8 @@ class PreparedDrafter:
 
     Attributes:
         name: what it will be called.
-        path: of its files; None where it needs none.
-        head: what they hold, where that is a head.
+        path: of its files; None if it needs none.
+        head: the opened files, if they hold a head.
     """
 
     name: str
@@ -91,13 +91,13 @@ class PreparedDrafter:
 
 @dataclass(frozen=True, slots=True)
 class PreparedDrafters:
-    """All that a user asks for.
+    """All drafters a user asked for.
 
     Attributes:
         drafters: in the order in which they were asked for; none for plain decoding.
-        layers: the boundaries of the target that they read, ascending: its runtime must be built to collect them. Where it has to be
-            found out which ones a head reads, these are all it may.
-        made: the drafter itself, where its user made it.
+        layers: the target's layer boundaries they read, ascending: its runtime must be built to collect them. Where calibration
+            decides which ones a head reads, these are all candidates.
+        made: a drafter object passed in by the user.
     """
 
     drafters: tuple[PreparedDrafter, ...]
@@ -105,7 +105,7 @@ class PreparedDrafters:
     made: Drafter | None = None
 
     def open(self, target: LoadedTarget) -> Drafter | None:
-        """The drafter for the loaded target; several are one that asks them all.
+        """The drafter for the loaded target; several become one that asks them all.
 
         Raises:
             IncompatibleDrafterError, CheckpointError: as `PreparedDrafter.open`.
@@ -120,12 +120,12 @@ def prepare(target: Path, engine: EngineConfig, speculation: SpeculationConfig, 
     """Find what `speculation.drafter` names, for the target in a directory or GGUF file.
 
     Args:
-        made: a drafter that its user made; then nothing is looked for.
+        made: a drafter object passed in by the user; then no files are looked for.
 
     Raises:
         IncompatibleDrafterError: one can never work with this target.
         CheckpointError: files are damaged.
-        ConfigError: an option was given that no such drafter reads.
+        ConfigError: an option was given that none of the drafters reads.
     """
     if made is not None:
         return PreparedDrafters((), made.needs.layers, made)
@@ -190,16 +190,16 @@ def find_head(path: Path, wanted: HeadKind | None = None) -> HeadFiles | None:
     """The files of a head that can be used, None where they hold a language model.
 
     Args:
-        wanted: the only kind that will do.
+        wanted: the only kind accepted.
 
     Raises:
         CheckpointError: a file is damaged.
-        IncompatibleDrafterError: it is another head, or one of a method that there is no drafter for.
+        IncompatibleDrafterError: it is another kind of head, or of a method without a drafter.
     """
     files = open_gguf_head(path) if is_gguf(path) else HeadFiles.open(path)
     if files is None:
         return None
-    is_own = files.kind is HeadKind.MTP and "speculators_model_type" not in files.config  # it guesses for the model around it alone
+    is_own = files.kind is HeadKind.MTP and "speculators_model_type" not in files.config  # works only with the model it is part of
     if wanted is None and (files.kind is HeadKind.LANGUAGE_MODEL or is_own):
         return None
     if wanted not in (None, files.kind):
@@ -260,7 +260,7 @@ def _open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
 
 
 def _expansion(target: Tokenizer, draft: Tokenizer) -> float:
-    """How many of the draft model's tokens a text may have for each of the target's, with some room; at least 1."""
+    """Draft-model tokens per target token of a text, with some room; at least 1."""
     counts = [len(tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False)) for tokenizer in (draft, target)]
     return max(1.0, 1.25 * counts[0] / max(1, counts[1]))
 

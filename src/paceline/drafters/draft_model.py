@@ -1,10 +1,10 @@
 """A small language model as guesser.
 
-Each step costs as many draft passes as the chain has tokens: the first one also catches up on what the target committed since. A tree has
-siblings beside a chain, from the rows that the chain needs anyway; it grows by expected tokens per row, and the chain ends where it has
-no row left. Tokens are picked with the same `token` noise as the target's (Gumbel coupling, Daliri et al. 2024, arXiv:2408.07978,
-section 3), so that the two tend to draw the same token; at temperature 0 both take their argmax. Where drafts are kept by rejection they
-are drawn with noise of their own, and the tree says from which law.
+Each step costs one draft pass per token of the chain; the first one also catches up on what the target committed since. A tree adds
+siblings to a chain, from rows that the chain needs anyway; it grows by expected tokens per row, within the row budget. Tokens are picked
+with the same `token` noise as the target's (Gumbel coupling, Daliri et al. 2024, arXiv:2408.07978, section 3), so that the two tend to
+draw the same token; at temperature 0 both take the argmax. For rejection sampling, drafts are drawn with separate noise, and the tree
+holds the distributions they were drawn from.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -35,15 +35,15 @@ ResultT = TypeVar("ResultT")
 Path: TypeAlias = Sequence[int]
 """Tokens from the root's child on."""
 Drafting: TypeAlias = Generator[Path, FloatArray | None, ResultT]
-"""Yields the path behind which it wants the draft model's row, () for the root's; every path but that is the one before and a token
-more. Takes that row, or None where it cannot be had, and returns what was drafted."""
+"""Yields the path whose draft-model row it needs next: () for the root, then each time the previous path plus one token. Is sent that
+row, or None if there is none, and returns what was drafted."""
 
 
 class IdTranslation(Protocol):
     """Carries tokens between a target and a draft model that has other ids for the same pieces."""
 
     def context(self, request: Request) -> Sequence[int]:
-        """The draft model's ids of everything the request holds; from call to call it grows at its end only."""
+        """The draft model's ids of everything the request holds; later calls only append."""
         ...
 
     def target_row(self, row: FloatArray) -> FloatArray:
@@ -61,16 +61,16 @@ class _State:
 
     sequence: CachedSequence
     token_ids: list[int] = field(default_factory=list)
-    num_agreed: int = 0  # of them, how many are known to be those of the request's text
-    num_read: int = 0  # tokens of the request when it was last drafted for; before, those that others' rows save reading
+    num_agreed: int = 0  # how many of them are known to match the request's text
+    num_read: int = 0  # tokens of the request at its last draft; before the first one, those in the prefix cache
 
 
 @dataclass(slots=True)
 class _Draft(Generic[ResultT]):
-    """One request while it is drafted for.
+    """One request's draft in progress.
 
     Attributes:
-        pending: tokens of the next pass; none where the draft is finished.
+        pending: tokens of the next pass; none once the draft is finished.
         result: once it is finished.
     """
 
@@ -82,7 +82,7 @@ class _Draft(Generic[ResultT]):
 
 
 class DraftModelDrafter(Drafter):
-    """Drafts with a language model: one that has the target's ids, or one with others behind a translation.
+    """Drafts with a language model that has the target's token ids, or other ids and a translation.
 
     Args:
         runtime, cache: the draft model; only this drafter uses them.
@@ -90,9 +90,9 @@ class DraftModelDrafter(Drafter):
         num_known_ids: ids the draft model's tokenizer knows; its rows beyond them are padding, never proposed.
         translation: for a draft model with other ids.
         max_context: longest text the draft model is prepared for, in its own tokens; None = what it was made for.
-        tree_width: guesses a position; 1 = a chain, else siblings of the chain's tokens, best first.
+        tree_width: guesses per position; 1 = a chain, else siblings of the chain's tokens, best first.
         note: what a user should know of the pair, for the banner.
-        read_s: seconds that it takes to read a token of a long text; 0 = they are not known yet.
+        read_s: seconds to prefill one token of a long text; 0 = not measured yet.
     """
 
     name = "draft_model"
@@ -134,7 +134,7 @@ class DraftModelDrafter(Drafter):
         """The draft model's most probable continuation of each context, in its own ids; empty where its context has no room.
 
         Args:
-            contexts: ids of each request's whole text, and how many of them are as they were in the call before.
+            contexts: ids of each request's whole text, and how many of them are unchanged since the last call.
             counts: tokens to write.
         """
         drafts: list[_Draft[list[int]] | None] = []
@@ -165,7 +165,7 @@ class DraftModelDrafter(Drafter):
         if depth < 1 or not context:
             return None
         state = self._state_of(request)
-        if not state.token_ids:  # rows of others that began with the same text need not run again
+        if not state.token_ids:  # rows in the prefix cache need not run again
             state.num_agreed = self.cache.adopt_prefix(state.sequence, context)
             state.token_ids.extend(context[: state.num_agreed])
         state.num_read = len(request.token_ids)
@@ -178,7 +178,7 @@ class DraftModelDrafter(Drafter):
         return _Draft(request, state, drafting, pending)
 
     def _state_of(self, request: Request) -> _State:
-        """Also that of a request not seen before; of one with other ids no rows of others are counted on."""
+        """The request's state, created if new. With translated ids the prefix cache is not counted on."""
         state = self._states.get(request)
         if state is None:
             state = self._states[request] = _State(self.cache.new_sequence(request.salt))
@@ -206,7 +206,7 @@ class DraftModelDrafter(Drafter):
                     for draft, row in zip(ran, logits, strict=True):
                         self._advance(draft, row)
         except BaseException:
-            for request in requests:  # a pass that broke off leaves no rows to trust
+            for request in requests:  # an interrupted pass leaves no valid rows
                 self.release(request)
             raise
 
@@ -219,7 +219,7 @@ class DraftModelDrafter(Drafter):
                     del draft.pending[:CATCH_UP_ROWS]
 
     def _advance(self, draft: _Draft[ResultT], row: FloatArray | None) -> None:
-        """Hand a draft the row it waits for, None where there is none."""
+        """Give a draft the row it waits for, None if there is none."""
         try:
             token = draft.drafting.send(row)[-1]
             draft.pending = [token if self._translation is None else self._translation.draft_id(token)]
@@ -239,20 +239,20 @@ class DraftModelDrafter(Drafter):
         return DraftTree.chain(request.token_ids[-1], tokens, self.name) if tokens else None
 
     def _grown(self, request: Request, budget: DraftBudget) -> Drafting[DraftTree | None]:
-        """The same chain with siblings, the row's best others, by expected tokens per row of the target's pass."""
+        """The same chain plus siblings, the next best tokens of its rows, by expected tokens per row of the target's pass."""
         root: Path | None = ()
         growth = growing_tree(request.token_ids[-1], budget, root)
         try:
             path = next(growth)
             while True:
-                row = None if path is None else (yield path)  # there are no rows behind siblings
+                row = None if path is None else (yield path)  # siblings get no rows
                 path = growth.send(() if path is None or row is None else self._ranked(request, row, path))
         except StopIteration as end:
             tree: DraftTree | None = end.value
             return tree
 
     def _drawn(self, request: Request, budget: DraftBudget) -> Drafting[DraftTree | None]:
-        """Tokens drawn from the rows, and the laws they were drawn from; how many where does not depend on any draw."""
+        """Tokens drawn from the rows, with their distributions; the number of draws at a node does not depend on any draw."""
         token_ids: list[int] = []
         parents: list[int] = []
         laws: dict[int, TokenProbs] = {}
@@ -272,7 +272,7 @@ class DraftModelDrafter(Drafter):
         return DraftTree.grow(request.token_ids[-1], token_ids, parents, self.name, laws) if token_ids else None
 
     def _process(self, request: Request, row: FloatArray | None, path: Path) -> Distribution | None:
-        """What the target's own processors make of a row; None without one, or where nothing is allowed."""
+        """The row after the target's processors; None without a row, or if no token is allowed."""
         try:
             return None if row is None else request.processor.process(self._as_target_row(row), path)
         except RequestError:
@@ -286,7 +286,7 @@ class DraftModelDrafter(Drafter):
         return draw(distribution, request.seed, request.sample_index, len(request.token_ids) + len(path)), distribution
 
     def _ranked(self, request: Request, row: FloatArray, path: Path) -> list[Guess[Path | None]]:
-        """That token and the best others, each with the probability that the target says it."""
+        """That token and the best others, each with the probability that the target draws it."""
         first, distribution = self._coupled(request, row, path)
         if first is None or distribution is None:
             return []
@@ -316,7 +316,7 @@ class DraftModelDrafter(Drafter):
     def _run(
         self, drafts: Sequence[_Draft[ResultT]], token_ids: Sequence[list[int]], *, wants_logits: bool
     ) -> tuple[list[_Draft[ResultT]], FloatArray]:
-        """One pass of the draft model; a draft for whose rows its cache has no block stays as long as it is.
+        """One pass of the draft model; a draft that gets no cache block grows no further.
 
         Returns:
             the drafts that ran, and the logits of the last row of each.
@@ -346,7 +346,7 @@ class DraftModelDrafter(Drafter):
 
 
 def _chain(depth: int, pick: Callable[[FloatArray, Path], int | None]) -> Drafting[list[int]]:
-    """One token a row, until `pick` names none."""
+    """One token per row, until `pick` returns None."""
     path: list[int] = []
     while len(path) < depth:
         row = yield path
@@ -359,7 +359,7 @@ def _chain(depth: int, pick: Callable[[FloatArray, Path], int | None]) -> Drafti
 
 @lru_cache(maxsize=256)
 def _fan(width: int, depth: int, row_budget: int, layout: TreeLayout) -> tuple[int, ...]:
-    """Guesses a level of a chain with `width` - 1 siblings beside each token, as far as `row_budget` rows go."""
+    """Guesses per level of a chain with `width` - 1 siblings beside each token, within `row_budget` rows."""
     parents = [1 + (level - 1) * width if level else 0 for level in range(depth) for _ in range(width)]
     tree = DraftTree.grow(0, [*range(width)] * depth, parents, "").trim(
         vocab_size=width, max_depth=depth, row_budget=row_budget, layout=layout

@@ -1,4 +1,4 @@
-"""The files heads come in: which of a directory hold the tensors, and what tensors a file holds. Nothing in a file is run."""
+"""The files heads come in: which files of a directory hold the tensors, and which tensors each holds. Nothing in a file is run."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -80,7 +80,7 @@ def read_tensors(path: Path) -> dict[str, HeadTensor]:
 
 
 def listed(items: list[str]) -> str:
-    """The items for an error, the first of them where there are many."""
+    """The items for an error, only the first ones if there are many."""
     rest = len(items) - _NAMES_IN_AN_ERROR
     count = f"{len(items)} tensor{'s' if len(items) > 1 else ''}"
     return f"{count}: {', '.join(items[:_NAMES_IN_AN_ERROR])}{f' and {rest} more' if rest > 0 else ''}"
@@ -110,12 +110,12 @@ def _torch_file(path: Path) -> dict[str, HeadTensor]:
         ) from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what is refused anyway
+            warnings.simplefilter("ignore")  # warnings about files that are refused anyway
             try:
                 content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except RuntimeError:  # the format before PyTorch 1.6 cannot be mapped
                 content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # unpickling a stranger's bytes may fail in any way
+    except Exception as error:  # unpickling untrusted bytes may fail in any way
         raise CheckpointError(
             f"{path} cannot be read as a file of tensors ({described(error)}); use the head as safetensors, or download it again"
         ) from error

@@ -85,10 +85,10 @@ class HeadFiles:
         return tensor.shape[0], tensor.shape[1]
 
     def count(self, pattern: str) -> int:
-        """How many parts there are whose names match `pattern`, `{}` standing for their number: they begin with 0 and leave none out.
+        """Number of parts whose names match `pattern`, where `{}` is the part's index: 0, 1, … without gaps.
 
         Raises:
-            CheckpointError: a number is missing; what a file names is never counted up to.
+            CheckpointError: an index is missing (found without counting up to the largest).
         """
         regex = re.compile(re.escape(pattern).replace(r"\{\}", f"({_NUMBER})"))
         numbers = {int(match[1]) for name in self.tensors if (match := regex.match(name))}
@@ -102,7 +102,7 @@ class HeadFiles:
         """A floating-point tensor.
 
         Raises:
-            CheckpointError: it is stored in a type that is no weight's.
+            CheckpointError: its stored type is not one of weights.
         """
         tensor = self.tensors[name]
         if tensor.dtype == "F64":
@@ -117,7 +117,7 @@ class HeadFiles:
         """A table of ids, offsets or flags.
 
         Raises:
-            CheckpointError: it holds no whole numbers, or is no row of them.
+            CheckpointError: it is not one-dimensional, or not of integers.
         """
         tensor = self.tensors[name]
         if tensor.dtype in ("F32", "F16", "BF16", "F64") or tensor.dtype not in ITEM_TYPES:
@@ -127,10 +127,10 @@ class HeadFiles:
         return tensor.open().astype(np.int64)
 
     def check(self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]] | None = None) -> None:
-        """Hold the tensors to the shapes a network calls for.
+        """Check the tensors against the shapes a network needs.
 
         Raises:
-            CheckpointError: with all that are missing and all of another shape.
+            CheckpointError: names all tensors that are missing or of another shape.
         """
         expected = {**required, **(optional or {})}
         missing = [f"{name} {list(shape)}" for name, shape in required.items() if name not in self.tensors]
@@ -144,13 +144,13 @@ class HeadFiles:
             raise CheckpointError(f"{self.path} is no complete {self.kind.value} head for this target: {'; '.join(problems)}")
 
     def check_all_used(self, used: Iterable[str], *, ignored: Callable[[str], bool] = lambda _: False) -> None:
-        """Refuse a head with parts that nothing here computes: guessing without them would be guessing with another network.
+        """Refuse a head with tensors that we do not use: without them it would be another network.
 
         Args:
             ignored: names that are known to be no part of the computation; rotary frequencies are.
 
         Raises:
-            CheckpointError: with all names that are neither used nor ignored.
+            CheckpointError: names all tensors that are neither used nor ignored.
         """
         known = set(used)
         unknown = [name for name in self.tensors if name not in known and not name.endswith("rotary_emb.inv_freq") and not ignored(name)]
@@ -162,7 +162,7 @@ class HeadFiles:
 
 
 def is_head_file(name: str) -> bool:
-    """Whether this is the path of one file that heads come in, and not of a directory."""
+    """Whether a path is that of a head's file rather than of a directory."""
     path = Path(name)
     return path.suffix in (".pt", ".bin", ".safetensors") and is_file(path)
 

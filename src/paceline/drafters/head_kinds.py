@@ -47,14 +47,14 @@ _PARALLEL_TOKENS = ("ptd_token_id", "pard_token")
 
 
 def kind_of(path: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], files: Iterable[Path]) -> HeadKind:
-    """The first method whose evidence there is.
+    """The first method that there is evidence for.
 
     Args:
         path: of the head, for errors.
         shapes: of the tensors, by their names without prefixes.
 
     Raises:
-        IncompatibleDrafterError: it is in a container that names a method which is not known.
+        IncompatibleDrafterError: its container names an unknown method.
     """
     if "speculators_model_type" in config:
         named = str(config["speculators_model_type"])
@@ -89,7 +89,7 @@ def kind_of(path: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[in
 
 
 def _architectures(config: Mapping[str, Any]) -> list[str]:
-    """Of the config, and of the model that vLLM's form of it nests."""
+    """The architectures in the config, and in the model config that vLLM's form nests."""
     found = []
     for values in (config, config.get("model")):
         architectures = values.get("architectures") if isinstance(values, Mapping) else None
@@ -109,7 +109,7 @@ def _is_eagle3(shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 def _is_eagle(shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """The two halves are mixed before the first layer, which is an ordinary one."""
+    """Whether the two halves are mixed before the first layer, which is an ordinary one."""
     fc = shapes.get("fc.weight", shapes.get("fusion_fc.weight", ()))
     query = shapes.get("layers.0.self_attn.q_proj.weight", shapes.get("transformer.self_attn.q_proj.weight", ()))
     return len(fc) == 2 and fc[1] == 2 * fc[0] and query[-1:] == fc[:1]

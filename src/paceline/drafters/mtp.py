@@ -1,4 +1,4 @@
-"""MTP: the layer for multi-token prediction that some models were trained with, kept in their own checkpoint, guesses token after token.
+"""MTP: the multi-token-prediction layer that some checkpoints hold guesses token after token.
 
 Sources: DeepSeek-V3 (arXiv:2412.19437, section 2.2) and the checkpoints' reference code. A pair joins token t + 1 with the target's
 feature of position t, as in EAGLE, and is drafted with in the same way; the network differs: both halves are normed, the layer is an
@@ -39,8 +39,8 @@ class _Layout:
     Attributes:
         prefix: of the names of its decoder layer.
         names: our name -> the file's.
-        own_matrices: of those it may bring and the target has as well.
-        modules: what the names of all modules begin with, their number behind it.
+        own_matrices: matrices it may bring although the target has them too.
+        modules: the prefix of all modules' names, in front of their number.
         norms_less_one: its norm weights are stored less 1.
         normed_recurrence: the next feature is the output behind the final norm.
         feature_first: the mixing matrix takes the feature in front of the embedding.
@@ -93,8 +93,8 @@ class MtpModule:
         config: sizes and switches, in the terms of heads that draft with pairs.
         feature_first: the mixing matrix takes the feature in front of the embedding.
         weights: under the names of the network below; `lm_head.weight` is the target's where the file has none.
-        embedding: rows of the tokens of pairs.
-        soft_cap: of the logits, where the vocabulary matrix is the target's and it has one.
+        embedding: embedding of the pairs' tokens.
+        soft_cap: the target's logit soft cap, if its vocabulary matrix is used.
         notices: lines a user should see.
     """
 
@@ -144,7 +144,7 @@ def load_mtp(files: HeadFiles, target: ModelConfig, target_weights: Weights) -> 
 
 
 def _layer_of(files: HeadFiles, target: ModelConfig) -> ModelConfig:
-    """Sizes of the module's layer: those of a layer of the target, but where its files have a config of their own."""
+    """Sizes of the module's layer: those of a target layer, unless its files have their own config."""
     values = files.config.get("transformer_layer_config")
     if not files.is_speculators or not isinstance(values, Mapping):
         return target
@@ -159,7 +159,7 @@ def _one_layer(config: ModelConfig, *, norm_offset: bool) -> ModelConfig:
 
 
 def _check_all_used(files: HeadFiles, layout: _Layout, used: set[str], num_layers: int) -> int:
-    """Refuse a module with parts that are not known; returns how many modules there are behind the first.
+    """Refuse a module with unknown tensors; returns how many modules follow the first.
 
     Raises:
         CheckpointError: there are some.
@@ -184,7 +184,7 @@ def mtp_pairs(config: PairConfig, soft_cap: float | None = None, *, feature_firs
         u = fc([embedding_norm(e), feature_norm(f)]);  o = layer(u);  logits = lm_head(final_norm(o))
 
     Args:
-        soft_cap: of the target's logits, where its matrix is used.
+        soft_cap: the target's logit soft cap, if its matrix is used.
         feature_first: `fc` takes the two the other way round.
     """
 
@@ -214,9 +214,9 @@ def open_mtp_head(module: MtpModule, *, num_threads: int, max_context: int, back
 
 
 def candidates(files: HeadFiles, config: PairConfig, target: ModelConfig) -> tuple[PairConfig, ...]:
-    """Every way in which a module's layout admits to hand features on; `config`, the documented default, comes first.
+    """Every way in which a module of this layout may hand features on; `config`, the documented default, comes first.
 
-    In the layout of one layer more the reference code takes them in front of the last norm, transformers behind it.
+    With one layer more than config.json counts, the reference code takes the feature before the final norm, transformers after it.
     """
     if _layout(files, target).normed_recurrence:
         return (config,)

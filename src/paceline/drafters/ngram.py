@@ -17,7 +17,7 @@ MAX_MATCH = 6
 
 
 class NgramIndex:
-    """Where each run of `min_match` to `max_match` tokens last ended with something behind it. O(1) amortised a token.
+    """Where each run of `min_match` to `max_match` tokens last ended with something behind it. O(1) amortised per token.
 
     Example: after [1, 2, 3, 4, 1, 2, 3] with min_match 2, the longest run that occurred before is 1 2 3, and 4 1 2 3 followed it;
     asked for six tokens, the proposal is 4 1 2 3 4 1.
@@ -29,7 +29,7 @@ class NgramIndex:
         self._num_indexed = 0
 
     def num_unread(self, num_tokens: int) -> int:
-        """Of so many tokens, those that are not in the index yet."""
+        """How many of `num_tokens` tokens are not in the index yet."""
         return num_tokens - self._num_indexed
 
     def propose(self, token_ids: Sequence[int], num_draft_tokens: int) -> list[int]:
@@ -48,7 +48,7 @@ class NgramIndex:
                 found = ends.get(tuple(token_ids[size - length :]))
                 if found is not None:
                     drafts = list(token_ids[found : found + num_draft_tokens])
-                    while len(drafts) < num_draft_tokens:  # a loop goes on with its own guesses
+                    while len(drafts) < num_draft_tokens:  # a repetition goes on with its own guesses
                         drafts.append(drafts[found + len(drafts) - size])
                     return drafts
         return []

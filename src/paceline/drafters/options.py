@@ -1,4 +1,4 @@
-"""What a user may say of drafters beyond their names: a mapping of options, each of them read by some kinds of heads."""
+"""A user's options for drafters: a mapping, each entry read by some kinds of heads."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ class Option:
         read: the value from what was given, which may be the text of a command line.
 
     Raises:
-        ValueError, TypeError: by `read`, for what it does not take.
+        ValueError, TypeError: by `read`, for a value it does not take.
     """
 
     read_by: Sequence[HeadKind]
@@ -29,11 +29,11 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadOptions:
-    """What a user may say of heads.
+    """A user's options for heads.
 
     Attributes:
         medusa_tree: see `MedusaDrafter`; None = its default.
-        variant: conventions that the files of an EAGLE or MTP head do not say, or say wrongly; None = they are found out.
+        variant: conventions that an EAGLE or MTP head's files lack or have wrong; None = found by calibration.
     """
 
     medusa_tree: str | None = None
@@ -61,12 +61,12 @@ class HeadOptions:
 
     @property
     def given(self) -> list[str]:
-        """Names of the options that say something."""
+        """Names of the options that were set."""
         named = [] if self.variant is None else [name for name in OPTIONS if getattr(self.variant, name, None) is not None]
         return named if self.medusa_tree is None else [TREE, *named]
 
     def variant_for(self, kind: HeadKind) -> PairVariant | None:
-        """The conventions named that a kind of head knows; None where none is."""
+        """The conventions set that apply to a kind of head; None if there are none."""
         if self.variant is None:
             return None
         others = {name: None for name in OPTIONS if name != TREE and kind not in OPTIONS[name].read_by}
@@ -74,10 +74,10 @@ class HeadOptions:
         return None if variant == PairVariant() else variant
 
     def check_read(self, drafters: Iterable[str]) -> None:
-        """That none is left that none of `drafters`, by name, reads: it would do nothing.
+        """Refuse options that none of `drafters` (names) reads: they would do nothing.
 
         Raises:
-            ConfigError: one is.
+            ConfigError: there is one.
         """
         names = list(drafters)
         for name in self.given:
@@ -142,4 +142,4 @@ OPTIONS: Mapping[str, Option] = {
     "normed_recurrence": Option((HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.MTP), "true or false", _read_flag),
     "mask_token_id": Option((HeadKind.PEAGLE,), "a token id", _read_id),
 }
-"""All of them, by name; those but `tree` are the fields of `PairVariant`."""
+"""All options by name; all but `tree` are fields of `PairVariant`."""

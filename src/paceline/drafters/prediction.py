@@ -1,6 +1,6 @@
-"""Guess that the output is a text its sender gave in advance: a file to be edited, an answer to be corrected, a form to be filled in.
+"""Guess that the output repeats a text given with the request: a file to be edited, an answer to be corrected, a form to be filled in.
 
-Where the output leaves the prediction, the place where it joins it again is looked for.
+Once the output leaves the prediction, we look for the place where it joins it again.
 
 Source: OpenAI's "Predicted Outputs" as seen from outside; Saxena 2023, "Prompt Lookup Decoding", for finding a place by its last tokens.
 """
@@ -13,9 +13,9 @@ from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
 MATCHES = (8, 4, 2)
-"""Last tokens of the output that must stand in front of a place, the longest run first."""
+"""Numbers of the output's last tokens that are looked for in the prediction, longest first."""
 NEAR = 16  # places behind the mismatch where one token is enough
-MAX_REPLACED = 2  # tokens that may stand for as many of the prediction before they count as something else
+MAX_REPLACED = 2  # output tokens taken to replace as many of the prediction; after more, the place is lost
 
 
 class Prediction:
@@ -30,9 +30,9 @@ class Prediction:
         self._places: list[dict[tuple[int, ...], list[int]]] | None = None
         self.num_read = 0
         self._tail: list[int] = []  # the output's last tokens, as many as a match may need
-        self._anchor = 0  # where the output last agreed: everything guessed from there on
+        self._anchor = 0  # place behind the last token on which the two agreed
         self._num_lost = 0  # output tokens since then
-        self._place: int | None = 0  # where the output goes on, perhaps
+        self._place: int | None = 0  # where the output probably goes on
 
     def read(self, token_ids: Sequence[int]) -> None:
         """Follow the output by its next tokens."""
@@ -51,7 +51,7 @@ class Prediction:
         return () if self._place is None else self._token_ids[self._place : self._place + num_draft_tokens]
 
     def _find(self) -> int | None:
-        """The place behind the longest run that the output ends with; of several, the first from the anchor on, else the last before."""
+        """The place behind the longest run that the output ends with; of several, the first from the anchor on, else the last one."""
         if self._places is None:
             self._places = [_places(self._token_ids, length) for length in MATCHES]
         for places, length in zip(self._places, MATCHES, strict=True):

@@ -1,4 +1,4 @@
-"""Several drafters at once: who is asked is decided by measured acceptance and cost, and what they say becomes one tree.
+"""Several drafters at once: measured acceptance and cost decide which are asked, and their answers become one tree.
 
 They are asked in the order given. The next one is asked where its guesses are expected to be worth its time, or where those before
 have none. Answers are merged token by token, the likely ones first, within the row budget; the acceptance of every answer is
@@ -21,7 +21,7 @@ from paceline.speculation.tree_growth import Guess, grow_tree
 log = logging.getLogger(__name__)
 
 FIRST_RATE = 0.8  # acceptance of a guessed token before any was measured: the earlier drafter is trusted
-FIRST_WEIGHT = 8.0  # tokens that belief counts for
+FIRST_WEIGHT = 8.0  # weight of that first rate, in tokens
 MEMORY = 64.0  # tokens a measured rate looks back on
 SIBLING_SHARE = 0.5  # probability of a sibling over that of the one before it in the same drafter's tree
 PROBE_INTERVAL = 32  # steps after which a drafter is asked again, whatever was measured before
@@ -33,10 +33,10 @@ Places = tuple[tuple[int, int], ...]
 
 @dataclass(slots=True)
 class _Acceptance:
-    """How often the target says what a drafter guesses next, the latest tokens first.
+    """How often a drafter's guesses are accepted; later tokens weigh more.
 
     Attributes:
-        examined, accepted: guessed tokens, those further back counting less.
+        examined, accepted: guessed tokens, older ones counting less.
         has_read: whether the drafter was asked before; its first answer also takes reading the prompt.
         num_skipped: steps since it was asked.
     """
@@ -78,7 +78,7 @@ class _Asked:
 
 
 class StackDrafter(Drafter):
-    """Guesses with several drafters; what one of them lacks or breaks costs nothing where another has an answer.
+    """Guesses with several drafters; one without an answer, or that fails, does no harm where another has an answer.
 
     Args:
         drafters: in the order in which they are asked; cheap ones first.
@@ -95,10 +95,10 @@ class StackDrafter(Drafter):
             layers=tuple(sorted({layer for drafter in drafters for layer in drafter.needs.layers})),
             prompt_rows=any(drafter.needs.prompt_rows for drafter in drafters),
         )
-        self._lately = [_Acceptance() for _ in drafters]  # over all requests: where a new one begins
+        self._lately = [_Acceptance() for _ in drafters]  # over all requests: new ones start from it
         self._acceptance = RequestState[list[_Acceptance]]()
         self._asked = RequestState[_Asked]()
-        self._draft_s = [0.0 for _ in drafters]  # of one call
+        self._draft_s = [0.0 for _ in drafters]  # of one call to `propose`
         self._pass_s = 0.0  # from the end of a proposal until its rows are observed
         self._proposed_at: float | None = None
         self._has_warned = [False for _ in drafters]
@@ -121,7 +121,7 @@ class StackDrafter(Drafter):
             if indices and (error := self._ask(member, [requests[i] for i in indices], [asked[i] for i in indices])):
                 failed[member] = self._last_errors[member] = error
         if failed and not any(one.trees for one in asked):
-            raise next(iter(failed.values()))  # nobody covers for it: the engine counts the step as failed
+            raise next(iter(failed.values()))  # no other has an answer: the engine counts the step as failed
         for member, error in failed.items():
             self._warn(member, error)
         trees = [self._merge(request, one) for request, one in zip(requests, asked, strict=True)]
@@ -155,7 +155,7 @@ class StackDrafter(Drafter):
         return " + ".join(drafter.describe() for drafter in self._drafters)
 
     def _rates(self, request: Request) -> list[_Acceptance]:
-        """This request's acceptance by member; a new request begins with what was measured lately, at the weight of a belief."""
+        """This request's acceptance by member; a new request begins with the rates of recent ones, weighted as the first rate is."""
         rates = self._acceptance.get(request)
         if rates is None:
             rates = [_Acceptance(FIRST_WEIGHT, FIRST_WEIGHT * lately.rate) for lately in self._lately]
@@ -172,7 +172,7 @@ class StackDrafter(Drafter):
             return True
         acceptance = self._rates(request)[member]
         gain = max(one.gain, acceptance.expected(depth))
-        if self._pass_s == 0.0:  # what time is worth is not known yet
+        if self._pass_s == 0.0:  # no target pass was timed yet
             is_worth = gain > one.gain
         else:
             spent_s = self._pass_s + one.draft_s
@@ -183,7 +183,7 @@ class StackDrafter(Drafter):
         return acceptance.num_skipped >= PROBE_INTERVAL
 
     def _ask(self, member: int, requests: Sequence[Request], asked: Sequence[_Asked]) -> Exception | None:
-        """Collect one member's answers; whatever it raises is returned and harms nobody else's."""
+        """Collect one member's answers; what it raises is returned, so that the others' answers stay."""
         start = time.perf_counter()
         try:
             guesses = self._drafters[member].propose(requests, [one.budget for one in asked])
@@ -231,7 +231,7 @@ class StackDrafter(Drafter):
         return grow_tree(request.token_ids[-1], one.budget, tuple((member, 0) for member in one.trees), expand)
 
     def _measure(self, request: Request) -> None:
-        """Compare what everybody said with what the target did; beyond the emitted tokens nothing is known."""
+        """Compare all members' guesses with the emitted tokens; guesses beyond these are not counted."""
         one = self._asked.pop(request)
         if one is None:
             return
@@ -250,7 +250,7 @@ class StackDrafter(Drafter):
                 acceptance.add(num_examined, num_accepted)
 
     def _for_member(self, drafter: Drafter, rows: CommittedRows) -> CommittedRows:
-        """With the boundaries this member asked for, in its order; the target collects everybody's."""
+        """The rows with only the boundaries this member asked for, in its order; the target collects those of all members."""
         collected = rows.collected_hidden_states
         if collected is None or drafter.needs.layers == self.needs.layers:
             return rows
@@ -273,12 +273,12 @@ def _children(tree: DraftTree) -> list[list[int]]:
 
 
 def _smooth(before: float, seconds: float) -> float:
-    """A running average that one slow call, such as a first one that reads the prompt, does not rule for long."""
+    """A running average in which one slow call, such as a first one that reads the prompt, soon fades."""
     return seconds if before == 0.0 else 0.75 * before + 0.25 * min(seconds, 4.0 * before)
 
 
 def _tell_all(calls: Sequence[Callable[[], None]]) -> None:
-    """Make every call, then raise the first error: one that fails must not keep the others from hearing it."""
+    """Make every call, then raise the first error: one failure must not skip the others."""
     failure: BaseException | None = None
     for call in calls:
         try:

@@ -50,7 +50,7 @@ class LoadedTarget:
 
     @property
     def head_options(self) -> HeadOptions:
-        """What its user says of heads."""
+        """The user's options for heads."""
         return HeadOptions.of(self.speculation.drafter_options)
 
     def quantized(self, weights: Weights, files: Sequence[Path]) -> Weights:

@@ -19,11 +19,11 @@ from paceline.tokenizer.tokenizer import Tokenizer
 from paceline.tokenizer.vocabulary import IdMap, Speller, match_ids, piece_bytes, pieces_of
 
 LOOK_BEHIND = 10
-"""Tokens before a border that are cut again with what follows, because what follows can change how they are cut."""
+"""Tokens before a border that are tokenized again with what follows, which can change them."""
 
 
 class ByteTokenizer:
-    """A tokenizer that cuts bytes and knows how many of them each token stands for.
+    """A tokenizer for bytes that knows how many of them each token stands for.
 
     Attributes:
         pieces, bytes_of: by id, as the vocabulary spells it and the bytes it stands for.
@@ -42,8 +42,8 @@ class ByteTokenizer:
     def cut(self, text: bytes, *, at_start: bool = False) -> list[tuple[int, int]]:
         """Token ids of `text`, each with the number of bytes it stands for.
 
-        As the tokenizer cuts where its tokens spell `text`, else the longest pieces from the left. Bytes that no piece
-        spells count to the token before them.
+        The tokenizer's own tokens if they spell `text`, else the longest pieces from the left. Bytes without a piece
+        count as part of the token before them.
 
         Args:
             at_start: nothing stands before `text`, so a space that the tokenizer puts in front belongs there.
@@ -109,7 +109,7 @@ class SharedPieces:
         to_target = match_ids(draft.pieces, target.pieces)[:draft_vocab_size]
         draft_ids = np.flatnonzero((to_target >= 0) & (to_target < vocab_size))
         target_ids = to_target[draft_ids]
-        pairs = self._to_draft[target_ids] == draft_ids  # one id on either side: a piece may occur twice in a vocabulary
+        pairs = self._to_draft[target_ids] == draft_ids  # one-to-one only: a piece may occur twice in a vocabulary
         self._draft_ids, self._target_ids = _as_slice(draft_ids[pairs]), _as_slice(target_ids[pairs])
         self._to_draft[self._to_draft >= draft_vocab_size] = -1
         self._spelled: dict[int, tuple[int, ...]] = {}
@@ -171,9 +171,9 @@ class _Reading:
 
 
 class TextDrafter(Drafter):
-    """Drafts with a model of any vocabulary: it reads the text, and what it writes is cut by the target's tokenizer.
+    """Drafts with a model of any vocabulary: it reads the text, and what it writes is tokenized by the target's tokenizer.
 
-    The model writes its most probable text. Where the last word may still be open, its last token is left out.
+    The model writes its most probable text. If the last word may be incomplete, its last token is left out.
 
     Args:
         writer: the draft model.
@@ -209,7 +209,7 @@ class TextDrafter(Drafter):
         return self.writer.describe()
 
     def _read(self, request: Request) -> tuple[Sequence[int], int] | None:
-        """The draft model's ids of the request's text and how many are as they were; None inside a character."""
+        """The draft model's ids of the request's text and how many are unchanged; None inside a character."""
         start = self._draft.start
         reading = self._readings.get(request)
         if reading is None:
@@ -258,7 +258,7 @@ class TextDrafter(Drafter):
             elif end > 0:  # what was written would have changed the last token, which is committed
                 tokens.extend(self._target.cut(written[:end]))
         if len(tokens) > 1 and written[-1:].isalnum() and tokens[-1][1] > len(texts[-1]):
-            tokens.pop()  # several draft tokens into a word, the next one may go on with it
+            tokens.pop()  # a word of several draft tokens may go on in the next one
         return [token_id for token_id, _ in tokens]
 
 
@@ -276,7 +276,7 @@ def _num_start_tokens(tokenizer: ByteTokenizer, request: Request) -> int:
 
 
 def _whole_len(text: bytes | bytearray) -> int:
-    """Bytes of `text` without a character that is not complete at its end."""
+    """Bytes of `text` without an incomplete character at its end."""
     for back in range(1, min(4, len(text)) + 1):
         byte = text[-back]
         if byte >= 0xC0:
@@ -288,5 +288,5 @@ def _whole_len(text: bytes | bytearray) -> int:
 
 
 def _characters(text: bytes) -> list[bytes]:
-    """The characters of `text`; bytes that are none stand alone."""
+    """The characters of `text`; invalid bytes stand alone."""
     return [character.encode("utf-8", "surrogateescape") for character in text.decode("utf-8", "surrogateescape")]

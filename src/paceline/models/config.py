@@ -31,10 +31,10 @@ class WeightType(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder: its layers, and what is of the whole of it, independent of where they were read from.
+    """A decoder network, independent of the file format it was read from.
 
-    `hidden_size` is E, `vocab_size` V, `num_layers` L. `max_positions` ends where a target's window would begin to slide; the layers of
-    a drafting head slide within it.
+    `hidden_size` is E, `vocab_size` V, `num_layers` L. A target's `max_positions` ends where its window would begin to slide; the layers
+    of a drafting head do slide.
     """
 
     family: str
@@ -69,7 +69,7 @@ class ModelConfig:
 
     @property
     def rotations(self) -> tuple[tuple[RopeConfig, int], ...]:
-        """The different ways in which layers rotate heads of a size, in the order of the layers."""
+        """The distinct pairs (rope, head size), in the order of the layers."""
         return tuple(dict.fromkeys((layer.mixer.rope, layer.mixer.head_size) for layer in self.layers))
 
     @property
@@ -79,14 +79,14 @@ class ModelConfig:
 
     @property
     def attention(self) -> AttentionConfig:
-        """Of the first layer."""
+        """The first layer's attention."""
         return self.layers[0].mixer
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, int, int, int, int]:
-        """Of the keys and values of all layers, [2 * L, num_blocks, K, block_size, D]: keys of layer i at 2 * i, values behind them.
+        """Shape of the keys and values of all layers, [2 * L, num_blocks, K, block_size, D]: keys of layer i at 2 * i, values at 2 * i + 1.
 
         Raises:
-            CheckpointError: layers have keys of other sizes, for which there is no such array.
+            CheckpointError: the layers' keys differ in size.
         """
         first = self.attention
         for index, layer in enumerate(self.layers):
@@ -109,8 +109,8 @@ class ModelConfig:
     def for_context(self, max_context: int | None) -> "ModelConfig":
         """The network as a run of up to `max_context` positions computes it.
 
-        Rotary frequencies that depend on the length are chosen here, once: up to the original length those made for it, and no
-        longer context then; beyond it those for `max_context`. None = the original length.
+        Rotary frequencies that depend on the length are chosen here, once: up to the original length those made for it, which then
+        limits the context; beyond it those for `max_context`. None = the original length.
         """
         if not any(rope.type.depends_on_length for rope, _ in self.rotations):
             return self
@@ -190,7 +190,7 @@ def config_from_values(
 
 
 def _check_frequencies(config: ModelConfig, path: Path) -> None:
-    """Refuse parameters each of which may be a number but from which no rotation can be computed."""
+    """Refuse parameters that are numbers but give no usable rotation."""
     for rope, head_size in config.rotations:
         for context in (None, config.max_positions):
             try:

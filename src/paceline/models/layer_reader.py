@@ -23,7 +23,7 @@ ACTIVATIONS = {
 
 
 class LayerReader:
-    """What a family's `layers` function makes layers with; what the family does not name is read the same way for all.
+    """Builds layers for a family's `layers` function; what the family does not set is read the same way for all.
 
     Attributes:
         num_heads, num_kv_heads, head_size: of every attention.
@@ -37,7 +37,7 @@ class LayerReader:
 
     def __init__(self, fields: JsonFields, family: "Family") -> None:
         self.fields, self.family = fields, family
-        self.num_layers = fields.size("num_hidden_layers", most=MAX_LAYERS)  # before anything is made for every layer
+        self.num_layers = fields.size("num_hidden_layers", most=MAX_LAYERS)  # checked before anything is made for every layer
         self.num_heads, self.num_kv_heads, self.head_size = _heads(fields)
         self.rope = self.local_rope = read_rope(fields, family, head_size=self.head_size)
         if family.has_local_rope:
@@ -45,7 +45,7 @@ class LayerReader:
         self.max_positions = _max_positions(fields, self.rope)
 
     def flag(self, name: str) -> bool:
-        """A switch that is off where it is not named."""
+        """A boolean, False if absent."""
         return self.fields.flag(name, default=False)
 
     def soft_cap(self, name: str) -> float | None:
@@ -90,11 +90,10 @@ class LayerReader:
     def layers(
         self, attention: AttentionConfig, mlp: DenseMLP, *, norm_order: NormOrder = NormOrder.PRE, slides: Sequence[bool] = ()
     ) -> tuple[LayerConfig, ...]:
-        """Layers that are alike, but that some see a window only.
+        """Layers that are alike, except that some may have a sliding window.
 
         Args:
-            slides: for each layer whether its attention does; none = no layer's does. A window that holds every text there can be is
-                left out.
+            slides: for each layer whether its window slides; none = no layer's does. A window as long as the context is left out.
         """
         full = LayerConfig(mixer=attention, mlp=mlp, norm_order=norm_order)
         if not any(slides):

@@ -30,12 +30,12 @@ class NormOrder(Enum):
 
     @property
     def in_front(self) -> bool:
-        """Whether a part reads the stream behind a norm."""
+        """Whether a part's input is normed."""
         return self is not NormOrder.POST
 
     @property
     def behind(self) -> bool:
-        """Whether what a part returns is normed before it is added."""
+        """Whether a part's output is normed before it is added."""
         return self is not NormOrder.PRE
 
 

@@ -1,4 +1,4 @@
-"""Mapped files under arrays that are in use: the system kills whoever reads where a file has been cut off since."""
+"""Memory-mapped files behind arrays in use: reading beyond the end of a file that was truncated since kills the process."""
 
 import mmap
 from collections.abc import Iterable
@@ -14,8 +14,8 @@ from paceline.errors import CheckpointError
 class MappedFiles:
     """Files that some arrays are views of.
 
-    A process that reads a mapped page behind the end of its file gets SIGBUS and is gone. So sizes are compared before each pass, which
-    takes under a microsecond a file. What is cut off within a pass, or a disk that fails, is not seen.
+    Reading a mapped page beyond the end of its file raises SIGBUS. So sizes are compared before each pass, which takes under a microsecond
+    a file. Truncation during a pass and disk failures are not noticed.
     """
 
     __slots__ = ("_files",)
@@ -28,7 +28,7 @@ class MappedFiles:
         return len(self._files)
 
     def check(self) -> None:
-        """That none is shorter than when it was mapped.
+        """Check that no file is shorter than when it was mapped.
 
         Raises:
             CheckpointError: one is.
@@ -49,7 +49,7 @@ def map_regular(file: Any, path: Path) -> NDArray[np.uint8]:
 
 
 def _mapping_of(array: NDArray[Any]) -> tuple[mmap.mmap, Path] | None:
-    """What an array is a view of, however often it was viewed; None where it has memory of its own."""
+    """The mapped file that an array is a view of, directly or not; None if it has its own memory."""
     owner: Any = array
     while isinstance(owner, np.ndarray):
         base: Any = owner.base

@@ -1,17 +1,17 @@
-"""A checksum of large arrays that every byte and its place enter, at the speed of memory.
+"""A checksum of large arrays, as fast as memory; it depends on every byte and its place.
 
 A page of 4 KiB has the sum of its 32-bit words, each times an odd 64-bit factor of its own, modulo 2**64. The sums in their order, and the
 bytes behind the last whole page, are hashed with SHA-256. So
 
-* another word changes the sum: |difference| < 2**32, times an odd number, is not 0 modulo 2**64;
-* two exchanged words do: the difference of two factors is divisible by 2**31 for no pair of them (a test looks at all);
-* any other change within a page does but for one in about 2**64: exchanged sectors, a stretch of zeros, bytes that moved;
-* exchanged pages change the order of sums.
+* changing one word changes the sum: |difference| < 2**32, times an odd number, is not 0 modulo 2**64;
+* so does exchanging two words: no two factors differ by a multiple of 2**31 (a test checks all pairs);
+* so does all but about one in 2**64 of other changes within a page: exchanged sectors, a stretch of zeros, bytes that moved;
+* exchanging pages changes the order of sums.
 
-It is a guard against disks and half-written files, not against somebody who can write the file: they can write its checksum as well.
+It guards against disk errors and half-written files, not against somebody who can write the file, and so its checksum as well.
 
-Source: multilinear hashing (Carter and Wegman 1979; Lemire and Kaser 2014, section 2). Deviation: factors are fixed, because nobody chooses
-the data to deceive.
+Source: multilinear hashing (Carter and Wegman 1979; Lemire and Kaser 2014, section 2). Deviation: factors are fixed, because there is no
+adversary.
 """
 
 import hashlib

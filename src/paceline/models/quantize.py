@@ -67,12 +67,12 @@ def quantize_matrix(values: FloatArray, *, bits: int, group: int, symmetric: boo
 
     Args:
         group: 32, 64 or 128, and a divisor of K.
-        symmetric: around zero, else from a minimum on that is a multiple of the scale.
+        symmetric: codes around zero, else above a minimum that is a multiple of the scale.
         name: for the error.
 
     Raises:
         CheckpointError: a value is NaN, infinite or beyond 1e37.
-        ConfigError: bits or group cannot be had.
+        ConfigError: bits or group is not supported.
     """
     rows, columns = values.shape
     if bits not in (4, 8) or group not in GROUPS or columns % group:
@@ -89,7 +89,7 @@ def quantize_matrix(values: FloatArray, *, bits: int, group: int, symmetric: boo
 
 
 def scheme_for(name: str, facts: TensorFacts, options: QuantOptions, *, is_head_too: bool) -> Scheme | None:
-    """How `options` want a tensor stored, None = as it is: no matrix, kept by name, already as small, or of a width no group divides.
+    """How `options` want a tensor stored, None = as it is: not a matrix, kept by name, already as small, or no group divides its width.
 
     Args:
         is_head_too: the embedding is the output matrix as well.

@@ -1,8 +1,8 @@
-"""Quantised matrices on disk, so that a model is quantised once: one safetensors file for each content and each setting.
+"""Quantised matrices on disk, so that a model is quantised once: one safetensors file per model and settings.
 
-A file is written under a temporary name, synced and renamed, so a name that can be found was written whole. Its header follows from
-the model and the settings alone and its data have a checksum that every byte and its place enter (page_sums.py), compared whenever a
-file is opened, so a file that was damaged later is noticed and made anew.
+A file is written under a temporary name, synced and renamed, so a file under its final name is complete. Its header follows from
+the model and the settings alone, and its data have a checksum (page_sums.py) that is compared whenever a file is opened, so a file that
+was damaged later is noticed and made anew.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from paceline.small_files import unreadable
 FOLDER = "quantised"
 """Folder of the cache directory that holds the files."""
 
-FORMAT = 2  # of the file and of the arithmetic in quantize.py: another number, another key
+FORMAT = 2  # version of the file and of the arithmetic in quantize.py; part of the key
 _ALIGNMENT = 64
 _PARTIAL = ".partial-"
 _ABANDONED_S = 24 * 3600.0
@@ -81,13 +81,13 @@ def quantized_weights(
 
     Args:
         cache_directory: None = keep the result in memory alone: a matrix is then quantised when it is asked for.
-        files: what `weights` were read from. Their sizes and times of change then enter the key, beside samples of every tensor;
-            without them every byte is read for it.
+        files: what `weights` were read from. The key then uses their sizes and modification times, and samples of every tensor;
+            without them it takes every byte.
         notices: gets a line when the cache cannot be written.
-        page_sums: sums pages for the checksum, the faster the better.
+        page_sums: sums pages for the checksum.
 
     Raises:
-        CheckpointError: a weight is NaN, infinite or beyond 1e37, or one of `files` cannot be seen any more.
+        CheckpointError: a weight is NaN, infinite or beyond 1e37, or one of `files` can no longer be read.
     """
     schemes = schemes_for(weights, options)
     if not schemes:
@@ -116,8 +116,8 @@ class QuantizedWeights(MadeWeights):
     """Weights some of which are quantised when they are asked for.
 
     Args:
-        weights: the others, and what the quantised ones are made of.
-        quantized: one that has a scheme, by its name.
+        weights: all weights, not quantised.
+        quantized: makes the tensor of a name that has a scheme.
     """
 
     def __init__(self, weights: Weights, quantized: Callable[[str], AnyTensor], schemes: Mapping[str, Scheme]) -> None:
@@ -134,7 +134,7 @@ class QuantizedWeights(MadeWeights):
 
 
 def _quantized(weights: Weights, name: str, scheme: Scheme, num_threads: int) -> GroupedTensor:
-    """One tensor quantised; what it was made of is let go."""
+    """One tensor quantised; its source is freed."""
     made = quantize_tensor(name, weights[name], scheme, num_threads=num_threads)
     weights.forget(name)
     return made
@@ -193,7 +193,7 @@ def _layout(weights: Weights, schemes: Mapping[str, Scheme], key: str) -> _Layou
 
 
 def _write(path: Path, layout: _Layout, weights: Weights, schemes: Mapping[str, Scheme], sums: _Sums, num_threads: int) -> None:
-    """Quantise into a file of another name and rename it; whoever breaks off leaves no file of this name."""
+    """Quantise into a file of another name and rename it; an interrupted write leaves no file of this name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path.parent)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_PARTIAL)
@@ -242,7 +242,7 @@ def _read(path: Path, layout: _Layout, weights: Weights, schemes: Mapping[str, S
 
 
 def _remove_abandoned(directory: Path) -> None:
-    """What killed writers left, once nobody can still be writing it."""
+    """Remove what killed writers left, once it is too old to be still written."""
     for left in directory.glob(f"{_PARTIAL}*"):
         with suppress(OSError):
             if time.time() - left.stat().st_mtime > _ABANDONED_S:

@@ -1,4 +1,4 @@
-"""How a checkpoint's metadata says that positions are rotated."""
+"""Rotary settings, read from a checkpoint's metadata."""
 
 import math
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class RopeType(Enum):
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether its frequencies are others for a long context than for a short one."""
+        """Whether its frequencies depend on the context length."""
         return self in (RopeType.DYNAMIC, RopeType.LONGROPE)
 
 
@@ -33,7 +33,7 @@ class RopeType(Enum):
 class RopeConfig:
     """Rotary embedding: its base and how it is scaled (see `models/rope.py` for the rules).
 
-    `context_len` is the length that frequencies depending on one are computed for; 0 = the original one.
+    `context_len` is the length that length-dependent frequencies are computed for; 0 = the original one.
     """
 
     theta: float = 10000.0

@@ -1,6 +1,6 @@
 """The safetensors container: an 8-byte little-endian header length, a JSON header, then the tensors' bytes.
 
-The header comes from strangers, so every number in it is checked against the file's size before it is used.
+The header is untrusted, so every number in it is checked against the file's size before it is used.
 """
 
 import math

@@ -42,7 +42,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GroupedTensor:
-    """One weight matrix in groups; `weight_type` is what its values are meant to be computed in."""
+    """One weight matrix in groups; `weight_type` is the type to compute with it in."""
 
     matrix: GroupedMatrix
     weight_type: WeightType = WeightType.F32
@@ -96,7 +96,7 @@ class Weights(Mapping[str, AnyTensor]):
         stored: dict[str, StoredTensor] = {}
         for path in checkpoint_files(directory):
             stored.update(read_header(path))
-        if config.num_layers > len(stored):  # said before a table of that size is made
+        if config.num_layers > len(stored):  # checked before a table of that size is made
             raise CheckpointError(
                 f"{directory} holds {len(stored)} tensors, too few for the {config.num_layers} layers of its config.json; "
                 "is it another model's?"
@@ -146,7 +146,7 @@ class Weights(Mapping[str, AnyTensor]):
         return name in self._tensors
 
     def forget(self, name: str) -> None:
-        """Free what was made of the file for this tensor; asked for again, it is made again."""
+        """Free this tensor if it was made from the file; asked for again, it is made again."""
 
     def facts(self, name: str) -> TensorFacts:
         """What is known of a tensor without making anything."""
@@ -155,7 +155,7 @@ class Weights(Mapping[str, AnyTensor]):
         return TensorFacts(tensor.shape, tensor.weight_type, bits, tensor.nbytes)
 
     def stored(self, name: str) -> tuple[NDArray[Any], ...]:
-        """The arrays a tensor is stored as: other values, other bytes."""
+        """The arrays a tensor is stored as; other values have other bytes."""
         tensor = self[name]
         return tensor.matrix.arrays if isinstance(tensor, GroupedTensor) else (tensor.array,)
 

@@ -80,7 +80,7 @@ def read_checkpoint(path: Path, max_context: int | None = None) -> CheckpointFac
     """Read what a checkpoint says of itself, and check its headers against its config.
 
     Args:
-        max_context: what it is to be run with; some models compute otherwise for long texts.
+        max_context: what it is to be run with; some models compute differently for long texts.
 
     Raises:
         CheckpointError: a file is missing, damaged or not one we run.
@@ -136,6 +136,6 @@ def _backend(path: Path) -> Backend | None:
         return None
     with library_errors(f"{path} cannot be read as a tokenizer; download the file again", CheckpointError):
         backend = Backend.from_str(content.decode("utf-8"))
-        backend.no_padding()  # what the file asks for is no part of a tokenizer, and may be of any length
+        backend.no_padding()  # padding that the file asks for may have any length
         backend.no_truncation()
         return backend

@@ -29,7 +29,7 @@ class DoctorQuestion:
         quant, draft_quant: how they are quantised while they are loaded; None = not at all.
         max_context: longest text; None = what the target was made for.
         device: "auto", "cpu" or "cuda"; auto is judged as cpu.
-        memory_bytes: what there is; None = what this machine has free.
+        memory_bytes: memory to assume; None = what this machine has free.
         probe_arguments: arguments of `paceline.LLM` to load it with and time passes; None = load nothing.
     """
 
@@ -100,7 +100,7 @@ class Diagnosis:
 
 
 def diagnose(question: DoctorQuestion) -> Diagnosis:
-    """Look at the files and say what will happen; what cannot work is a problem of the result, never an exception.
+    """Look at the files and say what will happen; what cannot work becomes a problem in the result, never an exception.
 
     Nothing is downloaded.
     """
@@ -194,7 +194,7 @@ def _together(drafts: Sequence[ModelMemory]) -> ModelMemory | None:
 
 
 def expected_numerics(memory: ModelMemory) -> tuple[str, str]:
-    """What `numerics` will be, and why; the test at load has the last word."""
+    """What `numerics` will be, and why; the test at load decides."""
     if memory.backend == "torch":
         return "fast", "torch picks kernels by a pass's shape"
     return "exact", "the native kernels compute every row on its own; tested again at load"

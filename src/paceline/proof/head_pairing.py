@@ -42,7 +42,7 @@ class HeadFacts:
     cache_bytes_per_1k: int
 
     def memory(self, quant: QuantOptions | None) -> ModelMemory:
-        """What it takes once it is loaded."""
+        """The memory it takes once loaded."""
         schemes = {} if quant is None else schemes_for(Weights(self.weights), quant)
         num_bytes = sum(schemes[name].nbytes(tensor.shape) if name in schemes else tensor.nbytes for name, tensor in self.weights.items())
         return ModelMemory(num_bytes, self.cache_bytes_per_1k, "native")
@@ -70,7 +70,7 @@ def judge_head(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) 
 
 def _judge_medusa(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) -> tuple[HeadFacts, PairVerdict]:
     sizes = target.config
-    stand_in = Tensor(np.empty(0, np.float32), WeightType.F32, (sizes.vocab_size, sizes.hidden_size))  # its shape is all that is asked for
+    stand_in = Tensor(np.empty(0, np.float32), WeightType.F32, (sizes.vocab_size, sizes.hidden_size))  # only its shape is used
     heads = load_medusa(files, sizes, stand_in)
     own = {name: tensor for name, tensor in heads.weights.items() if tensor is not stand_in}
     matrix = "a vocabulary matrix each" if not heads.shares_lm_head else "one vocabulary matrix for all"

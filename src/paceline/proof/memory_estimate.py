@@ -29,7 +29,7 @@ class ModelMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """What a target and its draft model take together, against what is there.
+    """What a target and its draft model take together, against what is available.
 
     Attributes:
         draft: None without a draft model.

@@ -40,7 +40,7 @@ class PairVerdict:
 
 
 def judge_pair(target: CheckpointFacts, draft: CheckpointFacts) -> PairVerdict:
-    """The verdict on a draft model for a target; weights play no part in it."""
+    """The verdict on a draft model for a target; weights are not read."""
     notes = _notes(target, draft)
     if target.tokenizer is None or draft.tokenizer is None:
         missing = target.path if target.tokenizer is None else draft.path

@@ -136,7 +136,7 @@ def probe(**arguments: Any) -> ProbeResult:
     load_s = time.perf_counter() - start
     rows = (1, *(count + 1 for count in DRAFT_LENGTHS))
     pass_s = time_passes(llm.runtime, llm.engine.cache, rows, max_context=llm.max_context)
-    writer = getattr(llm.drafter, "writer", llm.drafter)  # a drafter that translates text has its network in there
+    writer = getattr(llm.drafter, "writer", llm.drafter)  # a drafter that translates text keeps its network there
     runtime, cache = getattr(writer, "runtime", None), getattr(writer, "cache", None)
     draft_s = 0.0 if runtime is None or cache is None else time_passes(runtime, cache, (1,), max_context=llm.max_context)[1]
     trial = None if llm.drafter is None else _try_drafts(llm, llm.drafter)
@@ -147,7 +147,7 @@ def probe(**arguments: Any) -> ProbeResult:
 
 
 def _try_drafts(llm: "LLM", drafter: "Drafter") -> Trial:
-    """Let it guess for texts that the target says greedily behind pieces of the sample text, whether that pays or not."""
+    """Let it guess the target's greedy continuations of pieces of the sample text, even where drafting does not pay."""
     from paceline.sampling.params import SamplingParams
     from paceline.speculation.draft_length import DraftLengthPolicy
 
@@ -162,7 +162,7 @@ def _try_drafts(llm: "LLM", drafter: "Drafter") -> Trial:
         finally:
             spent += time.perf_counter() - start
 
-    setattr(drafter, "propose", timed)  # noqa: B010  # of this one drafter, which nobody else gets
+    setattr(drafter, "propose", timed)  # noqa: B010  # on this instance only, which nothing else uses
     words = SAMPLE_TEXT.split(" ")
     prompts = [" ".join(words[len(words) * index // _NUM_TEXTS :][:_PROMPT_WORDS]) for index in range(_NUM_TEXTS)]
     params = SamplingParams(max_tokens=max(1, min(_TEXT_TOKENS, llm.max_context // 2)), ignore_eos=True)

@@ -13,7 +13,7 @@ from paceline.tokenizer.tokenizer import Tokenizer
 
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NO_END = "<|end of grammar|>"  # stands for the end in a vocabulary that has no end token
-_MAX_REASON = 400  # characters of llguidance's that an error repeats
+_MAX_REASON = 400  # characters of llguidance's message that an error repeats
 
 
 class GrammarVocabulary:
@@ -77,16 +77,16 @@ class CompiledGrammar:
             raise RequestError(f"grammar: {error}", parameter="grammar") from error
         self._first = self._compile()
         if not self._first.is_error():
-            self._first.compute_bitmask()  # some find out only here that no text matches
+            self._first.compute_bitmask()  # for some grammars only this shows that no text matches
         if self._first.is_error():
             raise RequestError(f"grammar: {reason_of(self._first)}", parameter="grammar")
 
     def matcher(self) -> Any:
-        """A fresh matcher; what one learns of the grammar's automaton is learnt for all."""
+        """A fresh matcher; all of them share the grammar's automaton, which grows with use."""
         return self._first.deep_copy()
 
     def renew(self) -> Any:
-        """A fresh matcher that shares nothing with those before it; those of later requests share with it."""
+        """A fresh matcher with a new automaton, which matchers of later requests share."""
         self._first = self._compile()
         return self._first.deep_copy()
 

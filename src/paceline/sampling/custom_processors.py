@@ -54,7 +54,7 @@ def _checked(scores: object, processor: CustomProcessor, vocab_size: int) -> NDA
         raise _refusal(processor, f"returned scores of shape {scores.shape}; they must have the shape they came in, ({vocab_size},)")
     if scores.dtype != np.float32:
         raise _refusal(processor, f"returned {scores.dtype} scores; they must stay float32: return scores.astype(numpy.float32)")
-    peak = scores.max()  # NaN wins every maximum
+    peak = scores.max()  # NaN if there is one
     if np.isnan(peak) or peak == np.inf:
         raise _refusal(processor, f"returned {'NaN' if np.isnan(peak) else 'inf'} scores; to force a token set all others to -inf")
     return scores

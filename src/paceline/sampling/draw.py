@@ -11,8 +11,8 @@ from paceline.sampling.restrict import Nucleus
 
 _WIDE_ROW = 2048  # from here on bounding first is cheaper than float64 logarithms of the whole row
 _LOG_RANGE = 32.0 * math.log(2.0)  # of w = (bits + 1/2) / 2**32
-_NUM_RIVALS = 8.0  # as many of the nucleus are looked at on average: none of them with probability exp(-8)
-_MAX_REACH = 32.0  # of E / weight: more than any E, so the best score, which weighs 1, is within
+_NUM_RIVALS = 8.0  # nucleus ids looked at on average; none at all with probability exp(-8)
+_MAX_REACH = 32.0  # of E / weight: above any E, so the best score, which weighs 1, is always within
 _WIDER = 32.0
 _RIVAL_SLACK = 1.0 + 2.0**-8  # float32 weights within reach err by less than 1e-5
 
@@ -70,15 +70,14 @@ def _best_of_row(scores: ScoreArray, bits: BitsArray) -> int:
 def _best_of_nucleus(nucleus: Nucleus, key: int, token_ids: IdArray | None) -> int:
     """Position of the largest `_race` value in the nucleus, the first one on ties: what listing it first would give.
 
-    The best of a set that lies in a part of it is the best of that part. So the ids go by race value, best first, and the first
-    one that the nucleus keeps is the token.
+    Ids are tried by race value, best first; the first one that the nucleus keeps is the token.
     """
     reach = min(_NUM_RIVALS / nucleus.wanted, _MAX_REACH)
     while True:
         best = _best_rival(nucleus, reach, key, token_ids)
         if best is not None:
             return best
-        # Ends: with the largest reach the best score is a rival, and every nucleus keeps it.
+        # This ends: with the largest reach the best score is a rival, and every nucleus keeps it.
         reach = min(reach * _WIDER, _MAX_REACH)
 
 
@@ -98,7 +97,7 @@ def _best_rival(nucleus: Nucleus, reach: float, key: int, token_ids: IdArray | N
         if rank < refused:
             if nucleus.keeps(rival):
                 return rival
-            refused = rank  # and all that rank behind it
+            refused = rank  # and so are all that rank behind it
     return None
 
 

@@ -26,7 +26,7 @@ class GrammarKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A language of texts that an output is held to. Made by the constructors below.
+    """What an output must match. Made by the constructors below.
 
     JSON is written on one line, as `json.dumps` does, unless `any_whitespace` is set: then the model may indent it, and a model that
     never stops indenting never ends.
@@ -34,8 +34,8 @@ class Grammar:
     Attributes:
         kind: what `text` is; its name is accepted too.
         text: a JSON schema, a regular expression, a Lark grammar or a JSON list of choices.
-        reasoning_end: text after which the grammar begins, such as "</think>"; before it everything but the end may be said. None =
-            the grammar holds from the first token on. Not waited for where the prompt ends with it.
+        reasoning_end: text after which the grammar begins, such as "</think>"; before it every token but an end token is allowed. None =
+            the grammar begins with the first token, as it does where the prompt ends with this text.
 
     Raises:
         RequestError: it cannot be a grammar; `parameter` is "grammar".
@@ -64,8 +64,8 @@ class Grammar:
         """JSON that a schema describes; properties come in the schema's order.
 
         Args:
-            schema: a mapping or its JSON text. Keywords that cannot be held to are refused when the grammar is compiled.
-            any_whitespace: whether the model may lay the JSON out as it likes.
+            schema: a mapping or its JSON text. Keywords that cannot be enforced are refused when the grammar is compiled.
+            any_whitespace: whether the model may use whitespace as it likes.
         """
         return cls(GrammarKind.JSON_SCHEMA, _schema_text(schema, any_whitespace=any_whitespace), reasoning_end)
 

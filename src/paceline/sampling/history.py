@@ -1,4 +1,4 @@
-"""A growing text: counts of its distinct tokens, as arrays that penalties can index with, and views of it that stay true."""
+"""A growing text: counts of its distinct tokens, as arrays that penalties can index with, and views of it."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
@@ -67,7 +67,7 @@ class TokenView(Sequence[int]):
     """Prompt + output + path as one read-only sequence, made without copying the text; slices are lists.
 
     Args:
-        token_ids: a list that only ever grows; what is added later is not seen.
+        token_ids: a list that is only appended to; what is added later is not seen.
         path: tokens after them.
     """
 

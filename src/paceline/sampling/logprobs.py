@@ -13,7 +13,7 @@ _BLOCK_RATIO = 16  # blocks for each id asked for; more make the bound tighter, 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One token as its row sees it.
+    """One token's log-probability and rank in its row.
 
     Attributes:
         token_id: the token.
@@ -30,7 +30,7 @@ class TokenLogprobs:
 
 
 def raw_logprobs(row: NDArray[np.float32], token_id: int, num_top: int) -> TokenLogprobs:
-    """What the target itself says of a token, before any processor and at temperature 1.
+    """A token's log-probability in the target's own row, before any processor and at temperature 1.
 
     Args:
         row: [V] float32 logits, never modified.
@@ -41,7 +41,7 @@ def raw_logprobs(row: NDArray[np.float32], token_id: int, num_top: int) -> Token
 
 
 def processed_logprobs(distribution: Distribution, token_id: int, num_top: int) -> TokenLogprobs:
-    """What a draw sees of a token: after all processors, temperature and restriction; arguments as for `raw_logprobs`.
+    """A token's log-probability as it is drawn: after all processors, temperature and restriction; arguments as for `raw_logprobs`.
 
     A greedy distribution counts with temperature 1 and without restriction, because it never gets that far.
     """

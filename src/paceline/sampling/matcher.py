@@ -1,8 +1,8 @@
 """Holding an output to a grammar: which tokens may follow it, at every node of a draft tree, and which are forced.
 
 A matcher of llguidance is kept in step with the committed output. It moves down a path by consuming the path's tokens and back by a
-rollback, about a microsecond a token: what it holds beyond the committed output is remembered, and only the difference to the next
-path is taken back and consumed. So nothing is copied for a tree.
+rollback, about a microsecond a token. We remember what it consumed beyond the committed output, so that only the difference to the next
+path is rolled back and consumed, and a tree needs no copies.
 
 Three things are ours. End tokens never reach llguidance, which does not count one behind a finished text, so it could not be rolled
 back; any of the model's is allowed where the text may end. Matchers of one compiled grammar share an automaton that grows with every
@@ -201,7 +201,7 @@ class GrammarMatcher:
         return forced
 
     def _constrained(self, path: Sequence[int]) -> Sequence[int] | None:
-        """The part of `path` that is the grammar's; None where what follows it is reasoning still."""
+        """The part of `path` that is under the grammar; None if reasoning goes on after it."""
         if self._reasoning is None:
             return path
         start = self._reasoning.end_in(path)
@@ -216,7 +216,7 @@ class GrammarMatcher:
         num_back = len(ahead) - shared
         if num_back:
             del ahead[shared:]
-            self._matcher.rollback(num_back)  # fails where the matcher is broken, as what is asked of it next will find
+            self._matcher.rollback(num_back)  # fails if the matcher is broken; the next call to it reports that
         # An id that does not exist would break the matcher.
         rest = list(path[shared:])
         rest = rest[: _first_index(rest, lambda token_id: not 0 <= token_id < self._vocabulary.size)]
@@ -246,7 +246,7 @@ class GrammarMatcher:
         return allowed
 
     def _start_again(self) -> None:
-        """Put a freshly compiled matcher in the place of one that broke."""
+        """Replace a broken matcher with a freshly compiled one."""
         self._matcher = self._compiled.renew()
         self._matcher.try_consume_tokens([*self._committed, *self._ahead])
         self._check()
@@ -268,5 +268,5 @@ def _keep(scores: NDArray[np.float32], token_ids: NDArray[np.integer]) -> None:
 
 
 def _first_index(token_ids: Sequence[int], holds: Callable[[int], bool]) -> int:
-    """Index of the first token that `holds` is true of; their number where there is none."""
+    """Index of the first token that `holds` is true of; the number of tokens if there is none."""
     return next((index for index, token_id in enumerate(token_ids) if holds(token_id)), len(token_ids))

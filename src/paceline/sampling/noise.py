@@ -159,8 +159,8 @@ def step_uniform(seed: int, sample_index: int, first_position: int, purpose: Pur
 
     Args:
         seed, sample_index: as in `noise_bits`.
-        first_position: position of the first token the step emits, in [0, 2**32): numbers of one step are not met in another.
-        depth: tokens of this step before the one that is decided on, in [0, 2**32).
+        first_position: position of the first token the step emits, in [0, 2**32): no two steps share numbers.
+        depth: tokens of this step before the one decided on, in [0, 2**32).
         index: which decision there.
     """
     key = noise_key(int(seed), int(sample_index), first_position << 32 | depth, purpose)

@@ -13,7 +13,7 @@ from paceline.spelling import suggest_arguments
 
 MAX_TEMPERATURE = 100.0
 MIN_TEMPERATURE = 1e-4  # below it float32 scores overflow for large logits; 0 is greedy
-MAX_ADDEND = 1e6  # penalties and biases: far beyond any logit, far from float32's end
+MAX_ADDEND = 1e6  # penalties and biases: far beyond any logit, far below float32's maximum
 MAX_INT = 2**31 - 1
 MAX_SAMPLES = 64
 MAX_LOGPROBS = 20

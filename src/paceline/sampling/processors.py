@@ -1,4 +1,4 @@
-"""The one door from logits to a distribution, alike for plain steps, verification and drafting.
+"""The only way from logits to a distribution, the same for plain steps, verification and drafting.
 
 Order: logit bias, repetition penalty, presence and frequency penalties, no_repeat_ngram, bad words, bans, min_tokens, custom processors,
 grammar, temperature, top-k, top-p, min-p.
@@ -35,8 +35,8 @@ class Distribution:
             row they were made from, so they live until the runtime's next pass.
         token_ids: [M] ids, ascending; None = all V in order. Ids not listed have probability 0.
         greedy: whether the token is the argmax instead of a draw.
-        nucleus: which of the scores top-p and min-p leave, where listing them would take the sort of a wide, flat row: a draw
-            needs to know it of one or two ids only. None = all. Whatever else reads scores starts from `restricted()`.
+        nucleus: top-p and min-p, still to be applied where that would sort a wide, flat row: a draw tests only one or two ids.
+            None = nothing left to apply. Everything else that reads scores starts from `restricted()`.
     """
 
     scores: ScoreArray
@@ -153,7 +153,7 @@ class LogitsProcessor:
 
     @property
     def only_scales(self) -> bool:
-        """Whether the temperature alone changes the rows behind the committed output, so that they may be read without `process`."""
+        """Whether only the temperature changes the rows behind the committed output, so that they may be read without `process`."""
         params = self._params
         if self._edits_every_row or self.num_output_tokens < self._min_tokens:
             return False
@@ -244,7 +244,7 @@ def _bad_word_sequences(params: SamplingParams, bad_word_ids: Sequence[Sequence[
 def _own_constraints(
     params: SamplingParams, words: Sequence[Sequence[int]], prompt_token_ids: Sequence[int], vocab_size: int
 ) -> dict[str, Constraint]:
-    """The constraints we have ourselves, under the names of the parameters that ask for it."""
+    """Our own constraints, by the names of the parameters that ask for them."""
     constraints: dict[str, Constraint] = {}
     if params.no_repeat_ngram_size:
         _distinct(prompt_token_ids, vocab_size)
@@ -273,7 +273,7 @@ def _only(scores: ScoreArray, kept: NDArray[np.int64]) -> ScoreArray:
 
 
 def _checked_peak(logits: ScoreArray) -> np.float32:
-    peak: np.float32 = logits.max()  # NaN wins every maximum
+    peak: np.float32 = logits.max()  # NaN if there is one
     if not np.isfinite(peak):
         found = "NaN" if np.isnan(peak) else str(peak)
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""The algebra of rejection: how likely a draft is kept, and what is left of the target's distribution where it is not.
+"""The arithmetic of rejection sampling: how likely a draft is kept, and the residual distribution where it is not.
 
 Nothing is rounded on purpose: arrays of `fractions.Fraction` (dtype object) give exact results, so that a test can enumerate whole
 distributions.
@@ -80,7 +80,7 @@ class TokenProbs:
         return TokenProbs(values / total, self.token_ids) if total > 0 else None
 
     def pick(self, uniform: float) -> int:
-        """The token in whose share of (0, 1) `uniform` lies, shares in the order of ids; never one of probability 0."""
+        """The token at quantile `uniform` in (0, 1), tokens in the order of ids; never one of probability 0."""
         reached = np.cumsum(self.values)
         index = int(np.searchsorted(reached, uniform * reached[-1], side="right"))
         return index if self.token_ids is None else int(self.token_ids[index])
@@ -93,30 +93,29 @@ class TokenProbs:
 
 
 def acceptance(target: TokenProbs, draft: TokenProbs, token_id: int) -> float:
-    """target_prob / draft_prob of a draft: at least that often it is kept, always from 1 on."""
+    """target_prob / draft_prob of a draft: it is kept at least that often, and always from 1 on."""
     draft_prob = draft.prob(token_id)
     return target.prob(token_id) / draft_prob if draft_prob > 0 else 0  # one that could not be drawn is not kept
 
 
 def excess(target: TokenProbs, draft: TokenProbs, share: float = 1) -> ProbArray:
-    """[M of target] what `share` of the target's probability has above the draft's, not normalised."""
+    """[M of target] max(share * target_probs - draft_probs, 0), not normalised."""
     values: Any = np.maximum(share * target.values - draft.over(target), 0)
     return np.asarray(values)
 
 
 def residual(target: TokenProbs, weights: ProbArray) -> TokenProbs:
-    """The distribution of the token where drafts were refused.
+    """The distribution of the token after rejected drafts.
 
     Args:
-        weights: `excess` of the target. All 0 where target and draft agree but for rounding: then nothing is refused but by
-            rounding, and the target's own distribution stays.
+        weights: `excess` of the target. All 0 if target and draft differ only by rounding: then the target's own stays.
     """
     total = weights.sum()
     return TokenProbs(weights / total, target.token_ids) if total > 0 else target
 
 
 def block_threshold(share: float, weights: ProbArray) -> float:
-    """How often a block of drafts may end behind a draft that is not its last one.
+    """The probability with which a block of drafts may be accepted up to a draft that is not its last one.
 
     Args:
         share: of the target's probability that the drafts so far account for, min(1, share before * acceptance).

@@ -14,21 +14,21 @@ from numpy.typing import NDArray
 Scores = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
-_FEW, _MANY = 256, 4096  # ids that a first and, in long rows, a second selection reckon with
+_FEW, _MANY = 256, 4096  # ids expected from a first and, in long rows, a second selection
 _WIDE_ROW = 4096  # from here on asking about one id is cheaper than sorting everything
-_LONG_ROW = 65536  # from here on a second selection is tried before
+_LONG_ROW = 65536  # from here on a second selection is tried first
 _MAX_SHARE = 16  # a selection of more than 1 / 16 of a wide row is not worth sorting either
-_FLAT_TOTAL = 64.0  # weight, of which the best has 1, that makes a selection not worth trying
-_SAMPLE_STEP = 32  # one weight in 32 tells well enough whether a second one is
+_FLAT_TOTAL = 64.0  # total weight (the best has 1) from which on a selection is not worth trying
+_SAMPLE_STEP = 32  # one weight in 32 is enough to tell whether a second one is
 _MAX_PEAK = 2.0**20  # beyond it float64 differences of score and log noise lose more than the slack of a lazy draw
 _SUM_SLACK = 2.0**-17  # more than pairwise float32 sums of a row err by, (19 + log2 V) * 2**-24 of the total at most
-_RUN = 8192  # scores summed before asking whether that already decides
+_RUN = 8192  # scores summed between two checks whether the answer is known
 _LOWEST = np.finfo(np.float32).min
 
 
 @dataclass(frozen=True, slots=True)
 class Nucleus:
-    """The best scores of a row that hold a wanted weight, and of those the ones that min-p keeps, without listing them.
+    """The ids of a row that top-p and min-p keep, without listing them.
 
     Attributes:
         scores: [M] log-probabilities up to a constant.
@@ -36,7 +36,7 @@ class Nucleus:
         peak: the largest score, finite.
         total: the sum of the weights.
         wanted: a position is held while the weight before it, in (score descending, position ascending) order, is below this.
-        min_p: of the held positions those stay that weigh at least this.
+        min_p: held positions that weigh less than this are dropped.
     """
 
     scores: Scores
@@ -58,7 +58,7 @@ class Nucleus:
             run = slice(first, first + _RUN)
             upto -= float((self.weights[run] * (self.scores[run] < score)).sum())
             if upto - weight + slack < self.wanted:
-                return True  # were it the last of its ties, and whatever the other runs hold
+                return True  # even if it is the last of its ties, whatever the other runs hold
         tied = np.flatnonzero(self.scores == score)
         before = upto - weight * (len(tied) - int(np.searchsorted(tied, position)))
         if abs(before - self.wanted) > slack:
@@ -71,7 +71,7 @@ class Nucleus:
         return self._heavy(_first_ranks(self.scores, None, *_ranked(self.scores, self.peak), self.wanted))
 
     def positions_if_cheap(self) -> Ids | None:
-        """`positions`, or None where that takes the sort of a wide row, which whoever asks for one position only never needs."""
+        """`positions`, or None if that would sort a wide row, which testing single positions never needs."""
         scores, peak = self.scores, self.peak
         may_leave = len(scores) >= _WIDE_ROW and abs(peak) <= _MAX_PEAK
         # min-p leaves out what is below this, whatever the rest weighs; 1/64 is far more than an exponential rounds.
@@ -93,7 +93,7 @@ class Nucleus:
         return None if may_leave else self.positions()
 
     def _seems_flat(self, spare: float) -> bool:
-        """Whether a second selection would be short or large too, as far as a sample can tell: a hint that only saves time."""
+        """Whether a second selection would fail too, judged by a sample: a hint that only saves time."""
         sample = self.weights[::_SAMPLE_STEP].copy()
         light = sample < spare / _MANY
         num_heavy = len(sample) - int(np.count_nonzero(light))
@@ -126,7 +126,7 @@ def restrict(scores: Scores, peak: np.float32, *, top_k: int, top_p: float, min_
 
 
 def restrict_lazily(scores: Scores, peak: np.float32, *, top_k: int, top_p: float, min_p: float) -> tuple[Ids | None, Nucleus | None]:
-    """`restrict`, which may leave top-p and min-p of a wide, flat row undone.
+    """`restrict`, which may leave top-p and min-p of a wide, flat row unapplied.
 
     Returns:
         ids, ascending, None = all V; and what is still to be left out of them (positions count in `ids`), None = nothing.

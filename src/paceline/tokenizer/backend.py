@@ -1,4 +1,4 @@
-"""The tokenizers library behind a tokenizer that is loaded; nothing else calls it then, so its failures are known here alone.
+"""All calls of a loaded tokenizer into the tokenizers library, so that its failures are handled in one place.
 
 What it raises is not documented: exceptions of every type, and panics of its Rust code.
 """
@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 from paceline.errors import CheckpointError, RequestError, described, is_interrupt, library_errors
 
 SPARE_IDS = 1 << 16
-"""Ids that a vocabulary may leave out, besides as many as it has."""
+"""Ids that a vocabulary may leave unused, besides as many as it has."""
 
 
 class TokenizerBackend:
-    """A `tokenizers.Tokenizer` whose failures are RequestErrors: whatever it is asked came with a request.
+    """A `tokenizers.Tokenizer` whose failures are RequestErrors, because its input comes with a request.
 
     Attributes:
         vocabulary: piece → id.
@@ -22,7 +22,7 @@ class TokenizerBackend:
         has_byte_pieces: characters outside the vocabulary are spelled as runs of pieces like <0xE4>, and decoded so.
 
     Raises:
-        CheckpointError: its ids are no vocabulary's.
+        CheckpointError: its ids cannot be a vocabulary's.
     """
 
     def __init__(self, library: Any) -> None:
@@ -60,7 +60,7 @@ class TokenizerBackend:
         """The text of a tokenizer.json with every token that was added since."""
         backend = self._library
         try:
-            if backend.padding is not None or backend.truncation is not None:  # what a call may ask for is no part of a tokenizer
+            if backend.padding is not None or backend.truncation is not None:  # these belong to a call, not to a tokenizer
                 backend = copy(backend)
                 backend.no_padding()
                 backend.no_truncation()
@@ -74,7 +74,7 @@ class TokenizerBackend:
 
 
 def check_ids(ids: Collection[int]) -> None:
-    """That no id is out of proportion to their number: tables are made that have a row for each.
+    """Check that no id is far larger than their number: tables have a row for each id up to the largest.
 
     Raises:
         CheckpointError: one is, or there are none.
@@ -87,7 +87,7 @@ def check_ids(ids: Collection[int]) -> None:
 
 
 def _refuse(task: str, error: BaseException) -> NoReturn:
-    """Raise what `error` means, which may be somebody's wish to stop."""
+    """Raise a RequestError for `error`, or `error` itself if it is an interrupt."""
     if is_interrupt(error):
         raise error
     raise RequestError(f"the model's tokenizer cannot {task}; send other text, or download it again ({described(error)})") from error

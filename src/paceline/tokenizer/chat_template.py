@@ -1,4 +1,4 @@
-"""A chat template: a conversation as the text its model was trained to see, made by a stranger's program within limits."""
+"""A chat template: a conversation as the text its model was trained to see, made by an untrusted program within limits."""
 
 import importlib.util
 import json
@@ -57,7 +57,7 @@ class ChatTemplate:
         self._running: _Running | None = None
 
     def check(self) -> None:
-        """That it is a template at all.
+        """Check that it compiles.
 
         Raises:
             CheckpointError: it cannot be compiled, or not within the limits.
@@ -73,7 +73,7 @@ class ChatTemplate:
             max_context: tokens a prompt may have; limits how much text the template may add to that of the messages (`most_characters`).
 
         Raises:
-            RequestError: the messages are none, or the template rejects them, fails, or takes more time, memory or text than it may.
+            RequestError: the messages are invalid, or the template rejects them, fails, or takes more time, memory or text than it may.
             BackendUnavailableError: no process can be started.
         """
         try:
@@ -92,7 +92,7 @@ class ChatTemplate:
             raise RequestError(f"the model's chat template rejects these messages: {error}", parameter="messages") from error
 
     def _asked(self, running: "_Running", question: str) -> dict[str, str]:
-        """What the process answers; it is ended where it could not answer the next question."""
+        """The process's answer; the process is ended if it could not answer the next question."""
         try:
             running.send(question)
             return running.answer()
@@ -110,7 +110,7 @@ class ChatTemplate:
         running = self._running = _Running(process, weakref.finalize(self, _end, process))
         self._watch_forks()
         try:
-            running.send(json.dumps({"template": self._source}))  # while it starts
+            running.send(json.dumps({"template": self._source}))  # sent while it starts
             running.answer()
         except BaseException as error:
             self._close()
@@ -138,7 +138,7 @@ class ChatTemplate:
             self._is_watched = True
 
     def _forget_parents(self) -> None:
-        """In a forked process: the other's is left alone, and whoever held the lock is not here."""
+        """In a forked process: leave the parent's process alone, and make a new lock, as the thread that held the old one is not here."""
         if self._running is not None:
             self._running.leave()
             self._running = None
@@ -147,7 +147,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A process; `end` ends it, and is called when nobody holds its template any more. `pending`: answers that were read with another."""
+    """A process; `end` ends it, and is called when its template is no longer used. `pending`: answers read together with an earlier one."""
 
     process: "subprocess.Popen[bytes]"
     end: "weakref.finalize[Any, ChatTemplate]"
@@ -183,7 +183,7 @@ class _Running:
         """Let it go on for another process that has it."""
         self.end.detach()
         _close_pipes(self.process)
-        self.process.returncode = 0  # nobody waits for it here
+        self.process.returncode = 0  # not our child: never waited for here
 
     def _why_it_ended(self) -> str:
         code = self.process.wait()
@@ -233,7 +233,7 @@ def _plain_message(message: object) -> dict[str, Any]:
 
 
 def _plain(value: object) -> object:
-    """What JSON has no form for: a mapping of another kind, a number of numpy; of anything else the name of its type."""
+    """For what JSON cannot hold: mappings become dicts, numpy's numbers Python's, anything else the name of its type."""
     if isinstance(value, Mapping):
         return dict(value)
     return value.item() if isinstance(value, np.generic) else f"<{type(value).__name__}>"
@@ -247,7 +247,7 @@ def _new_process() -> "subprocess.Popen[bytes]":
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
     try:
-        return start(command, bufsize=0, start_new_session=True, **pipes)  # an interrupt from the keyboard is not for it
+        return start(command, bufsize=0, start_new_session=True, **pipes)  # Ctrl-C must not reach it
     except (OSError, ValueError) as error:
         raise _not_running(str(error)) from error
 

@@ -1,4 +1,4 @@
-"""The tokenizer files of a checkpoint directory, opened with transformers once they are known to be files of a bearable size."""
+"""The tokenizer files of a checkpoint directory, opened with transformers after a check of their sizes."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from paceline.model_directory import names_in
 from paceline.small_files import TOKENIZER_BYTES, check_small, is_file, read_json, read_small
 
 MAX_ADDED_ID = 1 << 21
-"""Of tokens that tokenizer_config.json adds; lists of so many are made."""
+"""Limit for ids of tokens that tokenizer_config.json adds: lists of that length are made."""
 
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".bpe", ".tiktoken", ".vocab")
@@ -34,7 +34,7 @@ def open_pretrained(directory: Path) -> Any:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Without torch transformers says when it is imported that its models will not run: nobody asked for them."""
+    """Without torch, importing transformers prints that its models will not run, which we do not need."""
     name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     if name in os.environ:
         yield
@@ -47,7 +47,7 @@ def _without_advice() -> Iterator[None]:
 
 
 def _checked_settings(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json, with all other files that may be read having been looked at."""
+    """tokenizer_config.json, after a check of all other files that may be read."""
     folders = [directory, directory / _TEMPLATES] if (directory / _TEMPLATES).is_dir() else [directory]
     for folder in folders:
         for name in names_in(folder):
@@ -64,14 +64,14 @@ def _checked_settings(directory: Path) -> dict[str, Any]:
     _check_added(added if isinstance(added, dict) else (), directory)
     if added is None:  # then they are taken from the other file
         content = read_small(directory / "tokenizer.json", TOKENIZER_BYTES) or b""
-        with suppress(ValueError, RecursionError):  # whoever needs more of it than these names says what is wrong
+        with suppress(ValueError, RecursionError):  # other errors are reported by what reads the rest of it
             tokenizer = json.loads(content)
             _check_names(tokenizer.get("added_tokens") if isinstance(tokenizer, dict) else None, directory / "tokenizer.json")
     return settings
 
 
 def _check_names(values: object, path: Path) -> None:
-    """That no name in it does anything to a terminal: the tokenizers library prints those it does not know."""
+    """Refuse names with control characters: the tokenizers library prints names it does not know."""
     level = [values]
     while level:
         names = [name for one in level if isinstance(one, dict) for name in one]

@@ -21,7 +21,7 @@ from paceline.tokenizer.gguf_splits import DEFAULT_SPLIT, SPLITS
 MAX_TOKENS = 1 << 20
 _MAX_MERGED_CHARACTERS = 1024
 _MAX_MERGING_WORK = 1 << 28  # squares of all pieces' lengths: what looking for their parts takes
-# what conversions name the ends of answers, whether or not they also give them a role
+# names of tokens that end answers; conversions do not always mark them as such
 _END_TEXTS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>"})
 _END_TEXTS |= {"<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>"}
 
@@ -104,7 +104,7 @@ class _Vocabulary:
             token_id = fields.token_id(f"{role}_token_id", len(tokens), defaults.get(role))
             if token_id is not None:
                 roles[role] = token_id
-        # Matrices are wider than vocabularies, and converters invent tokens for the rest: nothing may ever emit those.
+        # Matrices are wider than vocabularies, and converters invent tokens for the rest: they must never be drawn.
         used = len(tokens)
         while used and types[used - 1] == _TokenType.UNUSED and used - 1 not in roles.values():
             used -= 1

@@ -1,7 +1,7 @@
 """The program that renders a chat template, in a process of its own; `chat_template.py` starts it and asks.
 
-A template is a stranger's program, and a single operation of it can take a minute or all memory, where nothing in the same process could
-stop it. Here the system does: this process may have so much address space, and so much time for each answer, then it ends.
+A template is an untrusted program, and a single operation of it can take a minute or all memory, which nothing in the same process could
+stop. So the system limits this process's address space and its time for each answer.
 
 It imports nothing of paceline, and of other packages only jinja2. Its arguments are the limits. Questions and answers are lines of JSON:
 {} once it is ready; {} to {"template"}; then {"text"} to {"messages", "add_generation_prompt", "names", "most"}; or {"error", "message"}.
@@ -67,7 +67,7 @@ class DictMaker:
 
 
 def compiled(source: str) -> Template:
-    """A template in the environment that transformers gives to chat templates; a test holds the two to the same texts.
+    """A template in the environment that transformers gives to chat templates; a test compares their texts.
 
     Source: transformers, `apply_chat_template`.
     """
@@ -115,7 +115,7 @@ def serve(memory_bytes: int, cpu_seconds: int, wait_seconds: int) -> None:
     _answer({})
     template: Template | None = None
     for line in sys.stdin.buffer:
-        faulthandler.dump_traceback_later(wait_seconds, exit=True)  # a thread that needs no lock of Python's looks at the clock
+        faulthandler.dump_traceback_later(wait_seconds, exit=True)  # its watchdog thread does not need the GIL
         _limit_processor(cpu_seconds)
         try:
             question = json.loads(line)
@@ -140,7 +140,7 @@ def _check_public(name: object) -> None:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Where the system can; and no file can be written."""
+    """Limit memory, where the system can, and forbid writing files."""
     with suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -150,7 +150,7 @@ def _limit_memory(num_bytes: int) -> None:
 
 
 def _limit_processor(seconds: int) -> None:
-    """So many seconds more, where the system can."""
+    """Allow `seconds` more, where the system can."""
     with suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -162,5 +162,5 @@ def _limit_processor(seconds: int) -> None:
 if __name__ == "__main__":
     try:
         serve(*map(int, sys.argv[1:4]))
-    except BaseException:  # out of memory, in the very place where that would be said
+    except BaseException:  # out of memory while reporting that
         os._exit(BROKEN)

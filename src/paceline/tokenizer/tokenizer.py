@@ -130,10 +130,10 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
     def check_chat_template(self) -> None:
-        """That there is no chat template, or one that can be compiled.
+        """Check that the chat template, if there is one, compiles.
 
         Raises:
-            CheckpointError: it cannot be.
+            CheckpointError: it does not.
             BackendUnavailableError: no process can be started to find out.
         """
         try:
@@ -193,7 +193,7 @@ class IncrementalDetokenizer:
         self._parts: list[str] = []
 
     def copy(self) -> "IncrementalDetokenizer":
-        """Another one that goes on from here; what was returned before is this one's."""
+        """Another one that goes on from here, without the text returned so far."""
         other = IncrementalDetokenizer(self._tokenizer)
         other._window = list(self._window)
         other._read_from, other._num_returned = self._read_from, self._num_returned
@@ -242,7 +242,7 @@ class IncrementalDetokenizer:
         self._num_returned = len(self._decode(self._window))
 
     def _shorten_window(self, text: str) -> None:
-        """Garbage may go on for ever: four tokens hold every byte of the one character that is still open."""
+        """Keep the window short within endless invalid bytes: four tokens hold all bytes of the one open character."""
         num_pending = len(text) - self._num_returned
         del self._window[:-4]
         self._read_from = 0

@@ -12,8 +12,8 @@ from paceline.tokenizer.tokenizer import Tokenizer
 
 IdMap = NDArray[np.int64]
 
-# Of the sample text's tokens. The mini with its draft model's vocabulary cut down to 58 to 83 % of them: mapped ids are accepted as
-# often as text when greedy and more often when sampled; two vocabularies that cut text differently need some room.
+# Share of the sample text's tokens. Measured on the mini with its draft model's vocabulary cut down to 58 to 83 % of them: mapped ids are
+# accepted as often as text when greedy, more often when sampled. The rest is room for vocabularies that cut text differently.
 ENOUGH_OF_SAMPLE = 0.8
 ENOUGH_PIECES = 0.5  # of the target's pieces, where the target cannot spell the sample text
 LEAST_SPELLABLE = 0.5  # of the target's pieces
@@ -74,7 +74,7 @@ class VocabularyComparison:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether not even text can be passed: what the drafter cannot spell it neither reads nor guesses."""
+        """Whether even passing text cannot work: the drafter can neither read nor guess what it cannot spell."""
         return self.match is VocabularyMatch.DISJOINT and self.spellable < LEAST_SPELLABLE
 
     def explain(self) -> str:
@@ -143,7 +143,7 @@ def compare_pieces(target: Sequence[str], draft: Sequence[str], *, sample_ids: S
 def match_ids(source: Sequence[str], destination: Sequence[str]) -> IdMap:
     """[len(source)] the id in `destination` whose piece stands for the same bytes, -1 where there is none.
 
-    Vocabularies written in the same manner are compared as they are written; else ordinary pieces come before those of a single byte.
+    Vocabularies in the same alphabet are compared as written; else ordinary pieces come before those of a single byte.
     """
     alike: dict[str, int] = {}
     by_bytes: dict[bytes, int] = {}
@@ -157,7 +157,7 @@ def match_ids(source: Sequence[str], destination: Sequence[str]) -> IdMap:
 
 
 def piece_bytes(pieces: Sequence[str]) -> list[bytes]:
-    """The bytes each piece stands for, whatever the vocabulary's manner: "Ġthe", "▁the" are b" the", "<0x0A>" is b"\\n".
+    """The bytes each piece stands for, whatever the vocabulary's alphabet: "Ġthe", "▁the" are b" the", "<0x0A>" is b"\\n".
 
     Special tokens stand for their own spelling.
     """

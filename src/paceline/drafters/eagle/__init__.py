@@ -1,4 +1,4 @@
-"""EAGLE-1, EAGLE-2, EAGLE-3 and P-EAGLE heads: one network each of the first two and of the others."""
+"""EAGLE heads: one network for EAGLE-1 and EAGLE-2, one for EAGLE-3 and P-EAGLE."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ __all__ = ["layers_of", "open_eagle_drafter", "open_gguf_head"]
 
 
 def layers_of(files: HeadFiles, target: Path, options: HeadOptions) -> tuple[int, ...]:
-    """The boundaries of the target that a head reads, or may read while that is not known; none where it is no EAGLE-3 or P-EAGLE head.
+    """The target's layer boundaries that a head reads, or may read if that is open; none unless it is an EAGLE-3 or P-EAGLE head.
 
     Args:
         target: its checkpoint.
@@ -56,6 +56,6 @@ def open_eagle_drafter(files: HeadFiles, target: LoadedTarget) -> PairDrafter:
 
 
 def _weights(target: LoadedTarget) -> Weights:
-    """The target's, from the runtime that keeps them, or mapped once more."""
+    """The target's weights: the runtime's if it keeps them, else mapped again."""
     weights = getattr(target.runtime, "weights", None)
     return weights if isinstance(weights, Weights) else open_weights(target.directory, target.runtime.config)

@@ -12,8 +12,8 @@ KEY = "eagle_aux_hidden_state_layer_ids"
 def boundaries_of(files: HeadFiles, nested: JsonFields, fields: JsonFields, count: int, num_layers: int) -> tuple[int, ...]:
     """The boundaries, ascending, for boundary b = the residual stream that enters layer b (L = the last layer's output).
 
-    Speculators and GGUF files name boundaries. Other files do so too, but those of trainers that name the layers whose *outputs* they took
-    begin with 1, for every one of them takes the layer that follows boundary 1 first. Without ids: [2, L / 2, L - 3].
+    Speculators and GGUF files name boundaries. Other files do so too, except those of trainers that name the layers whose *outputs* they
+    took: these begin with 1, because all such trainers take layer 1 first. Without ids: [2, L / 2, L - 3].
 
     Args:
         nested, fields: `eagle_config` and the whole config.
@@ -39,7 +39,7 @@ def boundaries_of(files: HeadFiles, nested: JsonFields, fields: JsonFields, coun
 
 
 def named_boundaries(named: Sequence[int], count: int, num_layers: int) -> tuple[int, ...]:
-    """Those a user names for a head that takes `count`.
+    """The boundaries a user names for a head that takes `count`.
 
     Raises:
         IncompatibleDrafterError: the target has no such boundaries, or there are more or fewer than the head takes.

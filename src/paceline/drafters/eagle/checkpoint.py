@@ -25,10 +25,10 @@ class EagleCheckpoint:
     """An opened head.
 
     Attributes:
-        weights: under the names of `network.py`; without the embedding and `lm_head` that are the target's.
+        weights: under the names of `network.py`; without an embedding or `lm_head` shared with the target.
         embedded_ids: token ids from here on have no embedding.
         target_ids: [Vd] the target's id of each draft id, ascending; None = the same.
-        mask_feature: [F] P-EAGLE: the feature of positions that nobody has seen.
+        mask_feature: [F] P-EAGLE: the feature of masked positions.
     """
 
     config: EagleConfig
@@ -43,7 +43,7 @@ def open_eagle(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> Ea
 
     Raises:
         CheckpointError: tensors are missing or of another shape, or there are some that no such head has; all of them are named.
-        IncompatibleDrafterError: its vocabulary is not the target's, or its masked token is none of it.
+        IncompatibleDrafterError: its vocabulary is not the target's, or its mask token is not in it.
     """
     files = plain_files(files)
     required, optional = _shapes(files, config, target)
@@ -66,7 +66,7 @@ def open_eagle(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> Ea
 
 
 def check_embedded(files: HeadFiles, embedded_ids: int, num_known: int) -> None:
-    """Refuse a head that has no embedding of a token the target's texts are made of; padding behind them it need not have.
+    """Refuse a head without embeddings for all ids of the target's tokenizer; padding ids need none.
 
     Args:
         embedded_ids: token ids from here on have no embedding.
@@ -83,7 +83,7 @@ def check_embedded(files: HeadFiles, embedded_ids: int, num_known: int) -> None:
 
 
 def _shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> tuple[Shapes, Shapes]:
-    """Tensors of the file that the network needs, and those it uses where they are there."""
+    """Tensors that the network needs, and those it uses if present."""
     layers = config.layers
     hidden, width = layers.hidden_size, config.num_features
     required: Shapes = {}
@@ -132,7 +132,7 @@ def _add_lm_head(files: HeadFiles, config: EagleConfig, target: ModelConfig, req
 def _add_layer(layer: LayerConfig, prefix: str, required: Shapes, optional: Shapes, *, hidden: int, columns: int, has_norm: bool) -> None:
     """
     Args:
-        columns: what q, k and v are computed from.
+        columns: input width of q, k and v.
     """
     attention, inner = layer.mixer, layer.mlp.intermediate_size
     matrices = {
@@ -154,11 +154,11 @@ def _add_layer(layer: LayerConfig, prefix: str, required: Shapes, optional: Shap
 
 
 def _target_ids(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> NDArray[np.int64] | None:
-    """`d2t` holds what to add to a draft id; its ids ascend, and `t2d` marks the same ones.
+    """`d2t` holds offsets to add to draft ids; the sums ascend, and `t2d` marks the same ids.
 
     Raises:
         IncompatibleDrafterError: an id is not the target's.
-        CheckpointError: the tables do not fit one another.
+        CheckpointError: the tables contradict each other.
     """
     if "d2t" not in files.tensors:
         return None
@@ -192,7 +192,7 @@ def _token_map(files: HeadFiles, target: ModelConfig) -> NDArray[np.int64]:
 
 
 def _mapped_rows(files: HeadFiles, lm_head: Tensor, ids: NDArray[np.int64]) -> tuple[Tensor, NDArray[np.int64]]:
-    """The rows of the mapped ids, ascending; a matrix may have them alone, or those of all ids."""
+    """The rows of the mapped ids, ascending; the matrix may hold these alone, or those of all ids."""
     order = np.argsort(ids)
     if lm_head.shape[0] != len(ids) and lm_head.shape[0] <= int(ids.max()):
         raise CheckpointError(

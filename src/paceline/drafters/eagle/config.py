@@ -39,7 +39,7 @@ class EagleConfig(PairConfig):
         norm_before_residual: EAGLE-3: the residual stream begins with the normed feature.
         has_final_norm: there is a norm in front of the head over the vocabulary.
         uses_fc_bias: a bias of `fc` that the file holds is added.
-        mask_token_id: P-EAGLE: the token of pairs that nobody has guessed yet.
+        mask_token_id: P-EAGLE: the token of masked pairs.
     """
 
     has_fc: bool = True
@@ -63,7 +63,7 @@ def read_eagle_config(files: HeadFiles, target: ModelConfig, named: PairVariant 
     """What the head is by the documented defaults.
 
     Args:
-        named: what the user says of files that do not say which boundaries they read, or which token stands for the unknown ones.
+        named: the user's settings, for files that do not name their boundaries or mask token.
 
     Raises:
         CheckpointError: the config lacks a size or holds an absurd value.
@@ -95,28 +95,28 @@ def read_eagle_config(files: HeadFiles, target: ModelConfig, named: PairVariant 
 
 
 def _rows_by_id(files: HeadFiles, config: EagleConfig) -> list[int]:
-    """Rows of all that has one for each of the target's ids."""
+    """Row counts of the tensors that have one row per target id."""
     shapes = [files.tensors[name].shape[:1] for name in ("t2d", "embed_tokens.weight") if name in files.tensors]
     whole = config.is_first and config.own_lm_head and "token_map" not in files.tensors
     return [rows for shape in shapes for rows in shape] + [config.layers.vocab_size] * whole
 
 
 def is_left_out(files: HeadFiles, name: str) -> bool:
-    """Whether a tensor is known to be no part of the computation: what trainers keep of the target, and the norms that vLLM's EAGLE
-    holds and applies only where `skip_prenorm` and `skip_output_norm` are false."""
+    """Whether a tensor is known to be unused: what trainers keep of the target, and the norms that vLLM's EAGLE stores but applies only
+    where `skip_prenorm` and `skip_output_norm` are false."""
     return name.startswith("verifier_") or (name in (_FIRST_NORM, _LAST_NORM) and files.kind is HeadKind.EAGLE and is_nested(files))
 
 
 def holds_norm(files: HeadFiles, config: EagleConfig) -> bool:
-    """Whether there must be a final norm in the file: also where a convention that is tried applies it."""
+    """Whether the file must hold a final norm: also if only one of the conventions to try applies it."""
     return config.has_final_norm or (not config.is_first and means_no_norm(files, config_fields(files)))
 
 
 def _eagle(files: HeadFiles, fields: JsonFields, layers: ModelConfig) -> EagleConfig:
-    """EAGLE-1 and 2, and HASS, which adds norms; where they stand depends on who wrote the file.
+    """EAGLE-1 and 2, and HASS, which adds norms; where these apply depends on what wrote the file.
 
     Raises:
-        CheckpointError: a switch is no switch.
+        CheckpointError: a switch is not a boolean.
     """
     has = {name: name in files.tensors for name in (*_HALF_NORMS, _FIRST_NORM, _LAST_NORM)}
     norms_embedding, norms_feature = has[_HALF_NORMS[0]], has[_HALF_NORMS[1]]
@@ -190,10 +190,10 @@ def means_no_norm(files: HeadFiles, fields: JsonFields) -> bool:
 
 
 def _mask_token_id(files: HeadFiles, fields: JsonFields, named: PairVariant) -> int:
-    """By the names it has in vLLM, speculators and Automodel.
+    """The mask token, by its names in vLLM, speculators and Automodel.
 
     Raises:
-        IncompatibleDrafterError: nobody says.
+        IncompatibleDrafterError: neither the files nor the user name it.
     """
     if named.mask_token_id is not None:
         return named.mask_token_id

@@ -1,7 +1,7 @@
 """EAGLE-3 heads in GGUF files, presented as if they were stored the usual way.
 
 Three things differ there: `d2t` holds the target's ids themselves, the rows of q and k are interleaved as in llama's files, and the
-layers to read are boundaries. Matrices in blocks are multiplied out to float16: a head is small, and cannot change a token.
+layers to read are boundaries. Quantised matrices are dequantised to float16: a head is small, and its rounding cannot change the output.
 """
 
 from collections.abc import Sequence

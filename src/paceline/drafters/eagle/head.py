@@ -11,11 +11,11 @@ from paceline.runtimes.load import open_head
 
 
 class EagleWeights:
-    """The tensors of a head, from which it can be opened by any of its conventions.
+    """The tensors of a head, from which it can be opened under any of its conventions.
 
     Args:
         checkpoint: the head's own.
-        target_weights: for the matrices the head has none of its own of.
+        target_weights: for matrices the head shares with the target.
         device: "cpu" or "cuda".
     """
 
@@ -32,9 +32,9 @@ class EagleWeights:
         self._checkpoint, self._num_threads, self._device = checkpoint, num_threads, device
 
     def open(self, config: EagleConfig, max_context: int) -> PairHead:
-        """The head by one of its conventions, prepared for so many positions."""
+        """The head under one of its conventions, prepared for `max_context` positions."""
         tensors = {name: tensor for name, tensor in self._tensors.items() if config.uses_fc_bias or name != "fc.bias"}
-        if config.norms_feature and "feature_norm.weight" not in tensors:  # as HASS was trained whose norms speculators moved
+        if config.norms_feature and "feature_norm.weight" not in tensors:  # undoes speculators' move of HASS's norms
             tensors["feature_norm.weight"] = tensors["layers.0.attention_norm.weight"]
         runtime = open_head(
             true_pairs(config, self._soft_cap),

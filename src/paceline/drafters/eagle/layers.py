@@ -13,7 +13,7 @@ from paceline.models.layer_reader import ACTIVATIONS
 from paceline.models.layers import AttentionConfig, DenseMLP, LayerConfig, QKNorm
 from paceline.models.rope_config import RopeConfig, RopeType, read_rope
 
-_LAYER_TYPES = ("llama", "qwen3")  # of layers that are a family's own; other containers know llama's alone
+_LAYER_TYPES = ("llama", "qwen3")  # in containers that name the layers' family; all others use llama's
 _FIRST_LAYER_TYPES = (*_LAYER_TYPES, "qwen2", "mistral")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -21,7 +21,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 def read_layers(files: HeadFiles, fields: JsonFields) -> ModelConfig:
     """
     Args:
-        files: under plain names.
+        files: with plain tensor names.
 
     Raises:
         CheckpointError: a size is missing or absurd, or the layers are none we run.
@@ -67,7 +67,7 @@ def read_layers(files: HeadFiles, fields: JsonFields) -> ModelConfig:
 
 
 def _check_family(files: HeadFiles, fields: JsonFields) -> None:
-    """Containers that name the family of their layers mean its code; elsewhere the name is the target's, and layers are llama's."""
+    """Some containers name the family of the head's layers; in all others the name is the target's, and the layers are llama's."""
     if not files.is_speculators and not is_nested(files):
         return
     family = fields.values["model_type"]
@@ -98,10 +98,10 @@ def _windows(fields: JsonFields, num_layers: int) -> list[int | None]:
 
 
 def written_rope(files: HeadFiles, fields: JsonFields, head_size: int) -> RopeConfig:
-    """As the config says it.
+    """The rotation as the config describes it.
 
     Raises:
-        CheckpointError: it says nothing we compute.
+        CheckpointError: it is not one we compute.
     """
     family = replace(FAMILIES["llama"], rotates_partially=files.is_speculators)
     return read_rope(fields, family, head_size=head_size).for_context(None)

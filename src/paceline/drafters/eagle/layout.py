@@ -1,4 +1,4 @@
-"""The names that EAGLE heads are stored under, and where their sizes stand: one form for what the containers call differently.
+"""Tensor names and config fields of EAGLE heads: one form for all containers.
 
 Sources: the reference code (`midlayer`), speculators 0.1 and 0.2 (`transformer`, `fusion_fc`, `embedding_layernorm`,
 `pre_lm_head_layernorm`), HASS as it is trained in speculators' research/hass (`embed_layernorm`, `hidden_layernorm`,
@@ -35,10 +35,10 @@ _OURS = {
 
 
 def plain_files(files: HeadFiles) -> HeadFiles:
-    """The same with one name for what has several.
+    """The same files, with one name per tensor where containers differ.
 
     Raises:
-        CheckpointError: two of them are there.
+        CheckpointError: a tensor is there under two names.
     """
     renamed: dict[str, HeadTensor] = {}
     for name, tensor in files.tensors.items():
@@ -51,7 +51,7 @@ def plain_files(files: HeadFiles) -> HeadFiles:
 
 
 def our_name(name: str) -> str:
-    """How `network.py` calls a tensor of the file."""
+    """The name in `network.py` of a tensor of the file."""
     stem, kind = name.rsplit(".", 1)
     if stem.startswith("layers."):
         _, layer, part = stem.split(".", 2)
@@ -65,7 +65,7 @@ def is_nested(files: HeadFiles) -> bool:
 
 
 def config_fields(files: HeadFiles) -> JsonFields:
-    """The values of config.json, those that a container nests among them; `model_type` is the layer's."""
+    """The values of config.json, nested ones included; `model_type` is the layer's."""
     path = files.path / "config.json" if files.path.is_dir() else files.path.with_name("config.json")
     if not files.config:
         raise CheckpointError(f"{path} is missing: an EAGLE head's sizes stand there; download it with the weights")
@@ -85,7 +85,7 @@ def config_fields(files: HeadFiles) -> JsonFields:
 
 
 def _plain_rope(values: object) -> object:
-    """Of parameters by kind of layer those of the sliding ones, as speculators takes them for all; of text alone mrope is the plain one."""
+    """Given parameters per layer type, those of sliding layers, which speculators uses for all. For text, mrope equals plain rope."""
     if not isinstance(values, Mapping):
         return values
     own = values.get("sliding_attention")

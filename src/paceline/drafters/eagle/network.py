@@ -1,7 +1,7 @@
 """The networks of EAGLE heads, for the blocks of a runtime. Pure forward: rows in, rows out.
 
-A pair t is token t + 1 with the target's feature of position t; its output is the distribution of token t + 2 and, as a guess of
-the feature of position t + 1, what the pair behind it takes where the target has not computed it yet.
+Pair t is token t + 1 with the target's feature of position t. It outputs the distribution of token t + 2 and a guess of the feature of
+position t + 1, which the next pair takes where the target has not computed that feature yet.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ def true_pairs(config: EagleConfig, soft_cap: float | None = None) -> Compose:
     """Pairs whose features are the target's: inputs `embedding` and, where there is `fc`, `boundary.0` …, else `feature`.
 
     Args:
-        soft_cap: of the target's logits, where its `lm_head` is used.
+        soft_cap: the target's logit soft cap, if its `lm_head` is used.
     """
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
@@ -60,7 +60,7 @@ def _pairs(blocks: Blocks[Value], config: EagleConfig, feature: Value, soft_cap:
 def _first_layer(blocks: Blocks[Value], config: EagleConfig, embedding: Value, feature: Value) -> Value:
     """EAGLE: embedding first, and attention reads the mixture without a norm (Li et al. 2024, arXiv:2401.15077, section 4.1).
 
-    Norms of the halves and of the mixture are what other trainers added.
+    Norms of the halves and of the mixture were added by other trainers.
     """
     if config.norms_embedding:
         embedding = blocks.rms_norm(embedding, "embedding_norm")

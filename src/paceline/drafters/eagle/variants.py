@@ -1,7 +1,7 @@
-"""What the files of an EAGLE head leave open: the ways in which heads that look like this one are known to have been trained.
+"""The conventions that an EAGLE head's files leave open: all ways in which heads with such files are known to have been trained.
 
-Reading off by one layer: trainers number the outputs of layers, runtimes what enters them, and files are converted between the two. Base
-of rotations: the reference trainer of EAGLE ignores `rope_theta`. The others have defaults that differ between trainers.
+Boundaries may be off by one: trainers number layer outputs, runtimes layer inputs, and files are converted between the two. Base of
+rotations: the reference trainer of EAGLE ignores `rope_theta`. The others have defaults that differ between trainers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,10 +22,10 @@ PLAIN_BASE = 10000.0
 
 
 def admitted(files: HeadFiles, target: ModelConfig, named: PairVariant | None) -> tuple[EagleConfig, ...]:
-    """The ways to read a head's files: the one that its user names, else every one they admit, the documented default first.
+    """The ways to read a head's files: the one the user names, else every possible one, the documented default first.
 
     Raises:
-        CheckpointError, IncompatibleDrafterError: they are for no head of this target.
+        CheckpointError, IncompatibleDrafterError: the files are not of a head for this target.
     """
     config = read_eagle_config(files, target, named)
     return (as_named(config, named, target),) if named is not None and named.settles else candidates(files, config, target)
@@ -105,7 +105,7 @@ def _shifts(boundaries: tuple[int, ...], num_layers: int) -> Iterator[tuple[int,
 
 
 def _with_plain_base(layers: ModelConfig) -> ModelConfig:
-    """As the reference trainer has it; a scaling that goes with the target's base goes with it."""
+    """With the reference trainer's base; a scaling that belongs to the target's base is dropped."""
     rope = layers.attention.rope
     is_scaled = rope.type in (RopeType.LINEAR, RopeType.DYNAMIC)
     return _with_rope(layers, replace(rope, theta=PLAIN_BASE) if is_scaled else RopeConfig(theta=PLAIN_BASE))

@@ -2,7 +2,7 @@
 
 Layouts: `{i}.{j}.linear.*` and `{i}.{n}.weight` (the paper's own code); the same without the vocabulary matrices, for which the target's
 stands in (TGI); both with `medusa_head.` in front, inside a whole model; `blocks.{i}.layers.{j}.*` with `lm_heads.{i}.weight` or
-one shared `lm_head.weight`, and perhaps a `token_map` of absolute ids (vLLM). Counts are taken from the tensors: configs are known to lie.
+one shared `lm_head.weight`, and perhaps a `token_map` of absolute ids (vLLM). Counts are taken from the tensors: configs may be wrong.
 """
 
 import re
@@ -19,7 +19,7 @@ from paceline.models.weights import AnyTensor, Weights
 
 _NEST = re.compile(r"medusa_heads?\.")
 _NUMBER = "([0-9]{1,6})"  # of a head or a block: no file has more
-_MOST_MISSING = 1024  # blocks that are named one by one where they are missing
+_MOST_MISSING = 1024  # missing blocks that an error may list by name
 _ROW_OF_BLOCKS = re.compile(rf"{_NUMBER}\.{_NUMBER}\.(linear\.)?(weight|bias)")
 _NAMED_BLOCKS = re.compile(rf"blocks\.{_NUMBER}\.layers\.{_NUMBER}\.(weight|bias)")
 _NAMED_HEADS = re.compile(rf"lm_heads\.{_NUMBER}\.weight")
@@ -36,7 +36,7 @@ class MedusaHeads:
         shares_lm_head: whether one vocabulary matrix serves all heads.
         num_rows: rows of a vocabulary matrix.
         token_map: [rows] target id of each row; None = the row's own number.
-        soft_cap: of the logits, where the vocabulary matrix is the target's and it has one.
+        soft_cap: the target's logit soft cap, if its vocabulary matrix is used.
         notices: lines a user should see.
     """
 
@@ -125,7 +125,7 @@ def _names(files: HeadFiles) -> _Names:
         raise CheckpointError(f"{files.path} holds no medusa heads: expected tensors such as 0.0.linear.weight or blocks.0.layers.0.weight")
     num_heads = 1 + max(max(head for head, _, _ in blocks), max(lm_heads, default=0))
     num_blocks = 1 + max(block for _, block, _ in blocks)
-    if num_heads * num_blocks > max(_MOST_MISSING, 2 * len(blocks)):  # said before a table of that size is made
+    if num_heads * num_blocks > max(_MOST_MISSING, 2 * len(blocks)):  # checked before a table of that size is made
         raise CheckpointError(
             f"{files.path} names heads up to {num_heads - 1} and blocks up to {num_blocks - 1} and holds {len(blocks)} tensors of them: "
             "the file is damaged, download it again"
@@ -134,13 +134,13 @@ def _names(files: HeadFiles) -> _Names:
 
 
 def _columns(files: HeadFiles, names: _Names) -> int:
-    """Of a block's matrix."""
+    """Columns of a block's matrix."""
     shapes = [files.shape(name) for (_, _, kind), name in names.blocks.items() if kind == "weight"]
     return shapes[0][1] if shapes and shapes[0] is not None else 0
 
 
 def _check(files: HeadFiles, names: _Names, hidden: int) -> int:
-    """Hold every head to the same tensors; returns the rows of the vocabulary matrices (0 without any)."""
+    """Check that all heads have the same tensors; returns the rows of the vocabulary matrices (0 without any)."""
     is_named = any("layers." in name for name in names.blocks.values())
     nest = next((match[0] for name in names.blocks.values() if (match := _NEST.match(name))), "")
     block_name = nest + ("blocks.{}.layers.{}" if is_named else "{}.{}.linear")

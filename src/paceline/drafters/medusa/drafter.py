@@ -3,11 +3,10 @@
 Source: Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (arXiv:2401.10774).
 Deviations: the root is the token the target has already committed, so heads guess from its first child on; every kept token is the
 target's own draw (no typical acceptance); the tree is grown by probability per row of the target pass unless a fixed one is named; for
-sampled requests the first guess at a depth is drawn with the target's own noise, or, where drafts are kept by rejection, a chain with noise
-of its own.
+sampled requests the first guess at a depth is drawn with the target's own noise, or, for rejection sampling, a chain with separate noise.
 
-A head d reads the feature f of position t and guesses token t + 2 + d. The token t + 1 is the root, so head 0 guesses its children. A pass
-of the heads costs nothing but their weights: there is no cache, and the feature comes from the pass that produced the root.
+Head d reads the feature f of position t and guesses token t + 2 + d. The token t + 1 is the root, so head 0 guesses its children. The
+heads have no cache, and the feature comes from the pass that produced the root.
 """
 
 from collections.abc import Sequence
@@ -33,8 +32,8 @@ from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Guess, grow_tree
 
-_FIRST_ACCURACY = 0.5  # of a first guess, where nothing is measured yet
-_NEXT_ACCURACY = 0.1  # of the second, and half of it for every other one
+_FIRST_ACCURACY = 0.5  # of a first guess, before anything is measured
+_NEXT_ACCURACY = 0.1  # of the second guess; halved for each one after it
 
 
 @dataclass(slots=True)
@@ -50,7 +49,7 @@ class _Asked:
     """A request that drafts in this step.
 
     Attributes:
-        reads_ranks: whether what the pass itself finds in a row is all that is needed of it.
+        reads_ranks: whether the pass's own ranking of its rows is enough.
         is_drawn: whether that includes a draw.
     """
 
@@ -88,7 +87,7 @@ class MedusaDrafter(Drafter):
         self._pending = RequestState[tuple[int, Sequence[Sequence[int]]]]()
         self._accuracy = {is_greedy: RankAccuracy() for is_greedy in (True, False)}
         self._token_map = network.heads.token_map
-        if self._token_map is not None:  # rows of ids that the target's tokenizer does not know count for nothing
+        if self._token_map is not None:  # ignore rows of ids that the target's tokenizer does not know
             self._known_rows = np.flatnonzero(self._token_map < vocab_size)
             self._known_ids = self._token_map[self._known_rows]
         self._is_ranked = _can_rank(self._token_map, vocab_size)
@@ -127,7 +126,7 @@ class MedusaDrafter(Drafter):
         return _Asked(request, budget, feature, depth, reads_ranks, reads_ranks and not is_greedy)
 
     def _guess(self, one: _Asked, outputs: HeadOutputs, row: int) -> DraftTree | None:
-        """The tree of a request, whose features were those of a row."""
+        """A request's tree, from row `row` of the pass."""
         request = one.request
 
         def row_of(depth: int) -> FloatArray:
@@ -151,7 +150,7 @@ class MedusaDrafter(Drafter):
         return tree
 
     def _static(self, one: _Asked, guesses: Guesses, shape: Sequence[tuple[int, int, int]]) -> DraftTree | None:
-        """The named tree, of (parent, depth, rank) a node, with this step's guesses."""
+        """The named tree, given as (parent, depth, rank) per node, filled with this step's guesses."""
         token_ids: list[int] = []
         parents: list[int] = []
         node_of = {0: 0}  # a rank that a narrow vocabulary does not have leaves a gap
@@ -192,7 +191,7 @@ class MedusaDrafter(Drafter):
         return [first, *[prob * scale for prob in probs[1:]]]
 
     def _measure(self, request: Request) -> None:
-        """Compare what was guessed with what the target said."""
+        """Compare the guesses with the target's tokens."""
         pending = self._pending.pop(request)
         if pending is not None:
             asked_at, guessed = pending
@@ -211,12 +210,12 @@ class MedusaDrafter(Drafter):
 
 
 def _can_rank(token_map: NDArray[np.int64] | None, vocab_size: int) -> bool:
-    """Whether each row of a head is an id of its own: what a pass ranks has no id twice, and the lower one first on ties."""
+    """Whether every row of a head has its own id: then the pass's ranking has no id twice, and lower ids first on ties."""
     return token_map is None or bool(len(token_map) and np.all(np.diff(token_map) > 0) and token_map[-1] < vocab_size)
 
 
 def _num_ranks(budget: DraftBudget) -> int:
-    """Guesses at a depth: no more of one can be taken, as the first ones are the likeliest."""
+    """Guesses per depth: a tree cannot take more of one depth."""
     return 1 if budget.layout is TreeLayout.CHAIN else min(NUM_RANKS, budget.row_budget - 1)
 
 

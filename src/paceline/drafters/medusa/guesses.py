@@ -44,7 +44,7 @@ class RankAccuracy:
     hits: list[list[float]] = field(default_factory=list)
 
     def observe(self, guessed: Sequence[Sequence[int]], token_ids: Sequence[int]) -> None:
-        """Told what the target said: the token behind the last right guess is the last of `token_ids`.
+        """Record what the target chose; the last of `token_ids` is the token after the last right guess.
 
         Args:
             guessed: by depth, the ids guessed there, best first.
@@ -73,7 +73,7 @@ class Guesses:
         row_of: a depth -> the head's row over the target's ids [V].
         num_ranks: candidates a depth.
         wants_probs: whether their probabilities are of use; else all are 1.
-        ranked: what the pass found in the row of each depth, where that is all that is needed of them; else None.
+        ranked: the pass's own ranking of each depth's row, if that is enough; else None.
     """
 
     def __init__(
@@ -91,14 +91,14 @@ class Guesses:
         self.by_depth: list[Candidates] = []
 
     def at(self, depth: int) -> Candidates:
-        """Guesses for the token `depth` positions behind the root's child; none where nothing that the head knows is allowed."""
+        """Guesses for the token `depth` positions behind the root's child; none if no token the head knows is allowed."""
         while len(self.by_depth) <= depth:
             at = len(self.by_depth)
             self.by_depth.append(self._make(at) if self._ranked is None else self._of_ranked(self._ranked[at]))
         return self.by_depth[depth]
 
     def _of_ranked(self, row: RankedRow) -> Candidates:
-        """As `_make`, of a request whose rows the temperature alone changes."""
+        """As `_make`, for a request whose rows only the temperature changes."""
         log_sum, drawn, scores, ids = row
         if not math.isfinite(log_sum):
             return Candidates((), ())
@@ -141,7 +141,7 @@ class Guesses:
 
 
 def drawn_chain(request: Request, row_of: Callable[[int], FloatArray], depth: int) -> tuple[list[int], dict[int, TokenProbs]]:
-    """One token a depth, each drawn from its head's law with noise of its own, and those laws, by the node they stand at."""
+    """One token per depth, each drawn from its head's distribution with separate noise, and the distributions by node."""
     token_ids: list[int] = []
     laws: dict[int, TokenProbs] = {}
     for node in range(depth):

@@ -19,11 +19,11 @@ from paceline.runtimes.ranking import Draws, RankedRow, Ranking, ranked_rows
 
 @dataclass(frozen=True, slots=True)
 class HeadOutputs:
-    """What a pass returns of each of the first heads.
+    """What a pass returns for the first heads.
 
     Attributes:
         logits_of: a head -> [B, rows], views that the next pass overwrites.
-        ranked: [B] what was found in them; none where nothing was asked for.
+        ranked: [B] rankings of them; none if no ranking was asked for.
     """
 
     logits_of: Callable[[int], FloatArray]
@@ -31,7 +31,7 @@ class HeadOutputs:
 
 
 class MedusaNetwork:
-    """Guesses from features; for every depth that was asked for it keeps a network of just so many heads.
+    """Guesses from features; keeps one network for every number of heads that was asked for.
 
     Args:
         target: whose features the heads read.
@@ -81,7 +81,7 @@ class MedusaNetwork:
         return network
 
     def _compose(self, blocks: Blocks[Value], *, num_heads: int) -> Mapping[str, Value]:
-        """Logits of each head, or what a shared vocabulary matrix is to be multiplied with."""
+        """Logits of each head, or the inputs of a shared vocabulary matrix."""
         features = blocks.input("features", self.hidden_size)
         hidden = [features] * num_heads
         for block in range(self.heads.num_blocks):

@@ -1,8 +1,8 @@
 """Trees whose shape is fixed: which ranks of which head's guesses are tried.
 
-A choice is the path to a node, a digit a depth: "02" is the third guess of the second head behind the first guess of the first. The lists
-are those published with the first heads (Cai et al. 2024, arXiv:2401.10774, section 2.3.3), best node first, so that a beginning of a
-list is the tree of a smaller budget.
+A choice is the path to a node, one digit per depth: "02" is the third guess of the second head after the first guess of the first. The
+lists are those published with the first heads (Cai et al. 2024, arXiv:2401.10774, section 2.3.3), best node first, so that a prefix of
+a list is the tree for a smaller budget.
 """
 
 from collections.abc import Sequence

@@ -27,9 +27,9 @@ from paceline.speculation.drafter import RequestState
 from paceline.speculation.request import Request
 
 SPARE_BLOCKS = 64
-"""Blocks of the head's own, for drafted rows that go past the blocks a sequence has."""
+"""The head's own blocks, for drafted rows beyond the blocks a sequence has."""
 
-_STEP = np.uint64(0x9E3779B97F4A7C15)  # odd, as is the factor below: no token hides another
+_STEP = np.uint64(0x9E3779B97F4A7C15)  # odd, as is the factor below: another token always changes the mark
 _FACTOR = np.uint64(0xD1342543DE82EF95)
 _STEP_NUMBER, _WORD = int(_STEP), 0xFFFFFFFFFFFFFFFF
 
@@ -89,7 +89,7 @@ class PairCache:
         self._features = np.zeros((num_blocks, feature_size), np.float32)
         self._feature_marks = np.zeros(num_blocks, np.uint64)
         self._powers = np.cumprod(np.full(cache.max_slots + 1, _FACTOR, np.uint64), dtype=np.uint64)
-        self._one_mark, self._one_power = self._marks.data, self._powers.data  # what is read behind a pass: a view is less to fetch
+        self._one_mark, self._one_power = self._marks.data, self._powers.data  # read after every pass: faster to index than arrays
         self._pairs = RequestState[_Pairs]()
         cache.add(rows)
         cache.add(PagedRows(self._marks))
@@ -97,7 +97,7 @@ class PairCache:
     def observe(self, request: Request, start: int, features: FloatArray) -> int:
         """Take the target's features [T, F] of positions `start` …; returns how many wait.
 
-        A request that is new here, or begins anew, keeps the rows of its prefix that were drafted before.
+        A new or restarted request keeps the pairs that were already computed for its prefix.
         """
         end = start + len(features)
         pairs = self._pairs.get(request)
@@ -138,7 +138,7 @@ class PairCache:
         return PairRows(np.array(request.token_ids[begin:end], np.int32), pairs.waiting[0][: end - begin], rows, request)
 
     def keep(self, request: Request, token_ids: Sequence[int] | IntArray) -> None:
-        """Note that the pairs of these tokens, the first that waited, were computed. A root's in a spare block will run again."""
+        """Note that the pairs of these tokens, the first waiting ones, were computed. A root's pair in a spare block will run again."""
         pairs = self._pairs[request]
         table, size = request.sequence.block_table, self.block_size
         begin = pairs.num_pairs

@@ -1,9 +1,9 @@
 """Which of several conventions a head was trained with, where its files do not say: the one whose guesses agree best with its target.
 
-A wrong guess costs speed only, as the target checks every token; so it can be tried. A short text of the target's own is run through the
-head, every pair with the target's own feature (one step), and once more with the feature that the head made of it (two steps: how
-features are handed on shows there alone). The convention whose best guess is most often the target's is taken; where none stands out,
-the documented default. The answer is kept, for the same files of head and target.
+A wrong choice costs only speed, as the target verifies every token; so conventions can be tried. Short texts drawn from the target are run
+through the head: every pair with the target's own feature (one step), and once more with the feature that the head made of it (two
+steps: only there does it show how features are handed on). The convention whose best guess is most often the target's is taken; where
+none stands out, the documented default. The answer is stored for the same files of head and target.
 """
 
 import hashlib
@@ -25,10 +25,10 @@ from paceline.runtimes.base import BoolArray, FloatArray, IntArray, RowRange
 from paceline.runtimes.facts import MeasuredFacts, fact_key
 
 LEAST_AGREEMENT = 0.1
-"""Of first guesses; heads of another model stay below it, the right ones are at 50 to 80 %."""
+"""Share of right first guesses: heads of another model stay below it, matching ones reach 50 to 80 %."""
 
-_FORMAT = 1  # of what is kept
-_WHOLE_BYTES = 4 << 20  # of larger files pieces are read
+_FORMAT = 1  # of the stored answer
+_WHOLE_BYTES = 4 << 20  # of larger files only pieces are read
 _NUM_PIECES, _PIECE_BYTES = 64, 4096
 
 ConfigT = TypeVar("ConfigT", bound=PairConfig)
@@ -53,10 +53,10 @@ class Calibration(Generic[ConfigT]):
 
 
 class KnownCalibrations(Generic[ConfigT]):
-    """The answer for one head and one target, between runs.
+    """The answer for one head and one target, stored between runs.
 
     Args:
-        directory: where facts are kept; None = nowhere.
+        directory: where answers are stored; None = nowhere.
         candidates: what the files admit, the default first.
         head_files, target_files: what the answer depends on.
     """
@@ -70,7 +70,7 @@ class KnownCalibrations(Generic[ConfigT]):
             self._key = fact_key("calibration", _FORMAT, tuple(candidates), _digest(head_files), _digest(target_files))
 
     def get(self) -> Calibration[ConfigT] | None:
-        """None where there is none yet, or what is kept is no answer."""
+        """The stored answer; None if there is none, or it is invalid."""
         fact = self._facts.get(self._key)
         if not isinstance(fact, dict):
             return None
@@ -80,7 +80,7 @@ class KnownCalibrations(Generic[ConfigT]):
         return Calibration(self._candidates[choice], float(agreement))
 
     def put(self, found: Calibration[ConfigT]) -> None:
-        """Keep an answer."""
+        """Store an answer."""
         self._facts.put(self._key, {"choice": list(self._candidates).index(found.config), "agreement": round(found.agreement, 4)})
 
 
@@ -90,7 +90,7 @@ def calibrate(
     """The candidate that agrees best with the target; the first one where none does, or none does so clearly.
 
     Args:
-        open_head: the head by a convention; it may be prepared for `text` and no more.
+        open_head: opens the head under a convention; it need only be prepared for `text`.
         layers: the boundaries that `text` has.
     """
     hits: dict[PairConfig, BoolArray] = {}
@@ -108,7 +108,7 @@ def calibrate(
 
 
 def _clear_best(hits: Mapping[ConfigT, BoolArray]) -> ConfigT:
-    """The one with most hits, the earliest on ties; the first one where chance alone would make two equals differ as much."""
+    """The candidate with most hits, the earliest on ties; the first one if the lead may be chance."""
     default = next(iter(hits))
     best = max(hits, key=lambda config: int(hits[config].sum()))
     gained, lost = int((hits[best] & ~hits[default]).sum()), int((hits[default] & ~hits[best]).sum())
@@ -150,7 +150,7 @@ class _Reading:
 def _second_steps(head: PairHead, text: TargetText, layers: Sequence[int]) -> BoolArray:
     """[B, T - 2] whether the guess behind pair t and one drafted pair is the target's, the drafted token being the text's.
 
-    The drafted pair behind pair t stands where pair t + 1 does, which no earlier one sees: the last goes first.
+    The drafted pair behind pair t takes the slot of pair t + 1, which no earlier pair sees: so the last one runs first.
     """
     features = _Reading.of(head, text, layers).features
     count, num_pairs = features.shape[:2]
@@ -171,7 +171,7 @@ def _second_steps(head: PairHead, text: TargetText, layers: Sequence[int]) -> Bo
 
 
 def _features(config: PairConfig, text: TargetText, layers: Sequence[int]) -> FloatArray:
-    """[B, T, F] what a head's true pairs are given."""
+    """[B, T, F] the features of a head's true pairs."""
     if not config.boundaries:
         return text.hidden_states
     chosen = text.collected[:, [layers.index(boundary) for boundary in config.boundaries]]
@@ -191,7 +191,7 @@ def _table(index: int, num_pairs: int) -> IntArray:
 
 
 def _digest(files: Sequence[Path]) -> str:
-    """Of the sizes and of pieces of files; small ones as a whole."""
+    """A hash of the files' sizes and pieces of them; of small files as a whole."""
     digest = hashlib.sha256()
     for path in files:
         size = path.stat().st_size

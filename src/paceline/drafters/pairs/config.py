@@ -1,4 +1,4 @@
-"""What every head that drafts with pairs says of itself."""
+"""The configuration of any head that drafts with pairs."""
 
 from dataclasses import dataclass, replace
 
@@ -8,7 +8,7 @@ from paceline.models.config import ModelConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairConfig:
-    """What a head is.
+    """A head's configuration.
 
     Attributes:
         kind: the method.
@@ -35,14 +35,14 @@ class PairConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairVariant:
-    """Conventions of a head as its user knows them, for files that do not say or say them wrongly; None = as the files have it.
+    """Conventions of a head set by its user, for files that lack them or have them wrong; None = as in the files.
 
     Attributes:
         boundaries: the target's layer boundaries it reads (boundary b enters layer b).
         norm_before_residual: EAGLE-3: the residual stream begins with the normed feature.
         rope_theta: base of the rotations.
         normed_recurrence: the next feature is the output behind the final norm.
-        mask_token_id: P-EAGLE: the token of positions that nobody has guessed yet; no convention, as nothing else is settled by it.
+        mask_token_id: P-EAGLE: the token of masked pairs; no convention, as the others stay open.
     """
 
     boundaries: tuple[int, ...] | None = None
@@ -53,5 +53,5 @@ class PairVariant:
 
     @property
     def settles(self) -> bool:
-        """Whether it names a convention: nothing is tried out then."""
+        """Whether it names a convention: then there is no calibration."""
         return replace(self, mask_token_id=None) != PairVariant()

@@ -36,7 +36,7 @@ class PairDrafter(Drafter):
     Args:
         cache: the target's; the head's pairs are kept in step with it.
         vocab_size: V of the target; ids beyond it are never proposed.
-        tree_width: guesses behind a node, and nodes of a level that are expanded; 1 = a chain.
+        tree_width: guesses per node, and nodes expanded per level; 1 = a chain.
         collected: the boundaries the target collects, those of the head among them; None = just these.
         notices: what a user should know, besides the head's own.
     """
@@ -110,7 +110,7 @@ class PairDrafter(Drafter):
         return f"{self.name} ({', '.join(parts)}, sees the last {self.pairs.window} tokens)"
 
     def _most_rows(self, request: Request, budget: DraftBudget) -> int:
-        """Of all passes together that draft for a request."""
+        """Rows of all drafting passes for a request."""
         return self._num_drafted(*_shape(budget, self._tree_width)) + self.pairs.num_waiting(request)
 
     def _num_drafted(self, depth: int, width: int) -> int:
@@ -128,7 +128,7 @@ class PairDrafter(Drafter):
         return rows.hidden_states
 
     def _catch_up(self, requests: Sequence[Request]) -> None:
-        """Run what waits and no draft asked for."""
+        """Run waiting pairs that no draft has run."""
         group: list[PairRows] = []
         for request in requests:
             pairs = self.pairs.waiting_rows(request, with_root=False)
@@ -167,11 +167,11 @@ class PairDrafter(Drafter):
     def _run_true(
         self, pairs: Sequence[PairRows], *, wants_logits: bool, num_masked: Sequence[int] = (), draws: Draws | None = None
     ) -> PairOutputs:
-        """One pass; features are those of each one's last pair."""
+        """One pass; returned features are those of each request's last pair."""
         try:
             outputs = self.head.run_true(pairs, wants_logits=wants_logits, num_masked=num_masked, draws=draws)
         except BaseException:
-            for one in pairs:  # a pass that broke off leaves no rows to trust
+            for one in pairs:  # an interrupted pass leaves no valid rows
                 self.pairs.release(one.request)
             raise
         behind = num_masked or [0] * len(pairs)

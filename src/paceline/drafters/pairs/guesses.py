@@ -17,15 +17,15 @@ from paceline.sampling.residual import TokenProbs, draw_distinct
 from paceline.speculation.request import Request
 from paceline.speculation.tree_growth import COUPLED_PROB
 
-_REACH = 12.0  # log-probabilities: what is so far below the best is worth no row
+_REACH = 12.0  # in log-probability: guesses this far below the best are not worth a row
 
 
 @dataclass(frozen=True, slots=True)
 class Guessed:
-    """Guesses behind one node, best first, each with the estimated probability that the target says it.
+    """Guesses behind one node, best first, each with the estimated probability that the target draws it.
 
     Attributes:
-        law: what the guesses were drawn from, where drafts are kept by rejection.
+        law: the distribution the guesses were drawn from, for rejection sampling.
     """
 
     token_ids: Sequence[int] = ()
@@ -46,7 +46,7 @@ class Guesses:
     """
 
     def __init__(self, target_ids: NDArray[np.int64] | None, vocab_size: int, num_known: int | None = None) -> None:
-        self._row = np.full(vocab_size, -np.inf, np.float32)  # what no draft id stands for stays so
+        self._row = np.full(vocab_size, -np.inf, np.float32)  # ids without a draft id stay -inf
         self._vocab_size, self._num_known = vocab_size, vocab_size if num_known is None else min(vocab_size, num_known)
         self._target_ids = None if target_ids is None else target_ids[target_ids < self._num_known]
 
@@ -56,7 +56,7 @@ class Guesses:
         return Ranking(columns, 1 if width == 1 else width + 1, self._target_ids)
 
     def of_ranked(self, row: RankedRow, width: int, *, is_greedy: bool) -> Guessed:
-        """As `behind`, of a request whose rows the temperature alone changes."""
+        """As `behind`, for a request whose rows only the temperature changes."""
         log_sum, drawn, scores, ids = row
         if not math.isfinite(log_sum):
             return _NOTHING
@@ -75,11 +75,11 @@ class Guesses:
 
         Args:
             row: [Vd] logits.
-            wants_draws: draw from the row's law with noise of its own (a single guess only).
+            wants_draws: draw from the row's distribution with separate noise (a single guess only).
         """
         try:
             distribution = request.processor.process(self._as_target_row(row), path)
-        except PacelineError:  # nothing the head knows is allowed here, or its row is no row
+        except PacelineError:  # no token the head knows is allowed here, or its row is invalid
             return _NOTHING
         position = len(request.token_ids) + len(path)
         if wants_draws and width == 1 and not distribution.greedy:
@@ -111,7 +111,7 @@ class Guesses:
 
 
 def _shared_out(first: int, prob_of: Mapping[int, float], width: int, *, is_greedy: bool) -> Guessed:
-    """`first` and the likeliest others, with what the first one leaves them.
+    """`first` and the likeliest others, scaled to the probability that `first` leaves.
 
     Args:
         prob_of: of the likeliest, best first.

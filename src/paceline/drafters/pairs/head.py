@@ -52,7 +52,7 @@ class MaskedPair:
     feature: FloatArray
 
     def behind(self, pairs: TrueRows, count: int) -> TrueRows:
-        """The pairs with so many masked ones behind them."""
+        """The pairs with `count` masked ones behind them."""
         known = len(pairs.token_ids)
         token_ids = np.empty(known + count, np.int32)
         features = np.empty((known + count, len(self.feature)), np.float32)
@@ -79,7 +79,7 @@ class PairOutputs:
         return self.output.logits
 
     def ranked(self) -> list[RankedRow]:
-        """What a ranked head says of each of the logits' rows."""
+        """The ranking of each row of logits, for a head that ranks."""
         return self.output.ranked
 
 
@@ -87,10 +87,10 @@ class PairHead:
     """Runs pairs.
 
     Attributes:
-        runtime: the network of true pairs; whoever makes its cache makes that of drafted ones too.
+        runtime: the network of true pairs; making its cache makes that of drafted ones too.
         target_ids: [Vd] the target's id of each draft id; None = the same.
         embedded_ids: token ids from here on have no embedding.
-        masked: the pair of positions that nobody has guessed yet, of a head that guesses several at once; else None.
+        masked: the masked pair, for a head that guesses several positions at once; else None.
         notices: one-line remarks for the user.
     """
 
@@ -108,7 +108,7 @@ class PairHead:
         self.masked = masked
         self.config, self.runtime, self._drafted = config, runtime, drafted
         self._ranking: Ranking | None = None
-        # a mapped file's own kind of array takes longer to index
+        # a memmap takes longer to index
         self._embedding = replace(embedding, array=np.asarray(embedding.array)) if isinstance(embedding, Tensor) else embedding
         self.target_ids, self.notices = target_ids, notices
         self.embedded_ids = embedding.shape[0]
@@ -130,9 +130,9 @@ class PairHead:
         """One pass over true pairs of several requests.
 
         Args:
-            wants_logits: of each one's last pair.
-            of_all: of every pair.
-            num_masked: so many masked pairs run behind each one's last; their logits are wanted as well.
+            wants_logits: return logits of each request's last pair.
+            of_all: return logits of every pair instead.
+            num_masked: masked pairs to run behind each request's last one; their logits are returned as well.
             draws: [R] how the token of each row is drawn that has logits; None = nothing is.
         """
         if num_masked and self.masked is not None:
@@ -181,7 +181,7 @@ class PairHead:
         return {name: features[:, chunk * size : (chunk + 1) * size] for chunk, name in enumerate(self._feature_names)}
 
     def _embed(self, token_ids: IntArray) -> FloatArray:
-        """Rows as they are stored: heads were trained on unscaled ones."""
+        """Rows as stored: heads were trained on unscaled embeddings."""
         return embedding_rows(self._embedding, token_ids, self.config.layers, WeightType.F32)
 
 

@@ -1,4 +1,4 @@
-"""Which of its conventions a head that drafts with pairs is opened with."""
+"""Chooses the convention that a head which drafts with pairs is opened with."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,8 +33,8 @@ def settle(
     Args:
         candidates: what the files admit, the documented default first. A single one is tried as well, because the head may be
             another target's, unless the user named it.
-        open_head: the head by one of them, prepared for so many positions.
-        vocab_size: the head reads ids below.
+        open_head: opens the head under one of them, prepared for a number of positions.
+        vocab_size: the head reads ids below it.
     """
     named = target.head_options.variant_for(files.kind)
     if named is not None and named.settles and len(candidates) == 1:

@@ -56,7 +56,7 @@ class ParallelDrafter(PairDrafter):
                         )
                         for node in nodes
                     ]
-                draft.take(guesses, np.empty((len(nodes), 0), np.float32))  # no pair takes what these made
+                draft.take(guesses, np.empty((len(nodes), 0), np.float32))  # no later pair takes their features
             first += draft.depth
 
 

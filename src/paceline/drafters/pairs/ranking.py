@@ -7,7 +7,7 @@ from paceline.runtimes.base import FloatArray
 
 _WIDE_ROW = 8192
 _STRIDE = 256
-_FEW = 6  # so many are looked for one by one
+_FEW = 6  # up to this many are searched one by one
 
 
 def best_scores(scores: FloatArray, count: int) -> NDArray[np.int64]:
@@ -31,7 +31,7 @@ def best_scores(scores: FloatArray, count: int) -> NDArray[np.int64]:
 def _one_by_one(scores: FloatArray, peaks: FloatArray, count: int) -> NDArray[np.int64]:
     """Each time the stride with the largest maximum gives its best and gets a new maximum. `peaks` is changed."""
     end = len(peaks) * _STRIDE
-    left = {len(peaks): scores[end:].copy()}  # strides without what was taken; the last one is what no stride holds
+    left = {len(peaks): scores[end:].copy()}  # strides without what was taken; the last entry holds the scores after the last stride
     peaks = np.append(peaks, left[len(peaks)].max(initial=-np.inf))
     best = np.empty(count, np.int64)
     for rank in range(count):
@@ -49,7 +49,7 @@ def _one_by_one(scores: FloatArray, peaks: FloatArray, count: int) -> NDArray[np
 
 
 def _best_of(candidates: NDArray[np.int64], values: FloatArray, count: int) -> NDArray[np.int64]:
-    """Of candidates in ascending order."""
+    """The best of candidates given in ascending order."""
     if len(values) > count:
         least = np.partition(values, len(values) - count)[len(values) - count]
         candidates, values = candidates[values >= least], values[values >= least]

@@ -1,4 +1,4 @@
-"""A short text of a target's own, with what it computed along the way: what heads are compared on."""
+"""Short texts drawn from a target, with its activations: heads are calibrated on them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from paceline.tokenizer.tokenizer import Tokenizer
 from paceline.tokenizer.vocabulary import SAMPLE_TEXT
 
 NUM_SEQUENCES, LENGTH = 8, 24
-"""Several short texts side by side: as many passes as one of them takes."""
+"""Several short texts in a batch take no more passes than one."""
 
 _PROMPT_LEN = 8
 _LEAST_LEN, _LEAST_ROWS = 12, 48
-_PIECE = 48  # characters a prompt is made of
+_PIECE = 48  # characters of a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class TargetText:
 
     Attributes:
         token_ids: [B, T].
-        argmaxes: [B, T] what it would say greedily behind each of them.
+        argmaxes: [B, T] its greedy next token behind each of them.
         hidden_states: [B, T, E] behind the final norm.
         collected: [B, C, T, E] at the boundaries its runtime collects; C may be 0.
     """
@@ -40,7 +40,7 @@ class TargetText:
 
 
 def draw_text(target: Network, cache: KVCache, tokenizer: Tokenizer, *, vocab_size: int, max_context: int) -> TargetText | None:
-    """Texts of a target, drawn beside whatever its cache holds; None where there is no room for enough.
+    """Texts drawn from a target, beside whatever its cache holds; None if the cache has too little room.
 
     Args:
         cache: the runtime's.
@@ -73,7 +73,7 @@ def draw_text(target: Network, cache: KVCache, tokenizer: Tokenizer, *, vocab_si
 
 
 def _beginnings(tokenizer: Tokenizer, count: int) -> list[list[int]]:
-    """The first tokens of different pieces of the sample text, all of them as many."""
+    """The first tokens of different pieces of the sample text, equally many of each."""
     words = SAMPLE_TEXT.split(" ")
     pieces = [" ".join(words[len(words) * index // count :])[:_PIECE] for index in range(count)]
     encoded = [tokenizer.encode(piece) for piece in pieces]
@@ -84,7 +84,7 @@ def _beginnings(tokenizer: Tokenizer, count: int) -> list[list[int]]:
 def _run(
     target: Network, cache: KVCache, sequences: Sequence[CachedSequence], new_ids: Sequence[list[int]]
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """One pass over as many tokens of each sequence: logits [B, T, V], hidden states [B, T, E] and boundaries [B, C, T, E], copies."""
+    """One pass over equally many tokens of each sequence: logits [B, T, V], hidden states [B, T, E] and boundaries [B, C, T, E], copies."""
     count = len(new_ids[0])
     plans = [cache.reserve(sequence, range(-1, count - 1)) for sequence in sequences]
     output = target.forward(*assemble(plans, new_ids, [range(count)] * len(plans)))

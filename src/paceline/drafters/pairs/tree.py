@@ -66,8 +66,8 @@ class GrowingDraft:
         depth: levels to guess.
         width: nodes of a level that are expanded, and guesses behind each; 1 = a chain.
         block_table: where the drafted rows stand, behind the true pairs.
-        first_slot: what they see.
-        reads_ranks: whether what the pass itself finds in a row is all that is needed of it.
+        first_slot: the first slot they attend to.
+        reads_ranks: whether the pass's own ranking of its rows is enough.
         is_drawn: whether that includes a draw.
     """
 

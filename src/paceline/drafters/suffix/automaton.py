@@ -1,4 +1,4 @@
-"""Every run of tokens of a text, how often it occurs and what followed it, kept up to date token by token.
+"""Every run of tokens of a text, how often it occurs and what follows it, updated token by token.
 
 Source: Blumer et al. 1985, "The smallest automaton recognizing the subwords of a text", section 3. Addition: counts and last places,
 kept for runs up to a bounded length, so that a token costs O(bound) even in a text that repeats itself all the time.

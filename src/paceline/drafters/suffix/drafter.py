@@ -1,9 +1,9 @@
 """Guess what followed the longest matching end of the text before, weighed by how often it did.
 
 Source: Oliaro et al. 2024, "SuffixDecoding" (arXiv:2411.04975), section 4. Deviations: an online suffix automaton instead of
-suffix trees; a node's law is always that of the longest matching context, guessed tokens included, so that a guess goes on where the
-matching passage ended; trees grow by probability per row of the target pass; nothing is shared between requests unless a store is
-given and the request names a namespace.
+suffix trees; a node's distribution is always that of the longest matching context, guessed tokens included, so that a guess goes on
+where the matching passage ended; trees grow by probability per row of the target pass; nothing is shared between requests unless a store
+is given and the request names a namespace.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Guess, grow_tree
 
 MIN_MATCH = 2
-LEAST_PROB = 0.2  # of a node and its path; less likely ones added rows and hardly any token in the texts it was tried on
+LEAST_PROB = 0.2  # of a node's path; in the texts tried, less likely nodes added rows but hardly any tokens
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class _Reader:
     match: Match = (0, 0)
 
     def read(self, token_ids: Sequence[int]) -> None:
-        """Against another text: only its last tokens can matter."""
+        """Read a request's tokens: of those not read yet, only the last `max_match` matter."""
         first = len(token_ids) - self.automaton.max_match
         if first > self.num_read:
             self.num_read, self.match = first, (0, 0)

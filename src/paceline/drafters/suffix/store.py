@@ -23,7 +23,7 @@ class SuffixStore:
             if value < 1:
                 raise ConfigError(f"{name} of a suffix store is {value}: use a whole number from 1, or no store")
         self._half, self._max_namespaces, self._max_match = max(1, max_tokens // 2), max_namespaces, max_match
-        # Two automata each, the older one complete: nothing can be taken out of an automaton, so a full one is dropped as a whole.
+        # Two automata each, the older one full: tokens cannot be removed from an automaton, so the older one is dropped as a whole.
         self._texts: OrderedDict[str, list[SuffixAutomaton]] = OrderedDict()
 
     def add(self, namespace: str, token_ids: Sequence[int]) -> None:
@@ -40,7 +40,7 @@ class SuffixStore:
             self._texts.popitem(last=False)
 
     def automata(self, namespace: str) -> Sequence[SuffixAutomaton]:
-        """What is known there, the older half first."""
+        """The automata of a namespace, the older one first."""
         return self._texts.get(namespace, ())
 
     def num_tokens(self, namespace: str) -> int:

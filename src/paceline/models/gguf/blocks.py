@@ -1,4 +1,4 @@
-"""GGUF's quantised blocks as groups of integer codes: the same values, bit for bit, without multiplying anything out.
+"""GGUF's quantised blocks as groups of integer codes: the same values, bit for bit, without dequantising.
 
 Every block type computes `scale * (integer) [+ or - minimum]` in float32, which is what `GroupedMatrix` holds; only the order of the
 codes changes. The layouts are those of ggml (ggml-common.h, ggml-quants.c).

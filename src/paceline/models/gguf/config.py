@@ -151,7 +151,7 @@ class _Reader:
         return name in self._file.tensors
 
     def _end_token_ids(self) -> list[Any]:
-        """The ids named as an end; an out-of-vocabulary one never comes up, so the reader of the values may judge them."""
+        """The ids named as an end. The config reader checks them; one outside the vocabulary is never drawn."""
         ids = [self._plain(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
         return [token_id for index, token_id in enumerate(ids) if token_id is not None and token_id not in ids[:index]]
 
@@ -214,7 +214,7 @@ class _Reader:
         return scaling
 
     def _frequency_factors(self, theta: float, rotated: int, max_positions: int) -> dict[str, Any]:
-        """Llama 3's rule where it explains the stored divisors, which are its float32 rounding; else the divisors themselves."""
+        """Llama 3's rule if the stored divisors are its values in float32; else the divisors themselves."""
         divisors = self._divisors("rope_freqs.weight", rotated)
         factor = max(divisors)
         if factor > 1:
@@ -241,7 +241,7 @@ class _Reader:
         return divisors
 
     def _gemma(self, hidden_size: int, num_heads: int, head_size: int) -> dict[str, Any]:
-        """The format leaves out what llama.cpp knows by heart: the scale of attention scores and which layers slide."""
+        """The format leaves out what llama.cpp hard-codes: the scale of attention scores and which layers slide."""
         is_wide = self._of_model("block_count") == _QUERY_SCALAR_IS_WIDTH[self._architecture]
         values: dict[str, Any] = {"query_pre_attn_scalar": hidden_size // num_heads if is_wide else head_size}
         pattern = self._of_model("attention.sliding_window_pattern")

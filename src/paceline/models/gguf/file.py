@@ -56,7 +56,7 @@ def split_parts(path: Path) -> tuple[Path, ...]:
     """All parts of a split file, in order, or the file itself.
 
     Raises:
-        CheckpointError: the name says that there are parts which are not there.
+        CheckpointError: parts that the name implies are missing.
     """
     match = _SPLIT_NAME.fullmatch(path.name)
     if match is None:

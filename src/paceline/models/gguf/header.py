@@ -1,6 +1,6 @@
 """The header of a GGUF file: metadata and a table of tensors, read from front to back of a mapped file.
 
-It comes from strangers: every count and length is checked against the file's size before it is used, and values are decoded only
+It is untrusted: every count and length is checked against the file's size before it is used, and values are decoded only
 when they are asked for.
 """
 
@@ -22,7 +22,7 @@ VERSIONS = (2, 3)
 MAX_ENTRIES = 1 << 16
 """Metadata keys, and tensors, a file may have."""
 MAX_ITEMS = 1 << 21
-"""Strings and nested arrays in all metadata, which are walked one by one, and numbers of one array that is read."""
+"""Limit for strings and nested arrays in all metadata (walked one by one), and for the numbers of one array that is read."""
 MAX_NESTING = 4
 MAX_TEXT_BYTES = 64 << 20
 """Of one text, or of all texts of one array."""
@@ -192,7 +192,7 @@ class Header:
         return name, shape, block_type, offset
 
     def _advance(self, num_bytes: int, what: str) -> int:
-        """The position before a step of `num_bytes`."""
+        """Skip `num_bytes`; returns the position before."""
         start = self._position
         if num_bytes > len(self._bytes) - start:
             self.fail(f"{what!r} at byte {start} needs {num_bytes} bytes of a file of {len(self._bytes)}")

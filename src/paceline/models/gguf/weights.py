@@ -44,7 +44,7 @@ _REGROUPED_COLUMNS = 128
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor of ours is stored: rows of a tensor of the file.
+    """Where one of our tensors is stored: rows of a tensor of the file.
 
     Attributes:
         num_rotated_heads: rows are stored with the two halves of each head interleaved; None = as they are.
@@ -81,7 +81,7 @@ class GgufWeights(MadeWeights):
         if self._regroup:
             return super().stored(name)
         place = self._places[name]
-        how = repr((place.tensor.block_type.name, place.num_rotated_heads)).encode()  # the same bytes read otherwise are other values
+        how = repr((place.tensor.block_type.name, place.num_rotated_heads)).encode()  # the same bytes, read differently, give other values
         return _stored(place), np.frombuffer(how, np.uint8)[None]
 
 
