@@ -25,6 +25,8 @@ from paceline.drafters.target import LoadedTarget
 from paceline.drafters.translate import ByteTokenizer, SharedPieces, TextDrafter
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.hub import resolve
+from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.kv_cache.row_plan import blocks_for
 from paceline.models.checkpoint import is_gguf, read_model_config
 from paceline.runtimes.base import Numerics
 from paceline.runtimes.cost import time_passes
@@ -234,8 +236,7 @@ def _open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
         quant_directory=cache_directory(),
     )
     runtime = load_runtime(directory, options).runtime
-    block_size = 32
-    cache = runtime.new_cache(1 + -(-math.ceil(target.cache.max_slots * expansion) // block_size))
+    cache = runtime.new_cache(1 + blocks_for(math.ceil(target.cache.max_slots * expansion), BLOCK_SIZE))  # one more for the timed pass
     cache.prefix_caching = target.cache.prefix_caching
     passes = time_passes(runtime, cache, (READ_ROWS,), max_context=max_context, repeats=1, wants_logits=False)
     translation, by_text = None, None

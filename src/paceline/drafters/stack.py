@@ -93,7 +93,6 @@ class StackDrafter(Drafter):
         self.needs = DrafterNeeds(
             hidden_states=any(drafter.needs.hidden_states for drafter in drafters),
             layers=tuple(sorted({layer for drafter in drafters for layer in drafter.needs.layers})),
-            prompt_rows=any(drafter.needs.prompt_rows for drafter in drafters),
         )
         self._lately = [_Acceptance() for _ in drafters]  # over all requests: new ones start from it
         self._acceptance = RequestState[list[_Acceptance]]()

@@ -77,8 +77,10 @@ def _qwen_slides(read: LayerReader) -> Sequence[bool]:
     """Where windows are switched on: the layers listed in `layer_types`, else those from `max_window_layers` on."""
     if not read.flag("use_sliding_window"):
         return ()
-    if isinstance(read.fields.values.get("layer_types"), list):
-        return read.sliding_layers()
+    types = read.fields.values.get("layer_types")
+    if isinstance(types, list):  # a model that lost its last layers may keep the whole list
+        kinds = [*types[: read.num_layers], *["full_attention"] * (read.num_layers - len(types))]
+        return [kind == "sliding_attention" for kind in kinds]
     first = read.fields.number("max_window_layers", 28)
     return [layer >= first for layer in range(read.num_layers)]
 

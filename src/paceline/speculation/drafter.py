@@ -41,12 +41,10 @@ class DrafterNeeds:
     Attributes:
         hidden_states: the final hidden states.
         layers: boundaries to collect (fixed when the target is built).
-        prompt_rows: of every prompt row; otherwise only of the last one.
     """
 
     hidden_states: bool = False
     layers: tuple[int, ...] = ()
-    prompt_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)

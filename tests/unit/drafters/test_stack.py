@@ -257,10 +257,10 @@ def test_a_stack_needs_and_costs_what_its_drafters_do() -> None:
     stack = StackDrafter(
         [
             Recorder("a", [], DrafterNeeds(layers=(4, 1))),
-            Recorder("b", [], DrafterNeeds(hidden_states=True, layers=(1, 2), prompt_rows=True)),
+            Recorder("b", [], DrafterNeeds(hidden_states=True, layers=(1, 2))),
         ]
     )
-    assert stack.needs == DrafterNeeds(hidden_states=True, layers=(1, 2, 4), prompt_rows=True)
+    assert stack.needs == DrafterNeeds(hidden_states=True, layers=(1, 2, 4))
     assert stack.cache_bytes_per_token == 20
     assert (stack.name, stack.describe()) == ("a+b", "a + b")
 

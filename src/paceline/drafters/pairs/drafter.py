@@ -54,7 +54,7 @@ class PairDrafter(Drafter):
         config = head.config
         collected = config.boundaries if collected is None or not config.boundaries else collected
         self.name = config.kind.value
-        self.needs = DrafterNeeds(hidden_states=not config.boundaries, layers=collected, prompt_rows=True)
+        self.needs = DrafterNeeds(hidden_states=not config.boundaries, layers=collected)
         self.notices = (*head.notices, *notices)
         self.head = head
         self.pairs = PairCache(head.runtime, cache, feature_size=config.num_features, window=config.layers.max_positions)

@@ -123,12 +123,13 @@ class NativeNetwork(Network):
         results = ranked(self.compose, ranking)(blocks)
         buffers, widths = share_memory(blocks, {value.index for value in results.values()})
         recorded = Recorded(blocks.operations, widths)
-        program = self._programs[ranking] = _Program(
+        program = _Program(
             Execution(recorded, num_threads=shared.num_threads, max_slots=shared.max_slots, tables=shared.tables),
             {name: buffers[value.index] for name, value in blocks.inputs.items()},
             {name: (buffers[value.index], value.rows, blocks.result_width(value)) for name, value in results.items()},
         )
         shared.add(program.execution)
+        self._programs[ranking] = program  # last: an interrupt before leaves no program without a cache
         return program
 
 

@@ -70,9 +70,12 @@ class PassMemory:
         for item in ranges:
             num_blocks += len(item.block_table)
             num_masked += 0 if item.mask is None else item.mask.size
+        # Empty first: an interrupt between a new address and its array must not leave room that is not there.
         if num_blocks > len(self._block_tables):
+            self._block_tables = self._block_tables[:0]
             self._block_tables = self._grown(num_blocks, "block_tables")
         if num_masked > len(self._masks):
+            self._masks = self._masks[:0]
             self._masks = self._grown(num_masked, "masks", np.uint8)
 
     def _grown(self, size: int, field: str, dtype: Any = np.int32) -> NDArray[Any]:
@@ -110,13 +113,17 @@ class _Angles:
             self.of(positions)
             return
         if count > len(self._collected[0]):
-            self._collected = [np.empty((1 << (count - 1).bit_length(), table.shape[1]), np.float32) for table in self._tables]
-            self._collected_addresses = [array.ctypes.data for array in self._collected]
+            self._collected = [table[:0] for table in self._tables]  # as in `_make_room`
+            longer = [np.empty((1 << (count - 1).bit_length(), table.shape[1]), np.float32) for table in self._tables]
+            self._collected_addresses = [array.ctypes.data for array in longer]
+            self._collected = longer
         for table, array in zip(self._tables, self._collected, strict=True):
             array[:count] = table[positions]
         self._cos[self._index], self._sin[self._index] = self._collected_addresses
 
     def _look(self) -> None:
+        self._end = 0  # as in `_make_room`
         self._tables = self._all.pairs[self._index]
         self._addresses = [table.ctypes.data for table in self._tables]
-        self._end, self._row_bytes = len(self._tables[0]), self._tables[0].strides[0]
+        self._row_bytes = self._tables[0].strides[0]
+        self._end = len(self._tables[0])

@@ -60,7 +60,7 @@ class TorchNetwork(Network):
             storage = torch.zeros(self.config.kv_shape(num_blocks, BLOCK_SIZE), dtype=weights.dtype, device=weights.device)
         except (RuntimeError, MemoryError) as error:
             raise CapacityError(
-                f"a cache of {num_blocks} blocks cannot be allocated on {self.capabilities.device!r}; ask for fewer"
+                f"a cache of {num_blocks} blocks cannot be allocated on {self.capabilities.device!r}: lower cache_gb"
             ) from error
         self._shared.storage = storage
         return KeyValues(storage)

@@ -1,5 +1,7 @@
 """A network's weights as tensors of one type on one device, made when they are first asked for."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,7 +44,8 @@ class TorchWeights:
         """
         if name not in self._plain:
             wide = self._norms_in_float32 and name.endswith("norm")
-            self._plain[name] = self._load(name + ".weight", torch.float32 if wide else self.dtype)
+            with self._within_memory():
+                self._plain[name] = self._load(name + ".weight", torch.float32 if wide else self.dtype)
         return self._plain[name]
 
     def fused(self, names: tuple[str, ...]) -> FusedLinear:
@@ -52,7 +55,8 @@ class TorchWeights:
             CapacityError: as above.
         """
         if names not in self._fused:
-            self._fused[names] = self._fuse(names)
+            with self._within_memory():
+                self._fused[names] = self._fuse(names)
         return self._fused[names]
 
     def _fuse(self, names: tuple[str, ...]) -> FusedLinear:
@@ -75,8 +79,12 @@ class TorchWeights:
             is_bf16 = stored.weight_type is WeightType.BF16
             copied = torch.from_numpy(np.array(stored.array.view(np.int16) if is_bf16 else stored.array))
             copied = copied.view(torch.bfloat16) if is_bf16 else copied
+        return copied.to(device=self.device, dtype=dtype)
+
+    @contextmanager
+    def _within_memory(self) -> Iterator[None]:
         try:
-            return copied.to(device=self.device, dtype=dtype)
+            yield
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"{self._weights.nbytes / 1e9:.2f} GB of weights do not fit the memory of {self.device.type!r}; use another device"
