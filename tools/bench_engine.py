@@ -100,13 +100,13 @@ def make_requests(llm: LLM, prompts: Prompts, params: SamplingParams) -> list[Re
 
 def oracle(answers: Answers, vocab_size: int, accuracy: float) -> Drafter:
     """A drafter each of whose guesses is right with a known probability."""
-    made = importlib.import_module("adversaries").OracleDrafter(answers, accuracy=accuracy, vocab_size=vocab_size, seed=SEED)
+    made = importlib.import_module("harness.adversaries").OracleDrafter(answers, accuracy=accuracy, vocab_size=vocab_size, seed=SEED)
     return cast(Drafter, made)
 
 
 def wrong(answers: Answers, vocab_size: int) -> Drafter:
     """A drafter that never is right."""
-    return cast(Drafter, importlib.import_module("adversaries").WrongDrafter(answers, vocab_size))
+    return cast(Drafter, importlib.import_module("harness.adversaries").WrongDrafter(answers, vocab_size))
 
 
 def speculator_of(llm: LLM, drafter: Drafter | None, policy: DraftLengthPolicy) -> Speculator:
@@ -136,7 +136,7 @@ def bench_throughput(options: argparse.Namespace) -> dict[str, Any]:
     """Tokens a second of batches, plain, with a drafter that is often right, and with one that never is."""
     vocab_size = json.loads((options.checkpoint / "config.json").read_text())["vocab_size"]
     if not (options.checkpoint / "tokenizer.json").is_file():
-        importlib.import_module("checkpoints").write_tokenizer(options.checkpoint, vocab_size)
+        importlib.import_module("harness.checkpoints").write_tokenizer(options.checkpoint, vocab_size)
     answers: Answers = {}
     drafters = {"oracle": oracle(answers, vocab_size, options.accuracy), "wrong": wrong(answers, vocab_size)}
     llm = LLM(

@@ -75,12 +75,13 @@ def small_model(options: argparse.Namespace, scale: float) -> Iterator[tuple[LLM
     Args:
         scale: of its weights: the larger, the more its logits differ.
     """
-    write_checkpoint = importlib.import_module("checkpoints").write_checkpoint
+    write_checkpoint = importlib.import_module("harness.checkpoints").write_checkpoint
     with tempfile.TemporaryDirectory() as directory:
         write_checkpoint(Path(directory), "llama", vocab_size=options.vocab, num_hidden_layers=2, initializer_range=scale)
         llm = LLM(directory, drafter="none", backend="native", threads=options.threads, max_num_seqs=max(options.batches))
-        runtime: Any = llm.runtime
-        timed = runtime._execution.kernels = TimedKernels(runtime._execution.kernels)
+        target: Any = llm.runtime
+        execution = target._programs[None].execution
+        timed = execution.kernels = TimedKernels(execution.kernels)
         yield llm, timed.paceline_run
 
 

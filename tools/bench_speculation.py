@@ -44,7 +44,7 @@ def use(llm: LLM, drafter: Drafter | None, policy: DraftLengthPolicy) -> None:
 
 
 def oracle(llm: LLM, answers: Answers, accuracy: float, seed: int) -> Drafter:
-    made = importlib.import_module("adversaries").OracleDrafter(answers, accuracy=accuracy, vocab_size=llm.vocab_size, seed=seed)
+    made = importlib.import_module("harness.adversaries").OracleDrafter(answers, accuracy=accuracy, vocab_size=llm.vocab_size, seed=seed)
     return cast(Drafter, made)
 
 
@@ -127,7 +127,7 @@ def bench_oracle(options: argparse.Namespace) -> dict[str, Any]:
     """Guesses right with a known probability, on a checkpoint so large that the pass decides; then guesses that are always wrong."""
     if not (options.oracle / "tokenizer.json").is_file():
         vocab_size = json.loads((options.oracle / "config.json").read_text())["vocab_size"]
-        importlib.import_module("checkpoints").write_tokenizer(options.oracle, vocab_size)
+        importlib.import_module("harness.checkpoints").write_tokenizer(options.oracle, vocab_size)
     llm = LLM(str(options.oracle), drafter="none", dtype=options.dtype, threads=options.threads, max_context=1024, max_num_seqs=1)
     print("\n".join(f"- {notice}" for notice in llm.notices))
     depths = options.draft_tokens
@@ -137,7 +137,7 @@ def bench_oracle(options: argparse.Namespace) -> dict[str, Any]:
     prompt = random_prompt(llm, 64)
     params = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True, seed=SEED)
     answers: Answers = {(tuple(prompt), SEED): llm.generate(prompt, params)[0].token_ids}
-    wrong: Drafter = importlib.import_module("adversaries").WrongDrafter(answers, llm.vocab_size)
+    wrong: Drafter = importlib.import_module("harness.adversaries").WrongDrafter(answers, llm.vocab_size)
     cases: dict[str, tuple[Drafter | None, int, StepCosts | None]] = {"plain": (None, 4, None)}
     for depth in depths:
         cases[str(depth)] = (oracle(llm, answers, options.accuracy, SEED + depth), depth, None)
