@@ -19,9 +19,6 @@ from harness.model_configs import with_attention
 from harness.mtp_checkpoints import add_module, random_module, write_mimo
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.models.config import ModelConfig, WeightType, read_config
-from paceline.models.families import FAMILIES, Family
-from paceline.models.layer_reader import LayerReader
-from paceline.models.layers import LayerConfig, NormOrder, QKNorm
 from paceline.models.weights import Weights
 from paceline.runtimes.base import FloatArray, Network, Numerics, assemble
 from paceline.runtimes.decoder import decoder
@@ -82,6 +79,8 @@ CASES = {
             "final_logit_softcapping": 3.0,
         },
     ),
+    "olmo2": Case("olmo2", {"num_key_value_heads": 2}),
+    "olmo2-tied-biased": Case("olmo2", {"tie_word_embeddings": True, "attention_bias": True}),
 }
 BY_CASE_AND_BACKEND = pytest.mark.parametrize(
     ("case", "backend"), [(name, backend) for name, case in CASES.items() for backend in case.backends]
@@ -194,21 +193,6 @@ def test_a_prompt_gives_the_logits_of_transformers_in_one_pass_in_chunks_and_one
             assert difference(logits, reference.logits[begin : begin + chunk_len]) <= bound, (chunk_lens, begin)
             begin += chunk_len
         cache.release(sequence)
-
-
-@pytest.mark.parametrize("backend", BOUNDS)
-def test_a_family_of_known_parts_is_one_entry_of_the_table(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OLMo 2: norms behind attention and MLP alone, and norms of queries and keys over all heads together."""
-
-    def layers(read: LayerReader) -> tuple[LayerConfig, ...]:
-        return read.layers(read.attention(qk_norm=QKNorm.WIDTH), read.mlp(), norm_order=NormOrder.POST)
-
-    family = Family(name="olmo2", architecture="Olmo2ForCausalLM", layers=layers, defaults={})
-    monkeypatch.setitem(FAMILIES, family.name, family)
-    directory = write_checkpoint(tmp_path, "olmo2", num_key_value_heads=2)
-    token_ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, 40).tolist()
-    expected, _ = transformers_output(directory, token_ids)
-    assert difference(prompt_logits(open_backend(directory, backend), token_ids), expected) <= BOUNDS[backend]
 
 
 @BY_CASE_AND_BACKEND

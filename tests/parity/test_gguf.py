@@ -45,6 +45,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "phi3": ("phi3", {"rope_parameters": {**LONGROPE, "partial_rotary_factor": 1.0}, "original_max_position_embeddings": 128}),
     "gemma2": ("gemma2", {"tie_word_embeddings": True, "query_pre_attn_scalar": 16, "sliding_window": 64}),
+    "olmo2": ("olmo2", {"num_key_value_heads": 2}),
     "gemma3": ("gemma3_text", {"tie_word_embeddings": True, "query_pre_attn_scalar": 16, "sliding_window": 64}),
     "gemma3-linear": ("gemma3_text", {"tie_word_embeddings": True, "query_pre_attn_scalar": 16, "rope_parameters": GEMMA3_ROPE}),
 }

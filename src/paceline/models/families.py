@@ -101,6 +101,12 @@ def _gemma(read: LayerReader, *, qk_norm: QKNorm = QKNorm.NONE, soft_cap: float 
     return read.layers(attention, read.mlp(), norm_order=NormOrder.SANDWICH, slides=read.sliding_layers())
 
 
+def _olmo2(read: LayerReader) -> Layers:
+    bias = read.flag("attention_bias")
+    attention = read.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.WIDTH)
+    return read.layers(attention, read.mlp(), norm_order=NormOrder.POST)
+
+
 _QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
 _GEMMA = {
     "num_attention_heads": 8,
@@ -203,6 +209,13 @@ _TABLE = (
         scales_embedding=True,
         caps_logits=True,
         has_local_rope=True,
+    ),
+    Family(
+        name="olmo2",
+        architecture="Olmo2ForCausalLM",
+        gguf="olmo2",
+        layers=_olmo2,
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _TABLE}
