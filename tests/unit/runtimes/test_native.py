@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from paceline.runtimes.native import execution as execution_module
 from paceline.runtimes.native import library
 from paceline.runtimes.native import network as network_module
 from paceline.runtimes.native.network import NativeNetwork
+from paceline.runtimes.ranking import Ranking
 from paceline.runtimes.rounding import to_bf16
 
 if not BUILT:
@@ -103,6 +105,24 @@ def test_room_that_was_being_made_when_ctrl_c_came_is_made_anew(seed: int, monke
             with pytest.raises(KeyboardInterrupt):
                 runtime._programs[None].execution.make_room(90)
         assert np.array_equal(run_prompt(runtime, prompt).logits, expected)
+
+
+def test_an_interrupt_while_a_ranked_program_is_made_leaves_none(token_ids: list[int], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would have no cache, and the next pass would write to address 0."""
+    runtime = open_runtime(seed)
+    best = run_prompt(runtime, token_ids[:4]).logits.argmax(axis=1).tolist()
+    plan = (cache := runtime.new_cache(2)).reserve(cache.new_sequence(), range(-1, 3))
+    inputs, batch, wanted = assemble([plan], [token_ids[:4]], [range(4)])
+    wanted = replace(wanted, ranking=Ranking(CONFIG.vocab_size, 2))
+
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(execution_module.Execution, "use_cache", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runtime.forward(inputs, batch, wanted)
+    assert [row.token_ids[0] for row in runtime.forward(inputs, batch, wanted).ranked] == best
 
 
 def test_boundaries_come_in_the_order_asked_for_and_change_no_bit(token_ids: list[int], seed: int) -> None:
