@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "src"))
-from hatch_build import FLAGS, LEVELS, NATIVE  # noqa: E402
+from hatch_build import FLAGS, LEVELS, NATIVE, POSIX_FLAGS  # noqa: E402
 
 from paceline.runtimes.native.library import levels  # noqa: E402
 
@@ -62,8 +62,8 @@ def build(compiler: str, sanitizer: str, folder: Path) -> None:
     level = levels()[0]
     instructions = [flag.replace("x86_64_v", "x86-64-v") for flag in LEVELS[platform.machine()][level]]
     sources = map(str, sorted((ROOT / NATIVE / "kernels").glob("*.c")))
-    command = [compiler, "-w", *FLAGS, *instructions, "-O1", "-g", "-fno-omit-frame-pointer", "-shared-libsan", f"-fsanitize={sanitizer}"]
-    command += FLAGS_OF[sanitizer]
+    command = [compiler, "-w", *FLAGS, *POSIX_FLAGS, *instructions, "-O1", "-g", "-fno-omit-frame-pointer", "-shared-libsan"]
+    command += [f"-fsanitize={sanitizer}", *FLAGS_OF[sanitizer]]
     library = folder / NATIVE.relative_to("src") / f"kernels.{level}.so"
     subprocess.run([*command, "-fno-sanitize-recover=all", *sources, "-o", str(library)], check=True)
 
