@@ -27,9 +27,7 @@ BUILT = [level for level in library.levels() if Path(library.__file__).with_name
 
 def open_kernels(level: str) -> ctypes.CDLL:
     """The library that was built for an instruction set this machine has."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "kernels_path", lambda: Path(library.__file__).with_name(f"kernels.{level}.so"))
-        return library.kernels.__wrapped__()
+    return library.open_kernels(Path(library.__file__).with_name(f"kernels.{level}.so"))
 
 
 def native_config(

@@ -39,6 +39,15 @@ def kernels() -> ctypes.CDLL:
         raise BackendUnavailableError(
             f"there are no native kernels for this machine ({platform.system()} on {platform.machine()}): use --backend torch"
         )
+    return open_kernels(path)
+
+
+def open_kernels(path: Path) -> ctypes.CDLL:
+    """A library that this processor runs.
+
+    Raises:
+        BackendUnavailableError: its records are not those of this package.
+    """
     library = ctypes.CDLL(str(path))
     layout = getattr(library, "paceline_layout", None)
     if layout is None or any(layout(index) != expected for index, expected in enumerate(LAYOUT)):
