@@ -1,6 +1,6 @@
 # make          build the environment in .venv and list the targets
 # make demo     generate once with the embedded model and show what was drafted and accepted
-# make test     all tests, small counts
+# make test     all tests, small counts, a process on each core; ARGS="-n0 tests/unit" runs the unit tests in one
 # make check    lint, format, types
 # make test-long [SEED=n] [RESUME=1]
 #               all tests, large counts; the record goes to docs/dev/test-long.txt
@@ -60,8 +60,9 @@ $(STAMP): pyproject.toml hatch_build.py $(wildcard src/paceline/runtimes/native/
 demo: $(STAMP)
 	$(BIN)/paceline run --chat "I would like to book a table for two in Toronto tonight." --show-drafts --max-tokens 96
 
+# A process on each core, so most models run with one thread; the long run is one process, whose models run with all threads.
 test: $(STAMP)
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -n auto --maxprocesses=4 --dist worksteal $(ARGS)
 
 test-long: $(STAMP)
 	@mkdir -p $(dir $(LONG_RECORD))

@@ -1,4 +1,4 @@
-"""The Medusa drafter: what it loads, what it proposes, and that a head that must be right is right every time."""
+"""The Medusa drafter: what it loads and what it proposes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +9,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from harness.checkpoints import VOCAB_SIZE, write_checkpoint
+from harness.checkpoints import write_checkpoint
 from harness.loaded_targets import load_target
-from harness.medusa_checkpoints import Arrays, edit, perfect_blocks, perfect_heads, random_heads, write_heads, write_successor_target
-from paceline import LLM, SamplingParams
+from harness.medusa_checkpoints import Arrays, edit, random_heads, write_heads
+from paceline import SamplingParams
 from paceline.config import SpeculationConfig
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.medusa.drafter import MedusaDrafter, open_medusa
@@ -26,7 +26,6 @@ from paceline.runtimes.ranking import Draws, Ranking, ranked_rows
 from paceline.runtimes.torch.ranking import rank_rows
 from paceline.sampling.draw import draw
 from paceline.sampling.processors import LogitsProcessor
-from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.drafter import CommittedRows, DraftBudget
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -34,25 +33,6 @@ from paceline.speculation.tree import DraftTree
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [9], list(range(1, 80)), [31, 2]]
-
-
-@pytest.fixture(autouse=True)
-def always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny target is too fast for drafting to pay."""
-    monkeypatch.setattr(DraftLengthPolicy, "_pays", lambda self, guard: True)
-
-
-def open_llm(target: Path, drafter: str | MedusaDrafter, num_draft_tokens: int = 3, **options: object) -> LLM:
-    return LLM(
-        str(target),
-        drafter=drafter,
-        num_draft_tokens=num_draft_tokens,
-        threads=2,
-        max_context=256,
-        cache_gb=0.05,
-        backend="native",
-        **options,
-    )  # type: ignore[arg-type]
 
 
 class Heads:
@@ -100,77 +80,6 @@ def table() -> NDArray[np.float32]:
     return np.random.default_rng(8).normal(0, 2, (12, 50)).astype(np.float32)
 
 
-@pytest.fixture(scope="module")
-def successor_target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, NDArray[np.int64]]:
-    return write_successor_target(tmp_path_factory.mktemp("successor"), sharpness=3.0)
-
-
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("layout", ["rows", "rows_pt", "tgi", "whole", "vllm", "vllm_map"])
-def test_heads_that_must_be_right_are_accepted_always(
-    successor_target: tuple[Path, NDArray[np.int64]], tmp_path: Path, layout: str, params: SamplingParams
-) -> None:
-    target, successor = successor_target
-    arrays = perfect_blocks(successor) if layout == "tgi" else perfect_heads(successor, sharpness=3.0)
-    token_map = None
-    if layout == "vllm_map":  # rows in another order, named by the map
-        token_map = np.random.default_rng(1).permutation(VOCAB_SIZE)
-        arrays = {name: array if ".linear." in name else array[token_map] for name, array in arrays.items()}
-    wanted = tmp_path
-    if layout == "whole":
-        target, _ = write_successor_target(tmp_path, sharpness=3.0)
-    write_heads(wanted, layout, arrays, token_map=token_map)
-    llm = open_llm(target, "medusa" if layout == "whole" else str(wanted))
-    plain = [follow(successor, prompt, params.max_tokens) for prompt in PROMPTS]
-    for batch in (PROMPTS, PROMPTS[:1]):
-        for output, answer in zip(llm.generate(batch, params), plain, strict=False):
-            assert output.token_ids == answer
-            assert output.speculation.steps == 1 + 10  # the prompt's, and 39 tokens, four a step
-
-
-@pytest.mark.parametrize("tree", ["probability", "accuracy", "mc_sim_7b_63"])
-def test_the_right_path_of_a_tree_is_accepted_always(successor_target: tuple[Path, NDArray[np.int64]], tmp_path: Path, tree: str) -> None:
-    target, successor = successor_target
-    files = HeadFiles.open(write_heads(tmp_path, "rows", perfect_heads(successor, 4)))
-    drafter = open_medusa(files, load_target(target, SpeculationConfig(drafter_options={"tree": tree})))
-    llm = open_llm(target, drafter, num_draft_tokens=4, tree_width=4)
-    for params in (GREEDY, SAMPLED):
-        for output, prompt in zip(llm.generate(PROMPTS, params), PROMPTS, strict=True):
-            assert output.token_ids == follow(successor, prompt, 40)
-            assert output.speculation.steps == 1 + (8 if tree != "mc_sim_7b_63" else 10)  # its fourth level begins behind 40 nodes
-            assert output.speculation.drafted > 2 * output.speculation.accepted  # it was a tree
-
-
-@pytest.mark.parametrize("shift", [-1, 1])
-def test_heads_shifted_by_one_are_never_accepted(successor_target: tuple[Path, NDArray[np.int64]], tmp_path: Path, shift: int) -> None:
-    target, successor = successor_target
-    write_heads(tmp_path, "rows", perfect_heads(successor, shift=shift))
-    for output, prompt in zip(open_llm(target, str(tmp_path)).generate(PROMPTS, GREEDY), PROMPTS, strict=True):
-        assert output.token_ids == follow(successor, prompt, 40)
-        assert output.speculation.drafted > 40
-        assert output.speculation.accepted == 0
-
-
-def follow(successor: NDArray[np.int64], prompt: Sequence[int], count: int) -> list[int]:
-    tokens = [prompt[-1]]
-    for _ in range(count):
-        tokens.append(int(successor[tokens[-1]]))
-    return tokens[1:]
-
-
-@pytest.mark.parametrize(("tree_width", "quant"), [(1, "int8"), (3, "none")])
-def test_token_ids_are_those_of_plain_decoding(tmp_path: Path, tree_width: int, quant: str) -> None:
-    target = write_checkpoint(tmp_path / "target", "qwen3", num_hidden_layers=2)
-    heads = write_heads(tmp_path / "heads", "rows", random_heads(num_heads=4))
-    plain, drafting = open_llm(target, "none"), open_llm(target, str(heads), tree_width=tree_width, draft_quant=quant)
-    for params in (GREEDY, SAMPLED, SamplingParams(max_tokens=40, temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=4)):
-        answers = [output.token_ids for output in plain.generate(PROMPTS, params)]
-        together = drafting.generate(PROMPTS, params)
-        assert [output.token_ids for output in together] == answers
-        assert drafting.generate(PROMPTS[:1], params)[0].token_ids == answers[0]
-        assert sum(output.speculation.drafted for output in together) > 40
-
-
 def test_wrong_heads_are_named_exactly(tmp_path: Path) -> None:
     target = load_target(write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=1), SpeculationConfig())
 
@@ -205,15 +114,6 @@ def test_counts_come_from_the_tensors(tmp_path: Path) -> None:
     drafter = open_medusa(HeadFiles.open(directory), target)
     assert drafter.describe().startswith("medusa (5 heads")
     assert any("names 2 medusa heads, the file holds 5" in notice for notice in drafter.notices)
-
-
-def test_a_target_with_heads_inside_runs_without_them(tmp_path: Path) -> None:
-    target = write_checkpoint(tmp_path, "llama", num_hidden_layers=1)
-    before = open_llm(target, "none").generate(PROMPTS, GREEDY)
-    write_heads(target, "whole", random_heads())
-    llm = open_llm(target, "none")
-    assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == [output.token_ids for output in before]
-    assert any("holds a drafting head: drafter='medusa'" in notice for notice in llm.notices)
 
 
 def test_a_chain_takes_each_heads_best_guess(table: NDArray[np.float32]) -> None:
@@ -329,26 +229,27 @@ def test_accuracy_counts_positions_whose_guesses_before_were_right() -> None:
     assert accuracy.of(7, 0, 0.25) == 0.25
 
 
-def test_drafts_kept_by_rejection_say_their_law(table: NDArray[np.float32]) -> None:
-    """Drawn from each head's law, which the tree names; and with other noise than the target's."""
+def test_drafts_kept_by_rejection_say_their_distribution(table: NDArray[np.float32], large_counts: bool) -> None:
+    """Drawn from what each head says, which the tree names; and with other noise than the target's."""
+    num_seeds = 3000 if large_counts else 1500
     counts = np.zeros(50)
     differ = 0
-    for seed in range(3000):
+    for seed in range(num_seeds):
         drafter, request = a_drafter(table, num_heads=1), a_request([1, 2], SAMPLED, seed=seed)
         show(drafter, request, 6.0)
         (tree,) = drafter.propose([request], [DraftBudget(2, 3, TreeLayout.CHAIN, wants_draws=True)])
         assert tree is not None
-        law = tree.draft_probs[0]
+        distribution = tree.draft_probs[0]
         counts[tree.token_ids[1]] += 1
         differ += tree.token_ids[1] != draw(request.processor.process(table[6]), seed, 0, 2)
     probs = np.exp(table[6] - table[6].max())
     probs /= probs.sum()
-    assert np.allclose(law.values, probs, atol=1e-6)
-    expected = 3000 * probs
+    assert np.allclose(distribution.values, probs, atol=1e-6)
+    expected = num_seeds * probs
     large = expected > 10
     statistic = ((counts[large] - expected[large]) ** 2 / expected[large]).sum()
     assert statistic < large.sum() + 5 * np.sqrt(2 * large.sum())
-    assert differ > 500
+    assert differ > num_seeds / 6
 
 
 def test_one_pass_serves_all_requests(table: NDArray[np.float32]) -> None:

@@ -206,7 +206,7 @@ def _run_events(layout: TreeLayout, seed: int, num_schedules: int, num_events: i
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_adopted_block_holds_the_rows_asked_for(layout, seed, large_counts, tally):
-    num_schedules = 100 if large_counts else 8
+    num_schedules = 100 if large_counts else 5
     num_adopted, num_evicted, num_refused = _run_events(layout, seed, num_schedules)
     tally["prefix cache events"] += num_schedules * 250
     tally["blocks adopted"] += num_adopted

@@ -111,7 +111,7 @@ def _commit_in_blocks(request: Request, token_ids: list[int], sizes: list[int]) 
 def test_tokens_in_blocks_end_where_tokens_one_by_one_end(seed, large_counts):
     generator = np.random.default_rng(seed)
     reasons = dict.fromkeys([FinishReason.STOP, FinishReason.LENGTH, None], 0)
-    for _ in range(100_000 if large_counts else 4_000):
+    for _ in range(100_000 if large_counts else 2_000):
         case = _random_case(generator)
         output, reason, text = case.expected()
         sizes = generator.integers(1, 7, 14).tolist()

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -152,23 +150,6 @@ def test_ids_that_a_request_cannot_have_are_no_error_of_the_library(tmp_path: Pa
             tokenizer.piece(token_id)
     with pytest.raises(RequestError, match=r"the text holds '\\ud83d', half of a surrogate pair and no character"):
         tokenizer.encode("half a character \ud83d")
-
-
-def test_without_torch_nothing_is_said_about_it_and_the_environment_stays_as_it_was(tmp_path: Path) -> None:
-    write_byte_level_tokenizer(tmp_path)
-    program = """if True:
-        import os, sys
-        sys.modules["torch"] = None
-        before = dict(os.environ)
-        from pathlib import Path
-        from paceline.tokenizer.tokenizer import Tokenizer
-        Tokenizer.open(Path(sys.argv[1]))
-        assert "transformers" in sys.modules
-        assert dict(os.environ) == before
-    """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRANSFORMERS")}
-    done = subprocess.run([sys.executable, "-c", program, tmp_path], env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_gaps_between_ids_are_allowed_in_proportion() -> None:
