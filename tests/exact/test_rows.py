@@ -217,7 +217,7 @@ def test_a_stale_cache_row_is_seen(small_subjects: Subjects, seed: int, monkeypa
 
 def test_a_mask_that_is_ignored_is_seen(small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = small_subjects("native")
-    change_plans(monkeypatch, lambda plan: replace(plan, paths=tuple(replace(path, mask=None) for path in plan.paths)))
+    change_plans(monkeypatch, lambda plan: replace(plan, paths=tuple(path._replace(mask=None) for path in plan.paths)))
     assert compare_trees(subject, seed, num_trees=4)[1] > 0
 
 
@@ -225,7 +225,7 @@ def test_rows_of_a_masked_tree_left_where_they_were_are_seen(small_subjects: Sub
     """The rows of the path that was kept do not move together: what comes next attends to rejected ones."""
     subject = small_subjects("native")
     real = RowPlan.commit
-    monkeypatch.setattr(RowPlan, "commit", lambda plan, node: replace(real(plan, node), moves=()))
+    monkeypatch.setattr(RowPlan, "commit", lambda plan, node: real(plan, node)._replace(moves=()))
     assert compare_trees(subject, seed, num_trees=8)[1] > 0
 
 

@@ -273,7 +273,7 @@ def test_an_off_by_one_in_keep_path_changes_tokens(faulty: Faulty, backend: str,
     def parent_instead(plan: RowPlan, node: int) -> object:
         commit = real(plan, node)
         shorter = real(plan, max(plan.parents[node], 0))
-        return replace(commit, block_table=shorter.block_table) if len(shorter.block_table) == len(commit.block_table) else commit
+        return commit._replace(block_table=shorter.block_table) if len(shorter.block_table) == len(commit.block_table) else commit
 
     def sibling_path(plan: RowPlan, node: int) -> object:
         if plan.layout is TreeLayout.MASK:
@@ -298,7 +298,7 @@ def test_a_mask_that_is_ignored_changes_tokens(faulty: Faulty, monkeypatch: pyte
 
     def without_masks(*args: object) -> RowPlan:
         plan = real(*args)  # type: ignore[arg-type]
-        return replace(plan, paths=tuple(replace(path, mask=None) for path in plan.paths))
+        return replace(plan, paths=tuple(path._replace(mask=None) for path in plan.paths))
 
     monkeypatch.setattr(paged, "plan_rows", without_masks)
     with pytest.raises(AssertionError):
@@ -307,7 +307,7 @@ def test_a_mask_that_is_ignored_changes_tokens(faulty: Faulty, monkeypatch: pyte
 
 def test_kept_rows_of_a_masked_tree_left_where_they_were_change_tokens(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
     real = RowPlan.commit
-    monkeypatch.setattr(RowPlan, "commit", lambda plan, node: replace(real(plan, node), moves=()))
+    monkeypatch.setattr(RowPlan, "commit", lambda plan, node: real(plan, node)._replace(moves=()))
     with pytest.raises(AssertionError):
         faulty("native")
 

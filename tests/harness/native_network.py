@@ -2,7 +2,6 @@
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -98,7 +97,7 @@ class Network:
         for value, rows in zip(self._inputs, inputs, strict=True):
             self.execution.rows(value.index, num_rows)[...] = rows
         described, wanted = batch or make_batch([RowRange(0, num_rows, 0, np.arange(16, dtype=np.int32))])
-        self.execution.run(described, replace(wanted, draws=draws))
+        self.execution.run(described, wanted._replace(draws=draws))
         rows_of = {Rows.ALL: num_rows, Rows.WANTED: len(wanted.rows), Rows.LISTED: num_rows}
         widths = [self._blocks.result_width(value) for value in self._results]
         return [

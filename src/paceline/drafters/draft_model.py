@@ -255,7 +255,7 @@ class DraftModelDrafter(Drafter):
         """Tokens drawn from the rows, with their distributions; the number of draws at a node does not depend on any draw."""
         token_ids: list[int] = []
         parents: list[int] = []
-        laws: dict[int, TokenProbs] = {}
+        draft_probs: dict[int, TokenProbs] = {}
         path: list[int] = []
         node = 0
         key = request.seed, request.sample_index, len(request.token_ids)
@@ -263,13 +263,13 @@ class DraftModelDrafter(Drafter):
             distribution = self._process(request, (yield path), path)
             if distribution is None:
                 break
-            laws[node] = TokenProbs.of(distribution)
-            tokens = draw_distinct(laws[node], count, *key, len(path))
+            draft_probs[node] = TokenProbs.of(distribution)
+            tokens = draw_distinct(draft_probs[node], count, *key, len(path))
             parents += [node] * len(tokens)
             node = len(token_ids) + 1
             token_ids += tokens
             path.append(tokens[0])
-        return DraftTree.grow(request.token_ids[-1], token_ids, parents, self.name, laws) if token_ids else None
+        return DraftTree.grow(request.token_ids[-1], token_ids, parents, self.name, draft_probs) if token_ids else None
 
     def _process(self, request: Request, row: FloatArray | None, path: Path) -> Distribution | None:
         """The row after the target's processors; None without a row, or if no token is allowed."""

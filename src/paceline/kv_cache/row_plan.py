@@ -13,6 +13,7 @@ Layouts of a tree whose root continues `committed_len` cached rows (slot = index
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +27,7 @@ class TreeLayout(Enum):
     MASK = "mask"
 
 
-@dataclass(frozen=True, slots=True)
-class PathRows:
+class PathRows(NamedTuple):
     """Rows [first_row, first_row + num_rows) of the plan and the blocks they are cached in."""
 
     first_row: int
@@ -37,8 +37,7 @@ class PathRows:
     mask: NDArray[np.bool_] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(NamedTuple):
     """The sequence after a node was kept.
 
     Attributes:

@@ -31,8 +31,7 @@ class Numerics(Enum):
     FAST = "fast"
 
 
-@dataclass(frozen=True, slots=True)
-class RowRange:
+class RowRange(NamedTuple):
     """Consecutive rows of one path: rows [start, start + num_rows) of the batch.
 
     They attend to `cached_len` rows already in the cache and to one another (causally, or by `mask`).
@@ -72,8 +71,7 @@ class ForwardBatch:
             raise ValueError(f"a pass of {len(self.positions)} rows was asked for, at most {MAX_PASS_ROWS} are possible: ask in parts")
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """What is wanted of the rows of a pass besides hidden states, which can be had of all of them.
 
     Attributes:
@@ -120,15 +118,14 @@ class ForwardOutput:
 
     def by_plan(self, plans: Sequence[RowPlan], logits_nodes: Sequence[Sequence[int]]) -> "Iterator[PlanOutput]":
         """The part of each plan; arguments as `assemble` got them."""
-        first_row = first_logits_row = 0
+        logits, first_row, first_logits_row = self.logits, 0, 0
         for plan, wanted in zip(plans, logits_nodes, strict=True):
             end = first_logits_row + len(wanted)
-            yield PlanOutput(self, plan, first_row, self.logits[first_logits_row:end])
+            yield PlanOutput(self, plan, first_row, logits[first_logits_row:end])
             first_row, first_logits_row = first_row + plan.num_rows, end
 
 
-@dataclass(frozen=True, slots=True)
-class PlanOutput:
+class PlanOutput(NamedTuple):
     """What a pass returned for the rows of one plan.
 
     Attributes:

@@ -19,6 +19,8 @@ Draws: TypeAlias = NDArray[np.void]
 class Ranking:
     """What is wanted of rows of logits: a few numbers, so that the rows need not be looked at again.
 
+    Two of the same values are two rankings: keep one for all passes that want the same, since each is recorded as a program.
+
     Attributes:
         columns: of a row, the first ones that count.
         count: so many of the best.

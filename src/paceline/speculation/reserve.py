@@ -20,7 +20,7 @@ def reserve(batch: Sequence[RequestRows], cache: KVCache) -> list[RowPlan]:
             try:
                 rows.plan = cache.reserve(rows.request.sequence, rows.parents)
             except CapacityError:
-                # Paths take more blocks than a request was admitted with, so known tokens may need those of other requests' guesses.
+                # Guesses of others may hold the blocks that known tokens need.
                 _free_blocks(batch, cache, cache.num_needed(rows.request.sequence, range(-1, rows.num_known - 1)))
                 _trim(rows, cache, cache.pool.num_free)
                 rows.plan = cache.reserve(rows.request.sequence, rows.parents)

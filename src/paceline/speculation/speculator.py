@@ -1,17 +1,16 @@
 """What speculation is made of: a drafter, a policy of how much to draft, and the rule by which guesses are kept."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from time import perf_counter
 
 from paceline.kv_cache.row_plan import TreeLayout
-from paceline.runtimes.base import FloatArray, PlanOutput
+from paceline.runtimes.base import FloatArray, ForwardOutput, Network, Pass, PlanOutput
 from paceline.speculation.budgets import reason_not_to_draft, share_budgets, within_limits
 from paceline.speculation.constrained import SOURCE as FORCED
 from paceline.speculation.constrained import constrain_guesses, fill_with_forced, forced_budget, with_forced
 from paceline.speculation.draft_length import DraftLengthPolicy
-from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds
+from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter
 from paceline.speculation.drafter_calls import DrafterCalls
 from paceline.speculation.rejection import Acceptance, verify_rejection
 from paceline.speculation.request import Request
@@ -70,12 +69,14 @@ class Speculator:
         for rows in batch:
             if rows.tree is not None:
                 rows.budget = self._budget(rows)
-        if max_rows is not None:
-            share_budgets(batch, max_rows - num_known, self.policy)
-        open_rows = [rows for rows in batch if rows.budget is not None and not fill_with_forced(rows, rows.budget)]
-        for drafter, own in self._by_drafter(open_rows):
-            self._calls.propose(drafter, own, self.policy)
-        self._constrain(batch)
+        drafting = [rows for rows in batch if rows.budget is not None]
+        if drafting:
+            if max_rows is not None:
+                share_budgets(drafting, max_rows - num_known, self.policy)
+            open_rows = [rows for rows in drafting if rows.budget is not None and not fill_with_forced(rows, rows.budget)]
+            for drafter, own in self._by_drafter(open_rows):
+                self._calls.propose(drafter, own, self.policy)
+            self._constrain(drafting)
 
     def verify(self, tree: DraftTree, logits: FloatArray, request: Request) -> VerifyResult:
         """Walk a tree by the rule in use."""
@@ -90,13 +91,13 @@ class Speculator:
         if num_drafted > 0:
             self.policy.observe(request, num_drafted, num_accepted)
 
-    @contextmanager
-    def timed_pass(self, num_rows: int) -> Iterator[None]:
-        """Tell the policy how long the target's pass within takes."""
+    def forward(self, target: Network, arguments: Pass) -> ForwardOutput:
+        """The target's pass; the policy is told how long it took."""
         start_s = perf_counter()
-        yield
+        output = target.forward(*arguments)
         if self.drafter is not None:
-            self.policy.observe_pass(num_rows, perf_counter() - start_s)
+            self.policy.observe_pass(len(arguments.batch.positions), perf_counter() - start_s)
+        return output
 
     def observe(self, committed: Sequence[CommittedRows]) -> None:
         """Tell the drafter what a target pass made permanent, but for requests without speculation."""
@@ -111,7 +112,9 @@ class Speculator:
             start: position of the first one.
             nodes: of the request's plan.
         """
-        needs = self.drafter.needs if self.drafter is not None else DrafterNeeds()
+        if self.drafter is None:
+            return CommittedRows(request, start, len(nodes))
+        needs = self.drafter.needs
         hidden = output.hidden_states(nodes) if needs.hidden_states else None
         collected = output.collected_hidden_states(nodes) if needs.layers else None
         return CommittedRows(request, start, len(nodes), hidden, collected)

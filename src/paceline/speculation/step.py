@@ -69,8 +69,7 @@ def step(
 def _forward(requests: Sequence[Request], arguments: Pass, target: Network, cache: KVCache, speculator: Speculator) -> ForwardOutput:
     """The target's pass. An interrupt within it, by far the longest part of a step, takes back what was reserved and harms no request."""
     try:
-        with speculator.timed_pass(len(arguments.batch.positions)):
-            return target.forward(*arguments)
+        return speculator.forward(target, arguments)
     except BaseException as error:
         for request in requests:
             cache.cancel(request.sequence)
@@ -93,7 +92,8 @@ def _verify_and_commit(rows: RequestRows, logits: FloatArray, cache: KVCache, sp
         num_emitted = commit(request, result.token_ids, num_accepted, drafted=drafted, logprobs=logprobs)
         accepted = result.accepted_nodes[:num_emitted]
         request.stats.record(tree.depths[1:], len(accepted), num_emitted, rows.plain_reason)
-        speculator.learn(request, tree, result.accepted_nodes)
+        if drafted:
+            speculator.learn(request, tree, result.accepted_nodes)
     kept_nodes = [*range(rows.num_known), *(rows.root + node for node in accepted)]
     cache.keep_path(request.sequence, kept_nodes[-1])
     cache.remember(request.sequence, request.token_ids)

@@ -36,7 +36,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_runtime(directory: Path) -> Network:
-    return load_runtime(directory, RuntimeOptions(numerics=Numerics.FAST, num_threads=2, device="cpu")).runtime
+    return load_runtime(directory, RuntimeOptions(numerics=Numerics.FAST, num_threads=1, device="cpu")).runtime
 
 
 @pytest.fixture(scope="module")

@@ -178,7 +178,7 @@ def test_a_tail_that_was_not_copied_for_a_path_is_noticed(seed, monkeypatch):
 
 def test_rows_that_are_not_moved_down_are_noticed(seed, monkeypatch):
     commit = RowPlan.commit
-    monkeypatch.setattr(RowPlan, "commit", lambda plan, node: replace(commit(plan, node), moves=()))
+    monkeypatch.setattr(RowPlan, "commit", lambda plan, node: commit(plan, node)._replace(moves=()))
     with pytest.raises(AssertionError):
         _run_schedules(TreeLayout.MASK, seed, 20)
 

@@ -221,13 +221,13 @@ def test_a_tail_block_that_was_not_copied_is_noticed(committed_len):
 
 def test_a_path_that_writes_into_the_shared_tail_is_noticed():
     plan, own_table = _plan([-1, 0, 0], 33, TreeLayout.PATHS)
-    intruder = replace(plan.paths[1], block_table=plan.paths[0].block_table)
+    intruder = plan.paths[1]._replace(block_table=plan.paths[0].block_table)
     with pytest.raises(AssertionError, match="overwrites another path's row"):
         _check_rows(replace(plan, paths=(plan.paths[0], intruder)), own_table)
 
 
 def test_a_mask_that_shows_a_sibling_is_noticed():
     plan, own_table = _plan([-1, 0, 0], 33, TreeLayout.MASK)
-    causal = replace(plan.paths[0], mask=np.tri(3, dtype=np.bool_))
+    causal = plan.paths[0]._replace(mask=np.tri(3, dtype=np.bool_))
     with pytest.raises(AssertionError):
         _check_rows(replace(plan, paths=(causal,)), own_table)

@@ -1,7 +1,6 @@
 """Heads: the same numbers on our kernels and on torch, one cache for networks beside one another, and slots that are not seen."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -162,7 +161,7 @@ def test_a_target_says_of_rows_what_their_logits_say(backend: str, seed: int) ->
     logits = target.forward(inputs, batch, wanted).logits.copy()
     ranking = Ranking(config.vocab_size, 3)
     for _ in range(2):
-        found = target.forward(inputs, batch, replace(wanted, ranking=ranking, draws=draws)).ranked
+        found = target.forward(inputs, batch, wanted._replace(ranking=ranking, draws=draws)).ranked
         for row, scores, position in zip(found, logits / np.float32(0.8), (20, 4, 5), strict=True):
             assert row.token_ids == np.argsort(-scores, kind="stable")[:3].tolist()
             np.testing.assert_allclose(row.log_sum, np.log(np.exp(scores.astype(np.float64)).sum()), rtol=1e-5)

@@ -8,7 +8,6 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,8 @@ from paceline.runtimes.native import execution as execution_module
 from paceline.runtimes.native import library
 from paceline.runtimes.native import network as network_module
 from paceline.runtimes.native.network import NativeNetwork
+from paceline.runtimes.native.passes import PassMemory
+from paceline.runtimes.native.records import Pass
 from paceline.runtimes.ranking import Ranking
 from paceline.runtimes.rounding import to_bf16
 
@@ -107,13 +108,35 @@ def test_room_that_was_being_made_when_ctrl_c_came_is_made_anew(seed: int, monke
         assert np.array_equal(run_prompt(runtime, prompt).logits, expected)
 
 
+class InterruptedPass(Pass):
+    """Ctrl-C comes when a field has just been set."""
+
+    def __setattr__(self, field: str, value: object) -> None:
+        super().__setattr__(field, value)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("field", ["ranges", "range_of_row", "selected", "block_tables", "masks"])
+def test_an_interrupt_between_an_address_and_its_array_leaves_no_array(field: str) -> None:
+    memory = PassMemory(None)
+    memory._grow(field, 4)
+    record, before = memory.record, getattr(memory, field)
+    memory.record = InterruptedPass()
+    with pytest.raises(KeyboardInterrupt):
+        memory._grow(field, 10_000)
+    memory.record = record
+    assert len(getattr(memory, field)) == 0 < len(before)
+    memory._grow(field, 4)
+    assert getattr(memory, field).ctypes.data == getattr(record, field)
+
+
 def test_an_interrupt_while_a_ranked_program_is_made_leaves_none(token_ids: list[int], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would have no cache, and the next pass would write to address 0."""
     runtime = open_runtime(seed)
     best = run_prompt(runtime, token_ids[:4]).logits.argmax(axis=1).tolist()
     plan = (cache := runtime.new_cache(2)).reserve(cache.new_sequence(), range(-1, 3))
     inputs, batch, wanted = assemble([plan], [token_ids[:4]], [range(4)])
-    wanted = replace(wanted, ranking=Ranking(CONFIG.vocab_size, 2))
+    wanted = wanted._replace(ranking=Ranking(CONFIG.vocab_size, 2))
 
     def interrupted(*arguments: Any) -> None:
         raise KeyboardInterrupt
@@ -253,10 +276,18 @@ def test_a_forked_child_runs_passes_of_its_own(token_ids: list[int], seed: int) 
     assert np.array_equal(decode(runtime, token_ids[:20]), expected)
 
 
-def test_what_is_measured_belongs_to_the_kernels_and_a_number_of_threads(seed: int) -> None:
+def test_what_is_measured_belongs_to_the_kernels_a_number_of_threads_and_a_type(seed: int) -> None:
     one, two, twin = (open_runtime(seed, num_threads=count).version for count in (1, 2, 2))
     assert one != two == twin
     assert "2 threads" in two
+    weights = Weights(make_weights(CONFIG, seed))
+    versions = {
+        NativeNetwork(decoder(CONFIG), CONFIG, weights, num_threads=2, max_context=256, round_to=round_to, panels=panels).version
+        for round_to in (WeightType.F32, WeightType.BF16)
+        for panels in (None, {})
+    }
+    assert two in versions
+    assert len(versions) == 3
 
 
 @pytest.mark.parametrize(

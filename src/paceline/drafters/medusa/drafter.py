@@ -133,8 +133,8 @@ class MedusaDrafter(Drafter):
             return self._as_target_row(outputs.logits_of(depth)[row])
 
         if one.budget.wants_draws and not request.params.is_greedy:
-            token_ids, laws = drawn_chain(request, row_of, one.depth)
-            return DraftTree.grow(request.token_ids[-1], token_ids, range(len(token_ids)), self.name, laws) if token_ids else None
+            token_ids, draft_probs = drawn_chain(request, row_of, one.depth)
+            return DraftTree.grow(request.token_ids[-1], token_ids, range(len(token_ids)), self.name, draft_probs) if token_ids else None
         shape = None
         num_ranks = NUM_RANKS
         if self._tree in STATIC_TREES:

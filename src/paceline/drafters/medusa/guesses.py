@@ -143,11 +143,11 @@ class Guesses:
 def drawn_chain(request: Request, row_of: Callable[[int], FloatArray], depth: int) -> tuple[list[int], dict[int, TokenProbs]]:
     """One token per depth, each drawn from its head's distribution with separate noise, and the distributions by node."""
     token_ids: list[int] = []
-    laws: dict[int, TokenProbs] = {}
+    draft_probs: dict[int, TokenProbs] = {}
     for node in range(depth):
         try:
-            laws[node] = TokenProbs.of(request.processor.process(row_of(node), token_ids))
+            draft_probs[node] = TokenProbs.of(request.processor.process(row_of(node), token_ids))
         except PacelineError:
             break
-        token_ids += draw_distinct(laws[node], 1, request.seed, request.sample_index, len(request.token_ids), node)
-    return token_ids, laws
+        token_ids += draw_distinct(draft_probs[node], 1, request.seed, request.sample_index, len(request.token_ids), node)
+    return token_ids, draft_probs

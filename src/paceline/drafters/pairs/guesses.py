@@ -25,12 +25,12 @@ class Guessed:
     """Guesses behind one node, best first, each with the estimated probability that the target draws it.
 
     Attributes:
-        law: the distribution the guesses were drawn from, for rejection sampling.
+        draft_probs: the distribution the guesses were drawn from, for rejection sampling.
     """
 
     token_ids: Sequence[int] = ()
     probs: Sequence[float] = ()
-    law: TokenProbs | None = None
+    draft_probs: TokenProbs | None = None
 
 
 _NOTHING = Guessed()
@@ -83,8 +83,8 @@ class Guesses:
             return _NOTHING
         position = len(request.token_ids) + len(path)
         if wants_draws and width == 1 and not distribution.greedy:
-            law = TokenProbs.of(distribution)
-            return Guessed(draw_distinct(law, 1, request.seed, request.sample_index, len(request.token_ids), len(path)), (1.0,), law)
+            probs = TokenProbs.of(distribution)
+            return Guessed(draw_distinct(probs, 1, request.seed, request.sample_index, len(request.token_ids), len(path)), (1.0,), probs)
         first = draw(distribution, request.seed, request.sample_index, position)
         return Guessed((first,), (1.0,)) if width == 1 else self._ranked(distribution, first, width)
 

@@ -58,7 +58,7 @@ class MaskedPair:
         features = np.empty((known + count, len(self.feature)), np.float32)
         token_ids[:known], token_ids[known:] = pairs.token_ids, self.token_id
         features[:known], features[known:] = pairs.features, self.feature
-        return TrueRows(token_ids, features, replace(pairs.rows, num_rows=known + count))
+        return TrueRows(token_ids, features, pairs.rows._replace(num_rows=known + count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class PairHead:
 
 
 def _ranges(rows: Sequence[RowRange], starts: Sequence[int]) -> tuple[RowRange, ...]:
-    return tuple([replace(one, start=start) if start else one for one, start in zip(rows, starts, strict=False)])
+    return tuple([one._replace(start=start) if start else one for one, start in zip(rows, starts, strict=False)])
 
 
 def _joined(arrays: Sequence[NDArray[Scalar]]) -> NDArray[Scalar]:

@@ -106,8 +106,8 @@ class GrowingDraft:
         """The guesses behind each node of the frontier, and the features [nodes, Hd] their own pairs take; the best are next."""
         first = len(self.token_ids)
         for node, guessed in zip(self.frontier, guesses, strict=True):
-            if guessed.law is not None and guessed.token_ids:
-                self.draft_probs[node] = guessed.law
+            if guessed.draft_probs is not None and guessed.token_ids:
+                self.draft_probs[node] = guessed.draft_probs
             count, reached = len(guessed.token_ids), self.reached[node]
             self.token_ids += guessed.token_ids
             self.parents += [node] * count

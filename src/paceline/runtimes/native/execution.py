@@ -35,8 +35,7 @@ class Execution:
         self.kernels = kernels()
         self._capacity = 0
         self._buffers: list[FloatArray] = []  # [capacity, width] each
-        self.tables = tables if any(isinstance(operation, RopeOperation) for operation in operations) else None
-        self.memory = PassMemory(self.tables)
+        self.memory = PassMemory(tables if any(isinstance(operation, RopeOperation) for operation in operations) else None)
         self._program = Program(
             operations=ctypes.addressof(self._operations), num_operations=len(operations), num_threads=num_threads, block_size=BLOCK_SIZE,
             most_columns=self._most_columns, tickets=self._tickets.ctypes.data,
@@ -71,9 +70,9 @@ class Execution:
         self.make_room(num_rows)
         return self.rows(buffer, num_rows)
 
-    def rows(self, buffer: int, num_rows: int) -> FloatArray:
-        """The first rows of a buffer, [num_rows, width]."""
-        return self._buffers[buffer][:num_rows]
+    def rows(self, buffer: int, num_rows: int, width: int | None = None) -> FloatArray:
+        """The first rows of a buffer, [num_rows, width]; None = as wide as it is."""
+        return self._buffers[buffer][:num_rows, :width]
 
     def run(self, batch: ForwardBatch, wanted: Wanted) -> None:
         """One pass over rows whose inputs have been written."""
@@ -88,10 +87,8 @@ class Execution:
         """Buffers for at least so many rows; memory that no pass has touched costs nothing."""
         if num_rows <= self._capacity:
             return
-        capacity, self._capacity = (
-            max(_MIN_ROWS, 1 << (num_rows - 1).bit_length()),
-            0,
-        )  # an interrupt below leaves none: made anew next time
+        self._capacity = 0  # an interrupt below leaves none: made anew next time
+        capacity = max(_MIN_ROWS, 1 << (num_rows - 1).bit_length())
         self._buffers = [np.empty((capacity, width), np.float32) for width in self._recorded.widths]
         self._addresses = np.array([buffer.ctypes.data for buffer in self._buffers], np.uint64)
         self._packed = np.empty(self._packed_floats(capacity), np.float32)

@@ -62,7 +62,9 @@ class NativeNetwork(Network):
         self._shared = _Shared(native_weights, RotaryTables(config, most), num_threads, most)
         path = kernels_path()
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path is not None else "none"
-        self.version = f"kernels {digest}, {num_threads} threads"
+        stored = sorted({f"{tensor.weight_type.value}{_bits(tensor)}" for tensor in weights.values()})
+        computed = round_to.value if panels is None else "bytes"
+        self.version = f"kernels {digest}, {num_threads} threads, {' '.join(stored)} as {computed}"
         self._compose(compose)
 
     @property
@@ -105,16 +107,12 @@ class NativeNetwork(Network):
         other._compose(compose)
         return other
 
-    @property
-    def _embedding(self) -> AnyTensor | Panels:
-        """A tied matrix is read where products read it."""
-        return (self._panels or {}).get("embedding") or self.weights["embedding.weight"]
-
     def _compose(self, compose: Compose) -> None:
         self.compose = compose
         self._programs: dict[Ranking | None, _Program] = {}
         program = self._record(None)
-        if TOKEN_IDS in program.inputs:
+        if TOKEN_IDS in program.inputs:  # a tied matrix is read where products read it
+            self._embedding: AnyTensor | Panels = (self._panels or {}).get("embedding") or self.weights["embedding.weight"]
             self._shared.read_too(_arrays(self._embedding))
 
     def _record(self, ranking: Ranking | None) -> "_Program":
@@ -142,6 +140,10 @@ class _Program:
     results: Mapping[str, tuple[int, Rows, int]]
 
 
+def _bits(tensor: AnyTensor) -> str:
+    return f" in {tensor.matrix.bits} bits" if isinstance(tensor, GroupedTensor) else ""
+
+
 class _Results(Mapping[str, FloatArray]):
     """Views of results, made when they are asked for."""
 
@@ -152,7 +154,7 @@ class _Results(Mapping[str, FloatArray]):
 
     def __getitem__(self, name: str) -> FloatArray:
         buffer, rows, width = self._program.results[name]
-        return self._program.execution.rows(buffer, self._num_rows[rows])[:, :width]
+        return self._program.execution.rows(buffer, self._num_rows[rows], width)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._program.results)

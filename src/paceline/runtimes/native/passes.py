@@ -1,13 +1,12 @@
 """The description of a pass as kernels/native.h wants it, in memory that serves pass after pass."""
 
-from collections.abc import Sequence
 from ctypes import addressof, c_void_p
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.runtimes.base import ForwardBatch, IntArray, RowRange, Wanted
+from paceline.runtimes.base import ForwardBatch, IntArray, Wanted
 from paceline.runtimes.native.records import Pass
 from paceline.runtimes.rotary import RotaryTables
 
@@ -15,7 +14,7 @@ _LEAST = 64  # elements of every array
 
 
 class PassMemory:
-    """One `Pass` with the arrays it names; they grow and are filled anew for every pass.
+    """One `Pass` with the arrays that its fields name; they grow and are filled anew for every pass.
 
     Args:
         tables: of rotary angles; None where nothing is turned.
@@ -23,6 +22,7 @@ class PassMemory:
     Attributes:
         record: what the kernels are given.
         ranges: [ranges, 6] the fields of `records.Range`.
+        range_of_row, selected, block_tables, masks: as in `records.Pass`.
     """
 
     def __init__(self, tables: RotaryTables | None) -> None:
@@ -32,57 +32,52 @@ class PassMemory:
         self.record.cos, self.record.sin = addressof(self._cos), addressof(self._sin)
         self._angles = [_Angles(self._cos, self._sin, index, tables) for index in range(count) if tables is not None]
         self.ranges: IntArray = np.zeros((0, 6), np.int32)
-        self._range_of_row: IntArray = np.zeros(0, np.int32)
-        self._selected: IntArray = np.zeros(0, np.int32)
-        self._block_tables: IntArray = np.zeros(0, np.int32)
-        self._masks: NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self.range_of_row: IntArray = np.zeros(0, np.int32)
+        self.selected: IntArray = np.zeros(0, np.int32)
+        self.block_tables: IntArray = np.zeros(0, np.int32)
+        self.masks: NDArray[np.uint8] = np.zeros(0, np.uint8)
 
     def describe(self, batch: ForwardBatch, wanted: Wanted) -> None:
         """Fill the record; it holds until the next call."""
         record, num_rows, num_selected, num_ranges = self.record, len(batch.positions), len(wanted.rows), len(batch.ranges)
-        if num_rows > len(self._range_of_row):
-            self._range_of_row = self._grown(num_rows, "range_of_row")
-        if num_selected > len(self._selected):
-            self._selected = self._grown(num_selected, "selected")
+        num_blocks = num_masked = 0
+        for item in batch.ranges:
+            num_blocks += len(item.block_table)
+            num_masked += 0 if item.mask is None else item.mask.size
+        if num_rows > len(self.range_of_row):
+            self._grow("range_of_row", num_rows)
+        if num_selected > len(self.selected):
+            self._grow("selected", num_selected)
         if num_ranges > len(self.ranges):
-            self.ranges = self._grown(6 * num_ranges, "ranges").reshape(-1, 6)
-        self._make_room(batch.ranges)
+            self._grow("ranges", num_ranges)
+        if num_blocks > len(self.block_tables):
+            self._grow("block_tables", num_blocks)
+        if num_masked > len(self.masks):
+            self._grow("masks", num_masked)
         record.rows, record.selected_rows, record.num_ranges = num_rows, num_selected, num_ranges
-        self._selected[:num_selected] = wanted.rows
+        self.selected[:num_selected] = wanted.rows
         table = mask = 0
         for index, item in enumerate(batch.ranges):
             end = table + len(item.block_table)
             self.ranges[index] = (item.start, item.num_rows, item.cached_len, table, -1 if item.mask is None else mask, item.first_slot)
-            self._range_of_row[item.start : item.start + item.num_rows] = index
-            self._block_tables[table:end] = item.block_table
+            self.range_of_row[item.start : item.start + item.num_rows] = index
+            self.block_tables[table:end] = item.block_table
             table = end
             if item.mask is not None:
-                self._masks[mask : mask + item.mask.size].reshape(item.mask.shape)[...] = item.mask
+                self.masks[mask : mask + item.mask.size].reshape(item.mask.shape)[...] = item.mask
                 mask += item.mask.size
         self._draws = wanted.draws  # alive until the pass is over
         record.draws = None if wanted.draws is None else wanted.draws.ctypes.data
         for angles in self._angles:
             angles.of(batch.positions)
 
-    def _make_room(self, ranges: Sequence[RowRange]) -> None:
-        """For block tables and masks."""
-        num_blocks = num_masked = 0
-        for item in ranges:
-            num_blocks += len(item.block_table)
-            num_masked += 0 if item.mask is None else item.mask.size
-        # Empty first: an interrupt between a new address and its array must not leave room that is not there.
-        if num_blocks > len(self._block_tables):
-            self._block_tables = self._block_tables[:0]
-            self._block_tables = self._grown(num_blocks, "block_tables")
-        if num_masked > len(self._masks):
-            self._masks = self._masks[:0]
-            self._masks = self._grown(num_masked, "masks", np.uint8)
-
-    def _grown(self, size: int, field: str, dtype: Any = np.int32) -> NDArray[Any]:
-        """A larger array for a field of the record."""
-        array = np.zeros(6 * max(_LEAST, 1 << (size - 1).bit_length()), dtype)
-        setattr(self.record, field, array.ctypes.data)
-        return array
+    def _grow(self, field: str, size: int) -> None:
+        """Make one of the arrays longer."""
+        array = getattr(self, field)
+        setattr(self, field, array[:0])  # an interrupt between a new address and its array leaves none: made anew next time
+        longer = np.zeros((max(_LEAST, 1 << (size - 1).bit_length()), *array.shape[1:]), array.dtype)
+        setattr(self.record, field, longer.ctypes.data)
+        setattr(self, field, longer)
 
 
 class _Angles:
@@ -113,7 +108,7 @@ class _Angles:
             self.of(positions)
             return
         if count > len(self._collected[0]):
-            self._collected = [table[:0] for table in self._tables]  # as in `_make_room`
+            self._collected = [table[:0] for table in self._tables]  # as in `_grow`
             longer = [np.empty((1 << (count - 1).bit_length(), table.shape[1]), np.float32) for table in self._tables]
             self._collected_addresses = [array.ctypes.data for array in longer]
             self._collected = longer
@@ -122,7 +117,7 @@ class _Angles:
         self._cos[self._index], self._sin[self._index] = self._collected_addresses
 
     def _look(self) -> None:
-        self._end = 0  # as in `_make_room`
+        self._end = 0  # as in `_grow`
         self._tables = self._all.pairs[self._index]
         self._addresses = [table.ctypes.data for table in self._tables]
         self._row_bytes = self._tables[0].strides[0]

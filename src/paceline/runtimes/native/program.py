@@ -40,7 +40,7 @@ class Value:
 
 
 class NativeBlocks:
-    """Records operations; every value has a number, and `record` lets values share memory."""
+    """Records operations; every value has a number. `share_memory` gives values a buffer."""
 
     def __init__(self, config: ModelConfig, weights: NativeWeights) -> None:
         self._config = config
