@@ -2,10 +2,25 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness.checkpoints import write_checkpoint
+
+WINDOW = 16
+MADE_OF: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "sliding": (
+        "gemma3_text",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 16,
+        },
+    ),
+}
+"""Targets that are more than a family: its name, and values of the config. Windows of less than a block move within and across blocks."""
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +34,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
             return mini
         target = root / name
         if not target.is_dir():
-            write_checkpoint(target, name, dtype="bfloat16", seed=sum(map(ord, name)), tie_word_embeddings=name == "qwen2")
+            family, values = MADE_OF.get(name, (name, {}))
+            write_checkpoint(target, family, dtype="bfloat16", seed=sum(map(ord, name)), **values)
         return target
 
     return directory

@@ -26,7 +26,12 @@ SEED = 7
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True, seed=SEED)
 SAMPLED = SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.1, top_p=0.9, seed=SEED, logprobs=2)
 TEXT_DRAFTERS = ["ngram", "suffix", "draft_model", "draft_tree", "stack", "oracle", "chaos"]
-CASES = [*(("llama", kind) for kind in TEXT_DRAFTERS), *((target, kind) for target, kinds in HEADS.items() for kind in kinds)]
+CASES = [
+    *(("llama", kind) for kind in TEXT_DRAFTERS),
+    ("sliding", "draft_model"),
+    ("sliding", "chaos"),
+    *((target, kind) for target, kinds in HEADS.items() for kind in kinds),
+]
 WITH_ROWS = [(target, kind) for target, kind in CASES if kind in ("draft_model", "draft_tree", "eagle", "eagle3", "mtp", "medusa")]
 OpenWith = Callable[..., LLM]
 Targets = Callable[[str], tuple[Solo, dict[str, Path]]]

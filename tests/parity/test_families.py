@@ -81,7 +81,17 @@ CASES = {
     ),
     "olmo2": Case("olmo2", {"num_key_value_heads": 2}),
     "olmo2-tied-biased": Case("olmo2", {"tie_word_embeddings": True, "attention_bias": True}),
+    # windows that a prompt crosses many times
+    "mistral-window": Case("mistral", {"sliding_window": 16}),
+    "phi3-window": Case("phi3", {"sliding_window": 16}),
+    "qwen2-window": Case("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}),
+    "qwen3-window": Case("qwen3", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2}),
+    "gemma2-window": Case("gemma2", {**LARGE_SCORES, "sliding_window": 16}),
+    "gemma3-window": Case(
+        "gemma3_text", {**GEMMA, "num_hidden_layers": 6, "sliding_window": 16, "rope_parameters": LOCAL_AND_GLOBAL, "query_key_scale": 2.0}
+    ),
 }
+WINDOWS = [name for name in CASES if name.endswith("-window")]
 BY_CASE_AND_BACKEND = pytest.mark.parametrize(
     ("case", "backend"), [(name, backend) for name, case in CASES.items() for backend in case.backends]
 )
@@ -185,7 +195,7 @@ def test_a_prompt_gives_the_logits_of_transformers_in_one_pass_in_chunks_and_one
     reference = references(case)
     runtime = open_backend(reference.directory, backend, max_context=CASES[case].max_context)
     cache = runtime.new_cache(64)
-    for chunk_lens in ([PROMPT_LEN], [1, 31, 33, 64, 100, 71], [40, *[1] * 4]):
+    for chunk_lens in ([PROMPT_LEN], [1, 31, 33, 64, 100, 71], [15, 16, 17, *[1] * 20], [40, *[1] * 4]):
         sequence, begin = cache.new_sequence(), 0
         for chunk_len in chunk_lens:
             logits = append(runtime, cache, sequence, reference.token_ids[begin : begin + chunk_len])
@@ -221,6 +231,7 @@ def test_embeddings_and_boundaries_agree(references: Callable[[str], Reference],
         ("phi3-partial", {"rope": None}),
         ("phi3-long", {"rope": None}),
         ("llama-dynamic-long", {"rope": None}),
+        *((name, {"window": window}) for name in WINDOWS for window in (None, 15, 17)),
     ],
 )
 def test_leaving_out_what_a_family_adds_changes_the_logits(
@@ -233,7 +244,10 @@ def test_leaving_out_what_a_family_adds_changes_the_logits(
         rope = config.layers[-1].mixer.rope
         changes = {"rope": replace(rope, rotated_fraction=1.0, context_len=0, long_factors=(), short_factors=(1.0,) * 8)}
     is_of_whole = changes.keys() <= {"logit_soft_cap", "embedding_scale"}
-    changed = replace(config, **changes) if is_of_whole else with_attention(config, **changes)
+    if "window" in changes:
+        changed = config.with_attention(lambda attention: replace(attention, window=attention.window and changes["window"]))
+    else:
+        changed = replace(config, **changes) if is_of_whole else with_attention(config, **changes)
     assert difference(torch_logits(config, reference), reference.logits) <= BOUNDS["torch"]
     assert difference(torch_logits(changed, reference), reference.logits) > 0.1
 
@@ -290,19 +304,6 @@ def test_a_language_model_beside_an_image_encoder_is_the_same_model(
     assert read_config(tmp_path).eos_token_ids == (0, 5)
     found, expected = (prompt_logits(open_backend(directory, backend), plain.token_ids) for directory in (tmp_path, plain.directory))
     assert np.array_equal(found, expected)
-
-
-@pytest.mark.parametrize(("family", "backend"), [("phi3", "native"), ("gemma3_text", "native"), ("gemma2", "torch")])
-def test_up_to_its_window_a_model_agrees_and_there_its_context_ends(tmp_path: Path, family: str, backend: str) -> None:
-    directory = write_checkpoint(tmp_path, family, sliding_window=64, tie_word_embeddings=True)
-    needs(backend)
-    token_ids = np.random.default_rng(1).integers(0, VOCAB_SIZE, 64).tolist()
-    options = RuntimeOptions(numerics=Numerics.FAST, num_threads=2, device="cpu", backend=backend)
-    loaded = load_runtime(directory, options)
-    assert loaded.runtime.config.max_positions == 64
-    assert sum("sliding window of 64 tokens" in notice for notice in loaded.notices) == 1
-    expected, _ = transformers_output(directory, token_ids)
-    assert difference(prompt_logits(loaded.runtime, token_ids), expected) <= BOUNDS[backend]
 
 
 @pytest.mark.parametrize("backend", list(BOUNDS))

@@ -33,7 +33,7 @@ def plan_cache(model: ModelConfig, config: EngineConfig, weight_type: WeightType
         CapacityError: `cache_gb` is too small for the context asked for, or for any.
     """
     if config.max_context is not None and config.max_context > model.max_positions:
-        raise ConfigError(f"max_context is {config.max_context}, {model.context_end}: lower max_context")
+        raise ConfigError(f"max_context is {config.max_context}, the model was made for {model.max_positions} tokens: lower max_context")
     context = config.max_context or model.max_positions
     item_bytes = 4 if weight_type is WeightType.F32 else 2
     block_bytes = model.kv_bytes_per_token(item_bytes) * BLOCK_SIZE
@@ -59,4 +59,4 @@ def _way_out(model: ModelConfig, context: int) -> str:
     """For a prompt that a context of the size asked for does not hold."""
     if context < model.max_positions or model.may_grow:
         return "shorten the prompt or raise max_context"
-    return f"shorten the prompt ({model.context_end})"
+    return f"shorten the prompt (the model was made for {model.max_positions} tokens)"

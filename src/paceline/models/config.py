@@ -33,8 +33,8 @@ class WeightType(Enum):
 class ModelConfig:
     """A decoder network, independent of the file format it was read from.
 
-    `hidden_size` is E, `vocab_size` V, `num_layers` L. A target's `max_positions` ends where its window would begin to slide; the layers
-    of a drafting head do slide.
+    `hidden_size` is E, `vocab_size` V, `num_layers` L. `max_positions` is the longest text the
+    network was made for; layers with a window see the end of it.
     """
 
     family: str
@@ -59,13 +59,6 @@ class ModelConfig:
     def sliding_window(self) -> int | None:
         """The shortest window of a layer; None = every layer sees the whole text."""
         return min((layer.mixer.window for layer in self.layers if layer.mixer.window is not None), default=None)
-
-    @property
-    def context_end(self) -> str:
-        """Why no text is longer than `max_positions`, in words."""
-        if self.sliding_window is not None:
-            return f"contexts end with the model's sliding window of {self.sliding_window} tokens for now"
-        return f"the model was made for {self.max_positions} tokens"
 
     @property
     def rotations(self) -> tuple[tuple[RopeConfig, int], ...]:
@@ -151,8 +144,6 @@ def config_from_values(
 ) -> ModelConfig:
     """The network that metadata in the terms of a Hugging Face config.json describes.
 
-    A sliding window is honoured by ending the context where the window would begin to slide.
-
     Args:
         values: what config.json holds, or the same made from another format's metadata.
         path: the file errors name.
@@ -168,7 +159,6 @@ def config_from_values(
     _refuse_quantised(fields)
     read = LayerReader(fields, family)
     layers = family.layers(read)
-    windows = [layer.mixer.window for layer in layers if layer.mixer.window is not None]
     generation = generation or {}
     config = ModelConfig(
         family=family.name,
@@ -176,7 +166,7 @@ def config_from_values(
         hidden_size=fields.size("hidden_size"),
         layers=layers,
         norm_eps=fields.number("rms_norm_eps", 1e-6),
-        max_positions=min([read.max_positions, *windows]),
+        max_positions=read.max_positions,
         weight_type=weight_type or _weight_type(_type_name(values), path),
         tied_embeddings=fields.flag("tie_word_embeddings", default=False),
         norm_offset=family.norm_offset,

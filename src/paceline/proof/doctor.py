@@ -112,7 +112,9 @@ def diagnose(question: DoctorQuestion) -> Diagnosis:
         found.problems.append(str(error))
         return found
     if question.max_context is not None and question.max_context > found.target.config.max_positions:
-        found.problems.append(f"max_context is {question.max_context}, {found.target.config.context_end}: lower max_context")
+        found.problems.append(
+            f"max_context is {question.max_context}, the model was made for {found.target.config.max_positions} tokens: lower max_context"
+        )
     try:
         options = HeadOptions.of(question.drafter_options)
     except PacelineError as error:

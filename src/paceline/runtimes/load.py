@@ -89,8 +89,6 @@ def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
             notices=notices,
             page_sums=fastest_page_sums(),
         )
-    if config.sliding_window is not None:
-        notices.append(config.context_end)
     runtime = _build(config, weights, options, notices)
     return Loaded(runtime, tuple(notices), own_head)
 

@@ -141,9 +141,10 @@ def test_unknown_rope_types_are_refused(tmp_path: Path, name: object) -> None:
         read(tmp_path, {**LLAMA, "rope_scaling": {"rope_type": name, "factor": 2.0}})
 
 
-def test_a_mistral_window_ends_the_context(tmp_path: Path) -> None:
+def test_a_mistral_window_is_that_of_every_layer(tmp_path: Path) -> None:
     config = read(tmp_path, {**MISTRAL, "sliding_window": 128})
-    assert (config.max_positions, config.sliding_window) == (128, 128)
+    assert (config.max_positions, config.sliding_window) == (512, 128)
+    assert {layer.mixer.window for layer in config.layers} == {128}
     unlimited = read(tmp_path, {**MISTRAL, "sliding_window": None})
     assert (unlimited.max_positions, unlimited.sliding_window) == (512, None)
     longer = read(tmp_path, {**MISTRAL, "sliding_window": 4096})
@@ -246,7 +247,7 @@ def test_gemma2_is_what_its_configuration_class_assumes(tmp_path: Path) -> None:
     assert (first.norm_order, config.norm_offset, config.tied_embeddings) == (NormOrder.SANDWICH, True, True)
     assert (first.mlp.activation, config.embedding_scale) == (Activation.GELU_TANH, 8.0)
     assert [layer.mixer.window for layer in config.layers] == [4096, None, 4096]
-    assert (config.sliding_window, config.max_positions) == (4096, 4096)
+    assert (config.sliding_window, config.max_positions) == (4096, 8192)
     assert (len(config.rotations), config.bos_token_id, config.eos_token_ids) == (1, 2, (1,))
     without_caps = read(tmp_path, {**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": None})
     assert (without_caps.attention.soft_cap, without_caps.logit_soft_cap, without_caps.max_positions) == (None, None, 8192)
@@ -283,7 +284,7 @@ def test_a_text_config_is_read_with_what_lies_around_it(tmp_path: Path) -> None:
     config = read(tmp_path, {**outer, "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 1}, "text_config": text})
     assert (config.family, config.hidden_size, config.vocab_size) == ("gemma3_text", 2560, 262208)
     attention = config.attention
-    assert (attention.num_heads, attention.num_kv_heads, attention.head_size, config.max_positions) == (8, 4, 256, 1024)
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_size, config.max_positions) == (8, 4, 256, 131072)
     assert (config.eos_token_ids, config.weight_type) == ((1, 106), WeightType.BF16)
 
 

@@ -28,21 +28,30 @@ void write_kv(const Program *program, const Pass *pass, const AttentionOperation
     }
 }
 
-/* Rows of the cache that `row` may see, in the order of their slots. */
+/* Rows of the cache that `row` may see, in the order of their slots. They are a path, each one position behind the one before, so a window is
+ * the last of them. */
 static int visible_rows(const Program *program, const Pass *pass, const AttentionOperation *own, int row, int32_t *visible) {
     const Range *range = pass->ranges + pass->range_of_row[row];
     const int32_t *table = pass->block_tables + range->table;
-    const int index = row - range->start, size = program->block_size, causal = range->mask < 0;
-    const int known = range->cached_len + (causal ? index + 1 : 0);
-    int count = 0, slot = range->first_slot;
+    const int index = row - range->start, size = program->block_size;
+    const uint8_t *mask = range->mask < 0 ? 0 : pass->masks + range->mask + index * range->rows;
+    const int known = range->cached_len + (mask ? 0 : index + 1);
+    int hidden = 0; /* of the range's own rows that the mask shows, those that the window hides */
+    int slot = range->first_slot;
+    if (own->window) {
+        int own_rows = 0;
+        for (int other = 0; mask && other < range->rows; other++) own_rows += mask[other];
+        hidden = own_rows > own->window ? own_rows - own->window : 0;
+        const int first = known - (own->window - (own_rows - hidden));
+        if (first > slot) slot = first;
+    }
+    int count = 0;
     while (slot < known) {
         const int32_t first = table[slot / size] * own->kv_heads * size;
         for (int32_t in_block = slot % size; in_block < size && slot < known; in_block++, slot++) visible[count++] = first + in_block;
     }
-    if (!causal)
-        for (int other = 0; other < range->rows; other++)
-            if (pass->masks[range->mask + index * range->rows + other])
-                visible[count++] = row_of(program, own, table, range->cached_len + other);
+    for (int other = 0; mask && other < range->rows; other++)
+        if (mask[other] && hidden-- <= 0) visible[count++] = row_of(program, own, table, range->cached_len + other);
     return count;
 }
 
@@ -170,11 +179,7 @@ void attend(const Program *program, const Pass *pass, const AttentionOperation *
     const int size = own->head_size, group = own->heads / own->kv_heads, room = program->max_context + LANES;
     int32_t *visible = (int32_t *)scratch;
     float *scores = scratch + room;
-    int count = visible_rows(program, pass, own, row, visible);
-    if (own->window && count > own->window) { /* what is seen is a path, each row one position behind the one before */
-        visible += count - own->window;
-        count = own->window;
-    }
+    const int count = visible_rows(program, pass, own, row, visible);
     const size_t place = ((size_t)row * (size_t)own->heads + (size_t)(kv_head * group)) * (size_t)size;
     const float *q = program->buffers[own->q] + place;
     float *out = program->buffers[own->head.out] + place;
