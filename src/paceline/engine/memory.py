@@ -1,11 +1,13 @@
 """How much memory keys and values get, and how long a context that allows."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from paceline.config import EngineConfig
 from paceline.errors import CapacityError, ConfigError
 from paceline.kv_cache.paged import BLOCK_SIZE, blocks_in
 from paceline.kv_cache.row_plan import blocks_for
+from paceline.kv_cache.window import PassLimits, window_blocks
 from paceline.machine import available_memory_bytes
 from paceline.models.config import ModelConfig, WeightType
 
@@ -25,8 +27,11 @@ class CachePlan:
     notice: str | None = None
 
 
-def plan_cache(model: ModelConfig, config: EngineConfig, weight_type: WeightType) -> CachePlan:
+def plan_cache(model: ModelConfig, config: EngineConfig, weight_type: WeightType, *, holds_windows: bool = False) -> CachePlan:
     """Size the cache: what `cache_gb` says, else enough for `max_num_seqs` full contexts within a quarter of the free memory.
+
+    Args:
+        holds_windows: see `Network`.
 
     Raises:
         ConfigError: `max_context` is beyond what the model was made for.
@@ -35,24 +40,55 @@ def plan_cache(model: ModelConfig, config: EngineConfig, weight_type: WeightType
     if config.max_context is not None and config.max_context > model.max_positions:
         raise ConfigError(f"max_context is {config.max_context}, the model was made for {model.max_positions} tokens: lower max_context")
     context = config.max_context or model.max_positions
-    item_bytes = 4 if weight_type is WeightType.F32 else 2
-    block_bytes = model.kv_bytes_per_token(item_bytes) * BLOCK_SIZE
+    limits = PassLimits(config.max_num_seqs, config.max_step_rows)
+    cache_bytes = _CacheBytes(model, 4 if weight_type is WeightType.F32 else 2, limits if holds_windows else None)
     per_sequence = blocks_for(context, BLOCK_SIZE) + _DRAFT_BLOCKS_PER_SEQUENCE
     wanted = config.max_num_seqs * per_sequence
     if config.cache_gb is None:
-        num_blocks = min(wanted, max(1, available_memory_bytes() // 4 // block_bytes))
+        num_blocks = max(1, cache_bytes.blocks_in(available_memory_bytes() // 4, most=wanted))
     else:
-        num_blocks = blocks_in(int(config.cache_gb * 1e9), block_bytes)
+        num_bytes = int(config.cache_gb * 1e9)
+        blocks_in(num_bytes, cache_bytes(1))
+        num_blocks = cache_bytes.blocks_in(num_bytes, most=cache_bytes.most_in(num_bytes, wanted))
     slots = num_blocks * BLOCK_SIZE
     if slots >= context:
         return CachePlan(num_blocks, context, _way_out(model, context))
     if config.max_context is not None:
         raise CapacityError(
-            f"a context of {context} tokens needs {per_sequence * block_bytes / 1e9:.2g} GB of cache, "
-            f"{num_blocks * block_bytes / 1e9:.2g} GB are to be had: lower max_context or raise cache_gb"
+            f"a context of {context} tokens needs {cache_bytes(per_sequence) / 1e9:.2g} GB of cache, "
+            f"{cache_bytes(num_blocks) / 1e9:.2g} GB are to be had: lower max_context or raise cache_gb"
         )
     notice = f"the cache limits the context to {slots} of the model's {context} tokens: raise cache_gb"
     return CachePlan(num_blocks, slots, "shorten the prompt or raise cache_gb", notice)
+
+
+class _CacheBytes:
+    """Bytes of a cache by its number of blocks.
+
+    Args:
+        limits: what layers with a window have memory for; None = for every block.
+    """
+
+    def __init__(self, model: ModelConfig, item_bytes: int, limits: PassLimits | None) -> None:
+        of_layer = model.kv_bytes_per_token(item_bytes) * BLOCK_SIZE // model.num_layers
+        self._block_bytes = {window: len(layers) * of_layer for window, layers in model.layers_by_window.items()}
+        self._limits = limits
+
+    def __call__(self, num_blocks: int) -> int:
+        counts = {window: self._count(window, num_blocks) for window in self._block_bytes}
+        return sum(count * self._block_bytes[window] for window, count in counts.items())
+
+    def blocks_in(self, num_bytes: int, *, most: int) -> int:
+        """Blocks that fit `num_bytes`."""
+        return bisect_right(range(1, most + 1), num_bytes, key=self)
+
+    def most_in(self, num_bytes: int, wanted: int) -> int:
+        """More than fit; where no layer sees the whole text any number may, and those that are wanted are enough."""
+        of_whole_text = self._block_bytes.get(None, 0) if self._limits else self(1)
+        return max(wanted, num_bytes // of_whole_text) if of_whole_text else wanted
+
+    def _count(self, window: int | None, num_blocks: int) -> int:
+        return num_blocks if window is None else window_blocks(window, num_blocks, self._limits, BLOCK_SIZE)
 
 
 def _way_out(model: ModelConfig, context: int) -> str:

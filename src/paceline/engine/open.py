@@ -16,6 +16,7 @@ from paceline.engine.scheduler import Limits
 from paceline.errors import ConfigError, printable
 from paceline.hub import resolve
 from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.window import PassLimits
 from paceline.models.config import WeightType
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.runtimes.base import Network, Numerics
@@ -121,8 +122,8 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
     prepared = prepare(directory, config, speculation, drafter)
     loaded = load_runtime(directory, _runtime_options(config, prepared.layers))
     runtime = loaded.runtime
-    plan = plan_cache(runtime.config, config, runtime.capabilities.weight_type)
-    cache = runtime.new_cache(plan.num_blocks)
+    plan = plan_cache(runtime.config, config, runtime.capabilities.weight_type, holds_windows=runtime.holds_windows)
+    cache = runtime.new_cache(plan.num_blocks, PassLimits(config.max_num_seqs, config.max_step_rows))
     cache.prefix_caching = config.prefix_cache
     vocab_size = min(runtime.config.vocab_size, tokenizer.vocab_size)
     target = LoadedTarget(

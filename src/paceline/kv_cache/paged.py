@@ -127,7 +127,11 @@ class KVCache:
         for memory in self.memories:
             for source, target in plan.copies:
                 memory.copy_block(source, target)
-            memory.reserve(plan)
+            try:
+                memory.reserve(plan)
+            except CapacityError:
+                self.cancel(sequence)
+                raise
         return plan
 
     def keep_path(self, sequence: CachedSequence, node: int) -> None:
@@ -240,6 +244,9 @@ class KVCache:
         """Let nobody else adopt this sequence's blocks: what a pass left in them is not to be trusted."""
         for block in sequence.block_table:
             self.prefix_index.forget(block)
+        for link in sequence.chain:
+            for memory in self.memories:
+                memory.forget(link)
         sequence.chain.clear()
 
     def release(self, sequence: CachedSequence) -> None:

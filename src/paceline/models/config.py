@@ -61,6 +61,19 @@ class ModelConfig:
         return min((layer.mixer.window for layer in self.layers if layer.mixer.window is not None), default=None)
 
     @property
+    def windows(self) -> tuple[int, ...]:
+        """The distinct windows of layers, in their order."""
+        return tuple(dict.fromkeys(layer.mixer.window for layer in self.layers if layer.mixer.window is not None))
+
+    @property
+    def layers_by_window(self) -> dict[int | None, list[int]]:
+        """The layers that see each window; None = the whole text."""
+        found: dict[int | None, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            found.setdefault(layer.mixer.window, []).append(index)
+        return found
+
+    @property
     def rotations(self) -> tuple[tuple[RopeConfig, int], ...]:
         """The distinct pairs (rope, head size), in the order of the layers."""
         return tuple(dict.fromkeys((layer.mixer.rope, layer.mixer.head_size) for layer in self.layers))
@@ -75,8 +88,11 @@ class ModelConfig:
         """The first layer's attention."""
         return self.layers[0].mixer
 
-    def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, int, int, int, int]:
+    def kv_shape(self, num_blocks: int, block_size: int, num_layers: int | None = None) -> tuple[int, int, int, int, int]:
         """Shape of the keys and values of all layers, [2 * L, num_blocks, K, block_size, D]: keys of layer i at 2 * i, values at 2 * i + 1.
+
+        Args:
+            num_layers: of so many of them alone.
 
         Raises:
             CheckpointError: the layers' keys differ in size.
@@ -88,7 +104,7 @@ class ModelConfig:
                     f"layer {index} of the {self.family} model has {layer.mixer.num_kv_heads} key heads of {layer.mixer.head_size} values, "
                     f"layer 0 {first.num_kv_heads} of {first.head_size}: only models whose layers are alike in these can be run"
                 )
-        return 2 * self.num_layers, num_blocks, first.num_kv_heads, block_size, first.head_size
+        return 2 * (self.num_layers if num_layers is None else num_layers), num_blocks, first.num_kv_heads, block_size, first.head_size
 
     def kv_bytes_per_token(self, item_bytes: int) -> int:
         """Bytes of one position's keys and values in all layers, of numbers of `item_bytes`."""

@@ -14,6 +14,7 @@ from paceline.config import MAX_PASS_ROWS
 from paceline.kv_cache.key_values import KeyValues
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout
+from paceline.kv_cache.window import PassLimits
 from paceline.models.config import ModelConfig, WeightType
 from paceline.runtimes.decoder import COLLECTED, HIDDEN_STATES, LOGITS, RANKED, TOKEN_IDS, Compose
 from paceline.runtimes.ranking import Draws, RankedRow, Ranking, ranked_rows
@@ -176,6 +177,11 @@ class Network(ABC):
     version: str = ""
     num_passes: int  # how often `forward` ran, here and in the networks beside it
 
+    @property
+    def holds_windows(self) -> bool:
+        """Whether layers with a window keep no more rows than it needs."""
+        return False
+
     @abstractmethod
     def new_key_values(self, num_blocks: int) -> KeyValues:
         """Allocate the keys and values of `num_blocks` blocks, which this network and those beside it read and write from now on.
@@ -184,8 +190,12 @@ class Network(ABC):
             CapacityError: the memory cannot be had.
         """
 
-    def new_cache(self, num_blocks: int) -> KVCache:
-        """A cache of what its layers remember, as `new_key_values`."""
+    def new_cache(self, num_blocks: int, limits: PassLimits | None = None) -> KVCache:
+        """A cache of what its layers remember, as `new_key_values`.
+
+        Args:
+            limits: what will run in it at a time: layers with a window may take memory for that alone.
+        """
         return KVCache([self.new_key_values(num_blocks)], num_blocks, self.capabilities.tree_layout)
 
     @abstractmethod

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from paceline.config import QuantOptions
 from paceline.errors import BackendUnavailableError, memory_errors
 from paceline.models.checkpoint import open_weights, read_model_config, weight_files
@@ -13,8 +11,8 @@ from paceline.models.config import ModelConfig, WeightType
 from paceline.models.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
 from paceline.runtimes.backend import choose_backend, choose_device
-from paceline.runtimes.base import ForwardBatch, Network, Numerics, RowRange, Wanted
-from paceline.runtimes.decoder import TOKEN_IDS, Compose, decoder
+from paceline.runtimes.base import Network, Numerics, assemble
+from paceline.runtimes.decoder import Compose, decoder
 from paceline.runtimes.facts import MeasuredFacts
 from paceline.runtimes.native.checksum import fastest_page_sums
 from paceline.runtimes.native.library import kernels_path
@@ -136,9 +134,8 @@ def _build_torch(config: ModelConfig, weights: Weights, options: RuntimeOptions,
 
 def _warm_up(network: Network) -> None:
     """Read every weight once, so that the first request finds them in memory."""
-    network.new_cache(1)
-    row = np.zeros(1, np.int32)
-    network.forward({TOKEN_IDS: row}, ForwardBatch(row, (RowRange(0, 1, 0, np.array([0], np.int32)),)), Wanted(row))
+    cache = network.new_cache(1)
+    network.forward(*assemble([cache.reserve(cache.new_sequence(), [-1])], [[0]], [[0]]))
     network.num_passes = 0
 
 

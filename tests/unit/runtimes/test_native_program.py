@@ -74,7 +74,7 @@ def build(blocks: NativeBlocks, inputs: list[Value]) -> list[Value]:
         ]
         attention = AttentionOperation(
             q=turned[0].index, k=turned[1].index, v=v.index, heads=layer.heads, kv_heads=layer.kv_heads, head_size=layer.head_size,
-            layer=number, window=layer.window, scale=layer.scale, soft_cap=layer.soft_cap,
+            layer=number, tables=0, window=layer.window, scale=layer.scale, soft_cap=layer.soft_cap,
         )  # fmt: skip
         x = blocks.add(x, *blocks.linear(blocks._add(attention, q), f"{number}.o"))
     return [x]

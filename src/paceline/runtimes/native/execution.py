@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.kv_cache.window import WindowKeyValues
 from paceline.runtimes.base import FloatArray, ForwardBatch, Wanted
 from paceline.runtimes.native.library import LANES, kernels
 from paceline.runtimes.native.passes import PassMemory
@@ -46,13 +47,14 @@ class Execution:
         self._arguments = ctypes.pointer(self._program), ctypes.pointer(self.memory.record)
         self.make_room(_MIN_ROWS)
 
-    def use_cache(self, planes: Sequence[FloatArray] | FloatArray) -> None:
+    def use_cache(self, planes: Sequence[FloatArray] | FloatArray, windows: Sequence[WindowKeyValues] = ()) -> None:
         """Read and write keys and values here from now on.
 
         Args:
             planes: keys, then values of each layer in turn, each [num_blocks, K, BLOCK_SIZE, D] with K and D of the layer's attention.
+            windows: memories of layers with a window, in the order of `ModelConfig.windows`; none = their blocks are the cache's.
         """
-        self._planes = list(planes)
+        self._planes, self.memory.windows = list(planes), windows
         self._plane_addresses = np.array([plane.ctypes.data for plane in self._planes], np.uint64)
         self._program.planes = self._plane_addresses.ctypes.data
         self._make_scratch(min(self._max_slots, max(map(len, self._planes), default=0) * BLOCK_SIZE))

@@ -1,7 +1,7 @@
 """Networks on our own kernels: weights are read as they are stored, and no row's bits depend on its neighbours."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from paceline.config import MAX_PASS_ROWS
 from paceline.errors import CapacityError
-from paceline.kv_cache.key_values import KeyValues
-from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.kv_cache.key_values import KeyValues, PagedRows
+from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.row_plan import TreeLayout
+from paceline.kv_cache.window import PassLimits, WindowKeyValues, window_blocks
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.mapped_files import MappedFiles
 from paceline.models.weights import AnyTensor, GroupedTensor, Weights
@@ -68,6 +69,11 @@ class NativeNetwork(Network):
         self._compose(compose)
 
     @property
+    def holds_windows(self) -> bool:
+        """As in `Network`; a path's blocks are known to the cache alone."""
+        return self.capabilities.tree_layout is not TreeLayout.PATHS
+
+    @property
     def num_passes(self) -> int:
         return self._shared.num_passes
 
@@ -76,12 +82,33 @@ class NativeNetwork(Network):
         self._shared.num_passes = count
 
     def new_key_values(self, num_blocks: int) -> KeyValues:
-        try:
-            storage = np.zeros(self.config.kv_shape(num_blocks, BLOCK_SIZE), np.float32)
-        except MemoryError as error:
-            raise CapacityError(f"a cache of {num_blocks} blocks does not fit in memory: lower cache_gb") from error
+        storage = self._new_storage(num_blocks, self.config.num_layers)
         self._shared.use_cache(storage)
         return KeyValues(storage)
+
+    def new_cache(self, num_blocks: int, limits: PassLimits | None = None) -> KVCache:
+        if not (self.config.windows and self.holds_windows):
+            return super().new_cache(num_blocks, limits)
+        memories: dict[int | None, PagedRows] = {}
+        for window, layers in self.config.layers_by_window.items():
+            if window is None:
+                memories[window] = KeyValues(self._new_storage(num_blocks, len(layers)))
+            else:
+                count = window_blocks(window, num_blocks, limits, BLOCK_SIZE)
+                memories[window] = WindowKeyValues(self._new_storage(count, len(layers)), window, BLOCK_SIZE)
+        planes: list[FloatArray] = []
+        for index, layer in enumerate(self.config.layers):
+            place = 2 * self.config.layers_by_window[layer.mixer.window].index(index)
+            planes.extend(memories[layer.mixer.window].storage[place : place + 2])
+        windows = [memory for memory in (memories[window] for window in self.config.windows) if isinstance(memory, WindowKeyValues)]
+        self._shared.use_cache(planes, windows)
+        return KVCache(list(memories.values()), num_blocks, self.capabilities.tree_layout)
+
+    def _new_storage(self, num_blocks: int, num_layers: int) -> FloatArray:
+        try:
+            return np.zeros(self.config.kv_shape(num_blocks, BLOCK_SIZE, num_layers), np.float32)
+        except MemoryError as error:
+            raise CapacityError(f"a cache of {num_blocks} blocks does not fit in memory: lower cache_gb") from error
 
     def forward(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch, wanted: Wanted) -> ForwardOutput:
         program = self._programs.get(wanted.ranking) or self._record(wanted.ranking)
@@ -173,18 +200,18 @@ class _Shared:
     max_slots: int
     num_passes: int = 0
     files: MappedFiles = field(default_factory=lambda: MappedFiles(()))
-    _storage: FloatArray | None = None
+    _cache: tuple[Sequence[FloatArray] | FloatArray, Sequence[WindowKeyValues]] | None = None
     _executions: list[Execution] = field(default_factory=list)
     _also_read: list[NDArray[Any]] = field(default_factory=list)
 
-    def use_cache(self, storage: FloatArray) -> None:
-        self._storage = storage
+    def use_cache(self, planes: Sequence[FloatArray] | FloatArray, windows: Sequence[WindowKeyValues] = ()) -> None:
+        self._cache = planes, windows
         for execution in self._executions:
-            execution.use_cache(storage)
+            execution.use_cache(planes, windows)
 
     def add(self, execution: Execution) -> None:
-        if self._storage is not None:
-            execution.use_cache(self._storage)
+        if self._cache is not None:
+            execution.use_cache(*self._cache)
         self._executions.append(execution)
         self.read_too(())
 

@@ -1,11 +1,13 @@
 """The description of a pass as kernels/native.h wants it, in memory that serves pass after pass."""
 
+from collections.abc import Sequence
 from ctypes import addressof, c_void_p
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.kv_cache.window import WindowKeyValues
 from paceline.runtimes.base import ForwardBatch, IntArray, Wanted
 from paceline.runtimes.native.records import Pass
 from paceline.runtimes.rotary import RotaryTables
@@ -23,6 +25,7 @@ class PassMemory:
         record: what the kernels are given.
         ranges: [ranges, 6] the fields of `records.Range`.
         range_of_row, selected, block_tables, masks: as in `records.Pass`.
+        windows: memories whose blocks are others than the cache's, in the order of the tables that operations name from 1 on.
     """
 
     def __init__(self, tables: RotaryTables | None) -> None:
@@ -36,6 +39,8 @@ class PassMemory:
         self.selected: IntArray = np.zeros(0, np.int32)
         self.block_tables: IntArray = np.zeros(0, np.int32)
         self.masks: NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self.windows: Sequence[WindowKeyValues] = ()
+        self._kept: list[NDArray[Any]] = []
 
     def describe(self, batch: ForwardBatch, wanted: Wanted) -> None:
         """Fill the record; it holds until the next call."""
@@ -50,8 +55,8 @@ class PassMemory:
             self._grow("selected", num_selected)
         if num_ranges > len(self.ranges):
             self._grow("ranges", num_ranges)
-        if num_blocks > len(self.block_tables):
-            self._grow("block_tables", num_blocks)
+        if num_blocks * (1 + len(self.windows)) > len(self.block_tables):
+            self._grow("block_tables", num_blocks * (1 + len(self.windows)))
         if num_masked > len(self.masks):
             self._grow("masks", num_masked)
         record.rows, record.selected_rows, record.num_ranges = num_rows, num_selected, num_ranges
@@ -66,16 +71,27 @@ class PassMemory:
             if item.mask is not None:
                 self.masks[mask : mask + item.mask.size].reshape(item.mask.shape)[...] = item.mask
                 mask += item.mask.size
+        record.blocks_of_tables = num_blocks if self.windows else 0
+        for number, memory in enumerate(self.windows, 1):
+            self._describe_window(memory, batch, number * num_blocks)
         self._draws = wanted.draws  # alive until the pass is over
         record.draws = None if wanted.draws is None else wanted.draws.ctypes.data
         for angles in self._angles:
             angles.of(batch.positions)
+
+    def _describe_window(self, memory: WindowKeyValues, batch: ForwardBatch, begin: int) -> None:
+        """Name the blocks of a memory, range by range, from `begin` on."""
+        for item in batch.ranges:
+            table = memory.table(item.sequence_id)
+            self.block_tables[begin : begin + len(table)] = table
+            begin += len(item.block_table)
 
     def _grow(self, field: str, size: int) -> None:
         """Make one of the arrays longer."""
         array = getattr(self, field)
         setattr(self, field, array[:0])  # an interrupt between a new address and its array leaves none: made anew next time
         longer = np.zeros((max(_LEAST, 1 << (size - 1).bit_length()), *array.shape[1:]), array.dtype)
+        self._kept.append(longer)  # for good: where two threads come here, which is forbidden, the record may name the other's
         setattr(self.record, field, longer.ctypes.data)
         setattr(self, field, longer)
 

@@ -118,9 +118,11 @@ class NativeBlocks:
         return self._add(RopeOperation(x=x.index, heads=num_heads, head_size=head_size, rotary_half=half, table=table), x)
 
     def attention(self, q: Value, k: Value, v: Value, attention: AttentionConfig, layer: int) -> Value:
+        window = attention.window
         operation = AttentionOperation(
             q=q.index, k=k.index, v=v.index, heads=attention.num_heads, kv_heads=attention.num_kv_heads, head_size=attention.head_size,
-            layer=layer, window=attention.window or 0, scale=attention.scale, soft_cap=attention.soft_cap or 0.0,
+            layer=layer, tables=0 if window is None else 1 + self._config.windows.index(window), window=window or 0,
+            scale=attention.scale, soft_cap=attention.soft_cap or 0.0,
         )  # fmt: skip
         return self._add(operation, q)
 

@@ -92,12 +92,12 @@ class RopeOperation(Operation):
 
 
 class AttentionOperation(Operation):
-    """Attention over a layer of the cache; window and soft cap 0 = none."""
+    """Attention over a layer of the cache; window and soft cap 0 = none; `tables`: which of a pass's block tables name its blocks."""
 
     CODE, INPUTS = Code.ATTENTION, ("q", "k", "v")
     _fields_ = (
         ("q", c_int32), ("k", c_int32), ("v", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("head_size", c_int32),
-        ("layer", c_int32), ("window", c_int32), ("scale", c_float), ("soft_cap", c_float),
+        ("layer", c_int32), ("tables", c_int32), ("window", c_int32), ("scale", c_float), ("soft_cap", c_float),
     )  # fmt: skip
 
 
@@ -167,10 +167,10 @@ class Draw(Structure):
 
 
 class Pass(Structure):
-    """The rows of one pass."""
+    """The rows of one pass. Each of several memories has a table for every range, `blocks_of_tables` behind that of the one before."""
 
     _fields_ = (
-        ("rows", c_int32), ("selected_rows", c_int32), ("num_ranges", c_int32),
+        ("rows", c_int32), ("selected_rows", c_int32), ("num_ranges", c_int32), ("blocks_of_tables", c_int32),
         ("ranges", c_void_p), ("range_of_row", c_void_p), ("block_tables", c_void_p), ("masks", c_void_p), ("selected", c_void_p),
         ("cos", c_void_p), ("sin", c_void_p), ("draws", c_void_p),
     )  # fmt: skip
@@ -186,7 +186,7 @@ class Program(Structure):
     )  # fmt: skip
 
 
-VERSION = 1
+VERSION = 2
 """KERNELS_VERSION of kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (

@@ -11,6 +11,11 @@ static float *side_of(const Program *program, const AttentionOperation *own, int
     return program->planes[2 * own->layer + side] + (size_t)kv_head * (size_t)program->block_size * (size_t)own->head_size;
 }
 
+/* The blocks of a range's sequence in the memory of this layer. */
+static const int32_t *table_of(const Pass *pass, const AttentionOperation *own, const Range *range) {
+    return pass->block_tables + (size_t)own->tables * (size_t)pass->blocks_of_tables + range->table;
+}
+
 /* Row of a slot, counted from `side_of`. */
 static int32_t row_of(const Program *program, const AttentionOperation *own, const int32_t *table, int slot) {
     return table[slot / program->block_size] * own->kv_heads * program->block_size + slot % program->block_size;
@@ -21,7 +26,7 @@ void write_kv(const Program *program, const Pass *pass, const AttentionOperation
     const Range *range = pass->ranges + pass->range_of_row[row];
     const size_t size = (size_t)own->head_size, begin = (size_t)row * (size_t)own->kv_heads * size;
     const float *k = program->buffers[own->k] + begin, *v = program->buffers[own->v] + begin;
-    const int32_t place = row_of(program, own, pass->block_tables + range->table, range->cached_len + row - range->start);
+    const int32_t place = row_of(program, own, table_of(pass, own, range), range->cached_len + row - range->start);
     for (int head = 0; head < own->kv_heads; head++) {
         memcpy(side_of(program, own, 0, head) + (size_t)place * size, k + (size_t)head * size, size * sizeof(float));
         memcpy(side_of(program, own, 1, head) + (size_t)place * size, v + (size_t)head * size, size * sizeof(float));
@@ -32,7 +37,7 @@ void write_kv(const Program *program, const Pass *pass, const AttentionOperation
  * the last of them. */
 static int visible_rows(const Program *program, const Pass *pass, const AttentionOperation *own, int row, int32_t *visible) {
     const Range *range = pass->ranges + pass->range_of_row[row];
-    const int32_t *table = pass->block_tables + range->table;
+    const int32_t *table = table_of(pass, own, range);
     const int index = row - range->start, size = program->block_size;
     const uint8_t *mask = range->mask < 0 ? 0 : pass->masks + range->mask + index * range->rows;
     const int known = range->cached_len + (mask ? 0 : index + 1);

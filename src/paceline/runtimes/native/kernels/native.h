@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERNELS_VERSION 1 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
+#define KERNELS_VERSION 2 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
 
 /* Rows that share one decoding of a weight: as many as keep their sums in registers. */
 #ifdef __AVX512F__
@@ -77,6 +77,7 @@ typedef struct {
     Operation head;
     int32_t q, k, v, heads, kv_heads, head_size;
     int32_t layer;  /* of the cache */
+    int32_t tables; /* which block tables of the pass name its blocks */
     int32_t window; /* the last rows that are seen; 0 = all */
     float scale, soft_cap; /* 0 = none */
 } AttentionOperation;
@@ -131,6 +132,7 @@ typedef struct {
 
 typedef struct {
     int32_t rows, selected_rows, num_ranges;
+    int32_t blocks_of_tables; /* in the tables of all ranges: those of the next memory begin so far behind */
     const Range *ranges;
     const int32_t *range_of_row; /* [rows] */
     const int32_t *block_tables;

@@ -1,0 +1,106 @@
+"""Long texts in front of a model whose layers see a window: what they hold, what is found again, and that nothing is left behind."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.checkpoints import write_checkpoint
+from harness.engine_targets import make
+from harness.engine_traffic import check_clean
+from harness.native_network import BUILT
+from paceline import LLM, SamplingParams
+from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.kv_cache.window import WindowKeyValues
+from paceline.runtimes.native.network import NativeNetwork
+
+WINDOW = 64
+GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
+Open = Callable[..., LLM]
+pytestmark = pytest.mark.skipif(not BUILT, reason="no native kernels for this machine")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    values = {"num_hidden_layers": 2, "sliding_window": WINDOW, "max_position_embeddings": 40_000}
+    return write_checkpoint(tmp_path_factory.mktemp("mistral"), "mistral", **values)
+
+
+@pytest.fixture
+def open_llm(directory: Path) -> Iterator[Open]:
+    opened: list[LLM] = []
+
+    def open_it(**options: Any) -> LLM:
+        given = {"device": "cpu", "drafter": "ngram", "cache_gb": 0.2, "max_num_seqs": 4, "max_context": 34_000, **options}
+        opened.append(LLM(str(directory), **given))
+        return opened[-1]
+
+    yield open_it
+    for llm in opened:
+        llm.close()
+
+
+def memory_of(llm: LLM) -> WindowKeyValues:
+    (memory,) = (memory for memory in llm.engine.cache.memories if isinstance(memory, WindowKeyValues))
+    return memory
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(1, 90, length).tolist()
+
+
+def test_a_long_text_holds_its_window_and_a_pass(open_llm: Open, large_counts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    length, most = 32_000 if large_counts else 3_000, [0]
+    keep_path = WindowKeyValues.keep_path
+
+    def watched(memory: WindowKeyValues, plan: Any, commit: Any) -> None:
+        most[0] = max(most[0], memory.num_held(plan.sequence_id))
+        keep_path(memory, plan, commit)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WindowKeyValues, "keep_path", watched)
+        llm = open_llm()
+        (held,) = llm.generate([prompt_of(length)], GREEDY)
+    assert 0 < most[0] * BLOCK_SIZE <= WINDOW + 1024
+    assert memory_of(llm).num_bytes < llm.engine.cache.max_slots * 2 * 2 * 2 * 16 * 4 / 10
+    check_clean(llm)
+    monkeypatch.setattr(NativeNetwork, "holds_windows", False)
+    (everything,) = open_llm(drafter="none").generate([prompt_of(length)], GREEDY)
+    assert held.token_ids == everything.token_ids
+
+
+def test_talks_that_go_on_are_found_again_and_others_at_least_say_the_same(open_llm: Open) -> None:
+    llm, alone = open_llm(max_num_seqs=1), open_llm(prefix_cache=False)
+    talk = prompt_of(900)
+    for count in (900, 940, 300, 33, 901, 64, 970):
+        prompt = [*talk, *prompt_of(70, 1)][:count]
+        (found,), (expected,) = llm.generate([prompt], GREEDY), alone.generate([prompt], GREEDY)
+        assert found.token_ids == expected.token_ids, count
+        if count in (940, 970):
+            assert found.usage.num_cached_tokens >= 896
+        memory_of(llm).check()
+        check_clean(llm)
+
+
+def test_aborts_leak_no_block(open_llm: Open, seed: int, large_counts: bool, tally: "dict[str, int]") -> None:
+    llm, random = open_llm(cache_gb=0.002, max_context=400, max_num_seqs=3), np.random.default_rng(seed)
+    memory, count = memory_of(llm), 10_000 if large_counts else 300
+    for number in range(count):
+        request = make(llm, prompt_of(int(random.integers(1, 300)), int(random.integers(3))), GREEDY)
+        llm.engine.add(request)
+        for _ in range(int(random.integers(0, 6))):
+            llm.engine.step()
+        if random.random() < 0.9:
+            llm.engine.abort(request)
+        if number % 50 == 0:
+            llm.engine.step()
+            llm.engine.cache.check()
+            memory.check()
+    while not llm.engine.is_idle:
+        llm.engine.step()
+    tally["requests over windows, most of them aborted"] += count
+    memory.check()
+    check_clean(llm)
+    assert memory.num_free == memory.storage.shape[1]

@@ -1,0 +1,230 @@
+"""Layers with a window: whatever happened before, the rows that the next one sees are there, and no more than that is held for long."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from paceline.errors import CapacityError
+from paceline.kv_cache import window as module
+from paceline.kv_cache.key_values import KeyValues
+from paceline.kv_cache.paged import CachedSequence, KVCache
+from paceline.kv_cache.row_plan import TreeLayout, blocks_for, path_to
+from paceline.kv_cache.window import PassLimits, WindowKeyValues, window_blocks
+
+SIZE = 4
+NUM_BLOCKS = 24
+WINDOWS = (1, 4, 7)
+KEPT_BEHIND = 3
+
+
+@pytest.fixture(autouse=True)
+def kept_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KEPT_BEHIND", KEPT_BEHIND)
+
+
+class Text:
+    """A sequence and its tokens; the last one is never cached."""
+
+    def __init__(self, sequence: CachedSequence, token_ids: Sequence[int]) -> None:
+        self.sequence, self.token_ids = sequence, list(token_ids)
+        self.drafted: list[int] = []
+
+
+class Bench:
+    """A cache with a memory for everything and one for each window; a row is labelled by all tokens up to it."""
+
+    def __init__(self, num_blocks: int = NUM_BLOCKS, of_windows: int = NUM_BLOCKS) -> None:
+        self.windows = [WindowKeyValues(self._storage(of_windows), window, SIZE) for window in WINDOWS]
+        self.cache = KVCache([KeyValues(self._storage(num_blocks)), *self.windows], num_blocks, TreeLayout.MASK, block_size=SIZE)
+        self.texts: list[Text] = []
+        self.num_adopted = 0
+        self._labels: dict[tuple[int, ...], int] = {}
+
+    @staticmethod
+    def _storage(num_blocks: int) -> np.ndarray:
+        return np.zeros((2, num_blocks, 1, SIZE, 1), np.int64)
+
+    def start(self, token_ids: Sequence[int]) -> Text:
+        text = Text(self.cache.new_sequence(), token_ids)
+        self.texts.append(text)
+        self.num_adopted += self.cache.adopt_prefix(text.sequence, token_ids)
+        return text
+
+    def run(self, text: Text, parents: Sequence[int], tokens: Sequence[int]) -> None:
+        """As a pass: rows are written to their slots, in the blocks that each memory names."""
+        sequence, start = text.sequence, text.sequence.committed_len
+        plan = self.cache.reserve(sequence, parents)
+        text.drafted = list(tokens)
+        tables = [list(plan.paths[0].block_table), *(window.table(sequence.id) for window in self.windows)]
+        for memory, table in zip(self.cache.memories, tables, strict=True):
+            for row, node in enumerate(plan.row_nodes):
+                slot, before = start + row, [tokens[one] for one in path_to(parents, node)]
+                memory.storage[:, table[slot // SIZE], :, slot % SIZE] = self._label([*text.token_ids[:start], *before])
+
+    def keep(self, text: Text, node: int) -> None:
+        start, plan = text.sequence.committed_len, text.sequence.plan
+        assert plan is not None
+        kept = [text.drafted[one] for one in path_to(plan.parents, node)]
+        self.cache.keep_path(text.sequence, node)
+        text.token_ids[start : start + len(kept)] = kept
+        if len(text.token_ids) == text.sequence.committed_len:
+            text.token_ids.append(len(text.token_ids) % 2)
+        self.cache.remember(text.sequence, text.token_ids)
+
+    def prompt(self, token_ids: Sequence[int]) -> Text:
+        """A text whose rows have run, two blocks a pass."""
+        text = self.start(token_ids)
+        while rest := text.token_ids[text.sequence.committed_len : -1][: 2 * SIZE]:
+            self.run(text, range(-1, len(rest) - 1), rest)
+            self.keep(text, len(rest) - 1)
+            self.check()
+        return text
+
+    def truncate(self, text: Text, length: int) -> int:
+        kept = self.cache.truncate(text.sequence, length)
+        text.token_ids[kept:] = [len(text.token_ids) % 3]
+        return kept
+
+    def release(self, text: Text) -> None:
+        self.cache.release(text.sequence)
+        self.texts.remove(text)
+
+    def check(self) -> None:
+        """What the next row sees is there; between passes nothing farther back is held."""
+        self.cache.check()
+        for window in self.windows:
+            window.check()
+            for text in self.texts:
+                length = text.sequence.committed_len
+                first = max(0, length - window.window + 1)
+                for slot in range(first, length):
+                    table = window.table(text.sequence.id)
+                    rows = window.storage[:, table[slot // SIZE], 0, slot % SIZE, 0]
+                    assert rows.tolist() == [self._label(text.token_ids[: slot + 1])] * 2, (window.window, slot, length)
+                if text.sequence.plan is None:
+                    assert window.num_held(text.sequence.id) <= blocks_for(window.window - 1 + KEPT_BEHIND, SIZE) + 1
+
+    def _label(self, token_ids: Sequence[int]) -> int:
+        return self._labels.setdefault(tuple(token_ids), len(self._labels) + 1)
+
+
+def random_event(bench: Bench, generator: np.random.Generator) -> None:
+    if not bench.texts or (len(bench.texts) < 6 and generator.random() < 0.12):
+        bases = [text.token_ids for text in bench.texts] + [[base] * 40 for base in range(3)]
+        base = bases[int(generator.integers(len(bases)))]
+        bench.start([*base[: int(generator.integers(0, 41))], *generator.integers(0, 2, int(generator.integers(1, 8))).tolist()])
+        return
+    text = bench.texts[int(generator.integers(len(bench.texts)))]
+    draw, plan, rest = generator.random(), text.sequence.plan, text.token_ids[text.sequence.committed_len :]
+    if draw < 0.8 and plan is not None:
+        bench.keep(text, len(plan.parents) - 1 if len(rest) > 1 else int(generator.integers(len(plan.parents))))
+    elif draw < 0.8 and len(rest) > 1:
+        count = int(generator.integers(1, len(rest) + 1))
+        bench.run(text, range(-1, count - 1), rest[:count])
+    elif draw < 0.8:
+        parents = [-1, *(int(generator.integers(max(0, node - 3), node)) for node in range(1, int(generator.integers(1, 10))))]
+        bench.run(text, parents, [*rest, *generator.integers(0, 3, len(parents) - 1).tolist()])
+    elif draw < 0.83:
+        bench.cache.cancel(text.sequence)
+    elif draw < 0.9:
+        length = int(generator.integers(text.sequence.committed_len + 1))
+        assert bench.truncate(text, length) <= length
+    elif draw < 0.92:
+        bench.cache.forget(text.sequence)
+    else:
+        bench.release(text)
+
+
+def run_events(seed: int, num_schedules: int) -> tuple[int, int]:
+    """Returns rows adopted, and how often there was no room."""
+    num_adopted = num_refused = 0
+    for schedule in range(num_schedules):
+        generator, bench = np.random.default_rng([seed, schedule]), Bench()
+        for _ in range(200):
+            try:
+                random_event(bench, generator)
+            except CapacityError:
+                num_refused += 1
+            bench.check()
+        for text in list(bench.texts):
+            bench.release(text)
+        bench.check()
+        assert all(window.num_free == NUM_BLOCKS for window in bench.windows)
+        bench.cache.pool.release(bench.cache.pool.allocate(NUM_BLOCKS))  # evicts everything
+        assert all(len(window._free) == NUM_BLOCKS for window in bench.windows)
+        num_adopted += bench.num_adopted
+    return num_adopted, num_refused
+
+
+def test_the_rows_that_are_seen_are_there_whatever_happened(seed: int, large_counts: bool, tally: "dict[str, int]") -> None:
+    num_schedules = 400 if large_counts else 12
+    num_adopted, num_refused = run_events(seed, num_schedules)
+    tally["events of caches with windows"] += 200 * num_schedules
+    assert min(num_adopted, num_refused) > num_schedules
+
+
+def one_less(real):
+    return lambda memory, length: real(memory, length + SIZE)
+
+
+BROKEN = {
+    "a block of the window given back": ("_first_seen", one_less),
+    "moves within the window left out": (
+        "keep_path", lambda real: lambda memory, plan, commit: real(memory, plan, commit._replace(moves=()))
+    ),
+    "what was forgotten adopted": ("forget", lambda real: lambda memory, link: None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_fault_is_noticed(fault: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, spoil = BROKEN[fault]
+    monkeypatch.setattr(WindowKeyValues, name, spoil(getattr(WindowKeyValues, name)))
+    with pytest.raises((AssertionError, IndexError, KeyError, RuntimeError)):
+        run_events(seed, 12)
+
+
+def test_a_cut_block_that_others_read_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut_and_go_on(bench: Bench) -> None:
+        text, _ = bench.prompt(range(14)), bench.prompt([*range(12), 99])
+        bench.truncate(text, 11)
+        bench.run(text, [-1], text.token_ids[11:])
+        bench.keep(text, 0)
+        bench.check()
+
+    cut_and_go_on(Bench())
+    monkeypatch.setattr(WindowKeyValues, "_own_last", lambda memory, table: None)
+    with pytest.raises(AssertionError):
+        cut_and_go_on(Bench())
+
+
+def test_a_hit_goes_as_far_as_its_window_is_there() -> None:
+    bench = Bench(num_blocks=80, of_windows=6)
+    long = [5, *range(60), 7]
+    bench.release(bench.prompt(long))
+    end, middle = bench.cache.new_sequence(), bench.cache.new_sequence()
+    assert bench.cache.count_prefix(end, long) == 60, "its last blocks were given back last"
+    assert bench.cache.count_prefix(middle, [*long[:30], 1]) == 0, "those of the beginning were taken by the end"
+    assert bench.cache.adopt_prefix(end, long) == 60
+    assert [window.num_held(end.id) for window in bench.windows] == [0, 1, 2]
+    text = Text(end, long)
+    bench.texts.append(text)
+    bench.check()
+
+
+def test_no_room_is_a_capacity_error_that_changes_nothing() -> None:
+    bench = Bench(of_windows=2)
+    text = bench.start(range(20))
+    with pytest.raises(CapacityError, match="3 blocks of layers with a window were asked for, 2 are free"):
+        bench.run(text, range(-1, 9), range(10))
+    assert (text.sequence.plan, bench.cache.pool.num_free) == (None, NUM_BLOCKS)
+    bench.run(text, range(-1, 7), range(8))
+    bench.keep(text, 7)
+    bench.check()
+
+
+def test_blocks_that_an_engine_needs_are_bounded_by_what_runs_at_a_time() -> None:
+    limits = PassLimits(max_sequences=2, max_rows=16)
+    assert window_blocks(9, 1000, limits, SIZE) == 2 * (3 + 2 + 1) + 4
+    assert window_blocks(9, 10, limits, SIZE) == window_blocks(9, 10, None, SIZE) == 10
