@@ -187,7 +187,7 @@ class EngineConfig:
         if self.max_context is not None:
             _check_int("max_context", self.max_context, 2, 10_000_000)
         if self.cache_gb is not None and not _is_between(self.cache_gb, 0, 100_000):
-            raise ConfigError(f"cache_gb is {self.cache_gb!r}: use a size in gigabytes above 0, such as 2 or 0.5")
+            raise ConfigError(f"cache_gb is {self.cache_gb!r}: use a size in gigabytes above 0 and at most 100000, such as 2 or 0.5")
 
     @property
     def num_threads(self) -> int:

@@ -332,6 +332,9 @@ def test_a_model_too_big_for_memory(target: Path) -> None:
     found = diagnose(DoctorQuestion(model=str(target), memory_bytes=100_000))
     assert not found.works
     assert "0.0001 GB are free: use --quant int8 or int4" in found.problems[0]
+    for size in ("nan", "inf", "0", "-1"):
+        done = CliRunner(env={"COLUMNS": "400"}).invoke(app, ["doctor", "--model", str(target), "--memory-gb", size])
+        assert (done.exit_code, "use a size in gigabytes above 0" in done.output) == (2, True)
     code, facts = ask("--model", target, "--memory-gb", "0.0001")
     assert (code, facts["memory"]["fits"], facts["memory"]["context_that_fits"]) == (1, False, 0)
 

@@ -9,6 +9,7 @@ import typer
 from paceline.cli.options import MEMORY, METAVARS, MODEL, SPECULATION, named_values
 from paceline.cli.reporting import EXIT_FAILURE, reported_errors
 from paceline.config import DEVICES, QUANT, EngineConfig, SpeculationConfig, quant_options
+from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.proof.doctor import Diagnosis, DoctorQuestion
@@ -61,7 +62,7 @@ def doctor(
             draft_quant=quant_options("draft_quant", speculation.draft_quant),
             max_context=max_context,
             device=device,
-            memory_bytes=None if memory_gb is None else int(memory_gb * 1e9),
+            memory_bytes=None if memory_gb is None else _bytes(memory_gb),
             probe_arguments=_probe_arguments(engine, speculation) if probe else None,
         )
         if probe and not debug:
@@ -72,6 +73,12 @@ def doctor(
         _print(found, question, as_json=as_json)
     if not found.works:
         raise typer.Exit(EXIT_FAILURE)
+
+
+def _bytes(memory_gb: float) -> int:
+    if not 0 < memory_gb <= 100_000:
+        raise ConfigError(f"memory_gb is {memory_gb}: use a size in gigabytes above 0 and at most 100000, such as 16 or 7.5")
+    return int(memory_gb * 1e9)
 
 
 def _probe_arguments(engine: EngineConfig, speculation: SpeculationConfig) -> dict[str, object]:

@@ -120,7 +120,7 @@ def read_rope(fields: JsonFields, family: "Family", *, head_size: int, layer_typ
 
 
 def _parameters(fields: JsonFields, family: "Family", layer_type: str) -> Mapping[str, Any]:
-    scaling = fields.values.get("rope_parameters") or fields.values.get("rope_scaling") or {}
+    scaling = _given(fields)
     if isinstance(scaling, Mapping) and any(isinstance(value, Mapping) for value in scaling.values()) and family.has_local_rope:
         scaling = scaling.get(layer_type) or {}
     elif family.has_local_rope and layer_type != "full_attention":
@@ -128,6 +128,24 @@ def _parameters(fields: JsonFields, family: "Family", layer_type: str) -> Mappin
     if not isinstance(scaling, Mapping) or any(isinstance(value, Mapping) for value in scaling.values()):
         raise CheckpointError(f"{fields.path}: rope parameters {shortened(scaling)} are not supported, expected one set for all layers")
     return scaling
+
+
+def _given(fields: JsonFields) -> Any:
+    """`rope_parameters`, or `rope_scaling` as older files call it. Of both, transformers takes the latter and its own theta."""
+    newer, older = fields.values.get("rope_parameters") or {}, fields.values.get("rope_scaling") or {}
+    if newer and older and _with_defaults(newer, fields) != _with_defaults(older, fields):
+        raise CheckpointError(
+            f"{fields.path}: rope_parameters = {shortened(newer)} and rope_scaling = {shortened(older)} say different things: "
+            "put what is meant, rope_theta included, into rope_parameters and leave rope_scaling out"
+        )
+    return newer or older
+
+
+def _with_defaults(scaling: Any, fields: JsonFields) -> Any:
+    if not isinstance(scaling, Mapping):
+        return scaling
+    defaults = {"rope_type": scaling.get("type", "default"), "rope_theta": fields.values.get("rope_theta", 10000.0)}
+    return {name: value for name, value in {**defaults, **scaling}.items() if name != "type"}
 
 
 def _rope_type(fields: JsonFields, family: "Family", scaling: Mapping[str, Any]) -> RopeType:

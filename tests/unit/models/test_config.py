@@ -130,6 +130,16 @@ def test_rope_scaling_may_say_type_for_rope_type(tmp_path: Path) -> None:
     assert (rope.type, rope.factor, rope.theta) == (RopeType.LINEAR, 2.0, 10000.0)
 
 
+def test_rope_parameters_beside_another_rope_scaling_are_refused(tmp_path: Path) -> None:
+    newer, older = {"rope_type": "default", "rope_theta": 5e5}, {"type": "yarn", "factor": 4.0}
+    with pytest.raises(CheckpointError, match="rope_parameters.*rope_scaling.*say different things: put what is meant"):
+        read(tmp_path, {**LLAMA, "rope_parameters": newer, "rope_scaling": older})
+    both = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert read(tmp_path, {**LLAMA, **both, "rope_theta": 5e5}).attention.rope.theta == 5e5
+    with pytest.raises(CheckpointError, match="rope_theta included"):
+        read(tmp_path, {**LLAMA, **both})
+
+
 def test_yarn_without_a_factor_takes_the_ratio_of_the_contexts(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 128}
     assert read(tmp_path, {**LLAMA, "rope_scaling": scaling}).attention.rope.factor == 4.0
