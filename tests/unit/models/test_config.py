@@ -132,7 +132,7 @@ def test_rope_scaling_may_say_type_for_rope_type(tmp_path: Path) -> None:
 
 def test_rope_parameters_beside_another_rope_scaling_are_refused(tmp_path: Path) -> None:
     newer, older = {"rope_type": "default", "rope_theta": 5e5}, {"type": "yarn", "factor": 4.0}
-    with pytest.raises(CheckpointError, match="rope_parameters.*rope_scaling.*say different things: put what is meant"):
+    with pytest.raises(CheckpointError, match=r"rope_parameters.*rope_scaling.*say different things: put what is meant"):
         read(tmp_path, {**LLAMA, "rope_parameters": newer, "rope_scaling": older})
     both = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}, "rope_scaling": {"type": "linear", "factor": 2.0}}
     assert read(tmp_path, {**LLAMA, **both, "rope_theta": 5e5}).attention.rope.theta == 5e5
