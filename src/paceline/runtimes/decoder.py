@@ -59,6 +59,10 @@ class Blocks(Protocol[Value]):
 
     def add(self, x: Value, y: Value) -> Value: ...
 
+    def scale(self, x: Value, factor: float) -> Value:
+        """x * factor."""
+        ...
+
     def input(self, name: str, width: int) -> Value:
         """Rows [T, width] that `Network.forward` is given by this name; the same value whenever it is asked for."""
         ...

@@ -74,6 +74,13 @@ def test_an_addition_is_one_rounding(width: int, level: str, seed: int) -> None:
     assert np.array_equal(found, x + y)
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_scaling_is_one_rounding(width: int, level: str, seed: int) -> None:
+    x = values(3, width, seed)
+    (found,) = Network([width], lambda blocks, inputs: [blocks.scale(inputs[0], 0.22)], level=level)(x)
+    assert np.array_equal(found, x * np.float32(0.22))
+
+
 @pytest.mark.parametrize("cap", [2.0, 30.0])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_soft_cap_is_its_definition(width: int, cap: float, level: str, seed: int) -> None:

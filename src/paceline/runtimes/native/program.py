@@ -22,6 +22,7 @@ from paceline.runtimes.native.records import (
     RankOperation,
     RopeOperation,
     Rows,
+    ScaleOperation,
     SiluResidualOperation,
     SoftCapOperation,
 )
@@ -132,6 +133,9 @@ class NativeBlocks:
 
     def add(self, x: Value, y: Value) -> Value:
         return self._add(AddOperation(x=x.index, y=y.index, width=x.width), x)
+
+    def scale(self, x: Value, factor: float) -> Value:
+        return self._add(ScaleOperation(x=x.index, width=x.width, factor=factor), x)
 
     def logits_rows(self, x: Value) -> Value:
         return self._record(GatherOperation(x=x.index, width=x.width), self.value(x.width, Rows.WANTED))

@@ -19,6 +19,7 @@ class Code(IntEnum):
     CONCAT = 8
     SILU_RESIDUAL = 9
     RANK = 10
+    SCALE = 11
 
 
 class Packing(IntEnum):
@@ -136,6 +137,13 @@ class SoftCapOperation(Operation):
     _fields_ = (("x", c_int32), ("width", c_int32), ("cap", c_float))
 
 
+class ScaleOperation(Operation):
+    """x * factor."""
+
+    CODE, INPUTS = Code.SCALE, ("x",)
+    _fields_ = (("x", c_int32), ("width", c_int32), ("factor", c_float))
+
+
 class ConcatOperation(Operation):
     """x and y side by side."""
 
@@ -186,12 +194,12 @@ class Program(Structure):
     )  # fmt: skip
 
 
-VERSION = 2
+VERSION = 3
 """KERNELS_VERSION of kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (
     Matrix, LinearOperation, NormOperation, RopeOperation, AttentionOperation, GatedOperation, AddOperation, SiluResidualOperation,
-    GatherOperation, SoftCapOperation, ConcatOperation, RankOperation, Range, Draw, Pass, Program,
+    GatherOperation, SoftCapOperation, ConcatOperation, RankOperation, ScaleOperation, Range, Draw, Pass, Program,
 )  # fmt: skip
 LAYOUT = (VERSION, *map(sizeof, _RECORDS), -1)
 """What `paceline_layout` of the kernels answers for 0, 1, …"""

@@ -96,6 +96,9 @@ class TorchBlocks:
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x + y
 
+    def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x * factor
+
     def logits_rows(self, x: torch.Tensor) -> torch.Tensor:
         return x[self._logits_rows]
 

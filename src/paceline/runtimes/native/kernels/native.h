@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERNELS_VERSION 2 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
+#define KERNELS_VERSION 3 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
 
 /* Rows that share one decoding of a weight: as many as keep their sums in registers. */
 #ifdef __AVX512F__
@@ -39,7 +39,7 @@ typedef struct {
     const float *bias;              /* [outputs] or NULL */
 } Matrix;
 
-enum { LINEAR, NORM, ROPE, ATTENTION, GATED, ADD, GATHER, SOFT_CAP, CONCAT, SILU_RESIDUAL, RANK };
+enum { LINEAR, NORM, ROPE, ATTENTION, GATED, ADD, GATHER, SOFT_CAP, CONCAT, SILU_RESIDUAL, RANK, SCALE };
 enum { SILU, GELU_TANH };
 /* How a product takes its rows: as they are, rounded to bfloat16 (all its matrices are BF16 then), or rounded to bytes (all its matrices are
  * panels then, with the same groups and the same zero point). */
@@ -102,6 +102,12 @@ typedef struct {
     int32_t x, width;
     float cap;
 } SoftCapOperation;
+
+typedef struct {
+    Operation head;
+    int32_t x, width;
+    float factor;
+} ScaleOperation;
 
 typedef struct {
     Operation head;
@@ -168,6 +174,7 @@ void rotate_head(const float *x, const float *cos, const float *sin, int head_si
 void gate(const float *x, const float *up, int width, int activation, float *out);
 void add(const float *x, const float *y, int width, float *out);
 void soft_cap(const float *x, int width, float cap, float *out);
+void scale(const float *x, int width, float factor, float *out);
 void add_silu(const float *x, const float *y, int width, float *out);
 void join(const float *x, int width, const float *y, int begin, int count, float *out);
 

@@ -154,6 +154,13 @@ static void run_soft_cap(const Work *work, const Operation *operation) {
     for (Piece piece; next_piece(work, own->width, &piece);) soft_cap(x + piece.at, piece.count, own->cap, out + piece.at);
 }
 
+static void run_scale(const Work *work, const Operation *operation) {
+    const ScaleOperation *own = (const ScaleOperation *)operation;
+    const float *x = buffer(work, own->x);
+    float *out = buffer(work, operation->out);
+    for (Piece piece; next_piece(work, own->width, &piece);) scale(x + piece.at, piece.count, own->factor, out + piece.at);
+}
+
 static void run_concat(const Work *work, const Operation *operation) {
     const ConcatOperation *own = (const ConcatOperation *)operation;
     const size_t x_width = (size_t)own->x_width, y_width = (size_t)own->y_width;
@@ -191,7 +198,7 @@ typedef void Function(const Work *work, const Operation *operation);
 static Function *const FUNCTIONS[] = {
     [LINEAR] = run_linear,     [NORM] = run_norm, [ROPE] = run_rope,     [ATTENTION] = run_attention, [GATED] = run_gated,
     [ADD] = run_add,           [GATHER] = run_gather, [SOFT_CAP] = run_soft_cap, [CONCAT] = run_concat,
-    [SILU_RESIDUAL] = run_silu_residual, [RANK] = run_rank,
+    [SILU_RESIDUAL] = run_silu_residual, [RANK] = run_rank, [SCALE] = run_scale,
 };
 
 static void run_operations(void *argument, int thread, int num_threads) {
@@ -228,7 +235,7 @@ int32_t paceline_layout(int32_t index) {
     static const size_t LAYOUT[] = {
         KERNELS_VERSION, sizeof(Matrix), sizeof(LinearOperation), sizeof(NormOperation), sizeof(RopeOperation), sizeof(AttentionOperation),
         sizeof(GatedOperation), sizeof(AddOperation), sizeof(SiluResidualOperation), sizeof(GatherOperation), sizeof(SoftCapOperation),
-        sizeof(ConcatOperation), sizeof(RankOperation), sizeof(Range), sizeof(Draw), sizeof(Pass), sizeof(Program),
+        sizeof(ConcatOperation), sizeof(RankOperation), sizeof(ScaleOperation), sizeof(Range), sizeof(Draw), sizeof(Pass), sizeof(Program),
     };
     return (size_t)index < sizeof LAYOUT / sizeof *LAYOUT ? (int32_t)LAYOUT[index] : -1;
 }

@@ -51,6 +51,11 @@ void add(const float *x, const float *y, int width, float *out) {
     EACH_16(column, count, width) put(out + column, take(x + column, count) + take(y + column, count), count);
 }
 
+/* x * factor. */
+void scale(const float *x, int width, float factor, float *out) {
+    EACH_16(column, count, width) put(out + column, take(x + column, count) * broadcast(factor), count);
+}
+
 /* x + silu(y). */
 void add_silu(const float *x, const float *y, int width, float *out) {
     EACH_16(column, count, width) {
