@@ -17,7 +17,9 @@ ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "olmo2": "olmo2",
+    "granite": "granite",
 }
+INTERLEAVED = ("llama", "mistral", "granite")
 HALVES = {
     "Q4_0": (0,),
     "Q4_1": (0, 2),
@@ -112,9 +114,9 @@ def random_blocks(rng: np.random.Generator, block_type: str, num_rows: int, colu
 
 
 def _as_converted(name: str, array: NDArray[np.float32], values: Mapping[str, Any]) -> NDArray[np.float32]:
-    if values["model_type"] in ("llama", "mistral") and ".q_proj." in name:
+    if values["model_type"] in INTERLEAVED and ".q_proj." in name:
         return _interleaved(array, values["num_attention_heads"])
-    if values["model_type"] in ("llama", "mistral") and ".k_proj." in name:
+    if values["model_type"] in INTERLEAVED and ".k_proj." in name:
         return _interleaved(array, values["num_key_value_heads"])
     is_offset = values["model_type"].startswith("gemma") and name.endswith("norm.weight")
     return array + np.float32(1) if is_offset else array
@@ -146,6 +148,11 @@ def _write_metadata(writer: Any, values: Mapping[str, Any]) -> None:
     if values["model_type"] == "gemma2":
         writer.add_attn_logit_softcapping(values["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(values["final_logit_softcapping"])
+    if values["model_type"] == "granite":
+        writer.add_attention_scale(values["attention_multiplier"])
+        writer.add_embedding_scale(values["embedding_multiplier"])
+        writer.add_residual_scale(values["residual_multiplier"])
+        writer.add_logit_scale(values["logits_scaling"])
 
 
 def _write_rope(writer: Any, values: Mapping[str, Any]) -> None:

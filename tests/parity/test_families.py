@@ -43,6 +43,7 @@ LOCAL_AND_GLOBAL = {
     "full_attention": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 8.0},
 }
 GEMMA = {"query_pre_attn_scalar": 24, "tie_word_embeddings": True}
+GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 1.5}
 LARGE_SCORES = {**GEMMA, "query_pre_attn_scalar": 4, "query_key_scale": 1.7}
 
 
@@ -81,6 +82,8 @@ CASES = {
     ),
     "olmo2": Case("olmo2", {"num_key_value_heads": 2}),
     "olmo2-tied-biased": Case("olmo2", {"tie_word_embeddings": True, "attention_bias": True}),
+    "granite": Case("granite", GRANITE),
+    "granite-tied-biased": Case("granite", {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     # windows that a prompt crosses many times
     "mistral-window": Case("mistral", {"sliding_window": 16}),
     "phi3-window": Case("phi3", {"sliding_window": 16}),
@@ -231,6 +234,10 @@ def test_embeddings_and_boundaries_agree(references: Callable[[str], Reference],
         ("phi3-partial", {"rope": None}),
         ("phi3-long", {"rope": None}),
         ("llama-dynamic-long", {"rope": None}),
+        ("granite", {"embedding_scale": 1.0}),
+        ("granite", {"scale": 0.25}),
+        ("granite", {"residual_scale": 1.0}),
+        ("granite", {"logit_scale": 1.0}),
         *((name, {"window": window}) for name in WINDOWS for window in (None, 15, 17)),
     ],
 )
@@ -243,7 +250,9 @@ def test_leaving_out_what_a_family_adds_changes_the_logits(
     if "rope" in changes:
         rope = config.layers[-1].mixer.rope
         changes = {"rope": replace(rope, rotated_fraction=1.0, context_len=0, long_factors=(), short_factors=(1.0,) * 8)}
-    is_of_whole = changes.keys() <= {"logit_soft_cap", "embedding_scale"}
+    if "residual_scale" in changes:
+        changes = {"layers": tuple(replace(layer, **changes) for layer in config.layers)}
+    is_of_whole = changes.keys() <= {"logit_soft_cap", "logit_scale", "embedding_scale", "layers"}
     if "window" in changes:
         changed = config.with_attention(lambda attention: replace(attention, window=attention.window and changes["window"]))
     else:
@@ -272,6 +281,8 @@ def test_gemma2_runs_with_its_cap_whatever_the_machine_has(
         ("phi3-short", "native", 0.3),
         ("gemma3", "torch", 1e-3),
         ("gemma3", "native", 0.3),
+        ("granite", "torch", 0.05),
+        ("granite", "native", 0.3),
         ("gemma2", "torch", 0.1),  # not native: with scores this large transformers' own bfloat16 scores are off by 0.25
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from harness.gguf_checkpoints import random_blocks, read_tensors, write_gguf, write_tensors
 from paceline.config import QuantOptions
+from paceline.errors import CheckpointError
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.config import WeightType
 from paceline.models.gguf.blocks import GROUPED_TYPES
@@ -32,6 +33,7 @@ GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
+GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 6.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-biased-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -46,6 +48,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {"rope_parameters": {**LONGROPE, "partial_rotary_factor": 1.0}, "original_max_position_embeddings": 128}),
     "gemma2": ("gemma2", {"tie_word_embeddings": True, "query_pre_attn_scalar": 16, "sliding_window": 64}),
     "olmo2": ("olmo2", {"num_key_value_heads": 2}),
+    "granite": ("granite", GRANITE),
     "gemma3": ("gemma3_text", {"tie_word_embeddings": True, "query_pre_attn_scalar": 16, "sliding_window": 64}),
     "gemma3-linear": ("gemma3_text", {"tie_word_embeddings": True, "query_pre_attn_scalar": 16, "rope_parameters": GEMMA3_ROPE}),
 }
@@ -237,6 +240,12 @@ def test_regrouped_matrices_have_large_groups_and_nearly_the_same_logits(checkpo
     assert open_weights(path, config)["layers.0.up_proj.weight"].matrix.group == 32
     difference = np.abs(logits(path, regroup=True) - logits(path)).max()
     assert 0 < difference < 0.5
+
+
+def test_a_granite_without_rotation_is_refused(checkpoint: Make, tmp_path: Path) -> None:
+    path = write_gguf(checkpoint("granite", "float32"), tmp_path / "model.gguf", metadata={"granite.rope.scaling.finetuned": 0})
+    with pytest.raises(CheckpointError, match=r"granite.rope.scaling.finetuned = 0, expected true"):
+        read_model_config(path)
 
 
 def test_divisors_that_follow_no_known_rule_are_taken_as_they_are(checkpoint: Make, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline.errors import CheckpointError, shortened
 from paceline.model_directory import SAFETENSORS, without_model
-from paceline.models.families import family_of
+from paceline.models.families import Family, family_of
 from paceline.models.json_fields import JsonFields
 from paceline.models.layer_reader import LayerReader
 from paceline.models.layers import AttentionConfig, LayerConfig
@@ -47,6 +47,7 @@ class ModelConfig:
     tied_embeddings: bool = False
     norm_offset: bool = False  # HF files hold norm weights less 1 (`Weights.open` adds it); products with them are float32
     embedding_scale: float = 1.0
+    logit_scale: float = 1.0  # logits are multiplied by it
     logit_soft_cap: float | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -186,13 +187,20 @@ def config_from_values(
         weight_type=weight_type or _weight_type(_type_name(values), path),
         tied_embeddings=fields.flag("tie_word_embeddings", default=False),
         norm_offset=family.norm_offset,
-        embedding_scale=fields.size("hidden_size") ** 0.5 if family.scales_embedding else 1.0,
+        embedding_scale=_embedding_scale(fields, family),
+        logit_scale=1 / fields.positive("logits_scaling", 1.0) if family.has_multipliers else 1.0,
         logit_soft_cap=read.soft_cap("final_logit_softcapping") if family.caps_logits else None,
         bos_token_id=_bos_token_id(generation, fields.values),
         eos_token_ids=_eos_token_ids(JsonFields(generation, path.with_name("generation_config.json")), fields),
     )
     _check_frequencies(config, path)
     return config
+
+
+def _embedding_scale(fields: JsonFields, family: Family) -> float:
+    if family.has_multipliers:
+        return fields.positive("embedding_multiplier", 1.0)
+    return float(fields.size("hidden_size") ** 0.5) if family.scales_embedding else 1.0
 
 
 def _check_frequencies(config: ModelConfig, path: Path) -> None:

@@ -5,7 +5,7 @@ composes them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ class Family:
         norm_offset: see `ModelConfig`.
         scales_embedding: embedding rows are multiplied by the root of the hidden size.
         caps_logits: logits are soft-capped where the metadata names a cap.
+        has_multipliers: embedding rows are multiplied by `embedding_multiplier`, logits divided by `logits_scaling`.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Family:
     norm_offset: bool = False
     scales_embedding: bool = False
     caps_logits: bool = False
+    has_multipliers: bool = False
 
 
 Layers = tuple[LayerConfig, ...]
@@ -96,8 +98,8 @@ def _gemma3(read: LayerReader) -> Layers:
 def _gemma(read: LayerReader, *, qk_norm: QKNorm = QKNorm.NONE, soft_cap: float | None = None) -> Layers:
     if read.flag("use_bidirectional_attention"):
         raise CheckpointError(f"{read.fields.path}: use_bidirectional_attention is set: the model embeds text, it does not generate")
-    bias, scalar = read.flag("attention_bias"), read.fields.positive("query_pre_attn_scalar")
-    attention = read.attention(bias=bias, output_bias=bias, qk_norm=qk_norm, query_scalar=scalar, soft_cap=soft_cap)
+    bias, scale = read.flag("attention_bias"), read.fields.positive("query_pre_attn_scalar") ** -0.5
+    attention = read.attention(bias=bias, output_bias=bias, qk_norm=qk_norm, scale=scale, soft_cap=soft_cap)
     return read.layers(attention, read.mlp(), norm_order=NormOrder.SANDWICH, slides=read.sliding_layers())
 
 
@@ -105,6 +107,12 @@ def _olmo2(read: LayerReader) -> Layers:
     bias = read.flag("attention_bias")
     attention = read.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.WIDTH)
     return read.layers(attention, read.mlp(), norm_order=NormOrder.POST)
+
+
+def _granite(read: LayerReader) -> Layers:
+    bias, scale = read.flag("attention_bias"), read.fields.positive("attention_multiplier", 1.0)
+    layers = read.layers(read.attention(bias=bias, output_bias=bias, scale=scale), read.mlp(bias=read.flag("mlp_bias")))
+    return (replace(layers[0], residual_scale=read.fields.positive("residual_multiplier", 1.0)),) * read.num_layers
 
 
 _QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
@@ -216,6 +224,14 @@ _TABLE = (
         gguf="olmo2",
         layers=_olmo2,
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
+    ),
+    Family(
+        name="granite",
+        architecture="GraniteForCausalLM",
+        gguf="granite",
+        layers=_granite,
+        defaults={"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
+        has_multipliers=True,
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _TABLE}

@@ -57,20 +57,20 @@ class LayerReader:
         bias: bool = False,
         output_bias: bool = False,
         qk_norm: QKNorm = QKNorm.NONE,
-        query_scalar: float | None = None,
+        scale: float | None = None,
         soft_cap: float | None = None,
     ) -> AttentionConfig:
         """Attention over everything.
 
         Args:
-            query_scalar: scores are divided by its root; None = by that of the head size.
+            scale: of scores; None = one over the root of the head size.
         """
         return AttentionConfig(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
             rope=self.rope,
-            scale=float((self.head_size if query_scalar is None else query_scalar) ** -0.5),
+            scale=float(self.head_size**-0.5) if scale is None else scale,
             soft_cap=soft_cap,
             bias=bias,
             output_bias=output_bias,

@@ -84,8 +84,13 @@ class DenseMLP:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """One layer. Layers that are alike share one object."""
+    """One layer. Layers that are alike share one object.
+
+    Attributes:
+        residual_scale: what the mixer and the MLP add to the residual stream is multiplied by.
+    """
 
     mixer: AttentionConfig
     mlp: DenseMLP
     norm_order: NormOrder = NormOrder.PRE
+    residual_scale: float = 1.0

@@ -131,7 +131,8 @@ def decoder_layer(blocks: Blocks[Value], config: LayerConfig, x: Value, layer: i
         return blocks.rms_norm(x, prefix + name) if order.in_front else x
 
     def behind(x: Value, name: str) -> Value:
-        return blocks.rms_norm(x, prefix + name) if order.behind else x
+        x = blocks.rms_norm(x, prefix + name) if order.behind else x
+        return x if config.residual_scale == 1.0 else blocks.scale(x, config.residual_scale)
 
     if normed is None:
         normed = in_front(x, "attention_norm")
@@ -157,6 +158,8 @@ def decoder(config: ModelConfig, collect_layers: Sequence[int] = ()) -> Compose:
             boundaries.append(decoder_layer(blocks, layer, boundaries[-1], index))
         hidden = blocks.rms_norm(boundaries[-1], "final_norm")
         logits = blocks.lm_head(blocks.logits_rows(hidden), "embedding" if config.tied_embeddings else "lm_head")
+        if config.logit_scale != 1.0:
+            logits = blocks.scale(logits, config.logit_scale)
         if config.logit_soft_cap is not None:
             logits = blocks.soft_cap(logits, config.logit_soft_cap)
         collected = {f"{COLLECTED}.{place}": boundaries[layer] for place, layer in enumerate(collect_layers)}

@@ -78,6 +78,8 @@ class _Reader:
             values |= self._gemma(hidden_size, num_heads, head_size)
         elif self._architecture == "phi3":
             values["sliding_window"] = self._of_model("attention.sliding_window") or None  # 0 = none
+        elif self._architecture == "granite":
+            values |= self._granite(head_size)
         return values
 
     def _plain(self, key: str) -> Any:
@@ -239,6 +241,17 @@ class _Reader:
         if not all(math.isfinite(divisor) and divisor > 0 for divisor in divisors):
             raise CheckpointError(f"{self._file.path}: {name} holds a number that is not above 0; download the file again")
         return divisors
+
+    def _granite(self, head_size: int) -> dict[str, Any]:
+        rotates = self._of_model("rope.scaling.finetuned")
+        if rotates is not None and not rotates:  # llama.cpp's mark of layers that do not rotate
+            self._refuse("rope.scaling.finetuned", rotates, "true")
+        return {
+            "embedding_multiplier": self._number("embedding_scale", 1.0),
+            "attention_multiplier": self._number("attention.scale", head_size**-0.5),
+            "residual_multiplier": self._number("residual_scale", 1.0),
+            "logits_scaling": self._number("logit_scale"),
+        }
 
     def _gemma(self, hidden_size: int, num_heads: int, head_size: int) -> dict[str, Any]:
         """The format leaves out what llama.cpp hard-codes: the scale of attention scores and which layers slide."""

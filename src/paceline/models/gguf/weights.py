@@ -37,6 +37,8 @@ _PARTS = {
     "down_proj": "ffn_down",
 }
 _STACKS = {"attn_qkv": ("q_proj", "k_proj", "v_proj"), "ffn_up": ("gate_proj", "up_proj")}
+_INTERLEAVED = ("llama", "granite")
+"""Architectures whose files interleave the halves of a head that rotate together."""
 _VIEWED = {"F32": (WeightType.F32, "<f4"), "F16": (WeightType.F16, "<f2"), "BF16": (WeightType.BF16, "<u2")}
 _NAMES_IN_AN_ERROR = 20
 _REGROUPED_COLUMNS = 128
@@ -88,7 +90,7 @@ class GgufWeights(MadeWeights):
 def _places(file: GgufFile, config: ModelConfig) -> dict[str, _Place]:
     shapes = tensor_shapes(config)
     stacked = _stacked(file, config, shapes) if FAMILIES[config.family].fuses_projections else {}
-    is_interleaved = file.metadata["general.architecture"] == "llama"
+    is_interleaved = file.metadata["general.architecture"] in _INTERLEAVED
     places: dict[str, _Place] = {}
     missing: list[str] = []
     for name, shape in shapes.items():
@@ -176,7 +178,7 @@ def _read(name: str, place: _Place, *, regroup: bool, num_threads: int) -> AnyTe
 
 
 def _row_order(num_rows: int, num_heads: int) -> NDArray[np.int64]:
-    """Which stored row each row of ours is: llama's files interleave the halves of a head that rotate together."""
+    """Which stored row each row of ours is."""
     return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(num_rows)
 
 
