@@ -18,6 +18,7 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "olmo2": "olmo2",
     "granite": "granite",
+    "seed_oss": "seed_oss",
 }
 INTERLEAVED = ("llama", "mistral", "granite")
 HALVES = {

@@ -83,6 +83,8 @@ CASES = {
     "olmo2": Case("olmo2", {"num_key_value_heads": 2}),
     "olmo2-tied-biased": Case("olmo2", {"tie_word_embeddings": True, "attention_bias": True}),
     "granite": Case("granite", GRANITE),
+    "seed_oss": Case("seed_oss", {}),
+    "seed_oss-biased-tied": Case("seed_oss", {"attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "granite-tied-biased": Case("granite", {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     # windows that a prompt crosses many times
     "mistral-window": Case("mistral", {"sliding_window": 16}),

@@ -115,6 +115,11 @@ def _granite(read: LayerReader) -> Layers:
     return (replace(layers[0], residual_scale=read.fields.positive("residual_multiplier", 1.0)),) * read.num_layers
 
 
+def _seed_oss(read: LayerReader) -> Layers:
+    attention = read.attention(bias=read.fields.flag("attention_bias", default=True), output_bias=read.flag("attention_out_bias"))
+    return read.layers(attention, read.mlp(bias=read.flag("mlp_bias")))
+
+
 _QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
 _GEMMA = {
     "num_attention_heads": 8,
@@ -232,6 +237,19 @@ _TABLE = (
         layers=_granite,
         defaults={"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
         has_multipliers=True,
+    ),
+    Family(
+        name="seed_oss",
+        architecture="SeedOssForCausalLM",
+        gguf="seed_oss",
+        layers=_seed_oss,
+        defaults={
+            "max_position_embeddings": 524288,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "bos_token_id": 0,
+            "eos_token_id": 2,
+        },
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _TABLE}

@@ -29,6 +29,7 @@ LLAMA = {
 }
 QWEN2 = {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 QWEN3 = {**LLAMA, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+SEED_OSS = {**LLAMA, "model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"]}
 MISTRAL = {**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
 
 
@@ -81,6 +82,8 @@ def test_key_value_heads_default_to_the_query_heads(tmp_path: Path) -> None:
         (QWEN2, (True, False, False, False)),
         (QWEN3, (False, False, False, True)),
         ({**QWEN3, "attention_bias": True}, (True, True, False, True)),
+        (SEED_OSS, (True, False, False, False)),
+        ({**SEED_OSS, "attention_bias": False, "attention_out_bias": True}, (False, True, False, False)),
     ],
 )
 def test_each_family_has_its_biases_and_norms(tmp_path: Path, values: dict[str, Any], switches: tuple[bool, ...]) -> None:

@@ -69,6 +69,7 @@ class _Reader:
             "max_position_embeddings": max_positions,
             "tie_word_embeddings": not self._has("output.weight"),
             "attention_bias": self._has("blk.0.attn_q.bias"),
+            "attention_out_bias": self._has("blk.0.attn_output.bias"),
             "mlp_bias": self._has("blk.0.ffn_gate.bias"),
             "bos_token_id": self._plain("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self._end_token_ids(),

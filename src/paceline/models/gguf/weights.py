@@ -36,6 +36,8 @@ _PARTS = {
     "up_proj": "ffn_up",
     "down_proj": "ffn_down",
 }
+_PARTS_OF = {"seed_oss": {"mlp_norm": "post_attention_norm"}}
+"""Where an architecture has another name."""
 _STACKS = {"attn_qkv": ("q_proj", "k_proj", "v_proj"), "ffn_up": ("gate_proj", "up_proj")}
 _INTERLEAVED = ("llama", "granite")
 """Architectures whose files interleave the halves of a head that rotate together."""
@@ -90,12 +92,13 @@ class GgufWeights(MadeWeights):
 def _places(file: GgufFile, config: ModelConfig) -> dict[str, _Place]:
     shapes = tensor_shapes(config)
     stacked = _stacked(file, config, shapes) if FAMILIES[config.family].fuses_projections else {}
-    is_interleaved = file.metadata["general.architecture"] in _INTERLEAVED
+    architecture = file.metadata["general.architecture"]
+    is_interleaved, parts = architecture in _INTERLEAVED, {**_PARTS, **_PARTS_OF.get(architecture, {})}
     places: dict[str, _Place] = {}
     missing: list[str] = []
     for name, shape in shapes.items():
         *prefix, part, kind = name.split(".")
-        in_file = ".".join((["blk", prefix[1]] if prefix else []) + [_PARTS[part], kind])
+        in_file = ".".join((["blk", prefix[1]] if prefix else []) + [parts[part], kind])
         if name in stacked:
             places[name] = stacked[name]
         elif in_file in file.tensors:
