@@ -19,8 +19,9 @@ ARCHITECTURES = {
     "olmo2": "olmo2",
     "granite": "granite",
     "seed_oss": "seed_oss",
+    "smollm3": "smollm3",
 }
-INTERLEAVED = ("llama", "mistral", "granite")
+INTERLEAVED = ("llama", "mistral", "granite", "smollm3")
 HALVES = {
     "Q4_0": (0,),
     "Q4_1": (0, 2),

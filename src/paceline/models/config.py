@@ -77,7 +77,7 @@ class ModelConfig:
     @property
     def rotations(self) -> tuple[tuple[RopeConfig, int], ...]:
         """The distinct pairs (rope, head size), in the order of the layers."""
-        return tuple(dict.fromkeys((layer.mixer.rope, layer.mixer.head_size) for layer in self.layers))
+        return tuple(dict.fromkeys((layer.mixer.rope, layer.mixer.head_size) for layer in self.layers if layer.mixer.rotates))
 
     @property
     def may_grow(self) -> bool:

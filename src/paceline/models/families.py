@@ -120,6 +120,15 @@ def _seed_oss(read: LayerReader) -> Layers:
     return read.layers(attention, read.mlp(bias=read.flag("mlp_bias")))
 
 
+def _smollm3(read: LayerReader) -> Layers:
+    bias, rotates = read.flag("attention_bias"), read.rotating_layers()
+    is_listed = read.fields.values.get("layer_types") is not None
+    slides = read.sliding_layers() if is_listed else [read.flag("use_sliding_window") and not turned for turned in rotates]
+    layers = read.layers(read.attention(bias=bias, output_bias=bias), read.mlp(bias=read.flag("mlp_bias")), slides=slides)
+    unturned = {layer: replace(layer, mixer=replace(layer.mixer, rotates=False)) for layer in dict.fromkeys(layers)}
+    return tuple(layer if turned else unturned[layer] for layer, turned in zip(layers, rotates, strict=True))
+
+
 _QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
 _GEMMA = {
     "num_attention_heads": 8,
@@ -249,6 +258,20 @@ _TABLE = (
             "head_dim": 128,
             "bos_token_id": 0,
             "eos_token_id": 2,
+        },
+    ),
+    Family(
+        name="smollm3",
+        architecture="SmolLM3ForCausalLM",
+        gguf="smollm3",
+        layers=_smollm3,
+        defaults={
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "rope_theta": 2e6,
+            "tie_word_embeddings": True,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
         },
     ),
 )

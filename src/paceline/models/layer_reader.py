@@ -118,6 +118,16 @@ class LayerReader:
             )
         return [kind == "sliding_attention" for kind in types]
 
+    def rotating_layers(self) -> list[bool]:
+        """Those with a 1 in `no_rope_layers` (it names what it does not mean), else all but every `no_rope_layer_interval`-th."""
+        fields, marks = self.fields, self.fields.values.get("no_rope_layers")
+        if marks is None:
+            interval = fields.size("no_rope_layer_interval", 4)
+            return [(layer + 1) % interval > 0 for layer in range(self.num_layers)]
+        if not isinstance(marks, list) or len(marks) < self.num_layers or any(mark not in (0, 1) for mark in marks):
+            raise CheckpointError(f"{fields.path}: no_rope_layers = {shortened(marks)}, expected 0 or 1 for {self.num_layers} layers")
+        return [mark == 1 for mark in marks[: self.num_layers]]
+
 
 def _heads(fields: JsonFields) -> tuple[int, int, int]:
     """H, K and D."""

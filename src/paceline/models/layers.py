@@ -44,6 +44,7 @@ class AttentionConfig:
     """Softmax attention with H = `num_heads` query heads over K = `num_kv_heads` key and value heads of D = `head_size` values.
 
     Attributes:
+        rotates: whether queries and keys are turned by `rope`; without, a layer knows no positions.
         scale: what scores are multiplied by.
         window: positions a row sees, its own included; None = all before it.
         soft_cap: scores become cap * tanh(score / cap); None = they stay.
@@ -56,6 +57,7 @@ class AttentionConfig:
     head_size: int
     rope: RopeConfig
     scale: float
+    rotates: bool = True
     window: int | None = None
     soft_cap: float | None = None
     bias: bool = False

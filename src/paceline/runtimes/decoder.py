@@ -107,7 +107,8 @@ def attention_part(blocks: Blocks[Value], attention: AttentionConfig, x: Value, 
         k = blocks.head_norm(k, prefix + "k_norm", attention.num_kv_heads)
     elif attention.qk_norm is QKNorm.WIDTH:
         q, k = blocks.rms_norm(q, prefix + "q_norm"), blocks.rms_norm(k, prefix + "k_norm")
-    q, k = blocks.rope(q, attention.num_heads, attention), blocks.rope(k, attention.num_kv_heads, attention)
+    if attention.rotates:
+        q, k = blocks.rope(q, attention.num_heads, attention), blocks.rope(k, attention.num_kv_heads, attention)
     return blocks.linear(blocks.attention(q, k, v, attention, layer), prefix + "o_proj")[0]
 
 

@@ -29,7 +29,9 @@ LLAMA = {
 }
 QWEN2 = {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 QWEN3 = {**LLAMA, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+GRANITE = {**LLAMA, "model_type": "granite", "architectures": ["GraniteForCausalLM"]}
 SEED_OSS = {**LLAMA, "model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"]}
+SMOLLM3 = {**LLAMA, "model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 5}
 MISTRAL = {**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
 
 
@@ -173,6 +175,31 @@ def test_a_qwen_window_counts_only_where_a_layer_uses_it(tmp_path: Path, values:
     assert read(tmp_path, {**unused, "use_sliding_window": True, "layer_types": ["full_attention"] * 3}).sliding_window is None
 
 
+def test_granite_has_no_multipliers_where_it_names_none(tmp_path: Path) -> None:
+    config = read(tmp_path, GRANITE)
+    assert (config.embedding_scale, config.logit_scale, config.attention.scale, config.layers[0].residual_scale) == (1.0,) * 4
+
+
+@pytest.mark.parametrize(
+    ("values", "rotates", "windows"),
+    [
+        ({}, [1, 1, 1, 0, 1], [0, 0, 0, 0, 0]),
+        ({"no_rope_layer_interval": 2}, [1, 0, 1, 0, 1], [0, 0, 0, 0, 0]),
+        ({"no_rope_layers": [0, 1, 1, 0, 1, 1]}, [0, 1, 1, 0, 1], [0, 0, 0, 0, 0]),
+        ({"sliding_window": 64}, [1, 1, 1, 0, 1], [0, 0, 0, 0, 0]),
+        ({"sliding_window": 64, "use_sliding_window": True}, [1, 1, 1, 0, 1], [0, 0, 0, 64, 0]),
+        ({"use_sliding_window": True}, [1, 1, 1, 0, 1], [0, 0, 0, 0, 0]),
+        ({"sliding_window": 64, "layer_types": ["full_attention"] * 4 + ["sliding_attention"]}, [1, 1, 1, 0, 1], [0, 0, 0, 0, 64]),
+    ],
+)
+def test_smollm3_has_layers_that_do_not_rotate(tmp_path: Path, values: dict[str, Any], rotates: list[int], windows: list[int]) -> None:
+    config = read(tmp_path, {**SMOLLM3, **values})
+    assert [layer.mixer.rotates for layer in config.layers] == [mark == 1 for mark in rotates]
+    assert [layer.mixer.window or 0 for layer in config.layers] == windows
+    assert config.attention.rope.theta == 2e6
+    assert len({id(layer) for layer in config.layers}) == len(set(config.layers))
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -312,6 +339,10 @@ def test_a_text_config_is_read_with_what_lies_around_it(tmp_path: Path) -> None:
         ({**PHI3, "original_max_position_embeddings": 1, "rope_scaling": {"type": "longrope", **FACTORS}}, "needs at least 2"),
         ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({**GEMMA3, "layer_types": ["full_attention"]}, "layer_types"),
+        ({**SMOLLM3, "no_rope_layers": [1, 1, 1, 0]}, "no_rope_layers = .*, expected 0 or 1 for 5 layers"),
+        ({**SMOLLM3, "no_rope_layers": [1, 1, 1, 0, 2]}, "no_rope_layers"),
+        ({**GRANITE, "residual_multiplier": 0}, "residual_multiplier = 0.0, expected a number above 0"),
+        ({**GRANITE, "logits_scaling": "8"}, "logits_scaling = '8'"),
         ({**GEMMA2, "hidden_activation": "relu"}, "hidden_activation = 'relu'"),
         ({**GEMMA2, "attn_logit_softcapping": -1.0}, "attn_logit_softcapping = -1.0"),
         ({**GEMMA2, "rope_parameters": NEW_LOCAL["rope_parameters"]}, "one set for all layers"),
