@@ -73,7 +73,7 @@ class Kind(ABC):
 
 def llama_tensors(values: dict[str, Any]) -> dict[str, np.ndarray]:
     from paceline.models.config import config_from_values
-    from paceline.models.families import checkpoint_names, tensor_shapes
+    from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 
     rng = np.random.default_rng(0)
     config = config_from_values(values, Path("config.json"))

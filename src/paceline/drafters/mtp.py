@@ -26,7 +26,7 @@ from paceline.drafters.target import LoadedTarget
 from paceline.errors import IncompatibleDrafterError
 from paceline.models.checkpoint import open_weights
 from paceline.models.config import ModelConfig, WeightType, config_from_values
-from paceline.models.families import checkpoint_names, tensor_shapes
+from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
 from paceline.runtimes.decoder import LOGITS, Blocks, Compose, Value, decoder_layer
 from paceline.runtimes.load import open_head

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.families import FAMILIES, checkpoint_names, tensor_shapes
+from paceline.models.families import FAMILIES
 from paceline.models.grouped import GroupedMatrix
 from paceline.models.safetensors_file import StoredTensor, checkpoint_files, map_file, read_header, view_tensor
+from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 
 _STORED_TYPES: Mapping[str, tuple[WeightType, "np.dtype[Any]"]] = {
     "F32": (WeightType.F32, np.dtype("<f4")),

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer as Backend
 from paceline.errors import CheckpointError, library_errors, memory_errors
 from paceline.models.checkpoint import is_gguf, open_weights, read_model_config, weight_files
 from paceline.models.config import ModelConfig
-from paceline.models.families import tensor_shapes
 from paceline.models.gguf.file import open_gguf
+from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import Weights
 from paceline.small_files import TOKENIZER_BYTES, read_small
 from paceline.tokenizer.backend import TokenizerBackend

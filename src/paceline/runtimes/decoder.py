@@ -21,7 +21,7 @@ LOGITS, RANKED, HIDDEN_STATES, COLLECTED = "logits", "ranked", "hidden_states", 
 
 
 class Blocks(Protocol[Value]):
-    """The small functions a network is made of. Weights are named as in `models/families.py`, without `.weight`.
+    """The small functions a network is made of. Weights are named as in `models/tensor_names.py`, without `.weight`.
 
     Rows are [T, width]; a block that works on heads takes and returns rows of width num_heads * D.
     """

@@ -9,7 +9,7 @@ from harness.model_configs import make_config
 from harness.native_network import plain_tensor
 from paceline.errors import BackendUnavailableError
 from paceline.models.config import ModelConfig
-from paceline.models.families import tensor_shapes
+from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import Weights
 from paceline.runtimes.base import FloatArray, ForwardBatch, Network, RowRange, Wanted
 from paceline.runtimes.decoder import Blocks, Value, decoder, decoder_layer

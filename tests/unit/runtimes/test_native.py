@@ -18,8 +18,8 @@ from harness.model_configs import make_config
 from harness.native_network import BUILT
 from paceline.errors import BackendUnavailableError, CapacityError
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.families import tensor_shapes
 from paceline.models.grouped import GroupedMatrix
+from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, as_float32
 from paceline.runtimes.base import FloatArray, ForwardOutput, assemble
 from paceline.runtimes.decoder import decoder

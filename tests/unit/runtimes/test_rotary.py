@@ -70,7 +70,7 @@ def test_a_position_beyond_the_longest_text_is_an_index_error(position: int) -> 
 
 @pytest.mark.skipif(not BUILT, reason="no native kernels for this machine")
 def test_rows_have_the_same_bits_in_tables_that_grew_under_them() -> None:
-    from paceline.models.families import tensor_shapes
+    from paceline.models.tensor_names import tensor_shapes
     from paceline.runtimes.native.network import NativeNetwork
 
     config = make_config(num_layers=2)

@@ -9,13 +9,14 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.families import FAMILIES, tensor_shapes
+from paceline.models.families import FAMILIES
 from paceline.models.gguf.blocks import group_blocks, grouped_size
 from paceline.models.gguf.config import ROPE_TENSORS
 from paceline.models.gguf.file import GgufFile
 from paceline.models.gguf.header import GgufTensor
 from paceline.models.layers import AttentionConfig
 from paceline.models.quantize import Scheme, fitting_group, quantize_tensor
+from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import AnyTensor, GroupedTensor, MadeWeights, Tensor, TensorFacts
 
 _PARTS = {
