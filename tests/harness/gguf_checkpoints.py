@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "granite": "granite",
     "seed_oss": "seed_oss",
     "smollm3": "smollm3",
+    "glm4": "glm4",
 }
 INTERLEAVED = ("llama", "mistral", "granite", "smollm3")
 HALVES = {

@@ -44,6 +44,7 @@ LOCAL_AND_GLOBAL = {
 }
 GEMMA = {"query_pre_attn_scalar": 24, "tie_word_embeddings": True}
 GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 1.5}
+GLM4_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
 LARGE_SCORES = {**GEMMA, "query_pre_attn_scalar": 4, "query_key_scale": 1.7}
 
 
@@ -84,6 +85,8 @@ CASES = {
     "olmo2-tied-biased": Case("olmo2", {"tie_word_embeddings": True, "attention_bias": True}),
     "granite": Case("granite", GRANITE),
     "seed_oss": Case("seed_oss", {}),
+    "glm4": Case("glm4", {}),
+    "glm4-yarn": Case("glm4", {"rope_parameters": GLM4_YARN, "attention_bias": False, "tie_word_embeddings": True}),
     "smollm3": Case("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     "smollm3-listed": Case("smollm3", {"no_rope_layers": [0, 1, 0], "attention_bias": True, "mlp_bias": True}),
     "smollm3-unturned": Case("smollm3", {"no_rope_layers": [0, 0, 0]}),
@@ -239,6 +242,8 @@ def test_embeddings_and_boundaries_agree(references: Callable[[str], Reference],
         ("phi3-partial", {"rope": None}),
         ("phi3-long", {"rope": None}),
         ("llama-dynamic-long", {"rope": None}),
+        ("glm4", {"rope": None}),
+        ("glm4-yarn", {"rope": None}),
         ("granite", {"embedding_scale": 1.0}),
         ("granite", {"scale": 0.25}),
         ("granite", {"residual_scale": 1.0}),
@@ -289,6 +294,8 @@ def test_gemma2_runs_with_its_cap_whatever_the_machine_has(
         ("phi3-short", "native", 0.3),
         ("gemma3", "torch", 1e-3),
         ("gemma3", "native", 0.3),
+        ("glm4", "torch", 1e-3),
+        ("glm4", "native", 0.3),
         ("granite", "torch", 0.05),
         ("granite", "native", 0.3),
         ("gemma2", "torch", 0.1),  # not native: with scores this large transformers' own bfloat16 scores are off by 0.25

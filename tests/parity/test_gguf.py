@@ -50,6 +50,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {"num_key_value_heads": 2}),
     "granite": ("granite", GRANITE),
     "seed_oss": ("seed_oss", {}),
+    "glm4": ("glm4", {}),
+    "glm4-tied-unbiased": ("glm4", {"attention_bias": False, "tie_word_embeddings": True}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     "seed_oss-biased-tied": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "gemma3": ("gemma3_text", {"tie_word_embeddings": True, "query_pre_attn_scalar": 16, "sliding_window": 64}),
@@ -245,9 +247,18 @@ def test_regrouped_matrices_have_large_groups_and_nearly_the_same_logits(checkpo
     assert 0 < difference < 0.5
 
 
-def test_a_granite_without_rotation_is_refused(checkpoint: Make, tmp_path: Path) -> None:
-    path = write_gguf(checkpoint("granite", "float32"), tmp_path / "model.gguf", metadata={"granite.rope.scaling.finetuned": 0})
-    with pytest.raises(CheckpointError, match=r"granite.rope.scaling.finetuned = 0, expected true"):
+@pytest.mark.parametrize(
+    ("case", "metadata", "text"),
+    [
+        ("granite", {"granite.rope.scaling.finetuned": 0}, "granite.rope.scaling.finetuned = 0, expected true"),
+        ("glm4", {"glm4.rope.dimension_sections": [2, 1, 1, 0]}, "glm4.rope.dimension_sections = .*, expected none"),
+    ],
+)
+def test_a_rotation_that_is_not_computed_is_refused(
+    checkpoint: Make, tmp_path: Path, case: str, metadata: dict[str, Any], text: str
+) -> None:
+    path = write_gguf(checkpoint(case, "float32"), tmp_path / "model.gguf", metadata=metadata)
+    with pytest.raises(CheckpointError, match=text):
         read_model_config(path)
 
 

@@ -26,6 +26,8 @@ class Family:
         activation_field: the name of the activation in the metadata.
         has_local_rope: the sliding layers rotate by parameters of their own.
         rotates_partially: `partial_rotary_factor` may be below 1.
+        interleaves_rotation: the values of a head that rotate together lie side by side in checkpoints; rows are put in our order at load.
+        norm_names: what checkpoints call norms by other names than most.
         fuses_projections: checkpoints stack q, k and v in one matrix, gate and up in another.
         rope_types: other spellings of rope types.
         norm_offset: see `ModelConfig`.
@@ -42,6 +44,8 @@ class Family:
     activation_field: str = "hidden_act"
     has_local_rope: bool = False
     rotates_partially: bool = False
+    interleaves_rotation: bool = False
+    norm_names: Mapping[str, str] = field(default_factory=dict)
     fuses_projections: bool = False
     rope_types: Mapping[str, str] = field(default_factory=dict)
     norm_offset: bool = False
@@ -124,6 +128,11 @@ def _smollm3(read: LayerReader) -> Layers:
     layers = read.layers(read.attention(bias=bias, output_bias=bias), read.mlp(bias=read.flag("mlp_bias")), slides=slides)
     unturned = {layer: replace(layer, mixer=replace(layer.mixer, rotates=False)) for layer in dict.fromkeys(layers)}
     return tuple(layer if turned else unturned[layer] for layer, turned in zip(layers, rotates, strict=True))
+
+
+def _glm4(read: LayerReader) -> Layers:
+    attention = read.attention(bias=read.fields.flag("attention_bias", default=True))
+    return read.layers(attention, read.mlp(), norm_order=NormOrder.SANDWICH)
 
 
 _QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
@@ -270,6 +279,28 @@ _TABLE = (
             "bos_token_id": 128000,
             "eos_token_id": 128001,
         },
+    ),
+    Family(
+        name="glm4",
+        architecture="Glm4ForCausalLM",
+        gguf="glm4",
+        layers=_glm4,
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1.5625e-7,
+            "partial_rotary_factor": 0.5,
+            "eos_token_id": [151329, 151336, 151338],
+        },
+        rotates_partially=True,
+        interleaves_rotation=True,
+        norm_names={
+            "attention_output_norm": "post_self_attn_layernorm",
+            "mlp_norm": "post_attention_layernorm",
+            "mlp_output_norm": "post_mlp_layernorm",
+        },
+        fuses_projections=True,
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _TABLE}

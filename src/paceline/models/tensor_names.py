@@ -1,6 +1,7 @@
 """The tensors of a network: our names for them, their shapes, and what checkpoints call them."""
 
 from paceline.models.config import ModelConfig
+from paceline.models.families import FAMILIES
 from paceline.models.layers import LayerConfig, NormOrder, QKNorm
 
 
@@ -60,9 +61,9 @@ _NORMS = {
 
 def checkpoint_names(config: ModelConfig) -> dict[str, str]:
     """How Hugging Face checkpoints call our tensors: `layers.3.q_proj.weight` is `model.layers.3.self_attn.q_proj.weight`."""
-    names = {}
+    names, own_norms = {}, FAMILIES[config.family].norm_names
     for name in tensor_shapes(config):
         *prefix, part, kind = name.split(".")
-        parts = {**_CHECKPOINT_PARTS, **_NORMS[config.layers[int(prefix[1])].norm_order]} if prefix else _CHECKPOINT_PARTS
+        parts = {**_CHECKPOINT_PARTS, **_NORMS[config.layers[int(prefix[1])].norm_order], **own_norms} if prefix else _CHECKPOINT_PARTS
         names[name] = ".".join((["model", *prefix] if prefix else []) + [parts[part], kind])
     return names

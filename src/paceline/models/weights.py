@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,8 @@ class Weights(Mapping[str, AnyTensor]):
             _check_tied(tensors["embedding.weight"], stored["lm_head.weight"], files)
         if config.norm_offset:
             tensors |= {name: _plus_one(tensor) for name, tensor in tensors.items() if name.endswith("norm.weight")}
+        if FAMILIES[config.family].interleaves_rotation:
+            tensors |= _in_halves(tensors, config)
         weights = cls(tensors)
         if heads:
             weights.own_head = "medusa" if heads[0].startswith("medusa_head.") else "mtp"
@@ -277,6 +279,27 @@ def _row_ranges(name: str, tensor: StoredTensor, sizes: Sequence[int]) -> list[S
 def _plus_one(tensor: AnyTensor) -> Tensor:
     """A norm weight stored less 1, as float32, because the sum may need more bits than the file's type has."""
     return Tensor(np.float32(1.0) + as_float32(tensor), WeightType.F32, tensor.shape)
+
+
+def order_of_halves(num_rows: int, head_size: int, rotary_size: int) -> NDArray[np.int64]:
+    """Which stored row each row of queries or keys is, where files hold the values of a head that rotate together side by side."""
+    heads = np.arange(num_rows).reshape(-1, head_size)
+    turned, passed = heads[:, :rotary_size], heads[:, rotary_size:]
+    halves = turned.reshape(len(heads), -1, 2).swapaxes(1, 2).reshape(len(heads), rotary_size)
+    return np.concatenate((halves, passed), axis=1).reshape(num_rows)
+
+
+def _in_halves(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Queries and keys in the order that the network rotates: copies."""
+    found = {}
+    for index, layer in enumerate(config.layers):
+        head_size = layer.mixer.head_size
+        for name in (f"layers.{index}.{part}.{kind}" for part in ("q_proj", "k_proj") for kind in ("weight", "bias")):
+            if name in tensors:
+                array = tensors[name].array
+                order = order_of_halves(len(array), head_size, layer.mixer.rope.rotary_size(head_size))
+                found[name] = replace(tensors[name], array=array[order])
+    return found
 
 
 def _open_tensor(name: str, stored: StoredTensor, shape: tuple[int, ...], files: Mapping[Path, NDArray[np.uint8]]) -> Tensor:

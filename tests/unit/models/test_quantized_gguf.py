@@ -70,7 +70,8 @@ def test_the_same_bytes_read_otherwise_are_another_content(path: Path) -> None:
     place = weights._places[name]
     before = [array.tobytes() for array in weights.stored(name)]
     for changed in (
-        replace(place, num_rotated_heads=2 * place.num_rotated_heads),
+        replace(place, rotated=(8, 8)),
+        replace(place, rotated=(16, 8)),
         replace(place, tensor=replace(place.tensor, block_type=BLOCK_TYPES[20])),
     ):
         weights._places[name] = changed

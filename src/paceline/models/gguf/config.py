@@ -81,6 +81,8 @@ class _Reader:
             values["sliding_window"] = self._of_model("attention.sliding_window") or None  # 0 = none
         elif self._architecture == "granite":
             values |= self._granite(head_size)
+        elif self._architecture == "glm4" and (sections := self._of_model("rope.dimension_sections")) is not None:
+            self._refuse("rope.dimension_sections", sections, "none: images are not read")
         return values
 
     def _plain(self, key: str) -> Any:

@@ -17,7 +17,7 @@ from paceline.models.gguf.header import GgufTensor
 from paceline.models.layers import AttentionConfig
 from paceline.models.quantize import Scheme, fitting_group, quantize_tensor
 from paceline.models.tensor_names import tensor_shapes
-from paceline.models.weights import AnyTensor, GroupedTensor, MadeWeights, Tensor, TensorFacts
+from paceline.models.weights import AnyTensor, GroupedTensor, MadeWeights, Tensor, TensorFacts, order_of_halves
 
 _PARTS = {
     "embedding": "token_embd",
@@ -40,8 +40,8 @@ _PARTS = {
 _PARTS_OF = {"seed_oss": {"mlp_norm": "post_attention_norm"}}
 """Where an architecture has another name."""
 _STACKS = {"attn_qkv": ("q_proj", "k_proj", "v_proj"), "ffn_up": ("gate_proj", "up_proj")}
-_INTERLEAVED = ("llama", "granite", "smollm3")
-"""Architectures whose files interleave the halves of a head that rotate together."""
+_INTERLEAVED = ("llama", "granite", "smollm3", "glm4")
+"""Architectures whose files hold the values of a head that rotate together side by side."""
 _VIEWED = {"F32": (WeightType.F32, "<f4"), "F16": (WeightType.F16, "<f2"), "BF16": (WeightType.BF16, "<u2")}
 _NAMES_IN_AN_ERROR = 20
 _REGROUPED_COLUMNS = 128
@@ -52,13 +52,13 @@ class _Place:
     """Where one of our tensors is stored: rows of a tensor of the file.
 
     Attributes:
-        num_rotated_heads: rows are stored with the two halves of each head interleaved; None = as they are.
+        rotated: the size of a head and of its part in which values that rotate together lie side by side; None = rows are as they are.
     """
 
     tensor: GgufTensor
     shape: tuple[int, ...]
     first_row: int = 0
-    num_rotated_heads: int | None = None
+    rotated: tuple[int, int] | None = None
 
 
 class GgufWeights(MadeWeights):
@@ -86,7 +86,7 @@ class GgufWeights(MadeWeights):
         if self._regroup:
             return super().stored(name)
         place = self._places[name]
-        how = repr((place.tensor.block_type.name, place.num_rotated_heads)).encode()  # the same bytes, read differently, give other values
+        how = repr((place.tensor.block_type.name, place.rotated)).encode()  # the same bytes, read differently, give other values
         return _stored(place), np.frombuffer(how, np.uint8)[None]
 
 
@@ -103,8 +103,8 @@ def _places(file: GgufFile, config: ModelConfig) -> dict[str, _Place]:
         if name in stacked:
             places[name] = stacked[name]
         elif in_file in file.tensors:
-            heads = _rotated_heads(config.layers[int(prefix[1])].mixer, part) if is_interleaved and prefix else None
-            places[name] = _Place(file.tensors[in_file], shape, num_rotated_heads=heads)
+            rotated = _rotated(config.layers[int(prefix[1])].mixer, part) if is_interleaved and prefix else None
+            places[name] = _Place(file.tensors[in_file], shape, rotated=rotated)
             _check(places[name], shape)
         else:
             missing.append(in_file)
@@ -119,8 +119,8 @@ def _places(file: GgufFile, config: ModelConfig) -> dict[str, _Place]:
     return places
 
 
-def _rotated_heads(attention: AttentionConfig, part: str) -> int | None:
-    return {"q_proj": attention.num_heads, "k_proj": attention.num_kv_heads}.get(part)
+def _rotated(attention: AttentionConfig, part: str) -> tuple[int, int] | None:
+    return (attention.head_size, attention.rope.rotary_size(attention.head_size)) if part in ("q_proj", "k_proj") else None
 
 
 def _stacked(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, _Place]:
@@ -171,7 +171,7 @@ def _stored(place: _Place) -> NDArray[np.uint8]:
 
 def _read(name: str, place: _Place, *, regroup: bool, num_threads: int) -> AnyTensor:
     tensor, stored = place.tensor, _stored(place)
-    order = None if place.num_rotated_heads is None else _row_order(place.shape[0], place.num_rotated_heads)
+    order = None if place.rotated is None else order_of_halves(place.shape[0], *place.rotated)
     if tensor.block_type.name in _VIEWED:
         weight_type, item_type = _VIEWED[tensor.block_type.name]
         array = (stored if order is None else stored[order]).view(item_type).reshape(place.shape)
@@ -179,11 +179,6 @@ def _read(name: str, place: _Place, *, regroup: bool, num_threads: int) -> AnyTe
     grouped = GroupedTensor(group_blocks(stored, tensor.block_type, str(tensor), order, num_threads=num_threads))
     scheme = _scheme(place) if regroup else None
     return grouped if scheme is None else quantize_tensor(name, grouped, scheme, num_threads=num_threads)
-
-
-def _row_order(num_rows: int, num_heads: int) -> NDArray[np.int64]:
-    """Which stored row each row of ours is."""
-    return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(num_rows)
 
 
 def _scheme(place: _Place) -> Scheme | None:
