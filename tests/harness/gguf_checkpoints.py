@@ -21,8 +21,9 @@ ARCHITECTURES = {
     "seed_oss": "seed_oss",
     "smollm3": "smollm3",
     "glm4": "glm4",
+    "ministral3": "mistral3",
 }
-INTERLEAVED = ("llama", "mistral", "granite", "smollm3")
+INTERLEAVED = ("llama", "mistral", "granite", "smollm3", "ministral3")
 HALVES = {
     "Q4_0": (0,),
     "Q4_1": (0, 2),
@@ -173,6 +174,9 @@ def _write_rope(writer: Any, values: Mapping[str, Any]) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
     if kind in ("yarn", "longrope"):
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope.get("llama_4_scaling_beta"):
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if kind == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_divisors(rope, head_size))
     if kind == "longrope":

@@ -34,6 +34,17 @@ GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
 GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 6.0}
+MINISTRAL3 = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 16.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.3,
+    }
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-biased-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -51,6 +62,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", GRANITE),
     "seed_oss": ("seed_oss", {}),
     "glm4": ("glm4", {}),
+    "ministral3": ("ministral3", MINISTRAL3),
     "glm4-tied-unbiased": ("glm4", {"attention_bias": False, "tie_word_embeddings": True}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     "seed_oss-biased-tied": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -251,6 +263,7 @@ def test_regrouped_matrices_have_large_groups_and_nearly_the_same_logits(checkpo
     ("case", "metadata", "text"),
     [
         ("granite", {"granite.rope.scaling.finetuned": 0}, "granite.rope.scaling.finetuned = 0, expected true"),
+        ("ministral3", {"mistral3.attention.temperature_length": 64}, "temperature_length = 64, expected the original context length, 32"),
         ("glm4", {"glm4.rope.dimension_sections": [2, 1, 1, 0]}, "glm4.rope.dimension_sections = .*, expected none"),
     ],
 )

@@ -15,7 +15,7 @@ from paceline.models.families import Family, family_of
 from paceline.models.json_fields import JsonFields
 from paceline.models.layer_reader import LayerReader
 from paceline.models.layers import AttentionConfig, LayerConfig
-from paceline.models.rope import inverse_frequencies
+from paceline.models.rope import inverse_frequencies, query_scales
 from paceline.models.rope_config import RopeConfig
 from paceline.models.safetensors_file import most_common_dtype
 from paceline.small_files import is_file, read_json
@@ -77,7 +77,8 @@ class ModelConfig:
     @property
     def rotations(self) -> tuple[tuple[RopeConfig, int], ...]:
         """The distinct pairs (rope, head size), in the order of the layers."""
-        return tuple(dict.fromkeys((layer.mixer.rope, layer.mixer.head_size) for layer in self.layers if layer.mixer.rotates))
+        turned = [layer.mixer for layer in self.layers if layer.mixer.rotates]
+        return tuple(dict.fromkeys((rope, mixer.head_size) for mixer in turned for rope in (mixer.rope, mixer.key_rope)))
 
     @property
     def may_grow(self) -> bool:
@@ -210,7 +211,8 @@ def _check_frequencies(config: ModelConfig, path: Path) -> None:
             try:
                 with np.errstate(all="ignore"):
                     frequencies, factor = inverse_frequencies(rope.for_context(context), head_size)
-                    is_usable = bool(np.isfinite(frequencies).all() and np.isfinite(np.float32(factor)))
+                    last = query_scales(rope, np.array([config.max_positions]))
+                    is_usable = all(bool(np.isfinite(part).all()) for part in (frequencies, np.float32(factor), last))
             except (ArithmeticError, ValueError):
                 is_usable = False
             if not is_usable:
@@ -220,11 +222,12 @@ def _check_frequencies(config: ModelConfig, path: Path) -> None:
 def _text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's values, where metadata nests them beside those of an image encoder."""
     text = values.get("text_config")
-    if values.get("model_type") != "gemma3" or not isinstance(text, Mapping):
+    if values.get("model_type") not in ("gemma3", "mistral3") or not isinstance(text, Mapping):
         return values
     outer = {name: value for name, value in values.items() if name not in ("text_config", "vision_config", "architectures")}
     ends = {"eos_token_id": outer["eos_token_id"]} if outer.get("eos_token_id") is not None else {}
-    return {**outer, **text, **ends, "model_type": "gemma3_text"}
+    kind = "gemma3_text" if values["model_type"] == "gemma3" else text.get("model_type", "mistral")
+    return {**outer, **text, **ends, "model_type": kind}
 
 
 def _refuse_quantised(fields: JsonFields) -> None:

@@ -25,6 +25,7 @@ class Family:
         defaults: what metadata leaves out, as its configuration class in transformers assumes.
         activation_field: the name of the activation in the metadata.
         has_local_rope: the sliding layers rotate by parameters of their own.
+        tempers_queries: `llama_4_scaling_beta` makes queries larger with their position.
         rotates_partially: `partial_rotary_factor` may be below 1.
         interleaves_rotation: the values of a head that rotate together lie side by side in checkpoints; rows are put in our order at load.
         norm_names: what checkpoints call norms by other names than most.
@@ -43,6 +44,7 @@ class Family:
     defaults: Mapping[str, Any]
     activation_field: str = "hidden_act"
     has_local_rope: bool = False
+    tempers_queries: bool = False
     rotates_partially: bool = False
     interleaves_rotation: bool = False
     norm_names: Mapping[str, str] = field(default_factory=dict)
@@ -133,6 +135,12 @@ def _smollm3(read: LayerReader) -> Layers:
 def _glm4(read: LayerReader) -> Layers:
     attention = read.attention(bias=read.fields.flag("attention_bias", default=True))
     return read.layers(attention, read.mlp(), norm_order=NormOrder.SANDWICH)
+
+
+def _ministral3(read: LayerReader) -> Layers:
+    if not any(read.fields.values.get(name) for name in ("rope_parameters", "rope_scaling")):
+        raise CheckpointError(f"{read.fields.path} has no 'rope_parameters', which a ministral3 needs")
+    return _mistral(read)
 
 
 _QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
@@ -279,6 +287,21 @@ _TABLE = (
             "bos_token_id": 128000,
             "eos_token_id": 128001,
         },
+    ),
+    Family(
+        name="ministral3",
+        architecture="Ministral3ForCausalLM",
+        gguf="mistral3",
+        layers=_ministral3,
+        defaults={
+            "max_position_embeddings": 262144,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        tempers_queries=True,
     ),
     Family(
         name="glm4",

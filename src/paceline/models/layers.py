@@ -1,6 +1,6 @@
 """What the layers of a network are made of: a mixer, an MLP, and norms that join them to the residual stream."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from paceline.models.rope_config import RopeConfig
@@ -44,6 +44,7 @@ class AttentionConfig:
     """Softmax attention with H = `num_heads` query heads over K = `num_kv_heads` key and value heads of D = `head_size` values.
 
     Attributes:
+        rope: of queries.
         rotates: whether queries and keys are turned by `rope`; without, a layer knows no positions.
         scale: what scores are multiplied by.
         window: positions a row sees, its own included; None = all before it.
@@ -63,6 +64,11 @@ class AttentionConfig:
     bias: bool = False
     output_bias: bool = False
     qk_norm: QKNorm = QKNorm.NONE
+
+    @property
+    def key_rope(self) -> RopeConfig:
+        """How keys are turned: like queries, without their temperature."""
+        return self.rope if self.rope.temperature == 0.0 else replace(self.rope, temperature=0.0, temperature_length=0)
 
     @property
     def query_size(self) -> int:

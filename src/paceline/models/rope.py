@@ -34,6 +34,18 @@ def inverse_frequencies(rope: RopeConfig, head_size: int) -> tuple[NDArray[np.fl
     return _yarn(rope, powers, rotary_size), _yarn_attention_factor(rope)
 
 
+def query_scales(rope: RopeConfig, positions: NDArray[np.integer]) -> NDArray[np.float32]:
+    """What queries at these positions are multiplied by, one each.
+
+    Source: the rule published with Ministral 3, after Llama 4's.
+    """
+    if rope.temperature == 0.0:
+        return np.ones(len(positions), np.float32)
+    lengths = np.floor_divide(positions, rope.temperature_length)
+    scales = 1.0 + rope.temperature * np.log1p(lengths.astype(np.float64))
+    return np.asarray(scales, np.float32)
+
+
 def _dynamic_theta(rope: RopeConfig, rotary_size: int) -> float:
     """The base grows with the context, so that the longest wave keeps pace with it."""
     if rope.type is not RopeType.DYNAMIC or rope.context_len <= rope.original_max_positions or rotary_size <= 2:

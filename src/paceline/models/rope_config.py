@@ -33,7 +33,8 @@ class RopeType(Enum):
 class RopeConfig:
     """Rotary embedding: its base and how it is scaled (see `models/rope.py` for the rules).
 
-    `context_len` is the length that length-dependent frequencies are computed for; 0 = the original one.
+    `context_len` is the length that length-dependent frequencies are computed for; 0 = the original one. `temperature` makes queries larger
+    by 1 + temperature * ln(1 + floor(position / temperature_length)), so that attention stays sharp in long texts; keys are without.
     """
 
     theta: float = 10000.0
@@ -52,6 +53,8 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     context_len: int = 0
+    temperature: float = 0.0
+    temperature_length: int = 0
 
     @property
     def is_for_short_contexts(self) -> bool:
@@ -78,6 +81,15 @@ def read_rope(fields: JsonFields, family: "Family", *, head_size: int, layer_typ
     Raises:
         CheckpointError: a value is missing or absurd, or the type is not one we compute.
     """
+    rope = _read_frequencies(fields, family, head_size, layer_type)
+    own = JsonFields(_parameters(fields, family, layer_type), fields.path)
+    temperature = own.number("llama_4_scaling_beta", 0.0) if family.tempers_queries else 0.0
+    if temperature == 0.0:
+        return rope
+    return replace(rope, temperature=temperature, temperature_length=own.size("original_max_position_embeddings"))
+
+
+def _read_frequencies(fields: JsonFields, family: "Family", head_size: int, layer_type: str) -> RopeConfig:
     scaling = _parameters(fields, family, layer_type)
     rope = JsonFields(scaling, fields.path)
     rope_type = _rope_type(fields, family, scaling)

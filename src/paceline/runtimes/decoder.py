@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig
 from paceline.models.layers import Activation, AttentionConfig, DenseMLP, LayerConfig, QKNorm
+from paceline.models.rope_config import RopeConfig
 from paceline.runtimes.ranking import Ranking
 
 Value = TypeVar("Value")
@@ -42,8 +43,8 @@ class Blocks(Protocol[Value]):
         """RMS norm over each head's D values."""
         ...
 
-    def rope(self, x: Value, num_heads: int, attention: AttentionConfig) -> Value:
-        """Rotate each head's first `rotary_size` values by `attention.rope`; the others pass through."""
+    def rope(self, x: Value, num_heads: int, rope: RopeConfig) -> Value:
+        """Rotate each head's first `rotary_size` values, times the temperature of their position; the others pass through."""
         ...
 
     def attention(self, q: Value, k: Value, v: Value, attention: AttentionConfig, layer: int) -> Value:
@@ -108,7 +109,7 @@ def attention_part(blocks: Blocks[Value], attention: AttentionConfig, x: Value, 
     elif attention.qk_norm is QKNorm.WIDTH:
         q, k = blocks.rms_norm(q, prefix + "q_norm"), blocks.rms_norm(k, prefix + "k_norm")
     if attention.rotates:
-        q, k = blocks.rope(q, attention.num_heads, attention), blocks.rope(k, attention.num_kv_heads, attention)
+        q, k = blocks.rope(q, attention.num_heads, attention.rope), blocks.rope(k, attention.num_kv_heads, attention.key_rope)
     return blocks.linear(blocks.attention(q, k, v, attention, layer), prefix + "o_proj")[0]
 
 

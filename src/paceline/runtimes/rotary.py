@@ -3,14 +3,14 @@
 import numpy as np
 
 from paceline.models.config import ModelConfig
-from paceline.models.rope import inverse_frequencies
+from paceline.models.rope import inverse_frequencies, query_scales
 from paceline.runtimes.base import FloatArray
 
 LEAST_POSITIONS = 256
 
 
 class RotaryTables:
-    """cos and sin of the positions from 0 on, scaled by the attention factor, for each of `config.rotations`.
+    """cos and sin of the positions from 0 on, scaled by the attention factor and the temperature, for each of `config.rotations`.
 
     They hold what was asked for and at most as much again, whatever length a model says it was made for. What is added later has the bits
     it would have had at once.
@@ -24,7 +24,7 @@ class RotaryTables:
 
     def __init__(self, config: ModelConfig, limit: int) -> None:
         self._limit = max(limit, LEAST_POSITIONS)
-        self._ropes = [inverse_frequencies(rope, head_size) for rope, head_size in config.rotations]
+        self._ropes = [(rope, *inverse_frequencies(rope, head_size)) for rope, head_size in config.rotations]
         self.pairs = self._computed(0, min(LEAST_POSITIONS, self._limit) + 1)
 
     def reach(self, position: int) -> None:
@@ -45,9 +45,10 @@ class RotaryTables:
         ]
 
     def _computed(self, begin: int, end: int) -> list[tuple[FloatArray, FloatArray]]:
-        positions = np.arange(begin, end, dtype=np.int64).astype(np.float32)[:, None]
+        positions = np.arange(begin, end, dtype=np.int64)
         tables = []
-        for frequencies, factor in self._ropes:
-            angles = positions * frequencies[None, :]
-            tables.append((np.cos(angles) * np.float32(factor), np.sin(angles) * np.float32(factor)))
+        for rope, frequencies, factor in self._ropes:
+            angles = positions.astype(np.float32)[:, None] * frequencies[None, :]
+            scales = np.float32(factor) * query_scales(rope, positions)[:, None]
+            tables.append((np.cos(angles) * scales, np.sin(angles) * scales))
         return tables

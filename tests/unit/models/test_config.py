@@ -6,12 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from harness.model_configs import make_config
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, WeightType, config_from_values, read_config
 from paceline.models.layers import Activation, NormOrder, QKNorm
+from paceline.models.rope import query_scales
 from paceline.models.rope_config import RopeConfig, RopeType
 
 LLAMA = {
@@ -32,6 +34,15 @@ QWEN3 = {**LLAMA, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 GRANITE = {**LLAMA, "model_type": "granite", "architectures": ["GraniteForCausalLM"]}
 SEED_OSS = {**LLAMA, "model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"]}
 SMOLLM3 = {**LLAMA, "model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 5}
+MINISTRAL3 = {
+    **LLAMA,
+    "model_type": "ministral3",
+    "architectures": ["Ministral3ForCausalLM"],
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.1,
+        "mscale": 1.0, "mscale_all_dim": 1.0,
+    },
+}  # fmt: skip
 MISTRAL = {**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
 
 
@@ -178,6 +189,19 @@ def test_a_qwen_window_counts_only_where_a_layer_uses_it(tmp_path: Path, values:
 def test_granite_has_no_multipliers_where_it_names_none(tmp_path: Path) -> None:
     config = read(tmp_path, GRANITE)
     assert (config.embedding_scale, config.logit_scale, config.attention.scale, config.layers[0].residual_scale) == (1.0,) * 4
+
+
+def test_ministral3_makes_queries_larger_with_their_position_but_not_keys(tmp_path: Path) -> None:
+    config = read(tmp_path, MINISTRAL3)
+    rope, key_rope = config.attention.rope, config.attention.key_rope
+    assert (rope.temperature, rope.temperature_length) == (0.1, 32)
+    assert config.rotations == ((rope, 128), (key_rope, 128))
+    positions = np.array([0, 31, 32, 63, 64])
+    assert np.allclose(query_scales(rope, positions), 1 + 0.1 * np.log([1, 1, 2, 2, 3]), rtol=1e-7, atol=0)
+    assert np.array_equal(query_scales(key_rope, positions), np.ones(5, np.float32))
+    text = {name: value for name, value in MINISTRAL3.items() if name != "architectures"}
+    outer = {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"], "vision_config": {"hidden_size": 1}}
+    assert read(tmp_path, {**outer, "text_config": text}) == config
 
 
 @pytest.mark.parametrize(
@@ -341,6 +365,9 @@ def test_a_text_config_is_read_with_what_lies_around_it(tmp_path: Path) -> None:
         ({**GEMMA3, "layer_types": ["full_attention"]}, "layer_types"),
         ({**SMOLLM3, "no_rope_layers": [1, 1, 1, 0]}, "no_rope_layers = .*, expected 0 or 1 for 5 layers"),
         ({**SMOLLM3, "no_rope_layers": [1, 1, 1, 0, 2]}, "no_rope_layers"),
+        ({**MINISTRAL3, "rope_parameters": None}, "no 'rope_parameters', which a ministral3 needs"),
+        ({**MINISTRAL3, "rope_parameters": {"rope_theta": 1e6, "llama_4_scaling_beta": 0.1}}, "no 'original_max_position_embeddings'"),
+        ({**MINISTRAL3, "rope_parameters": {**MINISTRAL3["rope_parameters"], "llama_4_scaling_beta": 3e38}}, "are no numbers"),
         ({**GRANITE, "residual_multiplier": 0}, "residual_multiplier = 0.0, expected a number above 0"),
         ({**GRANITE, "logits_scaling": "8"}, "logits_scaling = '8'"),
         ({**GEMMA2, "hidden_activation": "relu"}, "hidden_activation = 'relu'"),

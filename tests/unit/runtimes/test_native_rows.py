@@ -119,7 +119,7 @@ def test_a_rotation_turns_its_part_of_a_head_and_leaves_the_rest(head_size: int,
     config = native_config(head_size=head_size, rotated_fraction=fraction)
     x = values(9, 3 * head_size, seed)
     positions = np.array([0, 1, 2, 31, 32, 33, 100, 255, 256])
-    run = Network([x.shape[1]], lambda blocks, inputs: [blocks.rope(inputs[0], 3, config.attention)], config=config, level=level)
+    run = Network([x.shape[1]], lambda blocks, inputs: [blocks.rope(inputs[0], 3, config.attention.rope)], config=config, level=level)
     (found,) = run(x, batch=make_batch([RowRange(0, 9, 0, np.array([1], np.int32))], positions=positions.tolist()))
     assert np.abs(found - rotated(config, x, positions)).max() <= 3e-7 * np.abs(x).max()
     kept = slice(config.attention.rope.rotary_size(head_size), None)

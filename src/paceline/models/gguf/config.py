@@ -81,6 +81,8 @@ class _Reader:
             values["sliding_window"] = self._of_model("attention.sliding_window") or None  # 0 = none
         elif self._architecture == "granite":
             values |= self._granite(head_size)
+        elif self._architecture == "mistral3":
+            values["rope_parameters"] = self._tempered(values)
         elif self._architecture == "glm4" and (sections := self._of_model("rope.dimension_sections")) is not None:
             self._refuse("rope.dimension_sections", sections, "none: images are not read")
         return values
@@ -198,6 +200,8 @@ class _Reader:
         betas = {name: self._of_model(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
         scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         scaling |= {name: beta for name, beta in betas.items() if beta is not None}
+        if (multiplier := self._of_model("rope.scaling.yarn_log_multiplier")) is not None:
+            return {**scaling, "mscale": 1.0, "mscale_all_dim": multiplier}
         extra = self._number("rope.scaling.attn_factor", 1.0)
         if extra != 1.0 and factor > 1:
             scaling["attention_factor"] = extra * (0.1 * math.log(factor) + 1.0)
@@ -244,6 +248,14 @@ class _Reader:
         if not all(math.isfinite(divisor) and divisor > 0 for divisor in divisors):
             raise CheckpointError(f"{self._file.path}: {name} holds a number that is not above 0; download the file again")
         return divisors
+
+    def _tempered(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Rope parameters with the temperature of queries, whose length is that of the scaling."""
+        original, length = values.get("original_max_position_embeddings"), self._of_model("attention.temperature_length")
+        beta = self._of_model("attention.temperature_scale") or 0.0
+        if beta and length not in (None, original):
+            self._refuse("attention.temperature_length", length, f"the original context length, {original}")
+        return {"rope_theta": values["rope_theta"], **(values.get("rope_scaling") or {}), "llama_4_scaling_beta": beta}
 
     def _granite(self, head_size: int) -> dict[str, Any]:
         rotates = self._of_model("rope.scaling.finetuned")

@@ -40,7 +40,7 @@ _PARTS = {
 _PARTS_OF = {"seed_oss": {"mlp_norm": "post_attention_norm"}}
 """Where an architecture has another name."""
 _STACKS = {"attn_qkv": ("q_proj", "k_proj", "v_proj"), "ffn_up": ("gate_proj", "up_proj")}
-_INTERLEAVED = ("llama", "granite", "smollm3", "glm4")
+_INTERLEAVED = ("llama", "granite", "smollm3", "glm4", "mistral3")
 """Architectures whose files hold the values of a head that rotate together side by side."""
 _VIEWED = {"F32": (WeightType.F32, "<f4"), "F16": (WeightType.F16, "<f2"), "BF16": (WeightType.BF16, "<u2")}
 _NAMES_IN_AN_ERROR = 20

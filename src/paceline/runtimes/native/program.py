@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from paceline.models.config import ModelConfig
 from paceline.models.layers import Activation, AttentionConfig
+from paceline.models.rope_config import RopeConfig
 from paceline.runtimes.decoder import TOKEN_IDS
 from paceline.runtimes.native.library import LANES, kernels
 from paceline.runtimes.native.panels import PANEL_KINDS
@@ -113,8 +114,8 @@ class NativeBlocks:
             NormOperation(x=x.index, heads=num_heads, head_size=x.width // num_heads, epsilon=config.norm_eps, weight=weight), x
         )
 
-    def rope(self, x: Value, num_heads: int, attention: AttentionConfig) -> Value:
-        rope, head_size = attention.rope, attention.head_size
+    def rope(self, x: Value, num_heads: int, rope: RopeConfig) -> Value:
+        head_size = x.width // num_heads
         half, table = rope.rotary_size(head_size) // 2, self._config.rotations.index((rope, head_size))
         return self._add(RopeOperation(x=x.index, heads=num_heads, head_size=head_size, rotary_half=half, table=table), x)
 

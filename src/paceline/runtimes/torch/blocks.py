@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from paceline.models.config import ModelConfig
 from paceline.models.layers import Activation, AttentionConfig
-from paceline.models.rope import inverse_frequencies
+from paceline.models.rope import inverse_frequencies, query_scales
 from paceline.models.rope_config import RopeConfig
 from paceline.runtimes.base import ForwardBatch, Wanted
 from paceline.runtimes.decoder import TOKEN_IDS
@@ -38,8 +38,10 @@ class TorchBlocks:
         self._logits_rows = torch.from_numpy(wanted.rows.astype(np.int64)).to(storage.device)
         self._draws = None if wanted.draws is None else wanted.draws.reshape(-1)
         self._num_drawn = 0  # rows of the rankings so far
+        self._batch = batch
         self._positions = torch.from_numpy(batch.positions).to(storage.device)
         self._rotations: dict[tuple[RopeConfig, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._scales: dict[RopeConfig, torch.Tensor] = {}
         self._block_of_row, self._slot_of_row = _slots_of_rows(batch, storage.shape[3], storage.device)
 
     def embedding(self, name: str) -> torch.Tensor:
@@ -73,15 +75,20 @@ class TorchBlocks:
     def head_norm(self, x: torch.Tensor, name: str, num_heads: int) -> torch.Tensor:
         return self.rms_norm(_heads(x, num_heads), name).flatten(-2)
 
-    def rope(self, x: torch.Tensor, num_heads: int, attention: AttentionConfig) -> torch.Tensor:
-        """Rotate the pairs (j, j + R/2) of the first R values of each head."""
-        key = attention.rope, attention.head_size
+    def rope(self, x: torch.Tensor, num_heads: int, rope: RopeConfig) -> torch.Tensor:
+        """Rotate the pairs (j, j + R/2) of the first R values of each head; the temperature comes after it."""
+        key = rope, x.shape[-1] // num_heads
         if key not in self._rotations:
             self._rotations[key] = _rotations(*key, self._positions, x.dtype)
         cos, sin = self._rotations[key]
         heads, passed = _heads(x, num_heads).tensor_split([cos.shape[-1]], dim=-1)
         first, second = heads.chunk(2, dim=-1)
-        return torch.cat((heads * cos + torch.cat((-second, first), dim=-1) * sin, passed), dim=-1).flatten(-2)
+        turned = torch.cat((heads * cos + torch.cat((-second, first), dim=-1) * sin, passed), dim=-1).flatten(-2)
+        if rope.temperature == 0.0:
+            return turned
+        if rope not in self._scales:
+            self._scales[rope] = torch.from_numpy(query_scales(rope, self._batch.positions)).to(x)[:, None]
+        return turned * self._scales[rope]
 
     def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: AttentionConfig, layer: int) -> torch.Tensor:
         keys, values = self._storage[2 * layer], self._storage[2 * layer + 1]
