@@ -109,6 +109,8 @@ CASES = {
     "phi3-window": Case("phi3", {"sliding_window": 16}),
     "qwen2-window": Case("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}),
     "qwen3-window": Case("qwen3", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2}),
+    "smollm3-window": Case("smollm3", {"num_hidden_layers": 5, "sliding_window": 16, "use_sliding_window": True}),
+    "ministral3-window": Case("ministral3", {**MINISTRAL3, "sliding_window": 16}),
     "gemma2-window": Case("gemma2", {**LARGE_SCORES, "sliding_window": 16}),
     "gemma3-window": Case(
         "gemma3_text", {**GEMMA, "num_hidden_layers": 6, "sliding_window": 16, "rope_parameters": LOCAL_AND_GLOBAL, "query_key_scale": 2.0}
