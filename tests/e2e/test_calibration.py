@@ -203,6 +203,13 @@ def test_a_head_that_knows_nothing_gets_the_default_and_is_said_not_to_match(tmp
     assert notice in one_of_several.notices
 
 
+def test_a_head_whose_layers_see_a_window_is_tried_like_any_other(tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=6)
+    llm = open_llm(target, str(random_head(tmp_path / "head", sliding_window=8, layer_types=["sliding_attention"])))
+    assert any("was made for another" in notice for notice in llm.notices)
+    assert drafter_of(llm).head.config.layers.windows == (8,)
+
+
 def test_a_head_of_another_model_is_said_not_to_match(target: Path, tmp_path: Path) -> None:
     def speaks_another_way(tensors: dict[str, Any]) -> None:
         tensors["lm_head.weight"] = np.random.default_rng(9).normal(0.0, 1.0, tensors["lm_head.weight"].shape).astype(np.float32)
@@ -311,7 +318,7 @@ def test_guesses_of_both_steps_are_those_of_one_pair_after_another(tmp_path: Pat
 
 def _after(head: PairHead, token_ids: Any, inputs: Any) -> tuple[int, Any]:
     """What the last of some pairs says, and its feature."""
-    head.runtime.new_cache(2)
+    head.runtime.new_key_values(2)
     rows = RowRange(0, len(token_ids), 1, np.array([1], np.int32), None, 1)
     outputs = head.run_true([TrueRows(token_ids, inputs, rows)], wants_logits=True)
     return _target_id(head, outputs.logits[0]), outputs.features[-1].copy()

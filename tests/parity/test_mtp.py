@@ -96,7 +96,7 @@ def test_true_pairs_and_recurrence_are_what_the_formula_says(
     random = np.random.default_rng(4)
     tokens = random.integers(1, 97, 43)
     features = random.normal(0, 1, (43, 64)).astype(np.float32)
-    head.runtime.new_cache(8)
+    head.runtime.new_key_values(8)
     logits, output = _run(head, tokens[:30], features[:30], 0)
     logits, output = _run(head, tokens[30:], features[30:], 30)  # a second pass over the cached pairs of the first
     rows, fed = [torch.from_numpy(embedding[tokens])], [torch.from_numpy(features)]

@@ -255,7 +255,7 @@ class _Reader:
         beta = self._of_model("attention.temperature_scale") or 0.0
         if beta and length not in (None, original):
             self._refuse("attention.temperature_length", length, f"the original context length, {original}")
-        return {"rope_theta": values["rope_theta"], **(values.get("rope_scaling") or {}), "llama_4_scaling_beta": beta}
+        return {"rope_theta": values["rope_theta"], **(values.pop("rope_scaling", None) or {}), "llama_4_scaling_beta": beta}
 
     def _granite(self, head_size: int) -> dict[str, Any]:
         rotates = self._of_model("rope.scaling.finetuned")
