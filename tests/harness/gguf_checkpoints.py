@@ -17,6 +17,8 @@ ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "exaone4": "exaone4",
     "granite": "granite",
     "seed_oss": "seed_oss",
     "smollm3": "smollm3",
@@ -149,6 +151,9 @@ def _write_metadata(writer: Any, values: Mapping[str, Any]) -> None:
             writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token_id)
     if values["model_type"].startswith("gemma") or values["model_type"] == "phi3":
         writer.add_sliding_window(values.get("sliding_window") or 0)
+    if values["model_type"] in ("olmo3", "exaone4") and values.get("sliding_window"):
+        writer.add_sliding_window(values["sliding_window"])
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in values["layer_types"]])
     if values["model_type"] == "gemma2":
         writer.add_attn_logit_softcapping(values["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(values["final_logit_softcapping"])

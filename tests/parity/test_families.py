@@ -42,6 +42,10 @@ LOCAL_AND_GLOBAL = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 8.0},
 }
+OLMO3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+    "full_attention": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 128},
+}
 GEMMA = {"query_pre_attn_scalar": 24, "tie_word_embeddings": True}
 GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 1.5}
 GLM4_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
@@ -104,6 +108,8 @@ CASES = {
     "smollm3-unturned": Case("smollm3", {"no_rope_layers": [0, 0, 0]}),
     "seed_oss-biased-tied": Case("seed_oss", {"attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "granite-tied-biased": Case("granite", {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "olmo3": Case("olmo3", {"num_hidden_layers": 5, "rope_parameters": OLMO3_ROPE, "num_key_value_heads": 2}),
+    "exaone4": Case("exaone4", {"num_hidden_layers": 5, "sliding_window": None, "layer_types": ["full_attention"] * 5}),
     # windows that a prompt crosses many times
     "mistral-window": Case("mistral", {"sliding_window": 16}),
     "phi3-window": Case("phi3", {"sliding_window": 16}),
@@ -111,6 +117,8 @@ CASES = {
     "qwen3-window": Case("qwen3", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2}),
     "smollm3-window": Case("smollm3", {"num_hidden_layers": 5, "sliding_window": 16, "use_sliding_window": True}),
     "ministral3-window": Case("ministral3", {**MINISTRAL3, "sliding_window": 16}),
+    "olmo3-window": Case("olmo3", {"num_hidden_layers": 5, "sliding_window": 16, "rope_parameters": OLMO3_ROPE}),
+    "exaone4-window": Case("exaone4", {"num_hidden_layers": 5, "sliding_window": 16}),
     "gemma2-window": Case("gemma2", {**LARGE_SCORES, "sliding_window": 16}),
     "gemma3-window": Case(
         "gemma3_text", {**GEMMA, "num_hidden_layers": 6, "sliding_window": 16, "rope_parameters": LOCAL_AND_GLOBAL, "query_key_scale": 2.0}

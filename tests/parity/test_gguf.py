@@ -33,6 +33,10 @@ GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
+OLMO3_ROPE = {
+    "full_attention": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 128},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+}
 GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 6.0}
 MINISTRAL3 = {
     "rope_parameters": {
@@ -59,6 +63,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {"rope_parameters": {**LONGROPE, "partial_rotary_factor": 1.0}, "original_max_position_embeddings": 128}),
     "gemma2": ("gemma2", {"tie_word_embeddings": True, "query_pre_attn_scalar": 16, "sliding_window": 64}),
     "olmo2": ("olmo2", {"num_key_value_heads": 2}),
+    "olmo3": ("olmo3", {"num_hidden_layers": 5, "sliding_window": 16, "rope_parameters": OLMO3_ROPE}),
+    "exaone4": ("exaone4", {"num_hidden_layers": 5, "sliding_window": 16}),
+    "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "granite": ("granite", GRANITE),
     "seed_oss": ("seed_oss", {}),
     "glm4": ("glm4", {}),

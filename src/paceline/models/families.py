@@ -112,6 +112,22 @@ def _olmo2(read: LayerReader) -> Layers:
     return read.layers(attention, read.mlp(), norm_order=NormOrder.POST)
 
 
+def _olmo3(read: LayerReader) -> Layers:
+    bias = read.flag("attention_bias")
+    attention = read.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.WIDTH)
+    return read.layers(attention, read.mlp(), norm_order=NormOrder.POST, slides=read.sliding_layers())
+
+
+def _exaone4(read: LayerReader) -> Layers:
+    attention, mlp = read.attention(qk_norm=QKNorm.HEAD), read.mlp()
+    if read.fields.values.get("sliding_window") is None:
+        return read.layers(attention, mlp, norm_order=NormOrder.POST)
+    slides = read.sliding_layers()
+    layers = read.layers(attention, mlp, norm_order=NormOrder.POST, slides=slides)
+    unturned = LayerConfig(mixer=replace(attention, rotates=False), mlp=mlp, norm_order=NormOrder.POST)
+    return tuple(layer if is_local else unturned for layer, is_local in zip(layers, slides, strict=True))
+
+
 def _granite(read: LayerReader) -> Layers:
     bias, scale = read.flag("attention_bias"), read.fields.positive("attention_multiplier", 1.0)
     layers = read.layers(read.attention(bias=bias, output_bias=bias, scale=scale), read.mlp(bias=read.flag("mlp_bias")))
@@ -252,6 +268,36 @@ _TABLE = (
         gguf="olmo2",
         layers=_olmo2,
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
+    ),
+    Family(
+        name="olmo3",
+        architecture="Olmo3ForCausalLM",
+        layers=_olmo3,
+        defaults={
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "rope_local_base_freq": 5e5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "eos_token_id": 50279,
+        },
+        has_local_rope=True,
+    ),
+    Family(
+        name="exaone4",
+        architecture="Exaone4ForCausalLM",
+        gguf="exaone4",
+        layers=_exaone4,
+        defaults={
+            "max_position_embeddings": 2048,
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "bos_token_id": 0,
+            "eos_token_id": 2,
+        },
     ),
     Family(
         name="granite",

@@ -79,6 +79,8 @@ class _Reader:
             values |= self._gemma(hidden_size, num_heads, head_size)
         elif self._architecture == "phi3":
             values["sliding_window"] = self._of_model("attention.sliding_window") or None  # 0 = none
+        elif self._architecture in ("olmo2", "exaone4"):
+            values |= self._windows(values["rope_theta"])
         elif self._architecture == "granite":
             values |= self._granite(head_size)
         elif self._architecture == "mistral3":
@@ -268,15 +270,28 @@ class _Reader:
             "logits_scaling": self._number("logit_scale"),
         }
 
+    def _sliding_layers(self) -> dict[str, Any]:
+        """Which layers slide: a list, or every how many-th does not; None = what the family assumes."""
+        pattern = self._of_model("attention.sliding_window_pattern")
+        if isinstance(pattern, list):
+            return {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern]}
+        return {"sliding_window_pattern": pattern}
+
+    def _windows(self, theta: float) -> dict[str, Any]:
+        """Files of OLMo 3 say olmo2 and have a window."""
+        window = self._of_model("attention.sliding_window") or None  # 0 = none
+        if window is None:
+            return {"sliding_window": None}
+        given = {name: value for name, value in self._sliding_layers().items() if value is not None}
+        family = {"model_type": "olmo3", "rope_local_base_freq": theta} if self._architecture == "olmo2" else {}
+        return {"sliding_window": window, **given, **family}
+
     def _gemma(self, hidden_size: int, num_heads: int, head_size: int) -> dict[str, Any]:
         """The format leaves out what llama.cpp hard-codes: the scale of attention scores and which layers slide."""
         is_wide = self._of_model("block_count") == _QUERY_SCALAR_IS_WIDTH[self._architecture]
         values: dict[str, Any] = {"query_pre_attn_scalar": hidden_size // num_heads if is_wide else head_size}
-        pattern = self._of_model("attention.sliding_window_pattern")
-        if isinstance(pattern, list):
-            values["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
         given = {
-            "sliding_window_pattern": None if isinstance(pattern, list) else pattern,
+            **self._sliding_layers(),
             "sliding_window": self._of_model("attention.sliding_window"),
             "rope_local_base_freq": self._of_model("rope.freq_base_swa"),
         }
