@@ -455,18 +455,6 @@ def test_a_text_too_long_is_told_the_one_way_out_that_there_is(directory: Path) 
         open_llm(directory, cache_gb=2 * BLOCK_BYTES / 1e9).generate([[5] * 64])
 
 
-def test_a_model_whose_window_would_slide_says_so_whatever_is_asked(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, "mistral", num_hidden_layers=1, sliding_window=64)
-    reason = "contexts end with the model's sliding window of 64 tokens for now"
-    with raises(ConfigError, f"max_context is 65, {reason}: lower max_context"):
-        open_llm(path, max_context=65)
-    llm = open_llm(path, max_context=64)
-    assert [notice for notice in llm.notices if "window" in notice] == [reason]
-    with raises(RequestError, "the context holds 64", f"shorten the prompt ({reason})") as caught:
-        llm.generate([[5] * 64])
-    assert "raise max_context" not in str(caught.value)
-
-
 def test_a_context_that_may_grow_with_other_frequencies_is_told_so(tmp_path: Path) -> None:
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 64, "rope_theta": 10000.0, **factors}
