@@ -27,11 +27,11 @@ class CachePlan:
     notice: str | None = None
 
 
-def plan_cache(model: ModelConfig, config: EngineConfig, weight_type: WeightType, *, holds_windows: bool = False) -> CachePlan:
+def plan_cache(model: ModelConfig, config: EngineConfig, weight_type: WeightType, limits: PassLimits | None = None) -> CachePlan:
     """Size the cache: what `cache_gb` says, else enough for `max_num_seqs` full contexts within a quarter of the free memory.
 
     Args:
-        holds_windows: see `Network`.
+        limits: as `Network.new_cache` gets them; None = layers with a window keep every row.
 
     Raises:
         ConfigError: `max_context` is beyond what the model was made for.
@@ -40,8 +40,7 @@ def plan_cache(model: ModelConfig, config: EngineConfig, weight_type: WeightType
     if config.max_context is not None and config.max_context > model.max_positions:
         raise ConfigError(f"max_context is {config.max_context}, the model was made for {model.max_positions} tokens: lower max_context")
     context = config.max_context or model.max_positions
-    limits = PassLimits(config.max_num_seqs, config.max_step_rows)
-    cache_bytes = _CacheBytes(model, 4 if weight_type is WeightType.F32 else 2, limits if holds_windows else None)
+    cache_bytes = _CacheBytes(model, 4 if weight_type is WeightType.F32 else 2, limits)
     per_sequence = blocks_for(context, BLOCK_SIZE) + _DRAFT_BLOCKS_PER_SEQUENCE
     wanted = config.max_num_seqs * per_sequence
     if config.cache_gb is None:

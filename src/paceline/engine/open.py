@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.config import EngineConfig, SpeculationConfig, cache_directory, quant_options
 from paceline.drafters import LoadedTarget, prepare
+from paceline.drafters.pairs.target_text import NUM_SEQUENCES
 from paceline.engine.batch import RequestMaker
 from paceline.engine.engine import Engine
 from paceline.engine.inputs import Params, RequestOptions, params_of_each
@@ -15,12 +16,12 @@ from paceline.engine.memory import plan_cache
 from paceline.engine.scheduler import Limits
 from paceline.errors import ConfigError, printable
 from paceline.hub import resolve
-from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.window import PassLimits
 from paceline.models.config import WeightType
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.runtimes.base import Network, Numerics
-from paceline.runtimes.cost import time_passes
+from paceline.runtimes.cost import CACHED_LEN, time_passes
 from paceline.runtimes.load import Loaded, RuntimeOptions, load_runtime
 from paceline.sampling.params import SAMPLING_NAMES
 from paceline.speculation.draft_length import DraftLengthPolicy, StepCosts
@@ -122,8 +123,9 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
     prepared = prepare(directory, config, speculation, drafter)
     loaded = load_runtime(directory, _runtime_options(config, prepared.layers))
     runtime = loaded.runtime
-    plan = plan_cache(runtime.config, config, runtime.capabilities.weight_type, holds_windows=runtime.holds_windows)
-    cache = runtime.new_cache(plan.num_blocks, PassLimits(config.max_num_seqs, config.max_step_rows))
+    limits = _pass_limits(config, speculation) if runtime.holds_windows else None
+    plan = plan_cache(runtime.config, config, runtime.capabilities.weight_type, limits)
+    cache = runtime.new_cache(plan.num_blocks, limits)
     cache.prefix_caching = config.prefix_cache
     vocab_size = min(runtime.config.vocab_size, tokenizer.vocab_size)
     target = LoadedTarget(
@@ -141,8 +143,8 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
     policy = DraftLengthPolicy(DEFAULT_DRAFT_TOKENS) if drafter is None else _policy(speculation, runtime, cache, plan.max_context)
     acceptance = Acceptance(speculation.acceptance)
     speculator = Speculator(drafter, policy, vocab_size=vocab_size, layout=cache.layout, acceptance=acceptance)
-    limits = Limits(max_num_seqs=config.max_num_seqs, max_step_rows=config.max_step_rows, chunk_rows=config.chunk_rows)
-    engine = Engine(runtime, cache, speculator, limits)
+    step_limits = Limits(max_num_seqs=config.max_num_seqs, max_step_rows=config.max_step_rows, chunk_rows=config.chunk_rows)
+    engine = Engine(runtime, cache, speculator, step_limits)
     ends = tuple(dict.fromkeys((*runtime.config.eos_token_ids, *tokenizer.end_token_ids)))
     maker = RequestMaker(tokenizer, vocab_size, plan.max_context, ends, plan.way_out)
     of_drafter = () if drafter is None else drafter.notices
@@ -166,11 +168,22 @@ def _runtime_options(config: EngineConfig, collect_layers: Sequence[int]) -> Run
     )
 
 
-def _policy(speculation: SpeculationConfig, runtime: Network, cache: KVCache, max_context: int) -> DraftLengthPolicy:
-    """A fixed draft length; the guard's costs are timed here, on the machine that will run."""
+def _pass_limits(config: EngineConfig, speculation: SpeculationConfig) -> PassLimits:
+    """What runs in the target's cache at a time: steps, and while it is opened the timed passes and the short texts of a calibration."""
+    opening_rows = max(CACHED_LEN + _draft_size(speculation)[1], NUM_SEQUENCES * BLOCK_SIZE)  # a block a text
+    return PassLimits(config.max_num_seqs, max(config.max_step_rows, opening_rows))
+
+
+def _draft_size(speculation: SpeculationConfig) -> tuple[int, int]:
+    """Draft tokens on a path, and rows of a tree with its root."""
     wanted = speculation.num_draft_tokens
     count = wanted if isinstance(wanted, int) else DEFAULT_DRAFT_TOKENS
-    row_budget = 1 + count * speculation.tree_width
+    return count, 1 + count * speculation.tree_width
+
+
+def _policy(speculation: SpeculationConfig, runtime: Network, cache: KVCache, max_context: int) -> DraftLengthPolicy:
+    """A fixed draft length; the guard's costs are timed here, on the machine that will run."""
+    count, row_budget = _draft_size(speculation)
     times = time_passes(runtime, cache, (1, row_budget), max_context=max_context)
     return DraftLengthPolicy(count, row_budget=row_budget, costs=StepCosts(times[1], times[row_budget]))
 

@@ -19,7 +19,10 @@ KEPT_BEHIND = 128
 
 @dataclass(frozen=True, slots=True)
 class PassLimits:
-    """What runs in a cache at a time: sequences, and rows of a pass."""
+    """What runs in a cache at a time, at most: sequences longer than a window, and rows of a pass or of all short sequences.
+
+    Where more runs, blocks for layers with a window may be lacking although the cache has some.
+    """
 
     max_sequences: int
     max_rows: int

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.runtimes.base import Network, assemble
 
+CACHED_LEN = 64
+
 
 def time_passes(
     runtime: Network,
@@ -14,7 +16,7 @@ def time_passes(
     row_counts: Sequence[int],
     *,
     max_context: int,
-    cached_len: int = 64,
+    cached_len: int = CACHED_LEN,
     repeats: int = 5,
     wants_logits: bool = True,
 ) -> dict[int, float]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from harness.checkpoints import write_checkpoint
+from harness.eagle_checkpoints import EAGLE3, eagle3_tensors, write_head
 from harness.engine_targets import make
 from harness.engine_traffic import check_clean
 from harness.native_network import BUILT
@@ -82,6 +83,19 @@ def test_talks_that_go_on_are_found_again_and_others_at_least_say_the_same(open_
             assert found.usage.num_cached_tokens >= 896
         memory_of(llm).check()
         check_clean(llm)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "eagle3"])
+def test_drafting_needs_no_more_blocks_than_there_are_when_a_model_is_opened(open_llm: Open, tmp_path: Path, drafter: str) -> None:
+    """Passes are timed and texts drawn for a calibration, with more rows and sequences than the steps of this engine will have."""
+    smallest = {"max_num_seqs": 1, "max_step_rows": 1, "chunk_rows": 1}
+    if drafter == "eagle3":
+        values = {**EAGLE3, "hidden_size": 64, "head_dim": 16, "rope_theta": 1e6, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+        drafter = str(write_head(tmp_path, values, eagle3_tensors(values, target_hidden=64)))
+    llm = open_llm(drafter=drafter, num_draft_tokens=60, tree_width=8, **smallest)
+    plain = open_llm(drafter="none")
+    assert llm.generate([prompt_of(200)], GREEDY)[0].token_ids == plain.generate([prompt_of(200)], GREEDY)[0].token_ids
+    check_clean(llm)
 
 
 def test_aborts_leak_no_block(open_llm: Open, seed: int, large_counts: bool, tally: "dict[str, int]") -> None:

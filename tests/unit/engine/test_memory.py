@@ -8,23 +8,26 @@ from harness.model_configs import make_config, with_attention
 from paceline.config import EngineConfig
 from paceline.engine.memory import plan_cache
 from paceline.errors import CapacityError
+from paceline.kv_cache.window import PassLimits
 from paceline.models.config import WeightType
 
 FULL = make_config(num_layers=2, max_positions=100_000)
 SLIDING = with_attention(FULL, window=64)
 
 
-def plan_of(config, cache_gb, *, holds_windows=True, **options):
-    return plan_cache(config, EngineConfig(model="", cache_gb=cache_gb, **options), WeightType.F32, holds_windows=holds_windows)
+LIMITS = PassLimits(max_sequences=2, max_rows=64)
+
+
+def plan_of(config, cache_gb, limits=LIMITS):
+    return plan_cache(config, EngineConfig(model="", cache_gb=cache_gb, max_num_seqs=2), WeightType.F32, limits)
 
 
 def test_a_window_takes_what_runs_at_a_time_and_leaves_the_rest_to_longer_contexts():
     mixed = replace(FULL, layers=(FULL.layers[0], SLIDING.layers[0]))
-    options = {"max_num_seqs": 2, "max_step_rows": 64}
-    full, half, windows = (plan_of(config, 0.01, **options) for config in (FULL, mixed, SLIDING))
+    full, half, windows = (plan_of(config, 0.01) for config in (FULL, mixed, SLIDING))
     assert full.num_blocks < half.num_blocks < 2.01 * full.num_blocks
     assert windows.max_context == 100_000 > half.max_context > full.max_context
-    assert plan_of(SLIDING, 0.01, holds_windows=False, **options) == full
+    assert plan_of(SLIDING, 0.01, limits=None) == full
 
 
 def test_a_cache_too_small_for_one_block_is_refused():

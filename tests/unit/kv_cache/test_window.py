@@ -34,8 +34,10 @@ class Text:
 class Bench:
     """A cache with a memory for everything and one for each window; a row is labelled by all tokens up to it."""
 
-    def __init__(self, num_blocks: int = NUM_BLOCKS, of_windows: int = NUM_BLOCKS) -> None:
-        self.windows = [WindowKeyValues(self._storage(of_windows), window, SIZE) for window in WINDOWS]
+    def __init__(self, num_blocks: int = NUM_BLOCKS, of_windows: int | None = None, limits: PassLimits | None = None) -> None:
+        counts = [of_windows or window_blocks(window, num_blocks, limits, SIZE) for window in WINDOWS]
+        self.windows = [WindowKeyValues(self._storage(count), window, SIZE) for window, count in zip(WINDOWS, counts, strict=True)]
+        self.limits = limits or PassLimits(6, 1_000_000)
         self.cache = KVCache([KeyValues(self._storage(num_blocks)), *self.windows], num_blocks, TreeLayout.MASK, block_size=SIZE)
         self.texts: list[Text] = []
         self.num_adopted = 0
@@ -86,6 +88,11 @@ class Bench:
         text.token_ids[kept:] = [len(text.token_ids) % 3]
         return kept
 
+    def has_room(self, num_rows: int) -> bool:
+        """Whether so many rows may run beside those that do."""
+        plans = [text.sequence.plan for text in self.texts]
+        return num_rows + sum(len(plan.parents) for plan in plans if plan is not None) <= self.limits.max_rows
+
     def release(self, text: Text) -> None:
         self.cache.release(text.sequence)
         self.texts.remove(text)
@@ -110,7 +117,7 @@ class Bench:
 
 
 def random_event(bench: Bench, generator: np.random.Generator) -> None:
-    if not bench.texts or (len(bench.texts) < 6 and generator.random() < 0.12):
+    if not bench.texts or (len(bench.texts) < bench.limits.max_sequences and generator.random() < 0.12):
         bases = [text.token_ids for text in bench.texts] + [[base] * 40 for base in range(3)]
         base = bases[int(generator.integers(len(bases)))]
         bench.start([*base[: int(generator.integers(0, 41))], *generator.integers(0, 2, int(generator.integers(1, 8))).tolist()])
@@ -121,9 +128,13 @@ def random_event(bench: Bench, generator: np.random.Generator) -> None:
         bench.keep(text, len(plan.parents) - 1 if len(rest) > 1 else int(generator.integers(len(plan.parents))))
     elif draw < 0.8 and len(rest) > 1:
         count = int(generator.integers(1, len(rest) + 1))
+        if not bench.has_room(count):
+            return
         bench.run(text, range(-1, count - 1), rest[:count])
     elif draw < 0.8:
         parents = [-1, *(int(generator.integers(max(0, node - 3), node)) for node in range(1, int(generator.integers(1, 10))))]
+        if not bench.has_room(len(parents)):
+            return
         bench.run(text, parents, [*rest, *generator.integers(0, 3, len(parents) - 1).tolist()])
     elif draw < 0.83:
         bench.cache.cancel(text.sequence)
@@ -136,25 +147,27 @@ def random_event(bench: Bench, generator: np.random.Generator) -> None:
         bench.release(text)
 
 
-def run_events(seed: int, num_schedules: int) -> tuple[int, int]:
-    """Returns rows adopted, and how often there was no room."""
-    num_adopted = num_refused = 0
+def run_events(seed: int, num_schedules: int, num_blocks: int = NUM_BLOCKS, limits: PassLimits | None = None) -> tuple[int, int]:
+    """Returns rows adopted, and how often there was no room, which is for the cache alone to say."""
+    num_adopted, refused = 0, list[str]()
     for schedule in range(num_schedules):
-        generator, bench = np.random.default_rng([seed, schedule]), Bench()
+        generator, bench = np.random.default_rng([seed, schedule]), Bench(num_blocks, limits=limits)
+        free = [window.num_free for window in bench.windows]
         for _ in range(200):
             try:
                 random_event(bench, generator)
-            except CapacityError:
-                num_refused += 1
+            except CapacityError as error:
+                refused.append(str(error))
             bench.check()
         for text in list(bench.texts):
             bench.release(text)
         bench.check()
-        assert all(window.num_free == NUM_BLOCKS for window in bench.windows)
-        bench.cache.pool.release(bench.cache.pool.allocate(NUM_BLOCKS))  # evicts everything
-        assert all(len(window._free) == NUM_BLOCKS for window in bench.windows)
+        assert [window.num_free for window in bench.windows] == free
+        bench.cache.pool.release(bench.cache.pool.allocate(num_blocks))  # evicts everything
+        assert [len(window._free) for window in bench.windows] == free
         num_adopted += bench.num_adopted
-    return num_adopted, num_refused
+    assert not any("window" in error for error in refused)
+    return num_adopted, len(refused)
 
 
 def test_the_rows_that_are_seen_are_there_whatever_happened(seed: int, large_counts: bool, tally: "dict[str, int]") -> None:
@@ -162,6 +175,14 @@ def test_the_rows_that_are_seen_are_there_whatever_happened(seed: int, large_cou
     num_adopted, num_refused = run_events(seed, num_schedules)
     tally["events of caches with windows"] += 200 * num_schedules
     assert min(num_adopted, num_refused) > num_schedules
+
+
+@pytest.mark.parametrize("limits", [PassLimits(1, 6), PassLimits(3, 10), PassLimits(5, 40)], ids=str)
+def test_what_limits_allow_never_lacks_blocks_of_windows(limits: PassLimits, seed: int, large_counts: bool) -> None:
+    """A cache of many blocks, of windows as few as were counted for so many sequences and rows."""
+    num_schedules = 300 if large_counts else 10
+    num_adopted, num_refused = run_events(seed, num_schedules, num_blocks=400, limits=limits)
+    assert (num_adopted > num_schedules, num_refused) == (True, 0)
 
 
 def one_less(real):
