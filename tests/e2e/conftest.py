@@ -4,6 +4,7 @@ from types import ModuleType
 import pytest
 
 from harness.fake_llm import FakeLLM
+from paceline.speculation.draft_length import DraftLengthPolicy
 
 
 @pytest.fixture
@@ -17,3 +18,9 @@ def fake_llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     module.LLM = fake  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "paceline.llm", module)
     return fake
+
+
+@pytest.fixture
+def always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny target is too fast for drafting to pay."""
+    monkeypatch.setattr(DraftLengthPolicy, "_pays", lambda self, guard: True)

@@ -14,17 +14,11 @@ from paceline.drafters.mtp import MtpModule, load_mtp
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.weights import as_float32
-from paceline.speculation.draft_length import DraftLengthPolicy
 
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [9], list(range(1, 80)), [31, 2]]
-
-
-@pytest.fixture(autouse=True)
-def always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny target is too fast for drafting to pay."""
-    monkeypatch.setattr(DraftLengthPolicy, "_pays", lambda self, guard: True)
+pytestmark = pytest.mark.usefixtures("always_drafts")
 
 
 def open_llm(target: Path, drafter: str, **options: object) -> LLM:

@@ -67,6 +67,22 @@ _CHAT_TEMPLATE = (
     "{{ '<|im_start|> ' + message['role'] + ' ' + message['content'] + '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|> assistant' }}{% endif %}"
 )
+# Values of configs as published, small.
+OLMO3_ROPE = {
+    "full_attention": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 128},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+}
+MINISTRAL3 = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 16.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.3,
+    }
+}
 
 
 def write_checkpoint(

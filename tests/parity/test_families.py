@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.checkpoints import VOCAB_SIZE, write_checkpoint
+from harness.checkpoints import MINISTRAL3, OLMO3_ROPE, VOCAB_SIZE, write_checkpoint
 from harness.model_configs import with_attention
 from harness.mtp_checkpoints import add_module, random_module, write_mimo
 from paceline.kv_cache.paged import CachedSequence, KVCache
@@ -42,24 +42,9 @@ LOCAL_AND_GLOBAL = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 8.0},
 }
-OLMO3_ROPE = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
-    "full_attention": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 128},
-}
 GEMMA = {"query_pre_attn_scalar": 24, "tie_word_embeddings": True}
 GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 1.5}
 GLM4_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
-MINISTRAL3 = {
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 1e4,
-        "factor": 16.0,
-        "original_max_position_embeddings": 32,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "llama_4_scaling_beta": 0.3,
-    }
-}
 LARGE_SCORES = {**GEMMA, "query_pre_attn_scalar": 4, "query_key_scale": 1.7}
 
 

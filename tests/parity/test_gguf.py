@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.checkpoints import VOCAB_SIZE, write_checkpoint
+from harness.checkpoints import MINISTRAL3, OLMO3_ROPE, VOCAB_SIZE, write_checkpoint
 from harness.gguf_checkpoints import random_blocks, read_tensors, write_gguf, write_tensors
 from paceline.config import QuantOptions
 from paceline.errors import CheckpointError
@@ -33,22 +33,7 @@ GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
-OLMO3_ROPE = {
-    "full_attention": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 128},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
-}
 GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 6.0}
-MINISTRAL3 = {
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 1e4,
-        "factor": 16.0,
-        "original_max_position_embeddings": 32,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "llama_4_scaling_beta": 0.3,
-    }
-}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-biased-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),

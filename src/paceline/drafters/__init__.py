@@ -18,6 +18,7 @@ from paceline.drafters.medusa.drafter import open_medusa
 from paceline.drafters.mtp import open_mtp
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.options import HeadOptions
+from paceline.drafters.pairs.target_text import NUM_SEQUENCES as NUM_CALIBRATION_TEXTS
 from paceline.drafters.prediction import PredictionDrafter
 from paceline.drafters.stack import StackDrafter
 from paceline.drafters.suffix.drafter import SuffixDrafter
@@ -35,7 +36,18 @@ from paceline.speculation.drafter import Drafter
 from paceline.tokenizer.tokenizer import Tokenizer
 from paceline.tokenizer.vocabulary import SAMPLE_TEXT, VocabularyComparison, VocabularyMatch, compare_vocabularies
 
-__all__ = ["EMBEDDED", "NAMES", "HeadOptions", "LoadedTarget", "PreparedDrafter", "PreparedDrafters", "find_head", "prepare", "prepare_one"]
+__all__ = [
+    "EMBEDDED",
+    "NAMES",
+    "NUM_CALIBRATION_TEXTS",
+    "HeadOptions",
+    "LoadedTarget",
+    "PreparedDrafter",
+    "PreparedDrafters",
+    "find_head",
+    "prepare",
+    "prepare_one",
+]
 
 EMBEDDED = "draft"
 """Folder of a model directory that holds its own draft model."""

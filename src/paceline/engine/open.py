@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import EngineConfig, SpeculationConfig, cache_directory, quant_options
-from paceline.drafters import LoadedTarget, prepare
-from paceline.drafters.pairs.target_text import NUM_SEQUENCES
+from paceline.drafters import NUM_CALIBRATION_TEXTS, LoadedTarget, prepare
 from paceline.engine.batch import RequestMaker
 from paceline.engine.engine import Engine
 from paceline.engine.inputs import Params, RequestOptions, params_of_each
@@ -170,7 +169,7 @@ def _runtime_options(config: EngineConfig, collect_layers: Sequence[int]) -> Run
 
 def _pass_limits(config: EngineConfig, speculation: SpeculationConfig) -> PassLimits:
     """What runs in the target's cache at a time: steps, and while it is opened the timed passes and the short texts of a calibration."""
-    opening_rows = max(CACHED_LEN + _draft_size(speculation)[1], NUM_SEQUENCES * BLOCK_SIZE)  # a block a text
+    opening_rows = max(CACHED_LEN + _draft_size(speculation)[1], NUM_CALIBRATION_TEXTS * BLOCK_SIZE)  # a block a text
     return PassLimits(config.max_num_seqs, max(config.max_step_rows, opening_rows))
 
 

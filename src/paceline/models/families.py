@@ -106,16 +106,14 @@ def _gemma(read: LayerReader, *, qk_norm: QKNorm = QKNorm.NONE, soft_cap: float 
     return read.layers(attention, read.mlp(), norm_order=NormOrder.SANDWICH, slides=read.sliding_layers())
 
 
-def _olmo2(read: LayerReader) -> Layers:
+def _olmo2(read: LayerReader, slides: Sequence[bool] = ()) -> Layers:
     bias = read.flag("attention_bias")
     attention = read.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.WIDTH)
-    return read.layers(attention, read.mlp(), norm_order=NormOrder.POST)
+    return read.layers(attention, read.mlp(), norm_order=NormOrder.POST, slides=slides)
 
 
 def _olmo3(read: LayerReader) -> Layers:
-    bias = read.flag("attention_bias")
-    attention = read.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.WIDTH)
-    return read.layers(attention, read.mlp(), norm_order=NormOrder.POST, slides=read.sliding_layers())
+    return _olmo2(read, read.sliding_layers())
 
 
 def _exaone4(read: LayerReader) -> Layers:
