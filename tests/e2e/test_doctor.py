@@ -350,6 +350,21 @@ def test_a_context_too_long_for_memory_is_a_note(target: Path) -> None:
     assert "there is room for 412 tokens" in found.notes[0]
 
 
+def test_of_layers_with_a_window_the_window_is_counted(tmp_path: Path) -> None:
+    values = {"num_hidden_layers": 4, "max_position_embeddings": 30_000, "query_pre_attn_scalar": 16, "tie_word_embeddings": True}
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    target = write_checkpoint(tmp_path, "gemma3_text", sliding_window=100, layer_types=kinds, **values)
+    memory = diagnose(DoctorQuestion(model=str(target), drafters=["none"])).memory
+    assert memory is not None
+    row = 4 * 2 * 2 * 16 * 4  # layers, keys and values, heads, head size, bytes
+    assert memory.cache_bytes(500) == 500 * row
+    assert memory.cache_bytes(30_000) == (30_000 + 740) * row // 2
+    tight = diagnose(DoctorQuestion(model=str(target), drafters=["none"], memory_bytes=memory.weights_bytes + 10_740 * row // 2)).memory
+    assert tight is not None
+    assert tight.context_that_fits == 10_000
+    assert "for every 1000 tokens, less behind 740 where layers see a window" in text("--model", target, "--drafter", "none")[1]
+
+
 def test_a_draft_model_is_added(target: Path, draft: Path) -> None:
     alone, pair = (diagnose(DoctorQuestion(model=str(target), drafters=names)).memory for names in (["none"], [str(draft)]))
     assert alone is not None

@@ -67,11 +67,12 @@ def _memory_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     memory = facts["memory"]
     if memory is None:
         return []
+    sliding = "".join(f", less behind {rows} where layers see a window" for rows in memory["target_windows"][:1])
     rows = [
         (
             "memory",
-            f"target {_size(memory['target_weights_bytes'])}, {_size(memory['target_cache_bytes_per_1k_tokens'])} for every 1000 tokens; "
-            f"runtime {memory['target_backend']}",
+            f"target {_size(memory['target_weights_bytes'])}, {_size(memory['target_cache_bytes_per_1k_tokens'])} for every 1000 tokens"
+            f"{sliding}; runtime {memory['target_backend']}",
         )
     ]
     if memory["draft_weights_bytes"] is not None:

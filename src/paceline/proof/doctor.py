@@ -184,7 +184,7 @@ def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) 
 def _draft_memory(drafter: DrafterDiagnosis, question: DoctorQuestion, device: str, notes: list[str]) -> ModelMemory | None:
     if drafter.head is not None:
         return drafter.head.memory(question.draft_quant)
-    return None if drafter.facts is None else estimate_memory(drafter.facts, question.draft_quant, device, notes)
+    return None if drafter.facts is None else estimate_memory(drafter.facts, question.draft_quant, device, notes, is_draft=True)
 
 
 def _together(drafts: Sequence[ModelMemory]) -> ModelMemory | None:

@@ -1,5 +1,6 @@
 """How much memory a model will take, computed from the shapes of its tensors."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,8 @@ from paceline.models.quantize import schemes_for
 from paceline.proof.checkpoint_facts import CheckpointFacts
 from paceline.runtimes.backend import choose_backend
 
+_ROWS_BESIDE_WINDOW = 640
+"""What a sliding layer holds beyond its window while a long text runs: rows behind it, and those of a pass."""
 _LEAST_CONTEXT = 256  # tokens; with less memory than for these a model is of no use
 
 
@@ -18,13 +21,20 @@ class ModelMemory:
 
     Attributes:
         weights_bytes: matrices as they are computed with, the embedding table as it is stored.
-        cache_bytes_per_1k: keys and values of 1000 tokens.
+        cache_bytes_per_1k: keys and values of 1000 tokens in all layers.
         backend: what computes.
+        windows: of layers that keep no more, how many rows and the bytes of each.
     """
 
     weights_bytes: int
     cache_bytes_per_1k: int
     backend: str
+    windows: tuple[tuple[int, int], ...] = ()
+
+    def cache_bytes(self, num_tokens: int) -> int:
+        """Keys and values of one text."""
+        not_kept = sum(max(0, num_tokens - rows) * row_bytes for rows, row_bytes in self.windows)
+        return self.cache_bytes_per_1k * num_tokens // 1000 - not_kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +60,19 @@ class MemoryEstimate:
     def cache_bytes_per_1k(self) -> int:
         return self.target.cache_bytes_per_1k + (0 if self.draft is None else self.draft.cache_bytes_per_1k)
 
+    def cache_bytes(self, num_tokens: int) -> int:
+        """Keys and values of one text."""
+        return self.target.cache_bytes(num_tokens) + (0 if self.draft is None else self.draft.cache_bytes(num_tokens))
+
     @property
     def full_context_bytes(self) -> int:
         """Everything, with one text of full length."""
-        return self.weights_bytes + self.cache_bytes_per_1k * self.context // 1000
+        return self.weights_bytes + self.cache_bytes(self.context)
 
     @property
     def context_that_fits(self) -> int:
         """Tokens of one text for which there is memory beside the weights; 0 when not even the weights fit."""
-        room = self.available_bytes - self.weights_bytes
-        return max(0, min(self.context, room * 1000 // max(1, self.cache_bytes_per_1k)))
+        return bisect_right(range(1, self.context + 1), self.available_bytes - self.weights_bytes, key=self.cache_bytes)
 
     @property
     def fits(self) -> bool:
@@ -71,6 +84,7 @@ class MemoryEstimate:
         return {
             "target_weights_bytes": self.target.weights_bytes,
             "target_cache_bytes_per_1k_tokens": self.target.cache_bytes_per_1k,
+            "target_windows": sorted(rows for rows, _ in self.target.windows),
             "target_backend": self.target.backend,
             "draft_weights_bytes": None if self.draft is None else self.draft.weights_bytes,
             "draft_cache_bytes_per_1k_tokens": None if self.draft is None else self.draft.cache_bytes_per_1k,
@@ -83,13 +97,16 @@ class MemoryEstimate:
         }
 
 
-def estimate_memory(checkpoint: CheckpointFacts, quant: QuantOptions | None, device: str, notices: list[str]) -> ModelMemory:
+def estimate_memory(
+    checkpoint: CheckpointFacts, quant: QuantOptions | None, device: str, notices: list[str], *, is_draft: bool = False
+) -> ModelMemory:
     """What one model takes.
 
     Args:
         quant: how its matrices are quantised while it is loaded; None = not at all.
         device: "cpu" or "cuda".
         notices: gets a line where a runtime has to take over from another.
+        is_draft: it keeps all rows, also those behind windows.
     """
     config = checkpoint.config
     schemes = {} if quant is None else schemes_for(checkpoint.weights, quant)
@@ -99,4 +116,11 @@ def estimate_memory(checkpoint: CheckpointFacts, quant: QuantOptions | None, dev
         for name in checkpoint.weights
     )
     item_bytes = 4 if backend == "native" or config.weight_type is WeightType.F32 else 2
-    return ModelMemory(weights, config.kv_bytes_per_token(item_bytes) * 1000, backend)
+    row_bytes = config.kv_bytes_per_token(item_bytes)
+    windows = [] if backend == "torch" or is_draft else [(rows, len(layers)) for rows, layers in config.layers_by_window.items() if rows]
+    return ModelMemory(
+        weights,
+        row_bytes * 1000,
+        backend,
+        tuple((rows + _ROWS_BESIDE_WINDOW, row_bytes * count // config.num_layers) for rows, count in windows),
+    )
