@@ -55,7 +55,8 @@ class _Table:
 class WindowKeyValues(PagedRows):
     """As `KeyValues`, for layers with one window; each sequence has blocks of its own here, of the size of the cache's.
 
-    Full blocks can be adopted until their room is needed: they are shared, which a ring of rows could not be.
+    Full blocks can be adopted until their room is needed: they are shared, which a ring of rows could not be. Blocks leave a table before
+    they are given back and enter it once they are owned: an interrupt between loses some, and never gives one out twice.
 
     Args:
         storage: [2·layers, num_blocks, K, block_size, D].
@@ -105,8 +106,8 @@ class WindowKeyValues(PagedRows):
         self._cut(table, blocks_for(commit.committed_len, size))
         first = self._first_seen(commit.committed_len - KEPT_BEHIND)
         if first > table.first:
-            self._give_back(table.blocks[table.first : first].tolist())
-            table.first = first
+            behind, table.first = table.blocks[table.first : first].tolist(), first
+            self._give_back(behind)
 
     def cancel(self, plan: RowPlan) -> None:
         table = self._tables.get(plan.sequence_id)
@@ -194,8 +195,9 @@ class WindowKeyValues(PagedRows):
 
     def _cut(self, table: _Table, end: int) -> None:
         if end < table.end:
-            self._give_back(table.blocks[max(end, table.first) : table.end][::-1].tolist())
+            beyond = table.blocks[max(end, table.first) : table.end][::-1].tolist()
             table.end, table.first = end, min(table.first, end)
+            self._give_back(beyond)
 
     def _adopt(self, sequence_id: int, count: int, links: Sequence[Link]) -> None:
         """Begin behind `count` full blocks that are known."""
@@ -203,11 +205,12 @@ class WindowKeyValues(PagedRows):
         if count == 0:
             return
         first = self._first_seen(count * self._size)
-        table = self._tables[sequence_id] = _Table(first, first, np.zeros(count + 8, np.int32))
+        table = _Table(first, first, np.zeros(count + 8, np.int32))
         table.append([self._block_of[link] for link in links[first:count]])
         for block in table.blocks[first:count].tolist():
-            self._owners[block] += 1
             self._idle.pop(block, None)
+            self._owners[block] += 1
+        self._tables[sequence_id] = table
 
     def _own_last(self, table: _Table) -> None:
         """Make the last block one that may be written to."""

@@ -234,6 +234,35 @@ def test_a_hit_goes_as_far_as_its_window_is_there() -> None:
     bench.check()
 
 
+@pytest.mark.parametrize("num_before", range(6))
+def test_after_an_interrupt_no_block_is_given_out_twice(num_before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C behind any of the calls that give blocks back: some may be lost, none may be free and owned."""
+    bench, real, calls = Bench(), WindowKeyValues._give_back, iter(range(num_before))
+
+    def interrupted(memory: WindowKeyValues, blocks: Sequence[int]) -> None:
+        real(memory, blocks)
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+
+    def run_all(text: Text) -> None:
+        for _ in range(3):
+            start = text.sequence.committed_len
+            bench.run(text, range(-1, 8), text.token_ids[start : start + 9])
+            bench.keep(text, 8)
+
+    text = bench.start([*range(30), 1])
+    with monkeypatch.context() as patch:
+        patch.setattr(WindowKeyValues, "_give_back", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_all(text)
+    bench.cache.release(text.sequence)
+    for window in bench.windows:
+        unowned = [*window._free, *window._idle]
+        assert len(unowned) == len({*unowned})
+        assert all(window._owners[block] == 0 for block in unowned)
+        assert min(window._owners) >= 0
+
+
 def test_no_room_is_a_capacity_error_that_changes_nothing() -> None:
     bench = Bench(of_windows=2)
     text = bench.start(range(20))
