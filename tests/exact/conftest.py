@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from harness.checkpoints import write_checkpoint
+from harness.expert_checkpoints import CASES as EXPERTS
 
 WINDOW = 16
 MADE_OF: dict[str, tuple[str, dict[str, Any]]] = {
@@ -19,6 +20,7 @@ MADE_OF: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 16,
         },
     ),
+    "gpt_oss": EXPERTS["gpt_oss"],
 }
 """Targets that are more than a family: its name, and values of the config. Windows of less than a block move within and across blocks."""
 

@@ -126,13 +126,18 @@ def write_checkpoint(
         config = AutoConfig.for_model(family, **values)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                torch.nn.init.normal_(parameter, std=0.3)
+            if name.endswith(("bias", "sinks")):
+                torch.nn.init.normal_(parameter, std=1.0 if name.endswith("sinks") else 0.3)
+            elif name.endswith((".gate.weight", ".router.weight")):
+                torch.nn.init.normal_(parameter, std=0.5)  # rows choose their experts clearly
             elif "norm" in name:
                 offset = 1.0 if family.startswith("gemma") else 0.0  # its files hold norm weights less 1
                 torch.nn.init.uniform_(parameter, 0.5 - offset, 1.5 - offset)
             elif name.endswith(("q_proj.weight", "k_proj.weight")):
                 parameter.data *= query_key_scale
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                torch.nn.init.normal_(buffer, std=0.3)
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
     write_tokenizer(directory, values["vocab_size"])
     return directory

@@ -24,8 +24,14 @@ ARCHITECTURES = {
     "smollm3": "smollm3",
     "glm4": "glm4",
     "ministral3": "mistral3",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "olmoe": "olmoe",
+    "glm4_moe": "glm4moe",
+    "gpt_oss": "gpt-oss",
 }
-INTERLEAVED = ("llama", "mistral", "granite", "smollm3", "ministral3")
+INTERLEAVED = ("llama", "mistral", "granite", "smollm3", "ministral3", "mixtral")
 HALVES = {
     "Q4_0": (0,),
     "Q4_1": (0, 2),
@@ -39,6 +45,7 @@ HALVES = {
     "Q6_K": (208,),
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
+    "MXFP4": (),
 }
 """Where blocks of a type have their float16 numbers."""
 TypeOf = Callable[[str], str]
@@ -62,12 +69,16 @@ def write_gguf(
     _write_metadata(writer, values)
     for key, value in (metadata or {}).items():
         (writer.add_string if isinstance(value, str) else writer.add_array if isinstance(value, list) else writer.add_uint32)(key, value)
-    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), values["num_hidden_layers"])
-    for name, array in read_tensors(directory).items():
+    known = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(known, values["num_hidden_layers"])
+    tensors = in_stacks(read_tensors(directory), is_interleaved=values["model_type"] == "gpt_oss")
+    for name, array in tensors.items():
         in_file = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert in_file is not None, name
+        in_file += ".weight" if name.endswith(".sinks") else ""
         stored = _as_converted(name, array, values)
-        block_type = "F32" if array.ndim == 1 else types if isinstance(types, str) else types(in_file)
+        is_small = stored.ndim == 1 or ".ffn_gate_inp." in in_file or name.endswith(".bias")
+        block_type = "F32" if is_small else types if isinstance(types, str) else types(in_file)
         kind = gguf.GGMLQuantizationType[block_type]
         writer.add_tensor(in_file, gguf.quants.quantize(stored, kind), raw_dtype=kind)
     _write_rope(writer, values)
@@ -116,7 +127,32 @@ def random_blocks(rng: np.random.Generator, block_type: str, num_rows: int, colu
     for start in HALVES[block_type]:
         numbers = (rng.normal(size=blocks.shape[:2]) * scale).astype("<f2")
         blocks[:, :, start : start + 2] = numbers[..., None].view(np.uint8)
+    if block_type == "MXFP4":
+        blocks[:, :, 0] = rng.integers(125, 128, blocks.shape[:2]) + int(np.log2(scale))  # an exponent, and 127
     return blocks.reshape(num_rows, -1)
+
+
+def in_stacks(tensors: Mapping[str, NDArray[np.float32]], *, is_interleaved: bool = False) -> dict[str, NDArray[np.float32]]:
+    """Experts as converters name and stack them: `….experts.gate_proj.weight` [experts, out, in].
+
+    Args:
+        is_interleaved: checkpoints have stacks with gate and up by turns, whose weights are [experts, in, out], as gpt-oss does.
+    """
+    found, lists = dict[str, NDArray[np.float32]](), dict[str, dict[int, NDArray[np.float32]]]()
+    for name, array in tensors.items():
+        prefix, _, rest = name.partition(".experts.")
+        if not rest:
+            found[name.replace("e_score_correction_bias", "e_score_correction.bias")] = array
+        elif is_interleaved:
+            part, kind = rest.removesuffix("_bias"), "bias" if rest.endswith("_bias") else "weight"
+            rows = array if kind == "bias" else array.swapaxes(1, 2)
+            parts = {"gate_proj": rows[:, 0::2], "up_proj": rows[:, 1::2]} if part == "gate_up_proj" else {"down_proj": rows}
+            found |= {f"{prefix}.experts.{own}.{kind}": np.ascontiguousarray(values) for own, values in parts.items()}
+        else:
+            expert, part, _ = rest.split(".")
+            part = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.get(part, part)
+            lists.setdefault(f"{prefix}.experts.{part}.weight".replace("block_sparse_moe.experts", "mlp.experts"), {})[int(expert)] = array
+    return found | {name: np.stack([experts[number] for number in sorted(experts)]) for name, experts in lists.items()}
 
 
 def _as_converted(name: str, array: NDArray[np.float32], values: Mapping[str, Any]) -> NDArray[np.float32]:
@@ -124,6 +160,8 @@ def _as_converted(name: str, array: NDArray[np.float32], values: Mapping[str, An
         return _interleaved(array, values["num_attention_heads"])
     if values["model_type"] in INTERLEAVED and ".k_proj." in name:
         return _interleaved(array, values["num_key_value_heads"])
+    if name.endswith("shared_expert_gate.weight"):
+        return array[0]
     is_offset = values["model_type"].startswith("gemma") and name.endswith("norm.weight")
     return array + np.float32(1) if is_offset else array
 
@@ -154,6 +192,8 @@ def _write_metadata(writer: Any, values: Mapping[str, Any]) -> None:
     if values["model_type"] in ("olmo3", "exaone4") and values.get("sliding_window"):
         writer.add_sliding_window(values["sliding_window"])
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in values["layer_types"]])
+    if "num_experts_per_tok" in values:
+        _write_experts(writer, values)
     if values["model_type"] == "gemma2":
         writer.add_attn_logit_softcapping(values["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(values["final_logit_softcapping"])
@@ -162,6 +202,30 @@ def _write_metadata(writer: Any, values: Mapping[str, Any]) -> None:
         writer.add_embedding_scale(values["embedding_multiplier"])
         writer.add_residual_scale(values["residual_multiplier"])
         writer.add_logit_scale(values["logits_scaling"])
+
+
+def _write_experts(writer: Any, values: Mapping[str, Any]) -> None:
+    import gguf
+
+    family = values["model_type"]
+    writer.add_expert_count(next(values[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in values))
+    writer.add_expert_used_count(values["num_experts_per_tok"])
+    if family in ("qwen2_moe", "qwen3_moe", "glm4_moe"):
+        writer.add_expert_feed_forward_length(values["moe_intermediate_size"])
+    if family == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(values["shared_expert_intermediate_size"])
+    if family == "gpt_oss":
+        writer.add_expert_feed_forward_length(values["intermediate_size"])
+        writer.add_sliding_window(values["sliding_window"])
+    if family == "glm4_moe":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(values["routed_scaling_factor"])
+        writer.add_expert_weights_norm(values["norm_topk_prob"])
+        writer.add_expert_shared_count(values["n_shared_experts"])
+        writer.add_leading_dense_block_count(values["first_k_dense_replace"])
+        if values["n_group"] > 1:
+            writer.add_expert_group_count(values["n_group"])
+            writer.add_expert_group_used_count(values["topk_group"])
 
 
 def _write_rope(writer: Any, values: Mapping[str, Any]) -> None:

@@ -98,7 +98,7 @@ class Network:
             self.execution.rows(value.index, num_rows)[...] = rows
         described, wanted = batch or make_batch([RowRange(0, num_rows, 0, np.arange(16, dtype=np.int32))])
         self.execution.run(described, wanted._replace(draws=draws))
-        rows_of = {Rows.ALL: num_rows, Rows.WANTED: len(wanted.rows), Rows.LISTED: num_rows}
+        rows_of = {Rows.ALL: num_rows, Rows.WANTED: len(wanted.rows)}
         widths = [self._blocks.result_width(value) for value in self._results]
         return [
             self.execution.rows(one.index, rows_of[one.rows])[:, :width].copy() for one, width in zip(self._results, widths, strict=True)

@@ -6,7 +6,7 @@ there transformers' own distance from float64 is the bound, where it is larger.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,23 @@ import pytest
 from harness.checkpoints import MINISTRAL3, OLMO3_ROPE, VOCAB_SIZE, write_checkpoint
 from harness.model_configs import with_attention
 from harness.mtp_checkpoints import add_module, random_module, write_mimo
-from paceline.kv_cache.paged import CachedSequence, KVCache
-from paceline.models.config import ModelConfig, WeightType, read_config
-from paceline.models.weights import Weights
-from paceline.runtimes.base import FloatArray, Network, Numerics, assemble
-from paceline.runtimes.decoder import decoder
+from harness.parity import (
+    BOUNDS,
+    PROMPT_LEN,
+    Reference,
+    check_a_prompt,
+    difference,
+    make_reference,
+    open_backend,
+    prompt_logits,
+    torch_logits,
+    transformers_output,
+)
+from paceline.models.config import WeightType, read_config
+from paceline.runtimes.base import Numerics, assemble
 from paceline.runtimes.load import RuntimeOptions, load_runtime
-from paceline.runtimes.native.library import kernels_path
 
 torch = pytest.importorskip("torch")
-
-PROMPT_LEN = 300
-ONE_ROW_FACTOR = 3
-BOUNDS = {"torch": 1e-5, "native": 5e-5}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -115,28 +119,6 @@ BY_CASE_AND_BACKEND = pytest.mark.parametrize(
 )
 
 
-@dataclass(frozen=True)
-class Reference:
-    """What transformers computes for one prompt."""
-
-    directory: Path
-    token_ids: list[int]
-    logits: FloatArray
-    hidden_states: tuple[FloatArray, ...]  # every boundary; the last one after the final norm
-    rounding: float  # how far its logits are from what it computes in float64
-
-
-def transformers_output(directory: Path, token_ids: list[int], dtype: str = "float32") -> tuple[FloatArray, tuple[FloatArray, ...]]:
-    from transformers import AutoModelForCausalLM
-
-    # transformers 5.20, the last for Python 3.10, lets gemma2 take an attention that does not cap its scores
-    plain = {} if read_config(directory).attention.soft_cap is None else {"attn_implementation": "eager"}
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), **plain).eval()
-    with torch.inference_mode():
-        output = model(torch.tensor([token_ids]), output_hidden_states=True)
-    return output.logits[0].float().numpy(), tuple(states[0].float().numpy() for states in output.hidden_states)
-
-
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
     known: dict[str, Reference] = {}
@@ -144,83 +126,17 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refe
     def reference(name: str) -> Reference:
         if name not in known:
             directory = write_checkpoint(tmp_path_factory.mktemp(name), CASES[name].family, **CASES[name].overrides)
-            token_ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, PROMPT_LEN).tolist()
-            logits, hidden_states = transformers_output(directory, token_ids)
-            wide, _ = transformers_output(directory, token_ids, "float64")
-            known[name] = Reference(directory, token_ids, logits, hidden_states, difference(logits, wide))
+            known[name] = make_reference(directory)
         return known[name]
 
     return reference
-
-
-def needs(backend: str) -> None:
-    if backend == "native" and kernels_path() is None:
-        pytest.skip("no native kernels for this machine")
-
-
-def open_backend(
-    directory: Path,
-    backend: str,
-    *,
-    max_context: int | None = None,
-    weight_type: WeightType = WeightType.F32,
-    collect_layers: Sequence[int] = (),
-) -> Network:
-    needs(backend)
-    options = RuntimeOptions(
-        numerics=Numerics.FAST,
-        dtype=weight_type,
-        num_threads=2,
-        device="cpu",
-        backend=backend,
-        max_context=max_context,
-        collect_layers=collect_layers,
-    )
-    return load_runtime(directory, options).runtime
-
-
-def append(runtime: Network, cache: KVCache, sequence: CachedSequence, token_ids: Sequence[int]) -> FloatArray:
-    """The logits of one pass over `token_ids`, which become committed."""
-    plan = cache.reserve(sequence, range(-1, len(token_ids) - 1))
-    output = runtime.forward(*assemble([plan], [list(token_ids)], [list(range(len(token_ids)))]))
-    cache.keep_path(sequence, len(token_ids) - 1)
-    return output.logits
-
-
-def prompt_logits(runtime: Network, token_ids: Sequence[int]) -> FloatArray:
-    cache = runtime.new_cache(64)
-    return append(runtime, cache, cache.new_sequence(), token_ids).copy()
-
-
-def torch_logits(config: ModelConfig, reference: Reference) -> FloatArray:
-    """What the torch runtime makes of a reference's checkpoint if it were the one `config` describes."""
-    from paceline.runtimes.torch.network import TorchNetwork
-
-    weights = Weights.open(reference.directory, read_config(reference.directory))
-    return prompt_logits(TorchNetwork(decoder(config), config, weights), reference.token_ids)
-
-
-def difference(found: FloatArray, expected: FloatArray) -> float:
-    assert found.shape == expected.shape
-    assert found.dtype == np.float32
-    return float(np.abs(found - expected).max())
 
 
 @BY_CASE_AND_BACKEND
 def test_a_prompt_gives_the_logits_of_transformers_in_one_pass_in_chunks_and_one_by_one(
     references: Callable[[str], Reference], case: str, backend: str
 ) -> None:
-    reference = references(case)
-    runtime = open_backend(reference.directory, backend, max_context=CASES[case].max_context)
-    cache = runtime.new_cache(64)
-    for chunk_lens in ([PROMPT_LEN], [1, 31, 33, 64, 100, 71], [15, 16, 17, *[1] * 20], [40, *[1] * 4]):
-        sequence, begin = cache.new_sequence(), 0
-        for chunk_len in chunk_lens:
-            logits = append(runtime, cache, sequence, reference.token_ids[begin : begin + chunk_len])
-            bound = max(BOUNDS[backend] * (ONE_ROW_FACTOR if chunk_len == 1 else 1), reference.rounding)
-            assert difference(logits, reference.logits[begin : begin + chunk_len]) <= bound, (chunk_lens, begin)
-            begin += chunk_len
-        cache.release(sequence)
+    check_a_prompt(references(case), backend, max_context=CASES[case].max_context)
 
 
 @BY_CASE_AND_BACKEND

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness import expert_checkpoints
 from harness.checkpoints import MINISTRAL3, OLMO3_ROPE, VOCAB_SIZE, write_checkpoint
 from harness.gguf_checkpoints import random_blocks, read_tensors, write_gguf, write_tensors
 from paceline.config import QuantOptions
@@ -61,6 +62,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {"tie_word_embeddings": True, "query_pre_attn_scalar": 16, "sliding_window": 64}),
     "gemma3-linear": ("gemma3_text", {"tie_word_embeddings": True, "query_pre_attn_scalar": 16, "rope_parameters": GEMMA3_ROPE}),
 }
+CASES |= {name: expert_checkpoints.CASES[name] for name in expert_checkpoints.OF_CONVERTERS}
 BY_CASE = pytest.mark.parametrize("case", CASES)
 Make = Callable[[str, str], Path]
 
@@ -175,7 +177,7 @@ def test_our_kernels_round_rows_to_bytes_unless_float32_is_asked_for(checkpoint:
 
 @pytest.mark.skipif(kernels_path() is None, reason="no native kernels for this machine")
 @pytest.mark.parametrize("quant", [None, QuantOptions(bits=4)])
-@pytest.mark.parametrize("case", ["llama", "qwen2-tied", "gemma2"])
+@pytest.mark.parametrize("case", ["llama", "qwen2-tied", "gemma2", "qwen3_moe"])
 def test_what_our_kernels_laid_out_is_not_held_twice_and_can_be_read_again(
     checkpoint: Make, tmp_path: Path, case: str, quant: QuantOptions | None
 ) -> None:
@@ -183,7 +185,7 @@ def test_what_our_kernels_laid_out_is_not_held_twice_and_can_be_read_again(
     weights = load_runtime(path, RuntimeOptions(device="cpu", backend="native", quant=quant)).runtime.weights
     source = getattr(weights, "_weights", weights)  # of what is quantised further
     held = {name for name, tensor in [*weights._tensors.items(), *source._tensors.items()] if isinstance(tensor, GroupedTensor)}
-    assert held == ({"embedding.weight"} if case == "llama" else set())  # whose rows are looked up; a tied one's in the other form
+    assert held == ({"embedding.weight"} if case in ("llama", "qwen3_moe") else set())  # whose rows are looked up; a tied one's in the other form
     fresh = open_weights(path, read_model_config(path))
     if quant is not None:
         fresh = quantized_weights(fresh, quant, None)
@@ -203,10 +205,10 @@ def test_a_file_of_mixed_block_types_runs(tmp_path: Path, seed: int) -> None:
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":
             writer.add_key_value(field.name, field.contents(), field.types[0])
-    for index, tensor in enumerate(reader.tensors):
+    for tensor in reader.tensors:
         array = np.array(tensor.data)
         if array.ndim == 2:
-            block_type = names[index % len(names)]
+            block_type = names[len(stored) % len(names)]
             array = random_blocks(rng, block_type, *array.shape, scale=0.003)
             stored[tensor.name] = block_type, array
             writer.add_tensor(tensor.name, array, raw_dtype=gguf.GGMLQuantizationType[block_type])
@@ -226,7 +228,7 @@ def test_a_file_of_mixed_block_types_runs(tmp_path: Path, seed: int) -> None:
     assert weights.nbytes == sum(weights[name].nbytes for name in weights)
     assert logits(path).shape == (NUM_TOKENS, VOCAB_SIZE)
     if kernels_path() is not None:
-        assert distance(logits(path, backend="native"), logits(path)) < 1e-5
+        assert distance(logits(path, backend="native"), logits(path)) < 3e-5
         assert distance(logits(path, backend="native", dtype=None), logits(path)) < 0.1
 
 

@@ -5,9 +5,11 @@ from pathlib import Path
 
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, read_config
+from paceline.models.families import FAMILIES
 from paceline.models.gguf.config import gguf_config
 from paceline.models.gguf.file import open_gguf, split_parts
 from paceline.models.gguf.weights import GgufWeights
+from paceline.models.gpt_oss import PackedExpertWeights
 from paceline.models.safetensors_file import checkpoint_files
 from paceline.models.weights import Weights
 from paceline.small_files import is_file
@@ -40,7 +42,8 @@ def open_weights(path: Path, config: ModelConfig, *, regroup: bool = False, num_
     """
     if is_gguf(path):
         return GgufWeights(open_gguf(path), config, regroup=regroup, num_threads=num_threads)
-    return Weights.open(_directory(path), config)
+    directory = _directory(path)
+    return PackedExpertWeights(directory, config) if FAMILIES[config.family].packs_experts else Weights.open(directory, config)
 
 
 def weight_files(path: Path) -> tuple[Path, ...]:

@@ -174,7 +174,7 @@ def config_from_values(
     values = _text_values(values)
     family = family_of(values, path)
     fields = JsonFields({**family.defaults, **values}, path)
-    _refuse_quantised(fields)
+    _refuse_quantised(fields, family)
     read = LayerReader(fields, family)
     layers = family.layers(read)
     generation = generation or {}
@@ -230,7 +230,7 @@ def _text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**outer, **text, **ends, "model_type": kind}
 
 
-def _refuse_quantised(fields: JsonFields) -> None:
+def _refuse_quantised(fields: JsonFields, family: Family) -> None:
     packed = fields.values.get("quantization")
     if isinstance(packed, Mapping) and {"group_size", "bits"} <= packed.keys():
         raise CheckpointError(
@@ -240,6 +240,8 @@ def _refuse_quantised(fields: JsonFields) -> None:
     quantization = fields.values.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
+        if method == "mxfp4" and family.packs_experts:
+            return
         raise CheckpointError(
             f"{fields.path}: the weights are quantised ({shortened(method)}); supported are f32, f16 and bf16: "
             "use the model it was made from"

@@ -14,12 +14,15 @@ RUN = 32
 class GroupedMatrix:
     """A matrix [N, K] of values `scale * (code - zero_point) + minimum`, each operation rounded to float32 on its own.
 
+    With a table a value is `scale * table[code]`.
+
     Attributes:
         codes: 8 bits: [N, K] int8, or uint8 where codes go past 127. 4 bits: [N, K / 2] uint8, packed in runs of 32.
         scales: [N, K / group] float32; group g covers columns [g * group, (g + 1) * group).
         minimums: [N, K / group] float32, or None where all are zero (then nothing is added).
         bits: 4 or 8.
         zero_point: subtracted from every code, in integers.
+        table: [16] int8 for codes of 4 bits without minimums and zero point; None = codes are numbers.
     """
 
     codes: NDArray[np.uint8] | NDArray[np.int8]
@@ -27,6 +30,7 @@ class GroupedMatrix:
     minimums: NDArray[np.float32] | None
     bits: int
     zero_point: int = 0
+    table: NDArray[np.int8] | None = None
 
     def __post_init__(self) -> None:
         """Refuse what the kernels would read wrongly.
@@ -62,7 +66,7 @@ class GroupedMatrix:
     def values(self, rows: NDArray[np.int32] | slice = slice(None)) -> NDArray[np.float32]:
         """The exact values of `rows`, [len(rows), K] float32."""
         codes = unpack_nibbles(self.codes[rows].view(np.uint8)) if self.bits == 4 else self.codes[rows]
-        shifted = codes.astype(np.int32) - np.int32(self.zero_point)
+        shifted = codes.astype(np.int32) - np.int32(self.zero_point) if self.table is None else self.table[codes]
         scales = self.scales[rows]
         values = shifted.astype(np.float32).reshape(*scales.shape, self.group) * scales[..., None]
         if self.minimums is not None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.json_fields import JsonFields
-from paceline.models.layers import Activation, AttentionConfig, DenseMLP, LayerConfig, NormOrder, QKNorm
+from paceline.models.layers import Activation, AttentionConfig, DenseMLP, ExpertMLP, LayerConfig, NormOrder, QKNorm, Routing
 from paceline.models.rope_config import RopeConfig, RopeType, read_rope
 
 if TYPE_CHECKING:
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 MAX_LAYERS = 4096
 MAX_HEAD_SIZE = 8192
+MAX_EXPERTS = 1024
+"""Of kernels/experts.c."""
 ACTIVATIONS = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
@@ -59,6 +61,7 @@ class LayerReader:
         qk_norm: QKNorm = QKNorm.NONE,
         scale: float | None = None,
         soft_cap: float | None = None,
+        has_sinks: bool = False,
     ) -> AttentionConfig:
         """Attention over everything.
 
@@ -75,9 +78,11 @@ class LayerReader:
             bias=bias,
             output_bias=output_bias,
             qk_norm=qk_norm,
+            has_sinks=has_sinks,
         )
 
-    def mlp(self, *, bias: bool = False) -> DenseMLP:
+    def mlp(self, *, bias: bool = False, size: str = "intermediate_size") -> DenseMLP:
+        """An MLP as wide as the field `size` says."""
         name = self.fields.values.get(self.family.activation_field, "silu")
         activation = ACTIVATIONS.get(str(name))
         if activation is None:
@@ -85,24 +90,41 @@ class LayerReader:
                 f"{self.fields.path}: {self.family.activation_field} = {shortened(name)} is not supported, "
                 f"only {', '.join(map(repr, ACTIVATIONS))} are"
             )
-        return DenseMLP(intermediate_size=self.fields.size("intermediate_size"), activation=activation, bias=bias)
+        return DenseMLP(intermediate_size=self.fields.size(size), activation=activation, bias=bias)
+
+    def routing(self) -> Routing:
+        """As many experts as the metadata says; weights are normalised as `norm_topk_prob` says."""
+        fields = self.fields
+        names = [name for name in ("num_experts", "num_local_experts", "n_routed_experts") if fields.values.get(name) is not None]
+        num_experts = fields.size(names[0] if names else "num_experts", most=MAX_EXPERTS)
+        num_chosen = fields.size("num_experts_per_tok", fields.values.get("experts_per_token"))
+        if num_chosen > num_experts:
+            raise CheckpointError(f"{fields.path}: num_experts_per_tok = {num_chosen}, but there are only {num_experts} experts")
+        return Routing(num_experts=num_experts, num_chosen=num_chosen, is_normalized=self.flag("norm_topk_prob"))
 
     def layers(
-        self, attention: AttentionConfig, mlp: DenseMLP, *, norm_order: NormOrder = NormOrder.PRE, slides: Sequence[bool] = ()
+        self,
+        attention: AttentionConfig,
+        mlp: DenseMLP | ExpertMLP | Sequence[DenseMLP | ExpertMLP],
+        *,
+        norm_order: NormOrder = NormOrder.PRE,
+        slides: Sequence[bool] = (),
     ) -> tuple[LayerConfig, ...]:
         """Layers that are alike, except that some may have a sliding window.
 
         Args:
+            mlp: of all layers, or of each.
             slides: for each layer whether its window slides; none = no layer's does. A window as long as the context is left out.
         """
-        full = LayerConfig(mixer=attention, mlp=mlp, norm_order=norm_order)
-        if not any(slides):
-            return (full,) * self.num_layers
-        window = None if self.fields.values.get("sliding_window") is None else self.fields.size("sliding_window")
+        window = self.fields.size("sliding_window") if any(slides) and self.fields.values.get("sliding_window") is not None else None
         if window is not None and window >= self.max_positions:
             window = None
-        local = replace(full, mixer=replace(attention, window=window, rope=self.local_rope))
-        return tuple(local if is_local else full for is_local in slides)
+        local = replace(attention, window=window, rope=self.local_rope)
+        mixers = [local if slides and slides[layer] else attention for layer in range(self.num_layers)]
+        mlps = mlp if isinstance(mlp, Sequence) else [mlp] * self.num_layers
+        known: dict[LayerConfig, LayerConfig] = {}
+        found = (LayerConfig(mixer=mixer, mlp=own, norm_order=norm_order) for mixer, own in zip(mixers, mlps, strict=True))
+        return tuple(known.setdefault(layer, layer) for layer in found)
 
     def sliding_layers(self) -> list[bool]:
         """Those that `layer_types` names, else all but every `sliding_window_pattern`-th."""

@@ -13,6 +13,14 @@ class Activation(Enum):
     GELU_TANH = "gelu_tanh"
 
 
+@dataclass(frozen=True, slots=True)
+class ClampedSwiGLU:
+    """gpt-oss' activation of an MLP: (up + 1) * gate * sigmoid(slope * gate), gate at most `limit`, up between -limit and limit."""
+
+    slope: float
+    limit: float
+
+
 class QKNorm(Enum):
     """Over which values queries and keys are normed in front of the rotation."""
 
@@ -51,6 +59,7 @@ class AttentionConfig:
         soft_cap: scores become cap * tanh(score / cap); None = they stay.
         bias: on q, k and v.
         output_bias: on o.
+        has_sinks: every row also sees one key without a value for each query head, whose score is a weight.
     """
 
     num_heads: int
@@ -64,6 +73,7 @@ class AttentionConfig:
     bias: bool = False
     output_bias: bool = False
     qk_norm: QKNorm = QKNorm.NONE
+    has_sinks: bool = False
 
     @property
     def key_rope(self) -> RopeConfig:
@@ -86,8 +96,59 @@ class DenseMLP:
     """down(activation(gate(x)) * up(x))."""
 
     intermediate_size: int
-    activation: Activation = Activation.SILU
+    activation: Activation | ClampedSwiGLU = Activation.SILU
     bias: bool = False
+
+
+class Scoring(Enum):
+    """What makes scores of a router's logits."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """How a row chooses its experts: those with the highest scores, of equal ones the first. Their outputs are added up with weights.
+
+    Attributes:
+        bias: on the router.
+        is_normalized: the weights are the scores divided by their sum and `least`; else the scores themselves.
+        factor: on all weights.
+        num_groups, chosen_groups: only the experts of the groups with the largest sums of their two best scores can be chosen.
+        is_corrected: a vector is added to scores where they are compared, and not to weights.
+        has_scales: the weights of each expert are multiplied by a number of its own.
+
+    Source: Shazeer et al. 2017, section 2.1; groups and correction: DeepSeek-V3 (2024), section 2.1.2.
+    """
+
+    num_experts: int
+    num_chosen: int
+    scoring: Scoring = Scoring.SOFTMAX
+    bias: bool = False
+    is_normalized: bool = True
+    least: float = 0.0
+    factor: float = 1.0
+    num_groups: int = 1
+    chosen_groups: int = 1
+    is_corrected: bool = False
+    has_scales: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertMLP:
+    """A mixture of experts.
+
+    Attributes:
+        expert: each of them.
+        shared: one that every row runs through as well; None = there is none.
+        gates_shared: its output is multiplied by the sigmoid of a product with the row.
+    """
+
+    routing: Routing
+    expert: DenseMLP
+    shared: DenseMLP | None = None
+    gates_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +160,6 @@ class LayerConfig:
     """
 
     mixer: AttentionConfig
-    mlp: DenseMLP
+    mlp: DenseMLP | ExpertMLP
     norm_order: NormOrder = NormOrder.PRE
     residual_scale: float = 1.0

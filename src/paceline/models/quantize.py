@@ -26,6 +26,7 @@ GROUPS = (128, 64, 32)
 _CHUNK_VALUES = 1 << 17  # a chunk's temporaries stay in the processor's cache
 _SCALE_BITS_DROPPED = 12  # of float32's 24 significant bits
 _HUGE = np.float32(1e37)  # codes times scales must not overflow; no network has such weights
+_ROUTERS = ("router", "shared_gate")  # small, and what they decide is all or nothing
 _TINY = np.float32(1e-30)  # a group that nowhere exceeds it counts as zero: its scale would not be a normal number
 # Steps per largest magnitude to try: clipping the largest value a little often gains more than it costs. With -7 among them no group
 # is worse than plainly rounded; a finer search lowers the error of int4 by 0.3 % and takes a third longer.
@@ -143,6 +144,8 @@ def _wanted_bits(name: str, options: QuantOptions, *, is_head_too: bool) -> int 
     for pattern, bits in options.overrides:
         if fnmatchcase(name, pattern):
             return bits
+    if name.rsplit(".", 2)[-2] in _ROUTERS:
+        return None
     if name == "embedding.weight" and is_head_too:
         both = (options.embedding_bits, options.lm_head_bits)
         return None if None in both else max(bits for bits in both if bits is not None)

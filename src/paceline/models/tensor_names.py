@@ -1,8 +1,10 @@
 """The tensors of a network: our names for them, their shapes, and what checkpoints call them."""
 
+from collections.abc import Mapping
+
 from paceline.models.config import ModelConfig
 from paceline.models.families import FAMILIES
-from paceline.models.layers import LayerConfig, NormOrder, QKNorm
+from paceline.models.layers import DenseMLP, ExpertMLP, LayerConfig, NormOrder, QKNorm
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -28,20 +30,49 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
         shapes |= {"q_norm.weight": (mixer.head_size,), "k_norm.weight": (mixer.head_size,)}
     elif mixer.qk_norm is QKNorm.WIDTH:
         shapes |= {"q_norm.weight": (mixer.query_size,), "k_norm.weight": (mixer.kv_size,)}
+    if mixer.has_sinks:
+        shapes["attention.sinks"] = (mixer.num_heads,)
     projections = {
         "q_proj": (mixer.query_size, hidden, mixer.bias),
         "k_proj": (mixer.kv_size, hidden, mixer.bias),
         "v_proj": (mixer.kv_size, hidden, mixer.bias),
         "o_proj": (hidden, mixer.query_size, mixer.output_bias),
-        "gate_proj": (mlp.intermediate_size, hidden, mlp.bias),
-        "up_proj": (mlp.intermediate_size, hidden, mlp.bias),
-        "down_proj": (hidden, mlp.intermediate_size, mlp.bias),
     }
+    return shapes | _matrices(projections) | (_expert_shapes(mlp, hidden) if isinstance(mlp, ExpertMLP) else _mlp_shapes(mlp, hidden))
+
+
+def _matrices(projections: Mapping[str, tuple[int, int, bool]]) -> dict[str, tuple[int, ...]]:
+    """Of matrices by rows, columns and whether they have a bias."""
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, (rows, columns, has_bias) in projections.items():
         shapes[f"{name}.weight"] = (rows, columns)
         if has_bias:
             shapes[f"{name}.bias"] = (rows,)
     return shapes
+
+
+def _mlp_shapes(mlp: DenseMLP, hidden: int, prefix: str = "") -> dict[str, tuple[int, ...]]:
+    return _matrices(
+        {
+            f"{prefix}gate_proj": (mlp.intermediate_size, hidden, mlp.bias),
+            f"{prefix}up_proj": (mlp.intermediate_size, hidden, mlp.bias),
+            f"{prefix}down_proj": (hidden, mlp.intermediate_size, mlp.bias),
+        }
+    )
+
+
+def _expert_shapes(mlp: ExpertMLP, hidden: int) -> dict[str, tuple[int, ...]]:
+    routing = mlp.routing
+    shapes = _matrices({"router": (routing.num_experts, hidden, routing.bias)})
+    if routing.is_corrected:
+        shapes["router.correction"] = (routing.num_experts,)
+    if routing.has_scales:
+        shapes["router.scales"] = (routing.num_experts,)
+    for expert in range(routing.num_experts):
+        shapes |= _mlp_shapes(mlp.expert, hidden, f"experts.{expert}.")
+    if mlp.shared is not None:
+        shapes |= _mlp_shapes(mlp.shared, hidden, "shared_expert.")
+    return shapes | (_matrices({"shared_gate": (1, hidden, False)}) if mlp.gates_shared else {})
 
 
 _CHECKPOINT_PARTS = {
@@ -50,6 +81,12 @@ _CHECKPOINT_PARTS = {
     "lm_head": "lm_head",
     **{name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
     **{name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
+    "router": "mlp.gate",
+    "experts": "mlp.experts",
+    "shared_expert": "mlp.shared_expert",
+    "shared_gate": "mlp.shared_expert_gate",
+    "attention": "self_attn",
+    "correction": "e_score_correction_bias",
 }
 _BEHIND = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
 _NORMS = {
@@ -61,9 +98,16 @@ _NORMS = {
 
 def checkpoint_names(config: ModelConfig) -> dict[str, str]:
     """How Hugging Face checkpoints call our tensors: `layers.3.q_proj.weight` is `model.layers.3.self_attn.q_proj.weight`."""
-    names, own_norms = {}, FAMILIES[config.family].norm_names
+    names, own_parts = {}, FAMILIES[config.family].part_names
     for name in tensor_shapes(config):
-        *prefix, part, kind = name.split(".")
-        parts = {**_CHECKPOINT_PARTS, **_NORMS[config.layers[int(prefix[1])].norm_order], **own_norms} if prefix else _CHECKPOINT_PARTS
-        names[name] = ".".join((["model", *prefix] if prefix else []) + [parts[part], kind])
+        if not name.startswith("layers."):
+            part, kind = name.split(".")
+            names[name] = f"{_CHECKPOINT_PARTS[part]}.{kind}"
+            continue
+        _, index, *path = name.split(".")
+        parts = {**_CHECKPOINT_PARTS, **_NORMS[config.layers[int(index)].norm_order], **own_parts}
+        first, *others = path
+        inside = first in ("experts", "shared_expert")  # whose own parts have their plain names
+        others = others if inside else [parts.get(part, part) for part in others]
+        names[name] = ".".join(["model", "layers", index, parts[first], *others])
     return names

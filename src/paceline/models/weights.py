@@ -1,7 +1,7 @@
 """A checkpoint's weights under our names, memory-mapped: nothing is read until it is used."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, WeightType
+from paceline.models.expert_stacks import split_experts
 from paceline.models.families import FAMILIES
 from paceline.models.grouped import GroupedMatrix
+from paceline.models.layers import DenseMLP
 from paceline.models.safetensors_file import StoredTensor, checkpoint_files, map_file, read_header, view_tensor
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 
@@ -94,18 +96,34 @@ class Weights(Mapping[str, AnyTensor]):
         Raises:
             CheckpointError: a file is missing or damaged, a tensor is missing, unknown, or of another shape or type than expected.
         """
-        stored: dict[str, StoredTensor] = {}
-        for path in checkpoint_files(directory):
-            stored.update(read_header(path))
-        if config.num_layers > len(stored):  # checked before a table of that size is made
-            raise CheckpointError(
-                f"{directory} holds {len(stored)} tensors, too few for the {config.num_layers} layers of its config.json; "
-                "is it another model's?"
-            )
-        stored, heads = _without_heads(_language_model(stored), config)
-        shapes, wanted = tensor_shapes(config), checkpoint_names(config)
+        stored, files, own_head = open_stored(directory, config)
+        weights = cls.of_stored(directory, stored, files, config)
+        weights.own_head = own_head
+        return weights
+
+    @classmethod
+    def of_stored(
+        cls,
+        directory: Path,
+        stored: Mapping[str, StoredTensor],
+        files: Mapping[Path, NDArray[np.uint8]],
+        config: ModelConfig,
+        elsewhere: Container[str] = (),
+    ) -> "Weights":
+        """Check the tensors of a checkpoint against its config.
+
+        Args:
+            stored: by their plain names, as `open_stored` gives them.
+            elsewhere: our names of tensors that somebody else makes.
+
+        Raises:
+            CheckpointError: as `open`.
+        """
+        shapes = {name: shape for name, shape in tensor_shapes(config).items() if name not in elsewhere}
+        wanted = {name: in_file for name, in_file in checkpoint_names(config).items() if name in shapes}
         if FAMILIES[config.family].fuses_projections:
             stored = _unfused(stored, config)
+        stored = split_experts(stored, config)
         if config.tied_embeddings and wanted["embedding.weight"] not in stored and "lm_head.weight" in stored:
             wanted["embedding.weight"] = "lm_head.weight"  # either name may be the one that was kept
         missing = [name for name in wanted.values() if name not in stored]
@@ -118,18 +136,14 @@ class Weights(Mapping[str, AnyTensor]):
                 f"{directory} holds {_listed(unknown)} that a {config.family} model with this config.json does not have; "
                 "running without them would give other tokens"
             )
-        files = {path: map_file(path) for path in {tensor.path for tensor in stored.values()}}
-        tensors = {name: _open_tensor(in_file, stored[in_file], shapes[name], files) for name, in_file in wanted.items()}
+        tensors = {name: open_tensor(in_file, stored[in_file], shapes[name], files) for name, in_file in wanted.items()}
         if config.tied_embeddings and "lm_head.weight" in stored:
             _check_tied(tensors["embedding.weight"], stored["lm_head.weight"], files)
         if config.norm_offset:
             tensors |= {name: _plus_one(tensor) for name, tensor in tensors.items() if name.endswith("norm.weight")}
         if FAMILIES[config.family].interleaves_rotation:
             tensors |= _in_halves(tensors, config)
-        weights = cls(tensors)
-        if heads:
-            weights.own_head = "medusa" if heads[0].startswith("medusa_head.") else "mtp"
-        return weights
+        return cls(tensors)
 
     def __getitem__(self, name: str) -> AnyTensor:
         return self._tensors[name]
@@ -214,6 +228,25 @@ def as_float32(tensor: AnyTensor, rows: NDArray[np.int32] | None = None) -> NDAr
     return np.asarray(stored, np.float32)
 
 
+def open_stored(directory: Path, config: ModelConfig) -> tuple[dict[str, StoredTensor], dict[Path, NDArray[np.uint8]], str | None]:
+    """The model's tensors in a checkpoint directory by plain names, its mapped files, and "medusa" or "mtp" where it holds such a head.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or there are fewer tensors than layers.
+    """
+    stored: dict[str, StoredTensor] = {}
+    for path in checkpoint_files(directory):
+        stored.update(read_header(path))
+    if config.num_layers > len(stored):  # checked before a table of that size is made
+        raise CheckpointError(
+            f"{directory} holds {len(stored)} tensors, too few for the {config.num_layers} layers of its config.json; "
+            "is it another model's?"
+        )
+    stored, heads = _without_heads(_language_model(stored), config)
+    own_head = None if not heads else "medusa" if heads[0].startswith("medusa_head.") else "mtp"
+    return stored, {path: map_file(path) for path in {tensor.path for tensor in stored.values()}}, own_head
+
+
 def _language_model(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The tensors of the language model under its plain names, where the files hold an image encoder's beside them."""
     nesting = next((nesting for nesting in _NESTINGS if any(name.startswith(nesting) for name in stored)), None)
@@ -248,11 +281,10 @@ def _unfused(stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[st
     """The projections of stacked matrices as row ranges of them: the same bytes of the file."""
     tensors = dict(stored)
     for index, layer in enumerate(config.layers):
-        query_size, kv_size, inner = layer.mixer.query_size, layer.mixer.kv_size, layer.mlp.intermediate_size
-        stacks = {
-            "self_attn.qkv_proj": {"self_attn.q_proj": query_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size},
-            "mlp.gate_up_proj": {"mlp.gate_proj": inner, "mlp.up_proj": inner},
-        }
+        query_size, kv_size = layer.mixer.query_size, layer.mixer.kv_size
+        stacks = {"self_attn.qkv_proj": {"self_attn.q_proj": query_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}}
+        if isinstance(layer.mlp, DenseMLP):
+            stacks["mlp.gate_up_proj"] = dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), layer.mlp.intermediate_size)
         for stack, sizes in stacks.items():
             name = f"model.layers.{index}.{stack}.weight"
             if name in tensors:
@@ -302,7 +334,12 @@ def _in_halves(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, 
     return found
 
 
-def _open_tensor(name: str, stored: StoredTensor, shape: tuple[int, ...], files: Mapping[Path, NDArray[np.uint8]]) -> Tensor:
+def open_tensor(name: str, stored: StoredTensor, shape: tuple[int, ...], files: Mapping[Path, NDArray[np.uint8]]) -> Tensor:
+    """A view of a stored tensor.
+
+    Raises:
+        CheckpointError: it is of another shape, or of a type that we do not read.
+    """
     if stored.shape != shape:
         raise CheckpointError(
             f"{stored.path}: tensor {name!r} has shape {list(stored.shape)}, but config.json makes it {list(shape)}; "
@@ -323,7 +360,7 @@ def _is_ignorable(name: str, config: ModelConfig) -> bool:
 
 
 def _check_tied(embedding: Tensor, stored: StoredTensor, files: Mapping[Path, NDArray[np.uint8]]) -> None:
-    lm_head = _open_tensor("lm_head.weight", stored, embedding.shape, files)
+    lm_head = open_tensor("lm_head.weight", stored, embedding.shape, files)
     if lm_head.weight_type is not embedding.weight_type or not np.array_equal(lm_head.array, embedding.array):
         raise CheckpointError(
             f"{stored.path}: lm_head.weight differs from the embedding although tie_word_embeddings is true; "

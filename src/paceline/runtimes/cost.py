@@ -8,6 +8,7 @@ from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.runtimes.base import Network, assemble
 
 CACHED_LEN = 64
+_SPREAD = 7919  # from row to row another token: where experts are chosen, rows of a text read more of them than one row does
 
 
 def time_passes(
@@ -53,4 +54,5 @@ def time_passes(
 
 def _run(runtime: Network, cache: KVCache, sequence: CachedSequence, count: int, *, wants_logits: bool) -> None:
     plan = cache.reserve(sequence, range(-1, count - 1))
-    runtime.forward(*assemble([plan], [[0] * count], [range(count) if wants_logits else ()]))
+    token_ids = [_SPREAD * (1 + row) % runtime.config.vocab_size for row in range(count)]
+    runtime.forward(*assemble([plan], [token_ids], [range(count) if wants_logits else ()]))

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig
-from paceline.models.layers import Activation, AttentionConfig, DenseMLP, LayerConfig, QKNorm
+from paceline.models.layers import Activation, AttentionConfig, ClampedSwiGLU, DenseMLP, ExpertMLP, LayerConfig, QKNorm
 from paceline.models.rope_config import RopeConfig
 from paceline.runtimes.ranking import Ranking
 
@@ -50,12 +50,21 @@ class Blocks(Protocol[Value]):
     def attention(self, q: Value, k: Value, v: Value, attention: AttentionConfig, layer: int) -> Value:
         """Write k and v [T, K * D] to the cache of `layer` and attend q [T, H * D] to all each row may see, the last `window` of it.
 
-        Scores are multiplied by `attention.scale`, then soft-capped where `attention.soft_cap` is set.
+        Scores are multiplied by `attention.scale`, then soft-capped where `attention.soft_cap` is set. Sinks are the tensor
+        `layers.N.attention.sinks`.
         """
         ...
 
-    def gated(self, gate: Value, up: Value, activation: Activation) -> Value:
+    def gated(self, gate: Value, up: Value, activation: Activation | ClampedSwiGLU) -> Value:
         """activation(gate) * up."""
+        ...
+
+    def experts(self, x: Value, logits: Value, mlp: ExpertMLP, prefix: str) -> Value:
+        """The experts `prefix + experts.N` that each row chooses by its router's logits [T, experts], weighted and added up, [T, E]."""
+        ...
+
+    def sigmoid_gate(self, x: Value, y: Value) -> Value:
+        """x * sigmoid(y), y [T, 1]."""
         ...
 
     def add(self, x: Value, y: Value) -> Value: ...
@@ -113,9 +122,21 @@ def attention_part(blocks: Blocks[Value], attention: AttentionConfig, x: Value, 
     return blocks.linear(blocks.attention(q, k, v, attention, layer), prefix + "o_proj")[0]
 
 
-def mlp_part(blocks: Blocks[Value], mlp: DenseMLP, x: Value, layer: int) -> Value:
-    """The gated MLP of rows x."""
+def mlp_part(blocks: Blocks[Value], mlp: DenseMLP | ExpertMLP, x: Value, layer: int) -> Value:
+    """The MLP of rows x, or its mixture of experts."""
     prefix = f"layers.{layer}."
+    if isinstance(mlp, DenseMLP):
+        return _dense(blocks, mlp, x, prefix)
+    mixed = blocks.experts(x, blocks.linear(x, prefix + "router")[0], mlp, prefix)
+    if mlp.shared is None:
+        return mixed
+    shared = _dense(blocks, mlp.shared, x, prefix + "shared_expert.")
+    if mlp.gates_shared:
+        shared = blocks.sigmoid_gate(shared, blocks.linear(x, prefix + "shared_gate")[0])
+    return blocks.add(mixed, shared)
+
+
+def _dense(blocks: Blocks[Value], mlp: DenseMLP, x: Value, prefix: str) -> Value:
     gate, up = blocks.linear(x, prefix + "gate_proj", prefix + "up_proj")
     return blocks.linear(blocks.gated(gate, up, mlp.activation), prefix + "down_proj")[0]
 

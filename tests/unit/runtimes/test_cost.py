@@ -14,6 +14,7 @@ class ClockedRuntime:
 
     def __init__(self, slow: tuple[int, ...] = ()) -> None:
         self.now = 0.0
+        self.config = SimpleNamespace(vocab_size=50)
         self.num_passes = 7  # those of others
         self.batches: list[ForwardBatch] = []
         self.wanted: list[IntArray] = []

@@ -9,15 +9,12 @@ import pytest
 from harness.model_configs import make_config
 from harness.native_network import BUILT, Network, make_batch, native_config, plain_tensor
 from paceline.kv_cache.paged import BLOCK_SIZE
-from paceline.models.config import WeightType
 from paceline.models.rope_config import RopeConfig
-from paceline.models.weights import Tensor, Weights
+from paceline.models.weights import Tensor
 from paceline.runtimes.base import FloatArray, RowRange
-from paceline.runtimes.native.program import NativeBlocks, Value, share_memory
+from paceline.runtimes.native.program import NativeBlocks, Value
 from paceline.runtimes.native.records import AttentionOperation, RankOperation, RopeOperation
-from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.rotary import RotaryTables
-from paceline.runtimes.rounding import to_bf16
 
 BY_LEVEL = pytest.mark.parametrize("level", BUILT)
 WIDTH = 48
@@ -74,7 +71,7 @@ def build(blocks: NativeBlocks, inputs: list[Value]) -> list[Value]:
         ]
         attention = AttentionOperation(
             q=turned[0].index, k=turned[1].index, v=v.index, heads=layer.heads, kv_heads=layer.kv_heads, head_size=layer.head_size,
-            layer=number, tables=0, window=layer.window, scale=layer.scale, soft_cap=layer.soft_cap,
+            layer=number, tables=0, window=layer.window, scale=layer.scale, soft_cap=layer.soft_cap, sinks=None,
         )  # fmt: skip
         x = blocks.add(x, *blocks.linear(blocks._add(attention, q), f"{number}.o"))
     return [x]
@@ -121,48 +118,6 @@ def test_layers_of_several_geometries_run_in_one_program(level: str, num_threads
         batch = make_batch([RowRange(0, end - begin, begin, table)], positions=range(begin, end))
         found.append(run(x[begin:end], batch=batch)[0])
     assert np.allclose(np.concatenate(found), expected(x, seed), rtol=1e-4, atol=1e-4)
-
-
-def row_list(numbers: list[int], num_rows: int) -> FloatArray:
-    """What an operation that chooses rows leaves in a buffer [num_rows, 2]."""
-    values = np.zeros(2 * num_rows, np.int32)
-    values[: len(numbers) + 1] = [len(numbers), *numbers]
-    return values.view(np.float32).reshape(num_rows, 2)
-
-
-@BY_LEVEL
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("numbers", [[], [3], [0, 19], [17, 2, 9, 11, 4, 5, 6, 0, 1], list(range(20))])
-@pytest.mark.parametrize("round_to", [WeightType.F32, WeightType.BF16])
-def test_a_product_of_listed_rows_has_the_bits_of_the_product_of_all(
-    numbers: list[int], round_to: WeightType, num_threads: int, level: str, seed: int
-) -> None:
-    random = np.random.default_rng(seed)
-    x = random.normal(size=(20, 70)).astype(np.float32)
-    weight = to_bf16(random.normal(size=(53, 70)).astype(np.float32))
-
-    def build(blocks: NativeBlocks, inputs: list[Value]) -> list[Value]:
-        listed = blocks.listed_rows(*inputs)
-        doubled = blocks.add(listed, listed)
-        return [*blocks.linear(inputs[0], "a"), *blocks.linear(listed, "a"), doubled]
-
-    tensors = {"a.weight": Tensor(weight, WeightType.BF16, weight.shape)}
-    run = Network([70, 2], build, tensors=tensors, num_threads=num_threads, level=level, round_to=round_to)
-    dense, listed, doubled = run(x, row_list(numbers, 20))
-    assert np.array_equal(listed[: len(numbers)], dense[numbers])
-    assert np.array_equal(doubled[: len(numbers)], 2 * x[numbers])
-
-
-def test_a_list_of_rows_is_kept_until_the_last_operation_on_them_has_run() -> None:
-    """Buffers are shared: nobody may write to the list's while rows of it are still worked on."""
-    blocks = NativeBlocks(native_config(), NativeWeights(Weights({}), WeightType.F32))
-    x, other = blocks.input("x", 2), blocks.input("other", 2)
-    rows = blocks.add(x, other)
-    listed = blocks.listed_rows(x, rows)
-    unrelated = blocks.add(x, other)
-    result = blocks.add(listed, listed)
-    buffers, _ = share_memory(blocks, {result.index, unrelated.index})
-    assert buffers[rows.index] not in {buffers[listed.index], buffers[unrelated.index], buffers[result.index]}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.config import ModelConfig
-from paceline.models.layers import LayerConfig, QKNorm
+from paceline.models.layers import DenseMLP, LayerConfig, QKNorm
 from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
 
 Shapes = dict[str, tuple[int, ...]]
@@ -134,6 +134,7 @@ def _add_layer(layer: LayerConfig, prefix: str, required: Shapes, optional: Shap
     Args:
         columns: input width of q, k and v.
     """
+    assert isinstance(layer.mlp, DenseMLP)  # read_layers makes no others
     attention, inner = layer.mixer, layer.mlp.intermediate_size
     matrices = {
         "self_attn.q_proj": (attention.query_size, columns),

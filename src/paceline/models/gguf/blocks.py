@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from paceline.errors import CheckpointError
 from paceline.models.gguf.header import BlockType
 from paceline.models.grouped import GroupedMatrix, pack_nibbles
+from paceline.models.mxfp4 import TWICE_THE_VALUES, half_scales
 
 _CHUNK_ITEMS = 1 << 17  # elements converted at a time: temporaries stay small beside the matrix
 
@@ -32,6 +33,7 @@ class _Layout:
     bits: int
     group: int
     zero_point: int = 0
+    table: NDArray[np.int8] | None = None
 
 
 def group_blocks(
@@ -78,7 +80,8 @@ def _empty(layout: _Layout, block_type: BlockType, num_rows: int, columns: int) 
     shape = (num_rows, columns * layout.bits // 8)
     all_codes: Codes = np.empty(shape, np.int8) if codes.dtype == np.int8 else np.empty(shape, np.uint8)
     scales = np.empty((num_rows, columns // layout.group), np.float32)
-    return GroupedMatrix(all_codes, scales, None if minimums is None else np.empty_like(scales), layout.bits, layout.zero_point)
+    own_minimums = None if minimums is None else np.empty_like(scales)
+    return GroupedMatrix(all_codes, scales, own_minimums, layout.bits, layout.zero_point, layout.table)
 
 
 def grouped_size(shape: tuple[int, ...], block_type: BlockType, where: str) -> tuple[int, int]:
@@ -195,14 +198,18 @@ _IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38,
 
 
 def _iq4_nl(blocks: Bytes) -> Parts:
-    return _IQ4_VALUES[_nibbles(blocks[:, 2:])], _half(blocks, 0), None
+    return blocks[:, 2:], _half(blocks, 0), None
 
 
 def _iq4_xs(blocks: Bytes) -> Parts:
     low = _shifted(blocks[:, 4:8].reshape(-1, 4, 1, 1), (0, 4)).reshape(-1, 8) & np.uint8(15)
     high = _shifted(blocks[:, 2:4].reshape(-1, 2, 1, 1), (0, 2, 4, 6)).reshape(-1, 8) & np.uint8(3)
     scales = _half(blocks, 0) * _signed(low | high << np.uint8(4), 32).astype(np.float32)
-    return _IQ4_VALUES[_nibbles(blocks[:, 8:].reshape(-1, 16))].reshape(-1, 256), scales, None
+    return blocks[:, 8:], scales, None
+
+
+def _mxfp4(blocks: Bytes) -> Parts:
+    return blocks[:, 1:], half_scales(blocks[:, :1]), None
 
 
 _LAYOUTS: Mapping[str, _Layout] = {
@@ -216,8 +223,9 @@ _LAYOUTS: Mapping[str, _Layout] = {
     "Q4_K": _Layout(_q4_k, 4, 32),
     "Q5_K": _Layout(_q5_k, 8, 32),
     "Q6_K": _Layout(_q6_k, 8, 16),
-    "IQ4_NL": _Layout(_iq4_nl, 8, 32),
-    "IQ4_XS": _Layout(_iq4_xs, 8, 32),
+    "IQ4_NL": _Layout(_iq4_nl, 4, 32, table=_IQ4_VALUES),
+    "IQ4_XS": _Layout(_iq4_xs, 4, 32, table=_IQ4_VALUES),
+    "MXFP4": _Layout(_mxfp4, 4, 32, table=TWICE_THE_VALUES),
 }
 GROUPED_TYPES = tuple(_LAYOUTS)
 """Names of the block types that can be read."""

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -18,6 +19,7 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 """Divisors of rotary frequencies, which are part of the configuration."""
 
 _STORED_AS = {"F16": WeightType.F16, "BF16": WeightType.BF16}
+_SOFTMAX, _SIGMOID, _OF_CHOSEN = 1, 2, 3  # llama.cpp's numbers of what makes a router's logits weights
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _QUERY_SCALAR_IS_WIDTH = {"gemma2": 46, "gemma3": 62}  # the 27B models, known by their number of layers
 
@@ -37,6 +39,11 @@ def _weight_type(file: GgufFile) -> WeightType:
     for tensor in file.tensors.values():
         num_bytes[tensor.block_type.name] += tensor.data.nbytes
     return _STORED_AS.get(num_bytes.most_common(1)[0][0] if num_bytes else "", WeightType.F32)
+
+
+def _rows_of_shared(file: GgufFile) -> int:
+    tensor = file.tensors.get("blk.0.ffn_gate_shexp.weight")
+    return tensor.shape[0] if tensor is not None and tensor.shape else 0
 
 
 class _Reader:
@@ -77,6 +84,8 @@ class _Reader:
         values |= self._rope(head_size, max_positions)
         if self._architecture.startswith("gemma"):
             values |= self._gemma(hidden_size, num_heads, head_size)
+        elif self._of_model("expert_count"):
+            values |= self._experts(values)
         elif self._architecture == "phi3":
             values["sliding_window"] = self._of_model("attention.sliding_window") or None  # 0 = none
         elif self._architecture in ("olmo2", "exaone4"):
@@ -258,6 +267,49 @@ class _Reader:
         if beta and length not in (None, original):
             self._refuse("attention.temperature_length", length, f"the original context length, {original}")
         return {"rope_theta": values["rope_theta"], **(values.pop("rope_scaling", None) or {}), "llama_4_scaling_beta": beta}
+
+    def _experts(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What the format leaves out follows from the architecture, as in llama.cpp."""
+        is_normalized = self._of_model("expert_weights_norm")
+        found = {
+            "num_experts": self._count("expert_count"),
+            "num_experts_per_tok": self._count("expert_used_count"),
+            "moe_intermediate_size": self._count("expert_feed_forward_length", values["intermediate_size"]),
+            "norm_topk_prob": self._architecture in ("qwen3moe", "glm4moe") if is_normalized is None else is_normalized,
+        }
+        gating = _SOFTMAX if self._architecture != "glm4moe" else _SIGMOID
+        if self._of_model("expert_gating_func") not in (None, 0, gating, _OF_CHOSEN if self._architecture == "gpt-oss" else gating):
+            self._refuse("expert_gating_func", self._of_model("expert_gating_func"), str(gating))
+        if self._architecture == "llama":
+            return {**found, "model_type": "mixtral", "intermediate_size": found["moe_intermediate_size"]}
+        if self._architecture == "qwen2moe":
+            shared = self._count("expert_shared_feed_forward_length", _rows_of_shared(self._file))
+            return {**found, "shared_expert_intermediate_size": shared}
+        if self._architecture == "gpt-oss":
+            window = {"sliding_window": self._of_model("attention.sliding_window")}
+            layers = {name: value for name, value in self._sliding_layers().items() if value is not None}
+            scaling = values.get("rope_scaling")
+            return {
+                **found,
+                **(window if window["sliding_window"] else {}),
+                **layers,
+                "intermediate_size": found["moe_intermediate_size"],
+                **({} if scaling is None else {"rope_scaling": {**scaling, "truncate": False}}),
+            }
+        if self._architecture == "olmoe":
+            return {**found, "intermediate_size": found["moe_intermediate_size"]}
+        return found | (self._glm4_moe(values) if self._architecture == "glm4moe" else {})
+
+    def _glm4_moe(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "num_hidden_layers": values["num_hidden_layers"] - (self._of_model("nextn_predict_layers") or 0),
+            "first_k_dense_replace": self._of_model("leading_dense_block_count") or 0,
+            "n_shared_experts": self._of_model("expert_shared_count") or 0,
+            "n_group": self._count("expert_group_count", 1),
+            "topk_group": self._count("expert_group_used_count", 1),
+            "routed_scaling_factor": self._number("expert_weights_scale", 1.0),
+            "use_qk_norm": self._has("blk.0.attn_q_norm.weight"),
+        }
 
     def _granite(self, head_size: int) -> dict[str, Any]:
         rotates = self._of_model("rope.scaling.finetuned")

@@ -14,7 +14,7 @@ from paceline.models.gguf.blocks import group_blocks, grouped_size
 from paceline.models.gguf.config import ROPE_TENSORS
 from paceline.models.gguf.file import GgufFile
 from paceline.models.gguf.header import GgufTensor
-from paceline.models.layers import AttentionConfig
+from paceline.models.layers import AttentionConfig, DenseMLP
 from paceline.models.quantize import Scheme, fitting_group, quantize_tensor
 from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import AnyTensor, GroupedTensor, MadeWeights, Tensor, TensorFacts, order_of_halves
@@ -36,9 +36,13 @@ _PARTS = {
     "gate_proj": "ffn_gate",
     "up_proj": "ffn_up",
     "down_proj": "ffn_down",
+    "router": "ffn_gate_inp",
+    "shared_gate": "ffn_gate_inp_shexp",
 }
-_PARTS_OF = {"seed_oss": {"mlp_norm": "post_attention_norm"}}
+_FFN_NORM = {"mlp_norm": "post_attention_norm"}
+_PARTS_OF = {"seed_oss": _FFN_NORM, "glm4moe": _FFN_NORM, "gpt-oss": _FFN_NORM}
 """Where an architecture has another name."""
+_VECTORS = {"router.correction": "exp_probs_b.bias", "attention.sinks": "attn_sinks.weight"}
 _STACKS = {"attn_qkv": ("q_proj", "k_proj", "v_proj"), "ffn_up": ("gate_proj", "up_proj")}
 _INTERLEAVED = ("llama", "granite", "smollm3", "glm4", "mistral3")
 """Architectures whose files hold the values of a head that rotate together side by side."""
@@ -52,11 +56,13 @@ class _Place:
     """Where one of our tensors is stored: rows of a tensor of the file.
 
     Attributes:
+        expert: of a stack whose tensors it is among; `first_row` counts within it.
         rotated: the size of a head and of its part in which values that rotate together lie side by side; None = rows are as they are.
     """
 
     tensor: GgufTensor
     shape: tuple[int, ...]
+    expert: int | None = None
     first_row: int = 0
     rotated: tuple[int, int] | None = None
 
@@ -98,14 +104,15 @@ def _places(file: GgufFile, config: ModelConfig) -> dict[str, _Place]:
     places: dict[str, _Place] = {}
     missing: list[str] = []
     for name, shape in shapes.items():
-        *prefix, part, kind = name.split(".")
-        in_file = ".".join((["blk", prefix[1]] if prefix else []) + [parts[part], kind])
+        in_file, expert = _name_in_file(name, parts, file)
         if name in stacked:
             places[name] = stacked[name]
         elif in_file in file.tensors:
-            rotated = _rotated(config.layers[int(prefix[1])].mixer, part) if is_interleaved and prefix else None
-            places[name] = _Place(file.tensors[in_file], shape, rotated=rotated)
-            _check(places[name], shape)
+            layer = config.layers[int(name.split(".")[1])] if name.startswith("layers.") else None
+            rotated = _rotated(layer.mixer, name.split(".")[-2]) if is_interleaved and layer is not None else None
+            places[name] = _Place(file.tensors[in_file], shape, expert, rotated=rotated)
+            count = () if expert is None or layer is None or isinstance(layer.mlp, DenseMLP) else (layer.mlp.routing.num_experts,)
+            _check(places[name], (*count, *shape))
         else:
             missing.append(in_file)
     if missing:
@@ -117,6 +124,23 @@ def _places(file: GgufFile, config: ModelConfig) -> dict[str, _Place]:
             f"{file.path} holds {_listed(unknown)} that a {config.family} model does not have; running without them would give other tokens"
         )
     return places
+
+
+def _name_in_file(name: str, parts: Mapping[str, str], file: GgufFile) -> tuple[str, int | None]:
+    """The tensor that one of ours is in, and the expert whose it is there if it is a stack."""
+    if not name.startswith("layers."):
+        part, kind = name.rsplit(".", 1)
+        return f"{parts[part]}.{kind}", None
+    _, layer, rest = name.split(".", 2)
+    if rest in _VECTORS:
+        return f"blk.{layer}.{_VECTORS[rest]}", None
+    *path, part, kind = rest.split(".")
+    if not path:
+        return f"blk.{layer}.{parts[part]}.{kind}", None
+    if path == ["shared_expert"]:
+        return f"blk.{layer}.{parts[part]}_shexp.{kind}", None
+    alone = f"blk.{layer}.{parts[part]}.{path[1]}.{kind}"  # as old files have it
+    return (alone, None) if alone in file.tensors else (f"blk.{layer}.{parts[part]}_exps.{kind}", int(path[1]))
 
 
 def _rotated(attention: AttentionConfig, part: str) -> tuple[int, int] | None:
@@ -135,7 +159,7 @@ def _stacked(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int
             num_rows, columns = sum(shapes[name][0] for name in names), shapes[names[0]][1]
             first_row = 0
             for name in names:
-                places[name] = _Place(tensor, shapes[name], first_row)
+                places[name] = _Place(tensor, shapes[name], first_row=first_row)
                 first_row += shapes[name][0]
             _check(places[names[0]], (num_rows, columns))
     return places
@@ -143,13 +167,13 @@ def _stacked(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int
 
 def _check(place: _Place, shape: tuple[int, ...]) -> None:
     tensor = place.tensor
-    if tensor.shape != shape:
+    if tensor.shape != shape and (1, *tensor.shape) != shape:  # a matrix of one row may be a vector
         raise CheckpointError(
             f"{tensor} has shape {list(tensor.shape)}, but the metadata makes it {list(shape)}; the file is damaged, download it again"
         )
     if tensor.block_type.name in _VIEWED:
         return
-    if len(shape) != 2:
+    if len(place.shape) != 2:
         raise CheckpointError(f"{tensor} is of type {tensor.block_type.name}; for one row {', '.join(_VIEWED)} are supported")
     _facts(place, regroup=False)  # refuses a type that cannot be read
 
@@ -157,15 +181,18 @@ def _check(place: _Place, shape: tuple[int, ...]) -> None:
 def _facts(place: _Place, *, regroup: bool) -> TensorFacts:
     block_type = place.tensor.block_type
     if block_type.name in _VIEWED:
-        row_bytes = place.tensor.data.nbytes // place.tensor.shape[0]
-        return TensorFacts(place.shape, _VIEWED[block_type.name][0], None, row_bytes * place.shape[0])
+        return TensorFacts(place.shape, _VIEWED[block_type.name][0], None, _stored(place).nbytes)
     scheme = _scheme(place) if regroup else None
     bits, nbytes = grouped_size(place.shape, block_type, str(place.tensor)) if scheme is None else (scheme.bits, scheme.nbytes(place.shape))
     return TensorFacts(place.shape, WeightType.F32, bits, nbytes)
 
 
 def _stored(place: _Place) -> NDArray[np.uint8]:
-    rows = place.tensor.data.reshape(place.tensor.shape[0], -1)
+    """[rows of the tensor, bytes]"""
+    data, shape = place.tensor.data, place.tensor.shape
+    if place.expert is not None:
+        data, shape = data.reshape(shape[0], -1)[place.expert], shape[1:]
+    rows = data.reshape(shape[0] if len(shape) == len(place.shape) else 1, -1)
     return rows[place.first_row : place.first_row + place.shape[0]]
 
 

@@ -11,7 +11,7 @@ from paceline.runtimes.base import FloatArray, ForwardBatch, Wanted
 from paceline.runtimes.native.library import LANES, kernels
 from paceline.runtimes.native.passes import PassMemory
 from paceline.runtimes.native.program import Recorded, matrices_of
-from paceline.runtimes.native.records import AttentionOperation, Program, RopeOperation
+from paceline.runtimes.native.records import AttentionOperation, ExpertsOperation, Program, RopeOperation
 from paceline.runtimes.rotary import RotaryTables
 
 _MIN_ROWS = 32
@@ -42,7 +42,7 @@ class Execution:
             most_columns=self._most_columns, tickets=self._tickets.ctypes.data,
         )  # fmt: skip
         self._make_scratch(0)
-        self._packed_rows = np.empty(num_threads * self._packed_floats(1), np.float32)
+        self._packed_rows = np.empty(num_threads * self.kernels.paceline_packed_floats(1, self._most_columns), np.float32)
         self._program.packed_rows = self._packed_rows.ctypes.data
         self._arguments = ctypes.pointer(self._program), ctypes.pointer(self.memory.record)
         self.make_room(_MIN_ROWS)
@@ -82,8 +82,12 @@ class Execution:
         self.kernels.paceline_run(*self._arguments)
 
     def _packed_floats(self, num_rows: int) -> int:
-        """Memory for the rows of the widest product as its kernel takes them."""
-        return int(self.kernels.paceline_packed_floats(num_rows, self._most_columns))
+        """Memory for the rows of any product as its kernel takes them. Five rows of one expert take as much as six, seven as eight."""
+        sizes = {(num_rows, self._most_columns)}
+        for operation in self._recorded.operations:
+            if isinstance(operation, ExpertsOperation):
+                sizes.add((num_rows * operation.chosen * 6 // 5 + 1, operation.matrices[0].columns))
+        return max(int(self.kernels.paceline_packed_floats(*size)) for size in sizes)
 
     def make_room(self, num_rows: int) -> None:
         """Buffers for at least so many rows; memory that no pass has touched costs nothing."""

@@ -13,8 +13,9 @@ from paceline.runtimes.native.records import Matrix
 
 OUTPUTS = 16
 MAX_GROUP = 256
-_KINDS = {(8, False): 8, (8, True): 9, (4, False): 10, (4, True): 11}  # bits, whether there are minimums
-PANEL_KINDS = frozenset(_KINDS.values())
+_KINDS = {(8, False): 9, (8, True): 10, (4, False): 11, (4, True): 12}  # bits, whether there are minimums
+_TABLE_KIND = 13
+PANEL_KINDS = frozenset((*_KINDS.values(), _TABLE_KIND))
 _ALIGNMENT = 64
 _PANELS_AT_ONCE = 16
 
@@ -27,6 +28,7 @@ class Panels:
         kind: as in kernels/native.h.
         data: [panels, bytes of a panel] uint8.
         outputs, columns, group, zero_point: of the matrix; the zero point of unsigned codes.
+        table: see `GroupedMatrix`; with the zero point its values are unsigned.
     """
 
     kind: int
@@ -35,22 +37,25 @@ class Panels:
     columns: int
     group: int
     zero_point: int
+    table: NDArray[np.int8] | None = None
 
     def matrix(self, out: int, bias: int | None) -> Matrix:
         """For products that go to buffer `out`; `bias`: address of the bias."""
         address, row_bytes = self.data.ctypes.data, self.data.shape[1]
-        return Matrix(self.kind, self.outputs, self.columns, self.group, self.zero_point, out, row_bytes, address, None, None, bias)
+        table = None if self.table is None else self.table.ctypes.data
+        return Matrix(self.kind, self.outputs, self.columns, self.group, self.zero_point, out, row_bytes, address, None, None, bias, table)
 
     def rows(self, numbers: NDArray[np.int32]) -> NDArray[np.float32]:
         """The exact values of some rows, [len(numbers), columns], as `GroupedMatrix.values` computes them."""
-        bits, has_minimums = next(key for key, kind in _KINDS.items() if kind == self.kind)
+        bits, has_minimums = next((key for key, kind in _KINDS.items() if kind == self.kind), (4, False))
         words = self.data.view(np.uint32).reshape(len(self.data), self.columns // self.group, -1, OUTPUTS)
         own = np.ascontiguousarray(words[numbers // OUTPUTS, :, :, numbers % OUTPUTS])  # [rows, groups, words of a group]
         scales, codes = own[:, :, :1].view(np.float32), own[:, :, 1 + has_minimums :].copy().view(np.uint8)
         if bits == 4:  # four columns in the low halves, four in the high ones
             quads = codes.reshape(*codes.shape[:2], -1, 1, 4)
             codes = np.concatenate([quads & np.uint8(15), quads >> np.uint8(4)], axis=3).reshape(*codes.shape[:2], self.group)
-        values = (codes.astype(np.int32) - np.int32(self.zero_point)).astype(np.float32) * scales
+        shifted = codes.astype(np.int32) - np.int32(self.zero_point) if self.table is None else self.table[codes]
+        values = shifted.astype(np.float32) * scales
         if has_minimums:
             values += own[:, :, 1:2].view(np.float32)
         return values.reshape(len(numbers), self.columns)
@@ -59,20 +64,25 @@ class Panels:
 def in_panels(matrix: GroupedMatrix, num_threads: int) -> Panels:
     """A copy of `matrix` in panels; its groups have at most MAX_GROUP columns."""
     outputs, columns = matrix.shape
-    kind = _KINDS[matrix.bits, matrix.minimums is not None]
+    kind = _KINDS[matrix.bits, matrix.minimums is not None] if matrix.table is None else _TABLE_KIND
     flipped = 128 if matrix.bits == 8 and matrix.codes.dtype == np.int8 else 0
     codes, scales, minimums = (_whole(array) for array in (matrix.codes, matrix.scales, matrix.minimums))
     address = [None if array is None else array.ctypes.data for array in (codes, scales, minimums)]
-    stored = Matrix(kind, outputs, columns, matrix.group, 0, 0, codes.strides[0], *address, None)
+    stored = Matrix(kind, outputs, columns, matrix.group, 0, 0, codes.strides[0], *address, None, None)
     library = kernels()
     data = _aligned(-(-outputs // OUTPUTS), library.paceline_panel_bytes(columns, matrix.group, kind))
 
     def fill(begin: int) -> None:
         library.paceline_fill_panels(stored, kind, flipped, begin, min(begin + _PANELS_AT_ONCE, len(data)), data.ctypes.data)
 
-    with ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(fill, range(0, len(data), _PANELS_AT_ONCE)))
-    return Panels(kind, data, outputs, columns, matrix.group, matrix.zero_point + flipped)
+    if num_threads == 1:
+        for begin in range(0, len(data), _PANELS_AT_ONCE):
+            fill(begin)
+    else:
+        with ThreadPoolExecutor(num_threads) as pool:
+            list(pool.map(fill, range(0, len(data), _PANELS_AT_ONCE)))
+    zero_point = matrix.zero_point + flipped if matrix.table is None else -int(matrix.table.min())
+    return Panels(kind, data, outputs, columns, matrix.group, zero_point, matrix.table)
 
 
 def _whole(array: Any) -> Any:

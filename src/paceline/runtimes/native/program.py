@@ -3,8 +3,9 @@
 from ctypes import c_int32
 from dataclasses import dataclass
 
+from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig
-from paceline.models.layers import Activation, AttentionConfig
+from paceline.models.layers import Activation, AttentionConfig, ClampedSwiGLU, ExpertMLP, Routing, Scoring
 from paceline.models.rope_config import RopeConfig
 from paceline.runtimes.decoder import TOKEN_IDS
 from paceline.runtimes.native.library import LANES, kernels
@@ -12,7 +13,9 @@ from paceline.runtimes.native.panels import PANEL_KINDS
 from paceline.runtimes.native.records import (
     AddOperation,
     AttentionOperation,
+    CombineOperation,
     ConcatOperation,
+    ExpertsOperation,
     GatedOperation,
     GatherOperation,
     LinearOperation,
@@ -22,8 +25,10 @@ from paceline.runtimes.native.records import (
     Packing,
     RankOperation,
     RopeOperation,
+    RouteOperation,
     Rows,
     ScaleOperation,
+    SigmoidGateOperation,
     SiluResidualOperation,
     SoftCapOperation,
 )
@@ -33,12 +38,11 @@ from paceline.runtimes.ranking import Ranking
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Rows of `width` floats, the result of one operation; `row_list`: of listed rows, the value that lists them."""
+    """Rows of `width` floats, the result of one operation."""
 
     index: int
     width: int
     rows: Rows = Rows.ALL
-    row_list: int = -1
 
 
 class NativeBlocks:
@@ -57,8 +61,8 @@ class NativeBlocks:
         """Floats of a row that are the result; the rest is memory its operation works in."""
         return self._shown.get(value.index, value.width)
 
-    def value(self, width: int, rows: Rows = Rows.ALL, row_list: int = -1) -> Value:
-        self.values.append(Value(len(self.values), width, rows, row_list))
+    def value(self, width: int, rows: Rows = Rows.ALL) -> Value:
+        self.values.append(Value(len(self.values), width, rows))
         return self.values[-1]
 
     def embedding(self, name: str) -> Value:
@@ -97,7 +101,7 @@ class NativeBlocks:
         alike: dict[tuple[int, ...], list[Matrix]] = {}
         for name in names:
             matrix = self._weights.matrix(name, len(self.values))
-            outs.append(self.value(matrix.outputs, x.rows, x.row_list))
+            outs.append(self.value(matrix.outputs, x.rows))
             alike.setdefault(self._packing(matrix), []).append(matrix)
         for (packing, *_), matrices in alike.items():
             array = (Matrix * len(matrices))(*matrices)
@@ -125,12 +129,31 @@ class NativeBlocks:
             q=q.index, k=k.index, v=v.index, heads=attention.num_heads, kv_heads=attention.num_kv_heads, head_size=attention.head_size,
             layer=layer, tables=0 if window is None else 1 + self._config.windows.index(window), window=window or 0,
             scale=attention.scale, soft_cap=attention.soft_cap or 0.0,
+            sinks=self._weights.vector(f"layers.{layer}.attention.sinks", exact=True) if attention.has_sinks else None,
         )  # fmt: skip
         return self._add(operation, q)
 
-    def gated(self, gate: Value, up: Value, activation: Activation) -> Value:
-        number = (Activation.SILU, Activation.GELU_TANH).index(activation)
-        return self._add(GatedOperation(x=gate.index, up=up.index, width=gate.width, activation=number), gate)
+    def gated(self, gate: Value, up: Value, activation: Activation | ClampedSwiGLU) -> Value:
+        number, slope, limit = 2, 0.0, 0.0
+        if isinstance(activation, ClampedSwiGLU):
+            slope, limit = activation.slope, activation.limit
+        else:
+            number = (Activation.SILU, Activation.GELU_TANH).index(activation)
+        operation = GatedOperation(x=gate.index, up=up.index, width=gate.width, activation=number, slope=slope, limit=limit)
+        return self._add(operation, gate)
+
+    def experts(self, x: Value, logits: Value, mlp: ExpertMLP, prefix: str) -> Value:
+        routing = mlp.routing
+        routes = self._routes(logits, routing, prefix)
+        names = [f"{prefix}experts.{{}}.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
+        gate, up = self._of_experts(x, routes, routing, *names[:2], of_pairs=False)
+        active = self.gated(gate, up, mlp.expert.activation)
+        (down,) = self._of_experts(active, routes, routing, names[2], of_pairs=True)
+        width = down.width // routing.num_chosen
+        return self._add(CombineOperation(x=down.index, routes=routes.index, chosen=routing.num_chosen, width=width), x, width)
+
+    def sigmoid_gate(self, x: Value, y: Value) -> Value:
+        return self._add(SigmoidGateOperation(x=x.index, y=y.index, width=x.width), x)
 
     def add(self, x: Value, y: Value) -> Value:
         return self._add(AddOperation(x=x.index, y=y.index, width=x.width), x)
@@ -141,15 +164,50 @@ class NativeBlocks:
     def logits_rows(self, x: Value) -> Value:
         return self._record(GatherOperation(x=x.index, width=x.width), self.value(x.width, Rows.WANTED))
 
-    def listed_rows(self, x: Value, row_list: Value) -> Value:
-        """The rows of x whose numbers `row_list` holds as int32 from its first float on, their count in front."""
-        return self._record(GatherOperation(x=x.index, width=x.width), self.value(x.width, Rows.LISTED, row_list.index))
-
     def lm_head(self, x: Value, name: str) -> Value:
         return self.linear(x, name)[0]
 
     def soft_cap(self, x: Value, cap: float) -> Value:
         return self._add(SoftCapOperation(x=x.index, width=x.width, cap=cap), x)
+
+    def _routes(self, logits: Value, routing: Routing, prefix: str) -> Value:
+        """What kernels/experts.c finds: 8 numbers for each row and chosen expert, and one for all."""
+        correction, scales = (
+            self._weights.vector(f"{prefix}router.{name}", exact=True) if is_there else None
+            for name, is_there in (("correction", routing.is_corrected), ("scales", routing.has_scales))
+        )
+        operation = RouteOperation(
+            x=logits.index, experts=routing.num_experts, chosen=routing.num_chosen,
+            scoring=(Scoring.SOFTMAX, Scoring.SIGMOID).index(routing.scoring),
+            groups=routing.num_groups, chosen_groups=routing.chosen_groups, is_normalized=routing.is_normalized, least=routing.least,
+            factor=routing.factor, correction=correction, scales=scales,
+        )  # fmt: skip
+        return self._add(operation, logits, 8 * routing.num_chosen + 1)
+
+    def _of_experts(self, x: Value, routes: Value, routing: Routing, *names: str, of_pairs: bool) -> tuple[Value, ...]:
+        """Products of each pair of a row and an expert: a row of the pass has `num_chosen`, whose results lie side by side in any order.
+
+        Args:
+            of_pairs: x is such a result; else it has the rows of the pass.
+            names: of the matrices, with a place for the expert's number.
+        """
+        outs: list[Value] = []
+        alike: dict[tuple[int, ...], list[Matrix]] = {}
+        for name in names:
+            matrices = self._weights.matrices([name.format(expert) for expert in range(routing.num_experts)], len(self.values))
+            packings = {self._packing(matrix) for matrix in matrices}
+            if len(packings) > 1:
+                raise ConfigError(f"the experts' matrices {name.format('*')} are stored in several ways: quantise all of them alike")
+            outs.append(self.value(matrices[0].outputs * routing.num_chosen, x.rows))
+            alike.setdefault(packings.pop(), []).extend(matrices)
+        for (packing, *_), matrices in alike.items():
+            operation = ExpertsOperation(
+                x=x.index, routes=routes.index, chosen=routing.num_chosen, experts=routing.num_experts,
+                num_matrices=len(matrices) // routing.num_experts, packing=packing, of_pairs=of_pairs,
+                matrices=(Matrix * len(matrices))(*matrices),
+            )  # fmt: skip
+            self._record(operation, outs[0])
+        return tuple(outs)
 
     def _packing(self, matrix: Matrix) -> tuple[int, ...]:
         """How its rows are packed: what is the same for two matrices can serve both.
@@ -163,10 +221,10 @@ class NativeBlocks:
 
     def _add(self, operation: Operation, like: Value, width: int | None = None) -> Value:
         """Record an operation on the rows of a value, whose result is as wide unless `width` says otherwise."""
-        return self._record(operation, self.value(like.width if width is None else width, like.rows, like.row_list))
+        return self._record(operation, self.value(like.width if width is None else width, like.rows))
 
     def _record(self, operation: Operation, out: Value) -> Value:
-        operation.out, operation.rows, operation.row_list = out.index, out.rows, out.row_list
+        operation.out, operation.rows = out.index, out.rows
         self.operations.append(operation)
         return out
 
@@ -195,9 +253,8 @@ def share_memory(blocks: NativeBlocks, kept: set[int]) -> tuple[list[int], list[
     """
     buffers, widths = _assign_buffers(blocks, kept | {value.index for value in blocks.inputs.values()})
     for operation in blocks.operations:
-        for field in (*operation.INPUTS, "out", "row_list"):
-            if (value := getattr(operation, field)) >= 0:
-                setattr(operation, field, buffers[value])
+        for field in (*operation.INPUTS, "out"):
+            setattr(operation, field, buffers[getattr(operation, field)])
         for matrix in matrices_of(operation):
             matrix.out = buffers[matrix.out]
     return buffers, widths
@@ -205,12 +262,15 @@ def share_memory(blocks: NativeBlocks, kept: set[int]) -> tuple[list[int], list[
 
 def matrices_of(operation: Operation) -> list[Matrix]:
     """Those of a product; no other operation has any."""
-    return operation.matrices[: operation.num_matrices] if isinstance(operation, LinearOperation) else []
+    count = 0
+    if isinstance(operation, LinearOperation | ExpertsOperation):
+        count = operation.num_matrices * (operation.experts if isinstance(operation, ExpertsOperation) else 1)
+    return operation.matrices[:count] if count else []
 
 
 def _assign_buffers(blocks: NativeBlocks, kept: set[int]) -> tuple[list[int], list[int]]:
     """One is free again once the last reader of its value has run."""
-    reads = [{getattr(operation, field) for field in (*operation.INPUTS, "row_list")} - {-1} for operation in blocks.operations]
+    reads = [{getattr(operation, field) for field in operation.INPUTS} for operation in blocks.operations]
     last_read = {value: index for index, values in enumerate(reads) for value in values}
     buffers = [0] * len(blocks.values)
     widths = [value.width for value in blocks.inputs.values()]
@@ -218,7 +278,7 @@ def _assign_buffers(blocks: NativeBlocks, kept: set[int]) -> tuple[list[int], li
         buffers[value.index] = index
     free: dict[int, list[int]] = {}
     for index, operation in enumerate(blocks.operations):
-        for out in [matrix.out for matrix in matrices_of(operation)] or [operation.out]:
+        for out in dict.fromkeys([matrix.out for matrix in matrices_of(operation)] or [operation.out]):
             width = blocks.values[out].width
             if not free.get(width):
                 free.setdefault(width, []).append(len(widths))

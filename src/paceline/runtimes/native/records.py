@@ -20,6 +20,10 @@ class Code(IntEnum):
     SILU_RESIDUAL = 9
     RANK = 10
     SCALE = 11
+    ROUTE = 12
+    EXPERTS = 13
+    COMBINE = 14
+    SIGMOID_GATE = 15
 
 
 class Packing(IntEnum):
@@ -35,7 +39,6 @@ class Rows(IntEnum):
 
     ALL = 0  # of the pass
     WANTED = 1  # those whose logits are wanted
-    LISTED = 2  # those of a list that an earlier operation computes: int32, how many and then their numbers
 
 
 class Matrix(Structure):
@@ -44,6 +47,7 @@ class Matrix(Structure):
     _fields_ = (
         ("kind", c_int32), ("outputs", c_int32), ("columns", c_int32), ("group", c_int32), ("zero_point", c_int32), ("out", c_int32),
         ("row_bytes", c_int64), ("codes", c_void_p), ("scales", c_void_p), ("minimums", c_void_p), ("bias", c_void_p),
+        ("table", c_void_p),
     )  # fmt: skip
 
 
@@ -57,7 +61,7 @@ class Operation(Structure):
 
     CODE: ClassVar[Code]
     INPUTS: ClassVar[tuple[str, ...]]
-    _fields_: ClassVar[tuple[tuple[str, Any], ...]] = (("code", c_int32), ("out", c_int32), ("rows", c_int32), ("row_list", c_int32))
+    _fields_: ClassVar[tuple[tuple[str, Any], ...]] = (("code", c_int32), ("out", c_int32), ("rows", c_int32))
 
     def __init__(self, **fields: object) -> None:
         """Set what is its own; the rest is set when it is recorded.
@@ -68,7 +72,7 @@ class Operation(Structure):
         names = {name for name, _ in self._fields_}
         if names != fields.keys():
             raise TypeError(f"{type(self).__name__} has the fields {sorted(names)}, not {sorted(fields)}")
-        super().__init__(code=self.CODE, row_list=-1, **fields)
+        super().__init__(code=self.CODE, **fields)
 
 
 class LinearOperation(Operation):
@@ -98,15 +102,17 @@ class AttentionOperation(Operation):
     CODE, INPUTS = Code.ATTENTION, ("q", "k", "v")
     _fields_ = (
         ("q", c_int32), ("k", c_int32), ("v", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("head_size", c_int32),
-        ("layer", c_int32), ("tables", c_int32), ("window", c_int32), ("scale", c_float), ("soft_cap", c_float),
+        ("layer", c_int32), ("tables", c_int32), ("window", c_int32), ("scale", c_float), ("soft_cap", c_float), ("sinks", c_void_p),
     )  # fmt: skip
 
 
 class GatedOperation(Operation):
-    """activation(x) * up; activation 0 = SiLU, 1 = GELU by tanh."""
+    """activation(x) * up; activation 0 = SiLU, 1 = GELU by tanh, 2 = clamped SwiGLU, which has a slope and a limit."""
 
     CODE, INPUTS = Code.GATED, ("x", "up")
-    _fields_ = (("x", c_int32), ("up", c_int32), ("width", c_int32), ("activation", c_int32))
+    _fields_ = (
+        ("x", c_int32), ("up", c_int32), ("width", c_int32), ("activation", c_int32), ("slope", c_float), ("limit", c_float),
+    )  # fmt: skip
 
 
 class AddOperation(Operation):
@@ -124,7 +130,7 @@ class SiluResidualOperation(Operation):
 
 
 class GatherOperation(Operation):
-    """The wanted or listed rows of x one behind another."""
+    """The wanted rows of x one behind another."""
 
     CODE, INPUTS = Code.GATHER, ("x",)
     _fields_ = (("x", c_int32), ("width", c_int32))
@@ -149,6 +155,40 @@ class ConcatOperation(Operation):
 
     CODE, INPUTS = Code.CONCAT, ("x", "y")
     _fields_ = (("x", c_int32), ("y", c_int32), ("x_width", c_int32), ("y_width", c_int32))
+
+
+class RouteOperation(Operation):
+    """The `chosen` experts of every row by the scores of its logits x; scoring 0 = softmax, 1 = sigmoid. See kernels/experts.c."""
+
+    CODE, INPUTS = Code.ROUTE, ("x",)
+    _fields_ = (
+        ("x", c_int32), ("experts", c_int32), ("chosen", c_int32), ("scoring", c_int32), ("groups", c_int32), ("chosen_groups", c_int32),
+        ("is_normalized", c_int32), ("least", c_float), ("factor", c_float), ("correction", c_void_p), ("scales", c_void_p),
+    )  # fmt: skip
+
+
+class ExpertsOperation(Operation):
+    """Products of rows with matrices of the experts they have chosen, packed alike; results have a row for each pair of the two."""
+
+    CODE, INPUTS = Code.EXPERTS, ("x", "routes")
+    _fields_ = (
+        ("x", c_int32), ("routes", c_int32), ("chosen", c_int32), ("experts", c_int32), ("num_matrices", c_int32), ("packing", c_int32),
+        ("of_pairs", c_int32), ("matrices", POINTER(Matrix)),
+    )  # fmt: skip
+
+
+class CombineOperation(Operation):
+    """Of every row the sum of its pairs' rows of x times their weights."""
+
+    CODE, INPUTS = Code.COMBINE, ("x", "routes")
+    _fields_ = (("x", c_int32), ("routes", c_int32), ("chosen", c_int32), ("width", c_int32))
+
+
+class SigmoidGateOperation(Operation):
+    """x * sigmoid(y), y one number a row."""
+
+    CODE, INPUTS = Code.SIGMOID_GATE, ("x", "y")
+    _fields_ = (("x", c_int32), ("y", c_int32), ("width", c_int32))
 
 
 class RankOperation(Operation):
@@ -194,12 +234,13 @@ class Program(Structure):
     )  # fmt: skip
 
 
-VERSION = 3
+VERSION = 4
 """KERNELS_VERSION of kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (
     Matrix, LinearOperation, NormOperation, RopeOperation, AttentionOperation, GatedOperation, AddOperation, SiluResidualOperation,
-    GatherOperation, SoftCapOperation, ConcatOperation, RankOperation, ScaleOperation, Range, Draw, Pass, Program,
+    GatherOperation, SoftCapOperation, ConcatOperation, RankOperation, ScaleOperation, RouteOperation, ExpertsOperation, CombineOperation,
+    SigmoidGateOperation, Range, Draw, Pass, Program,
 )  # fmt: skip
 LAYOUT = (VERSION, *map(sizeof, _RECORDS), -1)
 """What `paceline_layout` of the kernels answers for 0, 1, …"""

@@ -1,6 +1,7 @@
 """Weights as the kernels read them: views of the mapped checkpoint wherever nothing is converted, so loading copies nothing."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from paceline.runtimes.rounding import rounded, to_bf16
 
 _PLAIN_KINDS = {WeightType.F32: 0, WeightType.F16: 1, WeightType.BF16: 2}
 BF16_KIND = _PLAIN_KINDS[WeightType.BF16]
-_SIGNED, _UNSIGNED, _UNSIGNED_MINIMUM, _NIBBLES, _NIBBLES_MINIMUM = range(3, 8)
+_SIGNED, _UNSIGNED, _UNSIGNED_MINIMUM, _NIBBLES, _NIBBLES_MINIMUM, _NIBBLES_TABLE = range(3, 9)
 
 
 class NativeWeights:
@@ -48,7 +49,7 @@ class NativeWeights:
         return self._round_to is WeightType.BF16
 
     def vector(self, name: str, *, exact: bool = False) -> int:
-        """Address of a norm weight or bias as float32; `exact` = not rounded."""
+        """Address of a norm weight, a bias or another vector as float32; `exact` = not rounded."""
         values = as_float32(self._weights[name])
         return self._address(values if exact else rounded(values, self._round_to))
 
@@ -57,21 +58,36 @@ class NativeWeights:
 
     def matrix(self, name: str, out: int) -> Matrix:
         """The matrix `name.weight` with its bias, whose products go to buffer `out`."""
-        tensor = self._weights[name + ".weight"]
         bias = self.vector(name + ".bias") if self.has(name + ".bias") else None
+        if (panels := self._lay_out(name, self._num_threads)) is not None:
+            return panels.matrix(out, bias)
+        tensor = self._weights[name + ".weight"]
         if isinstance(tensor, GroupedTensor):
-            if self._panels is not None and tensor.matrix.group <= MAX_GROUP:
-                if name not in self._panels:
-                    self._panels[name] = in_panels(tensor.matrix, self._num_threads)
-                    self._weights.forget(f"{name}.weight")
-                return self._panels[name].matrix(out, bias)
             return self._grouped(tensor.matrix, out, bias)
         if name not in self._plain:
             self._plain[name] = self._rounded(tensor)
         values, kind = self._plain[name]
         outputs, columns = values.shape
         address, row_bytes = self._rows(values)
-        return Matrix(kind, outputs, columns, 0, 0, out, row_bytes, address, None, None, bias)
+        return Matrix(kind, outputs, columns, 0, 0, out, row_bytes, address, None, None, bias, None)
+
+    def _lay_out(self, name: str, num_threads: int = 1) -> Panels | None:
+        """A matrix in panels, made when it is first asked for; None = it stays as it is stored."""
+        if self._panels is None:
+            return None
+        if name not in self._panels:
+            tensor = self._weights[name + ".weight"]
+            if not isinstance(tensor, GroupedTensor) or tensor.matrix.group > MAX_GROUP:
+                return None
+            self._panels[name] = in_panels(tensor.matrix, num_threads)
+            self._weights.forget(f"{name}.weight")
+        return self._panels[name]
+
+    def matrices(self, names: Sequence[str], out: int) -> list[Matrix]:
+        """As `matrix`, of many at once."""
+        with ThreadPoolExecutor(self._num_threads) as pool:
+            list(pool.map(self._lay_out, names))
+        return [self.matrix(name, out) for name in names]
 
     def _rounded(self, tensor: Tensor) -> tuple[NDArray[Any], int]:
         if tensor.weight_type is self._round_to or self._round_to is WeightType.F32:
@@ -83,7 +99,9 @@ class NativeWeights:
 
     def _grouped(self, matrix: GroupedMatrix, out: int, bias: int | None) -> Matrix:
         has_minimums = matrix.minimums is not None
-        if matrix.bits == 4:
+        if matrix.table is not None:
+            codes, zero_point, kind = matrix.codes, 0, _NIBBLES_TABLE
+        elif matrix.bits == 4:
             codes, zero_point = matrix.codes, matrix.zero_point
             kind = _NIBBLES_MINIMUM if has_minimums else _NIBBLES
         elif matrix.codes.dtype == np.int8 and not has_minimums and matrix.zero_point == 0:
@@ -98,7 +116,8 @@ class NativeWeights:
         outputs, columns = matrix.shape
         address, row_bytes = self._rows(codes)
         scales = self._address(matrix.scales)
-        return Matrix(kind, outputs, columns, matrix.group, zero_point, out, row_bytes, address, scales, minimums, bias)
+        table = None if matrix.table is None else self._address(matrix.table)
+        return Matrix(kind, outputs, columns, matrix.group, zero_point, out, row_bytes, address, scales, minimums, bias, table)
 
     def _rows(self, array: NDArray[Any]) -> tuple[int, int]:
         """Address and bytes from row to row of an array whose rows may lie apart, but not the columns of a row."""

@@ -18,10 +18,13 @@ from paceline.runtimes.base import BoolArray, RowRange
 class Attention(Protocol):
     """One pass's attention."""
 
-    def __call__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, config: AttentionConfig) -> torch.Tensor:
+    def __call__(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, config: AttentionConfig, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         """
         Args:
             config: of the layer: its scale, soft cap and window count here.
+            sinks: [H] scores of a key without a value that every row sees; None = there is none.
         """
         ...
 
@@ -40,19 +43,32 @@ def visible_slots(rows: RowRange, window: int | None = None) -> BoolArray:
     return mask
 
 
-def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, config: AttentionConfig) -> torch.Tensor:
-    """q [B, H, T, D] over keys and values [B, K, slots, D]; mask broadcastable to [B, H, T, slots], True = may attend.
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    config: AttentionConfig,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """q [B, H, T, D] over keys and values [B, K, slots, D]; mask broadcastable to [B, H, T, slots], True = may attend; sinks [H].
 
-    Source: the soft cap is that of Gemma 2 (Gemma Team 2024, section 2).
+    Source: the soft cap is that of Gemma 2 (Gemma Team 2024, section 2), sinks are those of gpt-oss (OpenAI 2025, section 2).
     """
-    if config.soft_cap is None:
+    if config.soft_cap is None and sinks is None:
         return scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=config.scale, enable_gqa=True)
     group = q.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    capped = torch.tanh(torch.matmul(q, keys.transpose(-1, -2)) * config.scale / config.soft_cap) * config.soft_cap
+    scores = torch.matmul(q, keys.transpose(-1, -2)) * config.scale
+    if config.soft_cap is not None:
+        scores = torch.tanh(scores / config.soft_cap) * config.soft_cap
     if mask is not None:
-        capped = capped.masked_fill(~mask, -torch.inf)
-    return torch.matmul(torch.softmax(capped, dim=-1, dtype=torch.float32).to(q.dtype), values)
+        scores = scores.masked_fill(~mask, -torch.inf)
+    scores = scores.float()
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[None, :, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
+    shares = torch.softmax(scores, dim=-1)[..., : keys.shape[-2]]
+    return torch.matmul(shares.to(q.dtype), values)
 
 
 class PlainAttention:
@@ -67,7 +83,9 @@ class PlainAttention:
             num_blocks = -(-(rows.cached_len + rows.num_rows) // block_size)
             self._blocks.append(torch.from_numpy(rows.block_table[:num_blocks].astype(np.int64)).to(device))
 
-    def __call__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, config: AttentionConfig) -> torch.Tensor:
+    def __call__(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, config: AttentionConfig, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         window = config.window
         if window not in self._masks:
             masks = [visible_slots(rows, window) for rows in self._ranges]
@@ -82,6 +100,7 @@ class PlainAttention:
                 values[blocks].transpose(0, 1).flatten(1, 2)[None, :, :num_slots],
                 mask,
                 config,
+                sinks,
             )
             attended[own] = result[0].transpose(0, 1)
         return attended
@@ -109,7 +128,9 @@ class PaddedAttention:
         self._row_range = torch.tensor(row_range, device=device)
         self._row_in_range = torch.tensor(row_in_range, device=device)
 
-    def __call__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, config: AttentionConfig) -> torch.Tensor:
+    def __call__(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, config: AttentionConfig, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         window = config.window
         if window not in self._masks:
             self._masks[window] = torch.from_numpy(self._mask(window)).to(q.device)
@@ -121,6 +142,7 @@ class PaddedAttention:
             values[self._tables].transpose(1, 2).flatten(2, 3),
             self._masks[window],
             config,
+            sinks,
         )
         return attended.transpose(1, 2)[self._row_range, self._row_in_range]
 

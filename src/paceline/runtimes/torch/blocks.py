@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from paceline.models.config import ModelConfig
-from paceline.models.layers import Activation, AttentionConfig
+from paceline.models.layers import Activation, AttentionConfig, ClampedSwiGLU, ExpertMLP
 from paceline.models.rope import inverse_frequencies, query_scales
 from paceline.models.rope_config import RopeConfig
 from paceline.runtimes.base import ForwardBatch, Wanted
@@ -17,6 +17,7 @@ from paceline.runtimes.decoder import TOKEN_IDS
 from paceline.runtimes.ranking import Ranking
 from paceline.runtimes.torch.attention import Attention
 from paceline.runtimes.torch.ranking import rank_rows
+from paceline.runtimes.torch.routing import choose_experts
 from paceline.runtimes.torch.weights import TorchWeights
 
 
@@ -94,11 +95,32 @@ class TorchBlocks:
         keys, values = self._storage[2 * layer], self._storage[2 * layer + 1]
         keys[self._block_of_row, :, self._slot_of_row] = _heads(k, attention.num_kv_heads)
         values[self._block_of_row, :, self._slot_of_row] = _heads(v, attention.num_kv_heads)
-        return self._attention(_heads(q, attention.num_heads), keys, values, attention).flatten(-2)
+        sinks = self._weights.vector(f"layers.{layer}.attention.sinks") if attention.has_sinks else None
+        return self._attention(_heads(q, attention.num_heads), keys, values, attention, sinks).flatten(-2)
 
-    def gated(self, gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    def gated(self, gate: torch.Tensor, up: torch.Tensor, activation: Activation | ClampedSwiGLU) -> torch.Tensor:
+        if isinstance(activation, ClampedSwiGLU):
+            gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+            return (up + 1) * gate * torch.sigmoid(gate * activation.slope)
         activated = F.silu(gate) if activation is Activation.SILU else F.gelu(gate, approximate="tanh")
         return activated * up
+
+    def experts(self, x: torch.Tensor, logits: torch.Tensor, mlp: ExpertMLP, prefix: str) -> torch.Tensor:
+        routing = mlp.routing
+        correction = self._weights.vector(f"{prefix}router.correction") if routing.is_corrected else None
+        scales = self._weights.vector(f"{prefix}router.scales") if routing.has_scales else None
+        choice = choose_experts(logits, routing, correction, scales)
+        mixed = torch.zeros_like(x)
+        for expert in torch.unique(choice.experts).tolist():
+            own = f"{prefix}experts.{expert}."
+            rows, places = torch.where(choice.experts == expert)
+            gate, up = self.linear(x[rows], own + "gate_proj", own + "up_proj")
+            (down,) = self.linear(self.gated(gate, up, mlp.expert.activation), own + "down_proj")
+            mixed.index_add_(0, rows, down * choice.weights[rows, places, None].to(x.dtype))
+        return mixed
+
+    def sigmoid_gate(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(y)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x + y

@@ -48,6 +48,17 @@ class TorchWeights:
                 self._plain[name] = self._load(name + ".weight", torch.float32 if wide else self.dtype)
         return self._plain[name]
 
+    def vector(self, name: str) -> torch.Tensor:
+        """A vector that stays float32, by our whole name.
+
+        Raises:
+            CapacityError: as above.
+        """
+        if name not in self._plain:
+            with self._within_memory():
+                self._plain[name] = self._load(name, torch.float32)
+        return self._plain[name]
+
     def fused(self, names: tuple[str, ...]) -> FusedLinear:
         """The matrices of these names as one.
 

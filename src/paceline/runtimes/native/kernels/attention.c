@@ -129,10 +129,11 @@ static void score(const Seen *seen, const float *q, int from, int end, int group
             score_heads(seen, q + head * size, from, end, scale, scores + head * seen->room, 1, parts, 0);
 }
 
-/* The first half of softmax: each score becomes exp(score - largest); returns the sum. 16 floats of room follow the scores. */
-static float exponentials(float *scores, int count) {
-    float largest = scores[0];
-    for (int i = 1; i < count; i++) largest = scores[i] > largest ? scores[i] : largest;
+/* The first half of softmax: each score becomes exp(score - largest); returns the sum, with that of the sink where there is one. 16 floats of
+ * room follow the scores. */
+static float exponentials(float *scores, int count, const float *sink) {
+    float largest = sink ? *sink : scores[0];
+    for (int i = 0; i < count; i++) largest = scores[i] > largest ? scores[i] : largest;
     floats sum = broadcast(0.0f);
     for (int i = count; i < count + LANES; i++) scores[i] = -__builtin_inff();
     for (int i = 0; i < count; i += LANES) {
@@ -140,7 +141,7 @@ static float exponentials(float *scores, int count) {
         store(scores + i, weight);
         sum += weight;
     }
-    return lane_sum(sum);
+    return sink ? lane_sum(sum) + exponential(broadcast(*sink - largest))[0] : lane_sum(sum);
 }
 
 /* sums[head] += weights[head][i] values[rows[i]] over rows [from, end), in order, for `heads` heads and `parts` vectors of `width` floats from
@@ -194,7 +195,7 @@ void attend(const Program *program, const Pass *pass, const AttentionOperation *
     for (int head = 0; head < group; head++) {
         float *of_head = scores + head * room;
         if (own->soft_cap > 0.0f) soft_cap(of_head, count, own->soft_cap, of_head);
-        const float share = 1.0f / exponentials(of_head, count);
+        const float share = 1.0f / exponentials(of_head, count, own->sinks ? own->sinks + kv_head * group + head : NULL);
         for (int i = 0; i < count; i += LANES) store(of_head + i, load(of_head + i) * broadcast(share));
     }
     memset(out, 0, (size_t)(group * size) * sizeof(float));

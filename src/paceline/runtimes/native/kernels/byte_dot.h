@@ -38,6 +38,26 @@ INLINE void store_codes(int32_t *to, const int32_t *codes) {
 #endif
 }
 
+/* Of each byte, a number below 16, the value that a table has for it. */
+INLINE words look_up(words numbers, bytes table) {
+#if defined(__AVX512BW__)
+    return (words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)numbers);
+#elif defined(__AVX2__)
+    __m256i parts[2];
+    const __m256i values = _mm256_broadcastsi128_si256((__m128i)table);
+    memcpy(parts, &numbers, sizeof numbers);
+    for (int i = 0; i < 2; i++) parts[i] = _mm256_shuffle_epi8(values, parts[i]);
+    memcpy(&numbers, parts, sizeof numbers);
+    return numbers;
+#else
+    uint8_t at[sizeof(words)];
+    memcpy(at, &numbers, sizeof at);
+    for (size_t i = 0; i < sizeof at; i++) at[i] = table[at[i]];
+    memcpy(&numbers, at, sizeof at);
+    return numbers;
+#endif
+}
+
 /* What is the same for all rows: codes as they are, or the even and the odd ones apart. */
 typedef struct {
     words part[DOT_WORDS];

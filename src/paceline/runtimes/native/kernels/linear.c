@@ -37,28 +37,40 @@ typedef struct {
 #ifdef __AVX512F__
     floats table;
 #else
-    floats scale, minimum;
+    floats codes, scale, minimum;
 #endif
 } GroupOf4Bits;
 
-INLINE GroupOf4Bits group_of_4_bits(floats code_values, float scale, float minimum, const int has_minimum) {
+/* The values of the codes of U4_TABLE, before they are scaled. */
+INLINE floats table_of(const Matrix *matrix) {
+    signed_bytes values;
+    memcpy(&values, matrix->table, sizeof values);
+    return __builtin_convertvector(__builtin_convertvector(values, ints), floats);
+}
+
+INLINE GroupOf4Bits group_of_4_bits(floats code_values, float scale, float minimum, const int kind) {
 #ifdef __AVX512F__
     const floats table = code_values * broadcast(scale);
-    return (GroupOf4Bits){has_minimum ? table + broadcast(minimum) : table};
+    return (GroupOf4Bits){kind == U4_MINIMUM ? table + broadcast(minimum) : table};
 #else
-    (void)code_values, (void)has_minimum;
-    return (GroupOf4Bits){broadcast(scale), broadcast(minimum)};
+    (void)kind;
+    return (GroupOf4Bits){code_values, broadcast(scale), broadcast(minimum)};
 #endif
 }
 
 /* The values of the low 4 bits of each code. */
-INLINE floats decode_4_bits(ints codes, GroupOf4Bits group, int zero_point, const int has_minimum) {
+INLINE floats decode_4_bits(ints codes, GroupOf4Bits group, int zero_point, const int kind) {
 #ifdef __AVX512F__
-    (void)zero_point, (void)has_minimum;
+    (void)zero_point, (void)kind;
     return (floats)_mm512_permutexvar_ps((__m512i)codes, (__m512)group.table);
 #else
+    if (kind == U4_TABLE) {
+        floats value;
+        for (int lane = 0; lane < LANES; lane++) value[lane] = group.codes[codes[lane] & 15];
+        return value * group.scale;
+    }
     const floats value = __builtin_convertvector((codes & 15) - zero_point, floats) * group.scale;
-    return has_minimum ? value + group.minimum : value;
+    return kind == U4_MINIMUM ? value + group.minimum : value;
 #endif
 }
 
@@ -102,6 +114,8 @@ INLINE void finish(const Matrix *matrix, int first, const floats *sums, const in
 #include "tiles_of_kind.h"
 #define KIND U4_MINIMUM
 #include "tiles_of_kind.h"
+#define KIND U4_TABLE
+#include "tiles_of_kind.h"
 #undef PRODUCT
 #undef TILE
 
@@ -111,7 +125,7 @@ INLINE void finish(const Matrix *matrix, int first, const floats *sums, const in
 #include "tiles_of_kind.h"
 
 typedef void Product(const Matrix *, int, int, const float *, float *, int, int);
-static Product *const PRODUCTS[] = {product_0, product_1, product_2, product_3, product_4, product_5, product_6, product_7};
+static Product *const PRODUCTS[] = {product_0, product_1, product_2, product_3, product_4, product_5, product_6, product_7, product_8};
 
 /* Rows of a block as computed: some counts have no tile of their own and take the next larger one. */
 int tile_rows(int rows) { return MAX_ROWS == 8 && (rows == 5 || rows == 7) ? rows + 1 : rows; }
@@ -123,7 +137,7 @@ static size_t packed_columns(int columns, int packing) {
     return packing == AS_FLOATS ? steps_of(columns, LANES) * LANES : steps_of(columns, BF16_STEP) * BF16_STEP_FLOATS;
 }
 
-static size_t packed_row(const Matrix *matrix, int packing) {
+size_t packed_row(const Matrix *matrix, int packing) {
     return packing == AS_BYTES ? packed_bytes_words(matrix->columns, matrix->group) : packed_columns(matrix->columns, packing);
 }
 
@@ -146,23 +160,27 @@ static bf16s take_bf16(const float *x, int columns, int row, int column) {
                      SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
 }
 
-/* Block `block` of x [rows, columns] as [columns / step][rows of the block][step], zero where there is nothing: for products with `matrix`. */
-void pack_rows(const Matrix *matrix, const float *x, int rows, int packing, int block, float *packed) {
+INLINE int number_of(const int32_t *numbers, int row) { return numbers ? numbers[row] : row; }
+
+/* Block `block` of x [rows, columns] as [columns / step][rows of the block][step], zero where there is nothing: for products with `matrix`.
+ * numbers [rows]: which rows of x they are; NULL = the first ones. */
+void pack_rows(const Matrix *matrix, const float *x, const int32_t *numbers, int rows, int packing, int block, float *packed) {
     const int first = block * MAX_ROWS, real = rows - first < MAX_ROWS ? rows - first : MAX_ROWS, padded = tile_rows(real);
     const int columns = matrix->columns;
     float *to = packed + (size_t)first * packed_row(matrix, packing);
     if (packing == AS_BYTES) {
-        pack_bytes(x, columns, matrix->group, matrix->zero_point, first, real, padded, to);
+        pack_bytes(x, numbers, columns, matrix->group, matrix->zero_point, first, real, padded, to);
         return;
     }
     if (packing == AS_FLOATS) {
         for (int column = 0; column < columns; column += LANES)
-            for (int row = 0; row < padded; row++, to += LANES) store(to, row < real ? take(x, columns, first + row, column) : broadcast(0.0f));
+            for (int row = 0; row < padded; row++, to += LANES)
+                store(to, row < real ? take(x, columns, number_of(numbers, first + row), column) : broadcast(0.0f));
         return;
     }
     for (int column = 0; column < columns; column += BF16_STEP)
         for (int row = 0; row < padded; row++, to += BF16_STEP_FLOATS) {
-            const bf16s taken = take_bf16(x, columns, first + (row < real ? row : 0), column);
+            const bf16s taken = take_bf16(x, columns, number_of(numbers, first + (row < real ? row : 0)), column);
             memcpy(to, &taken, sizeof taken);
         }
 }

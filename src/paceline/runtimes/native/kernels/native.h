@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERNELS_VERSION 3 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
+#define KERNELS_VERSION 4 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
 
 /* Rows that share one decoding of a weight: as many as keep their sums in registers. */
 #ifdef __AVX512F__
@@ -14,7 +14,7 @@
 #define MAX_ROWS 4
 #endif
 
-/* How weights are stored. U8_MINIMUM and U4_MINIMUM add a minimum per group. */
+/* How weights are stored. U8_MINIMUM and U4_MINIMUM add a minimum per group; of U4_TABLE a code is the number of a value. */
 #define F32 0
 #define F16 1
 #define BF16 2
@@ -23,11 +23,13 @@
 #define U8_MINIMUM 5
 #define U4 6
 #define U4_MINIMUM 7
+#define U4_TABLE 8
 /* The same codes in panels of 16 outputs (panels.c), for rows that are rounded to bytes. */
-#define PANELS_8_BITS 8
-#define PANELS_8_BITS_MINIMUM 9
-#define PANELS_4_BITS 10
-#define PANELS_4_BITS_MINIMUM 11
+#define PANELS_8_BITS 9
+#define PANELS_8_BITS_MINIMUM 10
+#define PANELS_4_BITS 11
+#define PANELS_4_BITS_MINIMUM 12
+#define PANELS_4_BITS_TABLE 13
 #define MAX_GROUP 256 /* columns of a group of such rows */
 
 /* W [outputs, columns]. */
@@ -37,21 +39,23 @@ typedef struct {
     const uint8_t *codes;
     const float *scales, *minimums; /* [outputs, columns / group] */
     const float *bias;              /* [outputs] or NULL */
+    const int8_t *table;            /* of a kind with one: the 16 values; zero_point makes them unsigned */
 } Matrix;
 
-enum { LINEAR, NORM, ROPE, ATTENTION, GATED, ADD, GATHER, SOFT_CAP, CONCAT, SILU_RESIDUAL, RANK, SCALE };
-enum { SILU, GELU_TANH };
+enum { LINEAR, NORM, ROPE, ATTENTION, GATED, ADD, GATHER, SOFT_CAP, CONCAT, SILU_RESIDUAL, RANK, SCALE, ROUTE, EXPERTS, COMBINE, SIGMOID_GATE };
+enum { SILU, GELU_TANH, CLAMPED_SWIGLU };
+enum { SOFTMAX, SIGMOID }; /* what makes scores of a router's logits */
 /* How a product takes its rows: as they are, rounded to bfloat16 (all its matrices are BF16 then), or rounded to bytes (all its matrices are
  * panels then, with the same groups and the same zero point). */
 enum { AS_FLOATS, AS_BF16, AS_BYTES };
-/* Which rows an operation works on: those of the pass, those whose logits are wanted, or those of a list that an earlier operation left in
- * a buffer as int32: how many, then their numbers. Wanted and listed rows lie one behind another in their buffers; GATHER puts them there. */
-enum { ALL_ROWS, WANTED_ROWS, LISTED_ROWS };
+/* Which rows an operation works on: those of the pass, or those whose logits are wanted, which lie one behind another in their buffers;
+ * GATHER puts them there. */
+enum { ALL_ROWS, WANTED_ROWS };
 
 /* Every operation begins with this; x, y, q, k, v and out are numbers of buffers. */
 typedef struct {
-    int32_t code, out; /* the matrices of LINEAR name their own */
-    int32_t rows, row_list; /* row_list: of LISTED_ROWS, its buffer */
+    int32_t code, out; /* the matrices of LINEAR and EXPERTS name their own */
+    int32_t rows;
 } Operation;
 
 typedef struct {
@@ -80,11 +84,13 @@ typedef struct {
     int32_t tables; /* which block tables of the pass name its blocks */
     int32_t window; /* the last rows that are seen; 0 = all */
     float scale, soft_cap; /* 0 = none */
+    const float *sinks;    /* [heads] the score of a key without a value that every row sees; NULL = none */
 } AttentionOperation;
 
 typedef struct {
     Operation head;
     int32_t x, up, width, activation;
+    float slope, limit; /* of CLAMPED_SWIGLU */
 } GatedOperation;
 
 typedef struct {
@@ -113,6 +119,37 @@ typedef struct {
     Operation head;
     int32_t x, y, x_width, y_width;
 } ConcatOperation;
+
+/* The `chosen` experts of every row, by its scores; x: the router's logits [rows, experts]. The result is `Routes`. */
+typedef struct {
+    Operation head;
+    int32_t x, experts, chosen, scoring;
+    int32_t groups, chosen_groups; /* experts of the groups with the largest sums of their two best scores alone are compared */
+    int32_t is_normalized;         /* weights are divided by their sum and `least` */
+    float least, factor;           /* factor: on all weights */
+    const float *correction;       /* [experts] added to scores where they are compared; NULL = nothing */
+    const float *scales;           /* [experts] on the weights of each expert; NULL = none */
+} RouteOperation;
+
+/* Products with the matrices of the experts that rows have chosen; each is read once. */
+typedef struct {
+    Operation head;
+    int32_t x, routes, chosen, experts, num_matrices, packing;
+    int32_t of_pairs;       /* x has a row for each pair of a row and an expert, in their order; else for each row of the pass */
+    const Matrix *matrices; /* [num_matrices][experts] of the same columns; the results have a row for each pair */
+} ExpertsOperation;
+
+/* Of every row the sum of its pairs' rows of x, times their weights, in the order of the experts. */
+typedef struct {
+    Operation head;
+    int32_t x, routes, chosen, width;
+} CombineOperation;
+
+/* x * sigmoid(y), y one number a row. */
+typedef struct {
+    Operation head;
+    int32_t x, y, width;
+} SigmoidGateOperation;
 
 /* What is wanted of rows of logits: the `count` best of their first `columns`. */
 typedef struct {
@@ -162,21 +199,42 @@ typedef struct {
 
 int tile_rows(int rows);
 size_t packed_floats(int rows, int columns);
-void pack_rows(const Matrix *matrix, const float *x, int rows, int packing, int block, float *packed);
+size_t packed_row(const Matrix *matrix, int packing);
+void pack_rows(const Matrix *matrix, const float *x, const int32_t *numbers, int rows, int packing, int block, float *packed);
 void multiply(const Matrix *matrix, int begin, int end, int packing, const float *packed, float *y, int rows);
 
 size_t packed_bytes_words(int columns, int group);
-void pack_bytes(const float *x, int columns, int group, int zero_point, int first, int real, int padded, float *packed);
+void pack_bytes(const float *x, const int32_t *numbers, int columns, int group, int zero_point, int first, int real, int padded, float *packed);
 void multiply_bytes(const Matrix *matrix, int begin, int end, const float *packed, float *y, int rows);
 
 void norm_row(const float *x, const float *weight, int width, float epsilon, float *out);
 void rotate_head(const float *x, const float *cos, const float *sin, int head_size, int half, float *out);
-void gate(const float *x, const float *up, int width, int activation, float *out);
+void gate(const GatedOperation *gated, const float *x, const float *up, int width, float *out);
 void add(const float *x, const float *y, int width, float *out);
 void soft_cap(const float *x, int width, float cap, float *out);
 void scale(const float *x, int width, float factor, float *out);
+void add_scaled(const float *x, int width, float factor, float *sum);
+float sigmoid_of(float x);
 void add_silu(const float *x, const float *y, int width, float *out);
 void join(const float *x, int width, const float *y, int begin, int count, float *out);
+
+/* What ROUTE leaves in its buffer, in int32 and floats. A pair is a row and an expert that it has chosen; pairs are in the order of their
+ * experts, then of their rows. */
+typedef struct {
+    int32_t *experts;    /* [rows][chosen], ascending */
+    float *weights;      /* [rows][chosen] */
+    int32_t *places;     /* [rows][chosen] the number of each pair */
+    int32_t *rows;       /* [pairs] the row of each */
+    int32_t *num_active; /* experts that any row has chosen */
+    struct Active {
+        int32_t expert, first, count; /* its pairs are [first, first + count) */
+        int32_t packed;               /* packed rows of those before it */
+    } *active; /* [num_active] */
+} Routes;
+
+Routes routes_of(float *buffer, int rows, int chosen);
+void choose_experts(const RouteOperation *own, const float *logits, int32_t *experts, float *weights);
+void sort_pairs(const RouteOperation *own, const Routes *routes, int rows);
 
 #define PIECE_COLUMNS 4096
 int pieces_of(int columns);

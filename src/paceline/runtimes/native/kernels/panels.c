@@ -13,7 +13,7 @@
 
 #define GROUP_HEADER 3 /* of a packed row's group: its scale, (DOT_SHIFT - zero_point) sum q, scale sum q */
 
-static int is_narrow(int kind) { return kind == PANELS_4_BITS || kind == PANELS_4_BITS_MINIMUM; }
+static int is_narrow(int kind) { return kind >= PANELS_4_BITS; }
 static int has_minimum(int kind) { return kind == PANELS_8_BITS_MINIMUM || kind == PANELS_4_BITS_MINIMUM; }
 
 static size_t group_words(int group) { return (size_t)(GROUP_HEADER + group / 4 * DOT_WORDS); }
@@ -45,13 +45,14 @@ static float quantize(const float *x, int group, int32_t *codes, int32_t *total)
     return is_finite ? most / 127.0f : most - most; /* not a number */
 }
 
-/* `real` rows of x [rows, columns] from row `first` on as [columns / group][header, then quads][padded rows]. */
-void pack_bytes(const float *x, int columns, int group, int zero_point, int first, int real, int padded, float *packed) {
+/* `real` rows of x [rows, columns] from row `first` on as [columns / group][header, then quads][padded rows]; numbers as in pack_rows. */
+void pack_bytes(const float *x, const int32_t *numbers, int columns, int group, int zero_point, int first, int real, int padded, float *packed) {
     int32_t codes[MAX_GROUP];
     for (int begin = 0; begin < columns; begin += group, packed += group_words(group) * (size_t)padded)
         for (int row = 0; row < padded; row++) {
             int32_t total, *quad = (int32_t *)packed + GROUP_HEADER * padded + row * DOT_WORDS;
-            const float scale = quantize(x + (size_t)(first + (row < real ? row : 0)) * (size_t)columns + begin, group, codes, &total);
+            const int place = first + (row < real ? row : 0);
+            const float scale = quantize(x + (size_t)(numbers ? numbers[place] : place) * (size_t)columns + begin, group, codes, &total);
             const int32_t offset = (DOT_SHIFT - zero_point) * total;
             packed[row] = scale;
             memcpy(packed + padded + row, &offset, sizeof offset);
@@ -75,19 +76,24 @@ void pack_bytes(const float *x, int columns, int group, int zero_point, int firs
 /* dot[row] += 4 columns of a panel, for all rows and panels. */
 #define MULTIPLY_ADD(shift)                                                                           \
     {                                                                                                 \
-        weight_codes w[2];                                                                                   \
-        EACH_PANEL w[n] = split_codes(narrow ? codes[n] >> (shift) & 0x0F0F0F0Fu : codes[n]);           \
+        weight_codes w[2];                                                                            \
+        EACH_PANEL {                                                                                  \
+            const words own = narrow ? codes[n] >> (shift) & 0x0F0F0F0Fu : codes[n];                  \
+            w[n] = split_codes(has_table ? look_up(own, table) : own);                                \
+        }                                                                                             \
         EACH_ROW EACH_PANEL dot[n][row] = dot_bytes(w[n], quad + row * DOT_WORDS, dot[n][row]);   \
         quad += rows * DOT_WORDS;                                                                    \
     }
 
 /* `panels` panels (1 or 2, which share what is loaded of the rows) for `rows` packed rows. */
 INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, float *y, const int rows, int real_rows, size_t ahead,
-                            const int panels, const int narrow, const int minimum) {
+                            const int panels, const int narrow, const int minimum, const int has_table) {
     const int group = matrix->group, columns = matrix->columns;
     const size_t next = (size_t)matrix->row_bytes;
     const uint8_t *at = matrix->codes + (size_t)(first / LANES) * next;
     floats sum[2][MAX_ROWS];
+    bytes table = {0};
+    for (int i = 0; has_table && i < 16; i++) table[i] = (uint8_t)(matrix->table[i] + matrix->zero_point);
     EACH_PANEL EACH_ROW sum[n][row] = broadcast(0.0f);
     for (int begin = 0; begin < columns; begin += group) {
         const int32_t *offsets = (const int32_t *)x + rows, *quad = (const int32_t *)x + GROUP_HEADER * rows;
@@ -124,15 +130,16 @@ INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, flo
     }
 }
 
-#define PRODUCT_OF(rows, panels, kind_, narrow, minimum)                                                                       \
+#define PRODUCT_OF(rows, panels, kind_, narrow, minimum, has_table)                                                            \
     if (matrix->kind == kind_)                                                                                                \
         for (; first + ((panels) - 1) * LANES < end; first += (panels) * LANES)                                                 \
-            multiply_panels(matrix, first, x, y, rows, real_rows, ahead, panels, narrow, minimum);
+            multiply_panels(matrix, first, x, y, rows, real_rows, ahead, panels, narrow, minimum, has_table);
 #define PRODUCTS_OF(rows, panels)                                  \
-    PRODUCT_OF(rows, panels, PANELS_8_BITS, 0, 0)                  \
-    PRODUCT_OF(rows, panels, PANELS_8_BITS_MINIMUM, 0, 1)          \
-    PRODUCT_OF(rows, panels, PANELS_4_BITS, 1, 0)                  \
-    PRODUCT_OF(rows, panels, PANELS_4_BITS_MINIMUM, 1, 1)
+    PRODUCT_OF(rows, panels, PANELS_8_BITS, 0, 0, 0)               \
+    PRODUCT_OF(rows, panels, PANELS_8_BITS_MINIMUM, 0, 1, 0)       \
+    PRODUCT_OF(rows, panels, PANELS_4_BITS, 1, 0, 0)               \
+    PRODUCT_OF(rows, panels, PANELS_4_BITS_MINIMUM, 1, 1, 0)       \
+    PRODUCT_OF(rows, panels, PANELS_4_BITS_TABLE, 1, 0, 1)
 /* Two panels at once where the sums of both fit in registers. */
 #define CASE(rows)                                          \
     case rows:                                              \

@@ -35,38 +35,92 @@ static float *buffer(const Work *work, int number) { return work->program->buffe
 
 static int parts_of(int total, int size) { return (total + size - 1) / size; }
 
-static const int32_t *list_of(const Program *program, const Operation *operation) {
-    return (const int32_t *)program->buffers[operation->row_list];
+static int rows_of(const Pass *pass, const Operation *operation) {
+    return operation->rows == WANTED_ROWS ? pass->selected_rows : pass->rows;
 }
 
-static int rows_of(const Program *program, const Pass *pass, const Operation *operation) {
-    if (operation->rows == LISTED_ROWS) return list_of(program, operation)[0];
-    return operation->rows == WANTED_ROWS ? pass->selected_rows : pass->rows;
+static int outputs_a_ticket(int packing) { return packing == AS_BYTES ? PANELS_OUTPUTS_A_TICKET : OUTPUTS_A_TICKET; }
+
+/* One row as products take it. Each thread packs it itself: cheaper than a barrier. */
+static const float *packed_row_of(const Work *work, const Matrix *matrix, int packing, const float *x) {
+    const Program *program = work->program;
+    if (packing == AS_FLOATS && matrix->columns % 16 == 0) return x;
+    float *packed = program->packed_rows + (size_t)work->thread * packed_floats(1, program->most_columns);
+    pack_rows(matrix, x, NULL, 1, packing, 0, packed);
+    return packed;
 }
 
 static void run_linear(const Work *work, const Operation *operation) {
     const LinearOperation *own = (const LinearOperation *)operation;
     const Program *program = work->program;
     const float *x = buffer(work, own->x);
-    const int columns = own->matrices[0].columns, packing = own->packing, rows = work->rows;
-    const int outputs_a_ticket = packing == AS_BYTES ? PANELS_OUTPUTS_A_TICKET : OUTPUTS_A_TICKET;
+    const int packing = own->packing, rows = work->rows, step = outputs_a_ticket(packing);
     if (rows > 1) {
         for (int block; (block = next_ticket(work, 0)) < parts_of(rows, MAX_ROWS);)
-            pack_rows(own->matrices, x, rows, packing, block, program->packed);
+            pack_rows(own->matrices, x, NULL, rows, packing, block, program->packed);
         barrier();
         x = program->packed;
-    } else if (packing != AS_FLOATS || columns % 16) { /* each thread packs the row itself: cheaper than a barrier */
-        float *packed = program->packed_rows + (size_t)work->thread * packed_floats(1, program->most_columns);
-        pack_rows(own->matrices, x, rows, packing, 0, packed);
-        x = packed;
-    }
+    } else
+        x = packed_row_of(work, own->matrices, packing, x);
     int ticket = next_ticket(work, 1), skipped = 0;
     for (int number = 0; number < own->num_matrices; number++) {
         const Matrix *matrix = own->matrices + number;
-        const int tickets = parts_of(matrix->outputs, outputs_a_ticket);
+        const int tickets = parts_of(matrix->outputs, step);
         for (; ticket - skipped < tickets; ticket = next_ticket(work, 1)) {
-            const int begin = (ticket - skipped) * outputs_a_ticket, end = begin + outputs_a_ticket;
+            const int begin = (ticket - skipped) * step, end = begin + step;
             multiply(matrix, begin, end < matrix->outputs ? end : matrix->outputs, packing, x, buffer(work, matrix->out), rows);
+        }
+        skipped += tickets;
+    }
+}
+
+static void run_route(const Work *work, const Operation *operation) {
+    const RouteOperation *own = (const RouteOperation *)operation;
+    const Routes routes = routes_of(buffer(work, operation->out), work->rows, own->chosen);
+    const float *x = buffer(work, own->x);
+    for (int row; (row = next_ticket(work, 0)) < work->rows;)
+        choose_experts(own, x + (size_t)row * (size_t)own->experts, routes.experts + row * own->chosen, routes.weights + row * own->chosen);
+    barrier();
+    if (next_ticket(work, 1) == 0) sort_pairs(own, &routes, work->rows);
+}
+
+/* The rows of each expert, those of one after those of the other. */
+static void pack_pairs(const Work *work, const ExpertsOperation *own, const Routes *routes) {
+    const float *x = buffer(work, own->x);
+    const size_t columns = (size_t)own->matrices[0].columns, row_words = packed_row(own->matrices, own->packing);
+    int ticket = next_ticket(work, 0), skipped = 0;
+    for (int number = 0; number < *routes->num_active; number++) {
+        const struct Active *active = routes->active + number;
+        const int blocks = parts_of(active->count, MAX_ROWS);
+        float *packed = work->program->packed + (size_t)active->packed * row_words;
+        for (; ticket - skipped < blocks; ticket = next_ticket(work, 0))
+            pack_rows(own->matrices, own->of_pairs ? x + (size_t)active->first * columns : x, own->of_pairs ? NULL : routes->rows + active->first,
+                      active->count, own->packing, ticket - skipped, packed);
+        skipped += blocks;
+    }
+    barrier();
+}
+
+static void run_experts(const Work *work, const Operation *operation) {
+    const ExpertsOperation *own = (const ExpertsOperation *)operation;
+    const Routes routes = routes_of(buffer(work, own->routes), work->rows, own->chosen);
+    const size_t row_words = packed_row(own->matrices, own->packing);
+    const int step = outputs_a_ticket(own->packing), is_one_row = work->rows == 1 && !own->of_pairs;
+    const float *x = work->program->packed;
+    if (is_one_row)
+        x = packed_row_of(work, own->matrices, own->packing, buffer(work, own->x));
+    else
+        pack_pairs(work, own, &routes);
+    int ticket = next_ticket(work, 1), skipped = 0;
+    for (int number = 0; number < own->num_matrices * *routes.num_active; number++) {
+        const struct Active *active = routes.active + number % *routes.num_active;
+        const Matrix *matrix = own->matrices + number / *routes.num_active * own->experts + active->expert;
+        const int tickets = parts_of(matrix->outputs, step);
+        for (; ticket - skipped < tickets; ticket = next_ticket(work, 1)) {
+            const int begin = (ticket - skipped) * step, end = begin + step;
+            multiply(matrix, begin, end < matrix->outputs ? end : matrix->outputs, own->packing,
+                     is_one_row ? x : x + (size_t)active->packed * row_words,
+                     buffer(work, matrix->out) + (size_t)active->first * (size_t)matrix->outputs, active->count);
         }
         skipped += tickets;
     }
@@ -130,7 +184,28 @@ static void run_gated(const Work *work, const Operation *operation) {
     const float *x = buffer(work, own->x), *up = buffer(work, own->up);
     float *out = buffer(work, operation->out);
     for (Piece piece; next_piece(work, own->width, &piece);)
-        gate(x + piece.at, up + piece.at, piece.count, own->activation, out + piece.at);
+        gate(own, x + piece.at, up + piece.at, piece.count, out + piece.at);
+}
+
+static void run_combine(const Work *work, const Operation *operation) {
+    const CombineOperation *own = (const CombineOperation *)operation;
+    const Routes routes = routes_of(buffer(work, own->routes), work->rows, own->chosen);
+    const float *x = buffer(work, own->x);
+    float *out = buffer(work, operation->out);
+    for (Piece piece; next_piece(work, own->width, &piece);) {
+        memset(out + piece.at, 0, (size_t)piece.count * sizeof(float));
+        for (int i = 0; i < own->chosen; i++) {
+            const size_t pair = piece.row * (size_t)own->chosen + (size_t)i, place = (size_t)routes.places[pair];
+            add_scaled(x + place * (size_t)own->width + (size_t)piece.begin, piece.count, routes.weights[pair], out + piece.at);
+        }
+    }
+}
+
+static void run_sigmoid_gate(const Work *work, const Operation *operation) {
+    const SigmoidGateOperation *own = (const SigmoidGateOperation *)operation;
+    const float *x = buffer(work, own->x), *y = buffer(work, own->y);
+    float *out = buffer(work, operation->out);
+    for (Piece piece; next_piece(work, own->width, &piece);) scale(x + piece.at, piece.count, sigmoid_of(y[piece.row]), out + piece.at);
 }
 
 static void run_add(const Work *work, const Operation *operation) {
@@ -172,7 +247,7 @@ static void run_concat(const Work *work, const Operation *operation) {
 
 static void run_gather(const Work *work, const Operation *operation) {
     const GatherOperation *own = (const GatherOperation *)operation;
-    const int32_t *numbers = operation->rows == LISTED_ROWS ? list_of(work->program, operation) + 1 : work->pass->selected;
+    const int32_t *numbers = work->pass->selected;
     const float *x = buffer(work, own->x);
     float *out = buffer(work, operation->out);
     for (Piece piece; next_piece(work, own->width, &piece);)
@@ -199,6 +274,7 @@ static Function *const FUNCTIONS[] = {
     [LINEAR] = run_linear,     [NORM] = run_norm, [ROPE] = run_rope,     [ATTENTION] = run_attention, [GATED] = run_gated,
     [ADD] = run_add,           [GATHER] = run_gather, [SOFT_CAP] = run_soft_cap, [CONCAT] = run_concat,
     [SILU_RESIDUAL] = run_silu_residual, [RANK] = run_rank, [SCALE] = run_scale,
+    [ROUTE] = run_route,       [EXPERTS] = run_experts, [COMBINE] = run_combine, [SIGMOID_GATE] = run_sigmoid_gate,
 };
 
 static void run_operations(void *argument, int thread, int num_threads) {
@@ -207,7 +283,7 @@ static void run_operations(void *argument, int thread, int num_threads) {
     (void)num_threads;
     for (int index = 0; index < program->num_operations; index++) {
         const Operation *operation = program->operations[index];
-        const Work work = {program, pass, index, rows_of(program, pass, operation), thread};
+        const Work work = {program, pass, index, rows_of(pass, operation), thread};
         if (!work.rows) continue;
         FUNCTIONS[operation->code](&work, operation);
         barrier();
@@ -235,7 +311,8 @@ int32_t paceline_layout(int32_t index) {
     static const size_t LAYOUT[] = {
         KERNELS_VERSION, sizeof(Matrix), sizeof(LinearOperation), sizeof(NormOperation), sizeof(RopeOperation), sizeof(AttentionOperation),
         sizeof(GatedOperation), sizeof(AddOperation), sizeof(SiluResidualOperation), sizeof(GatherOperation), sizeof(SoftCapOperation),
-        sizeof(ConcatOperation), sizeof(RankOperation), sizeof(ScaleOperation), sizeof(Range), sizeof(Draw), sizeof(Pass), sizeof(Program),
+        sizeof(ConcatOperation), sizeof(RankOperation), sizeof(ScaleOperation), sizeof(RouteOperation),
+        sizeof(ExpertsOperation), sizeof(CombineOperation), sizeof(SigmoidGateOperation), sizeof(Range), sizeof(Draw), sizeof(Pass), sizeof(Program),
     };
     return (size_t)index < sizeof LAYOUT / sizeof *LAYOUT ? (int32_t)LAYOUT[index] : -1;
 }

@@ -32,18 +32,23 @@ void rotate_head(const float *x, const float *cos, const float *sin, int head_si
     memcpy(out + 2 * half, x + 2 * half, (size_t)(head_size - 2 * half) * sizeof(float));
 }
 
-/* activation(x) * up. */
-void gate(const float *x, const float *up, int width, int activation, float *out) {
+/* activation(x) * up; clamped SwiGLU as gpt-oss has it: (up + 1) x sigmoid(slope x), of x up to the limit and up between the limits. */
+void gate(const GatedOperation *gated, const float *x, const float *up, int width, float *out) {
+    const floats limit = broadcast(gated->limit), slope = broadcast(gated->slope);
     EACH_16(column, count, width) {
-        const floats v = take(x + column, count);
+        floats v = take(x + column, count), u = take(up + column, count);
         floats active;
-        if (activation == SILU)
+        if (gated->activation == SILU)
             active = v * sigmoid(v);
-        else {
+        else if (gated->activation == GELU_TANH) {
             const floats inner = broadcast(0.7978845608028654f) * (v + broadcast(0.044715f) * v * v * v);
             active = broadcast(0.5f) * v * (broadcast(1.0f) + hyperbolic_tangent(inner));
+        } else {
+            v = __builtin_elementwise_min(v, limit);
+            u = __builtin_elementwise_min(__builtin_elementwise_max(u, -limit), limit) + broadcast(1.0f);
+            active = v * sigmoid(slope * v);
         }
-        put(out + column, active * take(up + column, count), count);
+        put(out + column, active * u, count);
     }
 }
 
@@ -55,6 +60,14 @@ void add(const float *x, const float *y, int width, float *out) {
 void scale(const float *x, int width, float factor, float *out) {
     EACH_16(column, count, width) put(out + column, take(x + column, count) * broadcast(factor), count);
 }
+
+/* sum += x * factor. */
+void add_scaled(const float *x, int width, float factor, float *sum) {
+    EACH_16(column, count, width)
+        put(sum + column, fused(take(x + column, count), broadcast(factor), take(sum + column, count)), count);
+}
+
+float sigmoid_of(float x) { return sigmoid(broadcast(x))[0]; }
 
 /* x + silu(y). */
 void add_silu(const float *x, const float *y, int width, float *out) {

@@ -39,17 +39,17 @@ static void TILE_OF(ROWS, OUTPUTS)(const Matrix *matrix, int first, const float 
     const float *scales = matrix->scales + (size_t)first * groups;
     const float *minimums = HAS_MINIMUM ? matrix->minimums + (size_t)first * groups : scales;
     (void)minimums;
-#if KIND == U4 || KIND == U4_MINIMUM
+#if KIND >= U4
     const ints counting = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const floats code_values = __builtin_convertvector(counting - zero_point, floats);
+    const floats code_values = KIND == U4_TABLE ? table_of(matrix) : __builtin_convertvector(counting - zero_point, floats);
     const int half_groups = group == 16, step = half_groups ? 32 : group;
     size_t g = 0;
     for (int begin = 0; begin < columns; begin += step, g += half_groups ? 2 : 1) {
         GroupOf4Bits low[OUTPUTS], high[OUTPUTS];
         EACH_OUTPUT {
             const float *scale = scales + n * groups + g, *minimum = minimums + n * groups + g;
-            low[n] = group_of_4_bits(code_values, scale[0], minimum[0], HAS_MINIMUM);
-            high[n] = half_groups ? group_of_4_bits(code_values, scale[1], minimum[1], HAS_MINIMUM) : low[n];
+            low[n] = group_of_4_bits(code_values, scale[0], minimum[0], KIND);
+            high[n] = half_groups ? group_of_4_bits(code_values, scale[1], minimum[1], KIND) : low[n];
         }
         for (int column = begin; column < begin + step; column += 32, x += 2 * ROWS * LANES) {
             ints both[OUTPUTS];
@@ -57,9 +57,9 @@ static void TILE_OF(ROWS, OUTPUTS)(const Matrix *matrix, int first, const float 
                 PREFETCH_NEXT(n, column / 2)
                 both[n] = load_bytes(codes[n] + column / 2);
             }
-            EACH_OUTPUT w[n] = decode_4_bits(both[n], low[n], zero_point, HAS_MINIMUM);
+            EACH_OUTPUT w[n] = decode_4_bits(both[n], low[n], zero_point, KIND);
             MULTIPLY_ADD(w, x)
-            EACH_OUTPUT w[n] = decode_4_bits(both[n] >> 4, high[n], zero_point, HAS_MINIMUM);
+            EACH_OUTPUT w[n] = decode_4_bits(both[n] >> 4, high[n], zero_point, KIND);
             MULTIPLY_ADD(w, x + ROWS * LANES)
         }
     }

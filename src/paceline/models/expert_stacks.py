@@ -1,0 +1,55 @@
+"""Experts that a checkpoint stores in one stack for a layer, as if they were stored one by one: the same bytes of the file."""
+
+import re
+from collections.abc import Mapping
+
+from paceline.errors import CheckpointError
+from paceline.models.config import ModelConfig
+from paceline.models.layers import DenseMLP, ExpertMLP
+from paceline.models.safetensors_file import StoredTensor
+
+_MIXTRAL_NAME = re.compile(r"(model\.layers\.\d+\.)block_sparse_moe\.(gate|experts\.\d+\.(?:w1|w2|w3))\.weight")
+_MIXTRAL_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+def split_experts(stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
+    """The tensors by the names of experts stored one by one, `model.layers.N.mlp.experts.E.gate_proj.weight`.
+
+    Raises:
+        CheckpointError: a stack has another shape than the config makes it.
+    """
+    tensors = {_plain_name(name): tensor for name, tensor in stored.items()}
+    for index, layer in enumerate(config.layers):
+        if isinstance(layer.mlp, DenseMLP):
+            continue
+        prefix = f"model.layers.{index}.mlp.experts."
+        for stack, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            if (tensor := tensors.pop(prefix + stack, None)) is not None:
+                tensors |= _experts_of(prefix + stack, tensor, layer.mlp, config.hidden_size, parts)
+    return tensors
+
+
+def _plain_name(name: str) -> str:
+    """Mixtral's names in the spelling of the other families."""
+    match = _MIXTRAL_NAME.fullmatch(name)
+    if match is None:
+        return name
+    *path, last = match[2].split(".")
+    return f"{match[1]}mlp.{'.'.join((*path, _MIXTRAL_PARTS.get(last, last)))}.weight"
+
+
+def _experts_of(name: str, tensor: StoredTensor, mlp: ExpertMLP, hidden_size: int, parts: tuple[str, ...]) -> dict[str, StoredTensor]:
+    inner, count = mlp.expert.intermediate_size, mlp.routing.num_experts
+    rows, columns = (hidden_size, inner) if parts == ("down_proj",) else (inner, hidden_size)
+    if tensor.shape != (count, len(parts) * rows, columns):
+        raise CheckpointError(
+            f"{tensor.path}: tensor {name!r} has shape {list(tensor.shape)}, but config.json makes it "
+            f"{[count, len(parts) * rows, columns]}; one of the two files is another model's"
+        )
+    num_bytes = (tensor.end - tensor.begin) // (count * len(parts))
+    prefix, found = name.rpartition(".")[0], {}
+    for number in range(count * len(parts)):
+        begin = tensor.begin + number * num_bytes
+        own_name = f"{prefix}.{number // len(parts)}.{parts[number % len(parts)]}.weight"
+        found[own_name] = StoredTensor(tensor.path, tensor.dtype, (rows, columns), begin, begin + num_bytes)
+    return found

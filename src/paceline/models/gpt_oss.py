@@ -1,0 +1,106 @@
+"""gpt-oss checkpoints: a layer's experts lie in two stacks, in MXFP4 as published or transposed in bfloat16 as exported later."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.models.config import ModelConfig, WeightType
+from paceline.models.grouped import RUN
+from paceline.models.layers import ExpertMLP
+from paceline.models.mxfp4 import from_pairs
+from paceline.models.safetensors_file import StoredTensor, view_tensor
+from paceline.models.tensor_names import tensor_shapes
+from paceline.models.weights import AnyTensor, GroupedTensor, MadeWeights, Tensor, TensorFacts, Weights, open_stored, open_tensor
+
+_STACKS = {"gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}, "down_proj": {"down_proj": slice(None)}}
+"""The matrices in each stack, with their rows: gate and up take turns."""
+
+
+class PackedExpertWeights(MadeWeights):
+    """The weights of a checkpoint directory; experts in MXFP4 become groups when they are first asked for.
+
+    Raises:
+        CheckpointError: as `Weights.open`, or a stack has another shape than the config makes it.
+    """
+
+    def __init__(self, directory: Path, config: ModelConfig) -> None:
+        stored, files, _ = open_stored(directory, config)
+        self._experts: dict[str, _Made] = {}
+        for index, layer in enumerate(config.layers):
+            if isinstance(layer.mlp, ExpertMLP):
+                self._experts |= _Stacks(stored, files, index, layer.mlp, config.hidden_size).experts()
+        plain = Weights.of_stored(directory, stored, files, config, elsewhere=self._experts)
+        super().__init__(tensor_shapes(config), lambda name: plain[name] if name in plain else self._experts[name].make())
+
+    def facts(self, name: str) -> TensorFacts:
+        return self._experts[name].facts if name in self._experts else super().facts(name)
+
+    def stored(self, name: str) -> tuple[NDArray[Any], ...]:
+        return self._experts[name].arrays if name in self._experts else super().stored(name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """One tensor of an expert: what is known of it, the arrays of the file that it is made of, and how."""
+
+    facts: TensorFacts
+    arrays: tuple[NDArray[Any], ...]
+    make: Callable[[], AnyTensor]
+
+
+class _Stacks:
+    """The stacks of one layer, which leave `stored` as they are read."""
+
+    def __init__(
+        self, stored: dict[str, StoredTensor], files: Mapping[Path, NDArray[np.uint8]], layer: int, mlp: ExpertMLP, hidden_size: int
+    ) -> None:
+        self._stored, self._files, self._mlp, self._layer = stored, files, mlp, layer
+        self._prefix = f"model.layers.{layer}.mlp.experts."
+        inner = mlp.expert.intermediate_size
+        self._shapes = {"gate_up_proj": (2 * inner, hidden_size), "down_proj": (hidden_size, inner)}
+
+    def experts(self) -> dict[str, _Made]:
+        """The tensors that are there, by our names."""
+        found: dict[str, _Made] = {}
+        for stack, parts in _STACKS.items():
+            count, (rows, columns) = self._mlp.routing.num_experts, self._shapes[stack]
+            bias = self._tensor(f"{stack}_bias", (count, rows))
+            plain = self._tensor(stack, (count, columns, rows))
+            blocks = self._bytes(f"{stack}_blocks", (count, rows, columns // RUN, RUN // 2))
+            exponents = self._bytes(f"{stack}_scales", (count, rows, columns // RUN))
+            for expert in range(count):
+                for part, own in parts.items():
+                    name = f"layers.{self._layer}.experts.{expert}.{part}"
+                    if bias is not None:
+                        found[f"{name}.bias"] = _view(bias.array[expert, own], bias.weight_type)
+                    if plain is not None:
+                        found[f"{name}.weight"] = _view(plain.array[expert, :, own].T, plain.weight_type)
+                    elif blocks is not None and exponents is not None:
+                        found[f"{name}.weight"] = _groups(blocks[expert, own], exponents[expert, own], self._prefix + stack)
+        return found
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        stored = self._stored.pop(self._prefix + name, None)
+        return None if stored is None else open_tensor(self._prefix + name, stored, shape, self._files)
+
+    def _bytes(self, name: str, shape: tuple[int, ...]) -> NDArray[np.uint8] | None:
+        stored = self._stored.get(self._prefix + name)
+        if stored is None or stored.dtype != "U8" or stored.shape != shape:
+            return None  # what is of another kind is refused as unknown
+        del self._stored[self._prefix + name]
+        return view_tensor(stored, self._files[stored.path], np.dtype(np.uint8))
+
+
+def _view(array: NDArray[Any], weight_type: WeightType) -> _Made:
+    facts = TensorFacts(array.shape, weight_type, None, array.nbytes)
+    return _Made(facts, (array,), lambda: Tensor(array, weight_type, array.shape))
+
+
+def _groups(blocks: NDArray[np.uint8], exponents: NDArray[np.uint8], where: str) -> _Made:
+    rows, groups = exponents.shape
+    facts = TensorFacts((rows, groups * RUN), WeightType.F32, 4, blocks.nbytes + 4 * exponents.size)
+    return _Made(facts, (blocks, exponents), lambda: GroupedTensor(from_pairs(blocks, exponents, where)))

@@ -1,0 +1,38 @@
+"""MXFP4: 4-bit floats in groups of 32 that share a power of two (OCP Microscaling Formats 1.0, section 5.3.3)."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import CheckpointError
+from paceline.models.grouped import RUN, GroupedMatrix
+
+TWICE_THE_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+"""Of the 16 codes: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
+
+
+def half_scales(exponents: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Half of the scales 2^(e - 127), as float32; 255 stands for no number."""
+    scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 128).astype(np.float32)
+    return np.where(exponents == 255, np.float32(np.nan), scales)
+
+
+def from_pairs(blocks: NDArray[np.uint8], exponents: NDArray[np.uint8], where: str) -> GroupedMatrix:
+    """A matrix whose blocks hold neighbours in one byte, as Hugging Face checkpoints do.
+
+    Args:
+        blocks: [N, K / 32, 16], the first of two neighbours in the low half.
+        exponents: [N, K / 32].
+        where: the tensor, for the error.
+
+    Raises:
+        CheckpointError: a scale is no number.
+    """
+    scales = half_scales(exponents)
+    if not np.isfinite(scales).all():
+        raise CheckpointError(f"{where} has a scale that is no number; the file is damaged, download it again")
+    front, back = blocks[..., : RUN // 4], blocks[..., RUN // 4 :]  # bytes of columns 0 to 15 and 16 to 31
+    packed = np.empty((*blocks.shape[:2], RUN // 2), np.uint8)
+    packed[..., 0::2] = (front & np.uint8(15)) | (back << np.uint8(4))
+    packed[..., 1::2] = (front >> np.uint8(4)) | (back & np.uint8(240))
+    codes = packed.reshape(len(blocks), -1)
+    return GroupedMatrix(codes, scales, None, 4, table=TWICE_THE_VALUES)

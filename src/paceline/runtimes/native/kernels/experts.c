@@ -1,0 +1,107 @@
+/* Which experts compute which rows. A row's choice and weights depend on its own logits alone. */
+#include "native.h"
+#include "vectors.h"
+
+#include <stdint.h>
+
+#define MAX_EXPERTS 1024
+#define EACH_16(i, count, total) for (int i = 0, count; count = (total) - i < LANES ? (total) - i : LANES, i < (total); i += LANES)
+
+Routes routes_of(float *buffer, int rows, int chosen) {
+    const size_t pairs = (size_t)rows * (size_t)chosen;
+    int32_t *const numbers = (int32_t *)buffer;
+    return (Routes){numbers, buffer + pairs, numbers + 2 * pairs, numbers + 3 * pairs, numbers + 4 * pairs, (struct Active *)(numbers + 4 * pairs + 1)};
+}
+
+static int is_taken(const uint64_t *taken, int number) { return taken[number / 64] >> (number % 64) & 1; }
+static void take(uint64_t *taken, int number) { taken[number / 64] |= (uint64_t)1 << (number % 64); }
+
+/* The largest of the values in [begin, end) that nobody has taken, the first of equal ones. */
+static int best_of(const float *values, const uint64_t *taken, int begin, int end) {
+    int best = -1;
+    for (int i = begin; i < end; i++)
+        if (!is_taken(taken, i) && (best < 0 || values[i] > values[best])) best = i;
+    return best;
+}
+
+/* Take the experts of all groups but the best ones. */
+static void leave_groups(const RouteOperation *own, const float *compared, uint64_t *taken) {
+    const int size = own->experts / own->groups;
+    float sums[MAX_EXPERTS];
+    uint64_t groups[MAX_EXPERTS / 64] = {0};
+    for (int group = 0; group < own->groups; group++) {
+        uint64_t none[MAX_EXPERTS / 64] = {0};
+        const int begin = group * size, first = best_of(compared, none, begin, begin + size);
+        take(none, first);
+        const int second = best_of(compared, none, begin, begin + size);
+        sums[group] = compared[first] + (second < 0 ? 0.0f : compared[second]);
+    }
+    for (int i = 0; i < own->chosen_groups; i++) take(groups, best_of(sums, groups, 0, own->groups));
+    for (int expert = 0; expert < own->experts; expert++)
+        if (!is_taken(groups, expert / size)) take(taken, expert);
+}
+
+/* The experts of one row and their weights, by ascending expert.
+ * Source: Shazeer et al. 2017, section 2.1; groups and the correction: DeepSeek-V3 (2024), section 2.1.2. */
+void choose_experts(const RouteOperation *own, const float *logits, int32_t *experts, float *weights) {
+    const int count = own->experts;
+    float scores[MAX_EXPERTS], corrected[MAX_EXPERTS];
+    const float *compared = scores;
+    uint64_t taken[MAX_EXPERTS / 64] = {0};
+    memcpy(scores, logits, (size_t)count * sizeof(float));
+    if (own->scoring == SIGMOID) EACH_16(i, some, count) {
+        const floats score = sigmoid(load_first(logits + i, some));
+        memcpy(scores + i, &score, (size_t)some * sizeof(float));
+    }
+    if (own->correction) {
+        for (int i = 0; i < count; i++) corrected[i] = scores[i] + own->correction[i];
+        compared = corrected;
+    }
+    if (own->groups > 1) leave_groups(own, compared, taken);
+    for (int i = 0; i < own->chosen; i++) {
+        const int best = best_of(compared, taken, 0, count);
+        take(taken, best);
+        int place = i;
+        for (; place && experts[place - 1] > best; place--) experts[place] = experts[place - 1];
+        experts[place] = best;
+    }
+    if (own->scoring == SOFTMAX) {
+        float largest = scores[0];
+        for (int i = 1; i < count; i++) largest = scores[i] > largest ? scores[i] : largest;
+        EACH_16(i, some, count) {
+            const floats power = exponential(load_first(scores + i, some) - broadcast(largest));
+            memcpy(scores + i, &power, (size_t)some * sizeof(float));
+        }
+    }
+    float sum = own->least;
+    if (own->is_normalized)
+        for (int i = 0; i < own->chosen; i++) sum += scores[experts[i]];
+    else if (own->scoring == SOFTMAX)
+        for (int i = 0; i < count; i++) sum += scores[i];
+    else
+        sum = 1.0f;
+    for (int i = 0; i < own->chosen; i++)
+        weights[i] = scores[experts[i]] / sum * own->factor * (own->scales ? own->scales[experts[i]] : 1.0f);
+}
+
+/* Number the pairs of all rows. */
+void sort_pairs(const RouteOperation *own, const Routes *routes, int rows) {
+    const int pairs = rows * own->chosen;
+    int32_t next[MAX_EXPERTS] = {0};
+    for (int pair = 0; pair < pairs; pair++) next[routes->experts[pair]]++;
+    int first = 0, packed = 0, active = 0;
+    for (int expert = 0; expert < own->experts; expert++) {
+        const int count = next[expert];
+        next[expert] = first;
+        if (!count) continue;
+        routes->active[active++] = (struct Active){expert, first, count, packed};
+        first += count;
+        packed += count / MAX_ROWS * MAX_ROWS + tile_rows(count % MAX_ROWS);
+    }
+    *routes->num_active = active;
+    for (int pair = 0; pair < pairs; pair++) {
+        const int place = next[routes->experts[pair]]++;
+        routes->places[pair] = place;
+        routes->rows[place] = pair / own->chosen;
+    }
+}

@@ -1,0 +1,85 @@
+"""Tiny mixtures of experts, for tests."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.gguf_checkpoints import read_tensors, write_tensors
+
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
+SMALL = {"moe_intermediate_size": 32, "num_experts_per_tok": 3}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "mixtral-window": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 1, "sliding_window": 16, "tie_word_embeddings": True}),
+    "qwen2_moe": ("qwen2_moe", {**SMALL, "num_experts": 6, "shared_expert_intermediate_size": 48, "mlp_only_layers": [1]}),
+    "qwen2_moe-window": (
+        "qwen2_moe",
+        {
+            **SMALL,
+            "num_experts": 6,
+            "shared_expert_intermediate_size": 48,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 16,
+            "max_window_layers": 3,
+        },
+    ),
+    "qwen3_moe": ("qwen3_moe", {**SMALL, "num_experts": 20, "norm_topk_prob": True}),
+    "qwen3_moe-sparse": ("qwen3_moe", {**SMALL, "num_experts": 6, "decoder_sparse_step": 2, "attention_bias": True}),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "glm4_moe": ("glm4_moe", {**SMALL, "n_routed_experts": 6, "attention_bias": True, "routed_scaling_factor": 1.5}),
+    "glm4_moe-groups": (
+        "glm4_moe",
+        {
+            **SMALL,
+            "n_routed_experts": 12,
+            "n_group": 4,
+            "topk_group": 2,
+            "use_qk_norm": True,
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+        },
+    ),
+    "gpt_oss-window": (
+        "gpt_oss",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 16, "rope_parameters": GPT_OSS_ROPE, "swiglu_limit": 0.5},
+    ),
+    "qwen2_moe-plain": ("qwen2_moe", {**SMALL, "num_experts": 6, "shared_expert_intermediate_size": 48}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 16, "rope_parameters": GPT_OSS_ROPE}),
+}
+"""By a name: the family and values of its config; those that end in -window have one of 16 tokens."""
+
+OF_CONVERTERS = ["mixtral", "qwen2_moe-plain", "qwen3_moe", "olmoe", "glm4_moe", "glm4_moe-groups", "gpt_oss"]
+"""Those whose configs GGUF metadata has room for."""
+
+
+def in_stacks(directory: Path, to: Path) -> Path:
+    """The same checkpoint with the experts of a layer in two stacks, under the names of transformers' modules."""
+    shutil.copytree(directory, to)
+    names = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    tensors, stacks = {}, dict[str, dict[int, dict[str, Any]]]()
+    for name, tensor in read_tensors(directory).items():
+        plain = name.replace("block_sparse_moe", "mlp")
+        prefix, _, rest = plain.partition(".experts.")
+        if rest:
+            expert, part, _ = rest.split(".")
+            stacks.setdefault(prefix, {}).setdefault(int(expert), {})[names.get(part, part)] = tensor
+        else:
+            tensors[plain] = tensor
+    for prefix, stack in stacks.items():
+        own = [stack[expert] for expert in sorted(stack)]
+        tensors[f"{prefix}.experts.gate_up_proj"] = np.stack([np.concatenate([one["gate_proj"], one["up_proj"]]) for one in own])
+        tensors[f"{prefix}.experts.down_proj"] = np.stack([one["down_proj"] for one in own])
+    write_tensors(to, tensors)
+    return to

@@ -1,0 +1,127 @@
+"""Networks beside transformers': what it computes for a prompt, and whether ours computes the same.
+
+Bounds on max |Δlogit| in float32 are for logits with a standard deviation of about 1.3; a pass of one row uses other kernels than
+transformers' whole prompt, hence three times that.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.checkpoints import VOCAB_SIZE
+from paceline.kv_cache.paged import CachedSequence, KVCache
+from paceline.models.checkpoint import open_weights
+from paceline.models.config import ModelConfig, WeightType, read_config
+from paceline.models.layers import ExpertMLP
+from paceline.runtimes.base import FloatArray, Network, Numerics, assemble
+from paceline.runtimes.decoder import decoder
+from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.native.library import kernels_path
+
+PROMPT_LEN = 300
+ONE_ROW_FACTOR = 3
+BOUNDS = {"torch": 1e-5, "native": 5e-5}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What transformers computes for one prompt."""
+
+    directory: Path
+    token_ids: list[int]
+    logits: FloatArray
+    hidden_states: tuple[FloatArray, ...]  # every boundary; the last one after the final norm
+    rounding: float  # how far its logits are from what it computes in float64
+
+
+def transformers_output(directory: Path, token_ids: list[int], dtype: str = "float32") -> tuple[FloatArray, tuple[FloatArray, ...]]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    # transformers 5.20, the last for Python 3.10, lets gemma2 take an attention that does not cap its scores
+    config = read_config(directory)
+    plain = {} if config.attention.soft_cap is None and not config.attention.has_sinks else {"attn_implementation": "eager"}
+    if any(isinstance(layer.mlp, ExpertMLP) for layer in config.layers):
+        plain["experts_implementation"] = "eager"  # the others know no float64
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), **plain).eval()
+    with torch.inference_mode():
+        output = model(torch.tensor([token_ids]), output_hidden_states=True)
+    return output.logits[0].float().numpy(), tuple(states[0].float().numpy() for states in output.hidden_states)
+
+
+def needs(backend: str) -> None:
+    if backend == "native" and kernels_path() is None:
+        pytest.skip("no native kernels for this machine")
+
+
+def open_backend(
+    directory: Path,
+    backend: str,
+    *,
+    max_context: int | None = None,
+    weight_type: WeightType | None = WeightType.F32,
+    collect_layers: Sequence[int] = (),
+) -> Network:
+    needs(backend)
+    options = RuntimeOptions(
+        numerics=Numerics.FAST,
+        dtype=weight_type,
+        num_threads=2,
+        device="cpu",
+        backend=backend,
+        max_context=max_context,
+        collect_layers=collect_layers,
+    )
+    return load_runtime(directory, options).runtime
+
+
+def append(runtime: Network, cache: KVCache, sequence: CachedSequence, token_ids: Sequence[int]) -> FloatArray:
+    """The logits of one pass over `token_ids`, which become committed."""
+    plan = cache.reserve(sequence, range(-1, len(token_ids) - 1))
+    output = runtime.forward(*assemble([plan], [list(token_ids)], [list(range(len(token_ids)))]))
+    cache.keep_path(sequence, len(token_ids) - 1)
+    return output.logits
+
+
+def prompt_logits(runtime: Network, token_ids: Sequence[int]) -> FloatArray:
+    cache = runtime.new_cache(64)
+    return append(runtime, cache, cache.new_sequence(), token_ids).copy()
+
+
+def torch_logits(config: ModelConfig, reference: Reference) -> FloatArray:
+    """What the torch runtime makes of a reference's checkpoint if it were the one `config` describes."""
+    from paceline.runtimes.torch.network import TorchNetwork
+
+    weights = open_weights(reference.directory, read_config(reference.directory))
+    return prompt_logits(TorchNetwork(decoder(config), config, weights), reference.token_ids)
+
+
+def difference(found: FloatArray, expected: FloatArray) -> float:
+    assert found.shape == expected.shape
+    assert found.dtype == np.float32
+    return float(np.abs(found - expected).max())
+
+
+def make_reference(directory: Path) -> Reference:
+    """A random prompt and what transformers makes of it."""
+    token_ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, PROMPT_LEN).tolist()
+    logits, hidden_states = transformers_output(directory, token_ids)
+    wide, _ = transformers_output(directory, token_ids, "float64")
+    return Reference(directory, token_ids, logits, hidden_states, difference(logits, wide))
+
+
+def check_a_prompt(reference: Reference, backend: str, *, max_context: int | None = None, bound: float | None = None) -> None:
+    """One pass, chunks and single rows give the logits of transformers, within `bound` or the backend's."""
+    runtime = open_backend(reference.directory, backend, max_context=max_context)
+    cache = runtime.new_cache(64)
+    for chunk_lens in ([PROMPT_LEN], [1, 31, 33, 64, 100, 71], [15, 16, 17, *[1] * 20], [40, *[1] * 4]):
+        sequence, begin = cache.new_sequence(), 0
+        for chunk_len in chunk_lens:
+            logits = append(runtime, cache, sequence, reference.token_ids[begin : begin + chunk_len])
+            allowed = bound or max(BOUNDS[backend] * (ONE_ROW_FACTOR if chunk_len == 1 else 1), reference.rounding)
+            assert difference(logits, reference.logits[begin : begin + chunk_len]) <= allowed, (chunk_lens, begin)
+            begin += chunk_len
+        cache.release(sequence)

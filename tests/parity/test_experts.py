@@ -1,0 +1,164 @@
+"""Mixtures of experts compute the logits transformers computes, however their checkpoints store them."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.checkpoints import write_checkpoint
+from harness.expert_checkpoints import CASES, in_stacks
+from harness.gguf_checkpoints import read_tensors, write_gguf
+from harness.parity import BOUNDS, Reference, check_a_prompt, difference, make_reference, open_backend, prompt_logits, torch_logits
+from paceline.models.checkpoint import open_weights, read_model_config
+from paceline.models.config import ModelConfig, read_config
+from paceline.models.layers import ClampedSwiGLU, ExpertMLP
+from paceline.models.weights import as_float32
+
+torch = pytest.importorskip("torch")
+
+BOUND = 1e-4
+"""Routers that choose clearly make rounding larger: transformers' own distance from float64 is up to 5e-5 here."""
+BY_BACKEND = pytest.mark.parametrize("backend", list(BOUNDS))
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    known: dict[str, Reference] = {}
+
+    def reference(name: str) -> Reference:
+        if name not in known:
+            family, values = CASES[name]
+            known[name] = make_reference(write_checkpoint(tmp_path_factory.mktemp(name), family, **values))
+        return known[name]
+
+    return reference
+
+
+@pytest.mark.parametrize("case", CASES)
+@BY_BACKEND
+def test_a_prompt_gives_the_logits_of_transformers_in_one_pass_in_chunks_and_one_by_one(
+    references: Callable[[str], Reference], case: str, backend: str
+) -> None:
+    check_a_prompt(references(case), backend, bound=BOUND)
+
+
+def changed_experts(config: ModelConfig, change: Callable[[ExpertMLP], ExpertMLP]) -> ModelConfig:
+    layers = (replace(layer, mlp=change(layer.mlp)) if isinstance(layer.mlp, ExpertMLP) else layer for layer in config.layers)
+    return replace(config, layers=tuple(layers))
+
+
+def routing(**changes: Any) -> Callable[[ModelConfig], ModelConfig]:
+    return lambda config: changed_experts(config, lambda mlp: replace(mlp, routing=replace(mlp.routing, **changes)))
+
+
+def attention(**changes: Any) -> Callable[[ModelConfig], ModelConfig]:
+    return lambda config: config.with_attention(lambda own: replace(own, **changes))
+
+
+def experts(**changes: Any) -> Callable[[ModelConfig], ModelConfig]:
+    return lambda config: changed_experts(config, lambda mlp: replace(mlp, expert=replace(mlp.expert, **changes)))
+
+
+def windows(window: int | None) -> Callable[[ModelConfig], ModelConfig]:
+    return lambda config: config.with_attention(lambda own: replace(own, window=own.window and window))
+
+
+CHANGES: list[tuple[str, Callable[[ModelConfig], ModelConfig]]] = [
+    ("mixtral", routing(is_normalized=False)),
+    ("mixtral", routing(num_chosen=1)),
+    ("qwen2_moe", routing(is_normalized=True)),
+    ("qwen2_moe", lambda config: changed_experts(config, lambda mlp: replace(mlp, shared=None))),
+    ("qwen2_moe", lambda config: changed_experts(config, lambda mlp: replace(mlp, gates_shared=False))),
+    ("qwen3_moe", routing(is_normalized=False)),
+    ("qwen3_moe", routing(num_chosen=4)),
+    ("olmoe", routing(is_normalized=True)),
+    ("glm4_moe", routing(is_corrected=False)),
+    ("glm4_moe", routing(is_normalized=False)),
+    ("glm4_moe", routing(factor=1.0)),
+    ("glm4_moe", lambda config: changed_experts(config, lambda mlp: replace(mlp, shared=None))),
+    ("glm4_moe-groups", routing(num_groups=1, chosen_groups=1)),
+    ("glm4_moe-groups", routing(chosen_groups=1)),
+    ("glm4_moe-groups", routing(is_normalized=True)),
+    ("gpt_oss-window", attention(has_sinks=False)),
+    ("gpt_oss-window", experts(activation=ClampedSwiGLU(1.702, 7.0))),
+    ("gpt_oss-window", experts(activation=ClampedSwiGLU(1.0, 0.5))),
+    *((name, windows(window)) for name in CASES if name.endswith("-window") for window in (None, 15, 17)),
+]
+
+
+@pytest.mark.parametrize(("case", "change"), CHANGES, ids=[f"{number}-{case}" for number, (case, _) in enumerate(CHANGES)])
+def test_another_way_of_choosing_or_computing_changes_the_logits(
+    references: Callable[[str], Reference], case: str, change: Callable[[ModelConfig], ModelConfig]
+) -> None:
+    """What the parity above can see: with it, it would fail by far more than its bound."""
+    reference = references(case)
+    config = read_config(reference.directory)
+    assert difference(torch_logits(config, reference), reference.logits) <= BOUND
+    assert difference(torch_logits(change(config), reference), reference.logits) > 0.1
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe-groups"])
+def test_experts_in_stacks_are_the_same_experts(references: Callable[[str], Reference], tmp_path: Path, case: str) -> None:
+    reference = references(case)
+    stacked = in_stacks(reference.directory, tmp_path / "stacked")
+    assert sum(name.endswith(".experts.gate_up_proj") for name in read_tensors(stacked)) >= 2
+    found, expected = (prompt_logits(open_backend(one, "native"), reference.token_ids) for one in (stacked, reference.directory))
+    assert np.array_equal(found, expected)
+
+
+def write_mxfp4(directory: Path, to: Path, seed: int) -> Path:
+    """A gpt-oss checkpoint with random experts in MXFP4, as it was published."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(directory, to)
+    random, tensors = np.random.default_rng(seed), load_file(to / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        count, columns, rows = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.from_numpy(random.integers(0, 256, (count, rows, columns // 32, 16), np.uint8))
+        tensors[f"{name}_scales"] = torch.from_numpy(random.integers(121, 125, (count, rows, columns // 32), np.uint8))
+    save_file(tensors, to / "model.safetensors")
+    values = json.loads((to / "config.json").read_text(encoding="utf-8"))
+    values["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (to / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    return to
+
+
+def expanded(packed: Path, to: Path) -> Path:
+    """The same checkpoint with its experts expanded to float32 by transformers."""
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    shutil.copytree(packed, to)
+    tensors = load_file(packed / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_blocks")]:
+        stack = name.removesuffix("_blocks")
+        blocks, scales = tensors.pop(name), tensors.pop(f"{stack}_scales")
+        tensors[stack] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads((to / "config.json").read_text(encoding="utf-8"))
+    del values["quantization_config"]
+    (to / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    return to
+
+
+def test_mxfp4_has_the_values_of_transformers_and_of_gguf(references: Callable[[str], Reference], tmp_path: Path, seed: int) -> None:
+    packed = write_mxfp4(references("gpt_oss").directory, tmp_path / "packed", seed)
+    plain = expanded(packed, tmp_path / "plain")
+    path = write_gguf(plain, tmp_path / "model.gguf", lambda name: "MXFP4" if "_exps" in name else "F32")
+    reference = make_reference(plain)
+    assert difference(prompt_logits(open_backend(packed, "torch"), reference.token_ids), reference.logits) <= BOUND
+    found, of_gguf, expected = (open_weights(one, read_model_config(one)) for one in (packed, path, plain))
+    assert list(found) == list(expected) == list(of_gguf)
+    for name in found:
+        assert np.array_equal(as_float32(found[name]), as_float32(expected[name])), name
+        assert np.array_equal(as_float32(of_gguf[name]), as_float32(expected[name])), name
+    assert found.nbytes == of_gguf.nbytes < expected.nbytes / 2
+    in_integers = prompt_logits(open_backend(packed, "native", weight_type=None), reference.token_ids)
+    # rows are rounded to bytes, and where two experts are nearly level the other one may be chosen
+    assert 1e-3 < np.median(np.abs(in_integers - reference.logits)) < 0.05
+    assert np.array_equal(in_integers, prompt_logits(open_backend(path, "native", weight_type=None), reference.token_ids))
