@@ -9,6 +9,9 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of the network, by our name, with its shape; matrices are [out, in]."""
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, hidden)}
+    if size := config.layer_input_size:
+        shapes["layer_embedding.weight"] = (config.layer_vocab_size, config.num_layers * size)
+        shapes |= {"layer_inputs_proj.weight": (config.num_layers * size, hidden), "layer_inputs_norm.weight": (size,)}
     for index, layer in enumerate(config.layers):
         shapes |= {f"layers.{index}.{name}": shape for name, shape in _layer_shapes(layer, hidden).items()}
     shapes["final_norm.weight"] = (hidden,)
@@ -37,10 +40,20 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
         "up_proj": (mlp.intermediate_size, hidden, mlp.bias),
         "down_proj": (hidden, mlp.intermediate_size, mlp.bias),
     }
+    absent = [*(("k_proj", "v_proj") if mixer.kv_layer is not None else ()), *(("v_proj",) if mixer.keys_are_values else ())]
     for name, (rows, columns, has_bias) in projections.items():
+        if name in absent:
+            continue
         shapes[f"{name}.weight"] = (rows, columns)
         if has_bias:
             shapes[f"{name}.bias"] = (rows,)
+    if mixer.kv_layer is not None:
+        shapes.pop("k_norm.weight", None)
+    if layer.input is not None:
+        shapes |= {"input_gate.weight": (layer.input.size, hidden), "input_proj.weight": (hidden, layer.input.size)}
+        shapes["input_norm.weight"] = (hidden,)
+    if layer.scales_output:
+        shapes["output_scale.weight"] = (1,)
     return shapes
 
 
@@ -48,9 +61,16 @@ _CHECKPOINT_PARTS = {
     "embedding": "model.embed_tokens",
     "final_norm": "model.norm",
     "lm_head": "lm_head",
+    "layer_embedding": "model.embed_tokens_per_layer",
+    "layer_inputs_proj": "model.per_layer_model_projection",
+    "layer_inputs_norm": "model.per_layer_projection_norm",
+    "input_gate": "per_layer_input_gate",
+    "input_proj": "per_layer_projection",
+    "input_norm": "post_per_layer_input_norm",
     **{name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
     **{name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
 }
+_SCALE = "layer_scalar"  # without .weight
 _BEHIND = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
 _NORMS = {
     NormOrder.PRE: {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
@@ -65,5 +85,5 @@ def checkpoint_names(config: ModelConfig) -> dict[str, str]:
     for name in tensor_shapes(config):
         *prefix, part, kind = name.split(".")
         parts = {**_CHECKPOINT_PARTS, **_NORMS[config.layers[int(prefix[1])].norm_order], **own_norms} if prefix else _CHECKPOINT_PARTS
-        names[name] = ".".join((["model", *prefix] if prefix else []) + [parts[part], kind])
+        names[name] = ".".join((["model", *prefix] if prefix else []) + ([_SCALE] if part == "output_scale" else [parts[part], kind]))
     return names

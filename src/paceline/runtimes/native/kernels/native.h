@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERNELS_VERSION 3 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
+#define KERNELS_VERSION 4 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
 
 /* Rows that share one decoding of a weight: as many as keep their sums in registers. */
 #ifdef __AVX512F__
@@ -39,7 +39,7 @@ typedef struct {
     const float *bias;              /* [outputs] or NULL */
 } Matrix;
 
-enum { LINEAR, NORM, ROPE, ATTENTION, GATED, ADD, GATHER, SOFT_CAP, CONCAT, SILU_RESIDUAL, RANK, SCALE };
+enum { LINEAR, NORM, ROPE, ATTENTION, GATED, ADD, GATHER, SOFT_CAP, CONCAT, SILU_RESIDUAL, RANK, SCALE, COLUMNS };
 enum { SILU, GELU_TANH };
 /* How a product takes its rows: as they are, rounded to bfloat16 (all its matrices are BF16 then), or rounded to bytes (all its matrices are
  * panels then, with the same groups and the same zero point). */
@@ -64,7 +64,7 @@ typedef struct {
     Operation head;
     int32_t x, heads, head_size; /* 1 head = the whole row */
     float epsilon;
-    const float *weight; /* [head_size] */
+    const float *weight; /* [head_size]; NULL = none */
 } NormOperation;
 
 typedef struct {
@@ -75,7 +75,7 @@ typedef struct {
 
 typedef struct {
     Operation head;
-    int32_t q, k, v, heads, kv_heads, head_size;
+    int32_t q, k, v, heads, kv_heads, head_size; /* k and v -1: another operation has written the rows */
     int32_t layer;  /* of the cache */
     int32_t tables; /* which block tables of the pass name its blocks */
     int32_t window; /* the last rows that are seen; 0 = all */
@@ -113,6 +113,12 @@ typedef struct {
     Operation head;
     int32_t x, y, x_width, y_width;
 } ConcatOperation;
+
+/* Columns [begin, begin + width) of x. */
+typedef struct {
+    Operation head;
+    int32_t x, x_width, begin, width;
+} ColumnsOperation;
 
 /* What is wanted of rows of logits: the `count` best of their first `columns`. */
 typedef struct {
