@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from harness.checkpoints import write_checkpoint
+from harness.gemma4_checkpoints import GEMMA4
 
 WINDOW = 16
 MADE_OF: dict[str, tuple[str, dict[str, Any]]] = {
@@ -19,6 +20,7 @@ MADE_OF: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 16,
         },
     ),
+    "gemma4": ("gemma4_text", {**GEMMA4, "final_logit_softcapping": 30.0}),  # layers of two sizes, and some that share keys
 }
 """Targets that are more than a family: its name, and values of the config. Windows of less than a block move within and across blocks."""
 
