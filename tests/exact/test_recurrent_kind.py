@@ -109,11 +109,11 @@ class Toy(Network):
         self._layout = layout
 
     def new_cache(self, num_blocks: int) -> KVCache:
-        self.rows, self.states = self.new_key_values(num_blocks), RecurrentStates()
+        (self.rows,), self.states = self.new_key_values(num_blocks), RecurrentStates()
         return KVCache([self.rows, self.states], num_blocks, self._layout, block_size=SIZE)
 
-    def new_key_values(self, num_blocks: int) -> KeyValues:
-        return KeyValues(np.zeros((2, num_blocks, 1, SIZE, WIDTH), np.int64))
+    def new_key_values(self, num_blocks: int) -> list[KeyValues]:
+        return [KeyValues(np.zeros((2, num_blocks, 1, SIZE, WIDTH), np.int64))]
 
     def beside(self, compose: Compose) -> Network:
         raise AssertionError("a toy has no network beside it")

@@ -38,7 +38,14 @@ SAMPLINGS = {
     ),
     "ends": SamplingParams(temperature=1.3, stop_token_ids=(3, 17, 40, 61), min_tokens=4, seed=15),
 }
-SAMPLE = ["llama-f32-native", "qwen2-bf16-native", "qwen3-f32-paths", "mini-bf16-native", "sliding-f32-native"]  # of `make test`
+SAMPLE = [
+    "llama-f32-native",
+    "qwen2-bf16-native",
+    "qwen3-f32-paths",
+    "mini-bf16-native",
+    "sliding-f32-native",
+    "gemma4-f32-native",
+]  # of `make test`
 DRAFTERS = ["none", "ngram", "suffix", "suffix_tree", "prediction", "draft_model", "draft_tree", "stack", "oracle", "wrong", "chaos"]
 TREES = ("chaos", "draft_tree", "suffix_tree", "stack")  # get rows for branches
 

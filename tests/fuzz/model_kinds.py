@@ -30,6 +30,11 @@ FAMILIES: tuple[dict[str, Any], ...] = (
      "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}},
     {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 256},
     {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "head_dim": 8, "rope_local_base_freq": 1e4}},
+    {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text", "head_dim": 8, "hidden_size_per_layer_input": 0}},
+    {"model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"], "head_dim": 8, "sliding_window": 64, "num_kv_shared_layers": 2,
+     "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2), "hidden_size_per_layer_input": 8,
+     "vocab_size_per_layer_input": 120, "attention_k_eq_v": True, "use_double_wide_mlp": True,
+     "per_layer_config": {str(layer): {"head_dim": 16, "num_key_value_heads": 1} for layer in range(1, LAYERS, 2)}},
     {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "head_dim": 8, "layer_types": ["full_attention"] * LAYERS},
 )  # fmt: skip
 

@@ -98,7 +98,7 @@ def write_checkpoint(
     """A random model of `family` saved by transformers, with a tokenizer; its logits differ clearly between tokens.
 
     Args:
-        query_key_scale: factor on the weights of the query and key projections, for large attention scores.
+        query_key_scale: factor on the weights of the query and key projections, of Gemma 4 their norms, for large attention scores.
         overrides: values of its transformers config.
     """
     import torch
@@ -131,13 +131,17 @@ def write_checkpoint(
             elif name.endswith((".gate.weight", ".router.weight")):
                 torch.nn.init.normal_(parameter, std=0.5)  # rows choose their experts clearly
             elif "norm" in name:
-                offset = 1.0 if family.startswith("gemma") else 0.0  # its files hold norm weights less 1
+                offset = 1.0 if family in ("gemma2", "gemma3_text") else 0.0  # their files hold norm weights less 1
                 torch.nn.init.uniform_(parameter, 0.5 - offset, 1.5 - offset)
+                if family.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
+                    parameter.data *= query_key_scale
             elif name.endswith(("q_proj.weight", "k_proj.weight")):
                 parameter.data *= query_key_scale
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 torch.nn.init.normal_(buffer, std=0.3)
+            if name.endswith("layer_scalar"):
+                torch.nn.init.uniform_(buffer, 0.6, 1.4)
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
     write_tokenizer(directory, values["vocab_size"])
     return directory

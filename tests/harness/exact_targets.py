@@ -11,7 +11,7 @@ from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.native.network import NativeNetwork
 
-TARGETS = ["llama", "qwen2", "qwen3", "mini", "sliding", "gpt_oss"]
+TARGETS = ["llama", "qwen2", "qwen3", "mini", "sliding", "gpt_oss", "gemma4"]
 DTYPES = ["f32", "bf16"]
 BACKENDS = ["native", "paths"]
 """Our kernels as they run, with masked trees, and with trees as paths over shared blocks (`opened_as`)."""

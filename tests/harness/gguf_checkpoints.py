@@ -30,6 +30,8 @@ ARCHITECTURES = {
     "olmoe": "olmoe",
     "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
+    "gemma4_text": "gemma4",
+    "gemma4_unified_text": "gemma4",
 }
 INTERLEAVED = ("llama", "mistral", "granite", "smollm3", "ministral3", "mixtral")
 HALVES = {
@@ -58,7 +60,7 @@ def write_gguf(
 
     Args:
         types: the block type of matrices, for all or by the tensor's GGUF name; vectors are F32.
-        metadata: integers, strings and lists to add.
+        metadata: integers, strings and lists, beside or instead of the others.
         max_tensors: tensors in one part of a split file; 0 = one file.
     """
     import gguf
@@ -67,8 +69,6 @@ def write_gguf(
     architecture = ARCHITECTURES[values["model_type"]]
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=max_tensors)
     _write_metadata(writer, values)
-    for key, value in (metadata or {}).items():
-        (writer.add_string if isinstance(value, str) else writer.add_array if isinstance(value, list) else writer.add_uint32)(key, value)
     known = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(known, values["num_hidden_layers"])
     tensors = in_stacks(read_tensors(directory), is_interleaved=values["model_type"] == "gpt_oss")
@@ -77,11 +77,15 @@ def write_gguf(
         assert in_file is not None, name
         in_file += ".weight" if name.endswith(".sinks") else ""
         stored = _as_converted(name, array, values)
+        in_file += ".weight" if name.endswith("layer_scalar") else ""
         is_small = stored.ndim == 1 or ".ffn_gate_inp." in in_file or name.endswith(".bias")
         block_type = "F32" if is_small else types if isinstance(types, str) else types(in_file)
         kind = gguf.GGMLQuantizationType[block_type]
         writer.add_tensor(in_file, gguf.quants.quantize(stored, kind), raw_dtype=kind)
     _write_rope(writer, values)
+    for key, value in (metadata or {}).items():
+        writer.kv_data[0].pop(key, None)
+        (writer.add_string if isinstance(value, str) else writer.add_array if isinstance(value, list) else writer.add_uint32)(key, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -162,7 +166,7 @@ def _as_converted(name: str, array: NDArray[np.float32], values: Mapping[str, An
         return _interleaved(array, values["num_key_value_heads"])
     if name.endswith("shared_expert_gate.weight"):
         return array[0]
-    is_offset = values["model_type"].startswith("gemma") and name.endswith("norm.weight")
+    is_offset = values["model_type"] in ("gemma2", "gemma3_text") and name.endswith("norm.weight")
     return array + np.float32(1) if is_offset else array
 
 
@@ -176,18 +180,19 @@ def _write_metadata(writer: Any, values: Mapping[str, Any]) -> None:
     writer.add_context_length(values["max_position_embeddings"])
     writer.add_embedding_length(values["hidden_size"])
     writer.add_block_count(values["num_hidden_layers"])
-    writer.add_feed_forward_length(values["intermediate_size"])
     writer.add_head_count(values["num_attention_heads"])
-    writer.add_head_count_kv(values["num_key_value_heads"])
-    writer.add_key_length(head_size)
-    writer.add_value_length(head_size)
+    if "per_layer_config" not in values:
+        writer.add_feed_forward_length(values["intermediate_size"])
+        writer.add_head_count_kv(values["num_key_value_heads"])
+        writer.add_key_length(head_size)
+        writer.add_value_length(head_size)
     writer.add_layer_norm_rms_eps(values["rms_norm_eps"])
     for name in ("bos", "eos"):
         token_id = values.get(f"{name}_token_id")
         token_id = token_id[0] if isinstance(token_id, list) else token_id  # converters find the other ends by their texts
         if token_id is not None:
             writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token_id)
-    if values["model_type"].startswith("gemma") or values["model_type"] == "phi3":
+    if values["model_type"] in ("gemma2", "gemma3_text", "phi3"):
         writer.add_sliding_window(values.get("sliding_window") or 0)
     if values["model_type"] in ("olmo3", "exaone4") and values.get("sliding_window"):
         writer.add_sliding_window(values["sliding_window"])
@@ -228,9 +233,39 @@ def _write_experts(writer: Any, values: Mapping[str, Any]) -> None:
             writer.add_expert_group_used_count(values["topk_group"])
 
 
+def _write_gemma4(writer: Any, values: Mapping[str, Any]) -> None:
+    sizes = {int(layer): sizes for layer, sizes in values["per_layer_config"].items()}
+    (head_size,) = {own["head_dim"] for own in sizes.values()}
+    num_layers, num_shared = values["num_hidden_layers"], values["num_kv_shared_layers"]
+    writer.add_key_length(head_size)
+    writer.add_value_length(head_size)
+    writer.add_key_length_swa(values["head_dim"])
+    writer.add_value_length_swa(values["head_dim"])
+    writer.add_head_count_kv(
+        [sizes.get(layer, {}).get("num_key_value_heads", values["num_key_value_heads"]) for layer in range(num_layers)]
+    )
+    width, is_double = values["intermediate_size"], values["use_double_wide_mlp"]
+    writer.add_feed_forward_length([width] * (num_layers - num_shared) + [width * 2] * num_shared if is_double else width)
+    writer.add_sliding_window(values["sliding_window"])
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in values["layer_types"]])
+    writer.add_shared_kv_layers(num_shared)
+    writer.add_embedding_length_per_layer_input(values.get("hidden_size_per_layer_input", 0))
+    if values["final_logit_softcapping"] is not None:
+        writer.add_final_logit_softcapping(values["final_logit_softcapping"])
+    ropes = [values["rope_parameters"][kind] for kind in ("full_attention", "sliding_attention")]
+    writer.add_rope_dimension_count(head_size)
+    writer.add_rope_dimension_count_swa(values["head_dim"])
+    writer.add_rope_freq_base(ropes[0]["rope_theta"])
+    writer.add_rope_freq_base_swa(ropes[1]["rope_theta"])
+    turned = int(ropes[0]["partial_rotary_factor"] * head_size // 2)
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * turned + [1e30] * (head_size // 2 - turned), np.float32))
+
+
 def _write_rope(writer: Any, values: Mapping[str, Any]) -> None:
     import gguf
 
+    if "per_layer_config" in values:
+        return _write_gemma4(writer, values)
     rope = values["rope_parameters"]
     rope = rope.get("full_attention", rope)
     head_size = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]

@@ -26,7 +26,7 @@ class WrittenTarget(Network):
     def new_cache(self, num_blocks: int) -> KVCache:
         return KVCache([], num_blocks, block_size=8)
 
-    def new_key_values(self, num_blocks: int) -> KeyValues:
+    def new_key_values(self, num_blocks: int) -> list[KeyValues]:
         raise AssertionError
 
     def forward(self, inputs: Mapping[str, IntArray], batch: ForwardBatch, wanted: Wanted) -> ForwardOutput:

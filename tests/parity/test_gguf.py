@@ -9,6 +9,7 @@ import pytest
 
 from harness import expert_checkpoints
 from harness.checkpoints import MINISTRAL3, OLMO3_ROPE, VOCAB_SIZE, write_checkpoint
+from harness.gemma4_checkpoints import GEMMA4
 from harness.gguf_checkpoints import random_blocks, read_tensors, write_gguf, write_tensors
 from paceline.config import QuantOptions
 from paceline.errors import CheckpointError
@@ -60,6 +61,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     "seed_oss-biased-tied": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "gemma3": ("gemma3_text", {"tie_word_embeddings": True, "query_pre_attn_scalar": 16, "sliding_window": 64}),
+    "gemma4": ("gemma4_text", GEMMA4),
+    "gemma4-projected": ("gemma4_text", {**GEMMA4, "attention_k_eq_v": False, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}),
     "gemma3-linear": ("gemma3_text", {"tie_word_embeddings": True, "query_pre_attn_scalar": 16, "rope_parameters": GEMMA3_ROPE}),
 }
 CASES |= {name: expert_checkpoints.CASES[name] for name in expert_checkpoints.OF_CONVERTERS}
@@ -185,12 +188,55 @@ def test_what_our_kernels_laid_out_is_not_held_twice_and_can_be_read_again(
     weights = load_runtime(path, RuntimeOptions(device="cpu", backend="native", quant=quant)).runtime.weights
     source = getattr(weights, "_weights", weights)  # of what is quantised further
     held = {name for name, tensor in [*weights._tensors.items(), *source._tensors.items()] if isinstance(tensor, GroupedTensor)}
-    assert held == ({"embedding.weight"} if case in ("llama", "qwen3_moe") else set())  # whose rows are looked up; a tied one's in the other form
+    assert held == (
+        {"embedding.weight"} if case in ("llama", "qwen3_moe") else set()
+    )  # whose rows are looked up; a tied one's in the other form
     fresh = open_weights(path, read_model_config(path))
     if quant is not None:
         fresh = quantized_weights(fresh, quant, None)
-    for name in ("layers.0.q_proj.weight", "layers.1.down_proj.weight"):
+    for name in ("layers.0.q_proj.weight", f"layers.1.{'experts.5.' if case == 'qwen3_moe' else ''}down_proj.weight"):
         assert np.array_equal(weights[name].matrix.values(), fresh[name].matrix.values())
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_of_a_table_of_layer_inputs_only_the_rows_of_a_pass_are_made(checkpoint: Make, tmp_path: Path, backend: str) -> None:
+    if backend == "native" and kernels_path() is None:
+        pytest.skip("no native kernels for this machine")
+    directory = checkpoint("gemma4", "float32")
+    name = "model.embed_tokens_per_layer.weight"
+    path = write_gguf(directory, tmp_path / "model.gguf", lambda in_file: "Q8_0" if in_file == "per_layer_token_embd.weight" else "F32")
+    widened = tmp_path / "widened"
+    widened.mkdir()
+    (widened / "config.json").write_bytes((directory / "config.json").read_bytes())
+    kind, tensors = gguf.GGMLQuantizationType.Q8_0, read_tensors(directory)
+    write_tensors(widened, {**tensors, name: gguf.quants.dequantize(gguf.quants.quantize(tensors[name], kind), kind)})
+    assert np.array_equal(logits(path, backend=backend), logits(widened, backend=backend))
+    runtime = load_runtime(path, RuntimeOptions(dtype=WeightType.F32, device="cpu", backend=backend)).runtime
+    weights = runtime.weights if backend == "native" else runtime._shared.weights._weights
+    assert "layer_embedding.weight" not in weights._tensors
+
+
+@pytest.mark.parametrize(
+    ("metadata", "text"),
+    [
+        ({"gemma4.attention.shared_kv_layers": 8}, "shared_kv_layers = 8, expected fewer than 8 layers"),
+        ({"gemma4.attention.shared_kv_layers": 7, "gemma4.feed_forward_length": 96}, "num_kv_shared_layers = 7"),
+        ({"gemma4.attention.value_length": 8}, "value_length = 8, expected the size of keys, 32"),
+        ({"gemma4.rope.dimension_count": 8}, "dimension_count = 8, expected the whole head, 32"),
+        ({"gemma4.rope.scaling.type": "yarn"}, "rope.scaling.type = 'yarn', expected none"),
+        ({"gemma4.feed_forward_length": [96] * 7 + [80]}, "feed_forward_length = .*, expected the same for every layer"),
+        ({"gemma4.attention.head_count_kv": [2, 1, 2, 2, 2, 1, 2, 1]}, "different sizes"),
+        ({"gemma4.attention.head_count_kv": [2, 1]}, "head_count_kv = .*, expected a whole number, or one for each of 8 layers"),
+        ({"gemma4.attention.sliding_window_pattern": [1, 0]}, "sliding_window_pattern = .*, expected whether each of 8 layers slides"),
+        ({"gemma4.expert_count": 4}, "enable_moe_block is true"),
+    ],
+)
+def test_metadata_of_gemma4_that_cannot_be_run_is_refused_by_its_name(
+    checkpoint: Make, tmp_path: Path, metadata: dict[str, Any], text: str
+) -> None:
+    path = write_gguf(checkpoint("gemma4", "float32"), tmp_path / "model.gguf", metadata=metadata)
+    with pytest.raises(CheckpointError, match=text):
+        read_model_config(path)
 
 
 def test_a_file_of_mixed_block_types_runs(tmp_path: Path, seed: int) -> None:

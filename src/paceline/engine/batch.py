@@ -1,7 +1,7 @@
 """From what a user asked to a request, and from a finished request to what the user gets."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.engine.inputs import Messages, Prompt, RequestOptions, as_ids, text_or_ids, with_plain_texts
 from paceline.errors import RequestError
@@ -40,6 +40,7 @@ class RequestMaker:
         max_context: prompt + output at most.
         eos_token_ids: ids that end an output.
         way_out: what to do about a longer prompt.
+        suppressed_token_ids: that the model's own files forbid.
         compiler: makes what holds an output to its grammar.
     """
 
@@ -48,6 +49,7 @@ class RequestMaker:
     max_context: int
     eos_token_ids: Sequence[int]
     way_out: str = "shorten the prompt"
+    suppressed_token_ids: Sequence[int] = ()
     compiler: GrammarCompiler = field(init=False)
 
     def __post_init__(self) -> None:
@@ -197,6 +199,8 @@ class RequestMaker:
     def _processor(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> LogitsProcessor:
         params.check_vocabulary(self.vocab_size)
         constraint = None if params.grammar is None else self.compiler.matcher(params.grammar, prompt_token_ids)
+        if self.suppressed_token_ids:
+            params = replace(params, banned_token_ids=(*params.banned_token_ids, *self.suppressed_token_ids))
         words = bad_word_ids(params.bad_words, self._encode_plain) if params.bad_words else ()
         return LogitsProcessor(params, self.vocab_size, prompt_token_ids, self.eos_token_ids, constraint=constraint, bad_word_ids=words)
 

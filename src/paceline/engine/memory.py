@@ -69,8 +69,9 @@ class _CacheBytes:
     """
 
     def __init__(self, model: ModelConfig, item_bytes: int, limits: PassLimits | None) -> None:
-        of_layer = model.kv_bytes_per_token(item_bytes) * BLOCK_SIZE // model.num_layers
-        self._block_bytes = {window: len(layers) * of_layer for window, layers in model.layers_by_window.items()}
+        self._block_bytes: dict[int | None, int] = {}
+        for group in model.kv_groups():
+            self._block_bytes[group.window] = self._block_bytes.get(group.window, 0) + group.bytes_per_token(item_bytes) * BLOCK_SIZE
         self._limits = limits
 
     def __call__(self, num_blocks: int) -> int:

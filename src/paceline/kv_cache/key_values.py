@@ -28,7 +28,7 @@ class PagedRows(LayerMemory):
 
 
 class KeyValues(PagedRows):
-    """Keys of layer i at 2·i, values at 2·i + 1: [2·L, num_blocks, K, block_size, D] (`ModelConfig.kv_shape`).
+    """Keys of the i-th layer of a group at 2·i, values at 2·i + 1: [2·layers, num_blocks, K, block_size, D] (`KVGroup.shape`).
 
     The pass writes them, so the kept rows of a masked tree move to where the committed ones end.
     """

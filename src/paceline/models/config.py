@@ -11,7 +11,8 @@ import numpy as np
 
 from paceline.errors import CheckpointError, shortened
 from paceline.model_directory import SAFETENSORS, without_model
-from paceline.models.families import Family, family_of
+from paceline.models.families import family_of
+from paceline.models.family import Family
 from paceline.models.json_fields import JsonFields
 from paceline.models.layer_reader import LayerReader
 from paceline.models.layers import AttentionConfig, LayerConfig
@@ -29,12 +30,36 @@ class WeightType(Enum):
     BF16 = "bf16"
 
 
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers whose keys and values are of the same size and kept for equally long: K heads of D values each.
+
+    Attributes:
+        window: rows that are kept; None = all.
+        layers: that write them, ascending; others may read them.
+    """
+
+    window: int | None
+    num_kv_heads: int
+    head_size: int
+    layers: tuple[int, ...]
+
+    def shape(self, num_blocks: int, block_size: int) -> tuple[int, int, int, int, int]:
+        """[2 * layers, num_blocks, K, block_size, D]: keys of the i-th layer at 2 * i, values at 2 * i + 1."""
+        return 2 * len(self.layers), num_blocks, self.num_kv_heads, block_size, self.head_size
+
+    def bytes_per_token(self, item_bytes: int) -> int:
+        """Bytes of one position, of numbers of `item_bytes`."""
+        return math.prod(self.shape(1, 1)) * item_bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A decoder network, independent of the file format it was read from.
 
     `hidden_size` is E, `vocab_size` V, `num_layers` L. `max_positions` is the longest text the
-    network was made for; layers with a window see the end of it.
+    network was made for; layers with a window see the end of it. `layer_vocab_size` is that of the table of the layers' inputs,
+    `suppressed_token_ids` are never drawn.
     """
 
     family: str
@@ -51,6 +76,8 @@ class ModelConfig:
     logit_soft_cap: float | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    layer_vocab_size: int = 0
+    suppressed_token_ids: tuple[int, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -62,17 +89,36 @@ class ModelConfig:
         return min((layer.mixer.window for layer in self.layers if layer.mixer.window is not None), default=None)
 
     @property
-    def windows(self) -> tuple[int, ...]:
-        """The distinct windows of layers, in their order."""
-        return tuple(dict.fromkeys(layer.mixer.window for layer in self.layers if layer.mixer.window is not None))
+    def layer_input_size(self) -> int:
+        """Values a row that each layer takes in besides the stream; 0 = none."""
+        taken_in = self.layers[0].input
+        return 0 if taken_in is None else taken_in.size
+
+    def kv_groups(self, *, by_window: bool = True) -> tuple[KVGroup, ...]:
+        """The layers that keep keys and values, by what they keep, in their order.
+
+        Args:
+            by_window: whether layers with a window keep no more than that; else every layer keeps all rows.
+        """
+        found: dict[tuple[int | None, int, int], list[int]] = {}
+        for index, mixer in enumerate(layer.mixer for layer in self.layers):
+            if mixer.kv_layer is None:
+                found.setdefault((mixer.window if by_window else None, mixer.num_kv_heads, mixer.head_size), []).append(index)
+        return tuple(KVGroup(*sizes, tuple(layers)) for sizes, layers in found.items())
 
     @property
-    def layers_by_window(self) -> dict[int | None, list[int]]:
-        """The layers that see each window; None = the whole text."""
-        found: dict[int | None, list[int]] = {}
-        for index, layer in enumerate(self.layers):
-            found.setdefault(layer.mixer.window, []).append(index)
-        return found
+    def windows(self) -> tuple[KVGroup, ...]:
+        """The groups of layers that keep a window."""
+        return tuple(group for group in self.kv_groups() if group.window is not None)
+
+    def tables_of(self, layer: int) -> int:
+        """Which block tables name the blocks of a layer's keys and values: 0 those of the cache, i + 1 those of `windows[i]`."""
+        return next((number for number, group in enumerate(self.windows, 1) if layer in group.layers), 0)
+
+    def kv_owner(self, layer: int) -> int:
+        """The layer whose keys and values `layer` reads: itself, unless it shares another's."""
+        shared = self.layers[layer].mixer.kv_layer
+        return layer if shared is None else shared
 
     @property
     def rotations(self) -> tuple[tuple[RopeConfig, int], ...]:
@@ -90,27 +136,9 @@ class ModelConfig:
         """The first layer's attention."""
         return self.layers[0].mixer
 
-    def kv_shape(self, num_blocks: int, block_size: int, num_layers: int | None = None) -> tuple[int, int, int, int, int]:
-        """Shape of the keys and values of all layers, [2 * L, num_blocks, K, block_size, D]: keys of layer i at 2 * i, values at 2 * i + 1.
-
-        Args:
-            num_layers: of so many of them alone.
-
-        Raises:
-            CheckpointError: the layers' keys differ in size.
-        """
-        first = self.attention
-        for index, layer in enumerate(self.layers):
-            if (layer.mixer.num_kv_heads, layer.mixer.head_size) != (first.num_kv_heads, first.head_size):
-                raise CheckpointError(
-                    f"layer {index} of the {self.family} model has {layer.mixer.num_kv_heads} key heads of {layer.mixer.head_size} values, "
-                    f"layer 0 {first.num_kv_heads} of {first.head_size}: only models whose layers are alike in these can be run"
-                )
-        return 2 * (self.num_layers if num_layers is None else num_layers), num_blocks, first.num_kv_heads, block_size, first.head_size
-
     def kv_bytes_per_token(self, item_bytes: int) -> int:
         """Bytes of one position's keys and values in all layers, of numbers of `item_bytes`."""
-        return math.prod(self.kv_shape(1, 1)) * item_bytes
+        return sum(group.bytes_per_token(item_bytes) for group in self.kv_groups())
 
     def with_attention(self, change: Callable[[AttentionConfig], AttentionConfig]) -> "ModelConfig":
         """The same with another attention in every layer; layers that were alike still share one object."""
@@ -130,6 +158,8 @@ class ModelConfig:
         return replace(chosen, max_positions=min([self.max_positions, *short]))
 
 
+_TEXT_MODELS = {"gemma3": "gemma3_text", "mistral3": None, "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text"}
+"""Models of texts and images, and the text model in them; None = it says so itself."""
 _WEIGHT_TYPES = {
     "float32": WeightType.F32,
     "float16": WeightType.F16,
@@ -178,6 +208,7 @@ def config_from_values(
     read = LayerReader(fields, family)
     layers = family.layers(read)
     generation = generation or {}
+    of_generation = JsonFields(generation, path.with_name("generation_config.json"))
     config = ModelConfig(
         family=family.name,
         vocab_size=fields.size("vocab_size"),
@@ -192,10 +223,21 @@ def config_from_values(
         logit_scale=1 / fields.positive("logits_scaling", 1.0) if family.has_multipliers else 1.0,
         logit_soft_cap=read.soft_cap("final_logit_softcapping") if family.caps_logits else None,
         bos_token_id=_bos_token_id(generation, fields.values),
-        eos_token_ids=_eos_token_ids(JsonFields(generation, path.with_name("generation_config.json")), fields),
+        eos_token_ids=_eos_token_ids(of_generation, fields),
+        layer_vocab_size=_layer_vocab_size(fields) if layers[0].input is not None else 0,
+        suppressed_token_ids=of_generation.token_ids("suppress_tokens"),
     )
     _check_frequencies(config, path)
     return config
+
+
+def _layer_vocab_size(fields: JsonFields) -> int:
+    size, vocab_size = fields.size("vocab_size_per_layer_input"), fields.size("vocab_size")
+    if size < vocab_size:
+        raise CheckpointError(
+            f"{fields.path}: vocab_size_per_layer_input = {size} is below vocab_size = {vocab_size}: some tokens have no input"
+        )
+    return size
 
 
 def _embedding_scale(fields: JsonFields, family: Family) -> float:
@@ -221,12 +263,12 @@ def _check_frequencies(config: ModelConfig, path: Path) -> None:
 
 def _text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's values, where metadata nests them beside those of an image encoder."""
-    text = values.get("text_config")
-    if values.get("model_type") not in ("gemma3", "mistral3") or not isinstance(text, Mapping):
+    text, model_type = values.get("text_config"), values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in _TEXT_MODELS or not isinstance(text, Mapping):
         return values
     outer = {name: value for name, value in values.items() if name not in ("text_config", "vision_config", "architectures")}
     ends = {"eos_token_id": outer["eos_token_id"]} if outer.get("eos_token_id") is not None else {}
-    kind = "gemma3_text" if values["model_type"] == "gemma3" else text.get("model_type", "mistral")
+    kind = _TEXT_MODELS[model_type] or text.get("model_type", "mistral")
     return {**outer, **text, **ends, "model_type": kind}
 
 

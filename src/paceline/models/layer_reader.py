@@ -10,7 +10,7 @@ from paceline.models.layers import Activation, AttentionConfig, DenseMLP, Expert
 from paceline.models.rope_config import RopeConfig, RopeType, read_rope
 
 if TYPE_CHECKING:
-    from paceline.models.families import Family
+    from paceline.models.family import Family
 
 MAX_LAYERS = 4096
 MAX_HEAD_SIZE = 8192

@@ -60,6 +60,9 @@ class AttentionConfig:
         bias: on q, k and v.
         output_bias: on o.
         has_sinks: every row also sees one key without a value for each query head, whose score is a weight.
+        norms_values: each head of the values is normed, without a weight.
+        keys_are_values: values are the keys as they are projected, neither normed nor turned; there is no projection for them.
+        kv_layer: the layer whose keys and values are read; None = its own, which it writes.
     """
 
     num_heads: int
@@ -74,6 +77,9 @@ class AttentionConfig:
     output_bias: bool = False
     qk_norm: QKNorm = QKNorm.NONE
     has_sinks: bool = False
+    norms_values: bool = False
+    keys_are_values: bool = False
+    kv_layer: int | None = None
 
     @property
     def key_rope(self) -> RopeConfig:
@@ -152,14 +158,26 @@ class ExpertMLP:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInput:
+    """x + norm(project(activation(gate(x)) * input)), behind the MLP; every layer has an input of `size` values a row of its own."""
+
+    size: int
+    activation: Activation | ClampedSwiGLU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
     """One layer. Layers that are alike share one object.
 
     Attributes:
         residual_scale: what the mixer and the MLP add to the residual stream is multiplied by.
+        input: what it takes in besides the stream; None = nothing.
+        scales_output: the stream behind it is multiplied by a weight of one value.
     """
 
     mixer: AttentionConfig
     mlp: DenseMLP | ExpertMLP
     norm_order: NormOrder = NormOrder.PRE
     residual_scale: float = 1.0
+    input: LayerInput | None = None
+    scales_output: bool = False

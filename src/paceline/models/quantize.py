@@ -149,7 +149,8 @@ def _wanted_bits(name: str, options: QuantOptions, *, is_head_too: bool) -> int 
     if name == "embedding.weight" and is_head_too:
         both = (options.embedding_bits, options.lm_head_bits)
         return None if None in both else max(bits for bits in both if bits is not None)
-    return {"embedding.weight": options.embedding_bits, "lm_head.weight": options.lm_head_bits}.get(name, options.bits)
+    tables = dict.fromkeys(("embedding.weight", "layer_embedding.weight"), options.embedding_bits)
+    return {**tables, "lm_head.weight": options.lm_head_bits}.get(name, options.bits)
 
 
 def _empty(rows: int, columns: int, scheme: Scheme) -> GroupedMatrix:

@@ -124,6 +124,9 @@ class QuantizedWeights(MadeWeights):
         super().__init__(weights.names(), lambda name: quantized(name) if name in schemes else weights[name])
         self._weights, self._schemes = weights, schemes
 
+    def rows(self, name: str, numbers: NDArray[np.int32]) -> NDArray[np.float32]:
+        return super().rows(name, numbers) if name in self._schemes else self._weights.rows(name, numbers)
+
     def forget(self, name: str) -> None:
         super().forget(name)
         self._weights.forget(name)

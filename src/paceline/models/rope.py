@@ -15,8 +15,9 @@ def inverse_frequencies(rope: RopeConfig, head_size: int) -> tuple[NDArray[np.fl
         frequencies [R/2] float32, where R <= D values of a head rotate; attention factor (1.0 but for yarn and longrope).
 
     Source: RoFormer (Su et al. 2021, section 3.2.2); linear: Chen et al. 2023; yarn, dynamic: Peng et al. 2023, section 3
-        and appendix B.2; longrope: Ding et al. 2024, section 3; llama3: the rule published with Llama 3.1. Deviation: the types
-        that depend on the length take one, `rope.context_len`, for a whole run, where others change it as a text grows.
+        and appendix B.2; longrope: Ding et al. 2024, section 3; llama3: the rule published with Llama 3.1; proportional: that published
+        with Gemma 4. Deviation: the types that depend on the length take one, `rope.context_len`, for a whole run, where others change it
+        as a text grows.
     """
     rotary_size = rope.rotary_size(head_size)
     exponents = np.arange(0, rotary_size, 2, dtype=np.float32) / np.float32(rotary_size)
@@ -25,6 +26,8 @@ def inverse_frequencies(rope: RopeConfig, head_size: int) -> tuple[NDArray[np.fl
     plain = (np.float32(1.0) / powers).astype(np.float32)
     if rope.type in (RopeType.DEFAULT, RopeType.DYNAMIC):
         return plain, 1.0
+    if rope.type is RopeType.PROPORTIONAL:
+        return _proportional(rope, plain), 1.0
     if rope.type is RopeType.LINEAR:
         return plain / np.float32(rope.factor), 1.0
     if rope.type is RopeType.LLAMA3:
@@ -32,6 +35,12 @@ def inverse_frequencies(rope: RopeConfig, head_size: int) -> tuple[NDArray[np.fl
     if rope.type is RopeType.LONGROPE:
         return _longrope(rope, powers), _longrope_attention_factor(rope)
     return _yarn(rope, powers, rotary_size), _yarn_attention_factor(rope)
+
+
+def _proportional(rope: RopeConfig, plain: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Only the first pairs of a head turn; the others have frequency 0."""
+    turned = int(rope.rotated_fraction * 2 * len(plain) // 2)
+    return np.where(np.arange(len(plain)) < turned, plain / np.float32(rope.factor), np.float32(0)).astype(np.float32)
 
 
 def query_scales(rope: RopeConfig, positions: NDArray[np.integer]) -> NDArray[np.float32]:

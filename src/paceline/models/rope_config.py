@@ -10,7 +10,7 @@ from paceline.errors import CheckpointError, shortened
 from paceline.models.json_fields import JsonFields
 
 if TYPE_CHECKING:
-    from paceline.models.families import Family
+    from paceline.models.family import Family
 
 
 class RopeType(Enum):
@@ -22,6 +22,7 @@ class RopeType(Enum):
     YARN = "yarn"
     DYNAMIC = "dynamic"
     LONGROPE = "longrope"
+    PROPORTIONAL = "proportional"  # the whole head rotates, but of its pairs only the first `rotated_fraction`
 
     @property
     def depends_on_length(self) -> bool:
@@ -49,7 +50,7 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    rotated_fraction: float = 1.0  # of each head's values, from the first on
+    rotated_fraction: float = 1.0  # of each head's values, from the first on; of its pairs, if proportional
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     context_len: int = 0
@@ -63,7 +64,7 @@ class RopeConfig:
 
     def rotary_size(self, head_size: int) -> int:
         """How many of a head's values rotate."""
-        return int(head_size * self.rotated_fraction)
+        return head_size if self.type is RopeType.PROPORTIONAL else int(head_size * self.rotated_fraction)
 
     def for_context(self, max_context: int | None) -> "RopeConfig":
         """The same with the frequencies of a run of up to `max_context` positions, by default those of the original length."""
@@ -94,6 +95,8 @@ def _read_frequencies(fields: JsonFields, family: "Family", head_size: int, laye
     rope = JsonFields(scaling, fields.path)
     rope_type = _rope_type(fields, family, scaling)
     theta = rope.positive("rope_theta", _default_theta(fields, family, layer_type))
+    if rope_type is RopeType.PROPORTIONAL:
+        return RopeConfig(theta=theta, type=rope_type, factor=rope.positive("factor", 1.0), rotated_fraction=_fraction_of_pairs(rope))
     fraction = _rotated_fraction(fields, family, rope, head_size)
     max_positions = fields.size("max_position_embeddings")
     if rope_type is RopeType.DEFAULT:
@@ -184,6 +187,13 @@ def _rotated_fraction(fields: JsonFields, family: "Family", rope: JsonFields, he
         raise CheckpointError(
             f"{fields.path}: partial_rotary_factor = {fraction} rotates {rotary_size} of {head_size} values a head, expected an even number"
         )
+    return fraction
+
+
+def _fraction_of_pairs(rope: JsonFields) -> float:
+    fraction = rope.number("partial_rotary_factor", 1.0)
+    if not 0.0 < fraction <= 1.0:
+        raise CheckpointError(f"{rope.path}: partial_rotary_factor = {fraction}, expected a number above 0 and up to 1")
     return fraction
 
 

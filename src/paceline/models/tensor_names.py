@@ -11,6 +11,9 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of the network, by our name, with its shape; matrices are [out, in]."""
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, hidden)}
+    if size := config.layer_input_size:
+        shapes["layer_embedding.weight"] = (config.layer_vocab_size, config.num_layers * size)
+        shapes |= {"layer_inputs_proj.weight": (config.num_layers * size, hidden), "layer_inputs_norm.weight": (size,)}
     for index, layer in enumerate(config.layers):
         shapes |= {f"layers.{index}.{name}": shape for name, shape in _layer_shapes(layer, hidden).items()}
     shapes["final_norm.weight"] = (hidden,)
@@ -38,7 +41,17 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
         "v_proj": (mixer.kv_size, hidden, mixer.bias),
         "o_proj": (hidden, mixer.query_size, mixer.output_bias),
     }
-    return shapes | _matrices(projections) | (_expert_shapes(mlp, hidden) if isinstance(mlp, ExpertMLP) else _mlp_shapes(mlp, hidden))
+    absent = [*(("k_proj", "v_proj") if mixer.kv_layer is not None else ()), *(("v_proj",) if mixer.keys_are_values else ())]
+    shapes |= _matrices({name: size for name, size in projections.items() if name not in absent})
+    shapes |= _expert_shapes(mlp, hidden) if isinstance(mlp, ExpertMLP) else _mlp_shapes(mlp, hidden)
+    if mixer.kv_layer is not None:
+        shapes.pop("k_norm.weight", None)
+    if layer.input is not None:
+        shapes |= {"input_gate.weight": (layer.input.size, hidden), "input_proj.weight": (hidden, layer.input.size)}
+        shapes["input_norm.weight"] = (hidden,)
+    if layer.scales_output:
+        shapes["output_scale.weight"] = (1,)
+    return shapes
 
 
 def _matrices(projections: Mapping[str, tuple[int, int, bool]]) -> dict[str, tuple[int, ...]]:
@@ -79,6 +92,12 @@ _CHECKPOINT_PARTS = {
     "embedding": "model.embed_tokens",
     "final_norm": "model.norm",
     "lm_head": "lm_head",
+    "layer_embedding": "model.embed_tokens_per_layer",
+    "layer_inputs_proj": "model.per_layer_model_projection",
+    "layer_inputs_norm": "model.per_layer_projection_norm",
+    "input_gate": "per_layer_input_gate",
+    "input_proj": "per_layer_projection",
+    "input_norm": "post_per_layer_input_norm",
     **{name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
     **{name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
     "router": "mlp.gate",
@@ -88,6 +107,7 @@ _CHECKPOINT_PARTS = {
     "attention": "self_attn",
     "correction": "e_score_correction_bias",
 }
+_SCALE = "layer_scalar"  # without .weight
 _BEHIND = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
 _NORMS = {
     NormOrder.PRE: {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
@@ -109,5 +129,6 @@ def checkpoint_names(config: ModelConfig) -> dict[str, str]:
         first, *others = path
         inside = first in ("experts", "shared_expert")  # whose own parts have their plain names
         others = others if inside else [parts.get(part, part) for part in others]
-        names[name] = ".".join(["model", "layers", index, parts[first], *others])
+        last = [_SCALE] if first == "output_scale" else [parts[first], *others]
+        names[name] = ".".join(["model", "layers", index, *last])
     return names

@@ -26,7 +26,8 @@ _STORED_TYPES: Mapping[str, tuple[WeightType, "np.dtype[Any]"]] = {
 }
 _NAMES_IN_AN_ERROR = 20
 _NESTINGS = ("model.language_model.", "language_model.model.")  # of a language model beside an image encoder, new and old
-_IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.")
+_IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.", "audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder.")
+_KV_PARTS = ("k_proj", "v_proj", "k_norm", "v_norm")
 _DRAFTING_PARTS = ("mtp.", "model.mtp.", "model.mtp_layers.", "medusa_head.")  # heads that some checkpoints hold beside their model
 
 
@@ -161,6 +162,10 @@ class Weights(Mapping[str, AnyTensor]):
     def has(self, name: str) -> bool:
         """Whether the network has this tensor (a bias, say)."""
         return name in self._tensors
+
+    def rows(self, name: str, numbers: NDArray[np.int32]) -> NDArray[np.float32]:
+        """The exact values of some rows of a matrix, [len(numbers), columns]; the others are not looked at."""
+        return as_float32(self[name], numbers)
 
     def forget(self, name: str) -> None:
         """Free this tensor if it was made from the file; asked for again, it is made again."""
@@ -355,8 +360,16 @@ def open_tensor(name: str, stored: StoredTensor, shape: tuple[int, ...], files: 
 
 
 def _is_ignorable(name: str, config: ModelConfig) -> bool:
-    """Old checkpoints store the rotary frequencies, which we compute, and some the tied matrix twice."""
-    return name.endswith("rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight")
+    """Old checkpoints store the rotary frequencies, which we compute, some the tied matrix twice, some what shares another layer's keys."""
+    if name.endswith("rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight"):
+        return True
+    unused = re.fullmatch(rf"model\.layers\.(\d{{1,9}})\.self_attn\.({'|'.join(_KV_PARTS)})\.(weight|bias)", name)
+    return unused is not None and shares_keys(config, int(unused[1]))
+
+
+def shares_keys(config: ModelConfig, layer: int) -> bool:
+    """Whether a layer reads the keys and values of another: what it has of its own for them is never used."""
+    return layer < config.num_layers and config.layers[layer].mixer.kv_layer is not None
 
 
 def _check_tied(embedding: Tensor, stored: StoredTensor, files: Mapping[Path, NDArray[np.uint8]]) -> None:

@@ -116,11 +116,10 @@ def estimate_memory(
         for name in checkpoint.weights
     )
     item_bytes = 4 if backend == "native" or config.weight_type is WeightType.F32 else 2
-    row_bytes = config.kv_bytes_per_token(item_bytes)
-    windows = [] if backend == "torch" or is_draft else [(rows, len(layers)) for rows, layers in config.layers_by_window.items() if rows]
+    windows = () if backend == "torch" or is_draft else config.windows
     return ModelMemory(
         weights,
-        row_bytes * 1000,
+        config.kv_bytes_per_token(item_bytes) * 1000,
         backend,
-        tuple((rows + _ROWS_BESIDE_WINDOW, row_bytes * count // config.num_layers) for rows, count in windows),
+        tuple((group.window + _ROWS_BESIDE_WINDOW, group.bytes_per_token(item_bytes)) for group in windows if group.window is not None),
     )

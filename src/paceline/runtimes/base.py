@@ -183,8 +183,10 @@ class Network(ABC):
         return False
 
     @abstractmethod
-    def new_key_values(self, num_blocks: int) -> KeyValues:
+    def new_key_values(self, num_blocks: int) -> list[KeyValues]:
         """Allocate the keys and values of `num_blocks` blocks, which this network and those beside it read and write from now on.
+
+        There is one for each size that layers' keys have (`ModelConfig.kv_groups`).
 
         Raises:
             CapacityError: the memory cannot be had.
@@ -196,7 +198,7 @@ class Network(ABC):
         Args:
             limits: what will run in it at a time: layers with a window may take memory for that alone.
         """
-        return KVCache([self.new_key_values(num_blocks)], num_blocks, self.capabilities.tree_layout)
+        return KVCache(self.new_key_values(num_blocks), num_blocks, self.capabilities.tree_layout)
 
     @abstractmethod
     def forward(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch, wanted: Wanted) -> ForwardOutput:

@@ -16,6 +16,8 @@ Value = TypeVar("Value")
 
 TOKEN_IDS = "token_ids"
 """The input of a language model."""
+LAYER_ROWS = "layer_rows"
+"""What runtimes look up of it besides, where layers have inputs of their own."""
 
 LOGITS, RANKED, HIDDEN_STATES, COLLECTED = "logits", "ranked", "hidden_states", "collected"
 """Results."""
@@ -31,6 +33,14 @@ class Blocks(Protocol[Value]):
         """Rows [T, E] of the tokens in the input `token_ids` [T], times `config.embedding_scale` rounded to the type of computation."""
         ...
 
+    def layer_embedding(self, name: str) -> Value:
+        """Rows [T, L * size] of the tokens in a table of the layers' inputs, times the root of `size`, rounded as `embedding`."""
+        ...
+
+    def columns(self, x: Value, begin: int, width: int) -> Value:
+        """[T, width], from column `begin` of x on."""
+        ...
+
     def linear(self, x: Value, *names: str) -> tuple[Value, ...]:
         """x W^T (+ bias) for each name, as one fused product."""
         ...
@@ -39,19 +49,19 @@ class Blocks(Protocol[Value]):
         """x / rms(x) * weight; with `config.norm_offset` the product is taken in float32 before it is rounded."""
         ...
 
-    def head_norm(self, x: Value, name: str, num_heads: int) -> Value:
-        """RMS norm over each head's D values."""
+    def head_norm(self, x: Value, name: str | None, num_heads: int) -> Value:
+        """RMS norm over each head's D values; None = without a weight."""
         ...
 
     def rope(self, x: Value, num_heads: int, rope: RopeConfig) -> Value:
         """Rotate each head's first `rotary_size` values, times the temperature of their position; the others pass through."""
         ...
 
-    def attention(self, q: Value, k: Value, v: Value, attention: AttentionConfig, layer: int) -> Value:
+    def attention(self, q: Value, kv: tuple[Value, Value] | None, attention: AttentionConfig, layer: int) -> Value:
         """Write k and v [T, K * D] to the cache of `layer` and attend q [T, H * D] to all each row may see, the last `window` of it.
 
-        Scores are multiplied by `attention.scale`, then soft-capped where `attention.soft_cap` is set. Sinks are the tensor
-        `layers.N.attention.sinks`.
+        Without k and v nothing is written: what another layer wrote is read, the rows of this pass as well. Scores are multiplied by
+        `attention.scale`, then soft-capped where `attention.soft_cap` is set. Sinks are the tensor `layers.N.attention.sinks`.
         """
         ...
 
@@ -71,6 +81,10 @@ class Blocks(Protocol[Value]):
 
     def scale(self, x: Value, factor: float) -> Value:
         """x * factor."""
+        ...
+
+    def scale_by(self, x: Value, name: str) -> Value:
+        """x times a weight of one value."""
         ...
 
     def input(self, name: str, width: int) -> Value:
@@ -111,15 +125,26 @@ class Compose(Protocol):
 def attention_part(blocks: Blocks[Value], attention: AttentionConfig, x: Value, layer: int) -> Value:
     """Attention of rows x, with the products in front of it and behind it."""
     prefix = f"layers.{layer}."
-    q, k, v = blocks.linear(x, prefix + "q_proj", prefix + "k_proj", prefix + "v_proj")
-    if attention.qk_norm is QKNorm.HEAD:
-        q = blocks.head_norm(q, prefix + "q_norm", attention.num_heads)
-        k = blocks.head_norm(k, prefix + "k_norm", attention.num_kv_heads)
-    elif attention.qk_norm is QKNorm.WIDTH:
-        q, k = blocks.rms_norm(q, prefix + "q_norm"), blocks.rms_norm(k, prefix + "k_norm")
-    if attention.rotates:
-        q, k = blocks.rope(q, attention.num_heads, attention.rope), blocks.rope(k, attention.num_kv_heads, attention.key_rope)
-    return blocks.linear(blocks.attention(q, k, v, attention, layer), prefix + "o_proj")[0]
+
+    def placed(x: Value, name: str, num_heads: int, rope: RopeConfig) -> Value:
+        """Queries or keys, normed and turned."""
+        if attention.qk_norm is QKNorm.HEAD:
+            x = blocks.head_norm(x, prefix + name, num_heads)
+        elif attention.qk_norm is QKNorm.WIDTH:
+            x = blocks.rms_norm(x, prefix + name)
+        return blocks.rope(x, num_heads, rope) if attention.rotates else x
+
+    names = ["q_proj"]
+    if attention.kv_layer is None:
+        names += ["k_proj"] if attention.keys_are_values else ["k_proj", "v_proj"]
+    q, *kv = blocks.linear(x, *(prefix + name for name in names))
+    q = placed(q, "q_norm", attention.num_heads, attention.rope)
+    if not kv:
+        return blocks.linear(blocks.attention(q, None, attention, layer), prefix + "o_proj")[0]
+    k, v = placed(kv[0], "k_norm", attention.num_kv_heads, attention.key_rope), kv[-1]
+    if attention.norms_values:
+        v = blocks.head_norm(v, None, attention.num_kv_heads)
+    return blocks.linear(blocks.attention(q, (k, v), attention, layer), prefix + "o_proj")[0]
 
 
 def mlp_part(blocks: Blocks[Value], mlp: DenseMLP | ExpertMLP, x: Value, layer: int) -> Value:
@@ -141,12 +166,15 @@ def _dense(blocks: Blocks[Value], mlp: DenseMLP, x: Value, prefix: str) -> Value
     return blocks.linear(blocks.gated(gate, up, mlp.activation), prefix + "down_proj")[0]
 
 
-def decoder_layer(blocks: Blocks[Value], config: LayerConfig, x: Value, layer: int, *, normed: Value | None = None) -> Value:
+def decoder_layer(
+    blocks: Blocks[Value], config: LayerConfig, x: Value, layer: int, *, normed: Value | None = None, taken_in: Value | None = None
+) -> Value:
     """One layer: attention, then an MLP, each joined to the stream x [T, E] as `config.norm_order` says.
 
     Args:
         layer: the number that names its weights and its place in the cache.
         normed: what q, k and v are computed from; None = x, behind a norm where the order has one there.
+        taken_in: of a layer with an input, that.
     """
     prefix, order = f"layers.{layer}.", config.norm_order
 
@@ -160,7 +188,22 @@ def decoder_layer(blocks: Blocks[Value], config: LayerConfig, x: Value, layer: i
     if normed is None:
         normed = in_front(x, "attention_norm")
     x = blocks.add(x, behind(attention_part(blocks, config.mixer, normed, layer), "attention_output_norm"))
-    return blocks.add(x, behind(mlp_part(blocks, config.mlp, in_front(x, "mlp_norm"), layer), "mlp_output_norm"))
+    x = blocks.add(x, behind(mlp_part(blocks, config.mlp, in_front(x, "mlp_norm"), layer), "mlp_output_norm"))
+    if config.input is not None and taken_in is not None:
+        (gate,) = blocks.linear(x, prefix + "input_gate")
+        (added,) = blocks.linear(blocks.gated(gate, taken_in, config.input.activation), prefix + "input_proj")
+        x = blocks.add(x, blocks.rms_norm(added, prefix + "input_norm"))
+    return blocks.scale_by(x, prefix + "output_scale") if config.scales_output else x
+
+
+def layer_inputs(blocks: Blocks[Value], config: ModelConfig, x: Value) -> Value:
+    """The inputs of all layers side by side [T, L * size]: half of the token's own, half of the embedding x.
+
+    Source: Gemma 4's model in transformers 5.23.
+    """
+    (projected,) = blocks.linear(x, "layer_inputs_proj")
+    context = blocks.head_norm(blocks.scale(projected, float(config.hidden_size**-0.5)), "layer_inputs_norm", config.num_layers)
+    return blocks.scale(blocks.add(context, blocks.layer_embedding("layer_embedding")), 0.5**0.5)
 
 
 def decoder(config: ModelConfig, collect_layers: Sequence[int] = ()) -> Compose:
@@ -176,9 +219,11 @@ def decoder(config: ModelConfig, collect_layers: Sequence[int] = ()) -> Compose:
         raise ConfigError(f"collect_layers = {list(collect_layers)}: boundaries go from 0 to {config.num_layers}")
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
-        boundaries = [blocks.embedding("embedding")]
+        boundaries, size = [blocks.embedding("embedding")], config.layer_input_size
+        inputs = layer_inputs(blocks, config, boundaries[0]) if size else None
         for index, layer in enumerate(config.layers):
-            boundaries.append(decoder_layer(blocks, layer, boundaries[-1], index))
+            taken_in = None if inputs is None else blocks.columns(inputs, index * size, size)
+            boundaries.append(decoder_layer(blocks, layer, boundaries[-1], index, taken_in=taken_in))
         hidden = blocks.rms_norm(boundaries[-1], "final_norm")
         logits = blocks.lm_head(blocks.logits_rows(hidden), "embedding" if config.tied_embeddings else "lm_head")
         if config.logit_scale != 1.0:

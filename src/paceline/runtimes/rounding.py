@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.weights import AnyTensor, GroupedTensor, as_float32
+from paceline.models.weights import AnyTensor, GroupedTensor, Weights, as_float32
 
 
 def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
@@ -27,8 +27,16 @@ def embedding_rows(embedding: AnyTensor, token_ids: NDArray[np.int32], config: M
     return scaled_rows(rows if is_exact else rounded(rows, round_to), config, round_to)
 
 
+def layer_rows(weights: Weights, token_ids: NDArray[np.int32], config: ModelConfig, round_to: WeightType) -> NDArray[np.float32]:
+    """Rows [T, L * size] float32 of the table of the layers' inputs, as `embedding_rows`; their factor is the root of `size`."""
+    rows = rounded(weights.rows("layer_embedding.weight", token_ids), round_to)
+    return _scaled(rows, float(config.layer_input_size**0.5), round_to)
+
+
 def scaled_rows(rows: NDArray[np.float32], config: ModelConfig, round_to: WeightType) -> NDArray[np.float32]:
     """Embedding rows as the network wants them: times its factor, rounded as transformers rounds."""
-    if config.embedding_scale == 1.0:
-        return rows
-    return rounded(rows * rounded(np.array([config.embedding_scale], np.float32), round_to), round_to)
+    return rows if config.embedding_scale == 1.0 else _scaled(rows, config.embedding_scale, round_to)
+
+
+def _scaled(rows: NDArray[np.float32], factor: float, round_to: WeightType) -> NDArray[np.float32]:
+    return rounded(rows * rounded(np.array([factor], np.float32), round_to), round_to)

@@ -1,7 +1,8 @@
 """The tokenizer a GGUF file describes in its metadata, built from the parts of the `tokenizers` library.
 
-Two models of text occur in files of language models: byte-level BPE ("gpt2": merges are stored, the splitting of text into words goes
-by a name) and SentencePiece BPE ("llama": scores are stored, merges follow from them). Ids are those llama.cpp gives.
+Three models of text occur in files of language models: byte-level BPE ("gpt2": merges are stored, the splitting of text into words goes
+by a name), SentencePiece BPE ("llama": scores are stored, merges follow from them) and the latter with its merges stored ("gemma4"). Ids
+are those llama.cpp gives.
 """
 
 from collections import Counter
@@ -23,7 +24,8 @@ _MAX_MERGED_CHARACTERS = 1024
 _MAX_MERGING_WORK = 1 << 28  # squares of all pieces' lengths: what looking for their parts takes
 # names of tokens that end answers; conversions do not always mark them as such
 _END_TEXTS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>"})
-_END_TEXTS |= {"<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>"}
+_END_TEXTS |= {"<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>", "<turn|>"}
+_TWICE = "\U0010fffd"  # tells ids of one text apart, and is not decoded
 
 
 class _TokenType(IntEnum):
@@ -70,10 +72,10 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], source: object) -> GgufToke
     """
     fields = TokenizerFields(metadata, source)
     kind = fields.text("model")
-    if kind not in ("gpt2", "llama"):
-        raise fields.error("model", kind, "a kind this version cannot build (it knows 'gpt2' and 'llama')")
-    vocabulary = _Vocabulary.read(fields, is_sentencepiece=kind == "llama")
-    build = _sentencepiece if kind == "llama" else _byte_level
+    if kind not in _BUILDERS:
+        raise fields.error("model", kind, f"a kind this version cannot build (it knows {', '.join(map(repr, _BUILDERS))})")
+    vocabulary = _Vocabulary.read(fields, is_sentencepiece=kind == "llama", may_repeat=kind == "gemma4")
+    build = _BUILDERS[kind]
     with library_errors(f"{source}: its tokenizer cannot be built; {WAY_OUT}", CheckpointError):
         backend, add_bos, notice = build(fields, vocabulary)
         backend.add_tokens(_added_tokens(fields, vocabulary, is_sentencepiece=kind == "llama"))
@@ -91,8 +93,11 @@ class _Vocabulary:
     num_stored: int
 
     @classmethod
-    def read(cls, fields: TokenizerFields, *, is_sentencepiece: bool) -> "_Vocabulary":
+    def read(cls, fields: TokenizerFields, *, is_sentencepiece: bool, may_repeat: bool) -> "_Vocabulary":
         tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(fields.texts("tokens"))]
+        if may_repeat:  # a text is encoded as the last of its ids
+            last = {token: index for index, token in enumerate(tokens)}
+            tokens = [token if last[token] == index else f"{token}{_TWICE}" for index, token in enumerate(tokens)]
         if not tokens:
             raise fields.error("tokens", [], "no token at all")
         if len(tokens) > MAX_TOKENS:
@@ -149,19 +154,35 @@ def _byte_level(fields: TokenizerFields, vocabulary: _Vocabulary) -> tuple[Backe
     if not name:
         notice = f"{fields.source} does not say how its tokenizer splits text: an older conversion, whose prompts may be split wrongly"
     ids = vocabulary.ids()
-    merges = []
-    for index, merge in enumerate(fields.texts("merges")):
-        left, _, right = merge.partition(" ")
-        if left not in ids or right not in ids or left + right not in ids:
-            raise fields.error(f"merges[{index}]", merge, "not two tokens whose concatenation is a token")
-        merges.append((left, right))
-    backend = Backend(models.BPE(ids, merges, ignore_merges=split.ignore_merges))
+    backend = Backend(models.BPE(ids, _stored_merges(fields, ids), ignore_merges=split.ignore_merges))
     if split.is_nfc:
         backend.normalizer = normalizers.NFC()
     steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
     backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     backend.decoder = decoders.ByteLevel()
     return backend, split.add_bos, notice
+
+
+def _stored_merges(fields: TokenizerFields, ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    merges = []
+    for index, merge in enumerate(fields.texts("merges")):
+        left, _, right = merge.partition(" ")
+        if left not in ids or right not in ids or left + right not in ids:
+            raise fields.error(f"merges[{index}]", merge, "not two tokens whose concatenation is a token")
+        merges.append((left, right))
+    return merges
+
+
+def _sentencepiece_lines(fields: TokenizerFields, vocabulary: _Vocabulary) -> tuple[Backend, bool, str | None]:
+    """SentencePiece BPE with stored merges, of each line and each run of line ends by itself; a token is one whatever its merges."""
+    ids, unknown = vocabulary.ids(), vocabulary.named_tokens().get("unk_token")
+    merges = _stored_merges(fields, ids)
+    backend = Backend(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True, ignore_merges=True))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+    steps = [decoders.Replace(_TWICE, ""), decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(steps)
+    return backend, True, None
 
 
 def _sentencepiece(fields: TokenizerFields, vocabulary: _Vocabulary) -> tuple[Backend, bool, str | None]:
@@ -175,6 +196,9 @@ def _sentencepiece(fields: TokenizerFields, vocabulary: _Vocabulary) -> tuple[Ba
     strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
     return backend, True, None
+
+
+_BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece_lines}
 
 
 def _merges_by_score(fields: TokenizerFields, vocabulary: _Vocabulary) -> list[tuple[str, str]]:

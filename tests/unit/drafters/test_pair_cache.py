@@ -28,8 +28,8 @@ class SilentHead(Network):
     def embed(self, token_ids: IntArray) -> FloatArray:
         raise AssertionError
 
-    def new_key_values(self, num_blocks: int) -> KeyValues:
-        return KeyValues(np.zeros((2, num_blocks, 1, BLOCK_SIZE, 2), np.float32))
+    def new_key_values(self, num_blocks: int) -> list[KeyValues]:
+        return [KeyValues(np.zeros((2, num_blocks, 1, BLOCK_SIZE, 2), np.float32))]
 
     def beside(self, compose: Compose) -> Network:
         return self

@@ -437,11 +437,15 @@ def test_an_mlx_model_is_named_as_one(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
-def test_layers_of_other_sizes_are_refused_where_one_size_is_needed() -> None:
-    config = make_config(num_layers=2)
-    other = replace(config.layers[0], mixer=replace(config.attention, num_kv_heads=4))
-    mixed = replace(config, layers=(config.layers[0], other))
-    with pytest.raises(CheckpointError, match="layer 1 of the llama model has 4 key heads of 16 values, layer 0 2 of 16"):
-        mixed.kv_shape(8, 32)
-    assert config.kv_shape(8, 32) == (4, 8, 2, 32, 16)
-    assert config.kv_bytes_per_token(4) == 4 * 2 * 16 * 4
+def test_layers_are_grouped_by_what_they_keep_and_those_that_share_keep_nothing() -> None:
+    plain = make_config(num_layers=2).layers[0]
+    wide = replace(plain, mixer=replace(plain.mixer, num_kv_heads=1, head_size=32))
+    sliding = replace(plain, mixer=replace(plain.mixer, window=16))
+    reader = replace(plain, mixer=replace(plain.mixer, window=16, kv_layer=2))
+    config = replace(make_config(), layers=(plain, wide, sliding, plain, reader))
+    assert [(group.window, group.layers) for group in config.kv_groups()] == [(None, (0, 3)), (None, (1,)), (16, (2,))]
+    assert [group.layers for group in config.kv_groups(by_window=False)] == [(0, 2, 3), (1,)]
+    assert [group.shape(8, 32) for group in config.kv_groups()] == [(4, 8, 2, 32, 16), (2, 8, 1, 32, 32), (2, 8, 2, 32, 16)]
+    assert config.kv_bytes_per_token(4) == 4 * 2 * 32 * 4
+    assert [config.kv_owner(layer) for layer in range(5)] == [0, 1, 2, 3, 2]
+    assert [config.tables_of(layer) for layer in range(4)] == [0, 0, 1, 0]

@@ -187,6 +187,14 @@ def test_a_matrix_that_is_embedding_and_lm_head_gets_the_finer_setting(embedding
     assert (None if scheme is None else scheme.bits) == bits
 
 
+def test_a_table_of_layer_inputs_is_stored_as_the_embedding_is() -> None:
+    weights = Weights({name: f32(normal(40, 64)) for name in ("embedding.weight", "layer_embedding.weight", "layer_inputs_proj.weight")})
+    found = schemes_for(weights, QuantOptions(bits=4, embedding_bits=8))
+    assert [scheme.bits for scheme in found.values()] == [8, 8, 4]
+    kept = schemes_for(weights, QuantOptions(bits=4, embedding_bits=None))
+    assert list(kept) == ["layer_inputs_proj.weight"]
+
+
 def test_a_matrix_in_groups_is_only_made_smaller() -> None:
     values = normal(16, 64)
     int8, int4 = (GroupedTensor(quantize_matrix(values, bits=bits, group=32)) for bits in (8, 4))

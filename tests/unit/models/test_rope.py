@@ -27,6 +27,17 @@ def test_linear_stretches_every_wave_alike() -> None:
     assert attention_factor == 1.0
 
 
+def test_proportional_turns_the_first_pairs_at_the_pace_of_the_whole_head() -> None:
+    plain, _ = inverse_frequencies(RopeConfig(theta=1e6), 512)
+    rope = RopeConfig(1e6, RopeType.PROPORTIONAL, factor=2.0, rotated_fraction=0.25)
+    scaled, attention_factor = inverse_frequencies(rope, 512)
+    assert rope.rotary_size(512) == 512
+    assert np.array_equal(scaled[:64], plain[:64] / 2)
+    assert scaled.shape == (256,)
+    assert not scaled[64:].any()
+    assert attention_factor == 1.0
+
+
 def test_llama3_keeps_short_waves_and_stretches_long_ones() -> None:
     plain, _ = inverse_frequencies(RopeConfig(theta=500000.0), 128)
     scaled, attention_factor = inverse_frequencies(LLAMA3, 128)

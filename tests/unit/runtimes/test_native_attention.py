@@ -1,7 +1,7 @@
 """Native attention: its definition in float64, whatever the blocks, and the bits of decoding alone, whatever the mask."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ class Bench:
         widths = [heads * head_size, kv_heads * head_size, kv_heads * head_size]
         run = Network(
             widths,
-            lambda blocks, inputs: [blocks.attention(*inputs, config.attention, 0)],
+            lambda blocks, inputs: [blocks.attention(inputs[0], (inputs[1], inputs[2]), config.attention, 0)],
             config=config,
             num_threads=num_threads,
             level=level,
@@ -252,3 +252,16 @@ def test_keys_in_the_wrong_slot_are_seen(seed: int, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Bench, "attend", one_slot_later)
     assert compare_trees(BUILT[0], seed) > 0
+
+
+def test_a_layer_that_shares_reads_what_the_other_wrote_and_writes_nothing(seed: int) -> None:
+    bench, random = Bench.make(4, 2, 16, num_threads=2), np.random.default_rng(seed)
+    rows = [RowRange(0, 40, 0, np.array([3, 1], np.int32))]
+    q, k, v = bench.rows(random, 40)
+    expected = bench.attend([q, k, v], rows).copy()
+    shared = replace(bench.config.attention, kv_layer=0)
+    reader = Network([64], lambda blocks, inputs: [blocks.attention(inputs[0], None, shared, 1)], config=bench.config, num_threads=2)
+    reader.execution.use_cache([*bench.storage, *np.full((2, 1, 1), np.nan, np.float32)])
+    written = bench.storage.copy()
+    assert np.array_equal(reader(q, batch=make_batch(rows))[0], expected)
+    assert np.array_equal(bench.storage, written, equal_nan=True)

@@ -104,6 +104,24 @@ def test_a_norm_is_its_definition(num_heads: int, width: int, level: str, seed: 
     assert np.allclose(found, expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize(("num_heads", "width"), [(1, 50), (3, 16), (2, 80)])
+def test_a_norm_without_a_weight_multiplies_nothing(num_heads: int, width: int, level: str, seed: int) -> None:
+    x, one = values(11, num_heads * width, seed), plain_tensor(np.ones(width, np.float32))
+
+    def build(blocks: NativeBlocks, inputs: list[Value]) -> list[Value]:
+        return [blocks.head_norm(inputs[0], name, num_heads) for name in ("n", None)]
+
+    with_ones, without = Network([x.shape[1]], build, tensors={"n.weight": one}, level=level)(x)
+    assert np.array_equal(without, with_ones)
+
+
+@pytest.mark.parametrize(("begin", "width"), [(0, 5), (7, 33), (60, 1), (10, 4100)])
+def test_columns_are_those_columns(begin: int, width: int, level: str, seed: int) -> None:
+    x = values(5, begin + width + 3, seed)
+    (found,) = Network([x.shape[1]], lambda blocks, inputs: [blocks.columns(inputs[0], begin, width)], level=level)(x)
+    assert np.array_equal(found, x[:, begin : begin + width])
+
+
 def rotated(config: ModelConfig, x: FloatArray, positions: np.ndarray) -> np.ndarray:
     frequencies, _ = inverse_frequencies(config.attention.rope, config.attention.head_size)
     angles = (positions.astype(np.float32)[:, None] * frequencies)[:, None].astype(np.float64)

@@ -131,6 +131,21 @@ def test_a_space_is_put_in_front_unless_the_file_says_otherwise() -> None:
     assert without.decode(without.encode(" ab")) == " ab"
 
 
+def test_lines_are_merged_by_stored_merges_and_the_last_id_of_a_text_is_taken() -> None:
+    pieces_of_lines = ["\n", "\n\n", "▁", "a", "b", "#", "ab", "▁ab", "aab", "#", "<turn|>"]
+    tokens = [*SENTENCEPIECE["tokenizer.ggml.tokens"][:259], *pieces_of_lines]
+    types = [*SENTENCEPIECE["tokenizer.ggml.token_type"][:259], *[1] * (len(pieces_of_lines) - 1), 3]
+    merges = ["a b", "▁ ab", "a ab"]
+    roles = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+    tokenizer = opened({}, model="gemma4", tokens=tokens, token_type=types, merges=merges, **roles)
+    assert pieces(tokenizer, "ab ab\n\nab\n\n\n") == ["ab", "▁ab", "\n\n", "ab", "\n", "\n", "\n"]
+    assert pieces(tokenizer, "aabab", add_special_tokens=True) == ["<s>", "aab", "ab"]
+    assert pieces(tokenizer, "é<turn|>") == ["<0xC3>", "<0xA9>", "<turn|>"]
+    assert tokenizer.encode("#", add_special_tokens=False) == [tokens.index("<turn|>") - 1]
+    assert tokenizer.decode([tokens.index("#"), tokens.index("▁ab"), *tokenizer.encode(" é", add_special_tokens=False)]) == "# ab é"
+    assert set(tokenizer.end_token_ids) == {2, tokens.index("<turn|>")}
+
+
 def test_phi3_swallows_whitespace_behind_most_special_tokens() -> None:
     phi3 = Tokenizer.from_gguf({**SENTENCEPIECE, "general.architecture": "phi3"}, "x.gguf")
     assert pieces(phi3, "</s>\n a<s>  a") == ["</s>", "▁a", "<s>", "▁", "▁", "▁a"]
@@ -172,6 +187,7 @@ HOSTILE = [
     (BYTE_LEVEL, "token_type", ["1"] * len(BYTE_LEVEL["tokenizer.ggml.tokens"]), "not an array of numbers"),
     (BYTE_LEVEL, "token_type", [[1]] * len(BYTE_LEVEL["tokenizer.ggml.tokens"]), "not an array of numbers"),
     (BYTE_LEVEL, "token_type", [[1], [1, 2]] * (len(BYTE_LEVEL["tokenizer.ggml.tokens"]) // 2), "not an array of numbers"),
+    (SENTENCEPIECE, "model", "gemma4", "has no tokenizer.ggml.merges"),
     (BYTE_LEVEL, "merges", None, "has no tokenizer.ggml.merges"),
     (BYTE_LEVEL, "merges", ["t h", "t x"], r"merges\[1\] is 't x', not two tokens"),
     (BYTE_LEVEL, "merges", ["th"], r"merges\[0\] is 'th', not two tokens"),

@@ -11,6 +11,7 @@ from paceline.errors import CheckpointError, shortened
 from paceline.models.config import ModelConfig, WeightType, config_from_values
 from paceline.models.families import FAMILIES
 from paceline.models.gguf.file import GgufFile
+from paceline.models.gguf.gemma4 import gemma4_values
 from paceline.models.rope import inverse_frequencies
 from paceline.models.rope_config import RopeConfig, RopeType
 
@@ -21,6 +22,7 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 _STORED_AS = {"F16": WeightType.F16, "BF16": WeightType.BF16}
 _SOFTMAX, _SIGMOID, _OF_CHOSEN = 1, 2, 3  # llama.cpp's numbers of what makes a router's logits weights
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_DIFFER_BY_LAYER = ("gemma4",)  # what their sizes are is read elsewhere
 _QUERY_SCALAR_IS_WIDTH = {"gemma2": 46, "gemma3": 62}  # the 27B models, known by their number of layers
 
 
@@ -30,7 +32,8 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     Raises:
         CheckpointError: a value is missing or absurd, or the network is not one we run.
     """
-    return config_from_values(_Reader(file).values(), file.path, weight_type=_weight_type(file))
+    generation = {"suppress_tokens": file.metadata.get("tokenizer.ggml.suppress_tokens")}
+    return config_from_values(_Reader(file).values(), file.path, generation=generation, weight_type=_weight_type(file))
 
 
 def _weight_type(file: GgufFile) -> WeightType:
@@ -81,6 +84,8 @@ class _Reader:
             "bos_token_id": self._plain("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self._end_token_ids(),
         }
+        if self._architecture == "gemma4":
+            return values | gemma4_values(self._file, values["num_hidden_layers"])
         values |= self._rope(head_size, max_positions)
         if self._architecture.startswith("gemma"):
             values |= self._gemma(hidden_size, num_heads, head_size)
@@ -138,7 +143,8 @@ class _Reader:
         if not isinstance(value, list):
             return self._count(key, default)
         first = value[0] if value else None
-        if not isinstance(first, int) or isinstance(first, bool) or first < 1 or any(other != first for other in value):
+        differs = self._architecture not in _DIFFER_BY_LAYER and any(other != first for other in value)
+        if not isinstance(first, int) or isinstance(first, bool) or first < 1 or differs:
             self._refuse(key, value, "the same whole number above 0 for every layer")
         return first
 

@@ -1,5 +1,6 @@
 """The tensors of a GGUF file under our names, in our row order."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from paceline.models.gguf.header import GgufTensor
 from paceline.models.layers import AttentionConfig, DenseMLP
 from paceline.models.quantize import Scheme, fitting_group, quantize_tensor
 from paceline.models.tensor_names import tensor_shapes
-from paceline.models.weights import AnyTensor, GroupedTensor, MadeWeights, Tensor, TensorFacts, order_of_halves
+from paceline.models.weights import AnyTensor, GroupedTensor, MadeWeights, Tensor, TensorFacts, order_of_halves, shares_keys
 
 _PARTS = {
     "embedding": "token_embd",
@@ -38,6 +39,13 @@ _PARTS = {
     "down_proj": "ffn_down",
     "router": "ffn_gate_inp",
     "shared_gate": "ffn_gate_inp_shexp",
+    "layer_embedding": "per_layer_token_embd",
+    "layer_inputs_proj": "per_layer_model_proj",
+    "layer_inputs_norm": "per_layer_proj_norm",
+    "input_gate": "inp_gate",
+    "input_proj": "proj",
+    "input_norm": "post_norm",
+    "output_scale": "layer_output_scale",
 }
 _FFN_NORM = {"mlp_norm": "post_attention_norm"}
 _PARTS_OF = {"seed_oss": _FFN_NORM, "glm4moe": _FFN_NORM, "gpt-oss": _FFN_NORM}
@@ -85,6 +93,12 @@ class GgufWeights(MadeWeights):
         self._regroup = regroup
         super().__init__(places, lambda name: _read(name, places[name], regroup=regroup, num_threads=num_threads))
 
+    def rows(self, name: str, numbers: NDArray[np.int32]) -> NDArray[np.float32]:
+        place = self._places[name]
+        if place.tensor.block_type.name in _VIEWED:
+            return super().rows(name, numbers)
+        return group_blocks(_stored(place)[numbers], place.tensor.block_type, str(place.tensor)).values()
+
     def facts(self, name: str) -> TensorFacts:
         return _facts(self._places[name], regroup=self._regroup)
 
@@ -118,7 +132,7 @@ def _places(file: GgufFile, config: ModelConfig) -> dict[str, _Place]:
     if missing:
         raise CheckpointError(f"{file.path} lacks {_listed(missing)} that its metadata calls for; download the file again")
     known = {place.tensor.name for place in places.values()} | set(ROPE_TENSORS)
-    unknown = [name for name in file.tensors if name not in known]
+    unknown = [name for name in file.tensors if name not in known and not _is_unused(name, config)]
     if unknown:
         raise CheckpointError(
             f"{file.path} holds {_listed(unknown)} that a {config.family} model does not have; running without them would give other tokens"
@@ -141,6 +155,12 @@ def _name_in_file(name: str, parts: Mapping[str, str], file: GgufFile) -> tuple[
         return f"blk.{layer}.{parts[part]}_shexp.{kind}", None
     alone = f"blk.{layer}.{parts[part]}.{path[1]}.{kind}"  # as old files have it
     return (alone, None) if alone in file.tensors else (f"blk.{layer}.{parts[part]}_exps.{kind}", int(path[1]))
+
+
+def _is_unused(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor would make keys and values of a layer that reads another's."""
+    found = re.fullmatch(r"blk\.(\d{1,9})\.(attn_k|attn_v|attn_k_norm)\.weight", name)
+    return found is not None and shares_keys(config, int(found[1]))
 
 
 def _rotated(attention: AttentionConfig, part: str) -> tuple[int, int] | None:

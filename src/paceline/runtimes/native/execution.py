@@ -47,7 +47,7 @@ class Execution:
         self._arguments = ctypes.pointer(self._program), ctypes.pointer(self.memory.record)
         self.make_room(_MIN_ROWS)
 
-    def use_cache(self, planes: Sequence[FloatArray] | FloatArray, windows: Sequence[WindowKeyValues] = ()) -> None:
+    def use_cache(self, planes: Sequence[FloatArray], windows: Sequence[WindowKeyValues] = ()) -> None:
         """Read and write keys and values here from now on.
 
         Args:

@@ -14,20 +14,21 @@ from paceline.kv_cache.key_values import KeyValues, PagedRows
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.kv_cache.window import PassLimits, WindowKeyValues, window_blocks
-from paceline.models.config import ModelConfig, WeightType
+from paceline.models.config import KVGroup, ModelConfig, WeightType
 from paceline.models.mapped_files import MappedFiles
-from paceline.models.weights import AnyTensor, GroupedTensor, Weights
+from paceline.models.weights import AnyTensor, GroupedTensor, TensorFacts, Weights
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, Numerics, Wanted
-from paceline.runtimes.decoder import TOKEN_IDS, Compose, ranked
+from paceline.runtimes.decoder import LAYER_ROWS, TOKEN_IDS, Compose, ranked
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.native.panels import Panels
 from paceline.runtimes.native.program import NativeBlocks, Recorded, share_memory
 from paceline.runtimes.native.records import Rows
 from paceline.runtimes.native.weights import NativeWeights
+from paceline.runtimes.planes import planes_of
 from paceline.runtimes.ranking import Ranking
 from paceline.runtimes.rotary import LEAST_POSITIONS, RotaryTables
-from paceline.runtimes.rounding import embedding_rows, scaled_rows
+from paceline.runtimes.rounding import embedding_rows, layer_rows, scaled_rows
 
 
 class NativeNetwork(Network):
@@ -63,7 +64,7 @@ class NativeNetwork(Network):
         self._shared = _Shared(native_weights, RotaryTables(config, most), num_threads, most)
         path = kernels_path()
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path is not None else "none"
-        stored = sorted({f"{tensor.weight_type.value}{_bits(tensor)}" for tensor in weights.values()})
+        stored = sorted({f"{facts.weight_type.value}{_bits(facts)}" for facts in map(weights.facts, weights)})
         computed = round_to.value if panels is None else "bytes"
         self.version = f"kernels {digest}, {num_threads} threads, {' '.join(stored)} as {computed}"
         self._compose(compose)
@@ -81,32 +82,29 @@ class NativeNetwork(Network):
     def num_passes(self, count: int) -> None:
         self._shared.num_passes = count
 
-    def new_key_values(self, num_blocks: int) -> KeyValues:
-        storage = self._new_storage(num_blocks, self.config.num_layers)
-        self._shared.use_cache(storage)
-        return KeyValues(storage)
+    def new_key_values(self, num_blocks: int) -> list[KeyValues]:
+        groups = self.config.kv_groups(by_window=False)
+        memories = [KeyValues(self._new_storage(group, num_blocks)) for group in groups]
+        self._shared.use_cache(planes_of(self.config, groups, memories))
+        return memories
 
     def new_cache(self, num_blocks: int, limits: PassLimits | None = None) -> KVCache:
         if not (self.config.windows and self.holds_windows):
             return super().new_cache(num_blocks, limits)
-        memories: dict[int | None, PagedRows] = {}
-        for window, layers in self.config.layers_by_window.items():
-            if window is None:
-                memories[window] = KeyValues(self._new_storage(num_blocks, len(layers)))
+        groups, memories, windows = self.config.kv_groups(), list[PagedRows](), list[WindowKeyValues]()
+        for group in groups:
+            if group.window is None:
+                memories.append(KeyValues(self._new_storage(group, num_blocks)))
             else:
-                count = window_blocks(window, num_blocks, limits, BLOCK_SIZE)
-                memories[window] = WindowKeyValues(self._new_storage(count, len(layers)), window, BLOCK_SIZE)
-        planes: list[FloatArray] = []
-        for index, layer in enumerate(self.config.layers):
-            place = 2 * self.config.layers_by_window[layer.mixer.window].index(index)
-            planes.extend(memories[layer.mixer.window].storage[place : place + 2])
-        windows = [memory for memory in (memories[window] for window in self.config.windows) if isinstance(memory, WindowKeyValues)]
-        self._shared.use_cache(planes, windows)
-        return KVCache(list(memories.values()), num_blocks, self.capabilities.tree_layout)
+                count = window_blocks(group.window, num_blocks, limits, BLOCK_SIZE)
+                windows.append(WindowKeyValues(self._new_storage(group, count), group.window, BLOCK_SIZE))
+                memories.append(windows[-1])
+        self._shared.use_cache(planes_of(self.config, groups, memories), windows)
+        return KVCache(memories, num_blocks, self.capabilities.tree_layout)
 
-    def _new_storage(self, num_blocks: int, num_layers: int) -> FloatArray:
+    def _new_storage(self, group: KVGroup, num_blocks: int) -> FloatArray:
         try:
-            return np.zeros(self.config.kv_shape(num_blocks, BLOCK_SIZE, num_layers), np.float32)
+            return np.zeros(group.shape(num_blocks, BLOCK_SIZE), np.float32)
         except MemoryError as error:
             raise CapacityError(f"a cache of {num_blocks} blocks does not fit in memory: lower cache_gb") from error
 
@@ -117,10 +115,16 @@ class NativeNetwork(Network):
         self._shared.num_passes += 1
         execution.make_room(num_rows)
         for name, buffer in program.inputs.items():
-            rows = inputs[name]
-            execution.rows(buffer, num_rows)[...] = self.embed(rows) if name == TOKEN_IDS else rows
+            execution.rows(buffer, num_rows)[...] = self._input(name, inputs)
         execution.run(batch, wanted)
         return ForwardOutput(_Results(program, num_rows, len(wanted.rows)))
+
+    def _input(self, name: str, inputs: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
+        if name == TOKEN_IDS:
+            return self.embed(inputs[TOKEN_IDS])
+        if name == LAYER_ROWS:
+            return layer_rows(self.weights, inputs[TOKEN_IDS], self.config, self._round_to)
+        return inputs[name]
 
     def embed(self, token_ids: IntArray) -> FloatArray:
         embedding = self._embedding
@@ -141,6 +145,8 @@ class NativeNetwork(Network):
         if TOKEN_IDS in program.inputs:  # a tied matrix is read where products read it
             self._embedding: AnyTensor | Panels = (self._panels or {}).get("embedding") or self.weights["embedding.weight"]
             self._shared.read_too(_arrays(self._embedding))
+        if LAYER_ROWS in program.inputs:
+            self._shared.read_too(self.weights.stored("layer_embedding.weight"))
 
     def _record(self, ranking: Ranking | None) -> "_Program":
         shared = self._shared
@@ -167,8 +173,8 @@ class _Program:
     results: Mapping[str, tuple[int, Rows, int]]
 
 
-def _bits(tensor: AnyTensor) -> str:
-    return f" in {tensor.matrix.bits} bits" if isinstance(tensor, GroupedTensor) else ""
+def _bits(facts: TensorFacts) -> str:
+    return "" if facts.bits is None else f" in {facts.bits} bits"
 
 
 class _Results(Mapping[str, FloatArray]):
@@ -200,11 +206,11 @@ class _Shared:
     max_slots: int
     num_passes: int = 0
     files: MappedFiles = field(default_factory=lambda: MappedFiles(()))
-    _cache: tuple[Sequence[FloatArray] | FloatArray, Sequence[WindowKeyValues]] | None = None
+    _cache: tuple[Sequence[FloatArray], Sequence[WindowKeyValues]] | None = None
     _executions: list[Execution] = field(default_factory=list)
     _also_read: list[NDArray[Any]] = field(default_factory=list)
 
-    def use_cache(self, planes: Sequence[FloatArray] | FloatArray, windows: Sequence[WindowKeyValues] = ()) -> None:
+    def use_cache(self, planes: Sequence[FloatArray], windows: Sequence[WindowKeyValues] = ()) -> None:
         self._cache = planes, windows
         for execution in self._executions:
             execution.use_cache(planes, windows)

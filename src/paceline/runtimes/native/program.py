@@ -7,12 +7,13 @@ from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig
 from paceline.models.layers import Activation, AttentionConfig, ClampedSwiGLU, ExpertMLP, Routing, Scoring
 from paceline.models.rope_config import RopeConfig
-from paceline.runtimes.decoder import TOKEN_IDS
+from paceline.runtimes.decoder import LAYER_ROWS, TOKEN_IDS
 from paceline.runtimes.native.library import LANES, kernels
 from paceline.runtimes.native.panels import PANEL_KINDS
 from paceline.runtimes.native.records import (
     AddOperation,
     AttentionOperation,
+    ColumnsOperation,
     CombineOperation,
     ConcatOperation,
     ExpertsOperation,
@@ -69,6 +70,12 @@ class NativeBlocks:
         """The rows are looked up by whoever runs the pass."""
         return self.input(TOKEN_IDS, self._config.hidden_size)
 
+    def layer_embedding(self, name: str) -> Value:
+        return self.input(LAYER_ROWS, self._config.num_layers * self._config.layer_input_size)
+
+    def columns(self, x: Value, begin: int, width: int) -> Value:
+        return self._add(ColumnsOperation(x=x.index, x_width=x.width, begin=begin, width=width), x, width)
+
     def input(self, name: str, width: int) -> Value:
         if name not in self.inputs:
             self.inputs[name] = self.value(width)
@@ -111,9 +118,9 @@ class NativeBlocks:
     def rms_norm(self, x: Value, name: str) -> Value:
         return self.head_norm(x, name, 1)
 
-    def head_norm(self, x: Value, name: str, num_heads: int) -> Value:
+    def head_norm(self, x: Value, name: str | None, num_heads: int) -> Value:
         config = self._config
-        weight = self._weights.vector(name + ".weight", exact=config.norm_offset)
+        weight = None if name is None else self._weights.vector(name + ".weight", exact=config.norm_offset)
         return self._add(
             NormOperation(x=x.index, heads=num_heads, head_size=x.width // num_heads, epsilon=config.norm_eps, weight=weight), x
         )
@@ -123,11 +130,12 @@ class NativeBlocks:
         half, table = rope.rotary_size(head_size) // 2, self._config.rotations.index((rope, head_size))
         return self._add(RopeOperation(x=x.index, heads=num_heads, head_size=head_size, rotary_half=half, table=table), x)
 
-    def attention(self, q: Value, k: Value, v: Value, attention: AttentionConfig, layer: int) -> Value:
-        window = attention.window
+    def attention(self, q: Value, kv: tuple[Value, Value] | None, attention: AttentionConfig, layer: int) -> Value:
+        k, v = (-1, -1) if kv is None else (kv[0].index, kv[1].index)
+        owner = layer if attention.kv_layer is None else attention.kv_layer
         operation = AttentionOperation(
-            q=q.index, k=k.index, v=v.index, heads=attention.num_heads, kv_heads=attention.num_kv_heads, head_size=attention.head_size,
-            layer=layer, tables=0 if window is None else 1 + self._config.windows.index(window), window=window or 0,
+            q=q.index, k=k, v=v, heads=attention.num_heads, kv_heads=attention.num_kv_heads, head_size=attention.head_size,
+            layer=owner, tables=self._config.tables_of(owner), window=attention.window or 0,
             scale=attention.scale, soft_cap=attention.soft_cap or 0.0,
             sinks=self._weights.vector(f"layers.{layer}.attention.sinks", exact=True) if attention.has_sinks else None,
         )  # fmt: skip
@@ -160,6 +168,9 @@ class NativeBlocks:
 
     def scale(self, x: Value, factor: float) -> Value:
         return self._add(ScaleOperation(x=x.index, width=x.width, factor=factor), x)
+
+    def scale_by(self, x: Value, name: str) -> Value:
+        return self.scale(x, self._weights.number(name + ".weight"))
 
     def logits_rows(self, x: Value) -> Value:
         return self._record(GatherOperation(x=x.index, width=x.width), self.value(x.width, Rows.WANTED))
@@ -254,7 +265,8 @@ def share_memory(blocks: NativeBlocks, kept: set[int]) -> tuple[list[int], list[
     buffers, widths = _assign_buffers(blocks, kept | {value.index for value in blocks.inputs.values()})
     for operation in blocks.operations:
         for field in (*operation.INPUTS, "out"):
-            setattr(operation, field, buffers[getattr(operation, field)])
+            if (value := getattr(operation, field)) >= 0:
+                setattr(operation, field, buffers[value])
         for matrix in matrices_of(operation):
             matrix.out = buffers[matrix.out]
     return buffers, widths
@@ -270,7 +282,7 @@ def matrices_of(operation: Operation) -> list[Matrix]:
 
 def _assign_buffers(blocks: NativeBlocks, kept: set[int]) -> tuple[list[int], list[int]]:
     """One is free again once the last reader of its value has run."""
-    reads = [{getattr(operation, field) for field in operation.INPUTS} for operation in blocks.operations]
+    reads = [{getattr(operation, field) for field in operation.INPUTS} - {-1} for operation in blocks.operations]
     last_read = {value: index for index, values in enumerate(reads) for value in values}
     buffers = [0] * len(blocks.values)
     widths = [value.width for value in blocks.inputs.values()]

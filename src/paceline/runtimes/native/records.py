@@ -20,10 +20,11 @@ class Code(IntEnum):
     SILU_RESIDUAL = 9
     RANK = 10
     SCALE = 11
-    ROUTE = 12
-    EXPERTS = 13
-    COMBINE = 14
-    SIGMOID_GATE = 15
+    COLUMNS = 12
+    ROUTE = 13
+    EXPERTS = 14
+    COMBINE = 15
+    SIGMOID_GATE = 16
 
 
 class Packing(IntEnum):
@@ -83,7 +84,7 @@ class LinearOperation(Operation):
 
 
 class NormOperation(Operation):
-    """RMS norm of every head; one head is the whole row."""
+    """RMS norm of every head; one head is the whole row. Without a weight nothing is multiplied behind it."""
 
     CODE, INPUTS = Code.NORM, ("x",)
     _fields_ = (("x", c_int32), ("heads", c_int32), ("head_size", c_int32), ("epsilon", c_float), ("weight", c_void_p))
@@ -97,7 +98,10 @@ class RopeOperation(Operation):
 
 
 class AttentionOperation(Operation):
-    """Attention over a layer of the cache; window and soft cap 0 = none; `tables`: which of a pass's block tables name its blocks."""
+    """Attention over a layer of the cache; window and soft cap 0 = none; `tables`: which of a pass's block tables name its blocks.
+
+    k and v -1: nothing is written, another operation has.
+    """
 
     CODE, INPUTS = Code.ATTENTION, ("q", "k", "v")
     _fields_ = (
@@ -191,6 +195,13 @@ class SigmoidGateOperation(Operation):
     _fields_ = (("x", c_int32), ("y", c_int32), ("width", c_int32))
 
 
+class ColumnsOperation(Operation):
+    """Columns [begin, begin + width) of x."""
+
+    CODE, INPUTS = Code.COLUMNS, ("x",)
+    _fields_ = (("x", c_int32), ("x_width", c_int32), ("begin", c_int32), ("width", c_int32))
+
+
 class RankOperation(Operation):
     """What guessing needs of rows of logits, see `runtimes.ranking.Ranking`; `number`: which ranking of the network it is."""
 
@@ -239,8 +250,8 @@ VERSION = 4
 
 _RECORDS: tuple[type[Structure], ...] = (
     Matrix, LinearOperation, NormOperation, RopeOperation, AttentionOperation, GatedOperation, AddOperation, SiluResidualOperation,
-    GatherOperation, SoftCapOperation, ConcatOperation, RankOperation, ScaleOperation, RouteOperation, ExpertsOperation, CombineOperation,
-    SigmoidGateOperation, Range, Draw, Pass, Program,
+    GatherOperation, SoftCapOperation, ConcatOperation, RankOperation, ScaleOperation, ColumnsOperation, RouteOperation,
+    ExpertsOperation, CombineOperation, SigmoidGateOperation, Range, Draw, Pass, Program,
 )  # fmt: skip
 LAYOUT = (VERSION, *map(sizeof, _RECORDS), -1)
 """What `paceline_layout` of the kernels answers for 0, 1, …"""

@@ -1,6 +1,6 @@
 """The blocks of `runtimes/decoder.py`, computed with tensors: this file is the definition the other runtime is compared with."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
+from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.models.config import ModelConfig
 from paceline.models.layers import Activation, AttentionConfig, ClampedSwiGLU, ExpertMLP
 from paceline.models.rope import inverse_frequencies, query_scales
@@ -28,25 +29,37 @@ class TorchBlocks:
         self,
         config: ModelConfig,
         weights: TorchWeights,
-        storage: torch.Tensor,
+        planes: Sequence[torch.Tensor],
         attention: Attention,
         inputs: Mapping[str, NDArray[Any]],
         batch: ForwardBatch,
         wanted: Wanted,
     ) -> None:
-        self._config, self._weights, self._storage, self._attention = config, weights, storage, attention
-        self._inputs = {name: torch.from_numpy(np.array(rows)).to(storage.device) for name, rows in inputs.items()}
-        self._logits_rows = torch.from_numpy(wanted.rows.astype(np.int64)).to(storage.device)
+        self._config, self._weights, self._planes, self._attention = config, weights, planes, attention
+        device = weights.device
+        self._token_ids = inputs.get(TOKEN_IDS)
+        self._inputs = {name: torch.from_numpy(np.array(rows)).to(device) for name, rows in inputs.items()}
+        self._logits_rows = torch.from_numpy(wanted.rows.astype(np.int64)).to(device)
         self._draws = None if wanted.draws is None else wanted.draws.reshape(-1)
         self._num_drawn = 0  # rows of the rankings so far
         self._batch = batch
-        self._positions = torch.from_numpy(batch.positions).to(storage.device)
+        self._positions = torch.from_numpy(batch.positions).to(device)
         self._rotations: dict[tuple[RopeConfig, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._scales: dict[RopeConfig, torch.Tensor] = {}
-        self._block_of_row, self._slot_of_row = _slots_of_rows(batch, storage.shape[3], storage.device)
+        self._block_of_row, self._slot_of_row = _slots_of_rows(batch, BLOCK_SIZE, device)
 
     def embedding(self, name: str) -> torch.Tensor:
         return scaled_rows(F.embedding(self._inputs[TOKEN_IDS], self._weights.plain(name)), self._config)
+
+    def layer_embedding(self, name: str) -> torch.Tensor:
+        """Only the rows that are asked for leave the file."""
+        if self._token_ids is None:
+            raise ValueError("a network with inputs of layers needs token ids")
+        rows = self._weights.rows(name, self._token_ids)
+        return rows * torch.tensor(self._config.layer_input_size**0.5, dtype=rows.dtype)
+
+    def columns(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
+        return x[:, begin : begin + width]
 
     def input(self, name: str, width: int) -> torch.Tensor:
         return self._inputs[name]
@@ -68,13 +81,13 @@ class TorchBlocks:
 
     def rms_norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """Mean square in float32, then back to the type of x, then times the weight, or these two the other way round."""
-        wide = x.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._config.norm_eps)
+        scaled = _normed(x, self._config.norm_eps)
         weight = self._weights.plain(name)
         return (scaled * weight).to(x.dtype) if self._config.norm_offset else weight * scaled.to(x.dtype)
 
-    def head_norm(self, x: torch.Tensor, name: str, num_heads: int) -> torch.Tensor:
-        return self.rms_norm(_heads(x, num_heads), name).flatten(-2)
+    def head_norm(self, x: torch.Tensor, name: str | None, num_heads: int) -> torch.Tensor:
+        heads = _heads(x, num_heads)
+        return (_normed(heads, self._config.norm_eps).to(x.dtype) if name is None else self.rms_norm(heads, name)).flatten(-2)
 
     def rope(self, x: torch.Tensor, num_heads: int, rope: RopeConfig) -> torch.Tensor:
         """Rotate the pairs (j, j + R/2) of the first R values of each head; the temperature comes after it."""
@@ -91,10 +104,14 @@ class TorchBlocks:
             self._scales[rope] = torch.from_numpy(query_scales(rope, self._batch.positions)).to(x)[:, None]
         return turned * self._scales[rope]
 
-    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: AttentionConfig, layer: int) -> torch.Tensor:
-        keys, values = self._storage[2 * layer], self._storage[2 * layer + 1]
-        keys[self._block_of_row, :, self._slot_of_row] = _heads(k, attention.num_kv_heads)
-        values[self._block_of_row, :, self._slot_of_row] = _heads(v, attention.num_kv_heads)
+    def attention(
+        self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor] | None, attention: AttentionConfig, layer: int
+    ) -> torch.Tensor:
+        owner = layer if attention.kv_layer is None else attention.kv_layer
+        keys, values = self._planes[2 * owner], self._planes[2 * owner + 1]
+        if kv is not None:
+            keys[self._block_of_row, :, self._slot_of_row] = _heads(kv[0], attention.num_kv_heads)
+            values[self._block_of_row, :, self._slot_of_row] = _heads(kv[1], attention.num_kv_heads)
         sinks = self._weights.vector(f"layers.{layer}.attention.sinks") if attention.has_sinks else None
         return self._attention(_heads(q, attention.num_heads), keys, values, attention, sinks).flatten(-2)
 
@@ -128,6 +145,9 @@ class TorchBlocks:
     def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
         return x * factor
 
+    def scale_by(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return x * self._weights.plain(name)
+
     def logits_rows(self, x: torch.Tensor) -> torch.Tensor:
         return x[self._logits_rows]
 
@@ -136,6 +156,12 @@ class TorchBlocks:
 
     def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         return soft_cap(x, cap)
+
+
+def _normed(x: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """x / rms(x) of the last dimension, in float32."""
+    wide = x.float()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
 
 
 def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:

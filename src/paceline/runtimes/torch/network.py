@@ -1,6 +1,6 @@
 """Networks computed with torch: CUDA, and on the CPU the readable reference."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from paceline.models.config import ModelConfig, WeightType
 from paceline.models.weights import Weights
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, Numerics, RowRange, Wanted
 from paceline.runtimes.decoder import LOGITS, RANKED, Compose, ranked
+from paceline.runtimes.planes import planes_of
 from paceline.runtimes.torch.attention import PaddedAttention, PlainAttention
 from paceline.runtimes.torch.blocks import TorchBlocks, scaled_rows
 from paceline.runtimes.torch.weights import DTYPES, TorchWeights
@@ -44,7 +45,8 @@ class TorchNetwork(Network):
         self.capabilities = Capabilities(Numerics.FAST, TreeLayout.MASK, device, weight_type)
         opened = _open_device(device)
         tensors = TorchWeights(weights, dtype=DTYPES[weight_type], device=opened, norms_in_float32=config.norm_offset)
-        self._shared = _Shared(tensors, torch.zeros(config.kv_shape(1, BLOCK_SIZE), dtype=tensors.dtype, device=opened))
+        self._shared = _Shared(tensors)
+        self.new_key_values(1)
 
     @property
     def num_passes(self) -> int:
@@ -54,16 +56,18 @@ class TorchNetwork(Network):
     def num_passes(self, count: int) -> None:
         self._shared.num_passes = count
 
-    def new_key_values(self, num_blocks: int) -> KeyValues:
-        weights = self._shared.weights
+    def new_key_values(self, num_blocks: int) -> list[KeyValues]:
+        weights, groups = self._shared.weights, self.config.kv_groups(by_window=False)
         try:
-            storage = torch.zeros(self.config.kv_shape(num_blocks, BLOCK_SIZE), dtype=weights.dtype, device=weights.device)
+            memories = [
+                KeyValues(torch.zeros(group.shape(num_blocks, BLOCK_SIZE), dtype=weights.dtype, device=weights.device)) for group in groups
+            ]
         except (RuntimeError, MemoryError) as error:
             raise CapacityError(
                 f"a cache of {num_blocks} blocks cannot be allocated on {self.capabilities.device!r}: lower cache_gb"
             ) from error
-        self._shared.storage = storage
-        return KeyValues(storage)
+        self._shared.planes = planes_of(self.config, groups, memories)
+        return memories
 
     def forward(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch, wanted: Wanted) -> ForwardOutput:
         shared, num_rows = self._shared, len(batch.positions)
@@ -73,7 +77,7 @@ class TorchNetwork(Network):
         attention_type = PlainAttention if shared.weights.device.type == "cpu" else PaddedAttention
         with torch.inference_mode():
             attention = attention_type(batch.ranges, BLOCK_SIZE, shared.weights.device)
-            blocks = TorchBlocks(self.config, shared.weights, shared.storage, attention, inputs, batch, wanted)
+            blocks = TorchBlocks(self.config, shared.weights, shared.planes, attention, inputs, batch, wanted)
             results = _Results(ranked(self.compose, wanted.ranking)(blocks))
             results.fetch(LOGITS if wanted.ranking is None else RANKED)
             return ForwardOutput(results)
@@ -121,7 +125,7 @@ class _Shared:
     """What networks beside one another have in common."""
 
     weights: TorchWeights
-    storage: torch.Tensor
+    planes: Sequence[torch.Tensor] = ()
     num_passes: int = 0
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from paceline.errors import CapacityError
 from paceline.models.config import WeightType
@@ -58,6 +59,10 @@ class TorchWeights:
             with self._within_memory():
                 self._plain[name] = self._load(name, torch.float32)
         return self._plain[name]
+
+    def rows(self, name: str, numbers: NDArray[np.int32]) -> torch.Tensor:
+        """Rows of a matrix that stays where it is."""
+        return torch.from_numpy(self._weights.rows(name + ".weight", numbers)).to(device=self.device, dtype=self.dtype)
 
     def fused(self, names: tuple[str, ...]) -> FusedLinear:
         """The matrices of these names as one.

@@ -42,7 +42,10 @@ typedef struct {
     const int8_t *table;            /* of a kind with one: the 16 values; zero_point makes them unsigned */
 } Matrix;
 
-enum { LINEAR, NORM, ROPE, ATTENTION, GATED, ADD, GATHER, SOFT_CAP, CONCAT, SILU_RESIDUAL, RANK, SCALE, ROUTE, EXPERTS, COMBINE, SIGMOID_GATE };
+enum {
+    LINEAR, NORM, ROPE, ATTENTION, GATED, ADD, GATHER, SOFT_CAP, CONCAT, SILU_RESIDUAL, RANK, SCALE, COLUMNS, ROUTE, EXPERTS, COMBINE,
+    SIGMOID_GATE,
+};
 enum { SILU, GELU_TANH, CLAMPED_SWIGLU };
 enum { SOFTMAX, SIGMOID }; /* what makes scores of a router's logits */
 /* How a product takes its rows: as they are, rounded to bfloat16 (all its matrices are BF16 then), or rounded to bytes (all its matrices are
@@ -68,7 +71,7 @@ typedef struct {
     Operation head;
     int32_t x, heads, head_size; /* 1 head = the whole row */
     float epsilon;
-    const float *weight; /* [head_size] */
+    const float *weight; /* [head_size]; NULL = none */
 } NormOperation;
 
 typedef struct {
@@ -79,7 +82,7 @@ typedef struct {
 
 typedef struct {
     Operation head;
-    int32_t q, k, v, heads, kv_heads, head_size;
+    int32_t q, k, v, heads, kv_heads, head_size; /* k and v -1: another operation has written the rows */
     int32_t layer;  /* of the cache */
     int32_t tables; /* which block tables of the pass name its blocks */
     int32_t window; /* the last rows that are seen; 0 = all */
@@ -150,6 +153,11 @@ typedef struct {
     Operation head;
     int32_t x, y, width;
 } SigmoidGateOperation;
+/* Columns [begin, begin + width) of x. */
+typedef struct {
+    Operation head;
+    int32_t x, x_width, begin, width;
+} ColumnsOperation;
 
 /* What is wanted of rows of logits: the `count` best of their first `columns`. */
 typedef struct {

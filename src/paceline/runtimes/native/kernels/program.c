@@ -158,8 +158,10 @@ static void run_rope(const Work *work, const Operation *operation) {
 
 static void run_attention(const Work *work, const Operation *operation) {
     const AttentionOperation *own = (const AttentionOperation *)operation;
-    for (int row; (row = next_ticket(work, 0)) < work->rows;) write_kv(work->program, work->pass, own, row);
-    barrier();
+    if (own->k >= 0) {
+        for (int row; (row = next_ticket(work, 0)) < work->rows;) write_kv(work->program, work->pass, own, row);
+        barrier();
+    }
     for (int item; (item = next_ticket(work, 1)) < work->rows * own->kv_heads;)
         attend(work->program, work->pass, own, item / own->kv_heads, item % own->kv_heads, work->program->scratch[work->thread]);
 }
@@ -245,6 +247,14 @@ static void run_concat(const Work *work, const Operation *operation) {
         join(x + piece.row * x_width, own->x_width, y + piece.row * y_width, piece.begin, piece.count, out + piece.at);
 }
 
+static void run_columns(const Work *work, const Operation *operation) {
+    const ColumnsOperation *own = (const ColumnsOperation *)operation;
+    const float *x = buffer(work, own->x) + own->begin;
+    float *out = buffer(work, operation->out);
+    for (Piece piece; next_piece(work, own->width, &piece);)
+        memcpy(out + piece.at, x + piece.row * (size_t)own->x_width + (size_t)piece.begin, (size_t)piece.count * sizeof(float));
+}
+
 static void run_gather(const Work *work, const Operation *operation) {
     const GatherOperation *own = (const GatherOperation *)operation;
     const int32_t *numbers = work->pass->selected;
@@ -273,7 +283,7 @@ typedef void Function(const Work *work, const Operation *operation);
 static Function *const FUNCTIONS[] = {
     [LINEAR] = run_linear,     [NORM] = run_norm, [ROPE] = run_rope,     [ATTENTION] = run_attention, [GATED] = run_gated,
     [ADD] = run_add,           [GATHER] = run_gather, [SOFT_CAP] = run_soft_cap, [CONCAT] = run_concat,
-    [SILU_RESIDUAL] = run_silu_residual, [RANK] = run_rank, [SCALE] = run_scale,
+    [SILU_RESIDUAL] = run_silu_residual, [RANK] = run_rank, [SCALE] = run_scale, [COLUMNS] = run_columns,
     [ROUTE] = run_route,       [EXPERTS] = run_experts, [COMBINE] = run_combine, [SIGMOID_GATE] = run_sigmoid_gate,
 };
 
@@ -311,7 +321,7 @@ int32_t paceline_layout(int32_t index) {
     static const size_t LAYOUT[] = {
         KERNELS_VERSION, sizeof(Matrix), sizeof(LinearOperation), sizeof(NormOperation), sizeof(RopeOperation), sizeof(AttentionOperation),
         sizeof(GatedOperation), sizeof(AddOperation), sizeof(SiluResidualOperation), sizeof(GatherOperation), sizeof(SoftCapOperation),
-        sizeof(ConcatOperation), sizeof(RankOperation), sizeof(ScaleOperation), sizeof(RouteOperation),
+        sizeof(ConcatOperation), sizeof(RankOperation), sizeof(ScaleOperation), sizeof(ColumnsOperation), sizeof(RouteOperation),
         sizeof(ExpertsOperation), sizeof(CombineOperation), sizeof(SigmoidGateOperation), sizeof(Range), sizeof(Draw), sizeof(Pass), sizeof(Program),
     };
     return (size_t)index < sizeof LAYOUT / sizeof *LAYOUT ? (int32_t)LAYOUT[index] : -1;

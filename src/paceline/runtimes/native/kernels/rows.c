@@ -11,7 +11,7 @@ static floats take(const float *from, int count) { return count == LANES ? load(
 
 static void put(float *to, floats v, int count) { memcpy(to, &v, (size_t)count * sizeof(float)); }
 
-/* x / sqrt(mean(x^2) + epsilon) * weight. */
+/* x / sqrt(mean(x^2) + epsilon) * weight; NULL = without. */
 void norm_row(const float *x, const float *weight, int width, float epsilon, float *out) {
     floats squares = broadcast(0.0f);
     EACH_16(column, count, width) {
@@ -19,7 +19,10 @@ void norm_row(const float *x, const float *weight, int width, float epsilon, flo
         squares = fused(v, v, squares);
     }
     const floats scale = broadcast(1.0f / sqrtf(lane_sum(squares) / (float)width + epsilon));
-    EACH_16(column, count, width) put(out + column, take(x + column, count) * scale * take(weight + column, count), count);
+    EACH_16(column, count, width) {
+        const floats v = take(x + column, count) * scale;
+        put(out + column, weight ? v * take(weight + column, count) : v, count);
+    }
 }
 
 /* The pairs (i, i + half) turned by their angle; what lies behind them passes through. */

@@ -1,0 +1,94 @@
+"""Gemma 4 in the engine: what its layers of two sizes hold, that nothing is left behind, and the ids it must not say."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.engine_traffic import check_clean
+from harness.gemma4_checkpoints import write_gemma4
+from harness.native_network import BUILT
+from paceline import LLM, SamplingParams
+from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.kv_cache.window import WindowKeyValues
+from paceline.proof.checkpoint_facts import read_checkpoint
+from paceline.proof.memory_estimate import estimate_memory
+from paceline.runtimes.native.network import NativeNetwork
+
+GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
+GLOBAL_ROW = 2 * 2 * 32 * 4  # keys and values of 2 layers, one head of 32 numbers
+LOCAL_ROW = 3 * 2 * 2 * 16 * 4  # of 3 layers, two heads of 16
+Open = Callable[..., LLM]
+pytestmark = pytest.mark.skipif(not BUILT, reason="no native kernels for this machine")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight layers: three local and two global ones keep something, the other three read it."""
+    return write_gemma4(tmp_path_factory.mktemp("gemma4"), max_position_embeddings=40_000)
+
+
+@pytest.fixture
+def open_llm(directory: Path) -> Iterator[Open]:
+    opened: list[LLM] = []
+
+    def open_it(path: Path = directory, **options: Any) -> LLM:
+        given = {"device": "cpu", "drafter": "ngram", "cache_gb": 0.01, "max_num_seqs": 2, "max_context": 2_000, **options}
+        opened.append(LLM(str(path), **given))
+        return opened[-1]
+
+    yield open_it
+    for llm in opened:
+        llm.close()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(1, 90, length).tolist()
+
+
+def test_a_text_holds_all_rows_of_global_and_a_window_of_local_layers_and_none_of_those_that_share(open_llm: Open) -> None:
+    smallest = {"max_num_seqs": 1, "max_step_rows": 64, "chunk_rows": 64}
+    llm = open_llm(drafter="none", cache_gb=0.006, max_context=None, **smallest)
+    (local,) = (memory for memory in llm.engine.cache.memories if isinstance(memory, WindowKeyValues))
+    (whole,) = (memory for memory in llm.engine.cache.memories if memory is not local)
+    num_blocks = llm.engine.cache.pool.num_blocks
+    assert whole.num_bytes == num_blocks * BLOCK_SIZE * GLOBAL_ROW
+    assert local.num_bytes == local.storage.shape[1] * BLOCK_SIZE * LOCAL_ROW
+    assert 0.9 * 0.006e9 < llm.engine.cache.num_bytes <= 0.006e9
+    assert local.storage.shape[1] < num_blocks / 4
+    (output,) = llm.generate([prompt_of(3_000)], GREEDY)
+    assert len(output.token_ids) == 20
+    check_clean(llm)
+    local.check()
+    assert local.num_free == local.storage.shape[1]
+
+
+def test_holding_windows_and_drafting_change_no_token(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [prompt_of(700), prompt_of(40, 1), [*prompt_of(700), 3, 4]]
+    held, drafted = (open_llm(drafter=drafter).generate(prompts, GREEDY) for drafter in ("none", "ngram"))
+    monkeypatch.setattr(NativeNetwork, "holds_windows", False)
+    everything = open_llm(drafter="none").generate(prompts, GREEDY)
+    for one, other, expected in zip(held, drafted, everything, strict=True):
+        assert one.token_ids == other.token_ids == expected.token_ids
+
+
+def test_doctor_counts_what_each_kind_of_layer_keeps(directory: Path) -> None:
+    memory = estimate_memory(read_checkpoint(directory), None, "cpu", [])
+    assert memory.cache_bytes_per_1k == 1000 * (GLOBAL_ROW + LOCAL_ROW)
+    assert memory.cache_bytes(30_000) - memory.cache_bytes(29_000) == 1000 * GLOBAL_ROW
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+def test_ids_that_the_checkpoint_suppresses_are_never_said(open_llm: Open, directory: Path, tmp_path: Path, drafter: str) -> None:
+    (free,) = open_llm(drafter=drafter).generate([prompt_of(50)], GREEDY)
+    said = sorted(set(free.token_ids))[:3]
+    shutil.copytree(directory, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"suppress_tokens": [*said, 10**6]}), encoding="utf-8")
+    held = open_llm(tmp_path / "model", drafter=drafter)
+    for params in (GREEDY, SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.5, banned_token_ids=(3,))):
+        (output,) = held.generate([prompt_of(50)], params)
+        assert not {*said, *params.banned_token_ids} & set(output.token_ids)

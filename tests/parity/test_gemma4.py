@@ -1,0 +1,231 @@
+"""Gemma 4 computes the logits transformers computes: layers of two sizes, shared keys and values, inputs of layers."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.checkpoints import VOCAB_SIZE
+from harness.gemma4_checkpoints import FULL, GEMMA4, SLIDING, write_gemma4
+from paceline.kv_cache.paged import CachedSequence, KVCache
+from paceline.models.config import ModelConfig, WeightType, read_config
+from paceline.models.layers import AttentionConfig, LayerConfig
+from paceline.models.weights import Weights
+from paceline.runtimes.base import FloatArray, Network, Numerics, assemble
+from paceline.runtimes.decoder import decoder
+from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.native.library import kernels_path
+
+torch = pytest.importorskip("torch")
+
+LENGTH = 300
+BOUND = 1e-4
+BACKENDS = pytest.mark.parametrize("backend", ["torch", "native"])
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "all": ("gemma4_text", {}),
+    "projected": ("gemma4_text", {"attention_k_eq_v": False, "hidden_size_per_layer_input": 0, "final_logit_softcapping": None}),
+    "unified": ("gemma4_unified_text", {}),
+    "default": ("gemma4_text", {"layer_types": None, "rope_parameters": None, "num_kv_shared_layers": 0, "attention_bias": True}),
+}
+
+
+@dataclass(frozen=True)
+class Reference:
+    directory: Path
+    token_ids: list[int]
+    logits: FloatArray
+    hidden_states: FloatArray  # after the final norm
+    bound: float
+
+
+def of_transformers(directory: Path, token_ids: list[int], dtype: str = "float32") -> tuple[FloatArray, FloatArray]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
+    with torch.inference_mode():
+        output = model(torch.tensor([token_ids]), output_hidden_states=True)
+    return output.logits[0].float().numpy(), output.hidden_states[-1][0].float().numpy()
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    known: dict[str, Reference] = {}
+
+    def reference(name: str) -> Reference:
+        if name not in known:
+            family, changes = CASES[name]
+            directory = write_gemma4(tmp_path_factory.mktemp(name), family, **changes)
+            token_ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, LENGTH).tolist()
+            logits, hidden_states = of_transformers(directory, token_ids)
+            rounding = np.abs(of_transformers(directory, token_ids, "float64")[0] - logits).max()
+            known[name] = Reference(directory, token_ids, logits, hidden_states, max(BOUND, float(rounding)))
+        return known[name]
+
+    return reference
+
+
+def open_backend(directory: Path, backend: str, weight_type: WeightType = WeightType.F32) -> Network:
+    if backend == "native" and kernels_path() is None:
+        pytest.skip("no native kernels for this machine")
+    options = RuntimeOptions(numerics=Numerics.FAST, dtype=weight_type, num_threads=2, device="cpu", backend=backend)
+    return load_runtime(directory, options).runtime
+
+
+def append(runtime: Network, cache: KVCache, sequence: CachedSequence, token_ids: Sequence[int]) -> tuple[FloatArray, FloatArray]:
+    plan = cache.reserve(sequence, range(-1, len(token_ids) - 1))
+    output = runtime.forward(*assemble([plan], [list(token_ids)], [list(range(len(token_ids)))]))
+    cache.keep_path(sequence, len(token_ids) - 1)
+    return output.logits, output.hidden_states
+
+
+def prompt_logits(runtime: Network, token_ids: Sequence[int]) -> FloatArray:
+    cache = runtime.new_cache(16)
+    return append(runtime, cache, cache.new_sequence(), token_ids)[0].copy()
+
+
+@BACKENDS
+@pytest.mark.parametrize("case", CASES)
+def test_a_prompt_gives_the_logits_of_transformers_in_one_pass_in_chunks_and_one_by_one(
+    references: Callable[[str], Reference], case: str, backend: str
+) -> None:
+    reference = references(case)
+    runtime = open_backend(reference.directory, backend)
+    cache = runtime.new_cache(32)
+    for chunks in ([LENGTH], [1, 31, 33, 64, 100, 71], [15, 16, 17, *[1] * 40]):
+        sequence, begin = cache.new_sequence(), 0
+        for count in chunks:
+            logits, hidden_states = append(runtime, cache, sequence, reference.token_ids[begin : begin + count])
+            assert np.abs(logits - reference.logits[begin : begin + count]).max() <= reference.bound, (chunks, begin)
+            assert np.abs(hidden_states - reference.hidden_states[begin : begin + count]).max() <= 20 * reference.bound
+            begin += count
+        cache.release(sequence)
+
+
+def with_layers(config: ModelConfig, change: Callable[[LayerConfig], LayerConfig]) -> ModelConfig:
+    return replace(config, layers=tuple(map(change, config.layers)))
+
+
+def with_mixer(**changes: Any) -> Callable[[LayerConfig], LayerConfig]:
+    return lambda layer: replace(layer, mixer=replace(layer.mixer, **changes))
+
+
+def rotated_alike(mixer: AttentionConfig) -> dict[str, Any]:
+    """The part that turns is contiguous, as in other families."""
+    return {} if mixer.window else {"rope": replace(mixer.rope, rotated_fraction=1.0)}
+
+
+@pytest.mark.parametrize(
+    ("case", "change"),
+    {
+        "window": ("all", lambda config: with_layers(config, lambda layer: with_mixer(window=layer.mixer.window and 17)(layer))),
+        "scale": ("all", lambda config: with_layers(config, with_mixer(scale=0.25))),
+        "value norm": ("all", lambda config: with_layers(config, with_mixer(norms_values=False))),
+        "rope": ("all", lambda config: with_layers(config, lambda layer: with_mixer(**rotated_alike(layer.mixer))(layer))),
+        "layer inputs": ("all", lambda config: with_layers(config, lambda layer: replace(layer, input=None))),
+        "layer scalar": ("all", lambda config: with_layers(config, lambda layer: replace(layer, scales_output=False))),
+        "other owner": ("all", lambda config: with_layers(config, lambda layer: with_mixer(kv_layer=_earlier(layer))(layer))),
+        "soft cap": ("all", lambda config: replace(config, logit_soft_cap=None)),
+        "embedding scale": ("all", lambda config: replace(config, embedding_scale=1.0)),
+        "unified's rope": ("unified", lambda config: with_layers(config, lambda layer: with_mixer(**rotated_alike(layer.mixer))(layer))),
+    }.values(),
+)  # fmt: skip
+def test_leaving_out_what_the_family_adds_changes_the_logits(
+    references: Callable[[str], Reference], case: str, change: Callable[[ModelConfig], ModelConfig]
+) -> None:
+    """What the parity above can see."""
+    from paceline.runtimes.torch.network import TorchNetwork
+
+    reference = references(case)
+    config = read_config(reference.directory)
+    changed = change(config)
+    assert changed != config
+    weights = Weights.open(reference.directory, config)
+    found = prompt_logits(TorchNetwork(decoder(changed), changed, weights), reference.token_ids)
+    assert np.abs(found - reference.logits).max() > 0.1
+
+
+def _earlier(layer: LayerConfig) -> int | None:
+    """The owner of the same kind in front of the right one."""
+    return None if layer.mixer.kv_layer is None else layer.mixer.kv_layer - 2
+
+
+@BACKENDS
+def test_bfloat16_comes_as_close_to_the_exact_logits_as_transformers_does(tmp_path: Path, backend: str, seed: int) -> None:
+    directory = write_gemma4(tmp_path, dtype="bfloat16", seed=seed)
+    token_ids = np.random.default_rng(seed).integers(0, VOCAB_SIZE, 60).tolist()
+    exact, narrow = (of_transformers(directory, token_ids, dtype)[0] for dtype in ("float32", "bfloat16"))
+    found = prompt_logits(open_backend(directory, backend, WeightType.BF16), token_ids)
+    assert np.abs(found - exact).mean() <= 1.2 * np.abs(narrow - exact).mean() <= 0.2
+
+
+@BACKENDS
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4_unified"])
+def test_a_text_model_beside_encoders_in_the_older_spelling_is_the_same_model(
+    references: Callable[[str], Reference], tmp_path: Path, kind: str, backend: str
+) -> None:
+    """Published files name the sizes of all global layers at once; transformers writes them for each layer."""
+    from safetensors.torch import load_file, save_file
+
+    plain = references("all" if kind == "gemma4" else "unified")
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): one for name, one in load_file(plain.directory / "model.safetensors").items()
+    }
+    for part in ("vision_tower.patches", "embed_vision.embedding_projection", "audio_tower.layers.0", "embed_audio.a", "vision_embedder.b"):
+        tensors[f"model.{part}.weight"] = torch.ones(2, 2)
+    if kind == "gemma4":  # published checkpoints may hold what their last layers do not use
+        tensors["model.language_model.layers.7.self_attn.k_proj.weight"] = torch.ones(2, 2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    text = json.loads((plain.directory / "config.json").read_text(encoding="utf-8"))
+    del text["per_layer_config"], text["architectures"]
+    text |= {"global_head_dim": 32, "num_global_key_value_heads": 1}
+    values = {
+        "model_type": kind,
+        "architectures": ["AnyForConditionalGeneration"],
+        "text_config": text,
+        "vision_config": {},
+        "audio_config": None,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**values, "dtype": "float32", "eos_token_id": [0, 5]}), encoding="utf-8")
+    generation = {"suppress_tokens": [7, 9], "eos_token_id": [0, 6]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
+    config = read_config(tmp_path)
+    assert config.eos_token_ids == (0, 6, 5)
+    assert config.suppressed_token_ids == (7, 9)
+    assert config.layers == read_config(plain.directory).layers
+    found, expected = (prompt_logits(open_backend(directory, backend), plain.token_ids) for directory in (tmp_path, plain.directory))
+    assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"enable_moe_block": True}, "enable_moe_block is true"),
+        ({"sliding_window": 0}, "sliding_window = 0, expected"),
+        ({"sliding_window": None}, "sliding_window"),
+        ({"layer_types": [SLIDING, "chunked_attention"] * 4}, "layer_types = .*chunked_attention"),
+        ({"num_kv_shared_layers": 7}, "num_kv_shared_layers = 7: no full_attention layer stands in front"),
+        ({"num_kv_shared_layers": 8}, "num_kv_shared_layers = 8, expected fewer than num_hidden_layers = 8"),
+        ({"num_kv_shared_layers": -1}, "num_kv_shared_layers = -1"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all'"),
+        ({"vocab_size_per_layer_input": 50}, "vocab_size_per_layer_input = 50 is below vocab_size = 97"),
+        ({"rope_parameters": {FULL: GEMMA4["rope_parameters"][FULL]}}, "rope_parameters = .*sliding_attention"),
+        ({"per_layer_config": {"1": {"head_dim": 32}}}, "per_layer_config gives full_attention layers different sizes"),
+        ({"per_layer_config": {"0": {"intermediate_size": 32}}}, "per_layer_config of layer 0"),
+        ({"per_layer_config": [1]}, "per_layer_config"),
+        ({"per_layer_config": None, "num_global_key_value_heads": 3}, "4 query heads over 3 key heads"),
+    ],
+)
+def test_what_cannot_be_run_is_one_line_that_names_it(
+    references: Callable[[str], Reference], tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    from paceline import CheckpointError
+
+    values = json.loads((references("all").directory / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**values, **changes}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_config(tmp_path)
+    assert "\n" not in str(caught.value)
