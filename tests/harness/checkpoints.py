@@ -128,9 +128,9 @@ def write_checkpoint(
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "sinks")):
                 torch.nn.init.normal_(parameter, std=1.0 if name.endswith("sinks") else 0.3)
-            elif name.endswith((".gate.weight", ".router.weight")):
+            elif name.endswith((".gate.weight", ".router.weight", ".router.proj.weight")):
                 torch.nn.init.normal_(parameter, std=0.5)  # rows choose their experts clearly
-            elif "norm" in name:
+            elif "norm" in name or name.endswith(("router.scale", "per_expert_scale")):
                 offset = 1.0 if family in ("gemma2", "gemma3_text") else 0.0  # their files hold norm weights less 1
                 torch.nn.init.uniform_(parameter, 0.5 - offset, 1.5 - offset)
                 if family.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from harness import gemma4_checkpoints
 from harness.gguf_checkpoints import read_tensors, write_tensors
 
 GPT_OSS_ROPE = {
@@ -57,10 +58,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2_moe-plain": ("qwen2_moe", {**SMALL, "num_experts": 6, "shared_expert_intermediate_size": 48}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 16, "rope_parameters": GPT_OSS_ROPE}),
+    "gemma4-window": ("gemma4_text", gemma4_checkpoints.EXPERTS),
 }
 """By a name: the family and values of its config; those that end in -window have one of 16 tokens."""
 
-OF_CONVERTERS = ["mixtral", "qwen2_moe-plain", "qwen3_moe", "olmoe", "glm4_moe", "glm4_moe-groups", "gpt_oss"]
+OF_CONVERTERS = ["mixtral", "qwen2_moe-plain", "qwen3_moe", "olmoe", "glm4_moe", "glm4_moe-groups", "gpt_oss", "gemma4-window"]
 """Those whose configs GGUF metadata has room for."""
 
 

@@ -34,6 +34,10 @@ UNIFIED: dict[str, Any] = {
 }
 """As 12B: keys are values, nothing is shared."""
 
+EXPERTS: dict[str, Any] = {**UNIFIED, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32}
+EXPERTS |= {"hidden_size_per_layer_input": 0, "layer_types": [SLIDING] * 3 + [FULL], "num_hidden_layers": 4, "query_key_scale": 0.5}
+"""As 26B-A4B: experts beside every MLP."""
+
 
 def write_gemma4(directory: Path, family: str = "gemma4_text", **changes: Any) -> Path:
     """A checkpoint with a tokenizer; see `write_checkpoint`."""

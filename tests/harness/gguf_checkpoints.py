@@ -50,6 +50,7 @@ HALVES = {
     "MXFP4": (),
 }
 """Where blocks of a type have their float16 numbers."""
+_ROUTER_SCALES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
 TypeOf = Callable[[str], str]
 
 
@@ -73,9 +74,10 @@ def write_gguf(
     names = gguf.get_tensor_name_map(known, values["num_hidden_layers"])
     tensors = in_stacks(read_tensors(directory), is_interleaved=values["model_type"] == "gpt_oss")
     for name, array in tensors.items():
-        in_file = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        in_file = _ROUTER_SCALES.get(name.split(".", 3)[-1]) and f"blk.{name.split('.')[2]}.{_ROUTER_SCALES[name.split('.', 3)[-1]]}"
+        in_file = in_file or names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert in_file is not None, name
-        in_file += ".weight" if name.endswith(".sinks") else ""
+        in_file += ".weight" if name.endswith((".sinks", ".experts.gate_up_proj", ".experts.down_proj")) else ""
         stored = _as_converted(name, array, values)
         in_file += ".weight" if name.endswith("layer_scalar") else ""
         is_small = stored.ndim == 1 or ".ffn_gate_inp." in in_file or name.endswith(".bias")
@@ -145,7 +147,7 @@ def in_stacks(tensors: Mapping[str, NDArray[np.float32]], *, is_interleaved: boo
     found, lists = dict[str, NDArray[np.float32]](), dict[str, dict[int, NDArray[np.float32]]]()
     for name, array in tensors.items():
         prefix, _, rest = name.partition(".experts.")
-        if not rest:
+        if not rest or (not is_interleaved and "." not in rest):
             found[name.replace("e_score_correction_bias", "e_score_correction.bias")] = array
         elif is_interleaved:
             part, kind = rest.removesuffix("_bias"), "bias" if rest.endswith("_bias") else "weight"
@@ -250,6 +252,10 @@ def _write_gemma4(writer: Any, values: Mapping[str, Any]) -> None:
     writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in values["layer_types"]])
     writer.add_shared_kv_layers(num_shared)
     writer.add_embedding_length_per_layer_input(values.get("hidden_size_per_layer_input", 0))
+    if values.get("enable_moe_block"):
+        writer.add_expert_count(values["num_experts"])
+        writer.add_expert_used_count(values["top_k_experts"])
+        writer.add_expert_feed_forward_length(values["moe_intermediate_size"])
     if values["final_logit_softcapping"] is not None:
         writer.add_final_logit_softcapping(values["final_logit_softcapping"])
     ropes = [values["rope_parameters"][kind] for kind in ("full_attention", "sliding_attention")]

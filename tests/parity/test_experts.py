@@ -12,8 +12,9 @@ import pytest
 
 from harness.checkpoints import write_checkpoint
 from harness.expert_checkpoints import CASES, in_stacks
-from harness.gguf_checkpoints import read_tensors, write_gguf
+from harness.gguf_checkpoints import read_tensors, write_gguf, write_tensors
 from harness.parity import BOUNDS, Reference, check_a_prompt, difference, make_reference, open_backend, prompt_logits, torch_logits
+from paceline.errors import CheckpointError
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.config import ModelConfig, read_config
 from paceline.models.layers import ClampedSwiGLU, ExpertMLP
@@ -87,6 +88,9 @@ CHANGES: list[tuple[str, Callable[[ModelConfig], ModelConfig]]] = [
     ("gpt_oss-window", attention(has_sinks=False)),
     ("gpt_oss-window", experts(activation=ClampedSwiGLU(1.702, 7.0))),
     ("gpt_oss-window", experts(activation=ClampedSwiGLU(1.0, 0.5))),
+    ("gemma4-window", routing(has_scales=False)),
+    ("gemma4-window", lambda config: changed_experts(config, lambda mlp: replace(mlp, router_scale=1.0))),
+    ("gemma4-window", lambda config: changed_experts(config, lambda mlp: replace(mlp, has_own_norms=False))),
     *((name, windows(window)) for name in CASES if name.endswith("-window") for window in (None, 15, 17)),
 ]
 
@@ -162,3 +166,41 @@ def test_mxfp4_has_the_values_of_transformers_and_of_gguf(references: Callable[[
     # rows are rounded to bytes, and where two experts are nearly level the other one may be chosen
     assert 1e-3 < np.median(np.abs(in_integers - reference.logits)) < 0.05
     assert np.array_equal(in_integers, prompt_logits(open_backend(path, "native", weight_type=None), reference.token_ids))
+
+
+BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
+    "more": ("qwen3_moe", {"num_experts": 21}, r"lacks 9 tensors: model\.layers\.0\.mlp\.experts\.20\.gate_proj\.weight"),
+    "fewer": ("qwen3_moe", {"num_experts": 19}, r"holds 9 tensors: .*experts\.19\..* does not have"),
+    "width": ("qwen3_moe", {"moe_intermediate_size": 64}, r"experts\.0\.gate_proj\.weight' has shape \[32, 64\], but config\.json"),
+    "chosen": ("qwen3_moe", {"num_experts_per_tok": 21}, r"num_experts_per_tok = 21, but there are only 20 experts"),
+    "many": ("qwen3_moe", {"num_experts": 4096}, r"num_local_experts = 4096, expected an integer from 1 to 1024"),
+    "groups": ("glm4_moe-groups", {"topk_group": 5}, r"12 experts in n_group = 4 groups, of which topk_group = 5 are chosen"),
+    "clip": ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv = 8\.0 is not supported"),
+    "window": ("gpt_oss", {"sliding_window": 0}, r"sliding_window = 0, expected an integer from 1"),
+    "layer": ("gpt_oss", {"layer_types": ["chunked_attention"] * 3}, r"layer_types = .*expected sliding_attention or full"),
+    "stack": ("gpt_oss", {"num_local_experts": 5}, r"gate_up_proj_bias' has shape \[6, 192\], but config\.json makes it \[5, 192\]"),
+    "beside": ("gemma4-window", {"num_experts": 5}, r"experts\.gate_up_proj' has shape \[6, 64, 64\], but config\.json"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_does_not_fit_its_config_is_one_line_that_names_it(references: Callable[[str], Reference], tmp_path: Path, name: str) -> None:
+    case, changes, message = BROKEN[name]
+    shutil.copytree(references(case).directory, tmp_path / "changed")
+    path = tmp_path / "changed" / "config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    renamed = {"num_experts": "num_local_experts"} if "num_local_experts" in values else {}
+    values |= {renamed.get(key, key): value for key, value in changes.items()}
+    path.write_text(json.dumps(values), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_weights(path.parent, read_config(path.parent))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_router_that_is_missing_is_named(references: Callable[[str], Reference], tmp_path: Path) -> None:
+    changed = shutil.copytree(references("mixtral").directory, tmp_path / "changed")
+    tensors = read_tensors(changed)
+    router = next(name for name in tensors if name.endswith("gate.weight"))
+    write_tensors(changed, {name: tensor for name, tensor in tensors.items() if name != router})
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensor: model\.layers\.0\.mlp\.gate\.weight"):
+        open_weights(changed, read_config(changed))

@@ -203,7 +203,7 @@ def test_a_text_model_beside_encoders_in_the_older_spelling_is_the_same_model(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"enable_moe_block": True}, "enable_moe_block is true"),
+        ({"enable_moe_block": True}, "has no 'num_experts'"),
         ({"sliding_window": 0}, "sliding_window = 0, expected"),
         ({"sliding_window": None}, "sliding_window"),
         ({"layer_types": [SLIDING, "chunked_attention"] * 4}, "layer_types = .*chunked_attention"),

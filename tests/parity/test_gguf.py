@@ -228,7 +228,7 @@ def test_of_a_table_of_layer_inputs_only_the_rows_of_a_pass_are_made(checkpoint:
         ({"gemma4.attention.head_count_kv": [2, 1, 2, 2, 2, 1, 2, 1]}, "different sizes"),
         ({"gemma4.attention.head_count_kv": [2, 1]}, "head_count_kv = .*, expected a whole number, or one for each of 8 layers"),
         ({"gemma4.attention.sliding_window_pattern": [1, 0]}, "sliding_window_pattern = .*, expected whether each of 8 layers slides"),
-        ({"gemma4.expert_count": 4}, "enable_moe_block is true"),
+        ({"gemma4.expert_count": 4}, "gemma4.expert_used_count = None"),
     ],
 )
 def test_metadata_of_gemma4_that_cannot_be_run_is_refused_by_its_name(

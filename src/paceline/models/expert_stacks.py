@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig
+from paceline.models.families import FAMILIES
 from paceline.models.layers import DenseMLP, ExpertMLP
 from paceline.models.safetensors_file import StoredTensor
 
@@ -22,7 +23,7 @@ def split_experts(stored: Mapping[str, StoredTensor], config: ModelConfig) -> di
     for index, layer in enumerate(config.layers):
         if isinstance(layer.mlp, DenseMLP):
             continue
-        prefix = f"model.layers.{index}.mlp.experts."
+        prefix = f"model.layers.{index}.{FAMILIES[config.family].part_names.get('experts', 'mlp.experts')}."
         for stack, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
             if (tensor := tensors.pop(prefix + stack, None)) is not None:
                 tensors |= _experts_of(prefix + stack, tensor, layer.mlp, config.hidden_size, parts)

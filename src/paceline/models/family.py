@@ -22,7 +22,7 @@ class Family:
         tempers_queries: `llama_4_scaling_beta` makes queries larger with their position.
         rotates_partially: `partial_rotary_factor` may be below 1.
         interleaves_rotation: the values of a head that rotate together lie side by side in checkpoints; rows are put in our order at load.
-        part_names: what checkpoints call parts of a layer by other names than most.
+        part_names: what checkpoints call parts of a layer, or whole tensors of it, by other names than most.
         fuses_projections: checkpoints stack q, k and v in one matrix, gate and up in another.
         packs_experts: checkpoints hold the experts of a layer in two stacks, transposed or in MXFP4 (models/gpt_oss.py).
         rope_types: other spellings of rope types.

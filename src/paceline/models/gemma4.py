@@ -8,7 +8,7 @@ from paceline.errors import CheckpointError, shortened
 from paceline.models.family import Family
 from paceline.models.json_fields import JsonFields
 from paceline.models.layer_reader import MAX_HEAD_SIZE, LayerReader
-from paceline.models.layers import AttentionConfig, LayerConfig, LayerInput, NormOrder, QKNorm
+from paceline.models.layers import AttentionConfig, DenseMLP, ExpertMLP, LayerConfig, LayerInput, NormOrder, QKNorm
 from paceline.models.rope_config import read_rope
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
@@ -50,13 +50,14 @@ def layers_of(read: LayerReader, slides: Sequence[bool], kv_layers: Sequence[int
     _refuse_others(read)
     fields, mlp = read.fields, read.mlp()
     wide = replace(mlp, intermediate_size=2 * mlp.intermediate_size) if read.flag("use_double_wide_mlp") else mlp
+    mlps = _with_experts(read, (mlp, wide)) if read.flag("enable_moe_block") else (mlp, wide)
     size = _whole(fields, "hidden_size_per_layer_input")
     taken_in = LayerInput(size=size, activation=mlp.activation) if size else None
     attentions = {is_local: _attention(read, is_local=is_local, sizes=_sizes(read, slides, is_local=is_local)) for is_local in set(slides)}
     made = [
         LayerConfig(
             mixer=replace(attentions[is_local], kv_layer=kv_layer),
-            mlp=mlp if kv_layer is None else wide,
+            mlp=mlps[kv_layer is not None],
             norm_order=NormOrder.SANDWICH,
             input=taken_in,
             scales_output=True,
@@ -67,10 +68,15 @@ def layers_of(read: LayerReader, slides: Sequence[bool], kv_layers: Sequence[int
     return tuple(shared.setdefault(layer, layer) for layer in made)
 
 
+def _with_experts(read: LayerReader, dense: Sequence[DenseMLP]) -> list[ExpertMLP]:
+    """Experts beside each of these."""
+    routing = replace(read.routing(), is_normalized=True, has_scales=True)
+    expert, scale = read.mlp(size="moe_intermediate_size"), float(read.fields.size("hidden_size") ** -0.5)
+    return [ExpertMLP(routing=routing, expert=expert, shared=shared, has_own_norms=True, router_scale=scale) for shared in dense]
+
+
 def _refuse_others(read: LayerReader) -> None:
     fields = read.fields
-    if read.flag("enable_moe_block"):
-        raise CheckpointError(f"{fields.path}: enable_moe_block is true: Gemma 4 with experts is not supported, only the dense models are")
     sees = fields.values.get("use_bidirectional_attention")
     if sees not in (None, False, "vision"):
         raise CheckpointError(f"{fields.path}: use_bidirectional_attention = {shortened(sees)}: it embeds text, it does not generate")
@@ -185,6 +191,16 @@ _TEXT = Family(
     scales_embedding=True,
     caps_logits=True,
     has_local_rope=True,
+    part_names={
+        "shared_expert": "mlp",
+        "experts": "experts",
+        "router": "router.proj",
+        "router.scales": "router.per_expert_scale",
+        "router_norm.weight": "router.scale",
+        "experts_norm": "pre_feedforward_layernorm_2",
+        "experts_output_norm": "post_feedforward_layernorm_2",
+        "shared_output_norm": "post_feedforward_layernorm_1",
+    },
 )
 GEMMA4 = (
     _TEXT,

@@ -97,9 +97,11 @@ class LayerReader:
         fields = self.fields
         names = [name for name in ("num_experts", "num_local_experts", "n_routed_experts") if fields.values.get(name) is not None]
         num_experts = fields.size(names[0] if names else "num_experts", most=MAX_EXPERTS)
-        num_chosen = fields.size("num_experts_per_tok", fields.values.get("experts_per_token"))
+        per_token = [name for name in ("num_experts_per_tok", "experts_per_token", "top_k_experts") if fields.values.get(name) is not None]
+        name = per_token[0] if per_token else "num_experts_per_tok"
+        num_chosen = fields.size(name)
         if num_chosen > num_experts:
-            raise CheckpointError(f"{fields.path}: num_experts_per_tok = {num_chosen}, but there are only {num_experts} experts")
+            raise CheckpointError(f"{fields.path}: {name} = {num_chosen}, but there are only {num_experts} experts")
         return Routing(num_experts=num_experts, num_chosen=num_chosen, is_normalized=self.flag("norm_topk_prob"))
 
     def layers(

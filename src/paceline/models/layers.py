@@ -149,12 +149,16 @@ class ExpertMLP:
         expert: each of them.
         shared: one that every row runs through as well; None = there is none.
         gates_shared: its output is multiplied by the sigmoid of a product with the row.
+        has_own_norms: experts and shared one have a norm behind them each; router and experts take the stream, each behind a norm.
+        router_scale: what the router's rows are multiplied by then.
     """
 
     routing: Routing
     expert: DenseMLP
     shared: DenseMLP | None = None
     gates_shared: bool = False
+    has_own_norms: bool = False
+    router_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

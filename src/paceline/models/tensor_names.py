@@ -85,6 +85,8 @@ def _expert_shapes(mlp: ExpertMLP, hidden: int) -> dict[str, tuple[int, ...]]:
         shapes |= _mlp_shapes(mlp.expert, hidden, f"experts.{expert}.")
     if mlp.shared is not None:
         shapes |= _mlp_shapes(mlp.shared, hidden, "shared_expert.")
+    if mlp.has_own_norms:
+        shapes |= {f"{name}.weight": (hidden,) for name in ("router_norm", "experts_norm", "experts_output_norm", "shared_output_norm")}
     return shapes | (_matrices({"shared_gate": (1, hidden, False)}) if mlp.gates_shared else {})
 
 
@@ -126,6 +128,9 @@ def checkpoint_names(config: ModelConfig) -> dict[str, str]:
             continue
         _, index, *path = name.split(".")
         parts = {**_CHECKPOINT_PARTS, **_NORMS[config.layers[int(index)].norm_order], **own_parts}
+        if (whole := ".".join(path)) in own_parts:
+            names[name] = f"model.layers.{index}.{own_parts[whole]}"
+            continue
         first, *others = path
         inside = first in ("experts", "shared_expert")  # whose own parts have their plain names
         others = others if inside else [parts.get(part, part) for part in others]

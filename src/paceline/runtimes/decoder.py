@@ -147,11 +147,16 @@ def attention_part(blocks: Blocks[Value], attention: AttentionConfig, x: Value, 
     return blocks.linear(blocks.attention(q, (k, v), attention, layer), prefix + "o_proj")[0]
 
 
-def mlp_part(blocks: Blocks[Value], mlp: DenseMLP | ExpertMLP, x: Value, layer: int) -> Value:
-    """The MLP of rows x, or its mixture of experts."""
+def mlp_part(blocks: Blocks[Value], mlp: DenseMLP | ExpertMLP, x: Value, layer: int, stream: Value) -> Value:
+    """The MLP of rows x, which are those of the stream behind a norm where there is one, or a mixture of experts."""
     prefix = f"layers.{layer}."
     if isinstance(mlp, DenseMLP):
         return _dense(blocks, mlp, x, prefix)
+    if mlp.has_own_norms and mlp.shared is not None:
+        return blocks.add(
+            blocks.rms_norm(_dense(blocks, mlp.shared, x, prefix + "shared_expert."), prefix + "shared_output_norm"),
+            blocks.rms_norm(_experts_of_stream(blocks, mlp, stream, prefix), prefix + "experts_output_norm"),
+        )
     mixed = blocks.experts(x, blocks.linear(x, prefix + "router")[0], mlp, prefix)
     if mlp.shared is None:
         return mixed
@@ -159,6 +164,12 @@ def mlp_part(blocks: Blocks[Value], mlp: DenseMLP | ExpertMLP, x: Value, layer: 
     if mlp.gates_shared:
         shared = blocks.sigmoid_gate(shared, blocks.linear(x, prefix + "shared_gate")[0])
     return blocks.add(mixed, shared)
+
+
+def _experts_of_stream(blocks: Blocks[Value], mlp: ExpertMLP, stream: Value, prefix: str) -> Value:
+    """Source: Gemma 4's model in transformers 5.23."""
+    scaled = blocks.scale(blocks.rms_norm(stream, prefix + "router_norm"), mlp.router_scale)
+    return blocks.experts(blocks.rms_norm(stream, prefix + "experts_norm"), blocks.linear(scaled, prefix + "router")[0], mlp, prefix)
 
 
 def _dense(blocks: Blocks[Value], mlp: DenseMLP, x: Value, prefix: str) -> Value:
@@ -188,7 +199,7 @@ def decoder_layer(
     if normed is None:
         normed = in_front(x, "attention_norm")
     x = blocks.add(x, behind(attention_part(blocks, config.mixer, normed, layer), "attention_output_norm"))
-    x = blocks.add(x, behind(mlp_part(blocks, config.mlp, in_front(x, "mlp_norm"), layer), "mlp_output_norm"))
+    x = blocks.add(x, behind(mlp_part(blocks, config.mlp, in_front(x, "mlp_norm"), layer, x), "mlp_output_norm"))
     if config.input is not None and taken_in is not None:
         (gate,) = blocks.linear(x, prefix + "input_gate")
         (added,) = blocks.linear(blocks.gated(gate, taken_in, config.input.activation), prefix + "input_proj")

@@ -49,6 +49,7 @@ class _Reader:
             "head_dim": sizes[1],
             "rope_parameters": self._ropes(*sizes),
             **self._widths(),
+            **self._experts(),
         }
         window = self._get("attention.sliding_window")
         return values if window is None else {**values, "sliding_window": window}
@@ -107,6 +108,12 @@ class _Reader:
         if list(widths) != expected:
             self._refuse("feed_forward_length", list(widths), "the same for every layer, or twice as much for those that share keys")
         return {"intermediate_size": widths[0], "use_double_wide_mlp": is_double}
+
+    def _experts(self) -> dict[str, Any]:
+        if not self._get("expert_count", 0):
+            return {}
+        names = {"num_experts": "expert_count", "top_k_experts": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length"}
+        return {name: self._size(key) for name, key in names.items()}
 
     def _ropes(self, of_global: int, of_local: int) -> dict[str, Any]:
         for key, size in (("dimension_count", of_global), ("dimension_count_swa", of_local)):

@@ -38,6 +38,9 @@ _PARTS = {
     "up_proj": "ffn_up",
     "down_proj": "ffn_down",
     "router": "ffn_gate_inp",
+    "experts_norm": "pre_ffw_norm_2",
+    "experts_output_norm": "post_ffw_norm_2",
+    "shared_output_norm": "post_ffw_norm_1",
     "shared_gate": "ffn_gate_inp_shexp",
     "layer_embedding": "per_layer_token_embd",
     "layer_inputs_proj": "per_layer_model_proj",
@@ -48,9 +51,14 @@ _PARTS = {
     "output_scale": "layer_output_scale",
 }
 _FFN_NORM = {"mlp_norm": "post_attention_norm"}
-_PARTS_OF = {"seed_oss": _FFN_NORM, "glm4moe": _FFN_NORM, "gpt-oss": _FFN_NORM}
+_PARTS_OF = {"seed_oss": _FFN_NORM, "glm4moe": _FFN_NORM, "gpt-oss": _FFN_NORM, "gemma4": {"shared_expert": ""}}
 """Where an architecture has another name."""
-_VECTORS = {"router.correction": "exp_probs_b.bias", "attention.sinks": "attn_sinks.weight"}
+_WHOLE = {
+    "router.correction": "exp_probs_b.bias",
+    "router.scales": "ffn_down_exps.scale",
+    "router_norm.weight": "ffn_gate_inp.scale",
+    "attention.sinks": "attn_sinks.weight",
+}
 _STACKS = {"attn_qkv": ("q_proj", "k_proj", "v_proj"), "ffn_up": ("gate_proj", "up_proj")}
 _INTERLEAVED = ("llama", "granite", "smollm3", "glm4", "mistral3")
 """Architectures whose files hold the values of a head that rotate together side by side."""
@@ -112,7 +120,7 @@ class GgufWeights(MadeWeights):
 
 def _places(file: GgufFile, config: ModelConfig) -> dict[str, _Place]:
     shapes = tensor_shapes(config)
-    stacked = _stacked(file, config, shapes) if FAMILIES[config.family].fuses_projections else {}
+    stacked = _stacked(file, config, shapes) if FAMILIES[config.family].fuses_projections else _gate_up_stacks(file, config)
     architecture = file.metadata["general.architecture"]
     is_interleaved, parts = architecture in _INTERLEAVED, {**_PARTS, **_PARTS_OF.get(architecture, {})}
     places: dict[str, _Place] = {}
@@ -146,13 +154,13 @@ def _name_in_file(name: str, parts: Mapping[str, str], file: GgufFile) -> tuple[
         part, kind = name.rsplit(".", 1)
         return f"{parts[part]}.{kind}", None
     _, layer, rest = name.split(".", 2)
-    if rest in _VECTORS:
-        return f"blk.{layer}.{_VECTORS[rest]}", None
+    if rest in _WHOLE:
+        return f"blk.{layer}.{_WHOLE[rest]}", None
     *path, part, kind = rest.split(".")
     if not path:
         return f"blk.{layer}.{parts[part]}.{kind}", None
     if path == ["shared_expert"]:
-        return f"blk.{layer}.{parts[part]}_shexp.{kind}", None
+        return f"blk.{layer}.{parts[part]}{parts.get('shared_expert', '_shexp')}.{kind}", None
     alone = f"blk.{layer}.{parts[part]}.{path[1]}.{kind}"  # as old files have it
     return (alone, None) if alone in file.tensors else (f"blk.{layer}.{parts[part]}_exps.{kind}", int(path[1]))
 
@@ -182,6 +190,22 @@ def _stacked(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int
                 places[name] = _Place(tensor, shapes[name], first_row=first_row)
                 first_row += shapes[name][0]
             _check(places[names[0]], (num_rows, columns))
+    return places
+
+
+def _gate_up_stacks(file: GgufFile, config: ModelConfig) -> dict[str, _Place]:
+    """Experts whose gate and up lie in one matrix each, in a stack of the layer's."""
+    places: dict[str, _Place] = {}
+    for layer, own in enumerate(config.layers):
+        tensor = file.tensors.get(f"blk.{layer}.ffn_gate_up_exps.weight")
+        if tensor is None or isinstance(own.mlp, DenseMLP):
+            continue
+        count, inner = own.mlp.routing.num_experts, own.mlp.expert.intermediate_size
+        for expert in range(count):
+            for number, part in enumerate(("gate_proj", "up_proj")):
+                shape = (inner, config.hidden_size)
+                places[f"layers.{layer}.experts.{expert}.{part}.weight"] = _Place(tensor, shape, expert, first_row=number * inner)
+        _check(places[f"layers.{layer}.experts.0.gate_proj.weight"], (count, 2 * inner, config.hidden_size))
     return places
 
 
