@@ -5,7 +5,7 @@
 
 Every engine lives in a process of its own that keeps its weights and waits for orders (JSON lines on stdin and stdout). In each round
 every case is run by all engines right after one another, in an order that rotates, each with an untimed pass in front; medians over
-rounds are reported. A case is M new rows of one sequence, or B sequences of one new row, behind 64 cached rows each; the logits of all
+rounds are reported. A case is M new rows of one sequence, or B sequences of one new row, behind --cached rows each; the logits of all
 new rows are made, and the rows are dropped afterwards. `--memory` reports what loading costs instead.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 
 from bench_machine import describe_machine, markdown_table
 from bench_models import Shape, write_llama
-from bench_workers import CACHED_LEN, ENGINES, serve
+from bench_workers import ENGINES, serve
 
 
 class Worker:
@@ -33,7 +33,8 @@ class Worker:
         self._log = options.work / f"{engine}.log"
         command = [python, str(Path(__file__).resolve()), "--worker", engine, "--work", str(options.work)]
         command += ["--checkpoint", str(options.checkpoint), "--threads", str(options.threads), "--dtype", options.dtype]
-        command += ["--attention", options.attention]
+        command += ["--attention", options.attention, "--cached", str(options.cached)]
+        command += [] if options.gguf is None else ["--gguf", str(options.gguf)]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
         self.pid = self._process.pid
@@ -118,7 +119,9 @@ def _print_times(
 ) -> None:
     engines = list(samples)
     print(f"machine: {json.dumps(machine)}\n")
-    print(f"checkpoint {options.checkpoint.name}, {options.threads} threads, {CACHED_LEN} cached rows, median of {options.repeats} rounds")
+    print(
+        f"checkpoint {options.checkpoint.name}, {options.threads} threads, {options.cached} cached rows, median of {options.repeats} rounds"
+    )
     for engine in engines:
         print(f"- {engine}: " + ", ".join(f"{key} {value}" for key, value in loads[engine].items() if value))
     first = logits[engines[0]]
@@ -226,6 +229,8 @@ def _options() -> argparse.Namespace:
     defaults = {"hidden": 2048, "layers": 16, "heads": 32, "kv-heads": 8, "head-dim": 64, "ffn": 8192, "vocab": 32000}
     for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--gguf", type=Path, help="the file of the engines 'gguf' and 'llama-gguf', of any architecture")
+    parser.add_argument("--cached", type=int, default=64, help="rows in the cache in front of the timed ones")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=["exact", "fast", "transformers", "llama"])
     parser.add_argument("--llama-python", help="a Python that has llama-cpp-python, gguf and numpy")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
@@ -249,7 +254,9 @@ def main() -> None:
         return
     options.work.mkdir(parents=True, exist_ok=True)
     shape = Shape(options.hidden, options.layers, options.heads, options.kv_heads, options.head_dim, options.ffn, options.vocab)
-    if options.checkpoint is None:
+    if options.checkpoint is None and set(options.engines) <= {"gguf", "llama-gguf"}:
+        options.checkpoint = options.gguf
+    elif options.checkpoint is None:
         options.checkpoint = options.work / f"llama-{shape.layers}x{shape.hidden}-{shape.vocab}"
         if not (options.checkpoint / "config.json").is_file():
             write_llama(options.checkpoint, shape)

@@ -17,8 +17,8 @@ from bench_machine import package_versions
 from bench_models import stored_tensors, write_gguf
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-CACHED_LEN = 64
 LOGITS_COMPARED = 256
+CHUNK = 512  # rows of a prompt in one pass
 
 
 class Engine(ABC):
@@ -51,14 +51,15 @@ class Paceline(Engine):
 
         importlib.import_module("paceline.runtimes.native.network")  # else its memory would count as the checkpoint's
         self._checkpoint = options.checkpoint
-        self._file = options.checkpoint if gguf is None else quantised_file(options, gguf)
+        self._file = options.checkpoint if gguf is None else options.gguf if gguf == "given" else quantised_file(options, gguf)
+        self._cached = options.cached
         self._facts = options.work / "facts"
         dtype = None if options.dtype == "auto" else WeightType(options.dtype)
         self._options = RuntimeOptions(
             numerics=Numerics(numerics),
             dtype=dtype,
             num_threads=options.threads,
-            max_context=512,
+            max_context=options.cached + 512,
             facts_directory=self._facts,
             backend=backend,
             quant=quant_options("quant", quant),
@@ -95,13 +96,16 @@ class Paceline(Engine):
 
         self._assemble = assemble
         block_size = 32
-        self._cache = self._runtime.new_cache(batch * -(-(CACHED_LEN + rows) // block_size))
+        self._cache = self._runtime.new_cache(batch * -(-(self._cached + rows) // block_size))
         self._sequences = [self._cache.new_sequence() for _ in range(batch)]
+        prompt = _prompt(self._runtime.config.vocab_size, self._cached)
         for sequence in self._sequences:
-            plan = self._cache.reserve(sequence, range(-1, CACHED_LEN - 1))
-            if sequence is self._sequences[0]:
-                self._runtime.forward(*assemble([plan], [_prompt(self._runtime.config.vocab_size)], [[]]))
-            self._cache.keep_path(sequence, CACHED_LEN - 1)
+            for begin in range(0, self._cached, CHUNK):
+                part = prompt[begin : begin + CHUNK]
+                plan = self._cache.reserve(sequence, range(-1, len(part) - 1))
+                if sequence is self._sequences[0]:
+                    self._runtime.forward(*assemble([plan], [part], [[]]))
+                self._cache.keep_path(sequence, len(part) - 1)
             for memory in self._cache.memories:
                 for source, target in zip(self._sequences[0].block_table, sequence.block_table, strict=True):
                     memory.copy_block(source, target)
@@ -142,7 +146,7 @@ class Transformers(Engine):
         with torch.inference_mode():
             if batch not in self._caches:
                 self._caches[batch] = self._transformers.DynamicCache(config=self._model.config)
-                self._model(torch.tensor([_prompt(vocab_size)]), past_key_values=self._caches[batch])
+                self._model(torch.tensor([_prompt(vocab_size, self._options.cached)]), past_key_values=self._caches[batch])
                 self._caches[batch].batch_repeat_interleave(batch)
             cache = self._caches[batch]
             ids = _new_rows(rows, vocab_size)
@@ -160,13 +164,14 @@ class LlamaCpp(Engine):
         self._api = importlib.import_module("llama_cpp")
         self._options = options
         self._gguf = gguf
-        self._file = options.work / f"{options.checkpoint.name}.gguf"
+        self._cached = options.cached
+        self._file = options.gguf if gguf == "given" else options.work / f"{options.checkpoint.name}.gguf"
 
     def load(self) -> dict[str, Any]:
         api = self._api
-        if not self._file.is_file():
+        if not self._file.is_file() and self._gguf != "given":
             write_gguf(self._options.checkpoint, self._file)
-        if self._gguf != "bf16":
+        if self._gguf not in ("bf16", "given"):
             self._file = self._quantised()
         model_parameters = api.llama_model_default_params()
         model_parameters.n_gpu_layers = 0
@@ -179,16 +184,18 @@ class LlamaCpp(Engine):
     def prepare(self, rows: int, batch: int) -> None:
         api = self._api
         parameters = api.llama_context_default_params()
-        parameters.n_ctx = batch * 256 * -(-(CACHED_LEN + rows) // 256)
+        parameters.n_ctx = batch * 256 * -(-(self._cached + rows) // 256)
         parameters.n_seq_max = batch
-        parameters.n_outputs_max_per_seq = parameters.n_outputs_max = max(rows, batch, CACHED_LEN)
+        parameters.n_outputs_max_per_seq = parameters.n_outputs_max = max(rows, batch, CHUNK)
         parameters.n_threads = parameters.n_threads_batch = self._options.threads
         self._context = api.llama_init_from_model(self._model, parameters)
         if not self._context:
             raise RuntimeError("llama.cpp cannot make a context")
         self._memory = api.llama_get_memory(self._context)
-        self._batch = api.llama_batch_init(max(rows, batch, CACHED_LEN), 0, 1)
-        self._decode(_prompt(self._vocab_size), 1, 0)
+        self._batch = api.llama_batch_init(max(rows, batch, CHUNK), 0, 1)
+        prompt = _prompt(self._vocab_size, self._cached)
+        for begin in range(0, self._cached, CHUNK):
+            self._decode(prompt[begin : begin + CHUNK], 1, begin)
         for sequence in range(1, batch):
             api.llama_memory_seq_cp(self._memory, 0, sequence, -1, -1)
 
@@ -196,11 +203,11 @@ class LlamaCpp(Engine):
         api = self._api
         ids = _new_rows(rows, self._vocab_size)
         start = time.perf_counter()
-        self._decode(ids, batch, CACHED_LEN)
+        self._decode(ids, batch, self._cached)
         logits = api.llama_get_logits_ith(self._context, rows * batch - 1)
         seconds = time.perf_counter() - start
         for sequence in range(batch):
-            api.llama_memory_seq_rm(self._memory, sequence, CACHED_LEN, -1)
+            api.llama_memory_seq_rm(self._memory, sequence, self._cached, -1)
         return seconds, list(logits[:LOGITS_COMPARED])
 
     def _quantised(self) -> Path:
@@ -239,12 +246,14 @@ ENGINES: dict[str, Callable[[argparse.Namespace], Engine]] = {
     "int8": lambda options: Paceline(options, quant="int8"),
     "int4": lambda options: Paceline(options, quant="int4"),
     "gguf-q8_0": lambda options: Paceline(options, gguf="q8_0"),
+    "gguf": lambda options: Paceline(options, gguf="given"),
     "gguf-q4_0": lambda options: Paceline(options, gguf="q4_0"),
     "transformers": lambda options: Transformers(options, "auto"),
     "transformers-f32": lambda options: Transformers(options, "float32"),
     "llama": LlamaCpp,
     "llama-q8_0": lambda options: LlamaCpp(options, "q8_0"),
     "llama-q4_0": lambda options: LlamaCpp(options, "q4_0"),
+    "llama-gguf": lambda options: LlamaCpp(options, "given"),
 }
 
 
@@ -281,9 +290,9 @@ def serve(options: argparse.Namespace) -> None:
         answers.flush()
 
 
-def _prompt(vocab_size: int) -> list[int]:
+def _prompt(vocab_size: int, count: int) -> list[int]:
     """Tokens of the cached rows."""
-    return [(37 * index + 11) % vocab_size for index in range(CACHED_LEN)]
+    return [(37 * index + 11) % vocab_size for index in range(count)]
 
 
 def _new_rows(count: int, vocab_size: int) -> list[int]:

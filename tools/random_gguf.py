@@ -1,0 +1,203 @@
+"""Writes GGUF files with random weights in the shapes of published models, cut to fewer layers, for bench_passes.py.
+
+python tools/random_gguf.py DIR/qwen3-30b-a3b.gguf --model qwen3-30b-a3b --layers 10
+"""
+
+import argparse
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Rows of a tensor: a matrix, a stack of them, or a vector in float32."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+
+
+@dataclass
+class Model:
+    """What a file holds: its architecture, metadata by their names behind it, and tensors."""
+
+    architecture: str
+    metadata: dict[str, Any]
+    tensors: list[Tensor] = field(default_factory=list)
+
+    def add(self, name: str, shape: tuple[int, ...], kind: str = "F32") -> None:
+        self.tensors.append(Tensor(name, shape, kind))
+
+
+def _attention(model: Model, prefix: str, hidden: int, sizes: tuple[int, int, int], kind: str, *, has_norms: bool) -> None:
+    heads, kv_heads, head = sizes
+    model.add(f"{prefix}.attn_norm.weight", (hidden,))
+    for part, rows in (("q", heads * head), ("k", kv_heads * head), ("v", kv_heads * head)):
+        model.add(f"{prefix}.attn_{part}.weight", (rows, hidden), kind)
+    model.add(f"{prefix}.attn_output.weight", (hidden, heads * head), kind)
+    if has_norms:
+        model.add(f"{prefix}.attn_q_norm.weight", (head,))
+        model.add(f"{prefix}.attn_k_norm.weight", (head,))
+
+
+def _experts(model: Model, prefix: str, hidden: int, count: int, inner: int, kind: str) -> None:
+    model.add(f"{prefix}.ffn_gate_inp.weight", (count, hidden))
+    model.add(f"{prefix}.ffn_gate_exps.weight", (count, inner, hidden), kind)
+    model.add(f"{prefix}.ffn_up_exps.weight", (count, inner, hidden), kind)
+    model.add(f"{prefix}.ffn_down_exps.weight", (count, hidden, inner), kind)
+
+
+def qwen3_30b_a3b(layers: int) -> Model:
+    """128 experts of which each row chooses 8."""
+    hidden, vocab = 2048, 151936
+    model = Model(
+        "qwen3moe",
+        {
+            "embedding_length": hidden, "feed_forward_length": 6144, "attention.head_count": 32, "attention.head_count_kv": 4,
+            "attention.key_length": 128, "attention.value_length": 128, "rope.freq_base": 1e6, "expert_count": 128,
+            "expert_used_count": 8, "expert_feed_forward_length": 768, "context_length": 32768, "vocab_size": vocab,
+            "attention.layer_norm_rms_epsilon": 1e-6, "block_count": layers,
+        },
+    )  # fmt: skip
+    model.add("token_embd.weight", (vocab, hidden), "Q4_0")
+    for layer in range(layers):
+        prefix = f"blk.{layer}"
+        _attention(model, prefix, hidden, (32, 4, 128), "Q4_0", has_norms=True)
+        model.add(f"{prefix}.ffn_norm.weight", (hidden,))
+        _experts(model, prefix, hidden, 128, 768, "Q4_0")
+    model.add("output_norm.weight", (hidden,))
+    model.add("output.weight", (vocab, hidden), "Q4_0")
+    return model
+
+
+def gpt_oss_20b(layers: int) -> Model:
+    """32 experts in MXFP4 of which each row chooses 4; every other layer sees 128 tokens."""
+    hidden, vocab, inner = 2880, 201088, 2880
+    model = Model(
+        "gpt-oss",
+        {
+            "embedding_length": hidden, "feed_forward_length": inner, "attention.head_count": 64, "attention.head_count_kv": 8,
+            "attention.key_length": 64, "attention.value_length": 64, "rope.freq_base": 150000.0, "expert_count": 32,
+            "expert_used_count": 4, "expert_feed_forward_length": inner, "context_length": 131072, "vocab_size": vocab,
+            "attention.layer_norm_rms_epsilon": 1e-5, "attention.sliding_window": 128, "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 32.0, "rope.scaling.original_context_length": 4096, "block_count": layers,
+        },
+    )  # fmt: skip
+    model.add("token_embd.weight", (vocab, hidden), "Q8_0")
+    for layer in range(layers):
+        prefix = f"blk.{layer}"
+        _attention(model, prefix, hidden, (64, 8, 64), "Q8_0", has_norms=False)
+        for part, rows in (("q", 4096), ("k", 512), ("v", 512), ("output", hidden)):
+            model.add(f"{prefix}.attn_{part}.bias", (rows,))
+        model.add(f"{prefix}.attn_sinks.weight", (64,))
+        model.add(f"{prefix}.post_attention_norm.weight", (hidden,))
+        _experts(model, prefix, hidden, 32, inner, "MXFP4")
+        model.add(f"{prefix}.ffn_gate_inp.bias", (32,))
+        for part, rows in (("gate", inner), ("up", inner), ("down", hidden)):
+            model.add(f"{prefix}.ffn_{part}_exps.bias", (32, rows))
+    model.add("output_norm.weight", (hidden,))
+    model.add("output.weight", (vocab, hidden), "Q8_0")
+    return model
+
+
+def gemma4_e4b(layers: int) -> Model:
+    """Every 6th layer sees the whole text; the last 18 of 42 layers read the keys and values of others."""
+    hidden, vocab, inner, taken_in = 2560, 262144, 10240, 256
+    shared, pattern = round(layers * 18 / 42), [(layer + 1) % 6 > 0 for layer in range(layers)]
+    model = Model(
+        "gemma4",
+        {
+            "embedding_length": hidden, "feed_forward_length": inner, "attention.head_count": 8, "attention.head_count_kv": 2,
+            "attention.key_length": 512, "attention.value_length": 512, "attention.key_length_swa": 256, "attention.value_length_swa": 256,
+            "rope.freq_base": 1e6, "rope.freq_base_swa": 1e4, "rope.dimension_count": 512, "rope.dimension_count_swa": 256,
+            "context_length": 131072, "vocab_size": vocab, "attention.layer_norm_rms_epsilon": 1e-6, "attention.sliding_window": 512,
+            "attention.sliding_window_pattern": pattern, "attention.shared_kv_layers": shared,
+            "embedding_length_per_layer_input": taken_in, "final_logit_softcapping": 30.0, "block_count": layers,
+        },
+    )  # fmt: skip
+    model.add("token_embd.weight", (vocab, hidden), "Q4_0")
+    model.add("per_layer_token_embd.weight", (vocab, layers * taken_in), "Q4_0")
+    model.add("per_layer_model_proj.weight", (layers * taken_in, hidden), "Q4_0")
+    model.add("per_layer_proj_norm.weight", (taken_in,))
+    model.add("rope_freqs.weight", (256,))
+    for layer, is_local in enumerate(pattern):
+        prefix, head = f"blk.{layer}", 256 if is_local else 512
+        _attention(model, prefix, hidden, (8, 2, head), "Q4_0", has_norms=True)
+        for norm in ("post_attention_norm", "ffn_norm", "post_ffw_norm", "post_norm"):
+            model.add(f"{prefix}.{norm}.weight", (hidden,))
+        model.add(f"{prefix}.layer_output_scale.weight", (1,))
+        model.add(f"{prefix}.inp_gate.weight", (taken_in, hidden), "Q4_0")
+        model.add(f"{prefix}.proj.weight", (hidden, taken_in), "Q4_0")
+        for part, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+            model.add(f"{prefix}.ffn_{part}.weight", shape, "Q4_0")
+    model.add("output_norm.weight", (hidden,))
+    return model
+
+
+MODELS = {"qwen3-30b-a3b": qwen3_30b_a3b, "gpt-oss-20b": gpt_oss_20b, "gemma-4-e4b": gemma4_e4b}
+
+
+def write(path: Path, model: Model) -> None:
+    """The file; tensors are made one after another."""
+    random = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path.with_suffix(".part"), model.architecture)
+    for name, value in model.metadata.items():
+        key = f"{model.architecture}.{name}"
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        else:
+            {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](key, value)
+    writer.add_tokenizer_model("no_vocab")
+    for tensor in model.tensors:
+        shape = byte_shape(tensor)
+        writer.add_tensor_info(tensor.name, shape, np.dtype(np.uint8), math.prod(shape), raw_dtype=gguf.GGMLQuantizationType[tensor.kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for tensor in model.tensors:
+        writer.write_tensor_data(random_bytes(tensor, random))
+    writer.close()
+    path.with_suffix(".part").rename(path)
+
+
+def byte_shape(tensor: Tensor) -> tuple[int, ...]:
+    """The last dimension in bytes."""
+    num_items, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.kind]]
+    return (*tensor.shape[:-1], tensor.shape[-1] // num_items * num_bytes)
+
+
+def random_bytes(tensor: Tensor, random: np.random.Generator) -> NDArray[np.uint8]:
+    """Values of a size that keeps activations near 1: matrices get smaller with their width, vectors of norms are near 1."""
+    if tensor.kind == "F32":
+        is_matrix = len(tensor.shape) > 1 and not tensor.name.endswith(".bias")
+        values = random.normal(0.0 if is_matrix or tensor.name.endswith(".bias") else 1.0, 0.02, tensor.shape).astype(np.float32)
+        return np.ascontiguousarray(values).view(np.uint8)
+    _, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.kind]]
+    blocks = random.integers(0, 256, byte_shape(tensor), np.uint8)
+    headers = blocks.reshape(-1, num_bytes)
+    spread = {"Q4_0": 4.6, "Q8_0": 74.0, "MXFP4": 6.0}[tensor.kind]  # of a block's codes
+    scale = 1 / (spread * math.sqrt(tensor.shape[-1]))
+    if tensor.kind == "MXFP4":
+        headers[:, 0] = 128 + round(math.log2(scale))
+    else:
+        headers[:, :2] = np.array([scale], "<f2").view(np.uint8)
+    return blocks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--model", choices=MODELS, required=True)
+    parser.add_argument("--layers", type=int, required=True)
+    options = parser.parse_args()
+    write(options.path, MODELS[options.model](options.layers))
+
+
+if __name__ == "__main__":
+    main()
