@@ -24,6 +24,7 @@ _STORED_TYPES: Mapping[str, tuple[WeightType, "np.dtype[Any]"]] = {
     "F16": (WeightType.F16, np.dtype("<f2")),
     "BF16": (WeightType.BF16, np.dtype("<u2")),
 }
+_BF16_SHIFT = np.uint32(16)
 _NAMES_IN_AN_ERROR = 20
 _NESTINGS = ("model.language_model.", "language_model.model.")  # of a language model beside an image encoder, new and old
 _IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.", "audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder.")
@@ -226,9 +227,9 @@ def as_float32(tensor: AnyTensor, rows: NDArray[np.int32] | None = None) -> NDAr
     """The exact values, of all rows or of `rows`, as float32; a view where they are stored so."""
     if isinstance(tensor, GroupedTensor):
         return tensor.matrix.values(slice(None) if rows is None else rows)
-    stored = tensor.array if rows is None else tensor.array[rows]
+    stored = tensor.array if rows is None else tensor.array.take(rows, 0)
     if tensor.weight_type is WeightType.BF16:
-        bits: NDArray[np.uint32] = np.left_shift(stored, 16, dtype=np.uint32)
+        bits: NDArray[np.uint32] = np.left_shift(stored.astype(np.uint32), _BF16_SHIFT)
         return bits.view(np.float32)
     return np.asarray(stored, np.float32)
 

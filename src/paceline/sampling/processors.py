@@ -5,6 +5,7 @@ grammar, temperature, top-k, top-p, min-p.
 Temperature 0 stops before temperature. A row that the parameters do not change is passed on without a copy.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -52,7 +53,7 @@ class Distribution:
 
     def argmax(self) -> int:
         """The most probable token, lowest id on ties."""
-        best = int(np.argmax(self.scores))
+        best = int(self.scores.argmax())
         return best if self.token_ids is None else int(self.token_ids[best])
 
     def log_probs(self) -> ProbArray:
@@ -274,7 +275,7 @@ def _only(scores: ScoreArray, kept: NDArray[np.int64]) -> ScoreArray:
 
 def _checked_peak(logits: ScoreArray) -> np.float32:
     peak: np.float32 = logits.max()  # NaN if there is one
-    if not np.isfinite(peak):
+    if not math.isfinite(peak):
         found = "NaN" if np.isnan(peak) else str(peak)
         raise CheckpointError(
             f"the target produced {found} logits (largest of a row of {len(logits)}): its weights are damaged or overflow in this "

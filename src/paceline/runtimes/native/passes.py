@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from ctypes import addressof, c_void_p
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from paceline.runtimes.native.records import Pass
 from paceline.runtimes.rotary import RotaryTables
 
 _LEAST = 64  # elements of every array
+_RANGE = Struct("=6i")  # the fields of `records.Range`
 
 
 class PassMemory:
@@ -64,7 +66,10 @@ class PassMemory:
         table = mask = 0
         for index, item in enumerate(batch.ranges):
             end = table + len(item.block_table)
-            self.ranges[index] = (item.start, item.num_rows, item.cached_len, table, -1 if item.mask is None else mask, item.first_slot)
+            _RANGE.pack_into(
+                self.ranges.data, index * _RANGE.size,
+                item.start, item.num_rows, item.cached_len, table, -1 if item.mask is None else mask, item.first_slot,
+            )  # fmt: skip
             self.range_of_row[item.start : item.start + item.num_rows] = index
             self.block_tables[table:end] = item.block_table
             table = end
