@@ -1,0 +1,64 @@
+"""Tiny GGUF files of every architecture give llama.cpp's logits, which lives in an environment of its own (make test-clients)."""
+
+import json
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.checkpoints import MINISTRAL3, OLMO3_ROPE, VOCAB_SIZE, write_checkpoint
+from harness.expert_checkpoints import CASES as EXPERTS
+from harness.expert_checkpoints import GPT_OSS_ROPE
+from harness.gemma4_checkpoints import GEMMA4, UNIFIED
+from harness.gguf_checkpoints import ARCHITECTURES, write_gguf
+from harness.parity import open_backend, prompt_logits
+
+RUN = Path(__file__).resolve().parent / "llama_logits.py"
+PROMPT_LEN = 100
+GEMMA = {"query_pre_attn_scalar": 16, "tie_word_embeddings": True, "sliding_window": 16}
+GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 1.5}
+PLAIN_YARN = {**GPT_OSS_ROPE, "factor": 1.0}  # llama.cpp rounds the borders of YaRN's ramp, as transformers does for no gpt-oss
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {}),
+    "gemma2": ("gemma2", GEMMA),
+    "gemma3": ("gemma3_text", GEMMA),
+    "olmo2": ("olmo2", {"num_key_value_heads": 2}),
+    "olmo3": ("olmo3", {"num_hidden_layers": 5, "sliding_window": 16, "rope_parameters": OLMO3_ROPE}),
+    "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),  # there a window is the 32B's alone
+    "granite": ("granite", GRANITE),
+    "seed_oss": ("seed_oss", {}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
+    "glm4": ("glm4", {}),
+    "ministral3": ("ministral3", MINISTRAL3),
+    **{name: EXPERTS[name] for name in ("mixtral", "qwen2_moe-plain", "qwen3_moe", "glm4_moe", "gemma4-window")},
+    "olmoe": ("olmoe", {**EXPERTS["olmoe"][1], "num_key_value_heads": 4}),  # there all heads have keys of their own
+    "gpt_oss": ("gpt_oss", {**EXPERTS["gpt_oss"][1], "rope_parameters": PLAIN_YARN}),
+    # there the last two layers in front of those that share are a local and a global one
+    "gemma4": ("gemma4_text", {**GEMMA4, "num_kv_shared_layers": 4, "final_logit_softcapping": 30.0}),
+    "gemma4_unified": ("gemma4_unified_text", {**UNIFIED, "final_logit_softcapping": 30.0}),
+}
+BOUNDS = {"gemma2": 5e-3, "gemma3_text": 5e-3, "gemma4_text": 2e-2, "gemma4_unified_text": 5e-3}
+"""Of families whose activation llama.cpp looks up in a table of float16; every layer of the first of Gemma 4 does so twice."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_llama_cpps(clients: Path, tmp_path: Path, tally: "Counter[str]", name: str) -> None:
+    family, values = CASES[name]
+    directory = write_checkpoint(tmp_path / "model", family, **values)
+    path, ids_path, out = (tmp_path / file for file in ("model.gguf", "ids.json", "logits.npy"))
+    architecture = ARCHITECTURES[json.loads((directory / "config.json").read_text(encoding="utf-8"))["model_type"]]
+    write_gguf(directory, path, metadata={"tokenizer.ggml.model": "no_vocab", f"{architecture}.vocab_size": VOCAB_SIZE})
+    token_ids = np.random.default_rng(1).integers(0, VOCAB_SIZE, PROMPT_LEN).tolist()
+    ids_path.write_text(json.dumps(token_ids), encoding="utf-8")
+    python = clients / "llama-cpp" / "bin" / "python"
+    done = subprocess.run([python, RUN, path, ids_path, out], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    expected, found = np.load(out), prompt_logits(open_backend(path, "native"), token_ids)
+    distance = np.abs(found - expected).max() / expected.std()
+    assert distance < BOUNDS.get(family, 2e-4)
+    tally["files whose logits are llama.cpp's"] += 1
