@@ -258,6 +258,8 @@ def test_a_language_model_beside_an_image_encoder_is_the_same_model(
     values = {"model_type": kind, "architectures": [architecture], "text_config": text, "vision_config": {}}
     (tmp_path / "config.json").write_text(json.dumps({**values, "dtype": "float32", "eos_token_id": [0, 5]}), encoding="utf-8")
     assert read_config(tmp_path).eos_token_ids == (0, 5)
+    notices = [load_runtime(one, RuntimeOptions(device="cpu", backend="torch")).notices for one in (tmp_path, plain.directory)]
+    assert [sum("encoders are left out" in notice for notice in own) for own in notices] == [1, 0]
     found, expected = (prompt_logits(open_backend(directory, backend), plain.token_ids) for directory in (tmp_path, plain.directory))
     assert np.array_equal(found, expected)
 

@@ -28,7 +28,8 @@ class PackedExpertWeights(MadeWeights):
     """
 
     def __init__(self, directory: Path, config: ModelConfig) -> None:
-        stored, files, _ = open_stored(directory, config)
+        opened = open_stored(directory, config)
+        stored, files = opened.tensors, opened.files
         self._experts: dict[str, _Made] = {}
         for index, layer in enumerate(config.layers):
             if isinstance(layer.mlp, ExpertMLP):

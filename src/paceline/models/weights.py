@@ -84,9 +84,11 @@ class Weights(Mapping[str, AnyTensor]):
 
     Attributes:
         own_head: "medusa" or "mtp" where the files hold such a drafting head beside the model.
+        has_encoders: they also hold what reads images or sounds, which is left out.
     """
 
     own_head: str | None = None
+    has_encoders: bool = False
 
     def __init__(self, tensors: Mapping[str, AnyTensor]) -> None:
         self._tensors = dict(tensors)
@@ -98,9 +100,9 @@ class Weights(Mapping[str, AnyTensor]):
         Raises:
             CheckpointError: a file is missing or damaged, a tensor is missing, unknown, or of another shape or type than expected.
         """
-        stored, files, own_head = open_stored(directory, config)
-        weights = cls.of_stored(directory, stored, files, config)
-        weights.own_head = own_head
+        stored = open_stored(directory, config)
+        weights = cls.of_stored(directory, stored.tensors, stored.files, config)
+        weights.own_head, weights.has_encoders = stored.own_head, stored.has_encoders
         return weights
 
     @classmethod
@@ -234,8 +236,18 @@ def as_float32(tensor: AnyTensor, rows: NDArray[np.int32] | None = None) -> NDAr
     return np.asarray(stored, np.float32)
 
 
-def open_stored(directory: Path, config: ModelConfig) -> tuple[dict[str, StoredTensor], dict[Path, NDArray[np.uint8]], str | None]:
-    """The model's tensors in a checkpoint directory by plain names, its mapped files, and "medusa" or "mtp" where it holds such a head.
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """What a checkpoint directory holds: the model's tensors by plain names, its mapped files; the rest as in `Weights`."""
+
+    tensors: dict[str, StoredTensor]
+    files: dict[Path, NDArray[np.uint8]]
+    own_head: str | None
+    has_encoders: bool
+
+
+def open_stored(directory: Path, config: ModelConfig) -> StoredModel:
+    """Find the model's tensors.
 
     Raises:
         CheckpointError: a file is missing or damaged, or there are fewer tensors than layers.
@@ -248,9 +260,11 @@ def open_stored(directory: Path, config: ModelConfig) -> tuple[dict[str, StoredT
             f"{directory} holds {len(stored)} tensors, too few for the {config.num_layers} layers of its config.json; "
             "is it another model's?"
         )
-    stored, heads = _without_heads(_language_model(stored), config)
+    texts = _language_model(stored)
+    own, heads = _without_heads(texts, config)
     own_head = None if not heads else "medusa" if heads[0].startswith("medusa_head.") else "mtp"
-    return stored, {path: map_file(path) for path in {tensor.path for tensor in stored.values()}}, own_head
+    files = {path: map_file(path) for path in {tensor.path for tensor in own.values()}}
+    return StoredModel(own, files, own_head, has_encoders=len(texts) < len(stored))
 
 
 def _language_model(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

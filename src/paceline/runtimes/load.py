@@ -72,6 +72,8 @@ def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
     config = stored.for_context(options.max_context)
     weights = open_weights(path, config, regroup=options.regroup, num_threads=options.num_threads)
     own_head, notices = weights.own_head, list[str]()
+    if weights.has_encoders:
+        notices.append("the checkpoint's image and audio encoders are left out: texts alone are read")
     if config.max_positions < stored.max_positions and options.max_context is None:
         notices.append(
             f"context is the {config.max_positions} tokens the model was first made for: with max_context up to {stored.max_positions} "
