@@ -36,7 +36,7 @@ TEXT_DRAFTERS = ["none", "ngram", "suffix", "suffix_tree", "prediction", "draft_
 TARGETS = [
     *(f"{name}-{dtype}-native" for name in ("llama", "qwen3") for dtype in ("f32", "bf16")),
     *("qwen3-f32-paths", "llama-bf16-paths", "mini-bf16-native", "sliding-f32-native", "sliding-bf16-paths"),
-    *("gemma4-f32-native", "gemma4-bf16-paths"),
+    *("gemma4-f32-native", "gemma4-bf16-paths", "gpt_oss-bf16-native", "gpt_oss-f32-paths"),
 ]
 CASES = [
     *((target, kind) for target in TARGETS for kind in TEXT_DRAFTERS),
@@ -49,6 +49,7 @@ SAMPLE = {  # what a normal run takes of the others
     "mini-bf16-native": ["draft_model"],
     "sliding-f32-native": ["chaos", "draft_tree"],
     "gemma4-f32-native": ["chaos", "draft_tree"],
+    "gpt_oss-bf16-native": ["chaos", "draft_tree"],
     **{f"{name}-f32-native": kinds for name, kinds in HEADS.items()},
     "llama-f32-native": TEXT_DRAFTERS,
 }

@@ -31,6 +31,7 @@ CASES = [
     ("sliding", "draft_model"),
     ("sliding", "chaos"),
     ("gemma4", "draft_model"),
+    ("gpt_oss", "chaos"),
     *((target, kind) for target, kinds in HEADS.items() for kind in kinds),
 ]
 WITH_ROWS = [(target, kind) for target, kind in CASES if kind in ("draft_model", "draft_tree", "eagle", "eagle3", "mtp", "medusa")]

@@ -45,6 +45,7 @@ SAMPLE = [
     "mini-bf16-native",
     "sliding-f32-native",
     "gemma4-f32-native",
+    "gpt_oss-bf16-native",
 ]  # of `make test`
 DRAFTERS = ["none", "ngram", "suffix", "suffix_tree", "prediction", "draft_model", "draft_tree", "stack", "oracle", "wrong", "chaos"]
 TREES = ("chaos", "draft_tree", "suffix_tree", "stack")  # get rows for branches
