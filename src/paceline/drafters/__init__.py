@@ -15,7 +15,7 @@ from paceline.drafters.eagle import layers_of, open_eagle_drafter, open_gguf_hea
 from paceline.drafters.head_files import HeadFiles, is_head_file
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.drafter import open_medusa
-from paceline.drafters.mtp import open_mtp
+from paceline.drafters.mtp import open_gguf_module, open_mtp
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.options import HeadOptions
 from paceline.drafters.pairs.target_text import NUM_SEQUENCES as NUM_CALIBRATION_TEXTS
@@ -193,7 +193,7 @@ def prepare_one(wanted: str, target: Path, *, token: str | None = None, offline:
     if head is not None:
         return PreparedDrafter(head.kind.value, path, head)
     if own is not None:
-        raise IncompatibleDrafterError(f"{target} is a GGUF file, in which no {wanted} head can be found: give a directory")
+        raise IncompatibleDrafterError(f"{target} is a GGUF file that holds no {wanted} head: use another drafter")
     return PreparedDrafter(DRAFT_MODEL, path)
 
 
@@ -229,6 +229,8 @@ def find_head(path: Path, wanted: HeadKind | None = None, *, inside_target: bool
         IncompatibleDrafterError: it is another kind of head, or of a method without a drafter.
     """
     files = open_gguf_head(path) if is_gguf(path) else HeadFiles.open(path)
+    if files is None and inside_target:
+        files = open_gguf_module(path)
     if files is None:
         return None
     is_part = files.kind is HeadKind.MTP and not files.is_speculators and not inside_target  # of another model, with which alone it works

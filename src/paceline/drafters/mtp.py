@@ -6,13 +6,14 @@ ordinary one of the model's family, and a norm stands in front of the vocabulary
 are left out, and the first one is applied again and again.
 
 Layouts: `mtp.*` (Qwen3-Next and later: norms hold their weights less 1), one layer more than config.json counts (DeepSeek-V3, GLM:
-copies of the embedding and of the vocabulary matrix may lie beside it), and `mtp_layers.*`, which are MiMo's and mix [feature,
-embedding], or lie in a file of the speculators library. The next feature is the normed output in all of them.
+copies of the embedding and of the vocabulary matrix may lie beside it; in GGUF files `blk.L.nextn.*`), and `mtp_layers.*`, which are
+MiMo's and mix [feature, embedding], or lie in a file of the speculators library. The next feature is the normed output in all of them.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -25,11 +26,14 @@ from paceline.drafters.pairs.head import EMBEDDING, FEATURE, PairHead
 from paceline.drafters.pairs.opening import settle
 from paceline.drafters.target import LoadedTarget
 from paceline.errors import IncompatibleDrafterError
-from paceline.models.checkpoint import open_weights
+from paceline.models.checkpoint import is_gguf, open_weights
 from paceline.models.config import ModelConfig, WeightType, config_from_values
+from paceline.models.gguf.config import gguf_config
+from paceline.models.gguf.file import open_gguf, split_parts
+from paceline.models.gguf.weights import num_modules, open_module
 from paceline.models.layers import ExpertMLP
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
-from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
+from paceline.models.weights import AnyTensor, MadeWeights, Tensor, Weights, as_float32
 from paceline.runtimes.decoder import LOGITS, Blocks, Compose, Value, decoder_layer
 from paceline.runtimes.load import open_head
 
@@ -114,15 +118,50 @@ class MtpModule:
     with_copies: "MtpModule | None" = None
 
 
-def load_mtp(files: HeadFiles, target: ModelConfig, target_weights: Weights) -> MtpModule:
+def load_mtp(files: HeadFiles, target: ModelConfig, target_weights: Weights, *, num_threads: int = 1) -> MtpModule:
     """The first module of a target's own checkpoint, or of a file of the speculators library.
+
+    Args:
+        num_threads: to convert a GGUF file's matrices with.
 
     Raises:
         CheckpointError: tensors are missing or of another shape, or there are some that no such module has; all of them are named.
         IncompatibleDrafterError: there is no module.
     """
+    lm_head = target_weights["embedding.weight" if target.tied_embeddings else "lm_head.weight"]
+
+    def module(layout: _Layout, layers: ModelConfig, weights: Weights, later: int) -> MtpModule:
+        return MtpModule(
+            PairConfig(kind=HeadKind.MTP, layers=layers, feature_size=target.hidden_size, normed_recurrence=True, own_embedding=False),
+            weights,
+            target_weights["embedding.weight"],
+            target.logit_soft_cap,
+            layout.feature_first,
+            layout.may_be_plain,
+            (f"{files.path}: of {later + 1} MTP modules the first one guesses at every depth",) * (later > 0),
+        )
+
+    if is_gguf(files.path):
+        layers, file = _one_layer(target, norm_offset=target.norm_offset), open_gguf(files.path)
+        makers = open_module(file, target, layers.layers[0], num_threads=num_threads)
+        made = MadeWeights([*makers, "lm_head.weight"], lambda name: lm_head if name == "lm_head.weight" else makers[name]())
+        return module(_Layout("", {}, {}, "", may_be_plain=True), layers, made, num_modules(file, target) - 1)
     layout = _layout(files, target)
     layers = _one_layer(_layer_of(files, target), norm_offset=layout.norms_less_one)
+    tensors, own, later = _read(files, layout, layers, target)
+    shared = module(layout, layers, Weights({**tensors, "lm_head.weight": lm_head}), later)
+    other = _with_own_matrices(shared, own)
+    return replace(shared, with_copies=other) if layout.holds_copies else other or shared
+
+
+def _read(
+    files: HeadFiles, layout: _Layout, layers: ModelConfig, target: ModelConfig
+) -> tuple[dict[str, AnyTensor], dict[str, Tensor], int]:
+    """A module's tensors under our names, its own matrices, and how many modules follow.
+
+    Raises:
+        CheckpointError: as `load_mtp`.
+    """
     size, mlp = target.hidden_size, layers.layers[0].mlp
     if isinstance(mlp, ExpertMLP):
         files = with_single_experts(files, layout.prefix, mlp, size)
@@ -136,19 +175,8 @@ def load_mtp(files: HeadFiles, target: ModelConfig, target_weights: Weights) -> 
     if layout.norms_less_one:
         tensors |= {name: _plus_one(tensor) for name, tensor in tensors.items() if name.endswith("norm.weight")}
     later = _check_all_used(files, layout, {*names.values(), *layout.own_matrices.values()}, target.num_layers)
-    tensors["lm_head.weight"] = target_weights["embedding.weight" if target.tied_embeddings else "lm_head.weight"]
-    shared = MtpModule(
-        PairConfig(kind=HeadKind.MTP, layers=layers, feature_size=size, normed_recurrence=True, own_embedding=False),
-        Weights(tensors),
-        target_weights["embedding.weight"],
-        target.logit_soft_cap,
-        layout.feature_first,
-        layout.may_be_plain,
-        (f"{files.path}: of {later + 1} MTP modules the first one guesses at every depth",) * (later > 0),
-    )
-    stored = {name: files.weight(theirs) for name, theirs in layout.own_matrices.items() if theirs in files.tensors}
-    own = _with_own_matrices(shared, stored)
-    return replace(shared, with_copies=own) if layout.holds_copies else own or shared
+    own = {name: files.weight(theirs) for name, theirs in layout.own_matrices.items() if theirs in files.tensors}
+    return tensors, own, later
 
 
 def _with_own_matrices(module: MtpModule, own: Mapping[str, Tensor]) -> MtpModule | None:
@@ -165,6 +193,18 @@ def _with_own_matrices(module: MtpModule, own: Mapping[str, Tensor]) -> MtpModul
         embedding=differ.get("embedding.weight", module.embedding),
         soft_cap=None if has_head else module.soft_cap,
     )
+
+
+def open_gguf_module(path: Path) -> HeadFiles | None:
+    """The module inside a GGUF file, None where it has none.
+
+    Raises:
+        CheckpointError: the file is damaged, or not one of a model we run.
+    """
+    file = open_gguf(path)
+    if not num_modules(file, gguf_config(file)):
+        return None
+    return HeadFiles(path, {}, {}, HeadKind.MTP, split_parts(path))
 
 
 def _layer_of(files: HeadFiles, target: ModelConfig) -> ModelConfig:
@@ -256,7 +296,7 @@ def open_mtp(files: HeadFiles, target: LoadedTarget) -> PairDrafter:
         CheckpointError, IncompatibleDrafterError: the files hold no complete module.
     """
     sizes = target.runtime.config
-    module = load_mtp(files, sizes, open_weights(target.directory, sizes))
+    module = load_mtp(files, sizes, open_weights(target.directory, sizes), num_threads=target.engine.num_threads)
     modules = [replace(one, weights=target.quantized(one.weights, files.files)) for one in (module, module.with_copies) if one is not None]
 
     def opened(config: PairConfig, max_context: int) -> PairHead:
