@@ -69,10 +69,14 @@ def write_gguf(
     values = json.loads((directory / "config.json").read_text())
     architecture = ARCHITECTURES[values["model_type"]]
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=max_tensors)
+    tensors = in_stacks(read_tensors(directory), is_interleaved=values["model_type"] == "gpt_oss")
+    num_modules = sum(name.endswith(".eh_proj.weight") for name in tensors)
+    values["num_hidden_layers"] += num_modules  # they count as blocks
     _write_metadata(writer, values)
+    if num_modules:
+        writer.add_nextn_predict_layers(num_modules)
     known = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(known, values["num_hidden_layers"])
-    tensors = in_stacks(read_tensors(directory), is_interleaved=values["model_type"] == "gpt_oss")
     for name, array in tensors.items():
         in_file = _ROUTER_SCALES.get(name.split(".", 3)[-1]) and f"blk.{name.split('.')[2]}.{_ROUTER_SCALES[name.split('.', 3)[-1]]}"
         in_file = in_file or names.get_name(name, try_suffixes=(".weight", ".bias"))

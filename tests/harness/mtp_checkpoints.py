@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
+from harness.expert_checkpoints import CASES
 from harness.medusa_checkpoints import edit
 
 Arrays = dict[str, NDArray[Any]]
@@ -47,6 +48,36 @@ def write_mimo(directory: Path, **overrides: Any) -> Path:
     named = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
     (directory / "config.json").write_text(json.dumps({**config, **named}), encoding="utf-8")
     return directory
+
+
+def write_glm4_moe(directory: Path, case: str = "glm4_moe", *, num_layers: int = 3, has_module: bool = True, **overrides: Any) -> Path:
+    """A random GLM-4-MoE with its module, a mixture of experts as all of its layers but the first.
+
+    Args:
+        case: of `harness.expert_checkpoints.CASES`.
+        overrides: values of its config.
+    """
+    family, values = CASES[case]
+    write_checkpoint(directory, family, num_hidden_layers=num_layers + 1, **{**values, **overrides})
+    change_config(directory, num_hidden_layers=num_layers, num_nextn_predict_layers=int(has_module))
+    prefix, module = f"model.layers.{num_layers}.", random_module(seed=5)
+
+    def change(tensors: Arrays) -> None:
+        if has_module:
+            joins = {name: array for name, array in module.items() if not name.startswith("layer.")}
+            tensors |= {stored: joins[name] for stored, name in _stored_names("extra_layer", joins, num_layers).items()}
+        else:
+            for name in [name for name in tensors if name.startswith(prefix)]:
+                del tensors[name]
+
+    edit(directory / "model.safetensors", change)
+    return directory
+
+
+def change_config(directory: Path, **values: Any) -> None:
+    """Set values of a checkpoint's config.json."""
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **values}), encoding="utf-8")
 
 
 def write_speculators(directory: Path, arrays: Arrays, target: Path, **layer: Any) -> Path:

@@ -150,7 +150,8 @@ def write_eagle1_with_a_stray_bias(directory: Path, *, is_meant: bool) -> Path:
 def module_with_signs(successor: NDArray[np.int64], *, is_normed: bool, hidden: int = 128) -> Arrays:
     """An MTP module for the successor target that goes by features alone: right if the next feature is the normed output, or the plain one.
 
-    Half of its output's values have the wrong sign in front of the last norm, which turns them; or none has.
+    Half of its output's values have the wrong sign in front of the last norm, which turns them. Or none has, and a mark that every
+    output bears is turned by the norm: then it says a token that never occurs.
     """
     arrays = random_module(hidden=hidden, seed=3)
     signs = np.where(np.arange(hidden) % 2, -1.0, 1.0).astype(np.float32)
@@ -162,4 +163,10 @@ def module_with_signs(successor: NDArray[np.int64], *, is_normed: bool, hidden: 
         arrays[name] = np.zeros_like(arrays[name])
     arrays["fc"] = moved * signs[:, None] if is_normed else moved
     arrays["norm"] = signs if is_normed else np.ones(hidden, np.float32)
+    if not is_normed:
+        never, mark = 0, VOCAB_SIZE  # a token, and a value that no token uses
+        moved[:, hidden + never] = 0.0
+        moved[mark, :VOCAB_SIZE] = 1.0
+        moved[never, hidden + mark] = -2.0
+        arrays["norm"][mark] = -1.0
     return arrays

@@ -1,7 +1,9 @@
 """MTP modules, every layout against the plain computation in torch: no cache, every pair recomputed, softmax over all pairs before."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from harness.checkpoints import write_checkpoint
-from harness.mtp_checkpoints import LAYOUTS, Arrays, add_module, random_matrix, random_module, write_mimo
+from harness.expert_checkpoints import in_stacks
+from harness.mtp_checkpoints import LAYOUTS, Arrays, add_module, random_matrix, random_module, write_glm4_moe, write_mimo
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.mtp import load_mtp, open_mtp_head
@@ -90,6 +93,12 @@ def test_true_pairs_and_recurrence_are_what_the_formula_says(
     weights = open_weights(directory, config)
     module = load_mtp(files, config, weights)
     assert module.notices == ()
+    if brings_matrices:  # used where they guess better than the target's
+        assert module.with_copies is not None
+        module = module.with_copies
+    is_plain = layout == "extra_layer" and not brings_matrices  # both ways occur there
+    if is_plain:
+        module = replace(module, config=replace(module.config, normed_recurrence=False))
     head = open_mtp_head(module, num_threads=2, max_context=128, backend=backend)
     lm_head = torch.from_numpy(own["lm_head"] if own else as_float32(weights["lm_head.weight"]).copy())
     embedding = own["embed"] if own else as_float32(weights["embedding.weight"])
@@ -102,7 +111,7 @@ def test_true_pairs_and_recurrence_are_what_the_formula_says(
     rows, fed = [torch.from_numpy(embedding[tokens])], [torch.from_numpy(features)]
     for step in range(3):
         expected, normed, plain = reference(arrays, torch.cat(rows), torch.cat(fed), lm_head)
-        recurrent = plain if layout == "extra_layer" else normed
+        recurrent = plain if is_plain else normed
         assert _differ(logits, expected[-1]) <= TOLERANCE, step
         assert _differ(output, recurrent[-1]) <= TOLERANCE, step
         token = int(random.integers(1, 97))
@@ -112,6 +121,60 @@ def test_true_pairs_and_recurrence_are_what_the_formula_says(
         drafted = DraftedRows([token], output[None], [43 + step], RowRange(0, 1, 44 + step, table, None, 1), [0])
         results = head.run_drafted([drafted])
         logits, output = results.logits[0].copy(), results.features[0].copy()
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize(("case", "is_stacked"), [("glm4_moe", False), ("glm4_moe", True), ("glm4_moe-groups", False)])
+def test_the_module_of_a_mixture_of_experts_is_the_one_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, is_stacked: bool, backend: str
+) -> None:
+    """Its MtpModel, which applies a module once; for the steps behind, its layer is fed by hand with what it said."""
+    directory = write_glm4_moe(tmp_path / "model", case)
+    main, theirs, cache = transformers_module(directory, monkeypatch)
+    token_ids = torch.from_numpy(np.random.default_rng(4).integers(1, 97, (1, 44)))
+    ours = in_stacks(directory, tmp_path / "stacked") if is_stacked else directory
+    config = read_model_config(ours)
+    module = load_mtp(HeadFiles.open(ours), config, open_weights(ours, config))
+    assert module.config.normed_recurrence
+    assert module.with_copies is None
+    head = open_mtp_head(module, num_threads=2, max_context=128, backend=backend)
+    head.runtime.new_key_values(8)
+    with torch.inference_mode():
+        feature = main(token_ids[:, :-1], output_hidden_states=True).hidden_states[-1]
+        logits, output = _run(head, token_ids[0, 1:].numpy(), feature[0].numpy(), 0)
+        positions, fed = torch.arange(1, 44)[None], token_ids[:, 1:]
+        ids, said, _ = theirs(fed, feature, None, positions, type(cache)(config=main.config.get_mtp_config()))
+        for step in range(3):
+            feature = theirs.forward_layer(0, feature, positions, cache, input_ids=fed)[:, -1:]
+            expected = main.lm_head(feature)[0, 0]
+            assert _differ(log_softmax(logits), torch.log_softmax(expected, -1)) <= TOLERANCE, step
+            assert _differ(output, feature[0, 0]) <= TOLERANCE, step
+            token = int(expected.argmax())
+            assert int(logits.argmax()) == token
+            if step == 0:
+                assert (int(ids[0, 0]), _differ(logits, said[0, 0]) <= TOLERANCE) == (token, True)
+            table = np.arange(1, 8, dtype=np.int32)
+            drafted = DraftedRows([token], output[None], [43 + step], RowRange(0, 1, 44 + step, table, None, 1), [0])
+            results = head.run_drafted([drafted])
+            logits, output = results.logits[0].copy(), results.features[0].copy()
+            fed, positions = torch.tensor([[token]]), positions[:, -1:] + 1
+
+
+def transformers_module(directory: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any]:
+    """The model in `directory`, its module, and an empty cache for that."""
+    from transformers import AutoModelForCausalLM, Glm4MoeForCausalLM
+    from transformers.cache_utils import MtpCache
+    from transformers.modeling_layers import MtpModel
+
+    # released models' numbers of layers are written there; it is how modules are found
+    monkeypatch.setattr(Glm4MoeForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.3.*"])
+    main = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, experts_implementation="eager").eval()
+    return main, MtpModel.from_pretrained(main, device_map={"": "cpu"}).eval(), MtpCache(config=main.config.get_mtp_config())
+
+
+def log_softmax(logits: Floats) -> Floats:
+    shifted = logits - logits.max()
+    return np.asarray(shifted - np.log(np.exp(shifted).sum()), np.float32)
 
 
 def _run(

@@ -5,7 +5,7 @@ which layers to collect. The drafters are made once the target is loaded (`Prepa
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from paceline.drafters.eagle import layers_of, open_eagle_drafter, open_gguf_hea
 from paceline.drafters.head_files import HeadFiles, is_head_file
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.drafter import open_medusa
-from paceline.drafters.mtp import open_mtp
+from paceline.drafters.mtp import open_gguf_module, open_mtp
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.options import HeadOptions
 from paceline.drafters.pairs.target_text import NUM_SEQUENCES as NUM_CALIBRATION_TEXTS
@@ -150,8 +150,25 @@ def prepare(target: Path, engine: EngineConfig, speculation: SpeculationConfig, 
     options.check_read(drafter.name for drafter in drafters)
     if len(names) > 1 and len(drafters) < len(names):
         raise IncompatibleDrafterError(f"drafter list {list(names)} holds 'none': name drafters only, or use 'none' alone")
+    if len(names) > 1:
+        drafters = _distinct(names, drafters)
     layers = {layer for drafter in drafters if drafter.head is not None for layer in layers_of(drafter.head, target, options)}
     return PreparedDrafters(drafters, tuple(sorted(layers)))
+
+
+def _distinct(names: Sequence[str], drafters: Sequence[PreparedDrafter]) -> tuple[PreparedDrafter, ...]:
+    """The drafters, without what "auto" stands for where another name stands for it too.
+
+    Raises:
+        IncompatibleDrafterError: one was named twice: it would guess the same once more.
+    """
+    kept: dict[tuple[str, Path | None], tuple[str, PreparedDrafter]] = {}
+    for name, drafter in zip(names, drafters, strict=True):
+        known = kept.setdefault((drafter.name, drafter.path and drafter.path.resolve()), (name, drafter))
+        if known[1] is not drafter and (name == known[0] or "auto" not in (name, known[0])):
+            how = f"{name!r} twice" if name == known[0] else f"{known[0]!r} and {name!r}, which are the same"
+            raise IncompatibleDrafterError(f"drafter list {list(names)} holds {how}: name each drafter once")
+    return tuple(drafter for _, drafter in kept.values())
 
 
 def prepare_one(wanted: str, target: Path, *, token: str | None = None, offline: bool = False) -> PreparedDrafter | None:
@@ -172,11 +189,11 @@ def prepare_one(wanted: str, target: Path, *, token: str | None = None, offline:
         return _embedded(wanted, target)
     own = HeadKind(wanted) if wanted in OWN_HEADS else None
     path = target if own is not None else _resolve(wanted, token=token, offline=offline)
-    head = find_head(path, own)
+    head = find_head(path, own, inside_target=path.resolve() == target.resolve())
     if head is not None:
         return PreparedDrafter(head.kind.value, path, head)
     if own is not None:
-        raise IncompatibleDrafterError(f"{target} is a GGUF file, in which no {wanted} head can be found: give a directory")
+        raise IncompatibleDrafterError(f"{target} is a GGUF file that holds no {wanted} head: use another drafter")
     return PreparedDrafter(DRAFT_MODEL, path)
 
 
@@ -200,21 +217,24 @@ def _resolve(wanted: str, *, token: str | None, offline: bool) -> Path:
         raise IncompatibleDrafterError(f"drafter {wanted!r} is neither one of {', '.join(NAMES)} nor a draft model: {error}") from error
 
 
-def find_head(path: Path, wanted: HeadKind | None = None) -> HeadFiles | None:
+def find_head(path: Path, wanted: HeadKind | None = None, *, inside_target: bool = False) -> HeadFiles | None:
     """The files of a head that can be used, None where they hold a language model.
 
     Args:
         wanted: the only kind accepted.
+        inside_target: the files are the target's own.
 
     Raises:
         CheckpointError: a file is damaged.
         IncompatibleDrafterError: it is another kind of head, or of a method without a drafter.
     """
     files = open_gguf_head(path) if is_gguf(path) else HeadFiles.open(path)
+    if files is None and inside_target:
+        files = open_gguf_module(path)
     if files is None:
         return None
-    is_own = files.kind is HeadKind.MTP and "speculators_model_type" not in files.config  # works only with the model it is part of
-    if wanted is None and (files.kind is HeadKind.LANGUAGE_MODEL or is_own):
+    is_part = files.kind is HeadKind.MTP and not files.is_speculators and not inside_target  # of another model, with which alone it works
+    if wanted is None and (files.kind is HeadKind.LANGUAGE_MODEL or is_part):
         return None
     if wanted not in (None, files.kind):
         raise IncompatibleDrafterError(

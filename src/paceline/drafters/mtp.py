@@ -5,17 +5,19 @@ feature of position t, as in EAGLE, and is drafted with in the same way; the net
 ordinary one of the model's family, and a norm stands in front of the vocabulary matrix. Deviations: modules behind the first one
 are left out, and the first one is applied again and again.
 
-Layouts: `mtp.*` (Qwen3-Next and later: norms hold their weights less 1, the next feature is the normed output), one layer more than
-config.json counts (DeepSeek-V3, GLM: the next feature is the output in front of the norm), and `mtp_layers.*` (the next feature is the
-normed output), which are MiMo's and mix [feature, embedding], or lie in a file of the speculators library.
+Layouts: `mtp.*` (Qwen3-Next and later: norms hold their weights less 1), one layer more than config.json counts (DeepSeek-V3, GLM:
+copies of the embedding and of the vocabulary matrix may lie beside it; in GGUF files `blk.L.nextn.*`), and `mtp_layers.*`, which are
+MiMo's and mix [feature, embedding], or lie in a file of the speculators library. The next feature is the normed output in all of them.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
+from paceline.drafters.head_experts import with_single_experts
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.pairs.config import PairConfig
@@ -24,10 +26,14 @@ from paceline.drafters.pairs.head import EMBEDDING, FEATURE, PairHead
 from paceline.drafters.pairs.opening import settle
 from paceline.drafters.target import LoadedTarget
 from paceline.errors import IncompatibleDrafterError
-from paceline.models.checkpoint import open_weights
+from paceline.models.checkpoint import is_gguf, open_weights
 from paceline.models.config import ModelConfig, WeightType, config_from_values
+from paceline.models.gguf.config import gguf_config
+from paceline.models.gguf.file import open_gguf, split_parts
+from paceline.models.gguf.weights import num_modules, open_module
+from paceline.models.layers import ExpertMLP
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
-from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
+from paceline.models.weights import AnyTensor, MadeWeights, Tensor, Weights, as_float32
 from paceline.runtimes.decoder import LOGITS, Blocks, Compose, Value, decoder_layer
 from paceline.runtimes.load import open_head
 
@@ -42,7 +48,8 @@ class _Layout:
         own_matrices: matrices it may bring although the target has them too.
         modules: the prefix of all modules' names, in front of their number.
         norms_less_one: its norm weights are stored less 1.
-        normed_recurrence: the next feature is the output behind the final norm.
+        holds_copies: its own matrices are meant to be the target's; others are used only where they guess better.
+        may_be_plain: the next feature may be the output in front of the final norm, as the reference code has it.
         feature_first: the mixing matrix takes the feature in front of the embedding.
     """
 
@@ -51,7 +58,8 @@ class _Layout:
     own_matrices: Mapping[str, str]
     modules: str
     norms_less_one: bool = False
-    normed_recurrence: bool = True
+    holds_copies: bool = False
+    may_be_plain: bool = False
     feature_first: bool = False
 
 
@@ -78,7 +86,7 @@ def _layout(files: HeadFiles, target: ModelConfig) -> _Layout:
     if f"{prefix}eh_proj.weight" in files.tensors:
         own = {"embedding.weight": f"{prefix}embed_tokens.weight", "lm_head.weight": f"{prefix}shared_head.head.weight"}
         names = named(prefix, "layers.")
-        return _Layout(prefix, names, own, "layers.", norms_less_one=target.norm_offset, normed_recurrence=False)
+        return _Layout(prefix, names, own, "layers.", norms_less_one=target.norm_offset, holds_copies=True, may_be_plain=True)
     raise IncompatibleDrafterError(
         f"{files.path} holds no MTP module: neither mtp.* or mtp_layers.* tensors nor a layer {target.num_layers} with eh_proj.weight; "
         "use another drafter"
@@ -91,11 +99,13 @@ class MtpModule:
 
     Attributes:
         config: sizes and switches, in the terms of heads that draft with pairs.
-        feature_first: the mixing matrix takes the feature in front of the embedding.
         weights: under the names of the network below; `lm_head.weight` is the target's where the file has none.
         embedding: embedding of the pairs' tokens.
         soft_cap: the target's logit soft cap, if its vocabulary matrix is used.
+        feature_first: the mixing matrix takes the feature in front of the embedding.
+        may_be_plain: the next feature may be the output in front of the final norm.
         notices: lines a user should see.
+        with_copies: the same with the file's copies of the target's matrices, where these are no longer the same.
     """
 
     config: PairConfig
@@ -103,44 +113,98 @@ class MtpModule:
     embedding: AnyTensor
     soft_cap: float | None
     feature_first: bool
+    may_be_plain: bool
     notices: tuple[str, ...]
+    with_copies: "MtpModule | None" = None
 
 
-def load_mtp(files: HeadFiles, target: ModelConfig, target_weights: Weights) -> MtpModule:
+def load_mtp(files: HeadFiles, target: ModelConfig, target_weights: Weights, *, num_threads: int = 1) -> MtpModule:
     """The first module of a target's own checkpoint, or of a file of the speculators library.
+
+    Args:
+        num_threads: to convert a GGUF file's matrices with.
 
     Raises:
         CheckpointError: tensors are missing or of another shape, or there are some that no such module has; all of them are named.
         IncompatibleDrafterError: there is no module.
     """
+    lm_head = target_weights["embedding.weight" if target.tied_embeddings else "lm_head.weight"]
+
+    def module(layout: _Layout, layers: ModelConfig, weights: Weights, later: int) -> MtpModule:
+        return MtpModule(
+            PairConfig(kind=HeadKind.MTP, layers=layers, feature_size=target.hidden_size, normed_recurrence=True, own_embedding=False),
+            weights,
+            target_weights["embedding.weight"],
+            target.logit_soft_cap,
+            layout.feature_first,
+            layout.may_be_plain,
+            (f"{files.path}: of {later + 1} MTP modules the first one guesses at every depth",) * (later > 0),
+        )
+
+    if is_gguf(files.path):
+        layers, file = _one_layer(target, norm_offset=target.norm_offset), open_gguf(files.path)
+        makers = open_module(file, target, layers.layers[0], num_threads=num_threads)
+        made = MadeWeights([*makers, "lm_head.weight"], lambda name: lm_head if name == "lm_head.weight" else makers[name]())
+        return module(_Layout("", {}, {}, "", may_be_plain=True), layers, made, num_modules(file, target) - 1)
     layout = _layout(files, target)
     layers = _one_layer(_layer_of(files, target), norm_offset=layout.norms_less_one)
+    tensors, own, later = _read(files, layout, layers, target)
+    shared = module(layout, layers, Weights({**tensors, "lm_head.weight": lm_head}), later)
+    other = _with_own_matrices(shared, own)
+    return replace(shared, with_copies=other) if layout.holds_copies else other or shared
+
+
+def _read(
+    files: HeadFiles, layout: _Layout, layers: ModelConfig, target: ModelConfig
+) -> tuple[dict[str, AnyTensor], dict[str, Tensor], int]:
+    """A module's tensors under our names, its own matrices, and how many modules follow.
+
+    Raises:
+        CheckpointError: as `load_mtp`.
+    """
+    size, mlp = target.hidden_size, layers.layers[0].mlp
+    if isinstance(mlp, ExpertMLP):
+        files = with_single_experts(files, layout.prefix, mlp, size)
     shapes = {name: shape for name, shape in tensor_shapes(layers).items() if name.startswith("layers.0.")}
     plain = checkpoint_names(layers)
     names = {name: layout.prefix + plain[name].removeprefix("model.layers.0.") for name in shapes} | dict(layout.names)
-    size = target.hidden_size
     shapes |= {"fc.weight": (size, 2 * size), **{name: (size,) for name in layout.names if name != "fc.weight"}}
     optional = dict.fromkeys(layout.own_matrices.values(), (target.vocab_size, size))
     files.check({names[name]: shape for name, shape in shapes.items()}, optional)
     tensors: dict[str, AnyTensor] = {name: files.weight(theirs) for name, theirs in names.items()}
     if layout.norms_less_one:
         tensors |= {name: _plus_one(tensor) for name, tensor in tensors.items() if name.endswith("norm.weight")}
-    own = {ours: files.weight(theirs) for ours, theirs in layout.own_matrices.items() if theirs in files.tensors}
-    embedding = _one_of(own.get("embedding.weight"), target_weights["embedding.weight"])
-    lm_head = target_weights["embedding.weight" if target.tied_embeddings else "lm_head.weight"]
-    tensors["lm_head.weight"] = _one_of(own.get("lm_head.weight"), lm_head)
     later = _check_all_used(files, layout, {*names.values(), *layout.own_matrices.values()}, target.num_layers)
-    config = PairConfig(
-        kind=HeadKind.MTP,
-        layers=layers,
-        feature_size=size,
-        normed_recurrence=layout.normed_recurrence,
-        own_embedding="embedding.weight" in own,
-        own_lm_head="lm_head.weight" in own,
+    own = {name: files.weight(theirs) for name, theirs in layout.own_matrices.items() if theirs in files.tensors}
+    return tensors, own, later
+
+
+def _with_own_matrices(module: MtpModule, own: Mapping[str, Tensor]) -> MtpModule | None:
+    """The module with its own matrices in place of the target's, None where they are the same: those are in memory already."""
+    given = {"embedding.weight": module.embedding, "lm_head.weight": module.weights["lm_head.weight"]}
+    differ = {name: tensor for name, tensor in own.items() if not _is_same(tensor, given[name])}
+    if not differ:
+        return None
+    has_head = "lm_head.weight" in differ
+    return replace(
+        module,
+        config=replace(module.config, own_embedding="embedding.weight" in differ, own_lm_head=has_head),
+        weights=Weights({**module.weights, "lm_head.weight": differ["lm_head.weight"]}) if has_head else module.weights,
+        embedding=differ.get("embedding.weight", module.embedding),
+        soft_cap=None if has_head else module.soft_cap,
     )
-    notices = (f"{files.path}: of {later + 1} MTP modules the first one guesses at every depth",) * (later > 0)
-    soft_cap = None if "lm_head.weight" in own else target.logit_soft_cap
-    return MtpModule(config, Weights(tensors), embedding, soft_cap, layout.feature_first, notices)
+
+
+def open_gguf_module(path: Path) -> HeadFiles | None:
+    """The module inside a GGUF file, None where it has none.
+
+    Raises:
+        CheckpointError: the file is damaged, or not one of a model we run.
+    """
+    file = open_gguf(path)
+    if not num_modules(file, gguf_config(file)):
+        return None
+    return HeadFiles(path, {}, {}, HeadKind.MTP, split_parts(path))
 
 
 def _layer_of(files: HeadFiles, target: ModelConfig) -> ModelConfig:
@@ -153,8 +217,9 @@ def _layer_of(files: HeadFiles, target: ModelConfig) -> ModelConfig:
 
 
 def _one_layer(config: ModelConfig, *, norm_offset: bool) -> ModelConfig:
-    """A network of one layer that sees the whole text."""
-    full = next((layer for layer in config.layers if layer.mixer.window is None), config.layers[0])
+    """A network of one layer that sees the whole text; with experts, if any layer of the target has some."""
+    layers = [layer for layer in config.layers if isinstance(layer.mlp, ExpertMLP)] or config.layers
+    full = next((layer for layer in layers if layer.mixer.window is None), layers[0])
     return replace(config, layers=(replace(full, mixer=replace(full.mixer, window=None)),), norm_offset=norm_offset)
 
 
@@ -213,14 +278,15 @@ def open_mtp_head(module: MtpModule, *, num_threads: int, max_context: int, back
     return PairHead(module.config, runtime, runtime, module.embedding, target_ids=None, notices=module.notices)
 
 
-def candidates(files: HeadFiles, config: PairConfig, target: ModelConfig) -> tuple[PairConfig, ...]:
-    """Every way in which a module of this layout may hand features on; `config`, the documented default, comes first.
+def candidates(module: MtpModule) -> tuple[PairConfig, ...]:
+    """Every way in which a module may be meant; what all reference code agrees on by now, or the files say, comes first.
 
-    With one layer more than config.json counts, the reference code takes the feature before the final norm, transformers after it.
+    With one layer more than config.json counts, vLLM's code once took the feature in front of the final norm; and the copies of the
+    target's matrices that lie there, which transformers ignores, may have become others than these.
     """
-    if _layout(files, target).normed_recurrence:
-        return (config,)
-    return (config, replace(config, normed_recurrence=True))
+    own = () if module.with_copies is None else (module.with_copies.config,)
+    recurrences = (True, False) if module.may_be_plain else (True,)
+    return tuple(replace(config, normed_recurrence=normed) for config in (module.config, *own) for normed in recurrences)
 
 
 def open_mtp(files: HeadFiles, target: LoadedTarget) -> PairDrafter:
@@ -230,16 +296,18 @@ def open_mtp(files: HeadFiles, target: LoadedTarget) -> PairDrafter:
         CheckpointError, IncompatibleDrafterError: the files hold no complete module.
     """
     sizes = target.runtime.config
-    module = load_mtp(files, sizes, open_weights(target.directory, sizes))
-    module = replace(module, weights=target.quantized(module.weights, files.files))
+    module = load_mtp(files, sizes, open_weights(target.directory, sizes), num_threads=target.engine.num_threads)
+    modules = [replace(one, weights=target.quantized(one.weights, files.files)) for one in (module, module.with_copies) if one is not None]
 
     def opened(config: PairConfig, max_context: int) -> PairHead:
-        one, num_threads = replace(module, config=config), target.engine.num_threads
+        own = config.own_embedding, config.own_lm_head
+        one = next(one for one in modules if (one.config.own_embedding, one.config.own_lm_head) == own)
+        one, num_threads = replace(one, config=config), target.engine.num_threads
         return open_mtp_head(one, num_threads=num_threads, max_context=max_context, device=target.device)
 
     named = target.head_options.variant_for(files.kind)
     if named is None:
-        admitted = candidates(files, module.config, sizes)
+        admitted = candidates(module)
     else:
         flag = module.config.normed_recurrence if named.normed_recurrence is None else named.normed_recurrence
         admitted = (replace(module.config, normed_recurrence=flag),)
@@ -252,9 +320,6 @@ def _plus_one(tensor: AnyTensor) -> Tensor:
     return Tensor(np.float32(1.0) + as_float32(tensor), WeightType.F32, tensor.shape)
 
 
-def _one_of(own: Tensor | None, shared: AnyTensor) -> AnyTensor:
-    """The module's own matrix, or the target's where they are the same: its pages are in memory already."""
-    if own is None:
-        return shared
-    is_same = isinstance(shared, Tensor) and own.weight_type is shared.weight_type and np.array_equal(own.array, shared.array)
-    return shared if is_same else own
+def _is_same(own: Tensor, shared: AnyTensor) -> bool:
+    """Whether a file's matrix is the target's."""
+    return isinstance(shared, Tensor) and own.weight_type is shared.weight_type and np.array_equal(own.array, shared.array)

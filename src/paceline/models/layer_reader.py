@@ -16,6 +16,8 @@ MAX_LAYERS = 4096
 MAX_HEAD_SIZE = 8192
 MAX_EXPERTS = 1024
 """Of kernels/experts.c."""
+NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What families call the number of experts in config.json."""
 ACTIVATIONS = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
@@ -95,7 +97,7 @@ class LayerReader:
     def routing(self) -> Routing:
         """As many experts as the metadata says; weights are normalised as `norm_topk_prob` says."""
         fields = self.fields
-        names = [name for name in ("num_experts", "num_local_experts", "n_routed_experts") if fields.values.get(name) is not None]
+        names = [name for name in NUM_EXPERTS_KEYS if fields.values.get(name) is not None]
         num_experts = fields.size(names[0] if names else "num_experts", most=MAX_EXPERTS)
         per_token = [name for name in ("num_experts_per_tok", "experts_per_token", "top_k_experts") if fields.values.get(name) is not None]
         name = per_token[0] if per_token else "num_experts_per_tok"

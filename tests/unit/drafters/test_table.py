@@ -1,6 +1,7 @@
 """From what a user asks for to a drafter, or an error that says why not."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -68,6 +69,33 @@ def test_an_unknown_name_is_refused_with_the_known_ones(directory: Path, wanted:
 def test_a_list_with_none_is_refused(directory: Path, wanted: list[str]) -> None:
     with pytest.raises(IncompatibleDrafterError, match="use 'none' alone"):
         make_drafter(wanted, directory)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (["ngram", "suffix", "ngram"], "holds 'ngram' twice: name each drafter once"),
+        (["suffix", "suffix"], "holds 'suffix' twice"),
+        (["{target}", "{target}"], "holds '{target}' twice"),
+        (["{target}", "{target}/../{name}"], "holds '{target}' and '{target}/../{name}', which are the same"),
+    ],
+)
+def test_a_drafter_named_twice_is_refused(directory: Path, wanted: list[str], message: str) -> None:
+    def placed(text: str) -> str:
+        return text.format(target=directory, name=directory.name)
+
+    with pytest.raises(IncompatibleDrafterError, match=re.escape(placed(message))):
+        make_drafter([placed(one) for one in wanted], directory)
+
+
+def test_auto_adds_nothing_to_what_it_stands_for(directory: Path, tmp_path: Path) -> None:
+    for wanted in (["auto", "ngram"], ["ngram", "auto"]):
+        assert isinstance(make_drafter(wanted, directory), NgramDrafter)
+    own = Path(shutil.copytree(directory, tmp_path / "own"))
+    shutil.copytree(directory, own / EMBEDDED)
+    stack = make_drafter(["auto", "ngram"], own)
+    assert stack is not None
+    assert stack.name == "draft_model+ngram"
 
 
 def test_a_model_without_an_own_draft_model_says_so(directory: Path) -> None:

@@ -48,11 +48,18 @@ def settle(
         known.put(found)
     if found.is_match:
         return found.config, ()
-    line = (
-        f"the {found.config.kind.value} head {files.path} guesses {found.agreement:.0%} of this target's tokens, heads made for a model "
-        f"guess 50 to 80 %: it was made for another one than {target.directory} and will seldom help"
-    )
+    kind = found.config.kind.value
+    rate = f"guesses {found.agreement:.0%} of this target's tokens, heads made for a model guess 50 to 80 %"
+    if _holds(target.directory, files.path):
+        line = f"the {kind} head inside {target.directory} {rate}: it was not trained together with these weights and will seldom help"
+    else:
+        line = f"the {kind} head {files.path} {rate}: it was made for another one than {target.directory} and will seldom help"
     return found.config, (line,)
+
+
+def _holds(target: Path, head: Path) -> bool:
+    """Whether a head's files are those of its target's checkpoint."""
+    return head.resolve() == target.resolve()
 
 
 def _try_out(

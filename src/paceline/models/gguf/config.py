@@ -308,7 +308,7 @@ class _Reader:
 
     def _glm4_moe(self, values: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            "num_hidden_layers": values["num_hidden_layers"] - (self._of_model("nextn_predict_layers") or 0),
+            "num_hidden_layers": self._without_modules(values["num_hidden_layers"]),
             "first_k_dense_replace": self._of_model("leading_dense_block_count") or 0,
             "n_shared_experts": self._of_model("expert_shared_count") or 0,
             "n_group": self._count("expert_group_count", 1),
@@ -316,6 +316,14 @@ class _Reader:
             "routed_scaling_factor": self._number("expert_weights_scale", 1.0),
             "use_qk_norm": self._has("blk.0.attn_q_norm.weight"),
         }
+
+    def _without_modules(self, num_blocks: int) -> int:
+        """Layers, where blocks count the modules for multi-token prediction behind them."""
+        key = "nextn_predict_layers"
+        num_modules = self._count(key) if self._of_model(key) else 0
+        if num_modules >= num_blocks:
+            self._refuse(key, num_modules, f"fewer than block_count, {num_blocks}")
+        return num_blocks - num_modules
 
     def _granite(self, head_size: int) -> dict[str, Any]:
         rotates = self._of_model("rope.scaling.finetuned")

@@ -1,8 +1,8 @@
 """The tensors of a GGUF file under our names, in our row order."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from paceline.models.gguf.blocks import group_blocks, grouped_size
 from paceline.models.gguf.config import ROPE_TENSORS
 from paceline.models.gguf.file import GgufFile
 from paceline.models.gguf.header import GgufTensor
-from paceline.models.layers import AttentionConfig, DenseMLP
+from paceline.models.layers import AttentionConfig, DenseMLP, LayerConfig
 from paceline.models.quantize import Scheme, fitting_group, quantize_tensor
 from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import AnyTensor, GroupedTensor, MadeWeights, Tensor, TensorFacts, order_of_halves, shares_keys
@@ -59,6 +59,15 @@ _WHOLE = {
     "router_norm.weight": "ffn_gate_inp.scale",
     "attention.sinks": "attn_sinks.weight",
 }
+_MODULE_PARTS = {
+    "fc.weight": "eh_proj",
+    "embedding_norm.weight": "enorm",
+    "feature_norm.weight": "hnorm",
+    "final_norm.weight": "shared_head_norm",
+}
+"""Of a module for multi-token prediction, beside its layer."""
+_MODULE_COPIES = ("embed_tokens", "shared_head_head")
+_MODULE_MARK = "nextn.eh_proj.weight"
 _STACKS = {"attn_qkv": ("q_proj", "k_proj", "v_proj"), "ffn_up": ("gate_proj", "up_proj")}
 _INTERLEAVED = ("llama", "granite", "smollm3", "glm4", "mistral3")
 """Architectures whose files hold the values of a head that rotate together side by side."""
@@ -84,7 +93,7 @@ class _Place:
 
 
 class GgufWeights(MadeWeights):
-    """The tensors of a file; a quantised matrix becomes groups when it is first asked for.
+    """The tensors of a file's model; a quantised matrix becomes groups when it is first asked for.
 
     Args:
         num_threads: to convert with.
@@ -100,6 +109,7 @@ class GgufWeights(MadeWeights):
         self._places = places = _places(file, config)
         self._regroup = regroup
         super().__init__(places, lambda name: _read(name, places[name], regroup=regroup, num_threads=num_threads))
+        self.own_head = "mtp" if num_modules(file, config) else None
 
     def rows(self, name: str, numbers: NDArray[np.int32]) -> NDArray[np.float32]:
         place = self._places[name]
@@ -118,8 +128,63 @@ class GgufWeights(MadeWeights):
         return _stored(place), np.frombuffer(how, np.uint8)[None]
 
 
+def num_modules(file: GgufFile, config: ModelConfig) -> int:
+    """How many modules for multi-token prediction stand behind the last block of the model."""
+    return sum(_is_of_module(name, file, config) and name.endswith(f".{_MODULE_MARK}") for name in file.tensors)
+
+
+def open_module(file: GgufFile, config: ModelConfig, layer: LayerConfig, *, num_threads: int = 1) -> dict[str, Callable[[], AnyTensor]]:
+    """What makes each tensor of the first module, by our names: those of its layer begin with `layers.0.`.
+
+    Its copies of the model's embedding and vocabulary matrix, rounded once more, are left out.
+
+    Args:
+        layer: what its layer is.
+        num_threads: to convert with.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown, or of another shape or of a type that cannot be read.
+    """
+    number, size = config.num_layers, config.hidden_size
+    longer, own = replace(config, layers=(*config.layers, layer)), f"layers.{config.num_layers}."
+    places, missing = _find(file, longer, {name: shape for name, shape in tensor_shapes(longer).items() if name.startswith(own)})
+    for name, part in _MODULE_PARTS.items():
+        in_file = f"blk.{number}.nextn.{part}.weight"
+        if in_file not in file.tensors:
+            missing.append(in_file)
+            continue
+        places[name] = _Place(file.tensors[in_file], (size, 2 * size) if name == "fc.weight" else (size,))
+        _check(places[name], places[name].shape)
+    if missing:
+        raise CheckpointError(f"{file.path}: the module in block {number} lacks {_listed(missing)}; download the file again")
+    known = {place.tensor.name for place in places.values()} | {f"blk.{number}.nextn.{copy}.weight" for copy in _MODULE_COPIES}
+    unknown = [name for name in file.tensors if name.startswith(f"blk.{number}.") and name not in known]
+    if unknown:
+        raise CheckpointError(f"{file.path} holds {_listed(unknown)} that no known mtp head has: it may compute something else with them")
+
+    def maker(name: str, place: _Place) -> Callable[[], AnyTensor]:
+        return lambda: _read(name, place, regroup=False, num_threads=num_threads)
+
+    return {name.replace(own, "layers.0.", 1): maker(name, place) for name, place in places.items()}
+
+
 def _places(file: GgufFile, config: ModelConfig) -> dict[str, _Place]:
-    shapes = tensor_shapes(config)
+    places, missing = _find(file, config, tensor_shapes(config))
+    if missing:
+        raise CheckpointError(f"{file.path} lacks {_listed(missing)} that its metadata calls for; download the file again")
+    known = {place.tensor.name for place in places.values()} | set(ROPE_TENSORS)
+    unknown = [
+        name for name in file.tensors if name not in known and not _is_unused(name, config) and not _is_of_module(name, file, config)
+    ]
+    if unknown:
+        raise CheckpointError(
+            f"{file.path} holds {_listed(unknown)} that a {config.family} model does not have; running without them would give other tokens"
+        )
+    return places
+
+
+def _find(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, _Place], list[str]]:
+    """Where tensors are, and the names in the file of those that are missing."""
     stacked = _stacked(file, config, shapes) if FAMILIES[config.family].fuses_projections else _gate_up_stacks(file, config)
     architecture = file.metadata["general.architecture"]
     is_interleaved, parts = architecture in _INTERLEAVED, {**_PARTS, **_PARTS_OF.get(architecture, {})}
@@ -137,15 +202,7 @@ def _places(file: GgufFile, config: ModelConfig) -> dict[str, _Place]:
             _check(places[name], (*count, *shape))
         else:
             missing.append(in_file)
-    if missing:
-        raise CheckpointError(f"{file.path} lacks {_listed(missing)} that its metadata calls for; download the file again")
-    known = {place.tensor.name for place in places.values()} | set(ROPE_TENSORS)
-    unknown = [name for name in file.tensors if name not in known and not _is_unused(name, config)]
-    if unknown:
-        raise CheckpointError(
-            f"{file.path} holds {_listed(unknown)} that a {config.family} model does not have; running without them would give other tokens"
-        )
-    return places
+    return places, list(dict.fromkeys(missing))
 
 
 def _name_in_file(name: str, parts: Mapping[str, str], file: GgufFile) -> tuple[str, int | None]:
@@ -169,6 +226,12 @@ def _is_unused(name: str, config: ModelConfig) -> bool:
     """Whether a tensor would make keys and values of a layer that reads another's."""
     found = re.fullmatch(r"blk\.(\d{1,9})\.(attn_k|attn_v|attn_k_norm)\.weight", name)
     return found is not None and shares_keys(config, int(found[1]))
+
+
+def _is_of_module(name: str, file: GgufFile, config: ModelConfig) -> bool:
+    """Whether a tensor is of a module for multi-token prediction: a block behind the last one that has what only modules have."""
+    found = re.match(r"blk\.(\d{1,9})\.", name)
+    return found is not None and int(found[1]) >= config.num_layers and f"{found[0]}{_MODULE_MARK}" in file.tensors
 
 
 def _rotated(attention: AttentionConfig, part: str) -> tuple[int, int] | None:
