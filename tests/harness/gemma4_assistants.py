@@ -1,10 +1,11 @@
 """Tiny assistants of Gemma 4 beside tiny targets, written by transformers, whose classes need two mends to be built."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from harness.gemma4_checkpoints import FULL, GEMMA4, SLIDING, WINDOW, write_gemma4
@@ -91,3 +92,52 @@ def write_assistant(directory: Path, *, is_unified: bool = False, seed: int = 0,
                 buffer.copy_(torch.randperm(VOCAB_SIZE))
         model.save_pretrained(directory)
     return directory
+
+
+def edit_tensors(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a checkpoint's tensors, each in its own type."""
+    from safetensors.numpy import load_file, save_file
+
+    tensors = {name: array.copy() for name, array in load_file(directory / "model.safetensors").items()}
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def write_right_pair(folder: Path, *, sharpness: float = 0.5, **changes: Any) -> tuple[Path, Path, list[int]]:
+    """A target that says the successor of every token, its assistant, which knows that, and the successors.
+
+    Both compute the same logits: their layers add nothing, so that what is said follows from the last token's embedding alone.
+    """
+    target = write_target(folder / "target", tie_word_embeddings=False, final_logit_softcapping=None)
+    layers = {"hidden_size": 64, "intermediate_size": 48}
+    assistant = write_assistant(folder / "assistant", text_config=layers, **changes)
+    random = np.random.default_rng(11)
+    embedding = random.normal(size=(VOCAB_SIZE, 64)).astype(np.float32)
+    cycle = random.permutation(VOCAB_SIZE)
+    successor = np.empty(VOCAB_SIZE, np.int64)
+    successor[cycle] = np.roll(cycle, -1)
+    head = np.empty_like(embedding)
+    head[successor] = embedding * np.float32(sharpness)
+
+    def silence(arrays: dict[str, Any]) -> None:
+        for name, array in arrays.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight", "per_layer_projection.weight")):
+                array[...] = 0
+            elif name.endswith("layer_scalar") or name == "model.norm.weight":
+                array[...] = 1
+
+    def of_target(arrays: dict[str, Any]) -> None:
+        silence(arrays)
+        arrays["model.embed_tokens.weight"], arrays["lm_head.weight"] = embedding, head
+
+    def of_assistant(arrays: dict[str, Any]) -> None:
+        silence(arrays)
+        arrays["model.embed_tokens.weight"] = head
+        arrays["pre_projection.weight"] = np.eye(64, 128, dtype=np.float32)
+        if "masked_embedding.centroids.weight" in arrays:  # a cluster is known by its most outspoken member, and there are few others
+            order = arrays["masked_embedding.token_ordering"].reshape(len(arrays["masked_embedding.centroids.weight"]), -1)
+            arrays["masked_embedding.centroids.weight"] = head[order].sum(axis=1)
+
+    edit_tensors(target, of_target)
+    edit_tensors(assistant, of_assistant)
+    return target, assistant, successor.tolist()
