@@ -89,9 +89,13 @@ class AssistantNetwork:
 
 
 def _range(nodes: NodeRows, start: int) -> RowRange:
-    """Rows that see the cached ones and neither themselves nor one another. The table is as long as if they were kept."""
+    """Rows that see the cached ones and neither themselves nor one another.
+
+    The table is as long as if they were kept; what is missing repeats a block of its own, because what others keep must not reach it.
+    """
     sequence, count = nodes.sequence, len(nodes.token_ids)
-    table = np.zeros(blocks_for(sequence.committed_len + count, BLOCK_SIZE), np.int32)
-    table[: len(sequence.block_table)] = sequence.block_table[: len(table)]
+    own = sequence.block_table
+    table = np.full(blocks_for(sequence.committed_len + count, BLOCK_SIZE), own[-1], np.int32)
+    table[: len(own)] = own[: len(table)]
     mask = np.zeros((count, count), np.bool_)
     return RowRange(start, count, sequence.committed_len, table, mask, 0, sequence.id)
