@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,17 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Pair
     return pair
 
 
-def of_transformers(pair: Pair, prompt: list[int], root: int, *, sees_causal_window: bool) -> Iterator[tuple[int, FloatArray, FloatArray]]:
+@lru_cache
+def of_transformers(
+    pair: Pair, prompt: tuple[int, ...], root: int, *, sees_causal_window: bool
+) -> list[tuple[int, FloatArray, FloatArray]]:
     """Each step's token, the logits behind it [V], and what is fed to the next step [E]."""
+    return list(_of_transformers(pair, prompt, root, sees_causal_window=sees_causal_window))
+
+
+def _of_transformers(
+    pair: Pair, prompt: tuple[int, ...], root: int, *, sees_causal_window: bool
+) -> Iterator[tuple[int, FloatArray, FloatArray]]:
     from transformers import AutoModelForCausalLM
 
     with mended(), torch.inference_mode():
@@ -56,7 +66,7 @@ def of_transformers(pair: Pair, prompt: list[int], root: int, *, sees_causal_win
             hidden = torch.zeros(1, 1, 1, len(prompt))
             hidden[..., : len(prompt) - WINDOW + 1] = -torch.inf
             assistant.create_attention_masks = lambda *_: {FULL: torch.zeros_like(hidden), SLIDING: hidden}
-        output = target(torch.tensor([prompt]), output_hidden_states=True, return_shared_kv_states=True, use_cache=False)
+        output = target(torch.tensor([list(prompt)]), output_hidden_states=True, return_shared_kv_states=True, use_cache=False)
         feature, token = output.hidden_states[-1][:, -1:], root
         for _ in range(STEPS):
             embedding = target.get_input_embeddings()(torch.tensor([[token]]))
@@ -71,17 +81,21 @@ def of_transformers(pair: Pair, prompt: list[int], root: int, *, sees_causal_win
 
 
 def opened(pair: Pair, backend: str, prompt: list[int]) -> tuple[AssistantNetwork, Any, FloatArray]:
-    """An assistant, the cached prompt, and the target's final hidden state behind it [1, E]."""
+    """An assistant, the cached prompt, and the target's final hidden state behind it [1, E].
+
+    A longer text came before, so that the blocks of windows are others than those of the whole text.
+    """
     if backend == "native" and kernels_path() is None:
         pytest.skip("no native kernels for this machine")
     options = RuntimeOptions(numerics=Numerics.FAST, dtype=WeightType.F32, device="cpu", backend=backend)
     runtime = load_runtime(pair.target, options).runtime
     network = AssistantNetwork(load_assistant(HeadFiles.open(pair.assistant), runtime.config), runtime, max_context=512)
-    cache = runtime.new_cache(16)
-    sequence = cache.new_sequence()
-    plan = cache.reserve(sequence, range(-1, len(prompt) - 1))
-    output = runtime.forward(*assemble([plan], [prompt], [[len(prompt) - 1]]))
-    cache.keep_path(sequence, len(prompt) - 1)
+    cache = runtime.new_cache(32)
+    other, sequence = cache.new_sequence(), cache.new_sequence()
+    for one, token_ids in ((other, [5] * 200), (other, [6] * 200), (sequence, prompt)):
+        plan = cache.reserve(one, range(-1, len(token_ids) - 1))
+        output = runtime.forward(*assemble([plan], [token_ids], [[len(token_ids) - 1]]))
+        cache.keep_path(one, len(token_ids) - 1)
     return network, sequence, output.hidden_states[-1:].copy()
 
 
@@ -103,7 +117,7 @@ def logits_of(network: AssistantNetwork, output: Any, row: int) -> FloatArray:
 def test_it_says_what_transformers_says(pairs: Callable[[str, str], Pair], kind: str, head: str, length: int, backend: str) -> None:
     pair, prompt = pairs(kind, head), np.random.default_rng(3).integers(0, VOCAB_SIZE, length).tolist()
     network, sequence, feature = opened(pair, backend, prompt)
-    for token, expected, fed in of_transformers(pair, prompt, 7, sees_causal_window=length > WINDOW):
+    for token, expected, fed in of_transformers(pair, tuple(prompt), 7, sees_causal_window=length > WINDOW):
         output = network.forward([NodeRows((token,), feature, sequence)], None, None)
         found, feature = logits_of(network, output, 0), output.results[FEATURE].copy()
         assert np.abs(feature[0] - fed).max() <= BOUND
