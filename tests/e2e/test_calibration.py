@@ -207,7 +207,7 @@ def test_a_head_whose_layers_see_a_window_is_tried_like_any_other(tmp_path: Path
     target = write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=6)
     llm = open_llm(target, str(random_head(tmp_path / "head", sliding_window=8, layer_types=["sliding_attention"])))
     assert any("was made for another" in notice for notice in llm.notices)
-    assert drafter_of(llm).head.config.layers.windows == (8,)
+    assert drafter_of(llm).head.config.layers.sliding_window == 8
 
 
 def test_a_head_of_another_model_is_said_not_to_match(target: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from draw_imports import REPOSITORY
 from harness.checkpoints import write_byte_level_tokenizer, write_checkpoint
 from harness.eagle_checkpoints import EAGLE3, eagle3_tensors, write_head
+from harness.gemma4_assistants import CLUSTERS, write_assistant, write_target
 from harness.gguf_checkpoints import byte_level_vocabulary, write_gguf
 from harness.medusa_checkpoints import random_heads, write_heads
 from harness.mtp_checkpoints import add_module, random_module
@@ -45,6 +46,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_checkpoint(root / name, "llama", num_hidden_layers=num_layers)
         write_head(root / head, {**spec, "eagle_aux_hidden_state_layer_ids": layers}, eagle3_tensors(spec, target_hidden=64))
     write_heads(root / "FasterDecoding/medusa-vicuna-7b-v1.3", "rows", random_heads(num_heads=4))
+    write_target(root / "google/gemma-4-E2B-it")
+    write_assistant(root / "google/gemma-4-E2B-it-assistant", **CLUSTERS)
     add_module(write_checkpoint(root / "DIRECTORY", "qwen3", **SMALL), "mtp", random_module(), num_layers=2)
     bytes_only = write_byte_level_tokenizer(write_checkpoint(root / "gguf", "llama", vocab_size=263, **SMALL))
     write_gguf(bytes_only, root / "model-Q4_0.gguf", "Q4_0", metadata=byte_level_vocabulary(bytes_only))

@@ -223,9 +223,9 @@ class JobMaker:
 
 # Drafters
 
-TREES = ("chaos", "draft_tree", "suffix_tree", "stack", "eagle", "eagle3", "medusa", "mtp")  # get rows for branches
-WIDE = ("draft_tree", "eagle", "eagle3", "mtp")
-HEADS = {"legible": ["eagle", "eagle3"], "mean": ["eagle"], "successor": ["medusa", "mtp"]}
+TREES = ("chaos", "draft_tree", "suffix_tree", "stack", "eagle", "eagle3", "medusa", "mtp", "gemma4_assistant")  # get rows for branches
+WIDE = ("draft_tree", "eagle", "eagle3", "mtp", "gemma4_assistant")
+HEADS = {"legible": ["eagle", "eagle3"], "mean": ["eagle"], "successor": ["medusa", "mtp"], "assisted": ["gemma4_assistant"]}
 """Targets with heads that know them."""
 
 
@@ -248,7 +248,7 @@ def make_drafter(kind: str, known: Answers, vocab_size: int, draft: Path, seed: 
         case "stack":
             adversaries = [ChaosDrafter(known, vocab_size, seed=seed), OracleDrafter(known, accuracy=0.5, vocab_size=vocab_size, seed=seed)]
             return StackDrafter([PredictionDrafter(), *adversaries, SuffixDrafter(1), NgramDrafter()])
-        case "draft_model" | "draft_tree" | "eagle" | "eagle3" | "medusa" | "mtp":
+        case "draft_model" | "draft_tree" | "eagle" | "eagle3" | "medusa" | "mtp" | "gemma4_assistant":
             return str(draft)
         case _:
             return kind
@@ -266,10 +266,14 @@ def open_drafting(kind: str, solo: "Solo", known: Answers, draft: Path, *, depth
 def write_heads_and_target(folder: Path, name: str) -> tuple[Path, dict[str, Path]]:
     """A target whose next token heads can know, by the name of its kind, and these heads by theirs."""
     from harness.eagle_checkpoints import write_legible_target, write_listening_eagle1, write_reading_eagle1, write_reading_eagle3
+    from harness.gemma4_assistants import CLUSTERS, write_right_pair
     from harness.medusa_checkpoints import perfect_heads, write_heads, write_successor_target
     from harness.mtp_checkpoints import add_module, perfect_module
 
     target = folder / name
+    if name == "assisted":
+        target, assistant, _ = write_right_pair(target, **CLUSTERS)
+        return target, {"gemma4_assistant": assistant}
     if name == "successor":
         _, successor = write_successor_target(target, "qwen3")
         add_module(target, "mtp", perfect_module(), num_layers=2)

@@ -72,9 +72,9 @@ SPECULATION = Panel(
     "Speculation",
     SpeculationConfig,
     {
-        "drafter": "Who guesses: auto (the target's own draft model, else ngram), none, ngram, suffix, prediction; draft_model, medusa or "
-        "mtp of the target's own directory; or the directory or id of a draft model or of Medusa or EAGLE heads. Several times: all. "
-        "It changes the speed, never a token.",
+        "drafter": "Who guesses: auto (the target's own draft model or assistant, else ngram), none, ngram, suffix, prediction; "
+        "draft_model, medusa or mtp of the target's own directory; or the directory or id of a draft model, of Medusa or EAGLE heads, or "
+        "of a Gemma 4 assistant. Several times: all. It changes the speed, never a token.",
         "num_draft_tokens": 'Tokens to draft a step: a number, or "auto" (4).',
         "tree_width": "Guesses for one position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.",
         "acceptance": "match: a seed has one text, whatever drafts. rejection: more guesses are kept at high temperatures; sampled texts "

@@ -12,6 +12,7 @@ from pathlib import Path
 from paceline.config import EngineConfig, SpeculationConfig, cache_directory
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.eagle import layers_of, open_eagle_drafter, open_gguf_head
+from paceline.drafters.gemma4_assistant import open_assistant
 from paceline.drafters.head_files import HeadFiles, is_head_file
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.drafter import open_medusa
@@ -52,6 +53,9 @@ __all__ = [
 EMBEDDED = "draft"
 """Folder of a model directory that holds its own draft model."""
 
+ASSISTANT = "assistant"
+"""Folder of a model directory that holds a head for it."""
+
 READ_ROWS = 32
 """Rows of the pass that measures a draft model's prefill speed."""
 
@@ -68,6 +72,7 @@ HEADS: dict[HeadKind, Callable[[HeadFiles, LoadedTarget], Drafter]] = {
     HeadKind.EAGLE3: open_eagle_drafter,
     HeadKind.PEAGLE: open_eagle_drafter,
     HeadKind.MTP: open_mtp,
+    HeadKind.GEMMA4_ASSISTANT: open_assistant,
 }
 
 DRAFT_MODEL = DraftModelDrafter.name
@@ -202,7 +207,8 @@ def _embedded(wanted: str, target: Path) -> PreparedDrafter:
     if (directory / "config.json").is_file():
         return PreparedDrafter(DRAFT_MODEL, directory)
     if wanted == "auto":
-        return PreparedDrafter(NgramDrafter.name)
+        head = find_head(target / ASSISTANT) if (target / ASSISTANT / "config.json").is_file() else None
+        return PreparedDrafter(NgramDrafter.name) if head is None else PreparedDrafter(head.kind.value, target / ASSISTANT, head)
     raise IncompatibleDrafterError(
         f"{target} has no embedded draft model (folder {EMBEDDED!r}): give a draft model's directory or id instead"
     )

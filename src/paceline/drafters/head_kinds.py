@@ -18,6 +18,7 @@ class HeadKind(Enum):
     PEAGLE = "peagle"
     MEDUSA = "medusa"
     MTP = "mtp"
+    GEMMA4_ASSISTANT = "gemma4_assistant"
     HYDRA = "hydra"
     DFLASH = "dflash"
     DFLASH2 = "dflash2"
@@ -42,6 +43,7 @@ _ARCHITECTURES = {
     "DFlash": HeadKind.DFLASH,
     "MLPSpeculator": HeadKind.MLP,
 }  # parts of names; the first one decides
+_ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 _MEDUSA_NAMES = re.compile(r"\d+\.\d+\.linear\.|medusa_heads?\.|blocks\.\d+\.layers\.\d+\.|lm_heads\.\d+\.")
 _PARALLEL_TOKENS = ("ptd_token_id", "pard_token")
 
@@ -64,6 +66,8 @@ def kind_of(path: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[in
                 f"{path} holds a speculators head of type {named!r}, which is not known; types {known} can be used"
             )
         return _SPECULATORS[named]
+    if config.get("model_type") in _ASSISTANTS:
+        return HeadKind.GEMMA4_ASSISTANT
     architecture = " ".join(_architectures(config))
     for part, kind in _ARCHITECTURES.items():
         if part in architecture:

@@ -13,8 +13,9 @@ from paceline.models.grouped import RUN
 from paceline.models.layers import ExpertMLP
 from paceline.models.mxfp4 import from_pairs
 from paceline.models.safetensors_file import StoredTensor, view_tensor
+from paceline.models.stored_model import open_stored
 from paceline.models.tensor_names import tensor_shapes
-from paceline.models.weights import AnyTensor, GroupedTensor, MadeWeights, Tensor, TensorFacts, Weights, open_stored, open_tensor
+from paceline.models.weights import AnyTensor, GroupedTensor, MadeWeights, Tensor, TensorFacts, Weights, open_tensor
 
 _STACKS = {"gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}, "down_proj": {"down_proj": slice(None)}}
 """The matrices in each stack, with their rows: gate and up take turns."""

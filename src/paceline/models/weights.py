@@ -16,7 +16,8 @@ from paceline.models.expert_stacks import split_experts
 from paceline.models.families import FAMILIES
 from paceline.models.grouped import GroupedMatrix
 from paceline.models.layers import DenseMLP
-from paceline.models.safetensors_file import StoredTensor, checkpoint_files, map_file, read_header, view_tensor
+from paceline.models.safetensors_file import StoredTensor, view_tensor
+from paceline.models.stored_model import open_stored
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 
 _STORED_TYPES: Mapping[str, tuple[WeightType, "np.dtype[Any]"]] = {
@@ -26,10 +27,7 @@ _STORED_TYPES: Mapping[str, tuple[WeightType, "np.dtype[Any]"]] = {
 }
 _BF16_SHIFT = np.uint32(16)
 _NAMES_IN_AN_ERROR = 20
-_NESTINGS = ("model.language_model.", "language_model.model.")  # of a language model beside an image encoder, new and old
-_IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.", "audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder.")
 _KV_PARTS = ("k_proj", "v_proj", "k_norm", "v_norm")
-_DRAFTING_PARTS = ("mtp.", "model.mtp.", "model.mtp_layers.", "medusa_head.")  # heads that some checkpoints hold beside their model
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,67 +232,6 @@ def as_float32(tensor: AnyTensor, rows: NDArray[np.int32] | None = None) -> NDAr
         bits: NDArray[np.uint32] = np.left_shift(stored.astype(np.uint32), _BF16_SHIFT)
         return bits.view(np.float32)
     return np.asarray(stored, np.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredModel:
-    """What a checkpoint directory holds: the model's tensors by plain names, its mapped files; the rest as in `Weights`."""
-
-    tensors: dict[str, StoredTensor]
-    files: dict[Path, NDArray[np.uint8]]
-    own_head: str | None
-    has_encoders: bool
-
-
-def open_stored(directory: Path, config: ModelConfig) -> StoredModel:
-    """Find the model's tensors.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or there are fewer tensors than layers.
-    """
-    stored: dict[str, StoredTensor] = {}
-    for path in checkpoint_files(directory):
-        stored.update(read_header(path))
-    if config.num_layers > len(stored):  # checked before a table of that size is made
-        raise CheckpointError(
-            f"{directory} holds {len(stored)} tensors, too few for the {config.num_layers} layers of its config.json; "
-            "is it another model's?"
-        )
-    texts = _language_model(stored)
-    own, heads = _without_heads(texts, config)
-    own_head = None if not heads else "medusa" if heads[0].startswith("medusa_head.") else "mtp"
-    files = {path: map_file(path) for path in {tensor.path for tensor in own.values()}}
-    return StoredModel(own, files, own_head, has_encoders=len(texts) < len(stored))
-
-
-def _language_model(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors of the language model under its plain names, where the files hold an image encoder's beside them."""
-    nesting = next((nesting for nesting in _NESTINGS if any(name.startswith(nesting) for name in stored)), None)
-    if nesting is None:
-        return dict(stored)
-    plain = {name: tensor for name, tensor in stored.items() if not name.removeprefix("model.").startswith(_IMAGE_PARTS)}
-    return {_plain_name(name, nesting): tensor for name, tensor in plain.items()}
-
-
-def _without_heads(stored: Mapping[str, StoredTensor], config: ModelConfig) -> tuple[dict[str, StoredTensor], list[str]]:
-    """The tensors of the model, and the names of those of a head that guesses for it.
-
-    A layer behind the last one is such a head only where it has a head's own tensors: else config.json names too few layers.
-    """
-    behind = re.compile(r"model\.layers\.(\d{1,9})\.")  # a longer number is no layer's
-    layers = {name: int(match[1]) for name in stored if (match := behind.match(name)) and int(match[1]) >= config.num_layers}
-    heads = [
-        name for name in stored
-        if name.startswith(_DRAFTING_PARTS) or (name in layers and f"model.layers.{layers[name]}.eh_proj.weight" in stored)
-    ]  # fmt: skip
-    left_out = set(heads)
-    return {name: tensor for name, tensor in stored.items() if name not in left_out}, heads
-
-
-def _plain_name(name: str, nesting: str) -> str:
-    if name.startswith(nesting):
-        return "model." + name.removeprefix(nesting)
-    return name.removeprefix("language_model.")  # lm_head
 
 
 def _unfused(stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:

@@ -12,6 +12,7 @@ from paceline.config import QuantOptions
 from paceline.drafters import HeadOptions
 from paceline.drafters.eagle.checkpoint import check_embedded, open_eagle
 from paceline.drafters.eagle.variants import admitted
+from paceline.drafters.gemma4_assistant.checkpoint import load_assistant
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.checkpoint import load_medusa
@@ -65,7 +66,18 @@ def judge_head(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) 
     """
     if files.kind is HeadKind.MEDUSA:
         return _judge_medusa(files, target, options)
+    if files.kind is HeadKind.GEMMA4_ASSISTANT:
+        return _judge_assistant(files, target)
     return _judge_mtp(files, target) if files.kind is HeadKind.MTP else _judge_eagle(files, target, options)
+
+
+def _judge_assistant(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, PairVerdict]:
+    assistant = load_assistant(files, target.config)
+    layers = assistant.config.layers
+    read = sorted({layer.mixer.kv_layer for layer in layers.layers if layer.mixer.kv_layer is not None})
+    summary = f"assistant of {layers.num_layers} layers that reads the keys and values of the target's layers {', '.join(map(str, read))}; "
+    facts = HeadFacts(files.path, files.kind, assistant.weights, 0)
+    return facts, PairVerdict(True, summary + _sizes_fit(target.config.hidden_size))
 
 
 def _judge_medusa(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) -> tuple[HeadFacts, PairVerdict]:

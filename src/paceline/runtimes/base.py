@@ -11,11 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config import MAX_PASS_ROWS
+from paceline.errors import BackendUnavailableError
 from paceline.kv_cache.key_values import KeyValues
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout
 from paceline.kv_cache.window import PassLimits
 from paceline.models.config import ModelConfig, WeightType
+from paceline.models.weights import Weights
 from paceline.runtimes.decoder import COLLECTED, HIDDEN_STATES, LOGITS, RANKED, TOKEN_IDS, Compose
 from paceline.runtimes.ranking import Draws, RankedRow, Ranking, ranked_rows
 
@@ -215,6 +217,19 @@ class Network(ABC):
     @abstractmethod
     def beside(self, compose: Compose) -> "Network":
         """Another network of the same weights and the same cache."""
+
+    def reader(self, compose: Compose, config: ModelConfig, weights: Weights, *, max_context: int) -> "Network":
+        """A network of other weights that reads the keys and values of this one, in whatever cache it has, and writes none.
+
+        Args:
+            config: of its layers; `AttentionConfig.kv_layer` of each is the layer of this network that it reads.
+            weights: under the names `compose` uses; computed with as stored, in float32 on the CPU.
+            max_context: positions to prepare for.
+
+        Raises:
+            BackendUnavailableError: this kind of network has none.
+        """
+        raise BackendUnavailableError("nothing can read the keys and values of this kind of network: use another drafter")
 
 
 class Pass(NamedTuple):

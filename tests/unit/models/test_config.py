@@ -13,8 +13,9 @@ from harness.model_configs import make_config
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, WeightType, config_from_values, read_config
 from paceline.models.layers import Activation, NormOrder, QKNorm
-from paceline.models.rope import query_scales
+from paceline.models.rope import inverse_frequencies, query_scales
 from paceline.models.rope_config import RopeConfig, RopeType
+from paceline.models.tensor_names import tensor_shapes
 
 LLAMA = {
     "model_type": "llama",
@@ -449,3 +450,41 @@ def test_layers_are_grouped_by_what_they_keep_and_those_that_share_keep_nothing(
     assert config.kv_bytes_per_token(4) == 4 * 2 * 32 * 4
     assert [config.kv_owner(layer) for layer in range(5)] == [0, 1, 2, 3, 2]
     assert [config.tables_of(layer) for layer in range(4)] == [0, 0, 1, 0]
+
+
+FULL_OF_E2B, FULL_OF_31B = {4, 9, 14, 19, 24, 29, 34}, set(range(5, 60, 6))
+
+
+@pytest.mark.parametrize(
+    ("values", "owners", "row_values", "last"),
+    [
+        (  # E2B: every fifth layer is global, 20 share keys and values
+            {"num_hidden_layers": 35, "hidden_size": 1536, "intermediate_size": 6144, "num_key_value_heads": 1, "num_kv_shared_layers": 20,
+             "use_double_wide_mlp": True,
+             "layer_types": ["full_attention" if layer in FULL_OF_E2B else "sliding_attention" for layer in range(35)]},
+            15, 2 * (12 * 256 + 3 * 512), {13, 14},
+        ),
+        (  # 31B: keys are values in global layers, which have fewer of them
+            {"num_hidden_layers": 60, "hidden_size": 5376, "intermediate_size": 21504, "num_attention_heads": 32, "num_key_value_heads": 16,
+             "num_global_key_value_heads": 4, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "sliding_window": 1024},
+            60, 2 * (50 * 16 * 256 + 10 * 4 * 512), {58, 59},
+        ),
+    ],
+)  # fmt: skip
+def test_gemma4_in_published_sizes_keeps_what_its_layers_own(values: dict[str, Any], owners: int, row_values: int, last: set[int]) -> None:
+    given = {"model_type": "gemma4_text", "vocab_size": 262144, "dtype": "bfloat16", "rms_norm_eps": 1e-6, **values}
+    config = config_from_values(given, Path("config.json"))
+    assert sum(len(group.layers) for group in config.kv_groups()) == owners
+    assert config.kv_bytes_per_token(2) == 2 * row_values
+    read = {config.kv_owner(layer) for layer in range(config.num_layers - 6, config.num_layers)}
+    assert last <= read
+    assert {layer.mixer.head_size for layer in config.layers} == {256, 512}
+    if owners < 60:
+        assert {config.kv_owner(layer) for layer in range(15, 35)} == {13, 14}
+        assert {layer.mlp.intermediate_size for layer in config.layers[15:]} == {12288}
+        assert tensor_shapes(config)["layer_embedding.weight"] == (262144, 35 * 256)
+    else:
+        assert {group.layers for group in config.kv_groups() if group.window is None} == {tuple(sorted(FULL_OF_31B))}
+        assert "layers.5.v_proj.weight" not in tensor_shapes(config)
+    frequencies, _ = inverse_frequencies(config.layers[-1].mixer.rope, 512)
+    assert np.count_nonzero(frequencies) == 64

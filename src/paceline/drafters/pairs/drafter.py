@@ -12,17 +12,13 @@ with the head's own outputs as features. Their rows are overwritten by true pair
 from collections.abc import Sequence
 from itertools import accumulate
 
-import numpy as np
-
 from paceline.drafters.pairs.cache import SPARE_BLOCKS, PairCache, PairRows
 from paceline.drafters.pairs.guesses import Guesses
 from paceline.drafters.pairs.head import PairHead, PairOutputs
-from paceline.drafters.pairs.tree import GrowingDraft
+from paceline.drafters.pairs.tree import GrowingDraft, draws_of, shape_of
 from paceline.kv_cache.paged import KVCache
-from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray, in_parts
-from paceline.runtimes.ranking import DRAW, Draws
-from paceline.sampling.noise import Purpose, noise_key
+from paceline.runtimes.ranking import Draws
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -78,7 +74,7 @@ class PairDrafter(Drafter):
             group: list[tuple[PairRows, GrowingDraft]] = []
             num_spares = 0
             for request, budget in part:
-                depth, width = _shape(budget, self._tree_width)
+                depth, width = shape_of(budget, self._tree_width)
                 num_drafted = self._num_drafted(depth, width)
                 needed = self.pairs.num_spares(request, num_drafted)
                 if depth < 1 or needed > SPARE_BLOCKS:
@@ -111,7 +107,7 @@ class PairDrafter(Drafter):
 
     def _most_rows(self, request: Request, budget: DraftBudget) -> int:
         """Rows of all drafting passes for a request."""
-        return self._num_drafted(*_shape(budget, self._tree_width)) + self.pairs.num_waiting(request)
+        return self._num_drafted(*shape_of(budget, self._tree_width)) + self.pairs.num_waiting(request)
 
     def _num_drafted(self, depth: int, width: int) -> int:
         """Rows behind the true pairs that a draft takes."""
@@ -142,10 +138,10 @@ class PairDrafter(Drafter):
         if not group:
             return {}
         drafts = [draft for _, draft in group]
-        outputs = self._run_true([pairs for pairs, _ in group], wants_logits=True, draws=_draws(drafts))
+        outputs = self._run_true([pairs for pairs, _ in group], wants_logits=True, draws=draws_of(drafts))
         self._take(drafts, outputs)
         while active := [draft for draft in drafts if draft.frontier]:
-            self._take(active, self.head.run_drafted([draft.next_rows() for draft in active], _draws(active)))
+            self._take(active, self.head.run_drafted([draft.next_rows() for draft in active], draws_of(active)))
         return {id(draft.request): draft.finished(self.name) for draft in drafts}
 
     def _take(self, drafts: Sequence[GrowingDraft], outputs: PairOutputs) -> None:
@@ -179,26 +175,3 @@ class PairDrafter(Drafter):
         for one in pairs:
             self.pairs.keep(one.request, one.token_ids)
         return PairOutputs(outputs.output, outputs.features[last])
-
-
-def _draws(drafts: Sequence[GrowingDraft]) -> Draws | None:
-    """How the next tokens are drawn, by node of all frontiers: those of one level share their noise."""
-    if not any(draft.is_drawn for draft in drafts):
-        return None
-    draws = np.zeros(sum([len(draft.frontier) for draft in drafts]), DRAW)
-    first = 0
-    for draft in drafts:
-        last = first + len(draft.frontier)
-        if draft.is_drawn:
-            request = draft.request
-            key = noise_key(request.seed, request.sample_index, len(request.token_ids) + draft.level, Purpose.TOKEN)
-            draws[first:last] = (key, request.params.temperature, 0)
-        first = last
-    return draws
-
-
-def _shape(budget: DraftBudget, tree_width: int) -> tuple[int, int]:
-    """Depth and width of a draft: a tree only where there are rows for branches beside the longest chain."""
-    depth = min(budget.max_depth, budget.row_budget - 1)
-    has_room = budget.row_budget > budget.max_depth + 1 and budget.layout is not TreeLayout.CHAIN
-    return depth, tree_width if has_room else 1

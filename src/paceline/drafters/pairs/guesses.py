@@ -33,7 +33,7 @@ class Guessed:
     draft_probs: TokenProbs | None = None
 
 
-_NOTHING = Guessed()
+NOTHING = Guessed()
 
 
 class Guesses:
@@ -59,7 +59,7 @@ class Guesses:
         """As `behind`, for a request whose rows only the temperature changes."""
         log_sum, drawn, scores, ids = row
         if not math.isfinite(log_sum):
-            return _NOTHING
+            return NOTHING
         first = ids[0] if is_greedy else drawn
         if width == 1:
             return Guessed((first,), (1.0,))
@@ -80,7 +80,13 @@ class Guesses:
         try:
             distribution = request.processor.process(self._as_target_row(row), path)
         except PacelineError:  # no token the head knows is allowed here, or its row is invalid
-            return _NOTHING
+            return NOTHING
+        return self.of_distribution(request, path, distribution, width, wants_draws=wants_draws)
+
+    def of_distribution(
+        self, request: Request, path: Sequence[int], distribution: Distribution, width: int, *, wants_draws: bool
+    ) -> Guessed:
+        """As `behind`, of a row that was processed."""
         position = len(request.token_ids) + len(path)
         if wants_draws and width == 1 and not distribution.greedy:
             probs = TokenProbs.of(distribution)

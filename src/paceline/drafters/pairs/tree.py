@@ -11,7 +11,10 @@ import numpy as np
 
 from paceline.drafters.pairs.guesses import Guessed
 from paceline.drafters.pairs.head import DraftedRows
+from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import BoolArray, FloatArray, IntArray, RowRange
+from paceline.runtimes.ranking import DRAW, Draws
+from paceline.sampling.noise import Purpose, noise_key
 from paceline.sampling.residual import TokenProbs
 from paceline.speculation.drafter import DraftBudget
 from paceline.speculation.request import Request
@@ -165,3 +168,26 @@ class GrowingDraft:
         above = [tree.row_of[parent] for parent in parents] if self.level > 1 else []
         tree.add(best, [self.token_ids[node] for node in best], self.level, above, features[[place[parent] for parent in parents]])
         self.frontier = best
+
+
+def draws_of(drafts: Sequence[GrowingDraft]) -> Draws | None:
+    """How the next tokens are drawn, by node of all frontiers: those of one level share their noise."""
+    if not any(draft.is_drawn for draft in drafts):
+        return None
+    draws = np.zeros(sum([len(draft.frontier) for draft in drafts]), DRAW)
+    first = 0
+    for draft in drafts:
+        last = first + len(draft.frontier)
+        if draft.is_drawn:
+            request = draft.request
+            key = noise_key(request.seed, request.sample_index, len(request.token_ids) + draft.level, Purpose.TOKEN)
+            draws[first:last] = (key, request.params.temperature, 0)
+        first = last
+    return draws
+
+
+def shape_of(budget: DraftBudget, tree_width: int) -> tuple[int, int]:
+    """Depth and width of a draft: a tree only where there are rows for branches beside the longest chain."""
+    depth = min(budget.max_depth, budget.row_budget - 1)
+    has_room = budget.row_budget > budget.max_depth + 1 and budget.layout is not TreeLayout.CHAIN
+    return depth, tree_width if has_room else 1

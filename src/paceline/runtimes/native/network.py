@@ -44,6 +44,7 @@ class NativeNetwork(Network):
         max_context: int,
         round_to: WeightType = WeightType.F32,
         panels: dict[str, Panels] | None = None,
+        cache_of: "NativeNetwork | None" = None,
     ) -> None:
         """Record the network; the weights stay where they are.
 
@@ -52,6 +53,7 @@ class NativeNetwork(Network):
             round_to: type the weights' values are rounded to first, where they are stored in another.
             panels: gets matrices in groups as they are laid out for rows that are rounded to 8 bits (kernels/panels.c), by name. None =
                 groups stay as they are, and so do rows.
+            cache_of: whose keys and values it reads; None = its own.
 
         Raises:
             BackendUnavailableError: there are no kernels for this machine.
@@ -62,6 +64,10 @@ class NativeNetwork(Network):
         self._round_to, self._panels = round_to, panels
         native_weights = NativeWeights(weights, round_to, panels=panels, num_threads=num_threads)
         self._shared = _Shared(native_weights, RotaryTables(config, most), num_threads, most)
+        self._cache_config = config
+        if cache_of is not None:
+            self._cache_config = cache_of.config
+            cache_of._shared.add_reader(self._shared)
         path = kernels_path()
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path is not None else "none"
         stored = sorted({f"{facts.weight_type.value}{_bits(facts)}" for facts in map(weights.facts, weights)})
@@ -138,6 +144,9 @@ class NativeNetwork(Network):
         other._compose(compose)
         return other
 
+    def reader(self, compose: Compose, config: ModelConfig, weights: Weights, *, max_context: int) -> "NativeNetwork":
+        return NativeNetwork(compose, config, weights, num_threads=self._shared.num_threads, max_context=max_context, cache_of=self)
+
     def _compose(self, compose: Compose) -> None:
         self.compose = compose
         self._programs: dict[Ranking | None, _Program] = {}
@@ -150,7 +159,7 @@ class NativeNetwork(Network):
 
     def _record(self, ranking: Ranking | None) -> "_Program":
         shared = self._shared
-        blocks = NativeBlocks(self.config, shared.weights)
+        blocks = NativeBlocks(self.config, shared.weights, self._cache_config)
         results = ranked(self.compose, ranking)(blocks)
         buffers, widths = share_memory(blocks, {value.index for value in results.values()})
         recorded = Recorded(blocks.operations, widths)
@@ -208,12 +217,21 @@ class _Shared:
     files: MappedFiles = field(default_factory=lambda: MappedFiles(()))
     _cache: tuple[Sequence[FloatArray], Sequence[WindowKeyValues]] | None = None
     _executions: list[Execution] = field(default_factory=list)
+    _readers: "list[_Shared]" = field(default_factory=list)
     _also_read: list[NDArray[Any]] = field(default_factory=list)
 
     def use_cache(self, planes: Sequence[FloatArray], windows: Sequence[WindowKeyValues] = ()) -> None:
         self._cache = planes, windows
         for execution in self._executions:
             execution.use_cache(planes, windows)
+        for reader in self._readers:
+            reader.use_cache(planes, windows)
+
+    def add_reader(self, reader: "_Shared") -> None:
+        """Others that use this cache, whichever it is."""
+        self._readers.append(reader)
+        if self._cache is not None:
+            reader.use_cache(*self._cache)
 
     def add(self, execution: Execution) -> None:
         if self._cache is not None:

@@ -49,8 +49,8 @@ class Value:
 class NativeBlocks:
     """Records operations; every value has a number. `share_memory` gives values a buffer."""
 
-    def __init__(self, config: ModelConfig, weights: NativeWeights) -> None:
-        self._config = config
+    def __init__(self, config: ModelConfig, weights: NativeWeights, cache_config: ModelConfig | None = None) -> None:
+        self._config, self._cache_config = config, cache_config or config  # the latter is of the network whose cache it is
         self._weights = weights
         self.values: list[Value] = []
         self.inputs: dict[str, Value] = {}  # values that the runtime fills
@@ -135,7 +135,7 @@ class NativeBlocks:
         owner = layer if attention.kv_layer is None else attention.kv_layer
         operation = AttentionOperation(
             q=q.index, k=k, v=v, heads=attention.num_heads, kv_heads=attention.num_kv_heads, head_size=attention.head_size,
-            layer=owner, tables=self._config.tables_of(owner), window=attention.window or 0,
+            layer=owner, tables=self._cache_config.tables_of(owner), window=attention.window or 0,
             scale=attention.scale, soft_cap=attention.soft_cap or 0.0,
             sinks=self._weights.vector(f"layers.{layer}.attention.sinks", exact=True) if attention.has_sinks else None,
         )  # fmt: skip

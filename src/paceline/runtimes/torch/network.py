@@ -30,12 +30,20 @@ class TorchNetwork(Network):
     """
 
     def __init__(
-        self, compose: Compose, config: ModelConfig, weights: Weights, *, device: str = "cpu", weight_type: WeightType = WeightType.F32
+        self,
+        compose: Compose,
+        config: ModelConfig,
+        weights: Weights,
+        *,
+        device: str = "cpu",
+        weight_type: WeightType = WeightType.F32,
+        cache_of: "TorchNetwork | None" = None,
     ) -> None:
         """
         Args:
             device: "cpu" or "cuda"; weights are copied there when the first pass needs them.
             weight_type: type of weights, cache and computation.
+            cache_of: whose keys and values it reads; None = its own.
 
         Raises:
             ConfigError: there is no such device.
@@ -45,8 +53,11 @@ class TorchNetwork(Network):
         self.capabilities = Capabilities(Numerics.FAST, TreeLayout.MASK, device, weight_type)
         opened = _open_device(device)
         tensors = TorchWeights(weights, dtype=DTYPES[weight_type], device=opened, norms_in_float32=config.norm_offset)
-        self._shared = _Shared(tensors)
-        self.new_key_values(1)
+        self._shared = self._cache_shared = _Shared(tensors)
+        if cache_of is not None:
+            self._cache_shared = cache_of._cache_shared
+        else:
+            self.new_key_values(1)
 
     @property
     def num_passes(self) -> int:
@@ -77,7 +88,7 @@ class TorchNetwork(Network):
         attention_type = PlainAttention if shared.weights.device.type == "cpu" else PaddedAttention
         with torch.inference_mode():
             attention = attention_type(batch.ranges, BLOCK_SIZE, shared.weights.device)
-            blocks = TorchBlocks(self.config, shared.weights, shared.planes, attention, inputs, batch, wanted)
+            blocks = TorchBlocks(self.config, shared.weights, self._cache_shared.planes, attention, inputs, batch, wanted)
             results = _Results(ranked(self.compose, wanted.ranking)(blocks))
             results.fetch(LOGITS if wanted.ranking is None else RANKED)
             return ForwardOutput(results)
@@ -87,6 +98,11 @@ class TorchNetwork(Network):
         with torch.inference_mode():
             ids = torch.from_numpy(token_ids.astype(np.int64)).to(weights.device)
             return _to_numpy(scaled_rows(F.embedding(ids, weights.plain("embedding")), self.config))
+
+    def reader(self, compose: Compose, config: ModelConfig, weights: Weights, *, max_context: int) -> "TorchNetwork":
+        """As in `Network`, in this network's type."""
+        can = self.capabilities
+        return TorchNetwork(compose, config, weights, device=can.device, weight_type=can.weight_type, cache_of=self)
 
     def beside(self, compose: Compose) -> "TorchNetwork":
         other = TorchNetwork.__new__(TorchNetwork)

@@ -1,0 +1,205 @@
+"""Assistants of Gemma 4 in the engine: right where they must be, never wrong, found beside their target, refused beside others."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.checkpoints import write_checkpoint
+from harness.gemma4_assistants import CLUSTERS, VOCAB_SIZE, edit_tensors, write_assistant, write_right_pair, write_target
+from harness.gemma4_checkpoints import FULL, SLIDING
+from paceline import LLM, SamplingParams
+from paceline.drafters.gemma4_assistant.checkpoint import load_assistant
+from paceline.drafters.gemma4_assistant.drafter import AssistantDrafter
+from paceline.drafters.gemma4_assistant.network import FEATURE, AssistantNetwork, NodeRows
+from paceline.drafters.head_files import HeadFiles
+from paceline.errors import CheckpointError, IncompatibleDrafterError
+from paceline.proof.doctor import DoctorQuestion, diagnose
+from paceline.runtimes.base import Numerics, assemble
+from paceline.runtimes.load import RuntimeOptions, load_runtime
+
+GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
+PENALISED = SamplingParams(max_tokens=40, temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=4)
+PROMPTS = [[5, 6, 7], [9], np.random.default_rng(1).integers(1, VOCAB_SIZE, 120).tolist(), [31, 2]]
+pytestmark = pytest.mark.usefixtures("always_drafts")
+
+
+def open_llm(target: Path, drafter: str | list[str], **options: Any) -> LLM:
+    shape = {"num_draft_tokens": 3, "threads": 2, "max_context": 256, "cache_gb": 0.05, "backend": "native", **options}
+    return LLM(str(target), drafter=drafter, device="cpu", **shape)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target and an assistant that know nothing of one another."""
+    folder = tmp_path_factory.mktemp("pair")
+    return write_target(folder / "target"), write_assistant(folder / "assistant", **CLUSTERS)
+
+
+@pytest.mark.parametrize(("changes", "options"), [({}, {}), ({}, {"tree_width": 3}), (CLUSTERS, {}), ({}, {"backend": "torch"})])
+def test_an_assistant_that_must_be_right_is_accepted_always(tmp_path: Path, changes: dict[str, Any], options: dict[str, Any]) -> None:
+    """Over chunked prompts, batches, cached prompts, windows and preemptions."""
+    target, assistant, successor = write_right_pair(tmp_path, sharpness=3.0, **changes)
+    llm = open_llm(target, str(assistant), chunk_rows=32, **options)
+    for params in (GREEDY, SAMPLED, GREEDY):
+        for batch in (PROMPTS, PROMPTS[2:3]):
+            for output, prompt in zip(llm.generate(batch, params), batch, strict=True):
+                expected = [prompt[-1]]
+                for _ in range(40):
+                    expected.append(successor[expected[-1]])
+                assert output.token_ids == expected[1:]
+                stats = output.speculation
+                assert stats.drafted > 28
+                if "tree_width" not in options:
+                    assert stats.accepted == stats.drafted
+                assert stats.mean_acceptance_length > 3.5
+    assert llm.stats().drafter_failures == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"tree_width": 3}, {"acceptance": "match", "cache_gb": 0.0013, "max_num_seqs": 4}, {"draft_quant": "int8", "numerics": "exact"}],
+)
+def test_token_ids_are_those_of_plain_decoding(pair: tuple[Path, Path], options: dict[str, Any]) -> None:
+    target, assistant = pair
+    plain, drafting = open_llm(target, "none"), open_llm(target, str(assistant), **options)
+    for params in (GREEDY, SAMPLED, PENALISED):
+        expected = [output.token_ids for output in plain.generate(PROMPTS, params)]
+        together = drafting.generate(PROMPTS, params)
+        assert [output.token_ids for output in together] == expected
+        assert drafting.generate(PROMPTS[2:3], params)[0].token_ids == expected[2]
+        assert sum(output.speculation.drafted for output in together) > 100
+    assert drafting.stats().drafter_failures == 0
+    drafting.engine.cache.check()
+
+
+def test_in_the_middle_of_a_text_it_says_what_it_says_behind_a_fresh_one(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """After steps that kept and dropped guesses, windows that moved and cached prompts."""
+    target, assistant = pair
+    llm = open_llm(target, str(assistant), chunk_rows=32)
+    seen: list[tuple[list[int], list[int]]] = []
+    real = AssistantDrafter.propose
+
+    def watched(drafter: AssistantDrafter, requests: Any, budgets: Any) -> Any:
+        trees = real(drafter, requests, budgets)
+        seen.extend((list(one.token_ids), list(tree.token_ids[1:])) for one, tree in zip(requests, trees, strict=True) if tree is not None)
+        return trees
+
+    monkeypatch.setattr(AssistantDrafter, "propose", watched)
+    for _ in range(2):
+        llm.generate(PROMPTS, GREEDY)
+    assert llm.stats().num_cached_tokens > 0
+    runtime = load_runtime(target, RuntimeOptions(numerics=Numerics.FAST, num_threads=2, backend="native")).runtime
+    network = AssistantNetwork(load_assistant(HeadFiles.open(assistant), runtime.config), runtime, max_context=256)
+    cache = runtime.new_cache(16)
+    for token_ids, guessed in seen[::7]:
+        sequence, behind = cache.new_sequence(), len(token_ids) - 1
+        output = runtime.forward(*assemble([cache.reserve(sequence, range(-1, behind - 1))], [token_ids[:-1]], [[0]]))
+        cache.keep_path(sequence, behind - 1)
+        token, feature, expected = token_ids[-1], output.hidden_states[-1:].copy(), list[int]()
+        for _ in guessed:
+            output = network.forward([NodeRows((token,), feature, sequence)], None, None)
+            ids, scores = network.candidates(output, 0, VOCAB_SIZE)
+            token, feature = int(ids[scores.argmax()]), output.results[FEATURE].copy()
+            expected.append(token)
+        assert guessed == expected, len(token_ids)
+        cache.release(sequence)
+    assert len(seen) > 100
+
+
+@pytest.mark.parametrize("changes", [{}, CLUSTERS])
+def test_rejection_keeps_what_an_assistant_of_the_same_distribution_draws(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Drawn with noise of its own: tokens outside the clusters have probability 0, so the law stays the target's."""
+    target, assistant, _ = write_right_pair(tmp_path, sharpness=0.5, **changes)
+    llm = open_llm(target, str(assistant), acceptance="rejection")
+    outputs = llm.generate(PROMPTS, SAMPLED)
+    stats = [output.speculation for output in outputs]
+    assert sum(one.drafted for one in stats) > 100
+    assert sum(one.accepted for one in stats) >= sum(one.drafted for one in stats) * (0.7 if changes else 0.999)
+    assert llm.stats().drafter_failures == 0
+
+
+def test_an_assistant_beside_its_target_is_taken_without_being_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    target = shutil.copytree(pair[0], tmp_path / "target")
+    assert open_llm(target, "auto").engine.speculator.drafter.name == "ngram"
+    shutil.copytree(pair[1], target / "assistant")
+    llm = open_llm(target, "auto")
+    assert llm.engine.speculator.drafter.name == "gemma4_assistant"
+    assert "4 of 12 clusters" in llm.engine.speculator.drafter.describe()
+    assert open_llm(target, ["ngram", str(pair[1])]).engine.speculator.drafter.name == "ngram+gemma4_assistant"
+
+
+def test_doctor_knows_an_assistant(pair: tuple[Path, Path]) -> None:
+    diagnosis = diagnose(DoctorQuestion(model=str(pair[0]), drafters=(str(pair[1]),)))
+    assert not diagnosis.problems
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 48}, "takes features of 48 values, the target's have 64"),
+        ({"text_config": {"vocab_size": 5000}}, "knows 5000 token ids, the target 96"),
+        ({"text_config": {"sliding_window": 8}}, "has sliding_window = 8, the target 16"),
+        ({"text_config": {"head_dim": 8}}, "4 query heads of 8 values where the target's layer 4 has 2 key heads of 16"),
+        ({"text_config": {"num_attention_heads": 3, "num_key_value_heads": 1}}, "3 query heads of 16 values where the target's layer 4"),
+    ],
+)
+def test_an_assistant_of_another_target_is_one_line(pair: tuple[Path, Path], tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(IncompatibleDrafterError, match=message) as caught:
+        open_llm(pair[0], str(write_assistant(tmp_path, **changes)))
+    assert "\n" not in str(caught.value)
+
+
+def test_other_kinds_of_targets_are_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    llama = write_checkpoint(tmp_path / "llama", "llama", vocab_size=VOCAB_SIZE)
+    with pytest.raises(IncompatibleDrafterError, match="is an assistant of Gemma 4, and the target is a llama"):
+        open_llm(llama, str(pair[1]))
+    whole = write_target(tmp_path / "whole", layer_types=[FULL] * 8)
+    with pytest.raises(IncompatibleDrafterError, match="has sliding_attention layers, the target has none that keep keys"):
+        open_llm(whole, str(pair[1]))
+
+
+def _without_a_projection(tensors: dict[str, Any]) -> None:
+    del tensors["pre_projection.weight"]
+
+
+def _with_more(tensors: dict[str, Any]) -> None:
+    tensors["model.gate.weight"] = np.ones((2, 2), np.float32)
+
+
+def _twice_ordered(tensors: dict[str, Any]) -> None:
+    tensors["masked_embedding.token_ordering"][3] = tensors["masked_embedding.token_ordering"][4]
+
+
+@pytest.mark.parametrize(
+    ("change", "values", "message"),
+    [
+        (_without_a_projection, {}, r"lacks .*pre_projection.weight \[32, 128\]"),
+        (_with_more, {}, "gate.weight"),
+        (_twice_ordered, {}, "token_ordering does not hold each of the 96 token ids once"),
+        (None, {"num_centroids": 7}, "num_centroids = 7"),
+        (None, {"centroid_intermediate_top_k": 13}, "centroid_intermediate_top_k = 13"),
+        (None, {"text_config": None}, "text_config = None"),
+        (None, {"text_config": {"hidden_size_per_layer_input": 8}}, "hidden_size_per_layer_input = 8"),
+        (None, {"text_config": {"num_kv_shared_layers": 2}}, "num_kv_shared_layers = 2, expected all 4 layers"),
+        (None, {"text_config": {"layer_types": [SLIDING, "chunked", SLIDING, FULL]}}, "layer_types"),
+    ],
+)
+def test_damaged_files_are_one_line_that_names_what_is_wrong(
+    pair: tuple[Path, Path], tmp_path: Path, change: Callable[[dict[str, Any]], None] | None, values: dict[str, Any], message: str
+) -> None:
+    assistant = shutil.copytree(pair[1], tmp_path / "assistant")
+    config = json.loads((assistant / "config.json").read_text(encoding="utf-8"))
+    nested = values.get("text_config")
+    config |= {**values, **({"text_config": {**config["text_config"], **nested}} if nested else {})}
+    (assistant / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    if change is not None:
+        edit_tensors(assistant, change)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_llm(pair[0], str(assistant))
+    assert "\n" not in str(caught.value)
