@@ -129,6 +129,11 @@ def test_a_shorter_context_other_ends_and_a_large_draft_model_are_noted(target: 
     ]
 
 
+def test_a_drafter_named_twice_is_one_problem(target: Path) -> None:
+    found = diagnose(DoctorQuestion(model=str(target), drafters=["ngram", "suffix", "ngram"]))
+    assert found.problems == ["drafter 'ngram' was given more than once: name each drafter once"]
+
+
 def test_drafters_without_a_model_and_unknown_ones(target: Path) -> None:
     code, facts = ask("--model", target, "--drafter", "ngram")
     assert (code, facts["drafters"][0]) == (0, {"name": "ngram", "model": None, "head": None, "pair": None})

@@ -122,6 +122,8 @@ def diagnose(question: DoctorQuestion) -> Diagnosis:
         return found
     for name in question.drafters:
         found.drafters.append(_examine_drafter(name, found.target, question, options, found.problems))
+    for name in dict.fromkeys(name for name in question.drafters if question.drafters.count(name) > 1):
+        found.problems.append(f"drafter {name!r} was given more than once: name each drafter once")
     if found.works:
         try:
             options.check_read(drafter.name for drafter in found.drafters)

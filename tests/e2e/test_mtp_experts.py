@@ -1,0 +1,165 @@
+"""The modules of mixtures of experts, which are mixtures too, in directories and in GGUF files."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.expert_checkpoints import in_stacks
+from harness.gguf_checkpoints import write_gguf
+from harness.medusa_checkpoints import edit
+from harness.mtp_checkpoints import change_config, random_matrix, write_glm4_moe
+from paceline import LLM, SamplingParams
+from paceline.drafters.head_files import HeadFiles
+from paceline.drafters.mtp import load_mtp, open_gguf_module
+from paceline.errors import CheckpointError, IncompatibleDrafterError
+from paceline.models.checkpoint import open_weights, read_model_config
+from paceline.models.gguf.config import gguf_config
+from paceline.models.gguf.file import open_gguf
+from paceline.models.gguf.weights import num_modules, open_module
+from paceline.models.weights import as_float32
+
+GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
+PROMPTS = [[5, 6, 7], [9], list(range(1, 80)), [31, 2]]
+MODULE_PARTS = ("fc.weight", "embedding_norm.weight", "feature_norm.weight", "final_norm.weight")
+VOCABULARY = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "gpt-2",
+    "tokenizer.ggml.tokens": ["<|endoftext|>", "w", "1", "w1", *(f"q{number}" for number in range(93))],
+    "tokenizer.ggml.token_type": [3, *[1] * 96],
+    "tokenizer.ggml.merges": ["w 1"],
+}
+"""A tokenizer as GGUF files have it."""
+pytestmark = pytest.mark.usefixtures("always_drafts")
+
+
+def open_llm(target: Path, drafter: str, **options: object) -> LLM:
+    shape = {"num_draft_tokens": 3, "threads": 2, "max_context": 256, "cache_gb": 0.05, "backend": "native", **options}
+    return LLM(str(target), drafter=drafter, **shape)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("case", "quant"), [("glm4_moe", "none"), ("glm4_moe-groups", "int8")])
+def test_a_mixture_of_experts_runs_and_guesses_with_its_own_module(tmp_path: Path, case: str, quant: str) -> None:
+    """GLM-4.5: the module is a mixture too, its experts one by one or in stacks; in batches and alone, greedy and sampled."""
+    bare = write_glm4_moe(tmp_path / "bare", case, has_module=False)
+    samplings = (GREEDY, SAMPLED)
+    plain = open_llm(bare, "none")
+    answers = [[output.token_ids for output in plain.generate(PROMPTS, params)] for params in samplings]
+    with pytest.raises(IncompatibleDrafterError, match="holds no mtp head"):
+        open_llm(bare, "mtp")
+    target = write_glm4_moe(tmp_path / "target", case)
+    for directory in (target, in_stacks(target, tmp_path / "stacked")):
+        llm = open_llm(directory, "mtp", draft_quant=quant)
+        for params, expected in zip(samplings, answers, strict=True):
+            outputs = llm.generate(PROMPTS, params)
+            assert [output.token_ids for output in outputs] == expected
+            assert llm.generate(PROMPTS[2:3], params)[0].token_ids == expected[2]
+            assert sum(output.speculation.drafted for output in outputs) > 100
+        assert llm.stats().drafter_failures == 0
+    for drafter in ("none", "auto"):
+        assert any("holds a drafting head: drafter='mtp'" in notice for notice in open_llm(target, drafter).notices)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_routed_experts": 5}, r"layers\.3\.mlp\.experts\.\* are 6 experts, but config\.json says n_routed_experts = 5"),
+        ({"n_routed_experts": 7}, r"layers\.3\.mlp\.experts\.\* are 6 experts, but config\.json says n_routed_experts = 7"),
+        ("mlp.gate.weight", r"it lacks 1 tensor: layers\.3\.mlp\.gate\.weight \[6, 64\]"),
+        ("mlp.gate.e_score_correction_bias", r"it lacks 1 tensor: layers\.3\.mlp\.gate\.e_score_correction_bias \[6\]"),
+        ("mlp.shared_experts.up_proj.weight", r"it lacks 1 tensor: layers\.3\.mlp\.shared_experts\.up_proj\.weight \[32, 64\]"),
+        ("mlp.experts.4.up_proj.weight", r"it lacks 1 tensor: layers\.3\.mlp\.experts\.4\.up_proj\.weight \[32, 64\]"),
+    ],
+)
+def test_experts_that_are_not_those_of_the_config_are_named(tmp_path: Path, change: "dict[str, int] | str", message: str) -> None:
+    target = write_glm4_moe(tmp_path)
+    config = read_model_config(target)
+    weights = open_weights(target, config)
+    if isinstance(change, str):
+        edit(target / "model.safetensors", lambda tensors: tensors.pop(f"model.layers.3.{change}"))
+    else:
+        change_config(target, **change)
+        config = read_model_config(target)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        load_mtp(HeadFiles.open(target), config, weights)
+    assert "\n" not in str(raised.value)
+    if not isinstance(change, str):
+        with pytest.raises(CheckpointError, match=r"lacks|holds .*model\.layers\.1\.mlp\.experts\.5"):
+            open_weights(target, config)  # of the model itself
+
+
+def test_a_stack_of_other_experts_is_named(tmp_path: Path) -> None:
+    target = in_stacks(write_glm4_moe(tmp_path / "one-by-one"), tmp_path / "target")
+    weights = open_weights(target, read_model_config(target))
+    name = "model.layers.3.mlp.experts.down_proj"
+    edit(target / "model.safetensors", lambda tensors: tensors.update({name: tensors[name][:4]}))
+    message = "tensor 'layers.3.mlp.experts.down_proj' has shape [4, 64, 32], expected [6, 64, 32]: config.json says n_routed_experts = 6"
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        load_mtp(HeadFiles.open(target), read_model_config(target), weights)
+
+
+def test_the_module_in_a_gguf_file_guesses_for_the_model_in_it(tmp_path: Path) -> None:
+    """Blocks count it; its values are those of the directory, or rounded as the model's are."""
+    directory = write_glm4_moe(tmp_path / "model", "glm4_moe-groups")
+    plain = write_gguf(directory, tmp_path / "plain.gguf", metadata=VOCABULARY)
+    files, config = open_gguf_module(plain), read_model_config(plain)
+    assert files is not None
+    module = load_mtp(files, config, open_weights(plain, config))
+    config = read_model_config(directory)
+    expected = load_mtp(HeadFiles.open(directory), config, open_weights(directory, config))
+    assert module.config == expected.config
+    assert list(module.weights) == list(expected.weights)
+    for name in module.weights:
+        assert np.array_equal(as_float32(module.weights[name]), as_float32(expected.weights[name])), name
+    quantised = write_gguf(directory, tmp_path / "quantised.gguf", "Q8_0", metadata=VOCABULARY)
+    without = open_llm(quantised, "none")
+    (notice,) = [notice for notice in without.notices if "head" in notice]
+    assert notice == f"{quantised} also holds a drafting head: drafter='mtp' guesses with it"
+    for drafter, quant in (("mtp", "none"), (str(quantised), "int4")):
+        llm = open_llm(quantised, drafter, draft_quant=quant)
+        assert llm.drafter_name == "mtp"
+        for params in (GREEDY, SAMPLED):
+            outputs = llm.generate(PROMPTS, params)
+            assert [output.token_ids for output in outputs] == [output.token_ids for output in without.generate(PROMPTS, params)]
+            assert sum(output.speculation.drafted for output in outputs) > 100
+
+
+def test_of_a_module_in_a_gguf_file_nothing_but_copies_is_left_out(tmp_path: Path) -> None:
+    directory = write_glm4_moe(tmp_path / "model")
+    copies = {"model.layers.3.embed_tokens.weight": random_matrix(1), "model.layers.3.shared_head.head.weight": random_matrix(2)}
+    edit(directory / "model.safetensors", lambda tensors: tensors.update(copies))
+    file = open_gguf(write_gguf(directory, tmp_path / "model.gguf", metadata=VOCABULARY))
+    assert {"blk.3.nextn.embed_tokens.weight", "blk.3.nextn.shared_head_head.weight"} <= set(file.tensors)
+    config = gguf_config(file)
+    assert {name for name in open_module(file, config, config.layers[-1]) if not name.startswith("layers.0.")} == set(MODULE_PARTS)
+    more = {name.replace("blk.3.", "blk.4."): tensor for name, tensor in file.tensors.items() if name.startswith("blk.3.")}
+    assert [num_modules(replace(file, tensors={**file.tensors, **tensors}), config) for tensors in ({}, more)] == [1, 2]
+    strange = replace(file, tensors={**file.tensors, "blk.3.attn_gate.weight": file.tensors["blk.3.attn_q.weight"]})
+    with pytest.raises(CheckpointError, match=r"holds 1 tensor: blk\.3\.attn_gate\.weight that no known mtp head has"):
+        open_module(strange, config, config.layers[-1])
+
+
+def test_a_gguf_file_without_a_whole_module_says_so(tmp_path: Path) -> None:
+    bare = write_glm4_moe(tmp_path / "bare", has_module=False)
+    path = write_gguf(bare, tmp_path / "bare.gguf", metadata=VOCABULARY)
+    with pytest.raises(IncompatibleDrafterError, match="GGUF file that holds no mtp head"):
+        open_llm(path, "mtp")
+    directory = write_glm4_moe(tmp_path / "model")
+    path = write_gguf(directory, tmp_path / "unsaid.gguf", metadata={**VOCABULARY, "glm4moe.nextn_predict_layers": 0})
+    with pytest.raises(CheckpointError, match=r"holds 4 tensors: blk\.3\.nextn\..* that a glm4_moe model does not have"):
+        open_llm(path, "none")
+    edit(directory / "model.safetensors", lambda tensors: tensors.pop("model.layers.3.mlp.gate.weight"))
+    edit(directory / "model.safetensors", lambda tensors: tensors.pop("model.layers.3.hnorm.weight"))
+    path = write_gguf(directory, tmp_path / "part.gguf", metadata=VOCABULARY)
+    open_llm(path, "none")
+    with pytest.raises(
+        CheckpointError, match=r"module in block 3 lacks 2 tensors: blk\.3\.ffn_gate_inp\.weight, blk\.3\.nextn\.hnorm\.weight;"
+    ):
+        open_llm(path, "mtp")
+    for count in (4, 9):
+        path = write_gguf(directory, tmp_path / "many.gguf", metadata={**VOCABULARY, "glm4moe.nextn_predict_layers": count})
+        with pytest.raises(CheckpointError, match=rf"glm4moe\.nextn_predict_layers = {count}, expected fewer than block_count"):
+            open_llm(path, "none")
