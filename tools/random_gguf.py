@@ -174,6 +174,8 @@ def byte_shape(tensor: Tensor) -> tuple[int, ...]:
 
 def random_bytes(tensor: Tensor, random: np.random.Generator) -> NDArray[np.uint8]:
     """Values of a size that keeps activations near 1: matrices get smaller with their width, vectors of norms are near 1."""
+    if tensor.name == "rope_freqs.weight":  # a quarter of the pairs turns
+        return np.repeat(np.array([1.0, 1e30], np.float32), [tensor.shape[0] // 4, tensor.shape[0] * 3 // 4]).view(np.uint8)
     if tensor.kind == "F32":
         is_matrix = len(tensor.shape) > 1 and not tensor.name.endswith(".bias")
         values = random.normal(0.0 if is_matrix or tensor.name.endswith(".bias") else 1.0, 0.02, tensor.shape).astype(np.float32)

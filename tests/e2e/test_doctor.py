@@ -367,7 +367,7 @@ def test_of_layers_with_a_window_the_window_is_counted(tmp_path: Path) -> None:
     tight = diagnose(DoctorQuestion(model=str(target), drafters=["none"], memory_bytes=memory.weights_bytes + 10_740 * row // 2)).memory
     assert tight is not None
     assert tight.context_that_fits == 10_000
-    assert "for every 1000 tokens, less behind 740 where layers see a window" in text("--model", target, "--drafter", "none")[1]
+    assert "for every 1000 tokens; layers with a window keep at most 740 tokens" in text("--model", target, "--drafter", "none")[1]
 
 
 def test_a_draft_model_is_added(target: Path, draft: Path) -> None:

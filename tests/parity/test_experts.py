@@ -179,6 +179,9 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
     "window": ("gpt_oss", {"sliding_window": 0}, r"sliding_window = 0, expected an integer from 1"),
     "layer": ("gpt_oss", {"layer_types": ["chunked_attention"] * 3}, r"layer_types = .*expected sliding_attention or full"),
     "stack": ("gpt_oss", {"num_local_experts": 5}, r"gate_up_proj_bias' has shape \[6, 192\], but config\.json makes it \[5, 192\]"),
+    "causal": ("mixtral", {"is_causal": False}, r"is_causal is false: the model embeds text"),
+    "layers": ("mixtral", {"per_layer_config": {"1": {"num_experts_per_tok": 1}}}, r"per_layer_config is not supported for mixtral"),
+    "null": ("gemma4-window", {"top_k_experts": None}, r"has no 'top_k_experts'"),
     "beside": ("gemma4-window", {"num_experts": 5}, r"experts\.gate_up_proj' has shape \[6, 64, 64\], but config\.json"),
 }
 
@@ -204,3 +207,78 @@ def test_a_router_that_is_missing_is_named(references: Callable[[str], Reference
     write_tensors(changed, {name: tensor for name, tensor in tensors.items() if name != router})
     with pytest.raises(CheckpointError, match=r"lacks 1 tensor: model\.layers\.0\.mlp\.gate\.weight"):
         open_weights(changed, read_config(changed))
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("gemma4-window", {"num_experts_per_tok": 1, "experts_per_token": 1}),
+        ("qwen3_moe", {"top_k_experts": 1, "experts_per_token": 1}),
+        ("gpt_oss", {"layer_types": None, "sliding_window_pattern": 1}),
+    ],
+)
+def test_names_that_a_family_does_not_know_change_nothing(
+    references: Callable[[str], Reference], tmp_path: Path, case: str, changes: dict[str, Any]
+) -> None:
+    """As in transformers, whose classes do not read them either."""
+    changed = shutil.copytree(references(case).directory, tmp_path / "changed")
+    values = json.loads((changed / "config.json").read_text(encoding="utf-8"))
+    (changed / "config.json").write_text(json.dumps({**values, **changes}), encoding="utf-8")
+    assert read_config(changed) == read_config(references(case).directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("down_proj_scales", None, r"lacks model\.layers\.0\.mlp\.experts\.down_proj_scales"),
+        ("gate_up_proj_blocks", None, r"lacks model\.layers\.0\.mlp\.experts\.gate_up_proj_blocks"),
+        ("gate_up_proj_bias", None, r"lacks model\.layers\.0\.mlp\.experts\.gate_up_proj_bias"),
+        (
+            "down_proj_scales",
+            lambda tensor: tensor[:-1],
+            r"down_proj_scales' is of .* shape \[5, 64, 3\].* shape \[6, 64, 3\]",
+        ),
+        ("down_proj_blocks", lambda tensor: tensor.view(torch.int8), r"down_proj_blocks' is of type I8 and shape"),
+    ],
+)
+def test_a_stack_in_mxfp4_that_is_damaged_is_named(
+    references: Callable[[str], Reference], tmp_path: Path, seed: int, name: str, change: Callable[[Any], Any] | None, message: str
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    packed = write_mxfp4(references("gpt_oss").directory, tmp_path / "packed", seed)
+    tensors = load_file(packed / "model.safetensors")
+    tensor = tensors.pop(f"model.layers.0.mlp.experts.{name}")
+    if change is not None:
+        tensors[f"model.layers.0.mlp.experts.{name}"] = change(tensor).contiguous()
+    save_file(tensors, packed / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        open_weights(packed, read_config(packed))
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "value", "message"),
+    [
+        (
+            "gpt_oss",
+            "gpt-oss.attention.sliding_window",
+            0,
+            r"gpt-oss\.attention\.sliding_window = 0",
+        ),
+        ("gemma4-window", "gemma4.attention.sliding_window", 0, r"gemma4\.attention\.sliding_window = 0"),
+        ("gpt_oss", "gpt-oss.expert_used_count", 50, r"gpt-oss\.expert_used_count = 50, but there are only 6 experts"),
+        ("gpt_oss", "gpt-oss.expert_count", 5000, r"gpt-oss\.expert_count = 5000, expected"),
+        (
+            "gpt_oss",
+            "gpt-oss.attention.head_count",
+            3,
+            r"gpt-oss\.attention\.head_count = 3 must be a multiple",
+        ),
+    ],
+)
+def test_metadata_of_a_gguf_file_is_named_as_the_file_does(
+    references: Callable[[str], Reference], tmp_path: Path, case: str, key: str, value: int, message: str
+) -> None:
+    path = write_gguf(references(case).directory, tmp_path / "model.gguf", metadata={key: value})
+    with pytest.raises(CheckpointError, match=message):
+        read_model_config(path)

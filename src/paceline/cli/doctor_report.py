@@ -39,9 +39,13 @@ def _target_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     return [("model", facts["target"]["path"]), ("", _network(facts["target"]))]
 
 
+def _layers(count: int) -> str:
+    return f"{count} layer{'s' if count > 1 else ''}"
+
+
 def _network(model: dict[str, Any]) -> str:
     return (
-        f"{model['family']}, {model['parameters'] / 1e6:,.4g} million parameters, {model['layers']} layers, hidden size "
+        f"{model['family']}, {model['parameters'] / 1e6:,.4g} million parameters, {_layers(model['layers'])}, hidden size "
         f"{model['hidden_size']}, {model['stored_as']} ({_size(model['stored_bytes'])}), context {model['max_context']} tokens, "
         f"vocabulary {model['vocabulary_rows']} rows"
         + ("" if model["vocabulary_ids"] is None else f" of which the tokenizer knows {model['vocabulary_ids']}")
@@ -67,7 +71,7 @@ def _memory_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     memory = facts["memory"]
     if memory is None:
         return []
-    sliding = "".join(f", less behind {rows} where layers see a window" for rows in memory["target_windows"][:1])
+    sliding = "".join(f"; layers with a window keep at most {rows} tokens" for rows in memory["target_windows"][:1])
     rows = [
         (
             "memory",

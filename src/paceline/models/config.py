@@ -205,6 +205,7 @@ def config_from_values(
     family = family_of(values, path)
     fields = JsonFields({**family.defaults, **values}, path)
     _refuse_quantised(fields, family)
+    _refuse_unknown(fields, family)
     read = LayerReader(fields, family)
     layers = family.layers(read)
     generation = generation or {}
@@ -270,6 +271,14 @@ def _text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     ends = {"eos_token_id": outer["eos_token_id"]} if outer.get("eos_token_id") is not None else {}
     kind = _TEXT_MODELS[model_type] or text.get("model_type", "mistral")
     return {**outer, **text, **ends, "model_type": kind}
+
+
+def _refuse_unknown(fields: JsonFields, family: Family) -> None:
+    """Refuse what transformers computes otherwise for any family."""
+    if fields.values.get("is_causal") is False:
+        raise CheckpointError(f"{fields.path}: is_causal is false: the model embeds text, it does not generate")
+    if fields.values.get("per_layer_config") and not family.has_layer_sizes:
+        raise CheckpointError(f"{fields.path}: per_layer_config is not supported for {family.name}: its layers are alike")
 
 
 def _refuse_quantised(fields: JsonFields, family: Family) -> None:

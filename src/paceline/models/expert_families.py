@@ -82,9 +82,11 @@ def _gpt_oss(read: LayerReader) -> Layers:
     bias = fields.flag("attention_bias", default=True)
     activation = ClampedSwiGLU(fields.positive("swiglu_alpha"), fields.positive("swiglu_limit"))
     expert = DenseMLP(intermediate_size=fields.size("intermediate_size"), activation=activation, bias=True)
-    experts = ExpertMLP(routing=replace(read.routing(), is_normalized=True, bias=True), expert=expert)
+    experts = ExpertMLP(
+        routing=replace(read.routing(chosen=("num_experts_per_tok", "experts_per_token")), is_normalized=True, bias=True), expert=expert
+    )
     attention = read.attention(bias=bias, output_bias=bias, has_sinks=True)
-    return read.layers(attention, experts, slides=read.sliding_layers())
+    return read.layers(attention, experts, slides=read.sliding_layers(2))
 
 
 _QWEN = {"max_position_embeddings": 32768, "sliding_window": 4096}
@@ -167,7 +169,6 @@ EXPERTS = (
             "rms_norm_eps": 1e-5,
             "rope_theta": 150000.0,
             "sliding_window": 128,
-            "sliding_window_pattern": 2,
             "num_experts_per_tok": 4,
             "swiglu_alpha": 1.702,
             "swiglu_limit": 7.0,

@@ -51,19 +51,19 @@ def _qwen_slides(read: LayerReader) -> Sequence[bool]:
 
 
 def _gemma2(read: LayerReader) -> Layers:
-    return _gemma(read, soft_cap=read.soft_cap("attn_logit_softcapping"))
+    return _gemma(read, pattern=2, soft_cap=read.soft_cap("attn_logit_softcapping"))
 
 
 def _gemma3(read: LayerReader) -> Layers:
     return _gemma(read, qk_norm=QKNorm.HEAD)
 
 
-def _gemma(read: LayerReader, *, qk_norm: QKNorm = QKNorm.NONE, soft_cap: float | None = None) -> Layers:
+def _gemma(read: LayerReader, *, pattern: int | None = None, qk_norm: QKNorm = QKNorm.NONE, soft_cap: float | None = None) -> Layers:
     if read.flag("use_bidirectional_attention"):
         raise CheckpointError(f"{read.fields.path}: use_bidirectional_attention is set: the model embeds text, it does not generate")
     bias, scale = read.flag("attention_bias"), read.fields.positive("query_pre_attn_scalar") ** -0.5
     attention = read.attention(bias=bias, output_bias=bias, qk_norm=qk_norm, scale=scale, soft_cap=soft_cap)
-    return read.layers(attention, read.mlp(), norm_order=NormOrder.SANDWICH, slides=read.sliding_layers())
+    return read.layers(attention, read.mlp(), norm_order=NormOrder.SANDWICH, slides=read.sliding_layers(pattern))
 
 
 def _olmo2(read: LayerReader, slides: Sequence[bool] = ()) -> Layers:
@@ -73,7 +73,7 @@ def _olmo2(read: LayerReader, slides: Sequence[bool] = ()) -> Layers:
 
 
 def _olmo3(read: LayerReader) -> Layers:
-    return _olmo2(read, read.sliding_layers())
+    return _olmo2(read, read.sliding_layers(4))
 
 
 def _exaone4(read: LayerReader) -> Layers:
@@ -193,7 +193,6 @@ _TABLE = (
         defaults={
             **_GEMMA,
             "max_position_embeddings": 8192,
-            "sliding_window_pattern": 2,
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
         },
@@ -237,7 +236,6 @@ _TABLE = (
             "rope_theta": 5e5,
             "rope_local_base_freq": 5e5,
             "sliding_window": 4096,
-            "sliding_window_pattern": 4,
             "eos_token_id": 50279,
         },
         has_local_rope=True,

@@ -18,6 +18,7 @@ class Family:
         layers: makes the layers from the metadata, out of the parts that the reader gives.
         defaults: what metadata leaves out, as its configuration class in transformers assumes.
         activation_field: the name of the activation in the metadata.
+        has_layer_sizes: `per_layer_config` gives layers sizes of their own.
         has_local_rope: the sliding layers rotate by parameters of their own.
         tempers_queries: `llama_4_scaling_beta` makes queries larger with their position.
         rotates_partially: `partial_rotary_factor` may be below 1.
@@ -38,6 +39,7 @@ class Family:
     layers: Callable[[LayerReader], tuple[LayerConfig, ...]]
     defaults: Mapping[str, Any]
     activation_field: str = "hidden_act"
+    has_layer_sizes: bool = False
     has_local_rope: bool = False
     tempers_queries: bool = False
     rotates_partially: bool = False

@@ -34,7 +34,7 @@ def sliding_layers(read: LayerReader) -> list[bool]:
     Raises:
         CheckpointError: `layer_types` is not one for each layer.
     """
-    return [*read.sliding_layers()[:-1], False]
+    return [*read.sliding_layers(6)[:-1], False]
 
 
 def layers_of(read: LayerReader, slides: Sequence[bool], kv_layers: Sequence[int | None]) -> tuple[LayerConfig, ...]:
@@ -70,7 +70,7 @@ def layers_of(read: LayerReader, slides: Sequence[bool], kv_layers: Sequence[int
 
 def _with_experts(read: LayerReader, dense: Sequence[DenseMLP]) -> list[ExpertMLP]:
     """Experts beside each of these."""
-    routing = replace(read.routing(), is_normalized=True, has_scales=True)
+    routing = replace(read.routing(chosen=("top_k_experts",)), is_normalized=True, has_scales=True)
     expert, scale = read.mlp(size="moe_intermediate_size"), float(read.fields.size("hidden_size") ** -0.5)
     return [ExpertMLP(routing=routing, expert=expert, shared=shared, has_own_norms=True, router_scale=scale) for shared in dense]
 
@@ -133,6 +133,8 @@ def _sizes(read: LayerReader, slides: Sequence[bool], *, is_local: bool) -> tupl
         return _checked(read, JsonFields({**fields.values, **own}, fields.path))
     if not isinstance(listed, Mapping):
         raise CheckpointError(f"{fields.path}: per_layer_config = {shortened(listed)}, expected what differs by layer")
+    if unknown := listed.keys() - {str(index) for index in range(read.num_layers)}:
+        raise CheckpointError(f"{fields.path}: per_layer_config names layer {shortened(min(unknown))}, there are {read.num_layers} layers")
     found = set()
     for index in [index for index, other in enumerate(slides) if other == is_local]:
         own = listed.get(str(index)) or {}
@@ -171,7 +173,6 @@ _DEFAULTS = {
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
-    "sliding_window_pattern": 6,
     "bos_token_id": 2,
     "eos_token_id": 1,
 }
@@ -190,6 +191,7 @@ _TEXT = Family(
     activation_field="hidden_activation",
     scales_embedding=True,
     caps_logits=True,
+    has_layer_sizes=True,
     has_local_rope=True,
     part_names={
         "shared_expert": "mlp",

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.grouped import RUN
 from paceline.models.layers import ExpertMLP
@@ -34,7 +35,7 @@ class PackedExpertWeights(MadeWeights):
         self._experts: dict[str, _Made] = {}
         for index, layer in enumerate(config.layers):
             if isinstance(layer.mlp, ExpertMLP):
-                self._experts |= _Stacks(stored, files, index, layer.mlp, config.hidden_size).experts()
+                self._experts |= _Stacks(directory, stored, files, index, layer.mlp, config.hidden_size).experts()
         plain = Weights.of_stored(directory, stored, files, config, elsewhere=self._experts)
         super().__init__(tensor_shapes(config), lambda name: plain[name] if name in plain else self._experts[name].make())
 
@@ -58,43 +59,57 @@ class _Stacks:
     """The stacks of one layer, which leave `stored` as they are read."""
 
     def __init__(
-        self, stored: dict[str, StoredTensor], files: Mapping[Path, NDArray[np.uint8]], layer: int, mlp: ExpertMLP, hidden_size: int
+        self,
+        directory: Path,
+        stored: dict[str, StoredTensor],
+        files: Mapping[Path, NDArray[np.uint8]],
+        layer: int,
+        mlp: ExpertMLP,
+        hidden_size: int,
     ) -> None:
-        self._stored, self._files, self._mlp, self._layer = stored, files, mlp, layer
+        self._directory, self._stored, self._files, self._mlp, self._layer = directory, stored, files, mlp, layer
         self._prefix = f"model.layers.{layer}.mlp.experts."
         inner = mlp.expert.intermediate_size
         self._shapes = {"gate_up_proj": (2 * inner, hidden_size), "down_proj": (hidden_size, inner)}
 
     def experts(self) -> dict[str, _Made]:
-        """The tensors that are there, by our names."""
+        """The tensors by our names."""
         found: dict[str, _Made] = {}
         for stack, parts in _STACKS.items():
             count, (rows, columns) = self._mlp.routing.num_experts, self._shapes[stack]
             bias = self._tensor(f"{stack}_bias", (count, rows))
-            plain = self._tensor(stack, (count, columns, rows))
-            blocks = self._bytes(f"{stack}_blocks", (count, rows, columns // RUN, RUN // 2))
-            exponents = self._bytes(f"{stack}_scales", (count, rows, columns // RUN))
+            plain = self._tensor(stack, (count, columns, rows)) if self._prefix + stack in self._stored else None
+            blocks = exponents = None
+            if plain is None:
+                blocks = self._bytes(f"{stack}_blocks", (count, rows, columns // RUN, RUN // 2))
+                exponents = self._bytes(f"{stack}_scales", (count, rows, columns // RUN))
             for expert in range(count):
                 for part, own in parts.items():
                     name = f"layers.{self._layer}.experts.{expert}.{part}"
-                    if bias is not None:
-                        found[f"{name}.bias"] = _view(bias.array[expert, own], bias.weight_type)
+                    found[f"{name}.bias"] = _view(bias.array[expert, own], bias.weight_type)
                     if plain is not None:
                         found[f"{name}.weight"] = _view(plain.array[expert, :, own].T, plain.weight_type)
                     elif blocks is not None and exponents is not None:
                         found[f"{name}.weight"] = _groups(blocks[expert, own], exponents[expert, own], self._prefix + stack)
         return found
 
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
-        stored = self._stored.pop(self._prefix + name, None)
-        return None if stored is None else open_tensor(self._prefix + name, stored, shape, self._files)
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return open_tensor(self._prefix + name, self._taken(name), shape, self._files)
 
-    def _bytes(self, name: str, shape: tuple[int, ...]) -> NDArray[np.uint8] | None:
-        stored = self._stored.get(self._prefix + name)
-        if stored is None or stored.dtype != "U8" or stored.shape != shape:
-            return None  # what is of another kind is refused as unknown
-        del self._stored[self._prefix + name]
+    def _bytes(self, name: str, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+        stored = self._taken(name)
+        if stored.dtype != "U8" or stored.shape != shape:
+            raise CheckpointError(
+                f"{stored.path}: tensor {self._prefix + name!r} is of type {stored.dtype} and shape {list(stored.shape)}, but config.json "
+                f"makes it U8 of shape {list(shape)}; one of the two files is another model's"
+            )
         return view_tensor(stored, self._files[stored.path], np.dtype(np.uint8))
+
+    def _taken(self, name: str) -> StoredTensor:
+        stored = self._stored.pop(self._prefix + name, None)
+        if stored is None:
+            raise CheckpointError(f"{self._directory} lacks {self._prefix}{name} that its config.json calls for; download it again")
+        return stored
 
 
 def _view(array: NDArray[Any], weight_type: WeightType) -> _Made:

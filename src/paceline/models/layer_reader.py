@@ -94,13 +94,16 @@ class LayerReader:
             )
         return DenseMLP(intermediate_size=self.fields.size(size), activation=activation, bias=bias)
 
-    def routing(self) -> Routing:
-        """As many experts as the metadata says; weights are normalised as `norm_topk_prob` says."""
+    def routing(self, *, chosen: Sequence[str] = ("num_experts_per_tok",)) -> Routing:
+        """As many experts as the metadata says; weights are normalised as `norm_topk_prob` says.
+
+        Args:
+            chosen: names of the field that says how many experts a row chooses.
+        """
         fields = self.fields
         names = [name for name in NUM_EXPERTS_KEYS if fields.values.get(name) is not None]
         num_experts = fields.size(names[0] if names else "num_experts", most=MAX_EXPERTS)
-        per_token = [name for name in ("num_experts_per_tok", "experts_per_token", "top_k_experts") if fields.values.get(name) is not None]
-        name = per_token[0] if per_token else "num_experts_per_tok"
+        name = next((name for name in chosen if fields.values.get(name) is not None), chosen[0])
         num_chosen = fields.size(name)
         if num_chosen > num_experts:
             raise CheckpointError(f"{fields.path}: {name} = {num_chosen}, but there are only {num_experts} experts")
@@ -130,11 +133,11 @@ class LayerReader:
         found = (LayerConfig(mixer=mixer, mlp=own, norm_order=norm_order) for mixer, own in zip(mixers, mlps, strict=True))
         return tuple(known.setdefault(layer, layer) for layer in found)
 
-    def sliding_layers(self) -> list[bool]:
-        """Those that `layer_types` names, else all but every `sliding_window_pattern`-th."""
+    def sliding_layers(self, pattern: int | None = None) -> list[bool]:
+        """Those that `layer_types` names, else all but every `pattern`-th; None = as `sliding_window_pattern` says."""
         fields, types = self.fields, self.fields.values.get("layer_types")
         if types is None:
-            pattern = fields.size("sliding_window_pattern")
+            pattern = pattern or fields.size("sliding_window_pattern")
             return [(layer + 1) % pattern > 0 for layer in range(self.num_layers)]
         known = {"sliding_attention", "full_attention"}
         if not isinstance(types, list) or len(types) != self.num_layers or not set(map(str, types)) <= known:

@@ -263,7 +263,7 @@ def test_the_plain_file_opens(tmp_path: Path) -> None:
         ({"embedding_length": 32}, r"token_embd.weight has shape \[50, 64\], expected \[vocabulary, 32\]"),
         ({"block_count": 2**30}, "llama.block_count = 1073741824, expected at most as many as the file has tensors, 11"),
         ({"attention__head_count_kv": [2, 1]}, r"llama.attention.head_count_kv = \[2, 1\], expected the same whole number"),
-        ({"attention__head_count_kv": 3}, "num_attention_heads = 4 must be a multiple of num_key_value_heads = 3"),
+        ({"attention__head_count_kv": 3}, "llama.attention.head_count = 4 must be a multiple of llama.attention.head_count_kv = 3"),
         ({"attention__value_length": 8}, "llama.attention.value_length = 8, expected the size of keys, 16"),
         ({"rope__dimension_count": 32}, "llama.rope.dimension_count = 32, expected at most the head size, 16"),
         ({"rope__scaling__type": "odd"}, "rope.scaling.type = 'odd' is not supported, only none, linear, yarn and longrope are"),

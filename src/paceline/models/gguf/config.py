@@ -1,6 +1,7 @@
 """A GGUF file's metadata in the terms of a Hugging Face config.json, from which `models/config.py` makes a network."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -21,6 +22,27 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 
 _STORED_AS = {"F16": WeightType.F16, "BF16": WeightType.BF16}
 _SOFTMAX, _SIGMOID, _OF_CHOSEN = 1, 2, 3  # llama.cpp's numbers of what makes a router's logits weights
+_KEYS = {
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "max_position_embeddings": "context_length",
+    "sliding_window": "attention.sliding_window",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "top_k_experts": "expert_used_count",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "partial_rotary_factor": "rope.dimension_count",
+    "rope_scaling": "rope.scaling.type",
+    "rope_theta": "rope.freq_base",
+}
+"""What the file calls what config.json would say, for errors."""
+_TERMS = re.compile(rf"\b({'|'.join(_KEYS)})\b")
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _DIFFER_BY_LAYER = ("gemma4",)  # what their sizes are is read elsewhere
 _QUERY_SCALAR_IS_WIDTH = {"gemma2": 46, "gemma3": 62}  # the 27B models, known by their number of layers
@@ -33,7 +55,12 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         CheckpointError: a value is missing or absurd, or the network is not one we run.
     """
     generation = {"suppress_tokens": file.metadata.get("tokenizer.ggml.suppress_tokens")}
-    return config_from_values(_Reader(file).values(), file.path, generation=generation, weight_type=_weight_type(file))
+    values = _Reader(file).values()
+    try:
+        return config_from_values(values, file.path, generation=generation, weight_type=_weight_type(file))
+    except CheckpointError as error:
+        architecture = file.metadata["general.architecture"]
+        raise CheckpointError(_TERMS.sub(lambda found: f"{architecture}.{_KEYS[found[0]]}", str(error))) from None
 
 
 def _weight_type(file: GgufFile) -> WeightType:
@@ -281,7 +308,7 @@ class _Reader:
             "num_experts": self._count("expert_count"),
             "num_experts_per_tok": self._count("expert_used_count"),
             "moe_intermediate_size": self._count("expert_feed_forward_length", values["intermediate_size"]),
-            "norm_topk_prob": self._architecture in ("qwen3moe", "glm4moe") if is_normalized is None else is_normalized,
+            "norm_topk_prob": self._architecture == "qwen3moe" if is_normalized is None else is_normalized,
         }
         gating = _SOFTMAX if self._architecture != "glm4moe" else _SIGMOID
         if self._of_model("expert_gating_func") not in (None, 0, gating, _OF_CHOSEN if self._architecture == "gpt-oss" else gating):
@@ -292,13 +319,11 @@ class _Reader:
             shared = self._count("expert_shared_feed_forward_length", _rows_of_shared(self._file))
             return {**found, "shared_expert_intermediate_size": shared}
         if self._architecture == "gpt-oss":
-            window = {"sliding_window": self._of_model("attention.sliding_window")}
-            layers = {name: value for name, value in self._sliding_layers().items() if value is not None}
             scaling = values.get("rope_scaling")
             return {
                 **found,
-                **(window if window["sliding_window"] else {}),
-                **layers,
+                "sliding_window": self._count("attention.sliding_window"),
+                **self._sliding_layers(),
                 "intermediate_size": found["moe_intermediate_size"],
                 **({} if scaling is None else {"rope_scaling": {**scaling, "truncate": False}}),
             }
@@ -339,16 +364,22 @@ class _Reader:
     def _sliding_layers(self) -> dict[str, Any]:
         """Which layers slide: a list, or every how many-th does not; None = what the family assumes."""
         pattern = self._of_model("attention.sliding_window_pattern")
-        if isinstance(pattern, list):
-            return {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern]}
-        return {"sliding_window_pattern": pattern}
+        if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern >= 0:  # 0 = all slide
+            pattern = [pattern == 0 or layer % pattern < pattern - 1 for layer in range(self._num_layers())]
+        if pattern is None:
+            return {}
+        if not isinstance(pattern, list):
+            self._refuse("attention.sliding_window_pattern", pattern, "whether each layer slides")
+        return {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern]}
 
     def _windows(self, theta: float) -> dict[str, Any]:
         """Files of OLMo 3 say olmo2 and have a window."""
         window = self._of_model("attention.sliding_window") or None  # 0 = none
+        given = self._sliding_layers()
         if window is None:
+            if "sliding_attention" in given.get("layer_types", ()):
+                self._refuse("attention.sliding_window", window, "the window of the layers that attention.sliding_window_pattern names")
             return {"sliding_window": None}
-        given = {name: value for name, value in self._sliding_layers().items() if value is not None}
         family = {"model_type": "olmo3", "rope_local_base_freq": theta} if self._architecture == "olmo2" else {}
         return {"sliding_window": window, **given, **family}
 

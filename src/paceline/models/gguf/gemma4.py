@@ -51,8 +51,7 @@ class _Reader:
             **self._widths(),
             **self._experts(),
         }
-        window = self._get("attention.sliding_window")
-        return values if window is None else {**values, "sliding_window": window}
+        return {**values, "sliding_window": self._size("attention.sliding_window")} if any(slides) else values
 
     def _get(self, key: str, default: Any = None) -> Any:
         value = self._file.metadata.get(f"gemma4.{key}")
