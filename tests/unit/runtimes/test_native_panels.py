@@ -26,7 +26,11 @@ FORMS = {
     "u8-minimum": (8, np.uint8, 3, True),
     "u4": (4, np.uint8, 8, False),
     "u4-minimum": (4, np.uint8, 0, True),
+    "u4-halves": (4, np.uint8, 8, False),
+    "u4-table": (4, np.uint8, 0, False),
+    "u4-table-halves": (4, np.uint8, 0, False),
 }
+TABLE = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 SIZES = [(96, 16), (96, 32), (192, 64), (256, 128), (512, 256)]
 CASES = [pytest.param(form, *size, id=f"{form}-{size[1]}") for form, size in product(FORMS, SIZES)]
 BY_CASE = pytest.mark.parametrize(("form", "columns", "group"), CASES)
@@ -37,11 +41,15 @@ def grouped(random: np.random.Generator, form: str, outputs: int, columns: int, 
     bits, kind, zero_point, has_minimums = FORMS[form]
     shape = (outputs, columns // group)
     scales = random.uniform(-0.1, 0.1, shape).astype(np.float32)
+    if form.endswith("halves"):  # of an even number of groups they are kept as such
+        scales = scales.astype(np.float16).astype(np.float32)
     minimums = random.normal(size=shape).astype(np.float32) if has_minimums else None
     low, high = (0, 16) if bits == 4 else (np.iinfo(kind).min, np.iinfo(kind).max + 1)
     codes = random.integers(low, high, (outputs, columns), dtype=kind)
     codes[0], codes[1] = low, high - 1  # sums as large as they can be
-    return GroupedTensor(GroupedMatrix(pack_nibbles(codes) if bits == 4 else codes, scales, minimums, bits, zero_point))
+    return GroupedTensor(
+        GroupedMatrix(pack_nibbles(codes) if bits == 4 else codes, scales, minimums, bits, zero_point, TABLE if "table" in form else None)
+    )
 
 
 def rows_of(random: np.random.Generator, num_rows: int, columns: int) -> FloatArray:
@@ -76,7 +84,8 @@ def expected(rows: FloatArray, weight: GroupedTensor) -> tuple[np.ndarray, np.nd
     matrix = weight.matrix
     codes, scales = as_codes(rows, matrix.group)
     stored = unpack_nibbles(matrix.codes.view(np.uint8)) if matrix.bits == 4 else matrix.codes
-    shifted = stored.astype(np.int64).reshape(len(stored), -1, matrix.group) - matrix.zero_point
+    values = stored.astype(np.int64) - matrix.zero_point if matrix.table is None else matrix.table[stored].astype(np.int64)
+    shifted = values.reshape(len(stored), -1, matrix.group)
     parts = np.einsum("tgi,ngi->tng", codes, shifted) * scales.astype(np.float64)[:, None, :] * matrix.scales.astype(np.float64)[None]
     if matrix.minimums is not None:
         parts = np.concatenate([parts, (codes.sum(axis=2) * scales)[:, None, :] * matrix.minimums.astype(np.float64)[None]], axis=2)
@@ -133,7 +142,7 @@ def test_matrices_of_all_kinds_share_one_input(seed: int) -> None:
     tensors["plain.weight"] = plain_tensor(random.normal(size=(40, 96)).astype(np.float32))
     rows = rows_of(random, 9, 96)
     run = network(tensors)
-    assert sorted(run.packings) == [Packing.FLOATS] + [Packing.BYTES] * 6
+    assert sorted(run.packings) == [Packing.FLOATS] + [Packing.BYTES] * 7
     for found, tensor in zip(run(rows), tensors.values(), strict=True):
         if isinstance(tensor, GroupedTensor):
             wanted, worst = expected(rows, tensor)
@@ -172,6 +181,15 @@ def test_panels_hold_every_value_and_zeros_where_there_is_no_output(seed: int) -
     codes = panels.data[1, 64 : 64 + 32 * 16].reshape(8, 16, 4)
     assert np.array_equal(codes[:, 2].ravel(), matrix.codes[18, :32])
     assert not codes[:, 5:].any()
+
+
+def test_scales_that_float16_holds_take_half_the_room(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    whole, halves, odd = (
+        in_panels(grouped(random, *size).matrix, 1) for size in (("u4", 16, 64, 32), ("u4-halves", 16, 64, 32), ("u4-halves", 16, 96, 32))
+    )
+    assert (whole.kind, halves.kind, odd.kind) == (11, 14, 11)
+    assert whole.data.nbytes - halves.data.nbytes == 64
 
 
 @BY_CASE

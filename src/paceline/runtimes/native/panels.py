@@ -15,7 +15,8 @@ OUTPUTS = 16
 MAX_GROUP = 256
 _KINDS = {(8, False): 9, (8, True): 10, (4, False): 11, (4, True): 12}  # bits, whether there are minimums
 _TABLE_KIND = 13
-PANEL_KINDS = frozenset((*_KINDS.values(), _TABLE_KIND))
+_HALVES = {_KINDS[4, False]: 14, _TABLE_KIND: 15}  # the same with scales in float16
+PANEL_KINDS = frozenset((*_KINDS.values(), _TABLE_KIND, *_HALVES.values()))
 _ALIGNMENT = 64
 _PANELS_AT_ONCE = 16
 
@@ -48,9 +49,14 @@ class Panels:
     def rows(self, numbers: NDArray[np.int32]) -> NDArray[np.float32]:
         """The exact values of some rows, [len(numbers), columns], as `GroupedMatrix.values` computes them."""
         bits, has_minimums = next((key for key, kind in _KINDS.items() if kind == self.kind), (4, False))
-        words = self.data.view(np.uint32).reshape(len(self.data), self.columns // self.group, -1, OUTPUTS)
-        own = np.ascontiguousarray(words[numbers // OUTPUTS, :, :, numbers % OUTPUTS])  # [rows, groups, words of a group]
+        has_halves, groups = self.kind in _HALVES.values(), self.columns // self.group
+        words = self.data.view(np.uint32).reshape(len(self.data), groups // 2 if has_halves else groups, -1, OUTPUTS)
+        own = np.ascontiguousarray(words[numbers // OUTPUTS, :, :, numbers % OUTPUTS])  # [rows, groups or pairs of them, words]
         scales, codes = own[:, :, :1].view(np.float32), own[:, :, 1 + has_minimums :].copy().view(np.uint8)
+        if has_halves:
+            pairs = self.data.view(np.float16).reshape(len(self.data), groups // 2, -1, 2, OUTPUTS)[:, :, 0]  # of scales
+            scales = pairs[numbers // OUTPUTS, :, :, numbers % OUTPUTS].reshape(len(numbers), groups, 1).astype(np.float32)
+            codes = codes.reshape(len(numbers), groups, -1)
         if bits == 4:  # four columns in the low halves, four in the high ones
             quads = codes.reshape(*codes.shape[:2], -1, 1, 4)
             codes = np.concatenate([quads & np.uint8(15), quads >> np.uint8(4)], axis=3).reshape(*codes.shape[:2], self.group)
@@ -65,6 +71,8 @@ def in_panels(matrix: GroupedMatrix, num_threads: int) -> Panels:
     """A copy of `matrix` in panels; its groups have at most MAX_GROUP columns."""
     outputs, columns = matrix.shape
     kind = _KINDS[matrix.bits, matrix.minimums is not None] if matrix.table is None else _TABLE_KIND
+    if kind in _HALVES and _fit_float16(matrix.scales):
+        kind = _HALVES[kind]
     flipped = 128 if matrix.bits == 8 and matrix.codes.dtype == np.int8 else 0
     codes, scales, minimums = (_whole(array) for array in (matrix.codes, matrix.scales, matrix.minimums))
     address = [None if array is None else array.ctypes.data for array in (codes, scales, minimums)]
@@ -83,6 +91,14 @@ def in_panels(matrix: GroupedMatrix, num_threads: int) -> Panels:
             list(pool.map(fill, range(0, len(data), _PANELS_AT_ONCE)))
     zero_point = matrix.zero_point + flipped if matrix.table is None else -int(matrix.table.min())
     return Panels(kind, data, outputs, columns, matrix.group, zero_point, matrix.table)
+
+
+def _fit_float16(scales: NDArray[np.float32]) -> bool:
+    """Whether scales lose nothing in float16, and can lie in pairs."""
+    if scales.shape[1] % 2:
+        return False
+    with np.errstate(over="ignore"):
+        return bool(np.array_equal(scales.astype(np.float16), scales))
 
 
 def _whole(array: Any) -> Any:

@@ -245,7 +245,7 @@ class Program(Structure):
     )  # fmt: skip
 
 
-VERSION = 4
+VERSION = 5
 """KERNELS_VERSION of kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (

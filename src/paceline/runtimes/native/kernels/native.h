@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERNELS_VERSION 4 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
+#define KERNELS_VERSION 5 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
 
 /* Rows that share one decoding of a weight: as many as keep their sums in registers. */
 #ifdef __AVX512F__
@@ -30,6 +30,9 @@
 #define PANELS_4_BITS 11
 #define PANELS_4_BITS_MINIMUM 12
 #define PANELS_4_BITS_TABLE 13
+/* As the kinds without _HALVES, but scales are float16 and lie in front of the codes of two groups. */
+#define PANELS_4_BITS_HALVES 14
+#define PANELS_4_BITS_TABLE_HALVES 15
 #define MAX_GROUP 256 /* columns of a group of such rows */
 
 /* W [outputs, columns]. */

@@ -5,8 +5,8 @@
  *   = scale_w scale_x (sum c q - zero_point sum q) + minimum scale_x sum q,
  * one group after the other, in float32. Sums of integers are exact, so a row's bits depend on nothing else.
  *
- * Weights lie in panels of 16 outputs side by side, one group of columns after the other: 16 scales, 16 minimums if there are any, then the codes,
- * [columns / 4][16 outputs][4 columns], or [columns / 8][16 outputs][4 bytes] with four columns in the low halves of the bytes and the next
+ * Weights lie in panels of 16 outputs side by side, one group of columns after the other: 16 scales, 16 minimums if there are any (or, of the
+ * kinds with halves, 16 scales of this group and of the next one, in front of every other group), then the codes, [columns / 4][16 outputs][4 columns], or [columns / 8][16 outputs][4 bytes] with four columns in the low halves of the bytes and the next
  * four in the high ones. What a pass reads is one stream. */
 #include "native.h"
 #include "byte_dot.h"
@@ -15,6 +15,7 @@
 
 static int is_narrow(int kind) { return kind >= PANELS_4_BITS; }
 static int has_minimum(int kind) { return kind == PANELS_8_BITS_MINIMUM || kind == PANELS_4_BITS_MINIMUM; }
+static int has_halves(int kind) { return kind >= PANELS_4_BITS_HALVES; }
 
 static size_t group_words(int group) { return (size_t)(GROUP_HEADER + group / 4 * DOT_WORDS); }
 
@@ -85,22 +86,29 @@ void pack_bytes(const float *x, const int32_t *numbers, int columns, int group, 
         quad += rows * DOT_WORDS;                                                                    \
     }
 
+INLINE floats load_halves(const uint8_t *from) {
+    halfs stored;
+    memcpy(&stored, from, sizeof stored);
+    return __builtin_convertvector(stored, floats);
+}
+
 /* `panels` panels (1 or 2, which share what is loaded of the rows) for `rows` packed rows. */
 INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, float *y, const int rows, int real_rows, size_t ahead,
-                            const int panels, const int narrow, const int minimum, const int has_table) {
+                            const int panels, const int narrow, const int minimum, const int has_table, const int halves) {
     const int group = matrix->group, columns = matrix->columns;
     const size_t next = (size_t)matrix->row_bytes;
-    const uint8_t *at = matrix->codes + (size_t)(first / LANES) * next;
+    const uint8_t *at = matrix->codes + (size_t)(first / LANES) * next, *header = at;
     floats sum[2][MAX_ROWS];
     bytes table = {0};
     for (int i = 0; has_table && i < 16; i++) table[i] = (uint8_t)(matrix->table[i] + matrix->zero_point);
     EACH_PANEL EACH_ROW sum[n][row] = broadcast(0.0f);
     for (int begin = 0; begin < columns; begin += group) {
         const int32_t *offsets = (const int32_t *)x + rows, *quad = (const int32_t *)x + GROUP_HEADER * rows;
-        const uint8_t *header = at;
+        const int is_second = halves && begin / group % 2;
         ints dot[2][MAX_ROWS];
         EACH_ROW EACH_PANEL dot[n][row] = broadcast_int(offsets[row]);
-        at += (minimum ? 2 : 1) * sizeof(floats);
+        header = is_second ? header + sizeof(halfs) : at;
+        at += is_second ? 0 : (minimum ? 2 : 1) * sizeof(floats);
         for (int column = 0; column < group; column += narrow ? 8 : 4, at += sizeof(words)) {
             words codes[2];
             EACH_PANEL {
@@ -111,7 +119,7 @@ INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, flo
             if (narrow) MULTIPLY_ADD(4)
         }
         EACH_PANEL {
-            const floats scale = load((const float *)(header + (size_t)n * next));
+            const floats scale = halves ? load_halves(header + (size_t)n * next) : load((const float *)(header + (size_t)n * next));
             EACH_ROW sum[n][row] = fused(__builtin_convertvector(dot[n][row], floats), scale * broadcast(x[row]), sum[n][row]);
             if (minimum) {
                 const floats least = load((const float *)(header + (size_t)n * next) + LANES);
@@ -130,16 +138,18 @@ INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, flo
     }
 }
 
-#define PRODUCT_OF(rows, panels, kind_, narrow, minimum, has_table)                                                            \
+#define PRODUCT_OF(rows, panels, kind_, narrow, minimum, has_table, halves)                                                    \
     if (matrix->kind == kind_)                                                                                                \
         for (; first + ((panels) - 1) * LANES < end; first += (panels) * LANES)                                                 \
-            multiply_panels(matrix, first, x, y, rows, real_rows, ahead, panels, narrow, minimum, has_table);
+            multiply_panels(matrix, first, x, y, rows, real_rows, ahead, panels, narrow, minimum, has_table, halves);
 #define PRODUCTS_OF(rows, panels)                                  \
-    PRODUCT_OF(rows, panels, PANELS_8_BITS, 0, 0, 0)               \
-    PRODUCT_OF(rows, panels, PANELS_8_BITS_MINIMUM, 0, 1, 0)       \
-    PRODUCT_OF(rows, panels, PANELS_4_BITS, 1, 0, 0)               \
-    PRODUCT_OF(rows, panels, PANELS_4_BITS_MINIMUM, 1, 1, 0)       \
-    PRODUCT_OF(rows, panels, PANELS_4_BITS_TABLE, 1, 0, 1)
+    PRODUCT_OF(rows, panels, PANELS_8_BITS, 0, 0, 0, 0)            \
+    PRODUCT_OF(rows, panels, PANELS_8_BITS_MINIMUM, 0, 1, 0, 0)    \
+    PRODUCT_OF(rows, panels, PANELS_4_BITS, 1, 0, 0, 0)            \
+    PRODUCT_OF(rows, panels, PANELS_4_BITS_MINIMUM, 1, 1, 0, 0)    \
+    PRODUCT_OF(rows, panels, PANELS_4_BITS_TABLE, 1, 0, 1, 0)      \
+    PRODUCT_OF(rows, panels, PANELS_4_BITS_HALVES, 1, 0, 0, 1)     \
+    PRODUCT_OF(rows, panels, PANELS_4_BITS_TABLE_HALVES, 1, 0, 1, 1)
 /* Two panels at once where the sums of both fit in registers. */
 #define CASE(rows)                                          \
     case rows:                                              \
@@ -178,7 +188,7 @@ void multiply_bytes(const Matrix *matrix, int begin, int end, const float *packe
 
 /* Bytes of a panel. */
 int64_t paceline_panel_bytes(int32_t columns, int32_t group, int32_t kind) {
-    const int64_t header = (has_minimum(kind) ? 2 : 1) * (int64_t)sizeof(floats);
+    const int64_t header = has_halves(kind) ? (int64_t)sizeof(halfs) : (has_minimum(kind) ? 2 : 1) * (int64_t)sizeof(floats);
     return columns / group * (header + (int64_t)group * (is_narrow(kind) ? 8 : 16));
 }
 
@@ -193,8 +203,18 @@ void paceline_fill_panels(const Matrix *from, int32_t kind, int32_t flipped, int
         memset(at, 0, (size_t)panel_bytes);
         const int first = number * LANES, outputs = from->outputs - first < LANES ? from->outputs - first : LANES;
         for (int g = 0; g < groups; g++) {
-            for (int n = 0; n < outputs; n++) memcpy(at + 4 * n, from->scales + (size_t)(first + n) * (size_t)groups + (size_t)g, 4);
-            at += sizeof(floats);
+            for (int n = 0; n < outputs; n++) {
+                const float *scale = from->scales + (size_t)(first + n) * (size_t)groups + (size_t)g;
+                if (!has_halves(kind)) {
+                    memcpy(at + 4 * n, scale, 4);
+                    continue;
+                }
+                for (int own = 0; own < 2 && g % 2 == 0; own++) {
+                    const _Float16 half = (_Float16)scale[own];
+                    memcpy(at + own * (int)sizeof(halfs) + 2 * n, &half, 2);
+                }
+            }
+            at += has_halves(kind) && g % 2 ? 0 : sizeof(floats);
             if (has_minimum(kind)) {
                 for (int n = 0; n < outputs; n++) memcpy(at + 4 * n, from->minimums + (size_t)(first + n) * (size_t)groups + (size_t)g, 4);
                 at += sizeof(floats);
