@@ -206,7 +206,9 @@ def test_nothing_hangs_and_no_token_is_wrong_however_long_it_goes_on(
     asyncio.run(asyncio.wait_for(engine.close(), PATIENCE_S))
     for one in (llm, other):
         assert_clean(one)
-    for name in ("answers", "faults of requests", "forks that went on", "callers that left", "calls from within"):
+    for name in ("answers", "faults of requests", "callers that left", "calls from within"):
         assert soak.met[name] > 0, soak.met
+    # in which moment a process forks is chance: in a few seconds all may fall while a step runs
+    assert soak.met["forks that went on"] + (0 if large_counts else soak.met["forks that were told"]) > 0, soak.met
     for name, count in soak.met.items():
         tally[f"soak: {name}"] += count
