@@ -173,6 +173,14 @@ def test_matrices_alone_are_quantised_each_by_its_setting() -> None:
     }
 
 
+def test_what_chooses_experts_is_quantised_only_where_it_is_named() -> None:
+    shapes = {"layers.0.router.weight": (8, 64), "layers.0.shared_gate.weight": (1, 64), "layers.0.experts.3.up_proj.weight": (32, 64)}
+    weights = Weights({name: f32(np.ones(shape, np.float32)) for name, shape in shapes.items()})
+    assert list(schemes_for(weights, QuantOptions(bits=4))) == ["layers.0.experts.3.up_proj.weight"]
+    named = schemes_for(weights, QuantOptions(bits=4, overrides=(("*.router.weight", 8),)))
+    assert named["layers.0.router.weight"].bits == 8
+
+
 def test_the_first_pattern_that_fits_decides() -> None:
     overrides = (("layers.0.q_*", None), ("layers.0.*", 8), ("embedding.weight", 4), ("*", 4))
     found = schemes_for(tiny_weights(), QuantOptions(overrides=overrides))
