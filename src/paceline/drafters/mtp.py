@@ -219,8 +219,8 @@ def _layer_of(files: HeadFiles, target: ModelConfig) -> ModelConfig:
 def _one_layer(config: ModelConfig, *, norm_offset: bool) -> ModelConfig:
     """A network of one layer that sees the whole text; with experts, if any layer of the target has some."""
     layers = [layer for layer in config.layers if isinstance(layer.mlp, ExpertMLP)] or config.layers
-    full = next((layer for layer in layers if layer.mixer.window is None), layers[0])
-    return replace(config, layers=(replace(full, mixer=replace(full.mixer, window=None)),), norm_offset=norm_offset)
+    full = next((layer for layer in layers if layer.attention.window is None), layers[0])
+    return replace(config, layers=(replace(full, mixer=replace(full.attention, window=None)),), norm_offset=norm_offset)
 
 
 def _check_all_used(files: HeadFiles, layout: _Layout, used: set[str], num_layers: int) -> int:

@@ -67,6 +67,7 @@ class RowPlan:
         copies: (source, target) blocks to copy before the pass.
         fresh_blocks: blocks this plan took; those that no commit adopts are released.
         sequence_id: whose rows these are, by the cache's count; 0 = nobody's.
+        num_known: nodes 0, 1, … up to here are a chain that is kept whole, if anything is.
     """
 
     layout: TreeLayout
@@ -80,6 +81,7 @@ class RowPlan:
     copies: tuple[tuple[int, int], ...] = ()
     fresh_blocks: tuple[int, ...] = ()
     sequence_id: int = 0
+    num_known: int = 1
 
     @property
     def num_rows(self) -> int:

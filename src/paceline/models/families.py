@@ -102,7 +102,7 @@ def _smollm3(read: LayerReader) -> Layers:
     is_listed = read.fields.values.get("layer_types") is not None
     slides = read.sliding_layers() if is_listed else [read.flag("use_sliding_window") and not turned for turned in rotates]
     layers = read.layers(read.attention(bias=bias, output_bias=bias), read.mlp(bias=read.flag("mlp_bias")), slides=slides)
-    unturned = {layer: replace(layer, mixer=replace(layer.mixer, rotates=False)) for layer in dict.fromkeys(layers)}
+    unturned = {layer: replace(layer, mixer=replace(layer.attention, rotates=False)) for layer in dict.fromkeys(layers)}
     return tuple(layer if turned else unturned[layer] for layer, turned in zip(layers, rotates, strict=True))
 
 

@@ -4,7 +4,17 @@ from collections.abc import Mapping
 
 from paceline.models.config import ModelConfig
 from paceline.models.families import FAMILIES
-from paceline.models.layers import DenseMLP, ExpertMLP, LayerConfig, NormOrder, QKNorm
+from paceline.models.layers import (
+    AttentionConfig,
+    DenseMLP,
+    ExpertMLP,
+    GatedDeltaConfig,
+    LayerConfig,
+    NormOrder,
+    QKNorm,
+    Recurrent,
+    ShortConvConfig,
+)
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -23,12 +33,28 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]:
-    mixer, mlp = layer.mixer, layer.mlp
+    mlp = layer.mlp
     shapes: dict[str, tuple[int, ...]] = {}
     if layer.norm_order.in_front:
         shapes |= {"attention_norm.weight": (hidden,), "mlp_norm.weight": (hidden,)}
     if layer.norm_order.behind:
         shapes |= {"attention_output_norm.weight": (hidden,), "mlp_output_norm.weight": (hidden,)}
+    shapes |= _mixer_shapes(layer.mixer, hidden)
+    shapes |= _expert_shapes(mlp, hidden) if isinstance(mlp, ExpertMLP) else _mlp_shapes(mlp, hidden)
+    if layer.input is not None:
+        shapes |= {"input_gate.weight": (layer.input.size, hidden), "input_proj.weight": (hidden, layer.input.size)}
+        shapes["input_norm.weight"] = (hidden,)
+    if layer.scales_output:
+        shapes["output_scale.weight"] = (1,)
+    return shapes
+
+
+def _mixer_shapes(mixer: AttentionConfig | Recurrent, hidden: int) -> dict[str, tuple[int, ...]]:
+    return _attention_shapes(mixer, hidden) if isinstance(mixer, AttentionConfig) else _recurrent_shapes(mixer, hidden)
+
+
+def _attention_shapes(mixer: AttentionConfig, hidden: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
     if mixer.qk_norm is QKNorm.HEAD:
         shapes |= {"q_norm.weight": (mixer.head_size,), "k_norm.weight": (mixer.head_size,)}
     elif mixer.qk_norm is QKNorm.WIDTH:
@@ -39,19 +65,35 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
         "q_proj": (mixer.query_size, hidden, mixer.bias),
         "k_proj": (mixer.kv_size, hidden, mixer.bias),
         "v_proj": (mixer.kv_size, hidden, mixer.bias),
+        "attention_gate": (mixer.query_size, hidden, mixer.bias),
         "o_proj": (hidden, mixer.query_size, mixer.output_bias),
     }
     absent = [*(("k_proj", "v_proj") if mixer.kv_layer is not None else ()), *(("v_proj",) if mixer.keys_are_values else ())]
+    absent += [] if mixer.is_gated else ["attention_gate"]
     shapes |= _matrices({name: size for name, size in projections.items() if name not in absent})
-    shapes |= _expert_shapes(mlp, hidden) if isinstance(mlp, ExpertMLP) else _mlp_shapes(mlp, hidden)
     if mixer.kv_layer is not None:
         shapes.pop("k_norm.weight", None)
-    if layer.input is not None:
-        shapes |= {"input_gate.weight": (layer.input.size, hidden), "input_proj.weight": (hidden, layer.input.size)}
-        shapes["input_norm.weight"] = (hidden,)
-    if layer.scales_output:
-        shapes["output_scale.weight"] = (1,)
     return shapes
+
+
+def _recurrent_shapes(mixer: Recurrent, hidden: int) -> dict[str, tuple[int, ...]]:
+    """`decay.weight` is what softplus is multiplied by, below 0: checkpoints hold the logarithm of its negative."""
+    channels = mixer.channels
+    shapes: dict[str, tuple[int, ...]] = {"conv.weight": (channels, mixer.kernel_size)}
+    if isinstance(mixer, ShortConvConfig):
+        shapes |= {"conv.bias": (channels,)} if mixer.bias else {}
+        return shapes | _matrices(dict.fromkeys(("conv_proj", "b_proj", "c_proj", "o_proj"), (hidden, hidden, mixer.bias)))
+    state = mixer.state
+    shapes |= {"decay.weight": (state.heads,), "decay.bias": (state.heads,)}
+    if isinstance(mixer, GatedDeltaConfig):
+        shapes["gated_norm.weight"] = (mixer.value_size,)
+        gates, bias = {"b_proj": (state.heads, hidden, False), "a_proj": (state.heads, hidden, False)}, False
+    else:
+        shapes |= {"conv.bias": (channels,)} if mixer.conv_bias else {}
+        shapes |= {"skip.weight": (state.heads,), "gated_norm.weight": (state.value_width,)}
+        gates, bias = {"dt_proj": (state.heads, hidden, mixer.bias)}, mixer.bias
+    matrices = {"conv_proj": (channels, hidden, bias), "z_proj": (state.value_width, hidden, bias), **gates}
+    return shapes | _matrices({**matrices, "o_proj": (hidden, state.value_width, bias)})
 
 
 def _matrices(projections: Mapping[str, tuple[int, int, bool]]) -> dict[str, tuple[int, ...]]:

@@ -196,7 +196,7 @@ def _find(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, .
             places[name] = stacked[name]
         elif in_file in file.tensors:
             layer = config.layers[int(name.split(".")[1])] if name.startswith("layers.") else None
-            rotated = _rotated(layer.mixer, name.split(".")[-2]) if is_interleaved and layer is not None else None
+            rotated = _rotated(layer.attention, name.split(".")[-2]) if is_interleaved and layer is not None else None
             places[name] = _Place(file.tensors[in_file], shape, expert, rotated=rotated)
             count = () if expert is None or layer is None or isinstance(layer.mlp, DenseMLP) else (layer.mlp.routing.num_experts,)
             _check(places[name], (*count, *shape))
