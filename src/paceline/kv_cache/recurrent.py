@@ -39,6 +39,9 @@ class StateLimits:
     num_cuttable: int = 0
 
 
+DEFAULT_STATES = StateLimits()
+
+
 class StateWork(NamedTuple):
     """What a pass does to the states of one sequence; its updates are those of the pending rows, then of its own.
 
@@ -264,7 +267,7 @@ class RecurrentStates(LayerMemory):
         """States behind blocks among the rows up to `last`, those at the spacing and the last one, and the one behind row `end`."""
         size = self._block_size
         if self.limits.max_kept:
-            ends = [border for border in range((text.length // size + 1) * size, last + 1, size)]
+            ends = list(range((text.length // size + 1) * size, last + 1, size))
             for border in ends:
                 if border % self.limits.spacing == 0 or border == ends[-1]:
                     text.saves.append((border, self._new_state()))

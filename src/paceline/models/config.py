@@ -127,7 +127,8 @@ class ModelConfig:
 
     def kv_owner(self, layer: int) -> int:
         """The layer whose keys and values `layer` reads: itself, unless it shares another's."""
-        shared = self.attentions[layer].kv_layer
+        mixer = self.layers[layer].mixer
+        shared = mixer.kv_layer if isinstance(mixer, AttentionConfig) else None
         return layer if shared is None else shared
 
     @property
