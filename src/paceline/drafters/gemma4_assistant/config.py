@@ -8,7 +8,7 @@ from paceline.drafters.head_files import HeadFiles, check_pairing
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError, shortened
 from paceline.models.checkpoint import is_gguf
-from paceline.models.config import ModelConfig, WeightType
+from paceline.models.config import ModelConfig, WeightType, check_frequencies
 from paceline.models.families import FAMILIES
 from paceline.models.gemma4 import layers_of, sliding_layers
 from paceline.models.json_fields import JsonFields
@@ -77,6 +77,7 @@ def read_assistant(files: HeadFiles, target: ModelConfig) -> AssistantConfig:
         weight_type=WeightType.F32,
         tied_embeddings=True,
     )
+    check_frequencies(config, path)
     return AssistantConfig(config, feature_size, _clusters(whole, vocab_size))
 
 
