@@ -23,6 +23,9 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 _STORED_AS = {"F16": WeightType.F16, "BF16": WeightType.BF16}
 _SOFTMAX, _SIGMOID, _OF_CHOSEN = 1, 2, 3  # llama.cpp's numbers of what makes a router's logits weights
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_UNTIED = ("gpt-oss", "qwen2moe", "olmoe", "olmo2")
+"""Architectures whose files have a vocabulary matrix: without one they are damaged, as for llama.cpp. In others it is the embedding."""
+
 _DIFFER_BY_LAYER = ("gemma4",)  # what their sizes are is read elsewhere
 _QUERY_SCALAR_IS_WIDTH = {"gemma2": 46, "gemma3": 62}  # the 27B models, known by their number of layers
 
@@ -86,7 +89,7 @@ class _Reader:
             "head_dim": head_size,
             "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon"),
             "max_position_embeddings": max_positions,
-            "tie_word_embeddings": not self._has("output.weight"),
+            "tie_word_embeddings": not self._has("output.weight") and self._architecture not in _UNTIED,
             "attention_bias": self._has("blk.0.attn_q.bias"),
             "attention_out_bias": self._has("blk.0.attn_output.bias"),
             "mlp_bias": self._has("blk.0.ffn_gate.bias"),
