@@ -242,7 +242,7 @@ def config_from_values(
         layer_vocab_size=_layer_vocab_size(fields) if layers[0].input is not None else 0,
         suppressed_token_ids=of_generation.token_ids("suppress_tokens"),
     )
-    _check_frequencies(config, path)
+    check_frequencies(config, path)
     return config
 
 
@@ -261,8 +261,12 @@ def _embedding_scale(fields: JsonFields, family: Family) -> float:
     return float(fields.size("hidden_size") ** 0.5) if family.scales_embedding else 1.0
 
 
-def _check_frequencies(config: ModelConfig, path: Path) -> None:
-    """Refuse parameters that are numbers but give no usable rotation."""
+def check_frequencies(config: ModelConfig, path: Path) -> None:
+    """Refuse parameters that are numbers but give no usable rotation.
+
+    Raises:
+        CheckpointError: `path`, where they are from, has some.
+    """
     for rope, head_size in config.rotations:
         for context in (None, config.max_positions):
             try:
