@@ -28,6 +28,7 @@ from paceline.drafters.translate import ByteTokenizer, SharedPieces, TextDrafter
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.hub import gguf_models, resolve
 from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.kv_cache.recurrent import StateLimits
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.models.checkpoint import is_gguf, read_model_config
 from paceline.runtimes.base import Numerics
@@ -288,7 +289,9 @@ def _open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
         quant_directory=cache_directory(),
     )
     runtime = load_runtime(directory, options).runtime
-    cache = runtime.new_cache(1 + blocks_for(math.ceil(target.cache.max_slots * expansion), BLOCK_SIZE))  # one more for the timed pass
+    num_blocks = 1 + blocks_for(math.ceil(target.cache.max_slots * expansion), BLOCK_SIZE)  # one more for the timed pass
+    kept_states = target.engine.max_num_seqs if target.cache.prefix_caching else 0
+    cache = runtime.new_cache(num_blocks, states=StateLimits(spacing=target.engine.state_spacing, max_kept=kept_states))
     cache.prefix_caching = target.cache.prefix_caching
     passes = time_passes(runtime, cache, (READ_ROWS,), max_context=max_context, repeats=1, wants_logits=False)
     translation, by_text = None, None

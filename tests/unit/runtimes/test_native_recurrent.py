@@ -228,13 +228,14 @@ def test_adopted_prefixes_have_the_state_of_plain_decoding(spacing: int, seed: i
 def test_rows_that_were_cut_are_forgotten(seed: int) -> None:
     random, config = np.random.default_rng(seed), recurrent_config(*ALL_KINDS)
     network = open_network(config, seed)
-    cache = network.new_cache(20, states=StateLimits(num_cuttable=6, max_kept=0))
+    cache = network.new_cache(20, states=StateLimits(max_kept=0))
     sequence, text = cache.new_sequence(), list[int]()
     for _ in range(15):
         agreed = len(text)
         for _ in range(int(random.integers(1, 4))):
             ids = random.integers(0, config.vocab_size, int(random.integers(1, 3))).tolist()
-            output = network.forward(*assemble([cache.reserve(sequence, range(-1, len(ids) - 1))], [ids], [range(len(ids))]))
+            plan = cache.reserve(sequence, range(-1, len(ids) - 1), num_firm=agreed)
+            output = network.forward(*assemble([plan], [ids], [range(len(ids))]))
             np.testing.assert_array_equal(output.logits, plain_logits(config, seed, text + ids)[len(text) :])
             cache.keep_path(sequence, len(ids) - 1)
             text += ids
