@@ -172,7 +172,14 @@ class ModelConfig:
         return replace(chosen, max_positions=min([self.max_positions, *short]))
 
 
-_TEXT_MODELS = {"gemma3": "gemma3_text", "mistral3": None, "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text"}
+_TEXT_MODELS = {
+    "gemma3": "gemma3_text",
+    "mistral3": None,
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 """Models of texts and images, and the text model in them; None = it says so itself."""
 _WEIGHT_TYPES = {
     "float32": WeightType.F32,
@@ -217,7 +224,8 @@ def config_from_values(
     """
     values = _text_values(values)
     family = family_of(values, path)
-    fields = JsonFields({**family.defaults, **values}, path)
+    renamed = {name: values[alias] for alias, name in family.aliases.items() if values.get(alias) is not None}
+    fields = JsonFields({**family.defaults, **values, **renamed}, path)
     _refuse_quantised(fields, family)
     _refuse_unknown(fields, family)
     read = LayerReader(fields, family)
