@@ -46,6 +46,7 @@ SAMPLE = [
     "sliding-f32-native",
     "gemma4-f32-native",
     "gpt_oss-bf16-native",
+    "qwen3_5-f32-native",
 ]  # of `make test`
 DRAFTERS = ["none", "ngram", "suffix", "suffix_tree", "prediction", "draft_model", "draft_tree", "stack", "oracle", "wrong", "chaos"]
 TREES = ("chaos", "draft_tree", "suffix_tree", "stack")  # get rows for branches

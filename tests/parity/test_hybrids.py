@@ -12,7 +12,7 @@ from harness.parity import Reference, check_a_prompt, make_reference
 pytest.importorskip("torch")
 
 BOUND = 1e-4
-BY_BACKEND = pytest.mark.parametrize("backend", ["torch"])
+BY_BACKEND = pytest.mark.parametrize("backend", ["torch", "native"])
 
 
 @pytest.fixture(scope="module")
