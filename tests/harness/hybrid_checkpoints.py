@@ -49,7 +49,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "granite": ("granitemoehybrid", MAMBA),
-    "granite-rope": ("granitemoehybrid", {**MAMBA, "position_embedding_type": "rope", "mamba_proj_bias": True, "mamba_conv_bias": False}),
+    "granite-rope": (
+        "granitemoehybrid",
+        {**MAMBA, "position_embedding_type": "rope", "mamba_proj_bias": True, "mamba_conv_bias": False, "time_step_limit": [0.3, 0.6]},
+    ),
     "granite-moe": ("granitemoehybrid", {**MAMBA, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32}),
 }
 """By a name: the family and values of its config."""
