@@ -49,6 +49,7 @@ MODELS: Mapping[str, str] = {
     "lfm2": "LFM2, LFM2.5",
     "lfm2_moe": "LFM2-MoE",
     "granitemoehybrid": "Granite 4",
+    "nemotron_h": "Nemotron-H, Nemotron Nano 2, Nemotron 3",
 }
 """What the models of a family are called."""
 

@@ -12,8 +12,8 @@ from paceline.models.config import ModelConfig, WeightType, read_config
 from paceline.models.layers import AttentionConfig, DenseMLP, ExpertMLP, GatedDeltaConfig, Mamba2Config, QKNorm, Recurrent, ShortConvConfig
 
 SIZES = {
-    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 512, "dtype": "bfloat16",
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "dtype": "bfloat16",
 }  # fmt: skip
 QWEN: dict[str, Any] = {**SIZES, "model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]}
 QWEN_MOE: dict[str, Any] = {**QWEN, "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"]}
