@@ -122,6 +122,15 @@ def _checkpoint_in(directory: Path, gguf_file: str | None, *, with_heads: bool =
     return path
 
 
+def gguf_models(directory: Path) -> list[Path]:
+    """The GGUF files of a directory; of a split one only the first part.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    return [directory / name for name in _models(names_in(directory))]
+
+
 def _models(names: Iterable[str]) -> list[str]:
     """GGUF files by name, sorted; of a split one only the first part."""
     return sorted(name for name in names if name.lower().endswith(_GGUF) and not _LATER_PART.fullmatch(name))

@@ -11,7 +11,7 @@ import pytest
 
 from harness.checkpoints import write_checkpoint
 from harness.gemma4_assistants import CLUSTERS, VOCAB_SIZE, edit_tensors, write_assistant, write_right_pair, write_target
-from harness.gemma4_checkpoints import FULL, SLIDING
+from harness.gemma4_checkpoints import EXPERTS, FULL, SLIDING
 from paceline import LLM, SamplingParams
 from paceline.drafters.gemma4_assistant.checkpoint import load_assistant
 from paceline.drafters.gemma4_assistant.drafter import AssistantDrafter
@@ -74,6 +74,23 @@ def test_token_ids_are_those_of_plain_decoding(pair: tuple[Path, Path], options:
         assert [output.token_ids for output in together] == expected
         assert drafting.generate(PROMPTS[2:3], params)[0].token_ids == expected[2]
         assert sum(output.speculation.drafted for output in together) > 100
+    assert drafting.stats().drafter_failures == 0
+    drafting.engine.cache.check()
+
+
+@pytest.mark.parametrize("shape", [{"num_draft_tokens": 4}, {"num_draft_tokens": 4, "tree_width": 3}], ids=["chain", "tree"])
+def test_beside_a_target_with_experts_no_token_changes(tmp_path: Path, shape: dict[str, int]) -> None:
+    """As beside 26B-A4B: a batch whose rows choose experts of their own, and each alone."""
+    values = {**EXPERTS, "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
+    target, assistant = write_target(tmp_path / "target", **values), write_assistant(tmp_path / "assistant")
+    plain, drafting = open_llm(target, "none"), open_llm(target, str(assistant), **shape)
+    for params in (GREEDY, SAMPLED):
+        expected = [output.token_ids for output in plain.generate(PROMPTS, params)]
+        together = drafting.generate(PROMPTS, params)
+        assert [output.token_ids for output in together] == expected
+        assert [drafting.generate([prompt], params)[0].token_ids for prompt in PROMPTS] == expected
+        assert sum(output.speculation.drafted for output in together) > 100
+    assert drafting.numerics == "exact"
     assert drafting.stats().drafter_failures == 0
     drafting.engine.cache.check()
 

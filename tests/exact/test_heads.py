@@ -37,6 +37,10 @@ IN_A_NORMAL_RUN = {
     *(("known-f32-native", kind, "tree") for kind in ("eagle", "mtp-mtp", "ngram-and-eagle3", "prediction")),
     *(("known-f32-native", kind, "chain") for kind in ("eagle3", "eagle-deaf")),
     *(("cyclic-f32-native", kind, "tree") for kind in ("medusa-rows", "medusa-and-suffix")),
+    ("experts-f32-native", "mtp", "tree"),
+    ("gemma4-f32-native", "assistant", "tree"),
+    ("gemma4-bf16-native", "assistant-gguf", "chain"),
+    ("experts-bf16-native", "mtp-stacked", "chain"),
 }
 CASES = [
     *((f"{name}-{dtype}-native", kind, shape) for name in KINDS for dtype in ("f32", "bf16") for kind in KINDS[name] for shape in SHAPES),

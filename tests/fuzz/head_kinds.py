@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from fuzz.damage import BYTES, Rng, damaged_json_text, pick
-from fuzz.kind import HIDDEN, INNER, LLAMA, VOCAB, Kind, damaged_safetensors, write_model
+from fuzz.kind import HIDDEN, INNER, LLAMA, VOCAB, Kind, damaged_gguf, damaged_safetensors, random_tensors, write_model
+from harness.gguf_checkpoints import write_gguf
 
 
 class HeadKind(Kind):
@@ -135,3 +136,59 @@ class HeadTorchFile(HeadKind):
 
     def make(self, rng: Rng) -> bytes:
         return bytes(pick(rng, BYTES)(self.valid[0] if rng.integers(2) else pick(rng, self.valid), rng))
+
+
+GLM: dict[str, Any] = {
+    "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "vocab_size": VOCAB, "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1,
+    "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1, "use_qk_norm": True,
+    "attention_bias": False, "tie_word_embeddings": False, "dtype": "float32",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+
+
+class GgufModuleFile(Kind):
+    """A model with a module for multi-token prediction; the model itself is read from a file that is whole."""
+
+    name, share = "module.gguf", 60
+
+    def prepare(self) -> None:
+        import gguf
+        from safetensors.numpy import save_file
+
+        from paceline.models.checkpoint import open_weights, read_model_config
+
+        layers = GLM["num_hidden_layers"]
+        arrays = {name: array.astype(np.float32) for name, array in random_tensors({**GLM, "num_hidden_layers": layers + 1}).items()}
+        rng, prefix = np.random.default_rng(1), f"model.layers.{layers}"
+        arrays[f"{prefix}.eh_proj.weight"] = rng.normal(size=(HIDDEN, 2 * HIDDEN)).astype(np.float32)
+        arrays |= {f"{prefix}.{name}.weight": np.ones(HIDDEN, np.float32) for name in ("enorm", "hnorm", "shared_head.norm")}
+        directory = self.folder / "model"
+        directory.mkdir(exist_ok=True)
+        (directory / "config.json").write_text(json.dumps(GLM))
+        save_file(arrays, directory / "model.safetensors")
+        whole = write_gguf(directory, self.folder / "whole.gguf", lambda name: "Q8_0" if "blk.3" in name else "F32")
+        self.valid, reader = whole.read_bytes(), gguf.GGUFReader(whole)
+        self.tensors = [tensor.name for tensor in reader.tensors if tensor.name.startswith("blk.3")]
+        self.keys = list(reader.fields)[3:]
+        self.config = read_model_config(whole)
+        self.weights = open_weights(whole, self.config)
+
+    def undamaged(self) -> bytes:
+        return self.valid
+
+    def make(self, rng: Rng) -> bytes:
+        return damaged_gguf(self.valid, self.tensors, self.keys, rng)
+
+    def use(self, index: int) -> None:
+        from paceline.drafters import find_head
+        from paceline.drafters.mtp import load_mtp, open_mtp_head
+
+        files = find_head(self.path, inside_target=True)
+        if files is not None:
+            module = load_mtp(files, self.config, self.weights)
+            assert len(list(module.weights.values())) == len(module.weights)
+            if index % 20 == 0:
+                open_mtp_head(module, num_threads=1, max_context=64)

@@ -7,13 +7,14 @@ import json
 import struct
 import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fuzz.damage import BYTES, VALUES, Rng, damaged_json, pick, write_number
+from fuzz.damage import BYTES, NUMBERS, VALUES, Rng, damaged_json, pick, truncate, write_number
 from harness.checkpoints import write_tokenizer
 
 VOCAB, HIDDEN, INNER, LAYERS = 120, 32, 48, 6
@@ -71,7 +72,8 @@ class Kind(ABC):
         """
 
 
-def llama_tensors(values: dict[str, Any]) -> dict[str, np.ndarray]:
+def random_tensors(values: dict[str, Any]) -> dict[str, np.ndarray]:
+    """All of a model, by the names of its checkpoint."""
     from paceline.models.config import config_from_values
     from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 
@@ -86,7 +88,7 @@ def write_model(folder: Path) -> None:
     from safetensors.numpy import save_file
 
     (folder / "config.json").write_text(json.dumps(LLAMA))
-    save_file(llama_tensors(LLAMA), folder / "model.safetensors")
+    save_file(random_tensors(LLAMA), folder / "model.safetensors")
     write_tokenizer(folder, VOCAB)
 
 
@@ -110,3 +112,52 @@ def damaged_safetensors(data: bytes, rng: Rng) -> bytes:
             entry[field] = deepcopy(pick(rng, VALUES))
     text = json.dumps(header, ensure_ascii=bool(rng.integers(2))).encode("utf-8", "surrogatepass")
     return struct.pack("<Q", len(text)) + text + data[8 + length :]
+
+
+def damaged_gguf(data: bytes, tensors: Sequence[str], keys: Sequence[str], rng: Rng) -> bytes:
+    """Its header, one entry of it, or the values of its tensors.
+
+    Args:
+        tensors, keys: names in the file.
+    """
+    how, header_bytes = int(rng.integers(5)), max(_behind(data, name) for name in tensors) + 60
+    if how == 0:
+        return _with_another_entry(data, pick(rng, tensors), rng)
+    if how == 1:
+        return _with_another_value(data, pick(rng, keys), rng)
+    if how == 2:
+        damaged = bytearray(data)
+        for position in rng.integers(header_bytes, len(data), 40):
+            damaged[position] = int(rng.integers(256))
+        return bytes(damaged)
+    damaged_header = pick(rng, BYTES)(data[:header_bytes], rng) + data[header_bytes:]
+    return damaged_header if rng.integers(8) else truncate(damaged_header, rng)
+
+
+def _behind(data: bytes, name: str) -> int:
+    """Where a name of the header ends."""
+    text = name.encode()
+    return data.index(struct.pack("<Q", len(text)) + text) + 8 + len(text)
+
+
+def _with_another_entry(data: bytes, name: str, rng: Rng) -> bytes:
+    """A dimension, the type or the offset of a tensor becomes absurd or another tensor's."""
+    damaged, at = bytearray(data), _behind(data, name)
+    (num_dimensions,) = struct.unpack_from("<I", data, at)
+    fields = [(at, "<I"), *((at + 4 + 8 * index, "<Q") for index in range(num_dimensions))]
+    fields += [(at + 4 + 8 * num_dimensions, "<I"), (at + 8 + 8 * num_dimensions, "<Q")]
+    for _ in range(int(rng.integers(1, 3))):
+        start, layout = pick(rng, fields)
+        number = int(pick(rng, [32 * int(rng.integers(0, len(data) // 32)), *NUMBERS]))
+        struct.pack_into(layout, damaged, start, number & (2 ** (8 * struct.calcsize(layout)) - 1))
+    return bytes(damaged)
+
+
+def _with_another_value(data: bytes, key: str, rng: Rng) -> bytes:
+    """The type of a value, or its first bytes, become others."""
+    damaged, at = bytearray(data), _behind(data, key)
+    if not rng.integers(4):
+        struct.pack_into("<I", damaged, at, int(rng.integers(14)))
+    else:
+        struct.pack_into("<I", damaged, at + 4, int(pick(rng, (*NUMBERS, *range(1, 9)))) & (2**32 - 1))
+    return bytes(damaged)

@@ -1,6 +1,7 @@
 """The table of all kinds of files."""
 
-from fuzz.head_kinds import HeadConfigFile, HeadSafetensorsFile, HeadTorchFile
+from fuzz.assistant_kinds import AssistantConfigFile, AssistantGgufFile, AssistantSafetensorsFile
+from fuzz.head_kinds import GgufModuleFile, HeadConfigFile, HeadSafetensorsFile, HeadTorchFile
 from fuzz.kind import Kind
 from fuzz.model_kinds import (
     AdapterConfigFile,
@@ -15,5 +16,6 @@ from fuzz.tokenizer_kinds import ChatTemplateFile, SpecialTokensFile, TokenizerC
 
 KINDS: tuple[type[Kind], ...] = (
     ConfigFile, GenerationConfigFile, AdapterConfigFile, SafetensorsFile, IndexFile, TokenizerFile, TokenizerConfigFile, SpecialTokensFile,
-    ChatTemplateFile, GgufModelFile, HeadConfigFile, HeadSafetensorsFile, HeadTorchFile, QuantizedCacheFile,
+    ChatTemplateFile, GgufModelFile, HeadConfigFile, HeadSafetensorsFile, HeadTorchFile, QuantizedCacheFile, GgufModuleFile,
+    AssistantConfigFile, AssistantSafetensorsFile, AssistantGgufFile,
 )  # fmt: skip

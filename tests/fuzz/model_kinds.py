@@ -1,15 +1,14 @@
 """The files of a model: configs, weights in safetensors and GGUF, adapters, and what we keep of them ourselves."""
 
 import json
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fuzz.damage import BYTES, VALUES, Rng, damaged_json_text, pick, truncate
-from fuzz.kind import LAYERS, LLAMA, Kind, damaged_safetensors, llama_tensors, write_model
+from fuzz.damage import BYTES, Rng, damaged_json_text, pick
+from fuzz.kind import LAYERS, LLAMA, Kind, damaged_gguf, damaged_safetensors, random_tensors, write_model
 from fuzz.tokenizer_kinds import use_tokenizer
 
 GENERATION = {"bos_token_id": 1, "eos_token_id": [1, 2], "pad_token_id": 0, "temperature": 0.6, "top_p": 0.9}
@@ -136,7 +135,7 @@ class IndexFile(Kind):
 
         write_model(self.folder)
         (self.folder / "model.safetensors").unlink()
-        tensors = llama_tensors(LLAMA)
+        tensors = random_tensors(LLAMA)
         self.map = {name: f"model-0000{1 + index % 2}-of-00002.safetensors" for index, name in enumerate(tensors)}
         for file in sorted(set(self.map.values())):
             save_file({name: tensors[name] for name in tensors if self.map[name] == file}, self.folder / file)
@@ -191,38 +190,13 @@ class GgufModelFile(Kind):
         writer.write_tensors_to_file()
         writer.close()
         self.valid = self.path.read_bytes()
-        self.header_bytes = self.valid.index(b"blk.1.ffn_norm.weight") + 60
+        self.keys = list(gguf.GGUFReader(self.path).fields)[3:]  # behind the header's own
 
     def undamaged(self) -> bytes:
         return self.valid
 
     def make(self, rng: Rng) -> bytes:
-        how = int(rng.integers(4))
-        if how == 0:
-            return self._damaged_entry(rng)
-        if how == 1:  # blocks: every tensor is read as well
-            data = bytearray(self.valid)
-            for position in rng.integers(self.header_bytes, len(data), 40):
-                data[position] = int(rng.integers(256))
-            return bytes(data)
-        data = pick(rng, BYTES)(self.valid[: self.header_bytes], rng) + self.valid[self.header_bytes :]
-        return data if rng.integers(8) else truncate(data, rng)
-
-    def _damaged_entry(self, rng: Rng) -> bytes:
-        """A dimension, the type or the offset of a tensor becomes absurd or another tensor's."""
-        data = bytearray(self.valid)
-        name = pick(rng, list(self.tensors)).encode()
-        at = data.index(struct.pack("<Q", len(name)) + name) + 8 + len(name)
-        (num_dimensions,) = struct.unpack_from("<I", data, at)
-        fields = [(at, "<I"), *((at + 4 + 8 * index, "<Q") for index in range(num_dimensions))]
-        fields += [(at + 4 + 8 * num_dimensions, "<I"), (at + 8 + 8 * num_dimensions, "<Q")]
-        for _ in range(int(rng.integers(1, 3))):
-            start, layout = pick(rng, fields)
-            number = int(
-                pick(rng, [32 * int(rng.integers(0, len(data) // 32)), *(value for value in VALUES[:20] if isinstance(value, int))])
-            )
-            struct.pack_into(layout, data, start, number & (2 ** (8 * struct.calcsize(layout)) - 1))
-        return bytes(data)
+        return damaged_gguf(self.valid, list(self.tensors), self.keys, rng)
 
     def use(self, index: int) -> None:
         from paceline.models.checkpoint import open_weights, read_model_config

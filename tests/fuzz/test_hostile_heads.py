@@ -159,6 +159,16 @@ def test_whatever_a_config_says_is_read_or_refused(method: str, tmp_path: Path) 
     assert refused > 150
 
 
+@pytest.mark.parametrize(
+    "scaling", [{"rope_theta": 1e-300}, {"rope_scaling": {"type": "linear", "factor": 1e-45}}], ids=["theta", "factor"]
+)
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_rotations_that_no_number_describes_are_refused(method: str, scaling: dict[str, Any], tmp_path: Path) -> None:
+    config, tensors = {"eagle": (EAGLE1, eagle1_tensors()), "eagle3": (EAGLE3, eagle3_tensors())}[method]
+    with pytest.raises(CheckpointError, match="make frequencies that are no numbers"):
+        load(write_head(tmp_path, {**config, **scaling}, tensors))
+
+
 @pytest.mark.parametrize("name", ["blk.99999999.attn_q.weight", "blk.0", "blk.x.y.weight", "blk.", "blk.0.attn_q"])
 def test_names_of_gguf_files_are_not_believed_either(name: str, tmp_path: Path) -> None:
     pytest.importorskip("gguf")

@@ -32,9 +32,11 @@ from harness.eagle_checkpoints import (
     write_recalling_peagle,
     write_recalling_target,
 )
+from harness.expert_checkpoints import in_stacks
+from harness.gemma4_assistants import CLUSTERS, write_assistant, write_gguf_assistant, write_target
 from harness.medusa_checkpoints import edit, perfect_blocks, perfect_heads, random_heads, write_heads, write_successor_target
 from harness.mtp_checkpoints import LAYOUTS as MTP_LAYOUTS
-from harness.mtp_checkpoints import Arrays, add_module, random_module
+from harness.mtp_checkpoints import Arrays, add_module, random_module, write_glm4_moe
 
 NUM_LAYERS = 4  # of the legible targets
 SHARPNESS = 0.5  # of the successor target: at temperature 1 it leaves its cycle now and then
@@ -234,6 +236,21 @@ def write_cyclic_pairs(folder: Path) -> dict[str, Pair]:
     return pairs | {"medusa-and-suffix": Pair(target, ("suffix", str(pairs["medusa-rows"].drafter)))}
 
 
+def write_expert_pairs(folder: Path) -> dict[str, Pair]:
+    """A mixture of experts, whose module is one too, one by one and in stacks, and what reads the text alone."""
+    bare, target = write_glm4_moe(folder / "bare", has_module=False), write_glm4_moe(folder / "target")
+    stacked = in_stacks(target, folder / "stacked")
+    return {"ngram": Pair(bare, "ngram"), "mtp": Pair(target, "mtp"), "mtp-stacked": Pair(stacked, "mtp")}
+
+
+def write_gemma4_pairs(folder: Path) -> dict[str, Pair]:
+    """A random Gemma 4 with assistants that know nothing of it, in a directory and in a file."""
+    target = write_target(folder / "target")
+    dense, clustered = write_assistant(folder / "dense"), write_assistant(folder / "clustered", **CLUSTERS)
+    file = write_gguf_assistant(clustered, folder / "assistant.gguf")
+    return {"assistant": Pair(target, str(dense)), "assistant-gguf": Pair(target, str(file))}
+
+
 def _texts(head: str) -> dict[str, str | tuple[str, ...]]:
     """Drafters that read the text, alone and before a head."""
     return {
@@ -249,6 +266,8 @@ PAIRS: Mapping[str, Callable[[Path], dict[str, Pair]]] = {
     "random": write_random_pairs,
     "known": write_known_pairs,
     "cyclic": write_cyclic_pairs,
+    "experts": write_expert_pairs,
+    "gemma4": write_gemma4_pairs,
 }
 """Writers of a target with its pairs, by the target's name."""
 
@@ -257,5 +276,7 @@ KINDS = {
     "random": ("eagle", "eagle3", "peagle", "medusa", *(f"mtp-{layout}" for layout in MTP_LAYOUTS), "draft_model", *TEXTS),
     "known": ("eagle", "eagle-deaf", "eagle3", *(f"mtp-{layout}" for layout in MTP_LAYOUTS), *TEXTS),
     "cyclic": ("medusa-rows", "medusa-tgi", "medusa-vllm_map", "medusa-and-suffix"),
+    "experts": ("ngram", "mtp", "mtp-stacked"),
+    "gemma4": ("assistant", "assistant-gguf"),
 }
 """The names of the pairs of each."""

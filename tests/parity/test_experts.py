@@ -282,3 +282,27 @@ def test_metadata_of_a_gguf_file_is_named_as_the_file_does(
     path = write_gguf(references(case).directory, tmp_path / "model.gguf", metadata={key: value})
     with pytest.raises(CheckpointError, match=message):
         read_model_config(path)
+
+
+@pytest.mark.parametrize("case", ["gpt_oss", "qwen2_moe-plain", "olmoe"])
+def test_a_gguf_file_that_lacks_its_vocabulary_matrix_is_refused_where_llama_cpp_does(
+    references: Callable[[str], Reference], tmp_path: Path, case: str
+) -> None:
+    path = without_matrix(references(case).directory, tmp_path)
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensor: output\.weight"):
+        open_weights(path, read_model_config(path))
+
+
+@pytest.mark.parametrize("case", ["glm4_moe", "qwen3_moe", "mixtral"])
+def test_where_llama_cpp_takes_the_embedding_for_it_so_do_we(references: Callable[[str], Reference], tmp_path: Path, case: str) -> None:
+    config = read_model_config(path := without_matrix(references(case).directory, tmp_path))
+    assert config.tied_embeddings
+    assert not open_weights(path, config).has("lm_head.weight")
+
+
+def without_matrix(directory: Path, folder: Path) -> Path:
+    copy = shutil.copytree(directory, folder / "copy")
+    tensors = read_tensors(copy)
+    del tensors["lm_head.weight"]
+    write_tensors(copy, tensors)
+    return write_gguf(copy, folder / "model.gguf")

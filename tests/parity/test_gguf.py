@@ -220,7 +220,7 @@ def test_of_a_table_of_layer_inputs_only_the_rows_of_a_pass_are_made(checkpoint:
     ("metadata", "text"),
     [
         ({"gemma4.attention.shared_kv_layers": 8}, "shared_kv_layers = 8, expected fewer than 8 layers"),
-        ({"gemma4.attention.shared_kv_layers": 7, "gemma4.feed_forward_length": 96}, "num_kv_shared_layers = 7"),
+        ({"gemma4.attention.shared_kv_layers": 7, "gemma4.feed_forward_length": 96}, "attention.shared_kv_layers = 7"),
         ({"gemma4.attention.value_length": 8}, "value_length = 8, expected the size of keys, 32"),
         ({"gemma4.rope.dimension_count": 8}, "dimension_count = 8, expected the whole head, 32"),
         ({"gemma4.rope.scaling.type": "yarn"}, "rope.scaling.type = 'yarn', expected none"),

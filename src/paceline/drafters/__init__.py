@@ -12,7 +12,7 @@ from pathlib import Path
 from paceline.config import EngineConfig, SpeculationConfig, cache_directory
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.eagle import layers_of, open_eagle_drafter, open_gguf_head
-from paceline.drafters.gemma4_assistant import open_assistant
+from paceline.drafters.gemma4_assistant import open_assistant, open_gguf_assistant, suits
 from paceline.drafters.head_files import HeadFiles, is_head_file
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.drafter import open_medusa
@@ -26,8 +26,9 @@ from paceline.drafters.suffix.drafter import SuffixDrafter
 from paceline.drafters.target import LoadedTarget
 from paceline.drafters.translate import ByteTokenizer, SharedPieces, TextDrafter
 from paceline.errors import CheckpointError, IncompatibleDrafterError
-from paceline.hub import resolve
+from paceline.hub import gguf_models, resolve
 from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.kv_cache.recurrent import StateLimits
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.models.checkpoint import is_gguf, read_model_config
 from paceline.runtimes.base import Numerics
@@ -207,11 +208,25 @@ def _embedded(wanted: str, target: Path) -> PreparedDrafter:
     if (directory / "config.json").is_file():
         return PreparedDrafter(DRAFT_MODEL, directory)
     if wanted == "auto":
-        head = find_head(target / ASSISTANT) if (target / ASSISTANT / "config.json").is_file() else None
-        return PreparedDrafter(NgramDrafter.name) if head is None else PreparedDrafter(head.kind.value, target / ASSISTANT, head)
+        head = _assistant_of(target)
+        return PreparedDrafter(NgramDrafter.name) if head is None else PreparedDrafter(head.kind.value, head.path, head)
     raise IncompatibleDrafterError(
         f"{target} has no embedded draft model (folder {EMBEDDED!r}): give a draft model's directory or id instead"
     )
+
+
+def _assistant_of(target: Path) -> HeadFiles | None:
+    """The head in the folder for it, as a directory or as its only GGUF file.
+
+    The folder beside a GGUF file may be there for another one: what is not for this model is not its assistant.
+    """
+    folder = (target.parent if is_gguf(target) else target) / ASSISTANT
+    if (folder / "config.json").is_file():
+        head = find_head(folder)
+    else:
+        files = gguf_models(folder) if folder.is_dir() else []
+        head = find_head(files[0]) if len(files) == 1 else None
+    return head if head is None or not is_gguf(target) or suits(head, read_model_config(target)) else None
 
 
 def _resolve(wanted: str, *, token: str | None, offline: bool) -> Path:
@@ -234,7 +249,7 @@ def find_head(path: Path, wanted: HeadKind | None = None, *, inside_target: bool
         CheckpointError: a file is damaged.
         IncompatibleDrafterError: it is another kind of head, or of a method without a drafter.
     """
-    files = open_gguf_head(path) if is_gguf(path) else HeadFiles.open(path)
+    files = open_gguf_head(path) or open_gguf_assistant(path) if is_gguf(path) else HeadFiles.open(path)
     if files is None and inside_target:
         files = open_gguf_module(path)
     if files is None:
@@ -274,7 +289,9 @@ def _open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
         quant_directory=cache_directory(),
     )
     runtime = load_runtime(directory, options).runtime
-    cache = runtime.new_cache(1 + blocks_for(math.ceil(target.cache.max_slots * expansion), BLOCK_SIZE))  # one more for the timed pass
+    num_blocks = 1 + blocks_for(math.ceil(target.cache.max_slots * expansion), BLOCK_SIZE)  # one more for the timed pass
+    kept_states = target.engine.max_num_seqs if target.cache.prefix_caching else 0
+    cache = runtime.new_cache(num_blocks, states=StateLimits(spacing=target.engine.state_spacing, max_kept=kept_states))
     cache.prefix_caching = target.cache.prefix_caching
     passes = time_passes(runtime, cache, (READ_ROWS,), max_context=max_context, repeats=1, wants_logits=False)
     translation, by_text = None, None

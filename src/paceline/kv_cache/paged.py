@@ -114,11 +114,12 @@ class KVCache:
         """Blocks that `reserve` takes for such a tree."""
         return fresh_blocks_needed(parents, sequence.committed_len, len(sequence.block_table), self.layout, self.block_size)
 
-    def reserve(self, sequence: CachedSequence, parents: Sequence[int], num_known: int = 1) -> RowPlan:
+    def reserve(self, sequence: CachedSequence, parents: Sequence[int], num_known: int = 1, *, num_firm: int | None = None) -> RowPlan:
         """Provide slots for a tree (parents[0] = -1) and lay it out; blocks that paths share partly are copied.
 
         Args:
             num_known: of the nodes, the first ones, a chain: they are kept together or not at all.
+            num_firm: rows committed before that `truncate` will not drop one by one; None = all.
 
         Raises:
             CapacityError: too few free blocks; nothing was changed.
@@ -128,7 +129,9 @@ class KVCache:
         length, table = sequence.committed_len, sequence.block_table
         fresh = self.pool.allocate(self.num_needed(sequence, parents))
         plan = plan_rows(parents, length, table, fresh, self.layout, self.block_size, sequence.id)
-        plan = sequence.plan = plan if num_known == 1 else replace(plan, num_known=num_known)
+        if num_known != 1 or num_firm is not None:
+            plan = replace(plan, num_known=num_known, num_firm=num_firm)
+        sequence.plan = plan
         for memory in self.memories:
             for source, target in plan.copies:
                 memory.copy_block(source, target)

@@ -31,12 +31,13 @@ class StateLimits:
         spacing: rows between the states that are kept for others to go on from; a multiple of the block size. Besides these a text has
             one behind the last block it filled.
         max_kept: such states at most; of more the one used longest ago is dropped. 0 = none are kept.
-        num_cuttable: of a text's last rows, that can be cut.
     """
 
     spacing: int = 512
     max_kept: int = 16
-    num_cuttable: int = 0
+
+
+DEFAULT_STATES = StateLimits()
 
 
 class StateWork(NamedTuple):
@@ -130,13 +131,14 @@ class RecurrentStates(LayerMemory):
         """Raises CapacityError: there is no memory for another state; nothing was changed."""
         text = self._texts.setdefault(plan.sequence_id, _Text())
         self._settle(text)
-        num_known = plan.num_known if plan.num_known >= KNOWN_ROWS else 0
+        firm = plan.committed_len if plan.num_firm is None else plan.num_firm
+        num_known = plan.num_known if plan.num_known >= KNOWN_ROWS and firm == plan.committed_len else 0
         try:
             if num_known:
                 num_folded = 0
                 self._plan_saves(text, plan.committed_len + num_known, end=plan.committed_len + num_known)
             else:
-                num_folded = max(0, len(text.pending) - self.limits.num_cuttable)
+                num_folded = min(max(0, firm - text.length), len(text.pending))
                 if text.state is None:
                     text.state = self._new_state(is_zero=True)
                 self._plan_saves(text, text.length + num_folded)
@@ -264,7 +266,7 @@ class RecurrentStates(LayerMemory):
         """States behind blocks among the rows up to `last`, those at the spacing and the last one, and the one behind row `end`."""
         size = self._block_size
         if self.limits.max_kept:
-            ends = [border for border in range((text.length // size + 1) * size, last + 1, size)]
+            ends = list(range((text.length // size + 1) * size, last + 1, size))
             for border in ends:
                 if border % self.limits.spacing == 0 or border == ends[-1]:
                     text.saves.append((border, self._new_state()))

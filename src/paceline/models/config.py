@@ -127,7 +127,8 @@ class ModelConfig:
 
     def kv_owner(self, layer: int) -> int:
         """The layer whose keys and values `layer` reads: itself, unless it shares another's."""
-        shared = self.attentions[layer].kv_layer
+        mixer = self.layers[layer].mixer
+        shared = mixer.kv_layer if isinstance(mixer, AttentionConfig) else None
         return layer if shared is None else shared
 
     @property
@@ -171,7 +172,14 @@ class ModelConfig:
         return replace(chosen, max_positions=min([self.max_positions, *short]))
 
 
-_TEXT_MODELS = {"gemma3": "gemma3_text", "mistral3": None, "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text"}
+_TEXT_MODELS = {
+    "gemma3": "gemma3_text",
+    "mistral3": None,
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 """Models of texts and images, and the text model in them; None = it says so itself."""
 _WEIGHT_TYPES = {
     "float32": WeightType.F32,
@@ -216,7 +224,8 @@ def config_from_values(
     """
     values = _text_values(values)
     family = family_of(values, path)
-    fields = JsonFields({**family.defaults, **values}, path)
+    renamed = {name: values[alias] for alias, name in family.aliases.items() if values.get(alias) is not None}
+    fields = JsonFields({**family.defaults, **values, **renamed}, path)
     _refuse_quantised(fields, family)
     _refuse_unknown(fields, family)
     read = LayerReader(fields, family)
@@ -241,7 +250,7 @@ def config_from_values(
         layer_vocab_size=_layer_vocab_size(fields) if layers[0].input is not None else 0,
         suppressed_token_ids=of_generation.token_ids("suppress_tokens"),
     )
-    _check_frequencies(config, path)
+    check_frequencies(config, path)
     return config
 
 
@@ -260,8 +269,12 @@ def _embedding_scale(fields: JsonFields, family: Family) -> float:
     return float(fields.size("hidden_size") ** 0.5) if family.scales_embedding else 1.0
 
 
-def _check_frequencies(config: ModelConfig, path: Path) -> None:
-    """Refuse parameters that are numbers but give no usable rotation."""
+def check_frequencies(config: ModelConfig, path: Path) -> None:
+    """Refuse parameters that are numbers but give no usable rotation.
+
+    Raises:
+        CheckpointError: `path`, where they are from, has some.
+    """
     for rope, head_size in config.rotations:
         for context in (None, config.max_positions):
             try:

@@ -34,17 +34,17 @@ def _qwen2_moe(read: LayerReader) -> Layers:
     last = read.fields.number("max_window_layers", 28)
     slides = [layer % 2 == 0 and layer < last for layer in range(read.num_layers)] if not is_listed else read.sliding_layers()
     attention = read.attention(bias=read.fields.flag("qkv_bias", default=True))
-    return read.layers(attention, _sparse(read, experts), slides=slides if read.flag("use_sliding_window") else ())
+    return read.layers(attention, sparse_layers(read, experts), slides=slides if read.flag("use_sliding_window") else ())
 
 
 def _qwen3_moe(read: LayerReader) -> Layers:
     bias, slides = read.flag("attention_bias"), read.flag("use_sliding_window")
     attention = read.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD)
     experts = ExpertMLP(routing=read.routing(), expert=read.mlp(size="moe_intermediate_size"))
-    return read.layers(attention, _sparse(read, experts), slides=[slides] * read.num_layers)
+    return read.layers(attention, sparse_layers(read, experts), slides=[slides] * read.num_layers)
 
 
-def _sparse(read: LayerReader, experts: ExpertMLP) -> list[DenseMLP | ExpertMLP]:
+def sparse_layers(read: LayerReader, experts: ExpertMLP) -> list[DenseMLP | ExpertMLP]:
     """Experts in every `decoder_sparse_step`-th layer that is not among `mlp_only_layers`."""
     fields, step = read.fields, read.fields.size("decoder_sparse_step", 1)
     dense = fields.values.get("mlp_only_layers") or []

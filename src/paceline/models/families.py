@@ -13,6 +13,7 @@ from paceline.errors import CheckpointError, shortened
 from paceline.models.expert_families import EXPERTS
 from paceline.models.family import Family
 from paceline.models.gemma4 import GEMMA4
+from paceline.models.hybrid_families import HYBRIDS
 from paceline.models.layer_reader import LayerReader
 from paceline.models.layers import LayerConfig, NormOrder, QKNorm
 
@@ -329,6 +330,7 @@ _TABLE = (
     ),
     *EXPERTS,
     *GEMMA4,
+    *HYBRIDS,
 )
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _TABLE}
 

@@ -25,6 +25,8 @@ class Family:
         interleaves_rotation: the values of a head that rotate together lie side by side in checkpoints; rows are put in our order at load.
         part_names: what checkpoints call parts of a layer, or whole tensors of it, by other names than most.
         fuses_projections: checkpoints stack q, k and v in one matrix, gate and up in another.
+        recurrent_part: what checkpoints call a recurrent layer's mixer (models/hybrid_weights.py); empty = there is none.
+        aliases: other names of fields of the metadata; where they are given, they win.
         packs_experts: checkpoints hold the experts of a layer in two stacks, transposed or in MXFP4 (models/gpt_oss.py).
         rope_types: other spellings of rope types.
         norm_offset: see `ModelConfig`.
@@ -46,6 +48,8 @@ class Family:
     interleaves_rotation: bool = False
     part_names: Mapping[str, str] = field(default_factory=dict)
     fuses_projections: bool = False
+    recurrent_part: str = ""
+    aliases: Mapping[str, str] = field(default_factory=dict)
     packs_experts: bool = False
     rope_types: Mapping[str, str] = field(default_factory=dict)
     norm_offset: bool = False

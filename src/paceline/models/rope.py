@@ -23,7 +23,8 @@ def inverse_frequencies(rope: RopeConfig, head_size: int) -> tuple[NDArray[np.fl
     exponents = np.arange(0, rotary_size, 2, dtype=np.float32) / np.float32(rotary_size)
     # numpy's float32 power is often a last bit off, and a position in the thousands makes that a visible angle.
     powers = np.power(_dynamic_theta(rope, rotary_size), exponents.astype(np.float64)).astype(np.float32)
-    plain = (np.float32(1.0) / powers).astype(np.float32)
+    with np.errstate(over="ignore", divide="ignore"):  # of pairs that do not turn; what others have was checked with the config
+        plain = (np.float32(1.0) / powers).astype(np.float32)
     if rope.type in (RopeType.DEFAULT, RopeType.DYNAMIC):
         return plain, 1.0
     if rope.type is RopeType.PROPORTIONAL:

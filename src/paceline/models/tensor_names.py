@@ -149,6 +149,7 @@ _CHECKPOINT_PARTS = {
     "shared_expert": "mlp.shared_expert",
     "shared_gate": "mlp.shared_expert_gate",
     "attention": "self_attn",
+    "attention_gate": "self_attn.q_proj",
     "correction": "e_score_correction_bias",
 }
 _SCALE = "layer_scalar"  # without .weight
@@ -163,15 +164,16 @@ _NORMS = {
 def checkpoint_names(config: ModelConfig) -> dict[str, str]:
     """How Hugging Face checkpoints call our tensors: `layers.3.q_proj.weight` is `model.layers.3.self_attn.q_proj.weight`."""
     names, own_parts = {}, FAMILIES[config.family].part_names
+    parts_of = {layer: _parts_of(layer, config) for layer in dict.fromkeys(config.layers)}
     for name in tensor_shapes(config):
         if not name.startswith("layers."):
             part, kind = name.split(".")
-            names[name] = f"{_CHECKPOINT_PARTS[part]}.{kind}"
+            names[name] = f"{own_parts.get(part, _CHECKPOINT_PARTS[part])}.{kind}"
             continue
         _, index, *path = name.split(".")
-        parts = {**_CHECKPOINT_PARTS, **_NORMS[config.layers[int(index)].norm_order], **own_parts}
-        if (whole := ".".join(path)) in own_parts:
-            names[name] = f"model.layers.{index}.{own_parts[whole]}"
+        parts = parts_of[config.layers[int(index)]]
+        if (whole := ".".join(path)) in parts:
+            names[name] = f"model.layers.{index}.{parts[whole]}"
             continue
         first, *others = path
         inside = first in ("experts", "shared_expert")  # whose own parts have their plain names
@@ -179,3 +181,21 @@ def checkpoint_names(config: ModelConfig) -> dict[str, str]:
         last = [_SCALE] if first == "output_scale" else [parts[first], *others]
         names[name] = ".".join(["model", "layers", index, *last])
     return names
+
+
+def _parts_of(layer: LayerConfig, config: ModelConfig) -> dict[str, str]:
+    """What checkpoints call the parts of a layer, and whole tensors of it."""
+    family = FAMILIES[config.family]
+    recurrent = {} if isinstance(layer.mixer, AttentionConfig) else _recurrent_parts(layer.mixer, family.recurrent_part)
+    return {**_CHECKPOINT_PARTS, **_NORMS[layer.norm_order], **family.part_names, **recurrent}
+
+
+def _recurrent_parts(mixer: Recurrent, prefix: str) -> dict[str, str]:
+    """Those of its mixer; what several of ours are cut from has the name of all together."""
+    if isinstance(mixer, GatedDeltaConfig):
+        projections = {"conv_proj": "in_proj_qkv", "z_proj": "in_proj_z", "b_proj": "in_proj_b", "a_proj": "in_proj_a"}
+    else:
+        projections = dict.fromkeys(("conv_proj", "z_proj", "b_proj", "c_proj", "dt_proj"), "in_proj")
+    own = {"decay.weight": "A_log", "decay.bias": "dt_bias", "skip.weight": "D", "gated_norm": "norm", "o_proj": "out_proj"}
+    own["conv"] = "conv" if isinstance(mixer, ShortConvConfig) else "conv1d"
+    return {ours: f"{prefix}.{theirs}" for ours, theirs in {**projections, **own}.items()}

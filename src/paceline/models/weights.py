@@ -142,7 +142,7 @@ class Weights(Mapping[str, AnyTensor]):
         if config.tied_embeddings and "lm_head.weight" in stored:
             _check_tied(tensors["embedding.weight"], stored["lm_head.weight"], files)
         if config.norm_offset:
-            tensors |= {name: _plus_one(tensor) for name, tensor in tensors.items() if name.endswith("norm.weight")}
+            tensors |= {name: _plus_one(tensor) for name, tensor in tensors.items() if _is_offset(name)}
         if FAMILIES[config.family].interleaves_rotation:
             tensors |= _in_halves(tensors, config)
         return cls(tensors)
@@ -263,6 +263,11 @@ def _row_ranges(name: str, tensor: StoredTensor, sizes: Sequence[int]) -> list[S
         StoredTensor(tensor.path, tensor.dtype, (rows, tensor.shape[1]), end - rows * row_bytes, end)
         for rows, end in zip(sizes, ends, strict=True)
     ]
+
+
+def _is_offset(name: str) -> bool:
+    """Whether it is one of the norm weights that are stored less 1: those behind recurrent layers are not."""
+    return name.endswith("norm.weight") and not name.endswith("gated_norm.weight")
 
 
 def _plus_one(tensor: AnyTensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Long texts in front of a model whose layers see a window: what they hold, what is found again, and that nothing is left behind."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from harness.checkpoints import write_checkpoint
 from harness.eagle_checkpoints import EAGLE3, eagle3_tensors, write_head
 from harness.engine_targets import make
 from harness.engine_traffic import check_clean
+from harness.expert_checkpoints import CASES
+from harness.gemma4_assistants import write_assistant, write_target
 from harness.native_network import BUILT
 from paceline import LLM, SamplingParams
 from paceline.kv_cache.paged import BLOCK_SIZE
@@ -98,8 +101,29 @@ def test_drafting_needs_no_more_blocks_than_there_are_when_a_model_is_opened(ope
     check_clean(llm)
 
 
-def test_aborts_leak_no_block(open_llm: Open, seed: int, large_counts: bool, tally: "dict[str, int]") -> None:
-    llm, random = open_llm(cache_gb=0.002, max_context=400, max_num_seqs=3), np.random.default_rng(seed)
+@dataclass(frozen=True)
+class Windowed:
+    """A model some of whose layers see a window, its drafter, and the room for three texts at most."""
+
+    model: Path
+    drafter: str
+    cache_gb: float
+
+
+@pytest.fixture
+def windowed(request: pytest.FixtureRequest, directory: Path, tmp_path: Path) -> Windowed:
+    if request.param == "gpt_oss":
+        family, values = CASES["gpt_oss"]
+        return Windowed(write_checkpoint(tmp_path, family, **values), "ngram", 0.001)
+    if request.param == "gemma4":
+        return Windowed(write_target(tmp_path / "target"), str(write_assistant(tmp_path / "assistant")), 0.0015)
+    return Windowed(directory, "ngram", 0.002)
+
+
+@pytest.mark.parametrize("windowed", ["mistral", "gpt_oss", "gemma4"], indirect=True)
+def test_aborts_leak_no_block(windowed: Windowed, seed: int, large_counts: bool, tally: "dict[str, int]") -> None:
+    options = {"cache_gb": windowed.cache_gb, "max_context": 400, "max_num_seqs": 3}
+    llm, random = LLM(str(windowed.model), drafter=windowed.drafter, device="cpu", **options), np.random.default_rng(seed)
     memory, count = memory_of(llm), 10_000 if large_counts else 300
     for number in range(count):
         request = make(llm, prompt_of(int(random.integers(1, 300)), int(random.integers(3))), GREEDY)
@@ -118,3 +142,6 @@ def test_aborts_leak_no_block(open_llm: Open, seed: int, large_counts: bool, tal
     memory.check()
     check_clean(llm)
     assert memory.num_free == memory.storage.shape[1]
+    assert llm.stats().drafter_failures == 0
+    assert llm.stats().speculation.drafted > 0
+    llm.close()

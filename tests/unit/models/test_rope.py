@@ -27,6 +27,12 @@ def test_linear_stretches_every_wave_alike() -> None:
     assert attention_factor == 1.0
 
 
+def test_pairs_that_do_not_turn_have_no_pace_to_overflow() -> None:
+    rope = RopeConfig(1e-44, RopeType.PROPORTIONAL, rotated_fraction=0.25)
+    frequencies, _ = inverse_frequencies(rope, 64)
+    assert np.isfinite(frequencies).all()
+
+
 def test_proportional_turns_the_first_pairs_at_the_pace_of_the_whole_head() -> None:
     plain, _ = inverse_frequencies(RopeConfig(theta=1e6), 512)
     rope = RopeConfig(1e6, RopeType.PROPORTIONAL, factor=2.0, rotated_fraction=0.25)

@@ -6,7 +6,7 @@ from paceline.drafters.eagle.layout import is_nested
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
-from paceline.models.config import ModelConfig, WeightType
+from paceline.models.config import ModelConfig, WeightType, check_frequencies
 from paceline.models.families import FAMILIES
 from paceline.models.json_fields import JsonFields
 from paceline.models.layer_reader import ACTIVATIONS
@@ -55,7 +55,7 @@ def read_layers(files: HeadFiles, fields: JsonFields) -> ModelConfig:
     mlp = DenseMLP(intermediate_size=inner, activation=ACTIVATIONS[activation])
     windows = _windows(fields, max(1, files.count("layers.{}.")))
     by_window = {window: LayerConfig(mixer=replace(attention, window=window), mlp=mlp) for window in windows}
-    return ModelConfig(
+    config = ModelConfig(
         family="llama",
         vocab_size=fields.size("vocab_size"),
         hidden_size=hidden_size,
@@ -64,6 +64,8 @@ def read_layers(files: HeadFiles, fields: JsonFields) -> ModelConfig:
         max_positions=fields.size("max_position_embeddings"),
         weight_type=WeightType.F32,
     )
+    check_frequencies(config, fields.path)
+    return config
 
 
 def _check_family(files: HeadFiles, fields: JsonFields) -> None:

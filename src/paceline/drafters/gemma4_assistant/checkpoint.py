@@ -7,9 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.drafters.gemma4_assistant.config import AssistantConfig, read_assistant
+from paceline.drafters.gemma4_assistant.gguf import open_gguf_weights
 from paceline.drafters.head_files import HeadFiles
 from paceline.errors import CheckpointError
+from paceline.models.checkpoint import is_gguf
 from paceline.models.config import ModelConfig
+from paceline.models.gguf.terms import in_its_terms
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 from paceline.models.weights import Weights
 
@@ -32,14 +35,27 @@ class Assistant:
     token_ordering: NDArray[np.int64] | None
 
 
-def load_assistant(files: HeadFiles, target: ModelConfig) -> Assistant:
+def load_assistant(files: HeadFiles, target: ModelConfig, *, num_threads: int = 1) -> Assistant:
     """The assistant in some files, for a target.
+
+    Args:
+        num_threads: to convert a GGUF file's matrices with.
 
     Raises:
         CheckpointError: tensors are missing, of another shape, or unknown.
         IncompatibleDrafterError: it was made for another target.
     """
-    config = read_assistant(files, target)
+    if not is_gguf(files.path):
+        return _of_directory(files, read_assistant(files, target))
+    try:
+        config = read_assistant(files, target)
+    except CheckpointError as error:
+        raise in_its_terms(error, files.config["general.architecture"]) from None
+    weights, ordering = open_gguf_weights(files, config, num_threads=num_threads)
+    return Assistant(config, weights, None if config.clusters is None else _ordering(files, ordering, config.layers.vocab_size))
+
+
+def _of_directory(files: HeadFiles, config: AssistantConfig) -> Assistant:
     layers, size = config.layers, config.feature_size
     shapes = dict(tensor_shapes(layers))
     names = {name: theirs.removeprefix("model.") for name, theirs in checkpoint_names(layers).items()}
@@ -56,11 +72,11 @@ def load_assistant(files: HeadFiles, target: ModelConfig) -> Assistant:
     known = {*names.values(), *needed, "embed_tokens.weight"}
     files.check_all_used(known, ignored=lambda name: _UNUSED.fullmatch(name) is not None or name.startswith("masked_embedding."))
     weights = Weights({name: files.weight(theirs) for name, theirs in names.items()})
-    return Assistant(config, weights, _ordering(files, layers.vocab_size) if needed else None)
+    return Assistant(config, weights, _ordering(files, _ORDERING, layers.vocab_size) if needed else None)
 
 
-def _ordering(files: HeadFiles, vocab_size: int) -> NDArray[np.int64]:
-    ordering = files.table(_ORDERING)
+def _ordering(files: HeadFiles, name: str, vocab_size: int) -> NDArray[np.int64]:
+    ordering = files.table(name)
     if not np.array_equal(np.sort(ordering), np.arange(vocab_size)):
-        raise CheckpointError(f"{files.path}: {_ORDERING} does not hold each of the {vocab_size} token ids once: download the file again")
+        raise CheckpointError(f"{files.path}: {name} does not hold each of the {vocab_size} token ids once: download the file again")
     return ordering

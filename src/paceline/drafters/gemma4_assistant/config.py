@@ -5,8 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.drafters.head_files import HeadFiles, check_pairing
+from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError, shortened
-from paceline.models.config import ModelConfig, WeightType
+from paceline.models.checkpoint import is_gguf
+from paceline.models.config import ModelConfig, WeightType, check_frequencies
 from paceline.models.families import FAMILIES
 from paceline.models.gemma4 import layers_of, sliding_layers
 from paceline.models.json_fields import JsonFields
@@ -14,6 +16,7 @@ from paceline.models.layer_reader import LayerReader
 from paceline.models.layers import AttentionConfig, LayerConfig
 
 _FAMILIES = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_unified_text"}
+_FEATURE_SIZE = 1536
 _KINDS = {True: "sliding_attention", False: "full_attention"}
 
 
@@ -40,6 +43,12 @@ class AssistantConfig:
     clusters: Clusters | None
 
 
+def suits(files: HeadFiles, target: ModelConfig) -> bool:
+    """Whether some head's files say that they hold an assistant for models of the target's family and width."""
+    is_assistant = files.kind is HeadKind.GEMMA4_ASSISTANT and target.family in _FAMILIES.values()
+    return is_assistant and files.config.get("backbone_hidden_size", _FEATURE_SIZE) == target.hidden_size
+
+
 def read_assistant(files: HeadFiles, target: ModelConfig) -> AssistantConfig:
     """The assistant in some files, for a target.
 
@@ -55,7 +64,7 @@ def read_assistant(files: HeadFiles, target: ModelConfig) -> AssistantConfig:
     family = FAMILIES[_FAMILIES.get(str(values.get("model_type")), "gemma4_text")]
     fields = JsonFields({**family.defaults, "hidden_size_per_layer_input": 0, **text}, path)
     whole = JsonFields(values, path)
-    vocab_size, feature_size = fields.size("vocab_size"), whole.size("backbone_hidden_size", 1536)
+    vocab_size, feature_size = fields.size("vocab_size"), whole.size("backbone_hidden_size", _FEATURE_SIZE)
     check_pairing(files, target, hidden_size=feature_size, vocab_rows=vocab_size)
     layers = _layers(files, LayerReader(fields, family), target)
     config = ModelConfig(
@@ -68,10 +77,13 @@ def read_assistant(files: HeadFiles, target: ModelConfig) -> AssistantConfig:
         weight_type=WeightType.F32,
         tied_embeddings=True,
     )
+    check_frequencies(config, path)
     return AssistantConfig(config, feature_size, _clusters(whole, vocab_size))
 
 
 def _config_path(files: HeadFiles) -> Path:
+    if is_gguf(files.path):
+        return files.path
     return (files.path if files.path.is_dir() else files.path.parent) / "config.json"
 
 

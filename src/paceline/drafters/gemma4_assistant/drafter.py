@@ -137,7 +137,7 @@ def open_assistant(files: HeadFiles, target: LoadedTarget) -> AssistantDrafter:
         CheckpointError, IncompatibleDrafterError: the files do not hold an assistant of this target.
         BackendUnavailableError: the target's runtime lets nobody read its cache.
     """
-    assistant = load_assistant(files, target.runtime.config)
+    assistant = load_assistant(files, target.runtime.config, num_threads=target.engine.num_threads)
     assistant = replace(assistant, weights=target.quantized(assistant.weights, files.files))
     network = AssistantNetwork(assistant, target.runtime, max_context=target.max_context)
     return AssistantDrafter(network, vocab_size=target.vocab_size, tree_width=target.speculation.tree_width)

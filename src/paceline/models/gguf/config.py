@@ -1,7 +1,6 @@
 """A GGUF file's metadata in the terms of a Hugging Face config.json, from which `models/config.py` makes a network."""
 
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +12,8 @@ from paceline.models.config import ModelConfig, WeightType, config_from_values
 from paceline.models.families import FAMILIES
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.gguf.file import GgufFile
-from paceline.models.gguf.gemma4 import gemma4_values
+from paceline.models.gguf.gemma4 import ASSISTANTS, gemma4_values
+from paceline.models.gguf.terms import in_its_terms
 from paceline.models.rope import inverse_frequencies
 from paceline.models.rope_config import RopeConfig, RopeType
 
@@ -23,28 +23,10 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 
 _STORED_AS = {"F16": WeightType.F16, "BF16": WeightType.BF16}
 _SOFTMAX, _SIGMOID, _OF_CHOSEN = 1, 2, 3  # llama.cpp's numbers of what makes a router's logits weights
-_KEYS = {
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "moe_intermediate_size": "expert_feed_forward_length",
-    "max_position_embeddings": "context_length",
-    "sliding_window": "attention.sliding_window",
-    "num_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
-    "top_k_experts": "expert_used_count",
-    "n_group": "expert_group_count",
-    "topk_group": "expert_group_used_count",
-    "first_k_dense_replace": "leading_dense_block_count",
-    "partial_rotary_factor": "rope.dimension_count",
-    "rope_scaling": "rope.scaling.type",
-    "rope_theta": "rope.freq_base",
-}
-"""What the file calls what config.json would say, for errors."""
-_TERMS = re.compile(rf"\b({'|'.join(_KEYS)})\b")
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_UNTIED = ("gpt-oss", "qwen2moe", "olmoe", "olmo2")
+"""Architectures whose files have a vocabulary matrix: without one they are damaged, as for llama.cpp. In others it is the embedding."""
+
 _QUERY_SCALAR_IS_WIDTH = {"gemma2": 46, "gemma3": 62}  # the 27B models, known by their number of layers
 
 
@@ -59,8 +41,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     try:
         return config_from_values(values, file.path, generation=generation, weight_type=_weight_type(file))
     except CheckpointError as error:
-        architecture = file.metadata["general.architecture"]
-        raise CheckpointError(_TERMS.sub(lambda found: f"{architecture}.{_KEYS[found[0]]}", str(error))) from None
+        raise in_its_terms(error, file.metadata["general.architecture"]) from None
 
 
 def _weight_type(file: GgufFile) -> WeightType:
@@ -76,6 +57,10 @@ class _Reader(GgufFields):
 
     def __init__(self, file: GgufFile) -> None:
         super().__init__(file)
+        if self.architecture in ASSISTANTS:
+            raise CheckpointError(
+                f"{file.path} holds an assistant, which guesses for a model of its own: name it as the drafter beside that"
+            )
         if not isinstance(self.architecture, str) or self.architecture not in _FAMILY_OF:
             raise CheckpointError(
                 f"{file.path} holds architecture {shortened(self.architecture)}, which is not supported; "
@@ -98,7 +83,7 @@ class _Reader(GgufFields):
             "head_dim": head_size,
             "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon"),
             "max_position_embeddings": max_positions,
-            "tie_word_embeddings": not self.has("output.weight"),
+            "tie_word_embeddings": not self.has("output.weight") and self.architecture not in _UNTIED,
             "attention_bias": self.has("blk.0.attn_q.bias"),
             "attention_out_bias": self.has("blk.0.attn_output.bias"),
             "mlp_bias": self.has("blk.0.ffn_gate.bias"),

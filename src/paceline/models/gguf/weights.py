@@ -1,8 +1,8 @@
 """The tensors of a GGUF file under our names, in our row order."""
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -74,21 +74,39 @@ _INTERLEAVED = ("llama", "granite", "smollm3", "glm4", "mistral3")
 _NAMES_IN_AN_ERROR = 20
 
 
+@dataclass(frozen=True, slots=True)
+class Others:
+    """What the file of a head holds beside the layers of its network.
+
+    Attributes:
+        tensors: our name → the file's and the shape; also those that are not where a model's would be.
+        known: names in the file of what is read elsewhere.
+        owner: what has such tensors, for errors.
+    """
+
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    known: Container[str]
+    owner: str
+
+
 class GgufWeights(MadeWeights):
     """The tensors of a file's model; a quantised matrix becomes groups when it is first asked for.
 
     Args:
+        others: what the network has beside the model of `config`.
         num_threads: to convert with.
         regroup: quantise such matrices again, to groups of 128 columns with one scale each, which runs faster; values change.
     """
 
-    def __init__(self, file: GgufFile, config: ModelConfig, *, regroup: bool = False, num_threads: int = 1) -> None:
+    def __init__(
+        self, file: GgufFile, config: ModelConfig, *, others: Others | None = None, regroup: bool = False, num_threads: int = 1
+    ) -> None:
         """Find every tensor the config calls for.
 
         Raises:
             CheckpointError: a tensor is missing, unknown, or of another shape or of a type that cannot be read.
         """
-        self._places = places = _places(file, config)
+        self._places = places = _places(file, config, others)
         self._regroup = regroup
         super().__init__(places, lambda name: read_tensor(name, places[name], regroup=regroup, num_threads=num_threads))
         self.own_head = "mtp" if num_modules(file, config) else None
@@ -129,13 +147,10 @@ def open_module(file: GgufFile, config: ModelConfig, layer: LayerConfig, *, num_
     number, size = config.num_layers, config.hidden_size
     longer, own = replace(config, layers=(*config.layers, layer)), f"layers.{config.num_layers}."
     places, missing = _find(file, longer, {name: shape for name, shape in tensor_shapes(longer).items() if name.startswith(own)})
-    for name, part in _MODULE_PARTS.items():
-        in_file = f"blk.{number}.nextn.{part}.weight"
-        if in_file not in file.tensors:
-            missing.append(in_file)
-            continue
-        places[name] = Place(file.tensors[in_file], (size, 2 * size) if name == "fc.weight" else (size,))
-        check(places[name], places[name].shape)
+    parts = {name: f"blk.{number}.nextn.{part}.weight" for name, part in _MODULE_PARTS.items()}
+    shapes = {name: (size, 2 * size) if name == "fc.weight" else (size,) for name in parts}
+    more, lacking = _find_named(file, {name: (in_file, shapes[name]) for name, in_file in parts.items()})
+    places, missing = places | more, missing + lacking
     if missing:
         raise CheckpointError(f"{file.path}: the module in block {number} lacks {_listed(missing)}; download the file again")
     known = {place.tensor.name for place in places.values()} | {f"blk.{number}.nextn.{copy}.weight" for copy in _MODULE_COPIES}
@@ -149,19 +164,32 @@ def open_module(file: GgufFile, config: ModelConfig, layer: LayerConfig, *, num_
     return {name.replace(own, "layers.0.", 1): maker(name, place) for name, place in places.items()}
 
 
-def _places(file: GgufFile, config: ModelConfig) -> dict[str, Place]:
-    places, missing = _find(file, config, tensor_shapes(config))
+def _places(file: GgufFile, config: ModelConfig, others: Others | None) -> dict[str, Place]:
+    named = {} if others is None else others.tensors
+    places, missing = _find(file, config, {name: shape for name, shape in tensor_shapes(config).items() if name not in named})
+    more, lacking = _find_named(file, named)
+    places, missing = places | more, missing + lacking
     if missing:
         raise CheckpointError(f"{file.path} lacks {_listed(missing)} that its metadata calls for; download the file again")
     known = {place.tensor.name for place in places.values()} | set(ROPE_TENSORS)
     unknown = [
         name for name in file.tensors if name not in known and not _is_unused(name, config) and not _is_of_module(name, file, config)
     ]
+    if others is not None:
+        unknown = [name for name in unknown if name not in others.known]
     if unknown:
-        raise CheckpointError(
-            f"{file.path} holds {_listed(unknown)} that a {config.family} model does not have; running without them would give other tokens"
-        )
+        owner = f"a {config.family} model does not have; running without them would give other tokens"
+        owner = owner if others is None else f"no {others.owner} has: it may compute something else with them; use another drafter"
+        raise CheckpointError(f"{file.path} holds {_listed(unknown)} that {owner}")
     return places
+
+
+def _find_named(file: GgufFile, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[dict[str, Place], list[str]]:
+    """As `_find`, for names in the file that are known."""
+    places = {name: Place(file.tensors[in_file], shape) for name, (in_file, shape) in tensors.items() if in_file in file.tensors}
+    for place in places.values():
+        check(place, place.shape)
+    return places, [in_file for in_file, _ in tensors.values() if in_file not in file.tensors]
 
 
 def _find(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Place], list[str]]:

@@ -60,6 +60,10 @@ class TorchWeights:
                 self._plain[name] = self._load(name, torch.float32)
         return self._plain[name]
 
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this whole name."""
+        return self._weights.has(name)
+
     def rows(self, name: str, numbers: NDArray[np.int32]) -> torch.Tensor:
         """Rows of a matrix that stays where it is."""
         return torch.from_numpy(self._weights.rows(name + ".weight", numbers)).to(device=self.device, dtype=self.dtype)

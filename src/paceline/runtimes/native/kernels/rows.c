@@ -46,7 +46,11 @@ void gate(const GatedOperation *gated, const float *x, const float *up, int widt
         else if (gated->activation == GELU_TANH) {
             const floats inner = broadcast(0.7978845608028654f) * (v + broadcast(0.044715f) * v * v * v);
             active = broadcast(0.5f) * v * (broadcast(1.0f) + hyperbolic_tangent(inner));
-        } else {
+        } else if (gated->activation == SIGMOID_OF_GATE)
+            active = sigmoid(v);
+        else if (gated->activation == GATE_ITSELF)
+            active = v;
+        else {
             v = __builtin_elementwise_min(v, limit);
             u = __builtin_elementwise_min(__builtin_elementwise_max(u, -limit), limit) + broadcast(1.0f);
             active = v * sigmoid(slope * v);

@@ -1,0 +1,314 @@
+"""Assistants of Gemma 4 in GGUF files: as right as the directory of the same weights, found beside their target, refused when damaged."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.gemma4_assistants import (
+    CLUSTERS,
+    VOCAB_SIZE,
+    edit_tensors,
+    write_assistant,
+    write_gguf_assistant,
+    write_right_pair,
+    write_target,
+)
+from harness.gguf_checkpoints import write_gguf
+from paceline import LLM, SamplingParams
+from paceline.drafters import find_head
+from paceline.drafters.gemma4_assistant.checkpoint import Assistant, load_assistant
+from paceline.errors import CheckpointError, IncompatibleDrafterError
+from paceline.models.checkpoint import read_model_config
+from paceline.models.weights import Tensor
+from paceline.proof.doctor import DoctorQuestion, diagnose
+
+pytest.importorskip("gguf")
+
+GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
+PROMPTS = [[5, 6, 7], [9], np.random.default_rng(1).integers(1, VOCAB_SIZE, 120).tolist(), [31, 2]]
+KINDS: dict[str, dict[str, Any]] = {"dense": {}, "clusters": CLUSTERS, "unified": {"is_unified": True}}
+OLD_NAMES = {
+    "nextn.pre_projection.weight": "mtp.pre_projection.weight",
+    "nextn.post_projection.weight": "mtp.post_projection.weight",
+    "masked_embd_centroids.weight": "mtp.centroids.weight",
+    "masked_embd_ordering": "mtp.token_ordering.weight",
+}
+STRANGE_NAMES = {name: f"other.{number}.weight" for number, name in enumerate(OLD_NAMES)}
+pytestmark = pytest.mark.usefixtures("always_drafts")
+
+
+def open_llm(target: Path, drafter: str | list[str], **options: Any) -> LLM:
+    shape = {"num_draft_tokens": 3, "threads": 2, "max_context": 256, "cache_gb": 0.05, "backend": "native", **options}
+    return LLM(str(target), drafter=drafter, device="cpu", **shape)
+
+
+@pytest.fixture(scope="module")
+def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """A target and an assistant, in directories, that know nothing of one another."""
+    made: dict[str, tuple[Path, Path]] = {}
+
+    def pair(kind: str) -> tuple[Path, Path]:
+        if kind not in made:
+            folder, is_unified = tmp_path_factory.mktemp(kind), kind == "unified"
+            made[kind] = write_target(folder / "target", is_unified=is_unified), write_assistant(folder / "assistant", **KINDS[kind])
+        return made[kind]
+
+    return pair
+
+
+def write_gguf_target(directory: Path, path: Path, types: str = "F32") -> Path:
+    """The target of a directory as a file, with words to speak."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"▁w{number}" for number in range(VOCAB_SIZE - 3))]
+    tokens = {
+        "tokens": pieces,
+        "scores": [-float(number) for number in range(VOCAB_SIZE)],
+        "token_type": [2, 3, 3, *[1] * (VOCAB_SIZE - 3)],
+    }
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in {"model": "llama", **tokens}.items()}
+    return write_gguf(directory, path, lambda name: "F32" if name.endswith(".proj.weight") else types, metadata=metadata)
+
+
+def loaded(path: Path, target: Path) -> Assistant:
+    files = find_head(path)
+    assert files is not None
+    return load_assistant(files, read_model_config(target))
+
+
+def check_equal(found: Assistant, expected: Assistant) -> None:
+    """All that they compute from, bit for bit."""
+    layers = replace(found.config.layers, family=expected.config.layers.family)  # a file does not tell the two families apart
+    assert replace(found.config, layers=layers) == expected.config
+    assert set(found.weights) == set(expected.weights)
+    for name in expected.weights:
+        own, other = found.weights[name], expected.weights[name]
+        assert isinstance(own, Tensor)
+        assert isinstance(other, Tensor)
+        assert own.weight_type is other.weight_type
+        assert np.array_equal(own.array, other.array), name
+    assert (found.token_ordering is None) == (expected.token_ordering is None)
+    assert found.token_ordering is None or np.array_equal(found.token_ordering, expected.token_ordering)
+
+
+@pytest.mark.parametrize("architecture", ["gemma4-assistant", "gemma4_assistant"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_is_the_directory(pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path, kind: str, architecture: str) -> None:
+    target, directory = pair_of(kind)
+    path = write_gguf_assistant(directory, tmp_path / "assistant.gguf", architecture=architecture)
+    check_equal(loaded(path, target), loaded(directory, target))
+
+
+@pytest.mark.parametrize(
+    ("names", "metadata"),
+    [
+        (OLD_NAMES, {"embedding_length_out": None, "n_embd_backbone": 64, "nextn_predict_layers": None, "use_ordered_embeddings": True}),
+        (STRANGE_NAMES, {}),
+        (OLD_NAMES, {"embedding_length_out": None, "attention.shared_kv_layers": None}),
+    ],
+    ids=["old", "strange", "without_sizes"],
+)
+def test_other_names_are_understood(
+    pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path, names: dict[str, str], metadata: dict[str, Any]
+) -> None:
+    """Older converters had others; what no name tells is known by its shape."""
+    target, directory = pair_of("clusters")
+    path = write_gguf_assistant(directory, tmp_path / "assistant.gguf", architecture="gemma4_assistant", names=names, metadata=metadata)
+    check_equal(loaded(path, target), loaded(directory, target))
+
+
+@pytest.mark.parametrize(("kind", "options"), [("clusters", {}), ("dense", {"tree_width": 3}), ("unified", {})])
+def test_it_drafts_what_the_directory_drafts_and_changes_no_token(
+    pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
+    target, directory = pair_of(kind)
+    path = write_gguf_assistant(directory, tmp_path / "assistant.gguf")
+    plain, *drafting = (open_llm(target, drafter, **options) for drafter in ("none", str(directory), str(path)))
+    for params in (GREEDY, SAMPLED):
+        expected = [output.token_ids for output in plain.generate(PROMPTS, params)]
+        (given, found) = (llm.generate(PROMPTS, params) for llm in drafting)
+        assert [output.token_ids for output in found] == expected
+        assert [output.speculation for output in found] == [output.speculation for output in given]
+        assert sum(output.speculation.drafted for output in found) > 100
+    assert drafting[1].stats().drafter_failures == 0
+    assert drafting[1].engine.speculator.drafter.describe() == drafting[0].engine.speculator.drafter.describe()
+
+
+@pytest.mark.parametrize(("changes", "types"), [({}, "Q8_0"), (CLUSTERS, "Q8_0"), (CLUSTERS, "BF16")])
+def test_beside_a_file_it_is_right_where_it_must_be(tmp_path: Path, changes: dict[str, Any], types: str) -> None:
+    """Quantised as well: the roundings of both are small beside how sure they are."""
+    target, directory, successor = write_right_pair(tmp_path, sharpness=3.0, **changes)
+    model = write_gguf_target(target, tmp_path / "model.gguf", types)
+    path = write_gguf_assistant(directory, tmp_path / "assistant.gguf", types)
+    llm = open_llm(model, str(path))
+    for output, prompt in zip(llm.generate(PROMPTS, GREEDY), PROMPTS, strict=True):
+        expected = [prompt[-1]]
+        for _ in range(40):
+            expected.append(successor[expected[-1]])
+        assert output.token_ids == expected[1:]
+        assert output.speculation.drafted > 28
+        assert output.speculation.accepted == output.speculation.drafted
+    assert llm.stats().drafter_failures == 0
+
+
+def test_one_beside_its_target_is_taken_without_being_named(pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    """In the folder `assistant` beside a GGUF file, or of a directory; one of another model there is not for this one."""
+    target, directory = pair_of("clusters")
+    model = write_gguf_target(target, tmp_path / "model.gguf")
+    folder = tmp_path / "assistant"
+    assert drafter_of(model) == "ngram"
+    folder.mkdir()
+    assert drafter_of(model) == "ngram"
+    write_gguf_assistant(directory, folder / "a.gguf")
+    assert drafter_of(model) == "gemma4_assistant"
+    whole = shutil.copytree(target, tmp_path / "whole")
+    shutil.copytree(folder, whole / "assistant")
+    assert drafter_of(whole) == "gemma4_assistant"
+    shutil.rmtree(folder)
+    shutil.copytree(directory, folder)
+    assert drafter_of(model) == "gemma4_assistant"
+    shutil.rmtree(folder)
+    folder.mkdir()
+    write_gguf_assistant(write_assistant(tmp_path / "other", hidden_size=48), folder / "a.gguf")
+    assert drafter_of(model) == "ngram"
+
+
+def drafter_of(model: Path) -> str:
+    return str(open_llm(model, "auto").engine.speculator.drafter.name)
+
+
+def test_doctor_knows_a_file(pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    target, directory = pair_of("clusters")
+    path = write_gguf_assistant(directory, tmp_path / "assistant.gguf", "Q8_0")
+    assert not diagnose(DoctorQuestion(model=str(target), drafters=(str(path),))).problems
+
+
+def _without_a_projection(arrays: dict[str, Any]) -> None:
+    del arrays["nextn.pre_projection.weight"]
+
+
+def _without_an_order(arrays: dict[str, Any]) -> None:
+    del arrays["masked_embd_ordering"]
+
+
+def _without_clusters(arrays: dict[str, Any]) -> None:
+    del arrays["masked_embd_ordering"], arrays["masked_embd_centroids.weight"]
+
+
+def _without_a_norm(arrays: dict[str, Any]) -> None:
+    del arrays["blk.1.attn_q_norm.weight"]
+
+
+def _with_more(arrays: dict[str, Any]) -> None:
+    arrays["blk.0.ffn_gate_inp.weight"] = np.ones((2, 2), np.float32)
+
+
+def _with_another_matrix(arrays: dict[str, Any]) -> None:
+    arrays["gate.weight"] = np.ones((2, 2), np.float32)
+
+
+def _twice_ordered(arrays: dict[str, Any]) -> None:
+    arrays["masked_embd_ordering"][3] = arrays["masked_embd_ordering"][4]
+
+
+def _ordered_beyond(arrays: dict[str, Any]) -> None:
+    arrays["masked_embd_ordering"][3] = VOCAB_SIZE
+
+
+def _ordered_in_fractions(arrays: dict[str, Any]) -> None:
+    arrays["masked_embd_ordering"] = arrays["masked_embd_ordering"].astype(np.float32)
+
+
+def _ordered_too_little(arrays: dict[str, Any]) -> None:
+    arrays["masked_embd_ordering"] = arrays["masked_embd_ordering"][:-1]
+
+
+def _with_odd_clusters(arrays: dict[str, Any]) -> None:
+    arrays["masked_embd_centroids.weight"] = arrays["masked_embd_centroids.weight"][:7]
+
+
+@pytest.mark.parametrize(
+    ("change", "metadata", "message"),
+    [
+        (_without_a_projection, {}, r"lacks 1 tensor: nextn\.pre_projection\.weight"),
+        (_without_an_order, {}, "lacks 1 tensor: masked_embd_ordering"),
+        (_without_clusters, {"use_ordered_embeddings": True}, r"lacks 2 tensors: masked_embd_centroids\.weight, masked_embd_ordering"),
+        (_without_a_norm, {}, r"lacks 1 tensor: blk\.1\.attn_q_norm\.weight"),
+        (_with_more, {}, r"holds 1 tensor: blk\.0\.ffn_gate_inp\.weight that no assistant has"),
+        (_with_another_matrix, {}, r"holds 1 tensor: gate\.weight that no assistant has"),
+        (_twice_ordered, {}, "masked_embd_ordering does not hold each of the 96 token ids once"),
+        (_ordered_beyond, {}, "masked_embd_ordering does not hold each of the 96 token ids once"),
+        (_ordered_in_fractions, {}, "masked_embd_ordering' is of type F32, expected whole numbers"),
+        (_ordered_too_little, {}, "masked_embd_ordering does not hold each of the 96 token ids once"),
+        (_with_odd_clusters, {}, "num_centroids = 7 with .* of 96 tokens"),
+        (None, {"centroid_top_k": 13}, "centroid_top_k = 13"),
+        (None, {"centroid_top_k": "four"}, "centroid_top_k = 'four'"),
+        (None, {"block_count": 5, "nextn_predict_layers": 5}, "attention.shared_kv_layers = 4, expected all 5 layers"),
+        (None, {"block_count": None}, "block_count = None"),
+        (None, {"block_count": 2**31 - 1}, "block_count = 2147483647, expected at most as many as the file has tensors"),
+        (None, {"nextn_predict_layers": 1}, "nextn_predict_layers = 1, expected all 4 layers"),
+        (None, {"attention.shared_kv_layers": 2}, "attention.shared_kv_layers = 2, expected all 4 layers"),
+        (None, {"embedding_length": 48}, r"token_embd.weight has shape \[96, 32\], expected \[vocabulary, 48\]"),
+        (None, {"embedding_length_per_layer_input": 8}, "embedding_length_per_layer_input = 8: assistants have none of it"),
+        (None, {"attention.key_length_swa": 4096}, "attention.value_length_swa = 16, expected the size of keys, 4096"),
+        (None, {"attention.sliding_window_pattern": [True]}, r"pattern = \[True\], expected whether each of 4 layers slides"),
+        (None, {"attention.head_count": 3}, "head_count = 3 must be a multiple of gemma4-assistant.attention.head_count_kv = 2"),
+        (None, {"attention.layer_norm_rms_epsilon": "small"}, "attention.layer_norm_rms_epsilon = 'small'"),
+        (None, {"rope.freq_base_swa": 1.4e-45}, "rope parameters of type 'default' make frequencies that are no numbers"),
+        (None, {"feed_forward_length": 64}, r"blk\.0\.ffn_gate\.weight' has shape \[48, 32\]"),
+    ],
+)
+def test_damaged_files_are_one_line_that_names_what_is_wrong(
+    pair_of: Callable[[str], tuple[Path, Path]],
+    tmp_path: Path,
+    change: Callable[[dict[str, Any]], None] | None,
+    metadata: dict[str, Any],
+    message: str,
+) -> None:
+    target, directory = pair_of("clusters")
+    path = write_gguf_assistant(directory, tmp_path / "assistant.gguf", change=change, metadata=metadata)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        loaded(path, target)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_is_no_model(pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    path = write_gguf_assistant(pair_of("dense")[1], tmp_path / "assistant.gguf")
+    with pytest.raises(CheckpointError, match="holds an assistant, which guesses for a model of its own: name it as the drafter"):
+        read_model_config(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 48}, "takes features of 48 values, the target's have 64"),
+        ({"text_config": {"vocab_size": 5000}}, "knows 5000 token ids, the target 96"),
+        ({"text_config": {"sliding_window": 8}}, "has sliding_window = 8, the target 16"),
+    ],
+)
+def test_a_file_for_another_target_is_one_line(
+    pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    path = write_gguf_assistant(write_assistant(tmp_path / "other", **changes), tmp_path / "assistant.gguf")
+    with pytest.raises(IncompatibleDrafterError, match=message) as caught:
+        loaded(path, pair_of("clusters")[0])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_matrix_of_its_own_is_the_head(pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    target, directory = pair_of("clusters")
+    other = shutil.copytree(directory, tmp_path / "other")
+
+    def untie(arrays: dict[str, Any]) -> None:
+        arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"] + 1
+
+    def untie_file(arrays: dict[str, Any]) -> None:
+        arrays["output.weight"] = arrays["token_embd.weight"] + 1
+
+    edit_tensors(other, untie)
+    check_equal(loaded(write_gguf_assistant(directory, tmp_path / "a.gguf", change=untie_file), target), loaded(other, target))
