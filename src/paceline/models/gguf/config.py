@@ -13,6 +13,7 @@ from paceline.models.families import FAMILIES
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.gguf.file import GgufFile
 from paceline.models.gguf.gemma4 import ASSISTANTS, gemma4_values
+from paceline.models.gguf.hybrids import HYBRIDS, hybrid_values
 from paceline.models.gguf.terms import in_its_terms
 from paceline.models.rope import inverse_frequencies
 from paceline.models.rope_config import RopeConfig, RopeType
@@ -76,7 +77,7 @@ class _Reader(GgufFields):
             "model_type": _FAMILY_OF[self.architecture],
             "vocab_size": self._vocab_size(hidden_size),
             "hidden_size": hidden_size,
-            "intermediate_size": self.of_all_layers("feed_forward_length"),
+            "intermediate_size": self.of_all_layers("feed_forward_length", self.of_model("expert_feed_forward_length")),
             "num_hidden_layers": self._num_layers(),
             "num_attention_heads": num_heads,
             "num_key_value_heads": self.of_all_layers("attention.head_count_kv", num_heads),
@@ -93,6 +94,9 @@ class _Reader(GgufFields):
         if self.architecture == "gemma4":
             return values | gemma4_values(self.file, values["num_hidden_layers"])
         values |= self._rope(head_size, max_positions)
+        if self.architecture in HYBRIDS:
+            values |= hybrid_values(self, values)
+            return values | (self._multipliers(head_size) if self.architecture == "granitehybrid" else {})
         if self.architecture.startswith("gemma"):
             values |= self._gemma(hidden_size, num_heads, head_size)
         elif self.of_model("expert_count"):

@@ -15,6 +15,7 @@ from paceline.models.families import FAMILIES
 from paceline.models.gguf.blocks import group_blocks
 from paceline.models.gguf.config import ROPE_TENSORS
 from paceline.models.gguf.file import GgufFile
+from paceline.models.gguf.hybrids import MODULE_MARK, hybrid_sources
 from paceline.models.gguf.places import VIEWED, Order, Place, check, facts_of, how_read, read_tensor, stored_rows
 from paceline.models.layers import AttentionConfig, DenseMLP, LayerConfig, Recurrent
 from paceline.models.tensor_names import tensor_shapes
@@ -51,7 +52,13 @@ _PARTS = {
     "output_scale": "layer_output_scale",
 }
 _FFN_NORM = {"mlp_norm": "post_attention_norm"}
-_PARTS_OF = {"seed_oss": _FFN_NORM, "glm4moe": _FFN_NORM, "gpt-oss": _FFN_NORM, "gemma4": {"shared_expert": ""}}
+_CONVOLUTIONS = {"final_norm": "token_embd_norm"}
+_PARTS_OF = {
+    **dict.fromkeys(("seed_oss", "glm4moe", "gpt-oss", "qwen35", "qwen35moe", "qwen3next"), _FFN_NORM),
+    "gemma4": {"shared_expert": ""},
+    "lfm2": _CONVOLUTIONS,
+    "lfm2moe": _CONVOLUTIONS,
+}
 """Where an architecture has another name."""
 _WHOLE = {
     "router.correction": "exp_probs_b.bias",
@@ -67,9 +74,8 @@ _MODULE_PARTS = {
 }
 """Of a module for multi-token prediction, beside its layer."""
 _MODULE_COPIES = ("embed_tokens", "shared_head_head")
-_MODULE_MARK = "nextn.eh_proj.weight"
 _STACKS = {"attn_qkv": ("q_proj", "k_proj", "v_proj"), "ffn_up": ("gate_proj", "up_proj")}
-_INTERLEAVED = ("llama", "granite", "smollm3", "glm4", "mistral3")
+_INTERLEAVED = ("llama", "granite", "granitehybrid", "smollm3", "glm4", "mistral3")
 """Architectures whose files hold the values of a head that rotate together side by side."""
 _NAMES_IN_AN_ERROR = 20
 
@@ -129,7 +135,7 @@ class GgufWeights(MadeWeights):
 
 def num_modules(file: GgufFile, config: ModelConfig) -> int:
     """How many modules for multi-token prediction stand behind the last block of the model."""
-    return sum(_is_of_module(name, file, config) and name.endswith(f".{_MODULE_MARK}") for name in file.tensors)
+    return sum(_is_of_module(name, file, config) and name.endswith(f".{MODULE_MARK}") for name in file.tensors)
 
 
 def open_module(file: GgufFile, config: ModelConfig, layer: LayerConfig, *, num_threads: int = 1) -> dict[str, Callable[[], AnyTensor]]:
@@ -148,6 +154,8 @@ def open_module(file: GgufFile, config: ModelConfig, layer: LayerConfig, *, num_
     longer, own = replace(config, layers=(*config.layers, layer)), f"layers.{config.num_layers}."
     places, missing = _find(file, longer, {name: shape for name, shape in tensor_shapes(longer).items() if name.startswith(own)})
     parts = {name: f"blk.{number}.nextn.{part}.weight" for name, part in _MODULE_PARTS.items()}
+    if config.norm_offset and parts["final_norm.weight"] not in file.tensors:  # files of Qwen's may leave it out
+        parts["final_norm.weight"] = "output_norm.weight"
     shapes = {name: (size, 2 * size) if name == "fc.weight" else (size,) for name in parts}
     more, lacking = _find_named(file, {name: (in_file, shapes[name]) for name, in_file in parts.items()})
     places, missing = places | more, missing + lacking
@@ -199,10 +207,13 @@ def _find(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, .
     is_interleaved, parts = architecture in _INTERLEAVED, {**_PARTS, **_PARTS_OF.get(architecture, {})}
     places: dict[str, Place] = {}
     missing: list[str] = []
+    sources = hybrid_sources(file, config)
     for name, shape in shapes.items():
-        in_file, expert = _name_in_file(name, parts, file)
+        in_file, expert = (sources[name].name, None) if name in sources else _name_in_file(name, parts, file)
         if name in stacked:
             places[name] = stacked[name]
+        elif name in sources and in_file in file.tensors:
+            places[name] = sources[name].place(file.tensors[in_file], shape)
         elif in_file in file.tensors:
             layer = config.layers[int(name.split(".")[1])] if name.startswith("layers.") else None
             rows = _halves(layer.mixer, name.split(".")[-2], shape[0]) if is_interleaved and layer is not None else None
@@ -240,7 +251,7 @@ def _is_unused(name: str, config: ModelConfig) -> bool:
 def _is_of_module(name: str, file: GgufFile, config: ModelConfig) -> bool:
     """Whether a tensor is of a module for multi-token prediction: a block behind the last one that has what only modules have."""
     found = re.match(r"blk\.(\d{1,9})\.", name)
-    return found is not None and int(found[1]) >= config.num_layers and f"{found[0]}{_MODULE_MARK}" in file.tensors
+    return found is not None and int(found[1]) >= config.num_layers and f"{found[0]}{MODULE_MARK}" in file.tensors
 
 
 def _halves(mixer: AttentionConfig | Recurrent, part: str, num_rows: int) -> Order | None:
