@@ -1,18 +1,17 @@
 """Networks with recurrent layers compute the logits transformers computes."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from harness.checkpoints import write_checkpoint
-from harness.hybrid_checkpoints import CASES
+from harness.hybrid_checkpoints import CASES, row_by_row
 from harness.parity import Reference, check_a_prompt, make_reference
 
 pytest.importorskip("torch")
 
 BOUND = 1e-4
-BY_BACKEND = pytest.mark.parametrize("backend", ["torch"])
+BY_BACKEND = pytest.mark.parametrize("backend", ["torch", "native"])
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +21,8 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refe
     def reference(name: str) -> Reference:
         if name not in known:
             family, values = CASES[name]
-            known[name] = make_reference(write_checkpoint(tmp_path_factory.mktemp(name), family, **values))
+            with row_by_row():
+                known[name] = make_reference(write_checkpoint(tmp_path_factory.mktemp(name), family, **values))
         return known[name]
 
     return reference

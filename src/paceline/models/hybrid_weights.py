@@ -98,9 +98,9 @@ class _Parts:
         q, k, v, z = np.split(heads, np.cumsum([mixer.key_size, mixer.key_size, values]), axis=1)
         parts: dict[str, Rows] = {"conv_proj": np.concatenate([part.reshape(-1) for part in (q, k, v)]), "z_proj": z.reshape(-1)}
         self._cut(ours, prefix + "in_proj_qkvz", heads.size, parts)
-        heads = np.arange(2 * mixer.num_value_heads).reshape(count, 2, group)
-        parts = {"b_proj": heads[:, 0].reshape(-1), "a_proj": heads[:, 1].reshape(-1)}
-        self._cut(ours, prefix + "in_proj_ba", heads.size, parts)
+        b, a = np.split(np.arange(2 * mixer.num_value_heads).reshape(count, -1), 2, axis=1)
+        parts = {"b_proj": b.reshape(-1), "a_proj": a.reshape(-1)}
+        self._cut(ours, prefix + "in_proj_ba", 2 * mixer.num_value_heads, parts)
 
     def _cut(self, ours: str, source: str, num_rows: int, parts: Mapping[str, Rows], *, bias: bool = False) -> None:
         """Tensors that are rows of a matrix, and those of its bias."""

@@ -23,7 +23,6 @@ from paceline.runtimes.torch.recurrent import RecurrentPass
 from paceline.runtimes.torch.routing import choose_experts
 from paceline.runtimes.torch.weights import TorchWeights
 
-
 _ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: F.silu,
     Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),

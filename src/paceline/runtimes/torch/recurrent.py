@@ -195,7 +195,7 @@ class _Matrices:
     def write(self, value: torch.Tensor, state: torch.Tensor) -> None:
         view = self._view(state)
         padded = F.pad(value, (0, view.shape[1] * view.shape[3] - value.shape[2]))
-        view[:] = padded.unflatten(2, (view.shape[1], view.shape[3])).permute(0, 2, 1, 3)
+        view[:] = padded.reshape(*value.shape[:2], view.shape[1], view.shape[3]).permute(0, 2, 1, 3)
 
     def replay(self, value: torch.Tensor, record: torch.Tensor) -> torch.Tensor:
         key, update, decay = self._fields(record)
