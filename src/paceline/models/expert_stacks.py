@@ -9,8 +9,18 @@ from paceline.models.families import FAMILIES
 from paceline.models.layers import DenseMLP, ExpertMLP
 from paceline.models.safetensors_file import StoredTensor
 
-_MIXTRAL_NAME = re.compile(r"(model\.layers\.\d+\.)block_sparse_moe\.(gate|experts\.\d+\.(?:w1|w2|w3))\.weight")
-_MIXTRAL_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_OTHER_NAME = re.compile(r"(model\.layers\.\d+\.)(?:block_sparse_moe|feed_forward)\.(?:(experts\.\d+\.)(w1|w2|w3)\.weight|(.+))")
+_EXPERT_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_OTHER_PARTS = {
+    "gate.weight": "gate.weight",
+    "router.weight": "gate.weight",
+    "router.layer.weight": "gate.weight",
+    "expert_bias": "gate.e_score_correction_bias",
+    "input_linear.weight": "experts.gate_up_proj",
+    "output_linear.weight": "experts.down_proj",
+    "experts.gate_up_proj": "experts.gate_up_proj",
+    "experts.down_proj": "experts.down_proj",
+}
 
 
 def split_experts(stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
@@ -31,12 +41,13 @@ def split_experts(stored: Mapping[str, StoredTensor], config: ModelConfig) -> di
 
 
 def _plain_name(name: str) -> str:
-    """Mixtral's names in the spelling of the other families."""
-    match = _MIXTRAL_NAME.fullmatch(name)
+    """The names of Mixtral, Granite and LFM2 in the spelling of the other families."""
+    match = _OTHER_NAME.fullmatch(name)
     if match is None:
         return name
-    *path, last = match[2].split(".")
-    return f"{match[1]}mlp.{'.'.join((*path, _MIXTRAL_PARTS.get(last, last)))}.weight"
+    prefix, expert, part, other = match.groups()
+    own = _OTHER_PARTS.get(other) if expert is None else f"{expert}{_EXPERT_PARTS[part]}.weight"
+    return name if own is None else f"{prefix}mlp.{own}"
 
 
 def _experts_of(name: str, tensor: StoredTensor, mlp: ExpertMLP, hidden_size: int, parts: tuple[str, ...]) -> dict[str, StoredTensor]:

@@ -1,13 +1,26 @@
 """The families with recurrent layers beside attention: their part of the table in `families.py`."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.expert_families import sparse_layers
 from paceline.models.family import Family
+from paceline.models.json_fields import LARGEST, JsonFields
 from paceline.models.layer_reader import MAX_HEAD_SIZE, LayerReader
-from paceline.models.layers import AttentionConfig, DenseMLP, ExpertMLP, GatedDeltaConfig, LayerConfig, QKNorm, Recurrent
+from paceline.models.layers import (
+    AttentionConfig,
+    DenseMLP,
+    ExpertMLP,
+    GatedDeltaConfig,
+    LayerConfig,
+    Mamba2Config,
+    QKNorm,
+    Recurrent,
+    Scoring,
+    ShortConvConfig,
+)
 
 Layers = tuple[LayerConfig, ...]
 Mixer = AttentionConfig | Recurrent
@@ -61,6 +74,107 @@ def _delta(read: LayerReader) -> GatedDeltaConfig:
     )
 
 
+def _lfm2(read: LayerReader) -> Layers:
+    return _lfm2_layers(read, [_adjusted(read)] * read.num_layers)
+
+
+def _adjusted(read: LayerReader) -> DenseMLP:
+    """An MLP of two thirds of the width that is named, times a factor, rounded up.
+
+    Source: LFM2's model in transformers 5.23.
+    """
+    fields, mlp = read.fields, read.mlp()
+    if not fields.flag("block_auto_adjust_ff_dim", default=True):
+        return mlp
+    multiple, width = fields.size("block_multiple_of", 256), float(int(2 * mlp.intermediate_size / 3))
+    if fields.values.get("block_ffn_dim_multiplier", 1.0) is None:
+        multiple = 1
+    else:
+        width *= fields.positive("block_ffn_dim_multiplier", 1.0)
+    if not 1 <= width < 2**31:
+        raise CheckpointError(f"{fields.path}: block_ffn_dim_multiplier makes an MLP {width:g} wide, expected 1 to {2**31 - 1}")
+    return replace(mlp, intermediate_size=-(-int(width) // multiple) * multiple)
+
+
+def _lfm2_moe(read: LayerReader) -> Layers:
+    fields, routing = read.fields, read.routing()
+    routing = replace(
+        routing, scoring=Scoring.SIGMOID, least=1e-6 if routing.is_normalized else 0.0, factor=fields.number("routed_scaling_factor", 1.0),
+        is_corrected=fields.flag("use_expert_bias", default=True),
+    )  # fmt: skip
+    experts = ExpertMLP(routing=routing, expert=read.mlp(size="moe_intermediate_size"))
+    num_dense = fields.number("num_dense_layers", 2)
+    return _lfm2_layers(read, [read.mlp() if layer < num_dense else experts for layer in range(read.num_layers)])
+
+
+def _lfm2_layers(read: LayerReader, mlps: Sequence[MLP]) -> Layers:
+    fields = read.fields
+    convolution = ShortConvConfig(
+        channels=fields.size("hidden_size"), kernel_size=fields.size("conv_L_cache", 3, most=MAX_KERNEL_SIZE), bias=read.flag("conv_bias")
+    )
+    full = fields.values.get("full_attn_idxs")
+    full = list(range(read.num_layers)) if full is None else full
+    if not isinstance(full, list) or any(type(layer) is not int or not 0 <= layer < read.num_layers for layer in full):
+        raise CheckpointError(f"{fields.path}: full_attn_idxs = {shortened(full)}, expected numbers of layers below {read.num_layers}")
+    kinds = ["full_attention" if layer in full else "conv" for layer in range(read.num_layers)]
+    return mixed_layers(read, {"conv": convolution, "full_attention": read.attention(qk_norm=QKNorm.HEAD)}, mlps, kinds=kinds)
+
+
+def _granite_hybrid(read: LayerReader) -> Layers:
+    fields, bias = read.fields, read.flag("attention_bias")
+    embedding = fields.values.get("position_embedding_type")
+    if embedding not in (None, "nope", "rope"):
+        raise CheckpointError(f"{fields.path}: position_embedding_type = {shortened(embedding)} is not supported, only rope and nope are")
+    attention = read.attention(bias=bias, output_bias=bias, scale=fields.positive("attention_multiplier", 1.0))
+    attention = replace(attention, rotates=embedding == "rope")
+    mamba, mlp = _granite_mamba(read), read.mlp(size="shared_intermediate_size")
+    mlps: list[MLP] = [mlp] * read.num_layers
+    if fields.values.get("num_local_experts") != 0:
+        mlps = [ExpertMLP(routing=replace(read.routing(), is_normalized=True), expert=read.mlp(), shared=mlp)] * read.num_layers
+    mixers: dict[str, Mixer] = {"mamba": mamba, "attention": attention, "linear_attention": mamba, "full_attention": attention}
+    kinds = ["mamba"] * read.num_layers
+    return mixed_layers(read, mixers, mlps, kinds=kinds, residual_scale=fields.positive("residual_multiplier", 1.0))
+
+
+def _granite_mamba(read: LayerReader) -> Mamba2Config:
+    fields = read.fields
+    width, heads = fields.size("mamba_expand") * fields.size("hidden_size"), fields.size("mamba_n_heads", most=MAX_HEADS)
+    given = fields.values.get("mamba_d_head")
+    size = max(width // heads, 1) if given in (None, "auto") else fields.size("mamba_d_head", most=MAX_HEAD_SIZE)
+    if heads * size != width:
+        raise CheckpointError(
+            f"{fields.path}: mamba_n_heads = {heads} of mamba_d_head = {shortened(given)} values, but mamba_expand * hidden_size = {width}"
+        )
+    groups = fields.size("mamba_n_groups", most=MAX_HEADS)
+    if heads % groups:
+        raise CheckpointError(f"{fields.path}: mamba_n_heads = {heads} must be a multiple of mamba_n_groups = {groups}")
+    return Mamba2Config(
+        num_heads=heads,
+        head_size=size,
+        num_groups=groups,
+        state_size=fields.size("mamba_d_state", most=MAX_HEAD_SIZE),
+        kernel_size=fields.size("mamba_d_conv", most=MAX_KERNEL_SIZE),
+        norm_groups=groups,
+        conv_bias=fields.flag("mamba_conv_bias", default=True),
+        bias=read.flag("mamba_proj_bias"),
+        dt_limits=dt_limits(fields),
+    )
+
+
+def dt_limits(fields: JsonFields) -> tuple[float, float]:
+    """`time_step_limit`, whose upper one may be infinite: transformers writes that in words of its own."""
+    given = fields.values.get("time_step_limit")
+    if given is None:
+        return 0.0, math.inf
+    limits = [math.inf if limit == {"__float__": "Infinity"} else limit for limit in given] if isinstance(given, list) else []
+    if len(limits) != 2 or any(isinstance(limit, bool) or not isinstance(limit, int | float) for limit in limits):
+        raise CheckpointError(f"{fields.path}: time_step_limit = {shortened(given)}, expected two numbers")
+    least, most = (float(limit) for limit in limits)
+    if not 0.0 <= least < most or least > LARGEST:
+        raise CheckpointError(f"{fields.path}: time_step_limit = {shortened(given)}, expected a number of 0 or more and a larger one")
+    return least, most
+
+
 def mixed_layers(
     read: LayerReader, mixers: Mapping[str, Mixer], mlps: Sequence[MLP], *, kinds: Sequence[str], residual_scale: float = 1.0
 ) -> Layers:
@@ -108,6 +222,34 @@ _QWEN3_5 = Family(
     norm_offset=True,
     recurrent_part="linear_attn",
 )
+_LFM2 = Family(
+    name="lfm2",
+    architecture="Lfm2ForCausalLM",
+    layers=_lfm2,
+    defaults={
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 128000,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    part_names={
+        "attention_norm": "operator_norm",
+        "mlp_norm": "ffn_norm",
+        "q_norm": "self_attn.q_layernorm",
+        "k_norm": "self_attn.k_layernorm",
+        "o_proj": "self_attn.out_proj",
+        "gate_proj": "feed_forward.w1",
+        "up_proj": "feed_forward.w3",
+        "down_proj": "feed_forward.w2",
+        "final_norm": "model.embedding_norm",
+    },
+    recurrent_part="conv",
+    aliases={"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"},
+)
 HYBRIDS = (
     replace(
         _QWEN3_5,
@@ -132,5 +274,41 @@ HYBRIDS = (
         gguf="qwen35moe",
         layers=_qwen3_5_moe,
         defaults={**_QWEN, **_QWEN_EXPERTS, "num_attention_heads": 16, "num_experts": 256, "num_experts_per_tok": 8},
+    ),
+    _LFM2,
+    replace(
+        _LFM2,
+        name="lfm2_moe",
+        architecture="Lfm2MoeForCausalLM",
+        layers=_lfm2_moe,
+        defaults={**_LFM2.defaults, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "norm_topk_prob": True},
+    ),
+    Family(
+        name="granitemoehybrid",
+        architecture="GraniteMoeHybridForCausalLM",
+        layers=_granite_hybrid,
+        defaults={
+            "max_position_embeddings": 2048,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 1024,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        part_names={
+            "gate_proj": "shared_mlp.input_linear",
+            "up_proj": "shared_mlp.input_linear",
+            "down_proj": "shared_mlp.output_linear",
+            **{f"shared_expert.{part}_proj.weight": "shared_mlp.input_linear.weight" for part in ("gate", "up")},
+            "shared_expert.down_proj.weight": "shared_mlp.output_linear.weight",
+        },
+        has_multipliers=True,
+        recurrent_part="mamba",
+        aliases={"layers_block_type": "layer_types"},
     ),
 )

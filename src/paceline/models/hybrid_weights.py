@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.families import FAMILIES
-from paceline.models.layers import AttentionConfig, GatedDeltaConfig, Mamba2Config, Recurrent, ShortConvConfig
+from paceline.models.layers import AttentionConfig, DenseMLP, ExpertMLP, GatedDeltaConfig, Mamba2Config, Recurrent, ShortConvConfig
 from paceline.models.safetensors_file import StoredTensor
 from paceline.models.stored_model import open_stored
 from paceline.models.tensor_names import tensor_shapes
@@ -31,7 +31,8 @@ class HybridWeights(MadeWeights):
         opened = open_stored(directory, config)
         parts = _Parts(directory, opened.tensors, opened.files, config)
         for index, layer in enumerate(config.layers):
-            parts.of_layer(index, layer.mixer)
+            parts.of_mixer(index, layer.mixer)
+            parts.of_mlp(index, layer.mlp)
         self._parts = parts.found
         plain = Weights.of_stored(directory, opened.tensors, opened.files, config, elsewhere=self._parts)
         super().__init__(tensor_shapes(config), lambda name: plain[name] if name in plain else self._parts[name].make())
@@ -64,11 +65,11 @@ class _Parts:
         self, directory: Path, stored: dict[str, StoredTensor], files: Mapping[Path, NDArray[np.uint8]], config: ModelConfig
     ) -> None:
         self._directory, self._stored, self._files = directory, stored, files
-        self._hidden, self._part = config.hidden_size, FAMILIES[config.family].recurrent_part
+        self._hidden, self._family = config.hidden_size, FAMILIES[config.family]
         self.found: dict[str, _Made] = {}
 
-    def of_layer(self, index: int, mixer: AttentionConfig | Recurrent) -> None:
-        """What belongs to the mixer of layer `index`."""
+    def of_mixer(self, index: int, mixer: AttentionConfig | Recurrent) -> None:
+        """Those of the mixer of layer `index`."""
         ours, theirs = f"layers.{index}.", f"model.layers.{index}."
         if isinstance(mixer, AttentionConfig):
             if mixer.is_gated:
@@ -76,7 +77,7 @@ class _Parts:
                 parts: dict[str, Rows] = {"q_proj": heads[:, 0].reshape(-1), "attention_gate": heads[:, 1].reshape(-1)}
                 self._cut(ours, theirs + "self_attn.q_proj", 2 * mixer.query_size, parts, bias=mixer.bias)
             return
-        prefix = f"{theirs}{self._part}."
+        prefix = f"{theirs}{self._family.recurrent_part}."
         self._convolution(ours, prefix + ("conv" if isinstance(mixer, ShortConvConfig) else "conv1d"), mixer)
         if mixer.state is not None:
             self._decay(ours, prefix + "A_log", mixer.state.heads)
@@ -89,6 +90,14 @@ class _Parts:
         else:
             sizes = dict.fromkeys(("b_proj", "c_proj", "conv_proj"), mixer.channels)
             self._cut(ours, prefix + "in_proj", 3 * mixer.channels, _ranges(sizes), bias=mixer.bias)
+
+    def of_mlp(self, index: int, mlp: DenseMLP | ExpertMLP) -> None:
+        """Those of the MLP that every row runs through, where one matrix holds gate and up."""
+        names, dense = self._family.part_names, mlp if isinstance(mlp, DenseMLP) else mlp.shared
+        if dense is not None and "gate_proj" in names and names["gate_proj"] == names["up_proj"]:
+            ours = f"layers.{index}." if dense is mlp else f"layers.{index}.shared_expert."
+            sizes = dict.fromkeys(("gate_proj", "up_proj"), dense.intermediate_size)
+            self._cut(ours, f"model.layers.{index}.{names['gate_proj']}", 2 * dense.intermediate_size, _ranges(sizes), bias=dense.bias)
 
     def _by_key_head(self, ours: str, prefix: str, mixer: GatedDeltaConfig) -> None:
         """Products whose rows come for one key head after the other: its query, key, values and gates; its b and a."""
