@@ -223,6 +223,7 @@ _QWEN_EXPERTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size"
 _QWEN3_5 = Family(
     name="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
+    gguf="qwen35",
     layers=_qwen3_5,
     defaults={**_QWEN, "num_attention_heads": 16, "num_key_value_heads": 4},
     rotates_partially=True,
@@ -262,6 +263,7 @@ HYBRIDS = (
         _QWEN3_5,
         name="qwen3_next",
         architecture="Qwen3NextForCausalLM",
+        gguf="qwen3next",
         layers=_qwen3_next,
         defaults={
             **_QWEN,
@@ -277,6 +279,7 @@ HYBRIDS = (
         _QWEN3_5,
         name="qwen3_5_moe_text",
         architecture="Qwen3_5MoeForCausalLM",
+        gguf="qwen35moe",
         layers=_qwen3_5_moe,
         defaults={**_QWEN, **_QWEN_EXPERTS, "num_attention_heads": 16, "num_experts": 256, "num_experts_per_tok": 8},
     ),
