@@ -145,18 +145,26 @@ def _granite_mamba(read: LayerReader) -> Mamba2Config:
         raise CheckpointError(
             f"{fields.path}: mamba_n_heads = {heads} of mamba_d_head = {shortened(given)} values, but mamba_expand * hidden_size = {width}"
         )
-    groups = fields.size("mamba_n_groups", most=MAX_HEADS)
+    names = {"heads": "mamba_n_heads", "groups": "mamba_n_groups", "state": "mamba_d_state", "kernel": "mamba_d_conv"}
+    conv_bias = fields.flag("mamba_conv_bias", default=True)
+    return mamba_mixer(read, names, head_size=size, conv_bias=conv_bias, bias=read.flag("mamba_proj_bias"))
+
+
+def mamba_mixer(read: LayerReader, names: Mapping[str, str], *, head_size: int, conv_bias: bool, bias: bool) -> Mamba2Config:
+    """A mixer of the sizes that fields of these names give."""
+    fields = read.fields
+    heads, groups = (fields.size(names[count], most=MAX_HEADS) for count in ("heads", "groups"))
     if heads % groups:
-        raise CheckpointError(f"{fields.path}: mamba_n_heads = {heads} must be a multiple of mamba_n_groups = {groups}")
+        raise CheckpointError(f"{fields.path}: {names['heads']} = {heads} must be a multiple of {names['groups']} = {groups}")
     return Mamba2Config(
         num_heads=heads,
-        head_size=size,
+        head_size=head_size,
         num_groups=groups,
-        state_size=fields.size("mamba_d_state", most=MAX_HEAD_SIZE),
-        kernel_size=fields.size("mamba_d_conv", most=MAX_KERNEL_SIZE),
+        state_size=fields.size(names["state"], most=MAX_HEAD_SIZE),
+        kernel_size=fields.size(names["kernel"], most=MAX_KERNEL_SIZE),
         norm_groups=groups,
-        conv_bias=fields.flag("mamba_conv_bias", default=True),
-        bias=read.flag("mamba_proj_bias"),
+        conv_bias=conv_bias,
+        bias=bias,
         dt_limits=dt_limits(fields),
     )
 
@@ -215,6 +223,7 @@ _QWEN_EXPERTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size"
 _QWEN3_5 = Family(
     name="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
+    gguf="qwen35",
     layers=_qwen3_5,
     defaults={**_QWEN, "num_attention_heads": 16, "num_key_value_heads": 4},
     rotates_partially=True,
@@ -254,6 +263,7 @@ HYBRIDS = (
         _QWEN3_5,
         name="qwen3_next",
         architecture="Qwen3NextForCausalLM",
+        gguf="qwen3next",
         layers=_qwen3_next,
         defaults={
             **_QWEN,
@@ -269,6 +279,7 @@ HYBRIDS = (
         _QWEN3_5,
         name="qwen3_5_moe_text",
         architecture="Qwen3_5MoeForCausalLM",
+        gguf="qwen35moe",
         layers=_qwen3_5_moe,
         defaults={**_QWEN, **_QWEN_EXPERTS, "num_attention_heads": 16, "num_experts": 256, "num_experts_per_tok": 8},
     ),

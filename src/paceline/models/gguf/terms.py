@@ -26,6 +26,18 @@ _KEYS = {
     "centroid_intermediate_top_k": "centroid_top_k",
     "hidden_size_per_layer_input": "embedding_length_per_layer_input",
     "num_kv_shared_layers": "attention.shared_kv_layers",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_value_head_dim": "ssm.inner_size",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "mamba_n_heads": "ssm.time_step_rank",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_d_head": "ssm.inner_size",
+    "mamba_d_conv": "ssm.conv_kernel",
+    "conv_L_cache": "shortconv.l_cache",
+    "num_dense_layers": "leading_dense_block_count",
 }
 _TERMS = re.compile(rf"\b({'|'.join(_KEYS)})\b")
 

@@ -85,13 +85,12 @@ class RecurrentPass:
     def _run(self, part: _Part) -> None:
         for sequence_id in dict.fromkeys(rows.sequence_id for rows in self._ranges):
             work = self._work(sequence_id)
-            value, saves = part.read(work.state), dict(work.saves)
+            value = part.read(work.state)
             for count, record in enumerate(work.pending, 1):
                 value = part.replay(value, work.records[record])
                 if count == work.num_folded:
                     self._folded.append((part, value, work.state))
-                if count in saves:
-                    part.write(value, saves[count])
+                _save(part, value, count, work)
             for rows in self._ranges:
                 if rows.sequence_id == sequence_id:
                     _run_rows(part, value, rows, work)
@@ -108,16 +107,23 @@ def _run_rows(part: _Part, committed: torch.Tensor, rows: RowRange, work: StateW
     """The rows of one range, each from its parent's state; a state is held as long as rows go on from it."""
     parents = list(_parents(rows))
     last_child = {parent: row for row, parent in enumerate(parents)}
-    behind, saves = {-1: committed}, dict(work.saves) if rows.plan_row == 0 else {}
+    behind = {-1: committed}
     for row, parent in enumerate(parents):
         record = work.rows[rows.plan_row + row]
         value = part.step(behind[parent], rows.start + row, None if record == NO_RECORD else work.records[record])
-        if (count := len(work.pending) + row + 1) in saves:
-            part.write(value, saves[count])
+        if rows.plan_row == 0:
+            _save(part, value, len(work.pending) + row + 1, work)
         if last_child[parent] == row:
             del behind[parent]
         if row in last_child:
             behind[row] = value
+
+
+def _save(part: _Part, value: torch.Tensor, count: int, work: StateWork) -> None:
+    """Write what is behind the first `count` rows wherever it is to be saved: a chunk that ends with a block has two such places."""
+    for end, state in work.saves:
+        if end == count:
+            part.write(value, state)
 
 
 def _parents(rows: RowRange) -> Iterator[int]:
