@@ -143,7 +143,7 @@ def write_checkpoint(
             elif name.endswith(("q_proj.weight", "k_proj.weight")):
                 parameter.data *= query_key_scale
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 torch.nn.init.normal_(buffer, std=0.3)
             if name.endswith("layer_scalar"):
                 torch.nn.init.uniform_(buffer, 0.6, 1.4)

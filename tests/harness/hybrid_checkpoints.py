@@ -1,6 +1,7 @@
 """Tiny networks with recurrent layers, for tests."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
@@ -30,6 +31,14 @@ MAMBA: dict[str, Any] = {
     "shared_intermediate_size": 48,
     "num_local_experts": 0,
 }
+NEMOTRON: dict[str, Any] = {
+    "num_hidden_layers": None,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "linear_attention", "mlp"],
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 24,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", DELTA),
     "qwen3_5-tied": ("qwen3_5_text", {**DELTA, "tie_word_embeddings": True, "linear_key_head_dim": 24, "linear_value_head_dim": 32}),
@@ -49,8 +58,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "granite": ("granitemoehybrid", MAMBA),
-    "granite-rope": ("granitemoehybrid", {**MAMBA, "position_embedding_type": "rope", "mamba_proj_bias": True, "mamba_conv_bias": False}),
+    "granite-rope": (
+        "granitemoehybrid",
+        {**MAMBA, "position_embedding_type": "rope", "mamba_proj_bias": True, "mamba_conv_bias": False, "time_step_limit": [0.3, 0.6]},
+    ),
     "granite-moe": ("granitemoehybrid", {**MAMBA, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32}),
+    "nemotron_h": ("nemotron_h", NEMOTRON),
+    "nemotron_h-moe": (
+        "nemotron_h",
+        {
+            **NEMOTRON,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "n_routed_experts": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 40,
+            "moe_latent_size": 48,
+            "routed_scaling_factor": 1.5,
+            "use_bias": True,
+        },
+    ),
 }
 """By a name: the family and values of its config."""
 
@@ -62,4 +90,16 @@ def row_by_row() -> Iterator[None]:
         for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
             module = import_module(f"transformers.models.{name}.modeling_{name}")
             stack.enter_context(patch.object(module, "torch_chunk_gated_delta_rule", module.torch_recurrent_gated_delta_rule))
+        mixer = import_module("transformers.models.nemotron_h.modeling_nemotron_h").NemotronHMamba2Mixer
+        stack.enter_context(patch.object(mixer, "__init__", _without_floor(mixer.__init__)))
         yield
+
+
+def _without_floor(make: Callable[..., None]) -> Callable[..., None]:
+    """Nemotron-H's mixers as they compute single rows: for prompts alone there is a floor under their steps."""
+
+    def made(self: Any, *arguments: Any, **named: Any) -> None:
+        make(self, *arguments, **named)
+        self.time_step_limit = (0.0, math.inf)
+
+    return made

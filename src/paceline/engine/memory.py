@@ -69,7 +69,7 @@ def plan_cache(model: ModelConfig, config: EngineConfig, weight_type: WeightType
 
 
 def _plan_states(model: ModelConfig, config: EngineConfig, num_bytes: int) -> tuple[StateLimits, int]:
-    """How the states of recurrent layers are used, and their bytes: those of running texts, and as many for others as a quarter holds.
+    """How the states of recurrent layers are used, and their bytes: those of running texts, and others in a quarter of what is left.
 
     Raises:
         CapacityError: there is no room for those of `max_num_seqs` texts.
@@ -79,12 +79,12 @@ def _plan_states(model: ModelConfig, config: EngineConfig, num_bytes: int) -> tu
     if of_state == 0:
         return StateLimits(spacing=config.state_spacing, max_kept=0), 0
     running = config.max_num_seqs * of_text + of_state  # and one that a prompt's chunk is bringing forward
-    if running > num_bytes // 2:
+    if running > num_bytes:
         raise CapacityError(
-            f"the states of max_num_seqs = {config.max_num_seqs} texts take {running / 1e9:.2g} GB, half of the cache's "
-            f"{num_bytes / 1e9:.2g} GB can be had: lower max_num_seqs or raise cache_gb"
+            f"the states of max_num_seqs = {config.max_num_seqs} texts take {running / 1e9:.2g} GB, {num_bytes / 1e9:.2g} GB of cache are "
+            "to be had: lower max_num_seqs or raise cache_gb"
         )
-    kept = min(_MOST_KEPT_STATES, num_bytes // 4 // of_state) if config.prefix_cache else 0
+    kept = min(_MOST_KEPT_STATES, (num_bytes - running) // 4 // of_state) if config.prefix_cache else 0
     return StateLimits(spacing=config.state_spacing, max_kept=kept), running + kept * of_state
 
 

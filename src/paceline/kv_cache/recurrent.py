@@ -6,7 +6,7 @@ a rejection costs nothing, and no state is copied for a row.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ class StateLimits:
 
     Attributes:
         spacing: rows between the states that are kept for others to go on from; a multiple of the block size. Besides these a text has
-            one behind the last block it filled.
+            one behind the last block of its prompt and one behind the last it filled.
         max_kept: such states at most; of more the one used longest ago is dropped. 0 = none are kept.
     """
 
@@ -63,6 +63,19 @@ class StateWork(NamedTuple):
 
 
 @dataclass(slots=True)
+class _Kept:
+    """What others can begin with: a state, the rows it has taken in, and records of those behind them, or None.
+
+    `is_prompt`: it is behind known rows.
+    """
+
+    state: Any
+    length: int
+    records: Any = None
+    is_prompt: bool = False
+
+
+@dataclass(slots=True)
 class _Text:
     """One sequence. `length`: rows that `state` has taken in.
 
@@ -71,7 +84,8 @@ class _Text:
         saves: of the plan under way: behind how many rows of the text, and where to.
         links: of the text's full blocks, by their index, as far as the state is not behind them.
         crossed: states behind blocks that nobody has named yet, by their index.
-        last: the link of the last block whose state is kept for this text alone.
+        last: the link of the last block whose state is kept only until there is a later one.
+        last_is_prompt: whether that block is full of known rows.
     """
 
     state: Any = None
@@ -85,8 +99,9 @@ class _Text:
     saves: list[tuple[int, Any]] = field(default_factory=list)
     has_run: NDArray[np.int32] = field(default_factory=lambda: np.zeros(1, np.int32))
     links: dict[int, Link] = field(default_factory=dict)
-    crossed: dict[int, Any] = field(default_factory=dict)
+    crossed: dict[int, _Kept] = field(default_factory=dict)
     last: Link | None = None
+    last_is_prompt: bool = False
 
 
 class RecurrentStates(LayerMemory):
@@ -105,7 +120,7 @@ class RecurrentStates(LayerMemory):
         self._block_size, self._make = block_size, make
         self._texts: dict[int, _Text] = {}
         self._spare: list[Any] = []
-        self._kept: OrderedDict[Link, Any] = OrderedDict()  # in the order of their last use
+        self._kept: OrderedDict[Link, _Kept] = OrderedDict()  # in the order of their last use
 
     @property
     def num_states(self) -> int:
@@ -117,8 +132,8 @@ class RecurrentStates(LayerMemory):
     @property
     def num_bytes(self) -> int:
         records = sum(0 if text.records is None else int(text.records.nbytes) for text in self._texts.values())
-        states = [*self._spare, *self._kept.values(), *(text.state for text in self._texts.values() if text.state is not None)]
-        return records + sum(int(state.nbytes) for state in states)
+        records += sum(int(kept.records.nbytes) for kept in self._kept.values() if kept.records is not None)
+        return records + sum(int(state.nbytes) for state in self._states())
 
     def work(self, sequence_id: int) -> StateWork:
         """What the pass that was reserved does; asked for again, what is left of it."""
@@ -196,10 +211,14 @@ class RecurrentStates(LayerMemory):
         else:
             link = links[length // self._block_size - 1]
             self._kept.move_to_end(link)
-            state = self._new_state()
-            state[...] = self._kept[link]
+            kept, state = self._kept[link], self._new_state()
+            state[...] = kept.state
+            text = _Text(state, kept.length)
+            if kept.records is not None:
+                text.pending = self._take_records(text, len(kept.records))
+                text.records[text.pending] = kept.records
             self.release(sequence_id)
-            self._texts[sequence_id] = _Text(state, length)
+            self._texts[sequence_id] = text
 
     def remember(self, sequence_id: int, first: int, links: Sequence[Link]) -> None:
         text = self._texts[sequence_id]
@@ -209,11 +228,10 @@ class RecurrentStates(LayerMemory):
             elif (index + 1) * self._block_size > text.length:
                 text.links[index] = link
         for index in list(text.crossed):  # blocks that nobody will name any more
-            self._give_back(text.crossed.pop(index))
+            self._give_back(text.crossed.pop(index).state)
 
     def forget(self, link: Link) -> None:
-        if link in self._kept:
-            self._give_back(self._kept.pop(link))
+        self._drop(link)
         for text in self._texts.values():
             for index in [index for index, own in text.links.items() if own == link]:
                 del text.links[index]
@@ -223,20 +241,28 @@ class RecurrentStates(LayerMemory):
         if text is not None:
             self._settle(text)
             self._drop_saves(text)
-            for state in (text.state, *text.crossed.values()):
+            self._keep_last(text)
+            for state in (text.state, *(kept.state for kept in text.crossed.values())):
                 self._give_back(state)
 
     def check(self) -> None:
         """Raise RuntimeError unless every record of every text is pending, of a row, or free, and no state has two owners."""
-        states = [*self._spare, *self._kept.values()]
         for text in self._texts.values():
-            states += [text.state, *text.crossed.values(), *(state for _, state in text.saves)]
             records = sorted([*text.pending, *text.free, *(record for record in text.rows if record != NO_RECORD)])
             if records != list(range(0 if text.records is None else len(text.records))):
                 raise RuntimeError("records of a text are lost, or used twice")
-        owned = [id(state) for state in states if state is not None]
+        owned = [id(state) for state in self._states()]
         if len(set(owned)) < len(owned):
             raise RuntimeError("a state has two owners")
+
+    def _states(self) -> Iterator[Any]:
+        yield from self._spare
+        yield from (kept.state for kept in self._kept.values())
+        for text in self._texts.values():
+            if text.state is not None:
+                yield text.state
+            yield from (kept.state for kept in text.crossed.values())
+            yield from (state for _, state in text.saves)
 
     def _settle(self, text: _Text) -> None:
         """Take note of a pass that has run."""
@@ -254,11 +280,11 @@ class RecurrentStates(LayerMemory):
         saves, text.saves = text.saves, []
         for end, state in saves:
             index = end // self._block_size - 1
-            link = text.links.get(index)
+            link, kept = text.links.get(index), _Kept(state, end, is_prompt=text.num_known > 0)
             if link is None:
-                text.crossed[index] = state
+                text.crossed[index] = kept
             else:
-                self._keep(text, index, link, state)
+                self._keep(text, index, link, kept)
         for index in [index for index in text.links if (index + 1) * self._block_size <= text.length]:
             del text.links[index]
 
@@ -277,17 +303,31 @@ class RecurrentStates(LayerMemory):
         while text.saves:
             self._give_back(text.saves.pop()[1])
 
-    def _keep(self, text: _Text, index: int, link: Link, state: Any) -> None:
-        """Let others begin with a state; the one kept before for this text alone goes."""
+    def _keep(self, text: _Text, index: int, link: Link, kept: _Kept) -> None:
+        """Let others begin with a state; of those behind blocks of an answer, or of one's prompt, only the last stays."""
         if link in self._kept or not self.limits.max_kept:
-            self._give_back(state)
+            self._give_back(kept.state)
             return
-        if text.last is not None and text.last in self._kept:
-            self._give_back(self._kept.pop(text.last))
+        if text.last is not None and kept.is_prompt == text.last_is_prompt:
+            self._drop(text.last)
         while len(self._kept) >= self.limits.max_kept:
-            self._give_back(self._kept.popitem(last=False)[1])
-        self._kept[link] = state
+            self._drop(next(iter(self._kept)))
+        self._kept[link] = kept
         text.last = None if (index + 1) * self._block_size % self.limits.spacing == 0 else link
+        text.last_is_prompt = kept.is_prompt
+
+    def _keep_last(self, text: _Text) -> None:
+        """Of a text that ends, its state with the records of the rows up to its last full block, where there is no state behind that."""
+        index = (text.length + len(text.pending)) // self._block_size - 1
+        count, link = (index + 1) * self._block_size - text.length, text.links.get(index)
+        if count > 0 and link is not None and link not in self._kept and self.limits.max_kept:
+            kept, text.state = _Kept(text.state, text.length, self._make((count, self.record_size))), None
+            kept.records[...] = text.records[text.pending[:count]]
+            self._keep(text, index, link, kept)
+
+    def _drop(self, link: Link) -> None:
+        if link in self._kept:
+            self._give_back(self._kept.pop(link).state)
 
     def _new_state(self, *, is_zero: bool = False) -> Any:
         if not self._spare:

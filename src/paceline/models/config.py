@@ -96,7 +96,7 @@ class ModelConfig:
     @property
     def recurrents(self) -> dict[int, Recurrent]:
         """The layers whose mixer keeps a state."""
-        return {index: layer.mixer for index, layer in enumerate(self.layers) if not isinstance(layer.mixer, AttentionConfig)}
+        return {index: layer.mixer for index, layer in enumerate(self.layers) if isinstance(layer.mixer, Recurrent)}
 
     @property
     def layer_input_size(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig
 from paceline.models.families import FAMILIES
-from paceline.models.layers import DenseMLP, ExpertMLP
+from paceline.models.layers import ExpertMLP
 from paceline.models.safetensors_file import StoredTensor
 
 _OTHER_NAME = re.compile(r"(model\.layers\.\d+\.)(?:block_sparse_moe|feed_forward)\.(?:(experts\.\d+\.)(w1|w2|w3)\.weight|(.+))")
@@ -31,10 +31,11 @@ def split_experts(stored: Mapping[str, StoredTensor], config: ModelConfig) -> di
     """
     tensors = {_plain_name(name): tensor for name, tensor in stored.items()}
     for index, layer in enumerate(config.layers):
-        if isinstance(layer.mlp, DenseMLP):
+        if not isinstance(layer.mlp, ExpertMLP):
             continue
         prefix = f"model.layers.{index}.{FAMILIES[config.family].part_names.get('experts', 'mlp.experts')}."
-        for stack, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+        front = ("gate_up_proj", ("gate_proj", "up_proj")) if layer.mlp.expert.has_gate else ("up_proj", ("up_proj",))
+        for stack, parts in (front, ("down_proj", ("down_proj",))):
             if (tensor := tensors.pop(prefix + stack, None)) is not None:
                 tensors |= _experts_of(prefix + stack, tensor, layer.mlp, config.hidden_size, parts)
     return tensors
@@ -51,8 +52,8 @@ def _plain_name(name: str) -> str:
 
 
 def _experts_of(name: str, tensor: StoredTensor, mlp: ExpertMLP, hidden_size: int, parts: tuple[str, ...]) -> dict[str, StoredTensor]:
-    inner, count = mlp.expert.intermediate_size, mlp.routing.num_experts
-    rows, columns = (hidden_size, inner) if parts == ("down_proj",) else (inner, hidden_size)
+    inner, outer, count = mlp.expert.intermediate_size, mlp.latent_size or hidden_size, mlp.routing.num_experts
+    rows, columns = (outer, inner) if parts == ("down_proj",) else (inner, outer)
     if tensor.shape != (count, len(parts) * rows, columns):
         raise CheckpointError(
             f"{tensor.path}: tensor {name!r} has shape {list(tensor.shape)}, but config.json makes it "

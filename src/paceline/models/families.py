@@ -16,6 +16,7 @@ from paceline.models.gemma4 import GEMMA4
 from paceline.models.hybrid_families import HYBRIDS
 from paceline.models.layer_reader import LayerReader
 from paceline.models.layers import LayerConfig, NormOrder, QKNorm
+from paceline.models.nemotron_h import NEMOTRON_H
 
 Layers = tuple[LayerConfig, ...]
 
@@ -331,6 +332,7 @@ _TABLE = (
     *EXPERTS,
     *GEMMA4,
     *HYBRIDS,
+    NEMOTRON_H,
 )
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _TABLE}
 

@@ -145,18 +145,26 @@ def _granite_mamba(read: LayerReader) -> Mamba2Config:
         raise CheckpointError(
             f"{fields.path}: mamba_n_heads = {heads} of mamba_d_head = {shortened(given)} values, but mamba_expand * hidden_size = {width}"
         )
-    groups = fields.size("mamba_n_groups", most=MAX_HEADS)
+    names = {"heads": "mamba_n_heads", "groups": "mamba_n_groups", "state": "mamba_d_state", "kernel": "mamba_d_conv"}
+    conv_bias = fields.flag("mamba_conv_bias", default=True)
+    return mamba_mixer(read, names, head_size=size, conv_bias=conv_bias, bias=read.flag("mamba_proj_bias"))
+
+
+def mamba_mixer(read: LayerReader, names: Mapping[str, str], *, head_size: int, conv_bias: bool, bias: bool) -> Mamba2Config:
+    """A mixer of the sizes that fields of these names give."""
+    fields = read.fields
+    heads, groups = (fields.size(names[count], most=MAX_HEADS) for count in ("heads", "groups"))
     if heads % groups:
-        raise CheckpointError(f"{fields.path}: mamba_n_heads = {heads} must be a multiple of mamba_n_groups = {groups}")
+        raise CheckpointError(f"{fields.path}: {names['heads']} = {heads} must be a multiple of {names['groups']} = {groups}")
     return Mamba2Config(
         num_heads=heads,
-        head_size=size,
+        head_size=head_size,
         num_groups=groups,
-        state_size=fields.size("mamba_d_state", most=MAX_HEAD_SIZE),
-        kernel_size=fields.size("mamba_d_conv", most=MAX_KERNEL_SIZE),
+        state_size=fields.size(names["state"], most=MAX_HEAD_SIZE),
+        kernel_size=fields.size(names["kernel"], most=MAX_KERNEL_SIZE),
         norm_groups=groups,
-        conv_bias=fields.flag("mamba_conv_bias", default=True),
-        bias=read.flag("mamba_proj_bias"),
+        conv_bias=conv_bias,
+        bias=bias,
         dt_limits=dt_limits(fields),
     )
 

@@ -68,7 +68,7 @@ class _Parts:
         self._hidden, self._family = config.hidden_size, FAMILIES[config.family]
         self.found: dict[str, _Made] = {}
 
-    def of_mixer(self, index: int, mixer: AttentionConfig | Recurrent) -> None:
+    def of_mixer(self, index: int, mixer: AttentionConfig | Recurrent | None) -> None:
         """Those of the mixer of layer `index`."""
         ours, theirs = f"layers.{index}.", f"model.layers.{index}."
         if isinstance(mixer, AttentionConfig):
@@ -76,7 +76,10 @@ class _Parts:
                 heads = np.arange(2 * mixer.query_size).reshape(mixer.num_heads, 2, mixer.head_size)
                 parts: dict[str, Rows] = {"q_proj": heads[:, 0].reshape(-1), "attention_gate": heads[:, 1].reshape(-1)}
                 self._cut(ours, theirs + "self_attn.q_proj", 2 * mixer.query_size, parts, bias=mixer.bias)
-            return
+        elif mixer is not None:
+            self._of_recurrent(ours, theirs, mixer)
+
+    def _of_recurrent(self, ours: str, theirs: str, mixer: Recurrent) -> None:
         prefix = f"{theirs}{self._family.recurrent_part}."
         self._convolution(ours, prefix + ("conv" if isinstance(mixer, ShortConvConfig) else "conv1d"), mixer)
         if mixer.state is not None:
@@ -91,9 +94,9 @@ class _Parts:
             sizes = dict.fromkeys(("b_proj", "c_proj", "conv_proj"), mixer.channels)
             self._cut(ours, prefix + "in_proj", 3 * mixer.channels, _ranges(sizes), bias=mixer.bias)
 
-    def of_mlp(self, index: int, mlp: DenseMLP | ExpertMLP) -> None:
+    def of_mlp(self, index: int, mlp: DenseMLP | ExpertMLP | None) -> None:
         """Those of the MLP that every row runs through, where one matrix holds gate and up."""
-        names, dense = self._family.part_names, mlp if isinstance(mlp, DenseMLP) else mlp.shared
+        names, dense = self._family.part_names, mlp.shared if isinstance(mlp, ExpertMLP) else mlp
         if dense is not None and "gate_proj" in names and names["gate_proj"] == names["up_proj"]:
             ours = f"layers.{index}." if dense is mlp else f"layers.{index}.shared_expert."
             sizes = dict.fromkeys(("gate_proj", "up_proj"), dense.intermediate_size)

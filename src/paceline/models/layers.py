@@ -12,6 +12,7 @@ class Activation(Enum):
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
     SIGMOID = "sigmoid"
+    RELU = "relu"
     NONE = "none"  # the gate itself
 
 
@@ -215,11 +216,16 @@ Recurrent = GatedDeltaConfig | Mamba2Config | ShortConvConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseMLP:
-    """down(activation(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)).
+
+    Attributes:
+        has_gate: without, up takes the gate's place too: of ReLU that is its square.
+    """
 
     intermediate_size: int
     activation: Activation | ClampedSwiGLU = Activation.SILU
     bias: bool = False
+    has_gate: bool = True
 
 
 class Scoring(Enum):
@@ -267,6 +273,7 @@ class ExpertMLP:
         gates_shared: its output is multiplied by the sigmoid of a product with the row.
         has_own_norms: experts and shared one have a norm behind them each; router and experts take the stream, each behind a norm.
         router_scale: what the router's rows are multiplied by then.
+        latent_size: experts compute in rows of so many values, with a projection in front of them and one behind them; 0 = in the stream's.
     """
 
     routing: Routing
@@ -275,6 +282,7 @@ class ExpertMLP:
     gates_shared: bool = False
     has_own_norms: bool = False
     router_scale: float = 1.0
+    latent_size: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,13 +298,14 @@ class LayerConfig:
     """One layer. Layers that are alike share one object.
 
     Attributes:
+        mixer, mlp: one of them may be absent, with its norm.
         residual_scale: what the mixer and the MLP add to the residual stream is multiplied by.
         input: what it takes in besides the stream; None = nothing.
         scales_output: the stream behind it is multiplied by a weight of one value.
     """
 
-    mixer: AttentionConfig | Recurrent
-    mlp: DenseMLP | ExpertMLP
+    mixer: AttentionConfig | Recurrent | None
+    mlp: DenseMLP | ExpertMLP | None
     norm_order: NormOrder = NormOrder.PRE
     residual_scale: float = 1.0
     input: LayerInput | None = None

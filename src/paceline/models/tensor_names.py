@@ -35,12 +35,15 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]:
     mlp = layer.mlp
     shapes: dict[str, tuple[int, ...]] = {}
+    parts = [*(["attention"] if layer.mixer is not None else []), *(["mlp"] if mlp is not None else [])]
     if layer.norm_order.in_front:
-        shapes |= {"attention_norm.weight": (hidden,), "mlp_norm.weight": (hidden,)}
+        shapes |= {f"{part}_norm.weight": (hidden,) for part in parts}
     if layer.norm_order.behind:
-        shapes |= {"attention_output_norm.weight": (hidden,), "mlp_output_norm.weight": (hidden,)}
-    shapes |= _mixer_shapes(layer.mixer, hidden)
-    shapes |= _expert_shapes(mlp, hidden) if isinstance(mlp, ExpertMLP) else _mlp_shapes(mlp, hidden)
+        shapes |= {f"{part}_output_norm.weight": (hidden,) for part in parts}
+    if layer.mixer is not None:
+        shapes |= _mixer_shapes(layer.mixer, hidden)
+    if mlp is not None:
+        shapes |= _expert_shapes(mlp, hidden) if isinstance(mlp, ExpertMLP) else _mlp_shapes(mlp, hidden)
     if layer.input is not None:
         shapes |= {"input_gate.weight": (layer.input.size, hidden), "input_proj.weight": (hidden, layer.input.size)}
         shapes["input_norm.weight"] = (hidden,)
@@ -107,13 +110,9 @@ def _matrices(projections: Mapping[str, tuple[int, int, bool]]) -> dict[str, tup
 
 
 def _mlp_shapes(mlp: DenseMLP, hidden: int, prefix: str = "") -> dict[str, tuple[int, ...]]:
-    return _matrices(
-        {
-            f"{prefix}gate_proj": (mlp.intermediate_size, hidden, mlp.bias),
-            f"{prefix}up_proj": (mlp.intermediate_size, hidden, mlp.bias),
-            f"{prefix}down_proj": (hidden, mlp.intermediate_size, mlp.bias),
-        }
-    )
+    taken = dict.fromkeys(("gate_proj", "up_proj") if mlp.has_gate else ("up_proj",), (mlp.intermediate_size, hidden, mlp.bias))
+    matrices = {**taken, "down_proj": (hidden, mlp.intermediate_size, mlp.bias)}
+    return _matrices({prefix + name: size for name, size in matrices.items()})
 
 
 def _expert_shapes(mlp: ExpertMLP, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -124,7 +123,9 @@ def _expert_shapes(mlp: ExpertMLP, hidden: int) -> dict[str, tuple[int, ...]]:
     if routing.has_scales:
         shapes["router.scales"] = (routing.num_experts,)
     for expert in range(routing.num_experts):
-        shapes |= _mlp_shapes(mlp.expert, hidden, f"experts.{expert}.")
+        shapes |= _mlp_shapes(mlp.expert, mlp.latent_size or hidden, f"experts.{expert}.")
+    if mlp.latent_size:
+        shapes |= _matrices({"latent_proj": (mlp.latent_size, hidden, False), "latent_output": (hidden, mlp.latent_size, False)})
     if mlp.shared is not None:
         shapes |= _mlp_shapes(mlp.shared, hidden, "shared_expert.")
     if mlp.has_own_norms:
@@ -148,6 +149,8 @@ _CHECKPOINT_PARTS = {
     "experts": "mlp.experts",
     "shared_expert": "mlp.shared_expert",
     "shared_gate": "mlp.shared_expert_gate",
+    "latent_proj": "mlp.fc1_latent_proj",
+    "latent_output": "mlp.fc2_latent_proj",
     "attention": "self_attn",
     "attention_gate": "self_attn.q_proj",
     "correction": "e_score_correction_bias",
@@ -186,7 +189,7 @@ def checkpoint_names(config: ModelConfig) -> dict[str, str]:
 def _parts_of(layer: LayerConfig, config: ModelConfig) -> dict[str, str]:
     """What checkpoints call the parts of a layer, and whole tensors of it."""
     family = FAMILIES[config.family]
-    recurrent = {} if isinstance(layer.mixer, AttentionConfig) else _recurrent_parts(layer.mixer, family.recurrent_part)
+    recurrent = _recurrent_parts(layer.mixer, family.recurrent_part) if isinstance(layer.mixer, Recurrent) else {}
     return {**_CHECKPOINT_PARTS, **_NORMS[layer.norm_order], **family.part_names, **recurrent}
 
 

@@ -228,7 +228,10 @@ def mlp_part(blocks: Blocks[Value], mlp: DenseMLP | ExpertMLP, x: Value, layer: 
             blocks.rms_norm(_dense(blocks, mlp.shared, x, prefix + "shared_expert."), prefix + "shared_output_norm"),
             blocks.rms_norm(_experts_of_stream(blocks, mlp, stream, prefix), prefix + "experts_output_norm"),
         )
-    mixed = blocks.experts(x, blocks.linear(x, prefix + "router")[0], mlp, prefix)
+    taken = blocks.linear(x, prefix + "latent_proj")[0] if mlp.latent_size else x
+    mixed = blocks.experts(taken, blocks.linear(x, prefix + "router")[0], mlp, prefix)
+    if mlp.latent_size:
+        (mixed,) = blocks.linear(mixed, prefix + "latent_output")
     if mlp.shared is None:
         return mixed
     shared = _dense(blocks, mlp.shared, x, prefix + "shared_expert.")
@@ -244,14 +247,15 @@ def _experts_of_stream(blocks: Blocks[Value], mlp: ExpertMLP, stream: Value, pre
 
 
 def _dense(blocks: Blocks[Value], mlp: DenseMLP, x: Value, prefix: str) -> Value:
-    gate, up = blocks.linear(x, prefix + "gate_proj", prefix + "up_proj")
+    *gates, up = blocks.linear(x, *([prefix + "gate_proj"] if mlp.has_gate else []), prefix + "up_proj")
+    gate = gates[0] if gates else up
     return blocks.linear(blocks.gated(gate, up, mlp.activation), prefix + "down_proj")[0]
 
 
 def decoder_layer(
     blocks: Blocks[Value], config: LayerConfig, x: Value, layer: int, *, normed: Value | None = None, taken_in: Value | None = None
 ) -> Value:
-    """One layer: its mixer, then an MLP, each joined to the stream x [T, E] as `config.norm_order` says.
+    """One layer: its mixer, then its MLP, each joined to the stream x [T, E] as `config.norm_order` says.
 
     Args:
         layer: the number that names its weights and its place in the cache.
@@ -267,10 +271,11 @@ def decoder_layer(
         x = blocks.rms_norm(x, prefix + name) if order.behind else x
         return x if config.residual_scale == 1.0 else blocks.scale(x, config.residual_scale)
 
-    if normed is None:
-        normed = in_front(x, "attention_norm")
-    x = blocks.add(x, behind(mixer_part(blocks, config.mixer, normed, layer), "attention_output_norm"))
-    x = blocks.add(x, behind(mlp_part(blocks, config.mlp, in_front(x, "mlp_norm"), layer, x), "mlp_output_norm"))
+    if config.mixer is not None:
+        normed = in_front(x, "attention_norm") if normed is None else normed
+        x = blocks.add(x, behind(mixer_part(blocks, config.mixer, normed, layer), "attention_output_norm"))
+    if config.mlp is not None:
+        x = blocks.add(x, behind(mlp_part(blocks, config.mlp, in_front(x, "mlp_norm"), layer, x), "mlp_output_norm"))
     if config.input is not None and taken_in is not None:
         (gate,) = blocks.linear(x, prefix + "input_gate")
         (added,) = blocks.linear(blocks.gated(gate, taken_in, config.input.activation), prefix + "input_proj")

@@ -18,7 +18,8 @@ def planes_of(config: ModelConfig, groups: Sequence[KVGroup], memories: Sequence
         groups: of the network's layers.
         memories: of each group.
     """
-    planes: dict[int, tuple[Any, Any]] = dict.fromkeys(config.recurrents, (np.zeros((0, 0, 0, 0), np.float32),) * 2)
+    without = [layer for layer in range(config.num_layers) if layer not in config.attentions]
+    planes: dict[int, tuple[Any, Any]] = dict.fromkeys(without, (np.zeros((0, 0, 0, 0), np.float32),) * 2)
     for group, memory in zip(groups, memories, strict=True):
         for place, layer in enumerate(group.layers):
             planes[layer] = (memory.storage[2 * place], memory.storage[2 * place + 1])

@@ -200,6 +200,61 @@ def test_a_state_behind_decoded_tokens_is_that_of_one_prefill(seed: int, large_c
     np.testing.assert_array_equal(states[0], states[2])
 
 
+def run_schedule(random: np.random.Generator, network: NativeNetwork, cache: KVCache, vocab_size: int) -> FloatArray | None:
+    """Passes that are kept in part, dropped, run twice or not at all, cuts, preemptions; the state in the end must be a fresh run's."""
+    sequence, text = cache.new_sequence(), list[int]()
+    for _ in range(int(random.integers(1, 8))):
+        kind = random.choice(["keep", "keep", "keep", "drop", "skip", "preempt", "cut"])
+        if kind == "preempt":
+            cache.release(sequence)
+            sequence = cache.new_sequence()
+            text = text[: cache.adopt_prefix(sequence, [*text, 0])]
+            continue
+        if kind == "cut":
+            text = text[: cache.truncate(sequence, max(0, len(text) - int(random.integers(0, 3))))]
+            continue
+        known = int(random.choice([1, 1, 3, KNOWN_ROWS, 33]))
+        tree = random_tree(random, known, int(random.choice([0, 2, 6])))
+        ids = random.integers(0, vocab_size, len(tree)).tolist()
+        plan = cache.reserve(sequence, tree, known)
+        for _ in range(0 if kind == "skip" else int(random.integers(1, 3))):
+            network.forward(*assemble([plan], [ids], [[0]]))
+        if kind == "keep":
+            node = int(random.integers(known - 1, len(tree)))
+            text += [ids[row] for row in path_to(tree, node)]
+            cache.keep_path(sequence, node)
+            cache.remember(sequence, text)
+        else:
+            cache.cancel(sequence)
+    if random.random() < 0.2 or not text:  # aborted
+        cache.release(sequence)
+        return None
+    states = [committed_state(network, cache, sequence)]
+    cache.release(sequence)
+    sequence = cache.new_sequence()
+    network.forward(*assemble([cache.reserve(sequence, range(-1, len(text) - 1), len(text))], [text], [[0]]))
+    cache.keep_path(sequence, len(text) - 1)
+    states.append(committed_state(network, cache, sequence))
+    cache.release(sequence)
+    np.testing.assert_array_equal(*states)
+    return states[0]
+
+
+def test_whatever_happens_to_passes_the_state_is_that_of_a_fresh_run(seed: int, large_counts: bool) -> None:
+    random, config = np.random.default_rng(seed), recurrent_config(*ALL_KINDS)
+    network = open_network(config, seed, num_threads=1)
+    cache = network.new_cache(40, states=StateLimits(spacing=64, max_kept=5))
+    count = 10_000 if large_counts else 200
+    compared = sum(run_schedule(random, network, cache, config.vocab_size) is not None for _ in range(count))
+    assert compared > count / 2
+    memory = memory_of(cache)
+    memory.check()
+    cache.check()
+    assert 0 < memory.num_states <= 5
+    cache.pool.release(cache.pool.allocate(40))  # evicts everything
+    assert memory.num_states == 0
+
+
 @pytest.mark.parametrize("spacing", [32, 96])
 def test_adopted_prefixes_have_the_state_of_plain_decoding(spacing: int, seed: int) -> None:
     random, config = np.random.default_rng(seed), recurrent_config(*ALL_KINDS)

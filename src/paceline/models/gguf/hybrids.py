@@ -67,7 +67,7 @@ def hybrid_sources(file: GgufFile, config: ModelConfig) -> dict[str, Source]:
         elif isinstance(mixer, Mamba2Config):
             own = _mamba2(block, mixer, hidden)
         else:
-            own = _short_convolution(block, mixer)
+            own = {} if mixer is None else _short_convolution(block, mixer)
         found |= {f"layers.{index}.{name}": source for name, source in own.items()}
     return found
 

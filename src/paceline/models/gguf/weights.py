@@ -17,7 +17,7 @@ from paceline.models.gguf.config import ROPE_TENSORS
 from paceline.models.gguf.file import GgufFile
 from paceline.models.gguf.hybrids import MODULE_MARK, hybrid_sources
 from paceline.models.gguf.places import VIEWED, Order, Place, check, facts_of, how_read, read_tensor, stored_rows
-from paceline.models.layers import AttentionConfig, DenseMLP, LayerConfig, Recurrent
+from paceline.models.layers import AttentionConfig, ExpertMLP, LayerConfig, Recurrent
 from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import AnyTensor, MadeWeights, TensorFacts, order_of_halves, shares_keys
 
@@ -218,7 +218,7 @@ def _find(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, .
             layer = config.layers[int(name.split(".")[1])] if name.startswith("layers.") else None
             rows = _halves(layer.mixer, name.split(".")[-2], shape[0]) if is_interleaved and layer is not None else None
             places[name] = Place(file.tensors[in_file], shape, expert, rows=rows)
-            count = () if expert is None or layer is None or isinstance(layer.mlp, DenseMLP) else (layer.mlp.routing.num_experts,)
+            count = () if expert is None or layer is None or not isinstance(layer.mlp, ExpertMLP) else (layer.mlp.routing.num_experts,)
             check(places[name], (*count, *shape))
         else:
             missing.append(in_file)
@@ -254,7 +254,7 @@ def _is_of_module(name: str, file: GgufFile, config: ModelConfig) -> bool:
     return found is not None and int(found[1]) >= config.num_layers and f"{found[0]}{MODULE_MARK}" in file.tensors
 
 
-def _halves(mixer: AttentionConfig | Recurrent, part: str, num_rows: int) -> Order | None:
+def _halves(mixer: AttentionConfig | Recurrent | None, part: str, num_rows: int) -> Order | None:
     """Where rows of queries and keys are, if values that rotate together lie side by side."""
     if part not in ("q_proj", "k_proj") or not isinstance(mixer, AttentionConfig):
         return None
@@ -284,7 +284,7 @@ def _gate_up_stacks(file: GgufFile, config: ModelConfig) -> dict[str, Place]:
     places: dict[str, Place] = {}
     for layer, own in enumerate(config.layers):
         tensor = file.tensors.get(f"blk.{layer}.ffn_gate_up_exps.weight")
-        if tensor is None or isinstance(own.mlp, DenseMLP):
+        if tensor is None or not isinstance(own.mlp, ExpertMLP):
             continue
         count, inner = own.mlp.routing.num_experts, own.mlp.expert.intermediate_size
         for expert in range(count):

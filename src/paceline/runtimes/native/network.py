@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config import MAX_PASS_ROWS
-from paceline.errors import CapacityError
+from paceline.errors import CapacityError, ConfigError
 from paceline.kv_cache.key_values import KeyValues, PagedRows
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.recurrent import DEFAULT_STATES, RecurrentStates, StateLimits
@@ -99,6 +99,8 @@ class NativeNetwork(Network):
     def new_cache(self, num_blocks: int, limits: PassLimits | None = None, states: StateLimits = DEFAULT_STATES) -> KVCache:
         cache = self._new_windows(num_blocks, limits) if self.config.windows and self.holds_windows else super().new_cache(num_blocks)
         if self.config.recurrents:
+            if self.capabilities.tree_layout is TreeLayout.PATHS:
+                raise ConfigError("layers with a recurrent state take no trees as paths")
             layout = StateLayout.of(self.config.recurrents)
             memory = RecurrentStates(layout.state_size, layout.record_size, BLOCK_SIZE, _new_state, states)
             self._shared.use_states(memory)

@@ -27,6 +27,7 @@ _ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: F.silu,
     Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
     Activation.SIGMOID: torch.sigmoid,
+    Activation.RELU: F.relu,
     Activation.NONE: lambda gate: gate,
 }
 
@@ -154,7 +155,8 @@ class TorchBlocks:
         for expert in torch.unique(choice.experts).tolist():
             own = f"{prefix}experts.{expert}."
             rows, places = torch.where(choice.experts == expert)
-            gate, up = self.linear(x[rows], own + "gate_proj", own + "up_proj")
+            *gates, up = self.linear(x[rows], *([own + "gate_proj"] if mlp.expert.has_gate else []), own + "up_proj")
+            gate = gates[0] if gates else up
             (down,) = self.linear(self.gated(gate, up, mlp.expert.activation), own + "down_proj")
             mixed.index_add_(0, rows, down * choice.weights[rows, places, None].to(x.dtype))
         return mixed

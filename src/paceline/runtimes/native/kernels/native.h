@@ -159,7 +159,7 @@ typedef struct {
 } SigmoidGateOperation;
 
 /* A causal convolution of each channel over the rows of a text, each row behind its parent. */
-#define MAX_KERNEL_SIZE 8
+#define MAX_KERNEL_SIZE 16
 #define PIECE_CHANNELS 256 /* of a ticket */
 typedef struct {
     Operation head;
