@@ -30,7 +30,6 @@ torch = pytest.importorskip("torch")
 
 BOUND = 1e-4
 BY_BACKEND = pytest.mark.parametrize("backend", ["torch", "native"])
-ON_TORCH_ALONE = ("nemotron_h", "nemotron_h-moe")  # until the kernels have MLPs without a gate
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +53,7 @@ def bound_of(reference: Reference) -> float:
 
 @pytest.mark.parametrize(
     ("case", "backend"),
-    [(case, backend) for backend in ("torch", "native") for case in CASES if backend == "torch" or case not in ON_TORCH_ALONE],
+    [(case, backend) for backend in ("torch", "native") for case in CASES],
 )
 def test_a_prompt_gives_the_logits_of_transformers_in_one_pass_in_chunks_and_one_by_one(
     references: Callable[[str], Reference], case: str, backend: str

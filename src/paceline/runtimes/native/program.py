@@ -50,7 +50,7 @@ from paceline.runtimes.native.records import (
 from paceline.runtimes.native.weights import BF16_KIND, NativeWeights
 from paceline.runtimes.ranking import Ranking
 
-_ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.SIGMOID: 3, Activation.NONE: 4}
+_ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.SIGMOID: 3, Activation.NONE: 4, Activation.RELU: 5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +184,10 @@ class NativeBlocks:
     def experts(self, x: Value, logits: Value, mlp: ExpertMLP, prefix: str) -> Value:
         routing = mlp.routing
         routes = self._routes(logits, routing, prefix)
-        names = [f"{prefix}experts.{{}}.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
-        gate, up = self._of_experts(x, routes, routing, *names[:2], of_pairs=False)
-        active = self.gated(gate, up, mlp.expert.activation)
-        (down,) = self._of_experts(active, routes, routing, names[2], of_pairs=True)
+        *front, back = [f"{prefix}experts.{{}}.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
+        *gates, up = self._of_experts(x, routes, routing, *front[not mlp.expert.has_gate :], of_pairs=False)
+        active = self.gated(gates[0] if gates else up, up, mlp.expert.activation)
+        (down,) = self._of_experts(active, routes, routing, back, of_pairs=True)
         width = down.width // routing.num_chosen
         return self._add(CombineOperation(x=down.index, routes=routes.index, chosen=routing.num_chosen, width=width), x, width)
 

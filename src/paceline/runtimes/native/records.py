@@ -117,7 +117,7 @@ class AttentionOperation(Operation):
 
 
 class GatedOperation(Operation):
-    """activation(x) * up; activation 0 = SiLU, 1 = GELU by tanh, 2 = clamped SwiGLU (slope, limit), 3 = sigmoid, 4 = none."""
+    """activation(x) * up; activation 0 = SiLU, 1 = GELU by tanh, 2 = clamped SwiGLU (slope, limit), 3 = sigmoid, 4 = none, 5 = ReLU."""
 
     CODE, INPUTS = Code.GATED, ("x", "up")
     _fields_ = (

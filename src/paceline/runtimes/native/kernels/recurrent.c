@@ -26,11 +26,13 @@ static void keep_inputs(const StateRange *range, const ConvolutionOperation *own
 
 static void convolve_row(const ConvolutionOperation *own, const float *const *inputs, int channel, int count, float *out) {
     EACH_16(column, left, count) {
-        floats sum = own->bias ? take(own->bias + channel + column, left) : broadcast(0.0f);
-        for (int i = 0; i < own->kernel_size; i++)
-            sum = fused(take(own->weight + (size_t)i * (size_t)own->channels + channel + column, left), take(inputs[i] + column, left), sum);
+        floats sum = own->bias ? load_part(own->bias + channel + column, left) : broadcast(0.0f);
+        for (int i = 0; i < own->kernel_size; i++) {
+            const float *weight = own->weight + (size_t)i * (size_t)own->channels + channel + column;
+            sum = fused(load_part(weight, left), load_part(inputs[i] + column, left), sum);
+        }
         if (own->is_activated) sum = sum * sigmoid(sum);
-        put(out + column, sum, left);
+        store_part(out + column, sum, left);
     }
 }
 
@@ -96,7 +98,7 @@ INLINE floats softplus(floats x) {
 
 static float sum_of_products(const float *x, const float *y, int count) {
     floats sum = broadcast(0.0f);
-    EACH_16(i, left, count) sum = fused(take(x + i, left), take(y + i, left), sum);
+    EACH_16(i, left, count) sum = fused(load_part(x + i, left), load_part(y + i, left), sum);
     return lane_sum(sum);
 }
 
@@ -137,11 +139,11 @@ void prepare_state_row(const StateOperation *own, const float *x, const float *a
         worked.products[head] = sum_of_products(to_q, to_k, size);
     }
     EACH_16(head, left, own->heads) {
-        floats time = softplus(take(a + head, left) + take(own->bias + head, left));
+        floats time = softplus(load_part(a + head, left) + load_part(own->bias + head, left));
         time = __builtin_elementwise_min(__builtin_elementwise_max(time, broadcast(own->least)), broadcast(own->most));
-        const floats decays = exponential(take(own->decay + head, left) * time);
-        put(worked.decays + head, decays, left);
-        put(worked.steps + head, own->is_delta ? sigmoid(take(b + head, left)) : time, left);
+        const floats decays = exponential(load_part(own->decay + head, left) * time);
+        store_part(worked.decays + head, decays, left);
+        store_part(worked.steps + head, own->is_delta ? sigmoid(load_part(b + head, left)) : time, left);
     }
     if (!record) return;
     memcpy(record + own->keys_at, worked.keys, (size_t)keys * sizeof(float));
@@ -214,13 +216,13 @@ static void finish_row(const StateOperation *own, const Block *block, const Sums
     const floats decay = broadcast(worked.decays[block->head]), step = broadcast(worked.steps[block->head]);
     const floats product = broadcast(worked.products[block->key_head]);
     EACH_16(column, left, block->width) {
-        const floats v = take(values + column, left);
+        const floats v = load_part(values + column, left);
         const floats update = own->is_delta ? step * (v - decay * sums->of_key[column / LANES]) : step * v;
         floats y = fused(product, update, decay * sums->of_query[column / LANES]);
         if (own->skip) y = fused(broadcast(own->skip[block->head]), v, y);
-        put(worked.updates + first + column, update, left);
-        put(out + first + column, y, left);
-        if (record) put(record + own->keys_at + keys + first + column, update, left);
+        store_part(worked.updates + first + column, update, left);
+        store_part(out + first + column, y, left);
+        if (record) store_part(record + own->keys_at + keys + first + column, update, left);
     }
 }
 

@@ -38,11 +38,11 @@ INLINE floats load_first(const float *from, int count) {
 #define EACH_16(column, count, width) \
     for (int column = 0, count; count = (width) - column < LANES ? (width) - column : LANES, column < (width); column += LANES)
 
-/* As load_first, without its detour where all are there. */
-INLINE floats take(const float *from, int count) { return count == LANES ? load(from) : load_first(from, count); }
+/* As load_first, without its detour where all of them are there. */
+INLINE floats load_part(const float *from, int count) { return count == LANES ? load(from) : load_first(from, count); }
 
 /* The first `count` floats of v. */
-INLINE void put(float *to, floats v, int count) {
+INLINE void store_part(float *to, floats v, int count) {
     if (count == LANES)
         store(to, v);
     else
