@@ -69,7 +69,7 @@ _PARTS = {
 }
 _MLP = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 _MODULE = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head_norm"}
-_VECTORS = ("ffn_gate_inp.weight", "ssm_conv1d.weight", "shortconv.conv.weight")
+_VECTORS = ("ffn_gate_inp.weight", "ssm_conv1d.weight", "shortconv.conv.weight", "norm.weight")
 """Written as F32 like vectors."""
 
 
@@ -80,6 +80,7 @@ def write_hybrid_gguf(
     *,
     metadata: Mapping[str, Any] | None = None,
     fuses_inputs: bool = False,
+    fuses_experts: bool = False,
     leaves_out: tuple[str, ...] = (),
     instead: Mapping[str, Floats] | None = None,
 ) -> Path:
@@ -89,6 +90,7 @@ def write_hybrid_gguf(
         types: the block type of matrices, for all or by the tensor's name.
         metadata: values beside or instead of the others, None = left out.
         fuses_inputs: qwen3_next's queries, keys, values and gates in one matrix, as its first files have them.
+        fuses_experts: gates and ups of a layer's experts in one stack.
         leaves_out: names of tensors.
         instead: other values of tensors, by their names.
     """
@@ -97,6 +99,10 @@ def write_hybrid_gguf(
     values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     architecture = ARCHITECTURES[values["model_type"]]
     tensors = {**hybrid_tensors(read_tensors(directory), values, fuses_inputs=fuses_inputs), **(instead or {})}
+    if fuses_experts:
+        for name in [name for name in tensors if "ffn_gate_exps" in name]:
+            gates, ups = (tensors.pop(name.replace("gate_exps", part)) for part in ("gate_exps", "up_exps"))
+            tensors[name.replace("gate_exps", "gate_up_exps")] = np.concatenate((gates, ups), axis=1)
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in {**_metadata(values, tensors), **(metadata or {})}.items():
         _add(writer, key.replace("{a}", architecture), value)
@@ -144,7 +150,7 @@ def _metadata(values: Mapping[str, Any], tensors: Mapping[str, Floats]) -> dict[
     if family.startswith("qwen"):
         return found | _qwen_metadata(values)
     counts = [0 if kind in ("conv", "linear_attention", "mamba") else values["num_key_value_heads"] for kind in values["layer_types"]]
-    own = _granite_metadata(values) if family == "granitemoehybrid" else _lfm2_metadata(values)
+    own = _granite_metadata(values) if family == "granitemoehybrid" else _lfm2_metadata(values, len(tensors["blk.0.ffn_gate.weight"]))
     return found | {"{a}.attention.head_count_kv": counts} | own
 
 
@@ -170,8 +176,8 @@ def _qwen_metadata(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _lfm2_metadata(values: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"{a}.shortconv.l_cache": values["conv_L_cache"]}
+def _lfm2_metadata(values: Mapping[str, Any], width: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"{a}.shortconv.l_cache": values["conv_L_cache"], "{a}.feed_forward_length": width}
     if "num_experts" not in values:
         return found
     return found | {
@@ -180,6 +186,7 @@ def _lfm2_metadata(values: Mapping[str, Any]) -> dict[str, Any]:
         "{a}.expert_feed_forward_length": values["moe_intermediate_size"],
         "{a}.leading_dense_block_count": values["num_dense_layers"],
         "{a}.expert_gating_func": 2,
+        "{a}.expert_weights_scale": float(values["routed_scaling_factor"]),
     }
 
 

@@ -15,6 +15,7 @@ from paceline.models.config import WeightType
 from paceline.models.weights import GroupedTensor, as_float32
 from paceline.runtimes.base import FloatArray, Numerics, assemble
 from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.native.library import kernels_path
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("torch")
@@ -25,14 +26,47 @@ WIDE = {**DELTA, "linear_num_value_heads": 6, "linear_value_head_dim": 32}
 """Three value heads a key head, each of them one run of columns."""
 NARROW = {**DELTA, "linear_num_value_heads": 4, "linear_value_head_dim": 24}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+SHORT = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "tie_word_embeddings": True}
+MAMBA = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 1.5,
+    "shared_intermediate_size": 64,
+    "num_local_experts": 0,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen35": ("qwen3_5_text", WIDE),
     "qwen35-narrow": ("qwen3_5_text", {**NARROW, "tie_word_embeddings": True}),
     "qwen35-plain": ("qwen3_5_text", {**NARROW, "linear_num_value_heads": 2}),
     "qwen35moe": ("qwen3_5_moe_text", {**WIDE, **EXPERTS}),
     "qwen3next": ("qwen3_next", {**WIDE, **EXPERTS}),
+    "lfm2": ("lfm2", {**SHORT, "block_auto_adjust_ff_dim": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "lfm2-adjusted": ("lfm2", {**SHORT, "conv_L_cache": 4, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.3}),
+    "lfm2moe": (
+        "lfm2_moe",
+        {
+            **SHORT,
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "granitehybrid": ("granitemoehybrid", MAMBA),
+    "granitehybrid-rope": ("granitemoehybrid", {**MAMBA, "position_embedding_type": "rope", "tie_word_embeddings": True}),
+    "granitehybrid-experts": ("granitemoehybrid", {**MAMBA, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32}),
 }
+QWEN = [case for case in CASES if case.startswith("qwen")]
 BY_CASE = pytest.mark.parametrize("case", CASES)
+BACKENDS = ("torch", "native") if kernels_path() is not None else ("torch",)
 Make = Callable[[str], Path]
 
 
@@ -78,7 +112,8 @@ def test_a_file_gives_the_config_the_tensors_and_the_logits_of_its_directory(che
         assert (facts.shape, facts.nbytes) == (found[name].shape, found[name].nbytes), name
         tolerance = 1e-6 if name.endswith("decay.weight") else 0.0  # an exponential that two libraries computed
         assert np.allclose(as_float32(found[name]), as_float32(expected[name]), rtol=tolerance, atol=0.0), name
-    assert differ(logits(path), logits(directory)) <= 1e-5
+    for backend in BACKENDS:
+        assert differ(logits(path, backend=backend), logits(directory, backend=backend)) <= 1e-5, backend
 
 
 def test_the_first_files_of_qwen3_next_have_queries_to_gates_in_one_matrix(checkpoint: Make, tmp_path: Path) -> None:
@@ -107,13 +142,24 @@ def test_quantised_files_hold_the_values_of_the_formats_library_in_our_order(
         facts = found.facts(name)
         assert np.array_equal(as_float32(found[name]), as_float32(expected[name])), name
         assert (facts.shape, facts.nbytes) == (found[name].shape, found[name].nbytes), name
-    if block_type != "F16":
+    if block_type != "F16" and case in QWEN:
         is_moved_by_runs = CASES[case][1]["linear_value_head_dim"] == 32
         assert isinstance(found["layers.0.o_proj.weight"], GroupedTensor) is is_moved_by_runs
         assert isinstance(found["layers.0.conv_proj.weight"], GroupedTensor)
         assert isinstance(found["layers.3.attention_gate.weight"], GroupedTensor)
-    assert differ(logits(path), logits(dequantised)) <= 1e-5
+    for backend in BACKENDS if case in ("qwen35", "lfm2moe", "granitehybrid") else ("torch",):
+        assert differ(logits(path, backend=backend), logits(dequantised, backend=backend)) <= 1e-5, backend
     assert differ(logits(path), logits(directory)) > 1e-5
+
+
+@pytest.mark.parametrize("case", ["qwen35moe", "granitehybrid-experts"])
+def test_gates_and_ups_of_experts_may_lie_in_one_stack(checkpoint: Make, tmp_path: Path, case: str) -> None:
+    directory = checkpoint(case)
+    path = write_hybrid_gguf(directory, tmp_path / "model.gguf", fuses_experts=True)
+    assert any(tensor.name.endswith("ffn_gate_up_exps.weight") for tensor in gguf.GGUFReader(path).tensors)
+    found, expected = (open_weights(one, read_model_config(one)) for one in (path, directory))
+    for name in (f"layers.2.experts.4.{part}_proj.weight" for part in ("gate", "up", "down")):
+        assert np.array_equal(as_float32(found[name]), as_float32(expected[name])), name
 
 
 def test_a_file_without_marks_of_its_layers_has_attention_in_every_fourth(checkpoint: Make, tmp_path: Path) -> None:
@@ -131,6 +177,15 @@ def test_a_file_without_marks_of_its_layers_has_attention_in_every_fourth(checkp
         ("qwen35", {"{a}.ssm.group_count": 4}, "qwen35.ssm.time_step_rank = 6 must be a multiple of qwen35.ssm.group_count = 4"),
         ("qwen35", {"{a}.ssm.state_size": None}, "has no metadata qwen35.ssm.state_size"),
         ("qwen35", {"{a}.attention.recurrent_layers": [True, False]}, "recurrent_layers = .*, expected whether each of 4 layers"),
+        ("lfm2", {"{a}.attention.head_count_kv": 2}, "lfm2.attention.head_count_kv = 2, expected a number for each of 4 layers"),
+        ("lfm2", {"{a}.attention.head_count_kv": [0, 2, 0, 1]}, "head_count_kv = .*, expected the same whole number above 0"),
+        ("lfm2", {"{a}.attention.head_count_kv": [0, 2]}, "head_count_kv = .*, expected a number for each of 4 layers"),
+        ("lfm2", {"{a}.attention.sliding_window": 64}, "lfm2.attention.sliding_window = 64, expected none"),
+        ("lfm2", {"{a}.shortconv.l_cache": None}, "has no metadata lfm2.shortconv.l_cache"),
+        ("lfm2moe", {"{a}.expert_gating_func": 1}, "lfm2moe.expert_gating_func = 1, expected 2"),
+        ("granitehybrid", {"{a}.ssm.inner_size": 100}, "ssm.inner_size = 100, expected a multiple of ssm.time_step_rank, 8"),
+        ("granitehybrid", {"{a}.ssm.inner_size": 96}, "ssm.inner_size = 96, expected .* and of embedding_length, 64"),
+        ("granitehybrid", {"{a}.ssm.group_count": 3}, "granitehybrid.ssm.time_step_rank = 8 must be a multiple"),
         ("qwen35moe", {"{a}.expert_gating_func": 2}, "qwen35moe.expert_gating_func = 2, expected 1"),
     ],
 )
@@ -148,6 +203,10 @@ def test_metadata_that_cannot_be_run_is_refused_by_its_name(
         ("qwen35", "blk.1.ssm_a", r"lacks 1 tensor: blk\.1\.ssm_a that its metadata"),
         ("qwen35", "blk.1.attn_qkv.weight", r"lacks 1 tensor: blk\.1\.attn_qkv\.weight"),
         ("qwen3next", "blk.2.ssm_ba.weight", r"lacks 2 tensors: blk\.2\.ssm_beta\.weight, blk\.2\.ssm_alpha\.weight"),
+        ("lfm2", "blk.0.shortconv.in_proj.weight", r"lacks 1 tensor: blk\.0\.shortconv\.in_proj\.weight"),
+        ("lfm2", "token_embd_norm.weight", r"lacks 1 tensor: token_embd_norm\.weight"),
+        ("granitehybrid", "blk.2.ssm_in.weight", r"lacks 1 tensor: blk\.2\.ssm_in\.weight"),
+        ("granitehybrid", "blk.2.ssm_d", r"lacks 1 tensor: blk\.2\.ssm_d that"),
         ("qwen35", "blk.3.attn_q.weight", r"lacks 1 tensor: blk\.3\.attn_q\.weight"),
     ],
 )

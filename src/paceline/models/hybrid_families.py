@@ -233,6 +233,7 @@ _QWEN3_5 = Family(
 _LFM2 = Family(
     name="lfm2",
     architecture="Lfm2ForCausalLM",
+    gguf="lfm2",
     layers=_lfm2,
     defaults={
         "num_attention_heads": 32,
@@ -288,12 +289,14 @@ HYBRIDS = (
         _LFM2,
         name="lfm2_moe",
         architecture="Lfm2MoeForCausalLM",
+        gguf="lfm2moe",
         layers=_lfm2_moe,
         defaults={**_LFM2.defaults, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "norm_topk_prob": True},
     ),
     Family(
         name="granitemoehybrid",
         architecture="GraniteMoeHybridForCausalLM",
+        gguf="granitehybrid",
         layers=_granite_hybrid,
         defaults={
             "max_position_embeddings": 2048,

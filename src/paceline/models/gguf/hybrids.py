@@ -285,14 +285,16 @@ def _lfm2(fields: GgufFields, num_layers: int) -> dict[str, Any]:
 def _granite(fields: GgufFields, num_layers: int) -> dict[str, Any]:
     has_experts = bool(fields.of_model("expert_count"))
     num_heads, inner = fields.count("ssm.time_step_rank"), fields.count("ssm.inner_size")
-    if inner % num_heads:
-        fields.refuse("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank, {num_heads}")
+    hidden = fields.count("embedding_length")
+    if inner % num_heads or inner % hidden:
+        fields.refuse("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank, {num_heads}, and of embedding_length, {hidden}")
     shared = fields.rows_of("blk.0.ffn_up_shexp.weight" if has_experts else "blk.0.ffn_up.weight")
     values: dict[str, Any] = {
         "layer_types": ["mamba" if is_recurrent else "attention" for is_recurrent in _without_heads(fields, num_layers)],
         "position_embedding_type": "nope" if fields.of_model("rope.scaling.finetuned") is False else "rope",
         "mamba_n_heads": num_heads,
         "mamba_d_head": inner // num_heads,
+        "mamba_expand": inner // hidden,
         "mamba_n_groups": fields.count("ssm.group_count"),
         "mamba_d_state": fields.count("ssm.state_size"),
         "mamba_d_conv": fields.count("ssm.conv_kernel"),
