@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
-from harness.expert_checkpoints import in_stacks
 from harness.gguf_checkpoints import read_tensors, write_tensors
 from harness.hybrid_checkpoints import CASES, row_by_row
 from harness.parity import Reference, append, check_a_prompt, difference, make_reference, open_backend, prompt_logits, torch_logits
@@ -27,6 +26,7 @@ from paceline.runtimes.base import FloatArray, Network, Numerics, assemble
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 
 torch = pytest.importorskip("torch")
+AutoModelForCausalLM = pytest.importorskip("transformers").AutoModelForCausalLM
 
 BOUND = 1e-4
 BY_BACKEND = pytest.mark.parametrize("backend", ["torch", "native"])
@@ -163,6 +163,11 @@ CHANGES: list[tuple[str, Callable[[ModelConfig], ModelConfig]]] = [
     ("granite", mixers(lambda mixer: replace(mixer, rotates=True))),
     ("granite", mixers(lambda mixer: replace(mixer, norm_groups=1), Mamba2Config)),
     ("granite-rope", mixers(lambda mixer: replace(mixer, rotates=False))),
+    ("nemotron_h", mixers(lambda mixer: replace(mixer, rotates=True))),
+    ("nemotron_h", mixers(lambda mixer: replace(mixer, dt_limits=(0.1, 1e9)), Mamba2Config)),
+    ("nemotron_h", mixers(lambda mixer: replace(mixer, norm_groups=1), Mamba2Config)),
+    ("nemotron_h-moe", routing(factor=1.0)),
+    ("nemotron_h-moe", routing(is_corrected=False)),
     ("granite-rope", mixers(lambda mixer: replace(mixer, dt_limits=(0.0, 1e9)), Mamba2Config)),
 ]
 
@@ -176,12 +181,15 @@ def test_another_way_of_computing_changes_the_logits(
     assert difference(torch_logits(change(read_config(reference.directory)), reference), reference.logits) > 0.1
 
 
-@pytest.mark.parametrize("case", ["qwen3_5-moe", "qwen3_next", "lfm2-moe"])
-def test_experts_in_stacks_are_the_same_experts(references: Callable[[str], Reference], tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize("case", ["qwen3_5-moe", "qwen3_next", "lfm2-moe", "granite-moe", "nemotron_h-moe"])
+def test_the_names_of_modules_and_their_stacks_of_experts_are_the_same_model(
+    references: Callable[[str], Reference], tmp_path: Path, case: str
+) -> None:
     reference = references(case)
-    stacked = in_stacks(reference.directory, tmp_path / "stacked")
-    assert any(name.endswith(".experts.gate_up_proj") for name in read_tensors(stacked))
-    found, expected = (prompt_logits(open_backend(one, "torch"), reference.token_ids) for one in (stacked, reference.directory))
+    model = AutoModelForCausalLM.from_pretrained(reference.directory, dtype=torch.float32)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    assert read_tensors(tmp_path).keys() != read_tensors(reference.directory).keys()
+    found, expected = (prompt_logits(open_backend(one, "torch"), reference.token_ids) for one in (tmp_path, reference.directory))
     assert np.array_equal(found, expected)
 
 
@@ -240,13 +248,15 @@ def test_what_is_made_of_stored_tensors_is_described_before_it_is_made(reference
         ("granite", "model.layers.2.mamba.A_log"),
         ("granite", "model.layers.2.shared_mlp.input_linear.weight"),
         ("granite-moe", "model.layers.2.shared_mlp.output_linear.weight"),
+        ("nemotron_h-moe", "model.layers.1.mixer.fc1_latent_proj.weight"),
+        ("nemotron_h-moe", "model.norm_f.weight"),
     ],
 )
 def test_a_tensor_that_is_missing_or_of_another_shape_is_named(
     references: Callable[[str], Reference], tmp_path: Path, case: str, name: str
 ) -> None:
     shutil.copytree(references(case).directory, tmp_path / "other")
-    tensors = read_tensors(tmp_path / "other")
+    tensors = {stored.replace("backbone.", "model."): tensor for stored, tensor in read_tensors(tmp_path / "other").items()}
     for changed in ({name: tensors[name][1:]}, None):
         rest = {other: tensor for other, tensor in tensors.items() if other != name}
         write_tensors(tmp_path / "other", rest | (changed or {}))

@@ -9,7 +9,17 @@ import pytest
 
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, WeightType, read_config
-from paceline.models.layers import AttentionConfig, DenseMLP, ExpertMLP, GatedDeltaConfig, Mamba2Config, QKNorm, Recurrent, ShortConvConfig
+from paceline.models.layers import (
+    Activation,
+    AttentionConfig,
+    DenseMLP,
+    ExpertMLP,
+    GatedDeltaConfig,
+    Mamba2Config,
+    QKNorm,
+    Recurrent,
+    ShortConvConfig,
+)
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -23,6 +33,10 @@ LFM2_MOE: dict[str, Any] = {**LFM2, "model_type": "lfm2_moe", "architectures": [
 GRANITE: dict[str, Any] = {
     **SIZES, "model_type": "granitemoehybrid", "architectures": ["GraniteMoeHybridForCausalLM"], "mamba_n_heads": 8,
     "layer_types": ["mamba", "attention", "mamba", "mamba"],
+}  # fmt: skip
+NEMOTRON: dict[str, Any] = {
+    **SIZES, "model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M-*EM",
+    "num_hidden_layers": 9,
 }  # fmt: skip
 
 
@@ -145,6 +159,27 @@ def test_granite_without_experts_has_the_shared_mlp_alone(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    "spelling",
+    [
+        {},
+        {"hybrid_override_pattern": None, "layers_block_type": ["mamba", "mlp", "attention", "moe", "mamba"]},
+        {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"], "hybrid_override_pattern": "M"},
+    ],
+)
+def test_a_layer_of_nemotron_h_is_a_mixer_or_an_mlp(tmp_path: Path, spelling: dict[str, Any]) -> None:
+    config = read(tmp_path, {**NEMOTRON, **spelling, "layer_norm_epsilon": 1e-3, "moe_latent_size": 16})
+    mixers, mlps = [layer.mixer for layer in config.layers], [layer.mlp for layer in config.layers]
+    assert [type(mixer) for mixer in mixers] == [Mamba2Config, type(None), AttentionConfig, type(None), Mamba2Config]
+    assert [type(mlp) for mlp in mlps] == [type(None), DenseMLP, type(None), ExpertMLP, type(None)]
+    assert mlps[1] == DenseMLP(intermediate_size=96, activation=Activation.RELU, has_gate=False)
+    assert (list(config.attentions), list(config.recurrents), config.norm_eps) == ([2], [0, 4], 1e-3)
+    assert recurrent(config) == Mamba2Config(num_heads=128, head_size=64, num_groups=8, state_size=128, kernel_size=4, norm_groups=8)
+    assert not config.attention.rotates
+    assert isinstance(mlps[3], ExpertMLP)
+    assert mlps[3].latent_size == 16
+
+
+@pytest.mark.parametrize(
     ("values", "changes", "text"),
     [
         (QWEN, {"layer_types": ["linear_attention"] * 3}, "layer_types names 3 layers, but num_hidden_layers = 4"),
@@ -178,6 +213,15 @@ def test_granite_without_experts_has_the_shared_mlp_alone(tmp_path: Path) -> Non
         (GRANITE, {"time_step_limit": [10**400, math.inf]}, "time_step_limit"),
         (GRANITE, {"layer_types": None}, "layer_types names no layer with attention"),
         (GRANITE, {"num_local_experts": -1}, "num_local_experts = -1"),
+        (NEMOTRON, {"hybrid_override_pattern": "M-M"}, "no layer has attention"),
+        (NEMOTRON, {"hybrid_override_pattern": "M|*"}, "names a layer '|', which is not supported; supported are linear_attention, full"),
+        (NEMOTRON, {"hybrid_override_pattern": None}, "layers_block_type = None, expected a list"),
+        (NEMOTRON, {"layers_block_type": [["moe"]]}, "names a layer"),
+        (NEMOTRON, {"hybrid_override_pattern": "*" * 5000}, "layers_block_type = .*, expected a list of 1 to 4096 layers"),
+        (NEMOTRON, {"mlp_hidden_act": "silu"}, "mlp_hidden_act = 'silu' is not supported, only 'relu2' is"),
+        (NEMOTRON, {"mamba_hidden_act": "gelu"}, "mamba_hidden_act = 'gelu'"),
+        (NEMOTRON, {"mlp_bias": True}, "mlp_bias = true"),
+        (NEMOTRON, {"n_group": 3}, "n_group = 3"),
     ],
 )
 def test_what_cannot_be_run_is_one_line_that_names_it(tmp_path: Path, values: dict[str, Any], changes: dict[str, Any], text: str) -> None:
