@@ -20,6 +20,7 @@ from paceline.runtimes.native.records import (
     RopeOperation,
     StateOperation,
 )
+from paceline.runtimes.native.states import zeros
 from paceline.runtimes.rotary import RotaryTables
 
 _MIN_ROWS = 32
@@ -86,7 +87,7 @@ class Execution:
     def _make_state_scratch(self, num_slots: int) -> None:
         """Room for each thread's block of a state and for so many copies."""
         self._num_slots = num_slots
-        self._state_scratch = np.empty((self._program.num_threads, self._block_floats * (1 + num_slots)), np.float32)
+        self._state_scratch = zeros((self._program.num_threads, self._block_floats * (1 + num_slots)))
         self._program.state_scratch, self._program.state_floats = self._state_scratch.ctypes.data, self._state_scratch.shape[1]
 
     def input_rows(self, num_rows: int, buffer: int = 0) -> FloatArray:

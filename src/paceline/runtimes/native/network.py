@@ -26,6 +26,7 @@ from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.native.panels import Panels
 from paceline.runtimes.native.program import NativeBlocks, Recorded, share_memory
 from paceline.runtimes.native.records import Rows
+from paceline.runtimes.native.states import zeros
 from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.planes import planes_of
 from paceline.runtimes.ranking import Ranking
@@ -102,7 +103,7 @@ class NativeNetwork(Network):
             if self.capabilities.tree_layout is TreeLayout.PATHS:
                 raise ConfigError("layers with a recurrent state take no trees as paths")
             layout = StateLayout.of(self.config.recurrents)
-            memory = RecurrentStates(layout.state_size, layout.record_size, BLOCK_SIZE, _new_state, states)
+            memory = RecurrentStates(layout.state_size, layout.record_size, BLOCK_SIZE, zeros, states)
             self._shared.use_states(memory)
             cache.add(memory)
         return cache
@@ -191,10 +192,6 @@ class _Program:
     execution: Execution
     inputs: Mapping[str, int]
     results: Mapping[str, tuple[int, Rows, int]]
-
-
-def _new_state(shape: tuple[int, ...]) -> FloatArray:
-    return np.zeros(shape, np.float32)
 
 
 def _bits(facts: TensorFacts) -> str:

@@ -25,14 +25,12 @@ static void keep_inputs(const StateRange *range, const ConvolutionOperation *own
 }
 
 static void convolve_row(const ConvolutionOperation *own, const float *const *inputs, int channel, int count, float *out) {
-    for (int column = 0; column < count; column += LANES) {
-        const int left = count - column < LANES ? count - column : LANES;
-        floats sum = own->bias ? load_first(own->bias + channel + column, left) : broadcast(0.0f);
+    EACH_16(column, left, count) {
+        floats sum = own->bias ? take(own->bias + channel + column, left) : broadcast(0.0f);
         for (int i = 0; i < own->kernel_size; i++)
-            sum = fused(load_first(own->weight + (size_t)i * (size_t)own->channels + channel + column, left),
-                        load_first(inputs[i] + column, left), sum);
+            sum = fused(take(own->weight + (size_t)i * (size_t)own->channels + channel + column, left), take(inputs[i] + column, left), sum);
         if (own->is_activated) sum = sum * sigmoid(sum);
-        memcpy(out + column, &sum, (size_t)left * sizeof(float));
+        put(out + column, sum, left);
     }
 }
 
@@ -98,10 +96,7 @@ INLINE floats softplus(floats x) {
 
 static float sum_of_products(const float *x, const float *y, int count) {
     floats sum = broadcast(0.0f);
-    for (int i = 0; i < count; i += LANES) {
-        const int left = count - i < LANES ? count - i : LANES;
-        sum = fused(load_first(x + i, left), load_first(y + i, left), sum);
-    }
+    EACH_16(i, left, count) sum = fused(take(x + i, left), take(y + i, left), sum);
     return lane_sum(sum);
 }
 
@@ -141,14 +136,12 @@ void prepare_state_row(const StateOperation *own, const float *x, const float *a
         }
         worked.products[head] = sum_of_products(to_q, to_k, size);
     }
-    for (int head = 0; head < own->heads; head += LANES) {
-        const int left = own->heads - head < LANES ? own->heads - head : LANES;
-        floats time = softplus(load_first(a + head, left) + load_first(own->bias + head, left));
+    EACH_16(head, left, own->heads) {
+        floats time = softplus(take(a + head, left) + take(own->bias + head, left));
         time = __builtin_elementwise_min(__builtin_elementwise_max(time, broadcast(own->least)), broadcast(own->most));
-        const floats decays = exponential(load_first(own->decay + head, left) * time);
-        const floats steps = own->is_delta ? sigmoid(load_first(b + head, left)) : time;
-        memcpy(worked.decays + head, &decays, (size_t)left * sizeof(float));
-        memcpy(worked.steps + head, &steps, (size_t)left * sizeof(float));
+        const floats decays = exponential(take(own->decay + head, left) * time);
+        put(worked.decays + head, decays, left);
+        put(worked.steps + head, own->is_delta ? sigmoid(take(b + head, left)) : time, left);
     }
     if (!record) return;
     memcpy(record + own->keys_at, worked.keys, (size_t)keys * sizeof(float));
@@ -168,13 +161,14 @@ typedef struct {
 
 /* One sweep over a block: take in an update, if there is one, then multiply what is there with a key and a query, if they are given. */
 INLINE void sweep(const float *from, float *to, int rows, int lanes, const Update *update, const float *key, const float *query, Sums *sums) {
-    floats added[MOST_LANES], decay = broadcast(0.0f);
+    floats added[MOST_LANES], of_key[MOST_LANES], of_query[MOST_LANES], decay = broadcast(0.0f);
     for (int lane = 0; lane < lanes; lane++) {
-        sums->of_key[lane] = sums->of_query[lane] = broadcast(0.0f);
+        of_key[lane] = of_query[lane] = broadcast(0.0f);
         if (update) added[lane] = load(update->update + lane * LANES);
     }
     if (update) decay = broadcast(update->decay);
     for (int row = 0; row < rows; row++)
+#pragma unroll
         for (int lane = 0; lane < lanes; lane++) {
             const size_t at = (size_t)(row * lanes + lane) * LANES;
             floats v = load(from + at);
@@ -183,10 +177,11 @@ INLINE void sweep(const float *from, float *to, int rows, int lanes, const Updat
                 store(to + at, v);
             }
             if (key) {
-                sums->of_key[lane] = fused(broadcast(key[row]), v, sums->of_key[lane]);
-                sums->of_query[lane] = fused(broadcast(query[row]), v, sums->of_query[lane]);
+                of_key[lane] = fused(broadcast(key[row]), v, of_key[lane]);
+                of_query[lane] = fused(broadcast(query[row]), v, of_query[lane]);
             }
         }
+    for (int lane = 0; lane < lanes; lane++) sums->of_key[lane] = of_key[lane], sums->of_query[lane] = of_query[lane];
 }
 
 #define SWEEP(lanes)                                                                    \
@@ -218,15 +213,14 @@ static void finish_row(const StateOperation *own, const Block *block, const Sums
     const float *values = x + (own->is_delta ? 2 * keys : 0) + first;
     const floats decay = broadcast(worked.decays[block->head]), step = broadcast(worked.steps[block->head]);
     const floats product = broadcast(worked.products[block->key_head]);
-    for (int lane = 0; lane * LANES < block->width; lane++) {
-        const int left = block->width - lane * LANES < LANES ? block->width - lane * LANES : LANES;
-        const floats v = load_first(values + lane * LANES, left);
-        const floats update = own->is_delta ? step * (v - decay * sums->of_key[lane]) : step * v;
-        floats y = fused(product, update, decay * sums->of_query[lane]);
+    EACH_16(column, left, block->width) {
+        const floats v = take(values + column, left);
+        const floats update = own->is_delta ? step * (v - decay * sums->of_key[column / LANES]) : step * v;
+        floats y = fused(product, update, decay * sums->of_query[column / LANES]);
         if (own->skip) y = fused(broadcast(own->skip[block->head]), v, y);
-        memcpy(worked.updates + first + lane * LANES, &update, (size_t)left * sizeof(float));
-        memcpy(out + first + lane * LANES, &y, (size_t)left * sizeof(float));
-        if (record) memcpy(record + own->keys_at + keys + first + lane * LANES, &update, (size_t)left * sizeof(float));
+        put(worked.updates + first + column, update, left);
+        put(out + first + column, y, left);
+        if (record) put(record + own->keys_at + keys + first + column, update, left);
     }
 }
 

@@ -4,13 +4,6 @@
 
 #include <math.h>
 
-#define EACH_16(column, count, width) \
-    for (int column = 0, count; count = (width) - column < LANES ? (width) - column : LANES, column < (width); column += LANES)
-
-static floats take(const float *from, int count) { return count == LANES ? load(from) : load_first(from, count); }
-
-static void put(float *to, floats v, int count) { memcpy(to, &v, (size_t)count * sizeof(float)); }
-
 /* x / sqrt(mean(x^2) + epsilon) * weight; NULL = without. */
 void norm_row(const float *x, const float *weight, int width, float epsilon, float *out) {
     floats squares = broadcast(0.0f);
