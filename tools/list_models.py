@@ -59,6 +59,9 @@ OF_ANOTHER: Mapping[str, str] = {"mistral": "llama", "mixtral": "llama", "olmo3"
 BROUGHT: Mapping[str, tuple[str, ...]] = {
     "mimo": ("mtp",),
     "glm4_moe": ("mtp",),
+    "qwen3_next": ("mtp",),
+    "qwen3_5_text": ("mtp",),
+    "qwen3_5_moe_text": ("mtp",),
     "gemma4_text": ("gemma4_assistant",),
     "gemma4_unified_text": ("gemma4_assistant",),
 }

@@ -43,7 +43,7 @@ class LLM:
         cache_gb: memory for keys and values.
         device: "auto", "cpu" or "cuda".
         backend: "native" (our own CPU kernels) or "torch"; "auto" = the faster one for this machine.
-        drafter: "auto" (the model's own draft model, else ngram), "none", "ngram", "suffix", "prediction", "draft_model", "medusa" or
+        drafter: "auto" (what comes with the model, else ngram), "none", "ngram", "suffix", "prediction", "draft_model", "medusa" or
             "mtp" of the model's own directory, the directory or id of a draft model or of heads, or several of them together.
         num_draft_tokens: tokens guessed per step, or "auto" (4).
         tree_width: guesses per position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.

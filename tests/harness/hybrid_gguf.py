@@ -19,8 +19,11 @@ ARCHITECTURES = {
     "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe",
     "granitemoehybrid": "granitehybrid",
+    "nemotron_h": "nemotron_h",
 }
 _PLAIN = {
+    "backbone.embeddings.weight": "token_embd.weight",
+    "backbone.norm_f.weight": "output_norm.weight",
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
     "model.embedding_norm.weight": "token_embd_norm.weight",
@@ -67,6 +70,21 @@ _PARTS = {
     "mamba.norm.weight": "ssm_norm.weight",
     "mamba.out_proj.weight": "ssm_out.weight",
 }
+_NEMOTRON = {
+    "norm.weight": "attn_norm.weight",
+    **{name.replace("mamba.", "mixer."): stored for name, stored in _PARTS.items() if name.startswith("mamba.")},
+    "mixer.in_proj.bias": "ssm_in.bias",
+    "mixer.out_proj.bias": "ssm_out.bias",
+    **{f"mixer.{part}_proj.weight": f"attn_{stored}.weight" for part, stored in {"q": "q", "k": "k", "v": "v", "o": "output"}.items()},
+    "mixer.up_proj.weight": "ffn_up.weight",
+    "mixer.down_proj.weight": "ffn_down.weight",
+    "mixer.gate.weight": "ffn_gate_inp.weight",
+    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mixer.shared_experts.up_proj.weight": "ffn_up_shexp.weight",
+    "mixer.shared_experts.down_proj.weight": "ffn_down_shexp.weight",
+    "mixer.fc1_latent_proj.weight": "ffn_latent_down.weight",
+    "mixer.fc2_latent_proj.weight": "ffn_latent_up.weight",
+}
 _MLP = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 _MODULE = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head_norm"}
 _VECTORS = ("ffn_gate_inp.weight", "ssm_conv1d.weight", "shortconv.conv.weight", "norm.weight")
@@ -97,7 +115,7 @@ def write_hybrid_gguf(
     import gguf
 
     values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    architecture = ARCHITECTURES[values["model_type"]]
+    architecture = ARCHITECTURES[values["model_type"]] + ("_moe" if "moe" in values.get("layers_block_type", ()) else "")
     tensors = {**hybrid_tensors(read_tensors(directory), values, fuses_inputs=fuses_inputs), **(instead or {})}
     if fuses_experts:
         for name in [name for name in tensors if "ffn_gate_exps" in name]:
@@ -127,9 +145,10 @@ def _add(writer: Any, key: str, value: Any) -> None:
 
 
 def _metadata(values: Mapping[str, Any], tensors: Mapping[str, Floats]) -> dict[str, Any]:
-    family, num_layers = values["model_type"], values["num_hidden_layers"]
+    family, num_layers = values["model_type"], values.get("num_hidden_layers")
+    num_layers = num_layers or len(values["layers_block_type"])
     num_modules = sum(name.endswith("nextn.eh_proj.weight") for name in tensors)
-    rope, head_size = values["rope_parameters"], values["head_dim"]
+    rope, head_size = values.get("rope_parameters", {"rope_theta": 1e4}), values["head_dim"]
     found = {
         "{a}.block_count": num_layers + num_modules,
         "{a}.context_length": values["max_position_embeddings"],
@@ -139,7 +158,9 @@ def _metadata(values: Mapping[str, Any], tensors: Mapping[str, Floats]) -> dict[
         "{a}.attention.head_count_kv": values["num_key_value_heads"],
         "{a}.attention.key_length": head_size,
         "{a}.attention.value_length": head_size,
-        "{a}.attention.layer_norm_rms_epsilon": values.get("rms_norm_eps", values.get("norm_eps")),
+        "{a}.attention.layer_norm_rms_epsilon": next(
+            values[name] for name in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon") if name in values
+        ),
         "{a}.rope.freq_base": float(rope["rope_theta"]),
         "{a}.rope.dimension_count": int(head_size * rope.get("partial_rotary_factor", 1.0)),
         "tokenizer.ggml.bos_token_id": values["bos_token_id"],
@@ -149,6 +170,8 @@ def _metadata(values: Mapping[str, Any], tensors: Mapping[str, Floats]) -> dict[
         found["{a}.nextn_predict_layers"] = num_modules
     if family.startswith("qwen"):
         return found | _qwen_metadata(values)
+    if family == "nemotron_h":
+        return found | _nemotron_metadata(values)
     counts = [0 if kind in ("conv", "linear_attention", "mamba") else values["num_key_value_heads"] for kind in values["layer_types"]]
     own = _granite_metadata(values) if family == "granitemoehybrid" else _lfm2_metadata(values, len(tensors["blk.0.ffn_gate.weight"]))
     return found | {"{a}.attention.head_count_kv": counts} | own
@@ -214,16 +237,46 @@ def _granite_metadata(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _nemotron_metadata(values: Mapping[str, Any]) -> dict[str, Any]:
+    kinds, width = (
+        values["layers_block_type"],
+        values["moe_intermediate_size" if "moe" in values["layers_block_type"] else "intermediate_size"],
+    )
+    found = {
+        "{a}.ssm.conv_kernel": values["conv_kernel"],
+        "{a}.ssm.state_size": values["ssm_state_size"],
+        "{a}.ssm.group_count": values["n_groups"],
+        "{a}.ssm.time_step_rank": values["mamba_num_heads"],
+        "{a}.ssm.inner_size": values["mamba_num_heads"] * values["mamba_head_dim"],
+        "{a}.feed_forward_length": [width if kind in ("mlp", "moe") else 0 for kind in kinds],
+        "{a}.attention.head_count_kv": [values["num_key_value_heads"] if kind == "full_attention" else 0 for kind in kinds],
+    }
+    if "moe" not in kinds:
+        return found
+    return found | {
+        "{a}.expert_count": values["n_routed_experts"],
+        "{a}.expert_used_count": values["num_experts_per_tok"],
+        "{a}.expert_feed_forward_length": values["moe_intermediate_size"],
+        "{a}.expert_shared_feed_forward_length": values["moe_shared_expert_intermediate_size"],
+        "{a}.expert_shared_count": values["n_shared_experts"],
+        "{a}.expert_weights_norm": values["norm_topk_prob"],
+        "{a}.expert_weights_scale": float(values["routed_scaling_factor"]),
+        "{a}.expert_group_count": values["n_group"],
+        "{a}.expert_group_used_count": values["topk_group"] if values["n_group"] > 1 else None,
+        "{a}.moe_latent_size": values["moe_latent_size"],
+    }
+
+
 def hybrid_tensors(tensors: Mapping[str, Floats], values: Mapping[str, Any], *, fuses_inputs: bool = False) -> dict[str, Floats]:
     """The tensors of a checkpoint as a converter names and stores them."""
     found: dict[str, Floats] = {}
     experts: dict[str, dict[int, Floats]] = {}
-    num_layers = values["num_hidden_layers"]
+    num_layers = values.get("num_hidden_layers", 0)  # 0 where there are no modules behind them
     for name, array in tensors.items():
         is_offset = values["model_type"].startswith("qwen") and name.endswith("norm.weight") and "linear_attn" not in name
         stored = array + np.float32(1) if is_offset or name.startswith("mtp.pre_fc_norm") else array
         module = re.fullmatch(r"(?:model\.)?mtp\.(fc|pre_fc_norm_embedding|pre_fc_norm_hidden|norm)\.weight", name)
-        layer = re.fullmatch(r"(model\.layers|mtp\.layers|model\.mtp\.layers)\.(\d+)\.(.*)", name)
+        layer = re.fullmatch(r"(model\.layers|backbone\.layers|mtp\.layers|model\.mtp\.layers)\.(\d+)\.(.*)", name)
         if module is not None:
             found[f"blk.{num_layers}.nextn.{_MODULE[module[1]]}.weight"] = stored
         elif name.endswith("mtp.embed_tokens.weight"):
@@ -246,6 +299,8 @@ def _layer_tensors(block: str, part: str, array: Floats, values: Mapping[str, An
         return {f"{block}{'post_attention_norm' if family.startswith('qwen') else 'ffn_norm'}.weight": array}
     if family == "granitemoehybrid":
         return _granite_tensors(block, part, array, values)
+    if family == "nemotron_h":
+        return {block + _NEMOTRON[part]: _mamba_values(part, array, values["n_groups"])}
     if (mlp := re.fullmatch(r"(mlp|feed_forward|mlp\.shared_expert)\.(\w+)\.weight", part)) and mlp[2] in _MLP:
         return {f"{block}ffn_{_MLP[mlp[2]]}{'_shexp' if 'shared' in mlp[1] else ''}.weight": array}
     if part == "mlp.shared_expert_gate.weight":
@@ -295,12 +350,15 @@ def _granite_tensors(block: str, part: str, array: Floats, values: Mapping[str, 
     if part in ("self_attn.q_proj.weight", "self_attn.k_proj.weight"):
         heads = num_heads if ".q_" in part else values["num_key_value_heads"]
         array = array.reshape(heads, 2, len(array) // heads // 2, -1).swapaxes(1, 2).reshape(array.shape)
-    elif part == "mamba.A_log":
-        array = -np.exp(array)[:, None]
-    elif part == "mamba.D":
-        array = array[:, None]
-    elif part == "mamba.conv1d.weight":
-        array = array[:, 0]
-    elif part == "mamba.norm.weight":
-        array = array.reshape(values["mamba_n_groups"], -1)
-    return {block + _PARTS[part]: array}
+    return {block + _PARTS[part]: _mamba_values(part, array, values["mamba_n_groups"])}
+
+
+def _mamba_values(part: str, array: Floats, num_groups: int) -> Floats:
+    last = part.split(".", 1)[1] if "." in part else part
+    if last == "A_log":
+        return -np.exp(array)[:, None]
+    if last == "D":
+        return array[:, None]
+    if last == "conv1d.weight":
+        return array[:, 0]
+    return array.reshape(num_groups, -1) if last == "norm.weight" else array

@@ -82,6 +82,7 @@ def _experts(read: LayerReader) -> ExpertMLP:
 NEMOTRON_H = Family(
     name="nemotron_h",
     architecture="NemotronHForCausalLM",
+    gguf="nemotron_h",
     layers=nemotron_h_layers,
     defaults={
         "num_attention_heads": 32,

@@ -13,12 +13,13 @@ from paceline.models.families import FAMILIES
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.gguf.file import GgufFile
 from paceline.models.gguf.gemma4 import ASSISTANTS, gemma4_values
-from paceline.models.gguf.hybrids import HYBRIDS, hybrid_values
+from paceline.models.gguf.hybrids import HYBRIDS, NEMOTRONS, hybrid_values
 from paceline.models.gguf.terms import in_its_terms
 from paceline.models.rope import inverse_frequencies
 from paceline.models.rope_config import RopeConfig, RopeType
 
 _FAMILY_OF = {family.gguf: family.name for family in FAMILIES.values() if family.gguf is not None}
+_FAMILY_OF["nemotron_h_moe"] = "nemotron_h"
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Divisors of rotary frequencies, which are part of the configuration."""
 
@@ -93,7 +94,7 @@ class _Reader(GgufFields):
         }
         if self.architecture == "gemma4":
             return values | gemma4_values(self.file, values["num_hidden_layers"])
-        values |= self._rope(head_size, max_positions)
+        values |= {} if self.architecture in NEMOTRONS else self._rope(head_size, max_positions)  # these do not rotate
         if self.architecture in HYBRIDS:
             values |= hybrid_values(self, values)
             return values | (self._multipliers(head_size) if self.architecture == "granitehybrid" else {})

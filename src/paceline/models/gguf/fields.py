@@ -7,8 +7,8 @@ import numpy as np
 from paceline.errors import CheckpointError, shortened
 from paceline.models.gguf.file import GgufFile
 
-LACK_PARTS = ("lfm2", "lfm2moe", "granitehybrid")
-"""Architectures of which some layers have no attention, and 0 where metadata gives its sizes layer by layer."""
+LACK_PARTS = ("lfm2", "lfm2moe", "granitehybrid", "nemotron_h", "nemotron_h_moe")
+"""Architectures of which some layers have no attention or no MLP, and 0 where metadata gives its sizes layer by layer."""
 _DIFFER_BY_LAYER = ("gemma4",)  # what their sizes are is read elsewhere
 
 

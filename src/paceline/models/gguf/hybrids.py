@@ -1,7 +1,7 @@
 """GGUF files of models whose layers are partly recurrent: what their metadata says in the terms of a config.json, and their tensors.
 
 Converters put the rows of some matrices in another order; each is undone by a list of rows, which moves whole rows of blocks.
-Source: llama.cpp's conversion of Qwen3-Next, Qwen3.5, LFM2 and Granite 4.
+Source: llama.cpp's conversion of Qwen3-Next, Qwen3.5, LFM2, Granite 4 and Nemotron-H.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,8 @@ from paceline.models.layers import AttentionConfig, GatedDeltaConfig, Mamba2Conf
 _QWEN = ("qwen35", "qwen35moe", "qwen3next")
 _TILED = ("qwen35", "qwen35moe")
 """Their value heads stand by turns of the key heads: first the first of each key head, then the second of each."""
-HYBRIDS = (*_QWEN, "lfm2", "lfm2moe", "granitehybrid")
+NEMOTRONS = ("nemotron_h", "nemotron_h_moe")
+HYBRIDS = (*_QWEN, "lfm2", "lfm2moe", "granitehybrid", *NEMOTRONS)
 MODULE_MARK = "nextn.eh_proj.weight"
 """What only a block that is a module for multi-token prediction has."""
 _INTERVAL = 4  # every how many-th layer has attention, where a file does not say
@@ -202,6 +203,8 @@ def hybrid_values(fields: GgufFields, values: Mapping[str, Any]) -> dict[str, An
     }
     if fields.architecture in _QWEN:
         return found | _qwen(fields, num_layers)
+    if fields.architecture in NEMOTRONS:
+        return found | _nemotron_h(fields, num_layers)
     return found | (_granite(fields, num_layers) if fields.architecture == "granitehybrid" else _lfm2(fields, num_layers))
 
 
@@ -246,9 +249,9 @@ def _recurrent_layers(fields: GgufFields, num_layers: int) -> list[bool]:
 def _without_heads(fields: GgufFields, num_layers: int) -> list[bool]:
     """Layers that have no heads of keys, and so no attention."""
     counts = fields.of_model("attention.head_count_kv")
-    if not isinstance(counts, list) or len(counts) != num_layers:
+    if not isinstance(counts, list) or len(counts) < num_layers:  # there may be modules behind the layers
         fields.refuse("attention.head_count_kv", counts, f"a number for each of {num_layers} layers, 0 for those without attention")
-    return [count == 0 for count in counts]
+    return [count == 0 for count in counts[:num_layers]]
 
 
 def _routing(fields: GgufFields, key: str, expected: int) -> dict[str, Any]:
@@ -282,27 +285,64 @@ def _lfm2(fields: GgufFields, num_layers: int) -> dict[str, Any]:
     return values
 
 
+def _mamba(fields: GgufFields, num_layers: int, heads: str, size: str, state: str) -> dict[str, Any]:
+    """What Mamba-2 mixers have; config.json has names of its own for their heads, the size of these, and their states."""
+    num_heads, inner = fields.count("ssm.time_step_rank"), fields.count("ssm.inner_size")
+    if inner % num_heads:
+        fields.refuse("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank, {num_heads}")
+    return {
+        heads: num_heads,
+        size: inner // num_heads,
+        state: fields.count("ssm.state_size"),
+        "mamba_n_groups": fields.count("ssm.group_count"),
+        "mamba_d_conv": fields.count("ssm.conv_kernel"),
+        "mamba_conv_bias": any(fields.has(f"blk.{block}.ssm_conv1d.bias") for block in range(num_layers)),
+        "mamba_proj_bias": any(fields.has(f"blk.{block}.ssm_in.bias") for block in range(num_layers)),
+    }
+
+
 def _granite(fields: GgufFields, num_layers: int) -> dict[str, Any]:
     has_experts = bool(fields.of_model("expert_count"))
-    num_heads, inner = fields.count("ssm.time_step_rank"), fields.count("ssm.inner_size")
-    hidden = fields.count("embedding_length")
-    if inner % num_heads or inner % hidden:
-        fields.refuse("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank, {num_heads}, and of embedding_length, {hidden}")
+    inner, hidden = fields.count("ssm.inner_size"), fields.count("embedding_length")
+    if inner % hidden:
+        fields.refuse("ssm.inner_size", inner, f"a multiple of embedding_length, {hidden}")
     shared = fields.rows_of("blk.0.ffn_up_shexp.weight" if has_experts else "blk.0.ffn_up.weight")
     values: dict[str, Any] = {
         "layer_types": ["mamba" if is_recurrent else "attention" for is_recurrent in _without_heads(fields, num_layers)],
         "position_embedding_type": "nope" if fields.of_model("rope.scaling.finetuned") is False else "rope",
-        "mamba_n_heads": num_heads,
-        "mamba_d_head": inner // num_heads,
+        **_mamba(fields, num_layers, "mamba_n_heads", "mamba_d_head", "mamba_d_state"),
         "mamba_expand": inner // hidden,
-        "mamba_n_groups": fields.count("ssm.group_count"),
-        "mamba_d_state": fields.count("ssm.state_size"),
-        "mamba_d_conv": fields.count("ssm.conv_kernel"),
-        "mamba_conv_bias": any(fields.has(f"blk.{block}.ssm_conv1d.bias") for block in range(num_layers)),
-        "mamba_proj_bias": any(fields.has(f"blk.{block}.ssm_in.bias") for block in range(num_layers)),
         "shared_intermediate_size": shared,
         "num_local_experts": 0,
     }
     if has_experts:
         values |= {"num_local_experts": fields.count("expert_count"), "num_experts_per_tok": fields.count("expert_used_count")}
+    return values
+
+
+def _nemotron_h(fields: GgufFields, num_layers: int) -> dict[str, Any]:
+    """Layers are a mixer or an MLP: those with heads of keys have attention, those with neither a width of an MLP are recurrent."""
+    widths = fields.of_model("feed_forward_length")
+    if not isinstance(widths, list) or len(widths) < num_layers:
+        fields.refuse("feed_forward_length", widths, f"a number for each of {num_layers} layers, 0 for those without an MLP")
+    kinds = []
+    for layer, lacks_heads in enumerate(_without_heads(fields, num_layers)):
+        mlp = "moe" if fields.has(f"blk.{layer}.ffn_gate_inp.weight") else "mlp"
+        kinds.append("full_attention" if not lacks_heads else mlp if widths[layer] else "linear_attention")
+    values: dict[str, Any] = {
+        "layers_block_type": kinds,
+        **_mamba(fields, num_layers, "mamba_num_heads", "mamba_head_dim", "ssm_state_size"),
+    }
+    values["use_bias"] = values.pop("mamba_proj_bias")
+    if fields.of_model("expert_count"):
+        num_groups = fields.count("expert_group_count", 1)
+        values |= {
+            **_routing(fields, "expert_gating_func", 2),
+            "moe_shared_expert_intermediate_size": fields.count("expert_shared_feed_forward_length"),
+            "moe_latent_size": fields.of_model("moe_latent_size") or None,
+            "n_group": num_groups,
+            "topk_group": fields.count("expert_group_used_count", 1 if num_groups == 1 else None),
+            "routed_scaling_factor": fields.number("expert_weights_scale", 1.0),
+            "norm_topk_prob": fields.of_model("expert_weights_norm") is not False,
+        }
     return values

@@ -36,6 +36,13 @@ _KEYS = {
     "mamba_d_state": "ssm.state_size",
     "mamba_d_head": "ssm.inner_size",
     "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_num_heads": "ssm.time_step_rank",
+    "mamba_head_dim": "ssm.inner_size",
+    "ssm_state_size": "ssm.state_size",
+    "n_groups": "ssm.group_count",
+    "conv_kernel": "ssm.conv_kernel",
+    "layers_block_type": "feed_forward_length",
+    "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "conv_L_cache": "shortconv.l_cache",
     "num_dense_layers": "leading_dense_block_count",
 }

@@ -43,6 +43,8 @@ _PARTS = {
     "experts_output_norm": "post_ffw_norm_2",
     "shared_output_norm": "post_ffw_norm_1",
     "shared_gate": "ffn_gate_inp_shexp",
+    "latent_proj": "ffn_latent_down",
+    "latent_output": "ffn_latent_up",
     "layer_embedding": "per_layer_token_embd",
     "layer_inputs_proj": "per_layer_model_proj",
     "layer_inputs_norm": "per_layer_proj_norm",
@@ -53,11 +55,14 @@ _PARTS = {
 }
 _FFN_NORM = {"mlp_norm": "post_attention_norm"}
 _CONVOLUTIONS = {"final_norm": "token_embd_norm"}
+_ONE_NORM = {"mlp_norm": "attn_norm"}
 _PARTS_OF = {
     **dict.fromkeys(("seed_oss", "glm4moe", "gpt-oss", "qwen35", "qwen35moe", "qwen3next"), _FFN_NORM),
     "gemma4": {"shared_expert": ""},
     "lfm2": _CONVOLUTIONS,
     "lfm2moe": _CONVOLUTIONS,
+    "nemotron_h": _ONE_NORM,
+    "nemotron_h_moe": _ONE_NORM,
 }
 """Where an architecture has another name."""
 _WHOLE = {
