@@ -158,7 +158,7 @@ def qwen35(layers: int, hidden: int, inner: int, heads: tuple[int, int], value_h
             "ssm.time_step_rank": value_heads, "ssm.inner_size": values, "block_count": layers,
         },
     )  # fmt: skip
-    model.add("token_embd.weight", (vocab, hidden), kind)
+    model.add("token_embd.weight", (vocab, hidden), "Q6_K" if kind == "Q4_K" else kind)
     for layer in range(layers):
         prefix = f"blk.{layer}"
         if (layer + 1) % 4 == 0:
@@ -192,8 +192,8 @@ def qwen35_large(kind: str) -> Callable[[int], Model]:
 
 
 MODELS = {"qwen3-30b-a3b": qwen3_30b_a3b, "gpt-oss-20b": gpt_oss_20b, "gemma-4-e4b": gemma4_e4b}
-MODELS |= {f"qwen3.5-0.8b-{kind.lower()}": qwen35_small(kind) for kind in ("Q8_0", "Q4_0")}
-MODELS |= {f"qwen3.5-9b-{kind.lower()}": qwen35_large(kind) for kind in ("Q8_0", "Q4_0")}
+MODELS |= {f"qwen3.5-0.8b-{kind.lower()}": qwen35_small(kind) for kind in ("Q8_0", "Q4_0", "Q4_K")}
+MODELS |= {f"qwen3.5-9b-{kind.lower()}": qwen35_large(kind) for kind in ("Q8_0", "Q4_0", "Q4_K")}
 
 
 def write(path: Path, model: Model) -> None:
@@ -238,6 +238,12 @@ def random_bytes(tensor: Tensor, random: np.random.Generator) -> NDArray[np.uint
     _, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.kind]]
     blocks = random.integers(0, 256, byte_shape(tensor), np.uint8)
     headers = blocks.reshape(-1, num_bytes)
+    if tensor.kind == "Q4_K":  # d and dmin lead
+        headers[:, :4] = _halves(1, 7.5, 250 * math.sqrt(tensor.shape[-1]))
+        return blocks
+    if tensor.kind == "Q6_K":  # d is the last
+        headers[:, -2:] = _halves(1, 1, 1300 * math.sqrt(tensor.shape[-1]))[:2]
+        return blocks
     spread = {"Q4_0": 4.6, "Q8_0": 74.0, "MXFP4": 6.0}[tensor.kind]  # of a block's codes
     scale = 1 / (spread * math.sqrt(tensor.shape[-1]))
     if tensor.kind == "MXFP4":
@@ -245,6 +251,10 @@ def random_bytes(tensor: Tensor, random: np.random.Generator) -> NDArray[np.uint
     else:
         headers[:, :2] = np.array([scale], "<f2").view(np.uint8)
     return blocks
+
+
+def _halves(first: float, second: float, divisor: float) -> NDArray[np.uint8]:
+    return np.array([first / divisor, second / divisor], "<f2").view(np.uint8)
 
 
 def main() -> None:
