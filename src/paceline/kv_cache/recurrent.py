@@ -170,10 +170,11 @@ class RecurrentStates(LayerMemory):
         num_known, kept = text.num_known, [text.rows[row] for row in commit.rows]
         if num_known > len(kept):
             raise RuntimeError(f"{len(kept)} of {num_known} known rows are to be kept: they stay together")
+        kept = kept[num_known:]  # of another path than the first, known rows have records too
         before, pending = text.pending, text.pending
         if num_known:
             (_, behind), left = text.saves.pop(), text.state
-            text.state, text.length, text.pending = behind, plan.committed_len + num_known, kept[num_known:]
+            text.state, text.length, text.pending = behind, plan.committed_len + num_known, kept
             self._give_back(left)
             self._made(text)
             text.free += before
