@@ -1,5 +1,6 @@
 """Qwen's hybrid families guess with the module of their own files, and say what is wrong with one."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,28 @@ def test_a_module_is_found_whatever_the_config_counts(tmp_path: Path, count: int
     else:
         with pytest.raises(IncompatibleDrafterError, match="holds no mtp head"):
             open_llm(target, "mtp")
+
+
+@pytest.mark.parametrize("prefix", ["mtp.", "model.mtp."])
+def test_the_module_beside_a_model_of_texts_and_images_is_that_of_its_text_model(tmp_path: Path, prefix: str) -> None:
+    """As Qwen3.5 is published: the text model nested, images beside it, the module at the top."""
+    target = write_whole(tmp_path, prefix=prefix)
+    expected = [output.token_ids for output in open_llm(target, "none").generate(PROMPTS, GREEDY)]
+    values = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    nested = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {}, "text_config": values}
+    (target / "config.json").write_text(json.dumps(nested), encoding="utf-8")
+
+    def nest(tensors: dict[str, Any]) -> None:
+        for name in [name for name in tensors if name.startswith("model.") and "mtp." not in name]:
+            tensors[name.replace("model.", "model.language_model.", 1)] = tensors.pop(name)
+        tensors["model.visual.patch_embed.proj.weight"] = np.zeros((4, 4), np.float32)
+
+    edit(target / "model.safetensors", nest)
+    llm = open_llm(target, "auto")
+    assert llm.drafter_name == "mtp"
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert [output.token_ids for output in outputs] == expected
+    assert sum(output.speculation.drafted for output in outputs) > 50
 
 
 def test_a_module_that_cannot_be_used_is_an_error_only_where_it_was_named(tmp_path: Path) -> None:

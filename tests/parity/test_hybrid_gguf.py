@@ -211,6 +211,7 @@ def test_a_file_without_marks_of_its_layers_has_attention_in_every_fourth(checkp
         ("nemotron_h", {"{a}.feed_forward_length": [0, 96, 0, 0, 0, 64]}, "feed_forward_length = .*, expected the same whole number"),
         ("nemotron_h_moe", {"{a}.expert_group_count": 2}, "has no metadata nemotron_h_moe.expert_group_used_count"),
         ("granitehybrid", {"{a}.ssm.group_count": 3}, "granitehybrid.ssm.time_step_rank = 8 must be a multiple"),
+        ("lfm2moe", {"{a}.expert_weights_norm": 0}, "lfm2moe.expert_weights_norm = 0, expected true or false"),
         ("qwen35moe", {"{a}.expert_gating_func": 2}, "qwen35moe.expert_gating_func = 2, expected 1"),
     ],
 )

@@ -275,12 +275,13 @@ def _lfm2(fields: GgufFields, num_layers: int) -> dict[str, Any]:
         "block_auto_adjust_ff_dim": False,
     }
     if fields.architecture == "lfm2moe":
+        is_normalized = fields.of_model("expert_weights_norm")
         values |= {
             **_routing(fields, "expert_gating_func", 2),
             "num_dense_layers": fields.of_model("leading_dense_block_count") or 0,
             "use_expert_bias": any(fields.has(f"blk.{block}.exp_probs_b.bias") for block in range(num_layers)),
             "routed_scaling_factor": fields.number("expert_weights_scale", 1.0),
-            "norm_topk_prob": fields.of_model("expert_weights_norm") is not False,
+            "norm_topk_prob": True if is_normalized is None else is_normalized,
         }
     return values
 
@@ -306,10 +307,11 @@ def _granite(fields: GgufFields, num_layers: int) -> dict[str, Any]:
     inner, hidden = fields.count("ssm.inner_size"), fields.count("embedding_length")
     if inner % hidden:
         fields.refuse("ssm.inner_size", inner, f"a multiple of embedding_length, {hidden}")
+    rotates = fields.of_model("rope.scaling.finetuned")
     shared = fields.rows_of("blk.0.ffn_up_shexp.weight" if has_experts else "blk.0.ffn_up.weight")
     values: dict[str, Any] = {
         "layer_types": ["mamba" if is_recurrent else "attention" for is_recurrent in _without_heads(fields, num_layers)],
-        "position_embedding_type": "nope" if fields.of_model("rope.scaling.finetuned") is False else "rope",
+        "position_embedding_type": "rope" if rotates is None or rotates else "nope",
         **_mamba(fields, num_layers, "mamba_n_heads", "mamba_d_head", "mamba_d_state"),
         "mamba_expand": inner // hidden,
         "shared_intermediate_size": shared,
@@ -335,7 +337,7 @@ def _nemotron_h(fields: GgufFields, num_layers: int) -> dict[str, Any]:
     }
     values["use_bias"] = values.pop("mamba_proj_bias")
     if fields.of_model("expert_count"):
-        num_groups = fields.count("expert_group_count", 1)
+        num_groups, is_normalized = fields.count("expert_group_count", 1), fields.of_model("expert_weights_norm")
         values |= {
             **_routing(fields, "expert_gating_func", 2),
             "moe_shared_expert_intermediate_size": fields.count("expert_shared_feed_forward_length"),
@@ -343,6 +345,6 @@ def _nemotron_h(fields: GgufFields, num_layers: int) -> dict[str, Any]:
             "n_group": num_groups,
             "topk_group": fields.count("expert_group_used_count", 1 if num_groups == 1 else None),
             "routed_scaling_factor": fields.number("expert_weights_scale", 1.0),
-            "norm_topk_prob": fields.of_model("expert_weights_norm") is not False,
+            "norm_topk_prob": True if is_normalized is None else is_normalized,
         }
     return values

@@ -16,6 +16,7 @@ _KEYS = {
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "top_k_experts": "expert_used_count",
+    "norm_topk_prob": "expert_weights_norm",
     "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count",
     "first_k_dense_replace": "leading_dense_block_count",
