@@ -134,7 +134,7 @@ def test_a_file_gives_the_config_the_tensors_and_the_logits_of_its_directory(che
         assert (facts.shape, facts.nbytes) == (found[name].shape, found[name].nbytes), name
         tolerance = 1e-6 if name.endswith("decay.weight") else 0.0  # an exponential that two libraries computed
         assert np.allclose(as_float32(found[name]), as_float32(expected[name]), rtol=tolerance, atol=0.0), name
-    for backend in BACKENDS if "nemotron" not in case else ("torch",):
+    for backend in BACKENDS:
         assert differ(logits(path, backend=backend), logits(directory, backend=backend)) <= 1e-5, backend
 
 
