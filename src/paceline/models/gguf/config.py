@@ -25,6 +25,8 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 
 _STORED_AS = {"F16": WeightType.F16, "BF16": WeightType.BF16}
 _SOFTMAX, _SIGMOID, _OF_CHOSEN = 1, 2, 3  # llama.cpp's numbers of what makes a router's logits weights
+_OTHER_EPSILON = dict.fromkeys(("nemotron_h", "nemotron_h_moe"), "attention.layer_norm_epsilon")
+"""What llama.cpp reads of them; converters write both."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _UNTIED = ("gpt-oss", "qwen2moe", "olmoe", "olmo2")
 """Architectures whose files have a vocabulary matrix: without one they are damaged, as for llama.cpp. In others it is the embedding."""
@@ -83,7 +85,7 @@ class _Reader(GgufFields):
             "num_attention_heads": num_heads,
             "num_key_value_heads": self.of_all_layers("attention.head_count_kv", num_heads),
             "head_dim": head_size,
-            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon"),
+            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon", self.of_model(_OTHER_EPSILON.get(self.architecture, ""))),
             "max_position_embeddings": max_positions,
             "tie_word_embeddings": not self.has("output.weight") and self.architecture not in _UNTIED,
             "attention_bias": self.has("blk.0.attn_q.bias"),
