@@ -56,7 +56,7 @@ class LLM:
         max_step_rows: rows of one pass, known tokens and drafts of all requests.
         chunk_rows: prompt rows of one request in one pass; smaller ones let others' answers go on more evenly.
         prefix_cache: whether rows of earlier requests are kept while there is room, for those that begin with the same tokens.
-        state_spacing: rows between the states of recurrent layers that are kept for that, a multiple of 32; a text also has one behind
+        state_stride: rows between the states of recurrent layers that are kept for that, a multiple of 32; a text also has one behind
             the last 32 rows it filled.
         revision, token, offline: for models from the Hugging Face Hub.
 
@@ -90,7 +90,7 @@ class LLM:
         max_step_rows: int = 512,
         chunk_rows: int = 256,
         prefix_cache: bool = True,
-        state_spacing: int = 512,
+        state_stride: int = 512,
         revision: str | None = None,
         token: str | None = None,
         offline: bool = False,

@@ -49,7 +49,7 @@ MEMORY = Panel(
         "max_context": "Longest prompt + output, in tokens. Default: what the model was made for.",
         "cache_gb": "Memory for keys and values, in gigabytes. Default: a few full contexts, at most a quarter of the free memory.",
         "prefix_cache": "Keep rows of earlier prompts and answers while there is room, for what begins with the same tokens.",
-        "state_spacing": "Rows between the states of recurrent layers that are kept for that, a multiple of 32.",
+        "state_stride": "Rows between the states of recurrent layers that are kept for that, a multiple of 32.",
     },
 )
 SAMPLING = Panel(

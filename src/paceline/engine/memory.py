@@ -77,7 +77,7 @@ def _plan_states(model: ModelConfig, config: EngineConfig, num_bytes: int) -> tu
     layout = StateLayout.of(model.recurrents)
     of_state, of_text = 4 * layout.state_size, 4 * (layout.state_size + _RECORDS_PER_SEQUENCE * layout.record_size)
     if of_state == 0:
-        return StateLimits(spacing=config.state_spacing, max_kept=0), 0
+        return StateLimits(stride=config.state_stride, max_kept=0), 0
     running = config.max_num_seqs * of_text + of_state  # and one that a prompt's chunk is bringing forward
     if running > num_bytes:
         raise CapacityError(
@@ -85,7 +85,7 @@ def _plan_states(model: ModelConfig, config: EngineConfig, num_bytes: int) -> tu
             "to be had: lower max_num_seqs or raise cache_gb"
         )
     kept = min(_MOST_KEPT_STATES, (num_bytes - running) // 4 // of_state) if config.prefix_cache else 0
-    return StateLimits(spacing=config.state_spacing, max_kept=kept), running + kept * of_state
+    return StateLimits(stride=config.state_stride, max_kept=kept), running + kept * of_state
 
 
 class _CacheBytes:

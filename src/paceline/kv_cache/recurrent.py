@@ -28,12 +28,12 @@ class StateLimits:
     """How a memory of states is used.
 
     Attributes:
-        spacing: rows between the states that are kept for others to go on from; a multiple of the block size. Besides these a text has
+        stride: rows between the states that are kept for others to go on from; a multiple of the block size. Besides these a text has
             one behind the last block of its prompt and one behind the last it filled.
         max_kept: such states at most; of more the one used longest ago is dropped. 0 = none are kept.
     """
 
-    spacing: int = 512
+    stride: int = 512
     max_kept: int = 16
 
 
@@ -290,12 +290,12 @@ class RecurrentStates(LayerMemory):
             del text.links[index]
 
     def _plan_saves(self, text: _Text, last: int, end: int | None = None) -> None:
-        """States behind blocks among the rows up to `last`, those at the spacing and the last one, and the one behind row `end`."""
+        """States behind blocks among the rows up to `last`, those at the stride and the last one, and the one behind row `end`."""
         size = self._block_size
         if self.limits.max_kept:
             ends = list(range((text.length // size + 1) * size, last + 1, size))
             for border in ends:
-                if border % self.limits.spacing == 0 or border == ends[-1]:
+                if border % self.limits.stride == 0 or border == ends[-1]:
                     text.saves.append((border, self._new_state()))
         if end is not None:
             text.saves.append((end, self._new_state()))
@@ -314,7 +314,7 @@ class RecurrentStates(LayerMemory):
         while len(self._kept) >= self.limits.max_kept:
             self._drop(next(iter(self._kept)))
         self._kept[link] = kept
-        text.last = None if (index + 1) * self._block_size % self.limits.spacing == 0 else link
+        text.last = None if (index + 1) * self._block_size % self.limits.stride == 0 else link
         text.last_is_prompt = kept.is_prompt
 
     def _keep_last(self, text: _Text) -> None:

@@ -243,7 +243,7 @@ def run_schedule(random: np.random.Generator, network: NativeNetwork, cache: KVC
 def test_whatever_happens_to_passes_the_state_is_that_of_a_fresh_run(seed: int, large_counts: bool) -> None:
     random, config = np.random.default_rng(seed), recurrent_config(*ALL_KINDS)
     network = open_network(config, seed, num_threads=1)
-    cache = network.new_cache(40, states=StateLimits(spacing=64, max_kept=5))
+    cache = network.new_cache(40, states=StateLimits(stride=64, max_kept=5))
     count = 10_000 if large_counts else 200
     compared = sum(run_schedule(random, network, cache, config.vocab_size) is not None for _ in range(count))
     assert compared > count / 2
@@ -255,11 +255,11 @@ def test_whatever_happens_to_passes_the_state_is_that_of_a_fresh_run(seed: int, 
     assert memory.num_states == 0
 
 
-@pytest.mark.parametrize("spacing", [32, 96])
-def test_adopted_prefixes_have_the_state_of_plain_decoding(spacing: int, seed: int) -> None:
+@pytest.mark.parametrize("stride", [32, 96])
+def test_adopted_prefixes_have_the_state_of_plain_decoding(stride: int, seed: int) -> None:
     random, config = np.random.default_rng(seed), recurrent_config(*ALL_KINDS)
     network = open_network(config, seed)
-    cache = network.new_cache(100, states=StateLimits(spacing=spacing, max_kept=3))
+    cache = network.new_cache(100, states=StateLimits(stride=stride, max_kept=3))
     token_ids = random.integers(0, config.vocab_size, 250).tolist()
     wanted, hits = plain_logits(config, seed, token_ids), set()
     for _ in range(12):
