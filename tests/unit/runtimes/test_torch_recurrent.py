@@ -58,7 +58,7 @@ def test_whatever_happens_to_passes_a_row_is_that_of_one_pass(seed: int, offset:
     random, config = np.random.default_rng(seed + offset), recurrent_config(*KINDS)
     network, alone = (open_torch(config, seed) for _ in range(2))
     network.capabilities = replace(network.capabilities, tree_layout=layout)
-    cache = network.new_cache(40, states=StateLimits(spacing=64, max_kept=4))
+    cache = network.new_cache(40, states=StateLimits(stride=64, max_kept=4))
     sequence, text = cache.new_sequence(), list[int]()
     for _ in range(14):
         kind = random.choice(["keep", "keep", "keep", "drop", "skip", "preempt", "cut"])
