@@ -6,7 +6,8 @@
 Every engine lives in a process of its own that keeps its weights and waits for orders (JSON lines on stdin and stdout). In each round
 every case is run by all engines right after one another, in an order that rotates, each with an untimed pass in front; medians over
 rounds are reported. A case is M new rows of one sequence, or B sequences of one new row, behind --cached rows each; the logits of all
-new rows are made, and the rows are dropped afterwards. `--memory` reports what loading costs instead.
+new rows (of a prompt's, the last one's) are made, and the rows are dropped afterwards or kept. `--memory` reports what loading costs
+instead.
 """
 
 import argparse
@@ -33,7 +34,7 @@ class Worker:
         self._log = options.work / f"{engine}.log"
         command = [python, str(Path(__file__).resolve()), "--worker", engine, "--work", str(options.work)]
         command += ["--checkpoint", str(options.checkpoint), "--threads", str(options.threads), "--dtype", options.dtype]
-        command += ["--attention", options.attention, "--cached", str(options.cached)]
+        command += ["--attention", options.attention, "--cached", str(options.cached), *(["--keep"] if options.keep else [])]
         command += [] if options.gguf is None else ["--gguf", str(options.gguf)]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -231,6 +232,7 @@ def _options() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--gguf", type=Path, help="the file of the engines 'gguf' and 'llama-gguf', of any architecture")
     parser.add_argument("--cached", type=int, default=64, help="rows in the cache in front of the timed ones")
+    parser.add_argument("--keep", action="store_true", help="keep the timed rows: llama.cpp cannot drop those of recurrent layers")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=["exact", "fast", "transformers", "llama"])
     parser.add_argument("--llama-python", help="a Python that has llama-cpp-python, gguf and numpy")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])

@@ -21,6 +21,15 @@ LOGITS_COMPARED = 256
 CHUNK = 512  # rows of a prompt in one pass
 
 
+KEPT_ROWS = 8192  # room for all rounds where rows are kept
+VERIFIED = 16  # more rows than these are those of a prompt
+
+
+def _wanted(rows: int) -> range:
+    """Whose logits are made: all rows' where guesses are checked, the last one's of a prompt."""
+    return range(rows) if rows <= VERIFIED else range(rows - 1, rows)
+
+
 class Engine(ABC):
     """One library with one checkpoint. `load`, `prepare` once, then `run` any number of times."""
 
@@ -52,14 +61,14 @@ class Paceline(Engine):
         importlib.import_module("paceline.runtimes.native.network")  # else its memory would count as the checkpoint's
         self._checkpoint = options.checkpoint
         self._file = options.checkpoint if gguf is None else options.gguf if gguf == "given" else quantised_file(options, gguf)
-        self._cached = options.cached
+        self._cached, self._keeps = options.cached, options.keep
         self._facts = options.work / "facts"
         dtype = None if options.dtype == "auto" else WeightType(options.dtype)
         self._options = RuntimeOptions(
             numerics=Numerics(numerics),
             dtype=dtype,
             num_threads=options.threads,
-            max_context=options.cached + 512,
+            max_context=options.cached + (KEPT_ROWS if options.keep else 512),
             facts_directory=self._facts,
             backend=backend,
             quant=quant_options("quant", quant),
@@ -96,13 +105,13 @@ class Paceline(Engine):
 
         self._assemble = assemble
         block_size = 32
-        self._cache = self._runtime.new_cache(batch * -(-(self._cached + rows) // block_size))
+        self._cache = self._runtime.new_cache(batch * -(-(self._cached + (KEPT_ROWS if self._keeps else rows)) // block_size))
         self._sequences = [self._cache.new_sequence() for _ in range(batch)]
         prompt = _prompt(self._runtime.config.vocab_size, self._cached)
         for sequence in self._sequences:
             for begin in range(0, self._cached, CHUNK):
                 part = prompt[begin : begin + CHUNK]
-                plan = self._cache.reserve(sequence, range(-1, len(part) - 1))
+                plan = self._cache.reserve(sequence, range(-1, len(part) - 1), len(part))
                 if sequence is self._sequences[0]:
                     self._runtime.forward(*assemble([plan], [part], [[]]))
                 self._cache.keep_path(sequence, len(part) - 1)
@@ -114,11 +123,14 @@ class Paceline(Engine):
         sequences = self._sequences[:batch]
         ids = _new_rows(rows, self._runtime.config.vocab_size)
         start = time.perf_counter()
-        plans = [self._cache.reserve(sequence, range(-1, rows - 1)) for sequence in sequences]
-        output = self._runtime.forward(*self._assemble(plans, [ids] * batch, [range(rows)] * batch))
+        plans = [self._cache.reserve(sequence, range(-1, rows - 1), rows if rows > VERIFIED else 1) for sequence in sequences]
+        output = self._runtime.forward(*self._assemble(plans, [ids] * batch, [_wanted(rows)] * batch))
         seconds = time.perf_counter() - start
         for sequence in sequences:
-            self._cache.cancel(sequence)
+            if self._keeps:
+                self._cache.keep_path(sequence, rows - 1)
+            else:
+                self._cache.cancel(sequence)
         return seconds, output.logits[-1, :LOGITS_COMPARED].tolist()
 
 
@@ -164,7 +176,7 @@ class LlamaCpp(Engine):
         self._api = importlib.import_module("llama_cpp")
         self._options = options
         self._gguf = gguf
-        self._cached = options.cached
+        self._cached, self._keeps = options.cached, options.keep
         self._file = options.gguf if gguf == "given" else options.work / f"{options.checkpoint.name}.gguf"
 
     def load(self) -> dict[str, Any]:
@@ -184,7 +196,7 @@ class LlamaCpp(Engine):
     def prepare(self, rows: int, batch: int) -> None:
         api = self._api
         parameters = api.llama_context_default_params()
-        parameters.n_ctx = batch * 256 * -(-(self._cached + rows) // 256)
+        parameters.n_ctx = batch * 256 * -(-(self._cached + (KEPT_ROWS if self._keeps else rows)) // 256)
         parameters.n_seq_max = batch
         parameters.n_outputs_max_per_seq = parameters.n_outputs_max = max(rows, batch, CHUNK)
         parameters.n_threads = parameters.n_threads_batch = self._options.threads
@@ -193,6 +205,7 @@ class LlamaCpp(Engine):
             raise RuntimeError("llama.cpp cannot make a context")
         self._memory = api.llama_get_memory(self._context)
         self._batch = api.llama_batch_init(max(rows, batch, CHUNK), 0, 1)
+        self._position = self._cached
         prompt = _prompt(self._vocab_size, self._cached)
         for begin in range(0, self._cached, CHUNK):
             self._decode(prompt[begin : begin + CHUNK], 1, begin)
@@ -203,11 +216,14 @@ class LlamaCpp(Engine):
         api = self._api
         ids = _new_rows(rows, self._vocab_size)
         start = time.perf_counter()
-        self._decode(ids, batch, self._cached)
+        self._decode(ids, batch, self._position)
         logits = api.llama_get_logits_ith(self._context, rows * batch - 1)
         seconds = time.perf_counter() - start
+        if self._keeps:
+            self._position += rows
         for sequence in range(batch):
-            api.llama_memory_seq_rm(self._memory, sequence, self._cached, -1)
+            if not self._keeps:
+                api.llama_memory_seq_rm(self._memory, sequence, self._cached, -1)
         return seconds, list(logits[:LOGITS_COMPARED])
 
     def _quantised(self) -> Path:
@@ -224,14 +240,14 @@ class LlamaCpp(Engine):
         return file
 
     def _decode(self, ids: Sequence[int], batch: int, position: int) -> None:
-        row = 0
+        row, wanted = 0, _wanted(len(ids))
         for sequence in range(batch):
             for offset, token in enumerate(ids):
                 self._batch.token[row] = token
                 self._batch.pos[row] = position + offset
                 self._batch.n_seq_id[row] = 1
                 self._batch.seq_id[row][0] = sequence
-                self._batch.logits[row] = True
+                self._batch.logits[row] = offset in wanted
                 row += 1
         self._batch.n_tokens = row
         code = self._api.llama_decode(self._context, self._batch)

@@ -43,6 +43,13 @@ MODELS: Mapping[str, str] = {
     "gpt_oss": "gpt-oss",
     "gemma4_text": "Gemma 4 (text)",
     "gemma4_unified_text": "Gemma 4 unified (text)",
+    "qwen3_next": "Qwen3-Next, Qwen3-Coder-Next",
+    "qwen3_5_text": "Qwen3.5, Qwen3.6 (text)",
+    "qwen3_5_moe_text": "Qwen3.5-MoE, Qwen3.6-MoE (text)",
+    "lfm2": "LFM2, LFM2.5",
+    "lfm2_moe": "LFM2-MoE",
+    "granitemoehybrid": "Granite 4",
+    "nemotron_h": "Nemotron-H, Nemotron Nano 2, Nemotron 3",
 }
 """What the models of a family are called."""
 
@@ -52,6 +59,9 @@ OF_ANOTHER: Mapping[str, str] = {"mistral": "llama", "mixtral": "llama", "olmo3"
 BROUGHT: Mapping[str, tuple[str, ...]] = {
     "mimo": ("mtp",),
     "glm4_moe": ("mtp",),
+    "qwen3_next": ("mtp",),
+    "qwen3_5_text": ("mtp",),
+    "qwen3_5_moe_text": ("mtp",),
     "gemma4_text": ("gemma4_assistant",),
     "gemma4_unified_text": ("gemma4_assistant",),
 }

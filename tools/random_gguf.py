@@ -5,6 +5,7 @@ python tools/random_gguf.py DIR/qwen3-30b-a3b.gguf --model qwen3-30b-a3b --layer
 
 import argparse
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,59 @@ def gemma4_e4b(layers: int) -> Model:
     return model
 
 
+def qwen35(layers: int, hidden: int, inner: int, heads: tuple[int, int], value_heads: int, kind: str) -> Model:
+    """Three of four layers have a gated delta rule, with 16 key heads of 128 values.
+
+    Args:
+        heads: of attention, for queries and for keys.
+    """
+    vocab, head, keys, values = 248320, 256, 16 * 128, value_heads * 128
+    model = Model(
+        "qwen35",
+        {
+            "embedding_length": hidden, "feed_forward_length": inner, "attention.head_count": heads[0], "attention.head_count_kv": heads[1],
+            "attention.key_length": head, "attention.value_length": head, "rope.freq_base": 1e7, "rope.dimension_count": 64,
+            "rope.dimension_sections": [11, 11, 10, 0], "context_length": 262144, "vocab_size": vocab, "full_attention_interval": 4,
+            "attention.layer_norm_rms_epsilon": 1e-6, "ssm.conv_kernel": 4, "ssm.state_size": 128, "ssm.group_count": 16,
+            "ssm.time_step_rank": value_heads, "ssm.inner_size": values, "block_count": layers,
+        },
+    )  # fmt: skip
+    model.add("token_embd.weight", (vocab, hidden), "Q6_K" if kind == "Q4_K" else kind)
+    for layer in range(layers):
+        prefix = f"blk.{layer}"
+        if (layer + 1) % 4 == 0:
+            _attention(model, prefix, hidden, (2 * heads[0], heads[1], head), kind, has_norms=True)
+            model.tensors[-3] = Tensor(f"{prefix}.attn_output.weight", (hidden, heads[0] * head), kind)  # the other half are gates
+        else:
+            model.add(f"{prefix}.attn_norm.weight", (hidden,))
+            for part, shape in (("attn_qkv", (2 * keys + values, hidden)), ("attn_gate", (values, hidden)), ("ssm_out", (hidden, values))):
+                model.add(f"{prefix}.{part}.weight", shape, kind)
+            for part in ("ssm_alpha", "ssm_beta"):
+                model.add(f"{prefix}.{part}.weight", (value_heads, hidden), kind)
+            model.add(f"{prefix}.ssm_conv1d.weight", (2 * keys + values, 4))
+            model.add(f"{prefix}.ssm_a", (value_heads,))
+            model.add(f"{prefix}.ssm_dt.bias", (value_heads,))
+            model.add(f"{prefix}.ssm_norm.weight", (128,))
+        model.add(f"{prefix}.post_attention_norm.weight", (hidden,))
+        for part, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+            model.add(f"{prefix}.ffn_{part}.weight", shape, kind)
+    model.add("output_norm.weight", (hidden,))
+    return model
+
+
+def qwen35_small(kind: str) -> Callable[[int], Model]:
+    """Qwen3.5-0.8B."""
+    return lambda layers: qwen35(layers, 1024, 3584, (8, 2), 16, kind)
+
+
+def qwen35_large(kind: str) -> Callable[[int], Model]:
+    """Qwen3.5-9B; with 8 layers of 32 its weights are 2 billion."""
+    return lambda layers: qwen35(layers, 4096, 12288, (16, 4), 32, kind)
+
+
 MODELS = {"qwen3-30b-a3b": qwen3_30b_a3b, "gpt-oss-20b": gpt_oss_20b, "gemma-4-e4b": gemma4_e4b}
+MODELS |= {f"qwen3.5-0.8b-{kind.lower()}": qwen35_small(kind) for kind in ("Q8_0", "Q4_0", "Q4_K")}
+MODELS |= {f"qwen3.5-9b-{kind.lower()}": qwen35_large(kind) for kind in ("Q8_0", "Q4_0", "Q4_K")}
 
 
 def write(path: Path, model: Model) -> None:
@@ -176,6 +229,8 @@ def random_bytes(tensor: Tensor, random: np.random.Generator) -> NDArray[np.uint
     """Values of a size that keeps activations near 1: matrices get smaller with their width, vectors of norms are near 1."""
     if tensor.name == "rope_freqs.weight":  # a quarter of the pairs turns
         return np.repeat(np.array([1.0, 1e30], np.float32), [tensor.shape[0] // 4, tensor.shape[0] * 3 // 4]).view(np.uint8)
+    if tensor.name.endswith("ssm_a"):
+        return -np.exp(random.uniform(-4, 1, tensor.shape)).astype(np.float32).view(np.uint8)
     if tensor.kind == "F32":
         is_matrix = len(tensor.shape) > 1 and not tensor.name.endswith(".bias")
         values = random.normal(0.0 if is_matrix or tensor.name.endswith(".bias") else 1.0, 0.02, tensor.shape).astype(np.float32)
@@ -183,6 +238,12 @@ def random_bytes(tensor: Tensor, random: np.random.Generator) -> NDArray[np.uint
     _, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.kind]]
     blocks = random.integers(0, 256, byte_shape(tensor), np.uint8)
     headers = blocks.reshape(-1, num_bytes)
+    if tensor.kind == "Q4_K":  # d and dmin lead
+        headers[:, :4] = _halves(1, 7.5, 250 * math.sqrt(tensor.shape[-1]))
+        return blocks
+    if tensor.kind == "Q6_K":  # d is the last
+        headers[:, -2:] = _halves(1, 1, 1300 * math.sqrt(tensor.shape[-1]))[:2]
+        return blocks
     spread = {"Q4_0": 4.6, "Q8_0": 74.0, "MXFP4": 6.0}[tensor.kind]  # of a block's codes
     scale = 1 / (spread * math.sqrt(tensor.shape[-1]))
     if tensor.kind == "MXFP4":
@@ -190,6 +251,10 @@ def random_bytes(tensor: Tensor, random: np.random.Generator) -> NDArray[np.uint
     else:
         headers[:, :2] = np.array([scale], "<f2").view(np.uint8)
     return blocks
+
+
+def _halves(first: float, second: float, divisor: float) -> NDArray[np.uint8]:
+    return np.array([first / divisor, second / divisor], "<f2").view(np.uint8)
 
 
 def main() -> None:

@@ -143,6 +143,8 @@ class EngineConfig:
         max_step_rows: rows of one pass, known tokens and drafts of all requests.
         chunk_rows: prompt rows of one request in one pass; fewer where other requests leave fewer of `max_step_rows`.
         prefix_cache: whether rows of earlier requests are kept while there is room, for those that begin with the same tokens.
+        state_stride: rows between the states of recurrent layers that are kept for that, a multiple of 32; a text also has one behind
+            the last 32 rows it filled.
         revision, token, offline: for models from the Hugging Face Hub.
     """
 
@@ -162,6 +164,7 @@ class EngineConfig:
     max_step_rows: int = 512
     chunk_rows: int = 256
     prefix_cache: bool = True
+    state_stride: int = 512
     revision: str | None = None
     token: str | None = field(default=None, repr=False)
     offline: bool = False
@@ -176,6 +179,9 @@ class EngineConfig:
         _check_int("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
         _check_int("max_step_rows", self.max_step_rows, 1, MAX_STEP_ROWS)
         _check_int("chunk_rows", self.chunk_rows, 1, MAX_STEP_ROWS)
+        _check_int("state_stride", self.state_stride, 32, 2**20)
+        if self.state_stride % 32:
+            raise ConfigError(f"state_stride is {self.state_stride}: use a multiple of 32, such as 512")
         for name in ("revision", "token"):
             if not isinstance(getattr(self, name), str | None):
                 raise ConfigError(f"{name} is of type {type(getattr(self, name)).__name__}: use a text, or None")

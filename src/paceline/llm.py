@@ -43,7 +43,7 @@ class LLM:
         cache_gb: memory for keys and values.
         device: "auto", "cpu" or "cuda".
         backend: "native" (our own CPU kernels) or "torch"; "auto" = the faster one for this machine.
-        drafter: "auto" (the model's own draft model, else ngram), "none", "ngram", "suffix", "prediction", "draft_model", "medusa" or
+        drafter: "auto" (what comes with the model, else ngram), "none", "ngram", "suffix", "prediction", "draft_model", "medusa" or
             "mtp" of the model's own directory, the directory or id of a draft model or of heads, or several of them together.
         num_draft_tokens: tokens guessed per step, or "auto" (4).
         tree_width: guesses per position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.
@@ -56,6 +56,8 @@ class LLM:
         max_step_rows: rows of one pass, known tokens and drafts of all requests.
         chunk_rows: prompt rows of one request in one pass; smaller ones let others' answers go on more evenly.
         prefix_cache: whether rows of earlier requests are kept while there is room, for those that begin with the same tokens.
+        state_stride: rows between the states of recurrent layers that are kept for that, a multiple of 32; a text also has one behind
+            the last 32 rows it filled.
         revision, token, offline: for models from the Hugging Face Hub.
 
     Raises:
@@ -88,6 +90,7 @@ class LLM:
         max_step_rows: int = 512,
         chunk_rows: int = 256,
         prefix_cache: bool = True,
+        state_stride: int = 512,
         revision: str | None = None,
         token: str | None = None,
         offline: bool = False,

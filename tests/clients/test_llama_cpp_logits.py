@@ -14,6 +14,8 @@ from harness.expert_checkpoints import CASES as EXPERTS
 from harness.expert_checkpoints import GPT_OSS_ROPE
 from harness.gemma4_checkpoints import GEMMA4, UNIFIED
 from harness.gguf_checkpoints import ARCHITECTURES, write_gguf
+from harness.hybrid_checkpoints import CASES as HYBRID
+from harness.hybrid_gguf import write_hybrid_gguf
 from harness.parity import open_backend, prompt_logits
 
 RUN = Path(__file__).resolve().parent / "llama_logits.py"
@@ -42,6 +44,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4": ("gemma4_text", {**GEMMA4, "num_kv_shared_layers": 4, "final_logit_softcapping": 30.0}),
     "gemma4_unified": ("gemma4_unified_text", {**UNIFIED, "final_logit_softcapping": 30.0}),
 }
+DELTA = {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 32}
+DELTA |= {"linear_value_head_dim": 32}  # there as large as keys
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen35": ("qwen3_5_text", DELTA),
+    "qwen35moe": ("qwen3_5_moe_text", {**HYBRID["qwen3_5-moe"][1], **DELTA}),
+    "qwen3next": ("qwen3_next", {**HYBRID["qwen3_5-moe"][1], **DELTA}),
+    "lfm2": HYBRID["lfm2"],
+    "lfm2moe": ("lfm2_moe", {**HYBRID["lfm2-moe"][1], "routed_scaling_factor": 1.0}),  # there it is not read
+    "granitehybrid": HYBRID["granite"],
+    "nemotron_h": HYBRID["nemotron_h"],
+    "nemotron_h_moe": ("nemotron_h", {**HYBRID["nemotron_h-moe"][1], "use_bias": False}),  # there biases are not read
+}
 BOUNDS = {"gemma2": 5e-3, "gemma3_text": 5e-3, "gemma4_text": 2e-2, "gemma4_unified_text": 5e-3}
 """Of families whose activation llama.cpp looks up in a table of float16; every layer of the first of Gemma 4 does so twice."""
 
@@ -50,15 +64,31 @@ BOUNDS = {"gemma2": 5e-3, "gemma3_text": 5e-3, "gemma4_text": 2e-2, "gemma4_unif
 def test_logits_are_llama_cpps(clients: Path, tmp_path: Path, tally: "Counter[str]", name: str) -> None:
     family, values = CASES[name]
     directory = write_checkpoint(tmp_path / "model", family, **values)
-    path, ids_path, out = (tmp_path / file for file in ("model.gguf", "ids.json", "logits.npy"))
+    path = tmp_path / "model.gguf"
     architecture = ARCHITECTURES[json.loads((directory / "config.json").read_text(encoding="utf-8"))["model_type"]]
     write_gguf(directory, path, metadata={"tokenizer.ggml.model": "no_vocab", f"{architecture}.vocab_size": VOCAB_SIZE})
+    assert distance_to_llama_cpp(clients, path, tmp_path) < BOUNDS.get(family, 2e-4)
+    tally["files whose logits are llama.cpp's"] += 1
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_logits_of_recurrent_layers_are_llama_cpps(clients: Path, tmp_path: Path, tally: "Counter[str]", architecture: str) -> None:
+    family, values = HYBRIDS[architecture]
+    metadata = {"tokenizer.ggml.model": "no_vocab", f"{architecture}.vocab_size": VOCAB_SIZE}
+    if family == "nemotron_h":
+        metadata[f"{architecture}.attention.layer_norm_epsilon"] = 1e-5
+    path = write_hybrid_gguf(write_checkpoint(tmp_path / "model", family, **values), tmp_path / "model.gguf", metadata=metadata)
+    assert distance_to_llama_cpp(clients, path, tmp_path) < 2e-4
+    tally["files whose logits are llama.cpp's"] += 1
+
+
+def distance_to_llama_cpp(clients: Path, path: Path, folder: Path) -> float:
+    """How far our logits of a prompt are from its, at most, in standard deviations."""
+    ids_path, out = folder / "ids.json", folder / "logits.npy"
     token_ids = np.random.default_rng(1).integers(0, VOCAB_SIZE, PROMPT_LEN).tolist()
     ids_path.write_text(json.dumps(token_ids), encoding="utf-8")
     python = clients / "llama-cpp" / "bin" / "python"
     done = subprocess.run([python, RUN, path, ids_path, out], stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     expected, found = np.load(out), prompt_logits(open_backend(path, "native"), token_ids)
-    distance = np.abs(found - expected).max() / expected.std()
-    assert distance < BOUNDS.get(family, 2e-4)
-    tally["files whose logits are llama.cpp's"] += 1
+    return float(np.abs(found - expected).max() / expected.std())

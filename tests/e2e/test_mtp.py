@@ -168,7 +168,7 @@ def test_modules_behind_the_first_are_left_out_and_said_to_be(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("layout", "name"),
     [
-        ("mtp", "mtp.embed_tokens.weight"),  # embeddings of its own, as mtp_use_dedicated_embeddings says
+        ("mtp", "mtp.shared_head.weight"),
         ("mtp", "mtp.layers.0.mlp.shared_expert.up_proj.weight"),
         ("extra_layer", "model.layers.2.self_attn.gate_proj.weight"),
         ("mtp_layers", "model.mtp_layers.0.attention_sink"),
@@ -254,9 +254,10 @@ def test_a_module_in_a_speculators_file_mixes_the_embedding_first(tmp_path: Path
                 expected.append(int(successor[expected[-1]]))
             assert output.token_ids == expected[1:]
             assert output.speculation.accepted == output.speculation.drafted > 28
-    write_speculators(tmp_path / "other", perfect_module(), target, model_type="qwen3_next")
-    with pytest.raises(CheckpointError, match="'qwen3_next'"):
-        open_llm(target, str(tmp_path / "other"))
+    for number, (family, text) in enumerate({"mamba": "'mamba'", "qwen3_next": r"expected \[128, 128\]: queries and gates"}.items()):
+        other = write_speculators(tmp_path / f"other{number}", perfect_module(), target, model_type=family)
+        with pytest.raises(CheckpointError, match=text):
+            open_llm(target, str(other))
     edit(head / "model.safetensors", lambda tensors: tensors.update({"verifier_lm_head.weight": np.zeros(3, np.float32)}))
     open_llm(target, str(head))  # what training kept of the target
     edit(head / "model.safetensors", lambda tensors: tensors.update({"norm.weight": np.zeros(3, np.float32)}))

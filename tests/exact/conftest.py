@@ -9,6 +9,7 @@ import pytest
 from harness.checkpoints import write_checkpoint
 from harness.expert_checkpoints import CASES as EXPERTS
 from harness.gemma4_checkpoints import GEMMA4
+from harness.hybrid_checkpoints import CASES as HYBRIDS
 
 WINDOW = 16
 MADE_OF: dict[str, tuple[str, dict[str, Any]]] = {
@@ -22,6 +23,9 @@ MADE_OF: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt_oss": EXPERTS["gpt_oss"],
+    "qwen3_5": HYBRIDS["qwen3_5-moe"],
+    "lfm2": HYBRIDS["lfm2-moe"],
+    "granite": HYBRIDS["granite"],
     "gemma4": ("gemma4_text", {**GEMMA4, "final_logit_softcapping": 30.0}),  # layers of two sizes, and some that share keys
 }
 """Targets that are more than a family: its name, and values of the config. Windows of less than a block move within and across blocks."""

@@ -14,7 +14,7 @@ import pytest
 from harness.adversaries import ChaosDrafter
 from harness.engine_jobs import HEADS, SAMPLINGS, Job, JobMaker, Solo, known_of, open_drafting, write_heads_and_target
 from harness.engine_traffic import Traffic, check_clean, check_engine
-from harness.exact_targets import skip_without_kernels
+from harness.exact_targets import HYBRIDS, skip_without_kernels
 from paceline import LLM, AsyncEngine
 from paceline.engine.batch import RequestMaker
 from paceline.engine.engine import Engine
@@ -37,6 +37,7 @@ TARGETS = [
     *(f"{name}-{dtype}-native" for name in ("llama", "qwen3") for dtype in ("f32", "bf16")),
     *("qwen3-f32-paths", "llama-bf16-paths", "mini-bf16-native", "sliding-f32-native", "sliding-bf16-paths"),
     *("gemma4-f32-native", "gemma4-bf16-paths", "gpt_oss-bf16-native", "gpt_oss-f32-paths"),
+    *(f"{name}-{dtype}-native" for name in HYBRIDS for dtype in ("f32", "bf16")),
 ]
 CASES = [
     *((target, kind) for target in TARGETS for kind in TEXT_DRAFTERS),
@@ -50,6 +51,7 @@ SAMPLE = {  # what a normal run takes of the others
     "sliding-f32-native": ["chaos", "draft_tree"],
     "gemma4-f32-native": ["chaos", "draft_tree"],
     "gpt_oss-bf16-native": ["chaos", "draft_tree"],
+    **{f"{name}-f32-native": ["chaos", "draft_tree"] for name in HYBRIDS},
     **{f"{name}-f32-native": kinds for name, kinds in HEADS.items()},
     "llama-f32-native": TEXT_DRAFTERS,
 }

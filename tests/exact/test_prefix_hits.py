@@ -10,7 +10,7 @@ import pytest
 
 from harness.engine_jobs import HEADS, Solo, open_drafting, write_heads_and_target
 from harness.engine_traffic import check_clean
-from harness.exact_targets import skip_without_kernels
+from harness.exact_targets import HYBRIDS, skip_without_kernels
 from paceline import LLM, SamplingParams
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.medusa.network import MedusaNetwork
@@ -32,6 +32,7 @@ CASES = [
     ("sliding", "chaos"),
     ("gemma4", "draft_model"),
     ("gpt_oss", "chaos"),
+    *((name, kind) for name in HYBRIDS for kind in ("draft_model", "chaos")),
     *((target, kind) for target, kinds in HEADS.items() for kind in kinds),
 ]
 WITH_ROWS = [(target, kind) for target, kind in CASES if kind in ("draft_model", "draft_tree", "eagle", "eagle3", "mtp", "medusa")]
@@ -84,7 +85,9 @@ class Talks:
     def behind_hits(self, params: SamplingParams) -> list[RequestOutput]:
         """What plain decoding answers with a prefix cache, asked in this order."""
         if params not in self._behind_hits:
-            self._behind_hits[params] = ask(self._solo.open("none", num_blocks=NUM_BLOCKS), self.sequence(params), params)
+            self._behind_hits[params] = ask(
+                self._solo.open("none", num_blocks=NUM_BLOCKS, state_stride=BLOCK), self.sequence(params), params
+            )
         return self._behind_hits[params]
 
     def known(self, params: SamplingParams) -> dict[tuple[tuple[int, ...], int], list[int]]:
@@ -104,6 +107,7 @@ def open_with(targets: Targets, talks_of: Callable[[str], Talks]) -> OpenWith:
     def open_it(name: str, kind: str, params: SamplingParams = GREEDY, **options: Any) -> LLM:
         solo, drafts = targets(name)
         draft = drafts.get(kind, solo.directory)
+        options = {"state_stride": BLOCK, **options}  # a hit goes as far as there is a state
         return open_drafting(kind, solo, talks_of(name).known(params), draft, depth=DEPTH, num_blocks=NUM_BLOCKS, **options)
 
     return open_it

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from harness.adversaries import ChaosDrafter, OracleDrafter, WrongDrafter
-from harness.exact_targets import BACKENDS, EVERYTHING, opened_as, skip_without_kernels
+from harness.exact_targets import BACKENDS, EVERYTHING, HYBRIDS, opened_as, skip_without_kernels
 from paceline import LLM, SamplingParams
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.prediction import PredictionDrafter
@@ -17,6 +17,7 @@ from paceline.drafters.stack import StackDrafter
 from paceline.drafters.suffix.drafter import SuffixDrafter
 from paceline.drafters.suffix.store import SuffixStore
 from paceline.kv_cache import paged
+from paceline.kv_cache.recurrent import RecurrentStates
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout, path_to
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation import speculator as speculator_module
@@ -46,6 +47,7 @@ SAMPLE = [
     "sliding-f32-native",
     "gemma4-f32-native",
     "gpt_oss-bf16-native",
+    "qwen3_5-f32-native",
 ]  # of `make test`
 DRAFTERS = ["none", "ngram", "suffix", "suffix_tree", "prediction", "draft_model", "draft_tree", "stack", "oracle", "wrong", "chaos"]
 TREES = ("chaos", "draft_tree", "suffix_tree", "stack")  # get rows for branches
@@ -189,13 +191,29 @@ def test_tokens_are_the_same_whatever_drafts(
         assert llm.runtime.num_passes > before
 
 
-def test_every_step_is_one_target_pass(plain_of: PlainOf) -> None:
-    plain = plain_of("llama", "f32", "native")
+@pytest.mark.parametrize("name", ["llama", *HYBRIDS])
+def test_every_step_is_one_target_pass(plain_of: PlainOf, name: str) -> None:
+    plain = plain_of(name, "f32", "native")
     llm = plain.open(OracleDrafter(plain.by_prompt(list(SAMPLINGS))))
     before = llm.runtime.num_passes
     (output,) = llm.generate([plain.prompts[0]], params("greedy", plain.max_tokens))
     assert llm.runtime.num_passes - before == output.speculation.steps
     assert output.speculation.mean_acceptance_length > 3
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_rejections_run_no_pass_and_copy_no_state(plain_of: PlainOf, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = plain_of(name, "f32", "native")
+    llm = plain.open(WrongDrafter(plain.by_prompt(list(SAMPLINGS)), plain.vocab_size), prefix_cache=False)
+    llm.engine.speculator.policy = DraftLengthPolicy(4)
+    made, real = [], RecurrentStates._new_state
+    monkeypatch.setattr(RecurrentStates, "_new_state", lambda memory, **given: made.append(given) or real(memory, **given))
+    before = llm.runtime.num_passes
+    (output,) = llm.generate([plain.prompts[0]], params("greedy", plain.max_tokens))
+    assert output.speculation.accepted == 0
+    assert output.speculation.drafted >= plain.max_tokens
+    assert llm.runtime.num_passes - before == output.speculation.steps == plain.max_tokens
+    assert len(made) == 1, "the state of the request"
 
 
 def test_a_prediction_that_comes_true_is_accepted_almost_everywhere(plain_of: PlainOf) -> None:

@@ -67,6 +67,7 @@ _CHAT_TEMPLATE = (
     "{{ '<|im_start|> ' + message['role'] + ' ' + message['content'] + '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|> assistant' }}{% endif %}"
 )
+_WITH_OFFSET = ("gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # their files hold norm weights less 1
 # Values of configs as published, small.
 OLMO3_ROPE = {
     "full_attention": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 128},
@@ -126,19 +127,23 @@ def write_checkpoint(
         config = AutoConfig.for_model(family, **values)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, parameter in model.named_parameters():
-            if name.endswith(("bias", "sinks")):
+            if name.endswith("A_log"):
+                torch.nn.init.uniform_(parameter, -3.0, 1.0)
+            elif name.endswith((".D", "conv1d.weight", "conv.conv.weight")):
+                torch.nn.init.normal_(parameter, std=0.5)
+            elif name.endswith(("bias", "sinks")):
                 torch.nn.init.normal_(parameter, std=1.0 if name.endswith("sinks") else 0.3)
             elif name.endswith((".gate.weight", ".router.weight", ".router.proj.weight")):
                 torch.nn.init.normal_(parameter, std=0.5)  # rows choose their experts clearly
             elif "norm" in name or name.endswith(("router.scale", "per_expert_scale")):
-                offset = 1.0 if family in ("gemma2", "gemma3_text") else 0.0  # their files hold norm weights less 1
+                offset = 1.0 if family in _WITH_OFFSET and "linear_attn" not in name else 0.0
                 torch.nn.init.uniform_(parameter, 0.5 - offset, 1.5 - offset)
                 if family.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
                     parameter.data *= query_key_scale
             elif name.endswith(("q_proj.weight", "k_proj.weight")):
                 parameter.data *= query_key_scale
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 torch.nn.init.normal_(buffer, std=0.3)
             if name.endswith("layer_scalar"):
                 torch.nn.init.uniform_(buffer, 0.6, 1.4)

@@ -1,7 +1,8 @@
 """Random requests for an engine, what each must get (what it gets alone, decoded plainly), and drafters that try to change that."""
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,17 @@ import numpy as np
 
 from harness.adversaries import Answers, ChaosDrafter, OracleDrafter, WrongDrafter
 from harness.exact_targets import opened_as
-from paceline import LLM, BackendUnavailableError, RequestError, SamplingParams
+from paceline import LLM, BackendUnavailableError, CapacityError, RequestError, SamplingParams
+from paceline.config import EngineConfig
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.prediction import PredictionDrafter
 from paceline.drafters.stack import StackDrafter
 from paceline.drafters.suffix.drafter import SuffixDrafter
 from paceline.drafters.suffix.store import SuffixStore
+from paceline.engine.memory import plan_cache
+from paceline.kv_cache.recurrent import RecurrentStates
+from paceline.models.checkpoint import read_model_config
+from paceline.models.config import ModelConfig, WeightType
 from paceline.outputs import RequestOutput
 from paceline.sampling.grammar import Grammar
 from paceline.speculation.draft_length import DraftLengthPolicy
@@ -95,9 +101,10 @@ class Solo:
 
     def __init__(self, directory: Path, dtype: str, backend: str) -> None:
         self.directory, self.dtype, self.backend = directory, dtype, backend
+        self.config = read_model_config(directory)
         self.llm = self.open("none", num_blocks=3 * MAX_CONTEXT // BLOCK, prefix_cache=False, block_bytes=_block_bytes(directory, dtype))
         cache = self.llm.engine.cache
-        self.block_bytes = cache.num_bytes // cache.pool.num_blocks
+        self.block_bytes = _block_bytes(directory, dtype) if self.config.recurrents else cache.num_bytes // cache.pool.num_blocks
 
     @property
     def vocab_size(self) -> int:
@@ -117,8 +124,14 @@ class Solo:
             "dtype": self.dtype, "backend": "native", "threads": 1, "device": "cpu", "max_context": MAX_CONTEXT,
             "cache_gb": (num_blocks + 0.5) * (block_bytes or self.block_bytes) / 1e9, **options,
         }  # fmt: skip
+        if self.config.recurrents:
+            given["cache_gb"] = _with_states(self.config, num_blocks, given)
         with opened_as(self.backend):
-            return LLM(str(self.directory), drafter=drafter, **given)
+            llm = LLM(str(self.directory), drafter=drafter, **given)
+        for memory in llm.engine.cache.memories:
+            if isinstance(memory, RecurrentStates):  # so small a cache has no room for states of ended texts
+                memory.limits = replace(memory.limits, max_kept=100 if llm.engine.cache.prefix_caching else 0)
+        return llm
 
     def answer(self, prompt: list[int], params: SamplingParams) -> list[RequestOutput]:
         """Each sample alone."""
@@ -131,9 +144,21 @@ class Solo:
         return [opened.output(request) for request in requests]
 
 
-def _block_bytes(directory: Path, dtype: str) -> int:
-    from paceline.models.checkpoint import read_model_config
+def _with_states(model: ModelConfig, num_blocks: int, given: dict[str, Any]) -> float:
+    """The least `cache_gb` with which there are so many blocks beside the states of recurrent layers."""
+    names = {one.name for one in fields(EngineConfig)}
+    config = EngineConfig(**{name: value for name, value in given.items() if name in names and name != "cache_gb"})
 
+    def planned(thousands: int) -> int:
+        try:
+            return plan_cache(model, replace(config, max_context=None, cache_gb=thousands / 1e6), WeightType.F32).num_blocks
+        except CapacityError:
+            return 0
+
+    return bisect_left(range(1, 1_000_000), num_blocks, key=planned) / 1e6 + 1e-6
+
+
+def _block_bytes(directory: Path, dtype: str) -> int:
     config = read_model_config(directory)
     return config.kv_bytes_per_token(4 if dtype == "f32" else 2) * BLOCK
 

@@ -72,11 +72,12 @@ def _memory_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     if memory is None:
         return []
     sliding = "".join(f"; layers with a window keep at most {rows} tokens" for rows in memory["target_windows"][:1])
+    state = f"; recurrent layers keep {_size(memory['target_state_bytes'])} a text" if memory["target_state_bytes"] else ""
     rows = [
         (
             "memory",
             f"target {_size(memory['target_weights_bytes'])}, {_size(memory['target_cache_bytes_per_1k_tokens'])} for every 1000 tokens"
-            f"{sliding}; runtime {memory['target_backend']}",
+            f"{sliding}{state}; runtime {memory['target_backend']}",
         )
     ]
     if memory["draft_weights_bytes"] is not None:

@@ -49,6 +49,7 @@ MEMORY = Panel(
         "max_context": "Longest prompt + output, in tokens. Default: what the model was made for.",
         "cache_gb": "Memory for keys and values, in gigabytes. Default: a few full contexts, at most a quarter of the free memory.",
         "prefix_cache": "Keep rows of earlier prompts and answers while there is room, for what begins with the same tokens.",
+        "state_stride": "Rows between the states of recurrent layers that are kept for that, a multiple of 32.",
     },
 )
 SAMPLING = Panel(
@@ -72,7 +73,7 @@ SPECULATION = Panel(
     "Speculation",
     SpeculationConfig,
     {
-        "drafter": "Who guesses: auto (the target's own draft model or assistant, else ngram), none, ngram, suffix, prediction; "
+        "drafter": "Who guesses: auto (the target's own draft model, assistant or mtp layer, else ngram), none, ngram, suffix, prediction; "
         "draft_model, medusa or mtp of the target's own directory; or the directory or id of a draft model, of Medusa or EAGLE heads, or "
         "of a Gemma 4 assistant. Several times: all. It changes the speed, never a token.",
         "num_draft_tokens": 'Tokens to draft a step: a number, or "auto" (4).',

@@ -25,9 +25,10 @@ from paceline.drafters.stack import StackDrafter
 from paceline.drafters.suffix.drafter import SuffixDrafter
 from paceline.drafters.target import LoadedTarget
 from paceline.drafters.translate import ByteTokenizer, SharedPieces, TextDrafter
-from paceline.errors import CheckpointError, IncompatibleDrafterError
+from paceline.errors import BackendUnavailableError, CheckpointError, IncompatibleDrafterError
 from paceline.hub import gguf_models, resolve
 from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.kv_cache.recurrent import StateLimits
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.models.checkpoint import is_gguf, read_model_config
 from paceline.runtimes.base import Numerics
@@ -90,11 +91,13 @@ class PreparedDrafter:
         name: what it will be called.
         path: of its files; None if it needs none.
         head: the opened files, if they hold a head.
+        is_found: nobody named it: where it cannot be used, n-grams guess.
     """
 
     name: str
     path: Path | None = None
     head: HeadFiles | None = None
+    is_found: bool = False
 
     def open(self, target: LoadedTarget) -> Drafter:
         """The drafter.
@@ -104,7 +107,12 @@ class PreparedDrafter:
             CheckpointError: its files do not hold what it needs.
         """
         if self.head is not None:
-            return HEADS[self.head.kind](self.head, target)
+            try:
+                return HEADS[self.head.kind](self.head, target)
+            except (CheckpointError, IncompatibleDrafterError):
+                if not self.is_found:
+                    raise
+                return NgramDrafter()
         return DRAFTERS[self.name]() if self.path is None else _open_draft_model(self.path, target)
 
 
@@ -207,8 +215,10 @@ def _embedded(wanted: str, target: Path) -> PreparedDrafter:
     if (directory / "config.json").is_file():
         return PreparedDrafter(DRAFT_MODEL, directory)
     if wanted == "auto":
-        head = _assistant_of(target)
-        return PreparedDrafter(NgramDrafter.name) if head is None else PreparedDrafter(head.kind.value, head.path, head)
+        head = _assistant_of(target) or _own_module(target)
+        if head is None:
+            return PreparedDrafter(NgramDrafter.name)
+        return PreparedDrafter(head.kind.value, head.path, head, is_found=head.kind is HeadKind.MTP)
     raise IncompatibleDrafterError(
         f"{target} has no embedded draft model (folder {EMBEDDED!r}): give a draft model's directory or id instead"
     )
@@ -226,6 +236,15 @@ def _assistant_of(target: Path) -> HeadFiles | None:
         files = gguf_models(folder) if folder.is_dir() else []
         head = find_head(files[0]) if len(files) == 1 else None
     return head if head is None or not is_gguf(target) or suits(head, read_model_config(target)) else None
+
+
+def _own_module(target: Path) -> HeadFiles | None:
+    """The module for multi-token prediction in the target's own checkpoint; None where there is none that can be read."""
+    try:
+        head = find_head(target, inside_target=True)
+    except (CheckpointError, IncompatibleDrafterError, BackendUnavailableError):
+        return None  # of a target that cannot be read its loading says why
+    return head if head is not None and head.kind is HeadKind.MTP else None
 
 
 def _resolve(wanted: str, *, token: str | None, offline: bool) -> Path:
@@ -288,7 +307,9 @@ def _open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
         quant_directory=cache_directory(),
     )
     runtime = load_runtime(directory, options).runtime
-    cache = runtime.new_cache(1 + blocks_for(math.ceil(target.cache.max_slots * expansion), BLOCK_SIZE))  # one more for the timed pass
+    num_blocks = 1 + blocks_for(math.ceil(target.cache.max_slots * expansion), BLOCK_SIZE)  # one more for the timed pass
+    kept_states = target.engine.max_num_seqs if target.cache.prefix_caching else 0
+    cache = runtime.new_cache(num_blocks, states=StateLimits(stride=target.engine.state_stride, max_kept=kept_states))
     cache.prefix_caching = target.cache.prefix_caching
     passes = time_passes(runtime, cache, (READ_ROWS,), max_context=max_context, repeats=1, wants_logits=False)
     translation, by_text = None, None

@@ -324,7 +324,10 @@ class DraftModelDrafter(Drafter):
         ran, plans, rows = list[_Draft[ResultT]](), list[RowPlan](), list[list[int]]()
         for draft, ids in zip(drafts, token_ids, strict=True):
             try:
-                plans.append(self.cache.reserve(draft.state.sequence, range(-1, len(ids) - 1)))
+                # The last row of a text may be cut and run again, for its logits; those before it are agreed.
+                num_known = len(ids) - wants_logits if len(ids) > 1 else 1
+                state = draft.state
+                plans.append(self.cache.reserve(state.sequence, range(-1, len(ids) - 1), num_known, num_firm=state.num_agreed))
             except CapacityError:
                 self._advance(draft, None)
                 self.release(draft.request)

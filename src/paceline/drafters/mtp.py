@@ -5,9 +5,10 @@ feature of position t, as in EAGLE, and is drafted with in the same way; the net
 ordinary one of the model's family, and a norm stands in front of the vocabulary matrix. Deviations: modules behind the first one
 are left out, and the first one is applied again and again.
 
-Layouts: `mtp.*` (Qwen3-Next and later: norms hold their weights less 1), one layer more than config.json counts (DeepSeek-V3, GLM:
-copies of the embedding and of the vocabulary matrix may lie beside it; in GGUF files `blk.L.nextn.*`), and `mtp_layers.*`, which are
-MiMo's and mix [feature, embedding], or lie in a file of the speculators library. The next feature is the normed output in all of them.
+Layouts: `mtp.*` (Qwen3-Next and later: norms hold their weights less 1, queries and gates lie in one matrix), one layer more than
+config.json counts (DeepSeek-V3, GLM: copies of the embedding and of the vocabulary matrix may lie beside it), both in GGUF files
+`blk.L.nextn.*`, and `mtp_layers.*`, which are MiMo's and mix [feature, embedding], or lie in a file of the speculators library. The
+next feature is the normed output in all of them.
 """
 
 import re
@@ -19,13 +20,14 @@ import numpy as np
 
 from paceline.drafters.head_experts import with_single_experts
 from paceline.drafters.head_files import HeadFiles
+from paceline.drafters.head_gates import GATE, with_gates
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.pairs.config import PairConfig
 from paceline.drafters.pairs.drafter import PairDrafter
 from paceline.drafters.pairs.head import EMBEDDING, FEATURE, PairHead
 from paceline.drafters.pairs.opening import settle
 from paceline.drafters.target import LoadedTarget
-from paceline.errors import IncompatibleDrafterError
+from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.checkpoint import is_gguf, open_weights
 from paceline.models.config import ModelConfig, WeightType, config_from_values
 from paceline.models.gguf.config import gguf_config
@@ -70,6 +72,7 @@ _PARTS = {
     },
     "layers.": {"fc": "eh_proj", "embedding_norm": "enorm", "feature_norm": "hnorm", "final_norm": "shared_head.norm"},
 }  # fmt: skip
+_OWN_EMBEDDING = "mtp.embed_tokens.weight"
 
 
 def _layout(files: HeadFiles, target: ModelConfig) -> _Layout:
@@ -77,7 +80,13 @@ def _layout(files: HeadFiles, target: ModelConfig) -> _Layout:
         return {f"{ours}.weight": f"{prefix}{theirs}.weight" for ours, theirs in _PARTS[parts].items()}
 
     if any(name.startswith("mtp.") for name in files.tensors):
-        return _Layout("mtp.layers.0.", named("mtp.", "mtp."), {}, "mtp.layers.", norms_less_one=True)
+        has_own = _has_own_embedding(files)
+        if has_own and _OWN_EMBEDDING not in files.tensors:
+            raise CheckpointError(
+                f"{files.path} lacks {_OWN_EMBEDDING} although its config.json sets mtp_use_dedicated_embeddings: download it again"
+            )
+        own = {"embedding.weight": _OWN_EMBEDDING}
+        return _Layout("mtp.layers.0.", named("mtp.", "mtp."), own, "mtp.layers.", norms_less_one=True, holds_copies=not has_own)
     if any(name.startswith("mtp_layers.") for name in files.tensors):
         own = {"embedding.weight": "embed_tokens.weight", "lm_head.weight": "lm_head.weight"} if files.is_speculators else {}
         prefix = "mtp_layers.0."
@@ -91,6 +100,12 @@ def _layout(files: HeadFiles, target: ModelConfig) -> _Layout:
         f"{files.path} holds no MTP module: neither mtp.* or mtp_layers.* tensors nor a layer {target.num_layers} with eh_proj.weight; "
         "use another drafter"
     )
+
+
+def _has_own_embedding(files: HeadFiles) -> bool:
+    """Whether a module's embedding is meant to be another than the target's."""
+    text = files.config.get("text_config")
+    return any(isinstance(values, Mapping) and values.get("mtp_use_dedicated_embeddings") is True for values in (files.config, text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +160,7 @@ def load_mtp(files: HeadFiles, target: ModelConfig, target_weights: Weights, *, 
         layers, file = _one_layer(target, norm_offset=target.norm_offset), open_gguf(files.path)
         makers = open_module(file, target, layers.layers[0], num_threads=num_threads)
         made = MadeWeights([*makers, "lm_head.weight"], lambda name: lm_head if name == "lm_head.weight" else makers[name]())
-        return module(_Layout("", {}, {}, "", may_be_plain=True), layers, made, num_modules(file, target) - 1)
+        return module(_Layout("", {}, {}, "", may_be_plain=not target.norm_offset), layers, made, num_modules(file, target) - 1)
     layout = _layout(files, target)
     layers = _one_layer(_layer_of(files, target), norm_offset=layout.norms_less_one)
     tensors, own, later = _read(files, layout, layers, target)
@@ -162,12 +177,15 @@ def _read(
     Raises:
         CheckpointError: as `load_mtp`.
     """
-    size, mlp = target.hidden_size, layers.layers[0].mlp
+    size, mlp, attention = target.hidden_size, layers.layers[0].mlp, layers.attention
     if isinstance(mlp, ExpertMLP):
         files = with_single_experts(files, layout.prefix, mlp, size)
+    if attention.is_gated:
+        files = with_gates(files, layout.prefix, attention, size)
     shapes = {name: shape for name, shape in tensor_shapes(layers).items() if name.startswith("layers.0.")}
     plain = checkpoint_names(layers)
-    names = {name: layout.prefix + plain[name].removeprefix("model.layers.0.") for name in shapes} | dict(layout.names)
+    plain |= {name: name.replace("attention_gate", GATE) for name in shapes if name.startswith("layers.0.attention_gate.")}
+    names = {name: layout.prefix + plain[name].removeprefix("model.").removeprefix("layers.0.") for name in shapes} | dict(layout.names)
     shapes |= {"fc.weight": (size, 2 * size), **{name: (size,) for name in layout.names if name != "fc.weight"}}
     optional = dict.fromkeys(layout.own_matrices.values(), (target.vocab_size, size))
     files.check({names[name]: shape for name, shape in shapes.items()}, optional)
@@ -217,10 +235,12 @@ def _layer_of(files: HeadFiles, target: ModelConfig) -> ModelConfig:
 
 
 def _one_layer(config: ModelConfig, *, norm_offset: bool) -> ModelConfig:
-    """A network of one layer that sees the whole text; with experts, if any layer of the target has some."""
-    layers = [layer for layer in config.layers if isinstance(layer.mlp, ExpertMLP)] or config.layers
-    full = next((layer for layer in layers if layer.mixer.window is None), layers[0])
-    return replace(config, layers=(replace(full, mixer=replace(full.mixer, window=None)),), norm_offset=norm_offset)
+    """A network of one layer with attention to the whole text; with experts, if any layer of the target has some."""
+    layers = [config.layers[index] for index in config.attentions]
+    full = next((layer for layer in layers if layer.attention.window is None), layers[0])
+    mlp = next((layer.mlp for layer in config.layers if isinstance(layer.mlp, ExpertMLP)), full.mlp)
+    layer = replace(full, mixer=replace(full.attention, window=None), mlp=mlp)
+    return replace(config, layers=(layer,), norm_offset=norm_offset)
 
 
 def _check_all_used(files: HeadFiles, layout: _Layout, used: set[str], num_layers: int) -> int:

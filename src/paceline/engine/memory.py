@@ -6,25 +6,30 @@ from dataclasses import dataclass
 from paceline.config import EngineConfig
 from paceline.errors import CapacityError, ConfigError
 from paceline.kv_cache.paged import BLOCK_SIZE, blocks_in
+from paceline.kv_cache.recurrent import DEFAULT_STATES, StateLimits
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.kv_cache.window import PassLimits, window_blocks
 from paceline.machine import available_memory_bytes
 from paceline.models.config import ModelConfig, WeightType
+from paceline.models.state_layout import StateLayout
 
 _DRAFT_BLOCKS_PER_SEQUENCE = 2  # room for drafts beyond the longest a request may become
+_RECORDS_PER_SEQUENCE = 32  # rows of a tree and those committed before it, of layers with a state
+_MOST_KEPT_STATES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
     """Blocks to allocate, the longest context they serve, and a notice if that is short.
 
-    `way_out` is what somebody can do whose prompt is longer.
+    `way_out` is what somebody can do whose prompt is longer; `states` says how those of recurrent layers are used.
     """
 
     num_blocks: int
     max_context: int
     way_out: str
     notice: str | None = None
+    states: StateLimits = DEFAULT_STATES
 
 
 def plan_cache(model: ModelConfig, config: EngineConfig, weight_type: WeightType, limits: PassLimits | None = None) -> CachePlan:
@@ -43,22 +48,44 @@ def plan_cache(model: ModelConfig, config: EngineConfig, weight_type: WeightType
     cache_bytes = _CacheBytes(model, 4 if weight_type is WeightType.F32 else 2, limits)
     per_sequence = blocks_for(context, BLOCK_SIZE) + _DRAFT_BLOCKS_PER_SEQUENCE
     wanted = config.max_num_seqs * per_sequence
+    total = available_memory_bytes() // 4 if config.cache_gb is None else int(config.cache_gb * 1e9)
+    states, state_bytes = _plan_states(model, config, total)
+    num_bytes = total - state_bytes
     if config.cache_gb is None:
-        num_blocks = max(1, cache_bytes.blocks_in(available_memory_bytes() // 4, most=wanted))
+        num_blocks = max(1, cache_bytes.blocks_in(num_bytes, most=wanted))
     else:
-        num_bytes = int(config.cache_gb * 1e9)
         blocks_in(num_bytes, cache_bytes(1))
         num_blocks = cache_bytes.blocks_in(num_bytes, most=cache_bytes.most_in(num_bytes, wanted))
     slots = num_blocks * BLOCK_SIZE
     if slots >= context:
-        return CachePlan(num_blocks, context, _way_out(model, context))
+        return CachePlan(num_blocks, context, _way_out(model, context), states=states)
     if config.max_context is not None:
         raise CapacityError(
             f"a context of {context} tokens needs {cache_bytes(per_sequence) / 1e9:.2g} GB of cache, "
             f"{cache_bytes(num_blocks) / 1e9:.2g} GB are to be had: lower max_context or raise cache_gb"
         )
     notice = f"the cache limits the context to {slots} of the model's {context} tokens: raise cache_gb"
-    return CachePlan(num_blocks, slots, "shorten the prompt or raise cache_gb", notice)
+    return CachePlan(num_blocks, slots, "shorten the prompt or raise cache_gb", notice, states)
+
+
+def _plan_states(model: ModelConfig, config: EngineConfig, num_bytes: int) -> tuple[StateLimits, int]:
+    """How the states of recurrent layers are used, and their bytes: those of running texts, and others in a quarter of what is left.
+
+    Raises:
+        CapacityError: there is no room for those of `max_num_seqs` texts.
+    """
+    layout = StateLayout.of(model.recurrents)
+    of_state, of_text = 4 * layout.state_size, 4 * (layout.state_size + _RECORDS_PER_SEQUENCE * layout.record_size)
+    if of_state == 0:
+        return StateLimits(stride=config.state_stride, max_kept=0), 0
+    running = config.max_num_seqs * of_text + of_state  # and one that a prompt's chunk is bringing forward
+    if running > num_bytes:
+        raise CapacityError(
+            f"the states of max_num_seqs = {config.max_num_seqs} texts take {running / 1e9:.2g} GB, {num_bytes / 1e9:.2g} GB of cache are "
+            "to be had: lower max_num_seqs or raise cache_gb"
+        )
+    kept = min(_MOST_KEPT_STATES, (num_bytes - running) // 4 // of_state) if config.prefix_cache else 0
+    return StateLimits(stride=config.state_stride, max_kept=kept), running + kept * of_state
 
 
 class _CacheBytes:

@@ -1,6 +1,7 @@
 """The cache of a network: which blocks hold which rows of which sequence, and the memories that are told so."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from paceline.errors import CapacityError
 from paceline.kv_cache.block_pool import BlockPool
@@ -113,8 +114,12 @@ class KVCache:
         """Blocks that `reserve` takes for such a tree."""
         return fresh_blocks_needed(parents, sequence.committed_len, len(sequence.block_table), self.layout, self.block_size)
 
-    def reserve(self, sequence: CachedSequence, parents: Sequence[int]) -> RowPlan:
+    def reserve(self, sequence: CachedSequence, parents: Sequence[int], num_known: int = 1, *, num_firm: int | None = None) -> RowPlan:
         """Provide slots for a tree (parents[0] = -1) and lay it out; blocks that paths share partly are copied.
+
+        Args:
+            num_known: of the nodes, the first ones, a chain: they are kept together or not at all.
+            num_firm: rows committed before that `truncate` will not drop one by one; None = all.
 
         Raises:
             CapacityError: too few free blocks; nothing was changed.
@@ -123,7 +128,10 @@ class KVCache:
             raise RuntimeError("a pass is under way for this sequence: keep a path or cancel it first")
         length, table = sequence.committed_len, sequence.block_table
         fresh = self.pool.allocate(self.num_needed(sequence, parents))
-        plan = sequence.plan = plan_rows(parents, length, table, fresh, self.layout, self.block_size, sequence.id)
+        plan = plan_rows(parents, length, table, fresh, self.layout, self.block_size, sequence.id)
+        if num_known != 1 or num_firm is not None:
+            plan = replace(plan, num_known=num_known, num_firm=num_firm)
+        sequence.plan = plan
         for memory in self.memories:
             for source, target in plan.copies:
                 memory.copy_block(source, target)

@@ -67,6 +67,8 @@ class RowPlan:
         copies: (source, target) blocks to copy before the pass.
         fresh_blocks: blocks this plan took; those that no commit adopts are released.
         sequence_id: whose rows these are, by the cache's count; 0 = nobody's.
+        num_known: so many nodes from the root on are a chain that is kept whole, if anything is.
+        num_firm: committed rows that are never cut; None = all.
     """
 
     layout: TreeLayout
@@ -80,6 +82,8 @@ class RowPlan:
     copies: tuple[tuple[int, int], ...] = ()
     fresh_blocks: tuple[int, ...] = ()
     sequence_id: int = 0
+    num_known: int = 1
+    num_firm: int | None = None
 
     @property
     def num_rows(self) -> int:

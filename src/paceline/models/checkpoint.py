@@ -10,6 +10,7 @@ from paceline.models.gguf.config import gguf_config
 from paceline.models.gguf.file import open_gguf, split_parts
 from paceline.models.gguf.weights import GgufWeights
 from paceline.models.gpt_oss import PackedExpertWeights
+from paceline.models.hybrid_weights import HybridWeights
 from paceline.models.safetensors_file import checkpoint_files
 from paceline.models.weights import Weights
 from paceline.small_files import is_file
@@ -43,7 +44,10 @@ def open_weights(path: Path, config: ModelConfig, *, regroup: bool = False, num_
     if is_gguf(path):
         return GgufWeights(open_gguf(path), config, regroup=regroup, num_threads=num_threads)
     directory = _directory(path)
-    return PackedExpertWeights(directory, config) if FAMILIES[config.family].packs_experts else Weights.open(directory, config)
+    family = FAMILIES[config.family]
+    if family.recurrent_part:
+        return HybridWeights(directory, config)
+    return PackedExpertWeights(directory, config) if family.packs_experts else Weights.open(directory, config)
 
 
 def weight_files(path: Path) -> tuple[Path, ...]:

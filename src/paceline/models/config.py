@@ -15,7 +15,7 @@ from paceline.models.families import family_of
 from paceline.models.family import Family
 from paceline.models.json_fields import JsonFields
 from paceline.models.layer_reader import LayerReader
-from paceline.models.layers import AttentionConfig, LayerConfig
+from paceline.models.layers import AttentionConfig, LayerConfig, Recurrent
 from paceline.models.rope import inverse_frequencies, query_scales
 from paceline.models.rope_config import RopeConfig
 from paceline.models.safetensors_file import most_common_dtype
@@ -86,7 +86,17 @@ class ModelConfig:
     @property
     def sliding_window(self) -> int | None:
         """The shortest window of a layer; None = every layer sees the whole text."""
-        return min((layer.mixer.window for layer in self.layers if layer.mixer.window is not None), default=None)
+        return min((mixer.window for mixer in self.attentions.values() if mixer.window is not None), default=None)
+
+    @property
+    def attentions(self) -> dict[int, AttentionConfig]:
+        """The layers whose mixer is attention."""
+        return {index: layer.mixer for index, layer in enumerate(self.layers) if isinstance(layer.mixer, AttentionConfig)}
+
+    @property
+    def recurrents(self) -> dict[int, Recurrent]:
+        """The layers whose mixer keeps a state."""
+        return {index: layer.mixer for index, layer in enumerate(self.layers) if isinstance(layer.mixer, Recurrent)}
 
     @property
     def layer_input_size(self) -> int:
@@ -101,7 +111,7 @@ class ModelConfig:
             by_window: whether layers with a window keep no more than that; else every layer keeps all rows.
         """
         found: dict[tuple[int | None, int, int], list[int]] = {}
-        for index, mixer in enumerate(layer.mixer for layer in self.layers):
+        for index, mixer in self.attentions.items():
             if mixer.kv_layer is None:
                 found.setdefault((mixer.window if by_window else None, mixer.num_kv_heads, mixer.head_size), []).append(index)
         return tuple(KVGroup(*sizes, tuple(layers)) for sizes, layers in found.items())
@@ -117,13 +127,14 @@ class ModelConfig:
 
     def kv_owner(self, layer: int) -> int:
         """The layer whose keys and values `layer` reads: itself, unless it shares another's."""
-        shared = self.layers[layer].mixer.kv_layer
+        mixer = self.layers[layer].mixer
+        shared = mixer.kv_layer if isinstance(mixer, AttentionConfig) else None
         return layer if shared is None else shared
 
     @property
     def rotations(self) -> tuple[tuple[RopeConfig, int], ...]:
         """The distinct pairs (rope, head size), in the order of the layers."""
-        turned = [layer.mixer for layer in self.layers if layer.mixer.rotates]
+        turned = [mixer for mixer in self.attentions.values() if mixer.rotates]
         return tuple(dict.fromkeys((rope, mixer.head_size) for mixer in turned for rope in (mixer.rope, mixer.key_rope)))
 
     @property
@@ -133,16 +144,19 @@ class ModelConfig:
 
     @property
     def attention(self) -> AttentionConfig:
-        """The first layer's attention."""
-        return self.layers[0].mixer
+        """That of the first layer that has one."""
+        return next(iter(self.attentions.values()))
 
     def kv_bytes_per_token(self, item_bytes: int) -> int:
         """Bytes of one position's keys and values in all layers, of numbers of `item_bytes`."""
         return sum(group.bytes_per_token(item_bytes) for group in self.kv_groups())
 
     def with_attention(self, change: Callable[[AttentionConfig], AttentionConfig]) -> "ModelConfig":
-        """The same with another attention in every layer; layers that were alike still share one object."""
-        changed = {layer: replace(layer, mixer=change(layer.mixer)) for layer in dict.fromkeys(self.layers)}
+        """The same with another attention in every layer that has one; layers that were alike still share one object."""
+        changed = {
+            layer: replace(layer, mixer=change(layer.mixer)) if isinstance(layer.mixer, AttentionConfig) else layer
+            for layer in dict.fromkeys(self.layers)
+        }
         return replace(self, layers=tuple(changed[layer] for layer in self.layers))
 
     def for_context(self, max_context: int | None) -> "ModelConfig":
@@ -158,7 +172,14 @@ class ModelConfig:
         return replace(chosen, max_positions=min([self.max_positions, *short]))
 
 
-_TEXT_MODELS = {"gemma3": "gemma3_text", "mistral3": None, "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text"}
+_TEXT_MODELS = {
+    "gemma3": "gemma3_text",
+    "mistral3": None,
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 """Models of texts and images, and the text model in them; None = it says so itself."""
 _WEIGHT_TYPES = {
     "float32": WeightType.F32,
@@ -203,7 +224,8 @@ def config_from_values(
     """
     values = _text_values(values)
     family = family_of(values, path)
-    fields = JsonFields({**family.defaults, **values}, path)
+    renamed = {name: values[alias] for alias, name in family.aliases.items() if values.get(alias) is not None}
+    fields = JsonFields({**family.defaults, **values, **renamed}, path)
     _refuse_quantised(fields, family)
     _refuse_unknown(fields, family)
     read = LayerReader(fields, family)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from paceline.errors import CheckpointError, shortened
 from paceline.models.family import Family
 from paceline.models.layer_reader import LayerReader
-from paceline.models.layers import ClampedSwiGLU, DenseMLP, ExpertMLP, LayerConfig, QKNorm, Scoring
+from paceline.models.layers import ClampedSwiGLU, DenseMLP, ExpertMLP, LayerConfig, QKNorm, Routing, Scoring
 
 Layers = tuple[LayerConfig, ...]
 
@@ -34,17 +34,17 @@ def _qwen2_moe(read: LayerReader) -> Layers:
     last = read.fields.number("max_window_layers", 28)
     slides = [layer % 2 == 0 and layer < last for layer in range(read.num_layers)] if not is_listed else read.sliding_layers()
     attention = read.attention(bias=read.fields.flag("qkv_bias", default=True))
-    return read.layers(attention, _sparse(read, experts), slides=slides if read.flag("use_sliding_window") else ())
+    return read.layers(attention, sparse_layers(read, experts), slides=slides if read.flag("use_sliding_window") else ())
 
 
 def _qwen3_moe(read: LayerReader) -> Layers:
     bias, slides = read.flag("attention_bias"), read.flag("use_sliding_window")
     attention = read.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD)
     experts = ExpertMLP(routing=read.routing(), expert=read.mlp(size="moe_intermediate_size"))
-    return read.layers(attention, _sparse(read, experts), slides=[slides] * read.num_layers)
+    return read.layers(attention, sparse_layers(read, experts), slides=[slides] * read.num_layers)
 
 
-def _sparse(read: LayerReader, experts: ExpertMLP) -> list[DenseMLP | ExpertMLP]:
+def sparse_layers(read: LayerReader, experts: ExpertMLP) -> list[DenseMLP | ExpertMLP]:
     """Experts in every `decoder_sparse_step`-th layer that is not among `mlp_only_layers`."""
     fields, step = read.fields, read.fields.size("decoder_sparse_step", 1)
     dense = fields.values.get("mlp_only_layers") or []
@@ -54,7 +54,12 @@ def _sparse(read: LayerReader, experts: ExpertMLP) -> list[DenseMLP | ExpertMLP]
     return [experts if chooses else read.mlp() for chooses in has_experts]
 
 
-def _glm4_moe(read: LayerReader) -> Layers:
+def grouped_routing(read: LayerReader) -> Routing:
+    """DeepSeek-V3's: experts in groups, compared with a correction.
+
+    Raises:
+        CheckpointError: the groups do not divide the experts, or hold too few.
+    """
     fields, routing = read.fields, read.routing()
     groups, chosen_groups = fields.size("n_group", 1), fields.size("topk_group", 1)
     if routing.num_experts % groups or chosen_groups > groups or routing.num_chosen > routing.num_experts // groups * chosen_groups:
@@ -62,10 +67,14 @@ def _glm4_moe(read: LayerReader) -> Layers:
             f"{fields.path}: {routing.num_experts} experts in n_group = {groups} groups, of which topk_group = {chosen_groups} are chosen, "
             f"cannot give num_experts_per_tok = {routing.num_chosen}"
         )
-    routing = replace(
+    return replace(
         routing, scoring=Scoring.SIGMOID, least=1e-20 if routing.is_normalized else 0.0, factor=fields.number("routed_scaling_factor", 1.0),
         num_groups=groups, chosen_groups=chosen_groups, is_corrected=True,
     )  # fmt: skip
+
+
+def _glm4_moe(read: LayerReader) -> Layers:
+    fields, routing = read.fields, grouped_routing(read)
     expert, num_shared = read.mlp(size="moe_intermediate_size"), fields.number("n_shared_experts", 1)
     shared = replace(expert, intermediate_size=int(expert.intermediate_size * num_shared)) if num_shared else None
     num_dense = fields.number("first_k_dense_replace", 1)

@@ -6,11 +6,21 @@ from collections.abc import Mapping
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig
 from paceline.models.families import FAMILIES
-from paceline.models.layers import DenseMLP, ExpertMLP
+from paceline.models.layers import ExpertMLP
 from paceline.models.safetensors_file import StoredTensor
 
-_MIXTRAL_NAME = re.compile(r"(model\.layers\.\d+\.)block_sparse_moe\.(gate|experts\.\d+\.(?:w1|w2|w3))\.weight")
-_MIXTRAL_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_OTHER_NAME = re.compile(r"(model\.layers\.\d+\.)(?:block_sparse_moe|feed_forward)\.(?:(experts\.\d+\.)(w1|w2|w3)\.weight|(.+))")
+_EXPERT_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_OTHER_PARTS = {
+    "gate.weight": "gate.weight",
+    "router.weight": "gate.weight",
+    "router.layer.weight": "gate.weight",
+    "expert_bias": "gate.e_score_correction_bias",
+    "input_linear.weight": "experts.gate_up_proj",
+    "output_linear.weight": "experts.down_proj",
+    "experts.gate_up_proj": "experts.gate_up_proj",
+    "experts.down_proj": "experts.down_proj",
+}
 
 
 def split_experts(stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
@@ -21,27 +31,29 @@ def split_experts(stored: Mapping[str, StoredTensor], config: ModelConfig) -> di
     """
     tensors = {_plain_name(name): tensor for name, tensor in stored.items()}
     for index, layer in enumerate(config.layers):
-        if isinstance(layer.mlp, DenseMLP):
+        if not isinstance(layer.mlp, ExpertMLP):
             continue
         prefix = f"model.layers.{index}.{FAMILIES[config.family].part_names.get('experts', 'mlp.experts')}."
-        for stack, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+        front = ("gate_up_proj", ("gate_proj", "up_proj")) if layer.mlp.expert.has_gate else ("up_proj", ("up_proj",))
+        for stack, parts in (front, ("down_proj", ("down_proj",))):
             if (tensor := tensors.pop(prefix + stack, None)) is not None:
                 tensors |= _experts_of(prefix + stack, tensor, layer.mlp, config.hidden_size, parts)
     return tensors
 
 
 def _plain_name(name: str) -> str:
-    """Mixtral's names in the spelling of the other families."""
-    match = _MIXTRAL_NAME.fullmatch(name)
+    """The names of Mixtral, Granite and LFM2 in the spelling of the other families."""
+    match = _OTHER_NAME.fullmatch(name)
     if match is None:
         return name
-    *path, last = match[2].split(".")
-    return f"{match[1]}mlp.{'.'.join((*path, _MIXTRAL_PARTS.get(last, last)))}.weight"
+    prefix, expert, part, other = match.groups()
+    own = _OTHER_PARTS.get(other) if expert is None else f"{expert}{_EXPERT_PARTS[part]}.weight"
+    return name if own is None else f"{prefix}mlp.{own}"
 
 
 def _experts_of(name: str, tensor: StoredTensor, mlp: ExpertMLP, hidden_size: int, parts: tuple[str, ...]) -> dict[str, StoredTensor]:
-    inner, count = mlp.expert.intermediate_size, mlp.routing.num_experts
-    rows, columns = (hidden_size, inner) if parts == ("down_proj",) else (inner, hidden_size)
+    inner, outer, count = mlp.expert.intermediate_size, mlp.latent_size or hidden_size, mlp.routing.num_experts
+    rows, columns = (outer, inner) if parts == ("down_proj",) else (inner, outer)
     if tensor.shape != (count, len(parts) * rows, columns):
         raise CheckpointError(
             f"{tensor.path}: tensor {name!r} has shape {list(tensor.shape)}, but config.json makes it "

@@ -13,8 +13,10 @@ from paceline.errors import CheckpointError, shortened
 from paceline.models.expert_families import EXPERTS
 from paceline.models.family import Family
 from paceline.models.gemma4 import GEMMA4
+from paceline.models.hybrid_families import HYBRIDS
 from paceline.models.layer_reader import LayerReader
 from paceline.models.layers import LayerConfig, NormOrder, QKNorm
+from paceline.models.nemotron_h import NEMOTRON_H
 
 Layers = tuple[LayerConfig, ...]
 
@@ -102,7 +104,7 @@ def _smollm3(read: LayerReader) -> Layers:
     is_listed = read.fields.values.get("layer_types") is not None
     slides = read.sliding_layers() if is_listed else [read.flag("use_sliding_window") and not turned for turned in rotates]
     layers = read.layers(read.attention(bias=bias, output_bias=bias), read.mlp(bias=read.flag("mlp_bias")), slides=slides)
-    unturned = {layer: replace(layer, mixer=replace(layer.mixer, rotates=False)) for layer in dict.fromkeys(layers)}
+    unturned = {layer: replace(layer, mixer=replace(layer.attention, rotates=False)) for layer in dict.fromkeys(layers)}
     return tuple(layer if turned else unturned[layer] for layer, turned in zip(layers, rotates, strict=True))
 
 
@@ -329,6 +331,8 @@ _TABLE = (
     ),
     *EXPERTS,
     *GEMMA4,
+    *HYBRIDS,
+    NEMOTRON_H,
 )
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _TABLE}
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.models.json_fields import JsonFields
 from paceline.models.layer_reader import LayerReader
 from paceline.models.layers import LayerConfig
 
@@ -25,6 +26,9 @@ class Family:
         interleaves_rotation: the values of a head that rotate together lie side by side in checkpoints; rows are put in our order at load.
         part_names: what checkpoints call parts of a layer, or whole tensors of it, by other names than most.
         fuses_projections: checkpoints stack q, k and v in one matrix, gate and up in another.
+        recurrent_part: what checkpoints call a recurrent layer's mixer (models/hybrid_weights.py); empty = there is none.
+        count_layers: how many layers the metadata describes; None = `num_hidden_layers`.
+        aliases: other names of fields of the metadata; where they are given, they win.
         packs_experts: checkpoints hold the experts of a layer in two stacks, transposed or in MXFP4 (models/gpt_oss.py).
         rope_types: other spellings of rope types.
         norm_offset: see `ModelConfig`.
@@ -46,6 +50,9 @@ class Family:
     interleaves_rotation: bool = False
     part_names: Mapping[str, str] = field(default_factory=dict)
     fuses_projections: bool = False
+    recurrent_part: str = ""
+    count_layers: "Callable[[JsonFields], int] | None" = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
     packs_experts: bool = False
     rope_types: Mapping[str, str] = field(default_factory=dict)
     norm_offset: bool = False

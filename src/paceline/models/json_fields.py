@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 from paceline.errors import CheckpointError, shortened
 
-_LARGEST = 3.4028234e38  # of float32
+LARGEST = 3.4028234e38  # of float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,4 +83,4 @@ def _is_positive(value: object) -> TypeGuard[float]:
 
 def _is_finite(value: object) -> TypeGuard[float]:
     """Whether it is a number within float32's range; integers may have any size."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
+    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST

@@ -41,7 +41,8 @@ class LayerReader:
 
     def __init__(self, fields: JsonFields, family: "Family") -> None:
         self.fields, self.family = fields, family
-        self.num_layers = fields.size("num_hidden_layers", most=MAX_LAYERS)  # checked before anything is made for every layer
+        count = family.count_layers  # checked before anything is made for every layer
+        self.num_layers = fields.size("num_hidden_layers", most=MAX_LAYERS) if count is None else count(fields)
         self.num_heads, self.num_kv_heads, self.head_size = _heads(fields)
         self.rope = self.local_rope = read_rope(fields, family, head_size=self.head_size)
         if family.has_local_rope:

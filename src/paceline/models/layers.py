@@ -11,6 +11,9 @@ class Activation(Enum):
 
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
+    SIGMOID = "sigmoid"
+    RELU = "relu"
+    NONE = "none"  # the gate itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,7 @@ class AttentionConfig:
         has_sinks: every row also sees one key without a value for each query head, whose score is a weight.
         norms_values: each head of the values is normed, without a weight.
         keys_are_values: values are the keys as they are projected, neither normed nor turned; there is no projection for them.
+        is_gated: what goes to o is multiplied by the sigmoid of another projection of the same rows.
         kv_layer: the layer whose keys and values are read; None = its own, which it writes.
     """
 
@@ -79,6 +83,7 @@ class AttentionConfig:
     has_sinks: bool = False
     norms_values: bool = False
     keys_are_values: bool = False
+    is_gated: bool = False
     kv_layer: int | None = None
 
     @property
@@ -98,12 +103,129 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateSizes:
+    """A recurrent state of `heads` matrices [rows, columns]; `key_heads` of them have keys and queries of their own, the others share."""
+
+    heads: int
+    rows: int
+    columns: int
+    key_heads: int
+
+    @property
+    def key_width(self) -> int:
+        """Values of all keys of a row of a pass, and of all queries."""
+        return self.key_heads * self.rows
+
+    @property
+    def value_width(self) -> int:
+        """Values of all values of a row."""
+        return self.heads * self.columns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDeltaConfig:
+    """A gated delta rule behind a short convolution of queries, keys and values, which stand side by side in this order.
+
+    Each value head j has a state S [key_size, value_size] and uses key head j // (value heads / key heads). With q and k divided by
+    their norms, q by the root of `key_size` too, decay g = exp(decay * softplus(a + bias)) and beta = sigmoid(b), a row makes of it
+    S' = g S + k (beta (v - g S^T k))^T and gives S'^T q.
+
+    Attributes:
+        kernel_size: rows that the convolution sees, its own included.
+
+    Source: Yang et al. 2024, "Gated Delta Networks", section 3.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_size: int
+    value_size: int
+    kernel_size: int
+
+    @property
+    def state(self) -> StateSizes:
+        return StateSizes(heads=self.num_value_heads, rows=self.key_size, columns=self.value_size, key_heads=self.num_key_heads)
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return 2 * self.state.key_width + self.state.value_width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Config:
+    """A Mamba-2 mixer behind a short convolution of x, B and C, which stand side by side in this order.
+
+    Each head has a state S [state_size, head_size] and uses the B and C of its group. With dt = softplus(dt + bias), at least and at
+    most `dt_limits`, a row makes of it S' = exp(decay * dt) S + B (dt x)^T and gives S'^T C + skip x.
+
+    Attributes:
+        kernel_size: as in `GatedDeltaConfig`.
+        conv_bias: on the convolution.
+        bias: on the projections.
+        norm_groups: parts of a row's output that are normed by themselves, behind the gate.
+
+    Source: Dao and Gu 2024, "Transformers are SSMs", section 7.
+    """
+
+    num_heads: int
+    head_size: int
+    num_groups: int
+    state_size: int
+    kernel_size: int
+    norm_groups: int = 1
+    conv_bias: bool = True
+    bias: bool = False
+    dt_limits: tuple[float, float] = (0.0, float("inf"))
+
+    @property
+    def state(self) -> StateSizes:
+        return StateSizes(heads=self.num_heads, rows=self.state_size, columns=self.head_size, key_heads=self.num_groups)
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return self.state.value_width + 2 * self.state.key_width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvConfig:
+    """out(c * convolution(b * x)), with b, c and x projections of the same row; nothing is activated.
+
+    Attributes:
+        channels: of the convolution; as many as a row of the stream has values.
+        kernel_size: as in `GatedDeltaConfig`.
+        bias: on the convolution and on the projections.
+
+    Source: LFM2's model in transformers 5.23.
+    """
+
+    channels: int
+    kernel_size: int
+    bias: bool = False
+
+    @property
+    def state(self) -> StateSizes | None:
+        """There is none but what the convolution sees."""
+        return None
+
+
+Recurrent = GatedDeltaConfig | Mamba2Config | ShortConvConfig
+"""Mixers that keep a state of a fixed size for a text, whatever its length: a layer's last inputs of its convolution, and its matrices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DenseMLP:
-    """down(activation(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)).
+
+    Attributes:
+        has_gate: without, up takes the gate's place too: of ReLU that is its square.
+    """
 
     intermediate_size: int
     activation: Activation | ClampedSwiGLU = Activation.SILU
     bias: bool = False
+    has_gate: bool = True
 
 
 class Scoring(Enum):
@@ -151,6 +273,7 @@ class ExpertMLP:
         gates_shared: its output is multiplied by the sigmoid of a product with the row.
         has_own_norms: experts and shared one have a norm behind them each; router and experts take the stream, each behind a norm.
         router_scale: what the router's rows are multiplied by then.
+        latent_size: experts compute in rows of so many values, with a projection in front of them and one behind them; 0 = in the stream's.
     """
 
     routing: Routing
@@ -159,6 +282,7 @@ class ExpertMLP:
     gates_shared: bool = False
     has_own_norms: bool = False
     router_scale: float = 1.0
+    latent_size: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,14 +298,26 @@ class LayerConfig:
     """One layer. Layers that are alike share one object.
 
     Attributes:
+        mixer, mlp: one of them may be absent, with its norm.
         residual_scale: what the mixer and the MLP add to the residual stream is multiplied by.
         input: what it takes in besides the stream; None = nothing.
         scales_output: the stream behind it is multiplied by a weight of one value.
     """
 
-    mixer: AttentionConfig
-    mlp: DenseMLP | ExpertMLP
+    mixer: AttentionConfig | Recurrent | None
+    mlp: DenseMLP | ExpertMLP | None
     norm_order: NormOrder = NormOrder.PRE
     residual_scale: float = 1.0
     input: LayerInput | None = None
     scales_output: bool = False
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """The mixer of a layer that is known to have attention.
+
+        Raises:
+            TypeError: it has not.
+        """
+        if not isinstance(self.mixer, AttentionConfig):
+            raise TypeError(f"the layer's mixer is a {type(self.mixer).__name__}")
+        return self.mixer

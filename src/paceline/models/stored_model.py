@@ -12,8 +12,12 @@ from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig
 from paceline.models.safetensors_file import StoredTensor, checkpoint_files, map_file, read_header
 
-_NESTINGS = ("model.language_model.", "language_model.model.")  # of a language model beside an image encoder, new and old
-_IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.", "audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder.")
+_NESTINGS = (
+    "model.language_model.",
+    "language_model.model.",
+    "backbone.",
+)  # of a model beside an image encoder, new and old; of Nemotron-H
+_IMAGE_PARTS = ("vision_tower.", "visual.", "multi_modal_projector.", "audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder.")
 _DRAFTING_PARTS = ("mtp.", "model.mtp.", "model.mtp_layers.", "medusa_head.")  # heads that some checkpoints hold beside their model
 
 

@@ -4,7 +4,17 @@ from collections.abc import Mapping
 
 from paceline.models.config import ModelConfig
 from paceline.models.families import FAMILIES
-from paceline.models.layers import DenseMLP, ExpertMLP, LayerConfig, NormOrder, QKNorm
+from paceline.models.layers import (
+    AttentionConfig,
+    DenseMLP,
+    ExpertMLP,
+    GatedDeltaConfig,
+    LayerConfig,
+    NormOrder,
+    QKNorm,
+    Recurrent,
+    ShortConvConfig,
+)
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -23,12 +33,31 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]:
-    mixer, mlp = layer.mixer, layer.mlp
+    mlp = layer.mlp
     shapes: dict[str, tuple[int, ...]] = {}
+    parts = [*(["attention"] if layer.mixer is not None else []), *(["mlp"] if mlp is not None else [])]
     if layer.norm_order.in_front:
-        shapes |= {"attention_norm.weight": (hidden,), "mlp_norm.weight": (hidden,)}
+        shapes |= {f"{part}_norm.weight": (hidden,) for part in parts}
     if layer.norm_order.behind:
-        shapes |= {"attention_output_norm.weight": (hidden,), "mlp_output_norm.weight": (hidden,)}
+        shapes |= {f"{part}_output_norm.weight": (hidden,) for part in parts}
+    if layer.mixer is not None:
+        shapes |= _mixer_shapes(layer.mixer, hidden)
+    if mlp is not None:
+        shapes |= _expert_shapes(mlp, hidden) if isinstance(mlp, ExpertMLP) else _mlp_shapes(mlp, hidden)
+    if layer.input is not None:
+        shapes |= {"input_gate.weight": (layer.input.size, hidden), "input_proj.weight": (hidden, layer.input.size)}
+        shapes["input_norm.weight"] = (hidden,)
+    if layer.scales_output:
+        shapes["output_scale.weight"] = (1,)
+    return shapes
+
+
+def _mixer_shapes(mixer: AttentionConfig | Recurrent, hidden: int) -> dict[str, tuple[int, ...]]:
+    return _attention_shapes(mixer, hidden) if isinstance(mixer, AttentionConfig) else _recurrent_shapes(mixer, hidden)
+
+
+def _attention_shapes(mixer: AttentionConfig, hidden: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
     if mixer.qk_norm is QKNorm.HEAD:
         shapes |= {"q_norm.weight": (mixer.head_size,), "k_norm.weight": (mixer.head_size,)}
     elif mixer.qk_norm is QKNorm.WIDTH:
@@ -39,19 +68,35 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
         "q_proj": (mixer.query_size, hidden, mixer.bias),
         "k_proj": (mixer.kv_size, hidden, mixer.bias),
         "v_proj": (mixer.kv_size, hidden, mixer.bias),
+        "attention_gate": (mixer.query_size, hidden, mixer.bias),
         "o_proj": (hidden, mixer.query_size, mixer.output_bias),
     }
     absent = [*(("k_proj", "v_proj") if mixer.kv_layer is not None else ()), *(("v_proj",) if mixer.keys_are_values else ())]
+    absent += [] if mixer.is_gated else ["attention_gate"]
     shapes |= _matrices({name: size for name, size in projections.items() if name not in absent})
-    shapes |= _expert_shapes(mlp, hidden) if isinstance(mlp, ExpertMLP) else _mlp_shapes(mlp, hidden)
     if mixer.kv_layer is not None:
         shapes.pop("k_norm.weight", None)
-    if layer.input is not None:
-        shapes |= {"input_gate.weight": (layer.input.size, hidden), "input_proj.weight": (hidden, layer.input.size)}
-        shapes["input_norm.weight"] = (hidden,)
-    if layer.scales_output:
-        shapes["output_scale.weight"] = (1,)
     return shapes
+
+
+def _recurrent_shapes(mixer: Recurrent, hidden: int) -> dict[str, tuple[int, ...]]:
+    """`decay.weight` is what softplus is multiplied by, below 0: checkpoints hold the logarithm of its negative."""
+    channels = mixer.channels
+    shapes: dict[str, tuple[int, ...]] = {"conv.weight": (channels, mixer.kernel_size)}
+    if isinstance(mixer, ShortConvConfig):
+        shapes |= {"conv.bias": (channels,)} if mixer.bias else {}
+        return shapes | _matrices(dict.fromkeys(("conv_proj", "b_proj", "c_proj", "o_proj"), (hidden, hidden, mixer.bias)))
+    state = mixer.state
+    shapes |= {"decay.weight": (state.heads,), "decay.bias": (state.heads,)}
+    if isinstance(mixer, GatedDeltaConfig):
+        shapes["gated_norm.weight"] = (mixer.value_size,)
+        gates, bias = {"b_proj": (state.heads, hidden, False), "a_proj": (state.heads, hidden, False)}, False
+    else:
+        shapes |= {"conv.bias": (channels,)} if mixer.conv_bias else {}
+        shapes |= {"skip.weight": (state.heads,), "gated_norm.weight": (state.value_width,)}
+        gates, bias = {"dt_proj": (state.heads, hidden, mixer.bias)}, mixer.bias
+    matrices = {"conv_proj": (channels, hidden, bias), "z_proj": (state.value_width, hidden, bias), **gates}
+    return shapes | _matrices({**matrices, "o_proj": (hidden, state.value_width, bias)})
 
 
 def _matrices(projections: Mapping[str, tuple[int, int, bool]]) -> dict[str, tuple[int, ...]]:
@@ -65,13 +110,9 @@ def _matrices(projections: Mapping[str, tuple[int, int, bool]]) -> dict[str, tup
 
 
 def _mlp_shapes(mlp: DenseMLP, hidden: int, prefix: str = "") -> dict[str, tuple[int, ...]]:
-    return _matrices(
-        {
-            f"{prefix}gate_proj": (mlp.intermediate_size, hidden, mlp.bias),
-            f"{prefix}up_proj": (mlp.intermediate_size, hidden, mlp.bias),
-            f"{prefix}down_proj": (hidden, mlp.intermediate_size, mlp.bias),
-        }
-    )
+    taken = dict.fromkeys(("gate_proj", "up_proj") if mlp.has_gate else ("up_proj",), (mlp.intermediate_size, hidden, mlp.bias))
+    matrices = {**taken, "down_proj": (hidden, mlp.intermediate_size, mlp.bias)}
+    return _matrices({prefix + name: size for name, size in matrices.items()})
 
 
 def _expert_shapes(mlp: ExpertMLP, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -82,7 +123,9 @@ def _expert_shapes(mlp: ExpertMLP, hidden: int) -> dict[str, tuple[int, ...]]:
     if routing.has_scales:
         shapes["router.scales"] = (routing.num_experts,)
     for expert in range(routing.num_experts):
-        shapes |= _mlp_shapes(mlp.expert, hidden, f"experts.{expert}.")
+        shapes |= _mlp_shapes(mlp.expert, mlp.latent_size or hidden, f"experts.{expert}.")
+    if mlp.latent_size:
+        shapes |= _matrices({"latent_proj": (mlp.latent_size, hidden, False), "latent_output": (hidden, mlp.latent_size, False)})
     if mlp.shared is not None:
         shapes |= _mlp_shapes(mlp.shared, hidden, "shared_expert.")
     if mlp.has_own_norms:
@@ -106,7 +149,10 @@ _CHECKPOINT_PARTS = {
     "experts": "mlp.experts",
     "shared_expert": "mlp.shared_expert",
     "shared_gate": "mlp.shared_expert_gate",
+    "latent_proj": "mlp.fc1_latent_proj",
+    "latent_output": "mlp.fc2_latent_proj",
     "attention": "self_attn",
+    "attention_gate": "self_attn.q_proj",
     "correction": "e_score_correction_bias",
 }
 _SCALE = "layer_scalar"  # without .weight
@@ -121,15 +167,16 @@ _NORMS = {
 def checkpoint_names(config: ModelConfig) -> dict[str, str]:
     """How Hugging Face checkpoints call our tensors: `layers.3.q_proj.weight` is `model.layers.3.self_attn.q_proj.weight`."""
     names, own_parts = {}, FAMILIES[config.family].part_names
+    parts_of = {layer: _parts_of(layer, config) for layer in dict.fromkeys(config.layers)}
     for name in tensor_shapes(config):
         if not name.startswith("layers."):
             part, kind = name.split(".")
-            names[name] = f"{_CHECKPOINT_PARTS[part]}.{kind}"
+            names[name] = f"{own_parts.get(part, _CHECKPOINT_PARTS[part])}.{kind}"
             continue
         _, index, *path = name.split(".")
-        parts = {**_CHECKPOINT_PARTS, **_NORMS[config.layers[int(index)].norm_order], **own_parts}
-        if (whole := ".".join(path)) in own_parts:
-            names[name] = f"model.layers.{index}.{own_parts[whole]}"
+        parts = parts_of[config.layers[int(index)]]
+        if (whole := ".".join(path)) in parts:
+            names[name] = f"model.layers.{index}.{parts[whole]}"
             continue
         first, *others = path
         inside = first in ("experts", "shared_expert")  # whose own parts have their plain names
@@ -137,3 +184,21 @@ def checkpoint_names(config: ModelConfig) -> dict[str, str]:
         last = [_SCALE] if first == "output_scale" else [parts[first], *others]
         names[name] = ".".join(["model", "layers", index, *last])
     return names
+
+
+def _parts_of(layer: LayerConfig, config: ModelConfig) -> dict[str, str]:
+    """What checkpoints call the parts of a layer, and whole tensors of it."""
+    family = FAMILIES[config.family]
+    recurrent = _recurrent_parts(layer.mixer, family.recurrent_part) if isinstance(layer.mixer, Recurrent) else {}
+    return {**_CHECKPOINT_PARTS, **_NORMS[layer.norm_order], **family.part_names, **recurrent}
+
+
+def _recurrent_parts(mixer: Recurrent, prefix: str) -> dict[str, str]:
+    """Those of its mixer; what several of ours are cut from has the name of all together."""
+    if isinstance(mixer, GatedDeltaConfig):
+        projections = {"conv_proj": "in_proj_qkv", "z_proj": "in_proj_z", "b_proj": "in_proj_b", "a_proj": "in_proj_a"}
+    else:
+        projections = dict.fromkeys(("conv_proj", "z_proj", "b_proj", "c_proj", "dt_proj"), "in_proj")
+    own = {"decay.weight": "A_log", "decay.bias": "dt_bias", "skip.weight": "D", "gated_norm": "norm", "o_proj": "out_proj"}
+    own["conv"] = "conv" if isinstance(mixer, ShortConvConfig) else "conv1d"
+    return {ours: f"{prefix}.{theirs}" for ours, theirs in {**projections, **own}.items()}

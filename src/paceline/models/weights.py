@@ -142,7 +142,7 @@ class Weights(Mapping[str, AnyTensor]):
         if config.tied_embeddings and "lm_head.weight" in stored:
             _check_tied(tensors["embedding.weight"], stored["lm_head.weight"], files)
         if config.norm_offset:
-            tensors |= {name: _plus_one(tensor) for name, tensor in tensors.items() if name.endswith("norm.weight")}
+            tensors |= {name: _plus_one(tensor) for name, tensor in tensors.items() if _is_offset(name)}
         if FAMILIES[config.family].interleaves_rotation:
             tensors |= _in_halves(tensors, config)
         return cls(tensors)
@@ -238,7 +238,7 @@ def _unfused(stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[st
     """The projections of stacked matrices as row ranges of them: the same bytes of the file."""
     tensors = dict(stored)
     for index, layer in enumerate(config.layers):
-        query_size, kv_size = layer.mixer.query_size, layer.mixer.kv_size
+        query_size, kv_size = layer.attention.query_size, layer.attention.kv_size
         stacks = {"self_attn.qkv_proj": {"self_attn.q_proj": query_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}}
         if isinstance(layer.mlp, DenseMLP):
             stacks["mlp.gate_up_proj"] = dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), layer.mlp.intermediate_size)
@@ -265,6 +265,11 @@ def _row_ranges(name: str, tensor: StoredTensor, sizes: Sequence[int]) -> list[S
     ]
 
 
+def _is_offset(name: str) -> bool:
+    """Whether it is one of the norm weights that are stored less 1: those behind recurrent layers are not."""
+    return name.endswith("norm.weight") and not name.endswith("gated_norm.weight")
+
+
 def _plus_one(tensor: AnyTensor) -> Tensor:
     """A norm weight stored less 1, as float32, because the sum may need more bits than the file's type has."""
     return Tensor(np.float32(1.0) + as_float32(tensor), WeightType.F32, tensor.shape)
@@ -281,12 +286,12 @@ def order_of_halves(num_rows: int, head_size: int, rotary_size: int) -> NDArray[
 def _in_halves(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Queries and keys in the order that the network rotates: copies."""
     found = {}
-    for index, layer in enumerate(config.layers):
-        head_size = layer.mixer.head_size
+    for index, attention in config.attentions.items():
+        head_size = attention.head_size
         for name in (f"layers.{index}.{part}.{kind}" for part in ("q_proj", "k_proj") for kind in ("weight", "bias")):
             if name in tensors:
                 array = tensors[name].array
-                order = order_of_halves(len(array), head_size, layer.mixer.rope.rotary_size(head_size))
+                order = order_of_halves(len(array), head_size, attention.rope.rotary_size(head_size))
                 found[name] = replace(tensors[name], array=array[order])
     return found
 
@@ -321,7 +326,7 @@ def _is_ignorable(name: str, config: ModelConfig) -> bool:
 
 def shares_keys(config: ModelConfig, layer: int) -> bool:
     """Whether a layer reads the keys and values of another: what it has of its own for them is never used."""
-    return layer < config.num_layers and config.layers[layer].mixer.kv_layer is not None
+    return layer in config.attentions and config.attentions[layer].kv_layer is not None
 
 
 def _check_tied(embedding: Tensor, stored: StoredTensor, files: Mapping[Path, NDArray[np.uint8]]) -> None:

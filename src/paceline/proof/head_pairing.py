@@ -74,7 +74,7 @@ def judge_head(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) 
 def _judge_assistant(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, PairVerdict]:
     assistant = load_assistant(files, target.config)
     layers = assistant.config.layers
-    read = sorted({layer.mixer.kv_layer for layer in layers.layers if layer.mixer.kv_layer is not None})
+    read = sorted({layer.attention.kv_layer for layer in layers.layers if layer.attention.kv_layer is not None})
     summary = f"assistant of {layers.num_layers} layers that reads the keys and values of the target's layers {', '.join(map(str, read))}; "
     facts = HeadFacts(files.path, files.kind, assistant.weights, 0)
     return facts, PairVerdict(True, summary + _sizes_fit(target.config.hidden_size))

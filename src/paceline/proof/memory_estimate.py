@@ -7,6 +7,7 @@ from typing import Any
 from paceline.config import QuantOptions
 from paceline.models.config import WeightType
 from paceline.models.quantize import schemes_for
+from paceline.models.state_layout import StateLayout
 from paceline.proof.checkpoint_facts import CheckpointFacts
 from paceline.runtimes.backend import choose_backend
 
@@ -24,17 +25,19 @@ class ModelMemory:
         cache_bytes_per_1k: keys and values of 1000 tokens in all layers.
         backend: what computes.
         windows: of layers that keep no more, how many rows and the bytes of each.
+        state_bytes: of recurrent layers, of one text however long.
     """
 
     weights_bytes: int
     cache_bytes_per_1k: int
     backend: str
     windows: tuple[tuple[int, int], ...] = ()
+    state_bytes: int = 0
 
     def cache_bytes(self, num_tokens: int) -> int:
-        """Keys and values of one text."""
+        """Keys, values and states of one text."""
         not_kept = sum(max(0, num_tokens - rows) * row_bytes for rows, row_bytes in self.windows)
-        return self.cache_bytes_per_1k * num_tokens // 1000 - not_kept
+        return self.cache_bytes_per_1k * num_tokens // 1000 - not_kept + self.state_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,7 @@ class MemoryEstimate:
             "target_weights_bytes": self.target.weights_bytes,
             "target_cache_bytes_per_1k_tokens": self.target.cache_bytes_per_1k,
             "target_windows": sorted(rows for rows, _ in self.target.windows),
+            "target_state_bytes": self.target.state_bytes,
             "target_backend": self.target.backend,
             "draft_weights_bytes": None if self.draft is None else self.draft.weights_bytes,
             "draft_cache_bytes_per_1k_tokens": None if self.draft is None else self.draft.cache_bytes_per_1k,
@@ -122,4 +126,5 @@ def estimate_memory(
         config.kv_bytes_per_token(item_bytes) * 1000,
         backend,
         tuple((group.window + _ROWS_BESIDE_WINDOW, group.bytes_per_token(item_bytes)) for group in windows if group.window is not None),
+        4 * StateLayout.of(config.recurrents).state_size,
     )

@@ -14,6 +14,7 @@ from paceline.config import MAX_PASS_ROWS
 from paceline.errors import BackendUnavailableError
 from paceline.kv_cache.key_values import KeyValues
 from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.recurrent import DEFAULT_STATES, StateLimits
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout
 from paceline.kv_cache.window import PassLimits
 from paceline.models.config import ModelConfig, WeightType
@@ -194,11 +195,12 @@ class Network(ABC):
             CapacityError: the memory cannot be had.
         """
 
-    def new_cache(self, num_blocks: int, limits: PassLimits | None = None) -> KVCache:
+    def new_cache(self, num_blocks: int, limits: PassLimits | None = None, states: StateLimits = DEFAULT_STATES) -> KVCache:
         """A cache of what its layers remember, as `new_key_values`.
 
         Args:
             limits: what will run in it at a time: layers with a window may take memory for that alone.
+            states: how those of recurrent layers are used.
         """
         return KVCache(self.new_key_values(num_blocks), num_blocks, self.capabilities.tree_layout)
 

@@ -37,7 +37,7 @@ def time_passes(
     num_passes, sequence = runtime.num_passes, cache.new_sequence()
     times: dict[int, list[float]] = {count: [] for count in row_counts}
     try:
-        _run(runtime, cache, sequence, cached_len, wants_logits=wants_logits)
+        _run(runtime, cache, sequence, cached_len, wants_logits=wants_logits, is_known=True)
         cache.keep_path(sequence, cached_len - 1)
         for repeat in range(repeats + 1):
             for count in row_counts:
@@ -52,7 +52,7 @@ def time_passes(
     return {count: statistics.median(own) for count, own in times.items()}
 
 
-def _run(runtime: Network, cache: KVCache, sequence: CachedSequence, count: int, *, wants_logits: bool) -> None:
-    plan = cache.reserve(sequence, range(-1, count - 1))
+def _run(runtime: Network, cache: KVCache, sequence: CachedSequence, count: int, *, wants_logits: bool, is_known: bool = False) -> None:
+    plan = cache.reserve(sequence, range(-1, count - 1), count if is_known or not wants_logits else 1)
     token_ids = [_SPREAD * (1 + row) % runtime.config.vocab_size for row in range(count)]
     runtime.forward(*assemble([plan], [token_ids], [range(count) if wants_logits else ()]))

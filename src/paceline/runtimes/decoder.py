@@ -8,7 +8,19 @@ from typing import Protocol, TypeVar
 
 from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig
-from paceline.models.layers import Activation, AttentionConfig, ClampedSwiGLU, DenseMLP, ExpertMLP, LayerConfig, QKNorm
+from paceline.models.layers import (
+    Activation,
+    AttentionConfig,
+    ClampedSwiGLU,
+    DenseMLP,
+    ExpertMLP,
+    GatedDeltaConfig,
+    LayerConfig,
+    Mamba2Config,
+    QKNorm,
+    Recurrent,
+    ShortConvConfig,
+)
 from paceline.models.rope_config import RopeConfig
 from paceline.runtimes.ranking import Ranking
 
@@ -63,6 +75,31 @@ class Blocks(Protocol[Value]):
         Without k and v nothing is written: what another layer wrote is read, the rows of this pass as well. Scores are multiplied by
         `attention.scale`, then soft-capped where `attention.soft_cap` is set. Sinks are the tensor `layers.N.attention.sinks`.
         """
+        ...
+
+    def convolution(self, x: Value, mixer: Recurrent, layer: int) -> Value:
+        """The causal convolution over time of each channel of x [T, C], a row behind its parent; SiLU behind it, but in `ShortConvConfig`.
+
+        Weights are `layers.N.conv`: weight [C, kernel_size], whose last column is of the row itself, and a bias [C] where there is one.
+        """
+        ...
+
+    def delta_rule(self, x: Value, b: Value, a: Value, mixer: GatedDeltaConfig, layer: int) -> Value:
+        """What the states of `layer` give for rows x [T, C], see `GatedDeltaConfig`, with a and b [T, heads]: [T, heads * value_size].
+
+        `layers.N.decay` has a weight [heads], below 0, and a bias [heads].
+        """
+        ...
+
+    def mamba2(self, x: Value, dt: Value, mixer: Mamba2Config, layer: int) -> Value:
+        """What the states of `layer` give for rows x [T, C], see `Mamba2Config`, with dt [T, heads]: [T, heads * head_size].
+
+        Weights are `layers.N.decay` as above and `layers.N.skip.weight` [heads].
+        """
+        ...
+
+    def group_norm(self, x: Value, name: str, num_groups: int) -> Value:
+        """RMS norm of each of `num_groups` parts of a row by itself, times a weight as wide as the row."""
         ...
 
     def gated(self, gate: Value, up: Value, activation: Activation | ClampedSwiGLU) -> Value:
@@ -137,14 +174,48 @@ def attention_part(blocks: Blocks[Value], attention: AttentionConfig, x: Value, 
     names = ["q_proj"]
     if attention.kv_layer is None:
         names += ["k_proj"] if attention.keys_are_values else ["k_proj", "v_proj"]
-    q, *kv = blocks.linear(x, *(prefix + name for name in names))
+    q, *kv = blocks.linear(x, *(prefix + name for name in names), *([prefix + "attention_gate"] if attention.is_gated else []))
+    gate = kv.pop() if attention.is_gated else None
     q = placed(q, "q_norm", attention.num_heads, attention.rope)
     if not kv:
-        return blocks.linear(blocks.attention(q, None, attention, layer), prefix + "o_proj")[0]
-    k, v = placed(kv[0], "k_norm", attention.num_kv_heads, attention.key_rope), kv[-1]
-    if attention.norms_values:
-        v = blocks.head_norm(v, None, attention.num_kv_heads)
-    return blocks.linear(blocks.attention(q, (k, v), attention, layer), prefix + "o_proj")[0]
+        attended = blocks.attention(q, None, attention, layer)
+    else:
+        k, v = placed(kv[0], "k_norm", attention.num_kv_heads, attention.key_rope), kv[-1]
+        if attention.norms_values:
+            v = blocks.head_norm(v, None, attention.num_kv_heads)
+        attended = blocks.attention(q, (k, v), attention, layer)
+    if gate is not None:
+        attended = blocks.gated(gate, attended, Activation.SIGMOID)
+    return blocks.linear(attended, prefix + "o_proj")[0]
+
+
+def recurrent_part(blocks: Blocks[Value], mixer: Recurrent, x: Value, layer: int) -> Value:
+    """A recurrent mixer of rows x, with the products in front of it and behind it."""
+    prefix = f"layers.{layer}."
+
+    def projected(*names: str) -> tuple[Value, ...]:
+        return blocks.linear(x, *(prefix + name for name in names))
+
+    if isinstance(mixer, ShortConvConfig):
+        taken, b, c = projected("conv_proj", "b_proj", "c_proj")
+        mixed = blocks.convolution(blocks.gated(b, taken, Activation.NONE), mixer, layer)
+        mixed = blocks.gated(c, mixed, Activation.NONE)
+    elif isinstance(mixer, GatedDeltaConfig):
+        taken, z, b, a = projected("conv_proj", "z_proj", "b_proj", "a_proj")
+        mixed = blocks.delta_rule(blocks.convolution(taken, mixer, layer), b, a, mixer, layer)
+        mixed = blocks.gated(z, blocks.head_norm(mixed, prefix + "gated_norm", mixer.num_value_heads), Activation.SILU)
+    else:
+        taken, z, dt = projected("conv_proj", "z_proj", "dt_proj")
+        mixed = blocks.mamba2(blocks.convolution(taken, mixer, layer), dt, mixer, layer)
+        mixed = blocks.group_norm(blocks.gated(z, mixed, Activation.SILU), prefix + "gated_norm", mixer.norm_groups)
+    return blocks.linear(mixed, prefix + "o_proj")[0]
+
+
+def mixer_part(blocks: Blocks[Value], mixer: AttentionConfig | Recurrent, x: Value, layer: int) -> Value:
+    """What makes rows x depend on those before them."""
+    if isinstance(mixer, AttentionConfig):
+        return attention_part(blocks, mixer, x, layer)
+    return recurrent_part(blocks, mixer, x, layer)
 
 
 def mlp_part(blocks: Blocks[Value], mlp: DenseMLP | ExpertMLP, x: Value, layer: int, stream: Value) -> Value:
@@ -157,7 +228,10 @@ def mlp_part(blocks: Blocks[Value], mlp: DenseMLP | ExpertMLP, x: Value, layer: 
             blocks.rms_norm(_dense(blocks, mlp.shared, x, prefix + "shared_expert."), prefix + "shared_output_norm"),
             blocks.rms_norm(_experts_of_stream(blocks, mlp, stream, prefix), prefix + "experts_output_norm"),
         )
-    mixed = blocks.experts(x, blocks.linear(x, prefix + "router")[0], mlp, prefix)
+    taken = blocks.linear(x, prefix + "latent_proj")[0] if mlp.latent_size else x
+    mixed = blocks.experts(taken, blocks.linear(x, prefix + "router")[0], mlp, prefix)
+    if mlp.latent_size:
+        (mixed,) = blocks.linear(mixed, prefix + "latent_output")
     if mlp.shared is None:
         return mixed
     shared = _dense(blocks, mlp.shared, x, prefix + "shared_expert.")
@@ -173,18 +247,19 @@ def _experts_of_stream(blocks: Blocks[Value], mlp: ExpertMLP, stream: Value, pre
 
 
 def _dense(blocks: Blocks[Value], mlp: DenseMLP, x: Value, prefix: str) -> Value:
-    gate, up = blocks.linear(x, prefix + "gate_proj", prefix + "up_proj")
+    *gates, up = blocks.linear(x, *([prefix + "gate_proj"] if mlp.has_gate else []), prefix + "up_proj")
+    gate = gates[0] if gates else up
     return blocks.linear(blocks.gated(gate, up, mlp.activation), prefix + "down_proj")[0]
 
 
 def decoder_layer(
     blocks: Blocks[Value], config: LayerConfig, x: Value, layer: int, *, normed: Value | None = None, taken_in: Value | None = None
 ) -> Value:
-    """One layer: attention, then an MLP, each joined to the stream x [T, E] as `config.norm_order` says.
+    """One layer: its mixer, then its MLP, each joined to the stream x [T, E] as `config.norm_order` says.
 
     Args:
         layer: the number that names its weights and its place in the cache.
-        normed: what q, k and v are computed from; None = x, behind a norm where the order has one there.
+        normed: what the mixer takes; None = x, behind a norm where the order has one there.
         taken_in: of a layer with an input, that.
     """
     prefix, order = f"layers.{layer}.", config.norm_order
@@ -196,10 +271,11 @@ def decoder_layer(
         x = blocks.rms_norm(x, prefix + name) if order.behind else x
         return x if config.residual_scale == 1.0 else blocks.scale(x, config.residual_scale)
 
-    if normed is None:
-        normed = in_front(x, "attention_norm")
-    x = blocks.add(x, behind(attention_part(blocks, config.mixer, normed, layer), "attention_output_norm"))
-    x = blocks.add(x, behind(mlp_part(blocks, config.mlp, in_front(x, "mlp_norm"), layer, x), "mlp_output_norm"))
+    if config.mixer is not None:
+        normed = in_front(x, "attention_norm") if normed is None else normed
+        x = blocks.add(x, behind(mixer_part(blocks, config.mixer, normed, layer), "attention_output_norm"))
+    if config.mlp is not None:
+        x = blocks.add(x, behind(mlp_part(blocks, config.mlp, in_front(x, "mlp_norm"), layer, x), "mlp_output_norm"))
     if config.input is not None and taken_in is not None:
         (gate,) = blocks.linear(x, prefix + "input_gate")
         (added,) = blocks.linear(blocks.gated(gate, taken_in, config.input.activation), prefix + "input_proj")

@@ -18,12 +18,12 @@ def reserve(batch: Sequence[RequestRows], cache: KVCache) -> list[RowPlan]:
     try:
         for rows in batch:
             try:
-                rows.plan = cache.reserve(rows.request.sequence, rows.parents)
+                rows.plan = cache.reserve(rows.request.sequence, rows.parents, rows.num_known)
             except CapacityError:
                 # Guesses of others may hold the blocks that known tokens need.
                 _free_blocks(batch, cache, cache.num_needed(rows.request.sequence, range(-1, rows.num_known - 1)))
                 _trim(rows, cache, cache.pool.num_free)
-                rows.plan = cache.reserve(rows.request.sequence, rows.parents)
+                rows.plan = cache.reserve(rows.request.sequence, rows.parents, rows.num_known)
     except CapacityError:
         for rows in batch:
             cache.cancel(rows.request.sequence)
@@ -39,7 +39,7 @@ def _free_blocks(batch: Sequence[RequestRows], cache: KVCache, num_blocks: int) 
         if rows.plan is not None and rows.num_guesses > 0:
             cache.cancel(rows.request.sequence)
             _trim(rows, cache, cache.pool.num_free - num_blocks)
-            rows.plan = cache.reserve(rows.request.sequence, rows.parents)
+            rows.plan = cache.reserve(rows.request.sequence, rows.parents, rows.num_known)
 
 
 def _trim(rows: RequestRows, cache: KVCache, num_blocks: int) -> None:

@@ -1,6 +1,7 @@
 """A GGUF file that is quantised further: one matrix at a time, and not converted at all where the cache has the result."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,10 @@ from harness.checkpoints import write_checkpoint
 from harness.gguf_checkpoints import write_gguf
 from paceline.config import QuantOptions
 from paceline.models.checkpoint import open_weights, read_model_config
-from paceline.models.gguf import weights as gguf_weights
+from paceline.models.gguf import places as gguf_places
 from paceline.models.gguf.header import BLOCK_TYPES
 from paceline.models.quantized_cache import FOLDER, quantized_weights
-from paceline.models.weights import GroupedTensor, Weights, as_float32
+from paceline.models.weights import GroupedTensor, Weights, as_float32, order_of_halves
 
 pytest.importorskip("gguf")
 
@@ -47,7 +48,7 @@ def test_a_file_that_is_found_in_the_cache_is_not_converted(path: Path, tmp_path
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("a matrix was converted again")
 
-    monkeypatch.setattr(gguf_weights, "group_blocks", fail)
+    monkeypatch.setattr(gguf_places, "group_blocks", fail)
     found = quantized_weights(opened(path), INT4, tmp_path, files=[path])
     assert {found.facts(name).bits for name in found} == {None, 4}
     assert all(found[name].shape == found.facts(name).shape for name in found)
@@ -70,8 +71,9 @@ def test_the_same_bytes_read_otherwise_are_another_content(path: Path) -> None:
     place = weights._places[name]
     before = [array.tobytes() for array in weights.stored(name)]
     for changed in (
-        replace(place, rotated=(8, 8)),
-        replace(place, rotated=(16, 8)),
+        replace(place, rows=partial(order_of_halves, 64, 8, 8)),
+        replace(place, rows=partial(order_of_halves, 64, 16, 8)),
+        replace(place, columns=partial(order_of_halves, 64, 16, 8)),
         replace(place, tensor=replace(place.tensor, block_type=BLOCK_TYPES[20])),
     ):
         weights._places[name] = changed

@@ -30,6 +30,12 @@ def activated(activation: Activation, x: FloatArray) -> np.ndarray:
     wide = x.astype(np.float64)
     if activation is Activation.SILU:
         return wide * 0.5 * (1 + np.tanh(wide / 2))
+    if activation is Activation.SIGMOID:
+        return 0.5 * (1 + np.tanh(wide / 2))
+    if activation is Activation.RELU:
+        return wide.clip(0)
+    if activation is Activation.NONE:
+        return wide
     return 0.5 * wide * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
 
 

@@ -135,7 +135,7 @@ def _add_layer(layer: LayerConfig, prefix: str, required: Shapes, optional: Shap
         columns: input width of q, k and v.
     """
     assert isinstance(layer.mlp, DenseMLP)  # read_layers makes no others
-    attention, inner = layer.mixer, layer.mlp.intermediate_size
+    attention, inner = layer.attention, layer.mlp.intermediate_size
     matrices = {
         "self_attn.q_proj": (attention.query_size, columns),
         "self_attn.k_proj": (attention.kv_size, columns),

@@ -106,8 +106,8 @@ def _layers(files: HeadFiles, read: LayerReader, target: ModelConfig) -> tuple[L
 
 def _owners(target: ModelConfig) -> dict[bool, int]:
     """The last layer of each kind that keeps keys and values, by whether it sees a window. The last of all sees the whole text."""
-    plain = [replace(layer.mixer, kv_layer=None) for layer in target.layers]
-    return {plain[index] != plain[-1]: index for index, layer in enumerate(target.layers) if layer.mixer.kv_layer is None}
+    plain = [replace(layer.attention, kv_layer=None) for layer in target.layers]
+    return {plain[index] != plain[-1]: index for index, layer in enumerate(target.layers) if layer.attention.kv_layer is None}
 
 
 def _reading(files: HeadFiles, read: LayerReader, layer: LayerConfig, target: ModelConfig) -> LayerConfig:
@@ -115,8 +115,8 @@ def _reading(files: HeadFiles, read: LayerReader, layer: LayerConfig, target: Mo
 
     A row stands at the position behind the cached ones and has no key of its own there: it sees one cached row less than the window.
     """
-    mixer, owner = layer.mixer, layer.mixer.kv_layer or 0
-    kept: AttentionConfig = target.layers[owner].mixer
+    mixer, owner = layer.attention, layer.attention.kv_layer or 0
+    kept: AttentionConfig = target.layers[owner].attention
     if mixer.head_size != kept.head_size or read.num_heads % kept.num_kv_heads:
         raise IncompatibleDrafterError(
             f"the assistant {files.path} has {read.num_heads} query heads of {mixer.head_size} values where the target's layer {owner} has "

@@ -86,7 +86,7 @@ def _run(
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """One pass over equally many tokens of each sequence: logits [B, T, V], hidden states [B, T, E] and boundaries [B, C, T, E], copies."""
     count = len(new_ids[0])
-    plans = [cache.reserve(sequence, range(-1, count - 1)) for sequence in sequences]
+    plans = [cache.reserve(sequence, range(-1, count - 1), count) for sequence in sequences]
     output = target.forward(*assemble(plans, new_ids, [range(count)] * len(plans)))
     rows, first = [], 0
     for plan, sequence in zip(plans, sequences, strict=True):

@@ -39,7 +39,7 @@ class _Layout:
 def group_blocks(
     raw: Bytes, block_type: BlockType, where: str, order: NDArray[np.int64] | None = None, *, num_threads: int = 1
 ) -> GroupedMatrix:
-    """The matrix whose rows are stored as `raw` [N, bytes of a row], in the order `order` of the stored rows.
+    """The matrix whose rows are stored as `raw` [N, bytes of a row]; with an `order` of the stored rows, those it names.
 
     Args:
         where: the file and the tensor, for errors.
@@ -48,7 +48,7 @@ def group_blocks(
         CheckpointError: the type is none of `GROUPED_TYPES`, or a scale is not finite.
     """
     layout = _layout_of(block_type, where)
-    num_rows, columns = len(raw), raw.shape[1] // block_type.num_bytes * block_type.num_items
+    num_rows, columns = len(raw if order is None else order), raw.shape[1] // block_type.num_bytes * block_type.num_items
     matrix = _empty(layout, block_type, num_rows, columns)
     step = max(1, _CHUNK_ITEMS // columns)
 

@@ -3,22 +3,23 @@
 import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
-from paceline.models.config import ModelConfig, WeightType
+from paceline.models.config import ModelConfig
 from paceline.models.families import FAMILIES
-from paceline.models.gguf.blocks import group_blocks, grouped_size
+from paceline.models.gguf.blocks import group_blocks
 from paceline.models.gguf.config import ROPE_TENSORS
 from paceline.models.gguf.file import GgufFile
-from paceline.models.gguf.header import GgufTensor
-from paceline.models.layers import AttentionConfig, DenseMLP, LayerConfig
-from paceline.models.quantize import Scheme, fitting_group, quantize_tensor
+from paceline.models.gguf.hybrids import MODULE_MARK, hybrid_sources
+from paceline.models.gguf.places import VIEWED, Order, Place, check, facts_of, how_read, read_tensor, stored_rows
+from paceline.models.layers import AttentionConfig, ExpertMLP, LayerConfig, Recurrent
 from paceline.models.tensor_names import tensor_shapes
-from paceline.models.weights import AnyTensor, GroupedTensor, MadeWeights, Tensor, TensorFacts, order_of_halves, shares_keys
+from paceline.models.weights import AnyTensor, MadeWeights, TensorFacts, order_of_halves, shares_keys
 
 _PARTS = {
     "embedding": "token_embd",
@@ -42,6 +43,8 @@ _PARTS = {
     "experts_output_norm": "post_ffw_norm_2",
     "shared_output_norm": "post_ffw_norm_1",
     "shared_gate": "ffn_gate_inp_shexp",
+    "latent_proj": "ffn_latent_down",
+    "latent_output": "ffn_latent_up",
     "layer_embedding": "per_layer_token_embd",
     "layer_inputs_proj": "per_layer_model_proj",
     "layer_inputs_norm": "per_layer_proj_norm",
@@ -51,7 +54,16 @@ _PARTS = {
     "output_scale": "layer_output_scale",
 }
 _FFN_NORM = {"mlp_norm": "post_attention_norm"}
-_PARTS_OF = {"seed_oss": _FFN_NORM, "glm4moe": _FFN_NORM, "gpt-oss": _FFN_NORM, "gemma4": {"shared_expert": ""}}
+_CONVOLUTIONS = {"final_norm": "token_embd_norm"}
+_ONE_NORM = {"mlp_norm": "attn_norm"}
+_PARTS_OF = {
+    **dict.fromkeys(("seed_oss", "glm4moe", "gpt-oss", "qwen35", "qwen35moe", "qwen3next"), _FFN_NORM),
+    "gemma4": {"shared_expert": ""},
+    "lfm2": _CONVOLUTIONS,
+    "lfm2moe": _CONVOLUTIONS,
+    "nemotron_h": _ONE_NORM,
+    "nemotron_h_moe": _ONE_NORM,
+}
 """Where an architecture has another name."""
 _WHOLE = {
     "router.correction": "exp_probs_b.bias",
@@ -67,29 +79,10 @@ _MODULE_PARTS = {
 }
 """Of a module for multi-token prediction, beside its layer."""
 _MODULE_COPIES = ("embed_tokens", "shared_head_head")
-_MODULE_MARK = "nextn.eh_proj.weight"
 _STACKS = {"attn_qkv": ("q_proj", "k_proj", "v_proj"), "ffn_up": ("gate_proj", "up_proj")}
-_INTERLEAVED = ("llama", "granite", "smollm3", "glm4", "mistral3")
+_INTERLEAVED = ("llama", "granite", "granitehybrid", "smollm3", "glm4", "mistral3")
 """Architectures whose files hold the values of a head that rotate together side by side."""
-_VIEWED = {"F32": (WeightType.F32, "<f4"), "F16": (WeightType.F16, "<f2"), "BF16": (WeightType.BF16, "<u2")}
 _NAMES_IN_AN_ERROR = 20
-_REGROUPED_COLUMNS = 128
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where one of our tensors is stored: rows of a tensor of the file.
-
-    Attributes:
-        expert: of a stack whose tensors it is among; `first_row` counts within it.
-        rotated: the size of a head and of its part in which values that rotate together lie side by side; None = rows are as they are.
-    """
-
-    tensor: GgufTensor
-    shape: tuple[int, ...]
-    expert: int | None = None
-    first_row: int = 0
-    rotated: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,29 +119,28 @@ class GgufWeights(MadeWeights):
         """
         self._places = places = _places(file, config, others)
         self._regroup = regroup
-        super().__init__(places, lambda name: _read(name, places[name], regroup=regroup, num_threads=num_threads))
+        super().__init__(places, lambda name: read_tensor(name, places[name], regroup=regroup, num_threads=num_threads))
         self.own_head = "mtp" if num_modules(file, config) else None
 
     def rows(self, name: str, numbers: NDArray[np.int32]) -> NDArray[np.float32]:
         place = self._places[name]
-        if place.tensor.block_type.name in _VIEWED:
+        if place.tensor.block_type.name in VIEWED:
             return super().rows(name, numbers)
-        return group_blocks(_stored(place)[numbers], place.tensor.block_type, str(place.tensor)).values()
+        return group_blocks(stored_rows(place)[numbers], place.tensor.block_type, str(place.tensor)).values()
 
     def facts(self, name: str) -> TensorFacts:
-        return _facts(self._places[name], regroup=self._regroup)
+        return facts_of(self._places[name], regroup=self._regroup)
 
     def stored(self, name: str) -> tuple[NDArray[Any], ...]:
         if self._regroup:
             return super().stored(name)
         place = self._places[name]
-        how = repr((place.tensor.block_type.name, place.rotated)).encode()  # the same bytes, read differently, give other values
-        return _stored(place), np.frombuffer(how, np.uint8)[None]
+        return stored_rows(place), how_read(place)
 
 
 def num_modules(file: GgufFile, config: ModelConfig) -> int:
     """How many modules for multi-token prediction stand behind the last block of the model."""
-    return sum(_is_of_module(name, file, config) and name.endswith(f".{_MODULE_MARK}") for name in file.tensors)
+    return sum(_is_of_module(name, file, config) and name.endswith(f".{MODULE_MARK}") for name in file.tensors)
 
 
 def open_module(file: GgufFile, config: ModelConfig, layer: LayerConfig, *, num_threads: int = 1) -> dict[str, Callable[[], AnyTensor]]:
@@ -167,6 +159,8 @@ def open_module(file: GgufFile, config: ModelConfig, layer: LayerConfig, *, num_
     longer, own = replace(config, layers=(*config.layers, layer)), f"layers.{config.num_layers}."
     places, missing = _find(file, longer, {name: shape for name, shape in tensor_shapes(longer).items() if name.startswith(own)})
     parts = {name: f"blk.{number}.nextn.{part}.weight" for name, part in _MODULE_PARTS.items()}
+    if config.norm_offset and parts["final_norm.weight"] not in file.tensors:  # files of Qwen's may leave it out
+        parts["final_norm.weight"] = "output_norm.weight"
     shapes = {name: (size, 2 * size) if name == "fc.weight" else (size,) for name in parts}
     more, lacking = _find_named(file, {name: (in_file, shapes[name]) for name, in_file in parts.items()})
     places, missing = places | more, missing + lacking
@@ -177,13 +171,13 @@ def open_module(file: GgufFile, config: ModelConfig, layer: LayerConfig, *, num_
     if unknown:
         raise CheckpointError(f"{file.path} holds {_listed(unknown)} that no known mtp head has: it may compute something else with them")
 
-    def maker(name: str, place: _Place) -> Callable[[], AnyTensor]:
-        return lambda: _read(name, place, regroup=False, num_threads=num_threads)
+    def maker(name: str, place: Place) -> Callable[[], AnyTensor]:
+        return lambda: read_tensor(name, place, regroup=False, num_threads=num_threads)
 
     return {name.replace(own, "layers.0.", 1): maker(name, place) for name, place in places.items()}
 
 
-def _places(file: GgufFile, config: ModelConfig, others: Others | None) -> dict[str, _Place]:
+def _places(file: GgufFile, config: ModelConfig, others: Others | None) -> dict[str, Place]:
     named = {} if others is None else others.tensors
     places, missing = _find(file, config, {name: shape for name, shape in tensor_shapes(config).items() if name not in named})
     more, lacking = _find_named(file, named)
@@ -203,31 +197,34 @@ def _places(file: GgufFile, config: ModelConfig, others: Others | None) -> dict[
     return places
 
 
-def _find_named(file: GgufFile, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[dict[str, _Place], list[str]]:
+def _find_named(file: GgufFile, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[dict[str, Place], list[str]]:
     """As `_find`, for names in the file that are known."""
-    places = {name: _Place(file.tensors[in_file], shape) for name, (in_file, shape) in tensors.items() if in_file in file.tensors}
+    places = {name: Place(file.tensors[in_file], shape) for name, (in_file, shape) in tensors.items() if in_file in file.tensors}
     for place in places.values():
-        _check(place, place.shape)
+        check(place, place.shape)
     return places, [in_file for in_file, _ in tensors.values() if in_file not in file.tensors]
 
 
-def _find(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, _Place], list[str]]:
+def _find(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Place], list[str]]:
     """Where tensors are, and the names in the file of those that are missing."""
     stacked = _stacked(file, config, shapes) if FAMILIES[config.family].fuses_projections else _gate_up_stacks(file, config)
     architecture = file.metadata["general.architecture"]
     is_interleaved, parts = architecture in _INTERLEAVED, {**_PARTS, **_PARTS_OF.get(architecture, {})}
-    places: dict[str, _Place] = {}
+    places: dict[str, Place] = {}
     missing: list[str] = []
+    sources = hybrid_sources(file, config)
     for name, shape in shapes.items():
-        in_file, expert = _name_in_file(name, parts, file)
+        in_file, expert = (sources[name].name, None) if name in sources else _name_in_file(name, parts, file)
         if name in stacked:
             places[name] = stacked[name]
+        elif name in sources and in_file in file.tensors:
+            places[name] = sources[name].place(file.tensors[in_file], shape)
         elif in_file in file.tensors:
             layer = config.layers[int(name.split(".")[1])] if name.startswith("layers.") else None
-            rotated = _rotated(layer.mixer, name.split(".")[-2]) if is_interleaved and layer is not None else None
-            places[name] = _Place(file.tensors[in_file], shape, expert, rotated=rotated)
-            count = () if expert is None or layer is None or isinstance(layer.mlp, DenseMLP) else (layer.mlp.routing.num_experts,)
-            _check(places[name], (*count, *shape))
+            rows = _halves(layer.mixer, name.split(".")[-2], shape[0]) if is_interleaved and layer is not None else None
+            places[name] = Place(file.tensors[in_file], shape, expert, rows=rows)
+            count = () if expert is None or layer is None or not isinstance(layer.mlp, ExpertMLP) else (layer.mlp.routing.num_experts,)
+            check(places[name], (*count, *shape))
         else:
             missing.append(in_file)
     return places, list(dict.fromkeys(missing))
@@ -259,16 +256,19 @@ def _is_unused(name: str, config: ModelConfig) -> bool:
 def _is_of_module(name: str, file: GgufFile, config: ModelConfig) -> bool:
     """Whether a tensor is of a module for multi-token prediction: a block behind the last one that has what only modules have."""
     found = re.match(r"blk\.(\d{1,9})\.", name)
-    return found is not None and int(found[1]) >= config.num_layers and f"{found[0]}{_MODULE_MARK}" in file.tensors
+    return found is not None and int(found[1]) >= config.num_layers and f"{found[0]}{MODULE_MARK}" in file.tensors
 
 
-def _rotated(attention: AttentionConfig, part: str) -> tuple[int, int] | None:
-    return (attention.head_size, attention.rope.rotary_size(attention.head_size)) if part in ("q_proj", "k_proj") else None
+def _halves(mixer: AttentionConfig | Recurrent | None, part: str, num_rows: int) -> Order | None:
+    """Where rows of queries and keys are, if values that rotate together lie side by side."""
+    if part not in ("q_proj", "k_proj") or not isinstance(mixer, AttentionConfig):
+        return None
+    return partial(order_of_halves, num_rows, mixer.head_size, mixer.rope.rotary_size(mixer.head_size))
 
 
-def _stacked(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, _Place]:
+def _stacked(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
     """Projections that are row ranges of one stored matrix."""
-    places: dict[str, _Place] = {}
+    places: dict[str, Place] = {}
     for layer in range(config.num_layers):
         for stack, parts in _STACKS.items():
             tensor = file.tensors.get(f"blk.{layer}.{stack}.weight")
@@ -278,76 +278,26 @@ def _stacked(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int
             num_rows, columns = sum(shapes[name][0] for name in names), shapes[names[0]][1]
             first_row = 0
             for name in names:
-                places[name] = _Place(tensor, shapes[name], first_row=first_row)
+                places[name] = Place(tensor, shapes[name], first_row=first_row)
                 first_row += shapes[name][0]
-            _check(places[names[0]], (num_rows, columns))
+            check(places[names[0]], (num_rows, columns))
     return places
 
 
-def _gate_up_stacks(file: GgufFile, config: ModelConfig) -> dict[str, _Place]:
+def _gate_up_stacks(file: GgufFile, config: ModelConfig) -> dict[str, Place]:
     """Experts whose gate and up lie in one matrix each, in a stack of the layer's."""
-    places: dict[str, _Place] = {}
+    places: dict[str, Place] = {}
     for layer, own in enumerate(config.layers):
         tensor = file.tensors.get(f"blk.{layer}.ffn_gate_up_exps.weight")
-        if tensor is None or isinstance(own.mlp, DenseMLP):
+        if tensor is None or not isinstance(own.mlp, ExpertMLP):
             continue
         count, inner = own.mlp.routing.num_experts, own.mlp.expert.intermediate_size
         for expert in range(count):
             for number, part in enumerate(("gate_proj", "up_proj")):
                 shape = (inner, config.hidden_size)
-                places[f"layers.{layer}.experts.{expert}.{part}.weight"] = _Place(tensor, shape, expert, first_row=number * inner)
-        _check(places[f"layers.{layer}.experts.0.gate_proj.weight"], (count, 2 * inner, config.hidden_size))
+                places[f"layers.{layer}.experts.{expert}.{part}.weight"] = Place(tensor, shape, expert, first_row=number * inner)
+        check(places[f"layers.{layer}.experts.0.gate_proj.weight"], (count, 2 * inner, config.hidden_size))
     return places
-
-
-def _check(place: _Place, shape: tuple[int, ...]) -> None:
-    tensor = place.tensor
-    if tensor.shape != shape and (1, *tensor.shape) != shape:  # a matrix of one row may be a vector
-        raise CheckpointError(
-            f"{tensor} has shape {list(tensor.shape)}, but the metadata makes it {list(shape)}; the file is damaged, download it again"
-        )
-    if tensor.block_type.name in _VIEWED:
-        return
-    if len(place.shape) != 2:
-        raise CheckpointError(f"{tensor} is of type {tensor.block_type.name}; for one row {', '.join(_VIEWED)} are supported")
-    _facts(place, regroup=False)  # refuses a type that cannot be read
-
-
-def _facts(place: _Place, *, regroup: bool) -> TensorFacts:
-    block_type = place.tensor.block_type
-    if block_type.name in _VIEWED:
-        return TensorFacts(place.shape, _VIEWED[block_type.name][0], None, _stored(place).nbytes)
-    scheme = _scheme(place) if regroup else None
-    bits, nbytes = grouped_size(place.shape, block_type, str(place.tensor)) if scheme is None else (scheme.bits, scheme.nbytes(place.shape))
-    return TensorFacts(place.shape, WeightType.F32, bits, nbytes)
-
-
-def _stored(place: _Place) -> NDArray[np.uint8]:
-    """[rows of the tensor, bytes]"""
-    data, shape = place.tensor.data, place.tensor.shape
-    if place.expert is not None:
-        data, shape = data.reshape(shape[0], -1)[place.expert], shape[1:]
-    rows = data.reshape(shape[0] if len(shape) == len(place.shape) else 1, -1)
-    return rows[place.first_row : place.first_row + place.shape[0]]
-
-
-def _read(name: str, place: _Place, *, regroup: bool, num_threads: int) -> AnyTensor:
-    tensor, stored = place.tensor, _stored(place)
-    order = None if place.rotated is None else order_of_halves(place.shape[0], *place.rotated)
-    if tensor.block_type.name in _VIEWED:
-        weight_type, item_type = _VIEWED[tensor.block_type.name]
-        array = (stored if order is None else stored[order]).view(item_type).reshape(place.shape)
-        return Tensor(array if array.flags.aligned else array.copy(), weight_type, place.shape)
-    grouped = GroupedTensor(group_blocks(stored, tensor.block_type, str(tensor), order, num_threads=num_threads))
-    scheme = _scheme(place) if regroup else None
-    return grouped if scheme is None else quantize_tensor(name, grouped, scheme, num_threads=num_threads)
-
-
-def _scheme(place: _Place) -> Scheme | None:
-    """How a matrix is regrouped: types of up to 4 bits to 4, others to 8; None where no group divides its width."""
-    has_four_bits = place.tensor.block_type.name.startswith(("Q4", "IQ4", "Q2", "Q3"))
-    group = fitting_group(place.shape[1], _REGROUPED_COLUMNS)
-    return None if group is None else Scheme(4 if has_four_bits else 8, group, symmetric=True)
 
 
 def _listed(names: list[str]) -> str:

@@ -6,12 +6,21 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.kv_cache.recurrent import RecurrentStates
 from paceline.kv_cache.window import WindowKeyValues
 from paceline.runtimes.base import FloatArray, ForwardBatch, Wanted
 from paceline.runtimes.native.library import LANES, kernels
 from paceline.runtimes.native.passes import PassMemory
 from paceline.runtimes.native.program import Recorded, matrices_of
-from paceline.runtimes.native.records import AttentionOperation, ExpertsOperation, Program, RopeOperation
+from paceline.runtimes.native.records import (
+    AttentionOperation,
+    ConvolutionOperation,
+    ExpertsOperation,
+    Program,
+    RopeOperation,
+    StateOperation,
+)
+from paceline.runtimes.native.states import zeros
 from paceline.runtimes.rotary import RotaryTables
 
 _MIN_ROWS = 32
@@ -41,20 +50,28 @@ class Execution:
             operations=ctypes.addressof(self._operations), num_operations=len(operations), num_threads=num_threads, block_size=BLOCK_SIZE,
             most_columns=self._most_columns, tickets=self._tickets.ctypes.data,
         )  # fmt: skip
+        self._has_states = any(isinstance(operation, ConvolutionOperation) for operation in operations)
+        states = [operation for operation in operations if isinstance(operation, StateOperation)]
+        self._block_floats = max((operation.rows_of_state * operation.block for operation in states), default=0)
+        self._make_state_scratch(0)
         self._make_scratch(0)
         self._packed_rows = np.empty(num_threads * self.kernels.paceline_packed_floats(1, self._most_columns), np.float32)
         self._program.packed_rows = self._packed_rows.ctypes.data
         self._arguments = ctypes.pointer(self._program), ctypes.pointer(self.memory.record)
         self.make_room(_MIN_ROWS)
 
-    def use_cache(self, planes: Sequence[FloatArray], windows: Sequence[WindowKeyValues] = ()) -> None:
+    def use_cache(
+        self, planes: Sequence[FloatArray], windows: Sequence[WindowKeyValues] = (), states: RecurrentStates | None = None
+    ) -> None:
         """Read and write keys and values here from now on.
 
         Args:
             planes: keys, then values of each layer in turn, each [num_blocks, K, BLOCK_SIZE, D] with K and D of the layer's attention.
             windows: memories of layers with a window, in the order of `ModelConfig.windows`; none = their blocks are the cache's.
+            states: the memory of recurrent layers.
         """
         self._planes, self.memory.windows = list(planes), windows
+        self.memory.memory = states if self._has_states else None
         self._plane_addresses = np.array([plane.ctypes.data for plane in self._planes], np.uint64)
         self._program.planes = self._plane_addresses.ctypes.data
         self._make_scratch(min(self._max_slots, max(map(len, self._planes), default=0) * BLOCK_SIZE))
@@ -66,6 +83,12 @@ class Execution:
         self._scratch_addresses = np.array([part.ctypes.data for part in self._scratch], np.uint64)
         self._program.scratch = self._scratch_addresses.ctypes.data
         self._program.max_context = num_slots
+
+    def _make_state_scratch(self, num_slots: int) -> None:
+        """Room for each thread's block of a state and for so many copies."""
+        self._num_slots = num_slots
+        self._state_scratch = zeros((self._program.num_threads, self._block_floats * (1 + num_slots)))
+        self._program.state_scratch, self._program.state_floats = self._state_scratch.ctypes.data, self._state_scratch.shape[1]
 
     def input_rows(self, num_rows: int, buffer: int = 0) -> FloatArray:
         """Where an input of a pass of `num_rows` rows is to be written, [num_rows, width]."""
@@ -79,6 +102,8 @@ class Execution:
     def run(self, batch: ForwardBatch, wanted: Wanted) -> None:
         """One pass over rows whose inputs have been written."""
         self.memory.describe(batch, wanted)
+        if self.memory.states.num_slots > self._num_slots:
+            self._make_state_scratch(self.memory.states.num_slots)
         self.kernels.paceline_run(*self._arguments)
 
     def _packed_floats(self, num_rows: int) -> int:

@@ -9,13 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config import MAX_PASS_ROWS
-from paceline.errors import CapacityError
+from paceline.errors import CapacityError, ConfigError
 from paceline.kv_cache.key_values import KeyValues, PagedRows
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
+from paceline.kv_cache.recurrent import DEFAULT_STATES, RecurrentStates, StateLimits
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.kv_cache.window import PassLimits, WindowKeyValues, window_blocks
 from paceline.models.config import KVGroup, ModelConfig, WeightType
 from paceline.models.mapped_files import MappedFiles
+from paceline.models.state_layout import StateLayout
 from paceline.models.weights import AnyTensor, GroupedTensor, TensorFacts, Weights
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, Numerics, Wanted
 from paceline.runtimes.decoder import LAYER_ROWS, TOKEN_IDS, Compose, ranked
@@ -24,6 +26,7 @@ from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.native.panels import Panels
 from paceline.runtimes.native.program import NativeBlocks, Recorded, share_memory
 from paceline.runtimes.native.records import Rows
+from paceline.runtimes.native.states import zeros
 from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.planes import planes_of
 from paceline.runtimes.ranking import Ranking
@@ -94,9 +97,18 @@ class NativeNetwork(Network):
         self._shared.use_cache(planes_of(self.config, groups, memories))
         return memories
 
-    def new_cache(self, num_blocks: int, limits: PassLimits | None = None) -> KVCache:
-        if not (self.config.windows and self.holds_windows):
-            return super().new_cache(num_blocks, limits)
+    def new_cache(self, num_blocks: int, limits: PassLimits | None = None, states: StateLimits = DEFAULT_STATES) -> KVCache:
+        cache = self._new_windows(num_blocks, limits) if self.config.windows and self.holds_windows else super().new_cache(num_blocks)
+        if self.config.recurrents:
+            if self.capabilities.tree_layout is TreeLayout.PATHS:
+                raise ConfigError("layers with a recurrent state take no trees as paths")
+            layout = StateLayout.of(self.config.recurrents)
+            memory = RecurrentStates(layout.state_size, layout.record_size, BLOCK_SIZE, zeros, states)
+            self._shared.use_states(memory)
+            cache.add(memory)
+        return cache
+
+    def _new_windows(self, num_blocks: int, limits: PassLimits | None) -> KVCache:
         groups, memories, windows = self.config.kv_groups(), list[PagedRows](), list[WindowKeyValues]()
         for group in groups:
             if group.window is None:
@@ -215,17 +227,24 @@ class _Shared:
     max_slots: int
     num_passes: int = 0
     files: MappedFiles = field(default_factory=lambda: MappedFiles(()))
-    _cache: tuple[Sequence[FloatArray], Sequence[WindowKeyValues]] | None = None
+    _cache: tuple[Sequence[FloatArray], Sequence[WindowKeyValues], RecurrentStates | None] | None = None
     _executions: list[Execution] = field(default_factory=list)
     _readers: "list[_Shared]" = field(default_factory=list)
     _also_read: list[NDArray[Any]] = field(default_factory=list)
 
-    def use_cache(self, planes: Sequence[FloatArray], windows: Sequence[WindowKeyValues] = ()) -> None:
-        self._cache = planes, windows
+    def use_cache(
+        self, planes: Sequence[FloatArray], windows: Sequence[WindowKeyValues] = (), states: RecurrentStates | None = None
+    ) -> None:
+        self._cache = planes, windows, states
         for execution in self._executions:
-            execution.use_cache(planes, windows)
+            execution.use_cache(planes, windows, states)
         for reader in self._readers:
-            reader.use_cache(planes, windows)
+            reader.use_cache(planes, windows, states)
+
+    def use_states(self, states: RecurrentStates) -> None:
+        """Use this memory of recurrent layers beside the keys and values in use."""
+        if self._cache is not None:
+            self.use_cache(*self._cache[:2], states)
 
     def add_reader(self, reader: "_Shared") -> None:
         """Others that use this cache, whichever it is."""

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.kv_cache.recurrent import RecurrentStates
 from paceline.kv_cache.window import WindowKeyValues
 from paceline.runtimes.base import ForwardBatch, IntArray, Wanted
 from paceline.runtimes.native.records import Pass
+from paceline.runtimes.native.states import PassStates
 from paceline.runtimes.rotary import RotaryTables
 
 _LEAST = 64  # elements of every array
@@ -28,6 +30,8 @@ class PassMemory:
         ranges: [ranges, 6] the fields of `records.Range`.
         range_of_row, selected, block_tables, masks: as in `records.Pass`.
         windows: memories whose blocks are others than the cache's, in the order of the tables that operations name from 1 on.
+        memory: of recurrent layers; None = the network has none.
+        states: what passes do to it.
     """
 
     def __init__(self, tables: RotaryTables | None) -> None:
@@ -42,6 +46,8 @@ class PassMemory:
         self.block_tables: IntArray = np.zeros(0, np.int32)
         self.masks: NDArray[np.uint8] = np.zeros(0, np.uint8)
         self.windows: Sequence[WindowKeyValues] = ()
+        self.memory: RecurrentStates | None = None
+        self.states = PassStates()
         self._kept: list[NDArray[Any]] = []
 
     def describe(self, batch: ForwardBatch, wanted: Wanted) -> None:
@@ -83,6 +89,8 @@ class PassMemory:
         record.draws = None if wanted.draws is None else wanted.draws.ctypes.data
         for angles in self._angles:
             angles.of(batch.positions)
+        if self.memory is not None:
+            record.states = self.states.describe(self.memory, batch)
 
     def _describe_window(self, memory: WindowKeyValues, batch: ForwardBatch, begin: int) -> None:
         """Name the blocks of a memory, range by range, from `begin` on."""

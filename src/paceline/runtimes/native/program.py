@@ -5,8 +5,20 @@ from dataclasses import dataclass
 
 from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig
-from paceline.models.layers import Activation, AttentionConfig, ClampedSwiGLU, ExpertMLP, Routing, Scoring
+from paceline.models.layers import (
+    Activation,
+    AttentionConfig,
+    ClampedSwiGLU,
+    ExpertMLP,
+    GatedDeltaConfig,
+    Mamba2Config,
+    Recurrent,
+    Routing,
+    Scoring,
+    ShortConvConfig,
+)
 from paceline.models.rope_config import RopeConfig
+from paceline.models.state_layout import StateLayout
 from paceline.runtimes.decoder import LAYER_ROWS, TOKEN_IDS
 from paceline.runtimes.native.library import LANES, kernels
 from paceline.runtimes.native.panels import PANEL_KINDS
@@ -16,6 +28,7 @@ from paceline.runtimes.native.records import (
     ColumnsOperation,
     CombineOperation,
     ConcatOperation,
+    ConvolutionOperation,
     ExpertsOperation,
     GatedOperation,
     GatherOperation,
@@ -32,9 +45,12 @@ from paceline.runtimes.native.records import (
     SigmoidGateOperation,
     SiluResidualOperation,
     SoftCapOperation,
+    StateOperation,
 )
 from paceline.runtimes.native.weights import BF16_KIND, NativeWeights
 from paceline.runtimes.ranking import Ranking
+
+_ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.SIGMOID: 3, Activation.NONE: 4, Activation.RELU: 5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +68,7 @@ class NativeBlocks:
     def __init__(self, config: ModelConfig, weights: NativeWeights, cache_config: ModelConfig | None = None) -> None:
         self._config, self._cache_config = config, cache_config or config  # the latter is of the network whose cache it is
         self._weights = weights
+        self._states = StateLayout.of(self._cache_config.recurrents)
         self.values: list[Value] = []
         self.inputs: dict[str, Value] = {}  # values that the runtime fills
         self.operations: list[Operation] = []
@@ -119,11 +136,25 @@ class NativeBlocks:
         return self.head_norm(x, name, 1)
 
     def head_norm(self, x: Value, name: str | None, num_heads: int) -> Value:
-        config = self._config
-        weight = None if name is None else self._weights.vector(name + ".weight", exact=config.norm_offset)
-        return self._add(
-            NormOperation(x=x.index, heads=num_heads, head_size=x.width // num_heads, epsilon=config.norm_eps, weight=weight), x
-        )
+        return self._norm(x, name, num_heads, weighted_heads=1)
+
+    def group_norm(self, x: Value, name: str, num_groups: int) -> Value:
+        return self._norm(x, name, num_groups, weighted_heads=num_groups)
+
+    def convolution(self, x: Value, mixer: Recurrent, layer: int) -> Value:
+        place, name = self._states.places[layer], f"layers.{layer}.conv"
+        bias = self._weights.vector(name + ".bias") if self._weights.has(name + ".bias") else None
+        operation = ConvolutionOperation(
+            x=x.index, channels=mixer.channels, kernel_size=mixer.kernel_size, is_activated=not isinstance(mixer, ShortConvConfig),
+            conv_at=place.conv_at, record_at=place.record_at, weight=self._weights.columns(name + ".weight"), bias=bias,
+        )  # fmt: skip
+        return self._add(operation, x)
+
+    def delta_rule(self, x: Value, b: Value, a: Value, mixer: GatedDeltaConfig, layer: int) -> Value:
+        return self._state(x, a, b, mixer, layer)
+
+    def mamba2(self, x: Value, dt: Value, mixer: Mamba2Config, layer: int) -> Value:
+        return self._state(x, dt, None, mixer, layer)
 
     def rope(self, x: Value, num_heads: int, rope: RopeConfig) -> Value:
         head_size = x.width // num_heads
@@ -146,17 +177,17 @@ class NativeBlocks:
         if isinstance(activation, ClampedSwiGLU):
             slope, limit = activation.slope, activation.limit
         else:
-            number = (Activation.SILU, Activation.GELU_TANH).index(activation)
+            number = _ACTIVATIONS[activation]
         operation = GatedOperation(x=gate.index, up=up.index, width=gate.width, activation=number, slope=slope, limit=limit)
         return self._add(operation, gate)
 
     def experts(self, x: Value, logits: Value, mlp: ExpertMLP, prefix: str) -> Value:
         routing = mlp.routing
         routes = self._routes(logits, routing, prefix)
-        names = [f"{prefix}experts.{{}}.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
-        gate, up = self._of_experts(x, routes, routing, *names[:2], of_pairs=False)
-        active = self.gated(gate, up, mlp.expert.activation)
-        (down,) = self._of_experts(active, routes, routing, names[2], of_pairs=True)
+        *front, back = [f"{prefix}experts.{{}}.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
+        *gates, up = self._of_experts(x, routes, routing, *front[not mlp.expert.has_gate :], of_pairs=False)
+        active = self.gated(gates[0] if gates else up, up, mlp.expert.activation)
+        (down,) = self._of_experts(active, routes, routing, back, of_pairs=True)
         width = down.width // routing.num_chosen
         return self._add(CombineOperation(x=down.index, routes=routes.index, chosen=routing.num_chosen, width=width), x, width)
 
@@ -180,6 +211,33 @@ class NativeBlocks:
 
     def soft_cap(self, x: Value, cap: float) -> Value:
         return self._add(SoftCapOperation(x=x.index, width=x.width, cap=cap), x)
+
+    def _norm(self, x: Value, name: str | None, num_heads: int, *, weighted_heads: int) -> Value:
+        config = self._config
+        weight = None if name is None else self._weights.vector(name + ".weight", exact=config.norm_offset)
+        operation = NormOperation(
+            x=x.index,
+            heads=num_heads,
+            head_size=x.width // num_heads,
+            epsilon=config.norm_eps,
+            weighted_heads=weighted_heads,
+            weight=weight,
+        )
+        return self._add(operation, x)
+
+    def _state(self, x: Value, a: Value, b: Value | None, mixer: GatedDeltaConfig | Mamba2Config, layer: int) -> Value:
+        state, place, prefix = mixer.state, self._states.places[layer], f"layers.{layer}."
+        work = self.value(2 * state.key_width + state.value_width + 2 * state.heads + state.key_heads)
+        least, most = mixer.dt_limits if isinstance(mixer, Mamba2Config) else (0.0, float("inf"))
+        operation = StateOperation(
+            x=x.index, a=a.index, b=-1 if b is None else b.index, work=work.index, channels=mixer.channels, heads=state.heads,
+            key_heads=state.key_heads, rows_of_state=state.rows, columns=state.columns, block=place.block,
+            is_delta=isinstance(mixer, GatedDeltaConfig), matrices_at=place.matrices_at, keys_at=place.record_at + mixer.channels,
+            work_floats=work.width, least=least, most=most,
+            decay=self._weights.vector(prefix + "decay.weight", exact=True), bias=self._weights.vector(prefix + "decay.bias", exact=True),
+            skip=self._weights.vector(prefix + "skip.weight", exact=True) if isinstance(mixer, Mamba2Config) else None,
+        )  # fmt: skip
+        return self._add(operation, x, state.value_width)
 
     def _routes(self, logits: Value, routing: Routing, prefix: str) -> Value:
         """What kernels/experts.c finds: 8 numbers for each row and chosen expert, and one for all."""
@@ -264,7 +322,7 @@ def share_memory(blocks: NativeBlocks, kept: set[int]) -> tuple[list[int], list[
     """
     buffers, widths = _assign_buffers(blocks, kept | {value.index for value in blocks.inputs.values()})
     for operation in blocks.operations:
-        for field in (*operation.INPUTS, "out"):
+        for field in dict.fromkeys((*operation.INPUTS, *operation.OUTS)):
             if (value := getattr(operation, field)) >= 0:
                 setattr(operation, field, buffers[value])
         for matrix in matrices_of(operation):
@@ -290,7 +348,8 @@ def _assign_buffers(blocks: NativeBlocks, kept: set[int]) -> tuple[list[int], li
         buffers[value.index] = index
     free: dict[int, list[int]] = {}
     for index, operation in enumerate(blocks.operations):
-        for out in dict.fromkeys([matrix.out for matrix in matrices_of(operation)] or [operation.out]):
+        outs = [getattr(operation, field) for field in operation.OUTS]
+        for out in dict.fromkeys([matrix.out for matrix in matrices_of(operation)] or outs):
             width = blocks.values[out].width
             if not free.get(width):
                 free.setdefault(width, []).append(len(widths))

@@ -25,6 +25,8 @@ class Code(IntEnum):
     EXPERTS = 14
     COMBINE = 15
     SIGMOID_GATE = 16
+    CONVOLUTION = 17
+    STATE = 18
 
 
 class Packing(IntEnum):
@@ -58,10 +60,12 @@ class Operation(Structure):
     Attributes:
         CODE: of the kind of operation.
         INPUTS: the fields that name a value; they are numbers of values while a network is recorded, then of buffers.
+        OUTS: those that name what is written; what is only worked in is among both.
     """
 
     CODE: ClassVar[Code]
     INPUTS: ClassVar[tuple[str, ...]]
+    OUTS: ClassVar[tuple[str, ...]] = ("out",)
     _fields_: ClassVar[tuple[tuple[str, Any], ...]] = (("code", c_int32), ("out", c_int32), ("rows", c_int32))
 
     def __init__(self, **fields: object) -> None:
@@ -87,7 +91,9 @@ class NormOperation(Operation):
     """RMS norm of every head; one head is the whole row. Without a weight nothing is multiplied behind it."""
 
     CODE, INPUTS = Code.NORM, ("x",)
-    _fields_ = (("x", c_int32), ("heads", c_int32), ("head_size", c_int32), ("epsilon", c_float), ("weight", c_void_p))
+    _fields_ = (
+        ("x", c_int32), ("heads", c_int32), ("head_size", c_int32), ("epsilon", c_float), ("weighted_heads", c_int32), ("weight", c_void_p),
+    )  # fmt: skip
 
 
 class RopeOperation(Operation):
@@ -111,7 +117,7 @@ class AttentionOperation(Operation):
 
 
 class GatedOperation(Operation):
-    """activation(x) * up; activation 0 = SiLU, 1 = GELU by tanh, 2 = clamped SwiGLU, which has a slope and a limit."""
+    """activation(x) * up; activation 0 = SiLU, 1 = GELU by tanh, 2 = clamped SwiGLU (slope, limit), 3 = sigmoid, 4 = none, 5 = ReLU."""
 
     CODE, INPUTS = Code.GATED, ("x", "up")
     _fields_ = (
@@ -195,6 +201,28 @@ class SigmoidGateOperation(Operation):
     _fields_ = (("x", c_int32), ("y", c_int32), ("width", c_int32))
 
 
+class ConvolutionOperation(Operation):
+    """A causal convolution of each channel over the rows of a text; `conv_at`, `record_at`: floats of states and records before it."""
+
+    CODE, INPUTS = Code.CONVOLUTION, ("x",)
+    _fields_ = (
+        ("x", c_int32), ("channels", c_int32), ("kernel_size", c_int32), ("is_activated", c_int32), ("conv_at", c_int32),
+        ("record_at", c_int32), ("weight", c_void_p), ("bias", c_void_p),
+    )  # fmt: skip
+
+
+class StateOperation(Operation):
+    """Recurrent matrices: a gated delta rule, or Mamba-2. See kernels/recurrent.c."""
+
+    CODE, INPUTS, OUTS = Code.STATE, ("x", "a", "b", "work"), ("out", "work")
+    _fields_ = (
+        ("x", c_int32), ("a", c_int32), ("b", c_int32), ("work", c_int32), ("channels", c_int32), ("heads", c_int32),
+        ("key_heads", c_int32), ("rows_of_state", c_int32), ("columns", c_int32), ("block", c_int32), ("is_delta", c_int32),
+        ("matrices_at", c_int32), ("keys_at", c_int32), ("work_floats", c_int32), ("least", c_float), ("most", c_float),
+        ("decay", c_void_p), ("bias", c_void_p), ("skip", c_void_p),
+    )  # fmt: skip
+
+
 class ColumnsOperation(Operation):
     """Columns [begin, begin + width) of x."""
 
@@ -225,13 +253,37 @@ class Draw(Structure):
     _fields_ = (("key", c_uint64), ("temperature", c_float), ("unused", c_int32))
 
 
+class Step(Structure):
+    """One sweep over a matrix of a state, see kernels/native.h."""
+
+    _fields_ = (
+        ("load", c_int32), ("update", c_int32), ("row", c_int32), ("slot", c_int32), ("first_save", c_int32), ("num_saves", c_int32),
+    )  # fmt: skip
+
+
+class Save(Structure):
+    """Where the state behind the first `count` pending and known rows is written."""
+
+    _fields_ = (("state", c_void_p), ("count", c_int64))
+
+
+class StateRange(Structure):
+    """What the rows of a range do to the state of their sequence; numbers of records, parents and steps lie in arrays of the pass."""
+
+    _fields_ = (
+        ("state", c_void_p), ("records", c_void_p), ("pending", c_void_p), ("rows", c_void_p), ("parents", c_void_p), ("steps", c_void_p),
+        ("saves", c_void_p), ("has_run", c_void_p), ("record_floats", c_int64), ("num_pending", c_int32), ("num_folded", c_int32),
+        ("num_steps", c_int32), ("num_saves", c_int32),
+    )  # fmt: skip
+
+
 class Pass(Structure):
     """The rows of one pass. Each of several memories has a table for every range, `blocks_of_tables` behind that of the one before."""
 
     _fields_ = (
         ("rows", c_int32), ("selected_rows", c_int32), ("num_ranges", c_int32), ("blocks_of_tables", c_int32),
         ("ranges", c_void_p), ("range_of_row", c_void_p), ("block_tables", c_void_p), ("masks", c_void_p), ("selected", c_void_p),
-        ("cos", c_void_p), ("sin", c_void_p), ("draws", c_void_p),
+        ("cos", c_void_p), ("sin", c_void_p), ("draws", c_void_p), ("states", c_void_p),
     )  # fmt: skip
 
 
@@ -242,16 +294,18 @@ class Program(Structure):
         ("operations", c_void_p), ("num_operations", c_int32), ("num_threads", c_int32),
         ("buffers", c_void_p), ("packed", c_void_p), ("packed_rows", c_void_p), ("scratch", c_void_p), ("planes", c_void_p),
         ("block_size", c_int32), ("max_context", c_int32), ("most_columns", c_int32), ("tickets", c_void_p),
+        ("state_scratch", c_void_p), ("state_floats", c_int64),
     )  # fmt: skip
 
 
-VERSION = 5
+VERSION = 6
 """KERNELS_VERSION of kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (
     Matrix, LinearOperation, NormOperation, RopeOperation, AttentionOperation, GatedOperation, AddOperation, SiluResidualOperation,
     GatherOperation, SoftCapOperation, ConcatOperation, RankOperation, ScaleOperation, ColumnsOperation, RouteOperation,
-    ExpertsOperation, CombineOperation, SigmoidGateOperation, Range, Draw, Pass, Program,
+    ExpertsOperation, CombineOperation, SigmoidGateOperation, ConvolutionOperation, StateOperation, Range, Draw, Step, Save, StateRange,
+    Pass, Program,
 )  # fmt: skip
 LAYOUT = (VERSION, *map(sizeof, _RECORDS), -1)
 """What `paceline_layout` of the kernels answers for 0, 1, …"""

@@ -53,6 +53,10 @@ class NativeWeights:
         values = as_float32(self._weights[name])
         return self._address(values if exact else rounded(values, self._round_to))
 
+    def columns(self, name: str) -> int:
+        """Address of a matrix as float32, column after column."""
+        return self._address(rounded(as_float32(self._weights[name]), self._round_to).T)
+
     def number(self, name: str) -> float:
         """A weight of one value."""
         return float(rounded(as_float32(self._weights[name]), self._round_to)[0])

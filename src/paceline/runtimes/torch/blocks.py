@@ -1,6 +1,7 @@
 """The blocks of `runtimes/decoder.py`, computed with tensors: this file is the definition the other runtime is compared with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.models.config import ModelConfig
-from paceline.models.layers import Activation, AttentionConfig, ClampedSwiGLU, ExpertMLP
+from paceline.models.layers import Activation, AttentionConfig, ClampedSwiGLU, ExpertMLP, GatedDeltaConfig, Mamba2Config, Recurrent
 from paceline.models.rope import inverse_frequencies, query_scales
 from paceline.models.rope_config import RopeConfig
 from paceline.runtimes.base import ForwardBatch, Wanted
@@ -18,8 +19,17 @@ from paceline.runtimes.decoder import TOKEN_IDS
 from paceline.runtimes.ranking import Ranking
 from paceline.runtimes.torch.attention import Attention
 from paceline.runtimes.torch.ranking import rank_rows
+from paceline.runtimes.torch.recurrent import RecurrentPass
 from paceline.runtimes.torch.routing import choose_experts
 from paceline.runtimes.torch.weights import TorchWeights
+
+_ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    Activation.SILU: F.silu,
+    Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
+    Activation.SIGMOID: torch.sigmoid,
+    Activation.RELU: F.relu,
+    Activation.NONE: lambda gate: gate,
+}
 
 
 class TorchBlocks:
@@ -31,11 +41,12 @@ class TorchBlocks:
         weights: TorchWeights,
         planes: Sequence[torch.Tensor],
         attention: Attention,
+        states: RecurrentPass,
         inputs: Mapping[str, NDArray[Any]],
         batch: ForwardBatch,
         wanted: Wanted,
     ) -> None:
-        self._config, self._weights, self._planes, self._attention = config, weights, planes, attention
+        self._config, self._weights, self._planes, self._attention, self._states = config, weights, planes, attention, states
         device = weights.device
         self._token_ids = inputs.get(TOKEN_IDS)
         self._inputs = {name: torch.from_numpy(np.array(rows)).to(device) for name, rows in inputs.items()}
@@ -115,12 +126,25 @@ class TorchBlocks:
         sinks = self._weights.vector(f"layers.{layer}.attention.sinks") if attention.has_sinks else None
         return self._attention(_heads(q, attention.num_heads), keys, values, attention, sinks).flatten(-2)
 
+    def convolution(self, x: torch.Tensor, mixer: Recurrent, layer: int) -> torch.Tensor:
+        return self._states.convolution(x, layer, self._weights)
+
+    def delta_rule(self, x: torch.Tensor, b: torch.Tensor, a: torch.Tensor, mixer: GatedDeltaConfig, layer: int) -> torch.Tensor:
+        return self._states.delta_rule(x, b, a, mixer, layer, self._weights)
+
+    def mamba2(self, x: torch.Tensor, dt: torch.Tensor, mixer: Mamba2Config, layer: int) -> torch.Tensor:
+        return self._states.mamba2(x, dt, mixer, layer, self._weights)
+
+    def group_norm(self, x: torch.Tensor, name: str, num_groups: int) -> torch.Tensor:
+        """As `rms_norm`, but the weight is as wide as all groups."""
+        normed = _normed(_heads(x, num_groups), self._config.norm_eps).flatten(-2)
+        return self._weights.plain(name) * normed.to(x.dtype)
+
     def gated(self, gate: torch.Tensor, up: torch.Tensor, activation: Activation | ClampedSwiGLU) -> torch.Tensor:
         if isinstance(activation, ClampedSwiGLU):
             gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
             return (up + 1) * gate * torch.sigmoid(gate * activation.slope)
-        activated = F.silu(gate) if activation is Activation.SILU else F.gelu(gate, approximate="tanh")
-        return activated * up
+        return _ACTIVATIONS[activation](gate) * up
 
     def experts(self, x: torch.Tensor, logits: torch.Tensor, mlp: ExpertMLP, prefix: str) -> torch.Tensor:
         routing = mlp.routing
@@ -131,7 +155,8 @@ class TorchBlocks:
         for expert in torch.unique(choice.experts).tolist():
             own = f"{prefix}experts.{expert}."
             rows, places = torch.where(choice.experts == expert)
-            gate, up = self.linear(x[rows], own + "gate_proj", own + "up_proj")
+            *gates, up = self.linear(x[rows], *([own + "gate_proj"] if mlp.expert.has_gate else []), own + "up_proj")
+            gate = gates[0] if gates else up
             (down,) = self.linear(self.gated(gate, up, mlp.expert.activation), own + "down_proj")
             mixed.index_add_(0, rows, down * choice.weights[rows, places, None].to(x.dtype))
         return mixed

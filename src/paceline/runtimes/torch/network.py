@@ -11,15 +11,20 @@ from torch.nn import functional as F
 
 from paceline.errors import BackendUnavailableError, CapacityError, ConfigError
 from paceline.kv_cache.key_values import KeyValues
-from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.kv_cache.layer_memory import LayerMemory
+from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
+from paceline.kv_cache.recurrent import DEFAULT_STATES, RecurrentStates, StateLimits
 from paceline.kv_cache.row_plan import TreeLayout
+from paceline.kv_cache.window import PassLimits
 from paceline.models.config import ModelConfig, WeightType
+from paceline.models.state_layout import StateLayout
 from paceline.models.weights import Weights
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, Numerics, RowRange, Wanted
 from paceline.runtimes.decoder import LOGITS, RANKED, Compose, ranked
 from paceline.runtimes.planes import planes_of
 from paceline.runtimes.torch.attention import PaddedAttention, PlainAttention
 from paceline.runtimes.torch.blocks import TorchBlocks, scaled_rows
+from paceline.runtimes.torch.recurrent import RecurrentPass
 from paceline.runtimes.torch.weights import DTYPES, TorchWeights
 
 
@@ -51,6 +56,7 @@ class TorchNetwork(Network):
         """
         self.config, self.compose = config, compose
         self.capabilities = Capabilities(Numerics.FAST, TreeLayout.MASK, device, weight_type)
+        self._layout = StateLayout.of(config.recurrents)
         opened = _open_device(device)
         tensors = TorchWeights(weights, dtype=DTYPES[weight_type], device=opened, norms_in_float32=config.norm_offset)
         self._shared = self._cache_shared = _Shared(tensors)
@@ -80,6 +86,21 @@ class TorchNetwork(Network):
         self._shared.planes = planes_of(self.config, groups, memories)
         return memories
 
+    def new_cache(self, num_blocks: int, limits: PassLimits | None = None, states: StateLimits = DEFAULT_STATES) -> KVCache:
+        memories: list[LayerMemory] = [*self.new_key_values(num_blocks)]
+        layout, device = self._layout, self._shared.weights.device
+
+        def zeros(shape: tuple[int, ...]) -> torch.Tensor:
+            try:
+                return torch.zeros(shape, dtype=torch.float32, device=device)
+            except RuntimeError as error:  # what torch raises where there is no memory
+                raise MemoryError(str(error)) from error
+
+        if layout.places:
+            self._shared.states = RecurrentStates(layout.state_size, layout.record_size, BLOCK_SIZE, zeros, states)
+            memories.append(self._shared.states)
+        return KVCache(memories, num_blocks, self.capabilities.tree_layout)
+
     def forward(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch, wanted: Wanted) -> ForwardOutput:
         shared, num_rows = self._shared, len(batch.positions)
         shared.num_passes += 1
@@ -88,8 +109,10 @@ class TorchNetwork(Network):
         attention_type = PlainAttention if shared.weights.device.type == "cpu" else PaddedAttention
         with torch.inference_mode():
             attention = attention_type(batch.ranges, BLOCK_SIZE, shared.weights.device)
-            blocks = TorchBlocks(self.config, shared.weights, self._cache_shared.planes, attention, inputs, batch, wanted)
+            states = RecurrentPass(self._layout, self._cache_shared.states, batch.ranges)
+            blocks = TorchBlocks(self.config, shared.weights, self._cache_shared.planes, attention, states, inputs, batch, wanted)
             results = _Results(ranked(self.compose, wanted.ranking)(blocks))
+            states.finish()
             results.fetch(LOGITS if wanted.ranking is None else RANKED)
             return ForwardOutput(results)
 
@@ -142,6 +165,7 @@ class _Shared:
 
     weights: TorchWeights
     planes: Sequence[torch.Tensor] = ()
+    states: RecurrentStates | None = None
     num_passes: int = 0
 
 

@@ -60,6 +60,10 @@ class TorchWeights:
                 self._plain[name] = self._load(name, torch.float32)
         return self._plain[name]
 
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this whole name."""
+        return self._weights.has(name)
+
     def rows(self, name: str, numbers: NDArray[np.int32]) -> torch.Tensor:
         """Rows of a matrix that stays where it is."""
         return torch.from_numpy(self._weights.rows(name + ".weight", numbers)).to(device=self.device, dtype=self.dtype)
@@ -93,7 +97,7 @@ class TorchWeights:
             copied = torch.from_numpy(as_float32(stored))
         else:  # a copy, because torch has no read-only tensors and the file must stay as it is
             is_bf16 = stored.weight_type is WeightType.BF16
-            copied = torch.from_numpy(np.array(stored.array.view(np.int16) if is_bf16 else stored.array))
+            copied = torch.from_numpy(np.array(stored.array.view(np.int16) if is_bf16 else stored.array, order="C"))
             copied = copied.view(torch.bfloat16) if is_bf16 else copied
         return copied.to(device=self.device, dtype=dtype)
 

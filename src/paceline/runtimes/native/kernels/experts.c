@@ -5,8 +5,6 @@
 #include <stdint.h>
 
 #define MAX_EXPERTS 1024
-#define EACH_16(i, count, total) for (int i = 0, count; count = (total) - i < LANES ? (total) - i : LANES, i < (total); i += LANES)
-
 Routes routes_of(float *buffer, int rows, int chosen) {
     const size_t pairs = (size_t)rows * (size_t)chosen;
     int32_t *const numbers = (int32_t *)buffer;

@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERNELS_VERSION 5 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
+#define KERNELS_VERSION 6 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
 
 /* Rows that share one decoding of a weight: as many as keep their sums in registers. */
 #ifdef __AVX512F__
@@ -47,9 +47,9 @@ typedef struct {
 
 enum {
     LINEAR, NORM, ROPE, ATTENTION, GATED, ADD, GATHER, SOFT_CAP, CONCAT, SILU_RESIDUAL, RANK, SCALE, COLUMNS, ROUTE, EXPERTS, COMBINE,
-    SIGMOID_GATE,
+    SIGMOID_GATE, CONVOLUTION, STATE,
 };
-enum { SILU, GELU_TANH, CLAMPED_SWIGLU };
+enum { SILU, GELU_TANH, CLAMPED_SWIGLU, SIGMOID_OF_GATE, GATE_ITSELF, RELU };
 enum { SOFTMAX, SIGMOID }; /* what makes scores of a router's logits */
 /* How a product takes its rows: as they are, rounded to bfloat16 (all its matrices are BF16 then), or rounded to bytes (all its matrices are
  * panels then, with the same groups and the same zero point). */
@@ -74,7 +74,8 @@ typedef struct {
     Operation head;
     int32_t x, heads, head_size; /* 1 head = the whole row */
     float epsilon;
-    const float *weight; /* [head_size]; NULL = none */
+    int32_t weighted_heads; /* that have a weight of their own; the others have the same again */
+    const float *weight;    /* [weighted_heads, head_size]; NULL = none */
 } NormOperation;
 
 typedef struct {
@@ -156,6 +157,29 @@ typedef struct {
     Operation head;
     int32_t x, y, width;
 } SigmoidGateOperation;
+
+/* A causal convolution of each channel over the rows of a text, each row behind its parent. */
+#define MAX_KERNEL_SIZE 16
+#define PIECE_CHANNELS 256 /* of a ticket */
+typedef struct {
+    Operation head;
+    int32_t x, channels, kernel_size, is_activated; /* by SiLU */
+    int32_t conv_at, record_at;                     /* of the layer, in a state and in a record */
+    const float *weight;                            /* [kernel_size, channels], the last row of the row itself */
+    const float *bias;                              /* [channels]; NULL = none */
+} ConvolutionOperation;
+
+/* Recurrent matrices [heads][rows_of_state, columns]: a gated delta rule (queries, keys and values in x, a and b its gates), or else Mamba-2
+ * (x, B and C in x, a its step sizes). */
+typedef struct {
+    Operation head;
+    int32_t x, a, b, work; /* work: a buffer of `work_floats` a row */
+    int32_t channels, heads, key_heads, rows_of_state, columns, block, is_delta;
+    int32_t matrices_at, keys_at, work_floats; /* keys_at: in a record */
+    float least, most;                         /* limits of step sizes */
+    const float *decay, *bias, *skip;          /* [heads]; skip NULL = none */
+} StateOperation;
+
 /* Columns [begin, begin + width) of x. */
 typedef struct {
     Operation head;
@@ -184,6 +208,34 @@ typedef struct {
     int32_t start, rows, cached_len, table, mask, first_slot;
 } Range;
 
+/* One sweep over a matrix: take in an update, multiply the state then with a row, save it. */
+typedef struct {
+    int32_t load;   /* the slot to go on from; -1 = from where the last step was */
+    int32_t update; /* a row of the range; -2 - i = pending row i; -1 = none */
+    int32_t row;    /* that starts from here; -1 = none */
+    int32_t slot;   /* to keep a copy in for later steps; -1 = none */
+    int32_t first_save, num_saves;
+} Step;
+
+typedef struct {
+    float *state;
+    int64_t count; /* of pending rows and rows of the range that it is behind */
+} Save;
+
+/* What the rows of a range do to the state of their sequence. */
+typedef struct {
+    float *state;   /* NULL: at zero */
+    float *records; /* of `record_floats` each */
+    const int32_t *pending; /* [num_pending] the records of rows that the state has not taken in; the first num_folded are, in place */
+    const int32_t *rows;    /* of each row of the range the record it leaves; -1 = none */
+    const int32_t *parents; /* of each row; -1 = the last pending row */
+    const Step *steps;
+    const Save *saves;
+    int32_t *has_run; /* set to 1 behind the pass */
+    int64_t record_floats;
+    int32_t num_pending, num_folded, num_steps, num_saves;
+} StateRange;
+
 typedef struct {
     int32_t rows, selected_rows, num_ranges;
     int32_t blocks_of_tables; /* in the tables of all ranges: those of the next memory begin so far behind */
@@ -194,6 +246,7 @@ typedef struct {
     const int32_t *selected;   /* [selected_rows] */
     const float *const *cos, *const *sin; /* of each table: [rows, rotary half] */
     const Draw *draws;         /* [rankings, rows that are ranked]; NULL = nothing is drawn */
+    const StateRange *states;  /* [num_ranges]; NULL = no layer has any */
 } Pass;
 
 typedef struct {
@@ -206,6 +259,8 @@ typedef struct {
     float *const *planes;  /* keys and then values of each layer: [num_blocks, kv_heads, block_size, head_size] */
     int32_t block_size, max_context, most_columns;
     int32_t *tickets; /* [2 * num_operations] */
+    float *state_scratch; /* per thread: state_floats */
+    int64_t state_floats;
 } Program;
 
 int tile_rows(int rows);
@@ -246,6 +301,10 @@ typedef struct {
 Routes routes_of(float *buffer, int rows, int chosen);
 void choose_experts(const RouteOperation *own, const float *logits, int32_t *experts, float *weights);
 void sort_pairs(const RouteOperation *own, const Routes *routes, int rows);
+
+void convolve(const StateRange *range, const ConvolutionOperation *own, int rows, int channel, int count, const float *x, float *out);
+void prepare_state_row(const StateOperation *own, const float *x, const float *a, const float *b, float *work, float *record);
+void run_state_block(const StateRange *range, const StateOperation *own, int number, const float *x, float *work, float *out, float *scratch);
 
 #define PIECE_COLUMNS 4096
 int pieces_of(int columns);

@@ -141,7 +141,8 @@ static void run_norm(const Work *work, const Operation *operation) {
     for (int item, end; next_heads(work, own->heads, own->heads == 1 ? 1 : 8, &item, &end);)
         for (; item < end; item++) {
             const size_t at = (size_t)item * (size_t)own->head_size;
-            norm_row(x + at, own->weight, own->head_size, own->epsilon, out + at);
+            const size_t weight = (size_t)(item % own->weighted_heads) * (size_t)own->head_size;
+            norm_row(x + at, own->weight ? own->weight + weight : NULL, own->head_size, own->epsilon, out + at);
         }
 }
 
@@ -208,6 +209,43 @@ static void run_sigmoid_gate(const Work *work, const Operation *operation) {
     const float *x = buffer(work, own->x), *y = buffer(work, own->y);
     float *out = buffer(work, operation->out);
     for (Piece piece; next_piece(work, own->width, &piece);) scale(x + piece.at, piece.count, sigmoid_of(y[piece.row]), out + piece.at);
+}
+
+static void run_convolution(const Work *work, const Operation *operation) {
+    const ConvolutionOperation *own = (const ConvolutionOperation *)operation;
+    const Pass *pass = work->pass;
+    const int pieces = parts_of(own->channels, PIECE_CHANNELS);
+    for (int item; (item = next_ticket(work, 0)) < pass->num_ranges * pieces;) {
+        const Range *range = pass->ranges + item / pieces;
+        const size_t at = (size_t)range->start * (size_t)own->channels;
+        const int channel = item % pieces * PIECE_CHANNELS, left = own->channels - channel;
+        convolve(pass->states + item / pieces, own, range->rows, channel, left < PIECE_CHANNELS ? left : PIECE_CHANNELS,
+                 buffer(work, own->x) + at, buffer(work, operation->out) + at);
+    }
+}
+
+static void run_state(const Work *work, const Operation *operation) {
+    const StateOperation *own = (const StateOperation *)operation;
+    const Pass *pass = work->pass;
+    const float *x = buffer(work, own->x), *a = buffer(work, own->a), *b = own->b < 0 ? NULL : buffer(work, own->b);
+    float *worked = buffer(work, own->work), *out = buffer(work, operation->out);
+    const size_t channels = (size_t)own->channels, heads = (size_t)own->heads, floats_a_row = (size_t)own->work_floats;
+    for (int item; (item = next_ticket(work, 0)) < work->rows;) {
+        const size_t row = (size_t)item;
+        const Range *range = pass->ranges + pass->range_of_row[item];
+        const StateRange *states = pass->states + pass->range_of_row[item];
+        const int record = states->rows[item - range->start];
+        prepare_state_row(own, x + row * channels, a + row * heads, b ? b + row * heads : NULL, worked + row * floats_a_row,
+                          record < 0 ? NULL : states->records + (size_t)record * (size_t)states->record_floats);
+    }
+    barrier();
+    const int blocks = own->heads * parts_of(own->columns, own->block);
+    float *scratch = work->program->state_scratch + (size_t)work->thread * (size_t)work->program->state_floats;
+    for (int item; (item = next_ticket(work, 1)) < pass->num_ranges * blocks;) {
+        const size_t row = (size_t)pass->ranges[item / blocks].start;
+        run_state_block(pass->states + item / blocks, own, item % blocks, x + row * channels, worked + row * floats_a_row,
+                        out + row * heads * (size_t)own->columns, scratch);
+    }
 }
 
 static void run_add(const Work *work, const Operation *operation) {
@@ -285,6 +323,7 @@ static Function *const FUNCTIONS[] = {
     [ADD] = run_add,           [GATHER] = run_gather, [SOFT_CAP] = run_soft_cap, [CONCAT] = run_concat,
     [SILU_RESIDUAL] = run_silu_residual, [RANK] = run_rank, [SCALE] = run_scale, [COLUMNS] = run_columns,
     [ROUTE] = run_route,       [EXPERTS] = run_experts, [COMBINE] = run_combine, [SIGMOID_GATE] = run_sigmoid_gate,
+    [CONVOLUTION] = run_convolution, [STATE] = run_state,
 };
 
 static void run_operations(void *argument, int thread, int num_threads) {
@@ -311,6 +350,7 @@ static void prepare(void *argument) {
 void paceline_run(const Program *program, const Pass *pass) {
     Run own = {.given_program = program, .given_pass = pass};
     run_on_threads(prepare, run_operations, &own, program->num_threads);
+    for (int range = 0; own.pass.states && range < own.pass.num_ranges; range++) *own.pass.states[range].has_run = 1;
 }
 
 /* Floats of `packed` for products of `rows` rows and `columns` columns. */
@@ -322,7 +362,8 @@ int32_t paceline_layout(int32_t index) {
         KERNELS_VERSION, sizeof(Matrix), sizeof(LinearOperation), sizeof(NormOperation), sizeof(RopeOperation), sizeof(AttentionOperation),
         sizeof(GatedOperation), sizeof(AddOperation), sizeof(SiluResidualOperation), sizeof(GatherOperation), sizeof(SoftCapOperation),
         sizeof(ConcatOperation), sizeof(RankOperation), sizeof(ScaleOperation), sizeof(ColumnsOperation), sizeof(RouteOperation),
-        sizeof(ExpertsOperation), sizeof(CombineOperation), sizeof(SigmoidGateOperation), sizeof(Range), sizeof(Draw), sizeof(Pass), sizeof(Program),
+        sizeof(ExpertsOperation), sizeof(CombineOperation), sizeof(SigmoidGateOperation), sizeof(ConvolutionOperation),
+        sizeof(StateOperation), sizeof(Range), sizeof(Draw), sizeof(Step), sizeof(Save), sizeof(StateRange), sizeof(Pass), sizeof(Program),
     };
     return (size_t)index < sizeof LAYOUT / sizeof *LAYOUT ? (int32_t)LAYOUT[index] : -1;
 }

@@ -4,33 +4,27 @@
 
 #include <math.h>
 
-#define EACH_16(column, count, width) \
-    for (int column = 0, count; count = (width) - column < LANES ? (width) - column : LANES, column < (width); column += LANES)
-
-static floats take(const float *from, int count) { return count == LANES ? load(from) : load_first(from, count); }
-
-static void put(float *to, floats v, int count) { memcpy(to, &v, (size_t)count * sizeof(float)); }
-
 /* x / sqrt(mean(x^2) + epsilon) * weight; NULL = without. */
 void norm_row(const float *x, const float *weight, int width, float epsilon, float *out) {
     floats squares = broadcast(0.0f);
     EACH_16(column, count, width) {
-        const floats v = take(x + column, count);
+        const floats v = load_part(x + column, count);
         squares = fused(v, v, squares);
     }
     const floats scale = broadcast(1.0f / sqrtf(lane_sum(squares) / (float)width + epsilon));
     EACH_16(column, count, width) {
-        const floats v = take(x + column, count) * scale;
-        put(out + column, weight ? v * take(weight + column, count) : v, count);
+        const floats v = load_part(x + column, count) * scale;
+        store_part(out + column, weight ? v * load_part(weight + column, count) : v, count);
     }
 }
 
 /* The pairs (i, i + half) turned by their angle; what lies behind them passes through. */
 void rotate_head(const float *x, const float *cos, const float *sin, int head_size, int half, float *out) {
     EACH_16(i, count, half) {
-        const floats first = take(x + i, count), second = take(x + half + i, count), c = take(cos + i, count), s = take(sin + i, count);
-        put(out + i, first * c - second * s, count);
-        put(out + half + i, second * c + first * s, count);
+        const floats first = load_part(x + i, count), second = load_part(x + half + i, count);
+        const floats c = load_part(cos + i, count), s = load_part(sin + i, count);
+        store_part(out + i, first * c - second * s, count);
+        store_part(out + half + i, second * c + first * s, count);
     }
     memcpy(out + 2 * half, x + 2 * half, (size_t)(head_size - 2 * half) * sizeof(float));
 }
@@ -39,35 +33,41 @@ void rotate_head(const float *x, const float *cos, const float *sin, int head_si
 void gate(const GatedOperation *gated, const float *x, const float *up, int width, float *out) {
     const floats limit = broadcast(gated->limit), slope = broadcast(gated->slope);
     EACH_16(column, count, width) {
-        floats v = take(x + column, count), u = take(up + column, count);
+        floats v = load_part(x + column, count), u = load_part(up + column, count);
         floats active;
         if (gated->activation == SILU)
             active = v * sigmoid(v);
         else if (gated->activation == GELU_TANH) {
             const floats inner = broadcast(0.7978845608028654f) * (v + broadcast(0.044715f) * v * v * v);
             active = broadcast(0.5f) * v * (broadcast(1.0f) + hyperbolic_tangent(inner));
-        } else {
+        } else if (gated->activation == SIGMOID_OF_GATE)
+            active = sigmoid(v);
+        else if (gated->activation == GATE_ITSELF)
+            active = v;
+        else if (gated->activation == RELU)
+            active = (floats)((words)v & ~(words)(v < broadcast(0.0f)));
+        else {
             v = __builtin_elementwise_min(v, limit);
             u = __builtin_elementwise_min(__builtin_elementwise_max(u, -limit), limit) + broadcast(1.0f);
             active = v * sigmoid(slope * v);
         }
-        put(out + column, active * u, count);
+        store_part(out + column, active * u, count);
     }
 }
 
 void add(const float *x, const float *y, int width, float *out) {
-    EACH_16(column, count, width) put(out + column, take(x + column, count) + take(y + column, count), count);
+    EACH_16(column, count, width) store_part(out + column, load_part(x + column, count) + load_part(y + column, count), count);
 }
 
 /* x * factor. */
 void scale(const float *x, int width, float factor, float *out) {
-    EACH_16(column, count, width) put(out + column, take(x + column, count) * broadcast(factor), count);
+    EACH_16(column, count, width) store_part(out + column, load_part(x + column, count) * broadcast(factor), count);
 }
 
 /* sum += x * factor. */
 void add_scaled(const float *x, int width, float factor, float *sum) {
     EACH_16(column, count, width)
-        put(sum + column, fused(take(x + column, count), broadcast(factor), take(sum + column, count)), count);
+        store_part(sum + column, fused(load_part(x + column, count), broadcast(factor), load_part(sum + column, count)), count);
 }
 
 float sigmoid_of(float x) { return sigmoid(broadcast(x))[0]; }
@@ -75,8 +75,8 @@ float sigmoid_of(float x) { return sigmoid(broadcast(x))[0]; }
 /* x + silu(y). */
 void add_silu(const float *x, const float *y, int width, float *out) {
     EACH_16(column, count, width) {
-        const floats v = take(y + column, count);
-        put(out + column, take(x + column, count) + v * sigmoid(v), count);
+        const floats v = load_part(y + column, count);
+        store_part(out + column, load_part(x + column, count) + v * sigmoid(v), count);
     }
 }
 
@@ -90,5 +90,5 @@ void join(const float *x, int width, const float *y, int begin, int count, float
 /* cap tanh(x / cap). */
 void soft_cap(const float *x, int width, float cap, float *out) {
     EACH_16(column, count, width)
-        put(out + column, broadcast(cap) * hyperbolic_tangent(take(x + column, count) / broadcast(cap)), count);
+        store_part(out + column, broadcast(cap) * hyperbolic_tangent(load_part(x + column, count) / broadcast(cap)), count);
 }

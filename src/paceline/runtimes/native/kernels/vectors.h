@@ -35,6 +35,20 @@ INLINE floats load_first(const float *from, int count) {
     return v;
 }
 
+#define EACH_16(column, count, width) \
+    for (int column = 0, count; count = (width) - column < LANES ? (width) - column : LANES, column < (width); column += LANES)
+
+/* As load_first, without its detour where all of them are there. */
+INLINE floats load_part(const float *from, int count) { return count == LANES ? load(from) : load_first(from, count); }
+
+/* The first `count` floats of v. */
+INLINE void store_part(float *to, floats v, int count) {
+    if (count == LANES)
+        store(to, v);
+    else
+        memcpy(to, &v, (size_t)count * sizeof(float));
+}
+
 INLINE floats fused(floats a, floats b, floats c) { return __builtin_elementwise_fma(a, b, c); }
 
 /* Sum of the lanes, halves onto halves. */

@@ -1,0 +1,251 @@
+"""Recurrent layers row by row, as their definitions read: each row goes on from the state behind its parent. States are float32."""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from paceline.kv_cache.recurrent import NO_RECORD, RecurrentStates, StateWork
+from paceline.models.layers import GatedDeltaConfig, Mamba2Config, ShortConvConfig
+from paceline.models.state_layout import LayerPlace, StateLayout
+from paceline.runtimes.base import RowRange
+from paceline.runtimes.torch.weights import TorchWeights
+
+_L2_EPS = 1e-6
+"""Source: the gated delta rule of Qwen3-Next's model in transformers 5.23."""
+
+
+class _Part(Protocol):
+    """One part of a layer's state: what a row makes of it, and gives."""
+
+    def read(self, state: torch.Tensor | None) -> torch.Tensor:
+        """A copy of it; None = the state in front of a text."""
+        ...
+
+    def write(self, value: torch.Tensor, state: torch.Tensor) -> None: ...
+
+    def replay(self, value: torch.Tensor, record: torch.Tensor) -> torch.Tensor:
+        """What the row that left a record made of it."""
+        ...
+
+    def step(self, value: torch.Tensor, row: int, record: torch.Tensor | None) -> torch.Tensor:
+        """What a row of the pass makes of it; its output is noted, and its record is left."""
+        ...
+
+
+class RecurrentPass:
+    """What one pass does to the states of its sequences."""
+
+    def __init__(self, layout: StateLayout, memory: RecurrentStates | None, ranges: Sequence[RowRange]) -> None:
+        self._layout, self._memory, self._ranges = layout, memory, ranges
+        self._works: dict[int, StateWork] = {}
+        self._folded: list[tuple[_Part, torch.Tensor, torch.Tensor]] = []
+
+    def convolution(self, x: torch.Tensor, layer: int, weights: TorchWeights) -> torch.Tensor:
+        place, name = self._layout.places[layer], f"layers.{layer}.conv"
+        bias = weights.vector(name + ".bias") if weights.has(name + ".bias") else None
+        part = _Convolution(place, x.float(), weights.vector(name + ".weight"), bias)
+        self._run(part)
+        return (part.out if isinstance(place.mixer, ShortConvConfig) else F.silu(part.out)).to(x.dtype)
+
+    def delta_rule(
+        self, x: torch.Tensor, b: torch.Tensor, a: torch.Tensor, mixer: GatedDeltaConfig, layer: int, weights: TorchWeights
+    ) -> torch.Tensor:
+        state, num_rows = mixer.state, len(x)
+        q, k, v = torch.split(x.float(), [state.key_width, state.key_width, state.value_width], dim=-1)
+        q, k = (_of_length_one(part.reshape(num_rows, state.key_heads, -1)) for part in (q, k))
+        softened = F.softplus(a.float() + weights.vector(f"layers.{layer}.decay.bias"))
+        decays = torch.exp(weights.vector(f"layers.{layer}.decay.weight") * softened)
+        values = v.reshape(num_rows, state.heads, -1)
+        part = _Matrices(self._layout.places[layer], k, q * mixer.key_size**-0.5, values, decays, torch.sigmoid(b.float()))
+        self._run(part)
+        return part.out.flatten(-2).to(x.dtype)
+
+    def mamba2(self, x: torch.Tensor, dt: torch.Tensor, mixer: Mamba2Config, layer: int, weights: TorchWeights) -> torch.Tensor:
+        state, num_rows = mixer.state, len(x)
+        values, k, q = torch.split(x.float(), [state.value_width, state.key_width, state.key_width], dim=-1)
+        values = values.reshape(num_rows, state.heads, -1)
+        k, q = (part.reshape(num_rows, state.key_heads, -1) for part in (k, q))
+        steps = F.softplus(dt.float() + weights.vector(f"layers.{layer}.decay.bias")).clamp(*mixer.dt_limits)
+        decays = torch.exp(weights.vector(f"layers.{layer}.decay.weight") * steps)
+        part = _Matrices(self._layout.places[layer], k, q, steps[..., None] * values, decays)
+        self._run(part)
+        skipped = weights.vector(f"layers.{layer}.skip.weight")[:, None] * values
+        return (part.out + skipped).flatten(-2).to(x.dtype)
+
+    def finish(self) -> None:
+        """The pass has run: states take in what they were to, in place."""
+        for part, value, state in self._folded:
+            part.write(value, state)
+        for work in self._works.values():
+            work.has_run[0] = 1
+
+    def _run(self, part: _Part) -> None:
+        for sequence_id in dict.fromkeys(rows.sequence_id for rows in self._ranges):
+            work = self._work(sequence_id)
+            value = part.read(work.state)
+            for count, record in enumerate(work.pending, 1):
+                value = part.replay(value, work.records[record])
+                if count == work.num_folded:
+                    self._folded.append((part, value, work.state))
+                _save(part, value, count, work)
+            for rows in self._ranges:
+                if rows.sequence_id == sequence_id:
+                    _run_rows(part, value, rows, work)
+
+    def _work(self, sequence_id: int) -> StateWork:
+        if self._memory is None:
+            raise RuntimeError("a network with recurrent layers needs a cache: call new_cache")
+        if sequence_id not in self._works:
+            self._works[sequence_id] = self._memory.work(sequence_id)
+        return self._works[sequence_id]
+
+
+def _run_rows(part: _Part, committed: torch.Tensor, rows: RowRange, work: StateWork) -> None:
+    """The rows of one range, each from its parent's state; a state is held as long as rows go on from it."""
+    parents = list(_parents(rows))
+    last_child = {parent: row for row, parent in enumerate(parents)}
+    behind = {-1: committed}
+    for row, parent in enumerate(parents):
+        record = work.rows[rows.plan_row + row]
+        value = part.step(behind[parent], rows.start + row, None if record == NO_RECORD else work.records[record])
+        if rows.plan_row == 0:
+            _save(part, value, len(work.pending) + row + 1, work)
+        if last_child[parent] == row:
+            del behind[parent]
+        if row in last_child:
+            behind[row] = value
+
+
+def _save(part: _Part, value: torch.Tensor, count: int, work: StateWork) -> None:
+    """Write what is behind the first `count` rows wherever it is to be saved: a chunk that ends with a block has two such places."""
+    for end, state in work.saves:
+        if end == count:
+            part.write(value, state)
+
+
+def _parents(rows: RowRange) -> Iterator[int]:
+    """The row in front of each, -1 = what is committed."""
+    for row in range(rows.num_rows):
+        if rows.mask is None:
+            yield row - 1
+        else:
+            seen = np.flatnonzero(rows.mask[row, :row])
+            yield int(seen[-1]) if len(seen) else -1
+
+
+class _Convolution:
+    """The last inputs [kernel_size - 1, C], the oldest first."""
+
+    def __init__(self, place: LayerPlace, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._place, self._x, self._weight, self._bias = place, x, weight.T, bias
+        self.out = torch.empty_like(x)
+
+    def read(self, state: torch.Tensor | None) -> torch.Tensor:
+        shape = self._place.mixer.kernel_size - 1, self._place.mixer.channels
+        return self._x.new_zeros(shape) if state is None else self._view(state).reshape(shape).clone()
+
+    def write(self, value: torch.Tensor, state: torch.Tensor) -> None:
+        self._view(state)[:] = value.flatten()
+
+    def replay(self, value: torch.Tensor, record: torch.Tensor) -> torch.Tensor:
+        return torch.cat((value, self._input(record)[None]))[1:]
+
+    def step(self, value: torch.Tensor, row: int, record: torch.Tensor | None) -> torch.Tensor:
+        seen = torch.cat((value, self._x[row][None]))
+        convolved = (seen * self._weight).sum(0)
+        self.out[row] = convolved if self._bias is None else convolved + self._bias
+        if record is not None:
+            self._input(record)[:] = self._x[row]
+        return seen[1:]
+
+    def _view(self, state: torch.Tensor) -> torch.Tensor:
+        return state[self._place.conv_at : self._place.conv_at + self._place.conv_size]
+
+    def _input(self, record: torch.Tensor) -> torch.Tensor:
+        return record[self._place.record_at : self._place.record_at + self._place.mixer.channels]
+
+
+class _Matrices:
+    """A matrix S [rows, columns] for each head. A row decays it, adds the product of its key with an update, and its query reads it.
+
+    Args:
+        keys, queries: [T, key_heads, rows].
+        values: [T, heads, columns], the updates themselves, or what the delta rule makes them of.
+        decays: [T, heads].
+        rates: [T, heads] of the delta rule: the update is rate * (value - S^T key); None = it is the value.
+    """
+
+    def __init__(
+        self,
+        place: LayerPlace,
+        keys: torch.Tensor,
+        queries: torch.Tensor,
+        values: torch.Tensor,
+        decays: torch.Tensor,
+        rates: torch.Tensor | None = None,
+    ) -> None:
+        assert place.mixer.state is not None
+        self._place, self._sizes = place, place.mixer.state
+        self._keys, self._queries, self._values, self._decays, self._rates = keys, queries, values, decays, rates
+        self.out = torch.empty_like(values)
+
+    def read(self, state: torch.Tensor | None) -> torch.Tensor:
+        sizes = self._sizes
+        if state is None:
+            return self._values.new_zeros(sizes.heads, sizes.rows, sizes.columns)
+        return self._view(state).permute(0, 2, 1, 3).flatten(2)[..., : sizes.columns].clone()
+
+    def write(self, value: torch.Tensor, state: torch.Tensor) -> None:
+        view = self._view(state)
+        padded = F.pad(value, (0, view.shape[1] * view.shape[3] - value.shape[2]))
+        view[:] = padded.reshape(*value.shape[:2], view.shape[1], view.shape[3]).permute(0, 2, 1, 3)
+
+    def replay(self, value: torch.Tensor, record: torch.Tensor) -> torch.Tensor:
+        key, update, decay = self._fields(record)
+        return _updated(value * decay[:, None, None], self._of_heads(key), update)
+
+    def step(self, value: torch.Tensor, row: int, record: torch.Tensor | None) -> torch.Tensor:
+        key, update, decay = self._of_heads(self._keys[row]), self._values[row], self._decays[row]
+        value = value * decay[:, None, None]
+        if self._rates is not None:
+            update = self._rates[row, :, None] * (update - _read_by(key, value))
+        value = _updated(value, key, update)
+        self.out[row] = _read_by(self._of_heads(self._queries[row]), value)
+        if record is not None:
+            for place, noted in zip(self._fields(record), (self._keys[row], update, decay), strict=True):
+                place[:] = noted
+        return value
+
+    def _of_heads(self, key: torch.Tensor) -> torch.Tensor:
+        """[heads, rows] of [key_heads, rows]."""
+        return key.repeat_interleave(self._sizes.heads // self._sizes.key_heads, dim=0)
+
+    def _view(self, state: torch.Tensor) -> torch.Tensor:
+        """[heads, blocks, rows, block]"""
+        place = self._place
+        matrices = state[place.matrices_at : place.matrices_at + place.matrices_size]
+        return matrices.view(self._sizes.heads, place.num_blocks, self._sizes.rows, place.block)
+
+    def _fields(self, record: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Its key [key_heads, rows], update [heads, columns] and decay [heads]."""
+        sizes, begin = self._sizes, self._place.record_at + self._place.mixer.channels
+        own = record[begin : begin + sizes.key_width + sizes.value_width + sizes.heads]
+        key, update, decay = torch.split(own, [sizes.key_width, sizes.value_width, sizes.heads])
+        return key.view(sizes.key_heads, sizes.rows), update.view(sizes.heads, sizes.columns), decay
+
+
+def _updated(matrices: torch.Tensor, key: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+    """S + k u^T for each head."""
+    return matrices + key[:, :, None] * update[:, None]
+
+
+def _read_by(key: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """S^T k for each head: [heads, columns]."""
+    return (key[:, :, None] * matrices).sum(1)
+
+
+def _of_length_one(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _L2_EPS)

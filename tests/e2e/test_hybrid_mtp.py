@@ -1,0 +1,212 @@
+"""Qwen's hybrid families guess with the module of their own files, and say what is wrong with one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.checkpoints import VOCAB_SIZE
+from harness.hybrid_gguf import write_hybrid_gguf
+from harness.hybrid_mtp import add_module, module_tensors, write_donor, write_host
+from harness.medusa_checkpoints import edit
+from harness.mtp_checkpoints import change_config
+from paceline import LLM, SamplingParams
+from paceline.drafters.head_files import HeadFiles
+from paceline.drafters.mtp import MtpModule, load_mtp, open_gguf_module
+from paceline.errors import CheckpointError, IncompatibleDrafterError
+from paceline.models.checkpoint import open_weights, read_model_config
+from paceline.models.gguf.config import gguf_config
+from paceline.models.gguf.file import open_gguf
+from paceline.models.weights import as_float32
+
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, seed=3, ignore_eos=True)
+PROMPTS = [[5, 6, 7], [9], list(range(1, 80)), [31, 2]]
+VOCABULARY = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "gpt-2",
+    "tokenizer.ggml.tokens": ["<|endoftext|>", "w", "1", "w1", *(f"q{number}" for number in range(93))],
+    "tokenizer.ggml.token_type": [3, *[1] * 96],
+    "tokenizer.ggml.merges": ["w 1"],
+}
+"""A tokenizer as GGUF files have it."""
+pytestmark = pytest.mark.usefixtures("always_drafts")
+
+
+def open_llm(target: Path, drafter: str, **options: Any) -> LLM:
+    shape = {"num_draft_tokens": 3, "threads": 2, "max_context": 256, "cache_gb": 0.05, "backend": "native", **options}
+    return LLM(str(target), drafter=drafter, **shape)
+
+
+def write_whole(folder: Path, case: str = "qwen3_5", **layout: Any) -> Path:
+    """A model with its module."""
+    return add_module(write_host(folder / "model", case), module_tensors(write_donor(folder / "donor", case), **layout))
+
+
+def loaded(directory: Path) -> MtpModule:
+    config = read_model_config(directory)
+    return load_mtp(HeadFiles.open(directory), config, open_weights(directory, config))
+
+
+@pytest.mark.parametrize(
+    ("case", "backend", "tree_width", "quant"),
+    [
+        ("qwen3_5", "native", 1, "none"),
+        ("qwen3_5", "native", 3, "int8"),
+        ("qwen3_5_moe", "native", 1, "none"),
+        ("qwen3_next", "native", 2, "none"),
+        ("qwen3_5", "torch", 1, "none"),
+        ("qwen3_next", "torch", 1, "none"),
+    ],
+)
+def test_a_hybrid_guesses_with_its_own_module_and_says_the_tokens_of_plain_decoding(
+    tmp_path: Path, case: str, backend: str, tree_width: int, quant: str
+) -> None:
+    """In batches, alone, and on a prefix that is cached; sampled and not. What torch rounds otherwise may decide near-ties."""
+    target = write_whole(tmp_path, case)
+    plain = open_llm(target, "none", backend=backend)
+    llm = open_llm(target, "auto", backend=backend, tree_width=tree_width, draft_quant=quant, chunk_rows=32)
+    assert llm.drafter_name == "mtp"
+    for params in (GREEDY, SAMPLED, GREEDY):
+        answers = [output.token_ids for output in plain.generate(PROMPTS, params)]
+        outputs = llm.generate(PROMPTS, params)
+        assert [output.token_ids for output in outputs] == answers
+        assert llm.generate(PROMPTS[2:3], params)[0].token_ids == answers[2]
+        assert sum(output.speculation.drafted for output in outputs) > 100
+    assert llm.stats().drafter_failures == 0
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_module_is_found_whatever_the_config_counts(tmp_path: Path, count: int) -> None:
+    """Fine-tuned checkpoints say 0 and hold one, or say 1 and hold none."""
+    target = write_whole(tmp_path) if count == 0 else write_host(tmp_path / "model", "qwen3_5")
+    change_config(target, mtp_num_hidden_layers=count)
+    assert open_llm(target, "auto").drafter_name == ("mtp" if count == 0 else "ngram")
+    if count == 0:
+        notices = open_llm(target, "none").notices
+        assert any("holds a drafting head: drafter='mtp' guesses with it" in notice for notice in notices)
+    else:
+        with pytest.raises(IncompatibleDrafterError, match="holds no mtp head"):
+            open_llm(target, "mtp")
+
+
+@pytest.mark.parametrize("prefix", ["mtp.", "model.mtp."])
+def test_the_module_beside_a_model_of_texts_and_images_is_that_of_its_text_model(tmp_path: Path, prefix: str) -> None:
+    """As Qwen3.5 is published: the text model nested, images beside it, the module at the top."""
+    target = write_whole(tmp_path, prefix=prefix)
+    expected = [output.token_ids for output in open_llm(target, "none").generate(PROMPTS, GREEDY)]
+    values = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    nested = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {}, "text_config": values}
+    (target / "config.json").write_text(json.dumps(nested), encoding="utf-8")
+
+    def nest(tensors: dict[str, Any]) -> None:
+        for name in [name for name in tensors if name.startswith("model.") and "mtp." not in name]:
+            tensors[name.replace("model.", "model.language_model.", 1)] = tensors.pop(name)
+        tensors["model.visual.patch_embed.proj.weight"] = np.zeros((4, 4), np.float32)
+
+    edit(target / "model.safetensors", nest)
+    llm = open_llm(target, "auto")
+    assert llm.drafter_name == "mtp"
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert [output.token_ids for output in outputs] == expected
+    assert sum(output.speculation.drafted for output in outputs) > 50
+
+
+def test_a_module_that_cannot_be_used_is_an_error_only_where_it_was_named(tmp_path: Path) -> None:
+    target = write_whole(tmp_path)
+    edit(target / "model.safetensors", lambda tensors: tensors.pop("mtp.norm.weight"))
+    with pytest.raises(CheckpointError, match=r"it lacks 1 tensor: mtp\.norm\.weight \[64\]"):
+        open_llm(target, "mtp")
+    llm = open_llm(target, "auto")
+    assert llm.drafter_name == "ngram"
+    assert any("holds a drafting head" in notice for notice in llm.notices)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "text"),
+    [
+        (
+            "mtp.layers.0.self_attn.q_proj.weight",
+            (64, 64),
+            r"q_proj\.weight' has shape \[64, 64\], expected \[128, 64\]: queries and gates",
+        ),
+        ("mtp.fc.weight", (64, 64), r"mtp\.fc\.weight \[64, 64\] instead of \[64, 128\]"),
+        ("mtp.embed_tokens.weight", (3,), r"mtp\.embed_tokens\.weight \[3\] instead of \[97, 64\]"),
+        ("mtp.layers.0.self_attn.o_proj.bias", (64,), r"holds 1 tensor: mtp\.layers\.0\.self_attn\.o_proj\.bias that no known mtp"),
+        ("mtp.layers.0.linear_attn.A_log", (4,), r"holds 1 tensor: mtp\.layers\.0\.linear_attn\.A_log that no known mtp head has"),
+    ],
+)
+def test_wrong_tensors_of_a_module_are_named(tmp_path: Path, name: str, shape: tuple[int, ...], text: str) -> None:
+    target = write_whole(tmp_path)
+    edit(target / "model.safetensors", lambda tensors: tensors.update({name: np.zeros(shape, np.float32)}))
+    with pytest.raises(CheckpointError, match=text):
+        loaded(target)
+
+
+def test_an_embedding_of_the_modules_own_is_used_where_the_config_says_so(tmp_path: Path) -> None:
+    """Else it is a copy, which is tried beside the target's."""
+    target = write_whole(tmp_path)
+    change_config(target, mtp_use_dedicated_embeddings=True)
+    with pytest.raises(
+        CheckpointError, match=r"lacks mtp\.embed_tokens\.weight although its config\.json sets mtp_use_dedicated_embeddings"
+    ):
+        loaded(target)
+    own = np.random.default_rng(2).normal(0, 0.3, (VOCAB_SIZE, 64)).astype(np.float32)
+    edit(target / "model.safetensors", lambda tensors: tensors.update({"mtp.embed_tokens.weight": own}))
+    module = loaded(target)
+    assert np.array_equal(as_float32(module.embedding), own)
+    assert module.with_copies is None
+    change_config(target, mtp_use_dedicated_embeddings=False)
+    module = loaded(target)
+    assert not np.array_equal(as_float32(module.embedding), own)
+    assert module.with_copies is not None
+    assert np.array_equal(as_float32(module.with_copies.embedding), own)
+
+
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+def test_the_module_in_a_gguf_file_guesses_for_the_model_in_it(tmp_path: Path, case: str) -> None:
+    target = write_hybrid_gguf(write_whole(tmp_path, case), tmp_path / "model.gguf", "Q8_0", metadata=VOCABULARY)
+    plain, llm = open_llm(target, "none"), open_llm(target, "auto")
+    assert llm.drafter_name == "mtp"
+    assert any("holds a drafting head: drafter='mtp'" in notice for notice in plain.notices)
+    for params in (GREEDY, SAMPLED):
+        outputs = llm.generate(PROMPTS, params)
+        assert [output.token_ids for output in outputs] == [output.token_ids for output in plain.generate(PROMPTS, params)]
+        assert sum(output.speculation.drafted for output in outputs) > 100
+
+
+def test_a_module_in_a_gguf_file_is_told_by_its_tensors(tmp_path: Path) -> None:
+    """Whether or not metadata counts it; where its last norm is left out, the model's is meant."""
+    directory = write_whole(tmp_path)
+    expected = read_model_config(directory)
+    unsaid = write_hybrid_gguf(directory, tmp_path / "unsaid.gguf", metadata={"{a}.nextn_predict_layers": None})
+    assert gguf_config(open_gguf(unsaid)) == expected
+    files = open_gguf_module(unsaid)
+    assert files is not None
+    bare = write_hybrid_gguf(write_host(tmp_path / "bare", "qwen3_5"), tmp_path / "bare.gguf")
+    assert open_gguf_module(bare) is None
+    left_out = ("blk.4.nextn.shared_head_norm.weight",)
+    path = write_hybrid_gguf(directory, tmp_path / "part.gguf", leaves_out=left_out)
+    files = open_gguf_module(path)
+    assert files is not None
+    weights = open_weights(path, expected)
+    module = load_mtp(files, expected, weights)
+    assert np.array_equal(as_float32(module.weights["final_norm.weight"]), as_float32(weights["final_norm.weight"]))
+    path = write_hybrid_gguf(directory, tmp_path / "less.gguf", leaves_out=("blk.4.nextn.hnorm.weight", "blk.4.attn_q.weight"))
+    files = open_gguf_module(path)
+    assert files is not None
+    with pytest.raises(CheckpointError, match=r"module in block 4 lacks 2 tensors: blk\.4\.attn_q\.weight, blk\.4\.nextn\.hnorm\.weight"):
+        load_mtp(files, expected, open_weights(path, expected))
+
+
+def test_a_block_without_tensors_that_metadata_counts_as_a_module_is_left_out(tmp_path: Path) -> None:
+    """As converters wrote files that dropped it but counted it."""
+    directory = write_host(tmp_path / "bare", "qwen3_5")
+    counted = {"{a}.block_count": 5, "{a}.nextn_predict_layers": 1}
+    path = write_hybrid_gguf(directory, tmp_path / "model.gguf", metadata=counted)
+    config = read_model_config(path)
+    assert config == read_model_config(directory)
+    open_weights(path, config)
+    assert open_gguf_module(path) is None

@@ -1,0 +1,249 @@
+"""GGUF files of models that are partly recurrent, written as llama.cpp's converters write them, compute what the directories compute."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.checkpoints import VOCAB_SIZE, write_checkpoint
+from harness.hybrid_gguf import write_hybrid_gguf
+from paceline.errors import CheckpointError
+from paceline.models.checkpoint import open_weights, read_model_config
+from paceline.models.config import WeightType
+from paceline.models.weights import GroupedTensor, as_float32
+from paceline.runtimes.base import FloatArray, Numerics, assemble
+from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.native.library import kernels_path
+
+gguf = pytest.importorskip("gguf")
+pytest.importorskip("torch")
+
+NUM_TOKENS = 24
+DELTA = {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
+WIDE = {**DELTA, "linear_num_value_heads": 6, "linear_value_head_dim": 32}
+"""Three value heads a key head, each of them one run of columns."""
+NARROW = {**DELTA, "linear_num_value_heads": 4, "linear_value_head_dim": 24}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+SHORT = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "tie_word_embeddings": True}
+MAMBA = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 1.5,
+    "shared_intermediate_size": 64,
+    "num_local_experts": 0,
+}
+NEMOTRON = {
+    "num_hidden_layers": None,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "linear_attention", "mlp"],
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 24,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen35": ("qwen3_5_text", WIDE),
+    "qwen35-narrow": ("qwen3_5_text", {**NARROW, "tie_word_embeddings": True}),
+    "qwen35-plain": ("qwen3_5_text", {**NARROW, "linear_num_value_heads": 2}),
+    "qwen35moe": ("qwen3_5_moe_text", {**WIDE, **EXPERTS}),
+    "qwen3next": ("qwen3_next", {**WIDE, **EXPERTS}),
+    "lfm2": ("lfm2", {**SHORT, "block_auto_adjust_ff_dim": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "lfm2-adjusted": ("lfm2", {**SHORT, "conv_L_cache": 4, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.3}),
+    "lfm2moe": (
+        "lfm2_moe",
+        {
+            **SHORT,
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "granitehybrid": ("granitemoehybrid", MAMBA),
+    "granitehybrid-rope": ("granitemoehybrid", {**MAMBA, "position_embedding_type": "rope", "tie_word_embeddings": True}),
+    "granitehybrid-experts": ("granitemoehybrid", {**MAMBA, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32}),
+    "nemotron_h": ("nemotron_h", NEMOTRON),
+    "nemotron_h_moe": (
+        "nemotron_h",
+        {
+            **NEMOTRON,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "n_routed_experts": 8,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 64,
+            "moe_latent_size": 32,
+            "routed_scaling_factor": 1.5,
+            "use_bias": True,
+        },
+    ),
+}
+QWEN = [case for case in CASES if case.startswith("qwen")]
+BY_CASE = pytest.mark.parametrize("case", CASES)
+BACKENDS = ("torch", "native") if kernels_path() is not None else ("torch",)
+Make = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    known: dict[str, Path] = {}
+
+    def make(case: str) -> Path:
+        if case not in known:
+            family, overrides = CASES[case]
+            known[case] = write_checkpoint(tmp_path_factory.mktemp(case), family, **overrides)
+        return known[case]
+
+    return make
+
+
+def logits(path: Path, **options: Any) -> FloatArray:
+    """Of one prompt, computed in float32."""
+    options = {"numerics": Numerics.FAST, "dtype": WeightType.F32, "device": "cpu", "backend": "torch", **options}
+    runtime = load_runtime(path, RuntimeOptions(**options)).runtime
+    cache = runtime.new_cache(8)
+    token_ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, NUM_TOKENS).tolist()
+    plan = cache.reserve(cache.new_sequence(), range(-1, NUM_TOKENS - 1))
+    found = runtime.forward(*assemble([plan], [token_ids], [list(range(NUM_TOKENS))])).logits
+    assert np.isfinite(found).all()
+    return found
+
+
+def differ(found: FloatArray, expected: FloatArray) -> float:
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+@BY_CASE
+def test_a_file_gives_the_config_the_tensors_and_the_logits_of_its_directory(checkpoint: Make, tmp_path: Path, case: str) -> None:
+    directory = checkpoint(case)
+    path = write_hybrid_gguf(directory, tmp_path / "model.gguf")
+    config, expected_config = read_model_config(path), read_model_config(directory)
+    assert config == expected_config
+    found, expected = open_weights(path, config), open_weights(directory, expected_config)
+    assert found.names() == expected.names()
+    for name in found:
+        facts = found.facts(name)
+        assert (facts.shape, facts.nbytes) == (found[name].shape, found[name].nbytes), name
+        tolerance = 1e-6 if name.endswith("decay.weight") else 0.0  # an exponential that two libraries computed
+        assert np.allclose(as_float32(found[name]), as_float32(expected[name]), rtol=tolerance, atol=0.0), name
+    for backend in BACKENDS:
+        assert differ(logits(path, backend=backend), logits(directory, backend=backend)) <= 1e-5, backend
+
+
+def test_the_first_files_of_qwen3_next_have_queries_to_gates_in_one_matrix(checkpoint: Make, tmp_path: Path) -> None:
+    directory = checkpoint("qwen3next")
+    path = write_hybrid_gguf(directory, tmp_path / "model.gguf", fuses_inputs=True)
+    found, expected = (open_weights(one, read_model_config(one)) for one in (path, directory))
+    for name in ("conv_proj", "z_proj", "b_proj", "a_proj"):
+        assert np.array_equal(as_float32(found[f"layers.1.{name}.weight"]), as_float32(expected[f"layers.1.{name}.weight"])), name
+    assert differ(logits(path), logits(directory)) <= 1e-5
+
+
+@BY_CASE
+@pytest.mark.parametrize("block_type", ["F16", "Q4_0", "Q8_0"])
+def test_quantised_files_hold_the_values_of_the_formats_library_in_our_order(
+    checkpoint: Make, tmp_path: Path, case: str, block_type: str
+) -> None:
+    """A directory with the rounded values has the same tensors; columns move by runs where these hold whole heads."""
+    directory = checkpoint(case)
+    plain = write_hybrid_gguf(directory, tmp_path / "plain.gguf")
+    widths = {tensor.name: int(tensor.shape[0]) for tensor in gguf.GGUFReader(plain).tensors}
+    path = write_hybrid_gguf(directory, tmp_path / "model.gguf", lambda name: block_type if widths[name] % 32 == 0 else "F32")
+    rounded = {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in gguf.GGUFReader(path).tensors}
+    dequantised = write_hybrid_gguf(directory, tmp_path / "rounded.gguf", instead=rounded)
+    found, expected = (open_weights(one, read_model_config(one)) for one in (path, dequantised))
+    for name in found:
+        facts = found.facts(name)
+        assert np.array_equal(as_float32(found[name]), as_float32(expected[name])), name
+        assert (facts.shape, facts.nbytes) == (found[name].shape, found[name].nbytes), name
+    if block_type != "F16" and case in QWEN:
+        is_moved_by_runs = CASES[case][1]["linear_value_head_dim"] == 32
+        assert isinstance(found["layers.0.o_proj.weight"], GroupedTensor) is is_moved_by_runs
+        assert isinstance(found["layers.0.conv_proj.weight"], GroupedTensor)
+        assert isinstance(found["layers.3.attention_gate.weight"], GroupedTensor)
+    for backend in BACKENDS if case in ("qwen35", "lfm2moe", "granitehybrid") else ("torch",):
+        assert differ(logits(path, backend=backend), logits(dequantised, backend=backend)) <= 1e-5, backend
+    assert differ(logits(path), logits(directory)) > 1e-5
+
+
+@pytest.mark.parametrize("case", ["qwen35moe", "granitehybrid-experts"])
+def test_gates_and_ups_of_experts_may_lie_in_one_stack(checkpoint: Make, tmp_path: Path, case: str) -> None:
+    directory = checkpoint(case)
+    path = write_hybrid_gguf(directory, tmp_path / "model.gguf", fuses_experts=True)
+    assert any(tensor.name.endswith("ffn_gate_up_exps.weight") for tensor in gguf.GGUFReader(path).tensors)
+    found, expected = (open_weights(one, read_model_config(one)) for one in (path, directory))
+    for name in (f"layers.2.experts.4.{part}_proj.weight" for part in ("gate", "up", "down")):
+        assert np.array_equal(as_float32(found[name]), as_float32(expected[name])), name
+
+
+def test_a_file_without_marks_of_its_layers_has_attention_in_every_fourth(checkpoint: Make, tmp_path: Path) -> None:
+    directory, key = checkpoint("qwen35"), "{a}.full_attention_interval"
+    expected = read_model_config(directory)
+    marks = {"{a}.attention.recurrent_layers": [True, True, True, False]}
+    for number, metadata in enumerate(({key: None}, {key: 2, **marks}, {key: None, **marks})):
+        assert read_model_config(write_hybrid_gguf(directory, tmp_path / f"{number}.gguf", metadata=metadata)) == expected
+
+
+@pytest.mark.parametrize(
+    ("case", "metadata", "text"),
+    [
+        ("qwen35", {"{a}.ssm.inner_size": 190}, "ssm.inner_size = 190, expected a multiple of ssm.time_step_rank, 6"),
+        ("qwen35", {"{a}.ssm.group_count": 4}, "qwen35.ssm.time_step_rank = 6 must be a multiple of qwen35.ssm.group_count = 4"),
+        ("qwen35", {"{a}.ssm.state_size": None}, "has no metadata qwen35.ssm.state_size"),
+        ("qwen35", {"{a}.attention.recurrent_layers": [True, False]}, "recurrent_layers = .*, expected whether each of 4 layers"),
+        ("lfm2", {"{a}.attention.head_count_kv": 2}, "lfm2.attention.head_count_kv = 2, expected a number for each of 4 layers"),
+        ("lfm2", {"{a}.attention.head_count_kv": [0, 2, 0, 1]}, "head_count_kv = .*, expected the same whole number above 0"),
+        ("lfm2", {"{a}.attention.head_count_kv": [0, 2]}, "head_count_kv = .*, expected a number for each of 4 layers"),
+        ("lfm2", {"{a}.attention.sliding_window": 64}, "lfm2.attention.sliding_window = 64, expected none"),
+        ("lfm2", {"{a}.shortconv.l_cache": None}, "has no metadata lfm2.shortconv.l_cache"),
+        ("lfm2moe", {"{a}.expert_gating_func": 1}, "lfm2moe.expert_gating_func = 1, expected 2"),
+        ("granitehybrid", {"{a}.ssm.time_step_rank": 7}, "ssm.inner_size = 128, expected a multiple of ssm.time_step_rank, 7"),
+        ("granitehybrid", {"{a}.ssm.inner_size": 96}, "ssm.inner_size = 96, expected a multiple of embedding_length, 64"),
+        ("nemotron_h", {"{a}.feed_forward_length": 96}, "nemotron_h.feed_forward_length = 96, expected a number for each of 6 layers"),
+        ("nemotron_h", {"{a}.feed_forward_length": [0, 96, 0, 0, 0, 64]}, "feed_forward_length = .*, expected the same whole number"),
+        ("nemotron_h_moe", {"{a}.expert_group_count": 2}, "has no metadata nemotron_h_moe.expert_group_used_count"),
+        ("granitehybrid", {"{a}.ssm.group_count": 3}, "granitehybrid.ssm.time_step_rank = 8 must be a multiple"),
+        ("lfm2moe", {"{a}.expert_weights_norm": 0}, "lfm2moe.expert_weights_norm = 0, expected true or false"),
+        ("qwen35moe", {"{a}.expert_gating_func": 2}, "qwen35moe.expert_gating_func = 2, expected 1"),
+    ],
+)
+def test_metadata_that_cannot_be_run_is_refused_by_its_name(
+    checkpoint: Make, tmp_path: Path, case: str, metadata: dict[str, Any], text: str
+) -> None:
+    path = write_hybrid_gguf(checkpoint(case), tmp_path / "model.gguf", metadata=metadata)
+    with pytest.raises(CheckpointError, match=text):
+        read_model_config(path)
+
+
+@pytest.mark.parametrize(
+    ("case", "leaves_out", "text"),
+    [
+        ("qwen35", "blk.1.ssm_a", r"lacks 1 tensor: blk\.1\.ssm_a that its metadata"),
+        ("qwen35", "blk.1.attn_qkv.weight", r"lacks 1 tensor: blk\.1\.attn_qkv\.weight"),
+        ("qwen3next", "blk.2.ssm_ba.weight", r"lacks 2 tensors: blk\.2\.ssm_beta\.weight, blk\.2\.ssm_alpha\.weight"),
+        ("lfm2", "blk.0.shortconv.in_proj.weight", r"lacks 1 tensor: blk\.0\.shortconv\.in_proj\.weight"),
+        ("lfm2", "token_embd_norm.weight", r"lacks 1 tensor: token_embd_norm\.weight"),
+        ("granitehybrid", "blk.2.ssm_in.weight", r"lacks 1 tensor: blk\.2\.ssm_in\.weight"),
+        ("granitehybrid", "blk.2.ssm_d", r"lacks 1 tensor: blk\.2\.ssm_d that"),
+        ("qwen35", "blk.3.attn_q.weight", r"lacks 1 tensor: blk\.3\.attn_q\.weight"),
+    ],
+)
+def test_a_tensor_that_is_missing_is_named(checkpoint: Make, tmp_path: Path, case: str, leaves_out: str, text: str) -> None:
+    path = write_hybrid_gguf(checkpoint(case), tmp_path / "model.gguf", leaves_out=(leaves_out,))
+    with pytest.raises(CheckpointError, match=text):
+        open_weights(path, read_model_config(path))
+
+
+def test_layers_of_other_kinds_than_the_metadata_says_are_not_run(checkpoint: Make, tmp_path: Path) -> None:
+    marks = {"{a}.attention.recurrent_layers": [True, True, False, True]}
+    path = write_hybrid_gguf(checkpoint("qwen35"), tmp_path / "model.gguf", metadata=marks)
+    with pytest.raises(CheckpointError, match=r"lacks .*blk\.2\.attn_q\.weight"):
+        open_weights(path, read_model_config(path))

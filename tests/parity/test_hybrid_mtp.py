@@ -1,0 +1,141 @@
+"""The modules of Qwen's hybrid families against transformers' layer and norms, which it has although it leaves modules out."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from harness.hybrid_gguf import write_hybrid_gguf
+from harness.hybrid_mtp import ATTENTION_LAYER, HOSTS, add_module, module_tensors, write_donor, write_host
+from paceline.drafters.head_files import HeadFiles
+from paceline.drafters.head_kinds import HeadKind
+from paceline.drafters.mtp import candidates, load_mtp, open_gguf_module, open_mtp_head
+from paceline.drafters.pairs.cache import TrueRows
+from paceline.drafters.pairs.head import DraftedRows, PairHead
+from paceline.models.checkpoint import open_weights, read_model_config
+from paceline.models.weights import as_float32
+from paceline.runtimes.base import RowRange
+
+Floats = NDArray[np.float32]
+TOLERANCE = 1e-4
+TABLE = np.arange(1, 8, dtype=np.int32)
+
+
+class Reference:
+    """The module's formula with transformers' parts; every pair is computed anew in each step."""
+
+    def __init__(self, donor: Path, tensors: dict[str, Floats], embedding: Floats, lm_head: Floats) -> None:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(donor, dtype=torch.float32, attn_implementation="eager").eval()
+        self._layer, self._rotary = model.model.layers[ATTENTION_LAYER], model.model.rotary_emb
+        self._tensors = {name.split("mtp.")[1]: torch.from_numpy(array) for name, array in tensors.items()}
+        self._norm_type, self._eps = type(model.model.norm), model.config.rms_norm_eps
+        self._embedding, self._lm_head = torch.from_numpy(embedding.copy()), torch.from_numpy(lm_head.copy())
+
+    def _normed(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        norm = self._norm_type(x.shape[-1], eps=self._eps)
+        norm.weight.data.copy_(self._tensors[f"{name}.weight"])
+        return norm(x)
+
+    def run(self, token_ids: list[int], features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits, and the feature of the next pair, behind the last of pairs 0 … T - 1."""
+        with torch.inference_mode():
+            halves = self._normed(self._embedding[token_ids], "pre_fc_norm_embedding"), self._normed(features, "pre_fc_norm_hidden")
+            u = (torch.cat(halves, -1) @ self._tensors["fc.weight"].T)[None]
+            count = len(token_ids)
+            positions = torch.arange(1, count + 1)[None]
+            mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
+            o = self._layer(u, position_embeddings=self._rotary(u, positions), attention_mask=mask, position_ids=positions)
+            o = self._normed(o[0, -1], "norm")
+            return o @ self._lm_head.T, o
+
+
+def opened(files: HeadFiles, directory: Path, backend: str) -> PairHead:
+    config = read_model_config(directory)
+    module = load_mtp(files, config, open_weights(directory, config))
+    assert module.notices == ()
+    assert [one.normed_recurrence for one in candidates(module)] == [True]
+    head = open_mtp_head(module, num_threads=2, max_context=128, backend=backend)
+    head.runtime.new_key_values(8)
+    return head
+
+
+def check(head: PairHead, reference: Reference) -> None:
+    """43 true pairs in two passes, and three steps behind them."""
+    random = np.random.default_rng(4)
+    tokens: list[int] = random.integers(1, 97, 43).tolist()
+    features = random.normal(0, 1, (43, 64)).astype(np.float32)
+    _run(head, tokens[:30], features[:30], 0)
+    logits, output = _run(head, tokens[30:], features[30:], 30)
+    fed = torch.from_numpy(features)
+    for step in range(3):
+        expected, feature = reference.run(tokens, fed)
+        assert _differ(logits, expected) <= TOLERANCE, step
+        assert _differ(output, feature) <= TOLERANCE, step
+        tokens.append(int(expected.argmax()))
+        fed = torch.cat((fed, feature[None]))
+        drafted = DraftedRows([tokens[-1]], output[None], [43 + step], RowRange(0, 1, 44 + step, TABLE, None, 1), [0])
+        results = head.run_drafted([drafted])
+        logits, output = results.logits[0].copy(), results.features[0].copy()
+
+
+def _run(head: PairHead, tokens: list[int], features: Floats, first: int) -> tuple[Floats, Floats]:
+    rows = RowRange(0, len(tokens), first + 1, TABLE, None, 1)
+    results = head.run_true([TrueRows(np.array(tokens, np.int32), features, rows)], wants_logits=True)
+    return results.logits[0].copy(), results.features[-1].copy()
+
+
+def _differ(found: Floats, expected: torch.Tensor) -> float:
+    return float(np.abs(found - expected.numpy()).max() / max(1.0, float(expected.abs().max())))
+
+
+def target_matrices(directory: Path) -> tuple[Floats, Floats]:
+    config = read_model_config(directory)
+    weights = open_weights(directory, config)
+    embedding = as_float32(weights["embedding.weight"])
+    return embedding, embedding if config.tied_embeddings else as_float32(weights["lm_head.weight"])
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        ("qwen3_5", {}),
+        ("qwen3_5-tied", {"prefix": "model.mtp."}),
+        ("qwen3_5_moe", {}),
+        ("qwen3_5_moe", {"stacks_experts": True}),
+        ("qwen3_next", {}),
+    ],
+)
+def test_true_pairs_and_recurrence_are_what_transformers_layer_gives(
+    tmp_path: Path, case: str, layout: dict[str, Any], backend: str
+) -> None:
+    directory, donor = write_host(tmp_path / "model", case), write_donor(tmp_path / "donor", case)
+    tensors = module_tensors(donor, **layout)
+    add_module(directory, tensors)
+    files = HeadFiles.open(directory)
+    assert files.kind is HeadKind.MTP
+    check(opened(files, directory, backend), Reference(donor, tensors, *target_matrices(directory)))
+
+
+@pytest.mark.parametrize("case", HOSTS)
+def test_the_module_in_a_gguf_file_is_that_of_the_directory(tmp_path: Path, case: str) -> None:
+    directory, donor = write_host(tmp_path / "model", case), write_donor(tmp_path / "donor", case)
+    tensors = module_tensors(donor)
+    add_module(directory, tensors)
+    path = write_hybrid_gguf(directory, tmp_path / "model.gguf")
+    files = open_gguf_module(path)
+    assert files is not None
+    config = read_model_config(path)
+    assert config == read_model_config(directory)
+    ours = load_mtp(files, config, open_weights(path, config))
+    theirs = load_mtp(HeadFiles.open(directory), config, open_weights(directory, config))
+    assert ours.config == theirs.config
+    assert list(ours.weights) == list(theirs.weights)
+    for name in ours.weights:
+        assert np.array_equal(as_float32(ours.weights[name]), as_float32(theirs.weights[name])), name
+    check(opened(files, path, "torch"), Reference(donor, tensors, *target_matrices(directory)))

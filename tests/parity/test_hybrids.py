@@ -1,0 +1,263 @@
+"""Networks with recurrent layers compute the logits transformers computes."""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.checkpoints import VOCAB_SIZE, write_checkpoint
+from harness.gguf_checkpoints import read_tensors, write_tensors
+from harness.hybrid_checkpoints import CASES, row_by_row
+from harness.parity import Reference, append, check_a_prompt, difference, make_reference, open_backend, prompt_logits, torch_logits
+from paceline.config import QuantOptions
+from paceline.errors import CheckpointError
+from paceline.kv_cache.paged import CachedSequence, KVCache
+from paceline.models.checkpoint import open_weights, read_model_config
+from paceline.models.config import ModelConfig, WeightType, read_config
+from paceline.models.layers import AttentionConfig, ExpertMLP, LayerConfig, Mamba2Config, QKNorm, Scoring
+from paceline.models.quantize import schemes_for
+from paceline.models.weights import as_float32
+from paceline.runtimes.base import FloatArray, Network, Numerics, assemble
+from paceline.runtimes.load import RuntimeOptions, load_runtime
+
+torch = pytest.importorskip("torch")
+AutoModelForCausalLM = pytest.importorskip("transformers").AutoModelForCausalLM
+
+BOUND = 1e-4
+BY_BACKEND = pytest.mark.parametrize("backend", ["torch", "native"])
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    known: dict[str, Reference] = {}
+
+    def reference(name: str) -> Reference:
+        if name not in known:
+            family, values = CASES[name]
+            with row_by_row():
+                known[name] = make_reference(write_checkpoint(tmp_path_factory.mktemp(name), family, **values))
+        return known[name]
+
+    return reference
+
+
+def bound_of(reference: Reference) -> float:
+    """States of few values come close to zero in front of their norm: such rows make rounding larger."""
+    return max(BOUND, 2 * reference.rounding)
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [(case, backend) for backend in ("torch", "native") for case in CASES],
+)
+def test_a_prompt_gives_the_logits_of_transformers_in_one_pass_in_chunks_and_one_by_one(
+    references: Callable[[str], Reference], case: str, backend: str
+) -> None:
+    reference = references(case)
+    check_a_prompt(reference, backend, bound=bound_of(reference))
+
+
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_next", "granite"])
+def test_chunks_that_transformers_takes_for_prompts_are_the_same_function(references: Callable[[str], Reference], case: str) -> None:
+    reference = references(case)
+    found = prompt_logits(open_backend(reference.directory, "torch"), reference.token_ids)
+    assert difference(found, make_reference(reference.directory).logits) <= 1e-3
+
+
+def known_rows(runtime: Network, cache: KVCache, sequence: CachedSequence, token_ids: Sequence[int]) -> FloatArray:
+    """The logits of a pass over rows that are kept together."""
+    plan = cache.reserve(sequence, range(-1, len(token_ids) - 1), len(token_ids))
+    logits = runtime.forward(*assemble([plan], [list(token_ids)], [list(range(len(token_ids)))])).logits.copy()
+    cache.keep_path(sequence, len(token_ids) - 1)
+    return logits
+
+
+@pytest.mark.parametrize("case", ["qwen3_5", "lfm2", "granite"])
+@pytest.mark.parametrize("chunk_lens", [[63, 1, 64, 65], [64, 64, 1, 128], [65, 63, 127], [127, 2, 128], [129, 15, 16, 17]])
+@BY_BACKEND
+def test_known_rows_may_be_cut_anywhere(references: Callable[[str], Reference], case: str, chunk_lens: list[int], backend: str) -> None:
+    reference, begin = references(case), 0
+    runtime = open_backend(reference.directory, backend)
+    cache = runtime.new_cache(64)
+    sequence = cache.new_sequence()
+    for chunk_len in chunk_lens:
+        logits = known_rows(runtime, cache, sequence, reference.token_ids[begin : begin + chunk_len])
+        assert difference(logits, reference.logits[begin : begin + chunk_len]) <= bound_of(reference), begin
+        begin += chunk_len
+    for token_id in reference.token_ids[begin : begin + 3]:
+        logits = append(runtime, cache, sequence, [token_id])
+        assert difference(logits, reference.logits[begin : begin + 1]) <= bound_of(reference), begin
+        begin += 1
+
+
+@pytest.mark.parametrize("case", ["qwen3_next", "lfm2-biased", "granite-moe"])
+@BY_BACKEND
+def test_rows_of_a_tree_go_on_from_their_parents_and_rejected_ones_leave_nothing(
+    references: Callable[[str], Reference], case: str, backend: str
+) -> None:
+    reference, random = references(case), np.random.default_rng(1)
+    runtime = open_backend(reference.directory, backend)
+    cache = runtime.new_cache(64)
+    sequence, other = cache.new_sequence(), cache.new_sequence()
+    tokens = reference.token_ids
+    known_rows(runtime, cache, sequence, tokens[:40])
+    known_rows(runtime, cache, other, tokens[100:120])
+    length = 40
+    for _ in range(6):
+        parents = [-1, 0, 0, 1, 1, 2, 3, 5]
+        kept = [[0], [0, 1, 3, 6], [0, 2, 5]][int(random.integers(3))]
+        ids = random.integers(0, VOCAB_SIZE, len(parents)).tolist()
+        for depth, node in enumerate(kept):
+            ids[node] = tokens[length + depth]
+        plans = [cache.reserve(sequence, parents), cache.reserve(other, [-1, 0, 0])]
+        output = runtime.forward(*assemble(plans, [ids, [3, 4, 5]], [kept, []]))
+        assert difference(output.logits, reference.logits[length : length + len(kept)]) <= bound_of(reference)
+        cache.keep_path(sequence, kept[-1])
+        cache.cancel(other)
+        length += len(kept)
+
+
+def mixers(change: Callable[[Any], Any], kind: type = AttentionConfig) -> Callable[[ModelConfig], ModelConfig]:
+    """Another mixer in every layer with one of this kind."""
+
+    def changed(config: ModelConfig) -> ModelConfig:
+        layers = (replace(layer, mixer=change(layer.mixer)) if isinstance(layer.mixer, kind) else layer for layer in config.layers)
+        return replace(config, layers=tuple(layers))
+
+    return changed
+
+
+def layers(change: Callable[[LayerConfig], LayerConfig]) -> Callable[[ModelConfig], ModelConfig]:
+    return lambda config: replace(config, layers=tuple(change(layer) for layer in config.layers))
+
+
+def routing(**changes: Any) -> Callable[[ModelConfig], ModelConfig]:
+    def changed(layer: LayerConfig) -> LayerConfig:
+        mlp = layer.mlp
+        return replace(layer, mlp=replace(mlp, routing=replace(mlp.routing, **changes))) if isinstance(mlp, ExpertMLP) else layer
+
+    return layers(changed)
+
+
+CHANGES: list[tuple[str, Callable[[ModelConfig], ModelConfig]]] = [
+    ("qwen3_5", mixers(lambda mixer: replace(mixer, is_gated=False))),
+    ("qwen3_5", mixers(lambda mixer: replace(mixer, qk_norm=QKNorm.NONE))),
+    ("qwen3_5", mixers(lambda mixer: replace(mixer, rope=replace(mixer.rope, rotated_fraction=1.0)))),
+    ("qwen3_next", routing(is_normalized=True)),
+    ("qwen3_5-moe", routing(is_normalized=False)),
+    ("qwen3_5-moe", layers(lambda layer: replace(layer, mlp=replace(layer.mlp, gates_shared=False)))),  # type: ignore[call-arg]
+    ("lfm2", mixers(lambda mixer: replace(mixer, qk_norm=QKNorm.NONE))),
+    ("lfm2-moe", routing(scoring=Scoring.SOFTMAX)),
+    ("lfm2-moe", routing(is_corrected=False)),
+    ("lfm2-moe", routing(factor=1.0)),
+    ("granite", lambda config: replace(config, embedding_scale=1.0)),
+    ("granite", lambda config: replace(config, logit_scale=1.0)),
+    ("granite", layers(lambda layer: replace(layer, residual_scale=1.0))),
+    ("granite", mixers(lambda mixer: replace(mixer, scale=1.0))),
+    ("granite", mixers(lambda mixer: replace(mixer, rotates=True))),
+    ("granite", mixers(lambda mixer: replace(mixer, norm_groups=1), Mamba2Config)),
+    ("granite-rope", mixers(lambda mixer: replace(mixer, rotates=False))),
+    ("nemotron_h", mixers(lambda mixer: replace(mixer, rotates=True))),
+    ("nemotron_h", mixers(lambda mixer: replace(mixer, dt_limits=(0.1, 1e9)), Mamba2Config)),
+    ("nemotron_h", mixers(lambda mixer: replace(mixer, norm_groups=1), Mamba2Config)),
+    ("nemotron_h-moe", routing(factor=1.0)),
+    ("nemotron_h-moe", routing(is_corrected=False)),
+    ("granite-rope", mixers(lambda mixer: replace(mixer, dt_limits=(0.0, 1e9)), Mamba2Config)),
+]
+
+
+@pytest.mark.parametrize(("case", "change"), CHANGES, ids=[f"{number}-{case}" for number, (case, _) in enumerate(CHANGES)])
+def test_another_way_of_computing_changes_the_logits(
+    references: Callable[[str], Reference], case: str, change: Callable[[ModelConfig], ModelConfig]
+) -> None:
+    """What the parity above can see: with it, it would fail by far more than its bound."""
+    reference = references(case)
+    assert difference(torch_logits(change(read_config(reference.directory)), reference), reference.logits) > 0.1
+
+
+@pytest.mark.parametrize("case", ["qwen3_5-moe", "qwen3_next", "lfm2-moe", "granite-moe", "nemotron_h-moe"])
+def test_the_names_of_modules_and_their_stacks_of_experts_are_the_same_model(
+    references: Callable[[str], Reference], tmp_path: Path, case: str
+) -> None:
+    reference = references(case)
+    model = AutoModelForCausalLM.from_pretrained(reference.directory, dtype=torch.float32)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    assert read_tensors(tmp_path).keys() != read_tensors(reference.directory).keys()
+    found, expected = (prompt_logits(open_backend(one, "torch"), reference.token_ids) for one in (tmp_path, reference.directory))
+    assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5-moe"])
+@BY_BACKEND
+def test_a_text_model_beside_an_encoder_and_a_drafting_head_is_the_same_model(
+    references: Callable[[str], Reference], tmp_path: Path, case: str, backend: str
+) -> None:
+    plain, kind = references(case), case.replace("-", "_")
+    tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in read_tensors(plain.directory).items()}
+    tensors |= {name: np.ones((2, 2), np.float32) for name in ("model.visual.patch_embed.proj.weight", "mtp.fc.weight")}
+    write_tensors(tmp_path, tensors)
+    text = json.loads((plain.directory / "config.json").read_text(encoding="utf-8"))
+    del text["architectures"]
+    text["rope_parameters"] |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    values = {"model_type": kind, "architectures": ["AnyForConditionalGeneration"], "text_config": text, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    options = RuntimeOptions(numerics=Numerics.FAST, dtype=WeightType.F32, num_threads=2, device="cpu", backend=backend)
+    loaded = load_runtime(tmp_path, options)
+    assert loaded.own_head == "mtp"
+    assert [notice.split(":")[0] for notice in loaded.notices] == ["the checkpoint's image and audio encoders are left out"]
+    expected = prompt_logits(open_backend(plain.directory, backend), plain.token_ids)
+    assert np.array_equal(prompt_logits(loaded.runtime, plain.token_ids), expected)
+
+
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_next", "lfm2", "granite"])
+@BY_BACKEND
+def test_bfloat16_files_are_computed_with_in_float32_exactly(tmp_path: Path, case: str, backend: str) -> None:
+    family, values = CASES[case]
+    with row_by_row():
+        reference = make_reference(write_checkpoint(tmp_path, family, dtype="bfloat16", **values))
+    check_a_prompt(reference, backend, bound=bound_of(reference))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_made_of_stored_tensors_is_described_before_it_is_made(references: Callable[[str], Reference], case: str) -> None:
+    directory = references(case).directory
+    config = read_model_config(directory)
+    weights = open_weights(directory, config)
+    for name in weights:
+        facts, tensor = weights.facts(name), weights[name]
+        assert (facts.shape, facts.weight_type, facts.nbytes) == (tensor.shape, tensor.weight_type, tensor.nbytes), name
+        assert as_float32(tensor).shape == tensor.shape
+    small = {name for name in schemes_for(weights, QuantOptions(bits=4, group=32)) if "conv." in name or "norm" in name}
+    assert not small
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("qwen3_5", "model.layers.3.self_attn.q_proj.weight"),
+        ("qwen3_5", "model.layers.0.linear_attn.in_proj_z.weight"),
+        ("qwen3_next", "model.layers.0.linear_attn.in_proj_ba.weight"),
+        ("lfm2", "model.layers.0.conv.in_proj.weight"),
+        ("lfm2", "model.embedding_norm.weight"),
+        ("granite", "model.layers.2.mamba.A_log"),
+        ("granite", "model.layers.2.shared_mlp.input_linear.weight"),
+        ("granite-moe", "model.layers.2.shared_mlp.output_linear.weight"),
+        ("nemotron_h-moe", "model.layers.1.mixer.fc1_latent_proj.weight"),
+        ("nemotron_h-moe", "model.norm_f.weight"),
+    ],
+)
+def test_a_tensor_that_is_missing_or_of_another_shape_is_named(
+    references: Callable[[str], Reference], tmp_path: Path, case: str, name: str
+) -> None:
+    shutil.copytree(references(case).directory, tmp_path / "other")
+    tensors = {stored.replace("backbone.", "model."): tensor for stored, tensor in read_tensors(tmp_path / "other").items()}
+    for changed in ({name: tensors[name][1:]}, None):
+        rest = {other: tensor for other, tensor in tensors.items() if other != name}
+        write_tensors(tmp_path / "other", rest | (changed or {}))
+        with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+            open_weights(tmp_path / "other", read_config(tmp_path / "other"))

@@ -1,0 +1,324 @@
+"""Recurrent layers of the native runtime: what they compute, and that a row's bits depend on its own text alone."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from harness.native_network import BUILT
+from harness.recurrent_networks import MIXERS, recurrent_config, recurrent_weights
+from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.recurrent import KNOWN_ROWS, RecurrentStates, StateLimits
+from paceline.kv_cache.row_plan import path_to
+from paceline.models.config import ModelConfig
+from paceline.models.layers import GatedDeltaConfig, Mamba2Config, Recurrent, ShortConvConfig
+from paceline.models.weights import Weights, as_float32
+from paceline.runtimes.base import FloatArray, assemble
+from paceline.runtimes.decoder import HIDDEN_STATES, Compose, decoder, recurrent_part
+from paceline.runtimes.native.network import NativeNetwork
+from paceline.runtimes.native.states import chain_schedule, tree_schedule
+
+if not BUILT:
+    pytest.skip("no native kernels for this machine", allow_module_level=True)
+
+Doubles = NDArray[np.float64]
+ALL_KINDS = [MIXERS["delta"], MIXERS["mamba"], None, MIXERS["convolution"], MIXERS["narrow mamba"], MIXERS["narrow delta"]]
+
+
+def open_network(config: ModelConfig, seed: int, compose: Compose | None = None, num_threads: int = 2) -> NativeNetwork:
+    weights = Weights(recurrent_weights(config, seed))
+    return NativeNetwork(compose or decoder(config), config, weights, num_threads=num_threads, max_context=2048)
+
+
+def memory_of(cache: KVCache) -> RecurrentStates:
+    return next(memory for memory in cache.memories if isinstance(memory, RecurrentStates))
+
+
+class Reference:
+    """A mixer in float64, as its source writes it down, row after row."""
+
+    def __init__(self, mixer: Recurrent, tensors: Weights) -> None:
+        self._mixer = mixer
+        self._weights = {
+            name.removeprefix("layers.0."): as_float32(tensors[name]).astype(np.float64) for name in tensors if name.startswith("layers.0.")
+        }
+
+    def __call__(self, x: Doubles) -> Doubles:
+        mixer = self._mixer
+        if isinstance(mixer, ShortConvConfig):
+            mixed = self._of("c_proj", x) * self._convolved(self._of("b_proj", x) * self._of("conv_proj", x))
+        else:
+            taken = self._convolved(self._of("conv_proj", x))
+            taken, z = taken / (1 + np.exp(-taken)), self._of("z_proj", x)
+            z = z / (1 + np.exp(-z))
+            if isinstance(mixer, GatedDeltaConfig):
+                mixed = self._delta(mixer, taken, self._of("b_proj", x), self._of("a_proj", x))
+                mixed = (self._normed(mixed) * self._weights["gated_norm.weight"]).reshape(len(x), -1) * z
+            else:
+                mixed = self._mamba(mixer, taken, self._of("dt_proj", x)).reshape(len(x), -1) * z
+                mixed = self._normed(mixed.reshape(len(x), mixer.norm_groups, -1)).reshape(len(x), -1) * self._weights["gated_norm.weight"]
+        return self._of("o_proj", mixed)
+
+    def _of(self, name: str, x: Doubles) -> Doubles:
+        product: Doubles = x @ self._weights[f"{name}.weight"].T + self._weights.get(f"{name}.bias", 0.0)
+        return product
+
+    def _normed(self, x: Doubles) -> Doubles:
+        normed: Doubles = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+        return normed
+
+    def _convolved(self, x: Doubles) -> Doubles:
+        weight, size = self._weights["conv.weight"], self._mixer.kernel_size
+        padded = np.concatenate([np.zeros((size - 1, x.shape[1])), x])
+        rows = [(padded[row : row + size] * weight.T).sum(0) for row in range(len(x))]
+        return np.stack(rows) + self._weights.get("conv.bias", 0.0)
+
+    def _times(self, x: Doubles) -> Doubles:
+        times: Doubles = np.log1p(np.exp(x + self._weights["decay.bias"]))
+        return times
+
+    def _delta(self, mixer: GatedDeltaConfig, taken: Doubles, b: Doubles, a: Doubles) -> Doubles:
+        width, share = mixer.num_key_heads * mixer.key_size, mixer.num_value_heads // mixer.num_key_heads
+        q, k = (
+            part.reshape(len(taken), mixer.num_key_heads, -1).repeat(share, 1) for part in (taken[:, :width], taken[:, width : 2 * width])
+        )
+        q, k = (part / np.sqrt((part**2).sum(-1, keepdims=True) + 1e-6) for part in (q, k))
+        v = taken[:, 2 * width :].reshape(len(taken), mixer.num_value_heads, -1)
+        decays, betas = np.exp(self._weights["decay.weight"] * self._times(a)), 1 / (1 + np.exp(-b))
+        state, rows = np.zeros((mixer.num_value_heads, mixer.key_size, mixer.value_size)), []
+        for row in range(len(taken)):
+            state = decays[row][:, None, None] * state
+            read = np.einsum("hkv,hk->hv", state, k[row])
+            state = state + np.einsum("hk,hv->hkv", k[row], betas[row][:, None] * (v[row] - read))
+            rows.append(np.einsum("hkv,hk->hv", state, q[row]) * mixer.key_size**-0.5)
+        return np.stack(rows)
+
+    def _mamba(self, mixer: Mamba2Config, taken: Doubles, dt: Doubles) -> Doubles:
+        width, size = mixer.num_heads * mixer.head_size, mixer.num_groups * mixer.state_size
+        x = taken[:, :width].reshape(len(taken), mixer.num_heads, -1)
+        b, c = (
+            part.reshape(len(taken), mixer.num_groups, -1).repeat(mixer.num_heads // mixer.num_groups, 1)
+            for part in (taken[:, width : width + size], taken[:, width + size :])
+        )
+        times = self._times(dt).clip(*mixer.dt_limits)
+        state, rows = np.zeros((mixer.num_heads, mixer.head_size, mixer.state_size)), []
+        for row in range(len(taken)):
+            decay = np.exp(self._weights["decay.weight"] * times[row])
+            state = decay[:, None, None] * state + np.einsum("hp,hn->hpn", times[row][:, None] * x[row], b[row])
+            rows.append(np.einsum("hpn,hn->hp", state, c[row]) + self._weights["skip.weight"][:, None] * x[row])
+        return np.stack(rows)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 100])
+@pytest.mark.parametrize("mixer", MIXERS.values(), ids=MIXERS)
+def test_a_mixer_computes_what_its_source_says(mixer: Recurrent, num_rows: int, seed: int) -> None:
+    config = recurrent_config(mixer)
+    network = open_network(config, seed, lambda blocks: {HIDDEN_STATES: recurrent_part(blocks, mixer, blocks.embedding("embedding"), 0)})
+    token_ids = np.random.default_rng(seed).integers(0, config.vocab_size, num_rows).tolist()
+    cache = network.new_cache(8)
+    plan = cache.reserve(cache.new_sequence(), range(-1, num_rows - 1), num_rows)
+    found = network.forward(*assemble([plan], [token_ids], [[]])).hidden_states
+    wanted = Reference(mixer, network.weights)(network.embed(np.array(token_ids, np.int32)).astype(np.float64))
+    np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5 * np.abs(wanted).max())
+
+
+def plain_logits(config: ModelConfig, seed: int, token_ids: Sequence[int]) -> FloatArray:
+    """Those behind each token, run one by one in a network of their own."""
+    network = open_network(config, seed)
+    cache = network.new_cache(64)
+    sequence, rows = cache.new_sequence(), []
+    for token in token_ids:
+        plan = cache.reserve(sequence, [-1])
+        rows.append(network.forward(*assemble([plan], [[token]], [[0]])).logits[0].copy())
+        cache.keep_path(sequence, 0)
+    return np.stack(rows)
+
+
+def random_tree(random: np.random.Generator, num_known: int, num_guesses: int) -> list[int]:
+    is_chain = random.random() < 0.3
+    guesses = [node - 1 if is_chain else int(random.integers(num_known - 1, node)) for node in range(num_known, num_known + num_guesses)]
+    return [*range(-1, num_known - 1), *guesses]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_rows_have_the_bits_of_plain_decoding_whatever_is_kept_or_dropped(num_threads: int, seed: int) -> None:
+    random, config = np.random.default_rng(seed), recurrent_config(*ALL_KINDS)
+    network = open_network(config, seed, num_threads=num_threads)
+    for _ in range(4):
+        cache = network.new_cache(128)
+        memory, texts, sequences = memory_of(cache), [[], [], []], [cache.new_sequence() for _ in range(3)]
+        for _ in range(12):
+            running = [index for index in range(3) if random.random() < 0.7] or [0]
+            trees, tokens, knowns = [], [], []
+            for _ in running:
+                knowns.append(int(random.choice([1, 1, 1, 2, KNOWN_ROWS, 40])))
+                trees.append(random_tree(random, knowns[-1], int(random.choice([0, 0, 3, 9]))))
+                tokens.append(random.integers(0, config.vocab_size, len(trees[-1])).tolist())
+            plans = [cache.reserve(sequences[index], tree, known) for index, tree, known in zip(running, trees, knowns, strict=True)]
+            output = network.forward(*assemble(plans, tokens, [range(len(tree)) for tree in trees]))
+            rows = np.split(output.logits.copy(), np.cumsum([len(tree) for tree in trees])[:-1])
+            for index, tree, ids, known, found in zip(running, trees, tokens, knowns, rows, strict=True):
+                node = int(random.integers(known - 1, len(tree)))
+                path = path_to(tree, node)
+                text = [*texts[index], *(ids[row] for row in path)]
+                np.testing.assert_array_equal(found[path], plain_logits(config, seed, text)[-len(path) :])
+                if random.random() < 0.2:
+                    cache.cancel(sequences[index])
+                else:
+                    cache.keep_path(sequences[index], node)
+                    texts[index] = text
+            memory.check()
+        for sequence in sequences:
+            cache.release(sequence)
+        assert memory.num_states == 0
+
+
+def committed_state(network: NativeNetwork, cache: KVCache, sequence: object) -> FloatArray:
+    """The state behind the committed rows, brought there by a row that is dropped."""
+    plan = cache.reserve(sequence, [-1])  # type: ignore[arg-type]
+    network.forward(*assemble([plan], [[0]], [[0]]))
+    cache.cancel(sequence)  # type: ignore[arg-type]
+    state = memory_of(cache).work(plan.sequence_id).state
+    return state.copy()  # type: ignore[no-any-return]
+
+
+def test_a_state_behind_decoded_tokens_is_that_of_one_prefill(seed: int, large_counts: bool) -> None:
+    config = recurrent_config(*ALL_KINDS)
+    network, count = open_network(config, seed), 4096 if large_counts else 300
+    token_ids = np.random.default_rng(seed).integers(0, config.vocab_size, count).tolist()
+    states = []
+    for step in (1, 7, 256):
+        cache = network.new_cache(count // 32 + 4)
+        sequence = cache.new_sequence()
+        for start in range(0, count, step):
+            ids = token_ids[start : start + step]
+            network.forward(*assemble([cache.reserve(sequence, range(-1, len(ids) - 1), len(ids))], [ids], [[]]))
+            cache.keep_path(sequence, len(ids) - 1)
+        states.append(committed_state(network, cache, sequence))
+    np.testing.assert_array_equal(states[0], states[1])
+    np.testing.assert_array_equal(states[0], states[2])
+
+
+def run_schedule(random: np.random.Generator, network: NativeNetwork, cache: KVCache, vocab_size: int) -> FloatArray | None:
+    """Passes that are kept in part, dropped, run twice or not at all, cuts, preemptions; the state in the end must be a fresh run's."""
+    sequence, text = cache.new_sequence(), list[int]()
+    for _ in range(int(random.integers(1, 8))):
+        kind = random.choice(["keep", "keep", "keep", "drop", "skip", "preempt", "cut"])
+        if kind == "preempt":
+            cache.release(sequence)
+            sequence = cache.new_sequence()
+            text = text[: cache.adopt_prefix(sequence, [*text, 0])]
+            continue
+        if kind == "cut":
+            text = text[: cache.truncate(sequence, max(0, len(text) - int(random.integers(0, 3))))]
+            continue
+        known = int(random.choice([1, 1, 3, KNOWN_ROWS, 33]))
+        tree = random_tree(random, known, int(random.choice([0, 2, 6])))
+        ids = random.integers(0, vocab_size, len(tree)).tolist()
+        plan = cache.reserve(sequence, tree, known)
+        for _ in range(0 if kind == "skip" else int(random.integers(1, 3))):
+            network.forward(*assemble([plan], [ids], [[0]]))
+        if kind == "keep":
+            node = int(random.integers(known - 1, len(tree)))
+            text += [ids[row] for row in path_to(tree, node)]
+            cache.keep_path(sequence, node)
+            cache.remember(sequence, text)
+        else:
+            cache.cancel(sequence)
+    if random.random() < 0.2 or not text:  # aborted
+        cache.release(sequence)
+        return None
+    states = [committed_state(network, cache, sequence)]
+    cache.release(sequence)
+    sequence = cache.new_sequence()
+    network.forward(*assemble([cache.reserve(sequence, range(-1, len(text) - 1), len(text))], [text], [[0]]))
+    cache.keep_path(sequence, len(text) - 1)
+    states.append(committed_state(network, cache, sequence))
+    cache.release(sequence)
+    np.testing.assert_array_equal(*states)
+    return states[0]
+
+
+def test_whatever_happens_to_passes_the_state_is_that_of_a_fresh_run(seed: int, large_counts: bool) -> None:
+    random, config = np.random.default_rng(seed), recurrent_config(*ALL_KINDS)
+    network = open_network(config, seed, num_threads=1)
+    cache = network.new_cache(40, states=StateLimits(stride=64, max_kept=5))
+    count = 10_000 if large_counts else 200
+    compared = sum(run_schedule(random, network, cache, config.vocab_size) is not None for _ in range(count))
+    assert compared > count / 2
+    memory = memory_of(cache)
+    memory.check()
+    cache.check()
+    assert 0 < memory.num_states <= 5
+    cache.pool.release(cache.pool.allocate(40))  # evicts everything
+    assert memory.num_states == 0
+
+
+@pytest.mark.parametrize("stride", [32, 96])
+def test_adopted_prefixes_have_the_state_of_plain_decoding(stride: int, seed: int) -> None:
+    random, config = np.random.default_rng(seed), recurrent_config(*ALL_KINDS)
+    network = open_network(config, seed)
+    cache = network.new_cache(100, states=StateLimits(stride=stride, max_kept=3))
+    token_ids = random.integers(0, config.vocab_size, 250).tolist()
+    wanted, hits = plain_logits(config, seed, token_ids), set()
+    for _ in range(12):
+        sequence, stop = cache.new_sequence(), int(random.integers(60, 250))
+        length = cache.adopt_prefix(sequence, token_ids)
+        hits.add(length)
+        assert length % 32 == 0
+        while length < stop:
+            ids = token_ids[length : length + int(random.choice([1, 20, 64]))]
+            output = network.forward(*assemble([cache.reserve(sequence, range(-1, len(ids) - 1), len(ids))], [ids], [range(len(ids))]))
+            np.testing.assert_array_equal(output.logits, wanted[length : length + len(ids)])
+            cache.keep_path(sequence, len(ids) - 1)
+            length += len(ids)
+            cache.remember(sequence, token_ids)
+            memory_of(cache).check()
+        cache.release(sequence)
+        assert memory_of(cache).num_states <= 3
+    assert len(hits) > 2
+
+
+def test_rows_that_were_cut_are_forgotten(seed: int) -> None:
+    random, config = np.random.default_rng(seed), recurrent_config(*ALL_KINDS)
+    network = open_network(config, seed)
+    cache = network.new_cache(20, states=StateLimits(max_kept=0))
+    sequence, text = cache.new_sequence(), list[int]()
+    for _ in range(15):
+        agreed = len(text)
+        for _ in range(int(random.integers(1, 4))):
+            ids = random.integers(0, config.vocab_size, int(random.integers(1, 3))).tolist()
+            plan = cache.reserve(sequence, range(-1, len(ids) - 1), num_firm=agreed)
+            output = network.forward(*assemble([plan], [ids], [range(len(ids))]))
+            np.testing.assert_array_equal(output.logits, plain_logits(config, seed, text + ids)[len(text) :])
+            cache.keep_path(sequence, len(ids) - 1)
+            text += ids
+        length = int(random.integers(agreed, len(text) + 1))
+        assert cache.truncate(sequence, length) == length
+        del text[length:]
+    assert cache.truncate(sequence, 0) == 0
+    assert memory_of(cache).num_states == 0
+
+
+def test_a_pass_that_runs_twice_counts_once(seed: int) -> None:
+    config = recurrent_config(*ALL_KINDS)
+    network = open_network(config, seed)
+    cache = network.new_cache(20)
+    sequence = cache.new_sequence()
+    wanted = plain_logits(config, seed, [1, 2, 3, 4])
+    for token in (1, 2, 3, 4):
+        plan = cache.reserve(sequence, [-1])
+        for _ in range(3):
+            np.testing.assert_array_equal(network.forward(*assemble([plan], [[token]], [[0]])).logits[0], wanted[token - 1])
+        cache.keep_path(sequence, 0)
+
+
+@pytest.mark.parametrize("num_pending", [0, 1, 3])
+@pytest.mark.parametrize("num_rows", [1, 2, 9])
+def test_a_chain_is_a_tree_that_does_not_branch(num_pending: int, num_rows: int) -> None:
+    for counts in ((), (num_pending + 1,), (num_pending + num_rows,), (num_pending + 1, num_pending + num_rows)):
+        chain = chain_schedule(num_pending, num_rows, counts)
+        tree = tree_schedule(num_pending, tuple(range(-1, num_rows - 1)), counts)
+        np.testing.assert_array_equal(chain.steps, tree.steps)
+        np.testing.assert_array_equal(chain.parents, tree.parents)
