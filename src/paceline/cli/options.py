@@ -81,8 +81,8 @@ SPECULATION = Panel(
         "acceptance": "match: a seed has one text, whatever drafts. rejection: more guesses are kept at high temperatures; sampled texts "
         "have the same distribution but depend on what was drafted.",
         "draft_quant": "Quantise draft models and heads while loading. It changes the speed, never a token.",
-        "drafter_options": "A setting of one method, such as tree=accuracy (medusa) or boundaries=2,16,29 "
-        "(eagle3); may be given several times. docs/methods lists them.",
+        "drafter_options": "A setting of one method, such as tree=accuracy (medusa), boundaries=2,16,29 "
+        "(eagle3) or num_ids=32768 (mtp); may be given several times. docs/methods lists them.",
     },
 )
 OUTPUT = "Output"
