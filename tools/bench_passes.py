@@ -6,7 +6,8 @@
 Every engine lives in a process of its own that keeps its weights and waits for orders (JSON lines on stdin and stdout). In each round
 every case is run by all engines right after one another, in an order that rotates, each with an untimed pass in front; medians over
 rounds are reported. A case is M new rows of one sequence, or B sequences of one new row, behind --cached rows each; the logits of all
-new rows (of a prompt's, the last one's) are made, and the rows are dropped afterwards or kept. `--memory` reports what loading costs instead.
+new rows (of a prompt's, the last one's) are made, and the rows are dropped afterwards or kept. `--memory` reports what loading costs
+instead.
 """
 
 import argparse
