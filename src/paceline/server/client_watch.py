@@ -1,7 +1,7 @@
 """Noticing that a client has gone away, and giving up what was done for it."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -39,6 +39,26 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
             await _first(self.stream_response(send), receive)
+
+
+async def within(timeout_s: float, work: Awaitable[Result]) -> Result:
+    """What `work` gives.
+
+    Before Python 3.12 `asyncio.wait_for` loses a cancellation that comes together with the result: a client that goes away between two
+    tokens would be served to the end.
+
+    Raises:
+        asyncio.TimeoutError: it takes longer; it was cancelled.
+    """
+    working = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({working}, timeout=timeout_s)
+        if working.done():
+            return working.result()
+        raise asyncio.TimeoutError
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
 
 
 async def until_gone(receive: Receive) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paceline.server.client_watch import within
 from paceline.server.http_errors import ClientGoneError, HttpError, http_error_of
 from paceline.server.settings import LOOPBACK_NAMES, ServerSettings
 
@@ -186,7 +187,7 @@ async def _timed(receive: Receive, timeout_s: float) -> Any:
     """
     deadline_s = time.perf_counter() + timeout_s
     while True:
-        message = await asyncio.wait_for(receive(), max(0.0, deadline_s - time.perf_counter()))
+        message = await within(max(0.0, deadline_s - time.perf_counter()), receive())
         if message["type"] == "http.disconnect":
             raise ClientGoneError
         yield message.get("body", b"")

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from paceline.server.client_watch import within
 from paceline.server.http_errors import HttpError
 
 MAX_RETRY_S = 60
@@ -77,7 +78,7 @@ class Gate:
         if not self.num_open:
             return True
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            await within(timeout_s, self._idle.wait())
         except asyncio.TimeoutError:
             return False
         return True

@@ -12,6 +12,7 @@ from paceline.engine.inputs import RequestOptions
 from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.sampling.params import SamplingParams
+from paceline.server.client_watch import within
 from paceline.server.gate import Gate
 from paceline.server.http_errors import HttpError
 from paceline.server.metrics import Metrics
@@ -61,7 +62,7 @@ class Generation:
         async with self._admitted(job) as (started_s, prompts):
             generating = self.engine.generate(prompts, self._params(job, prompts), **job.options)
             try:
-                outputs = await asyncio.wait_for(generating, self._remaining_s(started_s))
+                outputs = await within(self._remaining_s(started_s), generating)
             except asyncio.TimeoutError:
                 raise self._timed_out() from None
             for output in outputs:
@@ -75,7 +76,7 @@ class Generation:
             async with aclosing(stream) as chunks:  # type: ignore[type-var]  # a generator
                 while True:
                     try:
-                        index, chunk = await asyncio.wait_for(anext(chunks), self._remaining_s(started_s))
+                        index, chunk = await within(self._remaining_s(started_s), anext(chunks))
                     except StopAsyncIteration:
                         return
                     except asyncio.TimeoutError:
