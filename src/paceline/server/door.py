@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable
+from datetime import datetime, timezone
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -169,6 +170,7 @@ class _Visit:
         """One line of JSON. Nothing in it was chosen by the client: no path, no header, no text."""
         method = self._scope["method"]
         fields: dict[str, Any] = {
+            "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
             "id": self._id,
             "method": method if method in _METHODS else "other",
             "route": getattr(self._scope.get("route"), "path", None),
