@@ -63,7 +63,7 @@ def http_error_of(error: BaseException) -> HttpError:
     if isinstance(error, RequestValidationError):
         return _invalid_field(error.errors())
     if isinstance(error, RequestError):
-        return HttpError(400, str(error), parameter=error.parameter, code=error.code)
+        return HttpError(400, str(error), parameter=error.parameter, code=error.code or "invalid_value")
     if isinstance(error, CapacityError):
         return HttpError(400, str(error), parameter="max_tokens", code="context_length_exceeded")
     if isinstance(error, HTTPException) and error.status_code == 404:
