@@ -228,6 +228,11 @@ def cache_directory() -> Path | None:
         return None
 
 
+def api_keys_of_environment() -> str:
+    """Who may ask a server, a key a line (PACELINE_API_KEYS; commas separate keys too); empty = not said there."""
+    return os.environ.get("PACELINE_API_KEYS", "").replace(",", "\n")
+
+
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name} is {value!r}: use one of {', '.join(choices)}")

@@ -56,11 +56,13 @@ class RequestError(PacelineError):
     Args:
         message: what is wrong, the value, the limit and the way out.
         parameter: name of the offending parameter, when there is one.
+        code: the kind of mistake in a word that programs compare, such as "context_length_exceeded", when it has one.
     """
 
-    def __init__(self, message: str, *, parameter: str | None = None) -> None:
+    def __init__(self, message: str, *, parameter: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.parameter = parameter
+        self.code = code
 
 
 class BackendUnavailableError(PacelineError):

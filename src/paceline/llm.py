@@ -163,13 +163,7 @@ class LLM:
     @property
     def banner(self) -> str:
         """One line on what speculation will do."""
-        if self.drafter is None:
-            return "speculation: off"
-        policy = self.engine.speculator.policy
-        text = f"speculation: on, drafter {self.drafter.describe()}, up to {policy.num_draft_tokens} draft tokens a step"
-        if policy.costs is not None:
-            text += f"; pays from {max(0.0, policy.costs.break_even_accepted()):.2f} accepted tokens a step on"
-        return text
+        return self._opened.banner
 
     def stats(self) -> EngineStats:
         """Counters of all requests so far."""

@@ -145,7 +145,8 @@ def test_options_reach_the_engine(fake_llm: type[FakeLLM]) -> None:
         "max_context": None, "cache_gb": 0.5, "device": "auto",
         "revision": None, "token": None, "offline": True, "drafter": ("ngram", "d"), "num_draft_tokens": 7, "tree_width": 2,
             "backend": "auto", "quant": "none", "draft_quant": "none", "gguf_file": None, "gguf_weights": "exact",
-        "prefix_cache": False, "state_stride": 512, "acceptance": "rejection", "drafter_options": {"tree": "accuracy", "boundaries": "2,8,13"},
+        "prefix_cache": False, "state_stride": 512,
+        "acceptance": "rejection", "drafter_options": {"tree": "accuracy", "boundaries": "2,8,13"},
     }  # fmt: skip
     assert llm.params == SamplingParams(
         max_tokens=9, temperature=0.5, top_k=4, top_p=0.9, min_p=0.1, seed=5, stop=("A", "B"), ignore_eos=True,

@@ -22,7 +22,8 @@ from paceline.cli import app
 
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = [str(path.relative_to(REPOSITORY)) for path in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]]
-NOT_RUN_HERE = ("make ", "pip ")  # environments and downloads; what they name is tested in tests/repo
+NOT_RUN_HERE = ("make ", "pip ", "paceline serve")  # environments and downloads; a server does not end by itself (tests/e2e/server)
+CLIENT = "python client"  # code for another environment, such as an API's own client
 SMALL = {"num_hidden_layers": 2}
 
 
@@ -66,8 +67,11 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_says_what_it_is(page: str) -> None:
-    """Text is for what is no code: it does not run."""
-    assert {language for language, _ in blocks_of(page)} <= {"python", "sh", "text"}
+    """Text is for what is no code: it does not run. A client's code is compiled alone."""
+    assert {language for language, _ in blocks_of(page)} <= {"python", "sh", "text", CLIENT}
+    for language, content in blocks_of(page):
+        if language == CLIENT:
+            compile(content, page, "exec")
     text = "\n".join(content for language, content in blocks_of(page) if language == "text")
     assert not re.search(r"^\s*(paceline |pip |make |import |from \w+ import )", text, re.MULTILINE)
 

@@ -48,7 +48,7 @@ ARROWS: dict[str, set[str]] = {
     "training": {*ABOVE_LLM, "drafters"},
     "benchmarking": ABOVE_LLM,
     "proof": {*ABOVE_LLM, "drafters"},
-    "server": ABOVE_LLM,
+    "server": {*ABOVE_LLM, "__init__"},
     "outputs": {"sampling.logprobs", "speculation.request", "speculation.stats"},
     "cli": {
         *LEAVES,

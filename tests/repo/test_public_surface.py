@@ -20,7 +20,7 @@ PUBLIC = {
     "BackendUnavailableError",
     "__version__",
 }  # fmt: skip
-HEAVY = {"torch", "transformers", "tokenizers", "scipy"}
+HEAVY = {"torch", "transformers", "tokenizers", "scipy", "fastapi", "uvicorn", "prometheus_client"}
 
 RUN_AND_LIST_MODULES = """
 import contextlib, json, sys
@@ -62,7 +62,7 @@ def test_importing_paceline_loads_no_heavy_library() -> None:
     assert _loaded_libraries("import paceline") & HEAVY == set()
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["serve", "--help"]], ids=" ".join)
 def test_asking_for_help_loads_no_heavy_library(arguments: list[str]) -> None:
     assert _loaded_libraries("from paceline.cli import main; main()", *arguments) & HEAVY == set()
 

@@ -10,6 +10,7 @@ from paceline import __version__
 from paceline.cli.chat import chat
 from paceline.cli.doctor import doctor
 from paceline.cli.run import run
+from paceline.cli.serve import serve
 
 app = typer.Typer(
     name="paceline",
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(chat)
+app.command()(serve)
 app.command()(doctor)
 
 

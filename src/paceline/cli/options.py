@@ -2,8 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -12,6 +12,7 @@ from paceline.cli.reporting import reported_errors
 from paceline.config import ACCEPTANCE, DEVICES, DTYPES, GGUF_WEIGHTS, NUMERICS, QUANT, EngineConfig, SpeculationConfig
 from paceline.errors import ConfigError, RequestError
 from paceline.sampling.params import SamplingParams
+from paceline.server.settings import ServerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class Panel:
     """A group of options in --help: fields of one dataclass, each with what --help says about it."""
 
     title: str
-    source: type[EngineConfig | SamplingParams | SpeculationConfig]
+    source: type[EngineConfig | SamplingParams | SpeculationConfig | ServerSettings]
     options: Mapping[str, str]
 
 
@@ -81,12 +82,40 @@ SPECULATION = Panel(
         "acceptance": "match: a seed has one text, whatever drafts. rejection: more guesses are kept at high temperatures; sampled texts "
         "have the same distribution but depend on what was drafted.",
         "draft_quant": "Quantise draft models and heads while loading. It changes the speed, never a token.",
-        "drafter_options": "A setting of one method, such as tree=accuracy (medusa) or boundaries=2,16,29 "
-        "(eagle3); may be given several times. docs/methods lists them.",
+        "drafter_options": "A setting of one method, such as tree=accuracy (medusa), boundaries=2,16,29 "
+        "(eagle3) or num_ids=32768 (mtp); may be given several times. docs/methods lists them.",
+    },
+)
+BATCHES = Panel(
+    "Batches",
+    EngineConfig,
+    {
+        "max_num_seqs": "Samples that run at a time; others wait.",
+        "max_step_rows": "Rows of one pass, known tokens and drafts of all.",
+        "chunk_rows": "Prompt rows of one request in one pass; fewer let others' answers go on more evenly.",
+    },
+)
+SERVER = Panel(
+    "Server",
+    ServerSettings,
+    {
+        "host": "Address to listen on. Beyond this machine (0.0.0.0) it takes keys.",
+        "port": "Port to listen on; 0 = any free one.",
+        "served_name": "What requests call the model. Default: its id, or the last part of its path.",
+        "allowed_hosts": "A further name that a Host header may have while only this machine can reach the server, such as a proxy's; "
+        "may be given several times.",
+        "insecure": "Let everybody who reaches the server ask, without a key.",
+        "max_queue": "Samples that may wait; more are told to come again later.",
+        "max_body_mb": "Megabytes of a request.",
+        "max_prompt_chars": "Characters of a prompt or a conversation.",
+        "max_n": "Samples of a prompt.",
+        "request_timeout_s": "Seconds an answer may take.",
+        "drain_s": "Seconds that running requests get after SIGTERM or Ctrl-C.",
     },
 )
 OUTPUT = "Output"
 PANELS = (MODEL, MEMORY, SAMPLING, SPECULATION)
+SERVING = (SERVER, MODEL, MEMORY, BATCHES, SPECULATION)
 METAVARS = {
     "numerics": "|".join(NUMERICS),
     "dtype": "|".join(DTYPES),
@@ -100,55 +129,68 @@ METAVARS = {
     "stop": "<str>",
     "drafter": "<str>",
     "drafter_options": "NAME=VALUE",
+    "allowed_hosts": "<str>",
 }
-REPEATABLE = ("stop", "drafter", "drafter_options")
+REPEATABLE = ("stop", "drafter", "drafter_options", "allowed_hosts")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the shared options say, validated."""
+    """What the shared options say, validated.
+
+    Attributes:
+        panels: those that the command has.
+        server: what is said of the server; it is checked when its keys are known.
+    """
 
     engine: EngineConfig
     sampling: SamplingParams
     speculation: SpeculationConfig
     quiet: bool = False
     debug: bool = False
+    panels: Sequence[Panel] = PANELS
+    server: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def take_from(cls, values: dict[str, Any]) -> "Settings":
+    def take_from(cls, values: dict[str, Any], panels: Sequence[Panel] = PANELS) -> "Settings":
         """Remove the shared options from a command's values.
 
         Raises:
             ConfigError, RequestError: a value is out of range.
         """
-        model, memory, sampling, speculation = ({name: values.pop(name) for name in panel.options} for panel in PANELS)
-        sampling["stop"] = tuple(checked_text("stop", text) for text in sampling["stop"] or ())
+        given: dict[type, dict[str, Any]] = {panel.source: {} for panel in (*PANELS, SERVER)}
+        for panel in panels:
+            given[panel.source] |= {name: values.pop(name) for name in panel.options}
+        sampling, speculation, server = given[SamplingParams], given[SpeculationConfig], given[ServerSettings]
+        if sampling:
+            sampling["stop"] = tuple(checked_text("stop", text) for text in sampling["stop"] or ())
+        if server:
+            server["allowed_hosts"] = tuple(server["allowed_hosts"] or ())
         drafters = tuple(speculation["drafter"])
         speculation["drafter"] = drafters[0] if len(drafters) == 1 else drafters
         speculation["drafter_options"] = named_values(speculation["drafter_options"])
-        configs = EngineConfig(**model, **memory), SamplingParams(**sampling), SpeculationConfig(**speculation)
-        return cls(*configs, quiet=values.pop("quiet"), debug=values.pop("debug"))
+        configs = EngineConfig(**given[EngineConfig]), SamplingParams(**sampling), SpeculationConfig(**speculation)
+        return cls(*configs, quiet=values.pop("quiet"), debug=values.pop("debug"), panels=panels, server=server)
 
     def llm_arguments(self) -> dict[str, Any]:
         """The keyword arguments of `paceline.LLM`."""
-        of_engine = {name: getattr(self.engine, name) for name in (*MODEL.options, *MEMORY.options)}
-        of_speculation = {name: getattr(self.speculation, name) for name in SPECULATION.options}
-        return of_engine | of_speculation
+        sources = {EngineConfig: self.engine, SpeculationConfig: self.speculation}
+        return {name: getattr(sources[panel.source], name) for panel in self.panels if panel.source in sources for name in panel.options}
 
 
-def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with the shared options added; it gets them, validated, as its keyword argument `settings`.
+def with_settings(command: Callable[..., None], panels: Sequence[Panel] = PANELS) -> Callable[..., None]:
+    """A command with the options of `panels` added; it gets them, validated, as its keyword argument `settings`.
 
     Errors of ours end the command as one line on stderr and an exit code; `--debug` adds the traceback.
     """
     own = [one for one in inspect.signature(command, eval_str=True).parameters.values() if one.name != "settings"]
-    shared = [parameter for panel in PANELS for parameter in _parameters(panel)]
+    shared = [parameter for panel in panels for parameter in _parameters(panel)]
     parameters = sorted([*own, *shared, _QUIET, _DEBUG], key=_is_about_output)  # --help shows panels in the order they are met
 
     @functools.wraps(command)
     def with_checked_options(**values: Any) -> None:
         with reported_errors(debug=values["debug"]):
-            settings = Settings.take_from(values)
+            settings = Settings.take_from(values, panels)
             command(settings=settings, **values)
 
     with_checked_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads options from it

@@ -161,6 +161,8 @@ def prepare(target: Path, engine: EngineConfig, speculation: SpeculationConfig, 
     found = [prepare_one(name, target, token=engine.token, offline=engine.offline) for name in names]
     drafters = tuple(drafter for drafter in found if drafter is not None)
     options.check_read(drafter.name for drafter in drafters)
+    if options.num_ids is not None:
+        options.guessed_ids(read_model_config(target).vocab_size)
     if len(names) > 1 and len(drafters) < len(names):
         raise IncompatibleDrafterError(f"drafter list {list(names)} holds 'none': name drafters only, or use 'none' alone")
     if len(names) > 1:

@@ -35,7 +35,7 @@ from paceline.models.gguf.file import open_gguf, split_parts
 from paceline.models.gguf.weights import num_modules, open_module
 from paceline.models.layers import ExpertMLP
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
-from paceline.models.weights import AnyTensor, MadeWeights, Tensor, Weights, as_float32
+from paceline.models.weights import AnyTensor, MadeWeights, Tensor, Weights, as_float32, first_rows
 from paceline.runtimes.decoder import LOGITS, Blocks, Compose, Value, decoder_layer
 from paceline.runtimes.load import open_head
 
@@ -121,6 +121,7 @@ class MtpModule:
         may_be_plain: the next feature may be the output in front of the final norm.
         notices: lines a user should see.
         with_copies: the same with the file's copies of the target's matrices, where these are no longer the same.
+        num_ids: it guesses ids below it alone; None = all.
     """
 
     config: PairConfig
@@ -131,6 +132,7 @@ class MtpModule:
     may_be_plain: bool
     notices: tuple[str, ...]
     with_copies: "MtpModule | None" = None
+    num_ids: int | None = None
 
 
 def load_mtp(files: HeadFiles, target: ModelConfig, target_weights: Weights, *, num_threads: int = 1) -> MtpModule:
@@ -211,6 +213,15 @@ def _with_own_matrices(module: MtpModule, own: Mapping[str, Tensor]) -> MtpModul
         embedding=differ.get("embedding.weight", module.embedding),
         soft_cap=None if has_head else module.soft_cap,
     )
+
+
+def with_first_ids(module: MtpModule, count: int) -> MtpModule:
+    """The module that guesses ids below `count` alone: the frequent ones, where the vocabulary is in the order of its merges.
+
+    The vocabulary matrix is a view of its first rows. Guesses are drawn from the distribution over these ids.
+    """
+    lm_head = first_rows(module.weights["lm_head.weight"], count)
+    return replace(module, weights=Weights({**module.weights, "lm_head.weight": lm_head}), num_ids=count)
 
 
 def open_gguf_module(path: Path) -> HeadFiles | None:
@@ -295,7 +306,7 @@ def open_mtp_head(module: MtpModule, *, num_threads: int, max_context: int, back
     runtime = open_head(
         network, module.config.layers, module.weights, num_threads=num_threads, max_context=max_context, backend=backend, device=device
     )
-    return PairHead(module.config, runtime, runtime, module.embedding, target_ids=None, notices=module.notices)
+    return PairHead(module.config, runtime, runtime, module.embedding, target_ids=None, num_ids=module.num_ids, notices=module.notices)
 
 
 def candidates(module: MtpModule) -> tuple[PairConfig, ...]:
@@ -314,15 +325,18 @@ def open_mtp(files: HeadFiles, target: LoadedTarget) -> PairDrafter:
 
     Raises:
         CheckpointError, IncompatibleDrafterError: the files hold no complete module.
+        ConfigError: it is to guess more ids than there are.
     """
     sizes = target.runtime.config
+    num_ids = target.head_options.guessed_ids(sizes.vocab_size)
     module = load_mtp(files, sizes, open_weights(target.directory, sizes), num_threads=target.engine.num_threads)
     modules = [replace(one, weights=target.quantized(one.weights, files.files)) for one in (module, module.with_copies) if one is not None]
 
-    def opened(config: PairConfig, max_context: int) -> PairHead:
+    def opened(config: PairConfig, max_context: int, num_ids: int | None = None) -> PairHead:
         own = config.own_embedding, config.own_lm_head
         one = next(one for one in modules if (one.config.own_embedding, one.config.own_lm_head) == own)
         one, num_threads = replace(one, config=config), target.engine.num_threads
+        one = one if num_ids is None else with_first_ids(one, num_ids)
         return open_mtp_head(one, num_threads=num_threads, max_context=max_context, device=target.device)
 
     named = target.head_options.variant_for(files.kind)
@@ -332,7 +346,7 @@ def open_mtp(files: HeadFiles, target: LoadedTarget) -> PairDrafter:
         flag = module.config.normed_recurrence if named.normed_recurrence is None else named.normed_recurrence
         admitted = (replace(module.config, normed_recurrence=flag),)
     config, notices = settle(files, admitted, opened, target, target.vocab_size)
-    head = opened(config, target.max_context)
+    head = opened(config, target.max_context, num_ids)
     return PairDrafter(head, target.cache, vocab_size=target.vocab_size, tree_width=target.speculation.tree_width, notices=notices)
 
 

@@ -34,10 +34,12 @@ class HeadOptions:
     Attributes:
         medusa_tree: see `MedusaDrafter`; None = its default.
         variant: conventions that an EAGLE or MTP head's files lack or have wrong; None = found by calibration.
+        num_ids: an MTP head guesses ids below it alone; None = all.
     """
 
     medusa_tree: str | None = None
     variant: PairVariant | None = None
+    num_ids: int | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> "HeadOptions":
@@ -55,23 +57,37 @@ class HeadOptions:
                 values[name] = OPTIONS[name].read(value)
             except (TypeError, ValueError):
                 raise ConfigError(f"drafter_options: {name} is {value!r}: use {OPTIONS[name].wanted}") from None
-        tree = values.pop(TREE, None)
+        own = {field: values.pop(name) for name, field in _FIELDS.items() if name in values}
         variant = PairVariant(**values) if values else None  # type: ignore[arg-type]  # every other option is one of its fields
-        return cls(medusa_tree=None if tree is None else str(tree), variant=variant)
+        return cls(variant=variant, **own)  # type: ignore[arg-type]
 
     @property
     def given(self) -> list[str]:
         """Names of the options that were set."""
-        named = [] if self.variant is None else [name for name in OPTIONS if getattr(self.variant, name, None) is not None]
-        return named if self.medusa_tree is None else [TREE, *named]
+        return [name for name in OPTIONS if getattr(self if name in _FIELDS else self.variant, _FIELDS.get(name, name), None) is not None]
 
     def variant_for(self, kind: HeadKind) -> PairVariant | None:
         """The conventions set that apply to a kind of head; None if there are none."""
         if self.variant is None:
             return None
-        others = {name: None for name in OPTIONS if name != TREE and kind not in OPTIONS[name].read_by}
+        others = {name: None for name in OPTIONS if name not in _FIELDS and kind not in OPTIONS[name].read_by}
         variant = replace(self.variant, **others)
         return None if variant == PairVariant() else variant
+
+    def guessed_ids(self, vocab_size: int) -> int | None:
+        """How many ids an MTP head guesses of a target with so many; None = all.
+
+        Raises:
+            ConfigError: the target has fewer than were asked for.
+        """
+        if self.num_ids is None:
+            return None
+        if self.num_ids > vocab_size:
+            raise ConfigError(
+                f"drafter_options: {NUM_IDS} is {self.num_ids} and the target has {vocab_size} ids: "
+                f"use at most {vocab_size}, or leave it out to guess all ids"
+            )
+        return min(-(-self.num_ids // _SIDE_BY_SIDE) * _SIDE_BY_SIDE, vocab_size)
 
     def check_read(self, drafters: Iterable[str]) -> None:
         """Refuse options that none of `drafters` (names) reads: they would do nothing.
@@ -131,7 +147,17 @@ def _read_id(value: object) -> int:
     return token_id
 
 
-TREE = "tree"
+def _read_num_ids(value: object) -> int:
+    count = _read_id(value)
+    if count < LEAST_IDS:
+        raise ValueError(value)
+    return count
+
+
+TREE, NUM_IDS = "tree", "num_ids"
+LEAST_IDS = 256
+_SIDE_BY_SIDE = 16  # outputs in the kernels: numbers of ids are rounded up to a multiple of it
+_FIELDS = {TREE: "medusa_tree", NUM_IDS: "num_ids"}
 TREES = (*GROWN_TREES, *STATIC_TREES)
 _LATER = (HeadKind.EAGLE3, HeadKind.PEAGLE)
 OPTIONS: Mapping[str, Option] = {
@@ -141,5 +167,6 @@ OPTIONS: Mapping[str, Option] = {
     "rope_theta": Option((HeadKind.EAGLE, *_LATER), "the base of the rotations, such as 10000", _read_base),
     "normed_recurrence": Option((HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.MTP), "true or false", _read_flag),
     "mask_token_id": Option((HeadKind.PEAGLE,), "a token id", _read_id),
+    NUM_IDS: Option((HeadKind.MTP,), f"a number of ids from {LEAST_IDS} to the size of the target's vocabulary", _read_num_ids),
 }
-"""All options by name; all but `tree` are fields of `PairVariant`."""
+"""All options by name; those that are no fields of `HeadOptions` are fields of `PairVariant`."""

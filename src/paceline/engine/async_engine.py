@@ -8,6 +8,7 @@ import asyncio
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from typing_extensions import Unpack
@@ -106,6 +107,35 @@ class AsyncEngine:
     ) -> AsyncIterator[StreamChunk]:
         """Answer one conversation, yielding what every step adds; the rest as for `stream`."""
         return self._stream(lambda: [self.opened.maker.chat_ids(messages)], one_of(params, sampling_params), options)
+
+    @suggest_arguments("stream_batch", of_sampling=SAMPLING_NAMES)
+    async def stream_batch(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        sampling_params: Params = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncIterator[tuple[int, StreamChunk]]:
+        """Complete prompts, yielding what every step adds to each with the index of its prompt; the rest as for `stream`."""
+        maker = self.opened.maker
+        requests = await self._make(
+            lambda: [maker.prompt_ids(one) for one in as_prompts(prompts)], one_of(params, sampling_params), options, is_streamed=True
+        )
+        starts = accumulate(int(request.sample_index == 0) for request in requests)  # the samples of a prompt stand together
+        index_of = {request: start - 1 for request, start in zip(requests, starts, strict=True)}
+        async with aclosing(self._follow(requests, wants_chunks=True)) as updates:
+            async for request, chunk in updates:
+                yield index_of[request], chunk
+
+    def check_open(self) -> None:
+        """That requests are still taken.
+
+        Raises:
+            ConfigError: the engine was closed, or it is another process's.
+            PacelineError: its thread ended because of a fault.
+        """
+        self._worker.check_open()
 
     async def stats(self) -> EngineStats:
         """What the engine did so far, and who is in it."""

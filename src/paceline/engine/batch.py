@@ -71,6 +71,7 @@ class RequestMaker:
                 f"the prompt has {len(ids)} tokens, the context holds {self.max_context} and at least one must be left for the output: "
                 + self.way_out,
                 parameter="prompt",
+                code="context_length_exceeded",
             )
         return ids
 

@@ -53,6 +53,17 @@ class OpenedEngine:
         drafter = self.engine.speculator.drafter
         return "none" if drafter is None else drafter.name
 
+    @property
+    def banner(self) -> str:
+        """One line on what speculation will do."""
+        drafter, policy = self.engine.speculator.drafter, self.engine.speculator.policy
+        if drafter is None:
+            return "speculation: off"
+        text = f"speculation: on, drafter {drafter.describe()}, up to {policy.num_draft_tokens} draft tokens a step"
+        if policy.costs is not None:
+            text += f"; pays from {max(0.0, policy.costs.break_even_accepted()):.2f} accepted tokens a step on"
+        return text
+
     def requests(self, prompts: Sequence[list[int]], params: Params, options: RequestOptions, *, is_streamed: bool) -> list[Request]:
         """The samples of each prompt, in order; the engine does not know them yet.
 

@@ -1,6 +1,7 @@
 """What a network is, read from a checkpoint's own metadata."""
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -224,8 +225,17 @@ def config_from_values(
     """
     values = _text_values(values)
     family = family_of(values, path)
-    renamed = {name: values[alias] for alias, name in family.aliases.items() if values.get(alias) is not None}
-    fields = JsonFields({**family.defaults, **values, **renamed}, path)
+    given = {name: alias for alias, name in family.aliases.items() if values.get(alias) is not None}
+    fields = JsonFields({**family.defaults, **values, **{name: values[alias] for name, alias in given.items()}}, path)
+    try:
+        return _config(fields, family, generation, weight_type)
+    except CheckpointError as error:  # which names a field as most families do
+        named = re.sub(rf"\b({'|'.join(given)})\b", lambda found: given[found[0]], str(error)) if given else str(error)
+        raise CheckpointError(named) from None
+
+
+def _config(fields: JsonFields, family: Family, generation: Mapping[str, Any] | None, weight_type: WeightType | None) -> ModelConfig:
+    path = fields.path
     _refuse_quantised(fields, family)
     _refuse_unknown(fields, family)
     read = LayerReader(fields, family)
@@ -239,7 +249,7 @@ def config_from_values(
         layers=layers,
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         max_positions=read.max_positions,
-        weight_type=weight_type or _weight_type(_type_name(values), path),
+        weight_type=weight_type or _weight_type(_type_name(fields.values), path),
         tied_embeddings=fields.flag("tie_word_embeddings", default=False),
         norm_offset=family.norm_offset,
         embedding_scale=_embedding_scale(fields, family),

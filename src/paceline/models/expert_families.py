@@ -77,7 +77,7 @@ def _glm4_moe(read: LayerReader) -> Layers:
     fields, routing = read.fields, grouped_routing(read)
     expert, num_shared = read.mlp(size="moe_intermediate_size"), fields.number("n_shared_experts", 1)
     shared = replace(expert, intermediate_size=int(expert.intermediate_size * num_shared)) if num_shared else None
-    num_dense = fields.number("first_k_dense_replace", 1)
+    num_dense = fields.size("first_k_dense_replace", 1, least=0, most=read.num_layers)
     experts = ExpertMLP(routing=routing, expert=expert, shared=shared)
     mlps = [read.mlp() if layer < num_dense else experts for layer in range(read.num_layers)]
     attention = read.attention(bias=read.flag("attention_bias"), qk_norm=QKNorm.HEAD if read.flag("use_qk_norm") else QKNorm.NONE)

@@ -1,6 +1,6 @@
 """Weight matrices stored as small integer codes in groups that share a scale: what in-situ quantisation writes and GGUF blocks are."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,11 @@ class GroupedMatrix:
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays)
+
+    def first_rows(self, count: int) -> "GroupedMatrix":
+        """The matrix of the first `count` rows: a view."""
+        minimums = None if self.minimums is None else self.minimums[:count]
+        return replace(self, codes=self.codes[:count], scales=self.scales[:count], minimums=minimums)
 
     def values(self, rows: NDArray[np.int32] | slice = slice(None)) -> NDArray[np.float32]:
         """The exact values of `rows`, [len(rows), K] float32."""

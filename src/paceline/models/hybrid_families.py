@@ -103,7 +103,7 @@ def _lfm2_moe(read: LayerReader) -> Layers:
         is_corrected=fields.flag("use_expert_bias", default=True),
     )  # fmt: skip
     experts = ExpertMLP(routing=routing, expert=read.mlp(size="moe_intermediate_size"))
-    num_dense = fields.number("num_dense_layers", 2)
+    num_dense = fields.size("num_dense_layers", min(2, read.num_layers), least=0, most=read.num_layers)
     return _lfm2_layers(read, [read.mlp() if layer < num_dense else experts for layer in range(read.num_layers)])
 
 

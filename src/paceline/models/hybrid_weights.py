@@ -129,13 +129,19 @@ class _Parts:
 
     def _decay(self, ours: str, source: str, heads: int) -> None:
         whole = self._taken(source, (heads,))
-        self.found[ours + "decay.weight"] = _made(whole.array, (heads,), WeightType.F32, lambda: -np.exp(as_float32(whole)))
+        self.found[ours + "decay.weight"] = _made(whole.array, (heads,), WeightType.F32, lambda: _decays(whole))
 
     def _taken(self, name: str, shape: tuple[int, ...]) -> Tensor:
         stored = self._stored.pop(name, None)
         if stored is None:
             raise CheckpointError(f"{self._directory} lacks {name} that its config.json calls for; is config.json another model's?")
         return open_tensor(name, stored, shape, self._files)
+
+
+def _decays(logarithms: Tensor) -> NDArray[np.float32]:
+    """What is too large becomes infinite: all is forgotten at once."""
+    with np.errstate(over="ignore"):
+        return -np.exp(as_float32(logarithms))
 
 
 def _ranges(sizes: Mapping[str, int]) -> dict[str, Rows]:

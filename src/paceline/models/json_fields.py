@@ -17,15 +17,15 @@ class JsonFields:
     values: Mapping[str, Any]
     path: Path
 
-    def size(self, name: str, default: int | None = None, *, null: int | None = None, most: int = 2**31 - 1) -> int:
-        """A count from 1 to `most`; `default` where it is absent, `null` (or the default) where it is null."""
+    def size(self, name: str, default: int | None = None, *, null: int | None = None, least: int = 1, most: int = 2**31 - 1) -> int:
+        """A count from `least` to `most`; `default` where it is absent, `null` (or the default) where it is null."""
         value = self.values.get(name, default)
         if value is None:
             value = default if null is None else null
         if value is None:
             raise CheckpointError(f"{self.path} has no {name!r}: it does not describe a decoder we can run")
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise CheckpointError(f"{self.path}: {name} = {shortened(value)}, expected an integer from 1 to {most}")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise CheckpointError(f"{self.path}: {name} = {shortened(value)}, expected an integer from {least} to {most}")
         return value
 
     def optional_number(self, name: str) -> float | None:

@@ -34,7 +34,7 @@ def nemotron_h_layers(read: LayerReader) -> tuple[LayerConfig, ...]:
 
 def _kinds(fields: JsonFields) -> list[str]:
     """A list of layers, or a pattern of letters."""
-    listed = fields.values.get("layers_block_type") or fields.values.get("layer_types")
+    listed = fields.values.get("layers_block_type", fields.values.get("layer_types"))
     pattern = fields.values.get("hybrid_override_pattern")
     if listed is None and isinstance(pattern, str):
         listed = [_KINDS.get(letter, letter) for letter in pattern]

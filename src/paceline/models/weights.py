@@ -234,6 +234,13 @@ def as_float32(tensor: AnyTensor, rows: NDArray[np.int32] | None = None) -> NDAr
     return np.asarray(stored, np.float32)
 
 
+def first_rows(tensor: AnyTensor, count: int) -> AnyTensor:
+    """The matrix of the first `count` rows: a view."""
+    if isinstance(tensor, GroupedTensor):
+        return replace(tensor, matrix=tensor.matrix.first_rows(count))
+    return Tensor(tensor.array[:count], tensor.weight_type, (count, *tensor.shape[1:]))
+
+
 def _unfused(stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
     """The projections of stacked matrices as row ranges of them: the same bytes of the file."""
     tensors = dict(stored)

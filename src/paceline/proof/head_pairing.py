@@ -68,7 +68,7 @@ def judge_head(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) 
         return _judge_medusa(files, target, options)
     if files.kind is HeadKind.GEMMA4_ASSISTANT:
         return _judge_assistant(files, target)
-    return _judge_mtp(files, target) if files.kind is HeadKind.MTP else _judge_eagle(files, target, options)
+    return _judge_mtp(files, target, options) if files.kind is HeadKind.MTP else _judge_eagle(files, target, options)
 
 
 def _judge_assistant(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, PairVerdict]:
@@ -103,12 +103,14 @@ def _judge_eagle(files: HeadFiles, target: CheckpointFacts, options: HeadOptions
     return _pair_facts(files, configs[0], opened.weights), PairVerdict(True, summary, None, _open_question(configs))
 
 
-def _judge_mtp(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, PairVerdict]:
+def _judge_mtp(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) -> tuple[HeadFacts, PairVerdict]:
+    num_ids = options.guessed_ids(target.config.vocab_size)
     module = load_mtp(files, target.config, target.weights)
     shared = () if module.config.own_lm_head else ("lm_head.weight",)
     weights = Weights({name: tensor for name, tensor in module.weights.items() if name not in shared})
     place = "a file of its own" if files.is_speculators else "the target's own checkpoint"
-    summary = f"mtp module of {place}; {_sizes_fit(target.config.hidden_size)}"
+    limit = "" if num_ids is None else f" that guesses ids below {num_ids}"
+    summary = f"mtp module of {place}{limit}; {_sizes_fit(target.config.hidden_size)}"
     return _pair_facts(files, module.config, weights), PairVerdict(True, summary, None, module.notices)
 
 

@@ -214,3 +214,38 @@ def test_an_engine_is_opened_with_the_options_of_an_llm(directory: Any) -> None:
     asyncio.run(engine.close())
     with pytest.raises(ConfigError, match=r"max_seqs is no argument of LLM: did you mean max_num_seqs\?"):
         AsyncEngine.open(directory, max_seqs=3)
+
+
+def test_a_batch_that_streams_names_the_prompt_of_each_chunk(serve: Serve, solo: dict[str, list[RequestOutput]]) -> None:
+    async def work(engine: AsyncEngine) -> None:
+        texts: dict[tuple[int, int], str] = {}
+        ended: dict[tuple[int, int], RequestOutput] = {}
+        async for index, chunk in engine.stream_batch(PROMPTS, replace(SAMPLED, n=2)):
+            key = index, chunk.sample_index
+            texts[key] = texts.get(key, "") + chunk.text
+            if chunk.output is not None:
+                ended[key] = chunk.output
+        assert sorted(ended) == [(index, sample) for index in range(len(PROMPTS)) for sample in range(2)]
+        assert all(texts[key] == output.text for key, output in ended.items())
+        assert [ended[index, 0].token_ids for index in range(len(PROMPTS))] == [one.token_ids for one in solo["sampled"]]
+        with pytest.raises(RequestError, match="stream_batch"):
+            await anext(engine.stream_batch(PROMPTS, temprature=1))  # type: ignore[call-arg]
+
+    run(serve(), work)
+
+
+def test_a_closed_engine_says_so_before_it_is_asked(serve: Serve) -> None:
+    engine = serve()
+    engine.check_open()
+    asyncio.run(engine.close())
+    with pytest.raises(ConfigError, match="closed"):
+        engine.check_open()
+
+
+def test_a_prompt_that_leaves_no_room_has_a_code_for_programs(serve: Serve) -> None:
+    async def work(engine: AsyncEngine) -> None:
+        with pytest.raises(RequestError) as caught:
+            await engine.generate([1] * engine.opened.maker.max_context)
+        assert caught.value.code == "context_length_exceeded"
+
+    run(serve(), work)

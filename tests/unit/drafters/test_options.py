@@ -30,6 +30,8 @@ IDS = "eagle_aux_hidden_state_layer_ids"
         ({"tree": "accuracy"}, HeadOptions(medusa_tree="accuracy")),
         ({"boundaries": "2, 8,13"}, HeadOptions(variant=PairVariant(boundaries=(2, 8, 13)))),
         ({"boundaries": [2, 8, 13]}, HeadOptions(variant=PairVariant(boundaries=(2, 8, 13)))),
+        ({"num_ids": "32768"}, HeadOptions(num_ids=32768)),
+        ({"num_ids": 256, "normed_recurrence": True}, HeadOptions(num_ids=256, variant=PairVariant(normed_recurrence=True))),
         ({"norm_before_residual": "true"}, HeadOptions(variant=PairVariant(norm_before_residual=True))),
         (
             {"tree": "zephyr_stage2", "normed_recurrence": False, "rope_theta": "5e5"},
@@ -44,7 +46,7 @@ def test_options_are_values_or_their_text(given: Mapping[str, object], expected:
 
 
 def test_every_convention_of_a_head_is_an_option() -> None:
-    assert set(OPTIONS) - {"tree"} == set(PairVariant.__dataclass_fields__)
+    assert set(OPTIONS) - {"tree", "num_ids"} == set(PairVariant.__dataclass_fields__)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +63,11 @@ def test_every_convention_of_a_head_is_an_option() -> None:
         ({"rope_theta": "-1"}, "rope_theta is '-1'"),
         ({"rope_theta": "nan"}, "rope_theta is 'nan'"),
         ({"rope_theta": True}, "rope_theta is True"),
+        ({"num_ids": 255}, "num_ids is 255: use a number of ids from 256 to the size of the target's vocabulary"),
+        ({"num_ids": "many"}, "num_ids is 'many'"),
+        ({"num_ids": 300.0}, "num_ids is 300.0"),
+        ({"num_ids": True}, "num_ids is True"),
+        ({"num_ids": 0}, "num_ids is 0"),
         ({"branches": 2}, "'branches' is unknown; there are tree \\(medusa\\), boundaries \\(eagle3 and peagle\\)"),
     ],
 )
@@ -74,6 +81,14 @@ def test_each_kind_of_head_is_told_what_it_knows_and_no_more() -> None:
     assert options.variant_for(HeadKind.EAGLE3) == options.variant
     assert options.variant_for(HeadKind.EAGLE) == PairVariant(rope_theta=10000.0)
     assert options.variant_for(HeadKind.MTP) is None, "what it does not say is still to be found out"
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(256, 256), (257, 272), (592, 592), (593, 600), (600, 600)])
+def test_a_number_of_ids_is_rounded_up_but_not_beyond_the_vocabulary(asked: int, expected: int) -> None:
+    assert HeadOptions(num_ids=asked).guessed_ids(600) == expected
+    assert HeadOptions().guessed_ids(600) is None
+    with pytest.raises(ConfigError, match="num_ids is 601 and the target has 600 ids: use at most 600, or leave it out"):
+        HeadOptions(num_ids=601).guessed_ids(600)
 
 
 @pytest.fixture(scope="module")

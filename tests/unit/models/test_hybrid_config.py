@@ -222,6 +222,14 @@ def test_a_layer_of_nemotron_h_is_a_mixer_or_an_mlp(tmp_path: Path, spelling: di
         (NEMOTRON, {"mamba_hidden_act": "gelu"}, "mamba_hidden_act = 'gelu'"),
         (NEMOTRON, {"mlp_bias": True}, "mlp_bias = true"),
         (NEMOTRON, {"n_group": 3}, "n_group = 3"),
+        (NEMOTRON, {"layers_block_type": 0}, "layers_block_type = 0, expected a list"),
+        (NEMOTRON, {"layers_block_type": []}, r"layers_block_type = \[\], expected a list"),
+        (NEMOTRON, {"layer_norm_epsilon": math.nan}, ": layer_norm_epsilon = nan"),
+        (LFM2, {"block_ff_dim": -3}, ": block_ff_dim = -3"),
+        (LFM2, {"norm_eps": math.nan}, ": norm_eps = nan"),
+        (LFM2_MOE, {"num_dense_layers": -1}, "num_dense_layers = -1, expected an integer from 0 to 4"),
+        (LFM2_MOE, {"num_dense_layers": 2.5}, r"num_dense_layers = 2\.5, expected"),
+        (LFM2_MOE, {"num_dense_layers": 5}, "num_dense_layers = 5, expected"),
     ],
 )
 def test_what_cannot_be_run_is_one_line_that_names_it(tmp_path: Path, values: dict[str, Any], changes: dict[str, Any], text: str) -> None:

@@ -314,6 +314,20 @@ def test_a_pass_that_runs_twice_counts_once(seed: int) -> None:
         cache.keep_path(sequence, 0)
 
 
+@pytest.mark.parametrize("part", ["decay.bias", "decay.weight", "gates"])
+@pytest.mark.parametrize("mixer", [MIXERS["delta"], MIXERS["mamba"], MIXERS["narrow mamba"]], ids=["delta", "mamba", "limits"])
+def test_what_is_not_a_number_stays_so(mixer: Recurrent, part: str, seed: int) -> None:
+    """Damaged weights must not turn into plausible values."""
+    config = recurrent_config(mixer)
+    tensors = recurrent_weights(config, seed)
+    name = f"layers.0.{part}" if part != "gates" else f"layers.0.{'a' if isinstance(mixer, GatedDeltaConfig) else 'dt'}_proj.weight"
+    tensors[name].array.reshape(-1)[0] = np.nan
+    network = NativeNetwork(decoder(config), config, Weights(tensors), num_threads=1, max_context=64)
+    cache = network.new_cache(2)
+    logits = network.forward(*assemble([cache.reserve(cache.new_sequence(), range(-1, 2))], [[1, 2, 3]], [range(3)])).logits
+    assert np.isnan(logits[1:]).all()
+
+
 @pytest.mark.parametrize("num_pending", [0, 1, 3])
 @pytest.mark.parametrize("num_rows", [1, 2, 9])
 def test_a_chain_is_a_tree_that_does_not_branch(num_pending: int, num_rows: int) -> None:

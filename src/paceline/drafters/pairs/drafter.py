@@ -101,6 +101,8 @@ class PairDrafter(Drafter):
             parts.append(f"features of layers {', '.join(map(str, config.boundaries))}")
         if self.head.target_ids is not None:
             parts.append(f"{layers.vocab_size} draft ids")
+        if self.head.num_ids is not None:
+            parts.append(f"guesses ids below {self.head.num_ids}")
         if self._tree_width > 1:
             parts.append(f"trees {self._tree_width} wide")
         return f"{self.name} ({', '.join(parts)}, sees the last {self.pairs.window} tokens)"

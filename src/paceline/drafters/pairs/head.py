@@ -90,6 +90,7 @@ class PairHead:
         runtime: the network of true pairs; making its cache makes that of drafted ones too.
         target_ids: [Vd] the target's id of each draft id; None = the same.
         embedded_ids: token ids from here on have no embedding.
+        num_ids: ids that have logits, the first ones; None = all.
         masked: the masked pair, for a head that guesses several positions at once; else None.
         notices: one-line remarks for the user.
     """
@@ -102,10 +103,11 @@ class PairHead:
         embedding: AnyTensor,
         *,
         target_ids: NDArray[np.int64] | None,
+        num_ids: int | None = None,
         masked: MaskedPair | None = None,
         notices: tuple[str, ...] = (),
     ) -> None:
-        self.masked = masked
+        self.masked, self.num_ids = masked, num_ids
         self.config, self.runtime, self._drafted = config, runtime, drafted
         self._ranking: Ranking | None = None
         # a memmap takes longer to index

@@ -139,8 +139,10 @@ void prepare_state_row(const StateOperation *own, const float *x, const float *a
         worked.products[head] = sum_of_products(to_q, to_k, size);
     }
     EACH_16(head, left, own->heads) {
-        floats time = softplus(load_part(a + head, left) + load_part(own->bias + head, left));
-        time = __builtin_elementwise_min(__builtin_elementwise_max(time, broadcast(own->least)), broadcast(own->most));
+        const floats given = load_part(a + head, left) + load_part(own->bias + head, left);
+        floats time = __builtin_elementwise_min(__builtin_elementwise_max(softplus(given), broadcast(own->least)), broadcast(own->most));
+        const words not_a_number = (words)(given != given); /* which minimum and maximum may lose */
+        time = (floats)(((words)time & ~not_a_number) | ((words)given & not_a_number));
         const floats decays = exponential(load_part(own->decay + head, left) * time);
         store_part(worked.decays + head, decays, left);
         store_part(worked.steps + head, own->is_delta ? sigmoid(load_part(b + head, left)) : time, left);

@@ -1,0 +1,42 @@
+"""`paceline serve`: answer over HTTP."""
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli.options import SERVING, Settings, with_settings
+from paceline.cli.reporting import say
+from paceline.config import api_keys_of_environment
+from paceline.errors import BackendUnavailableError
+from paceline.installation import install_extra
+from paceline.server.settings import ServerSettings, keys_in, read_keys
+
+API_KEY_FILE_HELP = (
+    "A file with the keys that are accepted, one a line. Else PACELINE_API_KEYS holds them: on the command line everybody on the machine "
+    "would see them."
+)
+
+
+@partial(with_settings, panels=SERVING)
+def serve(
+    *,
+    api_key_file: Annotated[Path | None, typer.Option("--api-key-file", help=API_KEY_FILE_HELP, rich_help_panel="Server")] = None,
+    settings: Settings,
+) -> None:
+    """Answer over HTTP as OpenAI's API does; without --model the embedded mini answers.
+
+    SIGTERM and Ctrl-C let running requests finish; a second one does not wait for them.
+    """
+    keys = keys_in(api_keys_of_environment()) if api_key_file is None else read_keys(api_key_file)
+    server = ServerSettings(**settings.server, api_keys=keys)
+    from paceline.cli.loading import quieten_libraries
+
+    if not settings.debug:
+        quieten_libraries()
+    try:
+        from paceline.server.run import run
+    except ImportError as error:
+        raise BackendUnavailableError(f"a server needs {error.name}: {install_extra('serve')}") from error
+    run(settings.llm_arguments(), server, say=say, quiet=settings.quiet)

@@ -1,0 +1,56 @@
+"""The application: an engine behind HTTP."""
+
+import os
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from paceline import __version__
+from paceline.engine.async_engine import AsyncEngine
+from paceline.server.door import Door
+from paceline.server.gate import Gate
+from paceline.server.generation import Generation
+from paceline.server.http_errors import HttpError, http_error_of
+from paceline.server.metrics import Metrics
+from paceline.server.openai.chat import chat_routes
+from paceline.server.openai.completions import completion_routes
+from paceline.server.openai.models import model_routes
+from paceline.server.service import Service
+from paceline.server.settings import ServerSettings
+from paceline.server.state import state_routes
+
+
+def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> FastAPI:
+    """An ASGI application that answers with `engine`.
+
+    Its `state.service` is the `Service` behind it, whose gate a server drains before it ends.
+
+    Args:
+        engine: stays the caller's, who closes it after the application has ended.
+        settings: None = those of `ServerSettings()`.
+    """
+    settings = settings or ServerSettings()
+    name = settings.served_name or served_name(engine.opened.config.model)
+    gate = Gate(engine.opened.config.max_num_seqs, settings.max_queue)
+    metrics = Metrics(engine.opened, name)
+    service = Service(engine, settings, name, gate, metrics, Generation(engine, settings, gate, metrics))
+    app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None)  # their pages load code from elsewhere
+    app.state.service = service
+    for routes in (chat_routes, completion_routes, model_routes, state_routes):
+        app.include_router(routes(service))
+    for kind in (RequestValidationError, HTTPException, HttpError):
+        app.add_exception_handler(kind, _answer)
+    app.add_middleware(Door, settings=settings)
+    return app
+
+
+def served_name(model: str) -> str:
+    """What a model is called in requests: a path loses its folders, which are nobody else's business."""
+    return Path(os.path.abspath(model)).name if Path(model).exists() else model
+
+
+async def _answer(_: Request, error: Exception) -> Response:
+    return http_error_of(error).response()

@@ -1,0 +1,197 @@
+"""What every request passes before the routes: who asks, from where, how much, and in which form. Written as plain ASGI."""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import secrets
+import time
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from paceline.server.client_watch import within
+from paceline.server.http_errors import ClientGoneError, HttpError, http_error_of
+from paceline.server.settings import LOOPBACK_NAMES, ServerSettings
+
+log = logging.getLogger("paceline.server")
+
+WITHOUT_KEY = ("/health", "/ready")
+_METHODS = ("GET", "HEAD", "POST", "OPTIONS")
+_SECURITY_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+class Door:
+    """Middleware: checks, a request id and headers on every answer, one log line for each, and an answer to whatever is raised."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app, self._settings = app, settings
+        self._keys = Keys(settings.api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await _Visit(self._app, self._settings, self._keys, scope, send).answer(receive)
+        elif scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        else:  # there are no web sockets here
+            await send({"type": "websocket.close", "code": 1003})
+
+
+class Keys:
+    """The keys that are accepted, by their hashes: comparing takes the same time for every guess."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._hashes = [_hash(key.encode()) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._hashes)
+
+    def accept(self, headers: Headers) -> bool:
+        """Whether one of them was sent, as OpenAI's clients or as Anthropic's send them."""
+        given = headers.get("x-api-key", "")
+        kind, _, token = headers.get("authorization", "").partition(" ")
+        if kind.lower() == "bearer":
+            given = token.strip()
+        sent = _hash(given.encode("utf-8", "surrogateescape"))
+        return sum(hmac.compare_digest(sent, known) for known in self._hashes) > 0  # all of them are compared
+
+
+def _hash(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class _Visit:
+    """One request on its way through the door."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, keys: Keys, scope: Scope, send: Send) -> None:
+        self._app, self._settings, self._keys = app, settings, keys
+        self._scope, self._send = scope, send
+        self._id = f"req-{secrets.token_hex(8)}"
+        self._status: int | None = None
+        self._started_s = time.perf_counter()
+
+    async def answer(self, receive: Receive) -> None:
+        try:
+            self._check()
+            if self._scope["method"] in ("POST", "PUT", "PATCH"):
+                receive = await self._read_body(receive)
+            await self._app(self._scope, receive, self._send_on)
+        except ClientGoneError:
+            self._status = self._status or 499
+        except Exception as error:
+            refusal = http_error_of(error)
+            if self._status is None:
+                await refusal.response()(self._scope, receive, self._send_on)
+        finally:
+            self._log()
+
+    def _check(self) -> None:
+        """Host, key and form, in this order.
+
+        Raises:
+            HttpError: the request is not let in.
+        """
+        headers = Headers(scope=self._scope)
+        if self._settings.is_loopback and not self._is_known_host(headers.get("host", "")):
+            raise HttpError(
+                403, "this server listens for this machine alone, and the Host header names another: ask 127.0.0.1", code="wrong_host"
+            )
+        if self._keys and self._scope["path"] not in WITHOUT_KEY and not self._keys.accept(headers):
+            raise HttpError(
+                401,
+                "no known API key came with the request: send the header Authorization: Bearer KEY",
+                kind="authentication_error",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        if self._scope["method"] == "POST" and headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise HttpError(415, "the body must be JSON: send it with Content-Type: application/json", code="unsupported_media_type")
+
+    def _is_known_host(self, host: str) -> bool:
+        """Whether a Host header names this machine; a page elsewhere whose name was made to mean it does not."""
+        name = host.lower()
+        if name.startswith("["):
+            name = name[1:].partition("]")[0]
+        elif name.count(":") == 1:
+            name = name.partition(":")[0]
+        return name in (*LOOPBACK_NAMES, self._settings.host.lower(), *map(str.lower, self._settings.allowed_hosts))
+
+    async def _read_body(self, receive: Receive) -> Receive:
+        """The same messages, once the whole body is here.
+
+        Raises:
+            HttpError: it is too long, or does not come.
+            ClientGoneError: the client went away before.
+        """
+        limit = self._settings.max_body_bytes
+        too_long = HttpError(
+            413, f"the body has more than {limit} bytes: send less", code="body_too_large", headers={"Connection": "close"}
+        )
+        if int(length) > limit if (length := Headers(scope=self._scope).get("content-length", "")).isdecimal() else False:
+            raise too_long
+        body = bytearray()
+        try:
+            async for part in _timed(receive, self._settings.body_timeout_s):
+                body += part
+                if len(body) > limit:
+                    raise too_long
+        except asyncio.TimeoutError:
+            text = f"the body did not come within {self._settings.body_timeout_s:g} s: send it faster"
+            raise HttpError(408, text, kind="timeout_error", code="body_timeout", headers={"Connection": "close"}) from None
+        is_given = False
+
+        async def again() -> Message:
+            nonlocal is_given
+            if is_given:
+                return await receive()
+            is_given = True
+            return {"type": "http.request", "body": bytes(body), "more_body": False}
+
+        return again
+
+    async def _send_on(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            headers = MutableHeaders(scope=message)
+            for name, value in {**_SECURITY_HEADERS, "X-Request-Id": self._id}.items():
+                headers[name] = value
+        await self._send(message)
+
+    def _log(self) -> None:
+        """One line of JSON. Nothing in it was chosen by the client: no path, no header, no text."""
+        method = self._scope["method"]
+        fields: dict[str, Any] = {
+            "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            "id": self._id,
+            "method": method if method in _METHODS else "other",
+            "route": getattr(self._scope.get("route"), "path", None),
+            "status": self._status,
+            "seconds": round(time.perf_counter() - self._started_s, 4),
+        }
+        log.info("%s", json.dumps(fields))
+
+
+async def _timed(receive: Receive, timeout_s: float) -> Any:
+    """The parts of a body.
+
+    Raises:
+        ClientGoneError: the client went away.
+        TimeoutError: the whole of it takes longer.
+    """
+    deadline_s = time.perf_counter() + timeout_s
+    while True:
+        message = await within(max(0.0, deadline_s - time.perf_counter()), receive())
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        yield message.get("body", b"")
+        if not message.get("more_body", False):
+            return

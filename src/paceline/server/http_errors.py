@@ -1,0 +1,109 @@
+"""What is wrong with a request, in the shape of OpenAI's errors."""
+
+import logging
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from paceline.errors import CapacityError, ConfigError, PacelineError, RequestError, printable
+
+log = logging.getLogger("paceline.server")
+
+_UNION_TAGS = ("str", "int", "float", "bool", "function")
+_MAX_PARAMETER = 200
+
+
+class HttpError(Exception):
+    """An answer that is an error.
+
+    Args:
+        status: of HTTP.
+        message: what is wrong, the value, the limit and the way out.
+        kind: OpenAI's `type`.
+        parameter: the field of the request that is wrong, if it is one.
+        code: the mistake in a word.
+        headers: of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        parameter: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.parameter, self.code = status, kind, parameter, code
+        self.message = printable(message)
+        self.headers = dict(headers or {})
+
+    def as_dict(self) -> dict[str, Any]:
+        """OpenAI's JSON object."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.parameter, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.as_dict(), self.status, self.headers)
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def http_error_of(error: BaseException) -> HttpError:
+    """What a client is told about an error; of one that is not the request's own, nothing but that there was one."""
+    if isinstance(error, HttpError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return _invalid_field(error.errors())
+    if isinstance(error, RequestError):
+        return HttpError(400, str(error), parameter=error.parameter, code=error.code or "invalid_value")
+    if isinstance(error, CapacityError):
+        return HttpError(400, str(error), parameter="max_tokens", code="context_length_exceeded")
+    if isinstance(error, HTTPException) and error.status_code == 404:
+        return HttpError(404, "there is nothing at this path: docs/server.md lists what there is", code="not_found")
+    if isinstance(error, HTTPException):
+        return HttpError(error.status_code, str(error.detail), headers=error.headers)
+    if isinstance(error, ConfigError):
+        return HttpError(503, "the engine takes no requests any more", kind="service_unavailable_error", code="closed")
+    log_fault(error)
+    if isinstance(error, PacelineError):
+        return HttpError(500, "the engine could not go on with this request", kind="server_error", code="engine_error")
+    return HttpError(500, "the server failed at this request; its log says where", kind="server_error", code="internal_error")
+
+
+def log_fault(error: BaseException) -> None:
+    """Where an error was raised, and its type: its text may repeat what a request held."""
+    places = [f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
+    log.error("%s at %s", type(error).__name__, " > ".join(places[-6:]))
+
+
+def _invalid_field(errors: Sequence[Any]) -> HttpError:
+    """The first field that is wrong. The value is not repeated: it may be long, or secret."""
+    first = errors[0]
+    kind, place = first["type"], [part for part in first["loc"] if part != "body"]
+    if kind == "json_invalid":
+        return HttpError(400, "the body is no JSON: send one JSON object", code="invalid_json")
+    name = _spelled([part for part in place if not _is_union_tag(part)])
+    if kind == "extra_forbidden":
+        return HttpError(400, f"{name} is no parameter of this request: leave it out", parameter=name, code="unknown_parameter")
+    if kind == "missing":
+        what = f"{name} is missing" if name else "the body is empty"
+        return HttpError(400, f"{what}: send it", parameter=name, code="missing_required_parameter")
+    return HttpError(400, f"{name or 'the body'}: {first['msg']}", parameter=name, code="invalid_value")
+
+
+def _is_union_tag(part: object) -> bool:
+    """Names that pydantic gives to the branches of a union; no field of ours is called so."""
+    return isinstance(part, str) and (part in _UNION_TAGS or "[" in part or part[:1].isupper())
+
+
+def _spelled(place: Sequence[str | int]) -> str | None:
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
+    return printable(text)[:_MAX_PARAMETER] or None

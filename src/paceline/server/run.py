@@ -1,0 +1,128 @@
+"""A process that serves: its socket, its model, and its end."""
+
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from paceline.engine.async_engine import AsyncEngine
+from paceline.errors import ConfigError
+from paceline.server.app import create_app
+from paceline.server.service import Service
+from paceline.server.settings import ServerSettings
+
+Say = Callable[[str], None]
+_LAST_WORDS_S = 5  # for answers that are cut off to be sent
+
+
+def run(arguments: Mapping[str, Any], settings: ServerSettings, *, say: Say, quiet: bool = False) -> None:
+    """Load a model and answer until a signal ends the process.
+
+    Args:
+        arguments: of `AsyncEngine.open`.
+        say: takes lines for the person who started it.
+        quiet: whether to say and log only what is wrong.
+
+    Raises:
+        PacelineError: the address cannot be listened on, or the model cannot be loaded.
+    """
+    with _listening_socket(settings) as listening:
+        _log_to_stderr(logging.WARNING if quiet else logging.INFO)
+        engine = AsyncEngine.open(**arguments)
+        try:
+            for notice in engine.opened.notices:
+                say(notice)
+            app = create_app(engine, settings)
+            if not quiet:
+                say(engine.opened.banner)
+            _warn(settings, say)
+            config = uvicorn.Config(
+                app,
+                log_config=None,  # what it would log repeats paths and errors' texts
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                ws="none",
+                lifespan="off",
+                timeout_graceful_shutdown=_LAST_WORDS_S,
+            )
+            _Server(config, app.state.service, listening, say).run(sockets=[listening])
+        finally:
+            asyncio.run(engine.close())
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn's server, which at a signal first lets requests finish; those that take too long are told so."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, listening: socket.socket, say: Say) -> None:
+        super().__init__(config)
+        self._service, self._listening, self._say = service, listening, say
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._is_told = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        host, port = self._listening.getsockname()[:2]
+        name = f"[{host}]" if ":" in host else host
+        self._say(f"{self._service.model} answers at http://{name}:{port}/v1")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._is_told or self._loop is None:
+            self.should_exit = self.force_exit = True
+        else:
+            self._is_told = True
+            self._loop.call_soon_threadsafe(self._begin_to_end)
+
+    def _begin_to_end(self) -> None:
+        self._ending = asyncio.ensure_future(self._end())
+
+    async def _end(self) -> None:
+        gate, drain_s = self._service.gate, self._service.settings.drain_s
+        if gate.num_open:
+            self._say(f"ending: {gate.num_open} samples get {drain_s:g} s to finish")
+        if not await gate.drain(drain_s):
+            self._say(f"{gate.num_open} samples were not finished in {drain_s:g} s and are given up")
+            await self._service.engine.close()
+        self.should_exit = True
+
+
+def _listening_socket(settings: ServerSettings) -> socket.socket:
+    """A socket that is bound before a model is loaded for it.
+
+    Raises:
+        ConfigError: the address is taken, or none of this machine.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((settings.host, settings.port))
+    except OSError as error:
+        bound.close()
+        place = f"host {settings.host} port {settings.port}"
+        raise ConfigError(f"{place} cannot be listened on ({error.strerror}): choose another --port, or 0 for a free one") from None
+    return bound
+
+
+def _log_to_stderr(level: int) -> None:
+    """The server's own lines, and what goes wrong below it."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    own = logging.getLogger("paceline.server")
+    own.handlers, own.propagate = [handler], False
+    own.setLevel(level)
+
+
+def _warn(settings: ServerSettings, say: Say) -> None:
+    if settings.is_loopback:
+        return
+    say(f"WARNING: {settings.host} can be reached from other machines, and HTTP is not encrypted: put a proxy with TLS in front")
+    if not settings.api_keys:
+        say("WARNING: there is no key: everybody who reaches this address can use the model")

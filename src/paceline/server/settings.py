@@ -1,0 +1,130 @@
+"""Settings of a server, checked once and never changed."""
+
+import ipaddress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.errors import ConfigError
+
+MIN_KEY_LEN = 16
+MAX_KEY_LEN = 512
+MAX_KEY_FILE_BYTES = 1_000_000
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """Where to listen, who may ask, and how much.
+
+    Attributes:
+        host, port: where to listen; port 0 = any free one.
+        served_name: the model's name in requests and answers; None = "mini", the Hub's id, or the last part of a path.
+        api_keys: who sends one of them is answered; none = everybody is.
+        allowed_hosts: names that a Host header may have besides those of the loopback, where that is checked: on a loopback address.
+        insecure: listen beyond the loopback although there is no key.
+        max_queue: samples that wait while as many as the engine runs at a time are running; more are refused for now.
+        max_body_mb: megabytes of a request.
+        max_messages: of one conversation.
+        max_prompt_chars: characters of a prompt or of a conversation, before it is tokenised.
+        max_prompts, max_n: prompts of one request, and samples of each.
+        max_stop, max_stop_chars: stop texts of one request, and characters of each.
+        max_grammar_chars: characters of a JSON schema.
+        body_timeout_s, request_timeout_s: seconds that a request may take to arrive, and to be answered.
+        drain_s: seconds that running requests get when the server is told to end.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_name: str | None = None
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    allowed_hosts: tuple[str, ...] = ()
+    insecure: bool = False
+    max_queue: int = 64
+    max_body_mb: float = 8.0
+    max_messages: int = 4096
+    max_prompt_chars: int = 4_000_000
+    max_prompts: int = 64
+    max_n: int = 16
+    max_stop: int = 16
+    max_stop_chars: int = 1000
+    max_grammar_chars: int = 65_536
+    body_timeout_s: float = 60.0
+    request_timeout_s: float = 3600.0
+    drain_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not self.host or not isinstance(self.host, str):
+            raise ConfigError(f"host is {self.host!r}: use an address or a name, such as 127.0.0.1")
+        for name, low, high in (("port", 0, 65535), ("max_queue", 0, 100_000)):
+            _check_number(name, getattr(self, name), low, high)
+        for name in ("max_messages", "max_prompt_chars", "max_prompts", "max_n", "max_stop", "max_stop_chars", "max_grammar_chars"):
+            _check_number(name, getattr(self, name), 1, 2**31 - 1)
+        for name, high in (("max_body_mb", 4096), ("body_timeout_s", 86_400), ("request_timeout_s", 604_800), ("drain_s", 86_400)):
+            _check_number(name, getattr(self, name), 0, high)
+        for key in self.api_keys:
+            check_key(key)
+        if not self.is_loopback and not self.api_keys and not self.insecure:
+            raise ConfigError(
+                f"host {self.host} can be reached from elsewhere and there is no key: give --api-key-file, listen on 127.0.0.1, or insist "
+                "with --insecure"
+            )
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the server."""
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def max_body_bytes(self) -> int:
+        return int(self.max_body_mb * 1_000_000)
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """The keys in a file, one a line; empty lines and lines that begin with # are none.
+
+    Raises:
+        ConfigError: it cannot be read, holds no key, or one that cannot be used.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_KEY_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"the key file {path} cannot be read ({error.strerror}): give a text file with a key on each line") from None
+    if len(content) > MAX_KEY_FILE_BYTES:
+        raise ConfigError(f"the key file {path} has more than {MAX_KEY_FILE_BYTES} bytes: give a text file with a key on each line")
+    keys = keys_in(content.decode("utf-8", "replace"))
+    if not keys:
+        raise ConfigError(f"the key file {path} holds no key: write one on a line of its own")
+    return keys
+
+
+def keys_in(text: str) -> tuple[str, ...]:
+    """The keys in a text, one a line.
+
+    Raises:
+        ConfigError: one cannot be used.
+    """
+    keys = tuple(line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#"))
+    for key in keys:
+        check_key(key)
+    return keys
+
+
+def check_key(key: str) -> None:
+    """That a header can hold a key and nobody guesses it; the error does not repeat it.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    if not key.isascii() or not key.isprintable() or " " in key or not MIN_KEY_LEN <= len(key) <= MAX_KEY_LEN:
+        raise ConfigError(
+            f"a key of {len(key)} characters cannot be used: take {MIN_KEY_LEN} to {MAX_KEY_LEN} printable ASCII characters without spaces"
+        )
+
+
+def _check_number(name: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ConfigError(f"{name} is {value!r}: use a number from {low} to {high}")

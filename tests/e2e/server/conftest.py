@@ -1,0 +1,38 @@
+"""The mini behind an application, and nothing of it left when its tests have ended."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from harness.http_client import HttpClient
+from paceline import AsyncEngine
+from paceline.server.app import create_app
+from paceline.server.settings import ServerSettings
+
+
+@pytest.fixture(scope="package")
+def engine() -> Iterator[AsyncEngine]:
+    engine = AsyncEngine.open("mini", drafter=["prediction", "ngram"], max_num_seqs=8, threads=1)
+    yield engine
+    asyncio.run(_until_idle(engine))
+    cache = engine.opened.engine.cache
+    cache.check()
+    assert cache.pool.num_free == cache.pool.num_blocks
+    asyncio.run(engine.close())
+
+
+async def _until_idle(engine: AsyncEngine) -> None:
+    while (stats := await engine.stats()).num_running + stats.num_waiting:
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def served(engine: AsyncEngine) -> Callable[..., HttpClient]:
+    """A client of an application with the given settings."""
+    return lambda headers=None, **settings: HttpClient(create_app(engine, ServerSettings(**settings)), headers)
+
+
+@pytest.fixture
+def client(served: Callable[..., HttpClient]) -> HttpClient:
+    return served()

@@ -1,0 +1,243 @@
+"""`/v1/chat/completions`: what the engine says, in OpenAI's shape, whole or in pieces."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from harness.http_client import HttpClient
+from paceline import AsyncEngine
+
+PATH = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "I need a taxi to the airport."}]
+GREEDY = {"model": "mini", "messages": MESSAGES, "temperature": 0, "max_tokens": 24}
+SAMPLED = {"model": "mini", "messages": MESSAGES, "temperature": 0.9, "seed": 7, "max_tokens": 24}
+
+
+def joined(events: list[dict[str, Any]], index: int = 0) -> str:
+    choices = [choice for event in events for choice in event["choices"] if choice["index"] == index]
+    return "".join(choice["delta"].get("content", "") for choice in choices)
+
+
+def reasons(events: list[dict[str, Any]], index: int = 0) -> list[str]:
+    choices = [choice for event in events for choice in event["choices"] if choice["index"] == index]
+    return [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+
+
+def test_an_answer_is_what_the_engine_says(client: HttpClient, engine: AsyncEngine) -> None:
+    answer = client.json(PATH, GREEDY)
+    maker = engine.opened.maker
+    assert answer["object"] == "chat.completion"
+    assert answer["model"] == "mini"
+    assert answer["system_fingerprint"].endswith("-exact")
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": choice["message"]["content"], "refusal": None}
+    assert choice["message"]["content"]
+    assert choice["finish_reason"] in ("stop", "length")
+    usage = answer["usage"]
+    assert usage["prompt_tokens"] == len(maker.chat_ids(MESSAGES))
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert answer["speculation"]["emitted"] == usage["completion_tokens"]
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.9, "seed": 3},
+    {"temperature": 1.3, "seed": 4, "n": 3, "top_k": 20, "min_p": 0.01},
+    {"stop": ["a", "shared"], "max_tokens": 60},
+    {"frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.1, "logit_bias": {"40": -100, "41": 1.5}},
+    {"max_completion_tokens": 5},
+    {"response_format": {"type": "json_object"}},
+    {"speculation": {"enabled": False}},
+]
+
+
+@pytest.mark.parametrize("more", VARIANTS, ids=json.dumps)
+def test_streamed_and_whole_answers_are_equal(client: HttpClient, more: dict[str, Any]) -> None:
+    fields = {**GREEDY, **more}
+    whole = client.json(PATH, fields)
+    events = client.events(PATH, {**fields, "stream_options": {"include_usage": True}})
+    for index, choice in enumerate(whole["choices"]):
+        assert choice["index"] == index
+        assert joined(events, index) == choice["message"]["content"]
+        assert reasons(events, index) == [choice["finish_reason"]]
+    *chunks, last = events
+    assert last["choices"] == []
+    uncached = {"prompt_tokens", "completion_tokens", "total_tokens"}
+    assert {name: last["usage"][name] for name in uncached} == {name: whole["usage"][name] for name in uncached}
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert len({chunk["id"] for chunk in events}) == 1
+
+
+def test_a_stream_begins_with_the_role_and_has_no_usage_unasked(client: HttpClient) -> None:
+    first, *others = client.events(PATH, GREEDY)
+    assert first["object"] == "chat.completion.chunk"
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert all("role" not in choice["delta"] for event in others for choice in event["choices"])
+    assert all("usage" not in event for event in (first, *others))
+
+
+def test_samples_differ_and_a_seed_repeats_them(client: HttpClient) -> None:
+    fields = {**SAMPLED, "n": 3}
+    texts = [[choice["message"]["content"] for choice in client.json(PATH, fields)["choices"]] for _ in range(2)]
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) > 1
+    negative = [client.json(PATH, {**SAMPLED, "seed": -5})["choices"] for _ in range(2)]
+    assert negative[0] == negative[1]
+
+
+def test_logprobs_spell_the_answer(client: HttpClient) -> None:
+    fields = {**GREEDY, "logprobs": True, "top_logprobs": 2, "max_tokens": 6}
+    (choice,) = client.json(PATH, fields)["choices"]
+    content = choice["logprobs"]["content"]
+    assert bytes(byte for token in content for byte in token["bytes"]).decode().strip() == choice["message"]["content"].strip()
+    assert [len(token["top_logprobs"]) for token in content] == [2] * len(content)
+    assert all(token["top_logprobs"][0]["logprob"] == token["logprob"] for token in content), "greedy: the best one is taken"
+    pieces = [event["choices"][0]["logprobs"] for event in client.events(PATH, fields)]
+    assert [token for piece in pieces if piece for token in piece["content"]] == content
+
+
+def test_logprobs_alone_have_no_alternatives(client: HttpClient) -> None:
+    (choice,) = client.json(PATH, {**GREEDY, "logprobs": True, "max_tokens": 2})["choices"]
+    assert [token["top_logprobs"] for token in choice["logprobs"]["content"]] == [[], []]
+
+
+def test_a_schema_holds_the_answer(client: HttpClient) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"age": {"type": "integer", "maximum": 99}},
+        "required": ["age"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
+    answer = client.json(PATH, {**GREEDY, "response_format": wanted, "max_tokens": 40})
+    assert set(json.loads(answer["choices"][0]["message"]["content"])) == {"age"}
+
+
+def test_without_a_limit_an_answer_may_take_the_rest_of_the_context(client: HttpClient, engine: AsyncEngine) -> None:
+    fields = {"messages": MESSAGES, "temperature": 0, "ignore_eos": True}
+    usage = client.json(PATH, fields)["usage"]
+    assert usage["total_tokens"] == engine.opened.maker.max_context
+
+
+def test_content_may_come_in_parts_and_developers_are_the_system(client: HttpClient) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": MESSAGES[0]["content"]}]}]
+    assert client.json(PATH, {**GREEDY, "messages": parts})["choices"] == client.json(PATH, GREEDY)["choices"]
+    answers = [
+        client.json(PATH, {**GREEDY, "messages": [{"role": role, "content": "Be short."}, *MESSAGES]})["choices"]
+        for role in ("developer", "system")
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_a_prediction_is_guessed_from_and_changes_nothing(client: HttpClient) -> None:
+    plain = client.json(PATH, {**GREEDY, "speculation": {"enabled": False}})
+    text = plain["choices"][0]["message"]["content"]
+    predicted = client.json(PATH, {**GREEDY, "prediction": {"type": "content", "content": [{"type": "text", "text": text}]}})
+    assert predicted["choices"] == plain["choices"]
+    assert plain["speculation"]["drafted"] == 0
+    assert plain["speculation"]["plain_steps"] == plain["speculation"]["steps"]
+
+
+def test_an_answer_says_on_demand_who_guessed_each_token(client: HttpClient) -> None:
+    fields = {**GREEDY, "speculation": {"origins": True, "drafter": "ngram", "max_draft_tokens": 3}}
+    answer = client.json(PATH, fields)
+    stats = answer["speculation"]
+    assert len(stats["token_ids"][0]) == len(stats["origins"][0]) == answer["usage"]["completion_tokens"]
+    assert stats["origins"][0].count("accepted") == stats["accepted"]
+    assert stats["emitted"] == stats["accepted"] + stats["bonus"]
+    pieces = [event["speculation"]["token_ids"] for event in client.events(PATH, fields) if "speculation" in event]
+    assert [token_id for piece in pieces for token_id in piece] == stats["token_ids"][0]
+    assert "origins" not in client.json(PATH, GREEDY)["speculation"]
+
+
+def test_fields_that_say_nothing_about_the_text_are_taken(client: HttpClient) -> None:
+    more = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "tools": [], "modalities": ["text"]}
+    assert client.json(PATH, {**GREEDY, **more})["choices"] == client.json(PATH, GREEDY)["choices"]
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+
+
+def changed(**fields: Any) -> dict[str, Any]:
+    return {**GREEDY, **fields}
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    (changed(temperatur=1), "temperatur", "unknown_parameter"),
+    (changed(temperature="hot"), "temperature", "invalid_value"),
+    (changed(temperature=-1), "temperature", ""),
+    (changed(top_p=0), "top_p", ""),
+    (changed(max_tokens=0), "max_tokens", ""),
+    (changed(max_completion_tokens=0), "max_completion_tokens", ""),
+    (changed(max_tokens=True), "max_tokens", "invalid_value"),
+    (changed(n=2), "n", ""),
+    (changed(stop=[""]), "stop", ""),
+    (changed(seed=2**64), "seed", "invalid_value"),
+    (changed(logit_bias={"a": 1}), "logit_bias", "invalid_value"),
+    (changed(logit_bias={"10000000": 1}), "logit_bias", ""),
+    (changed(top_logprobs=3), "top_logprobs", "invalid_value"),
+    (changed(logprobs=True, top_logprobs=21), "top_logprobs", ""),
+    (changed(stream_options={"include_usage": True}), "stream_options", ""),
+    (changed(speculation={"enabled": "no"}), "speculation.enabled", "invalid_value"),
+    (changed(speculation={"drafters": 1}), "speculation.drafters", "unknown_parameter"),
+    (changed(speculation={"drafter": "medusa"}), "speculation", ""),
+    (changed(speculation={"max_draft_tokens": 1000}), "speculation", ""),
+    (changed(tools=[{"type": "function"}]), "tools", "unsupported_parameter"),
+    (changed(tool_choice="required"), "tool_choice", "unsupported_parameter"),
+    (changed(modalities=["text", "audio"]), "modalities", "unsupported_parameter"),
+    (changed(audio={"voice": "a"}), "audio", "unsupported_parameter"),
+    (changed(reasoning_effort="low"), "reasoning_effort", "unsupported_parameter"),
+    (changed(response_format={"type": "xml"}), "response_format.type", "invalid_value"),
+    (changed(response_format={"type": "json_schema", "json_schema": {"name": "a"}}), "response_format", "invalid_value"),
+    (changed(response_format={"type": "json_schema", "json_schema": {"schema": {"type": 7}}}), "response_format", ""),
+    (changed(messages=[]), "messages", ""),
+    (changed(messages="hello"), "messages", "invalid_value"),
+    (changed(messages=[{"role": "king", "content": "a"}]), "messages[0].role", "invalid_value"),
+    (changed(messages=[{"role": "user"}]), "messages[0].content", "missing_required_parameter"),
+    (changed(messages=[{"role": "tool", "content": "a"}]), "messages[0].role", "unsupported_parameter"),
+    (changed(messages=[*MESSAGES, {"role": "assistant", "content": "a", "tool_calls": [{}]}]), "messages[1].tool_calls", ""),
+    (
+        changed(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
+        "messages[0].content",
+        "unsupported_parameter",
+    ),
+    (changed(messages=[{"role": "user", "content": "a " * 5000}]), "messages", "context_length_exceeded"),
+    ({"model": "mini"}, "messages", "missing_required_parameter"),
+]
+
+
+@pytest.mark.parametrize(("fields", "name", "code"), REFUSED, ids=[f"{name}-{place}" for place, (_, name, _) in enumerate(REFUSED)])
+def test_what_is_wrong_is_named(client: HttpClient, fields: dict[str, Any], name: str, code: str) -> None:
+    for is_streamed in (False, True):
+        if is_streamed and name == "stream_options":
+            continue
+        error = client.refusal(PATH, {**fields, "stream": is_streamed})
+        assert (error["param"], error["type"]) == (name, "invalid_request_error")
+        assert error["message"]
+        if code:
+            assert error["code"] == code
+
+
+def test_another_model_is_not_found(client: HttpClient, served: Callable[..., HttpClient]) -> None:
+    error = client.refusal(PATH, changed(model="gpt-5"), 404)
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    own = served(served_name="owner/mine")
+    assert own.json(PATH, changed(model="owner/mine"))["model"] == "owner/mine"
+    assert own.get("/v1/models/owner/mine").json()["id"] == "owner/mine"
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b'{"messages": NaN}', b"\xff\xfe", b"[" * 100_000, b'{"seed": ' + b"9" * 9000 + b"}"]
+)
+def test_a_body_that_is_no_request_is_the_clients_fault(client: HttpClient, body: bytes) -> None:
+    answer = client.ask("POST", PATH, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_half_a_character_is_refused(client: HttpClient) -> None:
+    body = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
+    answer = client.ask("POST", PATH, content=body, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")

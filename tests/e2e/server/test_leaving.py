@@ -1,0 +1,186 @@
+"""Clients that go away, queues that are full, servers that end: nobody waits in vain and nothing stays."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from harness.http_client import BASE, events_in
+from paceline import AsyncEngine
+from paceline.server.app import create_app
+from paceline.server.settings import ServerSettings
+
+CHAT = "/v1/chat/completions"
+ENDLESS = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1900, "ignore_eos": True}
+SHORT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0}
+
+
+class Visitor:
+    """A client as an application sees it, which goes away when it is told to."""
+
+    def __init__(self, app: FastAPI, path: str, fields: dict[str, Any]) -> None:
+        self._body: list[dict[str, Any]] = [{"type": "http.request", "body": json.dumps(fields).encode(), "more_body": False}]
+        self.is_gone = asyncio.Event()
+        self.sent: list[dict[str, Any]] = []
+        self.got_text = asyncio.Event()
+        headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "headers": headers}
+        scope |= {"http_version": "1.1", "scheme": "http", "server": ("127.0.0.1", 80), "client": ("127.0.0.1", 1), "root_path": ""}
+        self.visit = asyncio.ensure_future(app(scope, self._receive, self._send))  # type: ignore[arg-type]
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._body:
+            return self._body.pop()
+        await self.is_gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+        if message.get("body"):
+            self.got_text.set()
+
+
+def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+async def until_running(engine: AsyncEngine, count: int) -> None:
+    while (await engine.stats()).num_running != count:
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_a_client_that_goes_away_is_given_up_within_a_step(engine: AsyncEngine, path: str, is_streamed: bool) -> None:
+    prompt = {"prompt": "Hello"} if path == "/v1/completions" else {}
+    fields = {name: value for name, value in ENDLESS.items() if name != "messages" or not prompt} | prompt
+
+    async def work() -> None:
+        app = create_app(engine)
+        visitor = Visitor(app, path, {**fields, "stream": is_streamed, "n": 2, "temperature": 1})
+        await (visitor.got_text.wait() if is_streamed else until_running(engine, 2))
+        steps_before = (await engine.stats()).num_steps
+        visitor.is_gone.set()
+        await visitor.visit
+        await until_running(engine, 0)
+        assert (await engine.stats()).num_steps <= steps_before + 4, "the one under way, and those until it was noticed"
+        assert app.state.service.gate.num_open == 0
+        assert not [message for message in visitor.sent if message["type"] == "http.response.start"] or is_streamed
+
+    run(work)
+    cache = engine.opened.engine.cache
+    cache.check()
+    assert cache.pool.num_free == cache.pool.num_blocks
+
+
+def test_a_client_that_goes_away_together_with_a_token_is_given_up(engine: AsyncEngine) -> None:
+    async def work() -> None:
+        app = create_app(engine)
+        for _ in range(20):
+            visitor = Visitor(app, "/v1/completions", {"prompt": "Hello", "max_tokens": 1900, "ignore_eos": True, "stream": True})
+            await visitor.got_text.wait()
+            visitor.is_gone.set()
+            await visitor.visit
+        assert (await engine.stats()).num_finished == num_finished
+
+    num_finished = asyncio.run(engine.stats()).num_finished
+    run(work)
+
+
+def test_a_full_queue_says_when_to_come_again(engine: AsyncEngine) -> None:
+    async def work() -> None:
+        app = create_app(engine, ServerSettings(max_queue=2))
+        num_seqs = engine.opened.config.max_num_seqs
+        visitors = [Visitor(app, CHAT, ENDLESS) for _ in range(num_seqs + 2)]
+        await until_running(engine, num_seqs)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE) as client:
+            answer = await client.post(CHAT, json=SHORT)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+            assert 1 <= int(answer.headers["retry-after"]) <= 60
+            too_many = await client.post("/v1/completions", json={"prompt": ["a"] * 11})
+            assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "n")
+            for visitor in visitors:
+                visitor.is_gone.set()
+            await asyncio.gather(*(visitor.visit for visitor in visitors))
+            assert (await client.post(CHAT, json=SHORT)).status_code == 200
+
+    run(work)
+
+
+def test_who_waits_is_answered_as_if_alone(engine: AsyncEngine) -> None:
+    async def work() -> None:
+        app = create_app(engine)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE, timeout=60) as client:
+            fields = [{**SHORT, "temperature": 0.8, "seed": seed, "max_tokens": 12} for seed in range(24)]
+            together = await asyncio.gather(*(client.post(CHAT, json={**one, "stream": seed % 2 == 0}) for seed, one in enumerate(fields)))
+            texts = []
+            for answer in together:
+                is_stream = answer.headers["content-type"].startswith("text/event-stream")
+                found = [choice for event in events_in(answer.text) for choice in event["choices"]] if is_stream else []
+                text = "".join(choice["delta"].get("content", "") for choice in found)
+                texts.append(text if is_stream else answer.json()["choices"][0]["message"]["content"])
+            for one, text in zip(fields, texts, strict=True):
+                assert (await client.post(CHAT, json=one)).json()["choices"][0]["message"]["content"] == text
+
+    run(work)
+
+
+def test_a_server_that_drains_finishes_what_it_has_and_takes_nothing_new(engine: AsyncEngine) -> None:
+    async def work() -> None:
+        app = create_app(engine)
+        gate = app.state.service.gate
+        visitor = Visitor(app, CHAT, {**ENDLESS, "max_tokens": 300, "stream": True})
+        await visitor.got_text.wait()
+        draining = asyncio.ensure_future(gate.drain(30))
+        await asyncio.sleep(0)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE) as client:
+            refused = await client.post(CHAT, json=SHORT)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+            assert int(refused.headers["retry-after"]) > 0
+            assert ((await client.get("/ready")).status_code, (await client.get("/health")).status_code) == (503, 200)
+        assert await draining
+        await visitor.visit
+        text = b"".join(message.get("body", b"") for message in visitor.sent).decode()
+        assert events_in(text)[-1]["choices"][0]["finish_reason"] == "length"
+        assert await gate.drain(0), "there is nothing left"
+
+    run(work)
+
+
+def test_a_drain_has_an_end(engine: AsyncEngine) -> None:
+    async def work() -> None:
+        app = create_app(engine)
+        visitor = Visitor(app, CHAT, ENDLESS)
+        await until_running(engine, 1)
+        assert not await app.state.service.gate.drain(0.01)
+        visitor.is_gone.set()
+        await visitor.visit
+
+    run(work)
+
+
+def test_who_is_cut_off_by_the_end_of_the_engine_is_told_so() -> None:
+    own = AsyncEngine.open("mini", drafter="none", threads=1)
+
+    async def work() -> None:
+        app = create_app(own)
+        whole, streamed = (Visitor(app, CHAT, {**ENDLESS, "stream": is_streamed}) for is_streamed in (False, True))
+        await streamed.got_text.wait()
+        await until_running(own, 2)
+        await own.close()
+        await asyncio.gather(whole.visit, streamed.visit)
+        assert whole.sent[0]["status"] == 503
+        last = [message["body"] for message in streamed.sent if message.get("body")][-1]
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "draining"
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE) as client:
+            assert [(await client.get(path)).status_code for path in ("/health", "/ready")] == [503, 503]
+            refused = await client.post(CHAT, json=SHORT)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "closed")
+
+    run(work)
+    assert not [thread for thread in threading.enumerate() if thread is own._worker.thread]

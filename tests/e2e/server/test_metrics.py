@@ -1,0 +1,90 @@
+"""`/metrics`: Prometheus's own parser reads it, and its numbers add up to what was answered."""
+
+from collections.abc import Callable
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from harness.http_client import HttpClient
+from paceline import AsyncEngine
+from paceline.server.app import served_name
+
+CHAT = "/v1/chat/completions"
+FIELDS = {"messages": [{"role": "user", "content": "Repeat: one two three one two three one two"}], "temperature": 0, "max_tokens": 40}
+LABELS = {"model_name": "mini", "engine": "0"}
+Numbers = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def read(client: HttpClient) -> Numbers:
+    answer = client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    found: Numbers = {}
+    for family in text_string_to_metric_families(answer.text):
+        assert family.name.startswith("paceline:")
+        assert family.documentation
+        for sample in family.samples:
+            assert sample.labels.items() >= LABELS.items()
+            more = {name: value for name, value in sample.labels.items() if name not in LABELS}
+            key = sample.name.removeprefix("paceline:"), tuple(sorted(more.items()))
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+def total(numbers: Numbers, name: str) -> float:
+    return sum(value for (found, _), value in numbers.items() if found == name)
+
+
+def grown(client: HttpClient, ask: Callable[[], object]) -> Callable[[str], float]:
+    """How much a number grew while `ask` was answered."""
+    before = read(client)
+    ask()
+    after = read(client)
+    return lambda name: total(after, name) - total(before, name)
+
+
+def test_counters_are_those_of_the_answers(client: HttpClient) -> None:
+    answers = []
+    fields = {**FIELDS, "temperature": 1, "seed": 2, "n": 2}
+    growth = grown(client, lambda: answers.append(client.json(CHAT, fields)))
+    (answer,) = answers
+    usage, stats = answer["usage"], answer["speculation"]
+    assert growth("generation_tokens_total") == usage["completion_tokens"]
+    assert growth("prompt_tokens_total") == growth("prefix_cache_queries_total") == 2 * usage["prompt_tokens"], "of each sample"
+    assert growth("request_success_total") == 2
+    assert growth("spec_decode_num_draft_tokens_total") == stats["drafted"]
+    assert growth("spec_decode_num_accepted_tokens_total") == stats["accepted"]
+    assert growth("spec_decode_num_accepted_tokens_per_pos_total") == stats["accepted"]
+    assert growth("spec_decode_num_drafts_total") == stats["steps"] - stats["plain_steps"]
+    assert growth("plain_steps_total") == stats["plain_steps"]
+    assert growth("spec_decode_num_accepted_tokens_total") + stats["bonus"] == usage["completion_tokens"]
+
+
+def test_times_of_every_sample_are_counted(client: HttpClient) -> None:
+    growth = grown(client, lambda: [client.json(CHAT, FIELDS), client.events(CHAT, FIELDS)])
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
+        assert growth(f"{name}_count") == 2
+    assert growth("request_time_per_output_token_seconds_count") == 2
+    assert 0 < growth("time_to_first_token_seconds_sum") < growth("e2e_request_latency_seconds_sum")
+
+
+def test_an_idle_engine_has_nothing_running(client: HttpClient) -> None:
+    numbers = read(client)
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert numbers[name, ()] == 0
+
+
+def test_names_that_dashboards_know_are_there(client: HttpClient, engine: AsyncEngine) -> None:
+    client.json(CHAT, FIELDS)
+    numbers = read(client)
+    drafter = (("drafter", engine.opened.drafter_name),)
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+        assert (f"spec_decode_{name}_total", drafter) in numbers
+    assert {name for name, _ in numbers} >= {"num_preemptions_total", "prefix_cache_hits_total", "drafter_failures_total"}
+    assert ("plain_steps_total", (("reason", "prompt"),)) in numbers
+
+
+@pytest.mark.parametrize(("model", "name"), [("mini", "mini"), ("owner/name", "owner/name"), ("/usr/lib/", "lib"), (".", None)])
+def test_a_path_is_served_by_its_last_part(model: str, name: str | None) -> None:
+    assert "/" not in served_name(model) or model == "owner/name"
+    assert name is None or served_name(model) == name

@@ -1,0 +1,200 @@
+"""`paceline serve` as a process: its socket, its keys, its end."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from harness.http_client import events_in
+
+CHAT = "/v1/chat/completions"
+FIELDS = {"messages": [{"role": "user", "content": "I need a taxi to the airport."}], "temperature": 0, "max_tokens": 24}
+ENDLESS = {**FIELDS, "max_tokens": 1900, "ignore_eos": True, "stream": True}
+KEY = "key-of-the-environment"
+
+
+class Server:
+    """A process that serves the mini; what it writes to stderr is kept."""
+
+    def __init__(self, *arguments: str, **environment: str) -> None:
+        command = [sys.executable, "-m", "paceline", "serve", "--port", "0", "--threads", "1", "--drafter", "none", *arguments]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
+        self._lines: list[str] = []
+        self._is_ready = threading.Event()
+        self.url = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._is_ready.wait(120)
+        if not self.url:
+            self.close()
+            raise AssertionError(self.stderr)
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self._lines.append(line)
+            if found := re.search(r"answers at (http://\S+)/v1", line):
+                self.url = found[1]
+                self._is_ready.set()
+        self._is_ready.set()
+
+    @property
+    def stderr(self) -> str:
+        return "".join(self._lines)
+
+    def client(self, **headers: str) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60, headers=headers)
+
+    def wait(self) -> int:
+        """Its exit code."""
+        code = self.process.wait(60)
+        self._reader.join(10)
+        return code
+
+    def close(self) -> None:
+        assert self.process.stderr is not None
+        if self.process.poll() is None:
+            self.process.kill()
+        self.wait()
+        self.process.stderr.close()
+
+
+Start = Callable[..., Server]
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Start]:
+    """Starts servers, and ends them after the tests."""
+    with ExitStack() as servers:
+
+        def started(*arguments: str, **environment: str) -> Server:
+            return servers.enter_context(closing(Server(*arguments, **environment)))
+
+        yield started
+
+
+@pytest.fixture(scope="module")
+def server(start: Start) -> Server:
+    return start()
+
+
+def joined(events: list[dict[str, Any]]) -> str:
+    return "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"])
+
+
+def test_the_mini_answers_over_a_socket_streamed_and_whole(server: Server) -> None:
+    with server.client() as client:
+        assert [client.get(path).status_code for path in ("/health", "/ready")] == [200, 200]
+        whole = client.post(CHAT, json=FIELDS).json()
+        with client.stream("POST", CHAT, json={**FIELDS, "stream": True}) as stream:
+            parts = list(stream.iter_text())
+        assert joined(events_in("".join(parts))) == whole["choices"][0]["message"]["content"]
+        assert len(parts) > 3, "they come as they are made"
+        assert client.get("/v1/models").json()["data"][0]["id"] == "mini"
+        assert 'paceline:request_success_total{engine="0",finished_reason="stop",model_name="mini"}' in client.get("/metrics").text
+
+
+def test_a_client_that_hangs_up_is_given_up(server: Server) -> None:
+    with server.client() as client:
+        before = number_of(client, "request_aborts_total")
+        with client.stream("POST", CHAT, json=ENDLESS) as stream:
+            next(stream.iter_text())
+        with pytest.raises(httpx.ReadTimeout):
+            client.post(CHAT, json={**ENDLESS, "stream": False}, timeout=0.3)
+        deadline_s = time.monotonic() + 20
+        while number_of(client, "request_aborts_total") < before + 2:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        assert number_of(client, "num_requests_running") == 0
+
+
+def number_of(client: httpx.Client, name: str) -> float:
+    (found,) = re.findall(rf"^paceline:{name}{{[^}}]*}} (\S+)$", client.get("/metrics").text, re.MULTILINE)
+    return float(found)
+
+
+def test_at_a_signal_what_runs_is_finished(start: Start, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("key-of-the-file-one\nkey-of-the-file-two\n")
+    server = start("--api-key-file", str(keys), "--served-name", "mine", PACELINE_API_KEYS=KEY)
+    with server.client() as client:
+        assert client.get("/v1/models").status_code == 401
+        assert client.get("/v1/models", headers={"x-api-key": KEY}).status_code == 401, "the file stands for the environment"
+    with server.client(Authorization="Bearer key-of-the-file-two") as client:
+        assert client.get("/v1/models").json()["data"][0]["id"] == "mine"
+        with client.stream("POST", CHAT, json={**ENDLESS, "max_tokens": 600}) as stream:
+            parts = stream.iter_text()
+            text = next(parts)
+            server.process.send_signal(signal.SIGTERM)
+            text += "".join(parts)
+        assert events_in(text)[-1]["choices"][0]["finish_reason"] == "length"
+    assert server.wait() == 0
+    assert "airport" not in server.stderr
+    assert "key-of" not in server.stderr
+    logged = [json.loads(line) for line in server.stderr.splitlines() if line.startswith("{")]
+    assert [line["status"] for line in logged] == [401, 401, 200, 200]
+    assert logged[-1]["route"] == CHAT
+
+
+def test_who_takes_longer_than_the_drain_is_told_so(start: Start) -> None:
+    server = start("--drain-s", "0.2", "--quiet", "--host", "0.0.0.0", PACELINE_API_KEYS=f"another-key-of-the-test,{KEY}")
+    assert "WARNING" in server.stderr
+    url = server.url.replace("0.0.0.0", "127.0.0.1")
+    headers = {"x-api-key": KEY}
+    with httpx.Client(base_url=url, timeout=60, headers=headers) as client, client.stream("POST", CHAT, json=ENDLESS) as stream:
+        parts = stream.iter_text()
+        text = next(parts)
+        server.process.send_signal(signal.SIGINT)
+        text += "".join(parts)
+    last = text.rstrip().split("\n\n")[-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "draining"
+    assert server.wait() == 0
+
+
+def test_a_port_that_is_taken_is_an_error_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "paceline", "serve", "--port", port, "--model", "path/that/is/not/there"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: host 127.0.0.1 port {port} cannot be listened on")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--host", "0.0.0.0"], "--insecure"),
+        (["--port", "70000"], "port is 70000"),
+        (["--max-queue", "-1"], "max_queue is -1"),
+        (["--api-key-file", "absent"], "cannot be read"),
+        (["--max-num-seqs", "0"], "max_num_seqs is 0"),
+        (["--model", "absent-model", "--port", "0", "--offline"], "absent-model"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_cannot_be_served_is_one_line(arguments: list[str], says: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PACELINE_API_KEYS"}
+    command = [sys.executable, "-m", "paceline", "serve", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
+    assert done.returncode in (1, 2)
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_key_of_the_environment_that_cannot_be_used_is_refused_and_not_repeated() -> None:
+    command = [sys.executable, "-m", "paceline", "serve"]
+    environment = {**os.environ, "PACELINE_API_KEYS": "short-secret"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
+    assert (done.returncode, "short-secret" in done.stderr) == (2, False)

@@ -1,0 +1,200 @@
+"""MTP modules that guess among the first ids alone: which guesses these are, and that no token changes."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from harness.checkpoints import write_checkpoint
+from harness.hybrid_gguf import write_hybrid_gguf
+from harness.hybrid_mtp import DELTA, add_module, module_tensors, write_donor
+from paceline import LLM, ConfigError, SamplingParams
+from paceline.config import quant_options
+from paceline.drafters.head_files import HeadFiles
+from paceline.drafters.mtp import MtpModule, load_mtp, open_gguf_module, open_mtp_head, with_first_ids
+from paceline.drafters.pairs.cache import TrueRows
+from paceline.drafters.pairs.drafter import PairDrafter
+from paceline.drafters.pairs.guesses import Guesses
+from paceline.drafters.pairs.head import PairHead, PairOutputs
+from paceline.models.checkpoint import open_weights, read_model_config
+from paceline.models.config import WeightType
+from paceline.models.quantized_cache import quantized_weights
+from paceline.models.weights import GroupedTensor, Tensor, Weights, as_float32
+from paceline.proof.doctor import DoctorQuestion, diagnose
+from paceline.runtimes.base import RowRange
+from paceline.runtimes.ranking import DRAW
+from paceline.runtimes.rounding import to_bf16
+from paceline.speculation.tree import DraftTree
+
+VOCABULARY, FIRST, ASKED = 600, 304, 290
+PROMPTS = [[5, 6, 7], [9], list(range(1, 80)), [531, 2]]
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, seed=3, ignore_eos=True)
+PENALISED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, frequency_penalty=0.3, seed=4, ignore_eos=True)
+TOKENIZER = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "gpt-2",
+    "tokenizer.ggml.tokens": ["<|endoftext|>", "w", "1", "w1", *(f"q{number}" for number in range(VOCABULARY - 4))],
+    "tokenizer.ggml.token_type": [3, *[1] * (VOCABULARY - 1)],
+    "tokenizer.ggml.merges": ["w 1"],
+}
+
+
+def write_whole(folder: Path, *, tied: bool = False) -> Path:
+    """A model of 600 ids with its module."""
+    values = {**DELTA, "vocab_size": VOCABULARY, "tie_word_embeddings": tied}
+    target = write_checkpoint(folder / "model", "qwen3_5_text", **values)
+    return add_module(target, module_tensors(write_donor(folder / "donor", "qwen3_5")))
+
+
+def write_stored(folder: Path, stored: str, *, tied: bool) -> Path:
+    """The same, as a GGUF file where `stored` is a block type."""
+    if stored not in ("Q8_0", "Q4_0"):
+        return write_whole(folder, tied=tied)
+    return write_hybrid_gguf(write_whole(folder, tied=tied), folder / "model.gguf", stored, metadata=TOKENIZER)
+
+
+def load(path: Path, stored: str) -> MtpModule:
+    config = read_model_config(path)
+    files = HeadFiles.open(path) if path.is_dir() else open_gguf_module(path)
+    assert files is not None
+    module = load_mtp(files, config, open_weights(path, config))
+    if stored == "bfloat16":
+        lm_head = as_float32(module.weights["lm_head.weight"])
+        rounded = Tensor(to_bf16(lm_head), WeightType.BF16, lm_head.shape)
+        return replace(module, weights=Weights({**module.weights, "lm_head.weight": rounded}))
+    if stored not in ("int8", "int4"):
+        return module
+    options = quant_options("draft_quant", stored)
+    assert options is not None
+    return replace(module, weights=quantized_weights(module.weights, options, None))
+
+
+def run(head: PairHead, *, ranks: bool) -> PairOutputs:
+    """A pass over 20 true pairs, with logits of each."""
+    random = np.random.default_rng(4)
+    head.runtime.new_key_values(4)
+    rows = RowRange(0, 20, 1, np.arange(3, dtype=np.int32), None, 1)
+    pairs = TrueRows(random.integers(1, VOCABULARY, 20).astype(np.int32), random.normal(0, 1, (20, 64)).astype(np.float32), rows)
+    draws = None
+    if ranks:
+        head.rank(Guesses(None, VOCABULARY).ranking(3))
+        draws = np.zeros(20, DRAW)
+        draws["key"], draws["temperature"] = np.arange(20), 0.7
+    return head.run_true([pairs], wants_logits=True, of_all=True, draws=draws)
+
+
+def open_llm(target: Path, drafter: str, **options: Any) -> LLM:
+    shape = {"num_draft_tokens": 3, "threads": 2, "max_context": 256, "cache_gb": 0.05, "backend": "native", **options}
+    return LLM(str(target), drafter=drafter, **shape)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8", "int4", "Q8_0", "Q4_0"])
+def test_guesses_are_the_best_of_the_first_ids(tmp_path: Path, stored: str, tied: bool, backend: str) -> None:
+    """Their logits are those of all ids, cut off; drawn tokens and the sum of probabilities are over these alone."""
+    module = load(write_stored(tmp_path, stored, tied=tied), stored)
+    whole = open_mtp_head(module, num_threads=2, max_context=128, backend=backend)
+    part = open_mtp_head(with_first_ids(module, FIRST), num_threads=2, max_context=128, backend=backend)
+    logits: NDArray[np.float32] = run(whole, ranks=False).logits.copy()
+    assert logits.shape == (20, VOCABULARY)
+    assert (logits.argmax(axis=1) >= FIRST).any(), "some guesses are others"
+    found = run(part, ranks=False).logits.copy()
+    assert found.shape == (20, FIRST)
+    if backend == "native":
+        assert np.array_equal(found, logits[:, :FIRST])
+    assert np.allclose(found, logits[:, :FIRST], rtol=1e-4, atol=1e-4)
+    ranked = run(part, ranks=True).ranked()
+    scaled = logits[:, :FIRST].astype(np.float64) / 0.7
+    for row, own in zip(ranked, scaled, strict=True):
+        assert list(row.token_ids) == list(np.argsort(-own, kind="stable")[:4])
+        assert abs(row.log_sum - np.log(np.exp(own - own.max()).sum()) - own.max()) < 1e-3
+        assert 0 <= row.drawn < FIRST
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "int8", "Q8_0"])
+def test_the_rows_are_those_of_the_whole_matrix(tmp_path: Path, stored: str) -> None:
+    module = load(write_stored(tmp_path, stored, tied=False), stored)
+    whole, part = module.weights["lm_head.weight"], with_first_ids(module, FIRST).weights["lm_head.weight"]
+    assert part.shape == (FIRST, 64)
+    if isinstance(whole, Tensor) and isinstance(part, Tensor):
+        assert np.shares_memory(whole.array, part.array)
+    else:
+        assert isinstance(whole, GroupedTensor)
+        assert isinstance(part, GroupedTensor)
+        for ours, theirs in zip(part.matrix.arrays, whole.matrix.arrays, strict=True):
+            assert np.shares_memory(ours, theirs)
+
+
+@pytest.mark.usefixtures("always_drafts")
+@pytest.mark.parametrize("acceptance", ["match", "rejection"])
+@pytest.mark.parametrize(
+    ("stored", "tied", "backend", "tree_width", "quant"),
+    [
+        ("float32", False, "native", 1, "none"),
+        ("float32", True, "native", 3, "int8"),
+        ("Q8_0", True, "native", 1, "none"),
+        ("float32", True, "torch", 1, "none"),
+    ],
+)
+def test_no_token_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str, tied: bool, backend: str, tree_width: int, quant: str, acceptance: str
+) -> None:
+    """What is sampled with rejection depends on the guesses; its draft probabilities are over the first ids."""
+    trees: list[DraftTree] = []
+    propose = PairDrafter.propose
+
+    def kept(self: PairDrafter, *given: Any) -> list[DraftTree | None]:
+        found = propose(self, *given)
+        trees.extend(tree for tree in found if tree is not None)
+        return found
+
+    monkeypatch.setattr(PairDrafter, "propose", kept)
+    target = write_stored(tmp_path, stored, tied=tied)
+    shape = {"backend": backend, "chunk_rows": 32}
+    plain = open_llm(target, "none", **shape)
+    llm = open_llm(
+        target, "mtp", tree_width=tree_width, draft_quant=quant, acceptance=acceptance, drafter_options={"num_ids": ASKED}, **shape
+    )
+    assert f"guesses ids below {FIRST}" in llm.banner
+    for params in (GREEDY, SAMPLED, PENALISED):
+        trees.clear()
+        outputs = llm.generate(PROMPTS, params)
+        if acceptance == "match" or params is GREEDY:
+            assert [output.token_ids for output in outputs] == [output.token_ids for output in plain.generate(PROMPTS, params)]
+        assert sum(output.speculation.drafted for output in outputs) > 50
+        assert all(token < FIRST for tree in trees for token in tree.token_ids[1:])
+        drawn = [probs for tree in trees for probs in tree.draft_probs.values()]
+        assert bool(drawn) == (acceptance == "rejection" and params is not GREEDY)
+        for probs in drawn:
+            assert probs.is_normalised()
+            assert probs.values[FIRST:].sum() == 0 if probs.token_ids is None else probs.token_ids[-1] < FIRST
+    assert llm.stats().drafter_failures == 0
+
+
+def test_all_ids_are_guessed_where_nothing_is_said(tmp_path: Path) -> None:
+    target = write_whole(tmp_path)
+    for given in ({}, {"drafter_options": {"num_ids": VOCABULARY}}):
+        llm = open_llm(target, "mtp", **given)
+        assert isinstance(llm.drafter, PairDrafter)
+        assert llm.drafter.head.num_ids == (VOCABULARY if given else None)
+        assert ("guesses ids below" in llm.banner) is bool(given)
+        assert run(llm.drafter.head, ranks=False).logits.shape == (20, VOCABULARY)
+
+
+def test_more_ids_than_there_are_is_an_error_before_the_target_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = write_whole(tmp_path)
+    text = "drafter_options: num_ids is 608 and the target has 600 ids: use at most 600, or leave it out to guess all ids"
+    found = diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), drafter_options={"num_ids": 608}))
+    assert text in found.problems
+    found = diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), drafter_options={"num_ids": ASKED}))
+    assert found.problems == []
+    monkeypatch.setattr("paceline.engine.open.load_runtime", lambda *given, **named: pytest.fail("the target was loaded"))
+    with pytest.raises(ConfigError, match=text):
+        open_llm(target, "mtp", drafter_options={"num_ids": 608})
+    with pytest.raises(ConfigError, match="'num_ids' is for mtp heads, and the drafter is ngram"):
+        open_llm(target, "ngram", drafter_options={"num_ids": 300})
