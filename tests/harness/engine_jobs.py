@@ -1,26 +1,27 @@
 """Random requests for an engine, what each must get (what it gets alone, decoded plainly), and drafters that try to change that."""
 
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from harness.adversaries import Answers, ChaosDrafter, OracleDrafter, WrongDrafter
 from harness.exact_targets import opened_as
-from paceline import LLM, BackendUnavailableError, CapacityError, RequestError, SamplingParams
+from paceline import LLM, BackendUnavailableError, RequestError, SamplingParams
 from paceline.config import EngineConfig
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.prediction import PredictionDrafter
 from paceline.drafters.stack import StackDrafter
 from paceline.drafters.suffix.drafter import SuffixDrafter
 from paceline.drafters.suffix.store import SuffixStore
-from paceline.engine.memory import plan_cache
-from paceline.kv_cache.recurrent import RecurrentStates
+from paceline.engine import open as open_module
+from paceline.engine.memory import CachePlan, plan_cache
 from paceline.models.checkpoint import read_model_config
-from paceline.models.config import ModelConfig, WeightType
+from paceline.models.config import ModelConfig
 from paceline.outputs import RequestOutput
 from paceline.sampling.grammar import Grammar
 from paceline.speculation.draft_length import DraftLengthPolicy
@@ -124,14 +125,8 @@ class Solo:
             "dtype": self.dtype, "backend": "native", "threads": 1, "device": "cpu", "max_context": MAX_CONTEXT,
             "cache_gb": (num_blocks + 0.5) * (block_bytes or self.block_bytes) / 1e9, **options,
         }  # fmt: skip
-        if self.config.recurrents:
-            given["cache_gb"] = _with_states(self.config, num_blocks, given)
-        with opened_as(self.backend):
-            llm = LLM(str(self.directory), drafter=drafter, **given)
-        for memory in llm.engine.cache.memories:
-            if isinstance(memory, RecurrentStates):  # so small a cache has no room for states of ended texts
-                memory.limits = replace(memory.limits, max_kept=100 if llm.engine.cache.prefix_caching else 0)
-        return llm
+        with opened_as(self.backend), _planned(num_blocks) if self.config.recurrents else nullcontext():
+            return LLM(str(self.directory), drafter=drafter, **given)
 
     def answer(self, prompt: list[int], params: SamplingParams) -> list[RequestOutput]:
         """Each sample alone."""
@@ -144,18 +139,18 @@ class Solo:
         return [opened.output(request) for request in requests]
 
 
-def _with_states(model: ModelConfig, num_blocks: int, given: dict[str, Any]) -> float:
-    """The least `cache_gb` with which there are so many blocks beside the states of recurrent layers."""
-    names = {one.name for one in fields(EngineConfig)}
-    config = EngineConfig(**{name: value for name, value in given.items() if name in names and name != "cache_gb"})
+@contextmanager
+def _planned(num_blocks: int) -> Iterator[None]:
+    """Caches opened within have so many blocks, and states for all texts: the sizes of both are no whole numbers of one another."""
 
-    def planned(thousands: int) -> int:
-        try:
-            return plan_cache(model, replace(config, max_context=None, cache_gb=thousands / 1e6), WeightType.F32).num_blocks
-        except CapacityError:
-            return 0
+    def plan(model: ModelConfig, config: EngineConfig, *args: Any) -> CachePlan:
+        largest = plan_cache(model, replace(config, cache_gb=1.0), *args)
+        kept = replace(largest.states, max_kept=100 if config.prefix_cache else 0)
+        return replace(largest, num_blocks=num_blocks, states=kept)
 
-    return bisect_left(range(1, 1_000_000), num_blocks, key=planned) / 1e6 + 1e-6
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(open_module, "plan_cache", plan)
+        yield
 
 
 def _block_bytes(directory: Path, dtype: str) -> int:

@@ -25,7 +25,7 @@ from paceline.drafters.stack import StackDrafter
 from paceline.drafters.suffix.drafter import SuffixDrafter
 from paceline.drafters.target import LoadedTarget
 from paceline.drafters.translate import ByteTokenizer, SharedPieces, TextDrafter
-from paceline.errors import BackendUnavailableError, CheckpointError, IncompatibleDrafterError
+from paceline.errors import BackendUnavailableError, CapacityError, CheckpointError, IncompatibleDrafterError
 from paceline.hub import gguf_models, resolve
 from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.kv_cache.recurrent import StateLimits
@@ -109,7 +109,7 @@ class PreparedDrafter:
         if self.head is not None:
             try:
                 return HEADS[self.head.kind](self.head, target)
-            except (CheckpointError, IncompatibleDrafterError):
+            except (CheckpointError, IncompatibleDrafterError, CapacityError):
                 if not self.is_found:
                     raise
                 return NgramDrafter()

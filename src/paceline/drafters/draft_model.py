@@ -217,6 +217,7 @@ class DraftModelDrafter(Drafter):
                 ran, _ = self._run(part, [draft.pending[:CATCH_UP_ROWS] for draft in part], wants_logits=False)
                 for draft in ran:
                     del draft.pending[:CATCH_UP_ROWS]
+                    draft.state.num_agreed = len(draft.state.token_ids)  # all of them are the request's
 
     def _advance(self, draft: _Draft[ResultT], row: FloatArray | None) -> None:
         """Give a draft the row it waits for, None if there is none."""

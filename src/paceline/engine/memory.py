@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from paceline.config import EngineConfig
+from paceline.config import MAX_NUM_SEQS, EngineConfig
 from paceline.errors import CapacityError, ConfigError
 from paceline.kv_cache.paged import BLOCK_SIZE, blocks_in
 from paceline.kv_cache.recurrent import DEFAULT_STATES, StateLimits
@@ -22,7 +22,10 @@ _MOST_KEPT_STATES = 64
 class CachePlan:
     """Blocks to allocate, the longest context they serve, and a notice if that is short.
 
-    `way_out` is what somebody can do whose prompt is longer; `states` says how those of recurrent layers are used.
+    Attributes:
+        way_out: what somebody can do whose prompt is longer.
+        states: how those of recurrent layers are used.
+        max_num_seqs: texts that there are states for; no more can run at a time.
     """
 
     num_blocks: int
@@ -30,6 +33,7 @@ class CachePlan:
     way_out: str
     notice: str | None = None
     states: StateLimits = DEFAULT_STATES
+    max_num_seqs: int = MAX_NUM_SEQS
 
 
 def plan_cache(model: ModelConfig, config: EngineConfig, weight_type: WeightType, limits: PassLimits | None = None) -> CachePlan:
@@ -49,7 +53,7 @@ def plan_cache(model: ModelConfig, config: EngineConfig, weight_type: WeightType
     per_sequence = blocks_for(context, BLOCK_SIZE) + _DRAFT_BLOCKS_PER_SEQUENCE
     wanted = config.max_num_seqs * per_sequence
     total = available_memory_bytes() // 4 if config.cache_gb is None else int(config.cache_gb * 1e9)
-    states, state_bytes = _plan_states(model, config, total)
+    states, max_num_seqs, state_bytes = _plan_states(model, config, total)
     num_bytes = total - state_bytes
     if config.cache_gb is None:
         num_blocks = max(1, cache_bytes.blocks_in(num_bytes, most=wanted))
@@ -57,35 +61,43 @@ def plan_cache(model: ModelConfig, config: EngineConfig, weight_type: WeightType
         blocks_in(num_bytes, cache_bytes(1))
         num_blocks = cache_bytes.blocks_in(num_bytes, most=cache_bytes.most_in(num_bytes, wanted))
     slots = num_blocks * BLOCK_SIZE
+    few = None
+    if max_num_seqs < config.max_num_seqs:
+        few = f"the states of recurrent layers leave room for {max_num_seqs} of {config.max_num_seqs} requests at a time: raise cache_gb"
     if slots >= context:
-        return CachePlan(num_blocks, context, _way_out(model, context), states=states)
+        return CachePlan(num_blocks, context, _way_out(model, context), few, states, max_num_seqs)
     if config.max_context is not None:
         raise CapacityError(
             f"a context of {context} tokens needs {cache_bytes(per_sequence) / 1e9:.2g} GB of cache, "
             f"{cache_bytes(num_blocks) / 1e9:.2g} GB are to be had: lower max_context or raise cache_gb"
         )
     notice = f"the cache limits the context to {slots} of the model's {context} tokens: raise cache_gb"
-    return CachePlan(num_blocks, slots, "shorten the prompt or raise cache_gb", notice, states)
+    notice = notice if few is None else f"{notice}; {few}"
+    return CachePlan(num_blocks, slots, "shorten the prompt or raise cache_gb", notice, states, max_num_seqs)
 
 
-def _plan_states(model: ModelConfig, config: EngineConfig, num_bytes: int) -> tuple[StateLimits, int]:
-    """How the states of recurrent layers are used, and their bytes: those of running texts, and others in a quarter of what is left.
+def _plan_states(model: ModelConfig, config: EngineConfig, num_bytes: int) -> tuple[StateLimits, int, int]:
+    """How the states of recurrent layers are used, the texts that may run, and bytes.
+
+    Those of running texts get half of the cache, and others a quarter of what is left.
 
     Raises:
-        CapacityError: there is no room for those of `max_num_seqs` texts.
+        CapacityError: there is no room for one text's.
     """
     layout = StateLayout.of(model.recurrents)
     of_state, of_text = 4 * layout.state_size, 4 * (layout.state_size + _RECORDS_PER_SEQUENCE * layout.record_size)
     if of_state == 0:
-        return StateLimits(stride=config.state_stride, max_kept=0), 0
-    running = config.max_num_seqs * of_text + of_state  # and one that a prompt's chunk is bringing forward
-    if running > num_bytes:
+        return StateLimits(stride=config.state_stride, max_kept=0), config.max_num_seqs, 0
+    least = of_state + of_text  # and one that a prompt's chunk is bringing forward
+    if least > num_bytes:
         raise CapacityError(
-            f"the states of max_num_seqs = {config.max_num_seqs} texts take {running / 1e9:.2g} GB, {num_bytes / 1e9:.2g} GB of cache are "
-            "to be had: lower max_num_seqs or raise cache_gb"
+            f"the state of recurrent layers takes {least / 1e9:.2g} GB for one text, {num_bytes / 1e9:.2g} GB of cache are to be had: "
+            "raise cache_gb"
         )
+    count = min(config.max_num_seqs, max(1, (num_bytes // 2 - of_state) // of_text))
+    running = of_state + count * of_text
     kept = min(_MOST_KEPT_STATES, (num_bytes - running) // 4 // of_state) if config.prefix_cache else 0
-    return StateLimits(stride=config.state_stride, max_kept=kept), running + kept * of_state
+    return StateLimits(stride=config.state_stride, max_kept=kept), count, running + kept * of_state
 
 
 class _CacheBytes:

@@ -153,7 +153,9 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
     policy = DraftLengthPolicy(DEFAULT_DRAFT_TOKENS) if drafter is None else _policy(speculation, runtime, cache, plan.max_context)
     acceptance = Acceptance(speculation.acceptance)
     speculator = Speculator(drafter, policy, vocab_size=vocab_size, layout=cache.layout, acceptance=acceptance)
-    step_limits = Limits(max_num_seqs=config.max_num_seqs, max_step_rows=config.max_step_rows, chunk_rows=config.chunk_rows)
+    step_limits = Limits(
+        max_num_seqs=min(config.max_num_seqs, plan.max_num_seqs), max_step_rows=config.max_step_rows, chunk_rows=config.chunk_rows
+    )
     engine = Engine(runtime, cache, speculator, step_limits)
     ends = tuple(dict.fromkeys((*runtime.config.eos_token_ids, *tokenizer.end_token_ids)))
     suppressed = [token_id for token_id in runtime.config.suppressed_token_ids if token_id < vocab_size]

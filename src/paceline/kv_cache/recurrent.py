@@ -86,6 +86,8 @@ class _Text:
         crossed: states behind blocks that nobody has named yet, by their index.
         last: the link of the last block whose state is kept only until there is a later one.
         last_is_prompt: whether that block is full of known rows.
+        is_whole: no change of `state`, `length` and `pending` is under way. An interrupt within one ends the request, and what it leaves
+            must be nobody's.
     """
 
     state: Any = None
@@ -102,6 +104,7 @@ class _Text:
     crossed: dict[int, _Kept] = field(default_factory=dict)
     last: Link | None = None
     last_is_prompt: bool = False
+    is_whole: bool = True
 
 
 class RecurrentStates(LayerMemory):
@@ -146,6 +149,8 @@ class RecurrentStates(LayerMemory):
         """Raises CapacityError: there is no memory for another state; nothing was changed."""
         text = self._texts.setdefault(plan.sequence_id, _Text())
         self._settle(text)
+        if not text.is_whole or text.length + len(text.pending) != plan.committed_len:
+            raise RuntimeError(f"the state of a sequence is not that behind its {plan.committed_len} committed rows")
         firm = plan.committed_len if plan.num_firm is None else plan.num_firm
         num_known = plan.num_known if plan.num_known >= KNOWN_ROWS and firm == plan.committed_len else 0
         try:
@@ -171,6 +176,7 @@ class RecurrentStates(LayerMemory):
         if num_known > len(kept):
             raise RuntimeError(f"{len(kept)} of {num_known} known rows are to be kept: they stay together")
         kept = kept[num_known:]  # of another path than the first, known rows have records too
+        text.is_whole = False
         before, pending = text.pending, text.pending
         if num_known:
             (_, behind), left = text.saves.pop(), text.state
@@ -182,6 +188,7 @@ class RecurrentStates(LayerMemory):
             text.pending = pending + kept
         text.free += [record for record in text.rows if record != NO_RECORD and record not in kept]
         text.rows, text.num_known, text.num_folded = [], 0, 0
+        text.is_whole = True
 
     def cancel(self, plan: RowPlan) -> None:
         text = self._texts.get(plan.sequence_id)
@@ -212,8 +219,12 @@ class RecurrentStates(LayerMemory):
         else:
             link = links[length // self._block_size - 1]
             self._kept.move_to_end(link)
-            kept, state = self._kept[link], self._new_state()
-            state[...] = kept.state
+            kept = self._kept[link]
+            try:
+                state = self._new_state()
+                state[...] = kept.state
+            except MemoryError:  # then nobody else can begin with it
+                state = self._kept.pop(link).state
             text = _Text(state, kept.length)
             if kept.records is not None:
                 text.pending = self._take_records(text, len(kept.records))
@@ -268,11 +279,13 @@ class RecurrentStates(LayerMemory):
     def _settle(self, text: _Text) -> None:
         """Take note of a pass that has run."""
         if text.has_run[0]:
+            text.is_whole = False
             count, text.num_folded = text.num_folded, 0
             text.has_run[0] = 0
             text.length += count
             text.free += text.pending[:count]
             del text.pending[:count]
+            text.is_whole = True
             if not text.num_known:
                 self._made(text)
 
@@ -321,10 +334,15 @@ class RecurrentStates(LayerMemory):
         """Of a text that ends, its state with the records of the rows up to its last full block, where there is no state behind that."""
         index = (text.length + len(text.pending)) // self._block_size - 1
         count, link = (index + 1) * self._block_size - text.length, text.links.get(index)
-        if count > 0 and link is not None and link not in self._kept and self.limits.max_kept:
-            kept, text.state = _Kept(text.state, text.length, self._make((count, self.record_size))), None
-            kept.records[...] = text.records[text.pending[:count]]
-            self._keep(text, index, link, kept)
+        if not text.is_whole or count < 1 or link is None or link in self._kept or not self.limits.max_kept:
+            return
+        try:
+            records = self._make((count, self.record_size))
+        except MemoryError:
+            return
+        records[...] = text.records[text.pending[:count]]
+        kept, text.state = _Kept(text.state, text.length, records), None
+        self._keep(text, index, link, kept)
 
     def _drop(self, link: Link) -> None:
         if link in self._kept:

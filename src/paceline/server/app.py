@@ -34,7 +34,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
     """
     settings = settings or ServerSettings()
     name = settings.served_name or served_name(engine.opened.config.model)
-    gate = Gate(engine.opened.config.max_num_seqs, settings.max_queue)
+    gate = Gate(engine.opened.engine.scheduler.limits.max_num_seqs, settings.max_queue)
     metrics = Metrics(engine.opened, name)
     service = Service(engine, settings, name, gate, metrics, Generation(engine, settings, gate, metrics))
     app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None)  # their pages load code from elsewhere

@@ -1,6 +1,8 @@
 """Recurrent layers of the native runtime: what they compute, and that a row's bits depend on its own text alone."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from numpy.typing import NDArray
 
 from harness.native_network import BUILT
 from harness.recurrent_networks import MIXERS, recurrent_config, recurrent_weights
-from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.kv_cache.recurrent import KNOWN_ROWS, RecurrentStates, StateLimits
 from paceline.kv_cache.row_plan import path_to
 from paceline.models.config import ModelConfig
@@ -312,6 +314,92 @@ def test_a_pass_that_runs_twice_counts_once(seed: int) -> None:
         for _ in range(3):
             np.testing.assert_array_equal(network.forward(*assemble([plan], [[token]], [[0]])).logits[0], wanted[token - 1])
         cache.keep_path(sequence, 0)
+
+
+def interrupted_at(line: int) -> Callable[..., Any]:
+    """A trace function that raises KeyboardInterrupt at this line that the memory of states runs."""
+    left = [line]
+
+    def trace(frame: Any, event: str, argument: object) -> Any:
+        if not frame.f_code.co_filename.endswith("kv_cache/recurrent.py"):
+            return None
+        if event == "line":
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    return trace
+
+
+def append(network: NativeNetwork, cache: KVCache, sequence: CachedSequence, token_ids: Sequence[int], count: int, known: int) -> None:
+    """Run and keep the next `count` tokens."""
+    length = sequence.committed_len
+    ids = token_ids[length : length + count]
+    network.forward(*assemble([cache.reserve(sequence, range(-1, count - 1), known)], [ids], [[0]]))
+    cache.keep_path(sequence, count - 1)
+    cache.remember(sequence, token_ids[: length + count])
+
+
+@pytest.mark.parametrize("num_known", [1, KNOWN_ROWS])
+def test_an_interrupt_anywhere_in_the_memory_leaves_nothing_wrong_to_others(num_known: int, seed: int) -> None:
+    """The request ends, as in the engine; whoever begins with what it left gets the rows of plain decoding."""
+    config = recurrent_config(*ALL_KINDS)
+    network, token_ids = open_network(config, seed, num_threads=1), np.random.default_rng(seed).integers(0, config.vocab_size, 90).tolist()
+    wanted, line, is_over, num_hits = plain_logits(config, seed, token_ids), 0, False, 0
+    while not is_over:
+        line += 1
+        cache = network.new_cache(30, states=StateLimits(stride=32, max_kept=4))
+        sequence = cache.new_sequence()
+        append(network, cache, sequence, token_ids, 33, 33)
+        for count in [1] * 20 + [12]:  # the end of the second block is pending
+            append(network, cache, sequence, token_ids, count, 1)
+        sys.settrace(interrupted_at(line))
+        try:
+            append(network, cache, sequence, token_ids, num_known + 2, num_known)
+            is_over = True
+        except KeyboardInterrupt:
+            sys.settrace(None)
+            cache.cancel(sequence)
+        finally:
+            sys.settrace(None)
+        cache.release(sequence)
+        sequence = cache.new_sequence()
+        length = cache.adopt_prefix(sequence, token_ids)
+        num_hits += length > 0
+        ids = token_ids[length:]
+        plan = cache.reserve(sequence, range(-1, len(ids) - 1), len(ids))
+        np.testing.assert_array_equal(network.forward(*assemble([plan], [ids], [range(len(ids))])).logits, wanted[length:])
+    assert line > 50
+    assert num_hits > line / 2
+
+
+FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "records of other rows than those kept become pending": (
+        "keep_path",
+        lambda self, plan, commit, real=RecurrentStates.keep_path: real(self, plan, commit._replace(rows=range(len(commit.rows)))),
+    ),
+    "rows that were dropped stay pending": (
+        "keep_path",
+        lambda self, plan, commit, real=RecurrentStates.keep_path: real(self, plan, commit._replace(rows=range(plan.num_rows))),
+    ),
+    "what a pass took in is forgotten": ("_settle", lambda self, text: text.has_run.fill(0)),
+    "spare states do not begin at zero": (
+        "_new_state",
+        lambda self, real=RecurrentStates._new_state, **_: real(self),
+    ),
+    "a text begins with a state without the records behind it": (
+        "_take_records",
+        lambda self, text, count, real=RecurrentStates._take_records: real(self, text, count)[: 0 if text.length and count > 1 else None],
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_fault_of_the_memory_is_noticed(fault: tuple[str, Callable[..., Any]], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecurrentStates, *fault)
+    with pytest.raises((AssertionError, RuntimeError, IndexError, ValueError)):
+        test_whatever_happens_to_passes_the_state_is_that_of_a_fresh_run(seed, large_counts=False)
 
 
 @pytest.mark.parametrize("part", ["decay.bias", "decay.weight", "gates"])

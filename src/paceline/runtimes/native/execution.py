@@ -101,6 +101,8 @@ class Execution:
 
     def run(self, batch: ForwardBatch, wanted: Wanted) -> None:
         """One pass over rows whose inputs have been written."""
+        if self._has_states and self.memory.memory is None:
+            raise RuntimeError("a network with recurrent layers runs in a cache of its own: make one with new_cache")
         self.memory.describe(batch, wanted)
         if self.memory.states.num_slots > self._num_slots:
             self._make_state_scratch(self.memory.states.num_slots)

@@ -44,6 +44,8 @@ class PassStates:
         num_slots = 0
         for index, item in enumerate(batch.ranges):
             work = memory.work(item.sequence_id)
+            if len(work.rows) != item.num_rows:  # the kernels would read what is not there
+                raise RuntimeError(f"{item.num_rows} rows run of a plan of {len(work.rows)}: reserve what runs")
             counts = tuple(count for count, _ in work.saves)
             schedule = chain_schedule(len(work.pending), item.num_rows, counts)
             if item.mask is not None:

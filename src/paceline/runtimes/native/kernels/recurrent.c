@@ -40,7 +40,7 @@ static void convolve_row(const ConvolutionOperation *own, const float *const *in
 void convolve(const StateRange *range, const ConvolutionOperation *own, int rows, int channel, int count, const float *x, float *out) {
     float kept[(MAX_KERNEL_SIZE - 1) * PIECE_CHANNELS];
     const int behind = own->kernel_size - 1;
-    memset(kept, 0, sizeof kept);
+    memset(kept, 0, (size_t)behind * PIECE_CHANNELS * sizeof(float));
     for (int i = 0; range->state && i < behind; i++)
         memcpy(kept + i * PIECE_CHANNELS, range->state + own->conv_at + (size_t)i * (size_t)own->channels + channel, (size_t)count * sizeof(float));
     for (int i = 0; i < range->num_saves; i++)
