@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness import hybrid_checkpoints
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from harness.hybrid_gguf import write_hybrid_gguf
 from paceline.errors import CheckpointError
@@ -26,29 +27,8 @@ WIDE = {**DELTA, "linear_num_value_heads": 6, "linear_value_head_dim": 32}
 """Three value heads a key head, each of them one run of columns."""
 NARROW = {**DELTA, "linear_num_value_heads": 4, "linear_value_head_dim": 24}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
-SHORT = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "tie_word_embeddings": True}
-MAMBA = {
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 24,
-    "embedding_multiplier": 3.0,
-    "attention_multiplier": 0.1,
-    "residual_multiplier": 0.4,
-    "logits_scaling": 1.5,
-    "shared_intermediate_size": 64,
-    "num_local_experts": 0,
-}
-NEMOTRON = {
-    "num_hidden_layers": None,
-    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "linear_attention", "mlp"],
-    "mamba_num_heads": 6,
-    "mamba_head_dim": 16,
-    "n_groups": 2,
-    "ssm_state_size": 24,
-}
+SHORT, NEMOTRON = hybrid_checkpoints.SHORT, hybrid_checkpoints.NEMOTRON
+MAMBA = {**hybrid_checkpoints.MAMBA, "shared_intermediate_size": 64}  # runs of 32 columns
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen35": ("qwen3_5_text", WIDE),
     "qwen35-narrow": ("qwen3_5_text", {**NARROW, "tie_word_embeddings": True}),
