@@ -11,6 +11,7 @@
 #include "native.h"
 #include "byte_dot.h"
 
+#define MOST_PANELS 4
 #define GROUP_HEADER 3 /* of a packed row's group: its scale, (DOT_SHIFT - zero_point) sum q, scale sum q */
 
 static int is_narrow(int kind) { return kind >= PANELS_4_BITS; }
@@ -72,12 +73,12 @@ void pack_bytes(const float *x, const int32_t *numbers, int columns, int group, 
     else if (rows > 4) /* the sooner they are needed */ \
         __builtin_prefetch((from) + 4096, 0, 3);      \
     else                                              \
-        __builtin_prefetch((from) + 4096, 0, 2);
+        __builtin_prefetch((from) + 1024, 0, 2);
 
 /* dot[row] += 4 columns of a panel, for all rows and panels. */
 #define MULTIPLY_ADD(shift)                                                                           \
     {                                                                                                 \
-        weight_codes w[2];                                                                            \
+        weight_codes w[MOST_PANELS];                                                                  \
         EACH_PANEL {                                                                                  \
             const words own = narrow ? codes[n] >> (shift) & 0x0F0F0F0Fu : codes[n];                  \
             w[n] = split_codes(has_table ? look_up(own, table) : own);                                \
@@ -92,25 +93,25 @@ INLINE floats load_halves(const uint8_t *from) {
     return __builtin_convertvector(stored, floats);
 }
 
-/* `panels` panels (1 or 2, which share what is loaded of the rows) for `rows` packed rows. */
+/* `panels` panels (1, 2 or 4, which share what is loaded of the rows) for `rows` packed rows. */
 INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, float *y, const int rows, int real_rows, size_t ahead,
                             const int panels, const int narrow, const int minimum, const int has_table, const int halves) {
     const int group = matrix->group, columns = matrix->columns;
     const size_t next = (size_t)matrix->row_bytes;
     const uint8_t *at = matrix->codes + (size_t)(first / LANES) * next, *header = at;
-    floats sum[2][MAX_ROWS];
+    floats sum[MOST_PANELS][MAX_ROWS];
     bytes table = {0};
     for (int i = 0; has_table && i < 16; i++) table[i] = (uint8_t)(matrix->table[i] + matrix->zero_point);
     EACH_PANEL EACH_ROW sum[n][row] = broadcast(0.0f);
     for (int begin = 0; begin < columns; begin += group) {
         const int32_t *offsets = (const int32_t *)x + rows, *quad = (const int32_t *)x + GROUP_HEADER * rows;
         const int is_second = halves && begin / group % 2;
-        ints dot[2][MAX_ROWS];
+        ints dot[MOST_PANELS][MAX_ROWS];
         EACH_ROW EACH_PANEL dot[n][row] = broadcast_int(offsets[row]);
         header = is_second ? header + sizeof(halfs) : at;
         at += is_second ? 0 : (minimum ? 2 : 1) * sizeof(floats);
         for (int column = 0; column < group; column += narrow ? 8 : 4, at += sizeof(words)) {
-            words codes[2];
+            words codes[MOST_PANELS];
             EACH_PANEL {
                 memcpy(&codes[n], at + (size_t)n * next, sizeof codes[n]);
                 PREFETCH(at + (size_t)n * next)
@@ -150,13 +151,14 @@ INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, flo
     PRODUCT_OF(rows, panels, PANELS_4_BITS_TABLE, 1, 0, 1, 0)      \
     PRODUCT_OF(rows, panels, PANELS_4_BITS_HALVES, 1, 0, 0, 1)     \
     PRODUCT_OF(rows, panels, PANELS_4_BITS_TABLE_HALVES, 1, 0, 1, 1)
-/* Two panels at once where the sums of both fit in registers. */
-#define CASE(rows)                                          \
-    case rows:                                              \
-        PRODUCTS_OF(rows, (2 * (rows) <= MAX_ROWS ? 2 : 1)) \
-        if (2 * (rows) <= MAX_ROWS) {                       \
-            PRODUCTS_OF(rows, 1)                            \
-        }                                                   \
+/* Panels at once: as many streams as keep the memory busy while sums stay in registers. More rows are bound by arithmetic. */
+#define PANELS_OF(rows) ((rows) < 4 ? MOST_PANELS : (rows) == 4 ? MAX_ROWS / 2 : 1)
+#define CASE(rows)                         \
+    case rows:                             \
+        PRODUCTS_OF(rows, PANELS_OF(rows)) \
+        if (PANELS_OF(rows) > 1) {         \
+            PRODUCTS_OF(rows, 1)           \
+        }                                  \
         break;
 
 /* Outputs [first, end) of one block of packed rows; `first` is a multiple of 16. */
