@@ -101,11 +101,13 @@ class Paceline(Engine):
         return {"cache_bytes": cache.num_bytes}
 
     def prepare(self, rows: int, batch: int) -> None:
+        from paceline.kv_cache.recurrent import StateLimits
         from paceline.runtimes.base import assemble
 
         self._assemble = assemble
         block_size = 32
-        self._cache = self._runtime.new_cache(batch * -(-(self._cached + (KEPT_ROWS if self._keeps else rows)) // block_size))
+        num_blocks = batch * -(-(self._cached + (KEPT_ROWS if self._keeps else rows)) // block_size)
+        self._cache = self._runtime.new_cache(num_blocks, states=StateLimits(max_kept=0))
         self._sequences = [self._cache.new_sequence() for _ in range(batch)]
         prompt = _prompt(self._runtime.config.vocab_size, self._cached)
         for sequence in self._sequences:

@@ -25,6 +25,8 @@ from paceline.models.quantized_cache import quantized_weights
 from paceline.models.weights import GroupedTensor, Tensor, Weights, as_float32
 from paceline.proof.doctor import DoctorQuestion, diagnose
 from paceline.runtimes.base import RowRange
+from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.native.network import NativeNetwork
 from paceline.runtimes.ranking import DRAW
 from paceline.runtimes.rounding import to_bf16
 from paceline.speculation.tree import DraftTree
@@ -128,6 +130,25 @@ def test_the_rows_are_those_of_the_whole_matrix(tmp_path: Path, stored: str) -> 
         assert isinstance(part, GroupedTensor)
         for ours, theirs in zip(part.matrix.arrays, whole.matrix.arrays, strict=True):
             assert np.shares_memory(ours, theirs)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("stored", ["Q8_0", "Q4_0"])
+def test_a_quantised_targets_matrix_is_read_where_it_lies(tmp_path: Path, stored: str, tied: bool) -> None:
+    path = write_stored(tmp_path, stored, tied=tied)
+    module, target = load(path, stored), load_runtime(path, RuntimeOptions(num_threads=2, max_context=128)).runtime
+    assert isinstance(target, NativeNetwork)
+    first = with_first_ids(module, FIRST)
+    apart = run(open_mtp_head(first, num_threads=2, max_context=128), ranks=False).logits.copy()
+    head = open_mtp_head(first, num_threads=2, max_context=128, lm_head_of=target)
+    assert isinstance(head.runtime, NativeNetwork)
+    whole = target.vocabulary_panels(VOCABULARY)
+    assert whole is not None
+    assert head.runtime._panels is not None
+    assert np.shares_memory(head.runtime._panels["lm_head"].data, whole.data)
+    beside = run(head, ranks=False).logits
+    assert beside.shape == apart.shape
+    assert 0 < np.abs(beside - apart).mean() < 0.05 * apart.std(), "rows are rounded to bytes, nothing else"
 
 
 @pytest.mark.usefixtures("always_drafts")

@@ -36,6 +36,7 @@ from paceline.models.gguf.weights import num_modules, open_module
 from paceline.models.layers import ExpertMLP
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 from paceline.models.weights import AnyTensor, MadeWeights, Tensor, Weights, as_float32, first_rows
+from paceline.runtimes.base import Network
 from paceline.runtimes.decoder import LOGITS, Blocks, Compose, Value, decoder_layer
 from paceline.runtimes.load import open_head
 
@@ -300,11 +301,26 @@ def mtp_pairs(config: PairConfig, soft_cap: float | None = None, *, feature_firs
     return compose
 
 
-def open_mtp_head(module: MtpModule, *, num_threads: int, max_context: int, backend: str = "auto", device: str = "cpu") -> PairHead:
-    """The network of a module, ready to run."""
+def open_mtp_head(
+    module: MtpModule,
+    *,
+    num_threads: int,
+    max_context: int,
+    backend: str = "auto",
+    device: str = "cpu",
+    lm_head_of: Network | None = None,
+) -> PairHead:
+    """The network of a module, ready to run; the arguments are those of `open_head`."""
     network = mtp_pairs(module.config, module.soft_cap, feature_first=module.feature_first)
     runtime = open_head(
-        network, module.config.layers, module.weights, num_threads=num_threads, max_context=max_context, backend=backend, device=device
+        network,
+        module.config.layers,
+        module.weights,
+        num_threads=num_threads,
+        max_context=max_context,
+        backend=backend,
+        device=device,
+        lm_head_of=None if module.config.own_lm_head else lm_head_of,
     )
     return PairHead(module.config, runtime, runtime, module.embedding, target_ids=None, num_ids=module.num_ids, notices=module.notices)
 
@@ -337,7 +353,8 @@ def open_mtp(files: HeadFiles, target: LoadedTarget) -> PairDrafter:
         one = next(one for one in modules if (one.config.own_embedding, one.config.own_lm_head) == own)
         one, num_threads = replace(one, config=config), target.engine.num_threads
         one = one if num_ids is None else with_first_ids(one, num_ids)
-        return open_mtp_head(one, num_threads=num_threads, max_context=max_context, device=target.device)
+        shared = target.lm_head_of
+        return open_mtp_head(one, num_threads=num_threads, max_context=max_context, device=target.device, lm_head_of=shared)
 
     named = target.head_options.variant_for(files.kind)
     if named is None:

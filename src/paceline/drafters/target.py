@@ -53,6 +53,11 @@ class LoadedTarget:
         """The user's options for heads."""
         return HeadOptions.of(self.speculation.drafter_options)
 
+    @property
+    def lm_head_of(self) -> Network | None:
+        """Whose vocabulary matrix heads without one may read where it lies; None = heads are quantised anew."""
+        return self.runtime if self.draft_quant is None else None
+
     def quantized(self, weights: Weights, files: Sequence[Path]) -> Weights:
         """The weights of a head, read from `files`, quantised as the settings say."""
         if self.draft_quant is None:

@@ -150,8 +150,12 @@ def open_head(
     max_context: int,
     backend: str = "auto",
     device: str = "cpu",
+    lm_head_of: Network | None = None,
 ) -> Network:
     """A network that guesses from a target's activations, computed in float32 from the weights as they are stored.
+
+    Where it shares its `lm_head` with a target whose quantised matrices lie ready for rows that are rounded to bytes, that matrix is
+    read there, and the head's own quantised matrices are multiplied with rounded rows too.
 
     Args:
         compose: what it computes.
@@ -160,6 +164,7 @@ def open_head(
         max_context: positions to prepare for.
         backend: "native", "torch" or "auto": native where there are kernels and the device is no GPU.
         device: of torch, "cpu" or "cuda".
+        lm_head_of: whose vocabulary matrix `lm_head.weight` is, or its first rows; None = the head's own.
 
     Raises:
         BackendUnavailableError: the backend is not one of these, or cannot run here.
@@ -169,7 +174,11 @@ def open_head(
     if backend == "native":
         from paceline.runtimes.native.network import NativeNetwork
 
-        return NativeNetwork(compose, config, weights, num_threads=num_threads, max_context=max_context)
+        shared = None
+        if isinstance(lm_head_of, NativeNetwork):
+            shared = lm_head_of.vocabulary_panels(weights.facts("lm_head.weight").shape[0])
+        panels = None if shared is None else {"lm_head": shared}
+        return NativeNetwork(compose, config, weights, num_threads=num_threads, max_context=max_context, panels=panels)
     if backend == "torch":
         from paceline.runtimes.torch.network import TorchNetwork
 

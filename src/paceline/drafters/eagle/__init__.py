@@ -46,7 +46,9 @@ def open_eagle_drafter(files: HeadFiles, target: LoadedTarget) -> PairDrafter:
     configs = admitted(files, sizes, target.head_options.variant_for(files.kind))
     opened = open_eagle(files, configs[0], sizes)
     opened = replace(opened, weights=target.quantized(opened.weights, files.files))
-    weights = EagleWeights(opened, sizes, _weights(target), num_threads=target.engine.num_threads, device=target.device)
+    weights = EagleWeights(
+        opened, sizes, _weights(target), num_threads=target.engine.num_threads, device=target.device, lm_head_of=target.lm_head_of
+    )
     check_embedded(files, opened.embedded_ids, min(target.tokenizer.vocab_size, vocab_size))
     config, notices = settle(files, configs, weights.open, target, min(vocab_size, opened.embedded_ids))
     head = weights.open(config, target.max_context)

@@ -7,6 +7,7 @@ from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.pairs.head import MaskedPair, PairHead
 from paceline.models.config import ModelConfig
 from paceline.models.weights import AnyTensor, Weights
+from paceline.runtimes.base import Network
 from paceline.runtimes.load import open_head
 
 
@@ -17,13 +18,22 @@ class EagleWeights:
         checkpoint: the head's own.
         target_weights: for matrices the head shares with the target.
         device: "cpu" or "cuda".
+        lm_head_of: see `open_head`; for heads without a vocabulary matrix.
     """
 
     def __init__(
-        self, checkpoint: EagleCheckpoint, target: ModelConfig, target_weights: Weights, *, num_threads: int, device: str = "cpu"
+        self,
+        checkpoint: EagleCheckpoint,
+        target: ModelConfig,
+        target_weights: Weights,
+        *,
+        num_threads: int,
+        device: str = "cpu",
+        lm_head_of: Network | None = None,
     ) -> None:
         self._tensors: dict[str, AnyTensor] = dict(checkpoint.weights)
         self._soft_cap = None
+        self._lm_head_of = None if "lm_head.weight" in self._tensors else lm_head_of
         if "lm_head.weight" not in self._tensors:
             self._tensors["lm_head.weight"] = target_weights["embedding.weight" if target.tied_embeddings else "lm_head.weight"]
             self._soft_cap = target.logit_soft_cap
@@ -43,6 +53,7 @@ class EagleWeights:
             num_threads=self._num_threads,
             max_context=max_context,
             device=self._device,
+            lm_head_of=self._lm_head_of,
         )
         mask_feature = self._checkpoint.mask_feature
         masked = None

@@ -38,6 +38,7 @@ class MedusaHeads:
         token_map: [rows] target id of each row; None = the row's own number.
         soft_cap: the target's logit soft cap, if its vocabulary matrix is used.
         notices: lines a user should see.
+        borrows_lm_head: whether that matrix is the target's.
     """
 
     num_heads: int
@@ -48,6 +49,7 @@ class MedusaHeads:
     token_map: NDArray[np.int64] | None = None
     soft_cap: float | None = None
     notices: tuple[str, ...] = ()
+    borrows_lm_head: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ def load_medusa(files: HeadFiles, target: ModelConfig, target_lm_head: AnyTensor
         token_map,
         None if brings_lm_heads else target.logit_soft_cap,
         _count_notice(files, names.num_heads),
+        not brings_lm_heads,
     )
 
 

@@ -242,5 +242,6 @@ def open_medusa(files: HeadFiles, target: LoadedTarget) -> MedusaDrafter:
     target_weights = open_weights(target.directory, config)
     heads = load_medusa(files, config, target_weights["embedding.weight" if config.tied_embeddings else "lm_head.weight"])
     heads = replace(heads, weights=target.quantized(heads.weights, files.files))
-    network = MedusaNetwork(heads, config, num_threads=target.engine.num_threads, device=target.device)
+    shared = target.lm_head_of if heads.borrows_lm_head else None
+    network = MedusaNetwork(heads, config, num_threads=target.engine.num_threads, device=target.device, lm_head_of=shared)
     return MedusaDrafter(network, vocab_size=target.vocab_size, tree=target.head_options.medusa_tree or GROWN_TREES[0])

@@ -35,15 +35,33 @@ class MedusaNetwork:
 
     Args:
         target: whose features the heads read.
-        backend, device: see `open_head`.
+        backend, device, lm_head_of: see `open_head`.
     """
 
-    def __init__(self, heads: MedusaHeads, target: ModelConfig, *, num_threads: int, backend: str = "auto", device: str = "cpu") -> None:
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        target: ModelConfig,
+        *,
+        num_threads: int,
+        backend: str = "auto",
+        device: str = "cpu",
+        lm_head_of: Network | None = None,
+    ) -> None:
         self.heads = heads
         self.hidden_size = target.hidden_size
         self._ranking: Ranking | None = None
         one_head = partial(self._compose, num_heads=1)
-        first = open_head(one_head, target, heads.weights, num_threads=num_threads, max_context=1, backend=backend, device=device)
+        first = open_head(
+            one_head,
+            target,
+            heads.weights,
+            num_threads=num_threads,
+            max_context=1,
+            backend=backend,
+            device=device,
+            lm_head_of=lm_head_of,
+        )
         self._networks: dict[int, Network] = {1: first}
         # One vocabulary matrix for all heads is read once, for the rows of all of them together.
         self._lm_head = first.beside(self._compose_lm_head) if heads.shares_lm_head else None

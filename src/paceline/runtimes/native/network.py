@@ -156,6 +156,11 @@ class NativeNetwork(Network):
         other._compose(compose)
         return other
 
+    def vocabulary_panels(self, count: int) -> Panels | None:
+        """The first `count` rows of the vocabulary matrix, where it lies in panels."""
+        panels = (self._panels or {}).get("embedding" if self.config.tied_embeddings else "lm_head")
+        return None if panels is None else panels.first(count)
+
     def reader(self, compose: Compose, config: ModelConfig, weights: Weights, *, max_context: int) -> "NativeNetwork":
         return NativeNetwork(compose, config, weights, num_threads=self._shared.num_threads, max_context=max_context, cache_of=self)
 

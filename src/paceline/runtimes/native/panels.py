@@ -1,7 +1,7 @@
 """Weights in groups laid out as kernels/panels.c reads them: 16 outputs side by side, one stream of scales and codes."""
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,10 @@ class Panels:
         address, row_bytes = self.data.ctypes.data, self.data.shape[1]
         table = None if self.table is None else self.table.ctypes.data
         return Matrix(self.kind, self.outputs, self.columns, self.group, self.zero_point, out, row_bytes, address, None, None, bias, table)
+
+    def first(self, count: int) -> "Panels":
+        """Its first `count` outputs, where they lie."""
+        return replace(self, data=self.data[: -(-count // OUTPUTS)], outputs=count)
 
     def rows(self, numbers: NDArray[np.int32]) -> NDArray[np.float32]:
         """The exact values of some rows, [len(numbers), columns], as `GroupedMatrix.values` computes them."""

@@ -134,7 +134,7 @@ INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, flo
         const floats bias = matrix->bias ? load_first(matrix->bias + from, outputs) : broadcast(0.0f);
         EACH_ROW if (row < real_rows) {
             const floats total = sum[n][row] + bias;
-            memcpy(y + (size_t)row * (size_t)matrix->outputs + from, &total, (size_t)outputs * sizeof(float));
+            store_part(y + (size_t)row * (size_t)matrix->outputs + from, total, outputs);
         }
     }
 }
