@@ -150,7 +150,7 @@ def test_a_stop_string_across_tokens_is_cut_off_unless_it_is_kept(llm: LLM) -> N
     at = whole.text.index(stop)
     for stops in (stop, [stop], ["nowhere", stop]):
         (cut,) = llm.generate("the cat sat", replace(GREEDY, stop=stops))
-        assert (cut.text, cut.finish_reason) == (whole.text[:at], "stop")
+        assert (cut.text, cut.finish_reason, cut.stop_text) == (whole.text[:at], "stop", stop)
         assert whole.token_ids[: len(cut.token_ids)] == cut.token_ids
         (kept,) = llm.generate("the cat sat", replace(GREEDY, stop=stops, include_stop=True))
         assert kept.text == whole.text[: at + len(stop)]
@@ -163,7 +163,7 @@ def test_a_stop_token_ends_the_output_and_is_text_only_if_kept(llm: LLM) -> None
     count = whole.token_ids.index(stop) + 1
     for include_stop in (False, True):
         (output,) = llm.generate("the cat sat", replace(GREEDY, stop_token_ids=[stop], include_stop=include_stop))
-        assert (output.token_ids, output.finish_reason) == (whole.token_ids[:count], "stop")
+        assert (output.token_ids, output.finish_reason, output.stop_text) == (whole.token_ids[:count], "stop", None)
         assert output.text == llm.tokenizer.decode(whole.token_ids[: count - 1 + include_stop])
 
 

@@ -195,6 +195,7 @@ class RequestMaker:
             origins=request.origins,
             logprobs=request.logprobs if request.params.logprobs is not None else None,
             prompt_logprobs=request.prompt_logprobs if request.params.prompt_logprobs is not None else None,
+            stop_text=None if request.text_stop is None else request.text_stop.found,
         )
 
     def _processor(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> LogitsProcessor:
