@@ -118,6 +118,7 @@ class StreamChunk:
         output: the finished request, in its last chunk only.
         sample_index: which of the prompt's samples this is about, from 0.
         logprobs: of the tokens, if asked for.
+        usage: token counts of the sample so far.
     """
 
     text: str
@@ -126,3 +127,4 @@ class StreamChunk:
     output: RequestOutput | None = None
     sample_index: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    usage: Usage = Usage(0, 0)

@@ -141,6 +141,9 @@ def test_a_stream_adds_up_to_what_generate_returns(llm: LLM, name: str, monkeypa
         assert [chunk.output is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
         last = chunks[-1].output
         assert (last.text, last.token_ids, last.finish_reason) == (whole.text, whole.token_ids, whole.finish_reason)
+        counts = [chunk.usage.completion_tokens for chunk in chunks]
+        assert counts == [sum(len(chunk.token_ids) for chunk in chunks[: end + 1]) for end in range(len(chunks))]
+        assert {chunk.usage.prompt_tokens for chunk in chunks} == {whole.usage.prompt_tokens}
 
 
 def test_a_stop_string_across_tokens_is_cut_off_unless_it_is_kept(llm: LLM) -> None:

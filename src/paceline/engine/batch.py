@@ -174,6 +174,7 @@ class RequestMaker:
             output,
             sample_index=request.sample_index,
             logprobs=request.logprobs[num_seen:],
+            usage=self._usage(request),
         )
 
     def output(self, request: Request, *, numerics: str, drafter: str) -> RequestOutput:
@@ -185,7 +186,7 @@ class RequestMaker:
             token_ids=ids,
             prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
             finish_reason=(request.finish_reason or FinishReason.LENGTH).value,
-            usage=Usage(request.num_prompt_tokens, len(ids), request.num_cached_tokens),
+            usage=self._usage(request),
             timing=Timing(first_token_s - (request.started_s or first_token_s), request.finished_s - first_token_s),
             seed=request.seed,
             sample_index=request.sample_index,
@@ -197,6 +198,9 @@ class RequestMaker:
             prompt_logprobs=request.prompt_logprobs if request.params.prompt_logprobs is not None else None,
             stop_text=None if request.text_stop is None else request.text_stop.found,
         )
+
+    def _usage(self, request: Request) -> Usage:
+        return Usage(request.num_prompt_tokens, len(request.token_ids) - request.num_prompt_tokens, request.num_cached_tokens)
 
     def _processor(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> LogitsProcessor:
         params.check_vocabulary(self.vocab_size)
