@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from paceline import __version__
 from paceline.engine.async_engine import AsyncEngine
+from paceline.server.dialogue.dialogue import Dialogue
 from paceline.server.door import Door
 from paceline.server.gate import Gate
 from paceline.server.generation import Generation
@@ -36,7 +37,8 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
     name = settings.served_name or served_name(engine.opened.config.model)
     gate = Gate(engine.opened.engine.scheduler.limits.max_num_seqs, settings.max_queue)
     metrics = Metrics(engine.opened, name)
-    service = Service(engine, settings, name, gate, metrics, Generation(engine, settings, gate, metrics))
+    generation = Generation(engine, settings, gate, metrics)
+    service = Service(engine, settings, name, gate, metrics, generation, Dialogue(generation))
     app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None)  # their pages load code from elsewhere
     app.state.service = service
     for routes in (chat_routes, completion_routes, model_routes, state_routes):

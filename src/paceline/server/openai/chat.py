@@ -1,6 +1,6 @@
 """`/v1/chat/completions`."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +9,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from paceline.outputs import RequestOutput, StreamChunk
+from paceline.outputs import RequestOutput
 from paceline.server.client_watch import unless_gone
-from paceline.server.generation import Job
+from paceline.server.dialogue.events import Answer, Event, Finished, Step, Text
+from paceline.server.dialogue.request import ChatRequest
 from paceline.server.http_errors import HttpError
 from paceline.server.openai.answers import (
     DONE,
@@ -41,20 +42,20 @@ def chat_routes(service: Service) -> APIRouter:
         fields.check_refused()
         limit = "max_completion_tokens" if fields.max_completion_tokens is not None else "max_tokens"
         with named({"prompt": "messages", "grammar": "response_format", "max_tokens": limit, "logprobs": "top_logprobs"}):
-            chat = _Chat(service, fields, texts, _job(fields, service))
+            chat = _Chat(service, fields, texts, _request(fields, service))
             return await stream_of(request, chat.events()) if fields.stream else JSONResponse(await unless_gone(request, chat.whole()))
 
     return router
 
 
-def _job(fields: ChatFields, service: Service) -> Job:
+def _request(fields: ChatFields, service: Service) -> ChatRequest:
     messages = conversation(fields, service.settings)
     if fields.top_logprobs is not None and not fields.logprobs:
         raise HttpError(400, "top_logprobs needs logprobs=true: send both, or none", parameter="top_logprobs", code="invalid_value")
     limit = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
     num_top = (fields.top_logprobs or 0) if fields.logprobs else None
-    return Job(
-        prompt_ids=lambda maker: [maker.chat_ids(messages)],
+    return ChatRequest(
+        messages=messages,
         params=sampling_params(fields, service.settings, max_tokens=limit, logprobs=num_top),
         options=request_options(fields, predicted_text(fields.prediction)),
         takes_the_rest=limit is None,
@@ -68,36 +69,36 @@ class _Chat:
     service: Service
     fields: ChatFields
     texts: TokenTexts
-    job: Job
+    request: ChatRequest
 
     async def whole(self) -> dict[str, Any]:
         """The answer as one object."""
-        outputs = await self.service.generation.collect(self.job)
+        answers = await self.service.dialogue.collect(self.request)
+        outputs = [answer.output for answer in answers]
         return {
             **head(self.service, "chat.completion", "chatcmpl"),
-            "choices": [self._choice(output) for output in outputs],
+            "choices": [self._choice(answer) for answer in answers],
             "usage": usage_of(outputs),
             "speculation": speculation_of(outputs, shows_origins=self._shows_origins),
         }
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as events: for each sample its role, its text and its end; then the usage, if it is asked for."""
+        """The answer as events: for each sample its role, what it says and its end; then the usage, if it is asked for."""
         top = head(self.service, "chat.completion.chunk", "chatcmpl")
         wants_usage = self.fields.stream_options is not None and bool(self.fields.stream_options.include_usage)
         if wants_usage:
             top["usage"] = None
         begun: set[int] = set()
         outputs: list[RequestOutput] = []
-        async with aclosing(self.service.generation.stream(self.job)) as stream:
-            async for _, chunk in stream:
-                if chunk.sample_index not in begun:
-                    begun.add(chunk.sample_index)
-                    yield event({**top, "choices": [_delta(chunk, {"role": "assistant", "content": ""})]})
-                if chunk.text or (chunk.token_ids and (self._wants_logprobs or self._shows_origins)):
-                    yield event({**top, "choices": [self._piece(chunk)], **(chunk_origins(chunk) if self._shows_origins else {})})
-                if chunk.output is not None:
-                    outputs.append(chunk.output)
-                    yield event({**top, "choices": [_delta(chunk, {}, chunk.output.finish_reason)]})
+        async with aclosing(self.service.dialogue.stream(self.request)) as stream:
+            async for step in stream:
+                if step.sample not in begun:
+                    begun.add(step.sample)
+                    yield event({**top, "choices": [_delta(step.sample, {"role": "assistant", "content": ""})]})
+                for fields in self._pieces(step):
+                    yield event({**top, **fields})
+                if step.chunk.output is not None:
+                    outputs.append(step.chunk.output)
         if wants_usage:
             outputs.sort(key=lambda output: output.sample_index)
             end = {"usage": usage_of(outputs), "speculation": speculation_of(outputs, shows_origins=False)}
@@ -112,18 +113,32 @@ class _Chat:
     def _shows_origins(self) -> bool:
         return self.fields.speculation is not None and self.fields.speculation.origins
 
-    def _choice(self, output: RequestOutput) -> dict[str, Any]:
+    def _choice(self, answer: Answer) -> dict[str, Any]:
         return {
-            "index": output.sample_index,
-            "message": {"role": "assistant", "content": output.text, "refusal": None},
-            "logprobs": self.texts.chat_content(output.logprobs or []) if self._wants_logprobs else None,
-            "finish_reason": output.finish_reason,
+            "index": answer.output.sample_index,
+            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "logprobs": self.texts.chat_content(answer.output.logprobs or []) if self._wants_logprobs else None,
+            "finish_reason": answer.finish_reason,
         }
 
-    def _piece(self, chunk: StreamChunk) -> dict[str, Any]:
-        piece = _delta(chunk, {"content": chunk.text})
-        return {**piece, "logprobs": self.texts.chat_content(chunk.logprobs)} if self._wants_logprobs else piece
+    def _pieces(self, step: Step) -> Iterator[dict[str, Any]]:
+        """The events of a step; the first one has what is said of its tokens, if anything is."""
+        pieces = [_piece(one) for one in step.events]
+        if step.chunk.token_ids and (self._wants_logprobs or self._shows_origins):
+            if not pieces or pieces[0]["finish_reason"] is not None:
+                pieces.insert(0, _delta(step.sample, {"content": ""}))
+            if self._wants_logprobs:
+                pieces[0]["logprobs"] = self.texts.chat_content(step.chunk.logprobs)
+        for index, piece in enumerate(pieces):
+            yield {"choices": [piece], **(chunk_origins(step.chunk) if index == 0 and self._shows_origins else {})}
 
 
-def _delta(chunk: StreamChunk, delta: dict[str, str], finish_reason: str | None = None) -> dict[str, Any]:
-    return {"index": chunk.sample_index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+def _piece(one: Event) -> dict[str, Any]:
+    if isinstance(one, Finished):
+        return _delta(one.sample, {}, one.finish_reason)
+    assert isinstance(one, Text)
+    return _delta(one.sample, {"content": one.text})
+
+
+def _delta(sample: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+    return {"index": sample, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
