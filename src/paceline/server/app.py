@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from paceline import __version__
 from paceline.engine.async_engine import AsyncEngine
+from paceline.server.dialects import dialect_of
 from paceline.server.dialogue.dialogue import Dialogue
 from paceline.server.door import Door
 from paceline.server.gate import Gate
@@ -54,5 +55,5 @@ def served_name(model: str) -> str:
     return Path(os.path.abspath(model)).name if Path(model).exists() else model
 
 
-async def _answer(_: Request, error: Exception) -> Response:
-    return http_error_of(error).response()
+async def _answer(request: Request, error: Exception) -> Response:
+    return dialect_of(request.url.path).response(http_error_of(error))

@@ -15,6 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.server.client_watch import within
+from paceline.server.dialects import dialect_of
 from paceline.server.http_errors import ClientGoneError, HttpError, http_error_of
 from paceline.server.settings import LOOPBACK_NAMES, ServerSettings
 
@@ -90,7 +91,7 @@ class _Visit:
         except Exception as error:
             refusal = http_error_of(error)
             if self._status is None:
-                await refusal.response()(self._scope, receive, self._send_on)
+                await dialect_of(self._scope["path"]).response(refusal)(self._scope, receive, self._send_on)
         finally:
             self._log()
 

@@ -1,4 +1,4 @@
-"""What is wrong with a request, in the shape of OpenAI's errors."""
+"""What is wrong with a request, whatever dialect it came in."""
 
 import logging
 import traceback
@@ -7,7 +7,6 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
 
 from paceline.errors import CapacityError, ConfigError, PacelineError, RequestError, printable
 
@@ -44,12 +43,11 @@ class HttpError(Exception):
         self.message = printable(message)
         self.headers = dict(headers or {})
 
-    def as_dict(self) -> dict[str, Any]:
-        """OpenAI's JSON object."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.parameter, "code": self.code}}
-
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.as_dict(), self.status, self.headers)
+    @property
+    def text(self) -> str:
+        """The message, in which the wrong field is named, for dialects that have no other place for it."""
+        name = self.parameter
+        return self.message if name is None or name in self.message else f"{name}: {self.message}"
 
 
 class ClientGoneError(Exception):

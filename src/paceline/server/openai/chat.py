@@ -7,27 +7,20 @@ from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from paceline.outputs import RequestOutput
-from paceline.server.client_watch import unless_gone
+from paceline.server.answering import answered, chunk_origins, named, speculation_of
 from paceline.server.dialogue.events import Answer, Event, Finished, Step, Text
 from paceline.server.dialogue.request import ChatRequest
+from paceline.server.framing import data_event
 from paceline.server.http_errors import HttpError
-from paceline.server.openai.answers import (
-    DONE,
-    TokenTexts,
-    chunk_origins,
-    event,
-    head,
-    named,
-    speculation_of,
-    stream_of,
-    usage_of,
-)
+from paceline.server.openai.answers import DONE, head, usage_of
 from paceline.server.openai.messages import ChatFields, conversation, predicted_text
-from paceline.server.openai.parameters import request_options, sampling_params
+from paceline.server.openai.response_format import response_grammar
+from paceline.server.parameters import request_options, sampling_params
 from paceline.server.service import Service
+from paceline.server.token_texts import TokenTexts
 
 
 def chat_routes(service: Service) -> APIRouter:
@@ -43,7 +36,7 @@ def chat_routes(service: Service) -> APIRouter:
         limit = "max_completion_tokens" if fields.max_completion_tokens is not None else "max_tokens"
         with named({"prompt": "messages", "grammar": "response_format", "max_tokens": limit, "logprobs": "top_logprobs"}):
             chat = _Chat(service, fields, texts, _request(fields, service))
-            return await stream_of(request, chat.events()) if fields.stream else JSONResponse(await unless_gone(request, chat.whole()))
+            return await answered(request, chat, is_streamed=fields.stream)
 
     return router
 
@@ -56,7 +49,15 @@ def _request(fields: ChatFields, service: Service) -> ChatRequest:
     num_top = (fields.top_logprobs or 0) if fields.logprobs else None
     return ChatRequest(
         messages=messages,
-        params=sampling_params(fields, service.settings, max_tokens=limit, logprobs=num_top),
+        params=sampling_params(
+            fields,
+            service.settings,
+            max_tokens=limit,
+            n=fields.n,
+            stop=fields.stop,
+            grammar=response_grammar(fields.response_format, service.settings),
+            logprobs=num_top,
+        ),
         options=request_options(fields, predicted_text(fields.prediction)),
         takes_the_rest=limit is None,
     )
@@ -79,7 +80,7 @@ class _Chat:
             **head(self.service, "chat.completion", "chatcmpl"),
             "choices": [self._choice(answer) for answer in answers],
             "usage": usage_of(outputs),
-            "speculation": speculation_of(outputs, shows_origins=self._shows_origins),
+            "speculation": speculation_of(outputs, shows_origins=self.fields.shows_origins),
         }
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -94,24 +95,20 @@ class _Chat:
             async for step in stream:
                 if step.sample not in begun:
                     begun.add(step.sample)
-                    yield event({**top, "choices": [_delta(step.sample, {"role": "assistant", "content": ""})]})
+                    yield data_event({**top, "choices": [_delta(step.sample, {"role": "assistant", "content": ""})]})
                 for fields in self._pieces(step):
-                    yield event({**top, **fields})
+                    yield data_event({**top, **fields})
                 if step.chunk.output is not None:
                     outputs.append(step.chunk.output)
         if wants_usage:
             outputs.sort(key=lambda output: output.sample_index)
             end = {"usage": usage_of(outputs), "speculation": speculation_of(outputs, shows_origins=False)}
-            yield event({**top, "choices": [], **end})
+            yield data_event({**top, "choices": [], **end})
         yield DONE
 
     @property
     def _wants_logprobs(self) -> bool:
         return bool(self.fields.logprobs)
-
-    @property
-    def _shows_origins(self) -> bool:
-        return self.fields.speculation is not None and self.fields.speculation.origins
 
     def _choice(self, answer: Answer) -> dict[str, Any]:
         return {
@@ -124,13 +121,13 @@ class _Chat:
     def _pieces(self, step: Step) -> Iterator[dict[str, Any]]:
         """The events of a step; the first one has what is said of its tokens, if anything is."""
         pieces = [_piece(one) for one in step.events]
-        if step.chunk.token_ids and (self._wants_logprobs or self._shows_origins):
+        if step.chunk.token_ids and (self._wants_logprobs or self.fields.shows_origins):
             if not pieces or pieces[0]["finish_reason"] is not None:
                 pieces.insert(0, _delta(step.sample, {"content": ""}))
             if self._wants_logprobs:
                 pieces[0]["logprobs"] = self.texts.chat_content(step.chunk.logprobs)
         for index, piece in enumerate(pieces):
-            yield {"choices": [piece], **(chunk_origins(step.chunk) if index == 0 and self._shows_origins else {})}
+            yield {"choices": [piece], **(chunk_origins(step.chunk) if index == 0 and self.fields.shows_origins else {})}
 
 
 def _piece(one: Event) -> dict[str, Any]:

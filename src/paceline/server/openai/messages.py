@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NoReturn
 
+from paceline.server.fields import Fields
 from paceline.server.http_errors import HttpError
-from paceline.server.openai.fields import Fields, TextFields
+from paceline.server.openai.fields import TextFields
 from paceline.server.settings import ServerSettings
 
 _LATER = "this server calls no tools yet"
