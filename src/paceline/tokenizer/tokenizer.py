@@ -30,7 +30,7 @@ class Tokenizer:
         self._backend = TokenizerBackend(pretrained.backend_tokenizer)
         self.vocab_size = max(self._backend.vocabulary.values()) + 1
         self.special_token_ids = self._backend.special_token_ids
-        self._template: ChatTemplate | None = None
+        self._templates: dict[str, ChatTemplate] = {}
 
     @classmethod
     @memory_errors("the tokenizer")
@@ -109,24 +109,36 @@ class Tokenizer:
         """
         return self._backend.to_json()
 
+    def template_takes(self, name: str) -> bool:
+        """Whether the chat template has a use for a variable such as "tools" or "enable_thinking", as far as its text shows."""
+        template = self._chat_template(has_tools=name == "tools")
+        return template is not None and template.mentions(name)
+
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, max_context: int | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        max_context: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation as the model was trained to see it.
 
         Args:
+            tools, options: as for `ChatTemplate.render`. Where templates go by names, that of conversations with tools is `tool_use`.
             max_context: tokens a prompt may have; limits the text that the template may make (`chat_template.most_characters`).
 
         Raises:
             RequestError: the tokenizer has no chat template, or its template rejects the messages, fails, or exceeds its limits.
             BackendUnavailableError: no process can be started to render it.
         """
-        template = self._chat_template()
+        template = self._chat_template(has_tools=bool(tools))
         if template is None:
             raise RequestError("this model has no chat template, so it cannot take messages; send a plain prompt", parameter="messages")
         if not messages:
             raise RequestError("messages is empty; send at least one message", parameter="messages")
-        text = template.render(messages, add_generation_prompt=add_generation_prompt, max_context=max_context)
+        text = template.render(messages, tools=tools, options=options, add_generation_prompt=add_generation_prompt, max_context=max_context)
         return self.encode(text, add_special_tokens=False)
 
     def check_chat_template(self) -> None:
@@ -143,17 +155,28 @@ class Tokenizer:
         if template is not None:
             template.check()
 
-    def _chat_template(self) -> ChatTemplate | None:
-        source = self._template_source()
+    def template_source(self, *, has_tools: bool = False) -> str:
+        """The text of the chat template; empty where there is none.
+
+        Raises:
+            RequestError: it is no text.
+        """
+        source = self._template_source(has_tools=has_tools)
         if source and not isinstance(source, str):
             raise RequestError(f"the model's chat template is {shortened(source)}, not a text: send plain prompts", parameter="messages")
-        if source and self._template is None:
-            self._template = ChatTemplate(source, self._pretrained.special_tokens_map)
-        return self._template
+        return source or ""
 
-    def _template_source(self) -> Any:
+    def _chat_template(self, *, has_tools: bool = False) -> ChatTemplate | None:
+        source = self.template_source(has_tools=has_tools)
+        if source and source not in self._templates:
+            self._templates[source] = ChatTemplate(source, self._pretrained.special_tokens_map)
+        return self._templates.get(source)
+
+    def _template_source(self, *, has_tools: bool = False) -> Any:
         source = self._pretrained.chat_template
-        return source.get("default", "") if isinstance(source, Mapping) else source  # several by name
+        if not isinstance(source, Mapping):
+            return source
+        return (has_tools and source.get("tool_use")) or source.get("default", "")  # several by name
 
     def detokenizer(self) -> "IncrementalDetokenizer":
         """A fresh one for one stream of tokens."""
