@@ -25,11 +25,13 @@ class RequestControl:
         hints: what its sender offers to drafters.
         speculation: how it may be drafted for.
         salt: only requests with the same one share cached blocks.
+        shown_token_ids: special tokens that are part of the text.
     """
 
     hints: DraftHints = field(default_factory=DraftHints)
     speculation: RequestSpeculation = field(default_factory=RequestSpeculation)
     salt: bytes = b""
+    shown_token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +110,12 @@ class RequestMaker:
         speculation = RequestSpeculation.of(options.get("speculation"))
         salt_bytes = salt.encode() if isinstance(salt, str) else salt or b""
         predictions = self._predictions(options.get("prediction"), num_prompts, are_predictions_read=are_predictions_read)
+        shown_ids = as_ids(options.get("shown_token_ids", ()), "shown_token_ids")
         return [
-            RequestControl(hints=DraftHints(prediction, namespace), speculation=speculation, salt=salt_bytes) for prediction in predictions
+            RequestControl(
+                hints=DraftHints(prediction, namespace), speculation=speculation, salt=salt_bytes, shown_token_ids=tuple(shown_ids)
+            )
+            for prediction in predictions
         ]
 
     def make(
@@ -135,8 +141,8 @@ class RequestMaker:
         ends = set(params.stop_token_ids) if params.ignore_eos else {*params.stop_token_ids, *self.eos_token_ids}
         stop = tuple(params.stop or ())
         text_stop = None
-        if stop or is_streamed:
-            text_stop = TextStop(self.tokenizer.detokenizer(), stop, include_stop=params.include_stop)
+        if stop or is_streamed or control.shown_token_ids:
+            text_stop = TextStop(self.tokenizer.detokenizer(control.shown_token_ids), stop, include_stop=params.include_stop)
         return Request(
             token_ids=prompt,
             num_prompt_tokens=len(prompt),

@@ -1,7 +1,7 @@
 """Text to token ids and back, and text as it streams out of a model."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,9 +178,17 @@ class Tokenizer:
             return source
         return (has_tools and source.get("tool_use")) or source.get("default", "")  # several by name
 
-    def detokenizer(self) -> "IncrementalDetokenizer":
-        """A fresh one for one stream of tokens."""
-        return IncrementalDetokenizer(self)
+    def added_token_id(self, text: str) -> int | None:
+        """The id of the token that was added to the vocabulary to stand for exactly `text`; None where there is none."""
+        return self._backend.added_token_ids.get(text)
+
+    def detokenizer(self, shown_token_ids: Collection[int] = ()) -> "IncrementalDetokenizer":
+        """A fresh one for one stream of tokens.
+
+        Args:
+            shown_token_ids: special tokens that are part of the text.
+        """
+        return IncrementalDetokenizer(self, shown_token_ids)
 
 
 class _FromGguf:
@@ -197,18 +205,19 @@ class _FromGguf:
 
 
 class IncrementalDetokenizer:
-    """Text as tokens arrive: what was returned never changes, and all of it together is `Tokenizer.decode` of all ids.
+    """Text as tokens arrive: what was returned never changes, and all of it together is `Tokenizer.decode` of all ids but hidden ones.
+
+    Hidden are special tokens other than `shown_token_ids`.
 
     Only a window of the last tokens is decoded. It begins at a token boundary that is also a character boundary, one token
     before the text not yet returned, because a tokenizer may drop the space in front of the first token it is given.
     """
 
-    __slots__ = ("_decode", "_has_byte_pieces", "_num_returned", "_parts", "_read_from", "_special", "_tokenizer", "_window")
+    __slots__ = ("_has_byte_pieces", "_hidden", "_num_returned", "_parts", "_read_from", "_tokenizer", "_window")
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown_token_ids: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._decode = tokenizer.decode
-        self._special = tokenizer.special_token_ids
+        self._hidden = tokenizer.special_token_ids - frozenset(shown_token_ids)
         self._has_byte_pieces = tokenizer.has_byte_pieces
         self._window: list[int] = []
         self._read_from = 0  # index in the window of the first token whose text is not returned
@@ -218,6 +227,7 @@ class IncrementalDetokenizer:
     def copy(self) -> "IncrementalDetokenizer":
         """Another one that goes on from here, without the text returned so far."""
         other = IncrementalDetokenizer(self._tokenizer)
+        other._hidden = self._hidden
         other._window = list(self._window)
         other._read_from, other._num_returned = self._read_from, self._num_returned
         return other
@@ -230,7 +240,7 @@ class IncrementalDetokenizer:
     def push(self, token_id: int) -> str:
         """The text that became final with this token; empty while a character is incomplete."""
         piece = self._tokenizer.piece(token_id)
-        if token_id in self._special or not piece:
+        if token_id in self._hidden or not piece:
             return ""
         self._window.append(token_id)
         text = self._decode(self._window)
@@ -252,6 +262,9 @@ class IncrementalDetokenizer:
         self._read_from = self._num_returned = 0
         self._parts.append(new)
         return new
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)  # hidden ones never come here
 
     def _num_open(self, text: str) -> int:
         """Characters at the end that may still turn into another one: each byte that waits for more, or the last character."""
