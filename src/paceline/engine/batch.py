@@ -1,7 +1,8 @@
 """From what a user asked to a request, and from a finished request to what the user gets."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from paceline.engine.inputs import Messages, Prompt, RequestOptions, as_ids, text_or_ids, with_plain_texts
 from paceline.errors import RequestError
@@ -24,11 +25,13 @@ class RequestControl:
         hints: what its sender offers to drafters.
         speculation: how it may be drafted for.
         salt: only requests with the same one share cached blocks.
+        shown_token_ids: special tokens that are part of the text.
     """
 
     hints: DraftHints = field(default_factory=DraftHints)
     speculation: RequestSpeculation = field(default_factory=RequestSpeculation)
     salt: bytes = b""
+    shown_token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +78,19 @@ class RequestMaker:
             )
         return ids
 
-    def chat_ids(self, messages: Messages) -> list[int]:
+    def chat_ids(
+        self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] = (), options: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """The token ids of a conversation, as `prompt_ids`.
+
+        Args:
+            tools, options: as for `Tokenizer.apply_chat_template`.
 
         Raises:
             RequestError: as `prompt_ids`, or the model has no form for these messages.
         """
-        return self.prompt_ids(self.tokenizer.apply_chat_template(with_plain_texts(messages), max_context=self.max_context))
+        plain = with_plain_texts(messages)
+        return self.prompt_ids(self.tokenizer.apply_chat_template(plain, tools=tools, options=options, max_context=self.max_context))
 
     def controls(self, options: RequestOptions, num_prompts: int, *, are_predictions_read: bool) -> list[RequestControl]:
         """What goes with each of `num_prompts` prompts.
@@ -101,8 +110,12 @@ class RequestMaker:
         speculation = RequestSpeculation.of(options.get("speculation"))
         salt_bytes = salt.encode() if isinstance(salt, str) else salt or b""
         predictions = self._predictions(options.get("prediction"), num_prompts, are_predictions_read=are_predictions_read)
+        shown_ids = as_ids(options.get("shown_token_ids", ()), "shown_token_ids")
         return [
-            RequestControl(hints=DraftHints(prediction, namespace), speculation=speculation, salt=salt_bytes) for prediction in predictions
+            RequestControl(
+                hints=DraftHints(prediction, namespace), speculation=speculation, salt=salt_bytes, shown_token_ids=tuple(shown_ids)
+            )
+            for prediction in predictions
         ]
 
     def make(
@@ -128,8 +141,8 @@ class RequestMaker:
         ends = set(params.stop_token_ids) if params.ignore_eos else {*params.stop_token_ids, *self.eos_token_ids}
         stop = tuple(params.stop or ())
         text_stop = None
-        if stop or is_streamed:
-            text_stop = TextStop(self.tokenizer.detokenizer(), stop, include_stop=params.include_stop)
+        if stop or is_streamed or control.shown_token_ids:
+            text_stop = TextStop(self.tokenizer.detokenizer(control.shown_token_ids), stop, include_stop=params.include_stop)
         return Request(
             token_ids=prompt,
             num_prompt_tokens=len(prompt),
