@@ -1,11 +1,11 @@
 """Fields that the requests of every dialect share."""
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from paceline.server.http_errors import HttpError
+from paceline.server.http_errors import HttpError, invalid_field
 
 
 class Fields(BaseModel):
@@ -25,6 +25,24 @@ class Fields(BaseModel):
         for name, reason in self.refused.items():
             if getattr(self, name) not in (None, False, [], {}):
                 raise HttpError(400, f"{name} is not served: {reason}", parameter=name, code="unsupported_parameter")
+
+
+Read = TypeVar("Read", bound=Fields)
+
+
+def read_fields(kind: type[Read], place: str, given: object) -> Read:
+    """The fields of an object within a request, whose kind is known only once it is looked at.
+
+    Args:
+        place: of the object, such as "messages[0]".
+
+    Raises:
+        HttpError: one is wrong.
+    """
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise invalid_field(error.errors(include_url=False), place) from None
 
 
 class SpeculationFields(Fields):

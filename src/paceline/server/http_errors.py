@@ -59,7 +59,7 @@ def http_error_of(error: BaseException) -> HttpError:
     if isinstance(error, HttpError):
         return error
     if isinstance(error, RequestValidationError):
-        return _invalid_field(error.errors())
+        return invalid_field(error.errors())
     if isinstance(error, RequestError):
         return HttpError(400, str(error), parameter=error.parameter, code=error.code or "invalid_value")
     if isinstance(error, CapacityError):
@@ -68,6 +68,8 @@ def http_error_of(error: BaseException) -> HttpError:
         return HttpError(404, "there is nothing at this path: docs/server.md lists what there is", code="not_found")
     if isinstance(error, HTTPException):
         return HttpError(error.status_code, str(error.detail), headers=error.headers)
+    if isinstance(error, RecursionError):
+        return HttpError(400, "the body is nested too deeply: send it flatter", code="invalid_value")
     if isinstance(error, ConfigError):
         return HttpError(503, "the engine takes no requests any more", kind="service_unavailable_error", code="closed")
     log_fault(error)
@@ -82,13 +84,18 @@ def log_fault(error: BaseException) -> None:
     log.error("%s at %s", type(error).__name__, " > ".join(places[-6:]))
 
 
-def _invalid_field(errors: Sequence[Any]) -> HttpError:
-    """The first field that is wrong. The value is not repeated: it may be long, or secret."""
+def invalid_field(errors: Sequence[Any], within: str = "") -> HttpError:
+    """The first field that is wrong. The value is not repeated: it may be long, or secret.
+
+    Args:
+        errors: pydantic's.
+        within: the object of the request that they are about; empty = all of it.
+    """
     first = errors[0]
     kind, place = first["type"], [part for part in first["loc"] if part != "body"]
     if kind == "json_invalid":
         return HttpError(400, "the body is no JSON: send one JSON object", code="invalid_json")
-    name = _spelled([part for part in place if not _is_union_tag(part)])
+    name = _spelled(within, [part for part in place if not _is_union_tag(part)])
     if kind == "extra_forbidden":
         return HttpError(400, f"{name} is no parameter of this request: leave it out", parameter=name, code="unknown_parameter")
     if kind == "missing":
@@ -102,6 +109,6 @@ def _is_union_tag(part: object) -> bool:
     return isinstance(part, str) and (part in _UNION_TAGS or "[" in part or part[:1].isupper())
 
 
-def _spelled(place: Sequence[str | int]) -> str | None:
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
-    return printable(text)[:_MAX_PARAMETER] or None
+def _spelled(within: str, place: Sequence[str | int]) -> str | None:
+    text = within + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    return printable(text.removeprefix("."))[:_MAX_PARAMETER] or None

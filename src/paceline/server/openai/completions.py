@@ -14,9 +14,9 @@ from paceline.server.answering import answered, chunk_origins, named, speculatio
 from paceline.server.framing import data_event
 from paceline.server.generation import Job
 from paceline.server.http_errors import HttpError
+from paceline.server.limits import check_length
 from paceline.server.openai.answers import DONE, head, usage_of
 from paceline.server.openai.fields import TextFields
-from paceline.server.openai.messages import check_length
 from paceline.server.openai.response_format import response_grammar
 from paceline.server.parameters import request_options, sampling_params
 from paceline.server.service import Service

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal, NoReturn
 
 from paceline.server.fields import Fields
 from paceline.server.http_errors import HttpError
+from paceline.server.limits import check_count, check_length
 from paceline.server.openai.fields import TextFields
 from paceline.server.settings import ServerSettings
 
@@ -84,23 +85,10 @@ def conversation(fields: ChatFields, settings: ServerSettings) -> list[dict[str,
     Raises:
         HttpError: there are too many, they are too long, or a part of one is not served.
     """
-    if len(fields.messages) > settings.max_messages:
-        text = f"messages has {len(fields.messages)} items, and may have {settings.max_messages}: send fewer"
-        raise HttpError(400, text, parameter="messages", code="invalid_value")
+    check_count("messages", len(fields.messages), settings.max_messages)
     turns = [_turn(index, message) for index, message in enumerate(fields.messages)]
     check_length("messages", sum(_num_chars(turn["content"]) for turn in turns), settings)
     return turns
-
-
-def check_length(name: str, num_chars: int, settings: ServerSettings) -> None:
-    """That a prompt is not too long to be looked at.
-
-    Raises:
-        HttpError: it is.
-    """
-    if num_chars > settings.max_prompt_chars:
-        text = f"{name} has {num_chars} characters, and may have {settings.max_prompt_chars}: shorten it"
-        raise HttpError(400, text, parameter=name, code="context_length_exceeded")
 
 
 def predicted_text(prediction: Prediction | None) -> str | None:

@@ -11,7 +11,8 @@ from paceline.engine.inputs import with_plain_texts
 from paceline.errors import RequestError
 from paceline.server.fields import Fields
 from paceline.server.http_errors import HttpError
-from paceline.server.openai.messages import ChatFields, Message, check_length, conversation
+from paceline.server.limits import check_length
+from paceline.server.openai.messages import ChatFields, Message, conversation
 from paceline.server.service import Service
 
 
