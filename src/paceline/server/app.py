@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from paceline import __version__
 from paceline.engine.async_engine import AsyncEngine
+from paceline.server.anthropic.routes import message_routes
 from paceline.server.dialects import dialect_of
 from paceline.server.dialogue.dialogue import Dialogue
 from paceline.server.door import Door
@@ -42,7 +43,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
     service = Service(engine, settings, name, gate, metrics, generation, Dialogue(generation))
     app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None)  # their pages load code from elsewhere
     app.state.service = service
-    for routes in (chat_routes, completion_routes, model_routes, state_routes):
+    for routes in (chat_routes, completion_routes, model_routes, message_routes, state_routes):
         app.include_router(routes(service))
     for kind in (RequestValidationError, HTTPException, HttpError):
         app.add_exception_handler(kind, _answer)

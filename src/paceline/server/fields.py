@@ -16,14 +16,18 @@ class Fields(BaseModel):
     refused: ClassVar[Mapping[str, str]] = {}
     """Fields of the dialect that are not served, with the reason; "nothing" (null, false, an empty list) is let through."""
 
-    def check_refused(self) -> None:
+    def check_refused(self, within: str = "") -> None:
         """That nothing is asked for that is not served.
+
+        Args:
+            within: the place of this object in the request; empty = it is the request.
 
         Raises:
             HttpError: 400, by name.
         """
-        for name, reason in self.refused.items():
-            if getattr(self, name) not in (None, False, [], {}):
+        for field, reason in self.refused.items():
+            if getattr(self, field) not in (None, False, [], {}):
+                name = f"{within}.{field}".removeprefix(".")
                 raise HttpError(400, f"{name} is not served: {reason}", parameter=name, code="unsupported_parameter")
 
 

@@ -70,7 +70,7 @@ def call_arguments(place: str, text: str) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict):
         raise HttpError(
-            400, f"{place} is no JSON object: send the arguments as the model wrote them", parameter=place, code="invalid_value"
+            400, f"{place} is no JSON object: send them as they were written", parameter=place, code="invalid_value"
         )
     return found
 

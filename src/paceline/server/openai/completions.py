@@ -37,8 +37,8 @@ class CompletionFields(TextFields):
     suffix: str | None = None
     prediction: str | None = None
 
-    def check_refused(self) -> None:
-        super().check_refused()
+    def check_refused(self, within: str = "") -> None:
+        super().check_refused(within)
         if self.best_of not in (None, self.n or 1):
             raise HttpError(400, "best_of is not served: ask for n samples and choose", parameter="best_of", code="unsupported_parameter")
         if self.stream and self.echo and self.logprobs is not None:

@@ -32,7 +32,7 @@ class TextFields(SamplingFields):
     response_format: ResponseFormat | None = None
     user: str | None = None
 
-    def check_refused(self) -> None:
-        super().check_refused()
+    def check_refused(self, within: str = "") -> None:
+        super().check_refused(within)
         if self.stream_options is not None and not self.stream:
             raise HttpError(400, "stream_options are for streams: send stream=true, or leave them out", parameter="stream_options")

@@ -71,8 +71,8 @@ class ChatFields(TextFields):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    def check_refused(self) -> None:
-        super().check_refused()
+    def check_refused(self, within: str = "") -> None:
+        super().check_refused(within)
         if self.tool_choice not in (None, "none", "auto"):
             raise HttpError(400, f"tool_choice is not served: {_LATER}", parameter="tool_choice", code="unsupported_parameter")
         if self.modalities not in (None, ["text"]):
