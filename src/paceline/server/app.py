@@ -21,6 +21,7 @@ from paceline.server.metrics import Metrics
 from paceline.server.openai.chat import chat_routes
 from paceline.server.openai.completions import completion_routes
 from paceline.server.openai.models import model_routes
+from paceline.server.responses.routes import response_routes
 from paceline.server.service import Service
 from paceline.server.settings import ServerSettings
 from paceline.server.state import state_routes
@@ -43,7 +44,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
     service = Service(engine, settings, name, gate, metrics, generation, Dialogue(generation))
     app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None)  # their pages load code from elsewhere
     app.state.service = service
-    for routes in (chat_routes, completion_routes, model_routes, message_routes, state_routes):
+    for routes in (chat_routes, completion_routes, model_routes, response_routes, message_routes, state_routes):
         app.include_router(routes(service))
     for kind in (RequestValidationError, HTTPException, HttpError):
         app.add_exception_handler(kind, _answer)

@@ -69,9 +69,7 @@ def call_arguments(place: str, text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise HttpError(
-            400, f"{place} is no JSON object: send them as they were written", parameter=place, code="invalid_value"
-        )
+        raise HttpError(400, f"{place} is no JSON object: send them as they were written", parameter=place, code="invalid_value")
     return found
 
 
