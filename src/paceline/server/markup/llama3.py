@@ -1,0 +1,28 @@
+"""{"name": …, "parameters": {…}}, all of the answer or behind <|python_tag|>: Llama 3.1 to 3.3; several are separated by semicolons."""
+
+from paceline.server.markup.answer import Markers
+from paceline.server.markup.envelope import read_envelope
+from paceline.server.markup.source import SPACE, Reading, Source
+from paceline.server.markup.writer import Writer
+
+PYTHON_TAG = "<|python_tag|>"
+
+
+def read_calls(source: Source, writer: Writer) -> Reading[None]:
+    """One call or several; only tools that the model was told of are called, for an answer may be any JSON."""
+    yield from read_envelope(source, writer, only_known=True)
+    source.settle()
+    while writer.may_call:
+        yield from source.skip(SPACE + ";")
+        if (yield from source.peek()) != "{":
+            return
+        yield from read_envelope(source, writer, only_known=True)
+        source.settle()
+
+
+def read_bare_calls(source: Source, writer: Writer) -> Reading[None]:
+    source.at -= 1
+    yield from read_calls(source, writer)
+
+
+MARKERS = Markers(anywhere={PYTHON_TAG: read_calls}, first={"{": read_bare_calls})
