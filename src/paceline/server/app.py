@@ -18,6 +18,8 @@ from paceline.server.gate import Gate
 from paceline.server.generation import Generation
 from paceline.server.http_errors import HttpError, http_error_of
 from paceline.server.metrics import Metrics
+from paceline.server.ollama.models import ollama_model_routes
+from paceline.server.ollama.routes import ollama_routes
 from paceline.server.openai.chat import chat_routes
 from paceline.server.openai.completions import completion_routes
 from paceline.server.openai.models import model_routes
@@ -44,7 +46,16 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
     service = Service(engine, settings, name, gate, metrics, generation, Dialogue(generation))
     app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None)  # their pages load code from elsewhere
     app.state.service = service
-    for routes in (chat_routes, completion_routes, model_routes, response_routes, message_routes, state_routes):
+    for routes in (
+        chat_routes,
+        completion_routes,
+        model_routes,
+        response_routes,
+        message_routes,
+        ollama_routes,
+        ollama_model_routes,
+        state_routes,
+    ):
         app.include_router(routes(service))
     for kind in (RequestValidationError, HTTPException, HttpError):
         app.add_exception_handler(kind, _answer)

@@ -60,7 +60,8 @@ class ItemWriter:
             yield self._event("response.function_call_arguments.done", name=self._open["name"], arguments=text)
         else:
             is_message = kind == "message"
-            done, more = ("output_text", {"logprobs": []}) if is_message else ("reasoning_text", {})
+            done = "output_text" if is_message else "reasoning_text"
+            more: Fields = {"logprobs": []} if is_message else {}
             yield self._event(f"response.{done}.done", content_index=0, text=text, **more)
             yield self._event("response.content_part.done", content_index=0, part=_part(kind, text))
         item = {**self._open, "status": status, **_content(kind, text)}
