@@ -15,6 +15,7 @@ from paceline.server.door import Door
 from paceline.server.gate import Gate
 from paceline.server.generation import Generation
 from paceline.server.http_errors import HttpError, http_error_of
+from paceline.server.markup.formats import Formats
 from paceline.server.metrics import Metrics
 from paceline.server.openai.chat import chat_routes
 from paceline.server.openai.completions import completion_routes
@@ -32,13 +33,17 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
     Args:
         engine: stays the caller's, who closes it after the application has ended.
         settings: None = those of `ServerSettings()`.
+
+    Raises:
+        ConfigError: there is no format as the settings name.
     """
     settings = settings or ServerSettings()
     name = settings.served_name or served_name(engine.opened.config.model)
+    formats = Formats.of(engine.opened.maker.tokenizer, settings.tools_format, settings.think_format)
     gate = Gate(engine.opened.engine.scheduler.limits.max_num_seqs, settings.max_queue)
     metrics = Metrics(engine.opened, name)
     generation = Generation(engine, settings, gate, metrics)
-    service = Service(engine, settings, name, gate, metrics, generation, Dialogue(generation))
+    service = Service(engine, settings, name, gate, metrics, generation, Dialogue(generation, formats))
     app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None)  # their pages load code from elsewhere
     app.state.service = service
     for routes in (chat_routes, completion_routes, model_routes, state_routes):

@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 
-import numpy as np
 import pytest
 
 from harness.markup_cases import CASES, Case, events_of, said
