@@ -1,8 +1,7 @@
 """From what a user asked to a request, and from a finished request to what the user gets."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from paceline.engine.inputs import Messages, Prompt, RequestOptions, as_ids, text_or_ids, with_plain_texts
 from paceline.errors import RequestError
@@ -78,19 +77,13 @@ class RequestMaker:
             )
         return ids
 
-    def chat_ids(
-        self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] = (), options: Mapping[str, Any] | None = None
-    ) -> list[int]:
+    def chat_ids(self, messages: Messages) -> list[int]:
         """The token ids of a conversation, as `prompt_ids`.
-
-        Args:
-            tools, options: as for `Tokenizer.apply_chat_template`.
 
         Raises:
             RequestError: as `prompt_ids`, or the model has no form for these messages.
         """
-        plain = with_plain_texts(messages)
-        return self.prompt_ids(self.tokenizer.apply_chat_template(plain, tools=tools, options=options, max_context=self.max_context))
+        return self.prompt_ids(self.tokenizer.apply_chat_template(with_plain_texts(messages), max_context=self.max_context))
 
     def controls(self, options: RequestOptions, num_prompts: int, *, are_predictions_read: bool) -> list[RequestControl]:
         """What goes with each of `num_prompts` prompts.

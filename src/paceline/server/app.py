@@ -17,6 +17,7 @@ from paceline.server.door import Door
 from paceline.server.gate import Gate
 from paceline.server.generation import Generation
 from paceline.server.http_errors import HttpError, http_error_of
+from paceline.server.markup.formats import Formats
 from paceline.server.metrics import Metrics
 from paceline.server.ollama.models import ollama_model_routes
 from paceline.server.ollama.routes import ollama_routes
@@ -28,6 +29,8 @@ from paceline.server.service import Service
 from paceline.server.settings import ServerSettings
 from paceline.server.state import state_routes
 
+_ROUTES = (chat_routes, completion_routes, model_routes, response_routes, message_routes, ollama_routes, ollama_model_routes, state_routes)
+
 
 def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> FastAPI:
     """An ASGI application that answers with `engine`.
@@ -37,25 +40,20 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
     Args:
         engine: stays the caller's, who closes it after the application has ended.
         settings: None = those of `ServerSettings()`.
+
+    Raises:
+        ConfigError: there is no format as the settings name.
     """
     settings = settings or ServerSettings()
     name = settings.served_name or served_name(engine.opened.config.model)
+    formats = Formats.of(engine.opened.maker.tokenizer, settings.tools_format, settings.think_format)
     gate = Gate(engine.opened.engine.scheduler.limits.max_num_seqs, settings.max_queue)
     metrics = Metrics(engine.opened, name)
     generation = Generation(engine, settings, gate, metrics)
-    service = Service(engine, settings, name, gate, metrics, generation, Dialogue(generation))
+    service = Service(engine, settings, name, gate, metrics, generation, Dialogue(generation, formats))
     app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None)  # their pages load code from elsewhere
     app.state.service = service
-    for routes in (
-        chat_routes,
-        completion_routes,
-        model_routes,
-        response_routes,
-        message_routes,
-        ollama_routes,
-        ollama_model_routes,
-        state_routes,
-    ):
+    for routes in _ROUTES:
         app.include_router(routes(service))
     for kind in (RequestValidationError, HTTPException, HttpError):
         app.add_exception_handler(kind, _answer)

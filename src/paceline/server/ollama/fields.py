@@ -1,5 +1,6 @@
 """The fields of Ollama's requests, and what of them is refused."""
 
+import json
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -57,9 +58,8 @@ class Options(Fields):
     def check_refused(self, within: str = "") -> None:
         super().check_refused(within)
         for name, harmless in _OFF.items():
-            value = getattr(self, name)
-            if value is not None and value not in harmless:
-                text = f"{within}.{name} is served only as {harmless[0]}: leave it out"
+            if getattr(self, name) not in (None, harmless):
+                text = f"{within}.{name} is served only as {json.dumps(harmless)}: leave it out"
                 raise HttpError(400, text, parameter=f"{within}.{name}", code="unsupported_parameter")
 
 

@@ -66,10 +66,9 @@ def check_model(service: Service, name: str | None) -> None:
 
 
 def _described(service: Service) -> dict[str, Any]:
-    """A model of a list. The digest stands for its name and this server's version: weights are not read for it."""
+    """A model of a list. The digest stands for its name and this server's version, and no size is told: files are not read for it."""
     digest = hashlib.sha256(f"{service.model} {service.fingerprint}".encode()).hexdigest()
-    size = service.engine.opened.engine.runtime.weights.nbytes
-    return {"name": service.model, "model": service.model, "size": size, "digest": digest, "details": _details(service)}
+    return {"name": service.model, "model": service.model, "size": 0, "digest": digest, "details": _details(service)}
 
 
 def _details(service: Service) -> dict[str, Any]:

@@ -11,16 +11,19 @@ from starlette.responses import Response
 
 from paceline.outputs import RequestOutput
 from paceline.server.answering import answered, chunk_origins, named, speculation_of
-from paceline.server.dialogue.events import Answer, Event, Finished, Step, Text
+from paceline.server.dialogue.events import Answer, Event, Finished, Reasoning, Step, Text
 from paceline.server.dialogue.request import ChatRequest
 from paceline.server.framing import data_event
 from paceline.server.http_errors import HttpError
 from paceline.server.openai.answers import DONE, head, usage_of
 from paceline.server.openai.messages import ChatFields, conversation, predicted_text
 from paceline.server.openai.response_format import response_grammar
+from paceline.server.openai.tools import call_delta, call_fields, template_options, tool_use_of, tools_of
 from paceline.server.parameters import request_options, sampling_params
 from paceline.server.service import Service
 from paceline.server.token_texts import TokenTexts
+
+_NAMES = {"prompt": "messages", "grammar": "response_format", "logprobs": "top_logprobs", "template_options": "chat_template_kwargs"}
 
 
 def chat_routes(service: Service) -> APIRouter:
@@ -34,7 +37,7 @@ def chat_routes(service: Service) -> APIRouter:
         service.check_model(fields.model)
         fields.check_refused()
         limit = "max_completion_tokens" if fields.max_completion_tokens is not None else "max_tokens"
-        with named({"prompt": "messages", "grammar": "response_format", "max_tokens": limit, "logprobs": "top_logprobs"}):
+        with named({**_NAMES, "max_tokens": limit}):
             chat = _Chat(service, fields, texts, _request(fields, service))
             return await answered(request, chat, is_streamed=fields.stream)
 
@@ -47,8 +50,15 @@ def _request(fields: ChatFields, service: Service) -> ChatRequest:
         raise HttpError(400, "top_logprobs needs logprobs=true: send both, or none", parameter="top_logprobs", code="invalid_value")
     limit = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
     num_top = (fields.top_logprobs or 0) if fields.logprobs else None
+    tool_use, tool_name = tool_use_of(fields.tool_choice)
+    tokenizer = service.engine.opened.maker.tokenizer
     return ChatRequest(
         messages=messages,
+        tools=tools_of(fields.tools, service.settings),
+        tool_use=tool_use,
+        tool_name=tool_name,
+        parallel_tool_calls=fields.parallel_tool_calls is not False,
+        template_options=template_options(fields.reasoning_effort, fields.chat_template_kwargs, tokenizer),
         params=sampling_params(
             fields,
             service.settings,
@@ -113,7 +123,7 @@ class _Chat:
     def _choice(self, answer: Answer) -> dict[str, Any]:
         return {
             "index": answer.output.sample_index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "message": _message(answer),
             "logprobs": self.texts.chat_content(answer.output.logprobs or []) if self._wants_logprobs else None,
             "finish_reason": answer.finish_reason,
         }
@@ -130,11 +140,23 @@ class _Chat:
             yield {"choices": [piece], **(chunk_origins(step.chunk) if index == 0 and self.fields.shows_origins else {})}
 
 
+def _message(answer: Answer) -> dict[str, Any]:
+    """The whole message; thoughts and calls are there only if the model wrote some."""
+    calls = [call_fields(call) for call in answer.tool_calls]
+    message = {"role": "assistant", "content": answer.text if answer.text or not calls else None, "refusal": None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    return {**message, "tool_calls": calls} if calls else message
+
+
 def _piece(one: Event) -> dict[str, Any]:
     if isinstance(one, Finished):
         return _delta(one.sample, {}, one.finish_reason)
-    assert isinstance(one, Text)
-    return _delta(one.sample, {"content": one.text})
+    if isinstance(one, Text):
+        return _delta(one.sample, {"content": one.text})
+    if isinstance(one, Reasoning):
+        return _delta(one.sample, {"reasoning_content": one.text})
+    return _delta(one.sample, {"tool_calls": [call_delta(one)]})
 
 
 def _delta(sample: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
