@@ -53,6 +53,9 @@ async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
 def named(names: Mapping[str, str]) -> Iterator[None]:
     """Errors about our parameters in this block are about the dialect's fields.
 
+    Args:
+        names: of the fields, by the parameters'; "messages[" stands for all that is within a message.
+
     Raises:
         HttpError: one was raised.
     """
@@ -65,6 +68,8 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
             found.parameter = names[ours]
             if found.message.startswith((f"{ours}:", f"{ours} ")):
                 found.message = names[ours] + found.message.removeprefix(ours)
+        elif "messages[" in names and ours.startswith("messages["):
+            found.parameter = names["messages["]
         raise found from (None if found is error else error)
 
 

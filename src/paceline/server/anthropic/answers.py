@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,7 @@ from paceline.outputs import RequestOutput, Usage
 from paceline.server.answering import speculation_of
 from paceline.server.dialogue.events import Event, Finished, Reasoning, Text, ToolCall, ToolCallArguments, ToolCallStart
 from paceline.server.dialogue.request import ChatRequest
-from paceline.server.dialogue.turns import call_arguments
 from paceline.server.framing import named_event
-from paceline.server.http_errors import HttpError
 from paceline.server.service import Service
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -132,10 +130,8 @@ def _block(part: Text | Reasoning | ToolCall) -> dict[str, Any]:
         return {"type": "text", "text": part.text}
     if isinstance(part, Reasoning):
         return {"type": "thinking", "thinking": part.text, "signature": ""}
-    arguments: dict[str, Any] = {}
-    with suppress(HttpError):  # an answer that broke off within a call: its stop reason says so
-        arguments = call_arguments("input", part.arguments)
-    return {"type": "tool_use", "id": part.id, "name": part.name, "input": arguments}
+    found = part.parsed()  # None where the answer broke off within the call, which its stop reason says
+    return {"type": "tool_use", "id": part.id, "name": part.name, "input": found or {}}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

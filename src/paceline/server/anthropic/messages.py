@@ -6,6 +6,7 @@ from typing import Any, Literal
 from paceline.server.anthropic.fields import ConversationFields, Tool
 from paceline.server.dialogue.request import Tool as OfferedTool
 from paceline.server.dialogue.request import ToolUse
+from paceline.server.dialogue.tools import checked_tools
 from paceline.server.dialogue.turns import Turns
 from paceline.server.fields import Fields, read_fields
 from paceline.server.http_errors import HttpError
@@ -82,13 +83,14 @@ def conversation(fields: ConversationFields, settings: ServerSettings) -> list[d
     return messages
 
 
-def offered_tools(fields: ConversationFields) -> tuple[OfferedTool, ...]:
+def offered_tools(fields: ConversationFields, settings: ServerSettings) -> tuple[OfferedTool, ...]:
     """The tools that the model may call.
 
     Raises:
         HttpError: one is wrong, or not served.
     """
-    return tuple(_tool(f"tools[{index}]", given) for index, given in enumerate(fields.tools or []))
+    places = [f"tools[{index}]" for index in range(len(fields.tools or []))]
+    return checked_tools([(place, _tool(place, given)) for place, given in zip(places, fields.tools or [], strict=True)], settings)
 
 
 def tool_use(fields: ConversationFields) -> dict[str, Any]:

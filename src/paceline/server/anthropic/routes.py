@@ -7,17 +7,24 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from paceline.engine.inputs import with_plain_texts
 from paceline.sampling.grammar import Grammar
+from paceline.sampling.params import SamplingParams
 from paceline.server.answering import answered, named
 from paceline.server.anthropic.answers import MessageAnswer
 from paceline.server.anthropic.fields import ConversationFields, MessagesFields
 from paceline.server.anthropic.messages import conversation, offered_tools, tool_use
+from paceline.server.dialogue.conversation import conversation_ids
 from paceline.server.dialogue.request import ChatRequest
 from paceline.server.parameters import request_options, sampling_params, schema_grammar
 from paceline.server.service import Service
 
-_NAMES = {"prompt": "messages", "stop": "stop_sequences", "grammar": "output_config.format"}
+_NAMES = {
+    "prompt": "messages",
+    "messages[": "messages",
+    "stop": "stop_sequences",
+    "grammar": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
 
 
 def message_routes(service: Service) -> APIRouter:
@@ -30,7 +37,7 @@ def message_routes(service: Service) -> APIRouter:
         service.check_model(fields.model)
         fields.check_refused()
         with named(_NAMES):
-            answer = MessageAnswer(service, _chat_request(fields, service), fields.shows_origins)
+            answer = MessageAnswer(service, _chat_request(fields, service, _params(fields, service)), fields.shows_origins)
             return await answered(request, answer, is_streamed=fields.stream)
 
     @router.post("/v1/messages/count_tokens")
@@ -44,15 +51,18 @@ def message_routes(service: Service) -> APIRouter:
     return router
 
 
-def _chat_request(fields: MessagesFields, service: Service) -> ChatRequest:
+def _params(fields: MessagesFields, service: Service) -> SamplingParams:
+    grammar = _grammar(fields, service)
+    return sampling_params(fields, service.settings, max_tokens=fields.max_tokens, stop=fields.stop_sequences, grammar=grammar)
+
+
+def _chat_request(fields: ConversationFields, service: Service, params: SamplingParams) -> ChatRequest:
     return ChatRequest(
         messages=conversation(fields, service.settings),
-        tools=offered_tools(fields),
+        tools=offered_tools(fields, service.settings),
         **tool_use(fields),
-        template_options=_template_options(fields),
-        params=sampling_params(
-            fields, service.settings, max_tokens=fields.max_tokens, stop=fields.stop_sequences, grammar=_grammar(fields, service)
-        ),
+        template_options=_template_options(fields, service),
+        params=params,
         options=request_options(fields),
     )
 
@@ -62,19 +72,17 @@ def _grammar(fields: MessagesFields, service: Service) -> Grammar | None:
     return None if wanted is None else schema_grammar("output_config.format", wanted.json_schema, service.settings)
 
 
-def _template_options(fields: ConversationFields) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    if fields.thinking is not None and fields.thinking.type != "adaptive":
-        options["enable_thinking"] = fields.thinking.type == "enabled"
-    if fields.output_config is not None and fields.output_config.effort is not None:
-        options["reasoning_effort"] = fields.output_config.effort
-    return options
+def _template_options(fields: ConversationFields, service: Service) -> dict[str, Any]:
+    """How to think; "adaptive" and the effort "high" are what Anthropic's models do untold."""
+    thinks = None if fields.thinking is None or fields.thinking.type == "adaptive" else fields.thinking.type == "enabled"
+    effort = None if fields.output_config is None else fields.output_config.effort
+    if effort == "high":
+        effort = None
+    return service.dialogue.thinking_options(thinks=thinks, effort=effort if thinks is not False else None)
 
 
 def _count(fields: ConversationFields, service: Service) -> int:
     """Also of a conversation that is too long to be answered."""
-    maker = service.engine.opened.maker
-    messages = with_plain_texts(conversation(fields, service.settings))
-    tools = [tool.as_template() for tool in offered_tools(fields)]
-    options = _template_options(fields)
-    return len(maker.tokenizer.apply_chat_template(messages, tools=tools, options=options, max_context=maker.max_context))
+    request = _chat_request(fields, service, SamplingParams())
+    service.dialogue.check(request)
+    return len(conversation_ids(request, service.engine.opened.maker))

@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 from paceline.engine.batch import RequestMaker
 from paceline.engine.inputs import RequestOptions
@@ -11,6 +12,7 @@ from paceline.outputs import RequestOutput
 from paceline.server.dialogue.conversation import check_template, check_tools, conversation_ids
 from paceline.server.dialogue.events import TOOL_CALLS, Answer, Event, Finished, Step
 from paceline.server.dialogue.request import ChatRequest
+from paceline.server.dialogue.thinking import thinking_options
 from paceline.server.generation import Generation, Job
 from paceline.server.markup.formats import NONE, Formats
 from paceline.server.markup.source import Waiting
@@ -43,6 +45,10 @@ class Dialogue:
             raise RequestError(
                 "tools cannot be called: how this model writes calls is not known; name its format with --tools-format", parameter="tools"
             )
+
+    def thinking_options(self, *, thinks: bool | None = None, effort: str | None = None) -> dict[str, Any]:
+        """What the chat template is told of thinking, as `thinking.thinking_options`."""
+        return thinking_options(self._tokenizer, thinks=thinks, effort=effort, always=self.formats.think != NONE)
 
     async def collect(self, request: ChatRequest) -> list[Answer]:
         """The whole answers, in order of their samples.

@@ -1,7 +1,9 @@
 """What an answer consists of, whatever dialect asked for it: events in the order they were written, and the whole made of them."""
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from paceline.outputs import RequestOutput, StreamChunk
 
@@ -91,6 +93,14 @@ class ToolCall:
     id: str
     name: str
     arguments: str = ""
+
+    def parsed(self) -> dict[str, Any] | None:
+        """The arguments as an object; None where they are none."""
+        try:
+            found = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            return None
+        return found if isinstance(found, dict) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """A conversation as chat templates know it, put together from what dialects send piece by piece."""
 
-import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,8 +22,8 @@ class Turns:
         turn = self._turn("assistant")
         turn["reasoning_content"] = turn.get("reasoning_content", "") + text
 
-    def call(self, call_id: str, name: str, arguments: dict[str, Any]) -> None:
-        """An answer calls a tool."""
+    def call(self, call_id: str, name: str, arguments: str | dict[str, Any]) -> None:
+        """An answer calls a tool; its arguments are an object or the text of one."""
         function = {"name": name, "arguments": arguments}
         self._turn("assistant").setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
         self._call_names[call_id] = name
@@ -56,21 +55,6 @@ class Turns:
         if self.last_role != role:
             self._turns.append({"role": role, "content": []})
         return self._turns[-1]
-
-
-def call_arguments(place: str, text: str) -> dict[str, Any]:
-    """The arguments of a call that came as a text.
-
-    Raises:
-        HttpError: they are no JSON object.
-    """
-    try:
-        found = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise HttpError(400, f"{place} is no JSON object: send them as they were written", parameter=place, code="invalid_value")
-    return found
 
 
 def _plain(content: list[dict[str, str]]) -> str | list[dict[str, str]]:

@@ -10,9 +10,7 @@ from paceline.outputs import RequestOutput
 from paceline.sampling.logprobs import TokenLogprobs
 from paceline.server.answering import speculation_of
 from paceline.server.dialogue.events import Answer, Event, Finished, Reasoning, Step, Text, ToolCall, ToolCallArguments, ToolCallStart
-from paceline.server.dialogue.turns import call_arguments
 from paceline.server.framing import line
-from paceline.server.http_errors import HttpError
 from paceline.server.ollama.fields import RequestFields
 from paceline.server.service import Service
 from paceline.server.token_texts import LEAST_LOGPROB, TokenTexts
@@ -137,10 +135,8 @@ def now() -> str:
 
 def _call(call: ToolCall) -> dict[str, Any] | None:
     """A call; None where the answer broke off within it, which `done_reason` says."""
-    try:
-        return {"id": call.id, "function": {"name": call.name, "arguments": call_arguments("arguments", call.arguments)}}
-    except HttpError:
-        return None
+    found = call.parsed()
+    return None if found is None else {"id": call.id, "function": {"name": call.name, "arguments": found}}
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from paceline.server.dialogue.request import Tool as OfferedTool
+from paceline.server.dialogue.tools import checked_tools
 from paceline.server.dialogue.turns import Turns
 from paceline.server.fields import Fields, read_fields
 from paceline.server.limits import check_count, check_length, num_chars
@@ -72,17 +73,19 @@ def conversation(fields: ChatFields, settings: ServerSettings) -> list[dict[str,
     return messages
 
 
-def offered_tools(fields: ChatFields) -> tuple[OfferedTool, ...]:
+def offered_tools(fields: ChatFields, settings: ServerSettings) -> tuple[OfferedTool, ...]:
     """The tools that the model may call.
 
     Raises:
         HttpError: one is wrong.
     """
-    found = []
-    for index, given in enumerate(fields.tools or []):
-        function = read_fields(Tool, f"tools[{index}]", given).function
-        found.append(OfferedTool(name=function.name, description=function.description, parameters=function.parameters))
-    return tuple(found)
+    places = [f"tools[{index}]" for index in range(len(fields.tools or []))]
+    return checked_tools([(place, _tool(place, given)) for place, given in zip(places, fields.tools or [], strict=True)], settings)
+
+
+def _tool(place: str, given: Mapping[str, Any]) -> OfferedTool:
+    function = read_fields(Tool, place, given).function
+    return OfferedTool(name=function.name, description=function.description, parameters=function.parameters)
 
 
 def _add(turns: Turns, pending: list[tuple[str, str]], place: str, given: Mapping[str, Any]) -> None:

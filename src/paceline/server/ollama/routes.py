@@ -34,6 +34,8 @@ _NAMES = {
     "max_tokens": "options.num_predict",
     "grammar": "format",
     "logprobs": "top_logprobs",
+    "thinking": "think",
+    "reasoning_effort": "think",
 }
 
 
@@ -49,7 +51,7 @@ def ollama_routes(service: Service) -> APIRouter:
         fields.check_refused()
         if not fields.messages:
             return _loaded(service, {"message": {"role": "assistant", "content": ""}})
-        with named({**_NAMES, "prompt": "messages"}):
+        with named({**_NAMES, "prompt": "messages", "messages[": "messages"}):
             talk = _Chat(service, _chat_request(fields, service))
             answer = OllamaAnswer(service, fields, texts, talk, is_chat=True)
             return await answered(request, answer, is_streamed=fields.stream is not False)
@@ -61,7 +63,7 @@ def ollama_routes(service: Service) -> APIRouter:
         fields.check_refused()
         if not fields.prompt:
             return _loaded(service, {"response": ""})
-        with named({**_NAMES, "messages": "prompt"}):
+        with named({**_NAMES, "messages": "prompt", "messages[": "prompt"}):
             answer = OllamaAnswer(service, fields, texts, _prompt_talk(fields, fields.prompt, service), is_chat=False)
             return await answered(request, answer, is_streamed=fields.stream is not False)
 
@@ -76,8 +78,8 @@ def _loaded(service: Service, fields: dict[str, Any]) -> Response:
 def _chat_request(fields: ChatFields, service: Service) -> ChatRequest:
     return ChatRequest(
         messages=conversation(fields, service.settings),
-        tools=offered_tools(fields),
-        template_options=_template_options(fields),
+        tools=offered_tools(fields, service.settings),
+        template_options=_template_options(fields, service),
         params=_params(fields, service),
         options=request_options(_sampling(fields)),
         takes_the_rest=_limit(fields) is None,
@@ -93,7 +95,7 @@ def _prompt_talk(fields: GenerateFields, prompt: str, service: Service) -> Talk:
     messages = [{"role": "system", "content": fields.system}] if fields.system else []
     request = ChatRequest(
         messages=[*messages, {"role": "user", "content": prompt}],
-        template_options=_template_options(fields),
+        template_options=_template_options(fields, service),
         params=params,
         options=options,
         takes_the_rest=takes_the_rest,
@@ -171,7 +173,7 @@ def _grammar(fields: RequestFields, service: Service) -> Grammar | None:
     return Grammar.json_object() if fields.format == "json" else schema_grammar("format", fields.format, service.settings)
 
 
-def _template_options(fields: RequestFields) -> dict[str, Any]:
-    if fields.think is None:
-        return {}
-    return {"enable_thinking": fields.think} if isinstance(fields.think, bool) else {"reasoning_effort": fields.think}
+def _template_options(fields: RequestFields, service: Service) -> dict[str, Any]:
+    if isinstance(fields.think, str):
+        return service.dialogue.thinking_options(effort=fields.think)
+    return service.dialogue.thinking_options(thinks=fields.think)

@@ -1,18 +1,16 @@
 """Tools in OpenAI's fields: what may be called, what was called, and how thoughts are asked for."""
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 from paceline.server.dialogue.events import ToolCall, ToolCallArguments, ToolCallStart
 from paceline.server.dialogue.request import Tool, ToolUse
+from paceline.server.dialogue.thinking import thinking_options
+from paceline.server.dialogue.tools import checked_tools
 from paceline.server.fields import Fields
 from paceline.server.http_errors import HttpError
 from paceline.server.settings import ServerSettings
 from paceline.tokenizer.tokenizer import Tokenizer
-
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 class FunctionFields(Fields):
@@ -58,19 +56,9 @@ def tools_of(given: Sequence[ToolFields] | None, settings: ServerSettings) -> tu
     Raises:
         HttpError: they are too many or too long, or a name is none.
     """
-    given = given or ()
-    if len(given) > settings.max_tools:
-        _wrong("tools", f"tools has {len(given)} functions, and may have {settings.max_tools}: send fewer")
-    for index, one in enumerate(given):
-        place = f"tools[{index}].function"
-        if not _NAME.fullmatch(one.function.name):
-            _wrong(f"{place}.name", f"{place}.name is no name: use 1 to 128 letters, digits, dots, underscores and hyphens")
-        num_chars = len(json.dumps(one.function.parameters)) + len(one.function.description or "")
-        if num_chars > settings.max_grammar_chars:
-            text = f"{place} has {num_chars} characters, and may have {settings.max_grammar_chars}: shorten its description and schema"
-            _wrong(place, text)
-    functions = [one.function for one in given]
-    return tuple(Tool(name=one.name, description=one.description, parameters=one.parameters, strict=bool(one.strict)) for one in functions)
+    functions = [one.function for one in given or ()]
+    tools = [Tool(name=one.name, description=one.description, parameters=one.parameters, strict=bool(one.strict)) for one in functions]
+    return checked_tools([(f"tools[{index}].function", tool) for index, tool in enumerate(tools)], settings)
 
 
 def tool_use_of(choice: str | Mapping[str, Any] | None) -> tuple[ToolUse, str | None]:
@@ -97,17 +85,9 @@ def template_options(effort: str | None, given: Mapping[str, Any] | None, tokeni
     """What the chat template is told: `chat_template_kwargs`, and how much to think in the template's own words.
 
     Raises:
-        HttpError: the template cannot be told.
+        RequestError: the template cannot be told.
     """
-    options = dict(given or {})
-    if effort is None:
-        return options
-    if tokenizer.template_takes("reasoning_effort"):
-        return {"reasoning_effort": effort, **options}
-    if tokenizer.template_takes("enable_thinking"):
-        return {"enable_thinking": effort != "none", **options}
-    text = "reasoning_effort is not served: this model's chat template cannot be told how to think; say it in a message"
-    raise HttpError(400, text, parameter="reasoning_effort", code="unsupported_parameter")
+    return {**thinking_options(tokenizer, effort=effort), **(given or {})}
 
 
 def call_fields(call: ToolCall) -> dict[str, Any]:

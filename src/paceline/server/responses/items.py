@@ -5,7 +5,8 @@ from typing import Any, Literal
 
 from paceline.server.dialogue.request import Tool as OfferedTool
 from paceline.server.dialogue.request import ToolUse
-from paceline.server.dialogue.turns import Turns, call_arguments
+from paceline.server.dialogue.tools import checked_tools
+from paceline.server.dialogue.turns import Turns
 from paceline.server.fields import Fields, read_fields
 from paceline.server.http_errors import HttpError
 from paceline.server.limits import check_count, check_length, num_chars
@@ -105,13 +106,14 @@ def conversation(fields: ResponsesFields, settings: ServerSettings) -> list[dict
     return messages
 
 
-def offered_tools(fields: ResponsesFields) -> tuple[OfferedTool, ...]:
+def offered_tools(fields: ResponsesFields, settings: ServerSettings) -> tuple[OfferedTool, ...]:
     """The tools that the model may call.
 
     Raises:
         HttpError: one is wrong, or not served.
     """
-    return tuple(_tool(f"tools[{index}]", given) for index, given in enumerate(fields.tools or []))
+    places = [f"tools[{index}]" for index in range(len(fields.tools or []))]
+    return checked_tools([(place, _tool(place, given)) for place, given in zip(places, fields.tools or [], strict=True)], settings)
 
 
 def tool_use(fields: ResponsesFields) -> dict[str, Any]:
@@ -152,7 +154,7 @@ def _add(turns: Turns, place: str, given: Mapping[str, Any]) -> None:
     if isinstance(item, Message):
         turns.say("system" if item.role == "developer" else item.role, _texts(f"{place}.content", item.content))
     elif isinstance(item, FunctionCall):
-        turns.call(item.call_id, item.name, call_arguments(f"{place}.arguments", item.arguments))
+        turns.call(item.call_id, item.name, item.arguments)
     elif isinstance(item, FunctionCallOutput):
         turns.result(f"{place}.call_id", item.call_id, _texts(f"{place}.output", item.output))
     else:

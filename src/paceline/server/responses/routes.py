@@ -1,7 +1,5 @@
 """`/v1/responses`."""
 
-from typing import Any
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,7 +13,14 @@ from paceline.server.responses.fields import ResponsesFields
 from paceline.server.responses.items import conversation, offered_tools, tool_use
 from paceline.server.service import Service
 
-_NAMES = {"prompt": "input", "messages": "input", "grammar": "text.format", "max_tokens": "max_output_tokens"}
+_NAMES = {
+    "prompt": "input",
+    "messages": "input",
+    "messages[": "input",
+    "grammar": "text.format",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+}
 
 
 def response_routes(service: Service) -> APIRouter:
@@ -37,9 +42,9 @@ def response_routes(service: Service) -> APIRouter:
 def _chat_request(fields: ResponsesFields, service: Service) -> ChatRequest:
     return ChatRequest(
         messages=conversation(fields, service.settings),
-        tools=offered_tools(fields),
+        tools=offered_tools(fields, service.settings),
         **tool_use(fields),
-        template_options=_template_options(fields),
+        template_options=service.dialogue.thinking_options(effort=None if fields.reasoning is None else fields.reasoning.effort),
         params=sampling_params(
             fields, service.settings, max_tokens=fields.max_output_tokens, stop=fields.stop, grammar=_grammar(fields, service)
         ),
@@ -53,8 +58,3 @@ def _grammar(fields: ResponsesFields, service: Service) -> Grammar | None:
     if wanted is None or wanted.type == "text":
         return None
     return Grammar.json_object() if wanted.type == "json_object" else schema_grammar("text.format", wanted.json_schema, service.settings)
-
-
-def _template_options(fields: ResponsesFields) -> dict[str, Any]:
-    effort = None if fields.reasoning is None else fields.reasoning.effort
-    return {} if effort is None else {"reasoning_effort": effort}
