@@ -109,7 +109,7 @@ class _Visit:
         if self._keys and self._scope["path"] not in WITHOUT_KEY and not self._keys.accept(headers):
             raise HttpError(
                 401,
-                "no known API key came with the request: send the header Authorization: Bearer KEY",
+                "no known API key came with the request: send the header Authorization: Bearer KEY, or x-api-key: KEY",
                 kind="authentication_error",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},

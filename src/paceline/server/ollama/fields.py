@@ -8,13 +8,7 @@ from paceline.server.fields import Fields, SpeculationFields
 from paceline.server.http_errors import HttpError
 
 _TEXT_ONLY = "this server reads and writes text only"
-_OFF: dict[str, tuple[object, ...]] = {
-    "mirostat": (0,),
-    "tfs_z": (1,),
-    "typical_p": (1,),
-    "repeat_last_n": (-1,),
-    "penalize_newline": (True,),
-}
+_OFF = {"mirostat": 0, "tfs_z": 1, "typical_p": 1, "repeat_last_n": -1, "penalize_newline": True}
 
 
 class Options(Fields):
