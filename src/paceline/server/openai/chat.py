@@ -30,7 +30,7 @@ from paceline.server.openai.parameters import request_options, sampling_params
 from paceline.server.openai.tools import call_delta, call_fields, template_options, tool_use_of, tools_of
 from paceline.server.service import Service
 
-_NAMES = {"prompt": "messages", "grammar": "response_format", "logprobs": "top_logprobs", "template_options": "chat_template_kwargs"}
+_NAMES = {"prompt": "messages", "logprobs": "top_logprobs", "template_options": "chat_template_kwargs"}
 
 
 def chat_routes(service: Service) -> APIRouter:
@@ -44,7 +44,8 @@ def chat_routes(service: Service) -> APIRouter:
         service.check_model(fields.model)
         fields.check_refused()
         limit = "max_completion_tokens" if fields.max_completion_tokens is not None else "max_tokens"
-        with named({**_NAMES, "max_tokens": limit}):
+        form = "response_format" if fields.response_format is not None else "tools"
+        with named({**_NAMES, "max_tokens": limit, "grammar": form}):
             chat = _Chat(service, fields, texts, _request(fields, service))
             return await stream_of(request, chat.events()) if fields.stream else JSONResponse(await unless_gone(request, chat.whole()))
 

@@ -69,6 +69,8 @@ def tools_of(given: Sequence[ToolFields] | None, settings: ServerSettings) -> tu
         if num_chars > settings.max_grammar_chars:
             text = f"{place} has {num_chars} characters, and may have {settings.max_grammar_chars}: shorten its description and schema"
             _wrong(place, text)
+        if (one.function.parameters or {}).get("type", "object") != "object":
+            _wrong(f"{place}.parameters", f"{place}.parameters describes no object: arguments have names; send a schema of the type object")
     functions = [one.function for one in given]
     return tuple(Tool(name=one.name, description=one.description, parameters=one.parameters, strict=bool(one.strict)) for one in functions)
 
