@@ -90,7 +90,8 @@ def offered_tools(fields: ConversationFields, settings: ServerSettings) -> tuple
         HttpError: one is wrong, or not served.
     """
     places = [f"tools[{index}]" for index in range(len(fields.tools or []))]
-    return checked_tools([(place, _tool(place, given)) for place, given in zip(places, fields.tools or [], strict=True)], settings)
+    tools = [(place, _tool(place, given)) for place, given in zip(places, fields.tools or [], strict=True)]
+    return checked_tools(tools, settings, parameters="input_schema")
 
 
 def tool_use(fields: ConversationFields) -> dict[str, Any]:

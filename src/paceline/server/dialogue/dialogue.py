@@ -9,11 +9,13 @@ from paceline.engine.batch import RequestMaker
 from paceline.engine.inputs import RequestOptions
 from paceline.errors import RequestError
 from paceline.outputs import RequestOutput
+from paceline.sampling.grammar import Grammar
 from paceline.server.dialogue.conversation import check_template, check_tools, conversation_ids
 from paceline.server.dialogue.events import TOOL_CALLS, Answer, Event, Finished, Step
 from paceline.server.dialogue.request import ChatRequest
 from paceline.server.dialogue.thinking import thinking_options
 from paceline.server.generation import Generation, Job
+from paceline.server.markup.answer_grammar import answer_grammar
 from paceline.server.markup.formats import NONE, Formats
 from paceline.server.markup.source import Waiting
 from paceline.server.markup.writer import Writer
@@ -91,7 +93,13 @@ class _Turn:
         options = RequestOptions(**self.request.options)
         if ids := [token_id for token_id in shown if token_id is not None]:
             options["shown_token_ids"] = ids
-        return Job(prompt_ids=self._prompt_ids, params=self.request.params, options=options, takes_the_rest=self.request.takes_the_rest)
+        return Job(
+            prompt_ids=self._prompt_ids,
+            params=self.request.params,
+            options=options,
+            takes_the_rest=self.request.takes_the_rest,
+            grammar=self._grammar,
+        )
 
     def events(self, sample: int, text: str, output: RequestOutput | None) -> list[Event]:
         """What a sample's next text says, and its end if `output` is given."""
@@ -117,6 +125,9 @@ class _Turn:
         ids = maker.prompt_ids(conversation_ids(self.request, maker))
         self.has_opened = self.formats.has_opened_thoughts(self._text(ids[-_PROMPT_TAIL:]))
         return [ids]
+
+    def _grammar(self) -> Grammar | None:
+        return answer_grammar(self.request, self.formats, self.tokenizer, has_opened=self.has_opened)
 
     def _text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)

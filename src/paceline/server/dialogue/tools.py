@@ -12,8 +12,11 @@ from paceline.server.settings import ServerSettings
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
-def checked_tools(given: Sequence[tuple[str, Tool]], settings: ServerSettings) -> tuple[Tool, ...]:
+def checked_tools(given: Sequence[tuple[str, Tool]], settings: ServerSettings, *, parameters: str = "parameters") -> tuple[Tool, ...]:
     """The tools, each given with its place in the request.
+
+    Args:
+        parameters: what the dialect calls them.
 
     Raises:
         HttpError: they are too many or too long, or a name is none.
@@ -27,6 +30,9 @@ def checked_tools(given: Sequence[tuple[str, Tool]], settings: ServerSettings) -
         if num_chars > settings.max_grammar_chars:
             text = f"{place} has {num_chars} characters, and may have {settings.max_grammar_chars}: shorten its description and schema"
             _wrong(place, text)
+        if (tool.parameters or {}).get("type", "object") != "object":
+            name = f"{place}.{parameters}"
+            _wrong(name, f"{name} describes no object: arguments have names; send a schema of the type object")
     return tuple(tool for _, tool in given)
 
 

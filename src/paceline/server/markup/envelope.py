@@ -96,3 +96,8 @@ def _pass_rest(source: Source) -> Reading[None]:
     if not (yield from source.take("}")):
         return
     source.settle()
+
+
+def envelope_head(name: str, arguments: str = "arguments") -> str:
+    """What stands in front of the arguments."""
+    return f'{{"name": {json.dumps(name)}, "{arguments}": '

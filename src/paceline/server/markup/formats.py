@@ -3,18 +3,26 @@
 A new format is a file of its own and a line here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from paceline.errors import ConfigError
-from paceline.server.dialogue.request import ChatRequest
-from paceline.server.markup import gemma4, harmony, hermes, llama3, mistral, thoughts, xml
+from paceline.server.dialogue.request import ChatRequest, Tool
+from paceline.server.markup import gemma4, gemma4_grammar, harmony, hermes, llama3, mistral, thoughts, xml
 from paceline.server.markup.answer import AnswerReader, Markers, ReadMarkup
+from paceline.server.markup.call_grammar import CallGrammar
 from paceline.server.markup.source import Source, Waiting
 from paceline.server.markup.writer import Writer, call_id, short_call_id
 from paceline.tokenizer.tokenizer import Tokenizer
 
 AUTO, NONE, HARMONY = "auto", "none", "harmony"
+
+
+class CallsGrammar(Protocol):
+    """Makes what matches one call of any of `tools`, or several calls."""
+
+    def __call__(self, grammar: CallGrammar, tools: Sequence[Tool], *, several: bool) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +33,16 @@ class ToolFormat:
         markers: where they begin, and who reads them.
         signs: texts of which a chat template has all where its model writes so.
         tokens: special tokens that belong to the markup, where the model has them.
+        grammar: what matches calls.
+        opening: the token that begins each call, or all of them; empty where there is none.
         new_id: makes ids of calls.
     """
 
     markers: Markers
     signs: tuple[str, ...]
-    tokens: tuple[str, ...] = ()
+    tokens: tuple[str, ...]
+    grammar: CallsGrammar
+    opening: str = ""
     new_id: Callable[[], str] = call_id
 
 
@@ -39,34 +51,42 @@ class ThinkFormat:
     """How thoughts are written; the first attributes as for calls.
 
     Attributes:
-        open: what begins them; a prompt that ends with it has begun them.
-        opened: reads on behind that.
+        open, close: what begins and ends them.
+        opened: reads on behind a prompt that ends with `open`; None = there is none.
     """
 
     markers: Markers
     signs: tuple[str, ...]
-    tokens: tuple[str, ...] = ()
+    tokens: tuple[str, ...]
     open: str = ""
+    close: str = ""
     opened: ReadMarkup | None = None
 
 
 HARMONY_TOKENS = (harmony.START, harmony.CHANNEL, harmony.MESSAGE, harmony.CONSTRAIN, *harmony.ENDS)
 # in the order in which they are looked for: the signs of later ones may stand in templates of earlier ones
 TOOL_FORMATS = {
-    HARMONY: ToolFormat(Markers(), (harmony.CHANNEL, harmony.MESSAGE), HARMONY_TOKENS),
-    "gemma4": ToolFormat(gemma4.MARKERS, (gemma4.OPEN,), (gemma4.OPEN, gemma4.CLOSE, gemma4.QUOTE)),
-    "mistral": ToolFormat(mistral.MARKERS, (mistral.OPEN,), (mistral.OPEN, mistral.ARGS, mistral.CALL_ID), new_id=short_call_id),
-    "xml": ToolFormat(xml.MARKERS, (xml.FUNCTION, xml.PARAMETER), (xml.OPEN, xml.CLOSE)),
-    "hermes": ToolFormat(hermes.MARKERS, (hermes.OPEN,), (hermes.OPEN, hermes.CLOSE)),
-    "llama3": ToolFormat(llama3.MARKERS, ("<|start_header_id|>", '"parameters"'), (llama3.PYTHON_TAG,)),
+    HARMONY: ToolFormat(Markers(), (harmony.CHANNEL, harmony.MESSAGE), HARMONY_TOKENS, harmony.calls_grammar),
+    "gemma4": ToolFormat(
+        gemma4.MARKERS, (gemma4.OPEN,), (gemma4.OPEN, gemma4.CLOSE, gemma4.QUOTE), gemma4_grammar.calls_grammar, gemma4.OPEN
+    ),
+    "mistral": ToolFormat(
+        mistral.MARKERS,
+        (mistral.OPEN,),
+        (mistral.OPEN, mistral.ARGS, mistral.CALL_ID),
+        mistral.calls_grammar,
+        mistral.OPEN,
+        new_id=short_call_id,
+    ),
+    "xml": ToolFormat(xml.MARKERS, (xml.FUNCTION, xml.PARAMETER), (xml.OPEN, xml.CLOSE), xml.calls_grammar, xml.OPEN),
+    "hermes": ToolFormat(hermes.MARKERS, (hermes.OPEN,), (hermes.OPEN, hermes.CLOSE), hermes.calls_grammar, hermes.OPEN),
+    "llama3": ToolFormat(llama3.MARKERS, ("<|start_header_id|>", '"parameters"'), (llama3.PYTHON_TAG,), llama3.calls_grammar),
 }
 THINK_FORMATS = {
     HARMONY: ThinkFormat(Markers(), (harmony.CHANNEL, harmony.MESSAGE), HARMONY_TOKENS),
-    "gemma4": ThinkFormat(thoughts.GEMMA4_MARKERS, (thoughts.GEMMA4,), (thoughts.GEMMA4, "<channel|>")),
-    "mistral": ThinkFormat(
-        thoughts.MISTRAL_MARKERS, (thoughts.MISTRAL,), (thoughts.MISTRAL, "[/THINK]"), thoughts.MISTRAL, thoughts.mistral
-    ),
-    "think": ThinkFormat(thoughts.THINK_MARKERS, ("</think>",), (thoughts.THINK, "</think>"), thoughts.THINK, thoughts.think),
+    "gemma4": ThinkFormat(thoughts.GEMMA4_MARKERS, thoughts.GEMMA4[:1], thoughts.GEMMA4, "<|channel>thought\n", "<channel|>"),
+    "mistral": ThinkFormat(thoughts.MISTRAL_MARKERS, thoughts.MISTRAL[:1], thoughts.MISTRAL, *thoughts.MISTRAL, thoughts.mistral),
+    "think": ThinkFormat(thoughts.THINK_MARKERS, thoughts.THINK[1:], thoughts.THINK, *thoughts.THINK, thoughts.think),
 }
 TOOLS_CHOICES = (AUTO, NONE, *TOOL_FORMATS)
 THINK_CHOICES = (AUTO, NONE, *THINK_FORMATS)
@@ -102,6 +122,11 @@ class Formats:
             )
         return chosen
 
+    @property
+    def think_end(self) -> str | None:
+        """What ends thoughts; None where it does not end them by a text."""
+        return (THINK_FORMATS[self.think].close or None) if self.think != NONE else None
+
     def tokens(self, request: ChatRequest) -> tuple[str, ...]:
         """Special tokens that the reader of an answer has to see."""
         tools = TOOL_FORMATS[self.tools].tokens if self._reads_calls(request) else ()
@@ -109,7 +134,8 @@ class Formats:
 
     def has_opened_thoughts(self, prompt: str) -> bool:
         """Whether a prompt, of which the end is enough, has begun thoughts."""
-        return self.think != NONE and bool(opening := THINK_FORMATS[self.think].open) and prompt.rstrip().endswith(opening)
+        think = THINK_FORMATS[self.think] if self.think != NONE else None
+        return think is not None and think.opened is not None and prompt.rstrip().endswith(think.open)
 
     def writer(self, request: ChatRequest, sample: int) -> Writer:
         """Takes down a sample."""

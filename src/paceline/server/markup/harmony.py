@@ -1,9 +1,11 @@
 """OpenAI's harmony: messages with a header, which names a channel and perhaps whom the message is for. gpt-oss."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from paceline.server.dialogue.request import Tool
+from paceline.server.markup.call_grammar import CallGrammar
 from paceline.server.markup.json_text import json_object
 from paceline.server.markup.source import SPACE, MalformedError, Reading, Source
 from paceline.server.markup.writer import Writer
@@ -77,3 +79,12 @@ def _told_to_the_end(source: Source, say: Callable[[str], None]) -> Reading[None
     end = yield from source.told_until((*ENDS, START), say)
     if end is not None and end != START:
         source.at += len(end)
+
+
+def calls_grammar(grammar: CallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+    """One call, which ends the answer, perhaps with thoughts in front of it."""
+    opening, closing = grammar.text(f"{CHANNEL}analysis{MESSAGE}"), grammar.text(f"{START}assistant")
+    thoughts = f"{opening} {grammar.until(ENDS[0])} {closing}"
+    heads = [f"{CHANNEL}commentary to={_FUNCTIONS}{tool.name} {CONSTRAIN}json{MESSAGE}" for tool in tools]
+    calls = [grammar.call(head, tool) for head, tool in zip(heads, tools, strict=True)]
+    return f"({thoughts})? {grammar.one_of(calls)}"

@@ -1,7 +1,11 @@
 """<tool_call>{"name": …, "arguments": {…}}</tool_call>: Hermes, Qwen 2.5 and Qwen 3."""
 
+from collections.abc import Sequence
+
+from paceline.server.dialogue.request import Tool
 from paceline.server.markup.answer import Markers
-from paceline.server.markup.envelope import read_envelope
+from paceline.server.markup.call_grammar import CallGrammar
+from paceline.server.markup.envelope import envelope_head, read_envelope
 from paceline.server.markup.source import MalformedError, Reading, Source
 from paceline.server.markup.writer import Writer
 
@@ -19,3 +23,8 @@ def read_call(source: Source, writer: Writer) -> Reading[None]:
 
 
 MARKERS = Markers(anywhere={OPEN: read_call})
+
+
+def calls_grammar(grammar: CallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+    calls = [grammar.call(f"{OPEN}\n{envelope_head(tool.name)}", tool, "}\n" + CLOSE) for tool in tools]
+    return grammar.listed(calls, "\n", several=several)

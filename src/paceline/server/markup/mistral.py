@@ -1,9 +1,12 @@
 """[TOOL_CALLS][{"name": …, "arguments": {…}}, …], and as newer models write it: [TOOL_CALLS]name[ARGS]{…}."""
 
 import re
+from collections.abc import Sequence
 
+from paceline.server.dialogue.request import Tool
 from paceline.server.markup.answer import Markers
-from paceline.server.markup.envelope import read_envelope
+from paceline.server.markup.call_grammar import CallGrammar
+from paceline.server.markup.envelope import envelope_head, read_envelope
 from paceline.server.markup.json_text import json_object
 from paceline.server.markup.source import MalformedError, Reading, Source
 from paceline.server.markup.writer import Writer
@@ -51,3 +54,10 @@ def _read_named(source: Source, writer: Writer) -> Reading[None]:
 
 
 MARKERS = Markers(anywhere={OPEN: read_calls})
+
+
+def calls_grammar(grammar: CallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+    if grammar.has(ARGS):
+        return grammar.listed([grammar.call(f"{OPEN}{tool.name}{ARGS}", tool) for tool in tools], "", several=several)
+    calls = [grammar.call(envelope_head(tool.name), tool, "}") for tool in tools]
+    return f'{grammar.text(OPEN + "[")} {grammar.listed(calls, ", ", several=several)} "]"'

@@ -4,9 +4,9 @@ from paceline.server.markup.answer import Markers, ReadMarkup
 from paceline.server.markup.source import Reading, Source
 from paceline.server.markup.writer import Writer
 
-THINK = "<think>"
-MISTRAL = "[THINK]"
-GEMMA4 = "<|channel>"
+THINK = ("<think>", "</think>")
+MISTRAL = ("[THINK]", "[/THINK]")
+GEMMA4 = ("<|channel>", "<channel|>")
 
 
 def thoughts_until(close: str, label: str = "") -> ReadMarkup:
@@ -26,7 +26,7 @@ def thoughts_until(close: str, label: str = "") -> ReadMarkup:
     return read
 
 
-think, mistral = thoughts_until("</think>"), thoughts_until("[/THINK]")
-THINK_MARKERS = Markers(first={THINK: think})
-MISTRAL_MARKERS = Markers(anywhere={MISTRAL: mistral})
-GEMMA4_MARKERS = Markers(anywhere={GEMMA4: thoughts_until("<channel|>", "thought")})
+think, mistral = thoughts_until(THINK[1]), thoughts_until(MISTRAL[1])
+THINK_MARKERS = Markers(first={THINK[0]: think})
+MISTRAL_MARKERS = Markers(anywhere={MISTRAL[0]: mistral})
+GEMMA4_MARKERS = Markers(anywhere={GEMMA4[0]: thoughts_until(GEMMA4[1], "thought")})

@@ -16,7 +16,7 @@ def parameter_schema(schema: Mapping[str, Any] | None, name: str) -> Mapping[str
     """The schema of one argument, references within the tool's schema followed; None where nothing is said of it."""
     properties = (schema or {}).get("properties")
     found = properties.get(name) if isinstance(properties, Mapping) else None
-    return _followed(found, schema or {}) if isinstance(found, Mapping) else None
+    return followed(found, schema or {}) if isinstance(found, Mapping) else None
 
 
 def is_text(schema: Mapping[str, Any] | None) -> bool:
@@ -66,7 +66,8 @@ def _is_string(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _followed(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+def followed(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a schema means that may be a reference within `root`; nothing where that leads nowhere."""
     for _ in range(_MAX_REFERENCES):
         reference = schema.get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#/"):

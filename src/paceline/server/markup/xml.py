@@ -1,9 +1,11 @@
 """<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>: Qwen3-Coder and Qwen 3.5."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from paceline.server.dialogue.request import Tool
 from paceline.server.markup.answer import Markers
+from paceline.server.markup.call_grammar import CallGrammar, arguments_schema
 from paceline.server.markup.json_text import inside
 from paceline.server.markup.source import MalformedError, Reading, Source
 from paceline.server.markup.typed_values import is_text, parameter_schema, value_text
@@ -82,3 +84,33 @@ def _checked(name: str) -> str:
 
 
 MARKERS = Markers(anywhere={OPEN: read_calls, FUNCTION: read_bare_call})
+
+
+def calls_grammar(grammar: CallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+    """Parameters come in the schema's order; texts are held to their `enum` alone."""
+    closing = grammar.text(f"{FUNCTION_END}\n{CLOSE}")
+    heads = [grammar.text(f"{OPEN}\n{FUNCTION}{tool.name}>\n") for tool in tools]
+    calls = [f"{head} {_parameters(grammar, tool)} {closing}" for head, tool in zip(heads, tools, strict=True)]
+    return grammar.listed(calls, "\n", several=several)
+
+
+def _parameters(grammar: CallGrammar, tool: Tool) -> str:
+    root = arguments_schema(tool)
+    required, parts = root.get("required") or (), []
+    for name in root.get("properties") or ():
+        schema = parameter_schema(root, name) or {}
+        opening = grammar.text(f"{PARAMETER}{name}>\n")
+        one = grammar.rule(f"{opening} {_value(grammar, root, schema)}")
+        parts.append(one if name in required else f"{one}?")
+    return " ".join(parts)
+
+
+def _value(grammar: CallGrammar, root: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+    end = f"\n{PARAMETER_END}\n"
+    if not is_text(schema):
+        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        return f"{grammar.json({**definitions, **schema})} {grammar.text(end)}"
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list) and values:
+        return f"{grammar.one_of([grammar.text(str(value)) for value in values])} {grammar.text(end)}"
+    return grammar.until(end)

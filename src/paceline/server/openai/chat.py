@@ -23,7 +23,7 @@ from paceline.server.parameters import request_options, sampling_params
 from paceline.server.service import Service
 from paceline.server.token_texts import TokenTexts
 
-_NAMES = {"prompt": "messages", "grammar": "response_format", "logprobs": "top_logprobs", "template_options": "chat_template_kwargs"}
+_NAMES = {"prompt": "messages", "logprobs": "top_logprobs", "template_options": "chat_template_kwargs"}
 
 
 def chat_routes(service: Service) -> APIRouter:
@@ -37,7 +37,8 @@ def chat_routes(service: Service) -> APIRouter:
         service.check_model(fields.model)
         fields.check_refused()
         limit = "max_completion_tokens" if fields.max_completion_tokens is not None else "max_tokens"
-        with named({**_NAMES, "max_tokens": limit}):
+        form = "response_format" if fields.response_format is not None else "tools"
+        with named({**_NAMES, "max_tokens": limit, "grammar": form}):
             chat = _Chat(service, fields, texts, _request(fields, service))
             return await answered(request, chat, is_streamed=fields.stream)
 
