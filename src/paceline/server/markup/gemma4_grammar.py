@@ -9,17 +9,12 @@ from paceline.server.markup.call_grammar import CallGrammar, arguments_schema
 from paceline.server.markup.gemma4 import CLOSE, OPEN, QUOTE
 from paceline.server.markup.typed_values import followed
 
-_PATTERNS = {
-    "integer": "/-?(0|[1-9][0-9]{0,17})/",
-    "number": "/-?(0|[1-9][0-9]{0,17})(\\.[0-9]{1,17})?/",
-    "boolean": '("true" | "false")',
-    "null": '"null"',
-}
+_PLAIN = ("integer", "number", "boolean", "null")
 _MAX_DEPTH = 8  # schemas that hold themselves are followed so far
 
 
 def calls_grammar(grammar: CallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    """Types, `enum`, `required` and nesting are held to; patterns, lengths and ranges are not. Properties are in alphabetical order."""
+    """Texts are held to their `enum` alone, lists to no length. Properties are in alphabetical order, as the model has learnt them."""
     calls = []
     for tool in tools:
         schema = arguments_schema(tool)
@@ -47,8 +42,8 @@ class _Values:
         return self._grammar.one_of([self._typed(name, schema, depth) for name in ([types] if isinstance(types, str) else types)])
 
     def _typed(self, name: str, schema: Mapping[str, Any], depth: int) -> str:
-        if name in _PATTERNS:
-            return _PATTERNS[name]
+        if name in _PLAIN:  # as in JSON
+            return self._grammar.json({**schema, "type": name})
         if name == "array" and depth < _MAX_DEPTH:
             item = self._grammar.rule(self.of(schema.get("items"), depth + 1))
             return self._grammar.rule(f'"[" ({item} ("," {item})*)? "]"')
