@@ -3,13 +3,15 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.dialects import DIALECTS, Messages, Responses, Said, Spoken
 from harness.http_client import HttpClient
-from harness.talking_mini import kinds, write_down, write_talking_mini
+from harness.tool_model import write_tool_model
+from harness.written_answers import kinds, write_down
 from paceline import AsyncEngine
 from paceline.server.anthropic.fields import MessagesFields
 from paceline.server.anthropic.messages import conversation as anthropic_conversation
@@ -37,8 +39,8 @@ CUT = {"chat": "length", "messages": ("max_tokens", None), "responses": ("incomp
 
 
 @pytest.fixture(scope="module")
-def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpClient]:
-    engine = AsyncEngine.open(str(write_talking_mini(tmp_path_factory.mktemp("talking") / "mini")), drafter="ngram", threads=1)
+def talking(mini_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpClient]:
+    engine = AsyncEngine.open(str(write_tool_model(mini_dir, tmp_path_factory.mktemp("talking"))), drafter="ngram", threads=1)
     yield HttpClient(create_app(engine, ServerSettings(served_name="mini")))
     asyncio.run(engine.close())
 
@@ -219,8 +221,8 @@ def test_whether_to_think_is_told_to_the_template(talking: HttpClient, client: H
     fields = dialect.fields(MESSAGES, max_tokens=1)
     untold = dialect.ending(dialect.whole(talking, fields))[1]
     for told, told_not in THINKING[name]:
-        assert dialect.ending(dialect.whole(talking, {**fields, **told}))[1] == untold
-        assert dialect.ending(dialect.whole(talking, {**fields, **told_not}))[1] > untold, "the thoughts are ended in the prompt"
+        assert dialect.ending(dialect.whole(talking, {**fields, **told}))[1] > untold, "the prompt begins the thoughts"
+        assert dialect.ending(dialect.whole(talking, {**fields, **told_not}))[1] == untold
         refused = client.post(dialect.path, {**fields, **told})
         assert refused.status_code == 400, "the mini's own template cannot be told"
         assert next(iter(told)) in dialect.message_of(refused.json())

@@ -1,37 +1,11 @@
-"""The mini with a chat template that knows tools and thoughts, and an engine that writes what a test says."""
+"""An engine that writes what a test says."""
 
-import json
-import shutil
 from collections.abc import AsyncGenerator, Sequence
-from pathlib import Path
 
 import pytest
 
 from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
 from paceline.server.generation import Generation, Job
-
-MINI = Path(__file__).resolve().parents[2] / "src/paceline/assets/mini/target"
-TEMPLATE = """
-{%- if tools %}<|im_start|>system
-Tools: {{ tools | tojson }}. Call them so: <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>
-{% endif %}
-{%- for message in messages %}<|im_start|>{{ message.role }}
-{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
-{{- message.content or '' }}
-{%- for call in message.tool_calls or [] %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"""
-
-
-def write_talking_mini(directory: Path) -> Path:
-    """A checkpoint of the mini that is told of tools and of whether to think."""
-    shutil.copytree(MINI, directory, ignore=shutil.ignore_patterns("draft"))
-    path = directory / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TEMPLATE}))
-    return directory
 
 
 def write_down(patch: pytest.MonkeyPatch, text: str, *, piece_len: int = 3, finish_reason: str = "stop") -> None:
