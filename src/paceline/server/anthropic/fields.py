@@ -40,6 +40,12 @@ class OutputConfig(Fields):
     format: Format | None = None
 
 
+class ContextManagement(Fields):
+    """What of a conversation the model shall not see."""
+
+    edits: list[dict[str, Any]] | None = None
+
+
 class Tool(Fields):
     """A function that the model may call. `cache_control`, `eager_input_streaming` say nothing about the text."""
 
@@ -84,7 +90,7 @@ class ConversationFields(SamplingFields):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    context_management: dict[str, Any] | None = None
+    context_management: ContextManagement | None = None
     cache_control: dict[str, Any] | None = None
     speed: Literal["standard"] | None = None
     container: Any = None
@@ -94,12 +100,12 @@ class ConversationFields(SamplingFields):
 
     def check_refused(self, within: str = "") -> None:
         super().check_refused(within)
-        edits = (self.context_management or {}).get("edits")
-        if self.context_management and (set(self.context_management) != {"edits"} or any(edit != _KEEPS_ALL for edit in edits or [])):
+        edits = [] if self.context_management is None else self.context_management.edits or []
+        if any(edit != _KEEPS_ALL for edit in edits):
             raise HttpError(
                 400,
-                f"context_management is served only as {_KEEPS_ALL}: messages are not cleared, leave out what the model shall not see",
-                parameter="context_management",
+                f"context_management.edits is served only as {_KEEPS_ALL}: messages are not cleared, leave out what the model shall not see",
+                parameter="context_management.edits",
                 code="unsupported_parameter",
             )
 
