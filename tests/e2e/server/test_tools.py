@@ -115,15 +115,9 @@ def kinds_in_order(said: Said) -> Said:
 SHORT_CASES = [case for case in CASES if case.written.strip() and not case.is_opened]
 
 
-@pytest.mark.parametrize("case", SHORT_CASES[1::5], ids=lambda case: f"{case.formats[0]}: {case.name}")
-def test_streamed_and_whole_answers_say_what_the_model_wrote(tooled: Callable[..., HttpClient], case: Case) -> None:
-    check_case(tooled, case)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: f"{case.formats[0]}: {case.name}")
-def test_streamed_and_whole_answers_say_what_the_model_wrote_in_all_cases(tooled: Callable[..., HttpClient], case: Case) -> None:
-    check_case(tooled, case)
+def test_streamed_and_whole_answers_say_what_the_model_wrote(tooled: Callable[..., HttpClient], large_counts: bool) -> None:
+    for case in SHORT_CASES[:: 1 if large_counts else 5]:
+        check_case(tooled, case)
 
 
 def check_case(tooled: Callable[..., HttpClient], case: Case) -> None:

@@ -92,6 +92,17 @@ TOOLS_CHOICES = (AUTO, NONE, *TOOL_FORMATS)
 THINK_CHOICES = (AUTO, NONE, *THINK_FORMATS)
 
 
+def check_names(tools: str, think: str) -> None:
+    """That formats exist, or are to be found out.
+
+    Raises:
+        ConfigError: there is no such format.
+    """
+    for option, name, choices in (("tools_format", tools, TOOLS_CHOICES), ("think_format", think, THINK_CHOICES)):
+        if name not in choices:
+            raise ConfigError(f"{option} is {name!r}: use one of {', '.join(choices)}")
+
+
 @dataclass(frozen=True, slots=True)
 class Formats:
     """What one model writes.
@@ -110,9 +121,7 @@ class Formats:
         Raises:
             ConfigError: there is no such format, or two do not go together.
         """
-        for option, name, choices in (("tools_format", tools, TOOLS_CHOICES), ("think_format", think, THINK_CHOICES)):
-            if name not in choices:
-                raise ConfigError(f"{option} is {name!r}: use one of {', '.join(choices)}")
+        check_names(tools, think)
         template = "".join(tokenizer.template_source(has_tools=has_tools) for has_tools in (False, True))
         found_tools, found_think = _found(TOOL_FORMATS, template), _found(THINK_FORMATS, template)
         chosen = cls(found_tools if tools == AUTO else tools, found_think if think == AUTO else think)
