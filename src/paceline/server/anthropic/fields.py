@@ -104,7 +104,7 @@ class ConversationFields(SamplingFields):
         if any(edit != _KEEPS_ALL for edit in edits):
             raise HttpError(
                 400,
-                f"context_management.edits is served only as {_KEEPS_ALL}: messages are not cleared, leave out what the model shall not see",
+                f"context_management.edits is served only as {_KEEPS_ALL}: leave out yourself what the model shall not see",
                 parameter="context_management.edits",
                 code="unsupported_parameter",
             )
