@@ -48,9 +48,9 @@ class Case:
     num_complete: int | None = None
 
 
-def events_of(case: Case, pieces: Iterable[str]) -> tuple[list[Event], int]:
+def events_of(case: Case, pieces: Iterable[str], tools: Sequence[Tool] = TOOLS) -> tuple[list[Event], int]:
     """The events of an answer that arrives in pieces, and how many of its calls are complete."""
-    request = ChatRequest(messages=[], tools=TOOLS, params=SamplingParams(), parallel_tool_calls=case.parallel)
+    request = ChatRequest(messages=[], tools=tools, params=SamplingParams(), parallel_tool_calls=case.parallel)
     formats = Formats(*case.formats)
     writer = formats.writer(request, 0)
     reading = formats.reading(request, writer, has_opened=case.is_opened)

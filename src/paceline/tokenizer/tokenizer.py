@@ -123,7 +123,20 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         max_context: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation as the model was trained to see it.
+        """Token ids of a conversation as the model was trained to see it; arguments and errors as for `chat_text`."""
+        text = self.chat_text(messages, tools=tools, options=options, add_generation_prompt=add_generation_prompt, max_context=max_context)
+        return self.encode(text, add_special_tokens=False)
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        max_context: int | None = None,
+    ) -> str:
+        """The text of a conversation as the model was trained to see it; its special tokens stand in it.
 
         Args:
             tools, options: as for `ChatTemplate.render`. Where templates go by names, that of conversations with tools is `tool_use`.
@@ -138,8 +151,7 @@ class Tokenizer:
             raise RequestError("this model has no chat template, so it cannot take messages; send a plain prompt", parameter="messages")
         if not messages:
             raise RequestError("messages is empty; send at least one message", parameter="messages")
-        text = template.render(messages, tools=tools, options=options, add_generation_prompt=add_generation_prompt, max_context=max_context)
-        return self.encode(text, add_special_tokens=False)
+        return template.render(messages, tools=tools, options=options, add_generation_prompt=add_generation_prompt, max_context=max_context)
 
     def check_chat_template(self) -> None:
         """Check that the chat template, if there is one, compiles.

@@ -1,8 +1,7 @@
 """A conversation in the form that a model's chat template wants it in."""
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from paceline.engine.batch import RequestMaker
@@ -10,9 +9,6 @@ from paceline.engine.inputs import with_plain_texts
 from paceline.errors import RequestError
 from paceline.server.dialogue.request import ChatRequest, ToolUse
 from paceline.tokenizer.tokenizer import Tokenizer
-
-_WRITES_TEXT = re.compile(r"(?:\{\{-?|~)\s*[\w.\[\]'\"]*arguments['\"\]]*\s*(?:~|-?\}\})")
-"""A template that writes arguments as they are, so that they must be a text."""
 
 
 def check_template(request: ChatRequest, tokenizer: Tokenizer) -> None:
@@ -38,12 +34,12 @@ def conversation_ids(request: ChatRequest, maker: RequestMaker, *, add_generatio
     """The token ids of a conversation, with the model's turn begun.
 
     Raises:
-        RequestError: the chat template rejects it.
+        RequestError: the chat template rejects it, or leaves out a tool.
     """
     tools = [tool.as_template() for tool in request.offered_tools]
 
-    def rendered(*, as_objects: bool) -> list[int]:
-        return maker.tokenizer.apply_chat_template(
+    def rendered(*, as_objects: bool) -> str:
+        return maker.tokenizer.chat_text(
             with_plain_texts(_messages(request.messages, as_objects=as_objects)),
             tools=tools,
             options=request.template_options,
@@ -51,16 +47,27 @@ def conversation_ids(request: ChatRequest, maker: RequestMaker, *, add_generatio
             max_context=maker.max_context,
         )
 
-    has_calls = any(message.get("tool_calls") for message in request.messages)
-    if not has_calls or _WRITES_TEXT.search(maker.tokenizer.template_source(has_tools=bool(tools))):
-        return rendered(as_objects=False)
+    text = _with_arguments(request, rendered)
+    unknown = next((tool.name for tool in request.offered_tools if tool.name not in text), None)
+    if unknown is not None:
+        _refuse("tools", f"tools cannot be called: this model's chat template says nothing of {unknown!r}; send no tools")
+    return maker.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _with_arguments(request: ChatRequest, rendered: Callable[..., str]) -> str:
+    """The text, in which arguments of calls are as the template wants them: objects, unless it needs a text to write down."""
+    arguments = [_parsed(call["function"]["arguments"]) for message in request.messages for call in message.get("tool_calls") or ()]
     try:
-        return rendered(as_objects=True)
+        text = rendered(as_objects=True)
     except RequestError as error:
-        try:  # it adds them to a text
+        if not arguments:
+            raise
+        try:
             return rendered(as_objects=False)
         except RequestError:
             raise error from None
+    written = [str(given) for given in arguments if given]  # as Python writes objects: JSON has other quotes
+    return rendered(as_objects=False) if any(one in text for one in written if one.startswith("{'")) else text
 
 
 def _messages(messages: Sequence[Mapping[str, Any]], *, as_objects: bool) -> list[Mapping[str, Any]]:
@@ -81,15 +88,17 @@ def _messages(messages: Sequence[Mapping[str, Any]], *, as_objects: bool) -> lis
 def _call(call: Mapping[str, Any], *, as_objects: bool) -> Mapping[str, Any]:
     function = call["function"]
     arguments = function["arguments"]
-    if as_objects and isinstance(arguments, str):
+    if as_objects:
         arguments = _parsed(arguments)
-    elif not as_objects and not isinstance(arguments, str):
+    elif not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _parsed(arguments: str) -> Any:
+def _parsed(arguments: Any) -> Any:
     """An object where the text is one; else the text, which a broken call may be."""
+    if not isinstance(arguments, str):
+        return arguments
     try:
         value = json.loads(arguments or "{}")
     except (ValueError, RecursionError):

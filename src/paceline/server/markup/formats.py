@@ -31,7 +31,7 @@ class ToolFormat:
 
     Attributes:
         markers: where they begin, and who reads them.
-        signs: texts of which a chat template has all where its model writes so.
+        signs: texts of which a chat template has all where its model writes so, but for those that begin with "!": it has none of these.
         tokens: special tokens that belong to the markup, where the model has them.
         grammar: what matches calls.
         opening: the token that begins each call, or all of them; empty where there is none.
@@ -64,6 +64,7 @@ class ThinkFormat:
 
 
 HARMONY_TOKENS = (harmony.START, harmony.CHANNEL, harmony.MESSAGE, harmony.CONSTRAIN, *harmony.ENDS)
+_OTHER_CALLS = ("!<arg_key>", "!<invoke", "!<tool_calls>")  # what others write behind <tool_call>
 # in the order in which they are looked for: the signs of later ones may stand in templates of earlier ones
 TOOL_FORMATS = {
     HARMONY: ToolFormat(Markers(), (harmony.CHANNEL, harmony.MESSAGE), HARMONY_TOKENS, harmony.calls_grammar),
@@ -78,8 +79,8 @@ TOOL_FORMATS = {
         mistral.OPEN,
         new_id=short_call_id,
     ),
-    "xml": ToolFormat(xml.MARKERS, (xml.FUNCTION, xml.PARAMETER), (xml.OPEN, xml.CLOSE), xml.calls_grammar, xml.OPEN),
-    "hermes": ToolFormat(hermes.MARKERS, (hermes.OPEN,), (hermes.OPEN, hermes.CLOSE), hermes.calls_grammar, hermes.OPEN),
+    "xml": ToolFormat(xml.MARKERS, (xml.FUNCTION, xml.PARAMETER, "!<seed:"), (xml.OPEN, xml.CLOSE), xml.calls_grammar, xml.OPEN),
+    "hermes": ToolFormat(hermes.MARKERS, (hermes.OPEN, *_OTHER_CALLS), (hermes.OPEN, hermes.CLOSE), hermes.calls_grammar, hermes.OPEN),
     "llama3": ToolFormat(llama3.MARKERS, ("<|start_header_id|>", '"parameters"'), (llama3.PYTHON_TAG,), llama3.calls_grammar),
 }
 THINK_FORMATS = {
@@ -173,4 +174,7 @@ class Formats:
 
 
 def _found(formats: "dict[str, ToolFormat] | dict[str, ThinkFormat]", template: str) -> str:
-    return next((name for name, one in formats.items() if all(sign in template for sign in one.signs)), NONE)
+    def has(sign: str) -> bool:
+        return sign[1:] not in template if sign.startswith("!") else sign in template
+
+    return next((name for name, one in formats.items() if all(map(has, one.signs))), NONE)
