@@ -188,14 +188,11 @@ def test_tokens_are_counted_also_beyond_the_context(client: HttpClient, engine: 
 
 
 def test_a_response_repeats_what_was_asked(client: HttpClient) -> None:
-    more = {
-        "instructions": "Be short.",
-        "metadata": {"a": "\ud800"},
-        "text": {"verbosity": "low"},
-        "parallel_tool_calls": False,
-        "top_p": 0.5,
-    }
-    for answer in (RESPONSES.whole(client, asked(RESPONSES, **more)), RESPONSES.stream(client, asked(RESPONSES, **more))[0]["response"]):
+    more = {"instructions": "Be short.", "text": {"verbosity": "low"}, "parallel_tool_calls": False, "top_p": 0.5}
+    body = json.dumps({**asked(RESPONSES, **more), "metadata": {"a": "\ud800"}}).encode()
+    whole = client.ask("POST", RESPONSES.path, content=body, headers={"Content-Type": "application/json"}).json()
+    begun = RESPONSES.stream(client, asked(RESPONSES, **more, metadata={"a": "?"}))[0]["response"]
+    for answer in (whole, begun):
         assert answer["object"] == "response"
         assert (answer["instructions"], answer["metadata"], answer["top_p"]) == ("Be short.", {"a": "?"}, 0.5)
         assert answer["text"] == {"format": {"type": "text"}, "verbosity": "low"}
