@@ -79,6 +79,7 @@ REFUSED: list[tuple[Spoken, dict[str, Any], str]] = [
     (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
     (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": 7}}}}, "text.format"),
     (RESPONSES, {"text": {"format": {"type": "xml"}}}, "text.format.type"),
+    (RESPONSES, {"text": {"verbosity": "low"}}, "text.verbosity"),
     (RESPONSES, {"stream_options": {"include_obfuscation": False}, "stream": False}, "stream_options"),
     (RESPONSES, {"input": []}, "input"),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
@@ -188,14 +189,14 @@ def test_tokens_are_counted_also_beyond_the_context(client: HttpClient, engine: 
 
 
 def test_a_response_repeats_what_was_asked(client: HttpClient) -> None:
-    more = {"instructions": "Be short.", "text": {"verbosity": "low"}, "parallel_tool_calls": False, "top_p": 0.5}
+    more = {"instructions": "Be short.", "text": {"verbosity": "medium"}, "parallel_tool_calls": False, "top_p": 0.5}
     body = json.dumps({**asked(RESPONSES, **more), "metadata": {"a": "\ud800"}}).encode()
     whole = client.ask("POST", RESPONSES.path, content=body, headers={"Content-Type": "application/json"}).json()
     begun = RESPONSES.stream(client, asked(RESPONSES, **more, metadata={"a": "?"}))[0]["response"]
     for answer in (whole, begun):
         assert answer["object"] == "response"
         assert (answer["instructions"], answer["metadata"], answer["top_p"]) == ("Be short.", {"a": "?"}, 0.5)
-        assert answer["text"] == {"format": {"type": "text"}, "verbosity": "low"}
+        assert answer["text"] == {"format": {"type": "text"}, "verbosity": "medium"}
         assert (answer["store"], answer["parallel_tool_calls"], answer["max_output_tokens"]) == (False, False, 8)
 
 

@@ -30,10 +30,10 @@ class Format(Fields):
 
 
 class Text(Fields):
-    """What the text must be, and how long."""
+    """What the text must be. The verbosity "medium" is OpenAI's default; others the model would have to be told in a message."""
 
     format: Format | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    verbosity: Literal["medium"] | None = None
 
 
 class Reasoning(Fields):
