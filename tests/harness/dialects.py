@@ -281,7 +281,8 @@ class OllamaChat(Spoken):
 
     def message_of(self, error: Object) -> str:
         assert set(error) == {"error"}
-        return str(error["error"])
+        assert isinstance(error["error"], str)
+        return error["error"]
 
     def speculation(self, answer: Object | Sequence[Object]) -> Object:
         found: Object = (answer if isinstance(answer, dict) else answer[-1])["speculation"]

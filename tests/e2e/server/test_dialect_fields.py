@@ -175,11 +175,23 @@ def test_a_message_says_why_it_ended(client: HttpClient, engine: AsyncEngine) ->
 
 def test_turns_of_one_role_are_one_turn(client: HttpClient) -> None:
     both = "I need a taxi.\nTo the airport."
-    whole = MESSAGES.said(MESSAGES.whole(client, asked(MESSAGES, messages=[{"role": "user", "content": both}])))
+    one = MESSAGES.whole(client, asked(MESSAGES, messages=[{"role": "user", "content": both}]))
     parts = [{"role": "user", "content": part} for part in both.split("\n")]
-    assert MESSAGES.said(MESSAGES.whole(client, asked(MESSAGES, messages=parts))) == whole
+    several = MESSAGES.whole(client, asked(MESSAGES, messages=parts))
     items = [{"role": "user", "content": [{"type": "input_text", "text": part} for part in both.split("\n")]}]
-    assert RESPONSES.said(RESPONSES.whole(client, asked(RESPONSES, input=items))) == whole
+    response = RESPONSES.whole(client, asked(RESPONSES, input=items))
+    assert MESSAGES.said(one) == MESSAGES.said(several) == RESPONSES.said(response)
+    assert MESSAGES.ending(one)[1] == MESSAGES.ending(several)[1] == RESPONSES.ending(response)[1]
+
+
+def test_tokens_that_were_in_the_cache_are_told_apart(client: HttpClient, engine: AsyncEngine) -> None:
+    talk = turns("I need a taxi to the airport. " * 40)
+    first, again = (client.json(MESSAGES.path, asked(MESSAGES, messages=talk, max_tokens=1))["usage"] for _ in range(2))
+    assert first["input_tokens"] + first["cache_read_input_tokens"] == len(engine.opened.maker.chat_ids(talk))
+    assert again["cache_read_input_tokens"] > first["cache_read_input_tokens"]
+    assert again["input_tokens"] == first["input_tokens"] + first["cache_read_input_tokens"] - again["cache_read_input_tokens"]
+    details = RESPONSES.whole(client, asked(RESPONSES, input=talk))["usage"]["input_tokens_details"]
+    assert details["cached_tokens"] == again["cache_read_input_tokens"]
 
 
 def test_tokens_are_counted_also_beyond_the_context(client: HttpClient, engine: AsyncEngine) -> None:
