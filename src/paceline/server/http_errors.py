@@ -13,7 +13,7 @@ from paceline.errors import CapacityError, ConfigError, PacelineError, RequestEr
 
 log = logging.getLogger("paceline.server")
 
-_UNION_TAGS = ("str", "int", "float", "bool", "function")
+_UNION_TAGS = ("str", "int", "float", "bool")
 _MAX_PARAMETER = 200
 
 
