@@ -236,6 +236,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"function_call": "auto"}, "function_call"),
     ({"reasoning_effort": "much"}, "reasoning_effort"),
     ({"chat_template_kwargs": {"colour": 1}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"messages": [{"role": "function", "content": "a", "name": "b"}]}, "messages[0].role"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
     ({"messages": [{**CALLED[1], "role": "user"}]}, "messages[0].tool_calls"),

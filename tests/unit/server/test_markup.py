@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from harness.markup_cases import CASES, GEMMA, HARMONY, HERMES, LLAMA, MISTRAL, TOOLS, XML, Case, Said, events_of, said
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, RequestError
 from paceline.sampling.params import SamplingParams
 from paceline.server.dialogue.request import ChatRequest
 from paceline.server.markup.formats import Formats
@@ -171,6 +171,14 @@ def test_a_chat_template_shows_the_formats_of_its_model(template: str, found: tu
     tokenizer: Any = SimpleNamespace(template_source=lambda *, has_tools: template)
     assert Formats.of(tokenizer) == Formats(*found)
     assert Formats.of(tokenizer, "none", "none") == Formats("none", "none")
+
+
+def test_a_chat_template_that_is_no_text_shows_no_format() -> None:
+    def refuse(*, has_tools: bool) -> str:
+        raise RequestError("no text")
+
+    tokenizer: Any = SimpleNamespace(template_source=refuse)
+    assert Formats.of(tokenizer) == Formats("none", "none")
 
 
 def test_formats_that_do_not_exist_or_go_together_are_refused() -> None:

@@ -10,6 +10,8 @@ from paceline.errors import RequestError
 from paceline.server.dialogue.request import ChatRequest, ToolUse
 from paceline.tokenizer.tokenizer import Tokenizer
 
+_GIVEN = ("messages", "tools", "documents", "add_generation_prompt")  # to templates, by fields of their own
+
 
 def check_template(request: ChatRequest, tokenizer: Tokenizer) -> None:
     """That the chat template can say everything that is in a request.
@@ -26,7 +28,7 @@ def check_template(request: ChatRequest, tokenizer: Tokenizer) -> None:
                 f"messages[{index}] is about a call of a tool, which this model's chat template does not know: say it in a text",
             )
     for name in request.template_options:
-        if not tokenizer.template_takes(name):
+        if name in _GIVEN or not tokenizer.template_takes(name):
             _refuse("template_options", f"{name} is no option of this model's chat template: leave it out")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, RequestError
 from paceline.server.dialogue.request import ChatRequest, Tool
 from paceline.server.markup import gemma4, gemma4_grammar, harmony, hermes, llama3, mistral, thoughts, xml
 from paceline.server.markup.answer import AnswerReader, Markers, ReadMarkup
@@ -123,7 +123,10 @@ class Formats:
             ConfigError: there is no such format, or two do not go together.
         """
         check_names(tools, think)
-        template = "".join(tokenizer.template_source(has_tools=has_tools) for has_tools in (False, True))
+        try:
+            template = "".join(tokenizer.template_source(has_tools=has_tools) for has_tools in (False, True))
+        except RequestError:  # it is no text; whoever sends messages is told
+            template = ""
         found_tools, found_think = _found(TOOL_FORMATS, template), _found(THINK_FORMATS, template)
         chosen = cls(found_tools if tools == AUTO else tools, found_think if think == AUTO else think)
         if HARMONY in (chosen.tools, chosen.think) and not {chosen.tools, chosen.think} <= {HARMONY, NONE}:
