@@ -1,6 +1,7 @@
 """Thoughts and calls of tools, in every dialect: in its own blocks or items, streamed as whole, and back into the conversation."""
 
 import asyncio
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,6 +143,17 @@ def test_a_call_that_is_asked_for_is_made_and_fits_its_schema(talking: HttpClien
     assert all(json.loads(call[2])["city"] in ("Oslo", "Bergen") for call in calls)
     assert dialect.streamed(events) == dialect.said(whole)
     assert dialect.ending(whole)[0] == REASONS[name]
+
+
+@pytest.mark.parametrize("name", FORCED, indirect=True)
+def test_a_schema_of_a_tool_that_cannot_be_enforced_is_named(talking: HttpClient, name: str) -> None:
+    wrong = {"type": "object", "properties": {"city": {"type": 7}}}
+    tools: Any = copy.deepcopy(TOOLS[name]["tools"])
+    tools[0].update({"input_schema": wrong} if name == "messages" else {})
+    tools[0].get("function", tools[0]).update({} if name == "messages" else {"parameters": wrong})
+    answer = talking.post(DIALECTS[name].path, asked(name, **FORCED[name], tools=tools))
+    assert answer.status_code == 400
+    assert "tools" in answer.text
 
 
 HISTORY = [

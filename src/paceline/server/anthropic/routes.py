@@ -22,7 +22,6 @@ _NAMES = {
     "prompt": "messages",
     "messages[": "messages",
     "stop": "stop_sequences",
-    "grammar": "output_config.format",
     "reasoning_effort": "output_config.effort",
 }
 
@@ -36,7 +35,8 @@ def message_routes(service: Service) -> APIRouter:
         """Answer a conversation."""
         service.check_model(fields.model)
         fields.check_refused()
-        with named(_NAMES):
+        form = "tools" if fields.output_config is None or fields.output_config.format is None else "output_config.format"
+        with named({**_NAMES, "grammar": form}):
             answer = MessageAnswer(service, _chat_request(fields, service, _params(fields, service)), fields.shows_origins)
             return await answered(request, answer, is_streamed=fields.stream)
 

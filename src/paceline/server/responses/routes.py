@@ -17,7 +17,6 @@ _NAMES = {
     "prompt": "input",
     "messages": "input",
     "messages[": "input",
-    "grammar": "text.format",
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
 }
@@ -32,7 +31,8 @@ def response_routes(service: Service) -> APIRouter:
         """Answer a conversation, of which nothing is stored."""
         service.check_model(fields.model)
         fields.check_refused()
-        with named(_NAMES):
+        form = "tools" if fields.text is None or fields.text.format is None else "text.format"
+        with named({**_NAMES, "grammar": form}):
             answer = ResponseAnswer(service, fields, _chat_request(fields, service))
             return await answered(request, answer, is_streamed=fields.stream)
 
