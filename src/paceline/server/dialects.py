@@ -21,11 +21,13 @@ class Dialect:
         error: the JSON object of an error.
         event: the bytes of an object in a stream.
         media_type: of a stream.
+        names_type: whether its clients say that a body is JSON; Ollama reads any, and programs built for it leave that out.
     """
 
     error: Callable[[HttpError], dict[str, Any]]
     event: Callable[[Mapping[str, Any]], bytes] = data_event
     media_type: str = "text/event-stream"
+    names_type: bool = True
 
     def response(self, error: HttpError) -> JSONResponse:
         """The answer that is an error."""
@@ -39,7 +41,7 @@ class Dialect:
 OPENAI = Dialect(openai_error)
 BY_PATH = {
     "/v1/messages": Dialect(anthropic_error, named_event),
-    "/api": Dialect(ollama_error, line, "application/x-ndjson"),
+    "/api": Dialect(ollama_error, line, "application/x-ndjson", names_type=False),
 }
 
 

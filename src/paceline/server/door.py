@@ -23,6 +23,7 @@ log = logging.getLogger("paceline.server")
 
 WITHOUT_KEY = ("/health", "/ready")
 _METHODS = ("GET", "HEAD", "POST", "OPTIONS")
+_OF_BROWSERS = ("origin", "sec-fetch-site")  # every browser sends one of them with a POST
 _SECURITY_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
@@ -114,8 +115,17 @@ class _Visit:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        if self._scope["method"] == "POST" and headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        if self._scope["method"] == "POST" and not self._is_json(headers):
             raise HttpError(415, "the body must be JSON: send it with Content-Type: application/json", code="unsupported_media_type")
+
+    def _is_json(self, headers: Headers) -> bool:
+        """Whether a body is said to be JSON, or cannot come from a page elsewhere and is read as JSON in its dialect."""
+        if headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json":
+            return True
+        if dialect_of(self._scope["path"]).names_type or any(name in headers for name in _OF_BROWSERS):
+            return False
+        MutableHeaders(scope=self._scope)["content-type"] = "application/json"
+        return True
 
     def _is_known_host(self, host: str) -> bool:
         """Whether a Host header names this machine; a page elsewhere whose name was made to mean it does not."""

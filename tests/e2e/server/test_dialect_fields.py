@@ -219,6 +219,18 @@ def test_ollama_streams_unless_told_otherwise(client: HttpClient) -> None:
     assert OLLAMA.streamed(events) == OLLAMA.said(OLLAMA.whole(client, fields))
 
 
+@pytest.mark.parametrize("kind", [{}, {"Content-Type": "application/x-www-form-urlencoded"}])
+def test_ollamas_clients_need_not_say_that_a_body_is_json_but_pages_must(client: HttpClient, kind: dict[str, str]) -> None:
+    body = json.dumps(asked(OLLAMA, stream=False)).encode()
+    answer = client.ask("POST", OLLAMA.path, content=body, headers=kind)
+    assert answer.status_code == 200
+    assert OLLAMA.said(answer.json()) == OLLAMA.said(OLLAMA.whole(client, asked(OLLAMA)))
+    for header in ({"Origin": "null"}, {"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+        assert client.ask("POST", OLLAMA.path, content=body, headers={**kind, **header}).status_code == 415
+    for dialect in (MESSAGES, RESPONSES):
+        assert client.ask("POST", dialect.path, content=json.dumps(asked(dialect)).encode(), headers=kind).status_code == 415
+
+
 def test_a_prompt_is_a_chat_unless_it_is_raw(client: HttpClient, engine: AsyncEngine) -> None:
     prompt = {"model": "mini", "prompt": TURNS[0]["content"], "stream": False, **options()}
     answer = client.json("/api/generate", prompt)

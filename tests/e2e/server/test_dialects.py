@@ -122,7 +122,7 @@ def test_errors_before_and_beside_the_routes_have_the_shape_too(client: HttpClie
         403: client.post(path, {}, headers={"Host": "evil.example"}),
         404: client.get(f"{path}/nowhere"),
         405: client.get(path),
-        415: client.ask("POST", path, content=b"{}", headers={"Content-Type": "text/plain"}),
+        415: client.ask("POST", path, content=b"{}", headers={"Content-Type": "text/plain", "Origin": "http://evil.example"}),
     }
     for status, answer in answers.items():
         assert answer.status_code == status
