@@ -138,6 +138,7 @@ CASES = [
         '<tool_call>{"name": "now", "arguments": {"a": "x\ny\\d \\u00e4\\n"}}</tool_call>',
         [("call", "now", '{"a": "x\\ny\\\\d \\u00e4\\n"}')],
     ),
+    Case("thoughts behind no call", HERMES, "<tool_call><think>b</think>", [("text", "<tool_call><think>b</think>")]),
     Case("no call behind text", HERMES, "a \n<tool_call> b", [("text", "a \n<tool_call> b")]),
     Case("a missing brace", HERMES, '<tool_call>{"name": "now", "arguments": {"a": 1}</tool_call>', [("call", "now", '{"a": 1}')]),
     Case(
@@ -188,6 +189,12 @@ CASES = [
     ),
     Case("another JSON", LLAMA, '{"name": "Ann", "parameters": {}}', [("text", '{"name": "Ann", "parameters": {}}')]),
     Case("JSON within text", LLAMA, 'So: {"name": "now", "parameters": {}}', [("text", 'So: {"name": "now", "parameters": {}}')]),
+    Case(
+        "JSON behind no call",
+        LLAMA,
+        '<|python_tag|>{{"name": "now", "parameters": {}}',
+        [("text", '<|python_tag|>{{"name": "now", "parameters": {}}')],
+    ),
     Case("a list", LLAMA, "[1] {", [("text", "[1] {")]),
     Case("python", LLAMA, "<|python_tag|>print(1)", [("text", "<|python_tag|>print(1)")]),
     Case(

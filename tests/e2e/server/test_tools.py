@@ -137,6 +137,17 @@ def test_an_answer_cut_by_the_limit_ends_so(tooled: Callable[..., HttpClient]) -
         assert streamed(tooled(), {**ASKED, "max_tokens": 20}) == (said, reason)
 
 
+def test_a_stop_text_ends_an_answer_within_its_markup(tooled: Callable[..., HttpClient]) -> None:
+    with answering(Grammar.choice(['I go. <tool_call>{"name": "book", "arguments": {"kind": "taxi"}}</tool_call>'])):
+        for stop, expected in {
+            "taxi": [("text", "I go."), ("call", "book", '{"kind": "')],
+            '"book", "arg': [("text", 'I go. <tool_call>{"name": ')],
+            "_call>": [("text", "I go. <tool")],
+        }.items():
+            assert whole(tooled(), {**ASKED, "stop": stop}) == (expected, "stop")
+            assert streamed(tooled(), {**ASKED, "stop": stop}) == (expected, "stop")
+
+
 def test_markup_of_special_tokens_is_seen(tooled: Callable[..., HttpClient], monkeypatch: pytest.MonkeyPatch) -> None:
     reads = Markers(anywhere={"<|im_start|>": hermes.read_call})
     special = formats.ToolFormat(reads, (), ("<|im_start|>",), hermes.calls_grammar)
@@ -176,7 +187,8 @@ def test_a_form_holds_the_text_behind_the_thoughts(tooled: Callable[..., HttpCli
     }
     fields = {"messages": [USER], "temperature": 0, "max_tokens": 300, "response_format": form, "logit_bias": {}}
     said, _ = whole(tooled(), {**fields, "reasoning_effort": "low", "stop": ["</think>"], "max_tokens": 40})
-    assert [one[0] for one in said] == ["thought"], "the form does not hold thoughts"
+    assert [one[0] for one in said] == ["thought"]
+    assert not said[0][1].startswith("{"), "the form does not hold thoughts"
     ((kind, text),) = whole(tooled(), fields)[0]
     assert (kind, set(json.loads(text))) == ("text", {"a"})
 

@@ -150,6 +150,15 @@ def test_thoughts_that_the_prompt_began_come_first(mini_dir: Path) -> None:
     assert not allows(tokenizer, grammar, "Hm.</think>Yes.", "<think>\n")
 
 
+def test_a_form_of_the_text_begins_behind_thoughts(mini_dir: Path) -> None:
+    tokenizer, formats = with_tokens(mini_dir, ("<think>", "</think>")), Formats("hermes", "think")
+    asked = request(tools=(), tool_use=ToolUse.AUTO, params=SamplingParams(grammar=Grammar.json_object()))
+    behind = answer_grammar(asked, formats, tokenizer, has_opened=True)
+    assert allows(tokenizer, behind, 'Hm.</think>{"a": 1}', "<think>\n")
+    assert not allows(tokenizer, behind, '{"a": 1}', "<think>\n")
+    assert answer_grammar(asked, formats, tokenizer, has_opened=False) is asked.params.grammar
+
+
 def test_strict_tools_that_may_be_called_leave_the_text_free(mini_dir: Path) -> None:
     tools = (Tool(name="book", parameters=BOOK, strict=True), TOOLS[1])
     for name in ("hermes", "xml", "mistral", "gemma4"):

@@ -139,10 +139,10 @@ def test_a_long_answer_is_read_in_time_that_grows_with_its_length() -> None:
         + "]}}</tool_call>"
         + "x <tool" * 20_000
     )
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     events_of(Case("long", HERMES, long, []), [long])
     events_of(Case("long", HERMES, long, []), [long[at : at + 5] for at in range(0, len(long), 5)])
-    assert time.perf_counter() - start_s < 10
+    assert time.process_time() - start_s < 10
 
 
 def test_values_are_typed_as_the_schema_says() -> None:
