@@ -169,7 +169,7 @@ def test_no_value_at_any_place_is_the_servers_fault(
     assert talking.post(path, {**body, "stream": False} if path != "/v1/messages/count_tokens" and path != "/api/show" else body).is_success
     cases = [(place, value) for place in places(body) for value in HOSTILE]
     if not large_counts:
-        chosen = np.random.default_rng(seed).choice(len(cases), size=min(40, len(cases)), replace=False)
+        chosen = np.random.default_rng(seed).choice(len(cases), size=min(25, len(cases)), replace=False)
         cases = [cases[index] for index in chosen]
     for place, value in cases:
         content = json.dumps(with_value(body, place, value)).encode()
@@ -188,7 +188,7 @@ def test_a_body_that_is_no_request_is_the_clients_fault(talking: HttpClient, pat
     assert BODIES[path][0].message_of(answer.json())
 
 
-@pytest.mark.parametrize("depth", [*range(150, 1000, 170), *range(900, 1000, 20)])
+@pytest.mark.parametrize("depth", [150, 500, 900, 940, 980])
 def test_values_nested_as_deep_as_json_can_be_read_are_no_fault_of_the_servers(
     talking: HttpClient, monkeypatch: pytest.MonkeyPatch, depth: int
 ) -> None:
