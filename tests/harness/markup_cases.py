@@ -80,13 +80,14 @@ def said(events: Sequence[Event]) -> Said:
     return found
 
 
-HERMES, LLAMA, MISTRAL, XML, GEMMA, HARMONY = (
+HERMES, LLAMA, MISTRAL, XML, GLM, GEMMA, HARMONY = (
     (name, think)
     for name, think in (
         ("hermes", "think"),
         ("llama3", "none"),
         ("mistral", "mistral"),
         ("xml", "think"),
+        ("glm", "think"),
         ("gemma4", "gemma4"),
         ("harmony", "harmony"),
     )
@@ -245,6 +246,22 @@ CASES = [
         num_complete=0,
     ),
     Case("no function", XML, "<tool_call>\n{}</tool_call>", [("text", "<tool_call>\n{}</tool_call>")]),
+    Case(
+        "keys and values",
+        GLM,
+        "<think>A</think>\nI look.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Köln\n</x></arg_value>\n<arg_key>days"
+        "</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>now</tool_call>",
+        [("thought", "A"), ("text", "I look."), ("call", "weather", '{"city": "Köln\\n</x>", "days": 2}'), ("call", "now", "{}")],
+    ),
+    Case(
+        "without line ends",
+        GLM,
+        "<tool_call>weather<arg_key>tags</arg_key><arg_value>[]</arg_value><arg_key>b</arg_key><arg_value>c",
+        [("call", "weather", '{"tags": [], "b": "c')],
+        num_complete=0,
+    ),
+    Case("no name", GLM, "<tool_call>later</tool_call>", [("text", "<tool_call>later</tool_call>")]),
+    Case("no keys", GLM, "<tool_call>now or never", [("text", "<tool_call>now or never")]),
     Case(
         "quoted",
         GEMMA,

@@ -106,7 +106,7 @@ SERVER = Panel(
         "may be given several times.",
         "insecure": "Let everybody who reaches the server ask, without a key.",
         "tools_format": "How the model writes calls of tools: auto (as its chat template shows), none (they are text), harmony, gemma4, "
-        "mistral, xml, hermes or llama3.",
+        "mistral, xml, glm, hermes or llama3.",
         "think_format": "How it writes thoughts: auto, none, harmony, gemma4, mistral or think.",
         "max_queue": "Samples that may wait; more are told to come again later.",
         "max_body_mb": "Megabytes of a request.",

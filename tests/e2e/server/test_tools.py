@@ -84,7 +84,7 @@ def streamed(client: HttpClient, fields: dict[str, Any]) -> tuple[Said, str]:
 @pytest.mark.parametrize(
     "more", [{"tool_choice": "required", "parallel_tool_calls": False}, {"tool_choice": {"type": "function", "function": {"name": "book"}}}]
 )
-@pytest.mark.parametrize("tools_format", ["hermes", "xml", "mistral", "llama3", "gemma4", "harmony"])
+@pytest.mark.parametrize("tools_format", ["hermes", "xml", "glm", "mistral", "llama3", "gemma4", "harmony"])
 def test_a_required_call_comes_with_arguments_that_match_the_schema(
     tooled: Callable[..., HttpClient], tools_format: str, more: dict[str, Any]
 ) -> None:

@@ -34,7 +34,15 @@ BOOK = {
     "$defs": {"seats": {"type": "integer", "minimum": 1, "maximum": 4}},
 }
 TOOLS = (Tool(name="book", parameters=BOOK), Tool(name="cancel"))
-THINKING = {"hermes": "think", "xml": "think", "mistral": "mistral", "gemma4": "gemma4", "harmony": "harmony", "llama3": "none"}
+THINKING = {
+    "hermes": "think",
+    "xml": "think",
+    "glm": "think",
+    "mistral": "mistral",
+    "gemma4": "gemma4",
+    "harmony": "harmony",
+    "llama3": "none",
+}
 
 
 def request(**fields: Any) -> ChatRequest:
@@ -62,6 +70,8 @@ WRITTEN = {
     "hermes": f'<tool_call>\n{{"name": "book", "arguments": {ARGUMENTS}}}\n</tool_call>',
     "xml": "<tool_call>\n<function=book>\n<parameter=kind>\ntaxi\n</parameter>\n<parameter=seats>\n2\n</parameter>\n"
     "</function>\n</tool_call>",
+    "glm": "<tool_call>book\n<arg_key>kind</arg_key>\n<arg_value>taxi</arg_value>\n<arg_key>seats</arg_key>\n<arg_value>2</arg_value>\n"
+    "</tool_call>",
     "mistral": f"[TOOL_CALLS]book[ARGS]{ARGUMENTS}",
     "gemma4": '<|tool_call>call:book{kind:<|"|>taxi<|"|>,seats:2}<tool_call|>',
     "harmony": f"<|channel|>commentary to=functions.book <|constrain|>json<|message|>{ARGUMENTS}",
@@ -70,6 +80,7 @@ WRITTEN = {
 THOUGHT = {
     "hermes": "<think>\nHm.\n</think>\n\n",
     "xml": "<think>Hm.</think>",
+    "glm": "<think>Hm.</think>\n",
     "mistral": "[THINK]Hm.[/THINK]",
     "gemma4": "<|channel>thought\nHm.<channel|>",
     "harmony": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant",
@@ -161,7 +172,7 @@ def test_a_form_of_the_text_begins_behind_thoughts(mini_dir: Path) -> None:
 
 def test_strict_tools_that_may_be_called_leave_the_text_free(mini_dir: Path) -> None:
     tools = (Tool(name="book", parameters=BOOK, strict=True), TOOLS[1])
-    for name in ("hermes", "xml", "mistral", "gemma4"):
+    for name in ("hermes", "xml", "glm", "mistral", "gemma4"):
         formats, asked = Formats(name, THINKING[name]), request(tools=tools, tool_use=ToolUse.AUTO)
         tokenizer = with_tokens(mini_dir, formats.tokens(asked))
         grammar = answer_grammar(asked, formats, tokenizer, has_opened=False)

@@ -158,6 +158,7 @@ def test_values_are_typed_as_the_schema_says() -> None:
 TEMPLATES = [
     ("{% if tools %}<tool_call>{% endif %}", ("hermes", "none")),
     ("<tool_call>\n<function=name>\n<parameter=key> </think>", ("xml", "think")),
+    ("<tool_call>name\n<arg_key>key</arg_key> </think>", ("glm", "think")),
     ('<|start_header_id|> {"name": function name, "parameters": {}}', ("llama3", "none")),
     ("[INST] [TOOL_CALLS] [THINK]", ("mistral", "mistral")),
     ("<|tool_call>call: <|channel>thought", ("gemma4", "gemma4")),

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from paceline.errors import ConfigError, RequestError
 from paceline.server.dialogue.request import ChatRequest, Tool
-from paceline.server.markup import gemma4, gemma4_grammar, harmony, hermes, llama3, mistral, thoughts, xml
+from paceline.server.markup import gemma4, gemma4_grammar, glm, harmony, hermes, llama3, mistral, thoughts, xml
 from paceline.server.markup.answer import AnswerReader, Markers, ReadMarkup
 from paceline.server.markup.call_grammar import CallGrammar
 from paceline.server.markup.source import Source, Waiting
@@ -80,6 +80,7 @@ TOOL_FORMATS = {
         new_id=short_call_id,
     ),
     "xml": ToolFormat(xml.MARKERS, (xml.FUNCTION, xml.PARAMETER, "!<seed:"), (xml.OPEN, xml.CLOSE), xml.calls_grammar, xml.OPEN),
+    "glm": ToolFormat(glm.MARKERS, (glm.OPEN, glm.KEY), glm.TOKENS, glm.calls_grammar, glm.OPEN),
     "hermes": ToolFormat(hermes.MARKERS, (hermes.OPEN, *_OTHER_CALLS), (hermes.OPEN, hermes.CLOSE), hermes.calls_grammar, hermes.OPEN),
     "llama3": ToolFormat(llama3.MARKERS, ("<|start_header_id|>", '"parameters"'), (llama3.PYTHON_TAG,), llama3.calls_grammar),
 }
