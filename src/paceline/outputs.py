@@ -11,7 +11,7 @@ _OTHER_NAMES = {
     "outputs": "it is one output itself, use .text; with n > 1 there is one RequestOutput for each sample",
     "generated_text": "use .text",
     "num_tokens": "use .usage",
-    "stop_reason": "use .finish_reason",
+    "stop_reason": "use .finish_reason and .stop_text",
     "cumulative_logprob": "use .logprobs",
 }
 
@@ -54,6 +54,7 @@ class RequestOutput:
         token_ids: output tokens, the one that ended it included.
         origins: for each output token, whether it was a plain token, an accepted draft or a bonus token.
         finish_reason: "stop" (EOS, stop token or stop string), "length" (max_tokens or the end of the context) or "abort".
+        stop_text: the stop string that ended it, if one did.
         seed: the seed used, drawn for requests that gave none.
         sample_index: which of the prompt's samples this is, from 0.
         numerics: "exact" or "fast".
@@ -77,6 +78,7 @@ class RequestOutput:
     sample_index: int = 0
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    stop_text: str | None = None
 
     def __getattr__(self, name: str) -> Any:
         """Names that other libraries' outputs have."""
@@ -116,6 +118,7 @@ class StreamChunk:
         output: the finished request, in its last chunk only.
         sample_index: which of the prompt's samples this is about, from 0.
         logprobs: of the tokens, if asked for.
+        usage: token counts of the sample so far.
     """
 
     text: str
@@ -124,3 +127,4 @@ class StreamChunk:
     output: RequestOutput | None = None
     sample_index: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    usage: Usage = Usage(0, 0)

@@ -141,6 +141,9 @@ def test_a_stream_adds_up_to_what_generate_returns(llm: LLM, name: str, monkeypa
         assert [chunk.output is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
         last = chunks[-1].output
         assert (last.text, last.token_ids, last.finish_reason) == (whole.text, whole.token_ids, whole.finish_reason)
+        counts = [chunk.usage.completion_tokens for chunk in chunks]
+        assert counts == [sum(len(chunk.token_ids) for chunk in chunks[: end + 1]) for end in range(len(chunks))]
+        assert {chunk.usage.prompt_tokens for chunk in chunks} == {whole.usage.prompt_tokens}
 
 
 def test_a_stop_string_across_tokens_is_cut_off_unless_it_is_kept(llm: LLM) -> None:
@@ -150,7 +153,7 @@ def test_a_stop_string_across_tokens_is_cut_off_unless_it_is_kept(llm: LLM) -> N
     at = whole.text.index(stop)
     for stops in (stop, [stop], ["nowhere", stop]):
         (cut,) = llm.generate("the cat sat", replace(GREEDY, stop=stops))
-        assert (cut.text, cut.finish_reason) == (whole.text[:at], "stop")
+        assert (cut.text, cut.finish_reason, cut.stop_text) == (whole.text[:at], "stop", stop)
         assert whole.token_ids[: len(cut.token_ids)] == cut.token_ids
         (kept,) = llm.generate("the cat sat", replace(GREEDY, stop=stops, include_stop=True))
         assert kept.text == whole.text[: at + len(stop)]
@@ -163,7 +166,7 @@ def test_a_stop_token_ends_the_output_and_is_text_only_if_kept(llm: LLM) -> None
     count = whole.token_ids.index(stop) + 1
     for include_stop in (False, True):
         (output,) = llm.generate("the cat sat", replace(GREEDY, stop_token_ids=[stop], include_stop=include_stop))
-        assert (output.token_ids, output.finish_reason) == (whole.token_ids[:count], "stop")
+        assert (output.token_ids, output.finish_reason, output.stop_text) == (whole.token_ids[:count], "stop", None)
         assert output.text == llm.tokenizer.decode(whole.token_ids[: count - 1 + include_stop])
 
 

@@ -4,12 +4,16 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from harness.checkpoints import write_byte_level_tokenizer
+from harness.markup_cases import TOOLS, Case, events_of, said
+from harness.tool_model import TEMPLATE
 from paceline.errors import RequestError
+from paceline.server.markup.formats import TOOL_FORMATS, Formats
 from paceline.tokenizer.chat_template import ChatTemplate
 from paceline.tokenizer.template_process import BROKEN
 
@@ -121,7 +125,7 @@ TEMPLATES = {
 {% endgeneration %}{% else %}{{ message.role }}: {{ message.content }}
 {% endif %}{% endfor %}""",
     "tools and documents": """{{ tools is none }} {{ documents is none }} {% if tools %}{{ tools | tojson }}{% endif %}
-{{ add_generation_prompt }} {{ custom is defined }}""",
+{{ add_generation_prompt }} {{ custom is defined }} {{ custom }}""",
     "whitespace": """   {% if true %}
    indented
      {%- if true -%}   tight   {%- endif %}
@@ -163,6 +167,8 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
     [{"content": "nobody"}],
 ]  # fmt: skip
 
+DESCRIBED = [tool.as_template() for tool in TOOLS]
+
 
 def templates_at_hand(mini: Path) -> Iterator[tuple[str, str]]:
     """Those of checkpoints that are here."""
@@ -182,10 +188,10 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return transformers.AutoTokenizer.from_pretrained(str(directory), **NAMES)
 
 
-def theirs(pretrained: Any, source: str, messages: list[dict[str, Any]], *, prompt: bool) -> tuple[str, str | None]:
+def theirs(pretrained: Any, source: str, messages: list[dict[str, Any]], *, prompt: bool, **more: Any) -> tuple[str, str | None]:
     """The text of transformers, and what the template itself says where there is none."""
     try:
-        return pretrained.apply_chat_template(messages, chat_template=source, tokenize=False, add_generation_prompt=prompt), None
+        return pretrained.apply_chat_template(messages, chat_template=source, tokenize=False, add_generation_prompt=prompt, **more), None
     except Exception as error:
         return "", str(error) if type(error).__name__ == "TemplateError" else "chat template"
 
@@ -194,14 +200,14 @@ def compare(pretrained: Any, source: str) -> int:
     """Every conversation, with and without a prompt for an answer; how many made a text."""
     ours, num_texts = ChatTemplate(source, pretrained.special_tokens_map), 0
     for messages in CONVERSATIONS:
-        for prompt in (True, False):
-            expected, refusal = theirs(pretrained, source, messages, prompt=prompt)
+        for prompt, tools, options in ((True, (), {}), (False, (), {}), (True, DESCRIBED, {"enable_thinking": True, "custom": [1]})):
+            expected, refusal = theirs(pretrained, source, messages, prompt=prompt, tools=tools or None, **options)
             if refusal is None:
-                assert ours.render(messages, add_generation_prompt=prompt) == expected
+                assert ours.render(messages, tools=tools, options=options, add_generation_prompt=prompt) == expected
                 num_texts += 1
             else:
                 with pytest.raises(RequestError, match=re.escape(refusal)):
-                    ours.render(messages, add_generation_prompt=prompt)
+                    ours.render(messages, tools=tools, options=options, add_generation_prompt=prompt)
     return num_texts
 
 
@@ -216,6 +222,34 @@ def test_the_templates_of_checkpoints_at_hand_make_the_same_texts(pretrained: An
     assert "target" in found
     for source in found.values():
         assert compare(pretrained, source) > 0
+
+
+CALL = [
+    {"role": "user", "content": "weather?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "a1B2c3D4e", "type": "function", "function": {"name": "weather", "arguments": {"city": "Köln", "days": 2}}}],
+    },
+]
+
+
+def test_what_templates_write_for_a_call_is_read_as_that_call(pretrained: Any, mini_dir: Path) -> None:
+    """A model writes calls as its template does; so its format is the one that the template shows."""
+    found = {"our own": TEMPLATE, **dict(templates_at_hand(mini_dir))}
+    num_read = 0
+    for source in found.values():
+        tokenizer: Any = SimpleNamespace(template_source=lambda *, has_tools, source=source: source)
+        formats = Formats.of(tokenizer)
+        if formats.tools == "none":
+            continue
+        text = ChatTemplate(source, pretrained.special_tokens_map).render(CALL, tools=DESCRIBED, add_generation_prompt=False)
+        opening = TOOL_FORMATS[formats.tools].opening or {"llama3": '{"name"', "harmony": " to="}[formats.tools]
+        written = text[text.rindex(opening, 0, text.rindex("Köln")) :]
+        events, num_complete = events_of(Case("", (formats.tools, formats.think), "", []), [written])
+        assert said(events)[0] == ("call", "weather", '{"city": "Köln", "days": 2}')
+        num_read += num_complete
+    assert num_read >= 1
 
 
 def test_the_names_of_special_tokens_are_those_of_the_tokenizer(pretrained: Any) -> None:

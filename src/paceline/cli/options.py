@@ -105,6 +105,9 @@ SERVER = Panel(
         "allowed_hosts": "A further name that a Host header may have while only this machine can reach the server, such as a proxy's; "
         "may be given several times.",
         "insecure": "Let everybody who reaches the server ask, without a key.",
+        "tools_format": "How the model writes calls of tools: auto (as its chat template shows), none (they are text), harmony, gemma4, "
+        "mistral, xml, glm, hermes or llama3.",
+        "think_format": "How it writes thoughts: auto, none, harmony, gemma4, mistral or think.",
         "max_queue": "Samples that may wait; more are told to come again later.",
         "max_body_mb": "Megabytes of a request.",
         "max_prompt_chars": "Characters of a prompt or a conversation.",
@@ -128,6 +131,8 @@ METAVARS = {
     "num_draft_tokens": "auto|<int>",
     "stop": "<str>",
     "drafter": "<str>",
+    "tools_format": "<str>",
+    "think_format": "<str>",
     "drafter_options": "NAME=VALUE",
     "allowed_hosts": "<str>",
 }

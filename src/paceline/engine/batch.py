@@ -24,11 +24,13 @@ class RequestControl:
         hints: what its sender offers to drafters.
         speculation: how it may be drafted for.
         salt: only requests with the same one share cached blocks.
+        shown_token_ids: special tokens that are part of the text.
     """
 
     hints: DraftHints = field(default_factory=DraftHints)
     speculation: RequestSpeculation = field(default_factory=RequestSpeculation)
     salt: bytes = b""
+    shown_token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,12 @@ class RequestMaker:
         speculation = RequestSpeculation.of(options.get("speculation"))
         salt_bytes = salt.encode() if isinstance(salt, str) else salt or b""
         predictions = self._predictions(options.get("prediction"), num_prompts, are_predictions_read=are_predictions_read)
+        shown_ids = as_ids(options.get("shown_token_ids", ()), "shown_token_ids")
         return [
-            RequestControl(hints=DraftHints(prediction, namespace), speculation=speculation, salt=salt_bytes) for prediction in predictions
+            RequestControl(
+                hints=DraftHints(prediction, namespace), speculation=speculation, salt=salt_bytes, shown_token_ids=tuple(shown_ids)
+            )
+            for prediction in predictions
         ]
 
     def make(
@@ -128,8 +134,8 @@ class RequestMaker:
         ends = set(params.stop_token_ids) if params.ignore_eos else {*params.stop_token_ids, *self.eos_token_ids}
         stop = tuple(params.stop or ())
         text_stop = None
-        if stop or is_streamed:
-            text_stop = TextStop(self.tokenizer.detokenizer(), stop, include_stop=params.include_stop)
+        if stop or is_streamed or control.shown_token_ids:
+            text_stop = TextStop(self.tokenizer.detokenizer(control.shown_token_ids), stop, include_stop=params.include_stop)
         return Request(
             token_ids=prompt,
             num_prompt_tokens=len(prompt),
@@ -174,6 +180,7 @@ class RequestMaker:
             output,
             sample_index=request.sample_index,
             logprobs=request.logprobs[num_seen:],
+            usage=self._usage(request),
         )
 
     def output(self, request: Request, *, numerics: str, drafter: str) -> RequestOutput:
@@ -185,7 +192,7 @@ class RequestMaker:
             token_ids=ids,
             prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
             finish_reason=(request.finish_reason or FinishReason.LENGTH).value,
-            usage=Usage(request.num_prompt_tokens, len(ids), request.num_cached_tokens),
+            usage=self._usage(request),
             timing=Timing(first_token_s - (request.started_s or first_token_s), request.finished_s - first_token_s),
             seed=request.seed,
             sample_index=request.sample_index,
@@ -195,7 +202,11 @@ class RequestMaker:
             origins=request.origins,
             logprobs=request.logprobs if request.params.logprobs is not None else None,
             prompt_logprobs=request.prompt_logprobs if request.params.prompt_logprobs is not None else None,
+            stop_text=None if request.text_stop is None else request.text_stop.found,
         )
+
+    def _usage(self, request: Request) -> Usage:
+        return Usage(request.num_prompt_tokens, len(request.token_ids) - request.num_prompt_tokens, request.num_cached_tokens)
 
     def _processor(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> LogitsProcessor:
         params.check_vocabulary(self.vocab_size)

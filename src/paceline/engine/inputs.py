@@ -23,12 +23,15 @@ class RequestOptions(TypedDict, total=False):
         namespace: whose finished outputs a suffix store may offer as guesses and remember these in; None = nobody's.
         speculation: how these requests may be drafted for: a `RequestSpeculation`, or a mapping such as {"enabled": False}.
         cache_salt: only requests with the same one share cached rows of their prompts.
+        shown_token_ids: special tokens that are part of the outputs' texts, and of the text that stop strings are looked for in; the
+            others are not.
     """
 
     prediction: TextOrIds | Sequence[TextOrIds | None] | None
     namespace: str | None
     speculation: RequestSpeculation | Mapping[str, object] | None
     cache_salt: str | bytes | None
+    shown_token_ids: Sequence[int]
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -10,17 +10,26 @@ from starlette.responses import Response
 
 from paceline import __version__
 from paceline.engine.async_engine import AsyncEngine
+from paceline.server.anthropic.routes import message_routes
+from paceline.server.dialects import dialect_of
+from paceline.server.dialogue.dialogue import Dialogue
 from paceline.server.door import Door
 from paceline.server.gate import Gate
 from paceline.server.generation import Generation
 from paceline.server.http_errors import HttpError, http_error_of
+from paceline.server.markup.formats import Formats
 from paceline.server.metrics import Metrics
+from paceline.server.ollama.models import ollama_model_routes
+from paceline.server.ollama.routes import ollama_routes
 from paceline.server.openai.chat import chat_routes
 from paceline.server.openai.completions import completion_routes
 from paceline.server.openai.models import model_routes
+from paceline.server.responses.routes import response_routes
 from paceline.server.service import Service
 from paceline.server.settings import ServerSettings
 from paceline.server.state import state_routes
+
+_ROUTES = (chat_routes, completion_routes, model_routes, response_routes, message_routes, ollama_routes, ollama_model_routes, state_routes)
 
 
 def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> FastAPI:
@@ -31,15 +40,20 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
     Args:
         engine: stays the caller's, who closes it after the application has ended.
         settings: None = those of `ServerSettings()`.
+
+    Raises:
+        ConfigError: there is no format as the settings name.
     """
     settings = settings or ServerSettings()
     name = settings.served_name or served_name(engine.opened.config.model)
+    formats = Formats.of(engine.opened.maker.tokenizer, settings.tools_format, settings.think_format)
     gate = Gate(engine.opened.engine.scheduler.limits.max_num_seqs, settings.max_queue)
     metrics = Metrics(engine.opened, name)
-    service = Service(engine, settings, name, gate, metrics, Generation(engine, settings, gate, metrics))
+    generation = Generation(engine, settings, gate, metrics)
+    service = Service(engine, settings, name, gate, metrics, generation, Dialogue(generation, formats))
     app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None)  # their pages load code from elsewhere
     app.state.service = service
-    for routes in (chat_routes, completion_routes, model_routes, state_routes):
+    for routes in _ROUTES:
         app.include_router(routes(service))
     for kind in (RequestValidationError, HTTPException, HttpError):
         app.add_exception_handler(kind, _answer)
@@ -52,5 +66,5 @@ def served_name(model: str) -> str:
     return Path(os.path.abspath(model)).name if Path(model).exists() else model
 
 
-async def _answer(_: Request, error: Exception) -> Response:
-    return http_error_of(error).response()
+async def _answer(request: Request, error: Exception) -> Response:
+    return dialect_of(request.url.path).response(http_error_of(error))

@@ -24,16 +24,14 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Re
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, whose source is closed as soon as the client goes away.
+    """A stream of events, whose source is closed as soon as the client goes away.
 
     Args:
-        events: yields whole events, as `event` makes them.
+        events: yields whole events.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(events, headers={"X-Accel-Buffering": "no"})  # a proxy must not hold events back
+    def __init__(self, events: AsyncGenerator[bytes, None], media_type: str) -> None:
+        super().__init__(events, media_type=media_type, headers={"X-Accel-Buffering": "no"})  # a proxy must not hold events back
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

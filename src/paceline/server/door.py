@@ -15,6 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.server.client_watch import within
+from paceline.server.dialects import dialect_of
 from paceline.server.http_errors import ClientGoneError, HttpError, http_error_of
 from paceline.server.settings import LOOPBACK_NAMES, ServerSettings
 
@@ -22,6 +23,7 @@ log = logging.getLogger("paceline.server")
 
 WITHOUT_KEY = ("/health", "/ready")
 _METHODS = ("GET", "HEAD", "POST", "OPTIONS")
+_OF_BROWSERS = ("origin", "sec-fetch-site")  # every browser sends one of them with a POST
 _SECURITY_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
@@ -90,7 +92,7 @@ class _Visit:
         except Exception as error:
             refusal = http_error_of(error)
             if self._status is None:
-                await refusal.response()(self._scope, receive, self._send_on)
+                await dialect_of(self._scope["path"]).response(refusal)(self._scope, receive, self._send_on)
         finally:
             self._log()
 
@@ -108,13 +110,22 @@ class _Visit:
         if self._keys and self._scope["path"] not in WITHOUT_KEY and not self._keys.accept(headers):
             raise HttpError(
                 401,
-                "no known API key came with the request: send the header Authorization: Bearer KEY",
+                "no known API key came with the request: send the header Authorization: Bearer KEY, or x-api-key: KEY",
                 kind="authentication_error",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        if self._scope["method"] == "POST" and headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        if self._scope["method"] == "POST" and not self._is_json(headers):
             raise HttpError(415, "the body must be JSON: send it with Content-Type: application/json", code="unsupported_media_type")
+
+    def _is_json(self, headers: Headers) -> bool:
+        """Whether a body is said to be JSON, or cannot come from a page elsewhere and is read as JSON in its dialect."""
+        if headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json":
+            return True
+        if dialect_of(self._scope["path"]).names_type or any(name in headers for name in _OF_BROWSERS):
+            return False
+        MutableHeaders(scope=self._scope)["content-type"] = "application/json"
+        return True
 
     def _is_known_host(self, host: str) -> bool:
         """Whether a Host header names this machine; a page elsewhere whose name was made to mean it does not."""

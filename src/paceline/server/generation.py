@@ -11,6 +11,7 @@ from paceline.engine.batch import RequestMaker
 from paceline.engine.inputs import RequestOptions
 from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.outputs import RequestOutput, StreamChunk
+from paceline.sampling.grammar import Grammar
 from paceline.sampling.params import SamplingParams
 from paceline.server.client_watch import within
 from paceline.server.gate import Gate
@@ -28,6 +29,7 @@ class Job:
         num_prompts: how many it makes.
         params: of every prompt.
         takes_the_rest: whether `params.max_tokens` gives way to what the context holds behind a prompt.
+        grammar: of the outputs, in place of that of `params`, once the prompts are made; None = that of `params`.
     """
 
     prompt_ids: Callable[[RequestMaker], list[list[int]]]
@@ -35,6 +37,7 @@ class Job:
     params: SamplingParams
     options: RequestOptions = field(default_factory=lambda: RequestOptions())
     takes_the_rest: bool = False
+    grammar: Callable[[], Grammar | None] | None = None
 
     @property
     def num_samples(self) -> int:
@@ -95,11 +98,12 @@ class Generation:
             self.gate.record(time.perf_counter() - started_s)
 
     def _params(self, job: Job, prompts: Sequence[list[int]]) -> list[SamplingParams]:
+        params = job.params if job.grammar is None else replace(job.params, grammar=job.grammar())
         if not job.takes_the_rest:
-            return [job.params] * len(prompts)
+            return [params] * len(prompts)
         opened = self.engine.opened
         room = min(opened.maker.max_context, opened.engine.cache.max_slots - BLOCK_SIZE)
-        return [replace(job.params, max_tokens=max(1, room - len(ids))) for ids in prompts]
+        return [replace(params, max_tokens=max(1, room - len(ids))) for ids in prompts]
 
     def _finish(self, output: RequestOutput, started_s: float) -> None:
         if output.finish_reason == "abort":

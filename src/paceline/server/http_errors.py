@@ -1,4 +1,4 @@
-"""What is wrong with a request, in the shape of OpenAI's errors."""
+"""What is wrong with a request, whatever dialect it came in."""
 
 import logging
 import traceback
@@ -7,13 +7,12 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
 
 from paceline.errors import CapacityError, ConfigError, PacelineError, RequestError, printable
 
 log = logging.getLogger("paceline.server")
 
-_UNION_TAGS = ("str", "int", "float", "bool", "function")
+_UNION_TAGS = ("str", "int", "float", "bool")
 _MAX_PARAMETER = 200
 
 
@@ -44,12 +43,11 @@ class HttpError(Exception):
         self.message = printable(message)
         self.headers = dict(headers or {})
 
-    def as_dict(self) -> dict[str, Any]:
-        """OpenAI's JSON object."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.parameter, "code": self.code}}
-
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.as_dict(), self.status, self.headers)
+    @property
+    def text(self) -> str:
+        """The message, in which the wrong field is named, for dialects that have no other place for it."""
+        name = self.parameter
+        return self.message if name is None or name in self.message else f"{name}: {self.message}"
 
 
 class ClientGoneError(Exception):
@@ -61,7 +59,7 @@ def http_error_of(error: BaseException) -> HttpError:
     if isinstance(error, HttpError):
         return error
     if isinstance(error, RequestValidationError):
-        return _invalid_field(error.errors())
+        return invalid_field(error.errors())
     if isinstance(error, RequestError):
         return HttpError(400, str(error), parameter=error.parameter, code=error.code or "invalid_value")
     if isinstance(error, CapacityError):
@@ -84,13 +82,18 @@ def log_fault(error: BaseException) -> None:
     log.error("%s at %s", type(error).__name__, " > ".join(places[-6:]))
 
 
-def _invalid_field(errors: Sequence[Any]) -> HttpError:
-    """The first field that is wrong. The value is not repeated: it may be long, or secret."""
+def invalid_field(errors: Sequence[Any], within: str = "") -> HttpError:
+    """The first field that is wrong. The value is not repeated: it may be long, or secret.
+
+    Args:
+        errors: pydantic's.
+        within: the object of the request that they are about; empty = all of it.
+    """
     first = errors[0]
     kind, place = first["type"], [part for part in first["loc"] if part != "body"]
     if kind == "json_invalid":
         return HttpError(400, "the body is no JSON: send one JSON object", code="invalid_json")
-    name = _spelled([part for part in place if not _is_union_tag(part)])
+    name = _spelled(within, [part for part in place if not _is_union_tag(part)])
     if kind == "extra_forbidden":
         return HttpError(400, f"{name} is no parameter of this request: leave it out", parameter=name, code="unknown_parameter")
     if kind == "missing":
@@ -104,6 +107,6 @@ def _is_union_tag(part: object) -> bool:
     return isinstance(part, str) and (part in _UNION_TAGS or "[" in part or part[:1].isupper())
 
 
-def _spelled(place: Sequence[str | int]) -> str | None:
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
-    return printable(text)[:_MAX_PARAMETER] or None
+def _spelled(within: str, place: Sequence[str | int]) -> str | None:
+    text = within + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    return printable(text.removeprefix("."))[:_MAX_PARAMETER] or None

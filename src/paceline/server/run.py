@@ -13,6 +13,7 @@ import uvicorn
 from paceline.engine.async_engine import AsyncEngine
 from paceline.errors import ConfigError
 from paceline.server.app import create_app
+from paceline.server.markup.formats import check_names
 from paceline.server.service import Service
 from paceline.server.settings import ServerSettings
 
@@ -31,6 +32,7 @@ def run(arguments: Mapping[str, Any], settings: ServerSettings, *, say: Say, qui
     Raises:
         PacelineError: the address cannot be listened on, or the model cannot be loaded.
     """
+    check_names(settings.tools_format, settings.think_format)
     with _listening_socket(settings) as listening:
         _log_to_stderr(logging.WARNING if quiet else logging.INFO)
         engine = AsyncEngine.open(**arguments)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from paceline import __version__
 from paceline.engine.async_engine import AsyncEngine
+from paceline.server.dialogue.dialogue import Dialogue
 from paceline.server.gate import Gate
 from paceline.server.generation import Generation
 from paceline.server.http_errors import HttpError
@@ -25,6 +26,7 @@ class Service:
     gate: Gate
     metrics: Metrics
     generation: Generation
+    dialogue: Dialogue
 
     def check_model(self, name: str | None) -> None:
         """That a request asks for the model that is here; None = whichever is.

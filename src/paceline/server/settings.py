@@ -22,6 +22,8 @@ class ServerSettings:
         api_keys: who sends one of them is answered; none = everybody is.
         allowed_hosts: names that a Host header may have besides those of the loopback, where that is checked: on a loopback address.
         insecure: listen beyond the loopback although there is no key.
+        tools_format, think_format: how the model writes calls of tools, and thoughts; "auto" = as its chat template shows, "none" =
+            they are text, else a name of the table in `server/markup/formats.py`.
         max_queue: samples that wait while as many as the engine runs at a time are running; more are refused for now.
         max_body_mb: megabytes of a request.
         max_messages: of one conversation.
@@ -29,6 +31,7 @@ class ServerSettings:
         max_prompts, max_n: prompts of one request, and samples of each.
         max_stop, max_stop_chars: stop texts of one request, and characters of each.
         max_grammar_chars: characters of a JSON schema.
+        max_tools: functions that a request may describe.
         body_timeout_s, request_timeout_s: seconds that a request may take to arrive, and to be answered.
         drain_s: seconds that running requests get when the server is told to end.
     """
@@ -39,6 +42,8 @@ class ServerSettings:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     allowed_hosts: tuple[str, ...] = ()
     insecure: bool = False
+    tools_format: str = "auto"
+    think_format: str = "auto"
     max_queue: int = 64
     max_body_mb: float = 8.0
     max_messages: int = 4096
@@ -48,6 +53,7 @@ class ServerSettings:
     max_stop: int = 16
     max_stop_chars: int = 1000
     max_grammar_chars: int = 65_536
+    max_tools: int = 256
     body_timeout_s: float = 60.0
     request_timeout_s: float = 3600.0
     drain_s: float = 30.0
@@ -57,7 +63,16 @@ class ServerSettings:
             raise ConfigError(f"host is {self.host!r}: use an address or a name, such as 127.0.0.1")
         for name, low, high in (("port", 0, 65535), ("max_queue", 0, 100_000)):
             _check_number(name, getattr(self, name), low, high)
-        for name in ("max_messages", "max_prompt_chars", "max_prompts", "max_n", "max_stop", "max_stop_chars", "max_grammar_chars"):
+        for name in (
+            "max_messages",
+            "max_prompt_chars",
+            "max_prompts",
+            "max_n",
+            "max_stop",
+            "max_stop_chars",
+            "max_grammar_chars",
+            "max_tools",
+        ):
             _check_number(name, getattr(self, name), 1, 2**31 - 1)
         for name, high in (("max_body_mb", 4096), ("body_timeout_s", 86_400), ("request_timeout_s", 604_800), ("drain_s", 86_400)):
             _check_number(name, getattr(self, name), 0, high)

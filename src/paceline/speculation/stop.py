@@ -9,6 +9,9 @@ class TextStop:
     """Collects a request's text and ends it at the first stop string.
 
     `text` is what may be shown: it never holds a part of a stop string that later turns out to be one.
+
+    Attributes:
+        found: the stop string that ended it, if one did.
     """
 
     def __init__(self, detokenizer: IncrementalDetokenizer, stop: Sequence[str], *, include_stop: bool) -> None:
@@ -18,7 +21,12 @@ class TextStop:
         self._held = ""
         self._shown: list[str] = []
         self._num_taken = 0
-        self.is_stopped = False
+        self.found: str | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string is complete."""
+        return self.found is not None
 
     @property
     def can_stop(self) -> bool:
@@ -28,7 +36,7 @@ class TextStop:
     def copy(self) -> "TextStop":
         """Another one that finds the same stops in what follows; its `text` begins here."""
         other = TextStop(self._detokenizer.copy(), self._stop, include_stop=self._include_stop)
-        other._held, other.is_stopped = self._held, self.is_stopped
+        other._held, other.found = self._held, self.found
         return other
 
     @property
@@ -62,7 +70,7 @@ class TextStop:
             _, at, stop = min(found)
             self._show(at + len(stop) if self._include_stop else at)
             self._held = ""
-            self.is_stopped = True
+            self.found = stop
             return
         self._show(len(self._held) - self._open_len())
 

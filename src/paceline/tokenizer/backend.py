@@ -19,6 +19,7 @@ class TokenizerBackend:
     Attributes:
         vocabulary: piece → id.
         special_token_ids: ids of control tokens.
+        added_token_ids: text → id of the tokens that were added to the vocabulary, control tokens and others.
         has_byte_pieces: characters outside the vocabulary are spelled as runs of pieces like <0xE4>, and decoded so.
 
     Raises:
@@ -31,6 +32,7 @@ class TokenizerBackend:
             self.vocabulary: dict[str, int] = library.get_vocab(with_added_tokens=True)
             added = library.get_added_tokens_decoder().items()
         self.special_token_ids = frozenset(token_id for token_id, token in added if token.special)
+        self.added_token_ids: dict[str, int] = {token.content: token_id for token_id, token in added}
         check_ids(self.vocabulary.values())
         self.has_byte_pieces = "<0x41>" in self.vocabulary and self._joins_bytes()
 

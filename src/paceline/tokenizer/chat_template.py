@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -66,26 +67,39 @@ class ChatTemplate:
         with self._lock:
             self._started()
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, max_context: int | None = None) -> str:
+    def mentions(self, name: str) -> bool:
+        """Whether the template has a use for a variable, as far as its text shows."""
+        return re.search(rf"\b{re.escape(name)}\b", self._source) is not None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool,
+        max_context: int | None = None,
+    ) -> str:
         """The text of a conversation.
 
         Args:
-            max_context: tokens a prompt may have; limits how much text the template may add to that of the messages (`most_characters`).
+            tools: functions that may be called, as OpenAI describes them.
+            options: further variables of the template.
+            max_context: tokens a prompt may have; limits how much text the template may add to what it was given (`most_characters`).
 
         Raises:
             RequestError: the messages are invalid, or the template rejects them, fails, or takes more time, memory or text than it may.
             BackendUnavailableError: no process can be started.
         """
-        try:
-            text = json.dumps([_plain_message(message) for message in messages], default=_plain)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise RequestError(
-                f"messages hold no plain values ({error}): send texts, numbers and lists of them", parameter="messages"
-            ) from error
-        settings = {"add_generation_prompt": add_generation_prompt, "names": self._names, "most": most_characters(len(text), max_context)}
+        text = _json("messages", lambda: [_plain_message(message) for message in messages])
+        tools_text, options_text = _json("tools", lambda: list(tools) or None), _json("options", lambda: options or {})
+        given = len(text) + (len(tools_text) if tools else 0) + (len(options_text) if options else 0)
+        most = most_characters(given, max_context)
+        settings = json.dumps({"add_generation_prompt": add_generation_prompt, "names": self._names, "most": most})
+        question = f'{{"messages": {text}, "tools": {tools_text}, "options": {options_text}, {settings[1:]}'
         try:
             with self._lock:
-                return self._asked(self._started(), f'{{"messages": {text}, {json.dumps(settings)[1:]}')["text"]
+                return self._asked(self._started(), question)["text"]
         except CheckpointError as error:
             raise RequestError(str(error), parameter="messages") from error
         except _RefusedError as error:
@@ -214,7 +228,7 @@ def most_characters(given: int, max_context: int | None) -> int:
     """How long a rendered text may be: twice what was given, and 32 characters for each token of the context, and some.
 
     Args:
-        given: characters of the messages, as JSON.
+        given: characters of what the template is given, as JSON.
         max_context: None = 131,072 tokens.
     """
     return 2 * given + _CHARACTERS_PER_TOKEN * (max_context or _DEFAULT_CONTEXT) + _LEAST_CHARACTERS
@@ -230,6 +244,14 @@ def _plain_message(message: object) -> dict[str, Any]:
     given = {str(key): value for key, value in message.items() if value is not None}
     reasoning = next((given[name] for name in _REASONING if name in given), None)
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
+
+
+def _json(name: str, make: Callable[[], object]) -> str:
+    """Raises RequestError: what `make` gives is no JSON."""
+    try:
+        return json.dumps(make(), default=_plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"{name} hold no plain values ({error}): send texts, numbers and lists of them", parameter=name) from error
 
 
 def _plain(value: object) -> object:

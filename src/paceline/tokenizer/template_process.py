@@ -4,7 +4,8 @@ A template is an untrusted program, and a single operation of it can take a minu
 stop. So the system limits this process's address space and its time for each answer.
 
 It imports nothing of paceline, and of other packages only jinja2. Its arguments are the limits. Questions and answers are lines of JSON:
-{} once it is ready; {} to {"template"}; then {"text"} to {"messages", "add_generation_prompt", "names", "most"}; or {"error", "message"}.
+{} once it is ready; {} to {"template"}; then {"text"} to {"messages", "tools", "options", "add_generation_prompt", "names", "most"}; or
+{"error", "message"}.
 """
 
 import faulthandler
@@ -99,8 +100,8 @@ def rendered(template: Template, question: dict[str, Any]) -> str:
     """
     most, length = question["most"], 0
     parts: list[str] = []
-    given = {"messages": question["messages"], "tools": None, "documents": None, "add_generation_prompt": question["add_generation_prompt"]}
-    for part in template.generate(**{**question["names"], **given}):
+    given = {name: question[name] for name in ("messages", "tools", "add_generation_prompt")} | {"documents": None}
+    for part in template.generate(**{**question["names"], **question["options"], **given}):
         parts.append(part)
         length += len(part)
         if length > most:

@@ -1,7 +1,7 @@
 """Text to token ids and back, and text as it streams out of a model."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class Tokenizer:
         self._backend = TokenizerBackend(pretrained.backend_tokenizer)
         self.vocab_size = max(self._backend.vocabulary.values()) + 1
         self.special_token_ids = self._backend.special_token_ids
-        self._template: ChatTemplate | None = None
+        self._templates: dict[str, ChatTemplate] = {}
 
     @classmethod
     @memory_errors("the tokenizer")
@@ -109,25 +109,49 @@ class Tokenizer:
         """
         return self._backend.to_json()
 
+    def template_takes(self, name: str) -> bool:
+        """Whether the chat template has a use for a variable such as "tools" or "enable_thinking", as far as its text shows."""
+        template = self._chat_template(has_tools=name == "tools")
+        return template is not None and template.mentions(name)
+
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, max_context: int | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        max_context: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation as the model was trained to see it.
+        """Token ids of a conversation as the model was trained to see it; arguments and errors as for `chat_text`."""
+        text = self.chat_text(messages, tools=tools, options=options, add_generation_prompt=add_generation_prompt, max_context=max_context)
+        return self.encode(text, add_special_tokens=False)
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        max_context: int | None = None,
+    ) -> str:
+        """The text of a conversation as the model was trained to see it; its special tokens stand in it.
 
         Args:
+            tools, options: as for `ChatTemplate.render`. Where templates go by names, that of conversations with tools is `tool_use`.
             max_context: tokens a prompt may have; limits the text that the template may make (`chat_template.most_characters`).
 
         Raises:
             RequestError: the tokenizer has no chat template, or its template rejects the messages, fails, or exceeds its limits.
             BackendUnavailableError: no process can be started to render it.
         """
-        template = self._chat_template()
+        template = self._chat_template(has_tools=bool(tools))
         if template is None:
             raise RequestError("this model has no chat template, so it cannot take messages; send a plain prompt", parameter="messages")
         if not messages:
             raise RequestError("messages is empty; send at least one message", parameter="messages")
-        text = template.render(messages, add_generation_prompt=add_generation_prompt, max_context=max_context)
-        return self.encode(text, add_special_tokens=False)
+        return template.render(messages, tools=tools, options=options, add_generation_prompt=add_generation_prompt, max_context=max_context)
 
     def check_chat_template(self) -> None:
         """Check that the chat template, if there is one, compiles.
@@ -143,21 +167,40 @@ class Tokenizer:
         if template is not None:
             template.check()
 
-    def _chat_template(self) -> ChatTemplate | None:
-        source = self._template_source()
+    def template_source(self, *, has_tools: bool = False) -> str:
+        """The text of the chat template; empty where there is none.
+
+        Raises:
+            RequestError: it is no text.
+        """
+        source = self._template_source(has_tools=has_tools)
         if source and not isinstance(source, str):
             raise RequestError(f"the model's chat template is {shortened(source)}, not a text: send plain prompts", parameter="messages")
-        if source and self._template is None:
-            self._template = ChatTemplate(source, self._pretrained.special_tokens_map)
-        return self._template
+        return source or ""
 
-    def _template_source(self) -> Any:
+    def _chat_template(self, *, has_tools: bool = False) -> ChatTemplate | None:
+        source = self.template_source(has_tools=has_tools)
+        if source and source not in self._templates:
+            self._templates[source] = ChatTemplate(source, self._pretrained.special_tokens_map)
+        return self._templates.get(source)
+
+    def _template_source(self, *, has_tools: bool = False) -> Any:
         source = self._pretrained.chat_template
-        return source.get("default", "") if isinstance(source, Mapping) else source  # several by name
+        if not isinstance(source, Mapping):
+            return source
+        return (has_tools and source.get("tool_use")) or source.get("default", "")  # several by name
 
-    def detokenizer(self) -> "IncrementalDetokenizer":
-        """A fresh one for one stream of tokens."""
-        return IncrementalDetokenizer(self)
+    def added_token_id(self, text: str) -> int | None:
+        """The id of the token that was added to the vocabulary to stand for exactly `text`; None where there is none."""
+        return self._backend.added_token_ids.get(text)
+
+    def detokenizer(self, shown_token_ids: Collection[int] = ()) -> "IncrementalDetokenizer":
+        """A fresh one for one stream of tokens.
+
+        Args:
+            shown_token_ids: special tokens that are part of the text.
+        """
+        return IncrementalDetokenizer(self, shown_token_ids)
 
 
 class _FromGguf:
@@ -174,18 +217,19 @@ class _FromGguf:
 
 
 class IncrementalDetokenizer:
-    """Text as tokens arrive: what was returned never changes, and all of it together is `Tokenizer.decode` of all ids.
+    """Text as tokens arrive: what was returned never changes, and all of it together is `Tokenizer.decode` of all ids but hidden ones.
+
+    Hidden are special tokens other than `shown_token_ids`.
 
     Only a window of the last tokens is decoded. It begins at a token boundary that is also a character boundary, one token
     before the text not yet returned, because a tokenizer may drop the space in front of the first token it is given.
     """
 
-    __slots__ = ("_decode", "_has_byte_pieces", "_num_returned", "_parts", "_read_from", "_special", "_tokenizer", "_window")
+    __slots__ = ("_has_byte_pieces", "_hidden", "_num_returned", "_parts", "_read_from", "_tokenizer", "_window")
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown_token_ids: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._decode = tokenizer.decode
-        self._special = tokenizer.special_token_ids
+        self._hidden = tokenizer.special_token_ids - frozenset(shown_token_ids)
         self._has_byte_pieces = tokenizer.has_byte_pieces
         self._window: list[int] = []
         self._read_from = 0  # index in the window of the first token whose text is not returned
@@ -195,6 +239,7 @@ class IncrementalDetokenizer:
     def copy(self) -> "IncrementalDetokenizer":
         """Another one that goes on from here, without the text returned so far."""
         other = IncrementalDetokenizer(self._tokenizer)
+        other._hidden = self._hidden
         other._window = list(self._window)
         other._read_from, other._num_returned = self._read_from, self._num_returned
         return other
@@ -207,7 +252,7 @@ class IncrementalDetokenizer:
     def push(self, token_id: int) -> str:
         """The text that became final with this token; empty while a character is incomplete."""
         piece = self._tokenizer.piece(token_id)
-        if token_id in self._special or not piece:
+        if token_id in self._hidden or not piece:
             return ""
         self._window.append(token_id)
         text = self._decode(self._window)
@@ -229,6 +274,9 @@ class IncrementalDetokenizer:
         self._read_from = self._num_returned = 0
         self._parts.append(new)
         return new
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)  # hidden ones never come here
 
     def _num_open(self, text: str) -> int:
         """Characters at the end that may still turn into another one: each byte that waits for more, or the last character."""

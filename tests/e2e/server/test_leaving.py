@@ -10,6 +10,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from harness.dialects import DIALECTS
 from harness.http_client import BASE, events_in
 from paceline import AsyncEngine
 from paceline.server.app import create_app
@@ -76,6 +77,26 @@ def test_a_client_that_goes_away_is_given_up_within_a_step(engine: AsyncEngine, 
     cache = engine.opened.engine.cache
     cache.check()
     assert cache.pool.num_free == cache.pool.num_blocks
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("name", ["messages", "responses", "ollama"])
+def test_a_client_that_goes_away_is_given_up_in_every_dialect(engine: AsyncEngine, name: str, is_streamed: bool) -> None:
+    dialect = DIALECTS[name]
+    fields = dialect.fields(ENDLESS["messages"], max_tokens=1900, temperature=100.0, seed=1, top_p=1.0)  # it hardly ever ends by itself
+
+    async def work() -> None:
+        app = create_app(engine)
+        visitor = Visitor(app, dialect.path, {**fields, "stream": is_streamed})
+        await (visitor.got_text.wait() if is_streamed else until_running(engine, 1))
+        steps_before = (await engine.stats()).num_steps
+        visitor.is_gone.set()
+        await visitor.visit
+        await until_running(engine, 0)
+        assert (await engine.stats()).num_steps <= steps_before + 4
+        assert app.state.service.gate.num_open == 0
+
+    run(work)
 
 
 def test_a_client_that_goes_away_together_with_a_token_is_given_up(engine: AsyncEngine) -> None:

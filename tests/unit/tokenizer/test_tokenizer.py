@@ -113,6 +113,21 @@ def test_special_and_unknown_ids_have_no_text(tokenizers: dict[str, Tokenizer]) 
     assert streamed(tokenizer, [special]) == ["", ""]
 
 
+def test_special_tokens_that_are_shown_stand_where_they_were_written(tokenizers: dict[str, Tokenizer], seed: int) -> None:
+    """As the tokenizer itself writes them; the others are left out."""
+    rng = random.Random(seed)
+    for tokenizer in tokenizers.values():
+        special = sorted(tokenizer.special_token_ids)
+        for shown in (special[:1], special):
+            hidden = tokenizer.special_token_ids - set(shown)
+            for _ in range(20):
+                ids = rng.choices(range(tokenizer.vocab_size), k=30) + rng.choices(special, k=6)
+                rng.shuffle(ids)
+                detokenizer = tokenizer.detokenizer(shown)
+                text = "".join([*map(detokenizer.push, ids), detokenizer.flush()])
+                assert text == tokenizer.decode([one for one in ids if one not in hidden], skip_special_tokens=False)
+
+
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
 def test_garbage_without_end_keeps_the_window_short(tokenizers: dict[str, Tokenizer], kind: str) -> None:
     tokenizer = tokenizers[kind]

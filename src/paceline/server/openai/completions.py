@@ -7,27 +7,20 @@ from typing import Any, ClassVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from paceline.outputs import RequestOutput, StreamChunk
-from paceline.server.client_watch import unless_gone
+from paceline.server.answering import answered, chunk_origins, named, speculation_of
+from paceline.server.framing import data_event
 from paceline.server.generation import Job
 from paceline.server.http_errors import HttpError
-from paceline.server.openai.answers import (
-    DONE,
-    TokenTexts,
-    chunk_origins,
-    event,
-    head,
-    named,
-    speculation_of,
-    stream_of,
-    usage_of,
-)
+from paceline.server.limits import check_length
+from paceline.server.openai.answers import DONE, head, usage_of
 from paceline.server.openai.fields import TextFields
-from paceline.server.openai.messages import check_length
-from paceline.server.openai.parameters import request_options, sampling_params
+from paceline.server.openai.response_format import response_grammar
+from paceline.server.parameters import request_options, sampling_params
 from paceline.server.service import Service
+from paceline.server.token_texts import TokenTexts
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -44,8 +37,8 @@ class CompletionFields(TextFields):
     suffix: str | None = None
     prediction: str | None = None
 
-    def check_refused(self) -> None:
-        super().check_refused()
+    def check_refused(self, within: str = "") -> None:
+        super().check_refused(within)
         if self.best_of not in (None, self.n or 1):
             raise HttpError(400, "best_of is not served: ask for n samples and choose", parameter="best_of", code="unsupported_parameter")
         if self.stream and self.echo and self.logprobs is not None:
@@ -71,7 +64,7 @@ def completion_routes(service: Service) -> APIRouter:
         fields.check_refused()
         with named({"grammar": "response_format", "prompt_logprobs": "logprobs", "prompt_token_ids": "prompt"}):
             one = _Completion(service, fields, texts, _job(fields, service))
-            return await stream_of(request, one.events()) if fields.stream else JSONResponse(await unless_gone(request, one.whole()))
+            return await answered(request, one, is_streamed=fields.stream)
 
     return router
 
@@ -88,6 +81,9 @@ def _job(fields: CompletionFields, service: Service) -> Job:
         fields,
         settings,
         max_tokens=limit or 1,  # a pass over the prompt always ends with a token: of 0 wanted it is not shown
+        n=fields.n,
+        stop=fields.stop,
+        grammar=response_grammar(fields.response_format, settings),
         logprobs=fields.logprobs,
         prompt_logprobs=of_prompt,
     )
@@ -115,7 +111,7 @@ class _Completion:
             **head(self.service, "text_completion", "cmpl"),
             "choices": [self._choice(place, output) for place, output in enumerate(outputs)],
             "usage": usage_of(outputs, counts_output=self._shows_output),
-            "speculation": speculation_of(outputs, shows_origins=self._shows_origins),
+            "speculation": speculation_of(outputs, shows_origins=self.fields.shows_origins),
         }
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -134,20 +130,16 @@ class _Completion:
                 choice = self._piece(place, text, chunk, num_chars)
                 if chunk.output is not None:
                     outputs[place] = chunk.output
-                yield event({**top, "choices": [choice], **(chunk_origins(chunk) if self._shows_origins else {})})
+                yield data_event({**top, "choices": [choice], **(chunk_origins(chunk) if self.fields.shows_origins else {})})
         if wants_usage:
             ended = [outputs[place] for place in sorted(outputs)]
             usage = usage_of(ended, counts_output=self._shows_output)
-            yield event({**top, "choices": [], "usage": usage, "speculation": speculation_of(ended, shows_origins=False)})
+            yield data_event({**top, "choices": [], "usage": usage, "speculation": speculation_of(ended, shows_origins=False)})
         yield DONE
 
     @property
     def _shows_output(self) -> bool:
         return self.fields.max_tokens != 0
-
-    @property
-    def _shows_origins(self) -> bool:
-        return self.fields.speculation is not None and self.fields.speculation.origins
 
     def _prefix(self, index: int) -> str:
         """What stands in front of an output: the prompt, where it is echoed."""

@@ -3,25 +3,29 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NoReturn
 
+from paceline.server.fields import Fields
 from paceline.server.http_errors import HttpError
-from paceline.server.openai.fields import Fields, TextFields
+from paceline.server.limits import check_count, check_length
+from paceline.server.openai.fields import TextFields
+from paceline.server.openai.tools import ToolCallFields, ToolFields
 from paceline.server.settings import ServerSettings
 
-_LATER = "this server calls no tools yet"
+_OLD = "it is the old form of tools; send those"
 _TEXT_ONLY = "this server reads and writes text only"
-_NO_CONTROL = "the model is not told how to think or write; say it in a message"
 
 
 class Message(Fields):
-    """One turn. `refusal` and the like are what OpenAI's answers hold, which clients send back."""
+    """One turn. `refusal` and the like are what answers hold, which clients send back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[ToolCallFields] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     function_call: dict[str, Any] | None = None
     audio: dict[str, Any] | None = None
 
@@ -37,14 +41,11 @@ class ChatFields(TextFields):
     """The body of `/v1/chat/completions`."""
 
     refused: ClassVar[Mapping[str, str]] = {
-        "tools": _LATER,
-        "functions": _LATER,
-        "function_call": _LATER,
-        "parallel_tool_calls": _LATER,
+        "functions": _OLD,
+        "function_call": _OLD,
         "audio": _TEXT_ONLY,
         "web_search_options": "this server reaches no other one",
-        "reasoning_effort": _NO_CONTROL,
-        "verbosity": _NO_CONTROL,
+        "verbosity": "the model is not told how to write; say it in a message",
         "store": "nothing is stored",
     }
 
@@ -53,7 +54,7 @@ class ChatFields(TextFields):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     prediction: Prediction | None = None
-    tools: list[Any] | None = None
+    tools: list[ToolFields] | None = None
     tool_choice: str | dict[str, Any] | None = None
     functions: list[Any] | None = None
     function_call: str | dict[str, Any] | None = None
@@ -61,7 +62,8 @@ class ChatFields(TextFields):
     modalities: list[str] | None = None
     audio: dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     verbosity: str | None = None
     store: bool | None = None
     metadata: dict[str, Any] | None = None
@@ -69,10 +71,8 @@ class ChatFields(TextFields):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    def check_refused(self) -> None:
-        super().check_refused()
-        if self.tool_choice not in (None, "none", "auto"):
-            raise HttpError(400, f"tool_choice is not served: {_LATER}", parameter="tool_choice", code="unsupported_parameter")
+    def check_refused(self, within: str = "") -> None:
+        super().check_refused(within)
         if self.modalities not in (None, ["text"]):
             raise HttpError(400, f"modalities is not served: {_TEXT_ONLY}", parameter="modalities", code="unsupported_parameter")
 
@@ -83,23 +83,10 @@ def conversation(fields: ChatFields, settings: ServerSettings) -> list[dict[str,
     Raises:
         HttpError: there are too many, they are too long, or a part of one is not served.
     """
-    if len(fields.messages) > settings.max_messages:
-        text = f"messages has {len(fields.messages)} items, and may have {settings.max_messages}: send fewer"
-        raise HttpError(400, text, parameter="messages", code="invalid_value")
+    check_count("messages", len(fields.messages), settings.max_messages)
     turns = [_turn(index, message) for index, message in enumerate(fields.messages)]
-    check_length("messages", sum(_num_chars(turn["content"]) for turn in turns), settings)
+    check_length("messages", sum(map(_num_chars, turns)), settings)
     return turns
-
-
-def check_length(name: str, num_chars: int, settings: ServerSettings) -> None:
-    """That a prompt is not too long to be looked at.
-
-    Raises:
-        HttpError: it is.
-    """
-    if num_chars > settings.max_prompt_chars:
-        text = f"{name} has {num_chars} characters, and may have {settings.max_prompt_chars}: shorten it"
-        raise HttpError(400, text, parameter=name, code="context_length_exceeded")
 
 
 def predicted_text(prediction: Prediction | None) -> str | None:
@@ -110,19 +97,31 @@ def predicted_text(prediction: Prediction | None) -> str | None:
 
 
 def _turn(index: int, message: Message) -> dict[str, Any]:
-    for name in ("tool_calls", "tool_call_id", "function_call", "audio"):
-        if getattr(message, name):
-            _refuse(f"messages[{index}].{name}", _TEXT_ONLY if name == "audio" else _LATER)
-    if message.role in ("tool", "function"):
-        _refuse(f"messages[{index}].role", _LATER)
-    if message.content is None:
-        text = f"messages[{index}].content is missing: send a text"
-        raise HttpError(400, text, parameter=f"messages[{index}].content", code="missing_required_parameter")
+    place = f"messages[{index}]"
+    if message.role == "function" or message.function_call:
+        _refuse(f"{place}.{'role' if message.role == 'function' else 'function_call'}", _OLD)
+    if message.audio:
+        _refuse(f"{place}.audio", _TEXT_ONLY)
+    of_roles = {"tool_calls": "assistant", "tool_call_id": "tool", "reasoning_content": "assistant", "reasoning": "assistant"}
+    for name, role in of_roles.items():
+        if getattr(message, name) and message.role != role:
+            _wrong(f"{place}.{name}", f"belongs to the role {role}, and the message is of {message.role}: leave it out", "invalid_value")
+    if message.role == "tool" and not message.tool_call_id:
+        _wrong(f"{place}.tool_call_id", "is missing: send the id of the call whose result it is", "missing_required_parameter")
+    if message.content is None and not message.tool_calls:
+        _wrong(f"{place}.content", "is missing: send a text", "missing_required_parameter")
     content = message.content
-    if not isinstance(content, str):
-        content = [{"type": "text", "text": _text(f"messages[{index}].content", part)} for part in content]
-    turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
-    return turn if message.name is None else {**turn, "name": message.name}
+    if content is not None and not isinstance(content, str):
+        content = [{"type": "text", "text": _text(f"{place}.content", part)} for part in content]
+    turn = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": content,
+        "name": message.name,
+        "tool_calls": [call.as_template() for call in message.tool_calls or []] or None,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning_content or message.reasoning,
+    }
+    return {name: value for name, value in turn.items() if value is not None}
 
 
 def _text(name: str, part: Mapping[str, Any]) -> str:
@@ -134,8 +133,16 @@ def _text(name: str, part: Mapping[str, Any]) -> str:
     return text
 
 
-def _num_chars(content: str | list[dict[str, str]]) -> int:
-    return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
+def _num_chars(turn: Mapping[str, Any]) -> int:
+    content = turn.get("content", "")
+    num_chars = len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
+    for call in turn.get("tool_calls", ()):
+        num_chars += len(call["function"]["arguments"])
+    return num_chars + len(turn.get("reasoning_content", ""))
+
+
+def _wrong(name: str, problem: str, code: str) -> NoReturn:
+    raise HttpError(400, f"{name} {problem}", parameter=name, code=code)
 
 
 def _refuse(name: str, reason: str) -> NoReturn:

@@ -7,11 +7,15 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
-from paceline.engine.inputs import with_plain_texts
-from paceline.errors import RequestError
+from paceline.sampling.params import SamplingParams
+from paceline.server.answering import named
+from paceline.server.dialogue.conversation import conversation_ids
+from paceline.server.dialogue.request import ChatRequest
+from paceline.server.fields import Fields
 from paceline.server.http_errors import HttpError
-from paceline.server.openai.fields import Fields
-from paceline.server.openai.messages import ChatFields, Message, check_length, conversation
+from paceline.server.limits import check_length
+from paceline.server.openai.messages import ChatFields, Message, conversation
+from paceline.server.openai.tools import ToolFields, tools_of
 from paceline.server.service import Service
 
 
@@ -23,6 +27,8 @@ class TokenizeFields(Fields):
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    tools: list[ToolFields] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeFields(Fields):
@@ -85,10 +91,12 @@ def _ids(fields: TokenizeFields, service: Service) -> list[int]:
     if fields.prompt is not None:
         check_length("prompt", len(fields.prompt), settings)
         return maker.tokenizer.encode(fields.prompt, add_special_tokens=fields.add_special_tokens is not False)
-    turns: list[dict[str, Any]] = conversation(ChatFields(messages=fields.messages or []), settings)
-    try:
-        return maker.tokenizer.apply_chat_template(
-            with_plain_texts(turns), add_generation_prompt=fields.add_generation_prompt is not False, max_context=maker.max_context
-        )
-    except RequestError as error:
-        raise RequestError(str(error), parameter="messages", code=error.code) from error
+    request = ChatRequest(
+        messages=conversation(ChatFields(messages=fields.messages or []), settings),
+        tools=tools_of(fields.tools, settings),
+        template_options=fields.chat_template_kwargs or {},
+        params=SamplingParams(),
+    )
+    with named({"template_options": "chat_template_kwargs"}):
+        service.dialogue.check(request)
+        return conversation_ids(request, maker, add_generation_prompt=fields.add_generation_prompt is not False)

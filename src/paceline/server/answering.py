@@ -1,0 +1,90 @@
+"""What the answers of all dialects have in common: whole or streamed, their errors, and what speculation did for them."""
+
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from paceline.errors import CapacityError, RequestError
+from paceline.outputs import RequestOutput, StreamChunk
+from paceline.server.client_watch import EventStream, unless_gone
+from paceline.server.dialects import dialect_of
+from paceline.server.framing import as_json
+from paceline.server.http_errors import HttpError, http_error_of
+from paceline.speculation.stats import SpeculationStats
+
+
+class Answering(Protocol):
+    """One request, and how it is answered."""
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer as one object."""
+
+    def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as events, as they are sent."""
+
+
+async def answered(request: Request, one: Answering, *, is_streamed: bool | None) -> Response:
+    """An answer, whole or streamed. Of a stream, what fails before the first event is raised; later it is an event, the last one."""
+    if not is_streamed:
+        return Response(as_json(await unless_gone(request, one.whole())), media_type="application/json")
+    events, dialect = one.events(), dialect_of(request.url.path)
+    first = await unless_gone(request, _next(events))
+
+    async def all_of_them() -> AsyncGenerator[bytes, None]:
+        async with aclosing(events):
+            yield first
+            try:
+                async for event in events:
+                    yield event
+            except Exception as error:
+                yield dialect.last_words(http_error_of(error))
+
+    return EventStream(all_of_them(), dialect.media_type)
+
+
+async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
+    return await anext(events)
+
+
+@contextmanager
+def named(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors about our parameters in this block are about the dialect's fields.
+
+    Args:
+        names: of the fields, by the parameters'; "messages[" stands for all that is within a message.
+
+    Raises:
+        HttpError: one was raised.
+    """
+    try:
+        yield
+    except (RequestError, CapacityError, HttpError) as error:
+        found = http_error_of(error)
+        ours = found.parameter or ""
+        if ours in names:
+            found.parameter = names[ours]
+            if found.message.startswith((f"{ours}:", f"{ours} ")):
+                found.message = names[ours] + found.message.removeprefix(ours)
+        elif "messages[" in names and ours.startswith("messages["):
+            found.parameter = names["messages["]
+        raise found from (None if found is error else error)
+
+
+def speculation_of(outputs: Sequence[RequestOutput], *, shows_origins: bool) -> dict[str, Any]:
+    """What speculation did for a request; on demand the ids of each output and where they came from."""
+    total = SpeculationStats(acceptance=outputs[0].speculation.acceptance)
+    for output in outputs:
+        total.add(output.speculation)
+    answer = {"drafter": outputs[0].drafter, "numerics": outputs[0].numerics, "seed": outputs[0].seed, **total.as_dict()}
+    if shows_origins:
+        answer["token_ids"] = [output.token_ids for output in outputs]
+        answer["origins"] = [[origin.value for origin in output.origins] for output in outputs]
+    return answer
+
+
+def chunk_origins(chunk: StreamChunk) -> dict[str, Any]:
+    """The same of one chunk of a stream."""
+    return {"speculation": {"token_ids": chunk.token_ids, "origins": [origin.value for origin in chunk.origins]}}

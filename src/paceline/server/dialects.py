@@ -1,0 +1,50 @@
+"""The dialects that are spoken, by the paths that speak them: how each says that something went wrong."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from paceline.server.anthropic.errors import anthropic_error
+from paceline.server.framing import data_event, line, named_event
+from paceline.server.http_errors import HttpError
+from paceline.server.ollama.errors import ollama_error
+from paceline.server.openai.errors import openai_error
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How errors are told, and what a stream is made of.
+
+    Attributes:
+        error: the JSON object of an error.
+        event: the bytes of an object in a stream.
+        media_type: of a stream.
+        names_type: whether its clients say that a body is JSON; Ollama reads any, and programs built for it leave that out.
+    """
+
+    error: Callable[[HttpError], dict[str, Any]]
+    event: Callable[[Mapping[str, Any]], bytes] = data_event
+    media_type: str = "text/event-stream"
+    names_type: bool = True
+
+    def response(self, error: HttpError) -> JSONResponse:
+        """The answer that is an error."""
+        return JSONResponse(self.error(error), error.status, error.headers)
+
+    def last_words(self, error: HttpError) -> bytes:
+        """What ends a stream that failed."""
+        return self.event(self.error(error))
+
+
+OPENAI = Dialect(openai_error)
+BY_PATH = {
+    "/v1/messages": Dialect(anthropic_error, named_event),
+    "/api": Dialect(ollama_error, line, "application/x-ndjson", names_type=False),
+}
+
+
+def dialect_of(path: str) -> Dialect:
+    """The dialect of a path; OpenAI's where it is nobody's."""
+    return next((dialect for start, dialect in BY_PATH.items() if path == start or path.startswith(f"{start}/")), OPENAI)

@@ -1,0 +1,163 @@
+"""What an answer consists of, whatever dialect asked for it: events in the order they were written, and the whole made of them."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.outputs import RequestOutput, StreamChunk
+
+TOOL_CALLS = "tool_calls"
+"""The finish reason of an answer that ends because it calls tools; the others are the engine's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Newly final text of the answer itself."""
+
+    sample: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Newly final text of what the model thought before it answered."""
+
+    sample: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
+    """A call of a tool begins; its arguments follow.
+
+    Attributes:
+        call: which of the sample's calls this is, from 0.
+        id: made for this call; whoever sends the tool's result names it.
+    """
+
+    sample: int
+    call: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallArguments:
+    """The next characters of a call's arguments; all of them together are the text of a JSON object, unless the answer broke off."""
+
+    sample: int
+    call: int
+    json: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of a sample.
+
+    Attributes:
+        output: everything the engine says of it; its `text` is what was read, markup included.
+        finish_reason: "stop", "length", "abort" or "tool_calls".
+    """
+
+    sample: int
+    output: RequestOutput
+    finish_reason: str
+
+
+Event = Text | Reasoning | ToolCallStart | ToolCallArguments | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step of the engine added to one sample.
+
+    Attributes:
+        chunk: the engine's own words: tokens, origins and log-probabilities. Its text is that of `events`, markup included.
+        events: none while a character, a stop string or a piece of markup is incomplete.
+    """
+
+    sample: int
+    chunk: StreamChunk
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool.
+
+    Attributes:
+        arguments: the text of a JSON object; where the answer broke off within it, the beginning of one.
+    """
+
+    id: str
+    name: str
+    arguments: str = ""
+
+    def parsed(self) -> dict[str, Any] | None:
+        """The arguments as an object; None where they are none."""
+        try:
+            found = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            return None
+        return found if isinstance(found, dict) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole sample, made of the events that a stream of it would have had.
+
+    Attributes:
+        parts: what it consists of, in the order written; neighbours of one kind are one part.
+        output, finish_reason: as in `Finished`.
+    """
+
+    parts: tuple[Text | Reasoning | ToolCall, ...]
+    output: RequestOutput
+    finish_reason: str
+
+    @property
+    def text(self) -> str:
+        """All text of the answer itself."""
+        return "".join(part.text for part in self.parts if isinstance(part, Text))
+
+    @property
+    def reasoning(self) -> str:
+        """All text of what was thought before."""
+        return "".join(part.text for part in self.parts if isinstance(part, Reasoning))
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls, by their index."""
+        return tuple(part for part in self.parts if isinstance(part, ToolCall))
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> "Answer":
+        """The answer that all events of one sample tell."""
+        parts: list[Text | Reasoning | ToolCall] = []
+        for event in merged(events):
+            if isinstance(event, Finished):
+                return cls(tuple(parts), event.output, event.finish_reason)
+            if isinstance(event, ToolCallStart):
+                parts.append(ToolCall(event.id, event.name))
+            elif isinstance(event, ToolCallArguments):
+                call = parts[-1]
+                assert isinstance(call, ToolCall)
+                parts[-1] = replace(call, arguments=event.json)
+            else:
+                parts.append(event)
+        raise ValueError("these events have no end")
+
+
+def merged(events: Iterable[Event]) -> list[Event]:
+    """The same events, where neighbours that continue one another are one."""
+    found: list[Event] = []
+    for event in events:
+        last = found[-1] if found else None
+        if isinstance(event, Text | Reasoning) and type(last) is type(event):
+            found[-1] = replace(event, text=last.text + event.text)
+        elif isinstance(event, ToolCallArguments) and isinstance(last, ToolCallArguments) and last.call == event.call:
+            found[-1] = replace(event, json=last.json + event.json)
+        else:
+            found.append(event)
+    return found

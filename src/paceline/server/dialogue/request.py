@@ -1,0 +1,68 @@
+"""A conversation to be answered, whatever dialect it came in."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from paceline.engine.inputs import Messages, RequestOptions
+from paceline.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function that the model may call.
+
+    Attributes:
+        parameters: JSON schema of the object that its arguments are; None = it takes none.
+        strict: whether arguments must match the schema, at the price of holding the model to it.
+    """
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] | None = None
+    strict: bool = False
+
+    def as_template(self) -> dict[str, Any]:
+        """The tool as chat templates know it, which is as OpenAI describes it."""
+        described = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": {name: value for name, value in described.items() if value is not None}}
+
+
+class ToolUse(Enum):
+    """Whether tools are called."""
+
+    NONE = "none"  # the model does not see them
+    AUTO = "auto"  # as the model likes
+    REQUIRED = "required"  # at least one call; which one `ChatRequest.tool_name` may say
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """What a dialect asks for.
+
+    Attributes:
+        messages: as chat templates know them: `role` and `content`, of answers `tool_calls` ({"id", "type", "function": {"name",
+            "arguments"}}) and `reasoning_content`, of tools' results `role: "tool"`, `tool_call_id` and `name`.
+        tools: those that may be called.
+        tool_use: whether they are.
+        tool_name: the only one that may be called, where calls are required; None = any.
+        parallel_tool_calls: whether there may be several calls in one answer.
+        template_options: what the chat template is told besides, such as {"enable_thinking": False}.
+        takes_the_rest: whether `params.max_tokens` gives way to what the context holds behind the prompt.
+    """
+
+    messages: Messages
+    tools: Sequence[Tool] = ()
+    tool_use: ToolUse = ToolUse.AUTO
+    tool_name: str | None = None
+    parallel_tool_calls: bool = True
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    params: SamplingParams
+    options: RequestOptions = field(default_factory=lambda: RequestOptions())
+    takes_the_rest: bool = False
+
+    @property
+    def offered_tools(self) -> Sequence[Tool]:
+        """The tools that the model is told of."""
+        return () if self.tool_use is ToolUse.NONE else self.tools

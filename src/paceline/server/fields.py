@@ -1,0 +1,81 @@
+"""Fields that the requests of every dialect share."""
+
+from collections.abc import Mapping
+from typing import ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from paceline.server.http_errors import HttpError, invalid_field
+
+
+class Fields(BaseModel):
+    """A JSON object whose fields are all known."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Fields of the dialect that are not served, with the reason; "nothing" (null, false, an empty list) is let through."""
+
+    def check_refused(self, within: str = "") -> None:
+        """That nothing is asked for that is not served.
+
+        Args:
+            within: the place of this object in the request; empty = it is the request.
+
+        Raises:
+            HttpError: 400, by name.
+        """
+        for field, reason in self.refused.items():
+            if getattr(self, field) not in (None, False, [], {}):
+                name = f"{within}.{field}".removeprefix(".")
+                raise HttpError(400, f"{name} is not served: {reason}", parameter=name, code="unsupported_parameter")
+
+
+Read = TypeVar("Read", bound=Fields)
+
+
+def read_fields(kind: type[Read], place: str, given: object) -> Read:
+    """The fields of an object within a request, whose kind is known only once it is looked at.
+
+    Args:
+        place: of the object, such as "messages[0]".
+
+    Raises:
+        HttpError: one is wrong.
+    """
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise invalid_field(error.errors(include_url=False), place) from None
+
+
+class SpeculationFields(Fields):
+    """How a request may be drafted for, and whether the answer says who guessed each token. None of it changes a token."""
+
+    enabled: bool = True
+    drafter: str | None = None
+    max_draft_tokens: int | None = None
+    origins: bool = False
+
+
+class SamplingFields(Fields):
+    """How tokens are chosen, under the names of `SamplingParams`; a dialect that has other names for them translates."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    speculation: SpeculationFields | None = None
+
+    @property
+    def shows_origins(self) -> bool:
+        """Whether the answer says who guessed each token."""
+        return self.speculation is not None and self.speculation.origins

@@ -1,0 +1,184 @@
+"""The table of formats in which models write calls of tools and thoughts, and which of them a model uses.
+
+A new format is a file of its own and a line here.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.errors import ConfigError, RequestError
+from paceline.server.dialogue.request import ChatRequest, Tool
+from paceline.server.markup import gemma4, gemma4_grammar, glm, harmony, hermes, llama3, mistral, thoughts, xml
+from paceline.server.markup.answer import AnswerReader, Markers, ReadMarkup
+from paceline.server.markup.call_grammar import CallGrammar
+from paceline.server.markup.source import Source, Waiting
+from paceline.server.markup.writer import Writer, call_id, short_call_id
+from paceline.tokenizer.tokenizer import Tokenizer
+
+AUTO, NONE, HARMONY = "auto", "none", "harmony"
+
+
+class CallsGrammar(Protocol):
+    """Makes what matches one call of any of `tools`, or several calls."""
+
+    def __call__(self, grammar: CallGrammar, tools: Sequence[Tool], *, several: bool) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How calls are written.
+
+    Attributes:
+        markers: where they begin, and who reads them.
+        signs: texts of which a chat template has all where its model writes so, but for those that begin with "!": it has none of these.
+        tokens: special tokens that belong to the markup, where the model has them.
+        grammar: what matches calls.
+        opening: the token that begins each call, or all of them; empty where there is none.
+        new_id: makes ids of calls.
+    """
+
+    markers: Markers
+    signs: tuple[str, ...]
+    tokens: tuple[str, ...]
+    grammar: CallsGrammar
+    opening: str = ""
+    new_id: Callable[[], str] = call_id
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkFormat:
+    """How thoughts are written; the first attributes as for calls.
+
+    Attributes:
+        open, close: what begins and ends them.
+        opened: reads on behind a prompt that ends with `open`; None = there is none.
+    """
+
+    markers: Markers
+    signs: tuple[str, ...]
+    tokens: tuple[str, ...]
+    open: str = ""
+    close: str = ""
+    opened: ReadMarkup | None = None
+
+
+HARMONY_TOKENS = (harmony.START, harmony.CHANNEL, harmony.MESSAGE, harmony.CONSTRAIN, *harmony.ENDS)
+_OTHER_CALLS = ("!<arg_key>", "!<invoke", "!<tool_calls>")  # what others write behind <tool_call>
+# in the order in which they are looked for: the signs of later ones may stand in templates of earlier ones
+TOOL_FORMATS = {
+    HARMONY: ToolFormat(Markers(), (harmony.CHANNEL, harmony.MESSAGE), HARMONY_TOKENS, harmony.calls_grammar),
+    "gemma4": ToolFormat(
+        gemma4.MARKERS, (gemma4.OPEN,), (gemma4.OPEN, gemma4.CLOSE, gemma4.QUOTE), gemma4_grammar.calls_grammar, gemma4.OPEN
+    ),
+    "mistral": ToolFormat(
+        mistral.MARKERS,
+        (mistral.OPEN,),
+        (mistral.OPEN, mistral.ARGS, mistral.CALL_ID),
+        mistral.calls_grammar,
+        mistral.OPEN,
+        new_id=short_call_id,
+    ),
+    "xml": ToolFormat(xml.MARKERS, (xml.FUNCTION, xml.PARAMETER, "!<seed:"), (xml.OPEN, xml.CLOSE), xml.calls_grammar, xml.OPEN),
+    "glm": ToolFormat(glm.MARKERS, (glm.OPEN, glm.KEY), glm.TOKENS, glm.calls_grammar, glm.OPEN),
+    "hermes": ToolFormat(hermes.MARKERS, (hermes.OPEN, *_OTHER_CALLS), (hermes.OPEN, hermes.CLOSE), hermes.calls_grammar, hermes.OPEN),
+    "llama3": ToolFormat(llama3.MARKERS, ("<|start_header_id|>", '"parameters"'), (llama3.PYTHON_TAG,), llama3.calls_grammar),
+}
+THINK_FORMATS = {
+    HARMONY: ThinkFormat(Markers(), (harmony.CHANNEL, harmony.MESSAGE), HARMONY_TOKENS),
+    "gemma4": ThinkFormat(thoughts.GEMMA4_MARKERS, thoughts.GEMMA4[:1], thoughts.GEMMA4, "<|channel>thought\n", "<channel|>"),
+    "mistral": ThinkFormat(thoughts.MISTRAL_MARKERS, thoughts.MISTRAL[:1], thoughts.MISTRAL, *thoughts.MISTRAL, thoughts.mistral),
+    "think": ThinkFormat(thoughts.THINK_MARKERS, thoughts.THINK[1:], thoughts.THINK, *thoughts.THINK, thoughts.think),
+}
+TOOLS_CHOICES = (AUTO, NONE, *TOOL_FORMATS)
+THINK_CHOICES = (AUTO, NONE, *THINK_FORMATS)
+
+
+def check_names(tools: str, think: str) -> None:
+    """That formats exist, or are to be found out.
+
+    Raises:
+        ConfigError: there is no such format.
+    """
+    for option, name, choices in (("tools_format", tools, TOOLS_CHOICES), ("think_format", think, THINK_CHOICES)):
+        if name not in choices:
+            raise ConfigError(f"{option} is {name!r}: use one of {', '.join(choices)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """What one model writes.
+
+    Attributes:
+        tools, think: names in the tables; "none" = it writes no calls, or no thoughts, that we know how to read.
+    """
+
+    tools: str
+    think: str
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, tools: str = AUTO, think: str = AUTO) -> "Formats":
+        """Those that were named, or that the chat template shows.
+
+        Raises:
+            ConfigError: there is no such format, or two do not go together.
+        """
+        check_names(tools, think)
+        try:
+            template = "".join(tokenizer.template_source(has_tools=has_tools) for has_tools in (False, True))
+        except RequestError:  # it is no text; whoever sends messages is told
+            template = ""
+        found_tools, found_think = _found(TOOL_FORMATS, template), _found(THINK_FORMATS, template)
+        chosen = cls(found_tools if tools == AUTO else tools, found_think if think == AUTO else think)
+        if HARMONY in (chosen.tools, chosen.think) and not {chosen.tools, chosen.think} <= {HARMONY, NONE}:
+            raise ConfigError(
+                f"tools_format is {chosen.tools!r} and think_format {chosen.think!r}: {HARMONY} goes with itself or {NONE} alone"
+            )
+        return chosen
+
+    @property
+    def think_end(self) -> str | None:
+        """What ends thoughts; None where it does not end them by a text."""
+        return (THINK_FORMATS[self.think].close or None) if self.think != NONE else None
+
+    def tokens(self, request: ChatRequest) -> tuple[str, ...]:
+        """Special tokens that the reader of an answer has to see."""
+        tools = TOOL_FORMATS[self.tools].tokens if self._reads_calls(request) else ()
+        return tools + (THINK_FORMATS[self.think].tokens if self.think != NONE else ())
+
+    def has_opened_thoughts(self, prompt: str) -> bool:
+        """Whether a prompt, of which the end is enough, has begun thoughts."""
+        think = THINK_FORMATS[self.think] if self.think != NONE else None
+        return think is not None and think.opened is not None and prompt.rstrip().endswith(think.open)
+
+    def writer(self, request: ChatRequest, sample: int) -> Writer:
+        """Takes down a sample."""
+        new_id = call_id if self.tools == NONE else TOOL_FORMATS[self.tools].new_id
+        return Writer(sample, request.offered_tools, None if request.parallel_tool_calls else 1, new_id)
+
+    def reading(self, request: ChatRequest, writer: Writer, *, has_opened: bool) -> Waiting:
+        """Reads one sample.
+
+        Args:
+            has_opened: whether the prompt has begun thoughts.
+        """
+        source, has_calls, has_thoughts = Source(), self._reads_calls(request), self.think != NONE
+        if (has_calls and self.tools == HARMONY) or self.think == HARMONY:
+            return Waiting(source, harmony.HarmonyReader(has_thoughts=has_thoughts, has_calls=has_calls).read(source, writer))
+        think = THINK_FORMATS[self.think] if has_thoughts else None
+        reader = AnswerReader(
+            think.markers if think else Markers(),
+            TOOL_FORMATS[self.tools].markers if has_calls else Markers(),
+            think.opened if think and has_opened else None,
+        )
+        return Waiting(source, reader.read(source, writer))
+
+    def _reads_calls(self, request: ChatRequest) -> bool:
+        return self.tools != NONE and bool(request.offered_tools)
+
+
+def _found(formats: "dict[str, ToolFormat] | dict[str, ThinkFormat]", template: str) -> str:
+    def has(sign: str) -> bool:
+        return sign[1:] not in template if sign.startswith("!") else sign in template
+
+    return next((name for name, one in formats.items() if all(map(has, one.signs))), NONE)

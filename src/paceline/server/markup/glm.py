@@ -1,0 +1,67 @@
+"""<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>…</tool_call>, with line ends or without: GLM 4.5 to 4.7."""
+
+import re
+from collections.abc import Sequence
+
+from paceline.server.dialogue.request import Tool
+from paceline.server.markup.answer import Markers
+from paceline.server.markup.call_grammar import CallGrammar, arguments_schema
+from paceline.server.markup.json_text import inside
+from paceline.server.markup.source import MalformedError, Reading, Source
+from paceline.server.markup.typed_values import parameter_schema
+from paceline.server.markup.writer import Writer
+from paceline.server.markup.written_value import read_value, value_grammar
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+KEY, KEY_END = "<arg_key>", "</arg_key>"
+VALUE, VALUE_END = "<arg_value>", "</arg_value>"
+TOKENS = (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END)
+_NAME = re.compile(r"[\w.\-]")
+_LINE_END = '"\\n"?'
+
+
+def read_call(source: Source, writer: Writer) -> Reading[None]:
+    """One call; its name must be a tool's, for it may be any word."""
+    yield from source.skip()
+    name = yield from source.matching(_NAME)
+    if name not in writer.tool_names:
+        raise MalformedError
+    yield from source.skip()
+    if (yield from source.one_of((KEY, CLOSE))) is None:
+        raise MalformedError
+    source.settle()
+    with writer.call(name):
+        writer.arguments("{")
+        before = ""
+        while (yield from source.take(KEY)):
+            key = yield from source.until(KEY_END)
+            yield from source.skip()
+            yield from source.expect(VALUE)
+            writer.arguments(f'{before}"{inside(key)}": ')
+            yield from read_value(source, writer, parameter_schema(writer.schema_of(name), key), (VALUE_END,))
+            yield from source.skip()
+            before = ", "
+        if not (yield from source.take_end(CLOSE)):
+            raise MalformedError
+        writer.arguments("}")
+        source.settle()
+
+
+MARKERS = Markers(anywhere={OPEN: read_call})
+
+
+def calls_grammar(grammar: CallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+    """Arguments come in the schema's order; texts are held to their `enum` alone."""
+    calls = [f"{grammar.text(OPEN + tool.name)} {_LINE_END} {_arguments(grammar, tool)} {grammar.text(CLOSE)}" for tool in tools]
+    return grammar.listed(calls, "\n", several=several)
+
+
+def _arguments(grammar: CallGrammar, tool: Tool) -> str:
+    root = arguments_schema(tool)
+    required, parts = root.get("required") or (), []
+    for name in root.get("properties") or ():
+        key = f"{grammar.text(f'{KEY}{name}{KEY_END}')} {_LINE_END} {grammar.text(VALUE)}"
+        value = value_grammar(grammar, root, parameter_schema(root, name) or {}, VALUE_END)
+        one = grammar.rule(f"{key} {value} {_LINE_END}")
+        parts.append(one if name in required else f"{one}?")
+    return " ".join(parts)

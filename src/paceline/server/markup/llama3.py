@@ -1,0 +1,37 @@
+"""{"name": …, "parameters": {…}}, all of the answer or behind <|python_tag|>: Llama 3.1 to 3.3; several are separated by semicolons."""
+
+from collections.abc import Sequence
+
+from paceline.server.dialogue.request import Tool
+from paceline.server.markup.answer import Markers
+from paceline.server.markup.call_grammar import CallGrammar
+from paceline.server.markup.envelope import envelope_head, read_envelope
+from paceline.server.markup.source import SPACE, Reading, Source
+from paceline.server.markup.writer import Writer
+
+PYTHON_TAG = "<|python_tag|>"
+
+
+def read_calls(source: Source, writer: Writer) -> Reading[None]:
+    """One call or several; only tools that the model was told of are called, for an answer may be any JSON."""
+    yield from read_envelope(source, writer, only_known=True)
+    source.settle()
+    while writer.may_call:
+        yield from source.skip(SPACE + ";")
+        if (yield from source.peek()) != "{":
+            return
+        yield from read_envelope(source, writer, only_known=True)
+        source.settle()
+
+
+def read_bare_calls(source: Source, writer: Writer) -> Reading[None]:
+    source.at -= 1
+    yield from read_calls(source, writer)
+
+
+MARKERS = Markers(anywhere={PYTHON_TAG: read_calls}, first={"{": read_bare_calls})
+
+
+def calls_grammar(grammar: CallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+    calls = [grammar.call(envelope_head(tool.name, "parameters"), tool, "}") for tool in tools]
+    return grammar.listed(calls, "; ", several=several)

@@ -1,0 +1,84 @@
+"""<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>: Qwen3-Coder and Qwen 3.5."""
+
+from collections.abc import Sequence
+
+from paceline.server.dialogue.request import Tool
+from paceline.server.markup.answer import Markers
+from paceline.server.markup.call_grammar import CallGrammar, arguments_schema
+from paceline.server.markup.json_text import inside
+from paceline.server.markup.source import MalformedError, Reading, Source
+from paceline.server.markup.typed_values import parameter_schema
+from paceline.server.markup.writer import Writer
+from paceline.server.markup.written_value import read_value, value_grammar
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+_END = f"\n{PARAMETER_END}\n"
+
+
+def read_calls(source: Source, writer: Writer) -> Reading[None]:
+    yield from source.skip()
+    yield from source.expect(FUNCTION)
+    yield from _read_function(source, writer)
+    yield from source.skip()
+    while writer.may_call and (yield from source.take(FUNCTION)):
+        yield from _read_function(source, writer)
+        yield from source.skip()
+    if not (yield from source.take_end(CLOSE)):
+        raise MalformedError
+
+
+def read_bare_call(source: Source, writer: Writer) -> Reading[None]:
+    """Without <tool_call>, which these models leave out now and then."""
+    yield from _read_function(source, writer)
+    yield from source.skip()
+    yield from source.take_end(CLOSE)
+
+
+def _read_function(source: Source, writer: Writer) -> Reading[None]:
+    name = _checked((yield from source.until(">")))
+    source.settle()
+    with writer.call(name):
+        writer.arguments("{")
+        yield from source.skip()
+        before = ""
+        while (yield from source.take(PARAMETER)):
+            key = _checked((yield from source.until(">")))
+            writer.arguments(f'{before}"{inside(key)}": ')
+            yield from source.take("\n")  # line ends at the borders of a value are markup
+            yield from read_value(source, writer, parameter_schema(writer.schema_of(name), key), ("\n" + PARAMETER_END, PARAMETER_END))
+            yield from source.skip()
+            before = ", "
+        if not (yield from source.take_end(FUNCTION_END)):
+            raise MalformedError
+        writer.arguments("}")
+        source.settle()
+
+
+def _checked(name: str) -> str:
+    if not name or not name.isprintable() or "<" in name:
+        raise MalformedError
+    return name
+
+
+MARKERS = Markers(anywhere={OPEN: read_calls, FUNCTION: read_bare_call})
+
+
+def calls_grammar(grammar: CallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+    """Parameters come in the schema's order; texts are held to their `enum` alone."""
+    closing = grammar.text(f"{FUNCTION_END}\n{CLOSE}")
+    heads = [grammar.text(f"{OPEN}\n{FUNCTION}{tool.name}>\n") for tool in tools]
+    calls = [f"{head} {_parameters(grammar, tool)} {closing}" for head, tool in zip(heads, tools, strict=True)]
+    return grammar.listed(calls, "\n", several=several)
+
+
+def _parameters(grammar: CallGrammar, tool: Tool) -> str:
+    root = arguments_schema(tool)
+    required, parts = root.get("required") or (), []
+    for name in root.get("properties") or ():
+        schema = parameter_schema(root, name) or {}
+        opening = grammar.text(f"{PARAMETER}{name}>\n")
+        one = grammar.rule(f"{opening} {value_grammar(grammar, root, schema, _END)}")
+        parts.append(one if name in required else f"{one}?")
+    return " ".join(parts)

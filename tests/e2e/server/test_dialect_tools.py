@@ -1,0 +1,253 @@
+"""Thoughts and calls of tools, in every dialect: in its own blocks or items, streamed as whole, and back into the conversation."""
+
+import asyncio
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.dialects import DIALECTS, Messages, Responses, Said, Spoken
+from harness.http_client import HttpClient
+from harness.tool_model import write_tool_model
+from harness.written_answers import kinds, write_down
+from paceline import AsyncEngine
+from paceline.server.anthropic.fields import MessagesFields
+from paceline.server.anthropic.messages import conversation as anthropic_conversation
+from paceline.server.app import create_app
+from paceline.server.ollama.fields import ChatFields
+from paceline.server.ollama.messages import conversation as ollama_conversation
+from paceline.server.responses.fields import ResponsesFields
+from paceline.server.responses.items import conversation as response_conversation
+from paceline.server.settings import ServerSettings
+
+MESSAGES = [{"role": "user", "content": "How is the weather in Oslo?"}]
+SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Bergen"]}}, "required": ["city"], "additionalProperties": False}
+WEATHER = {"name": "weather", "description": "Tomorrow's weather.", "parameters": SCHEMA}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+WRITTEN = f"<think>\nHm. Oslo.\n</think>\n\nLet me see.{CALL}\n{CALL}"
+CALLED = ("call", "weather", '{"city": "Oslo"}')
+TOOLS: dict[str, dict[str, Any]] = {
+    "chat": {"tools": [{"type": "function", "function": WEATHER}]},
+    "messages": {"tools": [{"name": "weather", "description": WEATHER["description"], "input_schema": SCHEMA}]},
+    "responses": {"tools": [{"type": "function", **WEATHER, "strict": True}]},
+    "ollama": {"tools": [{"type": "function", "function": WEATHER}]},
+}
+REASONS = {"chat": "tool_calls", "messages": ("tool_use", None), "responses": ("completed", None), "ollama": "stop"}
+CUT = {"chat": "length", "messages": ("max_tokens", None), "responses": ("incomplete", "max_output_tokens"), "ollama": "length"}
+
+
+@pytest.fixture(scope="module")
+def talking(mini_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpClient]:
+    engine = AsyncEngine.open(str(write_tool_model(mini_dir, tmp_path_factory.mktemp("talking"))), drafter="ngram", threads=1)
+    yield HttpClient(create_app(engine, ServerSettings(served_name="mini")))
+    asyncio.run(engine.close())
+
+
+@pytest.fixture(params=DIALECTS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def asked(name: str, **more: Any) -> dict[str, Any]:
+    return {**DIALECTS[name].fields(MESSAGES, max_tokens=60, temperature=0), **TOOLS[name], **more}
+
+
+def plain(said: Said) -> Said:
+    """The same with arguments spelled one way."""
+    return [(kind, *more[:-1], json.dumps(json.loads(more[-1]))) if kind == "call" else (kind, *more) for kind, *more in said]
+
+
+@pytest.mark.parametrize("piece_len", [1, 7, 1000])
+def test_thoughts_texts_and_calls_are_told_apart(talking: HttpClient, monkeypatch: pytest.MonkeyPatch, name: str, piece_len: int) -> None:
+    write_down(monkeypatch, WRITTEN, piece_len=piece_len)
+    dialect = DIALECTS[name]
+    whole, events = dialect.whole(talking, asked(name)), dialect.stream(talking, asked(name))
+    expected = [("thought", "Hm. Oslo."), ("text", "Let me see."), CALLED, CALLED]
+    assert [(*one[:-1], one[-1].strip()) for one in plain(dialect.said(whole))] == expected
+    assert plain(dialect.streamed(events)) == plain(dialect.said(whole))
+    assert dialect.ending(whole)[0] == dialect.streamed_ending(events)[0] == REASONS[name]
+
+
+def test_an_answer_that_breaks_off_within_a_call_says_so(talking: HttpClient, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    write_down(monkeypatch, WRITTEN[:-30], finish_reason="length")
+    dialect: Spoken = DIALECTS[name]
+    fields = asked(name)
+    fields.update({"max_tokens": 5} if name == "messages" else {})  # as many as it has: else the context is at its end
+    whole = dialect.whole(talking, fields)
+    answer = talking.post(
+        dialect.path, {**fields, "stream": True, **({"stream_options": {"include_usage": True}} if name == "chat" else {})}
+    )
+    events = dialect.events(answer.text)
+    assert plain(dialect.said(whole)[:3])[-1] == CALLED
+    assert dialect.ending(whole)[0] == CUT[name]
+    if name != "messages":
+        assert dialect.ending(whole) == dialect.streamed_ending(events)
+
+
+MESSAGE_ORDER = [
+    "message_start",
+    *["content_block_start", "content_block_delta", "content_block_stop"] * 4,
+    "message_delta",
+    "message_stop",
+]
+ITEM_OF_TEXT = ["output_item.added", "content_part.added", "{}.delta", "{}.done", "content_part.done", "output_item.done"]
+ITEM_OF_CALL = [
+    "output_item.added",
+    "function_call_arguments.delta",
+    "function_call_arguments.done",
+    "output_item.done",
+]
+RESPONSE_ORDER = [
+    f"response.{kind}"
+    for kind in [
+        "created",
+        "in_progress",
+        *[kind.format("reasoning_text") for kind in ITEM_OF_TEXT],
+        *[kind.format("output_text") for kind in ITEM_OF_TEXT],
+        *ITEM_OF_CALL * 2,
+        "completed",
+    ]
+]
+
+
+def test_events_come_in_the_order_of_the_dialect(talking: HttpClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_down(monkeypatch, WRITTEN)
+    assert kinds(Messages().stream(talking, asked("messages"))) == MESSAGE_ORDER
+    assert kinds(Responses().stream(talking, asked("responses"))) == RESPONSE_ORDER
+
+
+def test_a_block_of_thoughts_ends_with_a_signature(talking: HttpClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_down(monkeypatch, WRITTEN)
+    deltas = [event["delta"]["type"] for event in Messages().stream(talking, asked("messages")) if event["type"] == "content_block_delta"]
+    assert deltas.count("signature_delta") == 1
+    assert deltas.index("signature_delta") == deltas.count("thinking_delta")
+
+
+FORCED = {
+    "chat": {"tool_choice": "required", "parallel_tool_calls": False},
+    "messages": {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
+    "responses": {"tool_choice": {"type": "function", "name": "weather"}},
+}
+
+
+@pytest.mark.parametrize("name", FORCED, indirect=True)
+def test_a_call_that_is_asked_for_is_made_and_fits_its_schema(talking: HttpClient, name: str) -> None:
+    dialect = DIALECTS[name]
+    fields = asked(name, **FORCED[name])
+    whole, events = dialect.whole(talking, fields), dialect.stream(talking, fields)
+    calls = [one for one in dialect.said(whole) if one[0] == "call"]
+    assert calls
+    assert all(json.loads(call[2])["city"] in ("Oslo", "Bergen") for call in calls)
+    assert dialect.streamed(events) == dialect.said(whole)
+    assert dialect.ending(whole)[0] == REASONS[name]
+
+
+@pytest.mark.parametrize("name", FORCED, indirect=True)
+def test_a_schema_of_a_tool_that_cannot_be_enforced_is_named(talking: HttpClient, name: str) -> None:
+    wrong = {"type": "object", "properties": {"city": {"type": 7}}}
+    tools: Any = copy.deepcopy(TOOLS[name]["tools"])
+    tools[0].update({"input_schema": wrong} if name == "messages" else {})
+    tools[0].get("function", tools[0]).update({} if name == "messages" else {"parameters": wrong})
+    answer = talking.post(DIALECTS[name].path, asked(name, **FORCED[name], tools=tools))
+    assert answer.status_code == 400
+    assert "tools" in answer.text
+
+
+HISTORY = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "How is the weather in Oslo?"},
+    {
+        "role": "assistant",
+        "content": "Let me see.",
+        "reasoning_content": "Hm.",
+        "tool_calls": [{"id": "a", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}],
+    },
+    {"role": "tool", "tool_call_id": "a", "name": "weather", "content": "rain"},
+    {"role": "user", "content": "And then?"},
+]
+
+
+def test_a_conversation_with_calls_is_the_same_in_every_dialect() -> None:
+    settings = ServerSettings()
+    blocks = [
+        {"type": "thinking", "thinking": "Hm.", "signature": ""},
+        {"type": "text", "text": "Let me see."},
+        {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Oslo"}},
+    ]
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "rain"}], "is_error": False}
+    turns = [
+        HISTORY[1],
+        {"role": "assistant", "content": blocks},
+        {"role": "user", "content": [result, {"type": "text", "text": "And then?"}]},
+    ]
+    fields = MessagesFields.model_validate({"max_tokens": 1, "system": [{"type": "text", "text": "Be short."}], "messages": turns})
+    assert anthropic_conversation(fields, settings) == HISTORY
+
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": HISTORY[1]["content"]}]},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant", "id": "m", "content": [{"type": "output_text", "text": "Let me see.", "annotations": []}]},
+        {"type": "function_call", "call_id": "a", "name": "weather", "arguments": '{"city": "Oslo"}', "status": "completed"},
+        {"type": "function_call_output", "call_id": "a", "output": "rain"},
+        {"role": "user", "content": "And then?"},
+    ]
+    found = response_conversation(ResponsesFields.model_validate({"instructions": "Be short.", "input": items}), settings)
+    found[2]["tool_calls"][0]["function"]["arguments"] = json.loads(found[2]["tool_calls"][0]["function"]["arguments"])
+    assert found == HISTORY
+
+    called = {"role": "assistant", "content": "Let me see.", "thinking": "Hm."}
+    called |= {"tool_calls": [{"id": "a", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}]}
+    told = [*HISTORY[:2], called, {"role": "tool", "tool_name": "weather", "content": "rain"}, HISTORY[4]]
+    assert ollama_conversation(ChatFields.model_validate({"model": "mini", "messages": told}), settings) == HISTORY
+
+
+def test_a_result_without_its_call_is_refused(talking: HttpClient) -> None:
+    results: dict[str, Any] = {
+        "messages": {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "b"}]}], "max_tokens": 2},
+        "responses": {"input": [{"type": "function_call_output", "call_id": "b", "output": ""}]},
+        "ollama": {"model": "mini", "messages": [{"role": "tool", "content": "rain"}]},
+    }
+    places = {"messages": "messages[0].content[0].tool_use_id", "responses": "input[0].call_id", "ollama": "messages[0].role"}
+    for name, fields in results.items():
+        answer = talking.post(DIALECTS[name].path, fields)
+        assert answer.status_code == 400
+        assert places[name] in DIALECTS[name].message_of(answer.json())
+
+
+THINKING: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
+    "messages": [
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"thinking": {"type": "disabled"}}),
+        ({"output_config": {"effort": "low"}}, {"thinking": {"type": "disabled"}, "output_config": {"effort": "max"}}),
+    ],
+    "responses": [({"reasoning": {"effort": "low"}}, {"reasoning": {"effort": "none"}})],
+    "ollama": [({"think": True}, {"think": False}), ({"think": "high"}, {"think": False})],
+}
+
+
+@pytest.mark.parametrize("name", THINKING, indirect=True)
+def test_whether_to_think_is_told_to_the_template(talking: HttpClient, client: HttpClient, name: str) -> None:
+    dialect = DIALECTS[name]
+    fields = dialect.fields(MESSAGES, max_tokens=1)
+    untold = dialect.ending(dialect.whole(talking, fields))[1]
+    for told, told_not in THINKING[name]:
+        assert dialect.ending(dialect.whole(talking, {**fields, **told}))[1] > untold, "the prompt begins the thoughts"
+        assert dialect.ending(dialect.whole(talking, {**fields, **told_not}))[1] == untold
+        refused = client.post(dialect.path, {**fields, **told})
+        assert refused.status_code == 400, "the mini's own template cannot be told"
+        assert next(iter(told)) in dialect.message_of(refused.json())
+
+
+def test_ollamas_clients_are_told_what_a_model_can(talking: HttpClient, client: HttpClient) -> None:
+    assert talking.json("/api/show", {"model": "mini"})["capabilities"] == ["completion", "tools", "thinking"]
+    assert client.json("/api/show", {"model": "mini:latest"})["capabilities"] == ["completion"]
+
+
+def test_tokens_are_counted_with_the_tools(talking: HttpClient) -> None:
+    fields = {name: value for name, value in asked("messages").items() if name in ("model", "messages", "tools")}
+    count = talking.json("/v1/messages/count_tokens", fields)["input_tokens"]
+    assert count == Messages().ending(Messages().whole(talking, asked("messages")))[1]
+    del fields["tools"]
+    assert talking.json("/v1/messages/count_tokens", fields)["input_tokens"] < count

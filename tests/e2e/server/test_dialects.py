@@ -1,0 +1,143 @@
+"""What holds in every dialect: one text, streamed or whole, that of `LLM`; errors in its own shape; nothing left out in silence."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from harness.dialects import DIALECTS, Spoken
+from harness.http_client import HttpClient
+from paceline import LLM, SamplingParams
+
+MESSAGES = [{"role": "user", "content": "I need a taxi to the airport."}]
+TALK = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "I need a taxi."},
+    {"role": "assistant", "content": "Where to?"},
+    {"role": "user", "content": "To the airport."},
+]
+SAMPLED = {"temperature": 0.9, "seed": 7, "max_tokens": 16}
+NEW = {name: dialect for name, dialect in DIALECTS.items() if name != "chat"}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("mini", drafter="none", threads=1) as opened:
+        yield opened
+
+
+@pytest.fixture(params=DIALECTS)
+def dialect(request: pytest.FixtureRequest) -> Spoken:
+    return DIALECTS[request.param]
+
+
+@pytest.fixture(params=NEW)
+def new_dialect(request: pytest.FixtureRequest) -> Spoken:
+    return NEW[request.param]
+
+
+def stopping(llm: LLM) -> dict[str, Any]:
+    """Sampling with a stop text that is met in the middle of the answer."""
+    output = llm.chat(MESSAGES, SamplingParams(**SAMPLED))
+    words = output.text.split(" ")
+    return {**SAMPLED, "stop": [words[2][1:] + " " + words[3][:1], "nowhere"]}
+
+
+SAMPLINGS: dict[str, Callable[[LLM], dict[str, Any]]] = {
+    "greedy": lambda _: {"temperature": 0, "max_tokens": 12},
+    "sampled": lambda _: {**SAMPLED, "top_k": 30, "top_p": 0.95, "min_p": 0.01},
+    "penalties": lambda _: {**SAMPLED, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": 0.3},
+    "stopped": stopping,
+    "to its end": lambda _: {"temperature": 0, "max_tokens": 200},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_streamed_and_whole_answers_are_the_text_of_the_engine(client: HttpClient, llm: LLM, dialect: Spoken, name: str) -> None:
+    sampling = SAMPLINGS[name](llm)
+    output = llm.chat(MESSAGES, SamplingParams(**sampling))
+    fields = dialect.fields(MESSAGES, **sampling)
+    whole, events = dialect.whole(client, fields), dialect.stream(client, fields)
+    assert dialect.said(whole) == dialect.streamed(events) == [("text", output.text)]
+    assert dialect.ending(whole) == dialect.streamed_ending(events)
+    assert dialect.ending(whole)[1:] == (output.usage.prompt_tokens, output.usage.completion_tokens)
+
+
+def test_a_conversation_is_what_the_engine_is_told(client: HttpClient, llm: LLM, dialect: Spoken) -> None:
+    output = llm.chat(TALK, SamplingParams(**SAMPLED))
+    assert dialect.said(dialect.whole(client, dialect.fields(TALK, **SAMPLED))) == [("text", output.text)]
+
+
+def test_whether_drafts_were_made_changes_no_text_and_is_told(client: HttpClient, dialect: Spoken) -> None:
+    fields = dialect.fields(MESSAGES, **SAMPLED)
+    plain = dialect.whole(client, {**fields, "speculation": {"enabled": False}})
+    drafted = {**fields, "speculation": {"origins": True, "drafter": "ngram", "max_draft_tokens": 3}}
+    whole, events = dialect.whole(client, drafted), dialect.stream(client, drafted)
+    assert dialect.said(plain) == dialect.said(whole) == dialect.streamed(events)
+    assert dialect.speculation(plain)["drafted"] == 0
+    assert len(dialect.speculation(whole)["origins"][0]) == dialect.ending(whole)[2]
+    assert dialect.speculation(whole)["emitted"] == dialect.speculation(events)["emitted"] == dialect.ending(whole)[2]
+    assert dialect.speculation(whole)["seed"] == SAMPLED["seed"]
+
+
+def test_a_stream_is_never_held_back_by_a_proxy_and_says_what_it_is(client: HttpClient, new_dialect: Spoken) -> None:
+    answer = client.post(new_dialect.path, {**new_dialect.fields(MESSAGES, max_tokens=2), "stream": True})
+    kind = "application/x-ndjson" if new_dialect.path.startswith("/api/") else "text/event-stream"
+    assert answer.headers["content-type"].startswith(kind)
+    assert answer.headers["x-accel-buffering"] == "no"
+
+
+Served = Callable[..., HttpClient]
+ERRORS: list[tuple[str, int, dict[str, Any], dict[str, Any], str]] = [
+    ("another model", 404, {}, {"model": "gpt-9"}, "mini"),
+    ("an unknown field", 400, {}, {"temperatur": 1}, "temperatur"),
+    ("too many messages", 400, {"max_messages": 2}, {}, "may have 2"),
+    ("too long", 400, {"max_prompt_chars": 9}, {}, "may have 9"),
+    ("no key", 401, {"api_keys": ("key-of-this-very-test",)}, {}, "x-api-key"),
+]
+
+
+@pytest.mark.parametrize(("status", "settings", "more", "says"), [case[1:] for case in ERRORS], ids=[case[0] for case in ERRORS])
+def test_errors_have_the_shape_of_the_dialect(
+    served: Served, new_dialect: Spoken, status: int, settings: dict[str, Any], more: dict[str, Any], says: str
+) -> None:
+    for is_streamed in (False, True):
+        fields = {**new_dialect.fields(TALK, max_tokens=2), **more, "stream": is_streamed}
+        answer = served(**settings).post(new_dialect.path, fields)
+        assert answer.status_code == status, answer.text
+        assert says in new_dialect.message_of(answer.json())
+
+
+def test_keys_are_taken_as_each_client_sends_them(served: Served, new_dialect: Spoken) -> None:
+    client = served(api_keys=("key-of-this-very-test",))
+    for headers in ({"x-api-key": "key-of-this-very-test"}, {"Authorization": "Bearer key-of-this-very-test"}):
+        assert client.post(new_dialect.path, new_dialect.fields(MESSAGES, max_tokens=1), headers=headers).status_code == 200
+
+
+def test_errors_before_and_beside_the_routes_have_the_shape_too(client: HttpClient, new_dialect: Spoken) -> None:
+    path = new_dialect.path
+    answers = {
+        400: client.ask("POST", path, content=b"{", headers={"Content-Type": "application/json"}),
+        403: client.post(path, {}, headers={"Host": "evil.example"}),
+        404: client.get(f"{path}/nowhere"),
+        405: client.get(path),
+        415: client.ask("POST", path, content=b"{}", headers={"Content-Type": "text/plain", "Origin": "http://evil.example"}),
+    }
+    for status, answer in answers.items():
+        assert answer.status_code == status
+        assert new_dialect.message_of(answer.json())
+
+
+def test_what_fails_within_a_stream_is_its_last_event(served: Served, new_dialect: Spoken) -> None:
+    client = served(request_timeout_s=0.2)
+    endless = {"max_tokens": 1900, "temperature": 100.0, "seed": 1, "top_p": 1.0}  # it hardly ever ends by itself
+    fields = new_dialect.fields([{"role": "user", "content": "Hello"}], **endless)
+    answer = client.post(new_dialect.path, {**fields, "stream": True})
+    if answer.status_code == 200:
+        last = new_dialect.events(answer.text)[-1]
+        text = json.dumps(last["response"]["error"]) if "response" in last else new_dialect.message_of(last)
+    else:
+        assert answer.status_code == 504
+        text = new_dialect.message_of(answer.json())
+    assert "0.2 s" in text

@@ -1,0 +1,286 @@
+"""Tools and thoughts in `/v1/chat/completions`: told apart from the text, and forced where a call is required."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from harness.http_client import HttpClient
+from harness.markup_cases import CASES, TOOLS, Case, Said
+from harness.tool_model import answering, write_tool_model
+from paceline import AsyncEngine
+from paceline.sampling.grammar import Grammar
+from paceline.server.app import create_app
+from paceline.server.markup import formats, hermes
+from paceline.server.markup.answer import Markers
+from paceline.server.settings import ServerSettings
+
+PATH = "/v1/chat/completions"
+USER = {"role": "user", "content": "I need a taxi."}
+BOOK = {
+    "type": "object",
+    "properties": {
+        "kind": {"type": "string", "enum": ["taxi", "bus"]},
+        "seats": {"type": "integer", "minimum": 1, "maximum": 4},
+        "now": {"type": "boolean"},
+    },
+    "required": ["kind", "seats"],
+}
+DESCRIBED = [
+    {"type": "function", "function": {"name": "book", "description": "Books a ride.", "parameters": BOOK}},
+    {"type": "function", "function": {"name": "cancel"}},
+]
+ASKED = {"messages": [USER], "tools": DESCRIBED, "temperature": 0, "max_tokens": 120}
+CASE_TOOLS = [tool.as_template() for tool in TOOLS]
+
+
+@pytest.fixture(scope="module")
+def tool_engine(mini_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
+    directory = write_tool_model(mini_dir, tmp_path_factory.mktemp("tools") / "mini")
+    engine = AsyncEngine.open(str(directory), drafter="ngram", max_num_seqs=4, threads=1)
+    yield engine
+    asyncio.run(engine.close())
+
+
+@pytest.fixture(scope="module")
+def tooled(tool_engine: AsyncEngine) -> Callable[..., HttpClient]:
+    return lambda **settings: HttpClient(create_app(tool_engine, ServerSettings(**settings)))
+
+
+def whole(client: HttpClient, fields: dict[str, Any]) -> tuple[Said, str]:
+    """What a whole answer says, thoughts first, then text, then calls; and why it ended."""
+    (choice,) = client.json(PATH, fields)["choices"]
+    message = choice["message"]
+    said = [("thought", message["reasoning_content"])] if "reasoning_content" in message else []
+    said += [("text", message["content"])] if message["content"] else []
+    for call in message.get("tool_calls", []):
+        assert call["id"]
+        assert call["type"] == "function"
+        said.append(("call", call["function"]["name"], call["function"]["arguments"]))
+    return said, choice["finish_reason"]
+
+
+def streamed(client: HttpClient, fields: dict[str, Any]) -> tuple[Said, str]:
+    """The same of a stream's events."""
+    text, thought, reason = "", "", ""
+    calls: list[dict[str, str]] = []
+    for event in client.events(PATH, fields):
+        for choice in event["choices"]:
+            text += choice["delta"].get("content", "")
+            thought += choice["delta"].get("reasoning_content", "")
+            reason = choice["finish_reason"] or reason
+            for call in choice["delta"].get("tool_calls", []):
+                if "id" in call:
+                    assert call["index"] == len(calls)
+                    calls.append({"name": call["function"]["name"], "arguments": ""})
+                calls[call["index"]]["arguments"] += call["function"]["arguments"]
+    said: Said = [("thought", thought)] if thought else []
+    said += [("text", text)] if text else []
+    return said + [("call", call["name"], call["arguments"]) for call in calls], reason
+
+
+@pytest.mark.parametrize(
+    "more", [{"tool_choice": "required", "parallel_tool_calls": False}, {"tool_choice": {"type": "function", "function": {"name": "book"}}}]
+)
+@pytest.mark.parametrize("tools_format", ["hermes", "xml", "glm", "mistral", "llama3", "gemma4", "harmony"])
+def test_a_required_call_comes_with_arguments_that_match_the_schema(
+    tooled: Callable[..., HttpClient], tools_format: str, more: dict[str, Any]
+) -> None:
+    client = tooled(tools_format=tools_format, think_format="none")
+    fields = {**ASKED, **more, "tools": DESCRIBED[:1]}
+    said, reason = whole(client, fields)
+    ((kind, name, arguments),) = said
+    assert (kind, name, reason) == ("call", "book", "tool_calls")
+    given = json.loads(arguments)
+    assert given["kind"] in ("taxi", "bus")
+    assert given["seats"] in range(1, 5)
+    assert set(given) <= set(BOOK["properties"])
+    assert streamed(client, fields) == (said, reason)
+
+
+def test_a_call_may_be_required_of_any_tool(tooled: Callable[..., HttpClient]) -> None:
+    fields = {**ASKED, "tool_choice": "required", "temperature": 1.5, "parallel_tool_calls": False}
+    names = {whole(tooled(think_format="none"), {**fields, "seed": seed})[0][0][1] for seed in range(12)}
+    assert names == {"book", "cancel"}
+
+
+def kinds_in_order(said: Said) -> Said:
+    """As OpenAI's message holds them: kinds apart, and one text."""
+    texts = {kind: "".join(one[1] for one in said if one[0] == kind) for kind in ("thought", "text")}
+    return [(kind, text) for kind, text in texts.items() if text] + [one for one in said if one[0] == "call"]
+
+
+SHORT_CASES = [case for case in CASES if case.written.strip() and not case.is_opened]
+
+
+def test_streamed_and_whole_answers_say_what_the_model_wrote(tooled: Callable[..., HttpClient], large_counts: bool) -> None:
+    for case in SHORT_CASES[:: 1 if large_counts else 5]:
+        check_case(tooled, case)
+
+
+def check_case(tooled: Callable[..., HttpClient], case: Case) -> None:
+    client = tooled(tools_format=case.formats[0], think_format=case.formats[1])
+    fields = {"messages": [USER], "tools": CASE_TOOLS, "temperature": 0, "max_tokens": 400, "parallel_tool_calls": case.parallel}
+    calls = [one for one in case.said if one[0] == "call"]
+    reason = "tool_calls" if (len(calls) if case.num_complete is None else case.num_complete) else "stop"
+    with answering(Grammar.choice([case.written])):
+        assert whole(client, fields) == (kinds_in_order(case.said), reason)
+        assert streamed(client, fields) == (kinds_in_order(case.said), reason)
+
+
+def test_an_answer_cut_by_the_limit_ends_so(tooled: Callable[..., HttpClient]) -> None:
+    with answering(Grammar.choice(['<tool_call>{"name": "book", "arguments": {"kind": "taxi"}}</tool_call>'])):
+        said, reason = whole(tooled(), {**ASKED, "max_tokens": 20})
+        assert reason == "length"
+        assert streamed(tooled(), {**ASKED, "max_tokens": 20}) == (said, reason)
+
+
+def test_a_stop_text_ends_an_answer_within_its_markup(tooled: Callable[..., HttpClient]) -> None:
+    with answering(Grammar.choice(['I go. <tool_call>{"name": "book", "arguments": {"kind": "taxi"}}</tool_call>'])):
+        for stop, expected in {
+            "taxi": [("text", "I go."), ("call", "book", '{"kind": "')],
+            '"book", "arg': [("text", 'I go. <tool_call>{"name": ')],
+            "_call>": [("text", "I go. <tool")],
+        }.items():
+            assert whole(tooled(), {**ASKED, "stop": stop}) == (expected, "stop")
+            assert streamed(tooled(), {**ASKED, "stop": stop}) == (expected, "stop")
+
+
+def test_markup_of_special_tokens_is_seen(tooled: Callable[..., HttpClient], monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = Markers(anywhere={"<|im_start|>": hermes.read_call})
+    special = formats.ToolFormat(reads, (), ("<|im_start|>",), hermes.calls_grammar)
+    monkeypatch.setitem(formats.TOOL_FORMATS, "special", special)
+    monkeypatch.setattr(formats, "TOOLS_CHOICES", ("special",))
+    client = tooled(tools_format="special", think_format="none")
+    written = Grammar.lark(f'start: "a" <[1]> {json.dumps(json.dumps({"name": "cancel"}) + "</tool_call>")}')
+    with answering(written):
+        assert whole(client, ASKED) == ([("text", "a"), ("call", "cancel", "{}")], "tool_calls")
+        assert streamed(client, ASKED) == ([("text", "a"), ("call", "cancel", "{}")], "tool_calls")
+
+
+def test_without_tools_calls_are_text(tooled: Callable[..., HttpClient]) -> None:
+    written = '<tool_call>{"name": "book", "arguments": {}}</tool_call>'
+    with answering(Grammar.choice([written])):
+        for more in ({"tools": None}, {"tool_choice": "none"}):
+            assert whole(tooled(), {**ASKED, **more}) == ([("text", written)], "stop")
+
+
+def test_thoughts_that_the_prompt_begins_are_thoughts(tooled: Callable[..., HttpClient]) -> None:
+    fields = {"messages": [USER], "temperature": 0, "max_tokens": 60}
+    with answering(Grammar.choice(["Hm.\n</think>\n\nYes."])):
+        for more in ({"reasoning_effort": "high"}, {"chat_template_kwargs": {"enable_thinking": True}}):
+            expected = [("thought", "Hm."), ("text", "Yes.")], "stop"
+            assert whole(tooled(), {**fields, **more}) == expected
+            assert streamed(tooled(), {**fields, **more}) == expected
+        assert whole(tooled(), {**fields, "reasoning_effort": "none"}) == ([("text", "Hm.\n</think>\n\nYes.")], "stop")
+
+
+def test_a_form_holds_the_text_behind_the_thoughts(tooled: Callable[..., HttpClient]) -> None:
+    form = {
+        "type": "json_schema",
+        "json_schema": {
+            "name": "a",
+            "schema": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False},
+        },
+    }
+    fields = {"messages": [USER], "temperature": 0, "max_tokens": 300, "response_format": form, "logit_bias": {}}
+    said, _ = whole(tooled(), {**fields, "reasoning_effort": "low", "stop": ["</think>"], "max_tokens": 40})
+    assert [one[0] for one in said] == ["thought"]
+    assert not said[0][1].startswith("{"), "the form does not hold thoughts"
+    ((kind, text),) = whole(tooled(), fields)[0]
+    assert (kind, set(json.loads(text))) == ("text", {"a"})
+
+
+def test_origins_and_logprobs_reach_a_client_that_calls_tools(tooled: Callable[..., HttpClient]) -> None:
+    fields = {**ASKED, "logprobs": True, "speculation": {"origins": True}}
+    with answering(Grammar.choice(['I go. <tool_call>{"name": "cancel"}</tool_call>'])):
+        (choice,) = (answer := tooled().json(PATH, fields))["choices"]
+        events = tooled().events(PATH, fields)
+    pieces = [event["choices"][0]["logprobs"] for event in events]
+    assert [token for piece in pieces if piece for token in piece["content"]] == choice["logprobs"]["content"]
+    ids = [token_id for event in events if "speculation" in event for token_id in event["speculation"]["token_ids"]]
+    assert ids == answer["speculation"]["token_ids"][0]
+
+
+CALLED = [
+    USER,
+    {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "so",
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "book", "arguments": '{"kind": "bus"}'}}],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": "done"},
+]
+
+
+def test_calls_and_results_are_told_to_the_model_as_its_template_wants_them(
+    tooled: Callable[..., HttpClient], tool_engine: AsyncEngine
+) -> None:
+    ids = tooled().json("/tokenize", {"messages": CALLED, "tools": DESCRIBED})["tokens"]
+    text = tool_engine.opened.maker.tokenizer.decode(ids, skip_special_tokens=False)
+    assert '{"type": "function", "function": {"name": "cancel"}}\n' in text
+    assert '<think>\nso\n</think>\n\n<tool_call>{"name": "book", "arguments": {"kind": "bus"}}</tool_call><|im_end|>' in text
+    assert "<tool_response>book: done</tool_response>" in text
+    answer = tooled().json(PATH, {"messages": CALLED, "tools": DESCRIBED, "temperature": 0, "max_tokens": 2})
+    assert answer["usage"]["prompt_tokens"] == len(ids)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]}, "tools[0].function.parameters"),
+    ({"tools": [DESCRIBED[0], DESCRIBED[0]]}, "tools"),
+    (
+        {
+            "tools": [{"type": "function", "function": {"name": "a", "parameters": {"properties": {"b": {"type": "strange"}}}}}],
+            "tool_choice": "required",
+        },
+        "tools",
+    ),
+    ({"tools": None, "tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "always"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+    ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+    ({"functions": [{"name": "a"}]}, "functions"),
+    ({"function_call": "auto"}, "function_call"),
+    ({"reasoning_effort": "much"}, "reasoning_effort"),
+    ({"chat_template_kwargs": {"colour": 1}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"messages": [{"role": "function", "content": "a", "name": "b"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{**CALLED[1], "role": "user"}]}, "messages[0].tool_calls"),
+]
+
+
+@pytest.mark.parametrize(("more", "name"), REFUSED, ids=[name for _, name in REFUSED])
+def test_what_is_wrong_with_tools_is_named(tooled: Callable[..., HttpClient], more: dict[str, Any], name: str) -> None:
+    assert tooled().refusal(PATH, {**ASKED, **more})["param"] == name
+
+
+def test_a_model_whose_template_knows_no_tools_is_not_asked_to_call_them(client: HttpClient) -> None:
+    assert client.refusal(PATH, ASKED)["param"] == "tools"
+    assert client.refusal(PATH, {"messages": CALLED})["param"] == "messages[1].tool_calls"
+    assert client.refusal(PATH, {"messages": [USER], "reasoning_effort": "low"})["param"] == "reasoning_effort"
+
+
+def test_a_format_must_be_known_where_tools_are_called(tooled: Callable[..., HttpClient]) -> None:
+    assert "--tools-format" in tooled(tools_format="none").refusal(PATH, ASKED)["message"]
+
+
+def test_strict_tools_are_held_to_their_schemas_when_the_model_calls_them_by_itself(tooled: Callable[..., HttpClient]) -> None:
+    """Nothing says where a call begins in a vocabulary without a token for it, so the text stays free."""
+    strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in DESCRIBED]
+    assert whole(tooled(), {**ASKED, "tools": strict, "max_tokens": 12})[0]
+
+
+def test_openais_own_types_take_the_answers(tooled: Callable[..., HttpClient]) -> None:
+    chat = pytest.importorskip("openai.types.chat", reason="openai is not installed")
+    fields = {**ASKED, "tool_choice": "required", "parallel_tool_calls": False}
+    answer = chat.ChatCompletion.model_validate(tooled().json(PATH, fields), strict=True)
+    (call,) = answer.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) is not None
+    for event in tooled().events(PATH, fields):
+        chat.ChatCompletionChunk.model_validate(event, strict=True)

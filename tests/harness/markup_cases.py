@@ -1,0 +1,319 @@
+"""Answers as models write them, and what they say."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.sampling.params import SamplingParams
+from paceline.server.dialogue.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart, merged
+from paceline.server.dialogue.request import ChatRequest, Tool
+from paceline.server.markup.formats import Formats
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "metric": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "at": {"anyOf": [{"$ref": "#/$defs/place"}, {"type": "null"}]},
+        "note": {"type": ["string", "null"]},
+        "any": {},
+    },
+    "required": ["city"],
+    "$defs": {"place": {"type": "object", "properties": {"x": {"type": "number"}}}},
+}
+TOOLS = (Tool(name="weather", description="Tomorrow's weather.", parameters=WEATHER), Tool(name="now"))
+
+Said = list[tuple[str, ...]]
+"""("text", …), ("thought", …) or ("call", name, arguments) in the order written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """An answer.
+
+    Attributes:
+        formats: of tools and of thoughts.
+        is_opened: whether the prompt has begun thoughts.
+        num_complete: calls whose arguments are complete; None = all of `said`.
+    """
+
+    name: str
+    formats: tuple[str, str]
+    written: str
+    said: Said
+    is_opened: bool = False
+    parallel: bool = True
+    num_complete: int | None = None
+
+
+def events_of(case: Case, pieces: Iterable[str], tools: Sequence[Tool] = TOOLS) -> tuple[list[Event], int]:
+    """The events of an answer that arrives in pieces, and how many of its calls are complete."""
+    request = ChatRequest(messages=[], tools=tools, params=SamplingParams(), parallel_tool_calls=case.parallel)
+    formats = Formats(*case.formats)
+    writer = formats.writer(request, 0)
+    reading = formats.reading(request, writer, has_opened=case.is_opened)
+    events: list[Event] = []
+    for piece in pieces:
+        reading.push(piece)
+        events += writer.take()
+    reading.finish()
+    assert reading.is_done
+    return events + writer.take(), writer.num_complete
+
+
+def said(events: Sequence[Event]) -> Said:
+    """What events say, ids left out."""
+    found: list[Any] = []
+    for event in merged(events):
+        if isinstance(event, Text):
+            found.append(("text", event.text))
+        elif isinstance(event, Reasoning):
+            found.append(("thought", event.text))
+        elif isinstance(event, ToolCallStart):
+            assert event.call == sum(one[0] == "call" for one in found)
+            found.append(("call", event.name, ""))
+        elif isinstance(event, ToolCallArguments):
+            name, arguments = found[-1][1:]
+            found[-1] = ("call", name, arguments + event.json)
+    return found
+
+
+HERMES, LLAMA, MISTRAL, XML, GLM, GEMMA, HARMONY = (
+    (name, think)
+    for name, think in (
+        ("hermes", "think"),
+        ("llama3", "none"),
+        ("mistral", "mistral"),
+        ("xml", "think"),
+        ("glm", "think"),
+        ("gemma4", "gemma4"),
+        ("harmony", "harmony"),
+    )
+)
+CASES = [
+    Case(
+        "plain text",
+        HERMES,
+        "Hello.\n\nIt is 3 < 4 <tool and </tool_call>.\n",
+        [("text", "Hello.\n\nIt is 3 < 4 <tool and </tool_call>.\n")],
+    ),
+    Case("nothing", HERMES, "", []),
+    Case("space alone", HERMES, " \n", [("text", " \n")]),
+    Case(
+        "a call",
+        HERMES,
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln 😀", "days": 2}}\n</tool_call>',
+        [("call", "weather", '{"city": "Köln 😀", "days": 2}')],
+    ),
+    Case(
+        "thought, text and two calls",
+        HERMES,
+        '<think>\nHm.\n\nSo.\n</think>\n\nI look.\n<tool_call>{"name":"now"}</tool_call>\n'
+        '<tool_call>{"name": "weather", "arguments": {"city": "A"}}</tool_call>\nDone.',
+        [("thought", "Hm.\n\nSo."), ("text", "I look."), ("call", "now", "{}"), ("call", "weather", '{"city": "A"}'), ("text", "Done.")],
+    ),
+    Case(
+        "thoughts that the prompt began",
+        HERMES,
+        "so <think> it\n</think>\nYes",
+        [("thought", "so <think> it"), ("text", "Yes")],
+        is_opened=True,
+    ),
+    Case("thoughts without end", HERMES, "<think>\nmore\n", [("thought", "more\n")]),
+    Case("thoughts in the text", HERMES, "a <think>b</think>", [("text", "a <think>b</think>")]),
+    Case("no thoughts", HERMES, "<think>\n\n</think>\n\nYes", [("text", "Yes")]),
+    Case(
+        "arguments first",
+        HERMES,
+        '<tool_call>{"arguments": {"days": 1}, "name": "weather"}</tool_call>',
+        [("call", "weather", '{"days": 1}')],
+    ),
+    Case(
+        "arguments in a text", HERMES, '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>', [("call", "now", '{"a": 1}')]
+    ),
+    Case(
+        "lax strings",
+        HERMES,
+        '<tool_call>{"name": "now", "arguments": {"a": "x\ny\\d \\u00e4\\n"}}</tool_call>',
+        [("call", "now", '{"a": "x\\ny\\\\d \\u00e4\\n"}')],
+    ),
+    Case("thoughts behind no call", HERMES, "<tool_call><think>b</think>", [("text", "<tool_call><think>b</think>")]),
+    Case("no call behind text", HERMES, "a \n<tool_call> b", [("text", "a \n<tool_call> b")]),
+    Case("a missing brace", HERMES, '<tool_call>{"name": "now", "arguments": {"a": 1}</tool_call>', [("call", "now", '{"a": 1}')]),
+    Case(
+        "a missing end",
+        HERMES,
+        '<tool_call>{"name": "now", "arguments": {"a": [1, -2.5e3, null]}}',
+        [("call", "now", '{"a": [1, -2.5e3, null]}')],
+    ),
+    Case(
+        "no call",
+        HERMES,
+        '<tool_call>later</tool_call> <tool_call><tool_call>{"name": 3}',
+        [("text", '<tool_call>later</tool_call> <tool_call><tool_call>{"name": 3}')],
+    ),
+    Case(
+        "a call behind none",
+        HERMES,
+        '<tool_call>\n<tool_call>{"name": "now"}</tool_call>',
+        [("text", "<tool_call>\n"), ("call", "now", "{}")],
+    ),
+    Case(
+        "a call that breaks off",
+        HERMES,
+        '<tool_call>{"name": "weather", "arguments": {"city": "Kö',
+        [("call", "weather", '{"city": "Kö')],
+        num_complete=0,
+    ),
+    Case(
+        "arguments that are none",
+        HERMES,
+        '<tool_call>{"name": "weather", "arguments": {"city": oops}}</tool_call>',
+        [("call", "weather", '{"city": '), ("text", "oops}}</tool_call>")],
+        num_complete=0,
+    ),
+    Case(
+        "one call and no more",
+        HERMES,
+        '<tool_call>{"name": "now"}</tool_call>\n<tool_call>{"name": "now"}</tool_call>',
+        [("call", "now", "{}"), ("text", '<tool_call>{"name": "now"}</tool_call>')],
+        parallel=False,
+    ),
+    Case("bare", LLAMA, '{"name": "weather", "parameters": {"city": "A;"}}', [("call", "weather", '{"city": "A;"}')]),
+    Case(
+        "typed and two",
+        LLAMA,
+        '<|python_tag|>{"type": "function", "name": "now", "parameters": {}}; {"name": "now", "parameters": {}}',
+        [("call", "now", "{}"), ("call", "now", "{}")],
+    ),
+    Case("another JSON", LLAMA, '{"name": "Ann", "parameters": {}}', [("text", '{"name": "Ann", "parameters": {}}')]),
+    Case("JSON within text", LLAMA, 'So: {"name": "now", "parameters": {}}', [("text", 'So: {"name": "now", "parameters": {}}')]),
+    Case(
+        "JSON behind no call",
+        LLAMA,
+        '<|python_tag|>{{"name": "now", "parameters": {}}',
+        [("text", '<|python_tag|>{{"name": "now", "parameters": {}}')],
+    ),
+    Case("a list", LLAMA, "[1] {", [("text", "[1] {")]),
+    Case("python", LLAMA, "<|python_tag|>print(1)", [("text", "<|python_tag|>print(1)")]),
+    Case(
+        "list",
+        MISTRAL,
+        'Ok.[TOOL_CALLS] [{"name": "now", "arguments": {}}, {"name": "weather", "arguments": {"city": "]"}}]',
+        [("text", "Ok."), ("call", "now", "{}"), ("call", "weather", '{"city": "]"}')],
+    ),
+    Case(
+        "names",
+        MISTRAL,
+        '[THINK]Hm.[/THINK][TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]weather[CALL_ID]a1B2c3D4e[ARGS]{"city": "A"}',
+        [("thought", "Hm."), ("call", "now", "{}"), ("call", "weather", '{"city": "A"}')],
+    ),
+    Case("a name alone", MISTRAL, "[TOOL_CALLS]now, please", [("text", "[TOOL_CALLS]now, please")]),
+    Case("no list", MISTRAL, "[TOOL_CALLS][1]", [("text", "[TOOL_CALLS][1]")]),
+    Case(
+        "parameters",
+        XML,
+        '<think>\nA\n</think>\n\nI look.\n\n<tool_call>\n<function=weather>\n<parameter=city>\nSankt\n"Veit" </x>\n</parameter>\n'
+        '<parameter=days>\n03\n</parameter>\n<parameter=metric>\nTrue\n</parameter>\n<parameter=tags>\n["a", "b"]\n</parameter>\n'
+        '<parameter=at>\n{"x": 1.5}\n</parameter>\n</function>\n</tool_call>',
+        [
+            ("thought", "A"),
+            ("text", "I look."),
+            (
+                "call",
+                "weather",
+                '{"city": "Sankt\\n\\"Veit\\" </x>", "days": "03", "metric": true, "tags": ["a", "b"], "at": {"x": 1.5}}',
+            ),
+        ],
+    ),
+    Case(
+        "other values",
+        XML,
+        "<tool_call>\n<function=weather>\n<parameter=days>\n3\n</parameter>\n<parameter=at>\nnull\n</parameter>\n<parameter=note>\nnull\n"
+        "</parameter>\n<parameter=any>\n[1]\n</parameter>\n<parameter=new>\n[1]\n</parameter>\n</function>\n</tool_call>\n<tool_call>"
+        "<function=now></function></tool_call>",
+        [("call", "weather", '{"days": 3, "at": null, "note": null, "any": [1], "new": "[1]"}'), ("call", "now", "{}")],
+    ),
+    Case("bare function", XML, "<function=now>\n</function>\n</tool_call>", [("call", "now", "{}")]),
+    Case("empty", XML, "<tool_call><function=now><parameter=a>\n</parameter></function></tool_call>", [("call", "now", '{"a": ""}')]),
+    Case(
+        "broken",
+        XML,
+        "<tool_call><function=weather><parameter=days>\n3",
+        [("call", "weather", '{"days": '), ("text", "3")],
+        num_complete=0,
+    ),
+    Case("no function", XML, "<tool_call>\n{}</tool_call>", [("text", "<tool_call>\n{}</tool_call>")]),
+    Case(
+        "keys and values",
+        GLM,
+        "<think>A</think>\nI look.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Köln\n</x></arg_value>\n<arg_key>days"
+        "</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>now</tool_call>",
+        [("thought", "A"), ("text", "I look."), ("call", "weather", '{"city": "Köln\\n</x>", "days": 2}'), ("call", "now", "{}")],
+    ),
+    Case(
+        "without line ends",
+        GLM,
+        "<tool_call>weather<arg_key>tags</arg_key><arg_value>[]</arg_value><arg_key>b</arg_key><arg_value>c",
+        [("call", "weather", '{"tags": [], "b": "c')],
+        num_complete=0,
+    ),
+    Case("no name", GLM, "<tool_call>later</tool_call>", [("text", "<tool_call>later</tool_call>")]),
+    Case("no keys", GLM, "<tool_call>now or never", [("text", "<tool_call>now or never")]),
+    Case(
+        "quoted",
+        GEMMA,
+        '<|channel>thought\nHm.\n<channel|>I look.<|tool_call>call:weather{city:<|"|>A "b" \\ {<|"|>,days:2,metric:true,'
+        'tags:[<|"|>a<|"|>,<|"|>b<|"|>],at:{x:1.5},note:null}<tool_call|><|tool_call>call:now{}<tool_call|>',
+        [
+            ("thought", "Hm."),
+            ("text", "I look."),
+            (
+                "call",
+                "weather",
+                '{"city": "A \\"b\\" \\\\ {", "days": 2, "metric": true, "tags": ["a", "b"], "at": {"x": 1.5}, "note": null}',
+            ),
+            ("call", "now", "{}"),
+        ],
+    ),
+    Case("no thoughts", GEMMA, "<|channel>thought\n<channel|>Yes.", [("text", "Yes.")]),
+    Case("another channel", GEMMA, "<|channel>x<channel|>", [("text", "<|channel>x<channel|>")]),
+    Case("bare words", GEMMA, '<|tool_call>call:now{a:word, "b": "c"}<tool_call|>', [("call", "now", '{"a": "word", "b": "c"}')]),
+    Case("no braces", GEMMA, "<|tool_call>call:now<tool_call|>", [("text", "<|tool_call>call:now<tool_call|>")]),
+    Case(
+        "broken",
+        GEMMA,
+        '<|tool_call>call:weather{city:<|"|>A<tool_call|>',
+        [("call", "weather", '{"city": "A<tool_call|>')],
+        num_complete=0,
+    ),
+    Case(
+        "channels",
+        HARMONY,
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
+        [("thought", "Hm."), ("text", "Yes.")],
+    ),
+    Case(
+        "a function",
+        HARMONY,
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+        '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "A"}<|call|>',
+        [("thought", "Hm."), ("text", "I look."), ("call", "weather", '{"city": "A"}')],
+    ),
+    Case("the recipient first", HARMONY, " to=functions.now<|channel|>commentary json<|message|>{}", [("call", "now", "{}")]),
+    Case(
+        "somebody else",
+        HARMONY,
+        "<|channel|>analysis to=browser.open<|message|>{}<|call|>",
+        [("text", "<|channel|>analysis to=browser.open<|message|>{}")],
+    ),
+    Case("no header", HARMONY, "Hello <|channel|>there", [("text", "Hello <|channel|>there")]),
+    Case(
+        "no arguments",
+        HARMONY,
+        "<|channel|>commentary to=functions.now<|message|>x",
+        [("text", "<|channel|>commentary to=functions.now<|message|>x")],
+    ),
+]
