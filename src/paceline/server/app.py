@@ -37,7 +37,8 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
     gate = Gate(engine.opened.engine.scheduler.limits.max_num_seqs, settings.max_queue)
     metrics = Metrics(engine.opened, name)
     service = Service(engine, settings, name, gate, metrics, Generation(engine, settings, gate, metrics))
-    app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None)  # their pages load code from elsewhere
+    # those pages load code from elsewhere, and a redirection would go to whatever the Host header names
+    app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     for routes in (chat_routes, completion_routes, model_routes, state_routes):
         app.include_router(routes(service))

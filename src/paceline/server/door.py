@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.server.client_watch import within
 from paceline.server.http_errors import ClientGoneError, HttpError, http_error_of
-from paceline.server.settings import LOOPBACK_NAMES, ServerSettings
+from paceline.server.settings import LOOPBACK_NAMES, MAX_HEAD_BYTES, MAX_HEADERS, ServerSettings
 
 log = logging.getLogger("paceline.server")
 
@@ -77,6 +77,8 @@ class _Visit:
         self._scope, self._send = scope, send
         self._id = f"req-{secrets.token_hex(8)}"
         self._status: int | None = None
+        headers = Headers(scope=scope)
+        self._is_body_due = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         self._started_s = time.perf_counter()
 
     async def answer(self, receive: Receive) -> None:
@@ -95,12 +97,19 @@ class _Visit:
             self._log()
 
     def _check(self) -> None:
-        """Host, key and form, in this order.
+        """Sizes, host, key and form, in this order.
 
         Raises:
             HttpError: the request is not let in.
         """
         headers = Headers(scope=self._scope)
+        num_bytes = len(self._scope.get("raw_path") or b"") + len(self._scope["query_string"])
+        num_bytes += sum(len(name) + len(value) for name, value in headers.raw)
+        if num_bytes > MAX_HEAD_BYTES or len(headers.raw) > MAX_HEADERS:
+            text = f"the request has more than {MAX_HEAD_BYTES} bytes of headers and path, or more than {MAX_HEADERS} headers: send fewer"
+            raise HttpError(431, text, code="head_too_large", headers={"Connection": "close"})
+        if "content-length" in headers and "transfer-encoding" in headers:  # who is in front of us may believe the other one
+            raise HttpError(400, "Content-Length and Transfer-Encoding say two lengths: send one of them", code="two_lengths")
         if self._settings.is_loopback and not self._is_known_host(headers.get("host", "")):
             raise HttpError(
                 403, "this server listens for this machine alone, and the Host header names another: ask 127.0.0.1", code="wrong_host"
@@ -133,9 +142,7 @@ class _Visit:
             ClientGoneError: the client went away before.
         """
         limit = self._settings.max_body_bytes
-        too_long = HttpError(
-            413, f"the body has more than {limit} bytes: send less", code="body_too_large", headers={"Connection": "close"}
-        )
+        too_long = HttpError(413, f"the body has more than {limit} bytes: send less", code="body_too_large")
         if int(length) > limit if (length := Headers(scope=self._scope).get("content-length", "")).isdecimal() else False:
             raise too_long
         body = bytearray()
@@ -146,7 +153,8 @@ class _Visit:
                     raise too_long
         except asyncio.TimeoutError:
             text = f"the body did not come within {self._settings.body_timeout_s:g} s: send it faster"
-            raise HttpError(408, text, kind="timeout_error", code="body_timeout", headers={"Connection": "close"}) from None
+            raise HttpError(408, text, kind="timeout_error", code="body_timeout") from None
+        self._is_body_due = False
         is_given = False
 
         async def again() -> Message:
@@ -164,6 +172,8 @@ class _Visit:
             headers = MutableHeaders(scope=message)
             for name, value in {**_SECURITY_HEADERS, "X-Request-Id": self._id}.items():
                 headers[name] = value
+            if self._is_body_due:  # nobody will read what still comes
+                headers["Connection"] = "close"
         await self._send(message)
 
     def _log(self) -> None:

@@ -70,6 +70,8 @@ def http_error_of(error: BaseException) -> HttpError:
         return HttpError(404, "there is nothing at this path: docs/server.md lists what there is", code="not_found")
     if isinstance(error, HTTPException):
         return HttpError(error.status_code, str(error.detail), headers=error.headers)
+    if isinstance(error, RecursionError):
+        return HttpError(400, "the request is nested too deeply: send a flatter one", code="invalid_value")
     if isinstance(error, ConfigError):
         return HttpError(503, "the engine takes no requests any more", kind="service_unavailable_error", code="closed")
     log_fault(error)

@@ -5,19 +5,23 @@ import logging
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from paceline.engine.async_engine import AsyncEngine
 from paceline.errors import ConfigError
 from paceline.server.app import create_app
+from paceline.server.connection import connection_class
 from paceline.server.service import Service
-from paceline.server.settings import ServerSettings
+from paceline.server.settings import MAX_HEAD_BYTES, ServerSettings
 
 Say = Callable[[str], None]
 _LAST_WORDS_S = 5  # for answers that are cut off to be sent
+_MAX_THREADS, _MORE_THREADS = 256, 4  # more: for requests that no gate counts
 
 
 def run(arguments: Mapping[str, Any], settings: ServerSettings, *, say: Say, quiet: bool = False) -> None:
@@ -31,7 +35,7 @@ def run(arguments: Mapping[str, Any], settings: ServerSettings, *, say: Say, qui
     Raises:
         PacelineError: the address cannot be listened on, or the model cannot be loaded.
     """
-    with _listening_socket(settings) as listening:
+    with listening_socket(settings) as listening:
         _log_to_stderr(logging.WARNING if quiet else logging.INFO)
         engine = AsyncEngine.open(**arguments)
         try:
@@ -41,27 +45,36 @@ def run(arguments: Mapping[str, Any], settings: ServerSettings, *, say: Say, qui
             if not quiet:
                 say(engine.opened.banner)
             _warn(settings, say)
-            config = uvicorn.Config(
-                app,
-                log_config=None,  # what it would log repeats paths and errors' texts
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                ws="none",
-                lifespan="off",
-                timeout_graceful_shutdown=_LAST_WORDS_S,
-            )
-            _Server(config, app.state.service, listening, say).run(sockets=[listening])
+            Server(app, listening, say).run(sockets=[listening])
         finally:
             asyncio.run(engine.close())
 
 
-class _Server(uvicorn.Server):
-    """Uvicorn's server, which at a signal first lets requests finish; those that take too long are told so."""
+class Server(uvicorn.Server):
+    """Uvicorn's server, which at a signal first lets requests finish; those that take too long are told so.
 
-    def __init__(self, config: uvicorn.Config, service: Service, listening: socket.socket, say: Say) -> None:
+    Args:
+        app: made by `create_app`.
+        listening: a bound socket; it stays the caller's.
+        say: takes lines for the person who started it.
+    """
+
+    def __init__(self, app: FastAPI, listening: socket.socket, say: Say) -> None:
+        self._service: Service = app.state.service
+        config = uvicorn.Config(
+            app,
+            http=connection_class(self._service.settings),  # not whichever is installed: each has other limits
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            log_config=None,  # what it would log repeats paths and errors' texts
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            ws="none",
+            lifespan="off",
+            timeout_graceful_shutdown=_LAST_WORDS_S,
+        )
         super().__init__(config)
-        self._service, self._listening, self._say = service, listening, say
+        self._listening, self._say = listening, say
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task[None] | None = None
         self._is_told = False
@@ -69,6 +82,8 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
+        # a thread for each request that is let in, so that none waits while those of others tokenise or compile
+        self._loop.set_default_executor(ThreadPoolExecutor(min(_MAX_THREADS, self._service.gate.limit + _MORE_THREADS), "paceline-prepare"))
         host, port = self._listening.getsockname()[:2]
         name = f"[{host}]" if ":" in host else host
         self._say(f"{self._service.model} answers at http://{name}:{port}/v1")
@@ -93,7 +108,7 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _listening_socket(settings: ServerSettings) -> socket.socket:
+def listening_socket(settings: ServerSettings) -> socket.socket:
     """A socket that is bound before a model is loaded for it.
 
     Raises:
