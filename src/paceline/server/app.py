@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from paceline import __version__
 from paceline.engine.async_engine import AsyncEngine
+from paceline.sampling.grammar_trial import GrammarTrial
 from paceline.server.door import Door
 from paceline.server.gate import Gate
 from paceline.server.generation import Generation
@@ -33,6 +34,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
         settings: None = those of `ServerSettings()`.
     """
     settings = settings or ServerSettings()
+    engine.opened.maker.compiler.trial = GrammarTrial(settings.grammar_timeout_s)
     name = settings.served_name or served_name(engine.opened.config.model)
     gate = Gate(engine.opened.engine.scheduler.limits.max_num_seqs, settings.max_queue)
     metrics = Metrics(engine.opened, name)

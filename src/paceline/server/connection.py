@@ -7,7 +7,7 @@ import asyncio
 from typing import Any, ClassVar
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from paceline.server.settings import ServerSettings
 
@@ -63,9 +63,10 @@ class Connection(H11Protocol):
         """Say that this is no HTTP; where the answer to an earlier part is under way, or sent, the connection just ends."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
-        if self.cycle is not None and not self.cycle.response_complete:  # what it still says would have no place
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is not None and not cycle.response_complete:  # what it still says would have no place
+            cycle.disconnected = True
+            cycle.message_event.set()
         self._close()
 
     def timeout_keep_alive_handler(self) -> None:
