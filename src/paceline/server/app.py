@@ -46,7 +46,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
         app.include_router(routes(service))
     for kind in (RequestValidationError, HTTPException, HttpError):
         app.add_exception_handler(kind, _answer)
-    app.add_middleware(Door, settings=settings)
+    app.add_middleware(Door, settings=settings, count_answer=metrics.count_answer)
     return app
 
 

@@ -7,7 +7,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from typing import Any
 
@@ -20,6 +20,7 @@ from paceline.server.settings import LOOPBACK_NAMES, MAX_HEAD_BYTES, MAX_HEADERS
 
 log = logging.getLogger("paceline.server")
 
+CountAnswer = Callable[[str | None, int | None], None]
 WITHOUT_KEY = ("/health", "/ready")
 _METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 _SECURITY_HEADERS = {
@@ -33,13 +34,15 @@ _SECURITY_HEADERS = {
 class Door:
     """Middleware: checks, a request id and headers on every answer, one log line for each, and an answer to whatever is raised."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
-        self._app, self._settings = app, settings
+    def __init__(self, app: ASGIApp, settings: ServerSettings, count_answer: CountAnswer) -> None:
+        self._app, self._settings, self._count_answer = app, settings, count_answer
         self._keys = Keys(settings.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await _Visit(self._app, self._settings, self._keys, scope, send).answer(receive)
+            visit = _Visit(self._app, self._settings, self._keys, scope, send)
+            await visit.answer(receive)
+            self._count_answer(visit.route, visit.status)
         elif scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         else:  # there are no web sockets here
@@ -70,13 +73,17 @@ def _hash(key: bytes) -> bytes:
 
 
 class _Visit:
-    """One request on its way through the door."""
+    """One request on its way through the door.
+
+    Attributes:
+        status: of the answer; 499 = the client went away before.
+    """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, keys: Keys, scope: Scope, send: Send) -> None:
         self._app, self._settings, self._keys = app, settings, keys
         self._scope, self._send = scope, send
         self._id = f"req-{secrets.token_hex(8)}"
-        self._status: int | None = None
+        self.status: int | None = None
         headers = Headers(scope=scope)
         self._is_body_due = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         self._started_s = time.perf_counter()
@@ -88,10 +95,10 @@ class _Visit:
                 receive = await self._read_body(receive)
             await self._app(self._scope, receive, self._send_on)
         except ClientGoneError:
-            self._status = self._status or 499
+            self.status = self.status or 499
         except Exception as error:
             refusal = http_error_of(error)
-            if self._status is None:
+            if self.status is None:
                 await refusal.response()(self._scope, receive, self._send_on)
         finally:
             self._log()
@@ -168,13 +175,18 @@ class _Visit:
 
     async def _send_on(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._status = message["status"]
+            self.status = message["status"]
             headers = MutableHeaders(scope=message)
             for name, value in {**_SECURITY_HEADERS, "X-Request-Id": self._id}.items():
                 headers[name] = value
             if self._is_body_due:  # nobody will read what still comes
                 headers["Connection"] = "close"
         await self._send(message)
+
+    @property
+    def route(self) -> str | None:
+        """The pattern that its path fits, once it was let in."""
+        return getattr(self._scope.get("route"), "path", None)
 
     def _log(self) -> None:
         """One line of JSON. Nothing in it was chosen by the client: no path, no header, no text."""
@@ -183,8 +195,8 @@ class _Visit:
             "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
             "id": self._id,
             "method": method if method in _METHODS else "other",
-            "route": getattr(self._scope.get("route"), "path", None),
-            "status": self._status,
+            "route": self.route,
+            "status": self.status,
             "seconds": round(time.perf_counter() - self._started_s, 4),
         }
         log.info("%s", json.dumps(fields))

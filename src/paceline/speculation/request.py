@@ -122,7 +122,8 @@ class Request:
         error: why it failed; no other request is concerned.
         draft_history: what became of its drafts; None until the policy is asked about it. The policy's own.
         drafting: what drafters remember of it, by who remembers it (`speculation.drafter.RequestState`).
-        started_s, first_token_s, finished_s: clock (`time.perf_counter`) at admission, after the prompt's last pass, at the end.
+        started_s, first_token_s, last_token_s, finished_s: clock (`time.perf_counter`) at admission, after the prompt's last pass, after
+            the latest step that gave it tokens, at the end.
     """
 
     token_ids: list[int]
@@ -151,6 +152,7 @@ class Request:
     drafting: dict[object, Any] = field(default_factory=dict)
     started_s: float = 0.0
     first_token_s: float = 0.0
+    last_token_s: float = 0.0
     finished_s: float = 0.0
 
     @property
