@@ -23,11 +23,12 @@ from paceline.tokenizer.vocabulary import piece_bytes, pieces_of
 
 LEAST_LOGPROB = -9999.0  # OpenAI's, for what cannot be drawn: JSON has no infinity
 DONE = b"data: [DONE]\n\n"
+_AS_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # json.dumps makes an encoder for every call
 
 
 def event(fields: Mapping[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _AS_JSON(fields).encode() + b"\n\n"
 
 
 def head(service: Service, kind: str, prefix: str) -> dict[str, Any]:
