@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -18,57 +17,12 @@ import httpx
 import pytest
 
 from harness.http_client import events_in
+from harness.server_process import Server
 
 CHAT = "/v1/chat/completions"
 FIELDS = {"messages": [{"role": "user", "content": "I need a taxi to the airport."}], "temperature": 0, "max_tokens": 24}
 ENDLESS = {**FIELDS, "max_tokens": 1900, "ignore_eos": True, "stream": True}
 KEY = "key-of-the-environment"
-
-
-class Server:
-    """A process that serves the mini; what it writes to stderr is kept."""
-
-    def __init__(self, *arguments: str, **environment: str) -> None:
-        command = [sys.executable, "-m", "paceline", "serve", "--port", "0", "--threads", "1", "--drafter", "none", *arguments]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
-        self._lines: list[str] = []
-        self._is_ready = threading.Event()
-        self.url = ""
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        self._is_ready.wait(120)
-        if not self.url:
-            self.close()
-            raise AssertionError(self.stderr)
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self._lines.append(line)
-            if found := re.search(r"answers at (http://\S+)/v1", line):
-                self.url = found[1]
-                self._is_ready.set()
-        self._is_ready.set()
-
-    @property
-    def stderr(self) -> str:
-        return "".join(self._lines)
-
-    def client(self, **headers: str) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60, headers=headers)
-
-    def wait(self) -> int:
-        """Its exit code."""
-        code = self.process.wait(60)
-        self._reader.join(10)
-        return code
-
-    def close(self) -> None:
-        assert self.process.stderr is not None
-        if self.process.poll() is None:
-            self.process.kill()
-        self.wait()
-        self.process.stderr.close()
 
 
 Start = Callable[..., Server]
