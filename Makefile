@@ -102,7 +102,7 @@ $(SERVERS):
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet "torch==2.13.0+cpu" || $(@D)/bin/python -m pip install --quiet "torch==2.13.0"
 	$(@D)/bin/python -m pip install --quiet openai==2.54.0 anthropic==2.12.0 ollama==0.6.3 litellm==1.106.2 langchain-openai==1.7.3 \
-	  "lm-eval[api]==0.4.13" schemathesis==4.32.5 playwright==1.65.2
+	  "lm-eval[api]==0.4.13" transformers==5.23.0 schemathesis==4.32.5 playwright==1.65.2
 	touch $@
 
 test-clients: $(STAMP) $(LLAMA_CPP) $(SPECULATORS) $(SERVERS)
