@@ -116,6 +116,7 @@ class StreamChunk:
         output: the finished request, in its last chunk only.
         sample_index: which of the prompt's samples this is about, from 0.
         logprobs: of the tokens, if asked for.
+        prompt_token_ids, prompt_logprobs: of the prompt, in the first chunk of each sample, where its log-probabilities were asked for.
     """
 
     text: str
@@ -124,3 +125,5 @@ class StreamChunk:
     output: RequestOutput | None = None
     sample_index: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)

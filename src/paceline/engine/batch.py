@@ -167,6 +167,7 @@ class RequestMaker:
         """What a streamed request got since it had `num_seen` output tokens."""
         text = request.text_stop.take_new() if request.text_stop is not None else ""
         start = request.num_prompt_tokens + num_seen
+        shows_prompt = num_seen == 0 and request.params.prompt_logprobs is not None
         return StreamChunk(
             text,
             request.token_ids[start:],
@@ -174,6 +175,8 @@ class RequestMaker:
             output,
             sample_index=request.sample_index,
             logprobs=request.logprobs[num_seen:],
+            prompt_token_ids=request.token_ids[: request.num_prompt_tokens] if shows_prompt else [],
+            prompt_logprobs=list(request.prompt_logprobs) if shows_prompt else [],
         )
 
     def output(self, request: Request, *, numerics: str, drafter: str) -> RequestOutput:

@@ -18,7 +18,6 @@ def compile_one(memory_bytes: int) -> None:
     with suppress(ImportError, OSError, ValueError):
         import resource
 
-        os.nice(10)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))

@@ -68,7 +68,7 @@ class GrammarCompiler:
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = GrammarVocabulary(self._tokenizer, self._eos_token_ids)
-            is_known = (grammar.kind, grammar.text) in self._compiled
+            is_known = grammar.kind is GrammarKind.JSON_OBJECT or (grammar.kind, grammar.text) in self._compiled
         if self.trial is not None and not is_known:  # outside the lock: those that are known do not wait
             self.trial.check(library_text(grammar, self._vocabulary))
         with self._lock:

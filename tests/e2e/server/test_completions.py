@@ -52,6 +52,9 @@ VARIANTS: list[dict[str, Any]] = [
     {"echo": True},
     {"echo": True, "max_tokens": 0},
     {"logprobs": 3},
+    {"echo": True, "logprobs": 2},
+    {"echo": True, "logprobs": 1, "max_tokens": 0},
+    {"echo": True, "logprobs": 0, "prompt": [[8, 9], [5, 6, 7]], "temperature": 1, "seed": 2, "n": 2},
     {"stop": [" a", "e"], "max_tokens": 40},
     {"prompt": [5, 6, 7], "echo": True, "top_p": 0.9, "temperature": 1, "seed": 1},
 ]
@@ -128,10 +131,6 @@ def test_what_is_wrong_is_named(client: HttpClient, more: dict[str, Any], name: 
     error = client.refusal(PATH, {**GREEDY, **more})
     assert error["param"].split("[")[0] == name
     assert not code or error["code"] == code
-
-
-def test_an_echo_with_logprobs_is_not_streamed(client: HttpClient) -> None:
-    assert client.refusal(PATH, {**GREEDY, "echo": True, "logprobs": 1, "stream": True})["param"] == "echo"
 
 
 def test_models_are_listed_and_found(client: HttpClient, engine: AsyncEngine) -> None:

@@ -48,9 +48,6 @@ class CompletionFields(TextFields):
         super().check_refused()
         if self.best_of not in (None, self.n or 1):
             raise HttpError(400, "best_of is not served: ask for n samples and choose", parameter="best_of", code="unsupported_parameter")
-        if self.stream and self.echo and self.logprobs is not None:
-            text = "echo with logprobs is not streamed: send stream=false, or leave one of them out"
-            raise HttpError(400, text, parameter="echo", code="unsupported_parameter")
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -170,7 +167,8 @@ class _Completion:
         logprobs = None
         if self.fields.logprobs is not None:
             ids = chunk.token_ids if self._shows_output else []
-            logprobs = self.texts.completion_lists(chunk.logprobs[: len(ids)], ids, num_chars[place])
+            known = [*chunk.prompt_logprobs, *chunk.logprobs[: len(ids)]]
+            logprobs = self.texts.completion_lists(known, [*chunk.prompt_token_ids, *ids], num_chars[place])
             num_chars[place] += sum(map(len, logprobs["tokens"]))
         text = prefix + (chunk.text if self._shows_output else "")
         reason = None if chunk.output is None else self._reason(chunk.output)
