@@ -37,17 +37,18 @@ class Overload:
     """What was found.
 
     Attributes:
+        may_be_open: samples that the server takes at a time.
         capacity_per_s, asked_per_s: answers, and requests, a second.
         statuses: of the answers.
         num_without_advice: answers 429 without a Retry-After from 1 to 60.
         latencies_s, first_s: of admitted requests: to the end, to the first text.
         refusal_s: until the answer 429.
-        most_waiting: samples in the engine's queue at any look.
+        most_open: samples that ran or waited at any look.
         num_open: samples that were in the engine a second after the last answer.
         grown_bytes: of the server's resident memory, from the end of the capacity's measurement to the end.
     """
 
-    max_queue: int
+    may_be_open: int
     seconds: float
     capacity_per_s: float = 0.0
     asked_per_s: float = 0.0
@@ -56,7 +57,7 @@ class Overload:
     latencies_s: list[float] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
     refusal_s: list[float] = field(default_factory=list)
-    most_waiting: int = 0
+    most_open: int = 0
     num_open: int = 0
     grown_bytes: int = 0
 
@@ -72,8 +73,8 @@ class Overload:
                 f"{name}_ms": {f"p{share}": round(1000 * percentile(found, share)) for share in (50, 95, 99)}
                 for name, found in times.items()
             },
-            "most_waiting": self.most_waiting,
-            "max_queue": self.max_queue,
+            "most_open": self.most_open,
+            "may_be_open": self.may_be_open,
             "left_open": self.num_open,
             "grown_mb": round(self.grown_bytes / 1e6, 1),
         }
@@ -114,17 +115,20 @@ class _Load:
         self._url, self._process_id, self._factor, self._num_seqs = url, process_id, factor, num_seqs
         self._fields = {"max_tokens": max_tokens, "temperature": 0.8, "ignore_eos": True, "stream": True}
         self._random = Random(7)
-        self.found = Overload(max_queue, seconds)
+        self.found = Overload(num_seqs + max_queue, seconds)
 
     async def run(self) -> Overload:
-        async with httpx.AsyncClient(base_url=self._url, timeout=600, limits=httpx.Limits(max_connections=None)) as client:
+        # no connection is used twice: the server may just be ending an idle one
+        async with httpx.AsyncClient(
+            base_url=self._url, timeout=600, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        ) as client:
             await self._measure_capacity(client)
             before = self._resident_bytes()
             watching = asyncio.ensure_future(self._watch(client))
             await self._ask_too_much(client)
             await asyncio.sleep(1)
             watching.cancel()
-            self.found.num_open = await self._waiting(client, "running") + await self._waiting(client, "waiting")
+            self.found.num_open = await self._num_open(client)
             self.found.grown_bytes = self._resident_bytes() - before
         return self.found
 
@@ -181,13 +185,14 @@ class _Load:
 
     async def _watch(self, client: httpx.AsyncClient) -> None:
         while True:
-            self.found.most_waiting = max(self.found.most_waiting, await self._waiting(client, "waiting"))
+            self.found.most_open = max(self.found.most_open, await self._num_open(client))
             await asyncio.sleep(LOOK_S)
 
-    async def _waiting(self, client: httpx.AsyncClient, state: str) -> int:
+    async def _num_open(self, client: httpx.AsyncClient) -> int:
         text = (await client.get("/metrics")).text
-        (found,) = re.findall(rf"^paceline:num_requests_{state}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
-        return int(float(found))
+        return sum(
+            int(float(count)) for count in re.findall(r"^paceline:num_requests_(?:running|waiting){[^}]*} (\S+)$", text, re.MULTILINE)
+        )
 
     def _resident_bytes(self) -> int:
         return int(Path(f"/proc/{self._process_id}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -118,7 +118,7 @@ class ServerTraffic:
 
     async def _run(self, count: int, at_a_time: int) -> None:
         places = asyncio.Semaphore(at_a_time)
-        limits = httpx.Limits(max_connections=at_a_time)
+        limits = httpx.Limits(max_connections=at_a_time, max_keepalive_connections=0)  # the server may just be ending an idle one
         async with httpx.AsyncClient(base_url=self._url, timeout=300, limits=limits) as client:
 
             async def one() -> None:
