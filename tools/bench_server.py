@@ -1,7 +1,7 @@
 """What HTTP costs: tokens a second and time to the first token through a server's socket, beside the same engine in process.
 
     python tools/bench_server.py --model mini --batches 1 8
-    python tools/bench_server.py --model CHECKPOINT --quant int8 --max-tokens 64 --rounds 7
+    python tools/bench_server.py --random DIR/llama1b --quant int8 --max-tokens 24 --rounds 7
 
 One process serves; both ways take turns with it, request by request: its own engine is asked by a client in the same process, then the
 same requests come over a socket from a process of their own, which reads streams and times them. Medians over rounds; texts are compared.
@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import shutil
 import statistics
 import sys
 import threading
@@ -18,9 +19,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from bench_machine import REPOSITORY, describe_machine, markdown_table
+from bench_models import Shape, write_llama
 
 sys.path[:0] = [str(REPOSITORY / "src"), str(REPOSITORY / "tests")]
 
@@ -31,6 +34,8 @@ from paceline.server.run import Server, listening_socket  # noqa: E402
 from paceline.server.settings import ServerSettings  # noqa: E402
 
 HEAD = ["requests", "tokens/s in process", "over HTTP", "ratio", "first token ms in process", "over HTTP, more ms"]
+SHAPE = Shape(hidden=2048, layers=16, heads=32, kv_heads=8, head_dim=64, ffn=8192, vocab=32_000)  # 1.04 B
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 PROMPTS = [f"Number {place}: the old fisherman went down to the sea and" for place in range(64)]
 
 
@@ -129,9 +134,19 @@ def measure(engine: AsyncEngine, pipe: Connection, batches: Sequence[int], max_t
     return rows
 
 
+def random_model(directory: Path) -> str:
+    """A random checkpoint with the mini's tokenizer, written unless it is there."""
+    if not (directory / TOKENIZER[0]).is_file():
+        write_llama(directory, SHAPE)
+        for name in TOKENIZER:
+            shutil.copy(REPOSITORY / "src/paceline/assets/mini/target" / name, directory)
+    return str(directory)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="mini")
+    parser.add_argument("--random", type=Path, help="where a random 1.04 B checkpoint is, or is to be written; in place of --model")
     parser.add_argument("--quant", default="none")
     parser.add_argument("--drafter", default="none")
     parser.add_argument("--threads", type=int)
@@ -145,7 +160,7 @@ def main() -> None:
         ours, theirs = multiprocessing.get_context("spawn").Pipe()
         asking = multiprocessing.get_context("spawn").Process(target=client, args=(theirs, listening.getsockname()[1]), daemon=True)
         asking.start()
-        engine = AsyncEngine.open(given.model, **options)
+        engine = AsyncEngine.open(given.model if given.random is None else random_model(given.random), **options)
         server = Server(create_app(engine, settings), listening, lambda _: None)
         thread = threading.Thread(target=lambda: server.run(sockets=[listening]))
         thread.start()
