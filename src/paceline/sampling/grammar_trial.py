@@ -7,6 +7,8 @@ minutes.
 import importlib.util
 import subprocess
 import sys
+from collections import OrderedDict
+from hashlib import sha256
 from pathlib import Path
 from threading import Lock
 
@@ -17,7 +19,10 @@ MEMORY_BYTES = 1 << 30
 
 _PROGRAM = Path(__file__).with_name("compile_process.py")
 _START = "import runpy, sys; sys.path.append(sys.argv[3]); runpy.run_path(sys.argv.pop(1), run_name='__main__')"
-_TURNS = 3  # how many grammars' times one waits for its turn
+_TURNS = 12  # how many grammars' times one waits for its turn
+_MAX_KNOWN = 1024
+BUSY = "grammar_busy"
+"""Code of the error that others' grammars are the reason of."""
 
 
 class GrammarTrial:
@@ -30,6 +35,7 @@ class GrammarTrial:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._lock = Lock()
+        self._known: OrderedDict[bytes, None] = OrderedDict()  # those that passed, by their hashes
 
     def check(self, text: str) -> None:
         """That a grammar compiles in time, or fails in time.
@@ -42,9 +48,14 @@ class GrammarTrial:
             BackendUnavailableError: no process can be started.
         """
         if not self._lock.acquire(timeout=_TURNS * self._timeout_s):
-            raise _refused("others before it take long to compile: send it again")
+            raise RequestError("grammar: others before it take long to compile: send it again", parameter="grammar", code=BUSY)
         try:
-            self._compile(text)
+            key = sha256(text.encode()).digest()
+            if key not in self._known:  # many may have waited with the same one
+                self._compile(text)
+                self._known[key] = None
+                if len(self._known) > _MAX_KNOWN:
+                    self._known.popitem(last=False)
         finally:
             self._lock.release()
 

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from paceline.errors import CapacityError, ConfigError, PacelineError, RequestError, printable
+from paceline.sampling.grammar_trial import BUSY
 
 log = logging.getLogger("paceline.server")
 
@@ -62,6 +63,8 @@ def http_error_of(error: BaseException) -> HttpError:
         return error
     if isinstance(error, RequestValidationError):
         return _invalid_field(error.errors())
+    if isinstance(error, RequestError) and error.code == BUSY:
+        return HttpError(503, str(error), kind="service_unavailable_error", code=BUSY, headers={"Retry-After": "5"})
     if isinstance(error, RequestError):
         return HttpError(400, str(error), parameter=error.parameter, code=error.code or "invalid_value")
     if isinstance(error, CapacityError):

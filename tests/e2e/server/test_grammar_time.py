@@ -50,10 +50,21 @@ def test_who_asks_for_other_schemas_meanwhile_waits_seconds_at_most(served_in: C
         hostile.join(30)
 
 
-def test_who_waits_too_long_for_a_turn_is_told_to_come_again() -> None:
-    trial = GrammarTrial(0.05)
-    with trial._lock, pytest.raises(RequestError, match="send it again"):
-        trial.check("{}")
+def test_who_waits_too_long_for_a_turn_is_told_to_come_again(client: HttpClient, engine: AsyncEngine) -> None:
+    trial = engine.opened.maker.compiler.trial = GrammarTrial(0.02)
+    with trial._lock:
+        answer = client.post(CHAT, asking({"title": "one that nobody asked for before"}))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "grammar_busy")
+    assert int(answer.headers["retry-after"]) > 0
+
+
+def test_many_that_wait_with_the_same_grammar_wait_for_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(GrammarTrial, "_compile", lambda _, text: compiled.append(text))
+    trial = GrammarTrial(5.0)
+    for text in ("a", "a", "b", "a"):
+        trial.check(text)
+    assert compiled == ["a", "b"]
 
 
 def test_a_grammar_that_needs_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
