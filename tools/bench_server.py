@@ -34,6 +34,7 @@ from paceline.server.run import Server, listening_socket  # noqa: E402
 from paceline.server.settings import ServerSettings  # noqa: E402
 
 HEAD = ["requests", "tokens/s in process", "over HTTP", "ratio", "first token ms in process", "over HTTP, more ms"]
+HEAD += ["loop's µs of processor a token in process", "over HTTP"]
 SHAPE = Shape(hidden=2048, layers=16, heads=32, kv_heads=8, head_dim=64, ffn=8192, vocab=32_000)  # 1.04 B
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 PROMPTS = [f"Number {place}: the old fisherman went down to the sea and" for place in range(64)]
@@ -111,26 +112,36 @@ def client(pipe: Connection, port: int) -> None:
         pipe.send(asyncio.run(over_http(port, *asked)))
 
 
-def measure(engine: AsyncEngine, pipe: Connection, batches: Sequence[int], max_tokens: int, rounds: int) -> list[list[object]]:
-    """A row for each batch."""
+def measure(engine: AsyncEngine, server: int, pipe: Connection, batches: Sequence[int], max_tokens: int, rounds: int) -> list[list[object]]:
+    """A row for each batch.
+
+    Args:
+        server: the thread with the server's event loop.
+    """
     rows: list[list[object]] = []
     for batch in batches:
-        direct: list[Run] = []
-        served: list[Run] = []
+        runs: dict[bool, list[Run]] = {False: [], True: []}  # by whether it was over HTTP
+        busy_s: dict[bool, list[float]] = {False: [], True: []}
         for number in range(rounds + 1):
             for is_served in (number % 2 == 0, number % 2 == 1):
+                clock = time.pthread_getcpuclockid(server if is_served else threading.get_ident())
+                start_s = time.clock_gettime(clock)
                 if is_served:
                     pipe.send((batch, max_tokens))
-                    served.append(pipe.recv())
+                    runs[True].append(pipe.recv())
                 else:
-                    direct.append(asyncio.run(in_process(engine, batch, max_tokens)))
+                    runs[False].append(asyncio.run(in_process(engine, batch, max_tokens)))
+                busy_s[is_served].append(time.clock_gettime(clock) - start_s)
+        direct, served = runs[False], runs[True]
         if any(run.texts != direct[0].texts for run in (*direct, *served)):
             raise SystemExit(f"texts of batch {batch} differ")
         direct, served = direct[1:], served[1:]  # the first round warms the cache
         ratio = statistics.median(two.tokens_per_s / one.tokens_per_s for one, two in zip(direct, served, strict=True))
         more_ms = 1000 * statistics.median(two.first_s - one.first_s for one, two in zip(direct, served, strict=True))
-        speeds = [f"{statistics.median(run.tokens_per_s for run in runs):.1f}" for runs in (direct, served)]
-        rows.append([batch, *speeds, f"{ratio:.3f}", f"{1000 * statistics.median(run.first_s for run in direct):.1f}", f"{more_ms:+.1f}"])
+        speeds = [f"{statistics.median(run.tokens_per_s for run in found):.1f}" for found in (direct, served)]
+        loops = [f"{1e6 * statistics.median(busy_s[is_served][1:]) / direct[0].num_tokens:.0f}" for is_served in (False, True)]
+        first_ms = 1000 * statistics.median(run.first_s for run in direct)
+        rows.append([batch, *speeds, f"{ratio:.3f}", f"{first_ms:.1f}", f"{more_ms:+.1f}", *loops])
     return rows
 
 
@@ -166,15 +177,14 @@ def main() -> None:
         thread.start()
         while not server.started:
             time.sleep(0.01)
-        rows = measure(engine, ours, given.batches, given.max_tokens, given.rounds)
+        assert thread.ident is not None
+        rows = measure(engine, thread.ident, ours, given.batches, given.max_tokens, given.rounds)
         ours.send(None)
         server.should_exit = True
         thread.join()
         asyncio.run(engine.close())
     print(describe_machine())
-    print(
-        markdown_table(["requests", "tokens/s in process", "over HTTP", "ratio", "first token ms in process", "over HTTP, more ms"], rows)
-    )
+    print(markdown_table(HEAD, rows))
 
 
 if __name__ == "__main__":

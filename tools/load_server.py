@@ -43,6 +43,7 @@ class Overload:
         num_without_advice: answers 429 without a Retry-After from 1 to 60.
         latencies_s, first_s: of admitted requests: to the end, to the first text.
         refusal_s: until the answer 429.
+        lost_s: until a connection was lost; its status counts as 0.
         most_open: samples that ran or waited at any look.
         num_open: samples that were in the engine a second after the last answer.
         grown_bytes: of the server's resident memory, from the end of the capacity's measurement to the end.
@@ -57,13 +58,14 @@ class Overload:
     latencies_s: list[float] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
     refusal_s: list[float] = field(default_factory=list)
+    lost_s: list[float] = field(default_factory=list)
     most_open: int = 0
     num_open: int = 0
     grown_bytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Its numbers, times as percentiles in milliseconds."""
-        times = {"latency": self.latencies_s, "first_text": self.first_s, "refusal": self.refusal_s}
+        times = {"latency": self.latencies_s, "first_text": self.first_s, "refusal": self.refusal_s, "lost": self.lost_s}
         return {
             "capacity_per_s": round(self.capacity_per_s, 2),
             "asked_per_s": round(self.asked_per_s, 2),
@@ -161,7 +163,11 @@ class _Load:
 
     async def _record(self, client: httpx.AsyncClient) -> None:
         start_s = time.monotonic()
-        status, first_s, advice = await self._ask(client)
+        try:
+            status, first_s, advice = await self._ask(client)
+        except httpx.TransportError:  # 0: the connection was lost
+            status, first_s, advice = 0, 0.0, ""
+            self.found.lost_s.append(time.monotonic() - start_s)
         self.found.statuses[status] += 1
         if status == 200:
             self.found.first_s.append(first_s - start_s)

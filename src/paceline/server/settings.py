@@ -66,7 +66,7 @@ class ServerSettings:
     max_stop_chars: int = 1000
     max_grammar_chars: int = 65_536
     max_connections: int = 512
-    head_timeout_s: float = 15.0
+    head_timeout_s: float = 30.0
     body_timeout_s: float = 60.0
     request_timeout_s: float = 3600.0
     send_timeout_s: float = 60.0
