@@ -6,6 +6,7 @@ from typing import Any
 from paceline.sampling.logprobs import TokenLogprobs
 from paceline.speculation.request import TokenOrigin
 from paceline.speculation.stats import SpeculationStats
+from paceline.speculation.step_record import StepRecord
 
 _OTHER_NAMES = {
     "outputs": "it is one output itself, use .text; with n > 1 there is one RequestOutput for each sample",
@@ -61,6 +62,7 @@ class RequestOutput:
         speculation: counters of what speculation did.
         logprobs: for each output token, if asked for.
         prompt_logprobs: for each prompt token, if asked for; None for the first one, which no row predicts.
+        steps: what every step guessed, if asked for.
     """
 
     text: str
@@ -77,6 +79,7 @@ class RequestOutput:
     sample_index: int = 0
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    steps: list[StepRecord] | None = None
 
     def __getattr__(self, name: str) -> Any:
         """Names that other libraries' outputs have."""
@@ -116,6 +119,7 @@ class StreamChunk:
         output: the finished request, in its last chunk only.
         sample_index: which of the prompt's samples this is about, from 0.
         logprobs: of the tokens, if asked for.
+        steps: what the steps guessed that emitted the tokens, if asked for.
     """
 
     text: str
@@ -124,3 +128,4 @@ class StreamChunk:
     output: RequestOutput | None = None
     sample_index: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)

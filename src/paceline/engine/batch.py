@@ -1,7 +1,9 @@
 """From what a user asked to a request, and from a finished request to what the user gets."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from paceline.engine.inputs import Messages, Prompt, RequestOptions, as_ids, text_or_ids, with_plain_texts
 from paceline.errors import RequestError
@@ -174,6 +176,7 @@ class RequestMaker:
             output,
             sample_index=request.sample_index,
             logprobs=request.logprobs[num_seen:],
+            steps=request.steps[bisect_left(request.steps, num_seen, key=attrgetter("start")) :],
         )
 
     def output(self, request: Request, *, numerics: str, drafter: str) -> RequestOutput:
@@ -195,6 +198,7 @@ class RequestMaker:
             origins=request.origins,
             logprobs=request.logprobs if request.params.logprobs is not None else None,
             prompt_logprobs=request.prompt_logprobs if request.params.prompt_logprobs is not None else None,
+            steps=request.steps if request.speculation.trees else None,
         )
 
     def _processor(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> LogitsProcessor:
