@@ -137,6 +137,7 @@ def test_an_echo_with_logprobs_is_not_streamed(client: HttpClient) -> None:
 def test_models_are_listed_and_found(client: HttpClient, engine: AsyncEngine) -> None:
     (listed,) = client.get("/v1/models").json()["data"]
     assert (listed["id"], listed["object"], listed["max_model_len"]) == ("mini", "model", engine.opened.maker.max_context)
+    assert listed["drafters"] == ["ngram", "prediction", "prediction+ngram"]
     assert client.get("/v1/models/mini").json() == listed
     assert client.get("/v1/models/other").status_code == 404
 

@@ -17,7 +17,9 @@ from paceline.sampling.logprobs import TokenLogprobs
 from paceline.server.client_watch import EventStream, unless_gone
 from paceline.server.http_errors import http_error_of
 from paceline.server.service import Service
+from paceline.speculation.request import TokenOrigin
 from paceline.speculation.stats import SpeculationStats
+from paceline.speculation.step_record import StepRecord
 from paceline.tokenizer.tokenizer import Tokenizer
 from paceline.tokenizer.vocabulary import piece_bytes, pieces_of
 
@@ -84,21 +86,41 @@ def usage_of(outputs: Sequence[RequestOutput], *, counts_output: bool = True) ->
     }
 
 
-def speculation_of(outputs: Sequence[RequestOutput], *, shows_origins: bool) -> dict[str, Any]:
-    """What speculation did for a request; on demand the ids of each output and where they came from."""
+def speculation_of(outputs: Sequence[RequestOutput], texts: "TokenTexts | None" = None) -> dict[str, Any]:
+    """What speculation did for a request.
+
+    Args:
+        texts: to show the ids of each output, their texts and where they came from, with what steps guessed where that was kept.
+    """
     total = SpeculationStats(acceptance=outputs[0].speculation.acceptance)
     for output in outputs:
         total.add(output.speculation)
+    slowest = max((output.timing for output in outputs), key=lambda timing: timing.total_s)
     answer = {"drafter": outputs[0].drafter, "numerics": outputs[0].numerics, "seed": outputs[0].seed, **total.as_dict()}
-    if shows_origins:
-        answer["token_ids"] = [output.token_ids for output in outputs]
-        answer["origins"] = [[origin.value for origin in output.origins] for output in outputs]
+    answer["timing"] = {"prompt_s": round(slowest.prompt_s, 6), "decode_s": round(slowest.decode_s, 6)}
+    if texts is not None:
+        shown = [_origins(texts, output.token_ids, output.origins, output.steps) for output in outputs]
+        answer |= {name: [one[name] for one in shown] for name in shown[0]}
     return answer
 
 
-def chunk_origins(chunk: StreamChunk) -> dict[str, Any]:
-    """The same of one chunk of a stream."""
-    return {"speculation": {"token_ids": chunk.token_ids, "origins": [origin.value for origin in chunk.origins]}}
+def chunk_origins(chunk: StreamChunk, texts: "TokenTexts") -> dict[str, Any]:
+    """The ids of one chunk of a stream, shown in the same way."""
+    return {"speculation": _origins(texts, chunk.token_ids, chunk.origins, chunk.steps or None)}
+
+
+def _origins(
+    texts: "TokenTexts", token_ids: Sequence[int], origins: Sequence[TokenOrigin], steps: Sequence[StepRecord] | None
+) -> dict[str, Any]:
+    """Tokens, their texts and who guessed them; and the steps that emitted them, if they were kept."""
+    shown: dict[str, Any] = {
+        "token_ids": list(token_ids),
+        "texts": [texts.text_of(token_id) for token_id in token_ids],
+        "origins": [origin.value for origin in origins],
+    }
+    if steps is not None:
+        shown["trees"] = [{**step.as_dict(), "draft_texts": [texts.text_of(one) for one in step.draft_token_ids]} for step in steps]
+    return shown
 
 
 class TokenTexts:

@@ -77,7 +77,7 @@ class _Chat:
             **head(self.service, "chat.completion", "chatcmpl"),
             "choices": [self._choice(output) for output in outputs],
             "usage": usage_of(outputs),
-            "speculation": speculation_of(outputs, shows_origins=self._shows_origins),
+            "speculation": speculation_of(outputs, self.texts if self._shows_origins else None),
         }
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -94,13 +94,14 @@ class _Chat:
                     begun.add(chunk.sample_index)
                     yield event({**top, "choices": [_delta(chunk, {"role": "assistant", "content": ""})]})
                 if chunk.text or (chunk.token_ids and (self._wants_logprobs or self._shows_origins)):
-                    yield event({**top, "choices": [self._piece(chunk)], **(chunk_origins(chunk) if self._shows_origins else {})})
+                    shown = chunk_origins(chunk, self.texts) if self._shows_origins else {}
+                    yield event({**top, "choices": [self._piece(chunk)], **shown})
                 if chunk.output is not None:
                     outputs.append(chunk.output)
                     yield event({**top, "choices": [_delta(chunk, {}, chunk.output.finish_reason)]})
         if wants_usage:
             outputs.sort(key=lambda output: output.sample_index)
-            end = {"usage": usage_of(outputs), "speculation": speculation_of(outputs, shows_origins=False)}
+            end = {"usage": usage_of(outputs), "speculation": speculation_of(outputs)}
             yield event({**top, "choices": [], **end})
         yield DONE
 

@@ -115,7 +115,7 @@ class _Completion:
             **head(self.service, "text_completion", "cmpl"),
             "choices": [self._choice(place, output) for place, output in enumerate(outputs)],
             "usage": usage_of(outputs, counts_output=self._shows_output),
-            "speculation": speculation_of(outputs, shows_origins=self._shows_origins),
+            "speculation": speculation_of(outputs, self.texts if self._shows_origins else None),
         }
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -134,11 +134,12 @@ class _Completion:
                 choice = self._piece(place, text, chunk, num_chars)
                 if chunk.output is not None:
                     outputs[place] = chunk.output
-                yield event({**top, "choices": [choice], **(chunk_origins(chunk) if self._shows_origins else {})})
+                shown = chunk_origins(chunk, self.texts) if self._shows_origins else {}
+                yield event({**top, "choices": [choice], **shown})
         if wants_usage:
             ended = [outputs[place] for place in sorted(outputs)]
             usage = usage_of(ended, counts_output=self._shows_output)
-            yield event({**top, "choices": [], "usage": usage, "speculation": speculation_of(ended, shows_origins=False)})
+            yield event({**top, "choices": [], "usage": usage, "speculation": speculation_of(ended)})
         yield DONE
 
     @property
