@@ -18,6 +18,7 @@ from paceline.server.metrics import Metrics
 from paceline.server.openai.chat import chat_routes
 from paceline.server.openai.completions import completion_routes
 from paceline.server.openai.models import model_routes
+from paceline.server.page.routes import page_routes
 from paceline.server.service import Service
 from paceline.server.settings import ServerSettings
 from paceline.server.state import state_routes
@@ -41,6 +42,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
     app.state.service = service
     for routes in (chat_routes, completion_routes, model_routes, state_routes):
         app.include_router(routes(service))
+    app.include_router(page_routes())
     for kind in (RequestValidationError, HTTPException, HttpError):
         app.add_exception_handler(kind, _answer)
     app.add_middleware(Door, settings=settings)

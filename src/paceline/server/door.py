@@ -16,11 +16,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.server.client_watch import within
 from paceline.server.http_errors import ClientGoneError, HttpError, http_error_of
+from paceline.server.page.routes import PAGE_PATHS
 from paceline.server.settings import LOOPBACK_NAMES, ServerSettings
 
 log = logging.getLogger("paceline.server")
 
-WITHOUT_KEY = ("/health", "/ready")
+WITHOUT_KEY = ("/health", "/ready", *PAGE_PATHS)
 _METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 _SECURITY_HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -162,8 +163,9 @@ class _Visit:
         if message["type"] == "http.response.start":
             self._status = message["status"]
             headers = MutableHeaders(scope=message)
-            for name, value in {**_SECURITY_HEADERS, "X-Request-Id": self._id}.items():
-                headers[name] = value
+            for name, value in _SECURITY_HEADERS.items():
+                headers.setdefault(name, value)  # the page has a policy of its own
+            headers["X-Request-Id"] = self._id
         await self._send(message)
 
     def _log(self) -> None:

@@ -71,7 +71,7 @@ class _Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         host, port = self._listening.getsockname()[:2]
         name = f"[{host}]" if ":" in host else host
-        self._say(f"{self._service.model} answers at http://{name}:{port}/v1")
+        self._say(f"{self._service.model} answers at http://{name}:{port}/v1, and to people at http://{name}:{port}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._is_told or self._loop is None:
