@@ -30,7 +30,7 @@ class App extends Component {
       notice: "", // what a screen reader is told
       fault: "",
     };
-    this.composer = createRef();
+    this.messageField = createRef();
     this.actions = { edit: this.edit, retry: this.retry, compare: this.compare };
   }
 
@@ -82,7 +82,7 @@ class App extends Component {
     const begun = withAnswer(turns, newAnswer(fields));
     const { id } = begun.at(-1);
     this.setState({ turns: begun });
-    this.composer.current.focus(); // what was pressed is gone
+    this.messageField.current.focus(); // what was pressed is gone
     this.run(newAnswer(fields), (answer) => this.setState(({ turns }) => ({ turns: withChange(turns, id, { answer }) })));
   }
 
@@ -150,7 +150,7 @@ class App extends Component {
             const View = turn.role === "user" ? MessageView : AnswerView;
             return html`<${View} key=${turn.id} turn=${turn} isBusy=${isBusy} actions=${this.actions} model=${model?.id ?? "Answer"} />`;
           })}
-          <${Composer} ref=${this.composer} isBusy=${isBusy} send=${this.send} stop=${this.stop} />
+          <${Composer} field=${this.messageField} isBusy=${isBusy} send=${this.send} stop=${this.stop} />
         </main>
       </div>
       <p class="visually-hidden" role="status">${notice}</p>

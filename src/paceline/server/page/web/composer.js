@@ -1,19 +1,14 @@
 // Where the next message is typed. Enter sends it, Shift+Enter begins a line.
-import { Component, createRef, html } from "./html.js";
+import { Component, html } from "./html.js";
 
 export class Composer extends Component {
   constructor() {
     super();
     this.state = { text: "" };
-    this.field = createRef();
   }
 
   componentDidMount() {
-    this.focus();
-  }
-
-  focus() {
-    this.field.current.focus();
+    this.props.field.current.focus();
   }
 
   send = () => {
@@ -30,12 +25,12 @@ export class Composer extends Component {
     }
   };
 
-  render({ isBusy, stop }, { text }) {
+  render({ field, isBusy, stop }, { text }) {
     return html`<div class="composer">
       <label class="visually-hidden" for="message">Message</label>
       <textarea
         id="message"
-        ref=${this.field}
+        ref=${field}
         rows="1"
         placeholder="Message"
         value=${text}
