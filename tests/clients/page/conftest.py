@@ -4,8 +4,10 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,16 +21,17 @@ Serve = Callable[..., "PageServer"]
 class PageServer:
     """A process that serves the mini with its draft model and n-grams."""
 
-    def __init__(self, *arguments: str, port: int = 0) -> None:
+    def __init__(self, log: Path, *arguments: str, port: int = 0) -> None:
         command = [sys.executable, "-m", "paceline", "serve", "--port", str(port), "--threads", "1", *arguments]
         command += ["--drafter", "auto", "--drafter", "ngram"]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            if found := re.search(r"answers at (http://\S+:(\d+))/v1", line):
+        with log.open("w") as stderr:  # a pipe that nobody reads would stop the server when it is full
+            self.process = subprocess.Popen(command, stderr=stderr)
+        while self.process.poll() is None:
+            if found := re.search(r"answers at (http://\S+:(\d+))/v1", log.read_text(encoding="utf-8")):
                 self.url, self.port = found[1], int(found[2])
                 return
-        raise AssertionError(f"the server ended with {self.process.wait(60)}")
+            time.sleep(0.05)
+        raise AssertionError(log.read_text(encoding="utf-8"))
 
     def answer(self, fields: dict[str, Any]) -> dict[str, Any]:
         """What the API itself answers."""
@@ -41,17 +44,15 @@ class PageServer:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait(60)
-        assert self.process.stderr is not None
-        self.process.stderr.close()
 
 
 @pytest.fixture(scope="package")
-def serve() -> Iterator[Serve]:
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """Starts servers, and ends them after the tests."""
     with ExitStack() as stack:
 
         def serve(*arguments: str, port: int = 0) -> PageServer:
-            server = PageServer(*arguments, port=port)
+            server = PageServer(tmp_path_factory.mktemp("server") / "log", *arguments, port=port)
             stack.callback(server.kill)
             return server
 
