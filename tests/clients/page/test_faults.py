@@ -36,18 +36,19 @@ def test_html_in_an_answer_is_text_and_links_lead_to_web_pages_only(page: Any) -
     assert answer.locator("img, script, svg, style, iframe, object, form, input, [style], [onerror], [onload]").count() == 0
     links = answer.locator("a")
     assert links.evaluate_all("nodes => nodes.map(node => node.getAttribute('href'))") == [
+        "http://127.0.0.1:9/pixel.png",  # a link to the picture, which is not loaded
         "https://example.com/a?b=1",
         "https://example.com/auto",
         "https://example.com/bare",
     ]
-    assert links.evaluate_all("nodes => nodes.map(node => node.target + ' ' + node.rel)") == ["_blank noopener noreferrer nofollow"] * 3
+    assert links.evaluate_all("nodes => nodes.map(node => node.target + ' ' + node.rel)") == ["_blank noopener noreferrer nofollow"] * 4
     assert answer.locator("pre code").inner_text() == "<script>window.pwned=1</script>\n"
     assert answer.locator("p > code").inner_text() == "<b>code</b>"
     assert answer.locator("strong").inner_text() == "bold"
     assert answer.locator("td").inner_text() == '<img src=x onerror="window.pwned=1">'
     assert '<img src=x onerror="window.pwned=1"><script>window.pwned=1</script>' in answer.inner_text()
     assert "[script](javascript:window.pwned=1)" in answer.inner_text()
-    assert "![picture](http://127.0.0.1:9/pixel.png)" in answer.inner_text()
+    assert "!picture" in answer.inner_text()
     assert page.locator(".strip .token").inner_text() == HOSTILE.replace("\n", "↵").replace("\t", "→")
     assert page.evaluate("window.pwned") is None
 
@@ -106,11 +107,11 @@ def test_a_key_is_asked_for_and_kept_in_this_tab_alone(open_page: Any, serve: An
 
 def test_what_the_server_refuses_is_said_in_its_words(open_page: Any, server: Any) -> None:
     page = open_page(server.url, expects_faults=True)
-    page.get_by_label("Temperature").fill("99")
+    page.get_by_label("Temperature").fill("-1")
     send(page)
     wait(page)
     alert = page.locator(".answer").get_by_role("alert")
-    assert "The server refused: temperature is 99" in alert.inner_text()
+    assert "The server refused: temperature: -1.0 is out of range" in alert.inner_text()
     page.get_by_label("Temperature").fill("0")
     page.get_by_role("button", name="Retry").click()
     alert.wait_for(state="detached")

@@ -8,6 +8,7 @@ const ALLOWED = {
   ALLOWED_TAGS: "a blockquote br code em h1 h2 h3 h4 h5 h6 hr li ol p pre s strong table tbody td th thead tr ul".split(" "),
   ALLOWED_ATTR: ["href", "rel", "start", "target"],
   ALLOWED_URI_REGEXP: WEB_ADDRESS,
+  ADD_URI_SAFE_ATTR: ["rel", "start", "target"], // no addresses
   RETURN_TRUSTED_TYPE: true,
 };
 
