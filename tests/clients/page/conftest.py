@@ -60,7 +60,9 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
 
 
 @pytest.fixture(scope="package")
-def browser() -> Iterator[Any]:
+def browser(clients: Path) -> Iterator[Any]:
+    # beside this environment's own packages those of the one that foreign clients of the server live in
+    sys.path += map(str, clients.glob(f"servers/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"))
     sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed here: pip install playwright")
     path = next(filter(None, map(shutil.which, CHROMIUM)), None)
     if path is None:

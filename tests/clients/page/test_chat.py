@@ -126,18 +126,20 @@ def test_an_edited_message_replaces_what_followed(page: Any) -> None:
     for text in ("First question", "Second question"):
         send(page, text)
         wait(page)
-    page.get_by_role("button", name="Edit").first.click()
-    field = page.get_by_label("Edit the message")
-    assert field.input_value() == "First question"
-    field.fill("Another question")
-    page.get_by_role("button", name="Send again").click()
-    until(page, lambda: page.locator(".turn").count() == 2)
-    wait(page)
-    assert [message["content"] for message in asked[2]["messages"]] == ["Another question"]
-    assert page.locator(".typed").all_text_contents() == ["Another question"]
+    for place, text in ((1, "Third question"), (0, "Fourth question")):
+        page.get_by_role("button", name="Edit").nth(place).click()
+        field = page.get_by_label("Edit the message")
+        assert field.input_value() == ("First question", "Second question")[place]
+        field.fill(text)
+        page.keyboard.press("Enter")
+        until(page, lambda: page.locator(".typed").last.inner_text() == text)  # noqa: B023
+        wait(page)
+    said = [[message["content"] for message in fields["messages"] if message["role"] == "user"] for fields in asked]
+    assert said[2:] == [["First question", "Third question"], ["Fourth question"]]
+    assert page.locator(".turn").count() == 2
     page.get_by_role("button", name="Edit").click()
     page.keyboard.press("Escape")
-    assert page.locator(".typed").all_text_contents() == ["Another question"]
+    assert page.locator(".typed").all_text_contents() == ["Fourth question"]
 
 
 def test_a_retry_draws_another_seed_and_a_given_seed_repeats_the_answer(page: Any) -> None:

@@ -54,12 +54,12 @@ export function tokensOf(answer) {
   return answer.steps.flatMap((step) => step.tokens);
 }
 
-// Counts and rates: of the server where the answer has ended, else by this page's clock.
-export function numbersOf(answer) {
+// Counts and rates, by the server's clock if there is its time, else by this page's.
+export function numbersOf(answer, byServer = answer.stats !== null) {
   const numTokens = answer.steps.reduce((sum, step) => sum + step.tokens.length, 0);
   const drafted = answer.steps.reduce((sum, step) => sum + step.drafts.length, 0);
   const accepted = tokensOf(answer).filter((token) => token.origin === "accepted").length;
-  const decodeS = answer.stats?.timing.decode_s ?? (answer.lastMs - answer.firstMs) / 1000;
+  const decodeS = byServer ? answer.stats.timing.decode_s : (answer.lastMs - answer.firstMs) / 1000;
   const behindFirst = numTokens - (answer.steps[0]?.tokens.length ?? 0);
   return {
     numTokens,

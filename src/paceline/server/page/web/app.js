@@ -14,6 +14,7 @@ import { Welcome } from "./welcome.js";
 
 const WIDE = matchMedia("(min-width: 60rem)");
 const NEAR_END_PX = 120;
+const SHOW_EVERY_MS = 80; // often enough to look live; the model may want this processor too
 
 class App extends Component {
   constructor() {
@@ -93,15 +94,15 @@ class App extends Component {
     this.run(plain, (comparison) => this.setState(({ turns }) => ({ turns: withChange(turns, id, { comparison }) })));
   };
 
-  // Ask, and hand every state of the answer to `show`, at most once a frame.
+  // Ask, and hand the growing answer to `show`, now and then.
   async run(answer, show) {
     const running = new AbortController();
-    let frame = null;
+    let timer = null;
     const showSoon = () => {
-      frame ??= requestAnimationFrame(() => {
-        frame = null;
+      timer ??= setTimeout(() => {
+        timer = null;
         show(answer);
-      });
+      }, SHOW_EVERY_MS);
     };
     this.setState({ running, notice: "Answering." });
     show(answer);
@@ -114,7 +115,7 @@ class App extends Component {
     } catch (error) {
       answer = { ...answer, ...ending(error) };
     }
-    cancelAnimationFrame(frame);
+    clearTimeout(timer);
     show(answer);
     this.setState({ running: null, notice: isRunning(answer) ? "" : announced(answer) });
     if (answer.status === FAILED) this.checkKey();
