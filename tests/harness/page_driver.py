@@ -44,12 +44,16 @@ def scripted_stream(steps: Sequence[Step], *, first_id: int = 100, finish_reason
 
 
 def send(page: Any, text: str = TAXI) -> None:
+    """Type a message and send it; its answer has begun."""
+    num_answers = page.locator(".answer").count()
     page.get_by_label("Message", exact=True).fill(text)
     page.keyboard.press("Enter")
+    until(page, lambda: page.locator(".answer").count() > num_answers)
 
 
 def wait(page: Any) -> None:
-    page.get_by_role("button", name="Retry").last.wait_for()
+    """Wait until every answer has ended, well or not."""
+    until(page, lambda: page.get_by_role("button", name="Retry").count() == page.locator(".answer").count() > 0)
 
 
 def script(page: Any, *bodies: str) -> list[dict[str, Any]]:
