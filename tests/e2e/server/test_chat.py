@@ -8,6 +8,7 @@ import pytest
 
 from harness.http_client import HttpClient
 from paceline import AsyncEngine
+from paceline.speculation.draft_length import DraftLengthPolicy
 
 PATH = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "I need a taxi to the airport."}]
@@ -152,10 +153,11 @@ def test_an_answer_says_on_demand_who_guessed_each_token(client: HttpClient) -> 
     assert "origins" not in client.json(PATH, GREEDY)["speculation"]
 
 
-def test_an_answer_says_on_demand_what_each_step_guessed(client: HttpClient) -> None:
+def test_an_answer_says_on_demand_what_each_step_guessed(client: HttpClient, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.opened.engine.speculator, "policy", DraftLengthPolicy(4))  # the same guesses every time, whatever they cost
     told = client.json(PATH, GREEDY)["choices"][0]["message"]["content"]
     predicted = {"prediction": {"type": "content", "content": told}}
-    fields = {**GREEDY, **predicted, "speculation": {"trees": True}}
+    fields = {**GREEDY, **predicted, "speculation": {"trees": True, "drafter": "prediction"}}
     answer = client.json(PATH, fields)
     stats, text = answer["speculation"], answer["choices"][0]["message"]["content"]
     (steps,), (token_ids,), (origins,), (texts,) = (stats[name] for name in ("trees", "token_ids", "origins", "texts"))

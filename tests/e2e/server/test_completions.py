@@ -155,3 +155,12 @@ def test_text_becomes_ids_and_back(client: HttpClient, engine: AsyncEngine) -> N
     assert client.refusal("/tokenize", {"messages": []})["param"] == "messages"
     assert client.refusal("/detokenize", {"tokens": [-1]})["param"] == "tokens"
     assert client.refusal("/detokenize", {"tokens": [10**9]})["param"] == "tokens"
+
+
+def test_a_completion_says_on_demand_what_each_step_guessed(client: HttpClient) -> None:
+    fields = {**GREEDY, "speculation": {"trees": True}}
+    (trees,) = client.json(PATH, fields)["speculation"]["trees"]
+    (token_ids,) = client.json(PATH, fields)["speculation"]["token_ids"]
+    assert [one for tree in trees for one in tree["token_ids"]] == token_ids
+    events = client.events(PATH, fields)
+    assert [one for event in events for tree in event["speculation"]["trees"] for one in tree["token_ids"]] == token_ids
