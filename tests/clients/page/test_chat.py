@@ -209,3 +209,17 @@ def test_spaces_line_ends_and_parts_of_characters_can_be_seen(page: Any) -> None
     send(page)
     wait(page)
     assert page.locator(".strip .token").all_text_contents() == ["a↵", "→", "  b", "⟨e2 82⟩"]
+
+
+def test_thoughts_are_folded_and_not_sent_back(page: Any) -> None:
+    thought = {"choices": [{"index": 0, "delta": {"reasoning_content": "They say *hello*."}, "finish_reason": None}]}
+    asked = script(page, f"data: {json.dumps(thought)}\n\n{scripted_stream(HELLO)}")
+    send(page, "Hello")
+    wait(page)
+    thoughts = page.locator(".thoughts .markdown")
+    assert not thoughts.is_visible()
+    page.get_by_text("Thoughts").click()
+    assert thoughts.inner_text() == "They say hello."
+    send(page, "Again")
+    wait(page)
+    assert [message["content"] for message in asked[1]["messages"]] == ["Hello", "Hello world!", "Again"]

@@ -86,11 +86,11 @@ def usage_of(outputs: Sequence[RequestOutput], *, counts_output: bool = True) ->
     }
 
 
-def speculation_of(outputs: Sequence[RequestOutput], texts: "TokenTexts | None" = None) -> dict[str, Any]:
-    """What speculation did for a request.
+def speculation_of(outputs: Sequence[RequestOutput], *, shows_origins: bool, texts: "TokenTexts | None" = None) -> dict[str, Any]:
+    """What speculation did for a request; on demand the ids of each output, where they came from, and what steps guessed if it was kept.
 
     Args:
-        texts: to show the ids of each output, their texts and where they came from, with what steps guessed where that was kept.
+        texts: spells the ids; None = they are not spelled.
     """
     total = SpeculationStats(acceptance=outputs[0].speculation.acceptance)
     for output in outputs:
@@ -98,28 +98,28 @@ def speculation_of(outputs: Sequence[RequestOutput], texts: "TokenTexts | None" 
     slowest = max((output.timing for output in outputs), key=lambda timing: timing.total_s)
     answer = {"drafter": outputs[0].drafter, "numerics": outputs[0].numerics, "seed": outputs[0].seed, **total.as_dict()}
     answer["timing"] = {"prompt_s": round(slowest.prompt_s, 6), "decode_s": round(slowest.decode_s, 6)}
-    if texts is not None:
-        shown = [_origins(texts, output.token_ids, output.origins, output.steps) for output in outputs]
+    if shows_origins:
+        shown = [_origins(output.token_ids, output.origins, output.steps, texts) for output in outputs]
         answer |= {name: [one[name] for one in shown] for name in shown[0]}
     return answer
 
 
-def chunk_origins(chunk: StreamChunk, texts: "TokenTexts") -> dict[str, Any]:
-    """The ids of one chunk of a stream, shown in the same way."""
-    return {"speculation": _origins(texts, chunk.token_ids, chunk.origins, chunk.steps or None)}
+def chunk_origins(chunk: StreamChunk, texts: "TokenTexts | None" = None) -> dict[str, Any]:
+    """The same of one chunk of a stream."""
+    return {"speculation": _origins(chunk.token_ids, chunk.origins, chunk.steps or None, texts)}
 
 
 def _origins(
-    texts: "TokenTexts", token_ids: Sequence[int], origins: Sequence[TokenOrigin], steps: Sequence[StepRecord] | None
+    token_ids: Sequence[int], origins: Sequence[TokenOrigin], steps: Sequence[StepRecord] | None, texts: "TokenTexts | None"
 ) -> dict[str, Any]:
-    """Tokens, their texts and who guessed them; and the steps that emitted them, if they were kept."""
-    shown: dict[str, Any] = {
-        "token_ids": list(token_ids),
-        "texts": [texts.text_of(token_id) for token_id in token_ids],
-        "origins": [origin.value for origin in origins],
-    }
+    """Tokens and who guessed them; and the steps that emitted them, if they were kept."""
+    shown: dict[str, Any] = {"token_ids": list(token_ids), "origins": [origin.value for origin in origins]}
     if steps is not None:
-        shown["trees"] = [{**step.as_dict(), "draft_texts": [texts.text_of(one) for one in step.draft_token_ids]} for step in steps]
+        shown["trees"] = [step.as_dict() for step in steps]
+    if texts is not None:
+        shown["texts"] = [texts.text_of(token_id) for token_id in token_ids]
+        for tree in shown.get("trees", ()):
+            tree["draft_texts"] = [texts.text_of(token_id) for token_id in tree["draft_token_ids"]]
     return shown
 
 

@@ -77,7 +77,7 @@ class _Chat:
             **head(self.service, "chat.completion", "chatcmpl"),
             "choices": [self._choice(output) for output in outputs],
             "usage": usage_of(outputs),
-            "speculation": speculation_of(outputs, self.texts if self._shows_origins else None),
+            "speculation": speculation_of(outputs, shows_origins=self._shows_origins, texts=self.texts),
         }
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -101,7 +101,7 @@ class _Chat:
                     yield event({**top, "choices": [_delta(chunk, {}, chunk.output.finish_reason)]})
         if wants_usage:
             outputs.sort(key=lambda output: output.sample_index)
-            end = {"usage": usage_of(outputs), "speculation": speculation_of(outputs)}
+            end = {"usage": usage_of(outputs), "speculation": speculation_of(outputs, shows_origins=False)}
             yield event({**top, "choices": [], **end})
         yield DONE
 

@@ -115,7 +115,7 @@ class _Completion:
             **head(self.service, "text_completion", "cmpl"),
             "choices": [self._choice(place, output) for place, output in enumerate(outputs)],
             "usage": usage_of(outputs, counts_output=self._shows_output),
-            "speculation": speculation_of(outputs, self.texts if self._shows_origins else None),
+            "speculation": speculation_of(outputs, shows_origins=self._shows_origins, texts=self.texts),
         }
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -139,7 +139,7 @@ class _Completion:
         if wants_usage:
             ended = [outputs[place] for place in sorted(outputs)]
             usage = usage_of(ended, counts_output=self._shows_output)
-            yield event({**top, "choices": [], "usage": usage, "speculation": speculation_of(ended)})
+            yield event({**top, "choices": [], "usage": usage, "speculation": speculation_of(ended, shows_origins=False)})
         yield DONE
 
     @property

@@ -8,7 +8,7 @@ export const LOST = "lost"; // the connection broke
 export const FAILED = "failed"; // the server said why
 
 export function newAnswer(fields) {
-  return { fields, status: WAITING, text: "", steps: [], error: null, finishReason: null, stats: null, firstMs: 0, lastMs: 0 };
+  return { fields, status: WAITING, text: "", thoughts: "", steps: [], error: null, finishReason: null, stats: null, firstMs: 0, lastMs: 0 };
 }
 
 export function isRunning(answer) {
@@ -20,6 +20,7 @@ export function withEvent(answer, event, nowMs) {
   const next = { ...answer, status: STREAMING };
   const [choice] = event.choices;
   next.text += choice?.delta.content ?? "";
+  next.thoughts += choice?.delta.reasoning_content ?? "";
   next.finishReason = choice?.finish_reason ?? answer.finishReason;
   if (event.usage) next.stats = event.speculation;
   else if (event.speculation) {

@@ -28,6 +28,7 @@ export class AnswerView extends Component {
     return html`<article class="turn answer" aria-label="Answer" aria-busy=${String(isRunning(answer))}>
       <h2>${model}</h2>
       ${answer.status === WAITING && html`<p class="waiting">…</p>`}
+      ${answer.thoughts && html`<details class="thoughts"><summary>Thoughts</summary><${Markdown} text=${answer.thoughts} /></details>`}
       <${Markdown} text=${answer.text} />
       <${Fault} answer=${answer} />
       ${answer.steps.length > 0 && html`<${Numbers} answer=${answer} />`}
