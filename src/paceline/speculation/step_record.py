@@ -14,7 +14,7 @@ class StepRecord:
 
     Attributes:
         start: index of its first token among the output tokens.
-        token_ids: what it emitted: the tokens of the accepted nodes, then the target's own, unless an accepted one ended the request.
+        token_ids: what it emitted: the tokens of the accepted nodes, then the target's own.
         draft_token_ids: [n] guessed tokens.
         parents: [n] parent of each guessed node, 0 = the root.
         sources: [n] name of the drafter that guessed it.

@@ -51,7 +51,7 @@ def check_tree(step: StepRecord) -> None:
         node = accepted
     kept = tuple(step.draft_token_ids[accepted - 1] for accepted in step.accepted_nodes)
     assert step.token_ids[: len(kept)] == kept
-    assert len(step.token_ids) - len(kept) in (0, 1)
+    assert len(step.token_ids) == len(kept) + 1
 
 
 def origins_of(step: StepRecord) -> Iterator[TokenOrigin]:
