@@ -68,6 +68,24 @@ def script(page: Any, *bodies: str) -> list[dict[str, Any]]:
     return asked
 
 
+def script_slowly(page: Any, body: str, *, pause_ms: int) -> None:
+    """Have this stream answer event by event; a route of Playwright's answers all at once."""
+    page.evaluate(
+        """([body, pauseMs]) => {
+          const encoder = new TextEncoder();
+          const start = async controller => {
+            for (const event of body.split("\\n\\n").slice(0, -1)) {
+              controller.enqueue(encoder.encode(event + "\\n\\n"));
+              await new Promise(resolve => setTimeout(resolve, pauseMs));
+            }
+            controller.close();
+          };
+          window.fetch = async () => new Response(new ReadableStream({start}));
+        }""",
+        [body, pause_ms],
+    )
+
+
 def record(page: Any) -> list[dict[str, Any]]:
     """Where the fields of requests will be."""
     asked: list[dict[str, Any]] = []

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from harness.page_driver import CHAT, Step, record, script, scripted_stream, send, until, wait
+from harness.page_driver import CHAT, Step, record, script, script_slowly, scripted_stream, send, until, wait
 
 HELLO: Sequence[Step] = [(["Hel"], [], 0), (["lo", " wor", "ld"], ["lo", " wor", "k"], 2), (["!"], ["?", "?"], 0)]
 
@@ -223,3 +223,30 @@ def test_thoughts_are_folded_and_not_sent_back(page: Any) -> None:
     send(page, "Again")
     wait(page)
     assert [message["content"] for message in asked[1]["messages"]] == ["Hello", "Hello world!", "Again"]
+
+
+def test_a_growing_answer_is_followed_until_somebody_scrolls_up(page: Any) -> None:
+    script_slowly(page, scripted_stream([([f"line {index}", "\n\n"], ["line"], 0) for index in range(150)]), pause_ms=20)
+    send(page)
+    places = "[scrollY, document.documentElement.scrollHeight - innerHeight]"
+    until(page, lambda: page.evaluate(places)[1] > 500)
+    place, end = page.evaluate(places)
+    assert end - place <= 2
+    page.mouse.move(600, 300)
+    page.mouse.wheel(0, -400)
+    page.wait_for_timeout(300)
+    before, end = page.evaluate(places)
+    until(page, lambda: page.evaluate(places)[1] > end + 300)
+    assert page.evaluate(places)[0] == before
+
+
+def test_numbers_are_there_while_the_answer_comes(page: Any) -> None:
+    script_slowly(page, scripted_stream([(["a", "b"], ["a"], 1)] * 60), pause_ms=30)
+    send(page)
+    until(page, lambda: page.locator(".strip .step").count() > 5)
+    assert page.get_by_role("button", name="Stop").is_visible()
+    numbers = page.locator(".numbers dd").all_text_contents()
+    assert float(numbers[0]) > 0
+    assert numbers[1] == "2.00"
+    wait(page)
+    assert page.locator(".numbers dd").all_text_contents()[0] == "236", "118 tokens behind the first step in half a second, the server says"
