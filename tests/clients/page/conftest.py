@@ -60,23 +60,32 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
 
 
 @pytest.fixture(scope="package")
-def browser(clients: Path) -> Iterator[Any]:
+def chromium(clients: Path) -> str:
+    """Where Chromium is; Playwright can be imported."""
     # beside this environment's own packages those of the one that foreign clients of the server live in
     sys.path += map(str, clients.glob(f"servers/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"))
-    sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed here: pip install playwright")
+    pytest.importorskip("playwright.sync_api", reason="Playwright is not installed here: pip install playwright")
     path = next(filter(None, map(shutil.which, CHROMIUM)), None)
     if path is None:
         pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
+    return path
 
 
 @pytest.fixture(scope="package")
-def server(browser: Any, serve: Serve) -> PageServer:
+def server(chromium: str, serve: Serve) -> PageServer:
     """One for all tests that leave it as it is."""
     return serve()
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: str) -> Iterator[Any]:
+    """Ended with each file: while it is there no other event loop can run in this thread."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 @pytest.fixture
