@@ -113,9 +113,15 @@ SERVER = Panel(
         "drain_s": "Seconds that running requests get after SIGTERM or Ctrl-C.",
     },
 )
+REQUESTS = Panel(
+    "Requests",
+    ServerSettings,
+    {name: SERVER.options[name] for name in ("served_name", "max_body_mb", "max_prompt_chars", "max_n")},
+)
 OUTPUT = "Output"
 PANELS = (MODEL, MEMORY, SAMPLING, SPECULATION)
 SERVING = (SERVER, MODEL, MEMORY, BATCHES, SPECULATION)
+BATCHING = (REQUESTS, MODEL, MEMORY, BATCHES, SPECULATION)
 METAVARS = {
     "numerics": "|".join(NUMERICS),
     "dtype": "|".join(DTYPES),
@@ -164,7 +170,7 @@ class Settings:
         sampling, speculation, server = given[SamplingParams], given[SpeculationConfig], given[ServerSettings]
         if sampling:
             sampling["stop"] = tuple(checked_text("stop", text) for text in sampling["stop"] or ())
-        if server:
+        if "allowed_hosts" in server:
             server["allowed_hosts"] = tuple(server["allowed_hosts"] or ())
         drafters = tuple(speculation["drafter"])
         speculation["drafter"] = drafters[0] if len(drafters) == 1 else drafters
