@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,8 @@ async def asked(app: ASGIApp, method: str, path: str, body: bytes = b"") -> Asyn
         if start is None:
             await running
             raise RuntimeError("the application ended without an answer")
-        yield Answer(start["status"], list(start["headers"]), _parts(sent, running))
+        async with aclosing(_parts(sent, running)) as parts:
+            yield Answer(start["status"], list(start["headers"]), parts)
     finally:
         gone.set()
         running.cancel()

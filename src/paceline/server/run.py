@@ -6,14 +6,15 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from paceline.engine.async_engine import AsyncEngine
 from paceline.errors import ConfigError
 from paceline.server.app import create_app
-from paceline.server.service import Service
+from paceline.server.gate import Gate
 from paceline.server.settings import ServerSettings
 
 Say = Callable[[str], None]
@@ -31,8 +32,8 @@ def run(arguments: Mapping[str, Any], settings: ServerSettings, *, say: Say, qui
     Raises:
         PacelineError: the address cannot be listened on, or the model cannot be loaded.
     """
-    with _listening_socket(settings) as listening:
-        _log_to_stderr(logging.WARNING if quiet else logging.INFO)
+    with listening_socket(settings) as listening:
+        log_to_stderr(logging.WARNING if quiet else logging.INFO)
         engine = AsyncEngine.open(**arguments)
         try:
             for notice in engine.opened.notices:
@@ -40,26 +41,51 @@ def run(arguments: Mapping[str, Any], settings: ServerSettings, *, say: Say, qui
             app = create_app(engine, settings)
             if not quiet:
                 say(engine.opened.banner)
-            _warn(settings, say)
-            config = uvicorn.Config(
-                app,
-                log_config=None,  # what it would log repeats paths and errors' texts
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                ws="none",
-                lifespan="off",
-                timeout_graceful_shutdown=_LAST_WORDS_S,
-            )
-            _Server(config, app.state.service, listening, say).run(sockets=[listening])
+            serve_application(app, app.state.service, listening, say)
         finally:
             asyncio.run(engine.close())
+
+
+class Closable(Protocol):
+    """What works behind an application."""
+
+    async def close(self) -> None:
+        """Give up what runs, and end."""
+
+
+class Served(Protocol):
+    """What a server needs of the application's service."""
+
+    @property
+    def engine(self) -> Closable: ...
+    @property
+    def settings(self) -> ServerSettings: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def gate(self) -> Gate: ...
+
+
+def serve_application(app: ASGIApp, service: Served, listening: socket.socket, say: Say) -> None:
+    """Answer with an application until a signal ends it."""
+    _warn(service.settings, say)
+    config = uvicorn.Config(
+        app,
+        log_config=None,  # what it would log repeats paths and errors' texts
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        ws="none",
+        lifespan="off",
+        timeout_graceful_shutdown=_LAST_WORDS_S,
+    )
+    _Server(config, service, listening, say).run(sockets=[listening])
 
 
 class _Server(uvicorn.Server):
     """Uvicorn's server, which at a signal first lets requests finish; those that take too long are told so."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, listening: socket.socket, say: Say) -> None:
+    def __init__(self, config: uvicorn.Config, service: Served, listening: socket.socket, say: Say) -> None:
         super().__init__(config)
         self._service, self._listening, self._say = service, listening, say
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -93,7 +119,7 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _listening_socket(settings: ServerSettings) -> socket.socket:
+def listening_socket(settings: ServerSettings) -> socket.socket:
     """A socket that is bound before a model is loaded for it.
 
     Raises:
@@ -111,7 +137,7 @@ def _listening_socket(settings: ServerSettings) -> socket.socket:
     return bound
 
 
-def _log_to_stderr(level: int) -> None:
+def log_to_stderr(level: int) -> None:
     """The server's own lines, and what goes wrong below it."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
