@@ -37,11 +37,14 @@ def batch(
         quieten_libraries()
     try:
         from paceline.server.batch.run import run_batch
+        from paceline.server.replicas.ray_batch import run_batch_on_replicas
     except ImportError as error:
         raise BackendUnavailableError(f"a batch needs {error.name}: {install_extra('serve')}") from error
     try:
         with _watcher(quiet=settings.quiet) as watcher:
-            result = run_batch(settings.llm_arguments(), server, source, target, watcher)
+            if settings.cluster.replicas:
+                run_batch = partial(run_batch_on_replicas, cluster=settings.cluster, debug=settings.debug)
+            result = run_batch(settings.llm_arguments(), server, source=source, target=target, watcher=watcher)
     except KeyboardInterrupt:
         say("interrupted: the same command goes on from here")
         raise typer.Exit(EXIT_INTERRUPTED) from None

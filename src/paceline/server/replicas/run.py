@@ -28,7 +28,7 @@ def run_replicas(
         PacelineError: the address cannot be listened on, Ray is not there, or the replicas cannot be started.
     """
     arguments = cluster.engine_arguments(arguments)
-    with listening_socket(settings) as listening, ray_cluster(cluster, arguments, debug=debug) as ray:
+    with listening_socket(settings) as listening, ray_cluster(cluster, arguments, part="serve", debug=debug) as ray:
         log_to_stderr(logging.WARNING if quiet else logging.INFO)
         model = settings.served_name or served_name(arguments["model"])
         pool = RayPool(ray, f"paceline-{model.replace('#', '_')}", cluster, arguments, settings)
