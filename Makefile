@@ -32,6 +32,7 @@ LONG_RECORD := docs/dev/test-long.txt
 CLIENTS := .venv-clients
 LLAMA_CPP := $(CLIENTS)/llama-cpp/.installed
 SPECULATORS := $(CLIENTS)/speculators/.installed
+RAY := $(CLIENTS)/ray/.installed
 CLIENTS_RECORD := docs/dev/test-clients.txt
 COMMIT := $$(git rev-parse HEAD 2>/dev/null || echo none)$$(test -z "$$(git status --porcelain -- src tests tools pyproject.toml 2>/dev/null)" || echo ', with uncommitted changes')
 # the record keeps what was counted, what failed or was skipped, and the times; not a line for every test
@@ -96,7 +97,13 @@ $(SPECULATORS):
 	$(@D)/bin/python -m pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	touch $@
 
-test-clients: $(STAMP) $(LLAMA_CPP) $(SPECULATORS)
+# This package without torch, and Ray: a gigabyte.
+$(RAY): pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet -e ".[serve,ray]"
+	touch $@
+
+test-clients: $(STAMP) $(LLAMA_CPP) $(SPECULATORS) $(RAY)
 	@mkdir -p $(dir $(CLIENTS_RECORD))
 	@{ echo "commit $(COMMIT)"; echo "date   $$(date -u +%Y-%m-%dT%H:%M:%SZ)"; echo; } | tee $(CLIENTS_RECORD)
 	$(PYTEST) --color=no -s tests/clients --clients $(CLIENTS) $(ARGS) 2>&1 | tee -a $(CLIENTS_RECORD)

@@ -53,7 +53,7 @@ class RayPool(ReplicaPool):
             serve.start(proxy_location="Disabled")  # the front is the one way in
             bound = deployment.bind(dict(arguments), replica_settings(settings))
             self._handle = serve.run(bound, name=name, route_prefix=None)
-        self._num_running, self._checked_s = 0, float("-inf")
+        self._num_running, self._checked_s = cluster.replicas, float("-inf")
 
     def described(self) -> dict[str, Any]:
         """What a replica says of itself."""

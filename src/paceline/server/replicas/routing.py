@@ -33,7 +33,7 @@ def choose_replica(loads: Mapping[str, int], key: int, *, max_lead: int = DEFAUL
     Source: D. Thaler and C. Ravishankar, "Using name-based mappings to increase hit rates" (1998), for the rendezvous.
     """
     least = min(loads.values())
-    affine = max(loads, key=lambda name: _weight(name, key))
+    affine = _affine(tuple(loads), key)
     if loads[affine] - least <= max_lead:
         return affine
     return max((name for name, load in loads.items() if load == least), key=lambda name: _weight(name, key))
@@ -64,6 +64,12 @@ def _beginning(fields: Mapping[str, Any]) -> Any:
     if isinstance(prompt, str) and prompt:
         return prompt[:PROMPT_CHARS]
     return prompt[:PROMPT_TOKENS] if isinstance(prompt, list) and prompt else None
+
+
+@lru_cache(maxsize=4096)
+def _affine(names: tuple[str, ...], key: int) -> str:
+    """Whom a key belongs to; kept, as among a thousand replicas finding out takes a millisecond."""
+    return max(names, key=lambda name: _weight(name, key))
 
 
 def _weight(name: str, key: int) -> int:
