@@ -4,7 +4,8 @@
     python tools/measure_replica.py --front http://127.0.0.1:8000/v1 --process 4711 --out tools/replica_times.json
 
 The first measures an engine in this process. The second asks a front that is running (`paceline serve --replicas`) and adds what its
-process took; it is named because the front's own processor time is measured, not what its replicas take beside it.
+process took. All seconds are processor time of that one process, whose engine has one thread: what else runs on the machine counts for
+little.
 """
 
 import argparse
@@ -41,20 +42,24 @@ CHATS = (
 )
 
 
-async def measured(model: str, drafter: str, threads: int, at_once: Sequence[int]) -> dict[str, Any]:
+async def measured(model: str, drafter: str, at_once: Sequence[int]) -> dict[str, Any]:
     """Times of one engine."""
-    async with AsyncEngine.open(model, drafter=drafter, threads=threads, max_num_seqs=max(at_once), prefix_cache=False) as engine:
+    async with AsyncEngine.open(model, drafter=drafter, threads=1, max_num_seqs=max(at_once), prefix_cache=False) as engine:
         maker = engine.opened.maker
         greedy = SamplingParams(temperature=0.0, max_tokens=192)
         answers = [(await engine.chat([{"role": "user", "content": text}], greedy))[0] for text in CHATS]
         rates = [await _tokens_per_s(engine, count) for count in at_once]
         ids = (maker.tokenizer.encode(" ".join(CHATS)) * LONG_PROMPT)[:LONG_PROMPT]
-        prompts = [(await engine.generate(ids, SamplingParams(max_tokens=1)))[0] for _ in range(ROUNDS)]
+        prompts = []
+        for _ in range(ROUNDS):
+            before_s = time.process_time()
+            await engine.generate(ids, SamplingParams(max_tokens=1))
+            prompts.append(time.process_time() - before_s)
         return {
             "sizes": [[one.usage.prompt_tokens, one.usage.completion_tokens] for one in answers],
             "tokens_per_s": _filled(at_once, rates),
-            "prompt_token_s": statistics.median(one.timing.total_s for one in prompts) / LONG_PROMPT,
-            "engine": {"model": model, "drafter": drafter, "threads": threads, "measured_at": list(at_once), **describe_machine()},
+            "prompt_token_s": statistics.median(prompts) / LONG_PROMPT,
+            "engine": {"model": model, "drafter": drafter, "threads": 1, "measured_at": list(at_once), **describe_machine()},
         }
 
 
@@ -63,9 +68,9 @@ async def _tokens_per_s(engine: AsyncEngine, count: int) -> float:
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.8, seed=1, n=count)
     found = []
     for _ in range(ROUNDS):
-        started_s = time.perf_counter()
+        before_s = time.process_time()
         await engine.chat([{"role": "user", "content": CHATS[0]}], params)
-        found.append(NUM_TOKENS / (time.perf_counter() - started_s))
+        found.append(NUM_TOKENS / (time.process_time() - before_s))
     return statistics.median(found)
 
 
@@ -110,7 +115,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="mini")
     parser.add_argument("--drafter", default="auto")
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--front", help="its address, /v1 included")
     parser.add_argument("--process", type=int, help="the id of the front's process")
@@ -120,7 +124,7 @@ def main() -> None:
     if options.front:
         known |= measured_front(options.front, options.process)
     else:
-        known |= asyncio.run(measured(options.model, options.drafter, options.threads, options.at_once))
+        known |= asyncio.run(measured(options.model, options.drafter, options.at_once))
     options.out.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(known))
 

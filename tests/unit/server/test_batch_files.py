@@ -104,6 +104,7 @@ def test_wherever_an_output_ends_the_rest_of_it_is_answered_once(tmp_path: Path,
         for tail in (b"", b"\0" * 7):
             target.write_bytes(whole[:length] + tail)
             with OutputFile(target) as output:
+                assert target.read_bytes() == whole[: whole.rfind(b"\n", 0, length) + 1], "what is cut is cut before anything is written"
                 plan = plan_batch(path, output.finished, LIMIT)
                 assert plan.num_pending == 3 - whole[:length].count(b"\n")
                 for one in plan.lines():

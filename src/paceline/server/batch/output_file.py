@@ -126,20 +126,19 @@ class OutputFile:
                     raise ValueError
                 self.finished.add(json.loads(line))
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                self._check_tail(line, number, end)
+                self._check_tail(line, number)
                 break
             end += len(line)
         return end
 
-    def _check_tail(self, line: bytes, number: int, begin: int) -> None:
+    def _check_tail(self, line: bytes, number: int) -> None:
         """That a line which is not whole is the end of what a killed run wrote, and may be cut.
 
         Raises:
             ConfigError: it is not.
         """
-        is_last = begin + len(line) == os.fstat(self._file.fileno()).st_size
         kept = line.rstrip(b"\0")  # after a loss of power what was not synced may be zeros
-        if is_last and not line.endswith(b"\n") and (kept.startswith(_BEGINNING) or _BEGINNING.startswith(kept)):
+        if not line.endswith(b"\n") and (kept.startswith(_BEGINNING) or _BEGINNING.startswith(kept)):
             return
         raise ConfigError(f"line {number} of {self.path} is no answer of a batch: nothing is written; give another output file")
 
