@@ -3,11 +3,11 @@
     python tools/simulate_replicas.py
     python tools/simulate_replicas.py --times tools/replica_times.json --replicas 1 10 100 --load 0.8 --max-lead 4 --seed 3
 
-Requests come at random (Poisson) and pass a front, which serves one at a time; the front chooses a replica by `choose_replica`, the
-function that the server uses, from the requests it has sent there itself. A replica runs some samples at a time, the others wait in their
-order. Running samples share it: with k of them each makes the measured number of tokens a second. What a request asks for is drawn from
-measured requests; its beginning from a few popular ones (Zipf). A replica keeps the rows of the beginnings it has met last, and needs no
-pass for those. It fails at random; what it had is lost, and it comes back after a while, empty.
+Requests come at random (Poisson) and pass a front, which serves one at a time and chooses one of its replicas by `choose_replica`, the
+function that the server uses. Where one front is not enough there are several, each with replicas of its own. A replica runs some samples
+at a time, the others wait in their order. Running samples share it: with k of them each makes the measured number of tokens a second. What
+a request asks for is drawn from measured requests; its beginning from a few popular ones (Zipf). A replica keeps the rows of the beginnings
+it has met last, and needs no pass for those. It fails at random; what it had is lost, and it comes back after a while, empty.
 
 `tools/measure_replica.py` measures the times. The same seed gives the same table.
 """
@@ -75,7 +75,7 @@ class World:
         shared: part of a prompt that is its beginning.
         num_kept: beginnings that a replica keeps.
         mtbf_s, restart_s: mean time between two failures of a replica, and until it is back.
-        fronts: 0 = as many as are needed for `FRONT_LOAD`.
+        fronts: 0 = as many as are needed for `FRONT_LOAD`, but none without a replica.
     """
 
     num_replicas: int
@@ -161,9 +161,10 @@ class Simulation:
         self._now_s = 0.0
         self.outcome = Outcome(rate=rate or world.load * world.num_replicas * self._requests_per_s())
         busy_s = times.front_s + times.front_part_s * statistics.mean(output for _, output in times.sizes)
-        self.outcome.fronts = world.fronts or max(1, math.ceil(self.outcome.rate * busy_s / FRONT_LOAD))
+        self.outcome.fronts = world.fronts or min(world.num_replicas, max(1, math.ceil(self.outcome.rate * busy_s / FRONT_LOAD)))
         self._front_free_s = [0.0] * self.outcome.fronts
-        self._loads = [dict.fromkeys(self._replicas, 0) for _ in range(self.outcome.fronts)]
+        names = list(self._replicas)
+        self._loads = [dict.fromkeys(names[front :: self.outcome.fronts], 0) for front in range(self.outcome.fronts)]
         self._cumulated = list(accumulate(1.0 / (rank + 1) for rank in range(world.num_beginnings * world.num_replicas)))
 
     def run(self) -> Outcome:
@@ -210,7 +211,7 @@ class Simulation:
 
     def _route(self, job: Job) -> None:
         known = self._loads[job.front]
-        loads = {name: known[name] for name, replica in self._replicas.items() if replica.is_up}
+        loads = {name: load for name, load in known.items() if self._replicas[name].is_up}
         if not loads:
             self.outcome.num_refused += 1
             return

@@ -78,6 +78,36 @@ async def _parts(sent: "asyncio.Queue[Message | None]", running: "asyncio.Future
     await running
 
 
+async def gathered(parts: AsyncGenerator[bytes, None], window_s: float) -> AsyncGenerator[bytes, None]:
+    """The same bytes in fewer parts: the first one at once, later ones no closer to one another than `window_s`."""
+    came = asyncio.Queue[bytes | Exception | None]()
+
+    async def read() -> None:
+        try:
+            async for part in parts:
+                came.put_nowait(part)
+            came.put_nowait(None)
+        except Exception as error:
+            came.put_nowait(error)
+
+    reading = asyncio.ensure_future(read())
+    try:
+        while True:
+            batch = [await came.get()]
+            while not came.empty():
+                batch.append(came.get_nowait())
+            if content := b"".join(part for part in batch if isinstance(part, bytes)):
+                yield content
+            if isinstance(last := batch[-1], Exception):
+                raise last
+            if last is None:
+                return
+            await asyncio.wait({reading}, timeout=window_s)
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+
 def _scope(method: str, path: str) -> dict[str, Any]:
     return {
         "type": "http",

@@ -1,6 +1,7 @@
 """The front of several replicas, in one process: the same checks and answers as one server, and one clear error where a replica ends."""
 
 import asyncio
+import contextlib
 import json
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
@@ -13,7 +14,7 @@ from harness.http_client import BASE, HttpClient, events_in
 from paceline import AsyncEngine
 from paceline.errors import BackendUnavailableError, ConfigError
 from paceline.server.app import create_app
-from paceline.server.in_process import asked
+from paceline.server.in_process import asked, gathered
 from paceline.server.replicas import front as front_module
 from paceline.server.replicas.front import create_front
 from paceline.server.replicas.pool import Head, Question, ReplicaLostError, ReplicaPool
@@ -204,19 +205,47 @@ def test_metrics_of_all_replicas_stand_on_one_page(front: Front, monkeypatch: py
 def test_a_replica_gives_status_and_headers_and_then_the_body() -> None:
     replica = Replica({"model": "mini", "drafter": "none", "threads": 1, "max_num_seqs": 2}, ServerSettings())
 
-    async def answers() -> tuple[object, bytes, dict[str, object]]:
+    async def answers() -> tuple[list[Head | bytes], dict[str, object]]:
         await replica.check_health()
-        head, *parts = [part async for part in replica.ask("POST", CHAT, json.dumps(FIELDS).encode(), key=3)]
+        (head,) = [part async for part in replica.ask("POST", CHAT, json.dumps(FIELDS).encode(), key=3)]
+        streamed = [part async for part in replica.ask("POST", CHAT, json.dumps({**FIELDS, "stream": True}).encode())]
         described = await replica.described()
         await replica._engine.close()
         with pytest.raises(ConfigError):
             await replica.check_health()
-        return head, b"".join(part for part in parts if isinstance(part, bytes)), described
+        return [head, *streamed], described
 
-    head, body, described = asyncio.run(answers())
-    assert isinstance(head, tuple)
-    assert (head[0], json.loads(body)["object"]) == (200, "chat.completion")
+    (head, begin, *parts), described = asyncio.run(answers())
+    assert isinstance(head, Head)
+    assert isinstance(begin, Head)
+    assert (head.status, json.loads(head.body)["object"]) == (200, "chat.completion")
+    assert (begin.is_stream, begin.body) == (True, b"")
+    text = b"".join(part for part in parts if isinstance(part, bytes)).decode()
+    told = "".join(choice["delta"].get("content", "") for event in events_in(text) for choice in event["choices"])
+    assert told == json.loads(head.body)["choices"][0]["message"]["content"]
     assert (described["model"], described["max_num_seqs"]) == ("mini", 2)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_parts_that_come_close_to_one_another_are_sent_as_one_and_none_is_lost(fails: bool) -> None:
+    async def source() -> AsyncGenerator[bytes, None]:
+        for index in range(30):
+            yield b"%d " % index
+            await asyncio.sleep(0.001)
+        if fails:
+            raise ValueError
+
+    async def read() -> list[bytes]:
+        parts = []
+        with pytest.raises(ValueError) if fails else contextlib.nullcontext():
+            async for part in gathered(source(), 0.02):
+                parts.append(part)
+        return parts
+
+    parts = asyncio.run(read())
+    assert b"".join(parts) == b"".join(b"%d " % index for index in range(30))
+    assert parts[0] == b"0 ", "the first one does not wait"
+    assert len(parts) < 20
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ async def _metrics_of(pool: ReplicaPool, name: str) -> str | None:
 
     async def whole() -> bytes:
         async with aclosing(pool.ask(Question("GET", "/metrics", replica=name))) as parts:
-            return b"".join([part async for part in parts if isinstance(part, bytes)])
+            return b"".join([part if isinstance(part, bytes) else part.body async for part in parts])
 
     try:
         return (await asyncio.wait_for(whole(), METRICS_S)).decode()
@@ -112,7 +112,7 @@ async def _forward(service: FrontService, request: Request) -> Response:
             stream = EventStream(_events(parts))
             stream.headers.update(headers)
             return stream
-        content = await unless_gone(request, _rest(parts))
+        content = head.body + await unless_gone(request, _rest(parts))
         return Response(content, head.status, headers)
 
 

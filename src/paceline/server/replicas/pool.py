@@ -27,10 +27,15 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Status and headers of an answer; comes before its body."""
+    """Status and headers of an answer.
+
+    Attributes:
+        body: the beginning of it, or all; the rest follows.
+    """
 
     status: int
     headers: list[tuple[bytes, bytes]]
+    body: bytes = b""
 
     @property
     def is_stream(self) -> bool:

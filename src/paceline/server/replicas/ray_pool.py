@@ -67,7 +67,7 @@ class RayPool(ReplicaPool):
         is_whole = False
         try:
             async for part in parts:
-                yield part if isinstance(part, bytes) else Head(*part)
+                yield part
             is_whole = True
         except (exceptions.RayActorError, exceptions.NodeDiedError) as error:
             raise ReplicaLostError from error

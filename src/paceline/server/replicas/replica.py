@@ -2,13 +2,18 @@
 
 import os
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 from paceline.engine.async_engine import AsyncEngine
 from paceline.server.app import create_app
-from paceline.server.in_process import asked
+from paceline.server.in_process import asked, gathered
+from paceline.server.replicas.pool import Head
 from paceline.server.settings import ServerSettings
+
+WINDOW_S = 0.02
+"""Between two parts of a stream that are sent to a front: each costs it more time than the tokens in it."""
 
 
 class Replica:
@@ -23,17 +28,20 @@ class Replica:
         self._engine = AsyncEngine.open(**arguments)
         self._app = create_app(self._engine, settings)
 
-    async def ask(
-        self, method: str, path: str, body: bytes, **_: object
-    ) -> AsyncGenerator[tuple[int, list[tuple[bytes, bytes]]] | bytes, None]:
-        """The answer to one request: status and headers, then its body as it comes.
+    async def ask(self, method: str, path: str, body: bytes, **_: object) -> AsyncGenerator[Head | bytes, None]:
+        """The answer to one request: its head, with the whole body or, of a stream, with what comes behind it.
 
         Further arguments are for whoever chooses the replica.
         """
         async with asked(self._app, method, path, body) as answer:
-            yield answer.status, answer.headers
-            async for part in answer.parts:
-                yield part
+            head = Head(answer.status, answer.headers)
+            if not head.is_stream:
+                yield replace(head, body=await answer.body())
+                return
+            yield head
+            async with aclosing(gathered(answer.parts, WINDOW_S)) as parts:
+                async for part in parts:
+                    yield part
 
     async def check_health(self) -> None:
         """Raises what the engine's thread ended with, if it has."""
