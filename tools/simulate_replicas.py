@@ -21,7 +21,7 @@ import statistics
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -61,6 +61,10 @@ class Times:
         found = json.loads(path.read_text(encoding="utf-8"))
         sizes = [(int(prompt), int(output)) for prompt, output in found["sizes"]]
         return cls(sizes, found["tokens_per_s"], found["prompt_token_s"], found["front_s"], found["front_part_s"])
+
+    def slower(self, factor: float) -> "Times":
+        """The same front before a model that takes `factor` times as long."""
+        return replace(self, tokens_per_s=[one / factor for one in self.tokens_per_s], prompt_token_s=self.prompt_token_s * factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,6 +308,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, nargs="+", default=REPLICAS)
     parser.add_argument("--num-running", type=int, default=8, help="samples that a replica runs at a time")
     parser.add_argument("--load", type=float, default=0.7)
+    parser.add_argument("--slower", type=float, default=1.0, help="a model that takes this many times as long, behind the same front")
     parser.add_argument("--max-lead", type=int, default=DEFAULT_MAX_LEAD)
     parser.add_argument("--num-beginnings", type=int, default=50, help="popular beginnings for each replica; 0 = none")
     parser.add_argument("--mtbf-s", type=float, default=7 * 86_400.0, help="mean seconds between two failures of a replica")
@@ -312,7 +317,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=REQUESTS_A_REPLICA, help="for each replica")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    times = Times.read(options.times)
+    times = Times.read(options.times).slower(options.slower)
     rows = []
     for num_replicas in options.replicas:
         world = World(

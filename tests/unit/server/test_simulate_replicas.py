@@ -103,3 +103,10 @@ def test_as_many_fronts_as_the_requests_need() -> None:
 def test_no_answer_takes_less_than_its_work(seed: int) -> None:
     outcome = simulated(EQUAL, World(num_replicas=3, num_running=2, num_requests=2000, num_beginnings=0), seed, 4.0, fixed=True)
     assert min(outcome.latencies_s) == pytest.approx(1.0)
+
+
+def test_a_slower_model_needs_fewer_fronts_and_takes_longer() -> None:
+    quick, slow = (Simulation(CHATS.slower(factor), replace(FLEET, num_replicas=200, num_requests=4000), 1).run() for factor in (1, 10))
+    assert quick.fronts > slow.fronts == 1
+    assert slow.rate == pytest.approx(quick.rate / 10)
+    assert slow.latency_s(0.5) > 5 * quick.latency_s(0.5)
