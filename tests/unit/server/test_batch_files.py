@@ -101,7 +101,7 @@ def test_wherever_an_output_ends_the_rest_of_it_is_answered_once(tmp_path: Path,
             output.append(answer(one))
     whole = target.read_bytes()
     for length in range(len(whole) + 1):
-        for tail in (b"", b"\0" * 7):
+        for tail in (b"", b"\0" * 7) if length % 7 == 0 else (b"",):
             target.write_bytes(whole[:length] + tail)
             with OutputFile(target) as output:
                 assert target.read_bytes() == whole[: whole.rfind(b"\n", 0, length) + 1], "what is cut is cut before anything is written"
