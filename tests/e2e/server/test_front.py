@@ -51,7 +51,11 @@ class LocalPool(ReplicaPool):
         async with asked(self.apps[name], question.method, question.path, question.body) as answer:
             if self.lost_after == 0:
                 raise ReplicaLostError
-            yield Head(answer.status, answer.headers)
+            head = Head(answer.status, answer.headers)
+            if not head.is_stream and self.lost_after is None:
+                yield replace(head, body=await answer.body())
+                return
+            yield head
             num_parts = 0
             async for part in answer.parts:
                 yield part
