@@ -64,7 +64,7 @@ class NativeNetwork(Network):
         self.config, self.weights = config, weights
         self.capabilities = Capabilities(Numerics.EXACT, TreeLayout.MASK, "cpu", WeightType.F32)
         most = max(max_context, LEAST_POSITIONS) + MAX_PASS_ROWS
-        self._round_to, self._panels = round_to, panels
+        self._round_to = round_to
         native_weights = NativeWeights(weights, round_to, panels=panels, num_threads=num_threads)
         self._shared = _Shared(native_weights, RotaryTables(config, most), num_threads, most)
         self._cache_config = config
@@ -164,7 +164,7 @@ class NativeNetwork(Network):
         self._programs: dict[Ranking | None, _Program] = {}
         program = self._record(None)
         if TOKEN_IDS in program.inputs:  # a tied matrix is read where products read it
-            self._embedding: AnyTensor | Panels = (self._panels or {}).get("embedding") or self.weights["embedding.weight"]
+            self._embedding: AnyTensor | Panels = self._shared.weights.table("embedding")
             self._shared.read_too(_arrays(self._embedding))
         if LAYER_ROWS in program.inputs:
             self._shared.read_too(self.weights.stored("layer_embedding.weight"))
