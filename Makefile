@@ -1,7 +1,7 @@
 # make          build the environment in .venv and list the targets
 # make demo     generate once with the embedded model and show what was drafted and accepted
 # make test     all tests, small counts, a process on each core; ARGS="-n0 tests/unit" runs the unit tests in one
-# make check    lint, format, types
+# make check    lint, format, types, and known vulnerabilities of packages where a database can be reached
 # make test-long [SEED=n] [RESUME=1]
 #               all tests, large counts; the record goes to docs/dev/test-long.txt
 #               SEED repeats a run; RESUME=1 continues one that was stopped (same commit, same seed)
@@ -11,7 +11,7 @@
 # make test-clients
 #               tests beside foreign programs, each in an environment of its own that is built the first time; record:
 #               docs/dev/test-clients.txt. llama.cpp takes ten minutes, a C++ compiler and OpenBLAS with its headers (Debian: g++
-#               libopenblas-dev pkg-config), speculators Python 3.11 or later
+#               libopenblas-dev pkg-config), speculators Python 3.11 or later; the page's tests take Debian's chromium
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -32,6 +32,8 @@ LONG_RECORD := docs/dev/test-long.txt
 CLIENTS := .venv-clients
 LLAMA_CPP := $(CLIENTS)/llama-cpp/.installed
 SPECULATORS := $(CLIENTS)/speculators/.installed
+SERVERS := $(CLIENTS)/servers/.installed
+RAY := $(CLIENTS)/ray/.installed
 CLIENTS_RECORD := docs/dev/test-clients.txt
 COMMIT := $$(git rev-parse HEAD 2>/dev/null || echo none)$$(test -z "$$(git status --porcelain -- src tests tools pyproject.toml 2>/dev/null)" || echo ', with uncommitted changes')
 # the record keeps what was counted, what failed or was skipped, and the times; not a line for every test
@@ -96,7 +98,21 @@ $(SPECULATORS):
 	$(@D)/bin/python -m pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	touch $@
 
-test-clients: $(STAMP) $(LLAMA_CPP) $(SPECULATORS)
+# This package without torch, and Ray: a gigabyte.
+$(RAY): pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet -e ".[serve,ray]"
+	touch $@
+
+# Official clients of the APIs that the server speaks, and programs that are built on them. torch only because lm-eval imports it.
+$(SERVERS):
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet "torch==2.13.0+cpu" || $(@D)/bin/python -m pip install --quiet "torch==2.13.0"
+	$(@D)/bin/python -m pip install --quiet openai==2.54.0 anthropic==2.12.0 ollama==0.6.3 litellm==1.106.2 langchain-openai==1.7.3 \
+	  "lm-eval[api]==0.4.13" transformers==5.23.0 schemathesis==4.32.5 playwright==1.65.2
+	touch $@
+
+test-clients: $(STAMP) $(LLAMA_CPP) $(SPECULATORS) $(SERVERS) $(RAY)
 	@mkdir -p $(dir $(CLIENTS_RECORD))
 	@{ echo "commit $(COMMIT)"; echo "date   $$(date -u +%Y-%m-%dT%H:%M:%SZ)"; echo; } | tee $(CLIENTS_RECORD)
 	$(PYTEST) --color=no -s tests/clients --clients $(CLIENTS) $(ARGS) 2>&1 | tee -a $(CLIENTS_RECORD)
@@ -105,6 +121,7 @@ check: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/python tools/audit_packages.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix

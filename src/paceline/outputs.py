@@ -6,6 +6,7 @@ from typing import Any
 from paceline.sampling.logprobs import TokenLogprobs
 from paceline.speculation.request import TokenOrigin
 from paceline.speculation.stats import SpeculationStats
+from paceline.speculation.step_record import StepRecord
 
 _OTHER_NAMES = {
     "outputs": "it is one output itself, use .text; with n > 1 there is one RequestOutput for each sample",
@@ -62,6 +63,7 @@ class RequestOutput:
         speculation: counters of what speculation did.
         logprobs: for each output token, if asked for.
         prompt_logprobs: for each prompt token, if asked for; None for the first one, which no row predicts.
+        steps: what every step guessed, if asked for.
     """
 
     text: str
@@ -79,6 +81,7 @@ class RequestOutput:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     stop_text: str | None = None
+    steps: list[StepRecord] | None = None
 
     def __getattr__(self, name: str) -> Any:
         """Names that other libraries' outputs have."""
@@ -119,6 +122,8 @@ class StreamChunk:
         sample_index: which of the prompt's samples this is about, from 0.
         logprobs: of the tokens, if asked for.
         usage: token counts of the sample so far.
+        prompt_token_ids, prompt_logprobs: of the prompt, in the first chunk of each sample, where its log-probabilities were asked for.
+        steps: what the steps guessed that emitted the tokens, if asked for.
     """
 
     text: str
@@ -128,3 +133,6 @@ class StreamChunk:
     sample_index: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     usage: Usage = Usage(0, 0)
+    prompt_token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)

@@ -13,10 +13,11 @@ from harness.checkpoints import MINISTRAL3, OLMO3_ROPE, VOCAB_SIZE, write_checkp
 from harness.expert_checkpoints import CASES as EXPERTS
 from harness.expert_checkpoints import GPT_OSS_ROPE
 from harness.gemma4_checkpoints import GEMMA4, UNIFIED
-from harness.gguf_checkpoints import ARCHITECTURES, write_gguf
+from harness.gguf_checkpoints import ARCHITECTURES, with_random_blocks, write_gguf
 from harness.hybrid_checkpoints import CASES as HYBRID
 from harness.hybrid_gguf import write_hybrid_gguf
 from harness.parity import open_backend, prompt_logits
+from paceline.models.config import WeightType
 
 RUN = Path(__file__).resolve().parent / "llama_logits.py"
 PROMPT_LEN = 100
@@ -82,7 +83,22 @@ def test_logits_of_recurrent_layers_are_llama_cpps(clients: Path, tmp_path: Path
     tally["files whose logits are llama.cpp's"] += 1
 
 
-def distance_to_llama_cpp(clients: Path, path: Path, folder: Path) -> float:
+@pytest.mark.parametrize(("block_type", "bound"), [("Q4_K", 0.1), ("Q5_K", 2e-4), ("Q6_K", 2e-4)])
+def test_logits_of_k_quants_are_llama_cpps(
+    clients: Path, tmp_path: Path, tally: "Counter[str]", block_type: str, bound: float, seed: int
+) -> None:
+    """Its BLAS takes rows of a prompt as they are, unless weights are Q4_K, which it lays out anew; ours are rounded the second time."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+    metadata = {"tokenizer.ggml.model": "no_vocab", "llama.vocab_size": VOCAB_SIZE}
+    plain = write_gguf(write_checkpoint(tmp_path / "model", "llama", **sizes), tmp_path / "plain.gguf", metadata=metadata)
+    path = tmp_path / "model.gguf"
+    with_random_blocks(plain, path, lambda _: block_type, np.random.default_rng(seed), scale=1e-5)
+    assert distance_to_llama_cpp(clients, path, tmp_path) < bound
+    assert distance_to_llama_cpp(clients, path, tmp_path, weight_type=None) < 0.5  # a random network amplifies
+    tally["files whose logits are llama.cpp's"] += 1
+
+
+def distance_to_llama_cpp(clients: Path, path: Path, folder: Path, weight_type: WeightType | None = WeightType.F32) -> float:
     """How far our logits of a prompt are from its, at most, in standard deviations."""
     ids_path, out = folder / "ids.json", folder / "logits.npy"
     token_ids = np.random.default_rng(1).integers(0, VOCAB_SIZE, PROMPT_LEN).tolist()
@@ -90,5 +106,5 @@ def distance_to_llama_cpp(clients: Path, path: Path, folder: Path) -> float:
     python = clients / "llama-cpp" / "bin" / "python"
     done = subprocess.run([python, RUN, path, ids_path, out], stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    expected, found = np.load(out), prompt_logits(open_backend(path, "native"), token_ids)
+    expected, found = np.load(out), prompt_logits(open_backend(path, "native", weight_type=weight_type), token_ids)
     return float(np.abs(found - expected).max() / expected.std())

@@ -27,6 +27,7 @@ from paceline.proof.doctor import DoctorQuestion, diagnose
 from paceline.runtimes.base import RowRange
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.runtimes.native.network import NativeNetwork
+from paceline.runtimes.native.panels import Panels
 from paceline.runtimes.ranking import DRAW
 from paceline.runtimes.rounding import to_bf16
 from paceline.speculation.tree import DraftTree
@@ -144,8 +145,9 @@ def test_a_quantised_targets_matrix_is_read_where_it_lies(tmp_path: Path, stored
     assert isinstance(head.runtime, NativeNetwork)
     whole = target.vocabulary_panels(VOCABULARY)
     assert whole is not None
-    assert head.runtime._panels is not None
-    assert np.shares_memory(head.runtime._panels["lm_head"].data, whole.data)
+    own = head.runtime._shared.weights.table("lm_head")
+    assert isinstance(own, Panels)
+    assert np.shares_memory(own.data, whole.data)
     beside = run(head, ranks=False).logits
     assert beside.shape == apart.shape
     assert 0 < np.abs(beside - apart).mean() < 0.05 * apart.std(), "rows are rounded to bytes, nothing else"

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import re
 import shlex
 import shutil
@@ -52,6 +53,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     add_module(write_checkpoint(root / "DIRECTORY", "qwen3", **SMALL), "mtp", random_module(), num_layers=2)
     bytes_only = write_byte_level_tokenizer(write_checkpoint(root / "gguf", "llama", vocab_size=263, **SMALL))
     write_gguf(bytes_only, root / "model-Q4_0.gguf", "Q4_0", metadata=byte_level_vocabulary(bytes_only))
+    asked = {"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hello", "max_tokens": 4}}
+    (root / "requests.jsonl").write_text(json.dumps(asked) + "\n")
     errors = root / "src/paceline/errors.py"
     errors.parent.mkdir(parents=True)
     shutil.copy(REPOSITORY / errors.relative_to(root), errors)

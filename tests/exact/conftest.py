@@ -43,7 +43,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         target = root / name
         if not target.is_dir():
             family, values = MADE_OF.get(name, (name, {}))
-            write_checkpoint(target, family, dtype="bfloat16", seed=sum(map(ord, name)), **values)
+            write_checkpoint(target, family, **{**values, "dtype": "bfloat16", "seed": sum(map(ord, name))})
         return target
 
     return directory

@@ -142,6 +142,33 @@ def random_blocks(rng: np.random.Generator, block_type: str, num_rows: int, colu
     return blocks.reshape(num_rows, -1)
 
 
+def with_random_blocks(
+    plain: Path, path: Path, type_of: Callable[[str], str], rng: np.random.Generator, scale: float = 0.003
+) -> dict[str, tuple[str, NDArray[np.uint8]]]:
+    """A copy of a llama's file whose matrices are random blocks; returns the type and the blocks of each, by its name in the file."""
+    import gguf
+
+    reader, writer = gguf.GGUFReader(plain), gguf.GGUFWriter(path, "llama")
+    stored = dict[str, tuple[str, NDArray[np.uint8]]]()
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            writer.add_key_value(field.name, field.contents(), field.types[0])
+    for tensor in reader.tensors:
+        array = np.array(tensor.data)
+        if array.ndim == 2:
+            block_type = type_of(tensor.name)
+            array = random_blocks(rng, block_type, *array.shape, scale=scale)
+            stored[tensor.name] = block_type, array
+            writer.add_tensor(tensor.name, array, raw_dtype=gguf.GGMLQuantizationType[block_type])
+        else:
+            writer.add_tensor(tensor.name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return stored
+
+
 def in_stacks(tensors: Mapping[str, NDArray[np.float32]], *, is_interleaved: bool = False) -> dict[str, NDArray[np.float32]]:
     """Experts as converters name and stack them: `….experts.gate_proj.weight` [experts, out, in].
 

@@ -1,6 +1,7 @@
 """A GGUF file is the same model as the checkpoint directory it was made from: not a bit of the logits differs on the torch runtime."""
 
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from harness import expert_checkpoints
 from harness.checkpoints import MINISTRAL3, OLMO3_ROPE, VOCAB_SIZE, write_checkpoint
 from harness.gemma4_checkpoints import GEMMA4
-from harness.gguf_checkpoints import random_blocks, read_tensors, write_gguf, write_tensors
+from harness.gguf_checkpoints import read_tensors, with_random_blocks, write_gguf, write_tensors
 from paceline.config import QuantOptions
 from paceline.errors import CheckpointError
 from paceline.models.checkpoint import open_weights, read_model_config
@@ -243,30 +244,11 @@ def test_a_file_of_mixed_block_types_runs(tmp_path: Path, seed: int) -> None:
     """As Q4_K_M files are: several types in one file, the output matrix in another than the rest."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
     directory = write_checkpoint(tmp_path / "directory", "llama", seed=seed, **sizes)
-    names = sorted(GROUPED_TYPES)
-    rng = np.random.default_rng(seed)
-    stored = {}
-    reader = gguf.GGUFReader(write_gguf(directory, tmp_path / "plain.gguf"))
-    writer = gguf.GGUFWriter(tmp_path / "mixed.gguf", "llama")
-    for field in reader.fields.values():
-        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
-            writer.add_key_value(field.name, field.contents(), field.types[0])
-    for tensor in reader.tensors:
-        array = np.array(tensor.data)
-        if array.ndim == 2:
-            block_type = names[len(stored) % len(names)]
-            array = random_blocks(rng, block_type, *array.shape, scale=0.003)
-            stored[tensor.name] = block_type, array
-            writer.add_tensor(tensor.name, array, raw_dtype=gguf.GGMLQuantizationType[block_type])
-        else:
-            writer.add_tensor(tensor.name, array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    path = tmp_path / "mixed.gguf"
+    names, path = cycle(sorted(GROUPED_TYPES)), tmp_path / "mixed.gguf"
+    plain = write_gguf(directory, tmp_path / "plain.gguf")
+    stored = with_random_blocks(plain, path, lambda _: next(names), np.random.default_rng(seed))
     weights = open_weights(path, read_model_config(path))
-    assert {block_type for block_type, _ in stored.values()} == set(names)
+    assert {block_type for block_type, _ in stored.values()} == set(GROUPED_TYPES)
     block_type, blocks = stored["blk.1.attn_q.weight"]
     values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[block_type])
     ours = values.reshape(8, 16, 2, 256).swapaxes(1, 2).reshape(256, 256)

@@ -49,7 +49,7 @@ ARROWS: dict[str, set[str]] = {
     "benchmarking": ABOVE_LLM,
     "proof": {*ABOVE_LLM, "drafters"},
     "server": {*ABOVE_LLM, "__init__"},
-    "outputs": {"sampling.logprobs", "speculation.request", "speculation.stats"},
+    "outputs": {"sampling.logprobs", "speculation.request", "speculation.stats", "speculation.step_record"},
     "cli": {
         *LEAVES,
         "__init__",

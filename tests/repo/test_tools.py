@@ -46,3 +46,19 @@ def test_sanitized_kernels_are_compiled_as_those_of_a_wheel(monkeypatch: pytest.
     monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command))
     sanitize_kernels.build("clang", "thread", tmp_path)
     assert {*build.FLAGS, *build.POSIX_FLAGS} <= {*commands[0]}
+
+
+def test_packages_are_audited_where_a_database_answers_and_else_one_line_says_why_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import audit_packages
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError(None, "no route")
+
+    monkeypatch.setattr(audit_packages.socket, "create_connection", unreachable)
+    assert audit_packages.main() == 0
+    assert capsys.readouterr().out.count("\n") == 1
+    monkeypatch.setattr(audit_packages, "why_not", lambda: None)
+    monkeypatch.setattr(audit_packages, "COMMAND", [sys.executable, "-c", "raise SystemExit(1)"])
+    assert audit_packages.main() == 1, "a vulnerability fails the check"

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from draw_imports import REPOSITORY
+from draw_imports import PACKAGE, REPOSITORY
 
 pytest.importorskip("hatchling")
 NATIVE = "paceline/runtimes/native"
+PAGE = PACKAGE / "server" / "page"
 X86_64 = {"x86_64_v3", "x86_64_v3_vnni", "x86_64_v4", "x86_64_v4_vnni", "x86_64_v4_bf16"}
 Build = Callable[..., Path]
 
@@ -91,6 +92,10 @@ def test_a_wheel_holds_the_package_and_nothing_half_done(build: Build) -> None:
     sources = {path.relative_to(REPOSITORY / "src").as_posix() for path in (REPOSITORY / "src").rglob("*.py") if "mini" not in path.parts}
     assert sources <= names
     assert {"paceline/py.typed", f"{NATIVE}/kernels/linear.c"} <= names
+    page = {path.relative_to(REPOSITORY / "src").as_posix() for path in PAGE.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert (
+        {f"{PAGE.relative_to(REPOSITORY / 'src').as_posix()}/{name}" for name in ("web/index.html", "vendor/preact.mjs")} <= page <= names
+    )
     assert not any(name.endswith(".part") or name.startswith(("tests", "tools")) for name in names)
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from paceline import __version__
+from paceline.cli.batch import batch
 from paceline.cli.chat import chat
 from paceline.cli.doctor import doctor
 from paceline.cli.run import run
@@ -22,6 +23,7 @@ app = typer.Typer(
 app.command()(run)
 app.command()(chat)
 app.command()(serve)
+app.command()(batch)
 app.command()(doctor)
 
 

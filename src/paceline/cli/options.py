@@ -12,6 +12,7 @@ from paceline.cli.reporting import reported_errors
 from paceline.config import ACCEPTANCE, DEVICES, DTYPES, GGUF_WEIGHTS, NUMERICS, QUANT, EngineConfig, SpeculationConfig
 from paceline.errors import ConfigError, RequestError
 from paceline.sampling.params import SamplingParams
+from paceline.server.replicas.settings import ClusterSettings
 from paceline.server.settings import ServerSettings
 
 
@@ -20,7 +21,7 @@ class Panel:
     """A group of options in --help: fields of one dataclass, each with what --help says about it."""
 
     title: str
-    source: type[EngineConfig | SamplingParams | SpeculationConfig | ServerSettings]
+    source: type[EngineConfig | SamplingParams | SpeculationConfig | ServerSettings | ClusterSettings]
     options: Mapping[str, str]
 
 
@@ -116,9 +117,24 @@ SERVER = Panel(
         "drain_s": "Seconds that running requests get after SIGTERM or Ctrl-C.",
     },
 )
+REPLICAS = Panel(
+    "Replicas",
+    ClusterSettings,
+    {
+        "replicas": "Engines in processes of their own, which Ray runs and restarts; 0 = one in this process.",
+        "ray_address": "Address of a Ray cluster that is running. Default: one of this machine's own, for as long as the command runs.",
+        "max_lead": "Requests by which the replica that knows the beginning of a prompt may be ahead of the least loaded one.",
+    },
+)
+REQUESTS = Panel(
+    "Requests",
+    ServerSettings,
+    {name: SERVER.options[name] for name in ("served_name", "max_body_mb", "max_prompt_chars", "max_n")},
+)
 OUTPUT = "Output"
 PANELS = (MODEL, MEMORY, SAMPLING, SPECULATION)
-SERVING = (SERVER, MODEL, MEMORY, BATCHES, SPECULATION)
+SERVING = (SERVER, REPLICAS, MODEL, MEMORY, BATCHES, SPECULATION)
+BATCHING = (REQUESTS, REPLICAS, MODEL, MEMORY, BATCHES, SPECULATION)
 METAVARS = {
     "numerics": "|".join(NUMERICS),
     "dtype": "|".join(DTYPES),
@@ -146,6 +162,7 @@ class Settings:
     Attributes:
         panels: those that the command has.
         server: what is said of the server; it is checked when its keys are known.
+        cluster: how many engines run, and where.
     """
 
     engine: EngineConfig
@@ -155,6 +172,7 @@ class Settings:
     debug: bool = False
     panels: Sequence[Panel] = PANELS
     server: Mapping[str, Any] = field(default_factory=dict)
+    cluster: ClusterSettings = field(default_factory=ClusterSettings)
 
     @classmethod
     def take_from(cls, values: dict[str, Any], panels: Sequence[Panel] = PANELS) -> "Settings":
@@ -163,19 +181,20 @@ class Settings:
         Raises:
             ConfigError, RequestError: a value is out of range.
         """
-        given: dict[type, dict[str, Any]] = {panel.source: {} for panel in (*PANELS, SERVER)}
+        given: dict[type, dict[str, Any]] = {panel.source: {} for panel in (*PANELS, SERVER, REPLICAS)}
         for panel in panels:
             given[panel.source] |= {name: values.pop(name) for name in panel.options}
         sampling, speculation, server = given[SamplingParams], given[SpeculationConfig], given[ServerSettings]
         if sampling:
             sampling["stop"] = tuple(checked_text("stop", text) for text in sampling["stop"] or ())
-        if server:
+        if "allowed_hosts" in server:
             server["allowed_hosts"] = tuple(server["allowed_hosts"] or ())
         drafters = tuple(speculation["drafter"])
         speculation["drafter"] = drafters[0] if len(drafters) == 1 else drafters
         speculation["drafter_options"] = named_values(speculation["drafter_options"])
         configs = EngineConfig(**given[EngineConfig]), SamplingParams(**sampling), SpeculationConfig(**speculation)
-        return cls(*configs, quiet=values.pop("quiet"), debug=values.pop("debug"), panels=panels, server=server)
+        cluster = ClusterSettings(**given[ClusterSettings])
+        return cls(*configs, values.pop("quiet"), values.pop("debug"), panels, server, cluster)
 
     def llm_arguments(self) -> dict[str, Any]:
         """The keyword arguments of `paceline.LLM`."""

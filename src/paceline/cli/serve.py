@@ -36,7 +36,12 @@ def serve(
     if not settings.debug:
         quieten_libraries()
     try:
+        from paceline.server.replicas.run import run_replicas
         from paceline.server.run import run
     except ImportError as error:
         raise BackendUnavailableError(f"a server needs {error.name}: {install_extra('serve')}") from error
+    if settings.cluster.replicas:
+        arguments = settings.llm_arguments()
+        run_replicas(arguments, server, settings.cluster, say=say, quiet=settings.quiet, debug=settings.debug)
+        return
     run(settings.llm_arguments(), server, say=say, quiet=settings.quiet)

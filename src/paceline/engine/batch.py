@@ -1,7 +1,9 @@
 """From what a user asked to a request, and from a finished request to what the user gets."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from paceline.engine.inputs import Messages, Prompt, RequestOptions, as_ids, text_or_ids, with_plain_texts
 from paceline.errors import RequestError
@@ -173,6 +175,7 @@ class RequestMaker:
         """What a streamed request got since it had `num_seen` output tokens."""
         text = request.text_stop.take_new() if request.text_stop is not None else ""
         start = request.num_prompt_tokens + num_seen
+        shows_prompt = num_seen == 0 and request.params.prompt_logprobs is not None
         return StreamChunk(
             text,
             request.token_ids[start:],
@@ -181,6 +184,9 @@ class RequestMaker:
             sample_index=request.sample_index,
             logprobs=request.logprobs[num_seen:],
             usage=self._usage(request),
+            prompt_token_ids=request.token_ids[: request.num_prompt_tokens] if shows_prompt else [],
+            prompt_logprobs=list(request.prompt_logprobs) if shows_prompt else [],
+            steps=request.steps[bisect_left(request.steps, num_seen, key=attrgetter("start")) :],
         )
 
     def output(self, request: Request, *, numerics: str, drafter: str) -> RequestOutput:
@@ -203,6 +209,7 @@ class RequestMaker:
             logprobs=request.logprobs if request.params.logprobs is not None else None,
             prompt_logprobs=request.prompt_logprobs if request.params.prompt_logprobs is not None else None,
             stop_text=None if request.text_stop is None else request.text_stop.found,
+            steps=request.steps if request.speculation.trees else None,
         )
 
     def _usage(self, request: Request) -> Usage:

@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.step_lock import StepLock
+from paceline.engine.token_gaps import TokenGaps
 from paceline.errors import CapacityError, PacelineError, RequestError, as_exception, is_interrupt
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import blocks_for
@@ -32,6 +33,7 @@ class EngineStats:
         num_running, num_waiting: now.
         prompt_tokens, num_cached_tokens, completion_tokens: `num_cached_tokens` are those prompt tokens whose rows were in the cache.
         drafter_failures: how often the drafter raised or answered nonsense; the steps were plain.
+        token_gaps: times between the steps that gave a request tokens, of all requests together.
         speculation: counters of all requests together.
     """
 
@@ -46,6 +48,7 @@ class EngineStats:
     num_cached_tokens: int = 0
     completion_tokens: int = 0
     drafter_failures: int = 0
+    token_gaps: TokenGaps = field(default_factory=TokenGaps)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
     def as_dict(self) -> dict[str, Any]:
@@ -254,6 +257,7 @@ class Engine:
             if not request.started_s:
                 request.started_s = now
         self._stats.num_steps += 1
+        num_before = [request.num_output_tokens for request in picked]
         try:
             step(picked, num_rows, self.runtime, self.cache, self.speculator, max_rows=self.scheduler.limits.max_step_rows)
         except PassInterrupted as error:  # nothing was changed
@@ -266,9 +270,14 @@ class Engine:
             self._fail_pass(picked, PacelineError(f"the pass was interrupted ({type(error).__name__}); send the request again"))
             raise
         now = time.perf_counter()
-        for request in picked:
-            if request.num_output_tokens and not request.first_token_s:
+        for request, num_tokens in zip(picked, num_before, strict=True):
+            if request.num_output_tokens == num_tokens:
+                continue
+            if request.first_token_s:
+                self._stats.token_gaps.add(now - request.last_token_s)
+            else:
                 request.first_token_s = now
+            request.last_token_s = now
 
     def _fail_pass(self, picked: Sequence[Request], error: Exception) -> None:
         """A pass that failed as a whole ends those in it; if it was for want of blocks, one of them makes room."""

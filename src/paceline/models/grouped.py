@@ -1,5 +1,6 @@
 """Weight matrices stored as small integer codes in groups that share a scale: what in-situ quantisation writes and GGUF blocks are."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,6 +9,69 @@ from numpy.typing import NDArray
 
 RUN = 32
 """4-bit codes are packed in runs of 32: byte j of a run's 16 bytes holds element j in its low and element j + 16 in its high half."""
+SUPER_BLOCK = 256
+"""Columns of a K-quant's super-block."""
+_HALF = 128
+
+
+@dataclass(frozen=True, slots=True)
+class SuperBlocks:
+    """What a K-quant's scales and minimums are products of: `scales * factors` and `-(minimums * minimum_factors)`, exact in float32.
+
+    Attributes:
+        code_bits: 4, 5 or 6, of codes that are stored in 8 as well.
+        scales: [N, K / block] float16, a block of 256 columns or 128.
+        factors: [N, K / group], 6 bits of a uint8; int8 where there are no minimums.
+        minimums, minimum_factors: likewise, or None.
+    """
+
+    code_bits: int
+    scales: NDArray[np.float16]
+    factors: NDArray[np.uint8] | NDArray[np.int8]
+    minimums: NDArray[np.float16] | None = None
+    minimum_factors: NDArray[np.uint8] | None = None
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """Scales and factors, then those of minimums where there are any."""
+        found = (self.scales, self.factors, self.minimums, self.minimum_factors)
+        return tuple(array for array in found if array is not None)
+
+    def of(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> "SuperBlocks":
+        """With every array changed."""
+        return SuperBlocks(self.code_bits, *map(change, self.arrays))
+
+    def with_runs(self, runs: NDArray[np.int64]) -> "SuperBlocks | None":
+        """With runs of 32 columns in another order; None where halves of super-blocks are torn apart.
+
+        Args:
+            runs: [K / 32] which of the runs each is.
+        """
+        if block_of(runs) is None:
+            return None
+        halves = runs[:: _HALF // RUN] // (_HALF // RUN)
+        repeated = len(halves) // self.scales.shape[1]
+        return self.of(lambda array: np.repeat(array, repeated, 1).take(halves, 1) if array.dtype == np.float16 else take_runs(array, runs))
+
+
+def block_of(runs: NDArray[np.int64] | None) -> int | None:
+    """Columns that share float16 numbers once runs of 32 have been put in another order (None = in none): 256, 128, or None = fewer."""
+    if runs is None:
+        return SUPER_BLOCK
+    of_half = runs.reshape(-1, _HALF // RUN) if len(runs) % (SUPER_BLOCK // RUN) == 0 else None
+    is_whole = of_half is not None and not (of_half[:, 0] % (_HALF // RUN)).any() and (np.diff(of_half) == 1).all()
+    return _HALF if is_whole else None
+
+
+def super_blocks_size(num_items: int, code_bits: int, block: int, *, has_minimums: bool) -> int:
+    """Bytes that the kernels keep of so many weights (kernels/super_blocks.c)."""
+    numbers = 4 * (SUPER_BLOCK // block) + 12 if has_minimums else 20
+    return num_items // SUPER_BLOCK * (SUPER_BLOCK * code_bits // 8 + numbers)
+
+
+def take_runs(array: NDArray[Any], runs: NDArray[np.int64]) -> NDArray[Any]:
+    """What belongs to runs of columns in another order."""
+    return array.reshape(len(array), len(runs), -1).take(runs, 1).reshape(array.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +87,7 @@ class GroupedMatrix:
         bits: 4 or 8.
         zero_point: subtracted from every code, in integers.
         table: [16] int8 for codes of 4 bits without minimums and zero point; None = codes are numbers.
+        super_blocks: what scales and minimums are products of, where that is known: it takes less room.
     """
 
     codes: NDArray[np.uint8] | NDArray[np.int8]
@@ -31,6 +96,7 @@ class GroupedMatrix:
     bits: int
     zero_point: int = 0
     table: NDArray[np.int8] | None = None
+    super_blocks: SuperBlocks | None = None
 
     def __post_init__(self) -> None:
         """Refuse what the kernels would read wrongly.
@@ -61,12 +127,27 @@ class GroupedMatrix:
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays)
+        """Bytes that the kernels keep of it."""
+        if (own := self.super_blocks) is None:
+            return sum(array.nbytes for array in self.arrays)
+        rows, columns = self.shape
+        return super_blocks_size(rows * columns, own.code_bits, columns // own.scales.shape[1], has_minimums=own.minimums is not None)
 
     def first_rows(self, count: int) -> "GroupedMatrix":
         """The matrix of the first `count` rows: a view."""
         minimums = None if self.minimums is None else self.minimums[:count]
-        return replace(self, codes=self.codes[:count], scales=self.scales[:count], minimums=minimums)
+        blocks = None if self.super_blocks is None else self.super_blocks.of(lambda array: array[:count])
+        return replace(self, codes=self.codes[:count], scales=self.scales[:count], minimums=minimums, super_blocks=blocks)
+
+    def with_runs(self, runs: NDArray[np.int64]) -> "GroupedMatrix":
+        """With runs of 32 columns in another order, for groups no longer than a run.
+
+        Args:
+            runs: [K / 32] which of the runs each is.
+        """
+        codes, scales, *minimums = (take_runs(array, runs) for array in self.arrays)
+        blocks = None if self.super_blocks is None else self.super_blocks.with_runs(runs)
+        return replace(self, codes=codes, scales=scales, minimums=minimums[0] if minimums else None, super_blocks=blocks)
 
     def values(self, rows: NDArray[np.int32] | slice = slice(None)) -> NDArray[np.float32]:
         """The exact values of `rows`, [len(rows), K] float32."""

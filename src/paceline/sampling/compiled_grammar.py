@@ -71,10 +71,7 @@ class CompiledGrammar:
     def __init__(self, grammar: Grammar, vocabulary: GrammarVocabulary, limits: dict[str, int]) -> None:
         self.vocabulary = vocabulary
         self._limits = vocabulary.llguidance.LLParserLimits(verbose_errors=False, **limits)
-        try:
-            self._text = _llguidance_text(grammar, vocabulary.llguidance.LLMatcher)
-        except ValueError as error:
-            raise RequestError(f"grammar: {error}", parameter="grammar") from error
+        self._text = library_text(grammar, vocabulary)
         self._first = self._compile()
         if not self._first.is_error():
             self._first.compute_bitmask()  # for some grammars only this shows that no text matches
@@ -102,7 +99,19 @@ def reason_of(matcher: Any) -> str:
     return " ".join(text.replace("<non-verbose/>", "").split())[:_MAX_REASON]
 
 
-def _llguidance_text(grammar: Grammar, matcher: Any) -> str:
+def library_text(grammar: Grammar, vocabulary: GrammarVocabulary) -> str:
+    """A grammar in llguidance's form.
+
+    Raises:
+        RequestError: it has none.
+    """
+    try:
+        return _text_of(grammar, vocabulary.llguidance.LLMatcher)
+    except ValueError as error:
+        raise RequestError(f"grammar: {error}", parameter="grammar") from error
+
+
+def _text_of(grammar: Grammar, matcher: Any) -> str:
     if grammar.kind is GrammarKind.REGEX:
         text = matcher.grammar_from_regex(grammar.text)
     elif grammar.kind is GrammarKind.LARK:

@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import RequestError
-from paceline.sampling.compiled_grammar import CompiledGrammar, GrammarVocabulary, reason_of
+from paceline.sampling.compiled_grammar import CompiledGrammar, GrammarVocabulary, library_text, reason_of
 from paceline.sampling.grammar import Grammar, GrammarKind
+from paceline.sampling.grammar_trial import GrammarTrial
 from paceline.tokenizer.tokenizer import Tokenizer
 
 MAX_COMPILED = 64  # grammars a compiler keeps
@@ -32,7 +33,12 @@ class GrammarCompiler:
         tokenizer: the model's.
         eos_token_ids: ids that end an output.
         limits: llguidance's `LLParserLimits` by name; those not named are its own.
+
+    Attributes:
+        trial: what strangers' grammars must pass before they are compiled here; None = they are not strangers'.
     """
+
+    trial: GrammarTrial | None = None
 
     def __init__(
         self,
@@ -56,12 +62,16 @@ class GrammarCompiler:
             prompt_token_ids: where these end with `grammar.reasoning_end`, it is not waited for in the output.
 
         Raises:
-            RequestError: the grammar does not compile, or no text matches it.
+            RequestError: the grammar does not compile, or no text matches it, or it does not pass the trial.
             BackendUnavailableError: llguidance is not installed.
         """
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = GrammarVocabulary(self._tokenizer, self._eos_token_ids)
+            is_known = grammar.kind is GrammarKind.JSON_OBJECT or (grammar.kind, grammar.text) in self._compiled
+        if self.trial is not None and not is_known:  # outside the lock: those that are known do not wait
+            self.trial.check(library_text(grammar, self._vocabulary))
+        with self._lock:
             compiled = self._find(grammar, self._vocabulary)
         reasoning = None
         if grammar.reasoning_end is not None:

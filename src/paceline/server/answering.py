@@ -13,7 +13,10 @@ from paceline.server.client_watch import EventStream, unless_gone
 from paceline.server.dialects import dialect_of
 from paceline.server.framing import as_json
 from paceline.server.http_errors import HttpError, http_error_of
+from paceline.server.token_texts import TokenTexts
+from paceline.speculation.request import TokenOrigin
 from paceline.speculation.stats import SpeculationStats
+from paceline.speculation.step_record import StepRecord
 
 
 class Answering(Protocol):
@@ -73,18 +76,38 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
         raise found from (None if found is error else error)
 
 
-def speculation_of(outputs: Sequence[RequestOutput], *, shows_origins: bool) -> dict[str, Any]:
-    """What speculation did for a request; on demand the ids of each output and where they came from."""
+def speculation_of(outputs: Sequence[RequestOutput], *, shows_origins: bool, texts: TokenTexts | None = None) -> dict[str, Any]:
+    """What speculation did for a request; on demand the ids of each output, where they came from, and what steps guessed if it was kept.
+
+    Args:
+        texts: spells the ids; None = they are not spelled.
+    """
     total = SpeculationStats(acceptance=outputs[0].speculation.acceptance)
     for output in outputs:
         total.add(output.speculation)
+    slowest = max((output.timing for output in outputs), key=lambda timing: timing.total_s)
     answer = {"drafter": outputs[0].drafter, "numerics": outputs[0].numerics, "seed": outputs[0].seed, **total.as_dict()}
+    answer["timing"] = {"prompt_s": round(slowest.prompt_s, 6), "decode_s": round(slowest.decode_s, 6)}
     if shows_origins:
-        answer["token_ids"] = [output.token_ids for output in outputs]
-        answer["origins"] = [[origin.value for origin in output.origins] for output in outputs]
+        shown = [_origins(output.token_ids, output.origins, output.steps, texts) for output in outputs]
+        answer |= {name: [one[name] for one in shown] for name in shown[0]}
     return answer
 
 
-def chunk_origins(chunk: StreamChunk) -> dict[str, Any]:
+def chunk_origins(chunk: StreamChunk, texts: TokenTexts | None = None) -> dict[str, Any]:
     """The same of one chunk of a stream."""
-    return {"speculation": {"token_ids": chunk.token_ids, "origins": [origin.value for origin in chunk.origins]}}
+    return {"speculation": _origins(chunk.token_ids, chunk.origins, chunk.steps or None, texts)}
+
+
+def _origins(
+    token_ids: Sequence[int], origins: Sequence[TokenOrigin], steps: Sequence[StepRecord] | None, texts: TokenTexts | None
+) -> dict[str, Any]:
+    """Tokens and who guessed them; and the steps that emitted them, if they were kept."""
+    shown: dict[str, Any] = {"token_ids": list(token_ids), "origins": [origin.value for origin in origins]}
+    if steps is not None:
+        shown["trees"] = [step.as_dict() for step in steps]
+    if texts is not None:
+        shown["texts"] = [texts.text_of(token_id) for token_id in token_ids]
+        for tree in shown.get("trees", ()):
+            tree["draft_texts"] = [texts.text_of(token_id) for token_id in tree["draft_token_ids"]]
+    return shown

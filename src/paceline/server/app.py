@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from paceline import __version__
 from paceline.engine.async_engine import AsyncEngine
+from paceline.sampling.grammar_trial import GrammarTrial
 from paceline.server.anthropic.routes import message_routes
 from paceline.server.dialects import dialect_of
 from paceline.server.dialogue.dialogue import Dialogue
@@ -24,6 +25,7 @@ from paceline.server.ollama.routes import ollama_routes
 from paceline.server.openai.chat import chat_routes
 from paceline.server.openai.completions import completion_routes
 from paceline.server.openai.models import model_routes
+from paceline.server.page.routes import page_routes
 from paceline.server.responses.routes import response_routes
 from paceline.server.service import Service
 from paceline.server.settings import ServerSettings
@@ -45,19 +47,22 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
         ConfigError: there is no format as the settings name.
     """
     settings = settings or ServerSettings()
+    engine.opened.maker.compiler.trial = GrammarTrial(settings.grammar_timeout_s)
     name = settings.served_name or served_name(engine.opened.config.model)
     formats = Formats.of(engine.opened.maker.tokenizer, settings.tools_format, settings.think_format)
     gate = Gate(engine.opened.engine.scheduler.limits.max_num_seqs, settings.max_queue)
     metrics = Metrics(engine.opened, name)
     generation = Generation(engine, settings, gate, metrics)
     service = Service(engine, settings, name, gate, metrics, generation, Dialogue(generation, formats))
-    app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None)  # their pages load code from elsewhere
+    # those pages load code from elsewhere, and a redirection would go to whatever the Host header names
+    app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     for routes in _ROUTES:
         app.include_router(routes(service))
+    app.include_router(page_routes())
     for kind in (RequestValidationError, HTTPException, HttpError):
         app.add_exception_handler(kind, _answer)
-    app.add_middleware(Door, settings=settings)
+    app.add_middleware(Door, settings=settings, count_answer=metrics.count_answer)
     return app
 
 

@@ -7,7 +7,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from typing import Any
 
@@ -17,11 +17,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline.server.client_watch import within
 from paceline.server.dialects import dialect_of
 from paceline.server.http_errors import ClientGoneError, HttpError, http_error_of
-from paceline.server.settings import LOOPBACK_NAMES, ServerSettings
+from paceline.server.page.routes import PAGE_PATHS
+from paceline.server.settings import LOOPBACK_NAMES, MAX_HEAD_BYTES, MAX_HEADERS, ServerSettings
 
 log = logging.getLogger("paceline.server")
 
-WITHOUT_KEY = ("/health", "/ready")
+CountAnswer = Callable[[str | None, int | None], None]
+WITHOUT_KEY = ("/health", "/ready", *PAGE_PATHS)
 _METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 _OF_BROWSERS = ("origin", "sec-fetch-site")  # every browser sends one of them with a POST
 _SECURITY_HEADERS = {
@@ -35,13 +37,15 @@ _SECURITY_HEADERS = {
 class Door:
     """Middleware: checks, a request id and headers on every answer, one log line for each, and an answer to whatever is raised."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
-        self._app, self._settings = app, settings
+    def __init__(self, app: ASGIApp, settings: ServerSettings, count_answer: CountAnswer = lambda *_: None) -> None:
+        self._app, self._settings, self._count_answer = app, settings, count_answer
         self._keys = Keys(settings.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await _Visit(self._app, self._settings, self._keys, scope, send).answer(receive)
+            visit = _Visit(self._app, self._settings, self._keys, scope, send)
+            await visit.answer(receive)
+            self._count_answer(visit.route, visit.status)
         elif scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         else:  # there are no web sockets here
@@ -72,13 +76,19 @@ def _hash(key: bytes) -> bytes:
 
 
 class _Visit:
-    """One request on its way through the door."""
+    """One request on its way through the door.
+
+    Attributes:
+        status: of the answer; 499 = the client went away before.
+    """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, keys: Keys, scope: Scope, send: Send) -> None:
         self._app, self._settings, self._keys = app, settings, keys
         self._scope, self._send = scope, send
         self._id = f"req-{secrets.token_hex(8)}"
-        self._status: int | None = None
+        self.status: int | None = None
+        headers = Headers(scope=scope)
+        self._is_body_due = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         self._started_s = time.perf_counter()
 
     async def answer(self, receive: Receive) -> None:
@@ -88,21 +98,28 @@ class _Visit:
                 receive = await self._read_body(receive)
             await self._app(self._scope, receive, self._send_on)
         except ClientGoneError:
-            self._status = self._status or 499
+            self.status = self.status or 499
         except Exception as error:
             refusal = http_error_of(error)
-            if self._status is None:
+            if self.status is None:
                 await dialect_of(self._scope["path"]).response(refusal)(self._scope, receive, self._send_on)
         finally:
             self._log()
 
     def _check(self) -> None:
-        """Host, key and form, in this order.
+        """Sizes, host, key and form, in this order.
 
         Raises:
             HttpError: the request is not let in.
         """
         headers = Headers(scope=self._scope)
+        num_bytes = len(self._scope.get("raw_path") or b"") + len(self._scope["query_string"])
+        num_bytes += sum(len(name) + len(value) for name, value in headers.raw)
+        if num_bytes > MAX_HEAD_BYTES or len(headers.raw) > MAX_HEADERS:
+            text = f"the request has more than {MAX_HEAD_BYTES} bytes of headers and path, or more than {MAX_HEADERS} headers: send fewer"
+            raise HttpError(431, text, code="head_too_large", headers={"Connection": "close"})
+        if "content-length" in headers and "transfer-encoding" in headers:  # who is in front of us may believe the other one
+            raise HttpError(400, "Content-Length and Transfer-Encoding say two lengths: send one of them", code="two_lengths")
         if self._settings.is_loopback and not self._is_known_host(headers.get("host", "")):
             raise HttpError(
                 403, "this server listens for this machine alone, and the Host header names another: ask 127.0.0.1", code="wrong_host"
@@ -144,9 +161,7 @@ class _Visit:
             ClientGoneError: the client went away before.
         """
         limit = self._settings.max_body_bytes
-        too_long = HttpError(
-            413, f"the body has more than {limit} bytes: send less", code="body_too_large", headers={"Connection": "close"}
-        )
+        too_long = HttpError(413, f"the body has more than {limit} bytes: send less", code="body_too_large")
         if int(length) > limit if (length := Headers(scope=self._scope).get("content-length", "")).isdecimal() else False:
             raise too_long
         body = bytearray()
@@ -157,7 +172,8 @@ class _Visit:
                     raise too_long
         except asyncio.TimeoutError:
             text = f"the body did not come within {self._settings.body_timeout_s:g} s: send it faster"
-            raise HttpError(408, text, kind="timeout_error", code="body_timeout", headers={"Connection": "close"}) from None
+            raise HttpError(408, text, kind="timeout_error", code="body_timeout") from None
+        self._is_body_due = False
         is_given = False
 
         async def again() -> Message:
@@ -171,11 +187,19 @@ class _Visit:
 
     async def _send_on(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._status = message["status"]
+            self.status = message["status"]
             headers = MutableHeaders(scope=message)
-            for name, value in {**_SECURITY_HEADERS, "X-Request-Id": self._id}.items():
-                headers[name] = value
+            for name, value in _SECURITY_HEADERS.items():
+                headers.setdefault(name, value)  # the page has a policy of its own
+            headers["X-Request-Id"] = self._id
+            if self._is_body_due:  # nobody will read what still comes
+                headers["Connection"] = "close"
         await self._send(message)
+
+    @property
+    def route(self) -> str | None:
+        """The pattern that its path fits, once it was let in."""
+        return getattr(self._scope.get("route"), "path", None)
 
     def _log(self) -> None:
         """One line of JSON. Nothing in it was chosen by the client: no path, no header, no text."""
@@ -184,8 +208,8 @@ class _Visit:
             "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
             "id": self._id,
             "method": method if method in _METHODS else "other",
-            "route": getattr(self._scope.get("route"), "path", None),
-            "status": self._status,
+            "route": self.route,
+            "status": self.status,
             "seconds": round(time.perf_counter() - self._started_s, 4),
         }
         log.info("%s", json.dumps(fields))

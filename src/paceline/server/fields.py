@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from paceline.server.http_errors import HttpError, invalid_field
 
@@ -50,12 +50,18 @@ def read_fields(kind: type[Read], place: str, given: object) -> Read:
 
 
 class SpeculationFields(Fields):
-    """How a request may be drafted for, and whether the answer says who guessed each token. None of it changes a token."""
+    """How a request may be drafted for, and what the answer says of it; none of it changes a token. `trees` brings the origins along."""
 
     enabled: bool = True
     drafter: str | None = None
     max_draft_tokens: int | None = None
     origins: bool = False
+    trees: bool = False
+
+    @model_validator(mode="after")
+    def _bring_origins(self) -> "SpeculationFields":
+        self.origins = self.origins or self.trees
+        return self
 
 
 class SamplingFields(Fields):

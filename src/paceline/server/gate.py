@@ -30,6 +30,11 @@ class Gate:
         self._mean_s = 1.0
         self._idle: asyncio.Event | None = None
 
+    @property
+    def limit(self) -> int:
+        """Samples that may be in the server at a time."""
+        return self._num_running + self._max_queue
+
     @contextmanager
     def admitted(self, num_samples: int) -> Iterator[None]:
         """Samples that are in the server during this block.
@@ -45,7 +50,7 @@ class Gate:
                 code="draining",
                 headers={"Retry-After": str(MAX_RETRY_S)},
             )
-        limit = self._num_running + self._max_queue
+        limit = self.limit
         if num_samples > limit:
             raise HttpError(
                 400, f"{num_samples} samples are asked for, and the server holds {limit} at a time: ask for fewer", parameter="n"

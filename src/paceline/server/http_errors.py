@@ -9,6 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from paceline.errors import CapacityError, ConfigError, PacelineError, RequestError, printable
+from paceline.sampling.grammar_trial import BUSY
 
 log = logging.getLogger("paceline.server")
 
@@ -60,6 +61,8 @@ def http_error_of(error: BaseException) -> HttpError:
         return error
     if isinstance(error, RequestValidationError):
         return invalid_field(error.errors())
+    if isinstance(error, RequestError) and error.code == BUSY:
+        return HttpError(503, str(error), kind="service_unavailable_error", code=BUSY, headers={"Retry-After": "5"})
     if isinstance(error, RequestError):
         return HttpError(400, str(error), parameter=error.parameter, code=error.code or "invalid_value")
     if isinstance(error, CapacityError):
@@ -68,6 +71,8 @@ def http_error_of(error: BaseException) -> HttpError:
         return HttpError(404, "there is nothing at this path: docs/server.md lists what there is", code="not_found")
     if isinstance(error, HTTPException):
         return HttpError(error.status_code, str(error.detail), headers=error.headers)
+    if isinstance(error, RecursionError):
+        return HttpError(400, "the request is nested too deeply: send a flatter one", code="invalid_value")
     if isinstance(error, ConfigError):
         return HttpError(503, "the engine takes no requests any more", kind="service_unavailable_error", code="closed")
     log_fault(error)

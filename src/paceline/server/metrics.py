@@ -1,18 +1,21 @@
 """What the server did, in the form that Prometheus reads. Names behind the prefix, and labels, are vLLM's; `drafter` is ours."""
 
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from paceline.engine.engine import EngineStats
 from paceline.engine.open import OpenedEngine
+from paceline.engine.token_gaps import BOUNDS_S
 from paceline.outputs import RequestOutput
 
 PREFIX = "paceline:"
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 180.0, 600.0, 1800.0)
-_TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 
 
 class Metrics:
@@ -33,19 +36,35 @@ class Metrics:
             return made.labels(model, "0")
 
         self._first_token = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", _SECONDS)
-        self._between = histogram("request_time_per_output_token_seconds", "Mean time between two tokens of a request.", _TOKEN_SECONDS)
+        self._between = histogram("request_time_per_output_token_seconds", "Mean time between two tokens of a request.", BOUNDS_S)
         self._whole = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.", _SECONDS)
         self._queue = histogram("request_queue_time_seconds", "From a request's arrival to its first pass.", _SECONDS)
+        self._prefill = histogram("request_prefill_time_seconds", "From a sample's first pass to its first token.", _SECONDS)
+        self._decode = histogram("request_decode_time_seconds", "From a sample's first token to its last.", _SECONDS)
+        self._inference = histogram("request_inference_time_seconds", "From a sample's first pass to its last token.", _SECONDS)
+        self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a sample.", _TOKENS)
+        self._generated = histogram("request_generation_tokens", "Output tokens of a sample.", _TOKENS)
         labels = ["model_name", "engine", "finished_reason"]
         self._finished = Counter(PREFIX + "request_success", "Samples that were finished.", labels, registry=self._registry)
         for reason in ("stop", "length"):
             self._finished.labels(model, "0", reason)
+        labels = ["model_name", "engine", "route", "status"]
+        self._answers = Counter(PREFIX + "http_requests", "Answers over HTTP.", labels, registry=self._registry)
+
+    def count_answer(self, route: str | None, status: int | None) -> None:
+        """Count an answer; no route: none fits the path, or it was refused in front of them."""
+        self._answers.labels(self._model, "0", route or "none", str(status or 0)).inc()
 
     def observe(self, output: RequestOutput, elapsed_s: float) -> None:
         """Count a finished sample; `elapsed_s` since its request arrived."""
         self._whole.observe(elapsed_s)
         self._first_token.observe(max(0.0, elapsed_s - output.timing.decode_s))
         self._queue.observe(max(0.0, elapsed_s - output.timing.total_s))
+        self._prefill.observe(output.timing.prompt_s)
+        self._decode.observe(output.timing.decode_s)
+        self._inference.observe(output.timing.total_s)
+        self._prompt.observe(output.usage.prompt_tokens)
+        self._generated.observe(len(output.token_ids))
         if len(output.token_ids) > 1:
             self._between.observe(output.timing.decode_s / (len(output.token_ids) - 1))
         self._finished.labels(self._model, "0", output.finish_reason).inc()
@@ -78,6 +97,7 @@ class _EngineCollector(Collector):
         yield self._counter("engine_steps", "Passes of the target.", stats.num_steps)
         yield self._counter("request_failures", "Samples that failed by themselves.", stats.num_failed)
         yield self._counter("request_aborts", "Samples that were given up.", stats.num_aborted)
+        yield self._gaps()
         drafter = {"drafter": self._opened.drafter_name}
         drafts = spoken.steps - spoken.plain_steps
         yield self._counter("spec_decode_num_drafts", "Steps with drafts.", drafts, drafter)
@@ -85,7 +105,7 @@ class _EngineCollector(Collector):
         yield self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were kept.", spoken.accepted, drafter)
         yield self._counter("drafter_failures", "How often the drafter failed; the steps were plain.", stats.drafter_failures, drafter)
         by_position = self._family("spec_decode_num_accepted_tokens_per_pos", "Kept tokens by depth from 0.", ("drafter", "position"))
-        for position, accepted in enumerate(spoken.accepted_by_position):
+        for position, accepted in enumerate(spoken.accepted_by_position or [0]):
             by_position.add_metric([*self._labels.values(), self._opened.drafter_name, str(position)], accepted)
         yield by_position
         by_reason = self._family("plain_steps", "Steps without drafts, by reason.", ("reason",))
@@ -102,6 +122,13 @@ class _EngineCollector(Collector):
         labels = {**self._labels, **(more or {})}
         family = CounterMetricFamily(PREFIX + name, text, labels=list(labels))
         family.add_metric(list(labels.values()), value)
+        return family
+
+    def _gaps(self) -> Metric:
+        gaps, text = self.stats.token_gaps, "Between two steps that brought a sample tokens; a step may bring several."
+        family = HistogramMetricFamily(PREFIX + "inter_token_latency_seconds", text, labels=list(self._labels))
+        ends = [*map(floatToGoString, BOUNDS_S), "+Inf"]
+        family.add_metric(list(self._labels.values()), list(zip(ends, accumulate(gaps.counts), strict=True)), gaps.total_s)
         return family
 
     def _family(self, name: str, text: str, more: tuple[str, ...]) -> CounterMetricFamily:

@@ -62,7 +62,7 @@ def request_options(fields: SamplingFields, prediction: str | None = None) -> Re
     """What goes with the prompts of a request besides."""
     options = RequestOptions()
     if fields.speculation is not None:
-        options["speculation"] = fields.speculation.model_dump(include={"enabled", "drafter", "max_draft_tokens"})
+        options["speculation"] = fields.speculation.model_dump(include={"enabled", "drafter", "max_draft_tokens", "trees"})
     if prediction is not None:
         options["prediction"] = prediction
     return options

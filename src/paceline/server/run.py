@@ -5,20 +5,24 @@ import logging
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from paceline.engine.async_engine import AsyncEngine
 from paceline.errors import ConfigError
 from paceline.server.app import create_app
+from paceline.server.connection import connection_class
+from paceline.server.gate import Gate
 from paceline.server.markup.formats import check_names
-from paceline.server.service import Service
-from paceline.server.settings import ServerSettings
+from paceline.server.settings import MAX_HEAD_BYTES, ServerSettings
 
 Say = Callable[[str], None]
 _LAST_WORDS_S = 5  # for answers that are cut off to be sent
+_MAX_THREADS, _MORE_THREADS = 256, 4  # more: for requests that no gate counts
 
 
 def run(arguments: Mapping[str, Any], settings: ServerSettings, *, say: Say, quiet: bool = False) -> None:
@@ -33,8 +37,8 @@ def run(arguments: Mapping[str, Any], settings: ServerSettings, *, say: Say, qui
         PacelineError: the address cannot be listened on, or the model cannot be loaded.
     """
     check_names(settings.tools_format, settings.think_format)
-    with _listening_socket(settings) as listening:
-        _log_to_stderr(logging.WARNING if quiet else logging.INFO)
+    with listening_socket(settings) as listening:
+        log_to_stderr(logging.WARNING if quiet else logging.INFO)
         engine = AsyncEngine.open(**arguments)
         try:
             for notice in engine.opened.notices:
@@ -42,28 +46,62 @@ def run(arguments: Mapping[str, Any], settings: ServerSettings, *, say: Say, qui
             app = create_app(engine, settings)
             if not quiet:
                 say(engine.opened.banner)
-            _warn(settings, say)
-            config = uvicorn.Config(
-                app,
-                log_config=None,  # what it would log repeats paths and errors' texts
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                ws="none",
-                lifespan="off",
-                timeout_graceful_shutdown=_LAST_WORDS_S,
-            )
-            _Server(config, app.state.service, listening, say).run(sockets=[listening])
+            serve_application(app, app.state.service, listening, say)
         finally:
             asyncio.run(engine.close())
 
 
-class _Server(uvicorn.Server):
-    """Uvicorn's server, which at a signal first lets requests finish; those that take too long are told so."""
+class Closable(Protocol):
+    """What works behind an application."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, listening: socket.socket, say: Say) -> None:
+    async def close(self) -> None:
+        """Give up what runs, and end."""
+
+
+class Served(Protocol):
+    """What a server needs of the application's service."""
+
+    @property
+    def engine(self) -> Closable: ...
+    @property
+    def settings(self) -> ServerSettings: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def gate(self) -> Gate: ...
+
+
+def serve_application(app: ASGIApp, service: Served, listening: socket.socket, say: Say) -> None:
+    """Answer with an application until a signal ends it."""
+    _warn(service.settings, say)
+    Server(app, service, listening, say).run(sockets=[listening])
+
+
+class Server(uvicorn.Server):
+    """Uvicorn's server, which at a signal first lets requests finish; those that take too long are told so.
+
+    Args:
+        service: of the application.
+        listening: a bound socket; it stays the caller's.
+        say: takes lines for the person who started it.
+    """
+
+    def __init__(self, app: ASGIApp, service: Served, listening: socket.socket, say: Say) -> None:
+        config = uvicorn.Config(
+            app,
+            http=connection_class(service.settings),  # not whichever is installed: each has other limits
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            log_config=None,  # what it would log repeats paths and errors' texts
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            ws="none",
+            lifespan="off",
+            timeout_graceful_shutdown=_LAST_WORDS_S,
+        )
+        self._service = service
         super().__init__(config)
-        self._service, self._listening, self._say = service, listening, say
+        self._listening, self._say = listening, say
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task[None] | None = None
         self._is_told = False
@@ -71,9 +109,11 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
+        # a thread for each request that is let in, so that none waits while those of others tokenise or compile
+        self._loop.set_default_executor(ThreadPoolExecutor(min(_MAX_THREADS, self._service.gate.limit + _MORE_THREADS), "paceline-prepare"))
         host, port = self._listening.getsockname()[:2]
         name = f"[{host}]" if ":" in host else host
-        self._say(f"{self._service.model} answers at http://{name}:{port}/v1")
+        self._say(f"{self._service.model} answers at http://{name}:{port}/v1, and to people at http://{name}:{port}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._is_told or self._loop is None:
@@ -95,7 +135,7 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _listening_socket(settings: ServerSettings) -> socket.socket:
+def listening_socket(settings: ServerSettings) -> socket.socket:
     """A socket that is bound before a model is loaded for it.
 
     Raises:
@@ -113,7 +153,7 @@ def _listening_socket(settings: ServerSettings) -> socket.socket:
     return bound
 
 
-def _log_to_stderr(level: int) -> None:
+def log_to_stderr(level: int) -> None:
     """The server's own lines, and what goes wrong below it."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))

@@ -9,7 +9,30 @@ from paceline.errors import ConfigError
 MIN_KEY_LEN = 16
 MAX_KEY_LEN = 512
 MAX_KEY_FILE_BYTES = 1_000_000
+MAX_HEAD_BYTES = 16_384
+"""Of a request's target and headers."""
+MAX_HEADERS = 100
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+_COUNTS = (
+    "max_messages",
+    "max_prompt_chars",
+    "max_prompts",
+    "max_n",
+    "max_stop",
+    "max_stop_chars",
+    "max_grammar_chars",
+    "max_tools",
+    "max_connections",
+)
+_MOST = {
+    "max_body_mb": 4096,
+    "head_timeout_s": 86_400,
+    "body_timeout_s": 86_400,
+    "request_timeout_s": 604_800,
+    "send_timeout_s": 86_400,
+    "grammar_timeout_s": 3600,
+    "drain_s": 86_400,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +55,11 @@ class ServerSettings:
         max_stop, max_stop_chars: stop texts of one request, and characters of each.
         max_grammar_chars: characters of a JSON schema.
         max_tools: functions that a request may describe.
+        max_connections: open at a time; a further one is told to come again.
+        head_timeout_s: seconds that a connection may be open without the headers of a request.
         body_timeout_s, request_timeout_s: seconds that a request may take to arrive, and to be answered.
+        send_timeout_s: seconds that a client may read nothing of an answer that waits for it.
+        grammar_timeout_s: seconds that a schema may take to be compiled.
         drain_s: seconds that running requests get when the server is told to end.
     """
 
@@ -54,8 +81,12 @@ class ServerSettings:
     max_stop_chars: int = 1000
     max_grammar_chars: int = 65_536
     max_tools: int = 256
+    max_connections: int = 512
+    head_timeout_s: float = 30.0
     body_timeout_s: float = 60.0
     request_timeout_s: float = 3600.0
+    send_timeout_s: float = 60.0
+    grammar_timeout_s: float = 5.0
     drain_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -63,18 +94,9 @@ class ServerSettings:
             raise ConfigError(f"host is {self.host!r}: use an address or a name, such as 127.0.0.1")
         for name, low, high in (("port", 0, 65535), ("max_queue", 0, 100_000)):
             _check_number(name, getattr(self, name), low, high)
-        for name in (
-            "max_messages",
-            "max_prompt_chars",
-            "max_prompts",
-            "max_n",
-            "max_stop",
-            "max_stop_chars",
-            "max_grammar_chars",
-            "max_tools",
-        ):
+        for name in _COUNTS:
             _check_number(name, getattr(self, name), 1, 2**31 - 1)
-        for name, high in (("max_body_mb", 4096), ("body_timeout_s", 86_400), ("request_timeout_s", 604_800), ("drain_s", 86_400)):
+        for name, high in _MOST.items():
             _check_number(name, getattr(self, name), 0, high)
         for key in self.api_keys:
             check_key(key)

@@ -13,6 +13,7 @@ from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.draft_history import DraftHistory
 from paceline.speculation.stats import SpeculationStats
+from paceline.speculation.step_record import StepRecord
 from paceline.speculation.stop import TextStop
 
 PROMPT_LOGPROBS_ROWS = 64
@@ -56,6 +57,7 @@ class RequestSpeculation:
         enabled: False = plain steps only, and no drafter is told anything of the request.
         drafter: name of one of several loaded drafters; None = all that are loaded.
         max_draft_tokens: tokens drafted a step at most; 0 = as `enabled=False`, None = what the model was loaded with.
+        trees: whether to keep what every step guessed (`RequestOutput.steps`, `StreamChunk.steps`).
 
     Raises:
         RequestError: a value has the wrong type or is out of range.
@@ -64,10 +66,12 @@ class RequestSpeculation:
     enabled: bool = True
     drafter: str | None = None
     max_draft_tokens: int | None = None
+    trees: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.enabled, bool):
-            raise RequestError(f"speculation: enabled is {self.enabled!r}: use true or false", parameter="speculation")
+        for name in ("enabled", "trees"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"speculation: {name} is {getattr(self, name)!r}: use true or false", parameter="speculation")
         if not isinstance(self.drafter, str | None):
             raise RequestError(f"speculation: drafter is {self.drafter!r}: give the name of a loaded one, or None", parameter="speculation")
         limit: object = self.max_draft_tokens
@@ -119,10 +123,12 @@ class Request:
         num_preemptions: how often its rows were dropped to make room for older requests; they run again.
         logprobs: of the output tokens, where asked for.
         prompt_logprobs: of the prompt tokens so far, where asked for; the first one has none.
+        steps: what every step guessed, where asked for.
         error: why it failed; no other request is concerned.
         draft_history: what became of its drafts; None until the policy is asked about it. The policy's own.
         drafting: what drafters remember of it, by who remembers it (`speculation.drafter.RequestState`).
-        started_s, first_token_s, finished_s: clock (`time.perf_counter`) at admission, after the prompt's last pass, at the end.
+        started_s, first_token_s, last_token_s, finished_s: clock (`time.perf_counter`) at admission, after the prompt's last pass, after
+            the latest step that gave it tokens, at the end.
     """
 
     token_ids: list[int]
@@ -143,6 +149,7 @@ class Request:
     num_preemptions: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
     error: Exception | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     draft_history: DraftHistory | None = None
@@ -151,6 +158,7 @@ class Request:
     drafting: dict[object, Any] = field(default_factory=dict)
     started_s: float = 0.0
     first_token_s: float = 0.0
+    last_token_s: float = 0.0
     finished_s: float = 0.0
 
     @property

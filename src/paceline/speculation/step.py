@@ -20,6 +20,7 @@ from paceline.speculation.request import Request
 from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.reserve import reserve
 from paceline.speculation.speculator import Speculator
+from paceline.speculation.step_record import StepRecord
 from paceline.speculation.verify import prompt_logprobs, token_logprobs
 
 
@@ -92,6 +93,9 @@ def _verify_and_commit(rows: RequestRows, logits: FloatArray, cache: KVCache, sp
         num_emitted = commit(request, result.token_ids, num_accepted, drafted=drafted, logprobs=logprobs)
         accepted = result.accepted_nodes[:num_emitted]
         request.stats.record(tree.depths[1:], len(accepted), num_emitted, rows.plain_reason)
+        if request.speculation.trees:
+            start = request.num_output_tokens - num_emitted
+            request.steps.append(StepRecord.of(tree, accepted, start, result.token_ids[:num_emitted], rows.plain_reason))
         if drafted:
             speculator.learn(request, tree, result.accepted_nodes)
     kept_nodes = [*range(rows.num_known), *(rows.root + node for node in accepted)]

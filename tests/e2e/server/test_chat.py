@@ -8,6 +8,7 @@ import pytest
 
 from harness.http_client import HttpClient
 from paceline import AsyncEngine
+from paceline.speculation.draft_length import DraftLengthPolicy
 
 PATH = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "I need a taxi to the airport."}]
@@ -150,6 +151,35 @@ def test_an_answer_says_on_demand_who_guessed_each_token(client: HttpClient) -> 
     pieces = [event["speculation"]["token_ids"] for event in client.events(PATH, fields) if "speculation" in event]
     assert [token_id for piece in pieces for token_id in piece] == stats["token_ids"][0]
     assert "origins" not in client.json(PATH, GREEDY)["speculation"]
+
+
+def test_an_answer_says_on_demand_what_each_step_guessed(client: HttpClient, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.opened.engine.speculator, "policy", DraftLengthPolicy(4))  # the same guesses every time, whatever they cost
+    told = client.json(PATH, GREEDY)["choices"][0]["message"]["content"]
+    predicted = {"prediction": {"type": "content", "content": told}}
+    fields = {**GREEDY, **predicted, "speculation": {"trees": True, "drafter": "prediction"}}
+    answer = client.json(PATH, fields)
+    stats, text = answer["speculation"], answer["choices"][0]["message"]["content"]
+    (steps,), (token_ids,), (origins,), (texts,) = (stats[name] for name in ("trees", "token_ids", "origins", "texts"))
+    assert "".join(texts).removesuffix("<|im_end|>") == text
+    assert [one for step in steps for one in step["token_ids"]] == token_ids
+    assert sum(len(step["accepted_nodes"]) for step in steps) == stats["accepted"] == origins.count("accepted") > 0
+    for step in steps:
+        assert len(step["draft_texts"]) == len(step["draft_token_ids"]) == len(step["parents"]) == len(step["sources"])
+        assert (step["plain"] is None) == bool(step["draft_token_ids"])
+        assert [step["draft_token_ids"][node - 1] for node in step["accepted_nodes"]] == step["token_ids"][: len(step["accepted_nodes"])]
+    events = [event for event in client.events(PATH, fields) if event.get("speculation")]
+    assert [one for event in events for one in event["speculation"]["trees"]] == steps
+    assert [one for event in events for one in event["speculation"]["texts"]] == texts
+    assert all(event["speculation"]["trees"] for event in events), "each event has the steps of its tokens"
+    alone = client.json(PATH, {**GREEDY, "speculation": {"origins": True}})["speculation"]
+    assert ("trees" in alone, alone["steps"]) == (False, len(alone["origins"][0]) - alone["accepted"])
+
+
+def test_the_usage_of_a_stream_says_how_long_the_answer_took(client: HttpClient) -> None:
+    *_, last = client.events(PATH, {**GREEDY, "stream_options": {"include_usage": True}})
+    assert last["speculation"]["timing"]["prompt_s"] > 0
+    assert last["speculation"]["timing"]["decode_s"] > 0
 
 
 def test_fields_that_say_nothing_about_the_text_are_taken(client: HttpClient) -> None:

@@ -52,6 +52,9 @@ VARIANTS: list[dict[str, Any]] = [
     {"echo": True},
     {"echo": True, "max_tokens": 0},
     {"logprobs": 3},
+    {"echo": True, "logprobs": 2},
+    {"echo": True, "logprobs": 1, "max_tokens": 0},
+    {"echo": True, "logprobs": 0, "prompt": [[8, 9], [5, 6, 7]], "temperature": 1, "seed": 2, "n": 2},
     {"stop": [" a", "e"], "max_tokens": 40},
     {"prompt": [5, 6, 7], "echo": True, "top_p": 0.9, "temperature": 1, "seed": 1},
 ]
@@ -130,13 +133,10 @@ def test_what_is_wrong_is_named(client: HttpClient, more: dict[str, Any], name: 
     assert not code or error["code"] == code
 
 
-def test_an_echo_with_logprobs_is_not_streamed(client: HttpClient) -> None:
-    assert client.refusal(PATH, {**GREEDY, "echo": True, "logprobs": 1, "stream": True})["param"] == "echo"
-
-
 def test_models_are_listed_and_found(client: HttpClient, engine: AsyncEngine) -> None:
     (listed,) = client.get("/v1/models").json()["data"]
     assert (listed["id"], listed["object"], listed["max_model_len"]) == ("mini", "model", engine.opened.maker.max_context)
+    assert listed["drafters"] == ["ngram", "prediction", "prediction+ngram"]
     assert client.get("/v1/models/mini").json() == listed
     assert client.get("/v1/models/other").status_code == 404
 
@@ -154,3 +154,12 @@ def test_text_becomes_ids_and_back(client: HttpClient, engine: AsyncEngine) -> N
     assert client.refusal("/tokenize", {"messages": []})["param"] == "messages"
     assert client.refusal("/detokenize", {"tokens": [-1]})["param"] == "tokens"
     assert client.refusal("/detokenize", {"tokens": [10**9]})["param"] == "tokens"
+
+
+def test_a_completion_says_on_demand_what_each_step_guessed(client: HttpClient) -> None:
+    fields = {**GREEDY, "speculation": {"trees": True}}
+    (trees,) = client.json(PATH, fields)["speculation"]["trees"]
+    (token_ids,) = client.json(PATH, fields)["speculation"]["token_ids"]
+    assert [one for tree in trees for one in tree["token_ids"]] == token_ids
+    events = client.events(PATH, fields)
+    assert [one for event in events for tree in event["speculation"]["trees"] for one in tree["token_ids"]] == token_ids

@@ -1,10 +1,14 @@
 """`/metrics`: Prometheus's own parser reads it, and its numbers add up to what was answered."""
 
+import json
+import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from draw_imports import REPOSITORY
 from harness.http_client import HttpClient
 from paceline import AsyncEngine
 from paceline.server.app import served_name
@@ -88,3 +92,71 @@ def test_names_that_dashboards_know_are_there(client: HttpClient, engine: AsyncE
 def test_a_path_is_served_by_its_last_part(model: str, name: str | None) -> None:
     assert "/" not in served_name(model) or model == "owner/name"
     assert name is None or served_name(model) == name
+
+
+def test_every_pause_between_tokens_is_counted(client: HttpClient) -> None:
+    """One for each step of a sample behind its first; their sum is its time of decoding, whether it was streamed or not."""
+    answers: list[dict[str, Any]] = []
+    growth = grown(client, lambda: answers.extend([client.json(CHAT, FIELDS), *client.events(CHAT, FIELDS)]))
+    steps = answers[0]["speculation"]["steps"]
+    assert growth("inter_token_latency_seconds_count") == 2 * (steps - 1)
+    seconds, decoding = growth("inter_token_latency_seconds_sum"), growth("request_decode_time_seconds_sum")
+    assert seconds == pytest.approx(decoding, rel=0.2)
+    buckets = [
+        (float(dict(more)["le"]), value) for (name, more), value in read(client).items() if name == "inter_token_latency_seconds_bucket"
+    ]
+    assert buckets == sorted(buckets)
+    assert [value for _, value in buckets] == sorted(value for _, value in buckets)
+
+
+def test_answers_are_counted_by_route_and_status(client: HttpClient) -> None:
+    def ask() -> None:
+        client.json(CHAT, FIELDS)
+        client.refusal(CHAT, {})
+        client.get("/a/path/of/the/client")
+
+    before, _, after = read(client), ask(), read(client)
+    grew = {more: value - before.get((name, more), 0.0) for (name, more), value in after.items() if name == "http_requests_total"}
+    assert {more: value for more, value in grew.items() if value and dict(more)["route"] != "/metrics"} == {
+        (("route", CHAT), ("status", "200")): 1,
+        (("route", CHAT), ("status", "400")): 1,
+        (("route", "none"), ("status", "404")): 1,
+    }
+
+
+DASHBOARD = json.loads((REPOSITORY / "docs/grafana/paceline.json").read_text(encoding="utf-8"))
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+
+
+def test_every_number_of_the_dashboard_is_one_of_ours(client: HttpClient) -> None:
+    client.json(CHAT, FIELDS)
+    names = {f"paceline:{name}" for name, _ in read(client)}
+    asked = set(re.findall(r"paceline:\w+", json.dumps(DASHBOARD)))
+    assert len(asked) > 20
+    assert asked - names == set()
+
+
+def test_the_dashboard_shows_every_number_that_is_no_sum_of_others(client: HttpClient) -> None:
+    client.json(CHAT, FIELDS)
+    families = {name for name, _ in read(client)}
+    families = {re.sub(r"_(bucket|sum|count|total|created)$", "", name) for name in families}
+    shown = json.dumps(DASHBOARD)
+    assert {name for name in families if name not in shown} == {"request_time_per_output_token_seconds", "request_inference_time_seconds"}
+
+
+def test_the_dashboard_is_one_that_grafana_loads() -> None:
+    """What its importer needs: ids that differ, places that do not overlap, targets with queries whose brackets close."""
+    assert {"title", "uid", "schemaVersion", "templating", "time"} <= DASHBOARD.keys()
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+    places: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        covered = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
+        assert not covered & places, panel["title"]
+        assert place["x"] + place["w"] <= 24
+        places |= covered
+    for panel in PANELS:
+        assert panel["description"]
+        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"]) > 0
+        for target in panel["targets"]:
+            assert target["expr"].count("(") == target["expr"].count(")") > 0, target["expr"]

@@ -152,3 +152,10 @@ def test_a_key_of_the_environment_that_cannot_be_used_is_refused_and_not_repeate
     environment = {**os.environ, "PACELINE_API_KEYS": "short-secret"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
     assert (done.returncode, "short-secret" in done.stderr) == (2, False)
+
+
+def test_no_option_takes_a_key_itself() -> None:
+    """Everybody on the machine could read it in the list of processes."""
+    command = [sys.executable, "-m", "paceline", "serve", "--port", "0", "--api-key", KEY]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, KEY in done.stdout) == (2, False)

@@ -7,13 +7,14 @@ codes changes. The layouts are those of ggml (ggml-common.h, ggml-quants.c).
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.gguf.header import BlockType
-from paceline.models.grouped import GroupedMatrix, pack_nibbles
+from paceline.models.grouped import SUPER_BLOCK, GroupedMatrix, SuperBlocks, pack_nibbles, super_blocks_size
 from paceline.models.mxfp4 import TWICE_THE_VALUES, half_scales
 
 _CHUNK_ITEMS = 1 << 17  # elements converted at a time: temporaries stay small beside the matrix
@@ -23,17 +24,21 @@ Codes = NDArray[np.uint8] | NDArray[np.int8]
 Floats = NDArray[np.float32]
 Parts = tuple[Codes, Floats, Floats | None]
 """Of n blocks: codes as GroupedMatrix stores them, scales [n, groups of a block], minimums likewise."""
+Factors = tuple[NDArray[Any], ...]
+"""Of n super-blocks: the arrays of `SuperBlocks`, [n, 1] float16 and [n, groups] factors by turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How blocks of one type become groups: `read` takes [n, bytes of a block]."""
+    """How blocks of one type become groups: `read` takes [n, bytes of a block], and so does `factors` where super-blocks are kept."""
 
     read: Callable[[Bytes], Parts]
     bits: int
     group: int
     zero_point: int = 0
     table: NDArray[np.int8] | None = None
+    code_bits: int = 0
+    factors: Callable[[Bytes], Factors] | None = None
 
 
 def group_blocks(
@@ -50,21 +55,23 @@ def group_blocks(
     layout = _layout_of(block_type, where)
     num_rows, columns = len(raw if order is None else order), raw.shape[1] // block_type.num_bytes * block_type.num_items
     matrix = _empty(layout, block_type, num_rows, columns)
+    arrays = (*matrix.arrays, *(() if matrix.super_blocks is None else matrix.super_blocks.arrays))
     step = max(1, _CHUNK_ITEMS // columns)
 
     def fill(start: int) -> None:
         rows = slice(start, start + step)
         taken = raw[rows] if order is None else raw[order[rows]]
+        blocks = taken.reshape(-1, block_type.num_bytes)
         with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is refused below
-            parts = layout.read(taken.reshape(-1, block_type.num_bytes))
+            parts: tuple[NDArray[Any] | None, ...] = layout.read(blocks)
         if not all(np.isfinite(part).all() for part in parts[1:] if part is not None):
             raise CheckpointError(
                 f"{where} has a scale that is no finite number in rows {start} to {start + len(taken) - 1}; "
                 "the file is damaged, download it again"
             )
-        for stored, part in zip((matrix.codes, matrix.scales, matrix.minimums), parts, strict=True):
-            if stored is not None and part is not None:
-                stored[rows] = part.reshape(len(taken), -1)
+        parts = (*parts, *(() if layout.factors is None else layout.factors(blocks)))
+        for stored, part in zip(arrays, (part for part in parts if part is not None), strict=True):
+            stored[rows] = part.reshape(len(taken), -1)
 
     if num_threads == 1 or num_rows <= step:
         for start in range(0, num_rows, step):
@@ -76,20 +83,27 @@ def group_blocks(
 
 
 def _empty(layout: _Layout, block_type: BlockType, num_rows: int, columns: int) -> GroupedMatrix:
-    codes, _, minimums = layout.read(np.zeros((1, block_type.num_bytes), np.uint8))
-    shape = (num_rows, columns * layout.bits // 8)
-    all_codes: Codes = np.empty(shape, np.int8) if codes.dtype == np.int8 else np.empty(shape, np.uint8)
-    scales = np.empty((num_rows, columns // layout.group), np.float32)
-    own_minimums = None if minimums is None else np.empty_like(scales)
-    return GroupedMatrix(all_codes, scales, own_minimums, layout.bits, layout.zero_point, layout.table)
+    def empty(part: NDArray[Any]) -> NDArray[Any]:
+        return np.empty((num_rows, columns // block_type.num_items * part.size), part.dtype)
+
+    zeros = np.zeros((1, block_type.num_bytes), np.uint8)
+    codes, scales, *minimums = (empty(part) for part in layout.read(zeros) if part is not None)
+    blocks = None if layout.factors is None else SuperBlocks(layout.code_bits, *map(empty, layout.factors(zeros)))
+    return GroupedMatrix(codes, scales, minimums[0] if minimums else None, layout.bits, layout.zero_point, layout.table, blocks)
 
 
-def grouped_size(shape: tuple[int, ...], block_type: BlockType, where: str) -> tuple[int, int]:
-    """Bits of a code, and bytes the matrix takes as groups."""
+def grouped_size(shape: tuple[int, ...], block_type: BlockType, where: str, block: int | None = SUPER_BLOCK) -> tuple[int, int]:
+    """Bits of a code, and bytes the matrix takes as groups.
+
+    Args:
+        block: as `block_of` says; None = scales are stored one by one.
+    """
     layout = _layout_of(block_type, where)
-    with_minimums = layout.read(np.zeros((1, block_type.num_bytes), np.uint8))[2] is not None
+    has_minimums = layout.read(np.zeros((1, block_type.num_bytes), np.uint8))[2] is not None
     num_items = shape[0] * shape[1]
-    return layout.bits, num_items * layout.bits // 8 + num_items // layout.group * (8 if with_minimums else 4)
+    if layout.factors is not None and block is not None:
+        return layout.bits, super_blocks_size(num_items, layout.code_bits, block, has_minimums=has_minimums)
+    return layout.bits, num_items * layout.bits // 8 + num_items // layout.group * (8 if has_minimums else 4)
 
 
 def _layout_of(block_type: BlockType, where: str) -> _Layout:
@@ -103,7 +117,11 @@ def _layout_of(block_type: BlockType, where: str) -> _Layout:
 
 def _half(blocks: Bytes, start: int) -> Floats:
     """The float16 at byte `start` of every block, as float32 [n, 1]."""
-    return np.ascontiguousarray(blocks[:, start : start + 2]).view("<f2").astype(np.float32)
+    return _float16(blocks, start).astype(np.float32)
+
+
+def _float16(blocks: Bytes, start: int) -> NDArray[np.float16]:
+    return np.ascontiguousarray(blocks[:, start : start + 2]).view("<f2")
 
 
 def _shifted(values: Bytes, shifts: tuple[int, ...]) -> Bytes:
@@ -166,13 +184,18 @@ def _q3_k(blocks: Bytes) -> Parts:
     return pack_nibbles(_two_bits(blocks[:, 32:96]) | third_bits << np.uint8(2)), scales, None
 
 
-def _scales_and_minimums(blocks: Bytes) -> tuple[Floats, Floats]:
-    """Of Q4_K and Q5_K: eight 6-bit factors each, in 12 bytes behind the two float16."""
+def _six_bits(blocks: Bytes) -> Factors:
+    """Of Q4_K and Q5_K: eight 6-bit factors of scales and of minimums, in 12 bytes behind the two float16."""
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     top = np.uint8(6)
     factors = np.concatenate([first & np.uint8(63), third & np.uint8(15) | first >> top << np.uint8(4)], axis=1)
     offsets = np.concatenate([second & np.uint8(63), third >> np.uint8(4) | second >> top << np.uint8(4)], axis=1)
-    return _half(blocks, 0) * factors.astype(np.float32), -(_half(blocks, 2) * offsets.astype(np.float32))
+    return _float16(blocks, 0), factors, _float16(blocks, 2), offsets
+
+
+def _scales_and_minimums(blocks: Bytes) -> tuple[Floats, Floats]:
+    scales, factors, minimums, offsets = (part.astype(np.float32) for part in _six_bits(blocks))
+    return scales * factors, -(minimums * offsets)
 
 
 def _q4_k(blocks: Bytes) -> Parts:
@@ -191,7 +214,12 @@ def _q5_k(blocks: Bytes) -> Parts:
 def _q6_k(blocks: Bytes) -> Parts:
     low = (_shifted(blocks[:, :128].reshape(-1, 2, 1, 64), (0, 4)) & np.uint8(15)).reshape(-1, 256)
     codes = low | _two_bits(blocks[:, 128:192]) << np.uint8(4)
-    return _signed(codes, 32), _half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32), None
+    scales, factors = (part.astype(np.float32) for part in _eight_bits(blocks))
+    return _signed(codes, 32), scales * factors, None
+
+
+def _eight_bits(blocks: Bytes) -> Factors:
+    return _float16(blocks, 208), blocks[:, 192:208].view(np.int8)
 
 
 _IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
@@ -220,9 +248,9 @@ _LAYOUTS: Mapping[str, _Layout] = {
     "Q8_0": _Layout(_q8_0, 8, 32),
     "Q2_K": _Layout(_q2_k, 4, 16),
     "Q3_K": _Layout(_q3_k, 4, 16, 4),
-    "Q4_K": _Layout(_q4_k, 4, 32),
-    "Q5_K": _Layout(_q5_k, 8, 32),
-    "Q6_K": _Layout(_q6_k, 8, 16),
+    "Q4_K": _Layout(_q4_k, 4, 32, code_bits=4, factors=_six_bits),
+    "Q5_K": _Layout(_q5_k, 8, 32, code_bits=5, factors=_six_bits),
+    "Q6_K": _Layout(_q6_k, 8, 16, code_bits=6, factors=_eight_bits),
     "IQ4_NL": _Layout(_iq4_nl, 4, 32, table=_IQ4_VALUES),
     "IQ4_XS": _Layout(_iq4_xs, 4, 32, table=_IQ4_VALUES),
     "MXFP4": _Layout(_mxfp4, 4, 32, table=TWICE_THE_VALUES),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from paceline.errors import CheckpointError
 from paceline.models.config import WeightType
 from paceline.models.gguf.blocks import group_blocks, grouped_size
 from paceline.models.gguf.header import GgufTensor
-from paceline.models.grouped import RUN, GroupedMatrix
+from paceline.models.grouped import RUN, block_of
 from paceline.models.quantize import Scheme, fitting_group, quantize_tensor
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, TensorFacts
 
@@ -64,11 +64,13 @@ def facts_of(place: Place, *, regroup: bool) -> TensorFacts:
     block_type, num_items = place.tensor.block_type, math.prod(place.shape)
     if block_type.name in VIEWED:
         return TensorFacts(place.shape, VIEWED[block_type.name][0], None, num_items * block_type.num_bytes)
-    if place.columns is not None and _runs(place.columns()) is None:
+    runs = None if place.columns is None else _runs(place.columns())
+    if place.columns is not None and runs is None:
         return TensorFacts(place.shape, WeightType.F32, None, num_items * 4)
     scheme = _scheme(place) if regroup else None
-    bits, nbytes = grouped_size(place.shape, block_type, str(place.tensor)) if scheme is None else (scheme.bits, scheme.nbytes(place.shape))
-    return TensorFacts(place.shape, WeightType.F32, bits, nbytes)
+    if scheme is not None:
+        return TensorFacts(place.shape, WeightType.F32, scheme.bits, scheme.nbytes(place.shape))
+    return TensorFacts(place.shape, WeightType.F32, *grouped_size(place.shape, block_type, str(place.tensor), block_of(runs)))
 
 
 def stored_rows(place: Place) -> NDArray[np.uint8]:
@@ -107,7 +109,7 @@ def read_tensor(name: str, place: Place, *, regroup: bool, num_threads: int) -> 
         runs = _runs(columns)
         if runs is None:
             return Tensor(matrix.values().take(columns, 1), WeightType.F32, place.shape)
-        matrix = _with_runs(matrix, runs)
+        matrix = matrix.with_runs(runs)
     grouped = GroupedTensor(matrix)
     scheme = _scheme(place) if regroup else None
     return grouped if scheme is None else quantize_tensor(name, grouped, scheme, num_threads=num_threads)
@@ -127,9 +129,3 @@ def _runs(columns: NDArray[np.int64]) -> NDArray[np.int64] | None:
     runs = columns.reshape(-1, RUN)
     is_whole = (runs == runs[:, :1] + np.arange(RUN)).all() and not (runs[:, 0] % RUN).any()
     return runs[:, 0] // RUN if is_whole else None
-
-
-def _with_runs(matrix: GroupedMatrix, runs: NDArray[np.int64]) -> GroupedMatrix:
-    """A matrix of groups no longer than a run, with its runs of columns in another order."""
-    codes, *others = (array.reshape(len(array), len(runs), -1).take(runs, 1).reshape(array.shape) for array in matrix.arrays)
-    return replace(matrix, codes=codes, scales=others[0], minimums=others[1] if len(others) > 1 else None)

@@ -64,7 +64,7 @@ class NativeNetwork(Network):
         self.config, self.weights = config, weights
         self.capabilities = Capabilities(Numerics.EXACT, TreeLayout.MASK, "cpu", WeightType.F32)
         most = max(max_context, LEAST_POSITIONS) + MAX_PASS_ROWS
-        self._round_to, self._panels = round_to, panels
+        self._round_to = round_to
         native_weights = NativeWeights(weights, round_to, panels=panels, num_threads=num_threads)
         self._shared = _Shared(native_weights, RotaryTables(config, most), num_threads, most)
         self._cache_config = config
@@ -158,8 +158,8 @@ class NativeNetwork(Network):
 
     def vocabulary_panels(self, count: int) -> Panels | None:
         """The first `count` rows of the vocabulary matrix, where it lies in panels."""
-        panels = (self._panels or {}).get("embedding" if self.config.tied_embeddings else "lm_head")
-        return None if panels is None else panels.first(count)
+        panels = self._shared.weights.table("embedding" if self.config.tied_embeddings else "lm_head")
+        return panels.first(count) if isinstance(panels, Panels) else None
 
     def reader(self, compose: Compose, config: ModelConfig, weights: Weights, *, max_context: int) -> "NativeNetwork":
         return NativeNetwork(compose, config, weights, num_threads=self._shared.num_threads, max_context=max_context, cache_of=self)
@@ -169,7 +169,7 @@ class NativeNetwork(Network):
         self._programs: dict[Ranking | None, _Program] = {}
         program = self._record(None)
         if TOKEN_IDS in program.inputs:  # a tied matrix is read where products read it
-            self._embedding: AnyTensor | Panels = (self._panels or {}).get("embedding") or self.weights["embedding.weight"]
+            self._embedding: AnyTensor | Panels = self._shared.weights.table("embedding")
             self._shared.read_too(_arrays(self._embedding))
         if LAYER_ROWS in program.inputs:
             self._shared.read_too(self.weights.stored("layer_embedding.weight"))

@@ -49,8 +49,18 @@ class Matrix(Structure):
 
     _fields_ = (
         ("kind", c_int32), ("outputs", c_int32), ("columns", c_int32), ("group", c_int32), ("zero_point", c_int32), ("out", c_int32),
-        ("row_bytes", c_int64), ("codes", c_void_p), ("scales", c_void_p), ("minimums", c_void_p), ("bias", c_void_p),
-        ("table", c_void_p),
+        ("block", c_int32), ("row_bytes", c_int64), ("codes", c_void_p), ("scales", c_void_p), ("minimums", c_void_p),
+        ("bias", c_void_p), ("table", c_void_p),
+    )  # fmt: skip
+
+
+class SuperBlocksRecord(Structure):
+    """What panels of K-quants are filled from."""
+
+    _fields_ = (
+        ("kind", c_int32), ("outputs", c_int32), ("columns", c_int32), ("block", c_int32), ("zero_point", c_int32),
+        ("row_bytes", c_int64), ("codes", c_void_p), ("scales", c_void_p), ("minimums", c_void_p), ("factors", c_void_p),
+        ("minimum_factors", c_void_p),
     )  # fmt: skip
 
 
@@ -298,14 +308,14 @@ class Program(Structure):
     )  # fmt: skip
 
 
-VERSION = 6
+VERSION = 7
 """KERNELS_VERSION of kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (
-    Matrix, LinearOperation, NormOperation, RopeOperation, AttentionOperation, GatedOperation, AddOperation, SiluResidualOperation,
-    GatherOperation, SoftCapOperation, ConcatOperation, RankOperation, ScaleOperation, ColumnsOperation, RouteOperation,
-    ExpertsOperation, CombineOperation, SigmoidGateOperation, ConvolutionOperation, StateOperation, Range, Draw, Step, Save, StateRange,
-    Pass, Program,
+    Matrix, SuperBlocksRecord, LinearOperation, NormOperation, RopeOperation, AttentionOperation, GatedOperation, AddOperation,
+    SiluResidualOperation, GatherOperation, SoftCapOperation, ConcatOperation, RankOperation, ScaleOperation, ColumnsOperation,
+    RouteOperation, ExpertsOperation, CombineOperation, SigmoidGateOperation, ConvolutionOperation, StateOperation, Range, Draw, Step,
+    Save, StateRange, Pass, Program,
 )  # fmt: skip
 LAYOUT = (VERSION, *map(sizeof, _RECORDS), -1)
 """What `paceline_layout` of the kernels answers for 0, 1, …"""

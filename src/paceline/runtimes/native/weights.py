@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix
-from paceline.models.weights import GroupedTensor, Tensor, Weights, as_float32
+from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, as_float32
 from paceline.runtimes.native.panels import MAX_GROUP, Panels, in_panels
 from paceline.runtimes.native.records import Matrix
 from paceline.runtimes.rounding import rounded, to_bf16
@@ -64,6 +64,14 @@ class NativeWeights:
     def has(self, name: str) -> bool:
         return self._weights.has(name)
 
+    def table(self, name: str) -> AnyTensor | Panels:
+        """The matrix `name.weight` to look rows up in: in panels where products read it so, or where that takes less room."""
+        if self._panels is not None and name not in self._panels:
+            tensor = self._weights[name + ".weight"]
+            if not isinstance(tensor, GroupedTensor) or tensor.matrix.super_blocks is None:
+                return tensor
+        return self._lay_out(name, self._num_threads) or self._weights[name + ".weight"]
+
     def matrix(self, name: str, out: int) -> Matrix:
         """The matrix `name.weight` with its bias, whose products go to buffer `out`."""
         bias = self.vector(name + ".bias") if self.has(name + ".bias") else None
@@ -77,7 +85,7 @@ class NativeWeights:
         values, kind = self._plain[name]
         outputs, columns = values.shape
         address, row_bytes = self._rows(values)
-        return Matrix(kind, outputs, columns, 0, 0, out, row_bytes, address, None, None, bias, None)
+        return Matrix(kind, outputs, columns, 0, 0, out, 0, row_bytes, address, None, None, bias, None)
 
     def _lay_out(self, name: str, num_threads: int = 1) -> Panels | None:
         """A matrix in panels, made when it is first asked for; None = it stays as it is stored."""
@@ -125,7 +133,7 @@ class NativeWeights:
         address, row_bytes = self._rows(codes)
         scales = self._address(matrix.scales)
         table = None if matrix.table is None else self._address(matrix.table)
-        return Matrix(kind, outputs, columns, matrix.group, zero_point, out, row_bytes, address, scales, minimums, bias, table)
+        return Matrix(kind, outputs, columns, matrix.group, zero_point, out, 0, row_bytes, address, scales, minimums, bias, table)
 
     def _rows(self, array: NDArray[Any]) -> tuple[int, int]:
         """Address and bytes from row to row of an array whose rows may lie apart, but not the columns of a row."""

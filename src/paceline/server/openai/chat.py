@@ -91,7 +91,7 @@ class _Chat:
             **head(self.service, "chat.completion", "chatcmpl"),
             "choices": [self._choice(answer) for answer in answers],
             "usage": usage_of(outputs),
-            "speculation": speculation_of(outputs, shows_origins=self.fields.shows_origins),
+            "speculation": speculation_of(outputs, shows_origins=self.fields.shows_origins, texts=self.texts),
         }
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -138,7 +138,7 @@ class _Chat:
             if self._wants_logprobs:
                 pieces[0]["logprobs"] = self.texts.chat_content(step.chunk.logprobs)
         for index, piece in enumerate(pieces):
-            yield {"choices": [piece], **(chunk_origins(step.chunk) if index == 0 and self.fields.shows_origins else {})}
+            yield {"choices": [piece], **(chunk_origins(step.chunk, self.texts) if index == 0 and self.fields.shows_origins else {})}
 
 
 def _message(answer: Answer) -> dict[str, Any]:

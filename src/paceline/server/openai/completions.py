@@ -41,9 +41,6 @@ class CompletionFields(TextFields):
         super().check_refused(within)
         if self.best_of not in (None, self.n or 1):
             raise HttpError(400, "best_of is not served: ask for n samples and choose", parameter="best_of", code="unsupported_parameter")
-        if self.stream and self.echo and self.logprobs is not None:
-            text = "echo with logprobs is not streamed: send stream=false, or leave one of them out"
-            raise HttpError(400, text, parameter="echo", code="unsupported_parameter")
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -111,7 +108,7 @@ class _Completion:
             **head(self.service, "text_completion", "cmpl"),
             "choices": [self._choice(place, output) for place, output in enumerate(outputs)],
             "usage": usage_of(outputs, counts_output=self._shows_output),
-            "speculation": speculation_of(outputs, shows_origins=self.fields.shows_origins),
+            "speculation": speculation_of(outputs, shows_origins=self.fields.shows_origins, texts=self.texts),
         }
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -130,7 +127,7 @@ class _Completion:
                 choice = self._piece(place, text, chunk, num_chars)
                 if chunk.output is not None:
                     outputs[place] = chunk.output
-                yield data_event({**top, "choices": [choice], **(chunk_origins(chunk) if self.fields.shows_origins else {})})
+                yield data_event({**top, "choices": [choice], **(chunk_origins(chunk, self.texts) if self.fields.shows_origins else {})})
         if wants_usage:
             ended = [outputs[place] for place in sorted(outputs)]
             usage = usage_of(ended, counts_output=self._shows_output)
@@ -162,7 +159,8 @@ class _Completion:
         logprobs = None
         if self.fields.logprobs is not None:
             ids = chunk.token_ids if self._shows_output else []
-            logprobs = self.texts.completion_lists(chunk.logprobs[: len(ids)], ids, num_chars[place])
+            known = [*chunk.prompt_logprobs, *chunk.logprobs[: len(ids)]]
+            logprobs = self.texts.completion_lists(known, [*chunk.prompt_token_ids, *ids], num_chars[place])
             num_chars[place] += sum(map(len, logprobs["tokens"]))
         text = prefix + (chunk.text if self._shows_output else "")
         reason = None if chunk.output is None else self._reason(chunk.output)

@@ -48,6 +48,7 @@ def model_routes(service: Service) -> APIRouter:
         "created": int(time.time()),
         "owned_by": "paceline",
         "max_model_len": maker.max_context,
+        "drafters": sorted(service.engine.opened.engine.speculator.drafters),
     }
 
     @router.get("/v1/models")

@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERNELS_VERSION 6 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
+#define KERNELS_VERSION 7 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
 
 /* Rows that share one decoding of a weight: as many as keep their sums in registers. */
 #ifdef __AVX512F__
@@ -33,17 +33,32 @@
 /* As the kinds without _HALVES, but scales are float16 and lie in front of the codes of two groups. */
 #define PANELS_4_BITS_HALVES 14
 #define PANELS_4_BITS_TABLE_HALVES 15
+/* K-quants at their stored size (super_blocks.c). */
+#define PANELS_Q4_K 16
+#define PANELS_Q5_K 17
+#define PANELS_Q6_K 18
+#define SUPER_BLOCK 256
 #define MAX_GROUP 256 /* columns of a group of such rows */
 
 /* W [outputs, columns]. */
 typedef struct {
     int32_t kind, outputs, columns, group, zero_point, out; /* out: buffer of the result */
+    int32_t block;     /* of K-quants at their stored size: columns that share float16 numbers, 256 or 128; else 0 */
     int64_t row_bytes; /* of an output, or of a panel */
     const uint8_t *codes;
     const float *scales, *minimums; /* [outputs, columns / group] */
     const float *bias;              /* [outputs] or NULL */
     const int8_t *table;            /* of a kind with one: the 16 values; zero_point makes them unsigned */
 } Matrix;
+
+/* What panels of K-quants are filled from. */
+typedef struct {
+    int32_t kind, outputs, columns, block, zero_point; /* zero_point: what makes codes unsigned */
+    int64_t row_bytes;
+    const uint8_t *codes;                      /* [outputs, columns]: 4 bits in runs of 32, else bytes */
+    const uint16_t *scales, *minimums;         /* [outputs, columns / block] float16; Q6_K has no minimums */
+    const uint8_t *factors, *minimum_factors;  /* [outputs, columns / group] */
+} SuperBlocks;
 
 enum {
     LINEAR, NORM, ROPE, ATTENTION, GATED, ADD, GATHER, SOFT_CAP, CONCAT, SILU_RESIDUAL, RANK, SCALE, COLUMNS, ROUTE, EXPERTS, COMBINE,

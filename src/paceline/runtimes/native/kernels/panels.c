@@ -6,13 +6,10 @@
  * one group after the other, in float32. Sums of integers are exact, so a row's bits depend on nothing else.
  *
  * Weights lie in panels of 16 outputs side by side, one group of columns after the other: 16 scales, 16 minimums if there are any (or, of the
- * kinds with halves, 16 scales of this group and of the next one, in front of every other group), then the codes, [columns / 4][16 outputs][4 columns], or [columns / 8][16 outputs][4 bytes] with four columns in the low halves of the bytes and the next
- * four in the high ones. What a pass reads is one stream. */
-#include "native.h"
-#include "byte_dot.h"
-
-#define MOST_PANELS 4
-#define GROUP_HEADER 3 /* of a packed row's group: its scale, (DOT_SHIFT - zero_point) sum q, scale sum q */
+ * kinds with halves, 16 scales of this group and of the next one, in front of every other group), then the codes, [columns / 4][16 outputs]
+ * [4 columns], or [columns / 8][16 outputs][4 bytes] with four columns in the low halves of the bytes and the next four in the high ones. What
+ * a pass reads is one stream. K-quants have panels of their own (super_blocks.c). */
+#include "panels.h"
 
 static int is_narrow(int kind) { return kind >= PANELS_4_BITS; }
 static int has_minimum(int kind) { return kind == PANELS_8_BITS_MINIMUM || kind == PANELS_4_BITS_MINIMUM; }
@@ -63,41 +60,11 @@ void pack_bytes(const float *x, const int32_t *numbers, int columns, int group, 
         }
 }
 
-#define EACH_ROW _Pragma("unroll") for (int row = 0; row < rows; row++)
-#define EACH_PANEL _Pragma("unroll") for (int n = 0; n < panels; n++)
-/* The processor's own prefetching stops at every page, so ask early: for what comes later in this panel, or, where an earlier block of rows
- * has read this panel, for the same place of the next one (`ahead` bytes on). */
-#define PREFETCH(from)                                \
-    if (ahead)                                        \
-        __builtin_prefetch((from) + ahead, 0, 2);     \
-    else if (rows > 4) /* the sooner they are needed */ \
-        __builtin_prefetch((from) + 4096, 0, 3);      \
-    else                                              \
-        __builtin_prefetch((from) + 1024, 0, 2);
-
-/* dot[row] += 4 columns of a panel, for all rows and panels. */
-#define MULTIPLY_ADD(shift)                                                                           \
-    {                                                                                                 \
-        weight_codes w[MOST_PANELS];                                                                  \
-        EACH_PANEL {                                                                                  \
-            const words own = narrow ? codes[n] >> (shift) & 0x0F0F0F0Fu : codes[n];                  \
-            w[n] = split_codes(has_table ? look_up(own, table) : own);                                \
-        }                                                                                             \
-        EACH_ROW EACH_PANEL dot[n][row] = dot_bytes(w[n], quad + row * DOT_WORDS, dot[n][row]);   \
-        quad += rows * DOT_WORDS;                                                                    \
-    }
-
-INLINE floats load_halves(const uint8_t *from) {
-    halfs stored;
-    memcpy(&stored, from, sizeof stored);
-    return __builtin_convertvector(stored, floats);
-}
-
 /* `panels` panels (1, 2 or 4, which share what is loaded of the rows) for `rows` packed rows. */
 INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, float *y, const int rows, int real_rows, size_t ahead,
                             const int panels, const int narrow, const int minimum, const int has_table, const int halves) {
     const int group = matrix->group, columns = matrix->columns;
-    const size_t next = (size_t)matrix->row_bytes;
+    const size_t next = (size_t)matrix->row_bytes, distance = prefetch_distance(rows, ahead);
     const uint8_t *at = matrix->codes + (size_t)(first / LANES) * next, *header = at;
     floats sum[MOST_PANELS][MAX_ROWS];
     bytes table = {0};
@@ -108,16 +75,23 @@ INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, flo
         const int is_second = halves && begin / group % 2;
         ints dot[MOST_PANELS][MAX_ROWS];
         EACH_ROW EACH_PANEL dot[n][row] = broadcast_int(offsets[row]);
+        EACH_PANEL for (int line = 0; line < (minimum ? 2 : 1); line++) PREFETCH(at + (size_t)n * next + line * sizeof(floats))
         header = is_second ? header + sizeof(halfs) : at;
         at += is_second ? 0 : (minimum ? 2 : 1) * sizeof(floats);
         for (int column = 0; column < group; column += narrow ? 8 : 4, at += sizeof(words)) {
             words codes[MOST_PANELS];
             EACH_PANEL {
-                memcpy(&codes[n], at + (size_t)n * next, sizeof codes[n]);
+                codes[n] = load_codes(at + (size_t)n * next);
                 PREFETCH(at + (size_t)n * next)
             }
-            MULTIPLY_ADD(0)
-            if (narrow) MULTIPLY_ADD(4)
+            _Pragma("unroll") for (int shift = 0; shift < (narrow ? 8 : 4); shift += 4) {
+                weight_codes w[MOST_PANELS];
+                EACH_PANEL {
+                    const words own = narrow ? codes[n] >> shift & 0x0F0F0F0Fu : codes[n];
+                    w[n] = split_codes(has_table ? look_up(own, table) : own);
+                }
+                MULTIPLY_ADD(w)
+            }
         }
         EACH_PANEL {
             const floats scale = halves ? load_halves(header + (size_t)n * next) : load((const float *)(header + (size_t)n * next));
@@ -129,14 +103,7 @@ INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, flo
         }
         x = (const float *)quad;
     }
-    EACH_PANEL {
-        const int from = first + n * LANES, outputs = matrix->outputs - from < LANES ? matrix->outputs - from : LANES;
-        const floats bias = matrix->bias ? load_first(matrix->bias + from, outputs) : broadcast(0.0f);
-        EACH_ROW if (row < real_rows) {
-            const floats total = sum[n][row] + bias;
-            store_part(y + (size_t)row * (size_t)matrix->outputs + from, total, outputs);
-        }
-    }
+    EACH_PANEL store_sums(matrix, first + n * LANES, sum[n], rows, y, real_rows);
 }
 
 #define PRODUCT_OF(rows, panels, kind_, narrow, minimum, has_table, halves)                                                    \
@@ -151,28 +118,13 @@ INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, flo
     PRODUCT_OF(rows, panels, PANELS_4_BITS_TABLE, 1, 0, 1, 0)      \
     PRODUCT_OF(rows, panels, PANELS_4_BITS_HALVES, 1, 0, 0, 1)     \
     PRODUCT_OF(rows, panels, PANELS_4_BITS_TABLE_HALVES, 1, 0, 1, 1)
-/* Panels at once: as many streams as keep the memory busy while sums stay in registers. More rows are bound by arithmetic. */
-#define PANELS_OF(rows) ((rows) < 4 ? MOST_PANELS : (rows) == 4 ? MAX_ROWS / 2 : 1)
-#define CASE(rows)                         \
-    case rows:                             \
-        PRODUCTS_OF(rows, PANELS_OF(rows)) \
-        if (PANELS_OF(rows) > 1) {         \
-            PRODUCTS_OF(rows, 1)           \
-        }                                  \
-        break;
-
 /* Outputs [first, end) of one block of packed rows; `first` is a multiple of 16. */
 static void multiply_block(const Matrix *matrix, int first, int end, const float *x, float *y, int rows, int real_rows, size_t ahead) {
-    switch (rows) {
-        CASE(1)
-        CASE(2)
-        CASE(3)
-        CASE(4)
-#if MAX_ROWS == 8
-        CASE(6)
-        CASE(8)
-#endif
+    if (matrix->block) {
+        multiply_super_blocks(matrix, first, end, x, y, rows, real_rows, ahead);
+        return;
     }
+    switch (rows) { EACH_TILE(PRODUCTS_OF) }
 }
 
 /* Outputs [begin, end) of every row, panel after panel where there are more blocks of rows than one: the blocks behind the first find a panel in

@@ -1,0 +1,73 @@
+/* What products with panels share (panels.c, super_blocks.c): 16 outputs side by side, rows packed as bytes. */
+#ifndef PACELINE_PANELS_H
+#define PACELINE_PANELS_H
+
+#include "byte_dot.h"
+#include "native.h"
+
+#define MOST_PANELS 4
+#define GROUP_HEADER 3 /* of a packed row's group: its scale, (DOT_SHIFT - zero_point) sum q, scale sum q */
+#define EACH_ROW _Pragma("unroll") for (int row = 0; row < rows; row++)
+#define EACH_PANEL _Pragma("unroll") for (int n = 0; n < panels; n++)
+/* The processor's own prefetching stops at every page, so ask early, `distance` bytes on; more rows than four take so long that what comes next
+ * is wanted in the first-level cache as well. Without a branch: it would keep the compiler from ordering what is around it. */
+#define PREFETCH(from)                                      \
+    {                                                       \
+        if (rows > 4) __builtin_prefetch((from) + 1024, 0, 3); \
+        __builtin_prefetch((from) + distance, 0, 2);        \
+    }
+
+/* dot[row] += 4 columns of each panel, of which w[n] are the codes, for all rows. */
+#define MULTIPLY_ADD(w)                                                                                \
+    {                                                                                                 \
+        EACH_ROW EACH_PANEL dot[n][row] = dot_bytes((w)[n], quad + row * DOT_WORDS, dot[n][row]);     \
+        quad += rows * DOT_WORDS;                                                                     \
+    }
+
+/* For what comes later in a panel, or, where an earlier block of rows has read this panel, for the same place of the next one, `ahead` bytes on. */
+INLINE size_t prefetch_distance(const int rows, size_t ahead) { return ahead ? ahead : rows > 4 ? 4096 : 1024; }
+
+INLINE words load_codes(const uint8_t *from) {
+    words codes;
+    memcpy(&codes, from, sizeof codes);
+    return codes;
+}
+
+INLINE floats load_halves(const uint8_t *from) {
+    halfs stored;
+    memcpy(&stored, from, sizeof stored);
+    return __builtin_convertvector(stored, floats);
+}
+
+/* Sums with the bias, for the outputs and the rows that are there. */
+INLINE void store_sums(const Matrix *matrix, int from, const floats *sums, const int rows, float *y, int real_rows) {
+    const int outputs = matrix->outputs - from < LANES ? matrix->outputs - from : LANES;
+    const floats bias = matrix->bias ? load_first(matrix->bias + from, outputs) : broadcast(0.0f);
+    EACH_ROW if (row < real_rows) {
+        const floats total = sums[row] + bias;
+        store_part(y + (size_t)row * (size_t)matrix->outputs + from, total, outputs);
+    }
+}
+
+/* Panels at once: as many streams as keep the memory busy while sums stay in registers; more rows are bound by arithmetic.
+ * PRODUCTS(rows, panels) computes as many as there are. */
+#ifndef PANELS_OF
+#define PANELS_OF(rows) ((rows) < 4 ? MOST_PANELS : (rows) == 4 ? MAX_ROWS / 2 : 1)
+#endif
+#define TILE_OF(rows, PRODUCTS)         \
+    case rows:                          \
+        PRODUCTS(rows, PANELS_OF(rows)) \
+        if (PANELS_OF(rows) > 1) {      \
+            PRODUCTS(rows, 1)           \
+        }                               \
+        break;
+#if MAX_ROWS == 8
+#define EACH_TILE(PRODUCTS) \
+    TILE_OF(1, PRODUCTS) TILE_OF(2, PRODUCTS) TILE_OF(3, PRODUCTS) TILE_OF(4, PRODUCTS) TILE_OF(6, PRODUCTS) TILE_OF(8, PRODUCTS)
+#else
+#define EACH_TILE(PRODUCTS) TILE_OF(1, PRODUCTS) TILE_OF(2, PRODUCTS) TILE_OF(3, PRODUCTS) TILE_OF(4, PRODUCTS)
+#endif
+
+void multiply_super_blocks(const Matrix *matrix, int first, int end, const float *x, float *y, int rows, int real_rows, size_t ahead);
+
+#endif

@@ -1,0 +1,176 @@
+"""The file of answers: one writer, whole lines only, and what an earlier run left in it."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from paceline.errors import CapacityError, ConfigError, RequestError
+
+_BEGINNING = b'{"id":"batch_req_'
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class Finished:
+    """What stands in an output file.
+
+    Attributes:
+        ids: the line's id by its custom_id.
+        num_by_status: answers by their HTTP status.
+        models: that answered.
+    """
+
+    ids: dict[str, str] = field(default_factory=dict)
+    num_by_status: dict[int, int] = field(default_factory=dict)
+    models: set[str] = field(default_factory=set)
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Count a line.
+
+        Raises:
+            KeyError, TypeError, AttributeError: it is none of ours.
+        """
+        response = line["response"]
+        status, model = int(response["status_code"]), response["body"].get("model")
+        self.ids[line["custom_id"]] = line["id"]
+        self.num_by_status[status] = self.num_by_status.get(status, 0) + 1
+        if model is not None:
+            self.models.add(model)
+
+
+class OutputFile:
+    """A file that grows by whole lines.
+
+    A line reaches the system in one write, so that a process that is killed loses none that was written; `sync` makes them survive a loss
+    of power. Whatever ended the last run, what it left half written at the end is cut off when the file is opened.
+
+    Args:
+        path: made where it is not there; nobody else may write it while this object is open.
+
+    Raises:
+        ConfigError: another run is writing it, or its content is not a batch's output.
+        RequestError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
+            self._file: BinaryIO = os.fdopen(handle, "r+b", buffering=0)
+        except OSError as error:
+            raise RequestError(f"the output file {path} cannot be written ({error.strerror}): give another one") from None
+        try:
+            _lock(self._file, path)
+            self.finished = Finished()
+            self._end = self._take_stock()
+            self._file.truncate(self._end)
+            self._file.seek(self._end)
+        except BaseException:
+            self._file.close()
+            raise
+        self._is_synced = False
+
+    def __enter__(self) -> "OutputFile":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Write an answer.
+
+        Raises:
+            CapacityError: the disk is full, or the like; nothing of the line stays.
+        """
+        content = json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+        try:
+            written = 0
+            while written < len(content):  # a full disk takes a part, and then refuses the rest
+                written += self._file.write(content[written:]) or 0
+        except OSError as error:
+            raise CapacityError(f"{self.path} cannot be written ({error.strerror}): make room and run the same command again") from None
+        self._end += len(content)
+        self._is_synced = False
+        self.finished.add(line)
+
+    def sync(self) -> None:
+        """What was written survives a loss of power, once this returns. May be called in a thread."""
+        if not self._is_synced:
+            self._is_synced = True
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Cut what was not written to its end, sync, and let others write."""
+        if not self._file.closed:
+            try:
+                self._file.truncate(self._end)
+                self.sync()
+            finally:
+                self._file.close()
+
+    def _take_stock(self) -> int:
+        """Read what is there; the length of what stays.
+
+        Raises:
+            ConfigError: it is not a batch's output.
+        """
+        end = 0
+        for number, line in enumerate(_lines(self._file), 1):
+            try:
+                if not line.endswith(b"\n"):
+                    raise ValueError
+                self.finished.add(json.loads(line))
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                self._check_tail(line, number)
+                break
+            end += len(line)
+        return end
+
+    def _check_tail(self, line: bytes, number: int) -> None:
+        """That a line which is not whole is the end of what a killed run wrote, and may be cut.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        kept = line.rstrip(b"\0")  # after a loss of power what was not synced may be zeros
+        if not line.endswith(b"\n") and (kept.startswith(_BEGINNING) or _BEGINNING.startswith(kept)):
+            return
+        raise ConfigError(f"line {number} of {self.path} is no answer of a batch: nothing is written; give another output file")
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file that is not buffered, read from its beginning."""
+    file.seek(0)
+    rest = b""
+    while chunk := file.read(_CHUNK_BYTES):
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line + b"\n"
+    if rest:
+        yield rest
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    """The system gives the lock back when the process ends, however that happens.
+
+    Raises:
+        ConfigError: another process has it.
+    """
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"another run is writing {path}: wait for its end, or give another output file") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be locked ({error.strerror}): give an output file on a local disk") from None

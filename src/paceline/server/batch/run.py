@@ -1,0 +1,144 @@
+"""Answering a batch file with one engine."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from paceline.engine.async_engine import AsyncEngine
+from paceline.errors import ConfigError
+from paceline.server.app import create_app
+from paceline.server.batch.answering import answer_line, batch_settings
+from paceline.server.batch.lines import BadLine, BatchLine
+from paceline.server.batch.output_file import OutputFile
+from paceline.server.batch.plan import Plan, plan_batch
+from paceline.server.settings import ServerSettings
+
+SYNC_S = 1.0
+"""Seconds of answers at most that a loss of power costs."""
+_LINES_A_SAMPLE = 2  # lines that are asked for a sample that runs: prompts are made ready while others run
+
+
+@dataclass(frozen=True, slots=True)
+class Watcher:
+    """What a batch tells while it runs.
+
+    Attributes:
+        say: takes lines for the person who started it.
+        warn: takes those about lines that are left out.
+        begin: the lines that are answered already, and all there are to answer.
+        advance: one more is.
+    """
+
+    say: Callable[[str], None]
+    warn: Callable[[str], None]
+    begin: Callable[[int, int], None] = lambda num_done, num_requests: None
+    advance: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """What a batch came to, earlier runs included.
+
+    Attributes:
+        num_by_status: answers by their HTTP status.
+        bad: lines that are no requests.
+    """
+
+    num_requests: int
+    num_by_status: Mapping[int, int]
+    bad: list[BadLine] = field(default_factory=list)
+
+    @property
+    def num_answered(self) -> int:
+        return sum(self.num_by_status.values())
+
+    @property
+    def num_refused(self) -> int:
+        return sum(count for status, count in self.num_by_status.items() if 400 <= status < 500)
+
+    @property
+    def num_failed(self) -> int:
+        return sum(count for status, count in self.num_by_status.items() if status >= 500)
+
+
+def run_batch(arguments: Mapping[str, Any], settings: ServerSettings, source: Path, target: Path, watcher: Watcher) -> BatchResult:
+    """Answer every request of a batch file that the output does not answer yet.
+
+    Each answer is written as soon as it is there, so the output may be in another order than the input. Whatever ends the run, the next one
+    goes on from there.
+
+    Args:
+        arguments: of `AsyncEngine.open`.
+
+    Raises:
+        PacelineError: a file cannot be used, the model cannot be loaded, or the engine ended.
+    """
+    with OutputFile(target) as output:
+        plan = begin_batch(source, output, settings, watcher)
+        if plan.num_pending:
+            asyncio.run(_answer_all(arguments, settings, plan, output, watcher))
+        return BatchResult(plan.num_requests, output.finished.num_by_status, plan.bad)
+
+
+def begin_batch(source: Path, output: OutputFile, settings: ServerSettings, watcher: Watcher) -> Plan:
+    """What is left to do, with the bad lines told."""
+    plan = plan_batch(source, output.finished, settings.max_body_bytes)
+    for bad in plan.bad:
+        watcher.warn(f"line {bad.number} is left out: {bad.reason}")
+    watcher.begin(plan.num_requests - plan.num_pending, plan.num_requests)
+    return plan
+
+
+def check_model(output: OutputFile, model: str) -> None:
+    """That earlier answers are the same model's.
+
+    Raises:
+        ConfigError: they are another's.
+    """
+    if others := sorted(output.finished.models - {model}):
+        raise ConfigError(f"{output.path} holds answers of the model {others[0]!r}, and this is {model!r}: give another output file")
+
+
+async def _answer_all(arguments: Mapping[str, Any], settings: ServerSettings, plan: Plan, output: OutputFile, watcher: Watcher) -> None:
+    engine = await asyncio.to_thread(lambda: AsyncEngine.open(**arguments))
+    try:
+        for notice in (*engine.opened.notices, engine.opened.banner):
+            watcher.say(notice)
+        app = create_app(engine, batch_settings(settings))
+        check_model(output, app.state.service.model)
+        num_at_once = _LINES_A_SAMPLE * engine.opened.engine.scheduler.limits.max_num_seqs
+        await answer_lines(app, plan.lines(), num_at_once, output, watcher.advance)
+    finally:
+        await engine.close()
+
+
+async def answer_lines(
+    app: ASGIApp, lines: Iterator[BatchLine], num_at_once: int, output: OutputFile, advance: Callable[[], None] = lambda: None
+) -> None:
+    """Answer lines, `num_at_once` of them at a time."""
+
+    async def work() -> None:
+        for line in lines:  # shared: each is taken by one
+            output.append(await answer_line(app, line))
+            advance()
+
+    syncing = asyncio.ensure_future(_keep_synced(output))
+    working = [asyncio.ensure_future(work()) for _ in range(num_at_once)]
+    try:
+        await asyncio.gather(*working)
+    finally:
+        for task in (syncing, *working):
+            task.cancel()
+        await asyncio.gather(syncing, *working, return_exceptions=True)
+
+
+async def _keep_synced(output: OutputFile) -> None:
+    with suppress(asyncio.CancelledError):
+        while True:
+            await asyncio.sleep(SYNC_S)
+            await asyncio.to_thread(output.sync)

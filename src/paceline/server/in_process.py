@@ -1,0 +1,125 @@
+"""Asking an application in its own process: the same door, routes and answers as over a socket."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+_HEADERS = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an application says to a request.
+
+    Attributes:
+        parts: the body, as it comes.
+    """
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    parts: AsyncGenerator[bytes, None]
+
+    def header(self, name: bytes) -> str:
+        """The value of a header; "" where there is none."""
+        return next((value.decode("latin-1") for key, value in self.headers if key.lower() == name), "")
+
+    async def body(self) -> bytes:
+        """The whole of it."""
+        return b"".join([part async for part in self.parts])
+
+
+@asynccontextmanager
+async def asked(app: ASGIApp, method: str, path: str, body: bytes = b"") -> AsyncIterator[Answer]:
+    """The answer to one request; left early, the request is given up as if its client had hung up.
+
+    Raises:
+        RuntimeError: the application ended without an answer.
+    """
+    sent = asyncio.Queue[Message | None]()
+    gone = asyncio.Event()
+    bodies = iter([body])
+
+    async def receive() -> Message:
+        for whole in bodies:
+            return {"type": "http.request", "body": whole, "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def run() -> None:
+        try:
+            await app(_scope(method, path), receive, sent.put)
+        finally:
+            sent.put_nowait(None)
+
+    running = asyncio.ensure_future(run())
+    try:
+        start = await sent.get()
+        if start is None:
+            await running
+            raise RuntimeError("the application ended without an answer")
+        async with aclosing(_parts(sent, running)) as parts:
+            yield Answer(start["status"], list(start["headers"]), parts)
+    finally:
+        gone.set()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def _parts(sent: "asyncio.Queue[Message | None]", running: "asyncio.Future[None]") -> AsyncGenerator[bytes, None]:
+    while (message := await sent.get()) is not None:
+        if message.get("body"):
+            yield message["body"]
+        if not message.get("more_body", False):
+            break
+    await running
+
+
+async def gathered(parts: AsyncGenerator[bytes, None], window_s: float) -> AsyncGenerator[bytes, None]:
+    """The same bytes in fewer parts: the first one at once, later ones no closer to one another than `window_s`."""
+    came = asyncio.Queue[bytes | Exception | None]()
+
+    async def read() -> None:
+        try:
+            async for part in parts:
+                came.put_nowait(part)
+            came.put_nowait(None)
+        except Exception as error:
+            came.put_nowait(error)
+
+    reading = asyncio.ensure_future(read())
+    try:
+        while True:
+            batch = [await came.get()]
+            while not came.empty():
+                batch.append(came.get_nowait())
+            if content := b"".join(part for part in batch if isinstance(part, bytes)):
+                yield content
+            if isinstance(last := batch[-1], Exception):
+                raise last
+            if last is None:
+                return
+            await asyncio.wait({reading}, timeout=window_s)
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+
+def _scope(method: str, path: str) -> dict[str, Any]:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": list(_HEADERS),
+        "client": None,
+        "server": None,
+    }

@@ -1,0 +1,90 @@
+// One answer while it comes and when it is there. Values: every change makes a new one.
+
+export const WAITING = "waiting";
+export const STREAMING = "streaming";
+export const DONE = "done";
+export const STOPPED = "stopped"; // by the person in front of the page
+export const LOST = "lost"; // the connection broke
+export const FAILED = "failed"; // the server said why
+
+export function newAnswer(fields) {
+  return { fields, status: WAITING, text: "", thoughts: "", steps: [], error: null, finishReason: null, stats: null, firstMs: 0, lastMs: 0 };
+}
+
+export function isRunning(answer) {
+  return answer.status === WAITING || answer.status === STREAMING;
+}
+
+// An answer after one event of its stream, which came at `nowMs`.
+export function withEvent(answer, event, nowMs) {
+  const next = { ...answer, status: STREAMING };
+  const [choice] = event.choices;
+  next.text += choice?.delta.content ?? "";
+  next.thoughts += choice?.delta.reasoning_content ?? "";
+  next.finishReason = choice?.finish_reason ?? answer.finishReason;
+  if (event.usage) next.stats = event.speculation;
+  else if (event.speculation) {
+    next.steps = [...answer.steps, ...stepsOf(event.speculation)];
+    next.firstMs ||= nowMs;
+    next.lastMs = nowMs;
+  }
+  return next;
+}
+
+// Steps with the tokens they emitted: {start, tokens, drafts, plain}. A draft is {token, parent, source, isAccepted}, node i + 1 of
+// its tree, whose node 0 is the token in front of the step.
+function stepsOf({ token_ids, texts, origins, trees }) {
+  let place = 0;
+  return trees.map((tree) => {
+    const tokens = tree.token_ids.map(() => {
+      const token = { id: token_ids[place], text: texts[place], origin: origins[place] };
+      place += 1;
+      return token;
+    });
+    const drafts = tree.draft_token_ids.map((id, index) => ({
+      token: { id, text: tree.draft_texts[index] },
+      parent: tree.parents[index],
+      source: tree.sources[index],
+      isAccepted: tree.accepted_nodes.includes(index + 1),
+    }));
+    return { start: tree.start, tokens, drafts, plain: tree.plain };
+  });
+}
+
+export function tokensOf(answer) {
+  return answer.steps.flatMap((step) => step.tokens);
+}
+
+// Counts and rates, by the server's clock if there is its time, else by this page's.
+export function numbersOf(answer, byServer = answer.stats !== null) {
+  const numTokens = answer.steps.reduce((sum, step) => sum + step.tokens.length, 0);
+  const drafted = answer.steps.reduce((sum, step) => sum + step.drafts.length, 0);
+  const accepted = tokensOf(answer).filter((token) => token.origin === "accepted").length;
+  const decodeS = byServer ? answer.stats.timing.decode_s : (answer.lastMs - answer.firstMs) / 1000;
+  const behindFirst = numTokens - (answer.steps[0]?.tokens.length ?? 0);
+  return {
+    numTokens,
+    numSteps: answer.steps.length,
+    drafted,
+    accepted,
+    decodeS,
+    tokensPerS: decodeS > 0 ? behindFirst / decodeS : null,
+    meanAcceptanceLength: answer.steps.length ? numTokens / answer.steps.length : null,
+  };
+}
+
+// Where two answers differ first: {index, left, right}, tokens that are missing being null; null where they do not.
+export function firstDifference(left, right) {
+  const [ours, theirs] = [tokensOf(left), tokensOf(right)];
+  const length = Math.max(ours.length, theirs.length);
+  for (let index = 0; index < length; index += 1) {
+    if (ours[index]?.id !== theirs[index]?.id) return { index, left: ours[index] ?? null, right: theirs[index] ?? null };
+  }
+  return null;
+}
+
+// How a token is spelled where spaces and line ends must be seen; parts of characters come as bytes:\xe2\x82.
+export function spelled(text) {
+  if (text.startsWith("bytes:\\x")) return `⟨${text.slice("bytes:\\x".length).replaceAll("\\x", " ")}⟩`;
+  return text.replaceAll("\n", "↵").replaceAll("\t", "→");
+}

@@ -1,0 +1,80 @@
+// An answer: its text, its numbers, its tokens, and what can be done with it.
+import { Component, html } from "./html.js";
+import { DONE, FAILED, LOST, STOPPED, STREAMING, WAITING, isRunning, numbersOf } from "./answer.js";
+import { ComparisonView } from "./comparison_view.js";
+import { Markdown } from "./markdown.js";
+import { isPlain } from "./request.js";
+import { Strip } from "./strip.js";
+import { Legend } from "./tokens.js";
+
+const COPIED_MS = 2000;
+
+export class AnswerView extends Component {
+  shouldComponentUpdate(next, state) {
+    return ["turn", "isBusy"].some((name) => next[name] !== this.props[name]) || state.isCopied !== this.state.isCopied;
+  }
+
+  componentWillUnmount() {
+    clearTimeout(this.timer);
+  }
+
+  copy = async () => {
+    await navigator.clipboard.writeText(this.props.turn.answer.text);
+    this.setState({ isCopied: true });
+    this.timer = setTimeout(() => this.setState({ isCopied: false }), COPIED_MS);
+  };
+
+  render({ turn: { id, answer, comparison }, isBusy, actions, model }, { isCopied }) {
+    return html`<article class="turn answer" aria-label="Answer" aria-busy=${String(isRunning(answer))}>
+      <h2>${model}</h2>
+      ${answer.status === WAITING && html`<p class="waiting">…</p>`}
+      ${answer.thoughts && html`<details class="thoughts"><summary>Thoughts</summary><${Markdown} text=${answer.thoughts} /></details>`}
+      <${Markdown} text=${answer.text} />
+      <${Fault} answer=${answer} />
+      ${answer.steps.length > 0 && html`<${Numbers} answer=${answer} />`}
+      ${!isRunning(answer) &&
+      html`<div class="actions">
+        ${answer.text && navigator.clipboard && html`<button type="button" onClick=${this.copy}>${isCopied ? "Copied" : "Copy"}</button>`}
+        <button type="button" disabled=${isBusy} onClick=${() => actions.retry(id)}>Retry</button>
+        ${canCompare(answer) &&
+        html`<button type="button" disabled=${isBusy} onClick=${() => actions.compare(id)}>Compare without drafts</button>`}
+      </div>`}
+      ${comparison && html`<${ComparisonView} answer=${answer} plain=${comparison} />`}
+      ${!comparison &&
+      answer.steps.length > 0 &&
+      html`<details class="tokens" open>
+        <summary>Tokens by step</summary>
+        <${Legend} />
+        <${Strip} steps=${answer.steps} label="Tokens by step" />
+      </details>`}
+    </article>`;
+  }
+}
+
+function canCompare(answer) {
+  return [DONE, STOPPED, LOST].includes(answer.status) && answer.steps.length > 0 && !isPlain(answer.fields);
+}
+
+function Fault({ answer: { status, error } }) {
+  if (status === STOPPED) return html`<p class="note">Stopped.</p>`;
+  if (status !== LOST && status !== FAILED) return null;
+  const way = status === LOST ? "Is it running? Then retry." : "Change what is wrong, then retry.";
+  const what = status === LOST ? `The connection was lost: ${error}.` : `The server refused: ${error}.`;
+  return html`<p class="fault" role="alert">${what} ${way}</p>`;
+}
+
+function Numbers({ answer }) {
+  const { numTokens, numSteps, drafted, accepted, tokensPerS, meanAcceptanceLength } = numbersOf(answer);
+  const shown = [
+    ["tokens/s", tokensPerS?.toFixed(tokensPerS < 100 ? 1 : 0) ?? "–"],
+    ["mean acceptance length", meanAcceptanceLength.toFixed(2)],
+    ["drafts accepted", `${accepted} of ${drafted}`],
+    ["tokens", numTokens],
+    ["steps", numSteps],
+    ["seed", answer.fields.seed],
+  ];
+  if (answer.status === STREAMING) shown.pop();
+  return html`<dl class="numbers">
+    ${shown.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}
+  </dl>`;
+}

@@ -1,0 +1,93 @@
+"""A batch file answered by several engines, which Ray Data feeds and replaces when one ends (extra `ray`)."""
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.engine.async_engine import AsyncEngine
+from paceline.errors import CapacityError, library_errors
+from paceline.server.app import create_app, served_name
+from paceline.server.batch.answering import answer_line, batch_settings
+from paceline.server.batch.lines import BatchLine
+from paceline.server.batch.output_file import OutputFile
+from paceline.server.batch.plan import Plan
+from paceline.server.batch.run import BatchResult, Watcher, begin_batch, check_model
+from paceline.server.replicas.ray_cluster import actor_options, ray_cluster
+from paceline.server.replicas.settings import ClusterSettings
+from paceline.server.settings import ServerSettings
+
+_BLOCKS_A_REPLICA = 4  # at least, so that none is idle while another has much left
+_LINES_A_SAMPLE = 8  # of a block, at most, for each sample that runs at a time
+
+
+class BatchReplica:
+    """An engine that answers blocks of lines.
+
+    Args:
+        arguments: of `AsyncEngine.open`.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], settings: ServerSettings) -> None:
+        self._app = create_app(AsyncEngine.open(**arguments), batch_settings(settings))
+
+    def __call__(self, block: Mapping[str, Any]) -> dict[str, list[str]]:
+        """The output lines of a block's requests, as JSON; a column of each for each field of `BatchLine`."""
+        columns = (block[name] for name in ("number", "custom_id", "url", "body"))
+        lines = [BatchLine(int(number), 0, 0, name, url, body.encode()) for number, name, url, body in zip(*columns, strict=True)]
+        return {"line": asyncio.run(self._answers(lines))}
+
+    async def _answers(self, lines: list[BatchLine]) -> list[str]:
+        return [json.dumps(answer) for answer in await asyncio.gather(*(answer_line(self._app, line) for line in lines))]
+
+
+def run_batch_on_replicas(
+    arguments: Mapping[str, Any],
+    settings: ServerSettings,
+    cluster: ClusterSettings,
+    source: Path,
+    target: Path,
+    watcher: Watcher,
+    *,
+    debug: bool = False,
+) -> BatchResult:
+    """As `run_batch`, with the engines of a Ray cluster. The output is written here, block by block as they are answered.
+
+    Raises:
+        PacelineError: as for `run_batch`, or Ray is not there.
+    """
+    arguments = cluster.engine_arguments(arguments)
+    with OutputFile(target) as output:
+        plan = begin_batch(source, output, settings, watcher)
+        if plan.num_pending:
+            check_model(output, settings.served_name or served_name(arguments["model"]))
+            with ray_cluster(cluster, arguments, part="data", debug=debug) as ray:
+                for line in _answered(ray, arguments, settings, cluster, plan):
+                    output.append(line)
+                    watcher.advance()
+        return BatchResult(plan.num_requests, output.finished.num_by_status, plan.bad)
+
+
+def lines_a_block(num_lines: int, num_replicas: int, max_num_seqs: int) -> int:
+    """Lines that one replica gets at a time: many keep it busy, few leave the others something and are lost when it ends."""
+    return max(1, min(num_lines // (_BLOCKS_A_REPLICA * num_replicas), _LINES_A_SAMPLE * max_num_seqs))
+
+
+def _answered(
+    ray: Any, arguments: Mapping[str, Any], settings: ServerSettings, cluster: ClusterSettings, plan: Plan
+) -> Iterator[dict[str, Any]]:
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    rows = [{"number": one.number, "custom_id": one.custom_id, "url": one.url, "body": one.body.decode()} for one in plan.lines()]
+    num_blocks = -(-len(rows) // lines_a_block(len(rows), cluster.replicas, arguments["max_num_seqs"]))
+    answers = ray.data.from_items(rows, override_num_blocks=num_blocks).map_batches(
+        BatchReplica,
+        fn_constructor_args=(dict(arguments), settings),
+        batch_size=None,
+        compute=ray.data.ActorPoolStrategy(size=cluster.replicas),
+        **actor_options(arguments),
+    )
+    with library_errors("the replicas could not go on: the same command asks again for what is not answered", CapacityError):
+        for row in answers.iter_rows():
+            yield json.loads(row["line"])

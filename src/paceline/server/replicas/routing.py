@@ -1,0 +1,92 @@
+"""Which replica answers a request: the one that has probably seen how it begins, unless that one has too much to do.
+
+A function of numbers alone: `tools/simulate_replicas.py` and its tests call it with a simulated clock.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+DEFAULT_MAX_LEAD = 4
+PROMPT_CHARS = 512
+PROMPT_TOKENS = 128
+"""What of a prompt's beginning is looked at."""
+_MASK = 2**64 - 1
+
+
+def choose_replica(loads: Mapping[str, int], key: int, *, max_lead: int = DEFAULT_MAX_LEAD) -> str:
+    """The name of the replica for a request.
+
+    Every key has one replica that it belongs to, which stays the same while that one is there (rendezvous hashing); so requests that begin
+    alike meet the rows of one another. If that one has more than `max_lead` requests more than the least loaded, the request goes to the
+    least loaded; of several to the one that comes first for this key.
+
+    Args:
+        loads: requests that each replica has now.
+        key: of the request's beginning; of a request without one any number, with `max_lead` 0.
+
+    Raises:
+        ValueError: there is no replica.
+
+    Source: D. Thaler and C. Ravishankar, "Using name-based mappings to increase hit rates" (1998), for the rendezvous.
+    """
+    least = min(loads.values())
+    affine = _affine(tuple(loads), key)
+    if loads[affine] - least <= max_lead:
+        return affine
+    return max((name for name, load in loads.items() if load == least), key=lambda name: _weight(name, key))
+
+
+def prefix_key(body: bytes) -> int | None:
+    """A number that requests with the same beginning share; None where there is none.
+
+    Of a chat the messages up to the first one of a user: later turns begin with the same. Of a prompt its first characters or tokens.
+    """
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, Mapping):
+        return None
+    beginning = _beginning(fields)
+    return None if beginning is None else int.from_bytes(hashlib.blake2b(json.dumps(beginning).encode(), digest_size=8).digest(), "big")
+
+
+def _beginning(fields: Mapping[str, Any]) -> Any:
+    messages, prompt = fields.get("messages"), fields.get("prompt")
+    if isinstance(given := fields.get("input"), list):  # of a response
+        messages = given
+    elif isinstance(given, str):
+        prompt = given
+    if isinstance(messages, list) and messages:
+        users = (place for place, one in enumerate(messages) if isinstance(one, Mapping) and one.get("role") == "user")
+        return [fields.get("system"), messages[: next(users, 0) + 1]]
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        prompt = prompt[0]
+    if isinstance(prompt, str) and prompt:
+        return prompt[:PROMPT_CHARS]
+    return prompt[:PROMPT_TOKENS] if isinstance(prompt, list) and prompt else None
+
+
+@lru_cache(maxsize=4096)
+def _affine(names: tuple[str, ...], key: int) -> str:
+    """Whom a key belongs to; kept, as among a thousand replicas finding out takes a millisecond."""
+    return max(names, key=lambda name: _weight(name, key))
+
+
+def _weight(name: str, key: int) -> int:
+    """How much a replica attracts a key: 64 well-mixed bits of both.
+
+    Source: the finaliser of SplitMix64 (G. Steele, D. Lea, C. Flood 2014).
+    """
+    mixed = (key ^ (_name_hash(name) * 0x9E3779B97F4A7C15)) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return mixed ^ (mixed >> 31)
+
+
+@lru_cache(maxsize=4096)
+def _name_hash(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")

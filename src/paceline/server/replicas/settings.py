@@ -1,0 +1,47 @@
+"""How many engines a command runs, and where."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import ConfigError
+from paceline.machine import usable_processors
+from paceline.server.replicas.routing import DEFAULT_MAX_LEAD
+
+MAX_COUNT = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSettings:
+    """How many engines run, and where.
+
+    Attributes:
+        replicas: engines, each in a process of its own; 0 = one in this process, without Ray.
+        ray_address: of a cluster that is running; None = one of this machine's own, which ends with the command.
+        max_lead: requests by which the replica that a prompt's beginning belongs to may be ahead of the least loaded one.
+    """
+
+    replicas: int = 0
+    ray_address: str | None = None
+    max_lead: int = DEFAULT_MAX_LEAD
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "max_lead"):
+            _check_count(name, getattr(self, name))
+
+    def engine_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of `AsyncEngine.open` for one of the replicas: on this machine they share its processors.
+
+        Raises:
+            ConfigError: nothing says how many processors of another machine a replica has.
+        """
+        if arguments.get("threads") is not None:
+            return dict(arguments)
+        if self.ray_address is not None:
+            raise ConfigError("threads is not given, and the processors of other machines are shared out by it: give --threads")
+        return {**arguments, "threads": max(1, usable_processors() // self.replicas)}
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
+        raise ConfigError(f"{name} is {value!r}: use a whole number from 0 to {MAX_COUNT}")

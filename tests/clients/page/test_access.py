@@ -1,0 +1,198 @@
+"""The page by keyboard, by screen reader, on a narrow screen, in light and dark."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from harness.page_driver import Step, script, scripted_stream, send, wait
+
+NARROW = {"viewport": {"width": 360, "height": 740}}
+LONG: Sequence[Step] = [
+    (["W" * 90], [], 0),
+    ([" long", "est" * 30, " of", " all"], [" long", "est" * 30, " of", " them"], 3),
+    (["\n```\n", "code_" * 40, "\n```\n"], [], 0),
+    (["https://example.com/" + "a" * 120], [], 0),
+    (["\n\n| a | b | c |\n|---|---|---|\n| " + "wide " * 9 + "| " + "b" * 60 + " | c |\n"], [], 0),
+]
+CONTROLS = "a[href], button, input, select, textarea, summary, [tabindex], [role=button]"
+# relative luminance and contrast as WCAG 2 defines them; colours come as rgb() or, mixed, as color(srgb …)
+CONTRASTS = """nodes => nodes.map(node => {
+  const channels = text => {
+    const numbers = text.match(/[\\d.]+/g).map(Number);
+    return text.startsWith("rgb") ? [...numbers.slice(0, 3).map(value => value / 255), numbers[3] ?? 1] : [...numbers.slice(0, 3), 1];
+  };
+  const luminance = colour => channels(colour).slice(0, 3)
+    .map(value => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, value, place) => sum + value * [0.2126, 0.7152, 0.0722][place], 0);
+  let ground = node;
+  while (channels(getComputedStyle(ground).backgroundColor)[3] === 0) ground = ground.parentElement;
+  const both = [luminance(getComputedStyle(node).color), luminance(getComputedStyle(ground).backgroundColor)].sort((a, b) => b - a);
+  return [node.textContent.trim().slice(0, 30), (both[0] + 0.05) / (both[1] + 0.05)];
+})"""
+TOO_WIDE = """nodes => nodes.filter(node => !node.closest('.scrolls, .strip') && node.getBoundingClientRect().right > 360.5)
+  .map(node => node.outerHTML)"""
+# its label, its aria-label, or the text of it that is read out
+NAMELESS = """nodes => nodes.filter(node => {
+  const copy = node.cloneNode(true);
+  for (const hidden of copy.querySelectorAll("[aria-hidden=true]")) hidden.remove();
+  return !(node.ariaLabel || node.labels?.length || copy.textContent.trim());
+}).map(node => node.outerHTML)"""
+TEXTS = ".token, .node, h1, h2, h3, p, dt, dd, th, td, li > button, label, summary, .markdown, .numbers dd, button:enabled"
+
+
+def states(page: Any) -> Any:
+    """The page empty, with its settings, answered with a tree open, compared, and while a message is edited."""
+    settings = page.get_by_role("button", name="Settings")
+    if settings.get_attribute("aria-expanded") == "false":
+        settings.click()
+    yield "empty"
+    script(page, scripted_stream(LONG))
+    send(page, "A question " + "that is long " * 9 + "y" * 99)
+    wait(page)
+    page.locator(".strip .step").nth(1).click()
+    yield "answered"
+    page.get_by_role("button", name="Compare without drafts").click()
+    page.locator(".verdict.same").wait_for()
+    yield "compared"
+    page.get_by_role("button", name="Edit").click()
+    yield "edited"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_is_wider_than_a_narrow_screen(open_page: Any, server: Any, scheme: str) -> None:
+    page = open_page(server.url, color_scheme=scheme, **NARROW)
+    for state in states(page):
+        width, seen = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+        assert (width, seen) == (360, 360), state
+        wide = page.locator("button:visible, input:visible, select:visible, textarea:visible").evaluate_all(TOO_WIDE)
+        assert wide == [], state
+
+
+def test_every_control_has_a_name_and_every_id_is_one(page: Any) -> None:
+    for state in states(page):
+        nameless = page.locator(CONTROLS).evaluate_all(NAMELESS)
+        assert nameless == [], state
+        ids = page.evaluate("[...document.querySelectorAll('[id]')].map(node => node.id)")
+        assert len(ids) == len(set(ids))
+        fields = page.locator("input, select, textarea").evaluate_all(
+            "nodes => nodes.map(node => node.labels.length + (node.ariaLabel ? 1 : 0))"
+        )
+        assert 0 not in fields
+        orders = page.locator("[tabindex]").evaluate_all("nodes => nodes.map(node => node.tabIndex)")
+        assert set(orders) <= {0, -1}, "the order of the focus is that of the page"
+
+
+def test_the_page_has_the_parts_that_screen_readers_jump_to(page: Any) -> None:
+    assert page.locator("html").get_attribute("lang") == "en"
+    script(page, scripted_stream(LONG))
+    send(page)
+    wait(page)
+    for role, count in {"main": 1, "banner": 1, "status": 1, "article": 2}.items():
+        assert page.get_by_role(role).count() == count, role
+    levels = page.locator("h1, h2, h3").evaluate_all("nodes => nodes.map(node => node.tagName)")
+    assert levels == ["H1", "H2", "H2"]
+    assert page.locator("[aria-live], [role=status], [role=alert], [role=log]").count() == 1, "one line is read out, not every token"
+    assert page.get_by_role("status").inner_text() == "The answer is there: 10 tokens."
+    legend = page.get_by_label("Who guessed a token")
+    assert legend.locator("li").all_text_contents() == ["accepted", "bonus", "plain"]
+
+
+def test_who_guessed_a_token_is_seen_without_colours(page: Any) -> None:
+    lines = page.locator(".long-legend .token").evaluate_all("nodes => nodes.map(node => getComputedStyle(node).borderBottomStyle)")
+    assert lines == ["solid", "double", "dotted"]
+
+
+def test_a_conversation_needs_no_mouse(page: Any) -> None:
+    script(page, scripted_stream(LONG))
+    assert page.evaluate("document.activeElement.id") == "message"
+    page.keyboard.type("One line")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("and another")
+    page.keyboard.press("Enter")
+    wait(page)
+    assert page.locator(".typed").inner_text() == "One line\nand another"
+    assert page.evaluate("document.activeElement.id") == "message"
+    go_to(page, "Step 1", "Shift+Tab")
+    page.keyboard.press("ArrowRight")
+    assert focused(page).startswith("Step 2")
+    page.keyboard.press("Enter")
+    assert page.get_by_role("region", name="Draft tree of step 2").is_visible()
+    page.keyboard.press("End")
+    assert focused(page).startswith("Step 5")
+    page.keyboard.press("Home")
+    assert focused(page).startswith("Step 1")
+    page.keyboard.press("ArrowLeft")
+    assert focused(page).startswith("Step 1")
+    page.keyboard.press("Tab")
+    assert focused(page) == "Close the draft tree"
+    page.keyboard.press("Escape")
+    assert page.locator(".tree").count() == 0
+    assert focused(page).startswith("Step 1")
+    go_to(page, "Retry", "Shift+Tab")
+    page.keyboard.press("Enter")
+    wait(page)
+    assert page.evaluate("document.activeElement.id") == "message", "the focus is not lost with the button"
+    go_to(page, "Edit", "Shift+Tab")
+    page.keyboard.press("Enter")
+    assert focused(page) == "Edit the message"
+    page.keyboard.press("Escape")
+    assert focused(page) == "Edit"
+    go_to(page, "Skip to the message", "Shift+Tab")
+    page.keyboard.press("Enter")
+    page.keyboard.type("?")
+    assert page.get_by_label("Message", exact=True).input_value() == "?"
+
+
+def focused(page: Any) -> str:
+    found: str = page.evaluate("document.activeElement.ariaLabel || document.activeElement.textContent")
+    return found
+
+
+def go_to(page: Any, name: str, key: str) -> None:
+    for _ in range(40):
+        if focused(page).startswith(name):
+            return
+        page.keyboard.press(key)
+    raise AssertionError(f"{name} is not reached with {key}")
+
+
+def test_the_focus_is_seen(page: Any) -> None:
+    page.keyboard.press("Tab")
+    page.keyboard.press("Shift+Tab")
+    outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle + getComputedStyle(document.activeElement).outlineWidth")
+    assert outline == "solid2px"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_can_be_read(open_page: Any, server: Any, scheme: str) -> None:
+    page = open_page(server.url, color_scheme=scheme)
+    for state in states(page):
+        for text, contrast in page.locator(TEXTS).evaluate_all(CONTRASTS):
+            assert contrast >= 4.5, (state, text)
+
+
+def test_the_page_follows_the_system_until_its_switch_says_else(open_page: Any, server: Any) -> None:
+    page = open_page(server.url, color_scheme="dark")
+    dark = ground(page)
+    assert max(dark) < 60
+    page.emulate_media(color_scheme="light")
+    light = ground(page)
+    assert min(light) > 200
+    switch = page.get_by_role("button", name="Theme:")
+    for name, expected in (("light", light), ("dark", dark)):
+        switch.click()
+        assert switch.get_attribute("aria-label").startswith(f"Theme: {name}")
+        assert ground(page) == expected
+    page.reload()
+    page.get_by_role("button", name="Theme: dark").wait_for()
+    assert ground(page) == dark
+    switch.click()
+    assert switch.get_attribute("aria-label").startswith("Theme: system")
+    assert ground(page) == light
+
+
+def ground(page: Any) -> list[int]:
+    """The colour behind everything."""
+    return [int(value) for value in re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))]

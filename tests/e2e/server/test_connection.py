@@ -1,0 +1,217 @@
+"""Connections that are silent, slow, too many, or speak something that only looks like HTTP."""
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+
+from harness.live_server import LiveServer, head_of, live_server, post_of, read_all, statuses, until
+from paceline import AsyncEngine
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Hello"}]
+FIELDS = {"messages": MESSAGES, "max_tokens": 2, "temperature": 0}
+LONG = {"messages": MESSAGES, "max_tokens": 1900, "ignore_eos": True, "stream": True}
+KEY = "key-of-this-test"
+HEALTH = head_of("/health")
+SECRET = b"a-secret-of-this-test"
+CHUNKED = {"Content_Type": "application/json", "Transfer_Encoding": "chunked"}
+
+
+@pytest.fixture(scope="module")
+def server(engine: AsyncEngine) -> Iterator[LiveServer]:
+    with live_server(engine, head_timeout_s=0.5) as server:
+        yield server
+
+
+def body_of(fields: dict[str, object]) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def is_ended(connection: socket.socket, drip: bytes = b"") -> bool:
+    """Whether the other side ends, soon, a connection to which a byte comes every tenth of a second."""
+    connection.settimeout(0.1)
+    for place in range(30):  # turns, not seconds: both sides may be stopped together
+        try:
+            if drip:
+                connection.sendall(drip[place : place + 1])
+            if not connection.recv(1 << 16):
+                return True
+        except TimeoutError:
+            continue
+        except OSError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("drip", [b"", b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: " + b"x" * 100], ids=["silent", "slow"])
+def test_a_head_that_does_not_come_ends_the_connection(server: LiveServer, drip: bytes) -> None:
+    with server.connect() as connection:
+        assert is_ended(connection, drip)
+
+
+def test_so_does_the_next_head_behind_an_answer(server: LiveServer) -> None:
+    """Where uvicorn alone stops its clock at the first byte."""
+    with server.connect() as connection:
+        connection.sendall(HEALTH)
+        assert b"200 OK" in connection.recv(1 << 16)
+        assert is_ended(connection, b"GET /health HTTP/1.1\r\n" + b"x" * 100)
+
+
+def test_a_request_that_takes_longer_than_its_head_may_is_answered(server: LiveServer) -> None:
+    with server.connect() as connection:
+        whole = post_of(CHAT, body_of(FIELDS), Connection="close")
+        connection.sendall(whole[:-5])
+        time.sleep(0.8)
+        connection.sendall(whole[-5:])
+        assert statuses(read_all(connection)) == [200]
+
+
+def test_a_connection_too_many_is_told_so_and_a_place_is_free_again_behind_one_that_ends(engine: AsyncEngine) -> None:
+    with live_server(engine, max_connections=3) as server:
+        with server.connect() as first, server.connect(), server.connect():
+            first.sendall(HEALTH)
+            assert statuses(first.recv(1 << 16)) == [200], "who is in is answered"
+            refused = server.sent(b"")
+            assert statuses(refused) == [503]
+            assert json.loads(refused.partition(b"\r\n\r\n")[2])["error"]["code"] == "busy"
+        until(lambda: statuses(server.sent(head_of("/health", Connection="close"))) == [200])
+
+
+def test_many_idle_connections_end_by_themselves_and_hinder_nobody(server: LiveServer) -> None:
+    opened = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(300)]
+    try:
+        assert httpx.post(server.url + CHAT, json=FIELDS, timeout=30).status_code == 200
+        for connection in opened:
+            connection.settimeout(10)
+            assert connection.recv(1) == b""
+    finally:
+        for connection in opened:
+            connection.close()
+
+
+def test_who_does_not_read_a_stream_is_given_up(engine: AsyncEngine) -> None:
+    """Its place and its cache are free again, although the socket never failed."""
+    with live_server(engine, send_timeout_s=0.5, send_bytes=4096) as server, server.connect(receive_bytes=4096) as connection:
+        connection.sendall(post_of(CHAT, body_of({**LONG, "n": 4})))
+        until(lambda: server.num_open == 4)
+        until(lambda: server.num_open == 0, 60)
+        assert not read_all(connection).endswith(b"0\r\n\r\n"), "the answer did not end"
+
+
+def test_who_does_not_read_whole_answers_is_given_up(engine: AsyncEngine) -> None:
+    with live_server(engine, send_timeout_s=0.5, send_bytes=4096) as server, server.connect(receive_bytes=4096) as connection:
+        asked = 200
+        connection.sendall(head_of("/openapi.json") * asked)
+        time.sleep(2.5)
+        assert len(statuses(read_all(connection))) < asked
+
+
+def test_who_reads_slowly_is_served_to_the_end(engine: AsyncEngine) -> None:
+    with live_server(engine, send_timeout_s=0.5, send_bytes=4096) as server, server.connect(receive_bytes=4096) as connection:
+        connection.sendall(head_of("/openapi.json") * 19 + head_of("/openapi.json", Connection="close"))
+        answer, started_s = b"", time.monotonic()
+        while part := connection.recv(8192):
+            answer += part
+            time.sleep(0.03)
+        assert time.monotonic() - started_s > 0.5
+        assert statuses(answer) == [200] * 20
+
+
+def test_requests_sent_ahead_are_answered_in_their_order_and_once(server: LiveServer) -> None:
+    asked = [HEALTH, post_of(CHAT, body_of(FIELDS)), head_of("/nowhere"), post_of(CHAT, body_of({**FIELDS, "stream": True}))]
+    answer = server.sent(b"".join([*asked, head_of("/v1/models", Connection="close"), HEALTH]))
+    assert statuses(answer) == [200, 200, 404, 200, 200]
+
+
+@pytest.mark.parametrize("more", [{"X_Long": "x" * 20_000}, {f"X-{place}": "x" for place in range(200)}], ids=["long", "many"])
+def test_headers_beyond_what_is_kept_are_refused(server: LiveServer, more: dict[str, str]) -> None:
+    """However they come: h11 alone counts only what it has not understood yet."""
+    assert statuses(server.sent(head_of("/health", **more) + HEALTH)) == [431]
+    with server.connect() as connection:
+        head = head_of("/health", **more)
+        for place in range(0, len(head), 5000):
+            connection.sendall(head[place : place + 5000])
+            time.sleep(0.02)
+        assert statuses(read_all(connection)) in ([400], [431])
+
+
+def test_a_target_beyond_what_is_kept_is_refused(server: LiveServer) -> None:
+    assert statuses(server.sent(head_of("/health?" + "x" * 20_000) + HEALTH)) == [431]
+
+
+BODY = body_of(FIELDS)
+SMUGGLED: dict[str, bytes] = {
+    "two lengths": head_of(CHAT, method="POST", Content_Type="application/json", Content_Length="4", Transfer_Encoding="chunked")
+    + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY),
+    "lengths that differ": head_of(CHAT, method="POST", Content_Type="application/json").replace(
+        b"\r\n\r\n", b"\r\nContent-Length: 3\r\nContent-Length: 30\r\n\r\n"
+    ),
+    "a list of lengths": head_of(CHAT, method="POST", Content_Type="application/json", Content_Length="3, 30"),
+    "a signed length": head_of(CHAT, method="POST", Content_Type="application/json", Content_Length="+3"),
+    "a length in hexadecimal": head_of(CHAT, method="POST", Content_Type="application/json", Content_Length="0x3"),
+    "another encoding": head_of(CHAT, method="POST", Content_Type="application/json", Transfer_Encoding="gzip, chunked"),
+    "an encoding misspelt": head_of(CHAT, method="POST", Content_Type="application/json", Transfer_Encoding="xchunked"),
+    "a space in front of the colon": head_of("/health").replace(b"Host:", b"Transfer-Encoding : chunked\r\nHost:"),
+    "a chunk's length that is none": head_of(CHAT, method="POST", **CHUNKED) + b"-1\r\n",
+    "a chunk longer than it says": head_of(CHAT, method="POST", **CHUNKED) + b"1\r\n{}\r\n0\r\n\r\n",
+    "a line of no request": b"\x16\x03\x01\x02\x00\r\n\r\n",
+    "two hosts": head_of("/health").replace(b"\r\n\r\n", b"\r\nHost: evil.example\r\n\r\n"),
+    "no host": b"GET /health HTTP/1.1\r\n\r\n",
+    "a zero in a header": head_of("/health", X_Zero="a\0b"),
+}
+
+
+@pytest.mark.parametrize("name", SMUGGLED)
+def test_a_request_that_two_servers_may_read_differently_is_refused_and_ends_the_connection(server: LiveServer, name: str) -> None:
+    (status,) = statuses(server.sent(SMUGGLED[name] + HEALTH))
+    assert status in (400, 501)
+
+
+def test_who_is_not_let_in_cannot_send_a_body_for_ever(engine: AsyncEngine) -> None:
+    """Of a refused request nothing more is read: the connection ends, and what follows is no request either."""
+    with live_server(engine, api_keys=(KEY,)) as server:
+        for head in (head_of(CHAT, method="POST", Content_Length="100000000"), head_of("/v1/models", **CHUNKED)):
+            with server.connect() as connection:
+                connection.sendall(head)
+                assert is_ended(connection, b"1" * 100)
+        smuggled = head_of("/v1/models", Content_Length=str(len(HEALTH))) + HEALTH
+        assert statuses(server.sent(smuggled)) == [401]
+        kept = head_of("/v1/models") + head_of("/health", Connection="close")
+        assert statuses(server.sent(kept)) == [401, 200], "without a body it stays"
+
+
+def test_what_is_no_http_is_neither_logged_nor_a_fault(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    for rest in (
+        SECRET + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + SECRET + b"\r\n\r\n",
+        head_of(CHAT, method="POST", **CHUNKED) + SECRET + b"\r\n",
+    ):
+        server.sent(rest)
+    with server.connect() as connection:  # answered before its body comes, which then is none
+        connection.sendall(head_of(CHAT, method="POST", Host="evil.example", **CHUNKED))
+        connection.sendall(SECRET + b"\r\n")
+        assert statuses(read_all(connection))[0] in (400, 403)
+    assert not [record for record in caplog.records if SECRET.decode() in record.getMessage() + str(record.exc_info)]
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize("path", ["//health", "/health/", "http://evil.example/health", "/%2e%2e/health"])
+def test_a_path_that_only_resembles_an_open_one_takes_a_key(engine: AsyncEngine, path: str) -> None:
+    with live_server(engine, api_keys=(KEY,)) as server:
+        assert statuses(server.sent(head_of(path, Connection="close"))) == [401]
+        assert statuses(server.sent(head_of(path, Connection="close", x_api_key=KEY))) == [404], "and leads nowhere"
+
+
+def test_a_server_that_ends_while_connections_are_open_ends(engine: AsyncEngine) -> None:
+    ended: Callable[[], object]
+    with live_server(engine) as server:
+        connection = socket.create_connection(("127.0.0.1", server.port))
+        ended = connection.close
+        connection.sendall(HEALTH[:10])
+    ended()

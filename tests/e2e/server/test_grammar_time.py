@@ -1,0 +1,86 @@
+"""Schemas from strangers: one that takes minutes to compile costs its sender seconds and nobody else anything."""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from harness.http_client import HttpClient
+from paceline import AsyncEngine, RequestError
+from paceline.sampling.grammar_trial import GrammarTrial
+
+CHAT = "/v1/chat/completions"
+ENDLESS: list[dict[str, Any]] = [
+    {"type": "integer", "multipleOf": 999983},
+    {"type": "string", "allOf": [{"pattern": f"a{{{count}}}.*b"} for count in range(1, 300)]},
+]
+
+
+def asking(schema: dict[str, Any]) -> dict[str, Any]:
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    return {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 12, "temperature": 0, "response_format": wanted}
+
+
+@pytest.fixture
+def served_in(served: Callable[..., HttpClient], engine: AsyncEngine) -> Callable[[float], HttpClient]:
+    return lambda seconds: served(grammar_timeout_s=seconds)
+
+
+@pytest.mark.parametrize("schema", ENDLESS, ids=["multipleOf", "patterns"])
+def test_a_schema_that_takes_too_long_is_refused(served_in: Callable[[float], HttpClient], schema: dict[str, Any]) -> None:
+    error = served_in(0.7).refusal(CHAT, asking(schema))
+    assert (error["param"], "longer than 0.7 s" in error["message"]) == ("response_format", True)
+
+
+def test_who_asks_for_other_schemas_meanwhile_waits_seconds_at_most(served_in: Callable[[float], HttpClient]) -> None:
+    client = served_in(1.0)
+    known = {"type": "object", "properties": {"known": {"type": "boolean"}}, "required": ["known"], "additionalProperties": False}
+    expected = client.json(CHAT, asking(known))["choices"]
+    hostile = threading.Thread(target=client.refusal, args=(CHAT, asking(ENDLESS[0])))
+    hostile.start()
+    try:
+        time.sleep(0.3)
+        assert client.json(CHAT, asking(known))["choices"] == expected
+        assert hostile.is_alive(), "a known schema does not even wait for it"
+        client.json(CHAT, asking({**known, "title": "new"}))
+    finally:
+        hostile.join(30)
+
+
+def test_who_waits_too_long_for_a_turn_is_told_to_come_again(client: HttpClient, engine: AsyncEngine) -> None:
+    trial = engine.opened.maker.compiler.trial = GrammarTrial(0.02)
+    with trial._lock:
+        answer = client.post(CHAT, asking({"title": "one that nobody asked for before"}))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "grammar_busy")
+    assert int(answer.headers["retry-after"]) > 0
+
+
+def test_many_that_wait_with_the_same_grammar_wait_for_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(GrammarTrial, "_compile", lambda _, text: compiled.append(text))
+    trial = GrammarTrial(5.0)
+    for text in ("a", "a", "b", "a"):
+        trial.check(text)
+    assert compiled == ["a", "b"]
+
+
+def test_a_grammar_that_needs_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.sampling.grammar_trial.MEMORY_BYTES", 1 << 20)
+    with pytest.raises(RequestError, match="MB"):
+        GrammarTrial(30.0).check('{"grammars": [{"json_schema": {"type": "object"}}]}')
+
+
+def nested(depth: int) -> bytes:
+    """The JSON of a request with a schema so deep, which Python's own encoder cannot write."""
+    schema = '{"properties": {"a": ' * depth + "{}" + "}}" * depth
+    return json.dumps(asking({"place": 0})).replace('{"place": 0}', schema).encode()
+
+
+def test_a_schema_that_is_nested_too_deeply_is_the_clients_fault(client: HttpClient) -> None:
+    """Also where it can be read, and not be written again."""
+    for depth in range(400, 500):
+        answer = client.ask("POST", CHAT, content=nested(depth), headers={"Content-Type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error"), depth

@@ -1,0 +1,66 @@
+"""Hundreds of requests at a time, of all kinds, with clients that leave: nothing is lost, nothing stays, and every text is its own."""
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.live_server import LiveServer, live_server, until
+from harness.server_traffic import KINDS, ServerTraffic
+from load_server import Overload, overload
+from paceline import LLM, AsyncEngine
+
+MAX_GROWTH_BYTES = 40_000_000
+SMALL_CACHE = ("--cache-gb", "0.03")  # its memory is the system's until it is first written
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_idle(server: LiveServer, engine: AsyncEngine) -> None:
+    """Nothing of any request is left."""
+    until(lambda: server.num_open == 0)
+    inner = engine.opened.engine
+    until(lambda: inner.is_idle)
+    inner.cache.check()
+    assert inner.cache.pool.num_free == inner.cache.pool.num_blocks
+    assert inner.cache._sequences == {}
+
+
+def test_every_answer_of_many_is_the_one_it_gets_alone(engine: AsyncEngine, seed: int, large_counts: bool, tally: "Counter[str]") -> None:
+    random = np.random.default_rng(seed)
+    with LLM("mini", drafter="none", threads=1) as llm:
+        cases = [kind(llm, random) for kind in KINDS for _ in range(8 if large_counts else 2)]
+    count, at_a_time = (1000, 64) if large_counts else (70, 16)
+    with live_server(engine, max_queue=256) as server:
+        traffic = ServerTraffic(server.url, cases, random)
+        traffic.run(count // 2, at_a_time)
+        check_idle(server, engine)
+        before = resident_bytes()
+        traffic.run(count // 2, at_a_time)
+        check_idle(server, engine)
+        assert resident_bytes() - before < MAX_GROWTH_BYTES
+    assert sum(traffic.met.values()) == count
+    assert set(traffic.met) == {"refused", "left", "streamed", "whole"}
+    tally["answers of a busy server compared"] += traffic.met["streamed"] + traffic.met["whole"]
+
+
+@pytest.mark.long
+def test_far_more_than_it_can_do_fills_the_queue_and_no_more(tmp_path: Path) -> None:
+    """Ten minutes at twice the capacity are in docs/dev/experiments.md."""
+    found = overload("mini", seconds=60.0, factor=4.0, num_seqs=8, max_queue=8, max_tokens=32, log=tmp_path / "log", more=SMALL_CACHE)
+    check_overload(found)
+    for line in (tmp_path / "log").read_text().splitlines():
+        assert json.loads(line)["status"] in (200, 429)
+
+
+def check_overload(found: Overload) -> None:
+    assert set(found.statuses) == {200, 429}
+    assert found.num_without_advice == 0, "every 429 says when to come again"
+    assert 0 < found.most_open <= found.may_be_open
+    assert found.num_open == 0
+    assert found.grown_bytes < MAX_GROWTH_BYTES

@@ -1,0 +1,139 @@
+"""The page at `/`: what a browser gets and is allowed to do with it. How it behaves is in tests/clients/test_page.py."""
+
+import hashlib
+import re
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from harness.http_client import HttpClient
+from paceline.server.page.routes import LIBRARIES, MEDIA_TYPES, OWN_FILES, PAGE_PATHS
+
+KEY = "key-of-the-page's-test"
+FOLDER = Path(str(files("paceline.server.page")))
+WEB, VENDOR = FOLDER / "web", FOLDER / "vendor"
+SCRIPTS = sorted(path.name for path in WEB.glob("*.js"))
+MAX_SCRIPT_LINES = 200
+ROW = re.compile(r"^\| ([\w-]+) \| (\d+\.\d+\.\d+) \| ([^|]+) \| `([\w.-]+)` \| `([\w.-]+)` \| `([0-9a-f]{64})` \|$", re.MULTILINE)
+Served = Callable[..., HttpClient]
+
+
+def content_of(path: str) -> bytes:
+    place = path.removeprefix("/page/")
+    return (WEB / (place if path != "/" else "index.html") if not place.startswith("vendor/") else FOLDER / place).read_bytes()
+
+
+@pytest.mark.parametrize("path", PAGE_PATHS)
+def test_a_file_of_the_page_is_what_is_packaged_and_needs_no_key(served: Served, path: str) -> None:
+    client = served(api_keys=(KEY,))
+    answer = client.get(path)
+    assert (answer.status_code, answer.content) == (200, content_of(path))
+    assert answer.headers["content-type"] == MEDIA_TYPES["html" if path == "/" else path.rpartition(".")[2]]
+    head = client.ask("HEAD", path)
+    assert (head.status_code, head.content, head.headers["content-length"]) == (200, b"", str(len(answer.content)))
+    assert {**head.headers, "x-request-id": ""} == {**answer.headers, "x-request-id": ""}
+
+
+def test_the_page_may_load_and_ask_nothing_but_its_own_server(client: HttpClient) -> None:
+    for path in PAGE_PATHS:
+        headers = client.get(path).headers
+        policy = dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; "))
+        assert policy == {
+            "default-src": "'none'",
+            "script-src": "'self'",
+            "style-src": "'self'",
+            "img-src": "'self'",
+            "connect-src": "'self'",
+            "base-uri": "'none'",
+            "form-action": "'none'",
+            "frame-ancestors": "'none'",
+            "require-trusted-types-for": "'script'",
+            "trusted-types": "dompurify",
+        }
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "no-referrer"
+        assert headers["cache-control"] == "no-store"
+        assert headers["cross-origin-opener-policy"] == headers["cross-origin-resource-policy"] == "same-origin"
+    assert client.get("/health").headers["content-security-policy"] == "default-src 'none'; frame-ancestors 'none'"
+
+
+def test_only_the_page_is_without_a_key(served: Served) -> None:
+    client = served(api_keys=(KEY,))
+    for path in ("/v1/models", "/metrics", "/openapi.json", "/page", "/page/", "/page/index.html", "/page/vendor/README.md"):
+        assert client.get(path).status_code == 401
+    assert client.get("/v1/models", headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/page/index.html",
+        "/page/routes.py",
+        "/page/vendor/README.md",
+        "/page/vendor/preact.LICENSE",
+        "/page/../app.py",
+        "/page/%2e%2e/app.py",
+        "/page/vendor/..%2f..%2fapp.py",
+        "/page//etc/passwd",
+        "/page/APP.JS",
+        "/index.html",
+    ],
+)
+def test_no_path_of_a_request_reaches_another_file(client: HttpClient, path: str) -> None:
+    answer = client.get(path)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+
+
+def test_a_page_elsewhere_gets_nothing(client: HttpClient) -> None:
+    for path in PAGE_PATHS:
+        assert client.get(path, headers={"Host": "evil.example"}).status_code == 403
+        assert "access-control-allow-origin" not in client.get(path, headers={"Origin": "http://evil.example"}).headers
+
+
+def test_nothing_is_posted_to_the_page(client: HttpClient) -> None:
+    assert client.post("/", {}).status_code == 405
+
+
+def test_the_list_of_files_is_the_folder() -> None:
+    assert sorted(OWN_FILES) == sorted(path.name for path in WEB.iterdir() if path.name != "index.html")
+    assert sorted(LIBRARIES) == sorted(path.name for path in VENDOR.glob("*.mjs"))
+
+
+def test_the_libraries_are_those_of_the_table_with_their_licences() -> None:
+    table = (VENDOR / "README.md").read_text(encoding="utf-8")
+    rows = ROW.findall(table)
+    assert sorted(file for _, _, _, file, _, _ in rows) == sorted(LIBRARIES)
+    for name, version, licence, file, text, digest in rows:
+        assert hashlib.sha256((VENDOR / file).read_bytes()).hexdigest() == digest, f"{name} {version} was changed"
+        assert (VENDOR / text).stat().st_size > 500, licence
+    named = set(re.findall(r"`([\w.-]+\.LICENSE)`", table))
+    assert named == {path.name for path in VENDOR.glob("*.LICENSE")}
+
+
+def test_the_page_has_no_code_of_its_own_and_names_only_its_files() -> None:
+    page = (WEB / "index.html").read_text(encoding="utf-8")
+    assert re.findall(r"<script[^>]*>", page) == ['<script type="module" src="page/app.js">']
+    assert "<style" not in page
+    assert re.search(r"\s(?:on\w+|style)=", page) is None
+    assert {f"/{name}" for name in re.findall(r'(?:src|href)="([^"]+)"', page)} <= set(PAGE_PATHS)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_is_small_imports_its_neighbours_and_makes_no_markup(name: str) -> None:
+    text = (WEB / name).read_text(encoding="utf-8")
+    imported = re.findall(r'^(?:import|export) .*?from "([^"]+)";$|^import "([^"]+)";$', text, re.MULTILINE)
+    assert {f"/page/{first or second}".replace("/./", "/") for first, second in imported} <= set(PAGE_PATHS)
+    assert len(imported) == len(re.findall(r"^(?:import|export \{)", text, re.MULTILINE))
+    assert len(text.splitlines()) <= MAX_SCRIPT_LINES
+    assert text.startswith("// "), "its first line says what it is"
+    by_hand = r"innerHTML\s*=|insertAdjacentHTML|createElement|document\.write|\beval\(|new Function|setAttribute|\bstyle="
+    assert re.search(by_hand, text) is None
+    assert ("dangerouslySetInnerHTML" in text) == (name == "markdown.js")
+
+
+def test_every_script_is_used() -> None:
+    texts = {name: (WEB / name).read_text(encoding="utf-8") for name in SCRIPTS}
+    used = {found for text in texts.values() for found in re.findall(r'from "\./([\w.]+\.js)"', text)}
+    assert used | {"app.js"} == set(SCRIPTS)
