@@ -97,7 +97,7 @@ class _Visit:
             if self._scope["method"] in ("POST", "PUT", "PATCH"):
                 receive = await self._read_body(receive)
             await self._app(self._scope, receive, self._send_on)
-        except ClientGoneError:
+        except (ClientGoneError, asyncio.CancelledError):  # the client has gone, or the server has waited for it long enough
             self.status = self.status or 499
         except Exception as error:
             refusal = http_error_of(error)

@@ -69,6 +69,9 @@ def http_error_of(error: BaseException) -> HttpError:
         return HttpError(400, str(error), parameter="max_tokens", code="context_length_exceeded")
     if isinstance(error, HTTPException) and error.status_code == 404:
         return HttpError(404, "there is nothing at this path: docs/server.md lists what there is", code="not_found")
+    if isinstance(error, HTTPException) and error.status_code == 400:  # the one that FastAPI raises
+        text = "the body cannot be read: send JSON in UTF-8, nested no deeper than a request needs, with numbers of 4,300 digits at most"
+        return HttpError(400, text, code="invalid_value")
     if isinstance(error, HTTPException):
         return HttpError(error.status_code, str(error.detail), headers=error.headers)
     if isinstance(error, RecursionError):

@@ -160,6 +160,7 @@ def log_to_stderr(level: int) -> None:
     own = logging.getLogger("paceline.server")
     own.handlers, own.propagate = [handler], False
     own.setLevel(level)
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what it says of clients is no line of JSON
 
 
 def _warn(settings: ServerSettings, say: Say) -> None:

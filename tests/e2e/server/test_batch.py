@@ -180,6 +180,16 @@ def test_a_run_that_is_killed_again_and_again_answers_every_line_once(run: Run, 
     assert sorted(map(told, answers_in(target))) == sorted(map(told, answers_in(tmp_path / "out")))
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such devices here")
+@pytest.mark.parametrize("place", ["/dev/full", "/dev/null"])
+def test_an_output_that_is_no_file_is_refused(tmp_path: Path, place: str) -> None:
+    done = subprocess.run(
+        command(write_lines(tmp_path / "in", [request(0)]), Path(place)), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert "is no regular file" in done.stderr
+
+
 def test_after_ctrl_c_the_same_command_goes_on(tmp_path: Path) -> None:
     endless = [{**request(index), "body": {"prompt": "x", "max_tokens": 1900, "ignore_eos": True, "seed": 1}} for index in (3, 6)]
     source, target = (

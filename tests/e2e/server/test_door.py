@@ -247,3 +247,18 @@ def test_an_empty_environment_holds_no_key() -> None:
 def test_the_description_is_served_and_no_page_that_loads_from_elsewhere(client: HttpClient) -> None:
     assert "/v1/chat/completions" in client.get("/openapi.json").json()["paths"]
     assert [client.get(path).status_code for path in ("/docs", "/redoc")] == [404, 404]
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"seed": ' + b"9" * 5000 + b"}", b'{"prompt": "\xff"}'])
+def test_a_body_that_cannot_be_read_is_told_what_one_is(served: Served, body: bytes) -> None:
+    answer = served().ask("POST", "/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "invalid_value"
+    assert "JSON" in answer.json()["error"]["message"] or "nested" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_watchers_may_ask_for_heads(served: Served, path: str) -> None:
+    answer = served().ask("HEAD", path)
+    assert answer.status_code == 200
+    assert answer.content == b""

@@ -159,3 +159,16 @@ def test_no_option_takes_a_key_itself() -> None:
     command = [sys.executable, "-m", "paceline", "serve", "--port", "0", "--api-key", KEY]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, KEY in done.stdout) == (2, False)
+
+
+def test_a_body_that_never_comes_holds_the_end_up_without_a_word(start: Start) -> None:
+    server = start("--drain-s", "0.2")
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"
+        )
+        time.sleep(0.3)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+    assert "Traceback" not in server.stderr
+    assert "Cancel" not in server.stderr

@@ -59,6 +59,8 @@ class OutputFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if path.exists() and not path.is_file():
+            raise RequestError(f"the output {path} is no regular file, and a run that goes on reads it: give a file")
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
             self._file: BinaryIO = os.fdopen(handle, "r+b", buffering=0)

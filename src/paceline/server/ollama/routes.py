@@ -147,9 +147,7 @@ def _sampling(fields: RequestFields) -> SamplingFields:
 def _params(fields: RequestFields, service: Service) -> SamplingParams:
     options, longest = fields.options or Options(), service.engine.opened.maker.max_context
     if options.num_ctx is not None and not 1 <= options.num_ctx <= longest:
-        text = (
-            f"options.num_ctx is {options.num_ctx}, and the context holds {longest} tokens: ask for no more, or serve with --max-model-len"
-        )
+        text = f"options.num_ctx is {options.num_ctx}, and the context holds {longest} tokens: ask for no more, or serve with --max-context"
         raise HttpError(400, text, parameter="options.num_ctx", code="invalid_value")
     return sampling_params(
         _sampling(fields),

@@ -77,11 +77,13 @@ def create_front(pool: ReplicaPool, settings: ServerSettings, model: str, num_sa
 def _add_state_routes(app: FastAPI, service: FrontService) -> None:
     """What watchers ask: the same paths as those of one server."""
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         """200 while the front runs: replicas that end are restarted without it."""
         return JSONResponse({"status": "ok", "replicas": await service.engine.num_running()})
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> Response:
         """200 while requests are taken and a replica is there to answer them."""
