@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from harness.http_client import events_in
+from harness.http_client import HttpClient, events_in
 from paceline import LLM, Grammar, RequestOutput, SamplingParams
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -92,6 +92,15 @@ def wrong(llm: LLM, random: np.random.Generator) -> Case:
     return Case(CHAT, {**_chat(random), **mistakes[int(random.integers(len(mistakes)))]}, ())
 
 
+def call(alone: HttpClient, random: np.random.Generator) -> Case:
+    """A call of a function, required; what it must be is asked of a server that decodes plainly and answers nothing else."""
+    function = {"name": "note", "parameters": SCHEMA}
+    seed, temperature = int(random.integers(1 << 30)), float(random.choice([0.0, 0.8]))
+    fields = {**_chat(random), "tools": [{"type": "function", "function": function}], "tool_choice": "required", "seed": seed}
+    fields |= {"max_tokens": 60, "temperature": temperature}
+    return Case(CHAT, fields, texts_of(alone.post(CHAT, fields).text, is_streamed=False))
+
+
 KINDS: tuple[Make, ...] = (greedy, sampled, samples, stopped, penalised, schema, undrafted, wrong)
 """What is asked for; a new kind of request is one more line."""
 
@@ -158,12 +167,15 @@ class ServerTraffic:
 
 
 def texts_of(body: str, *, is_streamed: bool) -> list[str]:
-    """The texts of an answer, in the order of their indices."""
+    """The texts of an answer with the calls behind them, in the order of their indices."""
     events = events_in(body) if is_streamed else [json.loads(body)]
     texts: dict[int, str] = {}
+    calls: dict[int, str] = {}
     for event in events:
         for choice in event["choices"]:
-            said = choice.get("delta") or choice.get("message") or {}
-            piece = choice["text"] if "text" in choice else said.get("content", "")
-            texts[choice["index"]] = texts.get(choice["index"], "") + piece
-    return [texts[index] for index in sorted(texts)]
+            index, said = choice["index"], choice.get("delta") or choice.get("message") or {}
+            texts[index] = texts.get(index, "") + (choice["text"] if "text" in choice else said.get("content") or "")
+            for one in said.get("tool_calls", ()):
+                name, arguments = one["function"].get("name"), one["function"].get("arguments") or ""
+                calls[index] = calls.get(index, "") + (f"\n{name} " if name else "") + arguments
+    return [texts[index] + calls.get(index, "") for index in sorted(texts)]

@@ -1,17 +1,22 @@
 """Hundreds of requests at a time, of all kinds, with clients that leave: nothing is lost, nothing stays, and every text is its own."""
 
+import asyncio
 import json
 import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from harness.http_client import HttpClient
 from harness.live_server import LiveServer, live_server, until
-from harness.server_traffic import KINDS, ServerTraffic
+from harness.server_traffic import KINDS, Case, ServerTraffic, call
+from harness.tool_model import write_tool_model
 from load_server import Overload, overload
 from paceline import LLM, AsyncEngine
+from paceline.server.app import create_app
 
 MAX_GROWTH_BYTES = 40_000_000
 SMALL_CACHE = ("--cache-gb", "0.03")  # its memory is the system's until it is first written
@@ -31,10 +36,37 @@ def check_idle(server: LiveServer, engine: AsyncEngine) -> None:
     assert inner.cache._sequences == {}
 
 
-def test_every_answer_of_many_is_the_one_it_gets_alone(engine: AsyncEngine, seed: int, large_counts: bool, tally: "Counter[str]") -> None:
-    random = np.random.default_rng(seed)
-    with LLM("mini", drafter="none", threads=1) as llm:
-        cases = [kind(llm, random) for kind in KINDS for _ in range(8 if large_counts else 2)]
+@pytest.fixture
+def talking(mini_dir: Path, tmp_path: Path) -> Path:
+    """A model that may be asked for calls."""
+    return write_tool_model(mini_dir, tmp_path / "talking")
+
+
+@pytest.fixture
+def drafting(talking: Path) -> Iterator[AsyncEngine]:
+    engine = AsyncEngine.open(str(talking), drafter=["prediction", "ngram"], max_num_seqs=8, threads=1)
+    yield engine
+    asyncio.run(engine.close())
+
+
+def cases_of(model: Path, random: np.random.Generator, count: int) -> list[Case]:
+    """So many of each kind, with what each gets alone and undrafted."""
+    with LLM(str(model), drafter="none", threads=1) as llm:
+        cases = [kind(llm, random) for kind in KINDS for _ in range(count)]
+    plain = AsyncEngine.open(str(model), drafter="none", threads=1)
+    try:
+        calls = [call(HttpClient(create_app(plain)), random) for _ in range(2 * count)]
+    finally:
+        asyncio.run(plain.close())
+    assert sum("\nnote {" in text for case in calls for text in case.texts) > len(calls) / 2, "some are cut before they call"
+    return cases + calls
+
+
+def test_every_answer_of_many_is_the_one_it_gets_alone(
+    drafting: AsyncEngine, talking: Path, seed: int, large_counts: bool, tally: "Counter[str]"
+) -> None:
+    random, engine = np.random.default_rng(seed), drafting
+    cases = cases_of(talking, random, 8 if large_counts else 2)
     count, at_a_time = (1000, 64) if large_counts else (70, 16)
     with live_server(engine, max_queue=256) as server:
         traffic = ServerTraffic(server.url, cases, random)
