@@ -91,7 +91,7 @@ class SpeculationConfig:
     Attributes:
         drafter: "auto", "none", a name of the table in drafters/__init__.py, or the directory or id of a draft model or of heads; several
             guess together.
-        num_draft_tokens: tokens to draft per step, or "auto" (4).
+        num_draft_tokens: tokens to draft per step at most, or "auto" (16): how many is decided step by step, by what pays.
         tree_width: guesses per position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.
         draft_quant: quantise draft models and heads while loading them: "none", "int8", "int4" or `QuantOptions`.
         drafter_options: settings of single methods by name, such as {"tree": "accuracy"}; see drafters/options.py.

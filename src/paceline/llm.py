@@ -18,6 +18,7 @@ from paceline.outputs import RequestOutput, StreamChunk
 from paceline.runtimes.base import Network
 from paceline.sampling.params import SAMPLING_NAMES
 from paceline.speculation.drafter import Drafter
+from paceline.speculation.explanation import explain_policy, explain_steps
 from paceline.speculation.request import Request
 from paceline.spelling import suggest_arguments
 from paceline.tokenizer.tokenizer import Tokenizer
@@ -45,7 +46,7 @@ class LLM:
         backend: "native" (our own CPU kernels) or "torch"; "auto" = the faster one for this machine.
         drafter: "auto" (what comes with the model, else ngram), "none", "ngram", "suffix", "prediction", "draft_model", "medusa" or
             "mtp" of the model's own directory, the directory or id of a draft model or of heads, or several of them together.
-        num_draft_tokens: tokens guessed per step, or "auto" (4).
+        num_draft_tokens: tokens guessed per step at most, or "auto" (16): how many is decided step by step, by what pays.
         tree_width: guesses per position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.
         draft_quant: as `quant`, for draft models and heads.
         drafter_options: settings of single methods: {"tree": "accuracy"} (medusa), {"boundaries": (2, 16, 29)} (eagle3) and others, which
@@ -164,6 +165,10 @@ class LLM:
     def banner(self) -> str:
         """One line on what speculation will do."""
         return self._opened.banner
+
+    def explain(self, output: RequestOutput) -> list[str]:
+        """Lines on how much was drafted for an output and why; of its steps if they were asked for (`speculation={"trees": True}`)."""
+        return [*(explain_steps(output.steps) if output.steps is not None else ()), *explain_policy(self.engine.speculator.policy)]
 
     def stats(self) -> EngineStats:
         """Counters of all requests so far."""

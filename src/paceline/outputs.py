@@ -106,6 +106,7 @@ class RequestOutput:
             "numerics": self.numerics,
             "drafter": self.drafter,
             "speculation": self.speculation.as_dict(),
+            **({} if self.steps is None else {"steps": [step.as_dict() for step in self.steps]}),
             "model": model,
             "version": version,
         }

@@ -3,8 +3,8 @@ from types import ModuleType
 
 import pytest
 
+from harness.always_drafts import draft_always
 from harness.fake_llm import FakeLLM
-from paceline.speculation.draft_length import DraftLengthPolicy
 
 
 @pytest.fixture
@@ -23,4 +23,4 @@ def fake_llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
 @pytest.fixture
 def always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny target is too fast for drafting to pay."""
-    monkeypatch.setattr(DraftLengthPolicy, "_pays", lambda self, guard: True)
+    draft_always(monkeypatch)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.always_drafts import draft_always
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from harness.eagle_checkpoints import DRAFT_IDS, EAGLE3, FIRST_TOKEN, eagle3_tensors, write_head, write_legible_target
 from harness.loaded_targets import make_drafter
@@ -43,7 +44,6 @@ from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.runtimes.base import RowRange
 from paceline.runtimes.facts import FILE_NAME
 from paceline.runtimes.native.library import kernels_path
-from paceline.speculation.draft_length import DraftLengthPolicy
 
 pytestmark = pytest.mark.skipif(kernels_path() is None, reason="no native kernels for this machine")
 
@@ -66,7 +66,7 @@ def looking_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Nothing is known at the beginning of a test."""
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "facts"))
-    monkeypatch.setattr(DraftLengthPolicy, "_pays", lambda self, guard: True)
+    draft_always(monkeypatch)
     return tmp_path / "facts"
 
 

@@ -283,3 +283,15 @@ def test_a_context_shorter_than_what_is_timed_at_load_is_no_obstacle(open_llm: O
 
 def test_the_cache_of_facts_lies_where_the_setting_says(shared_llm: LLM, measured_facts: Path) -> None:
     assert (measured_facts / "measured.json").is_file()
+
+
+def test_what_was_drafted_can_be_explained() -> None:
+    llm = LLM("mini", drafter="ngram", threads=2)
+    (output,) = llm.generate("one two three one two three one two", SamplingParams(max_tokens=24), speculation={"trees": True})
+    lines = llm.explain(output)
+    assert lines[0].startswith("guesses")
+    assert any(line.startswith("a pass of 1 row") for line in lines)
+    drafted = [step for step in output.steps or () if step.draft_token_ids]
+    assert drafted
+    assert all(step.expected_tokens is not None and step.expected_tokens > 1.0 for step in drafted)
+    assert output.as_dict(model="mini", version="0")["steps"][0]["plain"] == "the prompt's last pass"

@@ -78,7 +78,7 @@ SPECULATION = Panel(
         "drafter": "Who guesses: auto (the target's own draft model, assistant or mtp layer, else ngram), none, ngram, suffix, prediction; "
         "draft_model, medusa or mtp of the target's own directory; or the directory or id of a draft model, of Medusa or EAGLE heads, or "
         "of a Gemma 4 assistant. Several times: all. It changes the speed, never a token.",
-        "num_draft_tokens": 'Tokens to draft a step: a number, or "auto" (4).',
+        "num_draft_tokens": 'Tokens to draft a step, at most: a number, or "auto" (16). As many are drafted as pay.',
         "tree_width": "Guesses for one position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.",
         "acceptance": "match: a seed has one text, whatever drafts. rejection: more guesses are kept at high temperatures; sampled texts "
         "have the same distribution but depend on what was drafted.",

@@ -24,6 +24,16 @@ ShowDrafts = Annotated[bool, typer.Option("--show-drafts", help=SHOW_DRAFTS_HELP
 System = Annotated[str | None, typer.Option("--system", help="A system message; implies --chat.", rich_help_panel="Prompt")]
 
 
+Explain = Annotated[
+    bool,
+    typer.Option(
+        "--explain",
+        help="Say afterwards how much was drafted and why: what was expected of the steps, what they brought, what passes cost.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+
+
 @with_settings
 def run(
     *,
@@ -47,6 +57,7 @@ def run(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, and nothing else on stdout.", rich_help_panel=OUTPUT)
     ] = False,
+    explain: Explain = False,
     settings: Settings,
 ) -> None:
     """Complete a text as it is, or with --chat answer it.
@@ -59,7 +70,7 @@ def run(
     if not text:
         raise RequestError("the prompt is empty: give a text, as an argument or on standard input", parameter="prompt")
     messages = _messages(text, system) if chat or system is not None else None
-    hints: dict[str, Any] = {}
+    hints: dict[str, Any] = {"speculation": {"trees": True}} if explain else {}
     if prediction_file is not None:
         hints["prediction"], settings = _read_prediction(prediction_file), _with_prediction(settings)
     from paceline.cli.loading import load
@@ -68,7 +79,7 @@ def run(
     if as_json:
         _print_json(llm, text, messages, settings, hints)
     else:
-        _print_stream(llm, text, messages, settings, hints, show_drafts=show_drafts)
+        _print_stream(llm, text, messages, settings, hints, show_drafts=show_drafts, explain=explain)
 
 
 def _messages(text: str, system: str | None) -> list[dict[str, str]]:
@@ -103,7 +114,14 @@ def _print_json(llm: "LLM", text: str, messages: list[dict[str, str]] | None, se
 
 
 def _print_stream(
-    llm: "LLM", text: str, messages: list[dict[str, str]] | None, settings: Settings, hints: dict[str, Any], *, show_drafts: bool
+    llm: "LLM",
+    text: str,
+    messages: list[dict[str, str]] | None,
+    settings: Settings,
+    hints: dict[str, Any],
+    *,
+    show_drafts: bool,
+    explain: bool,
 ) -> None:
     from paceline.cli.rendering import legend, write_stream, writer_for
 
@@ -114,6 +132,9 @@ def _print_stream(
     answer = write_stream(stream, writer_for(llm, show_drafts=show_drafts))
     if not settings.quiet:
         say(answer.closing_line(sampled=not params.is_greedy))
+    if explain and answer.output is not None:
+        for line in llm.explain(answer.output):
+            say(line)
     if answer.interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
 

@@ -7,52 +7,32 @@ draw the same token; at temperature 0 both take the argmax. For rejection sampli
 holds the distributions they were drawn from.
 """
 
-from collections.abc import Callable, Generator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from time import perf_counter
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Generic
 
 import numpy as np
 
-from paceline.drafters.pairs.ranking import best_scores
+from paceline.drafters.drafting import Drafting, DraftRow, IdTranslation, Path, ResultT, chain
+from paceline.drafters.pairs.guesses import NOTHING, Guessed, Guesses
 from paceline.errors import CapacityError, RequestError
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout
 from paceline.runtimes.base import FloatArray, Network, assemble, in_parts
-from paceline.sampling.draw import draw
+from paceline.runtimes.ranking import DRAW, Draws
+from paceline.sampling.noise import Purpose, noise_key
 from paceline.sampling.processors import Distribution
 from paceline.sampling.residual import TokenProbs, draw_distinct
 from paceline.speculation.drafter import DraftBudget, Drafter, RequestState
 from paceline.speculation.reading import NO_EXTRA_TOKENS, ReadingTime
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
-from paceline.speculation.tree_growth import COUPLED_PROB, Guess, growing_tree
+from paceline.speculation.tree_growth import Guess, growing_tree
 
 CATCH_UP_ROWS = 256  # rows of one request in one catch-up pass
-
-ResultT = TypeVar("ResultT")
-Path: TypeAlias = Sequence[int]
-"""Tokens from the root's child on."""
-Drafting: TypeAlias = Generator[Path, FloatArray | None, ResultT]
-"""Yields the path whose draft-model row it needs next: () for the root, then each time the previous path plus one token. Is sent that
-row, or None if there is none, and returns what was drafted."""
-
-
-class IdTranslation(Protocol):
-    """Carries tokens between a target and a draft model that has other ids for the same pieces."""
-
-    def context(self, request: Request) -> Sequence[int]:
-        """The draft model's ids of everything the request holds; later calls only append."""
-        ...
-
-    def target_row(self, row: FloatArray) -> FloatArray:
-        """A draft row [V of the draft model] over the target's ids [V], -inf for those that cannot be drafted."""
-        ...
-
-    def draft_id(self, token_id: int) -> int:
-        """The draft model's id of a target token that can be drafted."""
-        ...
 
 
 @dataclass(slots=True)
@@ -71,6 +51,8 @@ class _Draft(Generic[ResultT]):
 
     Attributes:
         pending: tokens of the next pass; none once the draft is finished.
+        reads_ranks: whether what the pass finds in its rows is enough.
+        level: rows it was given.
         result: once it is finished.
     """
 
@@ -78,6 +60,8 @@ class _Draft(Generic[ResultT]):
     state: _State
     drafting: Drafting[ResultT]
     pending: list[int]
+    reads_ranks: bool = False
+    level: int = 0
     result: ResultT | None = None
 
 
@@ -120,13 +104,19 @@ class DraftModelDrafter(Drafter):
         self._note = note
         self._states = RequestState[_State]()
         self._reading = ReadingTime(read_s)
+        self._guesses = Guesses(None, vocab_size, self._num_known_ids)
+        self._ranking = self._guesses.ranking(tree_width)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         drafts: list[_Draft[DraftTree | None] | None] = []
         for request, budget in zip(requests, budgets, strict=True):
             context = request.token_ids if self._translation is None else self._translation.context(request)
             depth = min(budget.max_depth, budget.row_budget - 1, self._max_context - len(context))
-            drafts.append(self._begin(request, context, len(context), depth, self._drafting(request, replace(budget, max_depth=depth))))
+            draft = self._begin(request, context, len(context), depth, self._drafting(request, replace(budget, max_depth=depth)))
+            if draft is not None:
+                is_drawn = budget.wants_draws and not request.params.is_greedy
+                draft.reads_ranks = self._translation is None and request.processor.only_scales and not is_drawn
+            drafts.append(draft)
         self._grow(requests, drafts)
         return [None if draft is None else draft.result for draft in drafts]
 
@@ -140,7 +130,7 @@ class DraftModelDrafter(Drafter):
         drafts: list[_Draft[list[int]] | None] = []
         for request, (context, num_unchanged), count in zip(requests, contexts, counts, strict=True):
             depth = min(count, self._max_context - len(context))
-            writing = _chain(depth, lambda row, _: int(np.argmax(row[: self._num_known_ids])))
+            writing = chain(depth, lambda row, _: int(np.argmax(row.logits[: self._num_known_ids])))
             drafts.append(self._begin(request, context, num_unchanged, depth, writing))
         self._grow(requests, drafts)
         return [draft.result or [] if draft is not None else [] for draft in drafts]
@@ -202,8 +192,8 @@ class DraftModelDrafter(Drafter):
             self._catch_up(active)
             while active := [draft for draft in active if draft.pending]:
                 for part in in_parts(active, lambda draft: len(draft.pending)):
-                    ran, logits = self._run(part, [draft.pending for draft in part], wants_logits=True)
-                    for draft, row in zip(ran, logits, strict=True):
+                    ran, found = self._run(part, [draft.pending for draft in part], wants_logits=True)
+                    for draft, row in zip(ran, found, strict=True):
                         self._advance(draft, row)
         except BaseException:
             for request in requests:  # an interrupted pass leaves no valid rows
@@ -219,8 +209,9 @@ class DraftModelDrafter(Drafter):
                     del draft.pending[:CATCH_UP_ROWS]
                     draft.state.num_agreed = len(draft.state.token_ids)  # all of them are the request's
 
-    def _advance(self, draft: _Draft[ResultT], row: FloatArray | None) -> None:
+    def _advance(self, draft: _Draft[ResultT], row: DraftRow | None) -> None:
         """Give a draft the row it waits for, None if there is none."""
+        draft.level += 1
         try:
             token = draft.drafting.send(row)[-1]
             draft.pending = [token if self._translation is None else self._translation.draft_id(token)]
@@ -231,13 +222,23 @@ class DraftModelDrafter(Drafter):
         if budget.wants_draws and not request.params.is_greedy:
             return self._drawn(request, budget)
         if self._tree_width == 1 or budget.layout is TreeLayout.CHAIN:
-            return self._picked(request, budget.max_depth)
+            return self._picked(request, budget)
         return self._grown(request, budget)
 
-    def _picked(self, request: Request, depth: int) -> Drafting[DraftTree | None]:
-        """A chain of tokens that the target would draw if its rows were these; it ends where nothing is allowed."""
-        tokens = yield from _chain(depth, lambda row, path: self._coupled(request, row, path)[0])
-        return DraftTree.chain(request.token_ids[-1], tokens, self.name) if tokens else None
+    def _picked(self, request: Request, budget: DraftBudget) -> Drafting[DraftTree | None]:
+        """A chain of tokens that the target would draw if its rows were these; it ends where nothing is allowed, or nothing is expected."""
+        path: list[int] = []
+        probs: list[float] = []
+        reached = 1.0
+        while len(path) < budget.max_depth and reached >= budget.least_reach:
+            row = yield path
+            guessed = self._guessed(request, row, path, 1)
+            if not guessed.token_ids:
+                break
+            path.append(guessed.token_ids[0])
+            probs.append(guessed.probs[0])
+            reached *= budget.chance(probs[-1])
+        return DraftTree.chain(request.token_ids[-1], path, self.name, probs) if path else None
 
     def _grown(self, request: Request, budget: DraftBudget) -> Drafting[DraftTree | None]:
         """The same chain plus siblings, the next best tokens of its rows, by expected tokens per row of the target's pass."""
@@ -247,7 +248,7 @@ class DraftModelDrafter(Drafter):
             path = next(growth)
             while True:
                 row = None if path is None else (yield path)  # siblings get no rows
-                path = growth.send(() if path is None or row is None else self._ranked(request, row, path))
+                path = growth.send(() if path is None else self._ranked(request, row, path))
         except StopIteration as end:
             tree: DraftTree | None = end.value
             return tree
@@ -272,38 +273,31 @@ class DraftModelDrafter(Drafter):
             path.append(tokens[0])
         return DraftTree.grow(request.token_ids[-1], token_ids, parents, self.name, draft_probs) if token_ids else None
 
-    def _process(self, request: Request, row: FloatArray | None, path: Path) -> Distribution | None:
+    def _process(self, request: Request, row: DraftRow | None, path: Path) -> Distribution | None:
         """The row after the target's processors; None without a row, or if no token is allowed."""
         try:
-            return None if row is None else request.processor.process(self._as_target_row(row), path)
+            return None if row is None else request.processor.process(self._as_target_row(row.logits), path)
         except RequestError:
             return None
 
-    def _coupled(self, request: Request, row: FloatArray, path: Path) -> tuple[int | None, Distribution | None]:
-        """The token the target would draw if its row were this one."""
+    def _guessed(self, request: Request, row: DraftRow | None, path: Path, width: int) -> Guessed:
+        """The token the target would draw if its row were this one, and the best others, each with its probability."""
+        if row is None:
+            return NOTHING
+        if row.ranked is not None and math.isfinite(row.ranked.log_sum):
+            return self._guesses.of_ranked(row.ranked, width, is_greedy=request.params.is_greedy)
         distribution = self._process(request, row, path)
         if distribution is None:
-            return None, None
-        return draw(distribution, request.seed, request.sample_index, len(request.token_ids) + len(path)), distribution
+            return NOTHING
+        return self._guesses.of_distribution(request, path, distribution, width, wants_draws=False)
 
-    def _ranked(self, request: Request, row: FloatArray, path: Path) -> list[Guess[Path | None]]:
-        """That token and the best others, each with the probability that the target draws it."""
-        first, distribution = self._coupled(request, row, path)
-        if first is None or distribution is None:
-            return []
-        scores, ids = distribution.scores, distribution.token_ids
-        best = best_scores(scores, self._tree_width + 1)
-        best = best[scores[best] > -np.inf]  # the rest cannot be drafted
-        shares = np.exp(scores[best] - scores[best[0]]) / np.exp(scores - scores[best[0]]).sum()
-        prob_of = {int(token): float(share) for token, share in zip(best if ids is None else ids[best], shares, strict=True)}
-        own = prob_of.pop(first, 0.0)
-        if not distribution.greedy:
-            own = max(own, COUPLED_PROB)
-        others = list(prob_of.items())[: self._tree_width - 1]
-        rest = sum(prob for _, prob in others)
-        scale = min(1.0, (1.0 - own) / rest) if rest > 0.0 else 0.0
-        siblings: list[Guess[Path | None]] = [(token, prob * scale, self.name, None) for token, prob in others]
-        return [(first, own, self.name, (*path, first)), *siblings]
+    def _ranked(self, request: Request, row: DraftRow | None, path: Path) -> list[Guess[Path | None]]:
+        """The same as guesses: of the first one the row behind it will be wanted."""
+        guessed = self._guessed(request, row, path, self._tree_width)
+        return [
+            (token, prob, self.name, None if rank else (*path, token))
+            for rank, (token, prob) in enumerate(zip(guessed.token_ids, guessed.probs, strict=True))
+        ]
 
     def _as_target_row(self, row: FloatArray) -> FloatArray:
         """The row over the target's ids: padding cropped, or added as -inf."""
@@ -316,11 +310,11 @@ class DraftModelDrafter(Drafter):
 
     def _run(
         self, drafts: Sequence[_Draft[ResultT]], token_ids: Sequence[list[int]], *, wants_logits: bool
-    ) -> tuple[list[_Draft[ResultT]], FloatArray]:
+    ) -> tuple[list[_Draft[ResultT]], list[DraftRow]]:
         """One pass of the draft model; a draft that gets no cache block grows no further.
 
         Returns:
-            the drafts that ran, and the logits of the last row of each.
+            the drafts that ran, and the last row of each.
         """
         ran, plans, rows = list[_Draft[ResultT]](), list[RowPlan](), list[list[int]]()
         for draft, ids in zip(drafts, token_ids, strict=True):
@@ -337,28 +331,38 @@ class DraftModelDrafter(Drafter):
             rows.append(ids)
         wanted = [[len(ids) - 1] if wants_logits else [] for ids in rows]
         if not ran:
-            return ran, np.empty((0, 0), np.float32)
+            return ran, []
         start = perf_counter()
-        output = self.runtime.forward(*assemble(plans, rows, wanted))
+        inputs, batch, asked = assemble(plans, rows, wanted)
+        is_ranked = wants_logits and any(draft.reads_ranks for draft in ran)
+        if is_ranked:
+            asked = asked._replace(ranking=self._ranking, draws=_draws_of(ran))
+        output = self.runtime.forward(inputs, batch, asked)
         num_rows = sum(map(len, rows))
         if num_rows > NO_EXTRA_TOKENS * len(rows):
             self._reading.observe(num_rows, perf_counter() - start)
         for draft, ids in zip(ran, rows, strict=True):
             self.cache.keep_path(draft.state.sequence, len(ids) - 1)
             draft.state.token_ids.extend(ids)
-        return ran, output.logits
+        if not wants_logits:
+            return ran, []
+        ranked = output.ranked if is_ranked else [None] * len(ran)
+        return ran, [
+            DraftRow(logits, found if draft.reads_ranks else None) for draft, logits, found in zip(ran, output.logits, ranked, strict=True)
+        ]
 
 
-def _chain(depth: int, pick: Callable[[FloatArray, Path], int | None]) -> Drafting[list[int]]:
-    """One token per row, until `pick` returns None."""
-    path: list[int] = []
-    while len(path) < depth:
-        row = yield path
-        token = None if row is None else pick(row, path)
-        if token is None:
-            break
-        path.append(token)
-    return path
+def _draws_of(drafts: Sequence[_Draft[ResultT]]) -> Draws | None:
+    """How the next token of each draft is drawn."""
+    if not any(draft.reads_ranks and not draft.request.params.is_greedy for draft in drafts):
+        return None
+    draws = np.zeros(len(drafts), DRAW)
+    for index, draft in enumerate(drafts):
+        request = draft.request
+        if draft.reads_ranks and not request.params.is_greedy:
+            key = noise_key(request.seed, request.sample_index, len(request.token_ids) + draft.level, Purpose.TOKEN)
+            draws[index] = (key, request.params.temperature, 0)
+    return draws
 
 
 @lru_cache(maxsize=256)

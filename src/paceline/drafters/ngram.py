@@ -7,6 +7,7 @@ is built token by token instead of searching the prompt every step; short matche
 from collections.abc import Sequence
 from time import perf_counter
 
+from paceline.speculation.acceptance import match_confidence
 from paceline.speculation.drafter import DraftBudget, Drafter, RequestState
 from paceline.speculation.reading import ReadingTime
 from paceline.speculation.request import Request
@@ -27,6 +28,7 @@ class NgramIndex:
         self._lengths = range(min_match, max_match + 1)
         self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in self._lengths]
         self._num_indexed = 0
+        self.match_len = 0  # of the last proposal
 
     def num_unread(self, num_tokens: int) -> int:
         """How many of `num_tokens` tokens are not in the index yet."""
@@ -47,6 +49,7 @@ class NgramIndex:
             if size > length:
                 found = ends.get(tuple(token_ids[size - length :]))
                 if found is not None:
+                    self.match_len = length
                     drafts = list(token_ids[found : found + num_draft_tokens])
                     while len(drafts) < num_draft_tokens:  # a repetition goes on with its own guesses
                         drafts.append(drafts[found + len(drafts) - size])
@@ -73,7 +76,8 @@ class NgramDrafter(Drafter):
             num_unread, start = index.num_unread(len(request.token_ids)), perf_counter()
             drafts = index.propose(request.token_ids, min(budget.max_depth, budget.row_budget - 1))
             self._reading.observe(num_unread, perf_counter() - start)
-            trees.append(DraftTree.chain(request.token_ids[-1], drafts, self.name) if drafts else None)
+            probs = match_confidence(index.match_len, len(drafts))
+            trees.append(DraftTree.chain(request.token_ids[-1], drafts, self.name, probs) if drafts else None)
         return trees
 
     def reading_s(self, request: Request) -> float:

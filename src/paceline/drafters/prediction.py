@@ -8,6 +8,7 @@ Source: OpenAI's "Predicted Outputs" as seen from outside; Saxena 2023, "Prompt 
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from paceline.speculation.acceptance import match_confidence
 from paceline.speculation.drafter import DraftBudget, Drafter, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -32,6 +33,7 @@ class Prediction:
         self._tail: list[int] = []  # the output's last tokens, as many as a match may need
         self._anchor = 0  # place behind the last token on which the two agreed
         self._num_lost = 0  # output tokens since then
+        self.num_agreed = 0  # output tokens that agreed without a break, up to the last one
         self._place: int | None = 0  # where the output probably goes on
 
     def read(self, token_ids: Sequence[int]) -> None:
@@ -40,8 +42,9 @@ class Prediction:
             self._tail = [*self._tail[1 - MATCHES[0] :], token]
             if self._place is not None and self._place < len(self._token_ids) and self._token_ids[self._place] == token:
                 self._place = self._anchor = self._place + 1
-                self._num_lost = 0
+                self._num_lost, self.num_agreed = 0, self.num_agreed + 1
             else:
+                self.num_agreed = 0
                 self._num_lost += 1
                 self._place = self._find()
         self.num_read += len(token_ids)
@@ -96,4 +99,5 @@ class PredictionDrafter(Drafter):
             prediction = self._predictions[request] = Prediction(request.hints.prediction_token_ids)
         prediction.read(request.token_ids[request.num_prompt_tokens + prediction.num_read :])
         drafts = prediction.propose(min(budget.max_depth, budget.row_budget - 1))
-        return DraftTree.chain(request.token_ids[-1], drafts, self.name) if drafts else None
+        probs = match_confidence(prediction.num_agreed, len(drafts))
+        return DraftTree.chain(request.token_ids[-1], drafts, self.name, probs) if drafts else None

@@ -20,10 +20,13 @@ from paceline.kv_cache.window import PassLimits
 from paceline.models.config import WeightType
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.runtimes.base import Network, Numerics
-from paceline.runtimes.cost import CACHED_LEN, time_passes
+from paceline.runtimes.cost import ROW_COUNTS, pass_table
+from paceline.runtimes.facts import MeasuredFacts
 from paceline.runtimes.load import Loaded, RuntimeOptions, load_runtime
+from paceline.runtimes.pass_costs import CACHED_LEN
 from paceline.sampling.params import SAMPLING_NAMES
-from paceline.speculation.draft_length import DraftLengthPolicy, StepCosts
+from paceline.speculation.controller import DraftController
+from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.drafter import Drafter
 from paceline.speculation.rejection import Acceptance
 from paceline.speculation.request import Request
@@ -31,7 +34,7 @@ from paceline.speculation.speculator import Speculator
 from paceline.spelling import unknown_argument
 from paceline.tokenizer.tokenizer import Tokenizer
 
-DEFAULT_DRAFT_TOKENS = 4
+DEFAULT_DRAFT_TOKENS = 16  # at most: how many pay is decided step by step
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +62,7 @@ class OpenedEngine:
         drafter, policy = self.engine.speculator.drafter, self.engine.speculator.policy
         if drafter is None:
             return "speculation: off"
-        text = f"speculation: on, drafter {drafter.describe()}, up to {policy.num_draft_tokens} draft tokens a step"
-        if policy.costs is not None:
-            text += f"; pays from {max(0.0, policy.costs.break_even_accepted()):.2f} accepted tokens a step on"
-        return text
+        return f"speculation: on, drafter {drafter.describe()}, {policy.describe()}"
 
     def requests(self, prompts: Sequence[list[int]], params: Params, options: RequestOptions, *, is_streamed: bool) -> list[Request]:
         """The samples of each prompt, in order; the engine does not know them yet.
@@ -133,7 +133,7 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
     prepared = prepare(directory, config, speculation, drafter)
     loaded = load_runtime(directory, _runtime_options(config, prepared.layers))
     runtime = loaded.runtime
-    limits = _pass_limits(config, speculation) if runtime.holds_windows else None
+    limits = _pass_limits(config) if runtime.holds_windows else None
     plan = plan_cache(runtime.config, config, runtime.capabilities.weight_type, limits)
     cache = runtime.new_cache(plan.num_blocks, limits, plan.states)
     cache.prefix_caching = config.prefix_cache
@@ -181,9 +181,9 @@ def _runtime_options(config: EngineConfig, collect_layers: Sequence[int]) -> Run
     )
 
 
-def _pass_limits(config: EngineConfig, speculation: SpeculationConfig) -> PassLimits:
+def _pass_limits(config: EngineConfig) -> PassLimits:
     """What runs in the target's cache at a time: steps, and while it is opened the timed passes and the short texts of a calibration."""
-    opening_rows = max(CACHED_LEN + _draft_size(speculation)[1], NUM_CALIBRATION_TEXTS * BLOCK_SIZE)  # a block a text
+    opening_rows = max(CACHED_LEN + max(ROW_COUNTS), NUM_CALIBRATION_TEXTS * BLOCK_SIZE)  # a block a text
     return PassLimits(config.max_num_seqs, max(config.max_step_rows, opening_rows))
 
 
@@ -195,10 +195,10 @@ def _draft_size(speculation: SpeculationConfig) -> tuple[int, int]:
 
 
 def _policy(speculation: SpeculationConfig, runtime: Network, cache: KVCache, max_context: int) -> DraftLengthPolicy:
-    """A fixed draft length; the guard's costs are timed here, on the machine that will run."""
+    """What decides how much to draft, with the costs of passes on the machine that will run."""
     count, row_budget = _draft_size(speculation)
-    times = time_passes(runtime, cache, (1, row_budget), max_context=max_context)
-    return DraftLengthPolicy(count, row_budget=row_budget, costs=StepCosts(times[1], times[row_budget]))
+    table = pass_table(runtime, cache, MeasuredFacts(cache_directory()), max_context=max_context)
+    return DraftController(count, table, row_budget=row_budget)
 
 
 def _unused_head(loaded: Loaded, directory: Path, drafter: Drafter | None) -> list[str]:

@@ -2,9 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from heapq import heapify, heapreplace
 
-from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.request import Request
 from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.stats import PlainReason
@@ -27,13 +25,13 @@ def within_limits(request: Request, row_budget: int, max_depth: int) -> tuple[in
     return (row_budget, max_depth) if allowed is None else (min(row_budget, allowed + 1), min(max_depth, allowed))
 
 
-def share_budgets(batch: Sequence[RequestRows], available: int, policy: DraftLengthPolicy) -> None:
+def share_budgets(batch: Sequence[RequestRows], available: int) -> None:
     """Make budgets smaller until together they fit the `available` rows that a pass has left for guesses."""
     drafting = [(rows, rows.budget) for rows in batch if rows.budget is not None]
     wanted = [budget.row_budget - 1 for _, budget in drafting]
     if sum(wanted) <= available:
         return
-    shares = share_rows(wanted, [policy.acceptance(rows.request) for rows, _ in drafting], available)
+    shares = share_rows(wanted, available)
     for (rows, budget), share in zip(drafting, shares, strict=True):
         if share > 0:
             rows.budget = replace(budget, row_budget=share + 1)
@@ -41,28 +39,31 @@ def share_budgets(batch: Sequence[RequestRows], available: int, policy: DraftLen
             rows.budget, rows.plain_reason = None, PlainReason.FULL_PASS
 
 
-def share_rows(wanted: Sequence[int], acceptance: Sequence[float], available: int) -> list[int]:
-    """Divide the draft rows of a pass among its requests so that most tokens are to be expected.
+def fit_rows(batch: Sequence[RequestRows], available: int) -> None:
+    """Cut guesses that are more than the `available` rows which a pass has left for them, those that grammars force among them."""
+    wanted = [rows.num_guesses for rows in batch]
+    if sum(wanted) <= available:
+        return
+    for rows, count, share in zip(batch, wanted, share_rows(wanted, available), strict=True):
+        if share < count and rows.tree is not None:
+            kept = rows.tree.prune(lambda parents, share=share: len(parents) <= share + 1)  # type: ignore[misc]
+            rows.set_guesses(kept, count, PlainReason.FULL_PASS)
 
-    The i-th draft row of a request brings a token with probability acceptance^i, if its drafts are a chain. So each row goes to the request
-    that gains most by it; where all gain alike, to the one with the fewest.
+
+def share_rows(wanted: Sequence[int], available: int) -> list[int]:
+    """Divide the draft rows of a pass among its requests as evenly as what each could use allows; the first ones get what is left over.
 
     Args:
         wanted: draft rows each request could use, the root not counted.
-        acceptance: probability that one of its guesses is kept, given those before it were.
         available: rows to divide.
 
     Returns:
         rows for each, in order.
     """
-    if sum(wanted) <= available:
-        return list(wanted)
     shares = [0] * len(wanted)
-    queue = [(-rate, 0, index) for index, (rate, rows) in enumerate(zip(acceptance, wanted, strict=True)) if rows > 0]
-    heapify(queue)
-    for _ in range(max(0, available)):
-        gain, share, index = queue[0]
-        shares[index] = share + 1
-        is_full = shares[index] == wanted[index]
-        heapreplace(queue, (1.0 if is_full else gain * acceptance[index], shares[index], index))
+    left = max(0, available)
+    while left > 0 and (open_ones := [index for index, most in enumerate(wanted) if shares[index] < most]):
+        for index in open_ones[:left]:
+            shares[index] += 1
+        left -= len(open_ones[:left])
     return shares

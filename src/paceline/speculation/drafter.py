@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -25,6 +25,9 @@ class DraftBudget:
         wants_draws: drafts are kept by `acceptance="rejection"`: a drafter with a distribution draws from it with `draft` noise
             (`paceline.sampling.residual.draw_distinct`) instead of the target's noise, and names it in `DraftTree.draft_probs`.
         max_reading_s: seconds that reading may take (`Drafter.reading_s`); a drafter that needs more is not asked.
+        least_reach: chance of a path below which guessing further behind it is not worth the time; not for drawn guesses, which may not
+            depend on what was drawn.
+        chance_of: the chance of a guess by the drafter's own probability for it; None = that is the chance.
     """
 
     row_budget: int
@@ -32,6 +35,12 @@ class DraftBudget:
     layout: TreeLayout = TreeLayout.PATHS
     wants_draws: bool = False
     max_reading_s: float = math.inf
+    least_reach: float = 0.0
+    chance_of: Callable[[float], float] | None = None
+
+    def chance(self, prob: float) -> float:
+        """The chance that a guess is kept, once those before it are, by the drafter's own probability for it."""
+        return prob if self.chance_of is None else self.chance_of(prob)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,11 +45,13 @@ class DrafterCalls:
 
     Attributes:
         tolerated: what drafters may do within it; counts how often one raised or answered nonsense.
+        seconds: spent in drafters so far.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.tolerated = Tolerated()
+        self.seconds = 0.0
         self._backoffs: dict[str, Backoff] = {}
 
     def propose(self, drafter: Drafter, batch: Sequence[RequestRows], policy: DraftLengthPolicy) -> None:
@@ -80,11 +82,11 @@ class DrafterCalls:
         for (rows, budget), tree in zip(asked, trees, strict=True):
             self._take(rows, budget, tree)
         seconds = perf_counter() - start_s
-        read_s = unread_s - sum(map(drafter.reading_s, unread))
-        if read_s > 0.0:
-            policy.observe_reading()
-        if any(rows.plain_reason is None for rows, _ in asked):
-            policy.observe_draft_time(max(0.0, seconds - read_s))
+        self.seconds += seconds
+        read_s = max(0.0, unread_s - sum(map(drafter.reading_s, unread)))
+        guessed = [rows.tree.tree_depth for rows, _ in asked if rows.tree is not None and rows.num_guesses > 0]
+        if guessed:
+            policy.observe_draft(drafter, len(asked), max(guessed), max(0.0, seconds - read_s), read_s)
 
     def _take(self, rows: RequestRows, budget: DraftBudget, tree: DraftTree | None) -> None:
         """Hang a tree without what cannot be used: ids that do not exist, nodes too deep or over budget.

@@ -1,4 +1,4 @@
-"""What it costs a drafter to read tokens it has not seen, and how much reading a request is worth."""
+"""What it costs a drafter to read tokens it has not seen."""
 
 NO_EXTRA_TOKENS = 16
 """As many tokens are read along with a guess: a pass over them costs what a pass over one does, or next to it."""
@@ -25,13 +25,3 @@ class ReadingTime:
     def of(self, num_tokens: int) -> float:
         """Seconds that so many will take."""
         return self.token_s * num_tokens if num_tokens > NO_EXTRA_TOKENS else 0.0
-
-
-def worthwhile_s(*, plain_s: float, step_s: float, accepted: float, num_tokens: int) -> float:
-    """Seconds of reading that drafting pays back over the next `num_tokens` tokens.
-
-    Args:
-        plain_s, step_s: of a plain step, and of one with guesses.
-        accepted: guesses a step is expected to keep.
-    """
-    return max(0.0, plain_s - step_s / (1.0 + accepted)) * num_tokens

@@ -11,7 +11,7 @@ from paceline.kv_cache.paged import CachedSequence
 from paceline.sampling.logprobs import TokenLogprobs
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
-from paceline.speculation.draft_history import DraftHistory
+from paceline.speculation.acceptance import RequestAcceptance
 from paceline.speculation.stats import SpeculationStats
 from paceline.speculation.step_record import StepRecord
 from paceline.speculation.stop import TextStop
@@ -125,7 +125,7 @@ class Request:
         prompt_logprobs: of the prompt tokens so far, where asked for; the first one has none.
         steps: what every step guessed, where asked for.
         error: why it failed; no other request is concerned.
-        draft_history: what became of its drafts; None until the policy is asked about it. The policy's own.
+        acceptance: what was learned of guesses for it; None until there are some. The policy's own.
         drafting: what drafters remember of it, by who remembers it (`speculation.drafter.RequestState`).
         started_s, first_token_s, last_token_s, finished_s: clock (`time.perf_counter`) at admission, after the prompt's last pass, after
             the latest step that gave it tokens, at the end.
@@ -152,7 +152,7 @@ class Request:
     steps: list[StepRecord] = field(default_factory=list)
     error: Exception | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
-    draft_history: DraftHistory | None = None
+    acceptance: RequestAcceptance | None = None
     origins: list[TokenOrigin] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     drafting: dict[object, Any] = field(default_factory=dict)

@@ -21,7 +21,10 @@ class RequestRows:
         tree: None for a chunk that does not reach the request's last token: it emits nothing.
         wants_prompt_rows: whether the logits of all known tokens are wanted, not only those of the tree.
         plain_reason: why there are no guesses.
-        budget: how much may be guessed; None = nothing.
+        given: the most that may be guessed, whatever it brings; None = nothing.
+        budget: how much is to be guessed; None = nothing.
+        expected_tokens: that the step was expected to emit for the request when its guesses were chosen; None = nobody said.
+        expected_speedup: of the whole step over one without guesses; of a plain step, that of the best one with guesses.
         plan: set when slots are reserved.
     """
 
@@ -30,7 +33,10 @@ class RequestRows:
     tree: DraftTree | None
     wants_prompt_rows: bool = False
     plain_reason: PlainReason | None = None
+    given: DraftBudget | None = None
     budget: DraftBudget | None = None
+    expected_tokens: float | None = None
+    expected_speedup: float | None = None
     plan: RowPlan | None = None
 
     @classmethod

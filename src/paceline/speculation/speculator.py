@@ -1,13 +1,11 @@
 """What speculation is made of: a drafter, a policy of how much to draft, and the rule by which guesses are kept."""
 
-import math
 from collections.abc import Sequence
 from time import perf_counter
 
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray, ForwardOutput, Network, Pass, PlanOutput
-from paceline.speculation.budgets import reason_not_to_draft, share_budgets, within_limits
-from paceline.speculation.constrained import SOURCE as FORCED
+from paceline.speculation.budgets import fit_rows, reason_not_to_draft, within_limits
 from paceline.speculation.constrained import constrain_guesses, fill_with_forced, forced_budget, with_forced
 from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter
@@ -43,6 +41,7 @@ class Speculator:
         self.drafter, self.policy, self.acceptance = drafter, policy, acceptance
         self.vocab_size, self._layout = vocab_size, layout
         self._calls = DrafterCalls(vocab_size)
+        self._pass_s = 0.0  # of the last pass
 
     @property
     def num_failures(self) -> int:
@@ -63,41 +62,45 @@ class Speculator:
         Args:
             max_rows: of the pass, known tokens included; None = no limit.
         """
-        num_known = sum(rows.num_known for rows in batch)
-        if self.drafter is not None:
-            self.policy.begin_step(num_known, sum(rows.is_decoding for rows in batch))
+        drafting = []
         for rows in batch:
             if rows.tree is not None:
-                rows.budget = self._budget(rows)
-        drafting = [rows for rows in batch if rows.budget is not None]
-        if drafting:
-            if max_rows is not None:
-                share_budgets(drafting, max_rows - num_known, self.policy)
-            open_rows = [rows for rows in drafting if rows.budget is not None and not fill_with_forced(rows, rows.budget)]
-            for drafter, own in self._by_drafter(open_rows):
-                self._calls.propose(drafter, own, self.policy)
-            self._constrain(drafting)
+                rows.budget = rows.given = self._most(rows)
+                if rows.budget is not None and (drafter := self._drafter_of(rows.request)) is not None:
+                    drafting.append((rows, drafter))
+        if not drafting:
+            return
+        self.policy.plan(batch, drafting, max_rows)
+        for rows, _ in drafting:
+            self._add_forced(rows)
+        open_rows = [one for one in drafting if one[0].budget is not None and not fill_with_forced(one[0], one[0].budget)]
+        for drafter, own in _by_drafter(open_rows):
+            self._calls.propose(drafter, own, self.policy)
+        self._constrain([rows for rows, _ in drafting if rows.budget is not None])
+        self.policy.select(batch, max_rows)
+        if max_rows is not None:
+            fit_rows(batch, max_rows - sum(rows.num_known for rows in batch))
 
     def verify(self, tree: DraftTree, logits: FloatArray, request: Request) -> VerifyResult:
         """Walk a tree by the rule in use."""
         return verify(tree, logits, request) if self.acceptance is Acceptance.MATCH else verify_rejection(tree, logits, request)
 
     def learn(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
-        """Tell the policy what became of a tree; what a grammar forces says nothing about the drafter."""
-        num_drafted, num_accepted = tree.num_draft_tokens, len(accepted_nodes)
-        if request.processor.constraint is not None:
-            num_drafted -= sum(source == FORCED for source in tree.sources)
-            num_accepted -= sum(tree.sources[node] == FORCED for node in accepted_nodes)
-        if num_drafted > 0:
-            self.policy.observe(request, num_drafted, num_accepted)
+        """Tell the policy what became of a tree."""
+        self.policy.observe(request, tree, accepted_nodes)
 
     def forward(self, target: Network, arguments: Pass) -> ForwardOutput:
-        """The target's pass; the policy is told how long it took."""
+        """The target's pass, timed."""
         start_s = perf_counter()
         output = target.forward(*arguments)
-        if self.drafter is not None:
-            self.policy.observe_pass(len(arguments.batch.positions), perf_counter() - start_s)
+        self._pass_s = perf_counter() - start_s
         return output
+
+    def end_step(self, batch: Sequence[RequestRows], seconds: float) -> None:
+        """Tell the policy how long a step took: its pass, and its other work but for guessing."""
+        if self.drafter is not None:
+            drafting_s, self._calls.seconds = self._calls.seconds, 0.0
+            self.policy.observe_step(batch, self._pass_s, max(0.0, seconds - self._pass_s - drafting_s))
 
     def observe(self, committed: Sequence[CommittedRows]) -> None:
         """Tell the drafter what a target pass made permanent, but for requests without speculation."""
@@ -132,38 +135,30 @@ class Speculator:
             with self._calls.tolerated:
                 self.drafter.release(request)
 
-    def _budget(self, rows: RequestRows) -> DraftBudget | None:
-        """How much may be guessed under a root; None = nothing, with the reason in `rows`."""
+    def _most(self, rows: RequestRows) -> DraftBudget | None:
+        """The most that may be guessed under a root; None = nothing, with the reason in `rows`."""
         request = rows.request
         rows.plain_reason = reason_not_to_draft(rows, has_drafter=self.drafter is not None)
         if rows.plain_reason is not None:
             return None
         wants_draws = self.acceptance is Acceptance.REJECTION and not request.params.is_greedy
-        given = self.policy.budget(request)
-        if given is None:
-            rows.plain_reason = PlainReason.GUARD
-            return forced_budget(request, self._layout, wants_draws=wants_draws)
-        row_budget, max_depth = within_limits(request, given.row_budget, given.max_depth)
-        return with_forced(DraftBudget(row_budget, max_depth, self._layout, wants_draws, self._max_reading_s(request)), request)
+        row_budget, max_depth = within_limits(request, self.policy.row_budget, self.policy.num_draft_tokens)
+        return DraftBudget(row_budget, max_depth, self._layout, wants_draws)
 
-    def _max_reading_s(self, request: Request) -> float:
-        """Seconds that a drafter may read of a request; no limit where it has read everything."""
-        with self._calls.tolerated:
-            if self.drafter is not None and self.drafter.reading_s(request) > 0.0:
-                return self.policy.max_reading_s(request)
-        return math.inf
+    def _add_forced(self, rows: RequestRows) -> None:
+        """Let what a request's grammar forces be guessed, whether or not other guesses pay."""
+        given = rows.given
+        if given is None or rows.request.processor.constraint is None or rows.plain_reason is PlainReason.FULL_PASS:
+            return
+        if rows.budget is not None:
+            rows.budget = with_forced(rows.budget, rows.request)
+        else:
+            rows.budget = forced_budget(rows.request, self._layout, wants_draws=given.wants_draws)
 
-    def _by_drafter(self, batch: Sequence[RequestRows]) -> Sequence[tuple[Drafter, Sequence[RequestRows]]]:
-        """Who is asked for whom: the drafter, or the one of several that a request names."""
-        if self.drafter is None or not batch:
-            return []
-        if all(rows.request.speculation.drafter is None for rows in batch):
-            return [(self.drafter, batch)]
-        named, groups = self.drafters, dict[str, list[RequestRows]]()
-        for rows in batch:
-            wanted = rows.request.speculation.drafter
-            groups.setdefault(wanted if wanted in named else self.drafter.name, []).append(rows)
-        return [(named[name], own) for name, own in groups.items()]
+    def _drafter_of(self, request: Request) -> Drafter | None:
+        """Who is asked for a request: the drafter, or the one of several that it names."""
+        wanted = request.speculation.drafter
+        return self.drafter if wanted is None else self.drafters.get(wanted, self.drafter)
 
     def _constrain(self, batch: Sequence[RequestRows]) -> None:
         """Hold the guesses of requests with a grammar to it."""
@@ -171,3 +166,11 @@ class Speculator:
             if rows.request.processor.constraint is not None and rows.budget is not None:
                 with self._calls.tolerated:  # the walk obeys the grammar in any case; if that cannot go on it will say so
                     constrain_guesses(rows, rows.budget)
+
+
+def _by_drafter(drafting: Sequence[tuple[RequestRows, Drafter]]) -> Sequence[tuple[Drafter, Sequence[RequestRows]]]:
+    """The requests of each drafter."""
+    groups = dict[str, tuple[Drafter, list[RequestRows]]]()
+    for rows, drafter in drafting:
+        groups.setdefault(drafter.name, (drafter, []))[1].append(rows)
+    return list(groups.values())

@@ -10,6 +10,7 @@ pass of its own.
 """
 
 from collections.abc import Sequence
+from time import perf_counter
 
 from paceline.errors import CheckpointError, as_exception, is_interrupt
 from paceline.kv_cache.paged import KVCache
@@ -50,6 +51,7 @@ def step(
             been done by then is done.
         Exception: whatever the target's pass raised; nothing was committed.
     """
+    start_s = perf_counter()
     batch = [RequestRows.of(request, count) for request, count in zip(requests, num_rows, strict=True)]
     speculator.propose(batch, max_rows)
     plans, wanted = reserve(batch, cache), [rows.logits_nodes for rows in batch]
@@ -64,6 +66,7 @@ def step(
             if is_interrupt(error):
                 raise
             _fail(request, as_exception(error), cache)
+    speculator.end_step(batch, perf_counter() - start_s)
     speculator.observe(committed)
 
 
@@ -95,7 +98,7 @@ def _verify_and_commit(rows: RequestRows, logits: FloatArray, cache: KVCache, sp
         request.stats.record(tree.depths[1:], len(accepted), num_emitted, rows.plain_reason)
         if request.speculation.trees:
             start = request.num_output_tokens - num_emitted
-            request.steps.append(StepRecord.of(tree, accepted, start, result.token_ids[:num_emitted], rows.plain_reason))
+            request.steps.append(StepRecord.of(rows, tree, accepted, start, result.token_ids[:num_emitted]))
         if drafted:
             speculator.learn(request, tree, result.accepted_nodes)
     kept_nodes = [*range(rows.num_known), *(rows.root + node for node in accepted)]

@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.speculation.stats import PlainReason
 from paceline.speculation.tree import DraftTree
+
+if TYPE_CHECKING:  # a request holds records
+    from paceline.speculation.request_rows import RequestRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,9 @@ class StepRecord:
         sources: [n] name of the drafter that guessed it.
         accepted_nodes: nodes whose tokens were kept, from the root's child down.
         plain_reason: why nothing was guessed; None where something was.
+        expected_tokens: that it was expected to emit when its guesses were chosen; None = nobody said.
+        expected_speedup: of the step, other requests' rows included, over one without guesses; of a plain step, that of the best one
+            with guesses.
     """
 
     start: int
@@ -29,12 +35,12 @@ class StepRecord:
     sources: tuple[str, ...] = ()
     accepted_nodes: tuple[int, ...] = ()
     plain_reason: PlainReason | None = None
+    expected_tokens: float | None = None
+    expected_speedup: float | None = None
 
     @classmethod
-    def of(
-        cls, tree: DraftTree, accepted_nodes: Sequence[int], start: int, token_ids: Sequence[int], plain_reason: PlainReason | None
-    ) -> "StepRecord":
-        """The record of a walk through `tree` that emitted `token_ids`; the tree's distributions are not kept."""
+    def of(cls, rows: "RequestRows", tree: DraftTree, accepted_nodes: Sequence[int], start: int, token_ids: Sequence[int]) -> "StepRecord":
+        """The record of a walk through `tree`, that of `rows`, which emitted `token_ids`; its distributions are not kept."""
         return cls(
             start,
             tuple(token_ids),
@@ -42,7 +48,9 @@ class StepRecord:
             tuple(tree.parents[1:]),
             tuple(tree.sources[1:]),
             tuple(accepted_nodes),
-            plain_reason,
+            rows.plain_reason,
+            rows.expected_tokens,
+            rows.expected_speedup,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -55,4 +63,10 @@ class StepRecord:
             "sources": list(self.sources),
             "accepted_nodes": list(self.accepted_nodes),
             "plain": None if self.plain_reason is None else self.plain_reason.value,
+            "expected_tokens": _rounded(self.expected_tokens),
+            "expected_speedup": _rounded(self.expected_speedup),
         }
+
+
+def _rounded(number: float | None) -> float | None:
+    return None if number is None else round(number, 3)

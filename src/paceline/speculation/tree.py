@@ -28,6 +28,8 @@ class DraftTree:
         draft_probs: by node, the distribution its children were drawn from, over the target's ids; siblings stand in the order of
             their draws. A node without one has chosen children. To be given only if the number of children was fixed before any was
             drawn, and none was cut for the token it holds.
+        probs: [N] how likely its drafter takes each node's token to be, once everything before it is right (1 for the root); None = it
+            does not say. They are calibrated by what becomes of guesses, so any measure of confidence between 0 and 1 is of use.
     """
 
     token_ids: Sequence[int]
@@ -35,6 +37,7 @@ class DraftTree:
     depths: Sequence[int]
     sources: Sequence[str]
     draft_probs: Mapping[int, TokenProbs] = field(default_factory=dict, hash=False)
+    probs: Sequence[float] | None = field(default=None, compare=False)
 
     @classmethod
     def root_only(cls, root_token_id: int) -> "DraftTree":
@@ -42,10 +45,11 @@ class DraftTree:
         return cls((root_token_id,), (-1,), (0,), ("",))
 
     @classmethod
-    def chain(cls, root_token_id: int, draft_token_ids: Sequence[int], source: str) -> "DraftTree":
-        """One chosen guess a position."""
+    def chain(cls, root_token_id: int, draft_token_ids: Sequence[int], source: str, probs: Sequence[float] | None = None) -> "DraftTree":
+        """One chosen guess a position, with the probability of each where its drafter says one."""
         count = len(draft_token_ids) + 1
-        return cls((root_token_id, *draft_token_ids), range(-1, count - 1), range(count), ("", *[source] * (count - 1)))
+        token_ids, sources = (root_token_id, *draft_token_ids), ("", *[source] * (count - 1))
+        return cls(token_ids, range(-1, count - 1), range(count), sources, {}, None if probs is None else (1.0, *probs))
 
     @classmethod
     def grow(
@@ -55,6 +59,7 @@ class DraftTree:
         parents: Sequence[int],
         source: str | Sequence[str],
         draft_probs: Mapping[int, TokenProbs] | None = None,
+        probs: Sequence[float] | None = None,
     ) -> "DraftTree":
         """A tree from nodes in any parent-before-child order; siblings with the same token are merged, the first one leads.
 
@@ -63,9 +68,10 @@ class DraftTree:
             parents: parent of each of them, 0 = the root.
             source: name of the drafter of all of them, or of each.
             draft_probs: by node in this order, where children were drawn; None = nowhere.
+            probs: of nodes 1 … n; None = not known.
         """
         given = [source] * len(draft_token_ids) if isinstance(source, str) else source
-        names = [""]
+        names, chances = [""], [1.0]
         children: list[dict[int, int]] = [{}]  # per node of the result-to-be: token -> node
         node_of = [0]
         for index, (token, parent) in enumerate(zip(draft_token_ids, parents, strict=True), start=1):
@@ -76,6 +82,7 @@ class DraftTree:
                 siblings[token] = len(children)
                 children.append({})
                 names.append(given[index - 1])
+                chances.append(1.0 if probs is None else probs[index - 1])
             node_of.append(siblings[token])
         tokens, tree_parents, depths, order = [root_token_id], [-1], [0], [0]
         for position, node in enumerate(order):  # `order` grows while it is read: breadth-first
@@ -90,7 +97,8 @@ class DraftTree:
                 raise ValueError("two siblings of a drawn tree hold the same token: they were not drawn without replacement")
             index_of = {node: index for index, node in enumerate(order)}
             drawn = {index_of[node]: probs for node, probs in draft_probs.items()}  # nothing was merged: node_of is the identity
-        return cls(tuple(tokens), tuple(tree_parents), tuple(depths), tuple(names[node] for node in order), drawn)
+        ordered = None if probs is None else tuple(chances[node] for node in order)
+        return cls(tuple(tokens), tuple(tree_parents), tuple(depths), tuple(names[node] for node in order), drawn, ordered)
 
     def check(self) -> None:
         """That this is a tree, from whose shape slots, positions and budgets are computed, and that its draws can be draws.
@@ -105,6 +113,8 @@ class DraftTree:
             depths.append(depths[parent] + 1 if node else 0)
         if not depths or depths != list(self.depths) or not len(self.token_ids) == len(self.sources) == len(depths):
             raise ValueError(f"depths {list(self.depths)} of {len(self.token_ids)} nodes do not follow from parents {list(self.parents)}")
+        if self.probs is not None and (len(self.probs) != len(depths) or not all(0.0 <= prob <= 1.0 for prob in self.probs)):
+            raise ValueError(f"probs {list(self.probs)} of {len(depths)} nodes: one for each, from 0 to 1")
         for node, probs in self.draft_probs.items():
             drawn = self.children(node)
             if not drawn or not probs.is_normalised() or not all(probs.prob(self.token_ids[child]) > 0 for child in drawn):
@@ -180,7 +190,7 @@ class DraftTree:
             with_node = sorted((*kept, node))
             if self.parents[node] in kept and fits(self._parents_among(with_node)):
                 kept = with_node
-        return self if len(kept) == len(self.parents) else self._part(kept, self._parents_among(kept), self.draft_probs)
+        return self.part(kept)
 
     def first_path(self) -> list[int]:
         """The nodes of the path of first guesses, from the root's child down."""
@@ -201,4 +211,9 @@ class DraftTree:
         inner = set(parents)
         left = {new_index[node]: probs for node, probs in drawn.items() if new_index.get(node) in inner}
         token_ids, depths = (tuple(values[node] for node in kept) for values in (self.token_ids, self.depths))
-        return DraftTree(token_ids, tuple(parents), depths, tuple(self.sources[node] for node in kept), left)
+        chances = None if self.probs is None else tuple(self.probs[node] for node in kept)
+        return DraftTree(token_ids, tuple(parents), depths, tuple(self.sources[node] for node in kept), left, chances)
+
+    def part(self, kept: Sequence[int]) -> "DraftTree":
+        """The tree of these nodes, in ascending order, each with its parent."""
+        return self if len(kept) == len(self.parents) else self._part(kept, self._parents_among(kept), self.draft_probs)

@@ -81,8 +81,8 @@ def growing_tree(root_token_id: int, budget: DraftBudget, context: ContextT, *, 
         if -value > reached / num_added:  # a sibling was taken since: it costs more than it did, so it waits its turn again
             heapq.heappush(queue, (-reached / num_added, order, reached, parent, guess))
             continue
-        token_id, _, source, context = guess
-        node = tree.add(parent, token_id, source)
+        token_id, own_prob, source, context = guess
+        node = tree.add(parent, token_id, own_prob, source)
         rows_left -= num_added
         is_open = tree.depths[node] < budget.max_depth
     return tree.finished()
@@ -97,6 +97,7 @@ class _Growing:
     parents: list[int] = field(default_factory=lambda: [-1])
     depths: list[int] = field(default_factory=lambda: [0])
     sources: list[str] = field(default_factory=lambda: [""])
+    probs: list[float] = field(default_factory=lambda: [1.0])
     has_child: list[bool] = field(default_factory=lambda: [False])
 
     def added_rows(self, parent: int) -> int:
@@ -106,7 +107,7 @@ class _Growing:
         # with paths the child's whole path, from the root on
         return self.depths[parent] + 2 if self.layout is TreeLayout.PATHS else sys.maxsize
 
-    def add(self, parent: int, token_id: int, source: str) -> int:
+    def add(self, parent: int, token_id: int, prob: float, source: str) -> int:
         """Take a node; returns its number."""
         self.has_child[parent] = True
         self.has_child.append(False)
@@ -114,10 +115,11 @@ class _Growing:
         self.parents.append(parent)
         self.depths.append(self.depths[parent] + 1)
         self.sources.append(source)
+        self.probs.append(min(prob, 1.0))
         return len(self.token_ids) - 1
 
     def finished(self) -> DraftTree | None:
         """Breadth-first, as every tree; None without a guess."""
         if is_chain(self.parents):
-            return DraftTree(self.token_ids, self.parents, self.depths, self.sources) if len(self.token_ids) > 1 else None
-        return DraftTree.grow(self.token_ids[0], self.token_ids[1:], self.parents[1:], self.sources[1:])
+            return DraftTree(self.token_ids, self.parents, self.depths, self.sources, {}, self.probs) if len(self.token_ids) > 1 else None
+        return DraftTree.grow(self.token_ids[0], self.token_ids[1:], self.parents[1:], self.sources[1:], probs=self.probs[1:])

@@ -10,6 +10,7 @@ from paceline.config import MAX_PASS_ROWS, EngineConfig
 from paceline.drafters.draft_model import CATCH_UP_ROWS
 from paceline.runtimes.base import ForwardBatch, ForwardOutput
 from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.stats import PlainReason
 
 
 def count_rows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -36,6 +37,11 @@ def test_a_draft_model_catches_up_on_more_prompts_than_one_pass_holds(mini_dir: 
     assert all(output.speculation.drafted > 0 for output in outputs)
 
 
+def plan_nothing(batch: Any, drafting: Any, max_rows: int | None) -> None:
+    for rows, _ in drafting:
+        rows.budget, rows.plain_reason = None, PlainReason.GUARD
+
+
 @pytest.mark.parametrize("max_step_rows", [3, 7, 20])
 def test_what_grammars_force_takes_no_more_rows_than_a_pass_has(
     mini_dir: Path, max_step_rows: int, monkeypatch: pytest.MonkeyPatch
@@ -46,7 +52,7 @@ def test_what_grammars_force_takes_no_more_rows_than_a_pass_has(
     prompts = ["One: ", "Two: ", "Three: "]
     plain = LLM(str(mini_dir), drafter="none", max_context=300, cache_gb=0.1, threads=2).generate(prompts, params)
     llm = LLM(str(mini_dir), drafter="ngram", max_step_rows=max_step_rows, max_context=300, cache_gb=0.1, threads=2)
-    monkeypatch.setattr(llm.engine.speculator.policy, "budget", lambda request: None)
+    monkeypatch.setattr(llm.engine.speculator.policy, "plan", plan_nothing)
     rows = count_rows(llm, monkeypatch)
     outputs = llm.generate(prompts, params)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]

@@ -148,6 +148,8 @@ def test_a_record_is_json() -> None:
         "sources": ["ngram", "ngram"],
         "accepted_nodes": [1],
         "plain": None,
+        "expected_tokens": None,
+        "expected_speedup": None,
     }
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -246,10 +247,10 @@ def test_for_rejection_drafts_are_drawn_from_the_laws_the_tree_names(runtime: Ne
         fresh = make_request([*request.token_ids, *path])
         other = make_drafter(twin)
         rows: list[np.ndarray] = []
-        coupled = other._coupled
-        other._coupled = lambda request, row, path, coupled=coupled, rows=rows: (  # type: ignore[method-assign]
-            rows.append(row.copy()),
-            coupled(request, row, path),
+        guessed = other._guessed
+        other._guessed = lambda request, row, path, width, guessed=guessed, rows=rows: (  # type: ignore[method-assign]
+            rows.append(row.logits.copy()),
+            guessed(request, row, path, width),
         )[1]
         ask(other, fresh, depth=1)
         law = TokenProbs.of(request.processor.process(rows[0], path))
@@ -275,7 +276,7 @@ def test_at_temperature_0_nothing_is_drawn(drafter: DraftModelDrafter) -> None:
 
 @pytest.mark.parametrize("wants_draws", [False, True])
 def test_guesses_end_where_no_token_is_allowed(drafter: DraftModelDrafter, monkeypatch: pytest.MonkeyPatch, wants_draws: bool) -> None:
-    request = make_request([5, 6, 7], FREE)
+    request = make_request([5, 6, 7], replace(FREE, presence_penalty=0.1))
     process = request.processor.process
 
     def at_most_two(row: np.ndarray, path: Sequence[int] = ()) -> Distribution:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.always_drafts import draft_always
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from harness.engine_targets import assert_clean, make, run_to_end
 from harness.loaded_targets import make_drafter
@@ -18,7 +19,6 @@ from paceline.drafters.stack import StackDrafter
 from paceline.drafters.suffix.drafter import SuffixDrafter
 from paceline.kv_cache.paged import CachedSequence
 from paceline.sampling.processors import LogitsProcessor
-from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.drafter import DraftBudget, Drafter, RequestState
 from paceline.speculation.request import DraftHints, Request
 
@@ -87,7 +87,7 @@ def test_a_request_at_the_place_of_one_that_nobody_released_is_a_new_one(name: s
 
 
 def test_a_release_that_raises_leaks_nothing_and_keeps_no_other_from_giving_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DraftLengthPolicy, "_pays", lambda self, guard: True)
+    draft_always(monkeypatch)
     directory = write_checkpoint(tmp_path, "llama", num_hidden_layers=1)
     draft = make_drafter(str(directory), directory)
     assert isinstance(draft, DraftModelDrafter)

@@ -7,6 +7,7 @@ import pytest
 from paceline.kv_cache.paged import KVCache
 from paceline.runtimes import cost
 from paceline.runtimes.base import ForwardBatch, IntArray, Wanted
+from paceline.runtimes.pass_costs import PassTable
 
 
 class ClockedRuntime:
@@ -15,13 +16,13 @@ class ClockedRuntime:
     def __init__(self, slow: tuple[int, ...] = ()) -> None:
         self.now = 0.0
         self.config = SimpleNamespace(vocab_size=50)
-        self.num_passes = 7  # those of others
+        self.num_passes, self.row_s = 7, 0.1  # those of others
         self.batches: list[ForwardBatch] = []
         self.wanted: list[IntArray] = []
         self._slow = slow
 
     def forward(self, inputs: object, batch: ForwardBatch, wanted: Wanted) -> None:
-        self.now += 1.0 + 0.1 * len(batch.positions) + 60.0 * (len(self.batches) in self._slow)
+        self.now += 1.0 + self.row_s * len(batch.positions) + 60.0 * (len(self.batches) in self._slow)
         self.batches.append(batch)
         self.wanted.append(wanted.rows)
         self.num_passes += 1
@@ -84,3 +85,52 @@ def test_a_pass_that_fails_leaves_the_cache_clean(monkeypatch: pytest.MonkeyPatc
         measure(runtime, cache, (1, 5), monkeypatch)
     cache.check()
     assert cache.pool.num_free == 8
+
+
+class Tables:
+    """What is kept between runs."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, object] = {}
+
+    def get(self, key: str) -> object:
+        return self.kept.get(key)
+
+    def put(self, key: str, value: object) -> None:
+        self.kept[key] = value
+
+
+def table_of(runtime: ClockedRuntime, facts: Tables, monkeypatch: pytest.MonkeyPatch) -> PassTable:
+    monkeypatch.setattr(cost, "time", SimpleNamespace(perf_counter=runtime.perf_counter))
+    runtime.capabilities, runtime.version = "int8", "1"  # type: ignore[attr-defined]
+    return cost.pass_table(runtime, make_cache(64), facts, max_context=512)  # type: ignore[arg-type]
+
+
+def test_a_table_is_measured_once_and_checked_by_three_passes_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts, first, second = Tables(), ClockedRuntime(), ClockedRuntime()
+    table = table_of(first, facts, monkeypatch)
+    assert table.at(1) == pytest.approx(1.1)
+    assert table.at(9) == pytest.approx(1.9)
+    assert table_of(second, facts, monkeypatch) == table
+    assert [len(batch.positions) for batch in second.batches] == [64, *[1, 8, 16] * 2], "cached rows, then a round that warms up"
+
+
+def test_a_table_that_is_off_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = Tables()
+    table_of(ClockedRuntime(), facts, monkeypatch)
+    slower = ClockedRuntime()
+    slower.row_s = 0.2
+    assert table_of(slower, facts, monkeypatch).at(9) == pytest.approx(2.8)
+    ((kept,),) = [tuple(facts.kept.values())]
+    assert PassTable.from_json(kept).at(9) == pytest.approx(2.8)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("max_context", "num_blocks"), [(2, 8), (10, 8), (64, 2), (512, 3)])
+def test_a_short_context_makes_a_short_table(max_context: int, num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, cache = ClockedRuntime(), make_cache(num_blocks)
+    monkeypatch.setattr(cost, "time", SimpleNamespace(perf_counter=runtime.perf_counter))
+    table = cost.measure_passes(runtime, cache, max_context=max_context)  # type: ignore[arg-type]
+    assert table.at(1) == pytest.approx(1.1)
+    assert max(int(batch.positions.max()) for batch in runtime.batches) < min(max_context, cache.max_slots)
+    cache.check()
+    assert cache.pool.num_free == num_blocks

@@ -62,7 +62,8 @@ class Guesses:
             return NOTHING
         first = ids[0] if is_greedy else drawn
         if width == 1:
-            return Guessed((first,), (1.0,))
+            best = math.exp(scores[0] - log_sum)
+            return Guessed((first,), (best if first == ids[0] else _less_likely(best),))
         floor = scores[0] - _REACH
         prob_of = {token: math.exp(score - log_sum) for token, score in zip(ids, scores, strict=True) if score > floor}
         return _shared_out(first, prob_of, width, is_greedy=is_greedy)
@@ -92,7 +93,13 @@ class Guesses:
             probs = TokenProbs.of(distribution)
             return Guessed(draw_distinct(probs, 1, request.seed, request.sample_index, len(request.token_ids), len(path)), (1.0,), probs)
         first = draw(distribution, request.seed, request.sample_index, position)
-        return Guessed((first,), (1.0,)) if width == 1 else self._ranked(distribution, first, width)
+        if width > 1:
+            return self._ranked(distribution, first, width)
+        best = float(distribution.scores.max())
+        share = 1.0 / float(np.exp(distribution.scores - best).sum())
+        place = first if distribution.token_ids is None else int(distribution.token_ids.searchsorted(first))
+        is_best = distribution.greedy or float(distribution.scores[place]) == best
+        return Guessed((first,), (share if is_best else _less_likely(share),))
 
     def _ranked(self, distribution: Distribution, first: int, width: int) -> Guessed:
         scores, ids = distribution.scores, distribution.token_ids
@@ -114,6 +121,11 @@ class Guesses:
             return row[:known]
         self._row[:known] = row[:known]
         return self._row
+
+
+def _less_likely(best: float) -> float:
+    """Taken for the probability of a drawn token that is not the likeliest, of which only the probability `best` is known."""
+    return min(best, 1.0 - best) / 2.0
 
 
 def _shared_out(first: int, prob_of: Mapping[int, float], width: int, *, is_greedy: bool) -> Guessed:

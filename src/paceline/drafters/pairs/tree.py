@@ -115,10 +115,10 @@ class GrowingDraft:
             self.token_ids += guessed.token_ids
             self.parents += [node] * count
             self.probs += guessed.probs
-            self.reached += [reached * prob for prob in guessed.probs]
+            self.reached += [reached * self.budget.chance(prob) for prob in guessed.probs]
         self.level += 1
         last = len(self.token_ids)
-        if first == last or self.level >= self.depth:
+        if first == last or self.level >= self.depth or max(self.reached[first:]) < self.budget.least_reach:
             self.frontier = ()
         elif self.width == 1:
             self._features, self.frontier = features, (first,)
@@ -147,7 +147,7 @@ class GrowingDraft:
         if self.width == 1:
             if self.draft_probs:
                 return DraftTree.grow(root, self.token_ids[1:], self.parents[1:], source, self.draft_probs)
-            return DraftTree.chain(root, self.token_ids[1:], source)
+            return DraftTree.chain(root, self.token_ids[1:], source, [min(prob, 1.0) for prob in self.probs[1:]])
         children: list[list[Guess[int]]] = [[] for _ in self.token_ids]
         for node, (parent, token, prob) in enumerate(zip(self.parents, self.token_ids, self.probs, strict=True)):
             if node:

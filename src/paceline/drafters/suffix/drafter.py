@@ -13,6 +13,7 @@ from time import perf_counter
 from paceline.drafters.suffix.automaton import MAX_MATCH, Match, SuffixAutomaton
 from paceline.drafters.suffix.store import SuffixStore
 from paceline.errors import ConfigError
+from paceline.speculation.acceptance import match_confidence
 from paceline.speculation.drafter import DraftBudget, Drafter, RequestState
 from paceline.speculation.reading import ReadingTime
 from paceline.speculation.request import FinishReason, Request
@@ -114,7 +115,7 @@ class SuffixDrafter(Drafter):
         wanted = min(budget.max_depth, budget.row_budget - 1)
         certain = automaton.run(match, self._min_match, wanted)
         if len(certain) == wanted > 0:  # the usual case by far, and no tree is better
-            return DraftTree.chain(root_token_id, certain, self.name)
+            return DraftTree.chain(root_token_id, certain, self.name, match_confidence(match[1], wanted))
 
         def expand(context: Match) -> list[Guess[Match]]:
             return [(token, prob, self.name, then) for token, prob, then in automaton.followers(context, self._min_match)]

@@ -1,0 +1,163 @@
+"""What a pass costs by its rows and by what they read of the cache: a table measured at load, refined by the passes that run."""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+CACHED_LEN = 64  # cached rows behind which the rows of the table were timed
+
+_RECENT = 8  # passes of as many rows that count
+_FRESH = 3  # from so many on they say more than the table
+_MAX_AGE = 1024  # passes since, after which one says nothing of how fast the machine is now
+_SPEED_PASSES = 15  # of all kinds, whose median says how fast the machine is now
+_LEAST_SPEED, _MOST_SPEED = 0.2, 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class PassTable:
+    """Measured seconds of a pass.
+
+    Attributes:
+        seconds: by rows, of one sequence behind `CACHED_LEN` rows; ascending, and more rows never take less.
+        sequence_s: that a pass takes longer for each further cached row of a sequence, whatever rows the sequence brings.
+        row_s: and for each cached row that each of its rows sees.
+    """
+
+    seconds: Mapping[int, float]
+    sequence_s: float = 0.0
+    row_s: float = 0.0
+
+    @classmethod
+    def of(cls, measured: Mapping[int, float], sequence_s: float = 0.0, row_s: float = 0.0) -> "PassTable":
+        """A table of measured seconds: a pass is never slower than one of more rows, so what was disturbed is put right."""
+        seconds: dict[int, float] = {}
+        least = float("inf")
+        for rows in sorted(measured, reverse=True):
+            least = seconds[rows] = min(least, measured[rows])
+        return cls(dict(sorted(seconds.items())), max(0.0, sequence_s), max(0.0, row_s))
+
+    def at(self, num_rows: int) -> float:
+        """Seconds of so many rows: between two that were timed a straight line, beyond the last one the line of the last two."""
+        known = self.seconds.get(num_rows)
+        if known is not None:
+            return known
+        rows = list(self.seconds)
+        if len(rows) == 1:
+            return self.seconds[rows[0]]
+        index = min(max(1, bisect_left(rows, num_rows)), len(rows) - 1)
+        fewer, more = rows[index - 1 : index + 1]
+        slope = (self.seconds[more] - self.seconds[fewer]) / (more - fewer)
+        return max(0.0, self.seconds[fewer] + slope * (num_rows - fewer))
+
+    def reading_s(self, num_cached: float, num_row_cached: float) -> float:
+        """Seconds that reading the cache adds.
+
+        Args:
+            num_cached: cached rows of all sequences of the pass, each one's beyond `CACHED_LEN`.
+            num_row_cached: the same, each sequence's as often as it brings rows.
+        """
+        return self.sequence_s * num_cached + self.row_s * num_row_cached
+
+    def as_json(self) -> dict[str, Any]:
+        """What is kept between runs."""
+        return {"seconds": {str(rows): value for rows, value in self.seconds.items()}, "sequence_s": self.sequence_s, "row_s": self.row_s}
+
+    @classmethod
+    def from_json(cls, kept: Any) -> "PassTable | None":
+        """The table that was kept; None where it is none."""
+        try:
+            seconds = {int(rows): float(value) for rows, value in kept["seconds"].items()}
+            table = cls.of(seconds, float(kept["sequence_s"]), float(kept["row_s"]))
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return None
+        is_usable = len(seconds) > 1 and all(rows > 0 and 0.0 < value < 1e4 for rows, value in seconds.items())
+        return table if is_usable else None
+
+
+@dataclass(slots=True)
+class _Recent:
+    """Lately measured passes of as many rows: (number of the pass, seconds without what reading the cache adds)."""
+
+    passes: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+
+    def seconds(self, now: int) -> float | None:
+        """A quick one of them; None where too few are recent. Of a busy machine the quick passes say most of what a pass takes."""
+        recent = sorted([seconds for number, seconds in self.passes if now - number <= _MAX_AGE])
+        return recent[len(recent) // 4] if len(recent) >= _FRESH else None
+
+
+class PassCosts:
+    """Expected seconds of a pass.
+
+    What was measured lately for as many rows, behind about as many cached ones, counts. For other passes the table does, times how much
+    slower than the table the machine is now: so a pass that has not run for long is not judged by how busy the machine was then.
+
+    Args:
+        table: measured at load.
+    """
+
+    def __init__(self, table: PassTable) -> None:
+        self.table = table
+        self._recent: dict[tuple[int, int], _Recent] = {}
+        self._speeds: deque[float] = deque(maxlen=_SPEED_PASSES)
+        self._speed = 1.0
+        self._num_passes = 0
+        self._known: dict[tuple[int, int], float | None] = {}  # of this moment
+
+    def observe(self, num_rows: int, num_cached: float, num_row_cached: float, seconds: float) -> None:
+        """Told how long a pass took; arguments as `at`."""
+        self._num_passes += 1
+        self._known.clear()
+        reading_s = self.table.reading_s(num_cached, num_row_cached)
+        self._speeds.append(seconds / max(1e-9, self.table.at(num_rows) + reading_s))
+        self._speed = min(max(median(self._speeds), _LEAST_SPEED), _MOST_SPEED)
+        key = num_rows, _bucket(num_cached)
+        recent = self._recent.get(key)
+        if recent is None:  # the first pass of its kind does not count: memory and kernels are made ready for it
+            self._recent[key] = _Recent()
+            return
+        recent.passes.append((self._num_passes, seconds - self._speed * reading_s))
+
+    def at(self, num_rows: int, num_cached: float = 0.0, num_row_cached: float = 0.0) -> float:
+        """Seconds of a pass of so many rows.
+
+        Args:
+            num_cached, num_row_cached: what it reads of the cache, as `PassTable.reading_s`.
+        """
+        reading_s = self._speed * self.table.reading_s(num_cached, num_row_cached)
+        own = self._own(num_rows, _bucket(num_cached))
+        return max(1e-9, (self._speed * self.table.at(num_rows) if own is None else own) + reading_s)
+
+    def is_fresh(self, num_rows: int, num_cached: float = 0.0) -> bool:
+        """Whether passes of so many rows ran lately."""
+        return self._own(num_rows, _bucket(num_cached)) is not None
+
+    def _own(self, num_rows: int, bucket: int) -> float | None:
+        key = num_rows, bucket
+        if key not in self._known:
+            recent = self._recent.get(key)
+            self._known[key] = None if recent is None else recent.seconds(self._num_passes)
+        return self._known[key]
+
+    def refined(self) -> PassTable:
+        """The table with what was measured lately behind few cached rows, at the speed at which the table was measured."""
+        seconds = dict(self.table.seconds)
+        for rows in seconds:
+            own = self._own(rows, 0)
+            if own is not None:
+                seconds[rows] = own / self._speed
+        return PassTable.of(seconds, self.table.sequence_s, self.table.row_s)
+
+
+def _bucket(num_cached: float) -> int:
+    """Passes behind about as many cached rows are alike: powers of 2 from 512 on."""
+    return (int(num_cached) >> 9).bit_length()
+
+
+def steps_of(table: PassTable) -> list[tuple[int, int, float]]:
+    """Where the table rises: (rows, more rows, seconds)."""
+    return [(fewer, more, table.seconds[more] - table.seconds[fewer]) for fewer, more in pairwise(table.seconds)]

@@ -1,0 +1,195 @@
+"""How likely a guess is to be kept: learned for each drafter over all requests, and adjusted to each request as it goes on.
+
+A drafter's own probabilities are not believed but calibrated: what counts is how often guesses of about that probability were kept. Where
+it gives none, its depth in the draft decides. A request is easier or harder than others by an offset of log-odds, learned from its own
+guesses: one step of Newton's method for a logistic regression with one weight, with older guesses forgotten.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+HOPED = 0.6  # chance of a guess before any was seen
+_PRIOR_WEIGHT = 6.0  # of what is assumed, in guesses
+_MEMORY = 512.0  # guesses a chance of all requests looks back on
+_OWN_PRIOR, _OWN_MEMORY = 12.0, 64.0  # the same of one request's offset
+_SURPRISE = 0.06  # chance below which what happened makes what was learned doubtful
+_NEWTON = 5.0  # 1 / (p (1 - p)) of a chance neither small nor great
+_MOST_OFFSET = 6.0
+_BENEFIT = 1.0  # of the doubt, in standard deviations of the log-odds: what is judged too early is not tried again for long
+_LEAST, _MOST = 0.004, 0.985
+_BUCKETS, _BUCKET_WIDTH, _FIRST_LOGIT = 24, 0.5, -5.0
+
+
+@dataclass(slots=True)
+class _Share:
+    """Guesses of one kind, older ones counting less."""
+
+    tried: float = 0.0
+    kept: float = 0.0
+
+    def add(self, *, was_kept: bool) -> None:
+        if self.tried >= _MEMORY:
+            self.tried /= 2.0
+            self.kept /= 2.0
+        self.tried += 1.0
+        self.kept += was_kept
+
+    def of(self, assumed: float) -> float:
+        """The share of them that was kept; what is assumed where few were seen."""
+        return (self.kept + _PRIOR_WEIGHT * assumed) / (self.tried + _PRIOR_WEIGHT)
+
+
+@dataclass(slots=True)
+class Calibration:
+    """Chances of one drafter's guesses, given that those before them are right, over all requests.
+
+    Attributes:
+        is_known: whether any became of them.
+        gives_probs: whether its guesses come with probabilities.
+    """
+
+    is_known: bool = False
+    gives_probs: bool = False
+    _by_depth: list[_Share] = field(default_factory=list)
+    _by_prob: dict[tuple[bool, int], _Share] = field(default_factory=dict)
+
+    def at_depth(self, depth: int) -> float:
+        """Chance of the first guess at a depth, the root's child being at 1: where little is known, that of the one before it."""
+        chance = HOPED
+        for share in self._by_depth[:depth]:
+            chance = share.of(chance)
+        return chance
+
+    @property
+    def doubt(self) -> float:
+        """Log-odds by which all chances may well be greater than they seem: less and less the more guesses were seen."""
+        if not self._by_depth:
+            return 0.0
+        first = self._by_depth[0]
+        chance = min(max(first.of(HOPED), _LEAST), _MOST)
+        return _BENEFIT / math.sqrt((first.tried + _PRIOR_WEIGHT) * chance * (1.0 - chance))
+
+    def depths(self, count: int) -> list[float]:
+        """The same for depths 1 … count."""
+        chances, chance = [], HOPED
+        for depth in range(count):
+            if depth < len(self._by_depth):
+                chance = self._by_depth[depth].of(chance)
+            chances.append(chance)
+        return chances
+
+    def of_prob(self, prob: float, *, is_first: bool = True) -> float:
+        """Chance of a guess to which its drafter gives this probability.
+
+        Args:
+            is_first: whether it is the first of its siblings.
+        """
+        share = self._by_prob.get((is_first, _bucket(prob)))
+        assumed = min(max(prob, _LEAST), _MOST)
+        return assumed if share is None else share.of(assumed)
+
+    def add(self, depth: int, prob: float | None, *, is_first: bool, was_kept: bool) -> None:
+        """A guess whose place was reached was kept or not."""
+        if is_first:
+            while len(self._by_depth) < depth:
+                self._by_depth.append(_Share())
+            self._by_depth[depth - 1].add(was_kept=was_kept)
+        if prob is not None:
+            self.gives_probs = True
+            self._by_prob.setdefault((is_first, _bucket(prob)), _Share()).add(was_kept=was_kept)
+
+
+@dataclass(slots=True)
+class Offset:
+    """By how much the log-odds of one request's guesses differ from those over all requests.
+
+    Attributes:
+        value: 0 = not at all.
+        num_seen: guesses it was learned from, at most as many as count.
+    """
+
+    value: float = 0.0
+    num_seen: float = 0.0
+
+    def chance(self, of_all: float, more: float = 0.0) -> float:
+        """The chance of a guess that has this one over all requests; `more` log-odds are added to it."""
+        of_all = min(max(of_all, _LEAST), _MOST)
+        if self.value + more == 0.0:
+            return of_all
+        odds = of_all / (1.0 - of_all) * math.exp(self.value + more)
+        return min(max(odds / (1.0 + odds), _LEAST), _MOST)
+
+    def add(self, of_all: float, *, was_kept: bool) -> None:
+        """A guess that has this chance over all requests was kept or not."""
+        chance = self.chance(of_all)
+        if (chance if was_kept else 1.0 - chance) < _SURPRISE:
+            self.doubt()
+        self.num_seen = min(self.num_seen + 1.0, _OWN_MEMORY)
+        moved = self.value + _NEWTON / (_OWN_PRIOR + self.num_seen) * (was_kept - chance)
+        self.value = min(max(moved, -_MOST_OFFSET), _MOST_OFFSET)
+
+    def doubt(self) -> None:
+        """What was learned may be out of date: the next guesses weigh more."""
+        self.num_seen = 0.0
+
+
+@dataclass(slots=True)
+class RequestAcceptance:
+    """How much easier or harder one request is to guess than others, for the drafter that guesses for it.
+
+    Attributes:
+        drafter: its name.
+        by_depth: of guesses of which nothing but the depth is known, so of all that are still to be made.
+        by_prob: of guesses with a probability. They need not agree: where hard passages come with small probabilities, those are right.
+        num_plain: steps without drafts since drafting stopped to pay.
+        shadow: guesses that were not sent along: tokens of the text when they were made, the path of first guesses, its probabilities.
+        num_resting: steps until the next of them.
+    """
+
+    drafter: str = ""
+    by_depth: Offset = field(default_factory=Offset)
+    by_prob: Offset = field(default_factory=Offset)
+    num_plain: int = 0
+    shadow: tuple[int, list[int], list[float | None]] | None = None
+    num_resting: int = 0
+    _rest: int = 0
+
+    @property
+    def wants_shadow(self) -> bool:
+        """Whether guesses that are not sent along are of use now; asked once a step."""
+        if self.shadow is not None:
+            return False
+        self.num_resting -= 1
+        return self.num_resting < 0
+
+    def end_shadow(self, longest_rest: int, *, was_right: bool) -> None:
+        """A shadow was compared with the text; after wrong ones there is a rest, each time a longer one."""
+        self.shadow = None
+        self._rest = 0 if was_right else min(longest_rest, 2 * self._rest + 1)
+        self.num_resting = self._rest
+
+
+def path_chances(chances: Sequence[float]) -> list[float]:
+    """Chance that a guess and all before it are kept, by depth: what one more row is expected to bring, in tokens."""
+    reached, gains = 1.0, []
+    for chance in chances:
+        reached *= chance
+        gains.append(reached)
+    return gains
+
+
+def match_confidence(length: int, count: int) -> list[float]:
+    """A measure of confidence for `count` guesses copied from where the last `length` tokens occurred: it grows with what agreed."""
+    return [1.0 - 1.0 / (1.0 + one) for one in range(length, length + count)]
+
+
+def expected_accepted(chance: float, depth: float) -> float:
+    """Accepted tokens to be expected of a chain of `depth`, each accepted with this chance if those before it were."""
+    return depth if chance == 1.0 else chance * (1.0 - chance**depth) / (1.0 - chance)
+
+
+def _bucket(prob: float) -> int:
+    clipped = min(max(prob, 1e-4), 1.0 - 1e-4)
+    logit = math.log(clipped / (1.0 - clipped))
+    return min(max(int((logit - _FIRST_LOGIT) / _BUCKET_WIDTH), 0), _BUCKETS - 1)

@@ -1,0 +1,298 @@
+"""How much to draft where speed counts: in each step as much as brings most expected tokens a second, nothing included.
+
+What is expected of guesses is learned from those before (`acceptance.py`), what passes cost is measured (`runtimes/pass_costs.py`), as is
+what guessing and the work around a pass take; `row_choice.py` weighs them. Nothing here knows a token from another.
+
+Where drafting does not pay, a drafter that takes next to no time goes on guessing now and then, and its guesses are compared with what the
+target says (a shadow: it costs no row). Of one that takes time a share of all time is spent on probes of two tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from paceline.kv_cache.row_plan import TreeLayout, is_chain
+from paceline.runtimes.pass_costs import PassCosts, PassTable
+from paceline.speculation.acceptance import RequestAcceptance, path_chances
+from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.drafter import Drafter
+from paceline.speculation.drafter_facts import DrafterFacts
+from paceline.speculation.pass_work import PassWork, cached_rows
+from paceline.speculation.request import FinishReason, Request
+from paceline.speculation.request_rows import RequestRows
+from paceline.speculation.row_choice import Choice, choose_rows, worth_keeping
+from paceline.speculation.stats import PlainReason
+from paceline.speculation.tree import DraftTree
+from paceline.speculation.work_times import LinearTime
+
+START_GAIN = 0.05  # expected gain from which on drafting begins, so that it does not come and go
+STAY_GAIN = 0.02  # and from which on it goes on: what is expected of the best of several guesses is a little too much
+CHEAP_SHARE = 0.02  # of a plain pass: a drafter that takes less is asked whatever is expected, and its guesses are weighed
+PROBE_SHARE = 0.01  # of all time: what probes may cost where drafting does not pay
+PROBE_TOKENS = 2
+FIRST_TOKENS, FIRST_ROWS = 4, 16  # guessed of a request and in a pass while nothing is known of a drafter
+CLEAR_GAIN = 1.25  # expected speedup above which no plain pass is run to compare with
+COMPARE_INTERVAL = 16  # steps from one such pass to the next, until enough are known
+
+
+class DraftController(DraftLengthPolicy):
+    """Chooses how much to draft, step by step.
+
+    Args:
+        num_draft_tokens: the deepest draft.
+        row_budget: rows of the target pass a tree may cost, root included; None = a chain's.
+        table: what passes cost.
+    """
+
+    def __init__(self, num_draft_tokens: int, table: PassTable, *, row_budget: int | None = None) -> None:
+        super().__init__(num_draft_tokens, row_budget=row_budget)
+        self.costs = PassCosts(table)
+        self.host = LinearTime()  # by requests and guessed rows of a step
+        self.drafters: dict[str, DrafterFacts] = {}
+        self._choice: Choice | None = None  # of the step under way
+        self._credit_s = 0.0  # for probes
+        self._probed: Request | None = None
+        self._is_drafting = False
+        self._num_since_compared = 0
+        self._mean_output = 0.0  # tokens of the last outputs, 0 = none yet
+
+    def plan(self, batch: Sequence[RequestRows], drafting: Sequence[tuple[RequestRows, Drafter]], max_rows: int | None) -> None:
+        self._choice, self._probed = None, None
+        open_ones = [one for one in drafting if one[0].budget is not None]
+        if not open_ones:
+            return
+        work = PassWork.of(batch, with_guesses=False)
+        most = sum(rows.budget.row_budget - 1 for rows, _ in open_ones if rows.budget is not None)
+        most = most if max_rows is None else min(most, max_rows - work.num_rows)
+        choice = self._choose(open_ones, work, most)
+        if most < 1:
+            return self._refuse(open_ones, PlainReason.FULL_PASS)
+        self._choice = choice
+        for rows, _ in open_ones:
+            rows.expected_speedup = choice.speedup if any(choice.counts) else choice.drafted_speedup
+        self._is_drafting = any(choice.counts)
+        if self._is_drafting and self._must_compare(choice, work):
+            return self._refuse(open_ones, PlainReason.COMPARED)
+        denied: list[tuple[RequestRows, Drafter]] = []
+        for (rows, drafter), count in zip(open_ones, choice.counts, strict=True):
+            if not self._allow(rows, drafter, count, len(open_ones), work):
+                denied.append((rows, drafter))
+        if denied:
+            self._probe(denied, work, most)
+
+    def select(self, batch: Sequence[RequestRows], max_rows: int | None) -> None:
+        guessed = [rows for rows in batch if rows.num_guesses > 0]
+        if self._choice is None or not guessed:
+            return
+        weighed = [rows for rows in guessed if self._can_cut(rows)]
+        work = PassWork.of(batch, with_guesses=False)
+        num_fixed = sum(rows.num_guesses for rows in guessed if not self._can_cut(rows))
+        work.num_rows += num_fixed
+        order: list[tuple[float, int, int, int]] = []
+        for index, rows in enumerate(weighed):
+            tree = rows.tree
+            if tree is not None:
+                reached = self._reached(rows.request, tree)
+                order += [(-reached[node], tree.depths[node], index, node) for node in range(1, len(reached))]
+        order.sort()
+        if max_rows is not None:
+            order = order[: max(0, max_rows - work.num_rows)]
+        cached = work.num_cached / max(1, len(batch))
+        requests = len(batch)
+
+        def seconds(count: int) -> float:
+            row_cached = work.num_row_cached + count * cached
+            return self.costs.at(work.num_rows + count, work.num_cached, row_cached) + self.host.at(requests, num_fixed + count)
+
+        rate = self._choice.rate * (1.0 + (STAY_GAIN if self._is_drafting else START_GAIN))
+        kept: list[list[int]] = [[0] for _ in weighed]
+        for _, _, index, node in order[: worth_keeping([-one[0] for one in order], seconds, rate)]:
+            kept[index].append(node)
+        for rows, nodes in zip(weighed, kept, strict=True):
+            self._cut(rows, sorted(nodes))
+        for rows in guessed:
+            if rows.tree is not None:
+                rows.expected_tokens = sum(self._reached(rows.request, rows.tree))
+
+    def observe(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
+        if request.acceptance is not None and (facts := self._facts_of(request)) is not None:
+            facts.learn(request, request.acceptance, tree, accepted_nodes)
+
+    def observe_draft(self, drafter: Drafter, num_requests: int, depth: int, seconds: float, read_s: float) -> None:
+        self._facts(drafter).observe(num_requests, depth, seconds)
+
+    def observe_step(self, batch: Sequence[RequestRows], pass_s: float, host_s: float) -> None:
+        if all(rows.is_decoding for rows in batch):
+            work = PassWork.of(batch, with_guesses=True)
+            self.costs.observe(work.num_rows, work.num_cached, work.num_row_cached, pass_s)
+            self.host.observe(len(batch), sum(rows.num_guesses for rows in batch), host_s)
+        for rows in batch:
+            if rows.request.acceptance is not None:
+                facts = self._facts_of(rows.request)
+                if facts is not None:
+                    facts.read_shadow(rows.request, rows.request.acceptance)
+
+    def release(self, request: Request) -> None:
+        request.acceptance = None
+        if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            length = float(request.num_output_tokens)
+            self._mean_output = 0.75 * self._mean_output + 0.25 * length if self._mean_output else length
+
+    def describe(self) -> str:
+        rise = self.costs.at(1 + min(4, self.num_draft_tokens)) / self.costs.at(1)
+        return f"up to {self.num_draft_tokens} draft tokens a step, as many as pay (5 rows take {rise:.2f} of the time of one)"
+
+    def _choose(self, open_ones: Sequence[tuple[RequestRows, Drafter]], work: PassWork, most: int) -> Choice:
+        """What is best before anything is guessed, by what is known of depths alone."""
+        gains, cached = [], [cached_rows(rows) for rows, _ in open_ones]
+        for rows, drafter in open_ones:
+            facts, own = self._facts(drafter), self._own(rows.request, drafter)
+            budget = rows.budget
+            depth = 0 if budget is None else min(budget.max_depth, budget.row_budget - 1)
+            if not facts.calibration(rows.request).is_known:
+                depth, most = min(depth, FIRST_TOKENS), min(most, FIRST_ROWS)
+            calibration = facts.calibration(rows.request)
+            doubt = calibration.doubt
+            gains.append(path_chances([own.by_depth.chance(one, doubt) for one in calibration.depths(depth)]))
+        names = [drafter.name for _, drafter in open_ones]
+        slowest = 0.0
+
+        def seconds(counts: Sequence[int], total: int) -> float:
+            nonlocal slowest
+            row_cached = work.num_row_cached + sum([count * one for count, one in zip(counts, cached, strict=True)])
+            slowest = max(slowest, self.costs.at(work.num_rows + total, work.num_cached, row_cached))
+            return slowest + self.host.at(len(counts), total) + (self._guessing_s(names, counts) if total else 0.0)
+
+        return choose_rows(gains, seconds, most, least_gain=STAY_GAIN if self._is_drafting else START_GAIN)
+
+    def _guessing_s(self, names: Sequence[str], counts: Sequence[int]) -> float:
+        """Seconds of guessing so much for each request."""
+        if len(counts) == 1:
+            return self.drafters[names[0]].seconds(1, counts[0])
+        total = 0.0
+        for name in set(names):
+            own = [count for count, one in zip(counts, names, strict=True) if count and one == name]
+            total += self.drafters[name].seconds(len(own), max(own, default=0))
+        return total
+
+    def _allow(self, rows: RequestRows, drafter: Drafter, count: int, num_requests: int, work: PassWork) -> bool:
+        """Set a request's budget; returns whether it may draft, or would without costing anything."""
+        budget, choice = rows.budget, self._choice
+        if budget is None or choice is None:
+            return True
+        facts, own = self._facts(drafter), self._own(rows.request, drafter)
+        deepest = min(budget.max_depth, budget.row_budget - 1)
+        is_cheap = bool(facts.times) and facts.seconds(num_requests, deepest) < CHEAP_SHARE * choice.plain_s
+        if count == 0:
+            own.num_plain += 1
+            if is_cheap and own.wants_shadow:
+                return True
+            rows.budget, rows.plain_reason = None, PlainReason.GUARD
+            return is_cheap
+        own.num_plain = 0
+        calibration = facts.calibration(rows.request)
+        if not is_cheap or budget.wants_draws or not calibration.is_known:
+            stops_early = calibration.gives_probs and not budget.wants_draws
+            if not stops_early or num_requests > 1:
+                width = max(1, (budget.row_budget - 1) // max(1, budget.max_depth))
+                rows.budget = budget = replace(budget, row_budget=1 + count * width, max_depth=count)
+            if stops_early:
+                least_reach = self._least_reach(rows.request, drafter, count, num_requests, work)
+                rows.budget = replace(budget, least_reach=least_reach, chance_of=facts.chance_of(rows.request, own))
+        if drafter.reading_s(rows.request) > 0.0 and rows.budget is not None:
+            rows.budget = replace(rows.budget, max_reading_s=self._worthwhile_s(rows.request, choice))
+        return True
+
+    def _least_reach(self, request: Request, drafter: Drafter, count: int, num_requests: int, work: PassWork) -> float:
+        """Chance of a whole path below which what one more guess behind it takes is not worth it."""
+        if self._choice is None:
+            return 0.0
+        facts, own = self._facts(drafter), self._own(request, drafter)
+        deeper_s = (facts.seconds(num_requests, count + 1) - facts.seconds(num_requests, count)) / num_requests
+        next_chance = max(0.2, own.by_depth.chance(facts.calibration(request).at_depth(count + 1)))
+        more = self.costs.at(work.num_rows + 8 * num_requests, work.num_cached, work.num_row_cached) - self._choice.plain_s
+        row_s = max(0.0, more) / (8 * num_requests)
+        return min(0.9, self._choice.rate * (deeper_s + row_s) / next_chance)
+
+    def _worthwhile_s(self, request: Request, choice: Choice) -> float:
+        """Seconds of reading that drafting is expected to pay back over what is still to come of a request."""
+        saved_s = choice.plain_s / len(choice.counts) - choice.seconds / choice.tokens  # a token
+        num_done = request.num_output_tokens
+        expected = max(self._mean_output - num_done, num_done) if self._mean_output else request.num_remaining_tokens
+        return max(0.0, saved_s) * min(request.num_remaining_tokens, max(1.0, expected))
+
+    def _must_compare(self, choice: Choice, work: PassWork) -> bool:
+        """Whether a plain pass is due: little is gained, and no plain pass ran lately."""
+        self._num_since_compared += 1
+        if choice.speedup >= CLEAR_GAIN or self._num_since_compared < COMPARE_INTERVAL:
+            return False
+        if self.costs.is_fresh(work.num_rows, work.num_cached):
+            return False
+        self._num_since_compared = 0
+        return True
+
+    def _probe(self, denied: Sequence[tuple[RequestRows, Drafter]], work: PassWork, most: int) -> None:
+        """Let the request that has rested longest guess a little, if that has been saved up for."""
+        if self._choice is None:
+            return
+        self._credit_s += PROBE_SHARE * self._choice.plain_s
+        rows, drafter = max(denied, key=lambda one: self._own(one[0].request, one[1]).num_plain)
+        request, own = rows.request, self._own(rows.request, drafter)
+        depth = min(PROBE_TOKENS, most, request.num_remaining_tokens - 1, self.num_draft_tokens)
+        allowed = request.speculation.max_draft_tokens
+        depth = depth if allowed is None else min(depth, allowed)
+        more_s = self.costs.at(work.num_rows + depth, work.num_cached, work.num_row_cached) - self._choice.plain_s
+        cost_s = max(0.0, more_s) + self._facts(drafter).seconds(1, depth) + drafter.reading_s(request)
+        if depth < 1 or self._credit_s < cost_s or rows.given is None:
+            return
+        self._credit_s -= cost_s
+        own.by_depth.doubt()
+        own.by_prob.doubt()
+        own.num_plain, self._probed = 0, request
+        rows.budget, rows.plain_reason = replace(rows.given, row_budget=depth + 1, max_depth=depth), None
+
+    def _can_cut(self, rows: RequestRows) -> bool:
+        """Whether single guesses may be left out: not of drawn ones, whose distribution would change, nor of probes, nor where a branch
+        takes rows of its own."""
+        tree, budget = rows.tree, rows.budget
+        if tree is None or budget is None or tree.draft_probs or rows.request is self._probed:
+            return False
+        return rows.request.acceptance is not None and (budget.layout is TreeLayout.MASK or is_chain(tree.parents))
+
+    def _reached(self, request: Request, tree: DraftTree) -> list[float]:
+        """Chance of each node, with all before it."""
+        own, facts = request.acceptance, self._facts_of(request)
+        return [1.0] * len(tree.parents) if own is None or facts is None else facts.reached(request, own, tree)
+
+    def _cut(self, rows: RequestRows, nodes: Sequence[int]) -> None:
+        """Keep these nodes of a request's tree; what is left out entirely is compared with the text as it comes."""
+        tree, own = rows.tree, rows.request.acceptance
+        if tree is None or len(nodes) == len(tree.parents):
+            return
+        if len(nodes) > 1:
+            rows.tree = tree.part(nodes)
+            return
+        if own is not None:
+            path = tree.first_path()
+            probs = [None if tree.probs is None else tree.probs[node] for node in path]
+            own.shadow = len(rows.request.token_ids), [tree.token_ids[node] for node in path], probs
+        rows.make_plain(PlainReason.GUARD)
+        rows.expected_speedup = 1.0  # at best
+
+    def _refuse(self, drafting: Sequence[tuple[RequestRows, Drafter]], reason: PlainReason) -> None:
+        for rows, _ in drafting:
+            rows.budget, rows.plain_reason = None, reason
+
+    def _facts(self, drafter: Drafter) -> DrafterFacts:
+        facts = self.drafters.get(drafter.name)
+        if facts is None:
+            facts = self.drafters[drafter.name] = DrafterFacts()
+        return facts
+
+    def _facts_of(self, request: Request) -> DrafterFacts | None:
+        return None if request.acceptance is None else self.drafters.get(request.acceptance.drafter)
+
+    def _own(self, request: Request, drafter: Drafter) -> RequestAcceptance:
+        own = request.acceptance
+        if own is None or own.drafter != drafter.name:
+            own = request.acceptance = RequestAcceptance(drafter.name)
+        return own

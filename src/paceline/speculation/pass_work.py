@@ -1,0 +1,32 @@
+"""What a pass has to do, as far as its time depends on it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.runtimes.pass_costs import CACHED_LEN
+from paceline.speculation.request_rows import RequestRows
+
+
+@dataclass(slots=True)
+class PassWork:
+    """What a pass reads of the cache, as `PassCosts.at` asks."""
+
+    num_rows: int = 0
+    num_cached: float = 0.0
+    num_row_cached: float = 0.0
+
+    @classmethod
+    def of(cls, batch: Sequence[RequestRows], *, with_guesses: bool) -> "PassWork":
+        work = cls()
+        for rows in batch:
+            count = rows.num_known + (rows.num_guesses if with_guesses else 0)
+            cached = cached_rows(rows)
+            work.num_rows += count
+            work.num_cached += cached
+            work.num_row_cached += count * cached
+        return work
+
+
+def cached_rows(rows: RequestRows) -> float:
+    """Cached rows of a request beyond those behind which passes were timed."""
+    return max(0.0, float(rows.request.sequence.committed_len - CACHED_LEN))

@@ -1,0 +1,58 @@
+"""Seconds of work that takes so long a time and so long for each part of it, learned as it is done."""
+
+from dataclasses import dataclass
+
+_KEEP = 0.96  # of the weight of all earlier work, whenever some is done
+_MOST_OVER = 3.0  # a time is counted as at most so many times what was expected: one slow call says nothing
+
+
+@dataclass(slots=True)
+class LinearTime:
+    """seconds = a · x + b · y, both at least 0: least squares over what was measured, later times weighing more.
+
+    With x = 1 always, a is what the work takes however much of it there is.
+    """
+
+    is_known: bool = False
+    _xx: float = 0.0
+    _xy: float = 0.0
+    _yy: float = 0.0
+    _xs: float = 0.0
+    _ys: float = 0.0
+    _a: float = 0.0
+    _b: float = 0.0
+
+    def observe(self, x: float, y: float, seconds: float) -> None:
+        """Told how long (x, y) took."""
+        if self.is_known:
+            seconds = min(seconds, _MOST_OVER * self.at(x, y) + 1e-5)
+        self.is_known = True
+        self._xx, self._xy, self._yy = _KEEP * self._xx + x * x, _KEEP * self._xy + x * y, _KEEP * self._yy + y * y
+        self._xs, self._ys = _KEEP * self._xs + x * seconds, _KEEP * self._ys + y * seconds
+        self._solve()
+
+    def at(self, x: float, y: float) -> float:
+        """Seconds that (x, y) will take; 0 before anything was measured."""
+        return self._a * x + self._b * y
+
+    def _solve(self) -> None:
+        determinant = self._xx * self._yy - self._xy * self._xy
+        if determinant > 1e-3 * self._xx * self._yy:
+            a = (self._yy * self._xs - self._xy * self._ys) / determinant
+            b = (self._xx * self._ys - self._xy * self._xs) / determinant
+            if a >= 0.0 and b >= 0.0:
+                self._a, self._b = a, b
+                return
+            if a < 0.0:
+                self._a, self._b = 0.0, max(0.0, self._ys / self._yy)
+                return
+        elif self._yy > 0.0 and self._b > 0.0:  # always the same work: what is known of its parts keeps its proportion
+            known = self._a * self._xx + self._b * self._xy
+            if known > 0.0:
+                scale = self._xs / known
+                self._a, self._b = self._a * scale, self._b * scale
+                return
+        elif self._yy > 0.0:  # all of it is taken to grow with the work
+            self._a, self._b = 0.0, max(0.0, self._ys / self._yy)
+            return
+        self._a, self._b = max(0.0, self._xs / self._xx) if self._xx > 0.0 else 0.0, 0.0

@@ -1,0 +1,257 @@
+"""Drafting replayed on a simulated clock: what a drafter would have guessed behind every token of a text is known, and what passes cost.
+
+So a policy is judged exactly and repeatably: by the seconds that it takes for the text, beside those of every fixed draft length.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from paceline.kv_cache.paged import CachedSequence
+from paceline.kv_cache.row_plan import TreeLayout
+from paceline.runtimes.pass_costs import PassTable
+from paceline.sampling.params import SamplingParams
+from paceline.sampling.processors import LogitsProcessor
+from paceline.speculation.controller import DraftController
+from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.drafter import DraftBudget, Drafter
+from paceline.speculation.request import FinishReason, Request
+from paceline.speculation.request_rows import RequestRows
+from paceline.speculation.stats import PlainReason
+from paceline.speculation.tree import DraftTree
+
+DEEPEST = 16
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Simulated seconds.
+
+    Attributes:
+        pass_s: of a pass by its rows.
+        draft_s: of guessing, whatever the depth, and for each guess.
+        host_s: of the other work of a step, for each request and each guess.
+    """
+
+    pass_s: Callable[[int], float]
+    draft_s: tuple[float, float] = (0.0, 0.0)
+    host_s: tuple[float, float] = (0.0, 0.0)
+
+    def table(self) -> PassTable:
+        return PassTable.of({rows: self.pass_s(rows) for rows in (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 33, 64)})
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A text, and what was guessed behind each of its tokens.
+
+    Attributes:
+        token_ids: [T] of the output.
+        guesses: [T] by number of tokens said before.
+    """
+
+    token_ids: Sequence[int]
+    guesses: Sequence[DraftTree | None]
+    temperature: float = 0.0
+
+
+class Recorder(Drafter):
+    """Asks another drafter in every step and sends none of its guesses along."""
+
+    def __init__(self, drafter: Drafter, depth: int = DEEPEST) -> None:
+        self.name, self.needs, self._drafter, self._depth = drafter.name, drafter.needs, drafter, depth
+        self.reads_predictions = drafter.reads_predictions
+        self.guesses: dict[int, DraftTree | None] = {}
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
+        deep = [replace(budget, row_budget=self._depth + 1, max_depth=self._depth) for budget in budgets]
+        for request, tree in zip(requests, self._drafter.propose(requests, deep), strict=True):
+            self.guesses[request.num_output_tokens] = tree
+        return [None] * len(requests)
+
+    def observe(self, rows: Any) -> None:
+        self._drafter.observe(rows)
+
+    def release(self, request: Request) -> None:
+        self._drafter.release(request)
+
+
+class _Player(Drafter):
+    name = "player"
+
+    def propose(self, requests: Any, budgets: Any) -> Any:
+        return [None] * len(requests)
+
+
+@dataclass
+class Outcome:
+    """What a replay took."""
+
+    seconds: float = 0.0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    plain: dict[PlainReason, int] = field(default_factory=dict)
+    emitted: int = 0
+
+
+def replay(
+    policy: DraftLengthPolicy,
+    texts: Sequence[Trace],
+    costs: Costs,
+    *,
+    batch_size: int = 1,
+    layout: TreeLayout = TreeLayout.MASK,
+    noise: Callable[[], float] = lambda: 1.0,
+    drawn: bool = False,
+) -> Outcome:
+    """Run texts through a policy, so many at a time.
+
+    Args:
+        noise: factor of each pass's time as it is measured; the clock goes by the true one.
+        drawn: whether guesses are drawn, for rejection.
+    """
+    waiting, running, outcome, player = list(texts), list[tuple[Request, Trace]](), Outcome(), _Player()
+    while waiting or running:
+        while waiting and len(running) < batch_size:
+            running.append((_request(waiting[0]), waiting.pop(0)))
+        batch = [RequestRows.of(request, 1) for request, _ in running]
+        draft_s = _guess(policy, player, batch, running, layout, costs, drawn=drawn)
+        policy.select(batch, None)
+        num_rows = sum(1 + rows.num_guesses for rows in batch)
+        num_guessed = num_rows - len(batch)
+        pass_s = costs.pass_s(num_rows)
+        host_s = costs.host_s[0] * len(batch) + costs.host_s[1] * num_guessed
+        outcome.seconds += pass_s + draft_s + host_s
+        outcome.steps += 1
+        for rows, (request, trace) in zip(batch, running, strict=True):
+            _commit(policy, rows, request, trace, outcome)
+        policy.observe_step(batch, pass_s * noise(), host_s)
+        for request, _ in running:
+            if request.is_finished:
+                policy.release(request)
+        running = [one for one in running if not one[0].is_finished]
+    return outcome
+
+
+def best_fixed(texts: Sequence[Trace], costs: Costs, *, batch_size: int = 1, deepest: int = DEEPEST) -> tuple[int, float]:
+    """The fixed draft length that takes least time, 0 = none, and its seconds."""
+    times = {0: sum(len(text.token_ids) for text in texts)}
+    plain = replay(
+        DraftLengthPolicy(1), [replace(text, guesses=[None] * len(text.guesses)) for text in texts], costs, batch_size=batch_size
+    )
+    times = {0: plain.seconds}
+    for depth in range(1, deepest + 1):
+        times[depth] = replay(DraftLengthPolicy(depth), texts, costs, batch_size=batch_size).seconds
+    best = min(times, key=times.__getitem__)
+    return best, times[best]
+
+
+def controller(costs: Costs, *, table: PassTable | None = None) -> DraftController:
+    return DraftController(DEEPEST, costs.table() if table is None else table)
+
+
+def _request(trace: Trace) -> Request:
+    params = SamplingParams(temperature=trace.temperature)
+    length = len(trace.token_ids)
+    request = Request([0], 1, params, LogitsProcessor(params, 4, [1]), CachedSequence(), seed=0, sample_index=0, max_len=length + 1)
+    return request
+
+
+def _guess(
+    policy: DraftLengthPolicy,
+    player: _Player,
+    batch: Sequence[RequestRows],
+    running: Sequence[tuple[Request, Trace]],
+    layout: TreeLayout,
+    costs: Costs,
+    *,
+    drawn: bool,
+) -> float:
+    drafting = []
+    for rows, (request, _) in zip(batch, running, strict=True):
+        depth = min(policy.num_draft_tokens, request.num_remaining_tokens - 1)
+        if depth > 0:
+            rows.budget = rows.given = DraftBudget(policy.row_budget, depth, layout, wants_draws=drawn)
+            drafting.append((rows, player))
+    policy.plan(batch, drafting, None)
+    deepest = 0
+    asked = [rows for rows in batch if rows.budget is not None]
+    for rows, (request, trace) in zip(batch, running, strict=True):
+        tree = trace.guesses[request.num_output_tokens] if rows.budget is not None else None
+        if rows.budget is None or tree is None or tree.num_draft_tokens == 0:
+            rows.plain_reason = rows.plain_reason or PlainReason.NO_GUESS
+            continue
+        tree = _drafted(tree, rows.budget)
+        tree = tree.trim(vocab_size=2**31, max_depth=rows.budget.max_depth, row_budget=rows.budget.row_budget, layout=layout)
+        rows.set_guesses(tree, tree.num_draft_tokens, PlainReason.CUT)
+        deepest = max(deepest, tree.tree_depth)
+    if not asked:
+        return 0.0
+    seconds = costs.draft_s[0] + costs.draft_s[1] * deepest
+    if deepest:
+        policy.observe_draft(player, len(asked), deepest, seconds, 0.0)
+    return seconds
+
+
+def _drafted(tree: DraftTree, budget: DraftBudget) -> DraftTree:
+    """As far as a drafter would have gone that stops where little is expected."""
+    if tree.probs is None or budget.least_reach <= 0.0:
+        return tree
+    reached, kept = [1.0], [0]
+    for node in range(1, len(tree.parents)):
+        parent = tree.parents[node]
+        reached.append(reached[parent] * budget.chance(tree.probs[node]))
+        if parent in kept and reached[parent] >= budget.least_reach:
+            kept.append(node)
+    return tree.part(kept)
+
+
+def _commit(policy: DraftLengthPolicy, rows: RequestRows, request: Request, trace: Trace, outcome: Outcome) -> None:
+    tree, accepted, node = rows.tree, list[int](), 0
+    said = trace.token_ids[request.num_output_tokens :]
+    for token in said[:-1]:
+        child = None if tree is None else tree.child(node, token)
+        if child is None:
+            break
+        accepted.append(child)
+        node = child
+    request.token_ids += said[: len(accepted) + 1]
+    request.sequence.committed_len = len(request.token_ids) - 1
+    outcome.emitted += len(accepted) + 1
+    outcome.drafted += rows.num_guesses
+    outcome.accepted += len(accepted)
+    if rows.plain_reason is not None:
+        outcome.plain[rows.plain_reason] = outcome.plain.get(rows.plain_reason, 0) + 1
+    if request.num_output_tokens == len(trace.token_ids):
+        request.finish_reason = FinishReason.LENGTH
+    if tree is not None and rows.num_guesses:
+        policy.observe(request, tree, accepted)
+
+
+def made_up(length: int, chance: Callable[[int], float], random: Any, *, confident: Callable[[float], float] | None = None) -> Trace:
+    """A text whose guesses are right by chance.
+
+    Args:
+        chance: position -> that of the next guess being right.
+        confident: chance -> what the drafter says of it; None = nothing.
+    """
+    guesses: list[DraftTree | None] = []
+    right = [bool(random.random() < chance(position)) for position in range(length + DEEPEST)]
+    for position in range(length):
+        depths = range(position, position + DEEPEST)
+        tokens = [1 + at % 50 if right[at] else 0 for at in depths]
+        probs = None if confident is None else [confident(chance(at)) for at in depths]
+        guesses.append(DraftTree.chain(0, tokens, "player", probs))
+    return Trace([1 + at % 50 for at in range(length)], guesses)
+
+
+def outcomes(kinds: Mapping[str, Sequence[Trace]], costs: Costs, *, batch_size: int = 1) -> dict[str, tuple[float, int, float, Outcome]]:
+    """By kind: seconds of the controller over those of the best fixed length, which that is, over plain, and what it did."""
+    found = {}
+    for name, texts in kinds.items():
+        depth, seconds = best_fixed(texts, costs, batch_size=batch_size)
+        plain = best_fixed(texts, costs, batch_size=batch_size, deepest=0)[1]
+        outcome = replay(controller(costs), texts, costs, batch_size=batch_size)
+        found[name] = outcome.seconds / seconds, depth, plain / outcome.seconds, outcome
+    return found

@@ -1,0 +1,104 @@
+"""What passes are expected to cost, from made-up clocks."""
+
+import numpy as np
+import pytest
+
+from paceline.runtimes.pass_costs import PassCosts, PassTable
+
+STAIRS = PassTable.of({1: 1.0, 8: 1.2, 9: 2.0, 16: 2.2})
+
+
+@pytest.mark.parametrize(("rows", "seconds"), [(1, 1.0), (8, 1.2), (9, 2.0), (12, 2.0857), (16, 2.2), (23, 2.4)])
+def test_a_staircase_stays_a_staircase(rows: int, seconds: float) -> None:
+    assert STAIRS.at(rows) == pytest.approx(seconds, abs=1e-3)
+
+
+def test_a_disturbed_pass_is_put_right_by_a_larger_one_that_was_not() -> None:
+    table = PassTable.of({1: 1.0, 2: 9.0, 4: 1.3, 8: 1.2})
+    assert table.seconds == {1: 1.0, 2: 1.2, 4: 1.2, 8: 1.2}
+
+
+def test_one_number_of_rows_stands_for_all() -> None:
+    assert PassTable.of({1: 1.0}).at(7) == 1.0
+
+
+def test_reading_the_cache_is_added_for_sequences_and_for_rows() -> None:
+    costs = PassCosts(PassTable.of({1: 1.0, 8: 1.2}, 0.001, 0.0001))
+    assert costs.at(8, 1000, 8000) == pytest.approx(1.2 + 1.0 + 0.8)
+
+
+def test_passes_that_ran_lately_count_more_than_the_table() -> None:
+    costs = PassCosts(STAIRS)
+    for _ in range(5):
+        costs.observe(8, 0, 0, 1.8)
+        costs.observe(1, 0, 0, 1.0)
+    assert costs.at(8) == pytest.approx(1.8)
+    assert costs.at(1) == pytest.approx(1.0)
+    assert costs.is_fresh(8)
+    assert not costs.is_fresh(9)
+
+
+def test_the_first_pass_of_its_kind_and_two_are_not_enough() -> None:
+    costs = PassCosts(STAIRS)
+    for seconds in (50.0, 1.2, 1.2):
+        costs.observe(8, 0, 0, seconds)
+        assert not costs.is_fresh(8)
+    costs.observe(8, 0, 0, 1.2)
+    assert costs.is_fresh(8)
+    assert costs.at(8) == pytest.approx(1.2)
+
+
+def test_on_a_machine_that_has_become_slower_what_did_not_run_is_taken_to_be_slower_too() -> None:
+    costs = PassCosts(STAIRS)
+    for _ in range(30):
+        costs.observe(1, 0, 0, 3.0)
+    assert costs.at(8) == pytest.approx(3 * 1.2)
+    for _ in range(30):
+        costs.observe(1, 0, 0, 1.0)
+    assert costs.at(8) == pytest.approx(1.2)
+
+
+def test_what_was_measured_long_ago_is_forgotten() -> None:
+    costs = PassCosts(STAIRS)
+    for _ in range(5):
+        costs.observe(8, 0, 0, 7.0)
+    for _ in range(1_100):
+        costs.observe(1, 0, 0, 1.0)
+    assert not costs.is_fresh(8)
+    assert costs.at(8) == pytest.approx(1.2)
+
+
+def test_bursts_of_other_programs_do_not_count(seed: int) -> None:
+    costs, random = PassCosts(STAIRS), np.random.default_rng(seed)
+    for _ in range(200):
+        for rows in (1, 8):
+            costs.observe(rows, 0, 0, STAIRS.at(rows) * (4.0 if random.random() < 0.3 else 1.0))
+    assert costs.at(8) / costs.at(1) == pytest.approx(1.2, rel=0.05)
+
+
+def test_passes_behind_long_texts_do_not_speak_for_those_behind_short_ones() -> None:
+    costs = PassCosts(STAIRS)
+    for _ in range(5):
+        costs.observe(1, 8_000, 8_000, 1.9)
+        costs.observe(1, 0, 0, 1.0)
+    assert costs.at(1, 8_000, 8_000) == pytest.approx(1.9)
+    assert costs.at(1) == pytest.approx(1.0)
+
+
+def test_the_refined_table_holds_what_was_measured_at_the_speed_of_the_first() -> None:
+    costs = PassCosts(STAIRS)
+    for _ in range(40):
+        costs.observe(1, 0, 0, 2.0)
+        costs.observe(8, 0, 0, 3.0)
+        costs.observe(9, 0, 0, 4.0)
+    refined = costs.refined()
+    assert refined.at(8) / refined.at(1) == pytest.approx(1.5)
+    assert refined.at(1) == pytest.approx(1.0, rel=0.3)
+
+
+def test_a_table_survives_json_and_nonsense_is_none() -> None:
+    table = PassTable.of({1: 1.0, 8: 1.2}, 0.001, 0.0001)
+    assert PassTable.from_json(table.as_json()) == table
+    for kept in (None, 3, {}, {"seconds": {"1": 1.0}}, {"seconds": {"1": "x"}, "sequence_s": 0, "row_s": 0}, {"seconds": [], "row_s": 0}):
+        assert PassTable.from_json(kept) is None
+    assert PassTable.from_json({"seconds": {"1": -1.0, "2": 1.0}, "sequence_s": 0, "row_s": 0}) is None

@@ -1,0 +1,114 @@
+"""What is learned of guesses, from made-up ones."""
+
+import math
+
+import numpy as np
+import pytest
+
+from paceline.speculation.acceptance import HOPED, Calibration, Offset, RequestAcceptance, expected_accepted, path_chances
+
+
+def observe(calibration: Calibration, random: np.random.Generator, chances: list[float], count: int) -> None:
+    """Chains of guesses that are right by these chances, each looked at as far as it was right."""
+    for _ in range(count):
+        for depth, chance in enumerate(chances, start=1):
+            was_kept = bool(random.random() < chance)
+            calibration.add(depth, None, is_first=True, was_kept=was_kept)
+            if not was_kept:
+                break
+
+
+def test_chances_by_depth_are_learned_and_deeper_ones_follow_the_last_known(seed: int) -> None:
+    calibration, random = Calibration(), np.random.default_rng(seed)
+    assert calibration.depths(3) == [HOPED] * 3
+    observe(calibration, random, [0.9, 0.5], 600)
+    depths = calibration.depths(4)
+    assert depths == pytest.approx([0.9, 0.5, 0.5, 0.5], abs=0.08)
+    assert depths == [calibration.at_depth(depth) for depth in (1, 2, 3, 4)]
+
+
+def test_what_was_long_ago_counts_less(seed: int) -> None:
+    calibration, random = Calibration(), np.random.default_rng(seed)
+    observe(calibration, random, [0.95], 2_000)
+    observe(calibration, random, [0.2], 1_500)
+    assert calibration.at_depth(1) == pytest.approx(0.2, abs=0.08)
+
+
+def test_a_drafters_own_probability_is_put_right_by_what_became_of_its_guesses(seed: int) -> None:
+    """It says 0.9 where 0.5 is true; a sibling of the same probability is another thing."""
+    calibration, random = Calibration(), np.random.default_rng(seed)
+    assert calibration.of_prob(0.9) == 0.9
+    assert not calibration.gives_probs
+    for _ in range(400):
+        calibration.add(1, 0.9, is_first=True, was_kept=bool(random.random() < 0.5))
+    assert calibration.gives_probs
+    assert calibration.of_prob(0.9) == pytest.approx(0.5, abs=0.08)
+    assert calibration.of_prob(0.2) == 0.2
+    assert calibration.of_prob(0.9, is_first=False) == 0.9
+
+
+@pytest.mark.parametrize(("of_all", "own"), [(0.5, 0.9), (0.5, 0.05), (0.8, 0.3), (0.1, 0.6)])
+def test_a_request_that_is_easier_or_harder_than_others_is_known_as_such(of_all: float, own: float, seed: int) -> None:
+    offset, random = Offset(), np.random.default_rng(seed)
+    assert offset.chance(of_all) == of_all
+    seen = []
+    for step in range(500):
+        offset.add(of_all, was_kept=bool(random.random() < own))
+        if step >= 200:
+            seen.append(offset.chance(of_all))
+    assert np.mean(seen) == pytest.approx(own, abs=0.08)
+
+
+def test_a_dozen_wrong_guesses_in_a_row_are_enough_to_doubt_a_request() -> None:
+    offset = Offset()
+    for _ in range(12):
+        offset.add(0.6, was_kept=False)
+    assert offset.chance(0.6) < 0.3
+    for _ in range(200):
+        offset.add(0.6, was_kept=False)
+    slow = offset.chance(0.6)
+    offset.doubt()
+    for _ in range(6):
+        offset.add(0.6, was_kept=True)
+    assert offset.chance(0.6) > 4 * slow, "after a doubt few guesses count for much"
+
+
+def test_no_chance_is_ever_0_or_1() -> None:
+    offset = Offset()
+    for was_kept in [False] * 500 + [True] * 2_000:
+        offset.add(1.0, was_kept=was_kept)
+        assert 0.0 < offset.chance(0.0) < offset.chance(1.0) < 1.0
+
+
+def test_doubt_fades_with_what_was_seen(seed: int) -> None:
+    calibration, random = Calibration(), np.random.default_rng(seed)
+    assert calibration.doubt == 0.0, "nothing seen is hoped for already"
+    doubts = []
+    for _ in range(3):
+        observe(calibration, random, [0.5], 40)
+        doubts.append(calibration.doubt)
+    assert doubts == sorted(doubts, reverse=True)
+    assert doubts[-1] < 0.25
+
+
+def test_shadows_rest_longer_each_time_they_are_wrong_and_not_after_one_is_right() -> None:
+    own, made = RequestAcceptance("any"), []
+    for step in range(60):
+        if own.wants_shadow:
+            made.append(step)
+            own.end_shadow(16, was_right=False)
+    assert made == [0, 2, 6, 14, 30, 47]
+    own.end_shadow(16, was_right=True)
+    assert own.wants_shadow
+
+
+def test_while_a_shadow_waits_for_the_text_none_is_made() -> None:
+    own = RequestAcceptance("any", shadow=(3, [1, 2], [None, None]))
+    assert not any(own.wants_shadow for _ in range(40))
+
+
+def test_a_path_is_as_likely_as_all_its_guesses() -> None:
+    assert path_chances([0.5, 0.5, 1.0]) == [0.5, 0.25, 0.25]
+    assert expected_accepted(0.5, 3) == pytest.approx(sum(path_chances([0.5] * 3)))
+    assert expected_accepted(1.0, 3) == 3
+    assert math.isclose(expected_accepted(0.999999, 3), 3.0, rel_tol=1e-4)

@@ -1,0 +1,174 @@
+"""Drafting replayed on a simulated clock: never slower than plain decoding, close to the best fixed length, quick to stop and start."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.replay import Costs, Trace, best_fixed, controller, made_up, replay
+from paceline.kv_cache.row_plan import TreeLayout
+from paceline.runtimes.pass_costs import PassTable
+from paceline.speculation.acceptance import HOPED
+from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.stats import PlainReason
+from paceline.speculation.tree import DraftTree
+
+MACHINES = {
+    "cheap rows": Costs(lambda rows: 0.040 * (1 + 0.03 * (rows - 1)), (2e-5, 0.0)),
+    "dear rows": Costs(lambda rows: 0.040 * (1 + 0.15 * (rows - 1)), (2e-5, 0.0)),
+    "stairs": Costs(lambda rows: 0.030 * (1 + 0.5 * ((rows - 1) // 4)), (2e-5, 0.0)),
+    "a draft model": Costs(lambda rows: 0.040 * (1 + 0.04 * (rows - 1)), (1e-3, 4e-3)),
+    "a dear draft model": Costs(lambda rows: 0.040 * (1 + 0.04 * (rows - 1)), (1e-3, 12e-3)),
+    "a tiny target": Costs(lambda rows: 0.0010 * (1 + 0.06 * (rows - 1)), (1e-5, 1e-4), (1e-4, 2e-5)),
+}
+SAYS: dict[str, Callable[[float], float] | None] = {"nothing": None, "too much": lambda chance: min(0.98, max(0.02, chance**0.5))}
+
+
+def texts(chance: Callable[[int], float], random: np.random.Generator, count: int, says: str, length: int = 128) -> list[Trace]:
+    return [made_up(length, chance, random, confident=SAYS[says]) for _ in range(count)]
+
+
+def plain_seconds(traces: list[Trace], costs: Costs, batch_size: int = 1) -> float:
+    return best_fixed(traces, costs, batch_size=batch_size, deepest=0)[1]
+
+
+CASES = [(chance, machine, says) for chance in (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0) for machine in MACHINES for says in SAYS]
+FEW = [case for number, case in enumerate(CASES) if number % 13 == 0]
+
+
+def is_asked(case: tuple[float, str, str], *, large: bool) -> bool:
+    return large or case in FEW
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_one_text_after_another_it_is_as_fast_as_the_best_fixed_length(case: tuple[float, str, str], seed: int, large_counts: bool) -> None:
+    if not is_asked(case, large=large_counts):
+        pytest.skip("large counts only")
+    chance, machine, says = case
+    costs, random = MACHINES[machine], np.random.default_rng(seed)
+    traces = texts(lambda _: chance, random, 24, says)
+    seconds = replay(controller(costs), traces, costs).seconds
+    assert seconds <= 1.06 * best_fixed(traces, costs)[1]  # what is learned of the first text included
+    assert seconds <= 1.015 * plain_seconds(traces, costs)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_in_a_batch_it_is_never_slower_than_plain_decoding(case: tuple[float, str, str], seed: int, large_counts: bool) -> None:
+    if not is_asked(case, large=large_counts):
+        pytest.skip("large counts only")
+    chance, machine, says = case
+    costs, random = MACHINES[machine], np.random.default_rng(seed)
+    traces = texts(lambda _: chance, random, 24, says, length=96)
+    seconds = replay(controller(costs), traces, costs, batch_size=8).seconds
+    assert seconds <= 1.03 * plain_seconds(traces, costs, 8)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_where_confident_guesses_are_better_only_they_are_sent(machine: str, seed: int) -> None:
+    """Passages of 64 tokens that are easy, then hard, which the drafter knows: no fixed length does as well."""
+    costs, random = MACHINES[machine], np.random.default_rng(seed)
+    traces = texts(lambda at: 0.95 if at // 64 % 2 else 0.05, random, 8, "too much", length=256)
+    assert replay(controller(costs), traces, costs).seconds < best_fixed(traces, costs)[1]
+
+
+def test_a_drafter_that_is_always_wrong_soon_rests_and_costs_one_part_in_a_hundred() -> None:
+    costs, policy = MACHINES["a draft model"], controller(MACHINES["a draft model"])
+    traces = texts(lambda _: 0.0, np.random.default_rng(0), 1, "nothing", length=3_000)
+    outcome = replay(policy, traces, costs)
+    assert outcome.seconds < 1.013 * plain_seconds(traces, costs)
+    assert outcome.plain[PlainReason.GUARD] > 2_850
+    assert outcome.drafted > 20, "it is tried again now and then"
+
+
+@pytest.mark.parametrize(("machine", "within"), [("cheap rows", 40), ("a draft model", 400)])
+def test_a_drafter_that_becomes_good_is_back_soon(machine: str, within: int) -> None:
+    """One that takes no time is watched all the while; for one that does, a hundredth of the time is spent on looking."""
+    costs = MACHINES[machine]
+    traces = texts(lambda at: 0.0 if at < 1_000 else 1.0, np.random.default_rng(0), 1, "nothing", length=3_000)
+    fast = Trace(traces[0].token_ids[:1_000], traces[0].guesses[:1_000])
+    late_s = replay(controller(costs), traces, costs).seconds - replay(controller(costs), [fast], costs).seconds
+    always = texts(lambda _: 1.0, np.random.default_rng(0), 1, "nothing", length=2_000)
+    assert late_s < replay(controller(costs), always, costs).seconds + within * costs.pass_s(1)
+
+
+def test_a_drafter_that_becomes_useless_is_stopped_soon() -> None:
+    costs = MACHINES["a draft model"]
+    traces = texts(lambda at: 1.0 if at < 1_000 else 0.0, np.random.default_rng(0), 1, "nothing", length=2_000)
+    good = texts(lambda _: 1.0, np.random.default_rng(0), 1, "nothing", length=1_000)
+    after_s = replay(controller(costs), traces, costs).seconds - replay(controller(costs), good, costs).seconds
+    assert after_s < 1_060 * costs.pass_s(1)
+
+
+def test_it_does_not_come_and_go_where_drafting_is_worth_as_much_as_it_costs() -> None:
+    costs = Costs(lambda rows: 1.0 + 0.5 * (rows > 1) + 0.9 * (rows > 2))
+    outcome = replay(controller(costs), texts(lambda _: 0.5, np.random.default_rng(0), 30, "nothing"), costs)
+    assert outcome.seconds < 1.02 * outcome.emitted
+
+
+def test_a_noisy_machine_misleads_it_little(seed: int) -> None:
+    random, costs = np.random.default_rng(seed), MACHINES["a draft model"]
+    for chance in (0.1, 0.6):
+        traces = texts(lambda _, chance=chance: chance, random, 12, "nothing")  # type: ignore[misc]
+        noisy = replay(controller(costs), traces, costs, noise=lambda: 1.0 if random.random() < 0.7 else 3.0 * random.random() + 1.0)
+        assert noisy.seconds < 1.08 * replay(controller(costs), traces, costs).seconds
+        assert noisy.seconds < 1.03 * plain_seconds(traces, costs)
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_a_table_that_is_wrong_about_drafts_is_put_right_by_the_passes(factor: float) -> None:
+    """More rows take half as much longer, or twice, as was measured at load."""
+    costs = MACHINES["dear rows"]
+    wrong = PassTable.of({rows: 0.04 + factor * (seconds - 0.04) for rows, seconds in costs.table().seconds.items()})
+    for chance in (0.2, 0.7):
+        traces = texts(lambda _, chance=chance: chance, np.random.default_rng(3), 12, "nothing")  # type: ignore[misc]
+        seconds = replay(controller(costs, table=wrong), traces, costs).seconds
+        assert seconds < 1.02 * plain_seconds(traces, costs)
+        assert seconds < 1.10 * best_fixed(traces, costs)[1]
+
+
+def test_guesses_that_were_drawn_are_sent_as_they_are() -> None:
+    """To leave out those that seem unlikely would change the distribution that rejection keeps."""
+    costs, policy = MACHINES["dear rows"], controller(MACHINES["dear rows"])
+    (trace,) = texts(lambda _: 0.5, np.random.default_rng(0), 1, "too much", length=64)
+    seen: list[DraftTree] = []
+    select = policy.select
+
+    def watched(batch: Any, max_rows: int | None) -> None:
+        before = [rows.tree for rows in batch]
+        select(batch, max_rows)
+        seen.extend(tree for tree, rows in zip(before, batch, strict=True) if tree is not rows.tree)
+
+    policy.select = watched  # type: ignore[method-assign]
+    replay(policy, [trace], costs)
+    assert seen
+    seen.clear()
+    probs: Any = {0: SimpleNamespace(is_within=lambda vocab_size: True)}
+    drawn = [tree and replace(tree, draft_probs=probs) for tree in trace.guesses]
+    replay(policy, [replace(trace, guesses=drawn)], costs, drawn=True)
+    assert not seen
+
+
+def test_branches_that_take_rows_of_their_own_are_left_as_they_were_grown() -> None:
+    costs = MACHINES["dear rows"]
+    tree = DraftTree.grow(0, [1, 2, 3], [0, 0, 1], "player", probs=[0.01, 0.01, 0.01])
+    trace = Trace([9] * 40, [tree] * 40)
+    paths = replay(controller(costs), [trace], costs, layout=TreeLayout.PATHS)
+    mask = replay(controller(costs), [trace], costs, layout=TreeLayout.MASK)
+    assert mask.drafted < paths.drafted
+
+
+def test_the_first_guesses_of_an_unknown_drafter_are_few() -> None:
+    policy, costs = controller(MACHINES["cheap rows"]), MACHINES["cheap rows"]
+    outcome = replay(policy, [Trace([1, 2, 3], [DraftTree.chain(0, [0] * 16, "player")] * 3)], costs)
+    assert outcome.drafted <= 2 * 4
+    assert 0.5 < HOPED < 0.7
+
+
+def test_a_fixed_length_replays_as_written() -> None:
+    costs = Costs(float)
+    trace = Trace([1, 2, 3, 4, 5], [DraftTree.chain(0, [token + 1 for token in range(at, at + 3)], "player") for at in range(5)])
+    outcome = replay(DraftLengthPolicy(3), [trace], costs)
+    assert (outcome.steps, outcome.accepted, outcome.seconds) == (2, 3, 4.0 + 1.0)
