@@ -54,6 +54,7 @@ class RayPool(ReplicaPool):
             bound = deployment.bind(dict(arguments), replica_settings(settings))
             self._handle = serve.run(bound, name=name, route_prefix=None)
         self._num_running, self._checked_s = cluster.replicas, float("-inf")
+        self._is_closed = False
 
     def described(self) -> dict[str, Any]:
         """What a replica says of itself."""
@@ -87,7 +88,9 @@ class RayPool(ReplicaPool):
         return sorted(one["name"].removeprefix(begin) for one in listed if one["name"].startswith(begin))
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._serve.delete, self._name)
+        if not self._is_closed:
+            self._is_closed = True
+            await asyncio.to_thread(self._serve.delete, self._name)
 
     def _count(self) -> int:
         application = self._serve.status().applications.get(self._name)
