@@ -23,6 +23,8 @@ _TURNS = 12  # how many grammars' times one waits for its turn
 _MAX_KNOWN = 1024
 BUSY = "grammar_busy"
 """Code of the error that others' grammars are the reason of."""
+COSTLY = "grammar_too_costly"
+"""Code of the error about a grammar that takes too much time or memory."""
 
 
 class GrammarTrial:
@@ -91,4 +93,4 @@ class GrammarTrial:
 
 
 def _refused(reason: str) -> RequestError:
-    return RequestError(f"grammar: {reason}", parameter="grammar")
+    return RequestError(f"grammar: {reason}", parameter="grammar", code=COSTLY)
