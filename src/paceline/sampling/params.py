@@ -195,7 +195,7 @@ def _ids(name: str, value: object) -> tuple[int, ...]:
 
 def _token_id(name: str, value: object) -> int:
     """Whether the model has it is seen later, where the model is known."""
-    if isinstance(value, Integral) and not isinstance(value, bool) and not 0 <= int(value) <= MAX_INT:
+    if not isinstance(value, bool) and isinstance(value, Integral) and not 0 <= int(value) <= MAX_INT:
         _refuse(name, value, "is no token id of any model")
     return _integer(name, value, 0, MAX_INT)
 

@@ -73,8 +73,9 @@ class RequestSpeculation:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"speculation.{name} is {getattr(self, name)!r}: use true or false", parameter=f"speculation.{name}")
         if not isinstance(self.drafter, str | None):
-            text = f"speculation.drafter is {self.drafter!r}: give the name of a loaded one, or leave it out"
-            raise RequestError(text, parameter="speculation.drafter")
+            raise RequestError(
+                f"speculation.drafter is {self.drafter!r}: give the name of a loaded one, or leave it out", parameter="speculation.drafter"
+            )
         limit: object = self.max_draft_tokens
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or not 0 <= limit <= MAX_DRAFT_TOKENS):
             text = f"it must be in [0, {MAX_DRAFT_TOKENS}]; left out, it is what the model was loaded with"
