@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline.server.client_watch import within
 from paceline.server.dialects import dialect_of
 from paceline.server.http_errors import ClientGoneError, HttpError, http_error_of
+from paceline.server.in_process import REQUEST_ID
 from paceline.server.limits import head_too_large
 from paceline.server.page.routes import PAGE_PATHS
 from paceline.server.settings import LOOPBACK_NAMES, MAX_HEAD_BYTES, MAX_HEADERS, ServerSettings
@@ -90,7 +91,8 @@ class _Visit:
     def __init__(self, app: ASGIApp, settings: ServerSettings, keys: Keys, scope: Scope, send: Send) -> None:
         self._app, self._settings, self._keys = app, settings, keys
         self._scope, self._send = scope, send
-        self._id = f"req-{secrets.token_hex(8)}"
+        self._id = scope.get(REQUEST_ID) or f"req-{secrets.token_hex(8)}"
+        scope[REQUEST_ID] = self._id
         self.status: int | None = None
         self._target_host = _taken_host(scope)
         headers = Headers(scope=scope)

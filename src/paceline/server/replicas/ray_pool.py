@@ -63,7 +63,7 @@ class RayPool(ReplicaPool):
 
     async def ask(self, question: Question) -> AsyncGenerator[Head | bytes, None]:
         exceptions = self._ray.exceptions
-        more = {"key": question.key, "replica": question.replica}
+        more = {name: getattr(question, name) for name in ("query", "headers", "request_id", "key", "replica")}
         parts = self._handle.options(stream=True).ask.remote(question.method, question.path, question.body, **more)
         is_whole = False
         try:
