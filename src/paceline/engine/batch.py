@@ -63,20 +63,15 @@ class RequestMaker:
         """The token ids of a prompt.
 
         Raises:
-            RequestError: it is empty, holds an id that does not exist, or leaves no room for output.
+            RequestError: it is empty, holds an id that does not exist, or does not fit the context.
         """
         given = text_or_ids(prompt)
         ids = self.tokenizer.encode(given) if isinstance(given, str) else given
         if not ids:
             raise RequestError("the prompt is empty: give at least one token", parameter="prompt")
         self._check_ids(ids, "prompt")
-        if len(ids) >= self.max_context:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, the context holds {self.max_context} and at least one must be left for the output: "
-                + self.way_out,
-                parameter="prompt",
-                code="context_length_exceeded",
-            )
+        if len(ids) > self.max_context:
+            raise self._too_long(len(ids))
         return ids
 
     def chat_ids(self, messages: Messages) -> list[int]:
@@ -130,9 +125,12 @@ class RequestMaker:
             leader: the first of these samples.
 
         Raises:
-            RequestError: an id in `params` does not exist, or its grammar does not compile.
+            RequestError: an id in `params` does not exist, its grammar does not compile, or the prompt leaves no room for output and is
+                not only to be scored: with `prompt_logprobs`, and one token, which is not read by the model.
         """
         prompt = list(prompt_token_ids)
+        if len(prompt) >= self.max_context and (params.prompt_logprobs is None or params.max_tokens > 1):
+            raise self._too_long(len(prompt))
         ends = set(params.stop_token_ids) if params.ignore_eos else {*params.stop_token_ids, *self.eos_token_ids}
         stop = tuple(params.stop or ())
         text_stop = None
@@ -252,6 +250,10 @@ class RequestMaker:
         ids = as_ids(prediction, "prediction")
         self._check_ids(ids, "prediction")
         return tuple(ids)
+
+    def _too_long(self, num_tokens: int) -> RequestError:
+        text = f"the prompt has {num_tokens} tokens, the context holds {self.max_context} and at least one must be left for the output"
+        return RequestError(f"{text}: {self.way_out}", parameter="prompt", code="context_length_exceeded")
 
     def _check_ids(self, ids: Sequence[int], name: str) -> None:
         for token_id in ids:

@@ -85,7 +85,9 @@ class OpenedEngine:
 
     def output(self, request: Request) -> RequestOutput:
         """What a finished request returns."""
-        return self.maker.output(request, numerics=self.numerics, drafter=self.drafter_name)
+        asked = request.speculation
+        drafter = "none" if asked.is_off else asked.drafter or self.drafter_name
+        return self.maker.output(request, numerics=self.numerics, drafter=drafter)
 
 
 def settings_of(model: str, options: dict[str, Any]) -> tuple[EngineConfig, SpeculationConfig, Drafter | None]:

@@ -10,6 +10,7 @@ from paceline.server.dialogue.tools import checked_tools
 from paceline.server.fields import Fields
 from paceline.server.http_errors import HttpError
 from paceline.server.settings import ServerSettings
+from paceline.server.wrong_fields import shown
 from paceline.tokenizer.tokenizer import Tokenizer
 
 
@@ -85,9 +86,15 @@ def template_options(effort: str | None, given: Mapping[str, Any] | None, tokeni
     """What the chat template is told: `chat_template_kwargs`, and how much to think in the template's own words.
 
     Raises:
-        RequestError: the template cannot be told.
+        HttpError, RequestError: the template cannot be told, or is told two things.
     """
-    return {**thinking_options(tokenizer, effort=effort), **(given or {})}
+    told = thinking_options(tokenizer, effort=effort)
+    meant = {} if effort is None else {"enable_thinking": effort != "none", "reasoning_effort": effort}
+    for name, value in (given or {}).items():
+        if meant.get(name, value) != value:
+            text = f"chat_template_kwargs.{name} is {shown(value)}, and reasoning_effort {shown(effort)} says another thing"
+            _wrong(f"chat_template_kwargs.{name}", f"{text}: send one of them")
+    return {**told, **(given or {})}
 
 
 def call_fields(call: ToolCall) -> dict[str, Any]:
