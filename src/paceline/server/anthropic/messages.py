@@ -92,9 +92,7 @@ def offered_tools(fields: ConversationFields, settings: ServerSettings) -> tuple
     Raises:
         HttpError: one is wrong, or not served.
     """
-    places = [f"tools[{index}]" for index in range(len(fields.tools or []))]
-    tools = [(place, _tool(place, given)) for place, given in zip(places, fields.tools or [], strict=True)]
-    return checked_tools(tools, settings, parameters="input_schema")
+    return checked_tools(fields.tools, _tool, settings, parameters="input_schema")
 
 
 def tool_use(fields: ConversationFields) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from paceline.errors import RequestError
 from paceline.sampling.grammar import Grammar
@@ -14,21 +14,33 @@ from paceline.server.http_errors import HttpError
 from paceline.server.markup.call_grammar import arguments_schema
 from paceline.server.settings import ServerSettings
 
+Given = TypeVar("Given")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
-def checked_tools(given: Sequence[tuple[str, Tool]], settings: ServerSettings, *, parameters: str = "parameters") -> tuple[Tool, ...]:
-    """The tools, each given with its place in the request.
+def checked_tools(
+    given: Sequence[Given] | None,
+    read: Callable[[str, Given], Tool],
+    settings: ServerSettings,
+    *,
+    within: str = "",
+    parameters: str = "parameters",
+) -> tuple[Tool, ...]:
+    """The tools of a request.
 
     Args:
-        parameters: what the dialect calls them.
+        read: makes a tool of what was sent, which is told its place, such as "tools[0]".
+        within: where in it a dialect has name and schema, such as ".function".
+        parameters: what the dialect calls the schema.
 
     Raises:
-        HttpError: they are too many or too long, or a name is none.
+        HttpError: they are too many or too long, a name is none, or as `read`.
     """
+    given = given or ()
     if len(given) > settings.max_tools:
         _wrong("tools", f"tools has {len(given)} functions, and may have {settings.max_tools}: send fewer")
-    for place, tool in given:
+    found = [(f"tools[{index}]{within}", read(f"tools[{index}]", one)) for index, one in enumerate(given)]
+    for place, tool in found:
         if not _NAME.fullmatch(tool.name):
             _wrong(f"{place}.name", f"{place}.name is no name: use 1 to 128 letters, digits, dots, underscores and hyphens")
         num_chars = len(json.dumps(tool.parameters)) + len(tool.description or "")
@@ -38,7 +50,7 @@ def checked_tools(given: Sequence[tuple[str, Tool]], settings: ServerSettings, *
         if (tool.parameters or {}).get("type", "object") != "object":
             name = f"{place}.{parameters}"
             _wrong(name, f"{name} describes no object: arguments have names; send a schema of the type object")
-    return tuple(replace(tool, place=f"{place}.{parameters}") for place, tool in given)
+    return tuple(replace(tool, place=f"{place}.{parameters}") for place, tool in found)
 
 
 def schema_error(request: ChatRequest, error: RequestError, compiler: GrammarCompiler) -> RequestError:

@@ -57,9 +57,12 @@ def tools_of(given: Sequence[ToolFields] | None, settings: ServerSettings) -> tu
     Raises:
         HttpError: they are too many or too long, or a name is none.
     """
-    functions = [one.function for one in given or ()]
-    tools = [Tool(name=one.name, description=one.description, parameters=one.parameters, strict=bool(one.strict)) for one in functions]
-    return checked_tools([(f"tools[{index}].function", tool) for index, tool in enumerate(tools)], settings)
+    return checked_tools(given, _tool, settings, within=".function")
+
+
+def _tool(_: str, given: ToolFields) -> Tool:
+    one = given.function
+    return Tool(name=one.name, description=one.description, parameters=one.parameters, strict=bool(one.strict))
 
 
 def tool_use_of(choice: str | Mapping[str, Any] | None) -> tuple[ToolUse, str | None]:

@@ -6,17 +6,15 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from paceline import __version__
 from paceline.server.client_watch import EventStream, unless_gone
-from paceline.server.dialects import Dialect, dialect_of
+from paceline.server.dialects import Dialect, dialect_of, tell_errors
 from paceline.server.door import Door
 from paceline.server.gate import Gate
-from paceline.server.http_errors import HttpError, http_error_of
+from paceline.server.http_errors import http_error_of
 from paceline.server.in_process import REQUEST_ID
 from paceline.server.replicas.merged_metrics import merged_metrics
 from paceline.server.replicas.pool import Head, Question, ReplicaLostError, ReplicaPool, no_replica, replica_lost
@@ -74,8 +72,7 @@ def create_front(pool: ReplicaPool, settings: ServerSettings, model: str, num_sa
 
     for path in (*FORWARDED, "/{path:path}"):
         app.add_api_route(path, forward, methods=["GET", "POST"])
-    for kind in (RequestValidationError, HTTPException, HttpError):
-        app.add_exception_handler(kind, _answer)
+    tell_errors(app)
     app.add_middleware(Door, settings=settings)
     return app
 
@@ -195,7 +192,3 @@ async def _events(parts: AsyncGenerator[Head | bytes, None], dialect: Dialect) -
                     yield part
         except Exception as error:
             yield dialect.last_words(http_error_of(error))
-
-
-async def _answer(request: Request, error: Exception) -> Response:
-    return dialect_of(request.url.path).response(http_error_of(error))
