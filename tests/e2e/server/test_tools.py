@@ -271,7 +271,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("more", "name"), REFUSED, ids=[name for _, name in REFUSED])
 def test_what_is_wrong_with_tools_is_named(tooled: Callable[..., HttpClient], more: dict[str, Any], name: str) -> None:
     for is_streamed in (False, True):
-        error = tooled().refusal(PATH, {**ASKED, **more, "stream": is_streamed})
+        error = tooled(grammar_timeout_s=600).refusal(PATH, {**ASKED, **more, "stream": is_streamed})
         assert error["param"] == name
         assert not re.search("lark|rule_|%json|start:", error["message"], re.IGNORECASE), "how a grammar is put together"
 
