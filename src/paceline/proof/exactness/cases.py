@@ -1,0 +1,174 @@
+"""What is compared: cases, each one run of the engine in one setting, chosen from a seed alone."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import RequestError
+from paceline.proof.exactness.covering import Factors, covering_rows
+from paceline.proof.exactness.prompts import PromptSource
+from paceline.proof.exactness.samplings import SAMPLINGS, WITH_STOP, params_as_dict, sampling
+from paceline.sampling.params import SamplingParams
+
+DRAFT_LENGTHS = ("1", "2", "4", "7", "12", "guarded")
+"""Tokens drafted a step; guarded = as users have it: as many as pay, by measured times."""
+SHAPES = ("chain", "tree")
+BATCHES = ("1", "4", "8")
+EVENTS = ("cold", "prefix hit", "next turn", "preempted", "chunked", "full passes")
+TOGETHER = "together"
+"""Name of all drafters at once."""
+
+LEAST_TOKENS, MOST_TOKENS = 12, 32
+"""Output tokens of a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a case runs. None of it may change a token.
+
+    Attributes:
+        drafter: who guesses for its first request.
+        num_draft_tokens: one of `DRAFT_LENGTHS`.
+        shape: "chain", or "tree": rows for branches too.
+        batch: requests at a time.
+        event: what happens to cached rows.
+    """
+
+    drafter: str
+    num_draft_tokens: str
+    shape: str
+    batch: int
+    event: str
+
+
+@dataclass(frozen=True, slots=True)
+class CaseRequest:
+    """One request of a case.
+
+    Attributes:
+        prompt: name of its kind.
+        sampling: name in `SAMPLINGS`.
+        drafter: who guesses for it; `TOGETHER` = all.
+        max_draft_tokens: its own limit; None = that of the case.
+        stop_index: it ends at the token that plain decoding has there; None = by length.
+    """
+
+    prompt: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: str
+    params: SamplingParams
+    drafter: str
+    max_draft_tokens: int | None = None
+    stop_index: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        own = {name: getattr(self, name) for name in ("prompt", "sampling", "drafter", "max_draft_tokens", "stop_index")}
+        return {**own, "prompt_token_ids": list(self.prompt_token_ids), "params": params_as_dict(self.params)}
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> "CaseRequest":
+        """The request that `as_dict` wrote."""
+        params, ids = SamplingParams(**given["params"]), tuple(given["prompt_token_ids"])
+        return cls(**{**given, "prompt_token_ids": ids, "params": params})
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run of the engine.
+
+    Attributes:
+        number: of this seed.
+        round: of the covering array; references are kept for one round.
+        seed: of everything random within the case: adversaries, preemptions, limits.
+        requests: as many as the setting's batch.
+    """
+
+    number: int
+    round: int
+    seed: int
+    setting: Setting
+    requests: tuple[CaseRequest, ...] = field(default=())
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        own = {name: getattr(self, name) for name in ("number", "round", "seed")}
+        return {**own, "setting": asdict(self.setting), "requests": [one.as_dict() for one in self.requests]}
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> "Case":
+        """The case that `as_dict` wrote.
+
+        Raises:
+            RequestError: it is no such case.
+        """
+        try:
+            requests = tuple(CaseRequest.from_dict(one) for one in given["requests"])
+            case = cls(given["number"], given["round"], given["seed"], Setting(**given["setting"]), requests)
+            whole = [case.number, case.round, case.seed, case.setting.batch]
+            known = case.setting.event in EVENTS and case.setting.num_draft_tokens in DRAFT_LENGTHS and case.setting.shape in SHAPES
+            if not requests or not known or not all(isinstance(number, int) and number >= 0 for number in whole):
+                raise ValueError("a setting that does not exist")
+        except (KeyError, TypeError, ValueError) as error:
+            raise RequestError(f"this is no case of `paceline prove` ({error!r}): give a file that its --json wrote") from error
+        return case
+
+
+class CaseMaker:
+    """Chooses cases. They depend on nothing but the arguments, so a case has the same number in every run.
+
+    Args:
+        prompts: where prompts come from.
+        drafters: names of those to compare; several are also asked together.
+        seed: of all choices.
+    """
+
+    def __init__(self, prompts: PromptSource, drafters: Sequence[str], seed: int) -> None:
+        self._prompts = prompts
+        self._drafters = [*drafters, TOGETHER] if len(drafters) > 1 else list(drafters)
+        self._seed = seed
+
+    def factors(self) -> Factors:
+        """What is combined."""
+        return {
+            "drafter": self._drafters,
+            "num_draft_tokens": DRAFT_LENGTHS,
+            "shape": SHAPES,
+            "batch": BATCHES,
+            "event": EVENTS,
+            "sampling": list(SAMPLINGS),
+            "prompt": self._prompts.kinds,
+        }
+
+    def cases(self) -> Iterator[Case]:
+        """All of them, without end."""
+        random = np.random.default_rng(self._seed)
+        known: list[CaseRequest] = []
+        this_round = 0
+        for number, (round_number, row) in enumerate(covering_rows(self.factors(), random)):
+            if round_number != this_round:
+                this_round = round_number
+                known.clear()
+            batch = int(row["batch"])
+            setting = Setting(row["drafter"], row["num_draft_tokens"], row["shape"], batch, row["event"])
+            own = np.random.default_rng([self._seed, number])
+            first = self._request(row, round_number, own)
+            known.append(first)
+            others = tuple(self._companion(known, own) for _ in range(batch - 1))
+            yield Case(number, round_number, int(own.integers(2**31)), setting, (first, *others))
+
+    def _request(self, row: Mapping[str, str], round_number: int, random: np.random.Generator) -> CaseRequest:
+        prompt, name = row["prompt"], row["sampling"]
+        max_tokens = int(random.integers(LEAST_TOKENS, MOST_TOKENS + 1))
+        params = sampling(name, seed=int(random.integers(2**31)), max_tokens=max_tokens)
+        stop_index = int(random.integers(3, max_tokens)) if name in WITH_STOP else None
+        ids = self._prompts.prompt(prompt, round_number)
+        return CaseRequest(prompt, ids, name, params, row["drafter"], None, stop_index)
+
+    def _companion(self, known: Sequence[CaseRequest], random: np.random.Generator) -> CaseRequest:
+        """Another request that runs beside the first: one that an earlier case has, so that its reference is known, with any drafter."""
+        one = known[int(random.integers(len(known)))]
+        limit = int(random.integers(1, 5)) if random.random() < 0.3 else None
+        return replace(one, drafter=self._drafters[int(random.integers(len(self._drafters)))], max_draft_tokens=limit)

@@ -1,0 +1,64 @@
+"""What differs from plain decoding, and how to see it again."""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class Status(str, Enum):
+    """What a difference is; a string, so that it is JSON."""
+
+    BUG = "bug"
+    NEAR_TIE = "near-tie"
+
+
+class Kind(str, Enum):
+    """Where a difference was seen first."""
+
+    TOKENS = "tokens"
+    ROWS = "rows"  # the target's logits, though the tokens agree
+    LOGPROBS = "logprobs"
+    PROMPT_LOGPROBS = "prompt logprobs"
+    TEXT = "text"
+    END = "end"  # one ended where the other went on, or for another reason
+    ERROR = "error"  # plain decoding answered, this raised
+    CACHE = "cache"  # the cache's books are wrong after the case
+    LOAD = "load"  # numerics are said to be exact, and passes of 1 and of 8 rows differ
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One difference.
+
+    Attributes:
+        case: number of the case; None = found when the model was loaded.
+        request: index of the request in the case; None = of no single one.
+        run: 0, or 1 for what ran behind cached rows of run 0.
+        position: output index of the first place that differs; None = no single one.
+        plain_token, token: what plain decoding and the case have there.
+        plain_logprob, logprob: what each says of its own token there, if asked for.
+        rows_differ_by: largest |difference| of the two rows of logits there; None = not known.
+        margin: score that the token lacks in plain decoding's row; None where no token differs.
+        bound: what margin and rows may differ by; 0 where numerics are exact.
+        details: what else is to be known, as text.
+    """
+
+    kind: Kind
+    status: Status
+    details: str
+    case: int | None = None
+    request: int | None = None
+    run: int = 0
+    position: int | None = None
+    plain_token: int | None = None
+    token: int | None = None
+    plain_logprob: float | None = None
+    logprob: float | None = None
+    rows_differ_by: float | None = None
+    margin: float | None = None
+    bound: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {**values, "kind": self.kind.value, "status": self.status.value}
