@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paceline.errors import is_interrupt
+from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.outputs import RequestOutput
 from paceline.proof.exactness.cases import Case, CaseRequest
 from paceline.proof.exactness.compare import Compared, Comparison
@@ -13,9 +14,11 @@ from paceline.proof.exactness.findings import Finding, Kind, Status
 from paceline.proof.exactness.references import Reference, References
 from paceline.proof.exactness.rows import RowWatch
 from paceline.proof.exactness.subject import Asked, Subject
+from paceline.sampling.params import SamplingParams
 
 _TWICE = ("prefix hit", "next turn")
-_SHARED = ("prefix hit", "next turn", "preempted")
+_AT_BORDER = 0.5  # share of prompts whose changed token is the first or last of a block
+_SHARED = ("prefix hit", "near hit", "next turn", "preempted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class CaseOutcome:
         case: with everything resolved that plain answers decide, so that it can be repeated without them.
         answered: none where the case raised.
         findings: all differences.
-        num_preempted: requests that were preempted at least once, as far as known.
+        num_preemptions: how often one of its requests was preempted.
     """
 
     case: Case
@@ -61,6 +64,8 @@ class CaseRunner:
         before = engine.scheduler.num_preemptions
         try:
             requests = case.requests
+            if case.setting.event == "near hit":
+                self._run_others(case, salts, random)
             for run in range(2 if case.setting.event in _TWICE else 1):
                 if run and case.setting.event == "next turn":
                     requests = tuple(map(self._next_turn, requests))
@@ -87,6 +92,18 @@ class CaseRunner:
         prompt = (*request.prompt_token_ids, *answer)
         is_short = len(prompt) + request.params.max_tokens <= self._subject.opened.maker.max_context
         return replace(request, prompt_token_ids=prompt) if is_short else request
+
+    def _run_others(self, case: Case, salts: Sequence[str], random: np.random.Generator) -> None:
+        """Leave rows of prompts in the cache that differ from those of the case in one token each."""
+        vocab_size = self._subject.opened.maker.vocab_size
+        asked = []
+        for one in case.requests:
+            prompt, at = list(one.prompt_token_ids), int(random.integers(len(one.prompt_token_ids)))
+            if random.random() < _AT_BORDER and len(prompt) > BLOCK_SIZE:
+                at = int(random.choice([at for at in range(len(prompt)) if at % BLOCK_SIZE in (0, BLOCK_SIZE - 1)]))
+            prompt[at] = (prompt[at] + 1) % vocab_size
+            asked.append(Asked(prompt, SamplingParams(max_tokens=1)))
+        self._subject.answers(asked, [RowWatch() for _ in asked], case.setting, salts, random)
 
     def _run_together(
         self, case: Case, requests: Sequence[CaseRequest], run: int, salts: Sequence[str], random: np.random.Generator

@@ -1,25 +1,30 @@
 """What is compared: cases, each one run of the engine in one setting, chosen from a seed alone."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.errors import RequestError
+from paceline.errors import CheckpointError, ConfigError, RequestError
 from paceline.proof.exactness.covering import Factors, covering_rows
 from paceline.proof.exactness.prompts import PromptSource
 from paceline.proof.exactness.samplings import SAMPLINGS, WITH_STOP, params_as_dict, sampling
 from paceline.sampling.params import SamplingParams
+from paceline.small_files import read_small
 
 DRAFT_LENGTHS = ("1", "2", "4", "7", "12", "guarded")
 """Tokens drafted a step; guarded = as users have it: as many as pay, by measured times."""
 SHAPES = ("chain", "tree")
 BATCHES = ("1", "4", "8")
-EVENTS = ("cold", "prefix hit", "next turn", "preempted", "chunked", "full passes")
+EVENTS = ("cold", "prefix hit", "near hit", "next turn", "preempted", "chunked", "full passes")
+"""near hit: others ran before whose prompts differ in one token; next turn: the prompt is an earlier one with its answer."""
 TOGETHER = "together"
 """Name of all drafters at once."""
 
+_FILE_BYTES = 64 << 20
 LEAST_TOKENS, MOST_TOKENS = 12, 32
 """Output tokens of a request."""
 
@@ -107,7 +112,7 @@ class Case:
         try:
             requests = tuple(CaseRequest.from_dict(one) for one in given["requests"])
             case = cls(given["number"], given["round"], given["seed"], Setting(**given["setting"]), requests)
-            whole = [case.number, case.round, case.seed, case.setting.batch]
+            whole: list[object] = [case.number, case.round, case.seed, case.setting.batch]
             known = case.setting.event in EVENTS and case.setting.num_draft_tokens in DRAFT_LENGTHS and case.setting.shape in SHAPES
             if not requests or not known or not all(isinstance(number, int) and number >= 0 for number in whole):
                 raise ValueError("a setting that does not exist")
@@ -172,3 +177,47 @@ class CaseMaker:
         one = known[int(random.integers(len(known)))]
         limit = int(random.integers(1, 5)) if random.random() < 0.3 else None
         return replace(one, drafter=self._drafters[int(random.integers(len(self._drafters)))], max_draft_tokens=limit)
+
+
+class CasesToRun(NamedTuple):
+    """What `--case` names.
+
+    Attributes:
+        only: number of a case of the seed; None = not said so.
+        cases: read from a file.
+        seed: of the file they stood in.
+    """
+
+    only: int | None = None
+    cases: tuple[Case, ...] = ()
+    seed: int | None = None
+
+
+def read_cases(name: str | None) -> CasesToRun:
+    """The cases that a number or a file stands for: one case, or a report whose differing cases are meant.
+
+    Raises:
+        ConfigError: there is no such file, or no case in it.
+        RequestError: it is no such case.
+    """
+    if name is None or name.isdecimal():
+        return CasesToRun(None if name is None else int(name))
+    try:
+        content = read_small(Path(name), _FILE_BYTES)
+    except CheckpointError as error:
+        raise ConfigError(f"--case {name} cannot be read ({error}): give the number of a case, or a file that --json wrote") from error
+    if content is None:
+        raise ConfigError(f"--case {name}: there is no such file; give the number of a case, or a file that --json wrote")
+    try:
+        found = json.loads(content)
+    except ValueError as error:
+        raise ConfigError(f"--case {name} is no JSON ({error}): give the number of a case, or a file that --json wrote") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"--case {name} holds no case: give the number of a case, or a file that --json wrote")
+    if "requests" in found:
+        return CasesToRun(None, (Case.from_dict(found),), None)
+    given = [one.get("replay") for one in found.get("findings", ())]
+    cases = {one["number"]: Case.from_dict(one) for one in given if one is not None}
+    if not cases:
+        raise ConfigError(f"--case {name} holds no case that differs: there is nothing to repeat")
+    return CasesToRun(None, tuple(cases.values()), found.get("seed"))

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from paceline.engine.batch import RequestMaker
 from paceline.outputs import RequestOutput
@@ -59,7 +60,7 @@ class Comparison:
         elif len(output.token_ids) != len(plain.token_ids) or output.finish_reason != plain.finish_reason:
             finding = place(
                 kind=Kind.END, status=Status.BUG, position=same,
-                details=f"{len(output.token_ids)} tokens, then {output.finish_reason}; plain: {len(plain.token_ids)}, then {plain.finish_reason}",
+                details=f"{_end(output)}; plain: {_end(plain)}",
             )  # fmt: skip
         elif row_at is not None:
             token = plain.token_ids[row_at]
@@ -93,7 +94,8 @@ class Comparison:
         own_row, plain_row = watch.rows.get(at), self._references.row(reference, at)
         here = partial(
             place, kind=Kind.TOKENS, position=at, plain_token=plain_token, token=token,
-            plain_logprob=_logprob(plain.logprobs, at), logprob=_logprob(output.logprobs, at),
+            plain_logprob=_logprob(plain.logprobs, at), logprob=_logprob(output.logprobs, at), step=_step(output, at),
+            plain_piece=self._maker.tokenizer.piece(plain_token), piece=self._maker.tokenizer.piece(token),
         )  # fmt: skip
         if own_row is None or plain_row is None:
             return here(status=Status.BUG, details="no row of the target was seen where this token was chosen")
@@ -157,3 +159,13 @@ def _of_text(output: RequestOutput, plain: RequestOutput, place: "partial[Findin
         return None
     at = _num_equal([*map(ord, output.text)], [*map(ord, plain.text)])
     return place(kind=Kind.TEXT, status=Status.BUG, details=f"the same tokens, but the texts differ from character {at} on")
+
+
+def _step(output: RequestOutput, index: int) -> dict[str, Any] | None:
+    """The step that emitted an output token."""
+    found = next((one for one in output.steps or () if one.start <= index < one.start + len(one.token_ids)), None)
+    return None if found is None else found.as_dict()
+
+
+def _end(output: RequestOutput) -> str:
+    return f"{len(output.token_ids)} tokens, then {output.finish_reason}"

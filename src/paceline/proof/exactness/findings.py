@@ -1,5 +1,6 @@
 """What differs from plain decoding, and how to see it again."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -36,10 +37,12 @@ class Finding:
         run: 0, or 1 for what ran behind cached rows of run 0.
         position: output index of the first place that differs; None = no single one.
         plain_token, token: what plain decoding and the case have there.
+        plain_piece, piece: these tokens as the tokenizer spells them; a model's text, not to be trusted.
         plain_logprob, logprob: what each says of its own token there, if asked for.
         rows_differ_by: largest |difference| of the two rows of logits there; None = not known.
         margin: score that the token lacks in plain decoding's row; None where no token differs.
         bound: what margin and rows may differ by; 0 where numerics are exact.
+        step: what was guessed in the step that chose the token; None = not known.
         details: what else is to be known, as text.
     """
 
@@ -52,11 +55,14 @@ class Finding:
     position: int | None = None
     plain_token: int | None = None
     token: int | None = None
+    plain_piece: str | None = None
+    piece: str | None = None
     plain_logprob: float | None = None
     logprob: float | None = None
     rows_differ_by: float | None = None
     margin: float | None = None
     bound: float = 0.0
+    step: Mapping[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -53,8 +53,8 @@ class ProofQuestion:
         command: the arguments of this process, for the report.
     """
 
-    engine: EngineConfig = EngineConfig()
-    speculation: SpeculationConfig = SpeculationConfig()
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     prompts: Path | None = None
     num_tokens: int = DEFAULT_TOKENS
     seed: int = 0
@@ -165,6 +165,7 @@ class Prover:
         self.proof.notices = subject.opened.notices
         self.proof.provenance = provenance(subject, self._directory, self._engine, self._speculation, question.command)
         self._maker = CaseMaker(_prompts(question, subject), subject.drafter_names, question.seed)
+        self.proof.tally = Tally.of(self._maker.factors())
 
     def run(self) -> Iterator[Tally]:
         """Compare, yielding after each case what was counted so far; `proof` holds everything."""

@@ -37,7 +37,7 @@ class RowWatch:
         if self.diverged_at is not None:
             return
         if self.with_checksums:
-            self.checksums[index] = crc32(np.ascontiguousarray(row))
+            self.checksums[index] = crc32(np.ascontiguousarray(row).data)
         if self.expected is not None and index < len(self.expected) and self.expected[index] != token:
             self.diverged_at = index
         if index in self.kept or self.diverged_at == index:

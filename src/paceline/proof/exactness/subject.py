@@ -25,6 +25,7 @@ from paceline.speculation.request import Request
 _TREE_ROWS = 3  # for each draft token, where there are branches
 _PREEMPT_STEPS = 40  # steps of a case in which requests are preempted
 _PREEMPT_EVERY = 3
+_CHUNKS = (5, 7, 16, 31, 33)  # rows, around the borders of blocks and not
 _EDIT_EVERY = 7  # predictions have a wrong token so often
 
 
@@ -172,9 +173,9 @@ class Subject:
 
     def _limits_of(self, setting: Setting, random: np.random.Generator) -> Limits:
         if setting.event == "chunked":
-            return replace(self._limits, chunk_rows=int(random.choice([1, 5, 7, 16, 31, 33])))
+            return replace(self._limits, chunk_rows=int(random.choice(_CHUNKS)))
         if setting.event == "full passes":
-            rows = setting.batch + int(random.integers(0, 8))
+            rows = setting.batch + int(random.integers(2, 24))
             return replace(self._limits, max_step_rows=rows, chunk_rows=rows)
         return replace(self._limits, spare_blocks=0) if setting.event == "preempted" else self._limits
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.proof.exactness.case_run import Answered, CaseOutcome
+from paceline.proof.exactness.covering import Factors
 from paceline.proof.exactness.findings import Status
-
-DIMENSIONS = ("drafter", "draft tokens", "shape", "batch", "cache", "sampling", "prompt")
 
 
 @dataclass(slots=True)
@@ -60,13 +59,18 @@ class Tally:
     """Counts of all cases.
 
     Attributes:
-        by: for each of `DIMENSIONS` the counts of each level.
+        by: the counts of each level of each factor.
     """
 
     cases: int = 0
     preemptions: int = 0
     all: Counts = field(default_factory=Counts)
-    by: dict[str, dict[str, Counts]] = field(default_factory=lambda: {name: {} for name in DIMENSIONS})
+    by: dict[str, dict[str, Counts]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, factors: Factors) -> "Tally":
+        """Nothing counted yet, with every level in its order, so that what was never run shows."""
+        return cls(by={name: {level: Counts() for level in levels} for name, levels in factors.items()})
 
     def add(self, outcome: CaseOutcome) -> None:
         """Count a case."""
@@ -82,16 +86,16 @@ class Tally:
 
     def _levels(self, outcome: CaseOutcome, answered: Answered) -> list[Counts]:
         setting, request = outcome.case.setting, answered.request
-        levels = (
-            request.drafter,
-            setting.num_draft_tokens,
-            setting.shape,
-            str(setting.batch),
-            setting.event,
-            request.sampling,
-            request.prompt,
-        )
-        return [self.by[name].setdefault(level, Counts()) for name, level in zip(DIMENSIONS, levels, strict=True)]
+        levels = {
+            "drafter": request.drafter,
+            "num_draft_tokens": setting.num_draft_tokens,
+            "shape": setting.shape,
+            "batch": str(setting.batch),
+            "event": setting.event,
+            "sampling": request.sampling,
+            "prompt": request.prompt,
+        }
+        return [self.by.setdefault(name, {}).setdefault(level, Counts()) for name, level in levels.items()]
 
     def as_dict(self) -> Mapping[str, Any]:
         """For JSON."""

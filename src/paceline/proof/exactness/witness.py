@@ -141,7 +141,8 @@ def _rows_of_transformers(directory: Path, texts: Sequence[OurRows]) -> list[Flo
     from transformers import AutoModelForCausalLM
 
     with redirect_stderr(StringIO()):  # progress of loading
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+        model.train(mode=False)
     found = []
     for text in texts:
         ids = [*text.prompt_token_ids, *text.token_ids]
