@@ -94,8 +94,8 @@ def _witness_line(proof: "Proof") -> str:
     if found.status == "not asked":
         return f"transformers: not asked ({found.reason})"
     return (
-        f"transformers: {found.status}; {found.argmax_equal} of {found.positions} most probable tokens are the same, {found.near_ties} differ "
-        f"at near-ties, {found.differing} elsewhere; logits differ by at most {found.largest_difference:.3g}"
+        f"transformers: {found.status}; {found.argmax_equal} of {found.positions} most probable tokens are the same, "
+        f"{found.near_ties} differ at near-ties, {found.differing} elsewhere; logits differ by at most {found.largest_difference:.3g}"
     )
 
 

@@ -6,6 +6,7 @@ have been met, a new round begins. So a few rows already meet most pairs, and wh
 Source: Cohen, Dalal, Fredman, Patton 1997, "The AETG system", section 4, with one candidate a row and rounds that do not end.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import TypeAlias
@@ -53,13 +54,15 @@ def covering_rows(factors: Factors, random: np.random.Generator) -> Iterator[tup
 
 
 def _next_row(factors: Factors, wanted: Mapping[Pair, None], random: np.random.Generator) -> dict[str, str]:
-    """A row that begins with a pair that no row has met, and takes for each other factor the level that meets most of them."""
-    pairs = list(wanted)
-    row = dict(sorted(pairs[int(random.integers(len(pairs)))], key=lambda level: list(factors).index(level[0])))
+    """A row that begins with the level that is in most of the `wanted` pairs, and takes of each other factor the one that meets most."""
+    remaining = Counter(level for pair in wanted for level in sorted(pair))
+    levels = list(remaining)
+    random.shuffle(levels)
+    row = dict([max(levels, key=remaining.__getitem__)])
     others = [name for name in factors if name not in row]
     random.shuffle(others)
     for name in others:
-        levels = list(factors[name])
-        random.shuffle(levels)
-        row[name] = max(levels, key=lambda level: sum(frozenset(((name, level), known)) in wanted for known in row.items()))
+        choices = list(factors[name])
+        random.shuffle(choices)
+        row[name] = max(choices, key=lambda level: sum(frozenset(((name, level), known)) in wanted for known in row.items()))
     return {name: row[name] for name in factors}

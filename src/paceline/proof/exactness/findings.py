@@ -1,5 +1,6 @@
 """What differs from plain decoding, and how to see it again."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -65,6 +66,11 @@ class Finding:
     step: Mapping[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        """For JSON, which has no infinite numbers: they are null, such as the margin of a token that cannot be drawn."""
+        values = {name: finite(getattr(self, name)) for name in self.__dataclass_fields__}
         return {**values, "kind": self.kind.value, "status": self.status.value}
+
+
+def finite(value: Any) -> Any:
+    """The value, None in place of a number that is not finite."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -73,9 +73,12 @@ def _summary(facts: Mapping[str, Any]) -> str:
 def _bound(facts: Mapping[str, Any]) -> str:
     if facts["numerics"] == "exact":
         return "every difference is a bug"
-    return (
-        f"logits of 1 and of 8 rows differ by up to {facts['largest_difference']:.3g}; what is within {facts['noise_bound']:.3g} is noise"
-    )
+    apart, bound = _number(facts["largest_difference"]), _number(facts["noise_bound"])
+    return f"logits of passes of 1 and of 8 rows differ by up to {apart}; what is below {bound} is noise"
+
+
+def _number(value: float | None) -> str:
+    return "infinity" if value is None else f"{value:.3g}"
 
 
 def _definitions(rows: Iterable[tuple[str, object]]) -> str:
@@ -86,7 +89,8 @@ def _table(name: str, levels: Mapping[str, Mapping[str, int]]) -> str:
     most = max((counts["tokens"] for counts in levels.values()), default=0) or 1
     head = "".join(f"<th>{head}</th>" for head in _HEADS)
     rows = "".join(_row(level, counts, most) for level, counts in levels.items())
-    return f'<div class="wide"><table><thead><tr><th>{_plain(name.replace("_", " "))}</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    first = f"<th>{_plain(name.replace('_', ' '))}</th>"
+    return f'<div class="wide"><table><thead><tr>{first}{head}</tr></thead><tbody>{rows}</tbody></table></div>'
 
 
 def _row(level: str, counts: Mapping[str, int], most: int) -> str:
@@ -135,8 +139,8 @@ def _witness(found: Mapping[str, Any]) -> str:
         ("same most probable token", f"{found['argmax_equal']:,}"),
         ("another one at a near-tie", f"{found['near_ties']:,}"),
         ("another one elsewhere", f"{found['differing']:,}"),
-        ("largest difference of a logit", f"{found['largest_difference']:.3g}"),
-        ("largest margin where another one", f"{found['largest_margin']:.3g}"),
+        ("largest difference of a logit", _number(found["largest_difference"])),
+        ("largest margin where another one", _number(found["largest_margin"])),
     ]
     return f"<p>{says}</p>{_definitions(rows)}"
 

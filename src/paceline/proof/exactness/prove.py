@@ -15,7 +15,7 @@ from paceline.models.checkpoint import read_model_config
 from paceline.proof.exactness.case_run import CaseRunner
 from paceline.proof.exactness.cases import MOST_TOKENS, Case, CaseMaker, CaseRequest
 from paceline.proof.exactness.compare import Comparison
-from paceline.proof.exactness.findings import Finding, Kind, Status
+from paceline.proof.exactness.findings import Finding, Kind, Status, finite
 from paceline.proof.exactness.noise_bound import FACTOR, ROWS, measure_difference
 from paceline.proof.exactness.prompts import PromptSource, SamplePrompts, read_prompts
 from paceline.proof.exactness.provenance import provenance
@@ -31,6 +31,7 @@ QUICK_S = 25.0
 MOST_BUGS = 20
 """After so many nothing more is to be learned."""
 _MOST_CONTEXT = 2048  # tokens, unless more is asked for: the cache need not be larger
+_LEAST_CONTEXT = 64
 _MOST_REQUESTS = 8
 _NUM_NOISE_TEXTS = 3
 _TREE_WIDTH = 3
@@ -115,8 +116,8 @@ class Proof:
             "verdict": "bug" if self.bugs else "equal",
             "seed": self.seed,
             "numerics": self.numerics,
-            "largest_difference": self.largest_difference,
-            "noise_bound": self.noise_bound,
+            "largest_difference": finite(self.largest_difference),
+            "noise_bound": finite(self.noise_bound),
             "tokens_wanted": self.num_tokens,
             "is_whole": self.is_whole,
             "seconds": round(self.seconds, 3),
@@ -226,7 +227,7 @@ class Prover:
 
     def _measure_noise(self, subject: Subject) -> None:
         engine, texts = subject.opened.engine, [one.prompt_token_ids for one in self._some_requests()]
-        longest = sorted((text for text in dict.fromkeys(texts) if len(text) > 1), key=len)[-_NUM_NOISE_TEXTS:]
+        longest = sorted(dict.fromkeys(texts), key=len)[-_NUM_NOISE_TEXTS:]
         difference = self.proof.largest_difference = measure_difference(engine.runtime, engine.cache, longest)
         if not subject.is_exact:
             self.proof.noise_bound = FACTOR * difference
@@ -264,8 +265,8 @@ def _speculation(given: SpeculationConfig) -> SpeculationConfig:
 def _prompts(question: ProofQuestion, subject: Subject) -> PromptSource:
     maker = subject.opened.maker
     longest = maker.max_context - MOST_TOKENS
-    if longest < 1:
-        raise ConfigError(f"max_context is {maker.max_context}: prompts and {MOST_TOKENS} tokens of output take more; raise it")
+    if maker.max_context < _LEAST_CONTEXT:
+        raise ConfigError(f"max_context is {maker.max_context}: prompts and outputs take {_LEAST_CONTEXT}; raise it")
     if question.prompts is None:
         return SamplePrompts(maker, question.seed, longest=longest)
     return read_prompts(question.prompts, maker, longest=longest)

@@ -17,6 +17,7 @@ from paceline.machine import available_memory_bytes
 from paceline.models.checkpoint import is_gguf, read_model_config
 from paceline.models.config import WeightType
 from paceline.models.tensor_names import tensor_shapes
+from paceline.proof.exactness.findings import finite
 from paceline.proof.exactness.rows import RowWatch, largest_difference
 from paceline.proof.exactness.subject import Asked, Subject
 from paceline.runtimes.base import FloatArray
@@ -66,7 +67,7 @@ class Witnessed:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        return {one.name: finite(getattr(self, one.name)) for one in fields(self)}
 
 
 def why_not(directory: Path, engine: EngineConfig) -> str | None:
