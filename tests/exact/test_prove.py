@@ -1,6 +1,8 @@
 """`paceline prove` finds what changes a token and calls it a bug, and tells it from what rounding decides."""
 
+import importlib.util
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.prefix_index import Link, PrefixIndex
 from paceline.kv_cache.row_plan import RowPlan
 from paceline.proof.exactness import prove as prove_module
+from paceline.proof.exactness.prove import ProofQuestion, Prover
 from paceline.runtimes.base import ForwardOutput
 from paceline.runtimes.decoder import LOGITS
 from paceline.runtimes.native.network import NativeNetwork
@@ -377,3 +380,101 @@ def test_nothing_differs_whatever_layers_remember(name: str, prove: Prove, check
     code, report = prove("--model", checkpoint(name), "--tokens", 20 * TOKENS if large_counts else TOKENS)
     assert (code, report["verdict"], report["findings"]) == (0, "equal", [])
     assert report["numerics"] == "exact"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(10))
+def test_a_million_tokens_of_the_mini_do_not_differ(part: int, seed: int, tally: "Counter[str]") -> None:
+    """In ten parts, each with cases and prompts of its own, so that a run that was stopped can go on."""
+    skip_without_kernels()
+    prover = Prover(ProofQuestion(num_tokens=100_000, seed=seed + part, asks_transformers=part == 0))
+    for _ in prover.run():
+        pass
+    proof = prover.proof
+    tally["tokens compared by paceline prove"] += proof.tally.all.tokens
+    tally["rows of logits compared by paceline prove"] += proof.tally.all.rows
+    assert proof.numerics == "exact"
+    assert proof.findings == []
+    assert proof.is_whole
+    assert proof.tally.all.tokens >= 100_000
+    if part == 0 and importlib.util.find_spec("torch"):
+        assert proof.witnessed.status == "agrees"
+
+
+# What is asked in the wrong way.
+
+
+WRONG_USE = [
+    (("--drafter", "none"), "nothing to compare"),
+    (("--tokens", "0"), "tokens is 0"),
+    (("--seed", "-1"), "seed is -1"),
+    (("--prompts", "missing.txt"), "no such file"),
+    (("--prompts", "."), "a directory"),
+    (("--case", "missing.json"), "no such file"),
+    (("--json", "missing/report.json"), "cannot be written"),
+    (("--html", "."), "cannot be written"),
+    (("--max-context", "40"), "max_context is 40"),
+    (("--drafter", "no-such-drafter", "--offline"), "no-such-drafter"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "text"), WRONG_USE, ids=[" ".join(arguments) for arguments, _ in WRONG_USE])
+def test_wrong_use_is_told_and_ends_with_2(arguments: tuple[str, ...], text: str, checkpoint: Callable[[str], Path]) -> None:
+    skip_without_kernels()
+    result = run("--model", checkpoint("llama"), "--threads", 1, *arguments)
+    assert result.exit_code == 2, result.output
+    assert text in result.output
+
+
+def test_files_that_hold_no_prompts_or_cases_are_wrong_use(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+    skip_without_kernels()
+    contents = {
+        "empty.txt": ("--prompts", "\n \n"),
+        "object.txt": ("--prompts", '{"prompt": 3}'),
+        "broken.txt": ("--prompts", '{"prompt": "a'),
+        "ids.txt": ("--prompts", '{"prompt_token_ids": [1, 99999]}'),
+        "broken.json": ("--case", "{"),
+        "list.json": ("--case", "[]"),
+        "equal.json": ("--case", '{"findings": []}'),
+        "case.json": ("--case", '{"requests": [{"prompt": 1}], "number": 0, "round": 0, "seed": 0, "setting": {}}'),
+    }
+    for name, (option, text) in contents.items():
+        (tmp_path / name).write_text(text)
+        result = run("--model", checkpoint("llama"), "--threads", 1, option, tmp_path / name)
+        assert (name, result.exit_code) == (name, 2), result.output
+        assert "unexpected" not in result.output
+
+
+def test_given_prompts_are_what_is_compared(prove: Prove, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text('then one two three four\n\n{"prompt_token_ids": [5, 6, 7]}\n' + "the cat " * 40 + "\n")
+    code, report = prove("--prompts", file, "--drafter", "ngram", "--tokens", 600)
+    assert code == 0
+    assert list(report["compared"]["by"]["prompt"]) == ["prompt 1", "prompt 2", "prompt 3"]
+    assert list(report["compared"]["by"]["drafter"]) == ["ngram", "always wrong", "sometimes right", "together"]
+
+
+def test_a_report_says_where_its_numbers_come_from_and_what_transformers_says(
+    mini_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the embedded model, which has a draft model of its own."""
+    skip_without_kernels()
+    pytest.importorskip("torch")
+    report, shown = tmp_path / "report.json", tmp_path / "report.html"
+    monkeypatch.setattr("sys.argv", ["paceline", "prove", "--tokens", "200"])
+    result = run("--tokens", 200, "--seed", 3, "--threads", 1, "--json", report, "--html", shown)
+    assert result.exit_code == 0, result.output
+    assert "seed 3" in result.output
+    facts = json.loads(report.read_text())
+    assert facts["transformers"]["status"] == "agrees"
+    assert facts["transformers"]["argmax_equal"] + facts["transformers"]["near_ties"] == facts["transformers"]["positions"] > 40
+    source = facts["provenance"]
+    assert source["files"] == {"model.safetensors": (mini_dir / "model.safetensors").stat().st_size}
+    assert source["command"] == ["paceline", "prove", "--tokens", "200"]
+    assert source["numerics"] == "exact"
+    assert source["drafters"] == ["draft_model", "ngram", "suffix", "prediction", "always wrong", "sometimes right"]
+    assert {"date", "processor", "kernels", "kernel_library", "python", "packages", "engine"} <= set(source)
+    assert "token" not in source["engine"]
+    page = shown.read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>")
+    assert "Equal: speculation changed no token" in page
