@@ -32,7 +32,7 @@ from paceline.speculation.tree import DraftTree
 from paceline.speculation.verify import VerifyResult
 
 Prove = Callable[..., tuple[int, dict[str, Any]]]
-TOKENS = 1_500
+TOKENS = 1_000
 BOUND = 1e-4
 
 
@@ -56,18 +56,18 @@ def prove(checkpoint: Callable[[str], Path], tmp_path: Path, seed: int) -> Prove
 
 
 def test_nothing_differs_without_a_fault(prove: Prove) -> None:
-    code, report = prove("--tokens", 4 * TOKENS)
+    code, report = prove("--tokens", 2 * TOKENS)
     assert (code, report["verdict"], report["findings"]) == (0, "equal", [])
     compared = report["compared"]
     assert report["is_whole"]
-    assert compared["tokens"] == compared["rows"] >= 4 * TOKENS
+    assert compared["tokens"] == compared["rows"] >= 2 * TOKENS
     assert report["numerics"] == "exact"
     assert report["largest_difference"] == 0.0
-    assert compared["preemptions"] > 10
+    assert compared["preemptions"] > 3
     assert compared["by"]["drafter"]["always wrong"]["accepted"] <= 0.02 * compared["by"]["drafter"]["always wrong"]["drafted"]
     for dimension, levels in compared["by"].items():
         assert all(counts["tokens"] > 0 for counts in levels.values()), dimension
-    for event in ("prefix hit", "next turn", "preempted"):
+    for event in ("prefix hit", "near hit", "next turn"):
         assert compared["by"]["event"][event]["cached_tokens"] > 0
     assert compared["by"]["event"]["cold"]["cached_tokens"] == 0
 
@@ -282,8 +282,8 @@ def jittery(patch: pytest.MonkeyPatch, size: Callable[[int], float]) -> None:
 
 def test_noise_that_depends_on_rows_makes_near_ties_only(prove: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
     jittery(monkeypatch, lambda rows: 2e-2)
-    code, report = prove("--numerics", "fast", "--tokens", 4 * TOKENS)
-    assert (code, report["verdict"], report["numerics"]) == (0, "equal", "fast")
+    code, report = prove("--numerics", "fast", "--tokens", 2 * TOKENS)
+    assert (code, report["verdict"], report["numerics"]) == (0, "near-ties", "fast")
     assert 0.0 < report["largest_difference"] < 4.1e-2
     assert report["noise_bound"] == pytest.approx(4 * report["largest_difference"])
     assert len(report["findings"]) >= 3
@@ -377,7 +377,7 @@ KINDS = ("sliding", "qwen3_5", "gemma4", "gpt_oss", "lfm2")
 def test_nothing_differs_whatever_layers_remember(name: str, prove: Prove, checkpoint: Callable[[str], Path], large_counts: bool) -> None:
     if not large_counts and name != "qwen3_5":
         pytest.skip("left to make test-long")
-    code, report = prove("--model", checkpoint(name), "--tokens", 20 * TOKENS if large_counts else TOKENS)
+    code, report = prove("--model", checkpoint(name), "--tokens", 30 * TOKENS if large_counts else TOKENS)
     assert (code, report["verdict"], report["findings"]) == (0, "equal", [])
     assert report["numerics"] == "exact"
 

@@ -104,6 +104,8 @@ def _verdict(proof: "Proof") -> Text:
     what = f"{counts.tokens:,} tokens and {counts.rows:,} rows of logits compared in {proof.seconds:.0f} s, numerics {proof.numerics}"
     if proof.bugs:
         return Text.assemble((f"{len(proof.bugs)} BUG{'S' if len(proof.bugs) > 1 else ''}", "bold red"), f": {what}; seed {proof.seed}")
-    near = f", {counts.near_ties} near-ties within {proof.noise_bound:.3g}" if counts.near_ties else ""
     early = "" if proof.is_whole else f" (of {proof.num_tokens:,} wanted)"
-    return Text.assemble(("equal", "bold green"), f": {what}{early}{near}; seed {proof.seed}")
+    if proof.verdict == "near-ties":
+        near = f"no bug, {counts.near_ties} near-ties"
+        return Text.assemble((near, "bold yellow"), f": {what}{early}; less than {proof.noise_bound:.3g} is noise; seed {proof.seed}")
+    return Text.assemble((proof.verdict, "bold green" if proof.verdict == "equal" else "bold"), f": {what}{early}; seed {proof.seed}")

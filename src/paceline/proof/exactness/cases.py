@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from paceline.proof.exactness.prompts import PromptSource
 from paceline.proof.exactness.samplings import SAMPLINGS, WITH_STOP, params_as_dict, sampling
 from paceline.sampling.params import SamplingParams
 from paceline.small_files import read_small
+
+Item = TypeVar("Item")
 
 DRAFT_LENGTHS = ("1", "2", "4", "7", "12", "guarded")
 """Tokens drafted a step; guarded = as users have it: as many as pay, by measured times."""
@@ -25,6 +27,7 @@ TOGETHER = "together"
 """Name of all drafters at once."""
 
 _FILE_BYTES = 64 << 20
+_LEAST_KNOWN = 12  # different requests of a round, before batches repeat some
 LEAST_TOKENS, MOST_TOKENS = 12, 32
 """Output tokens of a request."""
 
@@ -161,7 +164,7 @@ class CaseMaker:
             own = np.random.default_rng([self._seed, number])
             first = self._request(row, round_number, own)
             known.append(first)
-            others = tuple(self._companion(known, own) for _ in range(batch - 1))
+            others = tuple(self._companion(known, round_number, own) for _ in range(batch - 1))
             yield Case(number, round_number, int(own.integers(2**31)), setting, (first, *others))
 
     def _request(self, row: Mapping[str, str], round_number: int, random: np.random.Generator) -> CaseRequest:
@@ -172,11 +175,22 @@ class CaseMaker:
         ids = self._prompts.prompt(prompt, round_number)
         return CaseRequest(prompt, ids, name, params, row["drafter"], None, stop_index)
 
-    def _companion(self, known: Sequence[CaseRequest], random: np.random.Generator) -> CaseRequest:
-        """Another request that runs beside the first: one that an earlier case has, so that its reference is known, with any drafter."""
-        one = known[int(random.integers(len(known)))]
+    def _companion(self, known: list[CaseRequest], round_number: int, random: np.random.Generator) -> CaseRequest:
+        """Another request that runs beside the first: one that an earlier case of the round has, so that its reference is known.
+
+        The first few of a round are new ones.
+        """
+        drafter = self._drafters[int(random.integers(len(self._drafters)))]
+        if len(known) < _LEAST_KNOWN:
+            levels = {name: _one_of(list(self.factors()[name]), random) for name in ("sampling", "prompt")}
+            known.append(self._request({**levels, "drafter": drafter}, round_number, random))
+            return known[-1]
         limit = int(random.integers(1, 5)) if random.random() < 0.3 else None
-        return replace(one, drafter=self._drafters[int(random.integers(len(self._drafters)))], max_draft_tokens=limit)
+        return replace(_one_of(known, random), drafter=drafter, max_draft_tokens=limit)
+
+
+def _one_of(items: Sequence[Item], random: np.random.Generator) -> Item:
+    return items[int(random.integers(len(items)))]
 
 
 class CasesToRun(NamedTuple):

@@ -9,8 +9,9 @@ from typing import Any
 
 from paceline.errors import printable
 
-_COUNTS = ("requests", "tokens", "drafted", "accepted", "cached_tokens", "near_ties", "bugs")
-_HEADS = ("answers", "tokens", "drafted", "accepted", "cached", "near-ties", "bugs")
+_COUNTS = ("tokens", "bugs", "near_ties", "accepted", "drafted", "cached_tokens", "requests")
+_HEADS = ("tokens", "bugs", "near-ties", "accepted", "drafted", "cached", "answers")
+_CLASSES = {"bug": "bug", "equal": "equal"}
 _MOST_SHOWN = 50
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -18,7 +19,6 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 def page(facts: Mapping[str, Any]) -> str:
     """The HTML of `Proof.as_dict`."""
     style = files("paceline.proof.exactness").joinpath("page.css").read_text(encoding="utf-8")
-    is_bug = facts["verdict"] == "bug"
     title = f"paceline prove: {_plain(facts['provenance']['model'])}"
     return "\n".join(
         (
@@ -27,7 +27,7 @@ def page(facts: Mapping[str, Any]) -> str:
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
             f"<title>{title}</title><style>{style}</style></head><body><main>",
             f"<h1>{title}</h1>",
-            f'<p class="verdict {"bug" if is_bug else "equal"}">{_verdict(facts)}</p>',
+            f'<p class="verdict {_CLASSES.get(facts["verdict"], "near-ties")}">{_verdict(facts)}</p>',
             _summary(facts),
             *_findings(facts["findings"]),
             "<h2>What was compared</h2>",
@@ -47,10 +47,16 @@ def _plain(value: object) -> str:
 
 
 def _verdict(facts: Mapping[str, Any]) -> str:
-    if facts["verdict"] == "equal":
-        return "Equal: speculation changed no token"
-    count = facts["compared"]["bugs"]
-    return f"{count} BUG{'S' if count > 1 else ''}: speculation changed what this model says"
+    compared = facts["compared"]
+    match facts["verdict"]:
+        case "bug":
+            return f"{compared['bugs']} BUG{'S' if compared['bugs'] > 1 else ''}: speculation changed what this model says"
+        case "near-ties":
+            return f"No bug: rounding decided {compared['near_ties']} near-ties, nothing else differs"
+        case "equal":
+            return "Equal: speculation changed no token"
+        case _:
+            return "Nothing was compared"
 
 
 def _summary(facts: Mapping[str, Any]) -> str:
@@ -117,7 +123,7 @@ def _card(finding: Mapping[str, Any]) -> str:
     rows: list[tuple[str, object]] = [("what", finding["details"])]
     rows += [(name.replace("_", " "), value) for name, value in replay["setting"].items()]
     shown = ("position", "plain_token", "plain_piece", "plain_logprob", "token", "piece", "logprob", "rows_differ_by", "margin", "bound")
-    rows += [(name.replace("_", " "), finding[name]) for name in shown if finding[name] is not None]
+    rows += [(name.replace("_", " "), _short(finding[name])) for name in shown if finding[name] is not None]
     if finding["request"] is not None:
         request = replay["requests"][finding["request"]]
         rows += [("sampling", f"{request['sampling']} {json.dumps(request['params'])}"), ("guessed by", request["drafter"])]
@@ -128,6 +134,10 @@ def _card(finding: Mapping[str, Any]) -> str:
     kind = "BUG" if finding["status"] == "bug" else "near-tie"
     repeat = f"<pre>{escape(shlex.join(map(printable, finding['repeat'])))}</pre>"
     return f'<section class="{finding["status"]}"><h3>{kind}: {_plain(finding["kind"])}{where}</h3>{_definitions(rows)}{repeat}</section>'
+
+
+def _short(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _witness(found: Mapping[str, Any]) -> str:

@@ -108,12 +108,21 @@ class Proof:
         """The differences that noise does not explain."""
         return [one for one in self.findings if one.status is Status.BUG]
 
+    @property
+    def verdict(self) -> str:
+        """ "bug", "near-ties" (noise decided some tokens, and nothing else differs), "equal", or "nothing compared"."""
+        if self.bugs:
+            return "bug"
+        if self.tally.all.near_ties:
+            return "near-ties"
+        return "equal" if self.tally.all.tokens else "nothing compared"
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON; findings carry their cases, which `paceline prove --case` repeats."""
         findings = [{**one.as_dict(), "repeat": self.repeat(one), "replay": self._case_of(one)} for one in self.findings]
         return {
             "format": 1,
-            "verdict": "bug" if self.bugs else "equal",
+            "verdict": self.verdict,
             "seed": self.seed,
             "numerics": self.numerics,
             "largest_difference": finite(self.largest_difference),
