@@ -411,6 +411,7 @@ WRONG_USE = [
     (("--prompts", "missing.txt"), "no such file"),
     (("--prompts", "."), "a directory"),
     (("--case", "missing.json"), "no such file"),
+    (("--case", "1234567"), "at most 6 digits"),
     (("--json", "missing/report.json"), "cannot be written"),
     (("--html", "."), "cannot be written"),
     (("--max-context", "40"), "max_context is 40"),

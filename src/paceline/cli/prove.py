@@ -67,35 +67,32 @@ def prove(
     if not settings.debug:
         quieten_libraries()
     _check_outputs(json_file, html_file)
-    only, cases, seed_of_file = read_cases(case)
-    chosen = next(one for one in (seed, seed_of_file, secrets.randbits(31)) if one is not None)
-    if not settings.quiet:
-        say(f"seed {chosen}")
+    given = read_cases(case)
     question = proving.ProofQuestion(
         engine=settings.engine,
         speculation=settings.speculation,
         prompts=prompts,
         num_tokens=(proving.QUICK_TOKENS if quick else proving.DEFAULT_TOKENS) if tokens is None else tokens,
-        seed=chosen,
+        seed=next(one for one in (seed, given.seed, secrets.randbits(31)) if one is not None),
         seconds=proving.QUICK_S if quick else None,
-        cases=cases,
-        only=only,
+        cases=given.cases,
+        only=given.only,
         asks_transformers=transformers,
         command=["paceline", *sys.argv[1:]],
     )
     proof, was_interrupted = _run(question, quiet=settings.quiet)
     _write(proof, json_file, html_file)
     _print(proof)
-    if was_interrupted:
-        raise typer.Exit(EXIT_INTERRUPTED)
-    if proof.bugs:
-        raise typer.Exit(EXIT_FAILURE)
+    if was_interrupted or proof.bugs:
+        raise typer.Exit(EXIT_INTERRUPTED if was_interrupted else EXIT_FAILURE)
 
 
 def _run(question: "ProofQuestion", *, quiet: bool) -> "tuple[Proof, bool]":
     """Answer the question; an interrupt ends it with what was found so far."""
     from paceline.proof.exactness.prove import Prover
 
+    if not quiet:
+        say(f"seed {question.seed}")
     prover = Prover(question)
     if not quiet:
         for notice in prover.proof.notices:

@@ -30,7 +30,7 @@ def report(proof: "Proof") -> Group:
 
 def _table(proof: "Proof") -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     table.add_column("", no_wrap=True)
     for name in _COLUMNS:
         table.add_column(name, justify="right")

@@ -27,6 +27,7 @@ TOGETHER = "together"
 """Name of all drafters at once."""
 
 _FILE_BYTES = 64 << 20
+_DIGITS = 6
 _LEAST_KNOWN = 12  # different requests of a round, before batches repeat some
 LEAST_TOKENS, MOST_TOKENS = 12, 32
 """Output tokens of a request."""
@@ -214,8 +215,12 @@ def read_cases(name: str | None) -> CasesToRun:
         ConfigError: there is no such file, or no case in it.
         RequestError: it is no such case.
     """
-    if name is None or name.isdecimal():
-        return CasesToRun(None if name is None else int(name))
+    if name is None:
+        return CasesToRun()
+    if name.isdecimal():
+        if len(name) > _DIGITS:
+            raise ConfigError(f"--case {name} is no number of a case: they have at most {_DIGITS} digits")
+        return CasesToRun(int(name))
     try:
         content = read_small(Path(name), _FILE_BYTES)
     except CheckpointError as error:
