@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _MOST_SHOWN = 5
 _COLUMNS = ("answers", "tokens", "accepted", "near-ties", "bugs")
+_SHORT = {"num_draft_tokens": "draft tokens"}
 
 
 def report(proof: "Proof") -> Group:
@@ -31,12 +32,14 @@ def report(proof: "Proof") -> Group:
 def _table(proof: "Proof") -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    table.add_column("")
     for name in _COLUMNS:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for dimension, levels in proof.tally.by.items():
         for number, (level, counts) in enumerate(levels.items()):
-            table.add_row(Text(dimension.replace("_", " ") if number == 0 else "", style="bold"), Text(printable(level)), *_cells(counts))
+            table.add_row(
+                Text(_SHORT.get(dimension, dimension) if number == 0 else "", style="bold"), Text(printable(level)), *_cells(counts)
+            )
     table.add_row(Text("all", style="bold"), f"{proof.tally.cases} cases", *_cells(proof.tally.all))
     return table
 
