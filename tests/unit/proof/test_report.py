@@ -10,6 +10,7 @@ from paceline.proof.exactness.cases import Case, CaseRequest, Setting
 from paceline.proof.exactness.findings import Finding, Kind, Status
 from paceline.proof.exactness.page import page
 from paceline.proof.exactness.prove import Proof
+from paceline.proof.exactness.provenance import _without_token
 from paceline.proof.exactness.samplings import SAMPLINGS, sampling
 from paceline.proof.exactness.tally import Tally
 from paceline.proof.exactness.witness import Witnessed, compare_rows
@@ -70,6 +71,11 @@ def test_a_report_is_json_whatever_was_found() -> None:
     assert finding["margin"] is None
     assert Case.from_dict(finding["replay"]).as_dict() == finding["replay"]
     assert finding["repeat"] == ["paceline", "prove", "--model", HOSTILE, "--seed", "1", "--case", "4"]
+
+
+def test_a_report_holds_no_access_token() -> None:
+    assert "secret" not in " ".join(_without_token(["paceline", "prove", "--token", "secret", "--token=secret", "--tokens", "9"]))
+    assert _without_token(["paceline", "prove", "--tokens", "9"]) == ["paceline", "prove", "--tokens", "9"]
 
 
 def test_every_sampling_can_be_written_and_read_again() -> None:

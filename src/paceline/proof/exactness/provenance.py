@@ -33,7 +33,7 @@ def provenance(
     settings = {name: value for name, value in asdict(engine).items() if name not in _UNSAID}
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": list(command),
+        "command": _without_token(command),
         "model": engine.model,
         "files": {path.name: path.stat().st_size for path in weight_files(directory)},
         "family": runtime.config.family,
@@ -51,6 +51,13 @@ def provenance(
         "engine": settings,
         "speculation": asdict(speculation),
     }
+
+
+def _without_token(command: Sequence[str]) -> list[str]:
+    """The arguments with the Hub's access token left out: reports are passed on."""
+    return [
+        "--token=…" if one.startswith("--token=") else "…" if at and command[at - 1] == "--token" else one for at, one in enumerate(command)
+    ]
 
 
 def _processor() -> str:
