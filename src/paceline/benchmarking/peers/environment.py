@@ -1,0 +1,13 @@
+"""The virtual environments that peers run in."""
+
+from pathlib import Path
+
+from paceline.benchmarking.peers import Peer
+from paceline.config import cache_directory
+
+
+def environment_python(peer: Peer) -> Path | None:
+    """The Python of a peer's environment; None where it is not installed."""
+    cache = cache_directory()
+    python = None if cache is None else cache / "peers" / peer.name / "bin" / "python"
+    return python if python is not None and python.is_file() else None
