@@ -102,7 +102,7 @@ def _prepared(drafter: str, plan: BenchPlan, target: Path) -> PreparedDrafter:
 
 
 def _available(plan: BenchPlan, target: Path, *, has_predictions: bool) -> dict[str, tuple[str, ...]]:
-    modes = {name: (name,) for name in DRAFTERS if name != PREDICTION or has_predictions}
+    modes: dict[str, tuple[str, ...]] = {name: (name,) for name in DRAFTERS if name != PREDICTION or has_predictions}
     found = {name: _if_there(name, plan, target) for name in (DRAFT_MODEL, *OWN_HEADS, "auto")}
     if plan.draft_model is not None:
         found[DRAFT_MODEL] = _prepared(plan.draft_model, plan, target)

@@ -52,7 +52,7 @@ class OwnModel:
     def __init__(self, order: dict[str, Any]) -> None:
         self._inside: TimedCall | None = None
         if kernels_path() is not None:
-            library = kernels()
+            library: Any = kernels()
             self._inside = library.paceline_run = TimedCall(library.paceline_run)
         drafters = order["drafters"]
         options = {

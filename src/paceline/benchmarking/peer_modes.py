@@ -1,11 +1,12 @@
 """Modes of other programs: those that were asked for, are installed, and can read the model."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from paceline.benchmarking.modes import PLAIN, Mode, draft_model_path
 from paceline.benchmarking.peers import PEERS, Peer
-from paceline.benchmarking.peers.environment import environment_python
+from paceline.benchmarking.peers.environment import environment_python, make_environment
 from paceline.benchmarking.plan import BenchPlan
 from paceline.config import EngineConfig
 from paceline.errors import BackendUnavailableError, ConfigError
@@ -24,6 +25,19 @@ def find_peer(name: str) -> Peer:
         known = ", ".join(peer.name for peer in PEERS.values()) or "none"
         raise ConfigError(f"peer is {name!r}: use one of {known}")
     return found
+
+
+def install_peer(name: str, say: Callable[[str], None]) -> None:
+    """Make a peer's environment, unless it is there; pip downloads its packages.
+
+    Raises:
+        ConfigError: there is no such peer.
+        BackendUnavailableError: it cannot be installed here.
+    """
+    peer = find_peer(name)
+    say(f"installing {peer.name}: {', '.join(peer.packages)}")
+    python = make_environment(peer)
+    say(f"{peer.name} is installed: {python}")
 
 
 def peer_modes(plan: BenchPlan, target: Path, precision: str, *, context: int) -> tuple[list[Mode], Path | None]:

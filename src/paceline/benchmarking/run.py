@@ -11,7 +11,7 @@ from paceline.benchmarking.plan import DEFAULT_PROMPTS, DEFAULT_ROUNDS, DEFAULT_
 from paceline.benchmarking.questions import Order, Questions, orders_of
 from paceline.benchmarking.rounds import Size, fitted, in_turn
 from paceline.benchmarking.samples import Sample
-from paceline.benchmarking.worker_process import WorkerFailure, WorkerProcess
+from paceline.benchmarking.worker_process import WorkerError, WorkerProcess
 from paceline.benchmarking.workloads.made import Encoded, copies
 from paceline.tokenizer.tokenizer import Tokenizer
 
@@ -101,7 +101,7 @@ class Run:
                 stack.callback(worker.close)
                 self.measured.facts[mode.name] = worker.ask(dict(mode.order), self._plan.load_timeout_s)
                 self._workers[mode.name] = worker
-            except WorkerFailure as failure:
+            except WorkerError as failure:
                 self.measured.failures.append(Failure(mode.name, str(failure)))
 
     def _measure(self) -> None:
@@ -117,9 +117,9 @@ class Run:
             for place, order in enumerate(orders):
                 if time.monotonic() > self._deadline_s:
                     self.measured.ended = OUT_OF_TIME
+                    where = f"in round {number} of {rounds} (round 0 warms up)"
                     self.measured.notices.append(
-                        f"stopped after {self._plan.minutes:g} minutes in {f'round {number} of {rounds}' if number else 'the warm-up round'}: "
-                        "raise --minutes, or ask for fewer workloads"
+                        f"stopped after {self._plan.minutes:g} minutes {where}: raise --minutes, or ask for fewer workloads"
                     )
                     return
                 for mode in in_turn(self.measured.modes, number + place):
@@ -141,9 +141,8 @@ class Run:
         if fitting != size:
             whole_s = size.seconds(turn_s, size.tokens, num_cells, plan.batch_size)
             self.measured.notices.append(
-                f"{size.rounds} rounds of {size.prompts} prompts a workload and {size.tokens} tokens would take about "
-                f"{whole_s / 60:.0f} minutes: made {fitting.rounds} rounds, {fitting.prompts} prompts and {fitting.tokens} tokens "
-                f"(--minutes is {plan.minutes:g}; --rounds, --num-prompts and --tokens set them)"
+                f"{_shown(size)} would take about {whole_s / 60:.1f} minutes and --minutes is {plan.minutes:g}: measured are "
+                f"{_shown(fitting)}; --rounds, --num-prompts and --tokens insist"
             )
             self.measured.size = fitting
 
@@ -184,7 +183,7 @@ class Run:
         worker = self._workers[mode.name]
         try:
             return worker.ask(order.as_dict(self.measured.size.tokens, self._plan.seed), self._plan.timeout_s)
-        except WorkerFailure as failure:
+        except WorkerError as failure:
             if failure.is_over:
                 del self._workers[mode.name]
             self._fail(mode, order, number, str(failure))
@@ -195,3 +194,7 @@ class Run:
         known = {(one.mode, one.message, one.workload, one.temperature) for one in self.measured.failures}
         if (failure.mode, failure.message, failure.workload, failure.temperature) not in known:
             self.measured.failures.append(failure)
+
+
+def _shown(size: Size) -> str:
+    return f"{size.rounds} rounds of {size.prompts} prompts a workload and {size.tokens} tokens"

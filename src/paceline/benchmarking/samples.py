@@ -56,12 +56,13 @@ class Sample:
         Raises:
             KeyError, TypeError, ValueError: it is not what the protocol says.
         """
-        given = answer["outputs"] if "outputs" in answer else [answer]
+        given = answer.get("outputs", [answer])
         outputs = tuple(Output(tuple(map(int, one["token_ids"])), tuple(map(float, one["times_s"]))) for one in given)
         if any(len(one.token_ids) != len(one.times_s) or not one.token_ids for one in outputs):
             raise ValueError("an output without tokens, or without a time for each of them")
         names = ("drafted", "accepted", "steps", "passes", "decoding_passes", "host_s", "rss_bytes", "peak_rss_bytes")
-        return cls(outputs=outputs, seconds=float(answer["seconds"]), **{name: answer.get(name) for name in names}, **known)
+        fields: dict[str, Any] = {name: answer.get(name) for name in names} | known
+        return cls(outputs=outputs, seconds=float(answer["seconds"]), **fields)
 
     @property
     def num_tokens(self) -> int:

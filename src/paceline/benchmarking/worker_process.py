@@ -17,7 +17,7 @@ _LAST_WORDS = 4000  # bytes of what it wrote to stderr that are looked at
 _PATIENCE_S = 5.0  # for a worker that is told to end
 
 
-class WorkerFailure(PacelineError):
+class WorkerError(PacelineError):
     """A worker died, did not answer in time, or refused an order; `is_over` says whether it can be asked again."""
 
     def __init__(self, message: str, *, is_over: bool) -> None:
@@ -35,14 +35,14 @@ class WorkerProcess:
 
     def __init__(self, name: str, command: Sequence[str]) -> None:
         self.name = name
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, start_new_session=os.name == "posix"
             )
         except OSError as error:
             self._log.close()
-            raise WorkerFailure(f"{name}: {command[0]} cannot be started: {error.strerror}", is_over=True) from error
+            raise WorkerError(f"{name}: {command[0]} cannot be started: {error.strerror}", is_over=True) from error
         self._lines: queue.Queue[bytes] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -55,7 +55,7 @@ class WorkerProcess:
         """The answer to an order.
 
         Raises:
-            WorkerFailure: there is none in time, the process ended, what came is no answer, or the answer is an error. In the first
+            WorkerError: there is none in time, the process ended, what came is no answer, or the answer is an error. In the first
                 three cases the process is ended.
         """
         try:
@@ -68,7 +68,7 @@ class WorkerProcess:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
             self.kill()
-            raise WorkerFailure(f"{self.name} did not answer within {timeout_s:g} s and was ended", is_over=True) from None
+            raise WorkerError(f"{self.name} did not answer within {timeout_s:g} s and was ended", is_over=True) from None
         if not line:
             raise self._died()
         try:
@@ -77,9 +77,9 @@ class WorkerProcess:
             answer = None
         if not isinstance(answer, dict):
             self.kill()
-            raise WorkerFailure(f"{self.name} answered {shortened(line)}, which is no JSON object, and was ended", is_over=True)
+            raise WorkerError(f"{self.name} answered {shortened(line)}, which is no JSON object, and was ended", is_over=True)
         if "error" in answer:
-            raise WorkerFailure(f"{self.name}: {answer['error']}", is_over=False)
+            raise WorkerError(f"{self.name}: {answer['error']}", is_over=False)
         return answer
 
     def close(self) -> None:
@@ -113,13 +113,13 @@ class WorkerProcess:
                 self._lines.put(line)
         self._lines.put(b"")
 
-    def _died(self) -> WorkerFailure:
+    def _died(self) -> WorkerError:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_PATIENCE_S)
         self.kill()
         code = self._process.returncode
         how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-        return WorkerFailure(f"{self.name} ended {how}{self._last_words()}", is_over=True)
+        return WorkerError(f"{self.name} ended {how}{self._last_words()}", is_over=True)
 
     def _last_words(self) -> str:
         """The last line it wrote to stderr."""

@@ -8,6 +8,7 @@ import typer
 
 from paceline import __version__
 from paceline.cli.batch import batch
+from paceline.cli.bench import bench
 from paceline.cli.chat import chat
 from paceline.cli.doctor import doctor
 from paceline.cli.run import run
@@ -25,6 +26,7 @@ app.command()(chat)
 app.command()(serve)
 app.command()(batch)
 app.command()(doctor)
+app.command()(bench)
 
 
 def _print_version(wanted: bool) -> None:

@@ -31,10 +31,7 @@ def encode(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> Encoded:
         ConfigError: an id does not exist, or there is no token.
         RequestError: the tokenizer or the template refuses it.
     """
-    if prompt.messages:
-        ids = _conversation(prompt, tokenizer)
-    else:
-        ids = list(prompt.token_ids) or tokenizer.encode(prompt.text or "")
+    ids = _conversation(prompt, tokenizer) if prompt.messages else list(prompt.token_ids) or tokenizer.encode(prompt.text or "")
     guess = prompt.prediction
     prediction = tokenizer.encode(guess, add_special_tokens=False) if isinstance(guess, str) else list(guess or ())
     if not ids:

@@ -73,7 +73,7 @@ def _prompt(fields: Mapping[str, Any], where: str) -> Prompt:
         raise ConfigError(f"{where} has {' and '.join(given) or 'no prompt'}: give one of {', '.join(_FORMS)}")
     (name,) = given
     value, prediction = fields[name], fields.get("prediction")
-    if _are_ids(prediction):
+    if isinstance(prediction, list) and _are_ids(prediction):
         prediction = tuple(prediction)
     elif not isinstance(prediction, str | None):
         raise ConfigError(f"{where}: prediction is {shortened(prediction)}: give a text or a list of token ids")
