@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH = 640
-LEFT, RIGHT = 150, 90
+WIDTH = 470
+LEFT, RIGHT = 126, 84
 ROW = 22
 
 
@@ -78,15 +78,15 @@ def lines(title: str, series: Sequence[tuple[str, str, Sequence[float]]], *, mar
     height = 180
     most = max([value for _, _, values in series for value in values] + [mark or 0.0, 1e-9]) * 1.08
     longest = max((len(values) for _, _, values in series), default=1)
-    scale, step = (height - 30) / most, (WIDTH - 110) / max(1, longest - 1)
+    scale, step = (height - 30) / most, (WIDTH - 70) / max(1, longest - 1)
     parts = [_opening(title, height)]
     for tick in _ticks(most):
         y = height - 20 - scale * tick
-        parts.append(f'<line class="grid" x1="40" x2="{WIDTH - 60}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<line class="grid" x1="40" x2="{WIDTH - 24}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="tick" x="34" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
     if mark is not None:
         y = height - 20 - scale * mark
-        parts.append(f'<line class="mark" x1="40" x2="{WIDTH - 60}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<line class="mark" x1="40" x2="{WIDTH - 24}" y1="{y:.1f}" y2="{y:.1f}"/>')
     for number in range(longest):
         parts.append(f'<text class="tick" x="{40 + step * number:.1f}" y="{height - 4}" text-anchor="middle">{number + 1}</text>')
     for _, tone, values in series:
