@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 STEP_S = 0.001
 
@@ -31,21 +31,26 @@ def answer(request: dict[str, Any], words: dict[str, str]) -> dict[str, Any]:
     return {"token_ids": tokens, "times_s": times, "first_token_s": times[0], "seconds": times[-1], "peak_rss_bytes": 1000, **counts}
 
 
+def say(text: str, *, stream: TextIO = sys.stdout) -> None:
+    stream.write(text + "\n")
+    stream.flush()
+
+
 def main() -> None:
     words = dict(word.partition("=")[::2] for word in sys.argv[1:])
     order = json.loads(sys.stdin.readline())
     if "log" in words:
         Path(words["log"]).write_text(json.dumps(order))
     if "refuses" in words:
-        print(json.dumps({"error": "this model is too new"}), flush=True)
+        say(json.dumps({"error": "this model is too new"}))
         return
     if "child" in words:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         Path(words["child"]).write_text(str(child.pid))
-    print(json.dumps({"ready": True, "name": "fake", "version": "1", "load_s": 0.0, "note": ""}), flush=True)
+    say(json.dumps({"ready": True, "name": "fake", "version": "1", "load_s": 0.0, "note": ""}))
     for number, line in enumerate(sys.stdin, 1):
         if words.get("dies") == str(number):
-            print("out of luck", file=sys.stderr)
+            say("out of luck", stream=sys.stderr)
             sys.exit(3)
         if words.get("hangs") == str(number):
             time.sleep(600)
@@ -58,7 +63,7 @@ def main() -> None:
             found: dict[str, Any] = {"outputs": outputs, "seconds": max(one["seconds"] for one in outputs)}
         else:
             found = answer(given, words)
-        print("no JSON" if "nonsense" in words else json.dumps(found), flush=True)
+        say("no JSON" if "nonsense" in words else json.dumps(found))
 
 
 if __name__ == "__main__":

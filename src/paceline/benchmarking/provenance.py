@@ -84,7 +84,7 @@ def is_grown(path: Path) -> bool:
     try:
         if is_gguf(path):
             values = open_gguf(path).metadata
-            return any(name in values and values[name] is True for name in ("paceline_grown", "paceline.grown"))
+            return any(name in values and values[name] == 1 for name in ("paceline_grown", "paceline.grown"))  # some write a number
         return (read_json(path / "config.json") or {}).get("paceline_grown") is True
     except PacelineError:
         return False

@@ -112,6 +112,7 @@ class Run:
             order for workload, temperature in cells for order in orders_of(workload, temperature, prompts[workload], self._plan.batch_size)
         ]
         rounds = self.measured.size.rounds
+        self._watcher.say(f"measuring: {1 + rounds} times {len(orders)} orders of {len(self._workers)} modes in turns")
         self._watcher.begin((1 + rounds) * len(orders))
         for number in range(1 + rounds):
             for place, order in enumerate(orders):
