@@ -81,7 +81,8 @@ def _overview(result: BenchResult, tones: Tones) -> Iterator[str]:
         title = f"All workloads, temperature {temperature:g}: × plain"
         yield (
             f'<section><h2>{title}</h2><div class="chart">{bars(title, rows, mark=1.0)}</div>'
-            '<p class="muted">Geometric mean over those workloads that count (how many of all); the whisker goes from the lowest to the highest.</p></section>'
+            '<p class="muted">Geometric mean over those workloads that count (how many of all); the whisker goes from the lowest to the '
+            "highest.</p></section>"
         )
 
 
