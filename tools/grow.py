@@ -244,7 +244,8 @@ def grow(source_directory: Path, out: Path, sizes: Sizes, *, dtype: str, seed: i
 def grown_config(config: Mapping[str, Any], sizes: Sizes, dtype: str) -> dict[str, Any]:
     return {
         **config, "paceline_grown": True, "hidden_size": sizes.hidden, "num_hidden_layers": sizes.layers,
-        "num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads, "head_dim": sizes.head, "intermediate_size": sizes.inner, "tie_word_embeddings": False,
+        "num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads, "head_dim": sizes.head,
+        "intermediate_size": sizes.inner, "tie_word_embeddings": False,
         "dtype": {"bf16": "bfloat16", "f32": "float32"}[dtype],
     }  # fmt: skip
 
@@ -258,9 +259,7 @@ def sizes_for(parameters: float, source: Sizes) -> Sizes:
         inner = max(_INNER_STEP, round(neurons / _INNER_STEP) * _INNER_STEP)
         if inner >= max(source.inner, _LEAST_RATIO * frame.hidden):
             return replace(frame, inner=inner)
-    raise SystemExit(
-        f"{parameters:.3g} parameters are too few to grow a model of {source.parameters:,} to; ask for more, or name the sizes"
-    )
+    raise SystemExit(f"{parameters:.3g} parameters are too few to grow a model of {source.parameters:,} to: ask for more")
 
 
 def greedy_text(directory: Path, prompt: str) -> list[int]:
