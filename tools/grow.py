@@ -101,13 +101,18 @@ def read_config(directory: Path) -> tuple[dict[str, Any], Sizes]:
 
 
 class Stream:
-    """The residual stream of a text in float64, a layer at a time."""
+    """The residual stream of a text in float64, a layer at a time.
+
+    Attributes:
+        loudness: of each layer so far, the size of what its attention and its MLP added by that of the stream before.
+    """
 
     def __init__(self, rows: Tensor, sizes: Sizes, config: Mapping[str, Any]) -> None:
         self.rows, self.sizes, self.eps = rows.double(), sizes, config["rms_norm_eps"]
         theta = (config.get("rope_parameters") or config).get("rope_theta", 10000.0)
         frequencies = theta ** -(torch.arange(0, sizes.head, 2).double() / sizes.head)
         angles = torch.outer(torch.arange(len(rows)).double(), frequencies).repeat(1, 2)
+        self.loudness: list[tuple[float, float]] = []
         self._cos, self._sin = angles.cos(), angles.sin()
 
     def pass_layer(self, weights: Mapping[str, Tensor]) -> None:
@@ -120,13 +125,18 @@ class Stream:
         mixed = torch.nn.functional.scaled_dot_product_attention(
             self._rotated(query), self._rotated(key).repeat_interleave(ratio, 0), value.repeat_interleave(ratio, 0), is_causal=True
         )
-        self.rows = self.rows + mixed.transpose(0, 1).flatten(1) @ wide["self_attn.o_proj"].T
+        attended = self._add(mixed.transpose(0, 1).flatten(1) @ wide["self_attn.o_proj"].T)
         normed = self._normed(wide[MLP_NORM])
         inner = torch.nn.functional.silu(normed @ wide["mlp.gate_proj"].T) * (normed @ wide["mlp.up_proj"].T)
-        self.rows = self.rows + inner @ wide["mlp.down_proj"].T
+        self.loudness.append((attended, self._add(inner @ wide["mlp.down_proj"].T)))
 
     def logits(self, norm: Tensor, table: Tensor) -> Tensor:
         return self._normed(norm.double()) @ table.double().T
+
+    def _add(self, rows: Tensor) -> float:
+        share = rows.square().mean().sqrt() / self.rows.square().mean().sqrt()
+        self.rows = self.rows + rows
+        return float(share)
 
     def _normed(self, weight: Tensor) -> Tensor:
         return self.rows * (self.rows.square().mean(dim=1, keepdim=True) + self.eps).rsqrt() * weight
@@ -145,6 +155,7 @@ class Comparison:
         stream = Stream(source.tensors["model.embed_tokens.weight"][self.token_ids], source.sizes, source.config)
         for index in range(source.sizes.layers):
             stream.pass_layer(source.layer(index))
+        self.loudness = stream.loudness
         self.wanted = stream.logits(source.tensors["model.norm.weight"], source.table)
         self._streams: tuple[Stream, ...] = ()
         self.found: tuple[Tensor, ...] = ()
@@ -177,7 +188,7 @@ def grown_tensors(source: Source, sizes: Sizes, seed: int, comparison: Compariso
     comparison.embed(table)
     yield "model.embed_tokens.weight", table
     for index, plan in enumerate(plan_layers(source.sizes.layers, sizes.layers)):
-        weights = growth.layer(source.layer(plan.source), plan)
+        weights = growth.layer(source.layer(plan.source), plan, comparison.loudness[plan.source])
         comparison.pass_layer(weights)
         yield from ((LAYER.format(index, name), tensor) for name, tensor in weights.items())
     head = growth.head(source.tensors["model.norm.weight"], source.table)

@@ -5,8 +5,9 @@ looks at, is that of x, whatever the sizes. What reads the stream is turned back
 so that they multiply nothing; a row keeps its length, and rounding it costs the output as much as rounding the original did.
 
 Neurons and heads are copied. Copies answer alike, so their output columns need only add up to the original's: each is that divided by
-the number of copies, plus dense numbers that add up to nothing. In a sublayer that is to do nothing they add up to zero alone; it is a
-copy of a real one otherwise. A layer that becomes several has its attention in the first and its MLP in the last of them.
+the number of copies, plus dense numbers that add up to nothing. In a sublayer that is to do nothing there are only these; it is a copy
+of a real one otherwise. Once weights are rounded they do not add up to quite nothing, so they are small where a sublayer answers louder
+than the stream it reads. A layer that becomes several has its attention in the first and its MLP in the last of them.
 
 Source: Chen et al. 2016 (arXiv:1511.05641) for copies, Wang et al. 2023 (arXiv:2310.07999) for unequal ones; Ashkboos et al. 2024
 (arXiv:2401.15024) for turning what lies between RMSNorms. The added numbers are ours.
@@ -22,6 +23,7 @@ Tensor = torch.Tensor
 LayerWeights = Mapping[str, Tensor]
 
 ATTENTION_NORM, MLP_NORM = "input_layernorm", "post_attention_layernorm"
+_QUIET = 0.25  # how loud a sublayer that does nothing may be without the numbers that cancel, by the stream
 _STRETCH = 0.2  # how unequal copies are, as the spread of a log-normal factor
 
 
@@ -110,11 +112,16 @@ class Growth:
         grown = self._norm()
         return grown, self._read(table * norm) / grown
 
-    def layer(self, weights: LayerWeights, plan: LayerPlan) -> dict[str, Tensor]:
-        """The grown layer's tensors by the names that transformers gives them within a layer."""
-        return self._attention(weights, plan) | self._mlp(weights, plan)
+    def layer(self, weights: LayerWeights, plan: LayerPlan, loudness: tuple[float, float]) -> dict[str, Tensor]:
+        """The grown layer's tensors by the names that transformers gives them within a layer.
 
-    def _attention(self, weights: LayerWeights, plan: LayerPlan) -> dict[str, Tensor]:
+        Args:
+            loudness: size of what the source's attention and MLP add, by that of the stream they add it to.
+        """
+        attention, mlp = (min(1.0, _QUIET / each) for each in loudness)
+        return self._attention(weights, plan, attention) | self._mlp(weights, plan, mlp)
+
+    def _attention(self, weights: LayerWeights, plan: LayerPlan, quiet: float) -> dict[str, Tensor]:
         old, new = self.old, self.new
         norm = weights[ATTENTION_NORM]
         query, key, value = (
@@ -127,7 +134,7 @@ class Growth:
         angles = torch.rand(new.kv_heads, old.head // 2, generator=self._random) * (2 * math.pi)
         turns = torch.stack([self._orthonormal(new.head, old.head) for _ in range(new.kv_heads)])
         group = torch.arange(new.heads) // (new.heads // new.kv_heads)
-        columns = self._share(output.permute(1, 2, 0), copy_of, has_effect=plan.has_attention)  # [heads', d, H']
+        columns = self._share(output.permute(1, 2, 0), copy_of, quiet=None if plan.has_attention else quiet)  # [heads', d, H']
         spread = torch.einsum("hdo,hed->heo", columns, turns[group])
         spread = spread + self._off(turns[group], columns.square().mean().sqrt())
         grown = self._norm()
@@ -140,11 +147,11 @@ class Growth:
             "self_attn.o_proj": spread.flatten(0, 1).T.contiguous(),
         }
 
-    def _mlp(self, weights: LayerWeights, plan: LayerPlan) -> dict[str, Tensor]:
+    def _mlp(self, weights: LayerWeights, plan: LayerPlan, quiet: float) -> dict[str, Tensor]:
         norm, grown = weights[MLP_NORM], self._norm()
         copy_of = self._copies(self.new.inner, self.old.inner, least=1 if plan.has_mlp else 2)
         stretch = torch.exp(self._normal(self.new.inner, 1) * _STRETCH) * self._normal(self.new.inner, 1).sign()
-        columns = self._share(weights["mlp.down_proj"].T.unsqueeze(1), copy_of, has_effect=plan.has_mlp).squeeze(1)
+        columns = self._share(weights["mlp.down_proj"].T.unsqueeze(1), copy_of, quiet=None if plan.has_mlp else quiet).squeeze(1)
         return {
             MLP_NORM: grown,
             "mlp.gate_proj": self._read((weights["mlp.gate_proj"] * norm)[copy_of]) / grown,
@@ -161,15 +168,19 @@ class Growth:
         noise *= lengths / math.sqrt(self.new.hidden)
         return noise + rows @ self._basis.T / math.sqrt(self._factor)
 
-    def _share(self, columns: Tensor, copy_of: Tensor, *, has_effect: bool) -> Tensor:
-        """Columns [n', d, H'] of copies: those of one unit add up to its `columns` [n, d, H] in the grown stream, or to zero."""
+    def _share(self, columns: Tensor, copy_of: Tensor, *, quiet: float | None) -> Tensor:
+        """Columns [n', d, H'] of copies: those of one unit add up to its `columns` [n, d, H] in the grown stream.
+
+        Args:
+            quiet: instead they add up to zero and have this factor.
+        """
         counts = torch.bincount(copy_of, minlength=len(columns)).clamp(min=1)[:, None, None].float()
         noise = self._normal(len(copy_of), columns.shape[1], self.new.hidden)
         means = torch.zeros(len(columns), columns.shape[1], self.new.hidden).index_add_(0, copy_of, noise) / counts
         noise -= means[copy_of]
         size = columns.square().mean(dim=2, keepdim=True).sqrt() / counts.sqrt()
-        if not has_effect:
-            return noise * (size / (1 - 1 / counts.clamp(min=2)).sqrt())[copy_of]
+        if quiet is not None:
+            return noise * (quiet * size / (1 - 1 / counts.clamp(min=2)).sqrt())[copy_of]
         return noise * size[copy_of] + (columns @ self._basis.T * math.sqrt(self._factor) / counts)[copy_of]
 
     def _heads_to_copy(self, kv_of: Tensor, *, least: int) -> Tensor:
