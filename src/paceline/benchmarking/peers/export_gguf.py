@@ -171,8 +171,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _split_name(pre_tokenizer: Config | None) -> str:
-    text = json.dumps(pre_tokenizer).encode().decode("unicode_escape")
-    return next((name for part, name in _SPLITS if part.encode().decode("unicode_escape") in text or part in text), "gpt-2")
+    patterns = json.dumps(pre_tokenizer)
+    return next((name for part, name in _SPLITS if json.dumps(part)[1:-1] in patterns), "gpt-2")
 
 
 def _write_tensors(writer: Any, gguf: Any, names: Any, source: Path, config: Config, kind: str) -> None:

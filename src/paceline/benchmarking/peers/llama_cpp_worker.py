@@ -103,7 +103,7 @@ class DraftModel:
 def open_model(order: Any) -> Any:
     """The target and what guesses for it."""
     api = importlib.import_module("llama_cpp")
-    api.llama_log_set(_SILENT(api), None)
+    api.llama_log_set(api.llama_log_callback(0), None)  # null: nothing is logged
     api.llama_backend_init()
     kind = KINDS.get(order["precision"])
     target = gguf_of(Path(order["model"]), kind)
@@ -136,12 +136,6 @@ def gguf_of(path: Path, kind: str | None) -> Path:
     export = importlib.import_module("export_gguf")
     found: Path = loop.converted(path, f"{kind}.gguf", lambda target: export.export_gguf(path, target, kind))
     return found
-
-
-def _SILENT(api: Any) -> Any:  # noqa: N802
-    global _silent
-    _silent = api.llama_log_callback(lambda level, text, data: None)  # llama.cpp keeps the pointer, not the object
-    return _silent
 
 
 def _sampler(api: Any, temperature: float, seed: int) -> Any:

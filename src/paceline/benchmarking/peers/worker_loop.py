@@ -3,6 +3,7 @@
 Runs in the peer's own environment beside the worker's script, so it imports nothing but the standard library.
 """
 
+import hashlib
 import json
 import os
 import sys
@@ -133,7 +134,7 @@ def converted(source: Path, kind: str, convert: Callable[[Path], None]) -> Path:
     """
     files = sorted(source.iterdir()) if source.is_dir() else [source]
     facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.is_file()]
-    key = f"{abs(hash_of(json.dumps([str(source.resolve()), facts])))}"
+    key = hashlib.sha256(json.dumps([str(source.resolve()), facts]).encode()).hexdigest()[:12]
     target = Path(sys.prefix) / "models" / f"{source.name}-{key}-{kind}"
     if not target.exists():
         partial = target.with_name(f"{target.name}.{os.getpid()}.part")
@@ -141,10 +142,3 @@ def converted(source: Path, kind: str, convert: Callable[[Path], None]) -> Path:
         convert(partial)
         partial.rename(target)
     return target
-
-
-def hash_of(text: str) -> int:
-    """A number that is the same in every process."""
-    import hashlib
-
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little")
