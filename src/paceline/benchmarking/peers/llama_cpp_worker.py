@@ -32,7 +32,7 @@ class Context:
         model_options.n_gpu_layers = 0
         self.model = api.llama_model_load_from_file(str(file).encode(), model_options)
         if not self.model:
-            raise loop.Refusal(f"llama.cpp cannot load {file}")
+            raise loop.PeerError(f"llama.cpp cannot load {file}")
         options = api.llama_context_default_params()
         options.n_ctx = length
         options.n_batch = options.n_ubatch = min(_ROWS, length)
@@ -42,7 +42,7 @@ class Context:
                 setattr(options, name, rows)
         self.context = api.llama_init_from_model(self.model, options)
         if not self.context:
-            raise loop.Refusal(f"llama.cpp has no memory for {length} tokens of {file}")
+            raise loop.PeerError(f"llama.cpp has no memory for {length} tokens of {file}")
         self.vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self.model))
         self.token_ids: list[int] = []
         self._batch = api.llama_batch_init(options.n_batch, 0, 1)
@@ -59,7 +59,7 @@ class Context:
                 batch.logits[row] = start + row >= len(token_ids) - outputs
             self._batch.n_tokens = len(part)
             if self.api.llama_decode(self.context, self._batch):
-                raise loop.Refusal("llama.cpp refuses a pass")
+                raise loop.PeerError("llama.cpp refuses a pass")
             self.token_ids += part
 
     def logits(self, row: int) -> Any:
@@ -72,7 +72,7 @@ class Context:
             if kept == 0:
                 self.api.llama_memory_clear(memory, True)
             elif not self.api.llama_memory_seq_rm(memory, 0, kept, -1):
-                raise loop.Refusal("llama.cpp cannot drop guesses from this model's memory")
+                raise loop.PeerError("llama.cpp cannot drop guesses from this model's memory")
             del self.token_ids[kept:]
 
 
@@ -110,11 +110,12 @@ def open_model(order: Any) -> Any:
     most = order["num_draft_tokens"] or DRAFT_TOKENS
     threads, length = order["threads"], order["context"] + most + 1
     context = Context(api, target, threads=threads, length=length, rows=most + 1)
-    propose, note = None, "plain passes"
+    propose: Propose | None = None
+    note = "plain passes"
     if order["mode"] == "draft_model":
         draft = Context(api, gguf_of(Path(order["draft"]), kind), threads=threads, length=length, rows=1)
         if draft.vocab_size != context.vocab_size:
-            raise loop.Refusal(f"the draft model has {draft.vocab_size} tokens and the target {context.vocab_size}")
+            raise loop.PeerError(f"the draft model has {draft.vocab_size} tokens and the target {context.vocab_size}")
         propose, note = DraftModel(draft, most), f"up to {most} tokens while their probability is {LEAST_PROBABILITY} or more"
     elif order["mode"] == "ngram":
         count = order["num_draft_tokens"] or LOOKUP_TOKENS
@@ -122,9 +123,11 @@ def open_model(order: Any) -> Any:
         propose = lambda ids: lookup(context.numpy.array(ids, dtype="int32")).tolist()  # noqa: E731
         note = f"LlamaPromptLookupDecoding(max_ngram_size={LOOKUP_NGRAM}, num_pred_tokens={count})"
     elif order["mode"] != "plain":
-        raise loop.Refusal(f"{order['mode']} is not to be had through llama-cpp-python")
+        raise loop.PeerError(f"{order['mode']} is not to be had through llama-cpp-python")
     version = f"llama-cpp-python {api.__version__}"
-    return loop.Opened("llama.cpp", version, f"{target.name}; {note}", lambda request, arrived: _generate(context, propose, request, arrived))
+    return loop.Opened(
+        "llama.cpp", version, f"{target.name}; {note}", lambda request, arrived: _generate(context, propose, request, arrived)
+    )
 
 
 def gguf_of(path: Path, kind: str | None) -> Path:
@@ -132,7 +135,7 @@ def gguf_of(path: Path, kind: str | None) -> Path:
     if path.is_file():
         return path
     if kind is None:
-        raise loop.Refusal(f"no GGUF type is meant by this precision: use one of {', '.join(KINDS)}")
+        raise loop.PeerError(f"no GGUF type is meant by this precision: use one of {', '.join(KINDS)}")
     export = importlib.import_module("export_gguf")
     found: Path = loop.converted(path, f"{kind}.gguf", lambda target: export.export_gguf(path, target, kind))
     return found

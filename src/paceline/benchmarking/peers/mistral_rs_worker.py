@@ -1,15 +1,17 @@
 """Runs mistral.rs on the CPU, through its Python wheel. Started by the environment's own Python.
 
 Its Python API takes text: a prompt is given as the text of its ids, in a chat template that adds nothing, and only where that text is
-tokenised to the same ids. Ids of the answer are those of the best tokens it reports, which greedily are the ones it chose. Asked for: no
-prefix cache, in-situ quantisation to Q8_0 or Q4_0 for int8 and int4, MTP as its own settings have it. The wheel has no draft models and
-no prompt lookup.
+tokenised to the same ids. It answers with text; ids are those of the best tokens it reports, which greedily are the ones it chose. Its
+stream leaves out tokens without text, so it is asked for whole answers: the time of the first token is its own count, to a millisecond,
+and the others are spread evenly behind it. Asked for: no prefix cache; int8 and int4 by its in-situ quantisation to Q8_0 and Q4_0. The
+wheel has no draft models and no prompt lookup, and its MTP needs PagedAttention, which the CPU has not.
 """
 
 import importlib
 import importlib.metadata
 import json
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,9 @@ TEMPLATE = "{{ messages[0]['content'] }}"
 def open_model(order: Any) -> Any:
     """The model behind its `Runner`."""
     if order["precision"] not in QUANTISED:
-        raise loop.Refusal(f"{order['precision']} is none of the precisions asked of mistral.rs: {', '.join(QUANTISED)}")
-    if order["mode"] not in ("plain", "mtp"):
-        raise loop.Refusal(f"{order['mode']} is not to be had through mistral.rs's wheel")
+        raise loop.PeerError(f"{order['precision']} is none of the precisions asked of mistral.rs: {', '.join(QUANTISED)}")
+    if order["mode"] != "plain":
+        raise loop.PeerError(f"{order['mode']} is not to be had on the CPU through mistral.rs's wheel")
     library = importlib.import_module("mistralrs")
     with tempfile.TemporaryDirectory() as folder:
         template = Path(folder) / "template.jinja"
@@ -32,14 +34,13 @@ def open_model(order: Any) -> Any:
         options: dict[str, Any] = {"max_seqs": 1, "prefix_cache_n": 0, "jinja_explicit": str(template), "token_source": "none"}
         if QUANTISED[order["precision"]]:
             options["in_situ_quant"] = QUANTISED[order["precision"]]
-        if order["mode"] == "mtp":
-            options |= {"mtp_model": order["draft"] or order["model"], "mtp_n_predict": order["num_draft_tokens"]}
         dtype = library.ModelDType.F32 if order["precision"] == "f32" else library.ModelDType.BF16
         model = str(readable(Path(order["model"])))
         runner = library.Runner(which=library.Which.Plain(model_id=model, dtype=dtype), **options)
-    note = ", ".join(f"{name}={value}" for name, value in options.items() if name in ("in_situ_quant", "mtp_n_predict"))
+    kind = QUANTISED[order["precision"]] or order["precision"]
+    note = f"{kind}; times of single tokens are its total, spread evenly"
     version = importlib.metadata.version("mistralrs")
-    return loop.Opened("mistral.rs", version, note, lambda request, arrived: _generate(library, runner, request, arrived))
+    return loop.Opened("mistral.rs", version, note, lambda request, _: _generate(library, runner, request))
 
 
 def readable(path: Path) -> Path:
@@ -60,30 +61,28 @@ def readable(path: Path) -> Path:
     return found
 
 
-def _generate(library: Any, runner: Any, request: Any, arrived: Any) -> Any:
-    prompt = list(request["prompt_ids"])
+def _generate(library: Any, runner: Any, request: Any) -> Any:
+    prompt, temperature = list(request["prompt_ids"]), request["temperature"]
     text = runner.detokenize_text(prompt, False)
-    if list(runner.tokenize_text(text, False, False)) != prompt:
-        raise loop.Refusal("mistral.rs takes text, and this prompt's text is tokenised to other ids")
-    chunks = runner.send_chat_completion_request(
-        library.ChatCompletionRequest(
-            messages=[{"role": "user", "content": text}],
-            model="default",
-            max_tokens=request["max_tokens"],
-            temperature=request["temperature"] or None,
-            logprobs=True,
-            top_logprobs=1,
-            stream=True,
-            ignore_eos=True,
-        )
+    if list(runner.tokenize_text(text, False, None)) != prompt:
+        raise loop.PeerError("mistral.rs takes text, and this prompt's text is tokenised to other ids")
+    order = library.ChatCompletionRequest(
+        messages=[{"role": "user", "content": text}],
+        model="default",
+        max_tokens=request["max_tokens"],
+        temperature=temperature,
+        top_k=1 if temperature == 0 else None,
+        logprobs=True,
+        top_logprobs=1,
+        ignore_eos=True,
     )
-    token_ids: list[int] = []
-    for chunk in chunks:
-        for choice in chunk.choices:
-            if choice.logprobs is not None:
-                token_ids.append(choice.logprobs.top_logprobs[0].token)
-                arrived(1)
-    return loop.Generated(token_ids)
+    start = time.perf_counter()
+    answer = runner.send_chat_completion_request(order)
+    seconds = time.perf_counter() - start
+    token_ids = [item.top_logprobs[0].token for item in answer.choices[0].logprobs.content]
+    first = min(seconds, answer.usage.total_prompt_time_sec)
+    share = (seconds - first) / max(1, len(token_ids) - 1)
+    return loop.Generated(token_ids, times_s=[first + share * index for index in range(len(token_ids))])
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ _MODEL = "openvino_model.xml"
 def open_model(order: Any) -> Any:
     """The pipeline, and the arguments of `generate` that make it guess."""
     if order["precision"] not in EXPORTS:
-        raise loop.Refusal(f"{order['precision']} is none of the precisions converted to: {', '.join(EXPORTS)}")
+        raise loop.PeerError(f"{order['precision']} is none of the precisions converted to: {', '.join(EXPORTS)}")
     genai = importlib.import_module("openvino_genai")
     target = ir_of(Path(order["model"]), order["precision"])
     properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": order["threads"]}
@@ -46,12 +46,14 @@ def open_model(order: Any) -> Any:
         arguments["prompt_lookup"] = True
         options = {"num_assistant_tokens": count, "max_ngram_size": LOOKUP_NGRAM}
     elif order["mode"] != "plain":
-        raise loop.Refusal(f"OpenVINO GenAI is not asked for {order['mode']}")
+        raise loop.PeerError(f"OpenVINO GenAI is not asked for {order['mode']}")
     pipeline = genai.LLMPipeline(str(target), "CPU", **arguments)
     streamer = _streamer(genai)
     note = ", ".join([target.name, *(f"{name}={value}" for name, value in options.items())])
     version = str(genai.__version__)
-    return loop.Opened("OpenVINO GenAI", version, note, lambda order, arrived: _generate(genai, pipeline, streamer, options, order, arrived))
+    return loop.Opened(
+        "OpenVINO GenAI", version, note, lambda order, arrived: _generate(genai, pipeline, streamer, options, order, arrived)
+    )
 
 
 def ir_of(path: Path, precision: str) -> Path:
@@ -59,21 +61,23 @@ def ir_of(path: Path, precision: str) -> Path:
     if (path / _MODEL).is_file():
         return path
     if not path.is_dir():
-        raise loop.Refusal(f"{path} is no directory with safetensors or {_MODEL}, the two that OpenVINO GenAI is given here")
+        raise loop.PeerError(f"{path} is no directory with safetensors or {_MODEL}, the two that OpenVINO GenAI is given here")
 
     def convert(target: Path) -> None:
         program = Path(sys.executable).with_name("optimum-cli")
         command = [str(program), "export", "openvino", "--model", str(path), "--task", "text-generation-with-past"]
-        done = subprocess.run([*command, *EXPORTS[precision], str(target)], stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(
+            [*command, *EXPORTS[precision], str(target)], stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False
+        )
         if done.returncode:
-            raise loop.Refusal(f"optimum-cli cannot convert {path}: {done.stderr.strip().splitlines()[-1:]}")
+            raise loop.PeerError(f"optimum-cli cannot convert {path}: {done.stderr.strip().splitlines()[-1:]}")
 
     found: Path = loop.converted(path, f"{precision}-openvino", convert)
     return found
 
 
 def _streamer(genai: Any) -> Any:
-    class Streamer(genai.StreamerBase):  # type: ignore[misc, name-defined]
+    class Streamer(genai.StreamerBase):  # type: ignore[misc]
         """Told of tokens as they come."""
 
         def __init__(self, arrived: Any) -> None:
@@ -102,8 +106,9 @@ def _generate(genai: Any, pipeline: Any, streamer: Any, options: Any, request: A
     token_ids = openvino.Tensor(numpy.array([request["prompt_ids"]], dtype="int64"))
     result = pipeline.generate(token_ids, config, streamer(arrived))
     extended = getattr(result, "extended_perf_metrics", None)
-    accepted = extended.get_num_accepted_tokens() if extended is not None and options else None
-    return loop.Generated(list(result.tokens[0]), None, accepted)
+    if extended is None or not hasattr(extended, "get_num_draft_tokens"):  # prompt lookup does not say
+        return loop.Generated(list(result.tokens[0]))
+    return loop.Generated(list(result.tokens[0]), extended.get_num_draft_tokens(), extended.get_num_accepted_tokens())
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ DTYPES = {"bf16": "bfloat16", "f32": "float32", "int8": "float32"}
 def open_model(order: Any) -> Any:
     """The model, and the arguments of `generate` that make it guess."""
     if order["precision"] not in DTYPES:
-        raise loop.Refusal(f"{order['precision']} has no path on the CPU in transformers: use one of {', '.join(DTYPES)}")
+        raise loop.PeerError(f"{order['precision']} has no path on the CPU in transformers: use one of {', '.join(DTYPES)}")
     torch = importlib.import_module("torch")
     transformers = importlib.import_module("transformers")
     torch.set_num_threads(order["threads"])
@@ -39,7 +39,7 @@ def open_model(order: Any) -> Any:
         options = {"prompt_lookup_num_tokens": count or LOOKUP_TOKENS, "max_matching_ngram_size": LOOKUP_NGRAM}
         note = ", ".join(f"{name}={value}" for name, value in options.items())
     elif order["mode"] != "plain":
-        raise loop.Refusal(f"transformers has no {order['mode']} of its own for generate")
+        raise loop.PeerError(f"transformers has no {order['mode']} of its own for generate")
     version = f"{transformers.__version__}, torch {torch.__version__}"
     return loop.Opened("transformers", version, note, lambda request, arrived: _generate(torch, model, options, request, arrived))
 

@@ -28,11 +28,13 @@ class Generated:
 
     Attributes:
         drafted, accepted: guessed tokens, and those of them that were kept; None where the library does not say.
+        times_s: when each token came, for a library that does not say so as they come.
     """
 
     token_ids: list[int]
     drafted: int | None = None
     accepted: int | None = None
+    times_s: list[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Opened:
     generate: Callable[[Order, Arrived], Generated]
 
 
-class Refusal(Exception):
+class PeerError(Exception):
     """What was asked for is not to be had from this peer; the text says why."""
 
 
@@ -69,9 +71,9 @@ def answer_orders(open_model: Callable[[Order], Opened], orders: TextIO, answers
         answers.flush()
 
     def failed(error: Exception) -> None:
-        if not isinstance(error, Refusal):
+        if not isinstance(error, PeerError):
             traceback.print_exc()
-        say({"error": str(error) or type(error).__name__})
+        say({"error": (str(error).strip() or type(error).__name__).splitlines()[0]})
 
     start = time.perf_counter()
     try:
@@ -98,9 +100,10 @@ def _answer(opened: Opened, order: Order) -> dict[str, Any]:
     start = time.perf_counter()
     generated = opened.generate(order, lambda count: times.extend([time.perf_counter() - start] * count))
     seconds = time.perf_counter() - start
+    times = generated.times_s or times
     wanted = order["max_tokens"]
     if len(generated.token_ids) != wanted or len(times) != wanted:
-        raise Refusal(f"{opened.name} gave {len(generated.token_ids)} tokens, {len(times)} of them in time, and {wanted} were wanted")
+        raise PeerError(f"{opened.name} gave {len(generated.token_ids)} tokens, {len(times)} of them in time, and {wanted} were wanted")
     resident, peak = memory_bytes()
     return {
         "token_ids": generated.token_ids,
