@@ -95,8 +95,12 @@ def cells_of(measured: Measured, seed: int = 0) -> list[Cell]:
     groups: dict[Key, dict[str, list[Sample]]] = defaultdict(lambda: defaultdict(list))
     for sample in measured.samples:
         groups[sample.workload, sample.temperature][sample.mode].append(sample)
+    measured_groups = [own for own in groups.values() if any(sample.round for samples in own.values() for sample in samples)]
     return [
-        _cell(mode, own, measured.facts.get(mode.name, {}), seed) for own in groups.values() for mode in measured.modes if mode.name in own
+        _cell(mode, own, measured.facts.get(mode.name, {}), seed)
+        for own in measured_groups  # of others the time was over while they warmed up
+        for mode in measured.modes
+        if mode.name in own
     ]
 
 

@@ -106,7 +106,7 @@ class Run:
 
     def _measure(self) -> None:
         cells = [(workload, temperature) for workload in self._questions.prompts for temperature in self._plan.temperatures]
-        self._fit(*cells[0], num_cells=len(cells))
+        self._fit(num_cells=len(cells))
         prompts = {name: self._prompts_of(name) for name in self._questions.prompts}
         orders = [
             order for workload, temperature in cells for order in orders_of(workload, temperature, prompts[workload], self._plan.batch_size)
@@ -127,15 +127,16 @@ class Run:
                     self._take(mode, order, number)
                 self._watcher.advance()
 
-    def _fit(self, workload: str, temperature: float, *, num_cells: int) -> None:
-        """Let every mode answer once, which warms it up, and see what fits into the time."""
+    def _fit(self, *, num_cells: int) -> None:
+        """Let every mode answer once, which warms it up, and see what fits into the time; the prompt is one of the longer ones."""
         size, plan = self.measured.size, self._plan
-        first = orders_of(workload, temperature, self._questions.prompts[workload], plan.batch_size)[0]
+        first = [orders_of(name, plan.temperatures[0], own, plan.batch_size)[0] for name, own in self._questions.prompts.items()]
+        longer = sorted(first, key=lambda order: order.num_prompt_tokens)[3 * len(first) // 4]
         turn_s = 0.0
         for mode in self.measured.modes:
             if mode.name in self._workers and not mode.needs_prediction:
                 start = time.monotonic()
-                self._ask(mode, first)
+                self._ask(mode, longer)
                 turn_s += time.monotonic() - start
         left_s = max(0.0, self._deadline_s - time.monotonic())
         fitting = fitted(size, self._fixed, left_s, turn_s=turn_s, num_cells=num_cells, batch_size=plan.batch_size)
