@@ -29,7 +29,7 @@ def own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def order(*drafters: str, **options: Any) -> dict[str, Any]:
     return {
-        "model": "mini", "mode": "x", "threads": 1, "context": 256, "num_draft_tokens": 3, "drafters": list(drafters),
+        "model": "mini", "mode": "x", "threads": 1, "context": 512, "num_draft_tokens": 3, "drafters": list(drafters),
         "options": OPTIONS | options,
     }  # fmt: skip
 
@@ -47,7 +47,7 @@ def test_it_says_what_it_opened_and_counts_what_it_did(own_kernels: None) -> Non
     assert ready["ready"] is True
     assert (ready["name"], ready["drafter"], ready["numerics"]) == ("paceline", "ngram", "exact")
     assert len(found) == 2
-    with LLM("mini", drafter="none", threads=1, max_context=256) as llm:
+    with LLM("mini", drafter="none", threads=1, max_context=512) as llm:
         for one, temperature in zip(found, (0.0, 0.8), strict=True):
             params = SamplingParams(max_tokens=24, temperature=temperature, seed=5, ignore_eos=True)
             assert one["token_ids"] == llm.generate([PROMPT], params)[0].token_ids
@@ -65,7 +65,8 @@ def test_it_says_what_it_opened_and_counts_what_it_did(own_kernels: None) -> Non
 
 def test_a_request_does_not_help_the_next_one(own_kernels: None) -> None:
     model = OwnModel(order("suffix"))
-    first, second = (model.answer(request()) for _ in range(2))
+    long = request(prompt_ids=PROMPT * 12)  # some blocks of the cache
+    first, second = (model.answer(long) for _ in range(2))
     assert first["drafted"] == second["drafted"]
     assert first["passes"] == second["passes"]
     assert model._opened.engine.stats.num_cached_tokens == 0
