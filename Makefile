@@ -112,6 +112,7 @@ $(SERVERS):
 	  "lm-eval[api]==0.4.13" transformers==5.23.0 schemathesis==4.32.5 playwright==1.65.2
 	touch $@
 
+# The peers of paceline bench (docs/dev/peers.md) are installed there too, by the tests themselves: 2 GB.
 test-clients: $(STAMP) $(LLAMA_CPP) $(SPECULATORS) $(SERVERS) $(RAY)
 	@mkdir -p $(dir $(CLIENTS_RECORD))
 	@{ echo "commit $(COMMIT)"; echo "date   $$(date -u +%Y-%m-%dT%H:%M:%SZ)"; echo; } | tee $(CLIENTS_RECORD)

@@ -69,6 +69,8 @@ def check_sizes(old: Sizes, new: Sizes) -> None:
             raise ValueError(f"{name} {getattr(new, name)} is less than the source's {getattr(old, name)}: a model can only grow")
     if new.heads % new.kv_heads or new.head % old.head or new.vocab != old.vocab:
         raise ValueError(f"{new}: heads must be a multiple of kv_heads, head of the source's {old.head}, vocab equal to its {old.vocab}")
+    if new.hidden % new.heads:
+        raise ValueError(f"hidden {new.hidden} is no multiple of {new.heads} heads, which transformers refuses: take another number")
     needed = max(1, old.heads // old.kv_heads)
     fewest = new.kv_heads // old.kv_heads * (new.heads // new.kv_heads)
     if fewest < needed or (new.layers > old.layers and (fewest < 2 or new.inner < 2)):
