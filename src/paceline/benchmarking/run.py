@@ -199,4 +199,4 @@ class Run:
 
 
 def _shown(size: Size) -> str:
-    return f"{size.rounds} rounds of {size.prompts} prompts a workload and {size.tokens} tokens"
+    return f"{size.rounds} rounds of {size.prompts} prompt{'s' if size.prompts > 1 else ''} a workload and {size.tokens} tokens"

@@ -199,6 +199,12 @@ def test_names_are_text_on_the_page(result: BenchResult) -> None:
     assert "\x1b" not in page(replace(result, command="\x1b[31m"))
 
 
+def test_a_refused_ratio_is_in_no_chart(result: BenchResult) -> None:
+    """Of five modes one has a speedup: one line goes from round to round."""
+    assert sum(cell.ratio is not None for cell in result.cells) == 3
+    assert page(result).count("<polyline") == 1
+
+
 def test_labels_of_charts_are_text() -> None:
     for drawn in (
         bars(HOSTILE, [Bar(HOSTILE, 1.0, note=HOSTILE), Bar("b", None, note=HOSTILE)]),

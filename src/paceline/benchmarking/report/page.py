@@ -88,7 +88,7 @@ def _overview(result: BenchResult, tones: Tones) -> Iterator[str]:
 
 def _cells(title: str, cells: Sequence[Cell], tones: Tones) -> str:
     speeds = [_speed_bar(cell, tones) for cell in cells]
-    rounds = [(cell.mode, tones[cell.mode], cell.ratio.pairs) for cell in cells if cell.ratio is not None and cell.ratio.pairs]
+    rounds = [(cell.mode, tones[cell.mode], cell.speedup.pairs) for cell in cells if cell.speedup is not None]
     parts = [f'<section><h2>{_text(title)}</h2><div class="chart">{bars(f"{title}: tokens a second", speeds)}</div>']
     if any(len(pairs) > 1 for _, _, pairs in rounds):
         legend = "".join(f'<li><i class="{tone.replace("mode", "tone")}"></i>{_text(name)}</li>' for name, tone, _ in rounds)
@@ -104,6 +104,7 @@ def _speed_bar(cell: Cell, tones: Tones) -> Bar:
     if spread is None:
         return Bar(cell.mode, None, note=cell.refusal or "no whole round was measured", tone=tones[cell.mode])
     note = f"{spread.median:.1f}" if spread.median < 100 else f"{spread.median:.0f}"
+    note += " looping" if cell.is_looping else ""
     return Bar(cell.mode, spread.median, spread.low, spread.high, note, tones[cell.mode])
 
 
@@ -124,7 +125,7 @@ def _row(cell: Cell) -> str:
     ]
     refused = ' class="refused"' if cell.refusal else ""
     numbers = "".join(
-        f"<td{'' if index == 1 and cell.refusal else ' class=number'}>{_text(value)}</td>" for index, value in enumerate(values)
+        f'<td class="{"reason" if index == 1 and cell.refusal else "number"}">{_text(value)}</td>' for index, value in enumerate(values)
     )
     return f"<tr{refused}><td>{_text(cell.mode)}</td>{numbers}</tr>"
 

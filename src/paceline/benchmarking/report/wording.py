@@ -86,11 +86,8 @@ def circumstances(result: BenchResult) -> Iterator[tuple[str, str]]:
     if result.draft_model is not None:
         yield "draft model", f"{result.draft_model.shown}, {result.draft_model.precision}"
     batch = "" if plan.batch_size == 1 else f", {plan.batch_size} requests at once"
-    yield (
-        "measured",
-        f"{size.rounds} rounds behind one that is dropped, {size.prompts} prompts a workload at most, {size.tokens} tokens each{batch}; "
-        f"seed {plan.seed}",
-    )
+    how_much = f"{size.rounds} rounds behind one that is dropped; prompts a workload: {size.prompts}; tokens each: {size.tokens}"
+    yield "measured", f"{how_much}{batch}; seed {plan.seed}"
     memory = machine["memory_bytes"]
     yield (
         "machine",
