@@ -38,7 +38,7 @@ def ask(command: list[str], orders: list[dict[str, Any]]) -> list[dict[str, Any]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize(("name", "mode"), CASES, ids=" ".join)
+@pytest.mark.parametrize(("name", "mode"), CASES)
 def test_a_peer_says_what_we_say_up_to_near_ties(
     name: str, mode: str, ours: LLM, mini_dir: Path, clients: Path, tally: "Counter[str]", monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,7 +53,7 @@ PEERS: dict[str, Peer] = {
             name="openvino_genai",
             packages=(
                 "torch==2.13.0+cpu", "transformers==5.5.4", "openvino==2026.4.1", "openvino-genai==2026.4.1.0",
-                "openvino-tokenizers==2026.4.1.0", "nncf==3.4.0", "optimum==2.3.0", "setuptools<81",
+                "openvino-tokenizers==2026.4.1.0", "nncf==3.4.0", "optimum==2.3.0", "requests==2.34.2", "setuptools<81",
             ),
             formats=_SAFETENSORS | {"openvino"},
             modes=("plain", "ngram", "draft_model"),
