@@ -103,7 +103,6 @@ class DraftModel:
 def open_model(order: Any) -> Any:
     """The target and what guesses for it."""
     api = importlib.import_module("llama_cpp")
-    api.llama_log_set(api.llama_log_callback(0), None)  # null: nothing is logged
     api.llama_backend_init()
     kind = KINDS.get(order["precision"])
     target = gguf_of(Path(order["model"]), kind)
