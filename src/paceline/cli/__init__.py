@@ -10,6 +10,7 @@ from paceline import __version__
 from paceline.cli.batch import batch
 from paceline.cli.chat import chat
 from paceline.cli.doctor import doctor
+from paceline.cli.recommend import recommend
 from paceline.cli.run import run
 from paceline.cli.serve import serve
 
@@ -25,6 +26,7 @@ app.command()(chat)
 app.command()(serve)
 app.command()(batch)
 app.command()(doctor)
+app.command()(recommend)
 
 
 def _print_version(wanted: bool) -> None:
