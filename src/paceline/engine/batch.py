@@ -9,6 +9,7 @@ from paceline.engine.inputs import Messages, Prompt, RequestOptions, as_ids, tex
 from paceline.errors import RequestError
 from paceline.kv_cache.paged import CachedSequence
 from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
+from paceline.runtimes.native.walks import CompiledWalks
 from paceline.sampling.matcher import GrammarCompiler
 from paceline.sampling.params import SamplingParams, resolve_seed
 from paceline.sampling.processors import LogitsProcessor
@@ -46,6 +47,7 @@ class RequestMaker:
         way_out: what to do about a longer prompt.
         suppressed_token_ids: that the model's own files forbid.
         compiler: makes what holds an output to its grammar.
+        walks: draws whole walks; None where there are no kernels.
     """
 
     tokenizer: Tokenizer
@@ -55,9 +57,11 @@ class RequestMaker:
     way_out: str = "shorten the prompt"
     suppressed_token_ids: Sequence[int] = ()
     compiler: GrammarCompiler = field(init=False)
+    walks: CompiledWalks | None = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "compiler", GrammarCompiler(self.tokenizer, self.eos_token_ids))
+        object.__setattr__(self, "walks", CompiledWalks.if_there(self.vocab_size))
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt.
@@ -221,7 +225,12 @@ class RequestMaker:
         if self.suppressed_token_ids:
             params = replace(params, banned_token_ids=(*params.banned_token_ids, *self.suppressed_token_ids))
         words = bad_word_ids(params.bad_words, self._encode_plain) if params.bad_words else ()
-        return LogitsProcessor(params, self.vocab_size, prompt_token_ids, self.eos_token_ids, constraint=constraint, bad_word_ids=words)
+        walker = None
+        if self.walks is not None:
+            walker = self.walks.walker(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+        return LogitsProcessor(
+            params, self.vocab_size, prompt_token_ids, self.eos_token_ids, constraint=constraint, bad_word_ids=words, walker=walker
+        )
 
     def _encode_plain(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)

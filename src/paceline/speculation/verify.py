@@ -49,6 +49,18 @@ def verify(tree: DraftTree, logits: FloatArray, request: Request) -> VerifyResul
     accepted: list[int] = []
     path: list[int] = []
     ahead = LookAhead(request)
+    walker = request.processor.walker
+    if walker is not None:
+        tokens, nodes, is_whole = walker.walk(
+            logits, tree.token_ids, tree.parents, seed=request.seed, sample_index=request.sample_index, position=len(request.token_ids)
+        )
+        for token, node in zip(tokens, nodes, strict=False):
+            path.append(token)
+            if ahead.ends_with(token):
+                return VerifyResult(tuple(accepted), tuple(path))
+            accepted.append(node)
+        if is_whole:
+            return VerifyResult(tuple(accepted), (*path, tokens[-1]))
     while True:
         try:
             distribution = request.processor.process(logits[node], path)
