@@ -152,6 +152,13 @@ class LogitsProcessor:
         for listen in self._listeners:
             listen(token_id)
 
+    def commit_all(self, token_ids: Sequence[int]) -> None:
+        """`commit` of several, in order."""
+        self.num_output_tokens += len(token_ids)
+        for listen in self._listeners:
+            for token_id in token_ids:
+                listen(token_id)
+
     def is_complete(self, path: Sequence[int] = ()) -> bool:
         """Whether the grammar lets nothing follow the committed output and `path`."""
         return self.constraint is not None and self.constraint.is_finished(path)

@@ -12,7 +12,7 @@ from paceline.errors import is_interrupt
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.draw import draw
 from paceline.sampling.logprobs import TokenLogprobs, processed_logprobs, raw_logprobs
-from paceline.speculation.ending import LookAhead
+from paceline.speculation.ending import LookAhead, goes_on_behind
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
@@ -54,6 +54,8 @@ def verify(tree: DraftTree, logits: FloatArray, request: Request) -> VerifyResul
         tokens, nodes, is_whole = walker.walk(
             logits, tree.token_ids, tree.parents, seed=request.seed, sample_index=request.sample_index, position=len(request.token_ids)
         )
+        if is_whole and goes_on_behind(request, tokens[:-1]):
+            return VerifyResult(tuple(nodes), tuple(tokens))
         for token, node in zip(tokens, nodes, strict=False):
             path.append(token)
             if ahead.ends_with(token):
