@@ -13,6 +13,8 @@
 #define NEAR 0x1p-21f    /* of a logit: divided by the temperature two such may be equal */
 #define NEAR_WEIGHT 1e-5f
 #define NEAR_RACE 1e-9
+#define LIGHT 14.0f      /* e^-LIGHT of the best weight is far below SLACK, and below what MOST_TOP_P leaves out */
+#define MOST_TOP_P 0.9999
 #define MOST_PEAK 0x1p20f /* beyond it differences of score and log noise lose too much */
 
 typedef uint64_t wides __attribute__((vector_size(64)));
@@ -143,8 +145,10 @@ static float least_of_best(const Row *own, int top_k) {
     return least > -3.40282347e38f ? least : -3.40282347e38f;
 }
 
-/* exp(score - peak) of what is not below `least`, else 0; returns their sum. */
-static double weigh(const Row *own, float least) {
+/* exp(score - peak) of what is not below `least`, else 0; returns their sum. Where no score of 16 reaches `least` or `dust`, nothing is
+ * computed: what is below `dust` weighs less than SLACK in all, and is never drawn. */
+static double weigh(const Row *own, float least, float dust) {
+    const float reached = least > dust ? least : dust;
     double total = 0.0;
     for (int begin = 0; begin < own->columns; begin += SUMMED) {
         const int end = begin + SUMMED < own->columns ? begin + SUMMED : own->columns;
@@ -152,6 +156,10 @@ static double weigh(const Row *own, float least) {
         for (int column = begin; column < end; column += LANES) {
             const floats logits = load_or(own->row + column, end - column < LANES ? end - column : LANES, -INFINITY);
             const floats scores = own->temperature == 1.0f ? logits : logits / broadcast(own->temperature);
+            if (!__builtin_reduce_or((ints)(scores >= broadcast(reached)))) {
+                store(own->weights + column, broadcast(0.0f));
+                continue;
+            }
             const floats weights = exponential(scores - broadcast(own->peak));
             const floats kept = (floats)((ints)weights & (ints)(scores >= broadcast(least)));
             store(own->weights + column, kept);
@@ -242,7 +250,9 @@ static int draw_from(Row *own, const WalkOptions *options) {
         if (options->top_k > (own->columns + BLOCK - 1) / BLOCK) return UNDECIDED;
         least = least_of_best(own, options->top_k);
     }
-    const double total = weigh(own, least), wanted = options->top_p * total;
+    const int leaves_dust = options->top_p <= MOST_TOP_P || options->min_p >= 1.0 - MOST_TOP_P;
+    const float dust = leaves_dust ? own->peak - logf((float)own->columns) - LIGHT : -INFINITY;
+    const double total = weigh(own, least, dust), wanted = options->top_p * total;
     const float min_p = (float)options->min_p;
     /* all columns lighter than this together weigh less than what top-p leaves out */
     const float light = options->top_p < 1.0 ? (float)((total - wanted) / own->columns * (1.0 - 2e-3)) : 0.0f;
