@@ -126,6 +126,15 @@ def test_equal_logits_at_the_border_of_the_nucleus_are_left_to_the_definition() 
     assert not any(decided)
 
 
+def test_a_token_whose_place_sums_of_another_order_could_change_is_left_to_the_definition() -> None:
+    logits = np.full((1, 2048), -200.0, np.float32)
+    logits[0, :2] = 0.0, -1.0
+    params = SamplingParams(temperature=1.0, top_p=1.0 / (1.0 + np.exp(-1.0)))  # the weight before the second is what is wanted
+    found = [walk(logits, DraftTree.root_only(3), params, seed=seed) for seed in range(50)]
+    assert {tuple(tokens) for tokens, _, is_whole in found if is_whole} == {(0,)}
+    assert 5 < sum(not is_whole for _, _, is_whole in found) < 25
+
+
 def test_whoever_edits_rows_has_no_walker() -> None:
     walker = CompiledWalks(64).walker(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     for params in (SamplingParams(repetition_penalty=1.1), SamplingParams(logit_bias={3: 1.0}), SamplingParams(banned_token_ids=(5,))):
