@@ -17,6 +17,7 @@ from paceline.errors import ConfigError, printable
 from paceline.hub import resolve
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.window import PassLimits
+from paceline.machine import available_memory_bytes
 from paceline.models.config import WeightType
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.runtimes.base import Network, Numerics
@@ -178,6 +179,7 @@ def _runtime_options(config: EngineConfig, collect_layers: Sequence[int]) -> Run
         quant=quant_options("quant", config.quant),
         quant_directory=cache_directory(),
         regroup=config.gguf_weights == "regroup",
+        memory_bytes=available_memory_bytes() if config.device != "cuda" else None,
     )
 
 

@@ -164,6 +164,7 @@ def _examine_drafter(
 def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) -> None:
     """Memory and numerics, from the facts."""
     device = "cuda" if question.device == "cuda" else "cpu"
+    found.notes += target.weights.notices if question.quant is None else ()
     main = estimate_memory(target, question.quant, device, found.notes)
     drafts = [own for one in found.drafters if (own := _draft_memory(one, question, device, found.notes)) is not None]
     context = min(question.max_context or target.config.max_positions, target.config.max_positions)
