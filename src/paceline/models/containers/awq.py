@@ -56,11 +56,11 @@ def _read(module: Module, *, group: int) -> PackedMatrix:
 
     def rows(rows: Rows) -> AffineRows:
         numbers = np.arange(outputs)[rows]
-        own = _codes(codes, numbers).T  # [n, columns]
-        own = np.pad(own, ((0, 0), (0, columns % 2)))
-        pairs = own[:, ::2] | own[:, 1::2] << np.uint8(4)
+        words_of, places = numbers // _IN_WORD, numbers % _IN_WORD
+        shifts = (4 * _PLACES[places]).astype(np.uint32)
+        own_zeros = (zeros[:, words_of] >> shifts & np.uint32(15)).astype(np.int32)
         own_scales = np.ascontiguousarray(scales[:, rows].T, np.float32)
-        return AffineRows(pairs, own_scales, np.ascontiguousarray(_codes(zeros, numbers).T.astype(np.int32)))
+        return AffineRows(_pairs(codes, words_of, places), own_scales, np.ascontiguousarray(own_zeros.T))
 
     return Affine(
         where=where, shape=(outputs, columns), arrays=(codes, zeros, scales), bits=4, group=group, zero=zero,
@@ -68,12 +68,17 @@ def _read(module: Module, *, group: int) -> PackedMatrix:
     ).matrix()  # fmt: skip
 
 
-def _codes(words: NDArray[np.uint32], numbers: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """[columns, words] as the codes of some outputs, [columns, len(numbers)]."""
-    first, last = int(numbers.min()) // _IN_WORD, int(numbers.max()) // _IN_WORD + 1
-    if len(numbers) == numbers[-1] - numbers[0] + 1:  # neighbours
-        taken = np.ascontiguousarray(words[:, first:last]).view(np.uint8)
-        halves = np.stack([taken & np.uint8(15), taken >> np.uint8(4)], axis=2).reshape(len(words), -1, _IN_WORD)
-        return halves[:, :, _PLACES].reshape(len(words), -1)[:, numbers - first * _IN_WORD]
-    shifts = (4 * _PLACES[numbers % _IN_WORD]).astype(np.uint32)
-    return (words[:, numbers // _IN_WORD] >> shifts & np.uint32(15)).astype(np.uint8)
+def _pairs(codes: NDArray[np.uint32], words_of: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """[columns, words] as bytes of two neighbouring columns each, [outputs, columns / 2], of outputs by their words and places there."""
+    columns, inverse = np.unique(words_of, return_inverse=True)
+    is_range = len(columns) == columns[-1] - columns[0] + 1
+    taken = codes[:, columns[0] : columns[-1] + 1] if is_range else codes[:, columns]
+    taken = np.ascontiguousarray(np.pad(taken, ((0, len(taken) % 2), (0, 0))).T if len(taken) % 2 else taken.T)
+    first, second = taken.view(np.uint8).reshape(len(columns), -1, 2, 4).transpose(2, 3, 0, 1)  # each [4 bytes, words, columns / 2]
+    pairs = np.empty((len(columns), _IN_WORD, first.shape[2]), np.uint8)
+    for output, place in enumerate(_PLACES.tolist()):
+        low, high = first[place // 2], second[place // 2]
+        pairs[:, output] = low >> np.uint8(4) | high & np.uint8(240) if place % 2 else low & np.uint8(15) | high << np.uint8(4)
+    is_whole = len(words_of) == len(columns) * _IN_WORD and (np.diff(places) != 0).all() and places[0] == 0 and is_range
+    found = pairs.reshape(-1, pairs.shape[2])
+    return found if is_whole and (np.diff(words_of) >= 0).all() else found[inverse * _IN_WORD + places]

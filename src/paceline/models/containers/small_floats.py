@@ -44,7 +44,8 @@ def scaled_e4m3(module: Module, scales: Floats, block: tuple[int, int] | None) -
 
     def read(rows: Rows) -> Floats:
         own = grid[rows_of[rows]]
-        return E4M3[codes[rows]] * (own if own.shape[1] == 1 else own[:, columns_of])
+        found: Floats = E4M3[codes[rows]] * (own if own.shape[1] == 1 else own[:, columns_of])
+        return found
 
     return PackedMatrix(where, (outputs, columns), None, 0, (codes, grid), read)
 
