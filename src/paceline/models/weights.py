@@ -153,13 +153,11 @@ class Weights(Mapping[str, AnyTensor]):
                 f"{directory} holds {_listed(unknown)} that a {config.family} model with this config.json does not have; "
                 "running without them would give other tokens"
             )
-        tensors, packed = dict[str, Tensor](), dict[str, PackedMatrix]()
-        for name, in_file in wanted.items():
-            found = stored[in_file]
-            if isinstance(found, PackedMatrix):
-                packed[name] = check_shape(in_file, found, shapes[name])
-            else:
-                tensors[name] = open_tensor(in_file, found, shapes[name], files)
+        found = {name: (in_file, stored[in_file]) for name, in_file in wanted.items()}
+        packed = {name: check_shape(in_file, one, shapes[name]) for name, (in_file, one) in found.items() if isinstance(one, PackedMatrix)}
+        tensors = {
+            name: open_tensor(in_file, one, shapes[name], files) for name, (in_file, one) in found.items() if isinstance(one, StoredTensor)
+        }
         if config.tied_embeddings and "lm_head.weight" in stored:
             _check_tied(tensors.get("embedding.weight", packed.get("embedding.weight")), stored["lm_head.weight"], files)
         if config.norm_offset:
