@@ -128,7 +128,7 @@ def test_an_old_config_of_qwen_lies_flat_and_says_mrope(whole: Callable[[str], t
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"), [("llava", {"model_type": "llama"}), ("llava_next", {"model_type": "mistral"}), ("internvl", {})]
+    ("kind", "text"), [("llava", {"model_type": "llama"}), ("llava_next", {"model_type": "mistral"}), ("internvl", {}), ("qwen2_vl", {})]
 )
 def test_what_a_text_config_leaves_out_is_what_transformers_assumes(tmp_path: Path, kind: str, text: dict[str, Any]) -> None:
     from transformers import AutoConfig
@@ -139,7 +139,7 @@ def test_what_a_text_config_leaves_out_is_what_transformers_assumes(tmp_path: Pa
     found = (config.vocab_size, config.hidden_size, config.num_layers, config.attention.num_heads, config.attention.num_kv_heads)
     wanted = (assumed.vocab_size, assumed.hidden_size, assumed.num_hidden_layers, assumed.num_attention_heads, assumed.num_key_value_heads)
     assert found == wanted
-    assert config.layers[0].mlp.intermediate_size == assumed.intermediate_size
+    assert (config.layers[0].mlp.intermediate_size, config.norm_eps) == (assumed.intermediate_size, assumed.rms_norm_eps)
 
 
 @pytest.mark.parametrize("outer", [True, False])

@@ -26,7 +26,17 @@ class Wrapper:
 
 _QWEN2_VL = Wrapper(
     "qwen2",
-    defaults={"rope_theta": 1e6, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80},
+    defaults={
+        "vocab_size": 152064,
+        "hidden_size": 8192,
+        "intermediate_size": 29568,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "max_window_layers": 80,
+    },  # fmt: skip
     may_be_flat=True,
 )
 WRAPPERS: Mapping[str, Wrapper] = {

@@ -152,7 +152,7 @@ def order_of(groups: NDArray[np.int32], columns: int, group: int, count: int, wh
     Raises:
         CheckpointError: there is not one for every column, or a group is none of `count`.
     """
-    if groups.shape != (columns,) or not (groups.min() >= 0 and groups.max() < count):
+    if groups.shape != (columns,) or not columns or not (groups.min() >= 0 and groups.max() < count):
         raise CheckpointError(
             f"{where} has {groups.size} numbers from {groups.min(initial=0)} to {groups.max(initial=0)}, one below {count} is expected for "
             f"each of {columns} columns; the file is damaged, download it again"
