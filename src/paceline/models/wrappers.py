@@ -36,7 +36,7 @@ _QWEN2_VL = Wrapper(
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
         "max_window_layers": 80,
-    },  # fmt: skip
+    },
     may_be_flat=True,
 )
 WRAPPERS: Mapping[str, Wrapper] = {
