@@ -32,6 +32,7 @@ LONG_RECORD := docs/dev/test-long.txt
 CLIENTS := .venv-clients
 LLAMA_CPP := $(CLIENTS)/llama-cpp/.installed
 SPECULATORS := $(CLIENTS)/speculators/.installed
+CONTAINERS := $(CLIENTS)/containers/.installed
 SERVERS := $(CLIENTS)/servers/.installed
 RAY := $(CLIENTS)/ray/.installed
 CLIENTS_RECORD := docs/dev/test-clients.txt
@@ -98,6 +99,15 @@ $(SPECULATORS):
 	$(@D)/bin/python -m pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	touch $@
 
+# Tools that write quantised checkpoints, for the CPU; AutoAWQ without what it runs models with.
+$(CONTAINERS):
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet "torch==2.13.0+cpu" || $(@D)/bin/python -m pip install --quiet "torch==2.13.0"
+	$(@D)/bin/python -m pip install --quiet compressed-tensors==0.20.0 bitsandbytes==0.50.2 "mlx[cpu]==0.32.4" auto-round==0.16.1 \
+	  transformers==5.23.0 accelerate
+	$(@D)/bin/python -m pip install --quiet --no-deps --no-build-isolation autoawq==0.2.9
+	touch $@
+
 # This package without torch, and Ray: a gigabyte.
 $(RAY): pyproject.toml
 	$(PYTHON) -m venv $(@D)
@@ -112,7 +122,8 @@ $(SERVERS):
 	  "lm-eval[api]==0.4.13" transformers==5.23.0 schemathesis==4.32.5 playwright==1.65.2
 	touch $@
 
-test-clients: $(STAMP) $(LLAMA_CPP) $(SPECULATORS) $(SERVERS) $(RAY)
+# The peers of paceline bench (docs/dev/peers.md) are installed there too, by the tests themselves: 2 GB.
+test-clients: $(STAMP) $(LLAMA_CPP) $(SPECULATORS) $(CONTAINERS) $(SERVERS) $(RAY)
 	@mkdir -p $(dir $(CLIENTS_RECORD))
 	@{ echo "commit $(COMMIT)"; echo "date   $$(date -u +%Y-%m-%dT%H:%M:%SZ)"; echo; } | tee $(CLIENTS_RECORD)
 	$(PYTEST) --color=no -s tests/clients --clients $(CLIENTS) $(ARGS) 2>&1 | tee -a $(CLIENTS_RECORD)

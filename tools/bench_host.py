@@ -11,27 +11,38 @@ import importlib
 import json
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from bench_engine import DRAFT_TOKENS, LLM, SEED, Answers, make_requests, oracle, random_prompts, speculator_of
-from bench_machine import describe_machine, markdown_table
+from bench_machine import REPOSITORY, describe_machine, markdown_table
 from draw_flame_graph import draw, read_stacks, table
-from paceline.sampling.params import SamplingParams
-from paceline.speculation.draft_length import DraftLengthPolicy
-from paceline.speculation.drafter import Drafter
-from paceline.speculation.request import Request
 
+sys.path[:0] = [str(REPOSITORY / "src"), str(REPOSITORY / "tests")]
+
+from paceline.llm import LLM  # noqa: E402
+from paceline.sampling.params import SamplingParams  # noqa: E402
+from paceline.speculation.draft_length import DraftLengthPolicy  # noqa: E402
+from paceline.speculation.drafter import Drafter  # noqa: E402
+from paceline.speculation.request import Request  # noqa: E402
+from paceline.speculation.speculator import Speculator  # noqa: E402
+
+SEED = 7
+DRAFT_TOKENS = 4
+PROMPT_TOKENS = 64
 FIRST_TOKENS = 3  # of a request; the steps that bring them are left out
 SAMPLES_PER_S = 500
 ROOT = "Engine.step ("
+
+Prompts = Sequence[Sequence[int]]
+Answers = dict[tuple[tuple[int, ...], int], list[int]]
 
 
 class TimedCall:
@@ -83,6 +94,25 @@ def small_model(options: argparse.Namespace, scale: float) -> Iterator[tuple[LLM
         execution = target._programs[None].execution
         timed = execution.kernels = TimedKernels(execution.kernels)
         yield llm, timed.paceline_run
+
+
+def random_prompts(llm: LLM, count: int) -> list[list[int]]:
+    random = np.random.default_rng(SEED)
+    return [[int(token) for token in random.integers(10, llm.vocab_size, PROMPT_TOKENS)] for _ in range(count)]
+
+
+def make_requests(llm: LLM, prompts: Prompts, params: SamplingParams) -> list[Request]:
+    return llm._opened.requests([list(prompt) for prompt in prompts], params, {}, is_streamed=False)
+
+
+def oracle(answers: Answers, vocab_size: int, accuracy: float) -> Drafter:
+    """A drafter each of whose guesses is right with a known probability."""
+    made = importlib.import_module("harness.adversaries").OracleDrafter(answers, accuracy=accuracy, vocab_size=vocab_size, seed=SEED)
+    return cast(Drafter, made)
+
+
+def speculator_of(llm: LLM, drafter: Drafter | None, policy: DraftLengthPolicy) -> Speculator:
+    return Speculator(drafter, policy, vocab_size=llm.vocab_size, layout=llm.engine.cache.layout)
 
 
 def use(llm: LLM, drafter: Drafter | None) -> None:

@@ -7,16 +7,20 @@ compares the page with both.
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from textwrap import fill
 
 from paceline.drafters import HEADS
 from paceline.drafters.head_kinds import HeadKind
+from paceline.models.containers.table import METHODS
 from paceline.models.families import FAMILIES
 from paceline.models.family import Family
 from paceline.models.gguf.blocks import GROUPED_TYPES
 from paceline.models.gguf.header import BLOCK_TYPES
+from paceline.models.wrappers import WRAPPERS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 NONE = "–"
+WIDTH = 120
 
 MODELS: Mapping[str, str] = {
     "llama": "Llama 1 to 3.3, and what has their shape (Vicuna, TinyLlama, SmolLM2, Yi)",
@@ -101,6 +105,7 @@ def forms() -> str:
             "| f32, f16, bf16 | safetensors, GGUF (F32, F16, BF16) | stored bytes, unpacked in registers |",
             f"| {', '.join(GROUPED_TYPES)} | GGUF | the file's own values, in groups of integer codes |",
             f"| MXFP4 experts | safetensors of {_named(one.name for one in FAMILIES.values() if one.packs_experts)} | the same |",
+            *(f"| {method.title} | safetensors | {method.held} |" for method in METHODS.values()),
             "| int8, int4 (`--quant`) | made while loading, of any of these | groups of 128 columns |",
         ]
     )
@@ -113,7 +118,13 @@ def refused() -> str:
     return f"* Heads of the methods {_named(heads)}.\n* GGUF block types {', '.join(blocks)}."
 
 
-BLOCKS = {"families": families, "forms": forms, "refused": refused}
+def wrappers() -> str:
+    """The models of texts and images whose text model runs."""
+    text = f"The text models inside {_named(WRAPPERS)} run, if the table above has them."
+    return fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+BLOCKS = {"families": families, "wrappers": wrappers, "forms": forms, "refused": refused}
 """What makes each table, by its marker."""
 
 

@@ -59,7 +59,7 @@ class RequestOutput:
         seed: the seed used, drawn for requests that gave none.
         sample_index: which of the prompt's samples this is, from 0.
         numerics: "exact" or "fast".
-        drafter: name of the drafter, "none" for plain decoding.
+        drafter: name of the drafter that the request asked for, or of the one that is loaded; "none" for plain decoding.
         speculation: counters of what speculation did.
         logprobs: for each output token, if asked for.
         prompt_logprobs: for each prompt token, if asked for; None for the first one, which no row predicts.

@@ -22,14 +22,13 @@ from paceline.drafters.pairs.head import PairHead, PairOutputs
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.config import WeightType
 from paceline.models.quantized_cache import quantized_weights
-from paceline.models.weights import GroupedTensor, Tensor, Weights, as_float32
+from paceline.models.weights import GroupedTensor, Tensor, Weights, as_float32, to_bf16
 from paceline.proof.doctor import DoctorQuestion, diagnose
 from paceline.runtimes.base import RowRange
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.runtimes.native.network import NativeNetwork
 from paceline.runtimes.native.panels import Panels
 from paceline.runtimes.ranking import DRAW
-from paceline.runtimes.rounding import to_bf16
 from paceline.speculation.tree import DraftTree
 
 VOCABULARY, FIRST, ASKED = 600, 304, 290

@@ -23,7 +23,8 @@ from paceline.cli import app
 
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = [str(path.relative_to(REPOSITORY)) for path in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]]
-NOT_RUN_HERE = ("make ", "pip ", "paceline serve")  # environments and downloads; a server does not end by itself (tests/e2e/server)
+# environments and downloads; a server does not end by itself (tests/e2e/server); measuring takes minutes (tests/e2e/test_bench.py)
+NOT_RUN_HERE = ("make ", "pip ", "paceline serve", "paceline bench")
 CLIENT = "python client"  # code for another environment, such as an API's own client
 SMALL = {"num_hidden_layers": 2}
 

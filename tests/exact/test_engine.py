@@ -22,6 +22,7 @@ from paceline.kv_cache.block_pool import BlockPool
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.prefix_index import Link, PrefixIndex
 from paceline.runtimes.base import ForwardOutput
+from paceline.runtimes.native.walks import CompiledWalker
 from paceline.speculation import speculator as speculator_module
 from paceline.speculation import step as step_module
 from paceline.speculation import verify as verify_module
@@ -318,10 +319,11 @@ def test_prefix_keys_that_ignore_the_block_before_are_seen(faulty: Faulty, diffe
 
 
 def test_a_preempted_request_that_draws_at_a_shifted_position_is_seen(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
-    real, draw = verify_module.verify, verify_module.draw
+    real, draw, walk = verify_module.verify, verify_module.draw, CompiledWalker.walk
 
     def shifted(tree: Any, logits: Any, request: Request) -> Any:
         by = request.num_preemptions
+        monkeypatch.setattr(CompiledWalker, "walk", lambda self, *rows, position, **keys: walk(self, *rows, position=position + by, **keys))
         monkeypatch.setattr(verify_module, "draw", lambda row, seed, sample, position: draw(row, seed, sample, position + by))
         return real(tree, logits, request)
 
@@ -399,7 +401,8 @@ def test_a_processor_left_by_a_finished_request_is_seen(faulty: Faulty, differs:
 
 
 def test_a_sample_drawn_with_anothers_index_is_seen(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
-    draw = verify_module.draw
+    draw, walk = verify_module.draw, CompiledWalker.walk
     monkeypatch.setattr(verify_module, "draw", lambda row, seed, sample, position: draw(row, seed, 0, position))
+    monkeypatch.setattr(CompiledWalker, "walk", lambda self, *rows, sample_index, **keys: walk(self, *rows, sample_index=0, **keys))
     with differs:
         faulty()

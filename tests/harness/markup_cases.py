@@ -80,7 +80,7 @@ def said(events: Sequence[Event]) -> Said:
     return found
 
 
-HERMES, LLAMA, MISTRAL, XML, GLM, GEMMA, HARMONY = (
+HERMES, LLAMA, MISTRAL, XML, GLM, GEMMA, HARMONY, KIMI, MINIMAX, GRANITE = (
     (name, think)
     for name, think in (
         ("hermes", "think"),
@@ -90,6 +90,9 @@ HERMES, LLAMA, MISTRAL, XML, GLM, GEMMA, HARMONY = (
         ("glm", "think"),
         ("gemma4", "gemma4"),
         ("harmony", "harmony"),
+        ("kimi", "think"),
+        ("minimax", "think"),
+        ("granite3", "none"),
     )
 )
 CASES = [
@@ -316,4 +319,46 @@ CASES = [
         "<|channel|>commentary to=functions.now<|message|>x",
         [("text", "<|channel|>commentary to=functions.now<|message|>x")],
     ),
+    Case(
+        "a section",
+        KIMI,
+        "<think>Hm.</think>I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+        '{"city": "Köln"}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>'
+        "<|tool_calls_section_end|>",
+        [("thought", "Hm."), ("text", "I look."), ("call", "weather", '{"city": "Köln"}'), ("call", "now", "{}")],
+    ),
+    Case(
+        "no id",
+        KIMI,
+        "<|tool_calls_section_begin|><|tool_call_begin|>now<|tool_call_argument_begin|>{}",
+        [("text", "<|tool_calls_section_begin|><|tool_call_begin|>now<|tool_call_argument_begin|>{}")],
+    ),
+    Case(
+        "broken",
+        KIMI,
+        '<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "K',
+        [("call", "weather", '{"city": "K')],
+        num_complete=0,
+    ),
+    Case(
+        "invocations",
+        MINIMAX,
+        '<think>\nHm.\n</think>\n\nI look.\n<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Köln\n"a"</parameter>\n'
+        '<parameter name="days">2</parameter>\n<parameter name="tags">["a"]</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n'
+        "</minimax:tool_call>",
+        [
+            ("thought", "Hm."),
+            ("text", "I look."),
+            ("call", "weather", '{"city": "Köln\\n\\"a\\"", "days": 2, "tags": ["a"]}'),
+            ("call", "now", "{}"),
+        ],
+    ),
+    Case("no invocation", MINIMAX, "<minimax:tool_call>now</minimax:tool_call>", [("text", "<minimax:tool_call>now</minimax:tool_call>")]),
+    Case(
+        "a list behind a token",
+        GRANITE,
+        '<|tool_call|>[{"name": "weather", "arguments": {"city": "A"}}, {"name": "now", "arguments": {}}]',
+        [("call", "weather", '{"city": "A"}'), ("call", "now", "{}")],
+    ),
+    Case("no list behind a token", GRANITE, "<|tool_call|> later", [("text", "<|tool_call|> later")]),
 ]

@@ -46,7 +46,7 @@ ARROWS: dict[str, set[str]] = {
     "engine": ENGINE,
     "llm": LLM,
     "training": {*ABOVE_LLM, "drafters"},
-    "benchmarking": ABOVE_LLM,
+    "benchmarking": {*ABOVE_LLM, "__init__"},
     "proof": {*ABOVE_LLM, "drafters"},
     "server": {*ABOVE_LLM, "__init__"},
     "outputs": {"sampling.logprobs", "speculation.request", "speculation.stats", "speculation.step_record"},

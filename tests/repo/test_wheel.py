@@ -1,5 +1,6 @@
 """What a built wheel is called and holds: one for each platform, for every Python."""
 
+import re
 import shutil
 import subprocess
 import zipfile
@@ -124,3 +125,16 @@ def test_a_source_distribution_holds_what_a_wheel_is_built_from(build: Build) ->
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"hatch_build.py", "pyproject.toml", f"src/{NATIVE}/kernels/linear.c", "src/paceline/cli/__init__.py"} <= names
     assert not any(name.endswith(".so") for name in names)
+
+
+def test_its_licence_is_ours_and_those_of_the_libraries_it_holds(build: Build) -> None:
+    with zipfile.ZipFile(build("linux", "x86_64", "glibc")) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        lines = archive.read(name).decode().splitlines()
+        held = {name.rpartition("/")[2] for name in archive.namelist() if "/licenses/" in name}
+    (expression,) = (line.removeprefix("License-Expression: ") for line in lines if line.startswith("License-Expression: "))
+    told = (PAGE / "vendor" / "README.md").read_text(encoding="utf-8")
+    chosen = told.replace("MPL-2.0 OR Apache-2.0", "Apache-2.0")
+    named = set(re.findall(r"\b(?:MIT|BSD-\d-Clause|Apache-2\.0|ISC|MPL-2\.0)\b", chosen))
+    assert set(expression.split(" AND ")) == named | {"Apache-2.0"}
+    assert held == {"LICENSE", *(path.name for path in (PAGE / "vendor").glob("*.LICENSE"))}

@@ -8,8 +8,11 @@ import typer
 
 from paceline import __version__
 from paceline.cli.batch import batch
+from paceline.cli.bench import bench
 from paceline.cli.chat import chat
 from paceline.cli.doctor import doctor
+from paceline.cli.prove import prove
+from paceline.cli.recommend import recommend
 from paceline.cli.run import run
 from paceline.cli.serve import serve
 
@@ -25,6 +28,9 @@ app.command()(chat)
 app.command()(serve)
 app.command()(batch)
 app.command()(doctor)
+app.command()(prove)
+app.command()(recommend)
+app.command()(bench)
 
 
 def _print_version(wanted: bool) -> None:

@@ -29,7 +29,7 @@ def serve(
 
     SIGTERM and Ctrl-C let running requests finish; a second one does not wait for them.
     """
-    keys = keys_in(api_keys_of_environment()) if api_key_file is None else read_keys(api_key_file)
+    keys = keys_in(api_keys_of_environment(), "of PACELINE_API_KEYS") if api_key_file is None else read_keys(api_key_file)
     server = ServerSettings(**settings.server, api_keys=keys)
     from paceline.cli.loading import quieten_libraries
 

@@ -9,6 +9,7 @@ from paceline.engine.inputs import Messages, Prompt, RequestOptions, as_ids, tex
 from paceline.errors import RequestError
 from paceline.kv_cache.paged import CachedSequence
 from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
+from paceline.runtimes.native.walks import CompiledWalks
 from paceline.sampling.matcher import GrammarCompiler
 from paceline.sampling.params import SamplingParams, resolve_seed
 from paceline.sampling.processors import LogitsProcessor
@@ -46,6 +47,7 @@ class RequestMaker:
         way_out: what to do about a longer prompt.
         suppressed_token_ids: that the model's own files forbid.
         compiler: makes what holds an output to its grammar.
+        walks: draws whole walks; None where there are no kernels.
     """
 
     tokenizer: Tokenizer
@@ -55,28 +57,25 @@ class RequestMaker:
     way_out: str = "shorten the prompt"
     suppressed_token_ids: Sequence[int] = ()
     compiler: GrammarCompiler = field(init=False)
+    walks: CompiledWalks | None = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "compiler", GrammarCompiler(self.tokenizer, self.eos_token_ids))
+        object.__setattr__(self, "walks", CompiledWalks.if_there(self.vocab_size))
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt.
 
         Raises:
-            RequestError: it is empty, holds an id that does not exist, or leaves no room for output.
+            RequestError: it is empty, holds an id that does not exist, or does not fit the context.
         """
         given = text_or_ids(prompt)
         ids = self.tokenizer.encode(given) if isinstance(given, str) else given
         if not ids:
             raise RequestError("the prompt is empty: give at least one token", parameter="prompt")
         self._check_ids(ids, "prompt")
-        if len(ids) >= self.max_context:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, the context holds {self.max_context} and at least one must be left for the output: "
-                + self.way_out,
-                parameter="prompt",
-                code="context_length_exceeded",
-            )
+        if len(ids) > self.max_context:
+            raise self._too_long(len(ids))
         return ids
 
     def chat_ids(self, messages: Messages) -> list[int]:
@@ -130,9 +129,12 @@ class RequestMaker:
             leader: the first of these samples.
 
         Raises:
-            RequestError: an id in `params` does not exist, or its grammar does not compile.
+            RequestError: an id in `params` does not exist, its grammar does not compile, or the prompt leaves no room for output and is
+                not only to be scored: with `prompt_logprobs`, and one token, which is not read by the model.
         """
         prompt = list(prompt_token_ids)
+        if len(prompt) >= self.max_context and (params.prompt_logprobs is None or params.max_tokens > 1):
+            raise self._too_long(len(prompt))
         ends = set(params.stop_token_ids) if params.ignore_eos else {*params.stop_token_ids, *self.eos_token_ids}
         stop = tuple(params.stop or ())
         text_stop = None
@@ -221,7 +223,12 @@ class RequestMaker:
         if self.suppressed_token_ids:
             params = replace(params, banned_token_ids=(*params.banned_token_ids, *self.suppressed_token_ids))
         words = bad_word_ids(params.bad_words, self._encode_plain) if params.bad_words else ()
-        return LogitsProcessor(params, self.vocab_size, prompt_token_ids, self.eos_token_ids, constraint=constraint, bad_word_ids=words)
+        walker = None
+        if self.walks is not None:
+            walker = self.walks.walker(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+        return LogitsProcessor(
+            params, self.vocab_size, prompt_token_ids, self.eos_token_ids, constraint=constraint, bad_word_ids=words, walker=walker
+        )
 
     def _encode_plain(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -252,6 +259,10 @@ class RequestMaker:
         ids = as_ids(prediction, "prediction")
         self._check_ids(ids, "prediction")
         return tuple(ids)
+
+    def _too_long(self, num_tokens: int) -> RequestError:
+        text = f"the prompt has {num_tokens} tokens, the context holds {self.max_context} and at least one must be left for the output"
+        return RequestError(f"{text}: {self.way_out}", parameter="prompt", code="context_length_exceeded")
 
     def _check_ids(self, ids: Sequence[int], name: str) -> None:
         for token_id in ids:

@@ -161,7 +161,7 @@ class Engine:
         wanted = request.speculation.drafter
         if wanted is not None and wanted not in self.speculator.drafters:
             loaded = ", ".join(sorted(self.speculator.drafters)) or "none"
-            raise RequestError(f"speculation: drafter {wanted!r} is not loaded; loaded: {loaded}", parameter="speculation")
+            raise RequestError(f"speculation.drafter is {wanted!r}, which is not loaded; loaded: {loaded}", parameter="speculation.drafter")
 
     def add(self, request: Request) -> None:
         """Queue a new request; its blocks are given back when it ends.

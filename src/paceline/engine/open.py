@@ -17,6 +17,7 @@ from paceline.errors import ConfigError, printable
 from paceline.hub import resolve
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.window import PassLimits
+from paceline.machine import available_memory_bytes
 from paceline.models.config import WeightType
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.runtimes.base import Network, Numerics
@@ -85,7 +86,9 @@ class OpenedEngine:
 
     def output(self, request: Request) -> RequestOutput:
         """What a finished request returns."""
-        return self.maker.output(request, numerics=self.numerics, drafter=self.drafter_name)
+        asked = request.speculation
+        drafter = "none" if asked.is_off else asked.drafter or self.drafter_name
+        return self.maker.output(request, numerics=self.numerics, drafter=drafter)
 
 
 def settings_of(model: str, options: dict[str, Any]) -> tuple[EngineConfig, SpeculationConfig, Drafter | None]:
@@ -178,6 +181,7 @@ def _runtime_options(config: EngineConfig, collect_layers: Sequence[int]) -> Run
         quant=quant_options("quant", config.quant),
         quant_directory=cache_directory(),
         regroup=config.gguf_weights == "regroup",
+        memory_bytes=available_memory_bytes() if config.device != "cuda" else None,
     )
 
 

@@ -11,6 +11,7 @@ from paceline.models.gguf.file import open_gguf, split_parts
 from paceline.models.gguf.weights import GgufWeights
 from paceline.models.gpt_oss import PackedExpertWeights
 from paceline.models.hybrid_weights import HybridWeights
+from paceline.models.packed_weights import PackedWeights
 from paceline.models.safetensors_file import checkpoint_files
 from paceline.models.weights import Weights
 from paceline.small_files import is_file
@@ -36,7 +37,7 @@ def open_weights(path: Path, config: ModelConfig, *, regroup: bool = False, num_
     Args:
         config: what `read_model_config` returned for `path`.
         regroup: quantise the matrices of a GGUF file again, to larger groups that run faster (`GgufWeights`).
-        num_threads: to convert a GGUF file's matrices with.
+        num_threads: to convert quantised matrices with.
 
     Raises:
         CheckpointError: a file is missing or damaged, or does not hold what `config` calls for.
@@ -46,8 +47,11 @@ def open_weights(path: Path, config: ModelConfig, *, regroup: bool = False, num_
     directory = _directory(path)
     family = FAMILIES[config.family]
     if family.recurrent_part:
-        return HybridWeights(directory, config)
-    return PackedExpertWeights(directory, config) if family.packs_experts else Weights.open(directory, config)
+        return HybridWeights(directory, config, num_threads=num_threads)
+    if family.packs_experts:
+        return PackedExpertWeights(directory, config)
+    plain = Weights.open(directory, config)
+    return PackedWeights(plain, config, num_threads=num_threads) if plain.packed else plain
 
 
 def weight_files(path: Path) -> tuple[Path, ...]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from paceline.errors import CheckpointError, shortened
 from paceline.model_directory import SAFETENSORS, without_model
+from paceline.models.containers.table import container_of
 from paceline.models.families import family_of
 from paceline.models.family import Family
 from paceline.models.json_fields import JsonFields
@@ -19,7 +20,8 @@ from paceline.models.layer_reader import LayerReader
 from paceline.models.layers import AttentionConfig, LayerConfig, Recurrent
 from paceline.models.rope import inverse_frequencies, query_scales
 from paceline.models.rope_config import RopeConfig
-from paceline.models.safetensors_file import most_common_dtype
+from paceline.models.safetensors_file import has_tensor, most_common_dtype
+from paceline.models.wrappers import text_values, ties_differ
 from paceline.small_files import is_file, read_json
 
 
@@ -173,23 +175,8 @@ class ModelConfig:
         return replace(chosen, max_positions=min([self.max_positions, *short]))
 
 
-_TEXT_MODELS = {
-    "gemma3": "gemma3_text",
-    "mistral3": None,
-    "gemma4": "gemma4_text",
-    "gemma4_unified": "gemma4_unified_text",
-    "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
-}
-"""Models of texts and images, and the text model in them; None = it says so itself."""
-_WEIGHT_TYPES = {
-    "float32": WeightType.F32,
-    "float16": WeightType.F16,
-    "bfloat16": WeightType.BF16,
-    "F32": WeightType.F32,
-    "F16": WeightType.F16,
-    "BF16": WeightType.BF16,
-}
+_PLAIN_TYPES = {"F32": WeightType.F32, "F16": WeightType.F16, "BF16": WeightType.BF16}
+_WEIGHT_TYPES = {"float32": WeightType.F32, "float16": WeightType.F16, "bfloat16": WeightType.BF16, **_PLAIN_TYPES}
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -204,13 +191,22 @@ def read_config(directory: Path) -> ModelConfig:
         if not any(is_file(directory / name) for name in SAFETENSORS):
             raise without_model(directory)
         raise CheckpointError(f"{path} is missing: a model directory needs config.json, tokenizer files and *.safetensors")
-    values = _text_values(read)
-    weight_type = None if _type_name(values) is not None else _weight_type(most_common_dtype(directory), path)
-    return config_from_values(values, path, generation=read_json(directory / "generation_config.json"), weight_type=weight_type)
+    values = text_values(read)
+    if ties_differ(read):
+        values = {**values, "tie_word_embeddings": not has_tensor(directory, "lm_head.weight")}
+    container_of(values, path, family_of(values, path))  # refuses one that cannot be read
+    weight_type = None if _type_name(values) is not None else _weight_type(most_common_dtype(directory, tuple(_PLAIN_TYPES)), path)
+    generation = read_json(directory / "generation_config.json")
+    return config_from_values(values, path, generation=generation, weight_type=weight_type, may_be_packed=True)
 
 
 def config_from_values(
-    values: Mapping[str, Any], path: Path, *, generation: Mapping[str, Any] | None = None, weight_type: WeightType | None = None
+    values: Mapping[str, Any],
+    path: Path,
+    *,
+    generation: Mapping[str, Any] | None = None,
+    weight_type: WeightType | None = None,
+    may_be_packed: bool = False,
 ) -> ModelConfig:
     """The network that metadata in the terms of a Hugging Face config.json describes.
 
@@ -219,15 +215,18 @@ def config_from_values(
         path: the file errors name.
         generation: what generation_config.json holds.
         weight_type: None = the type `values` names.
+        may_be_packed: whether the weights may be quantised in a container that we read.
 
     Raises:
         CheckpointError: a value is missing or absurd, or the network is not one we run.
     """
-    values = _text_values(values)
+    values = text_values(values)
     family = family_of(values, path)
     given = {name: alias for alias, name in family.aliases.items() if values.get(alias) is not None}
     fields = JsonFields({**family.defaults, **values, **{name: values[alias] for name, alias in given.items()}}, path)
     try:
+        if not may_be_packed:
+            _refuse_quantised(fields, family)
         return _config(fields, family, generation, weight_type)
     except CheckpointError as error:  # which names a field as most families do
         named = re.sub(rf"\b({'|'.join(given)})\b", lambda found: given[found[0]], str(error)) if given else str(error)
@@ -236,7 +235,6 @@ def config_from_values(
 
 def _config(fields: JsonFields, family: Family, generation: Mapping[str, Any] | None, weight_type: WeightType | None) -> ModelConfig:
     path = fields.path
-    _refuse_quantised(fields, family)
     _refuse_unknown(fields, family)
     read = LayerReader(fields, family)
     layers = family.layers(read)
@@ -298,17 +296,6 @@ def check_frequencies(config: ModelConfig, path: Path) -> None:
                 raise CheckpointError(f"{path}: the rope parameters of type {rope.type.value!r} make frequencies that are no numbers")
 
 
-def _text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's values, where metadata nests them beside those of an image encoder."""
-    text, model_type = values.get("text_config"), values.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _TEXT_MODELS or not isinstance(text, Mapping):
-        return values
-    outer = {name: value for name, value in values.items() if name not in ("text_config", "vision_config", "architectures")}
-    ends = {"eos_token_id": outer["eos_token_id"]} if outer.get("eos_token_id") is not None else {}
-    kind = _TEXT_MODELS[model_type] or text.get("model_type", "mistral")
-    return {**outer, **text, **ends, "model_type": kind}
-
-
 def _refuse_unknown(fields: JsonFields, family: Family) -> None:
     """Refuse what transformers computes otherwise for any family."""
     if fields.values.get("is_causal") is False:
@@ -318,21 +305,10 @@ def _refuse_unknown(fields: JsonFields, family: Family) -> None:
 
 
 def _refuse_quantised(fields: JsonFields, family: Family) -> None:
-    packed = fields.values.get("quantization")
-    if isinstance(packed, Mapping) and {"group_size", "bits"} <= packed.keys():
-        raise CheckpointError(
-            f"{fields.path}: this is an MLX model with weights packed to {shortened(packed['bits'])} bits, which is read on Apple's "
-            "MLX only; use the model it was made from, with quant='int8' or 'int4', or a GGUF file of it"
-        )
-    quantization = fields.values.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
-        if method == "mxfp4" and family.packs_experts:
-            return
-        raise CheckpointError(
-            f"{fields.path}: the weights are quantised ({shortened(method)}); supported are f32, f16 and bf16: "
-            "use the model it was made from"
-        )
+    """Refuse weights of a head that are packed; those of models are read (`containers/table.py`)."""
+    container = container_of(fields.values, fields.path, family, looks_beside=False)
+    if container is not None:
+        raise CheckpointError(f"{fields.path}: the weights are quantised ({container.name}), which only models may be: use another head")
 
 
 def _type_name(values: Mapping[str, Any]) -> str | None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig
+from paceline.models.containers.module import Stored
 from paceline.models.families import FAMILIES
 from paceline.models.layers import ExpertMLP
 from paceline.models.safetensors_file import StoredTensor
@@ -23,7 +24,7 @@ _OTHER_PARTS = {
 }
 
 
-def split_experts(stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
+def split_experts(stored: Mapping[str, Stored], config: ModelConfig) -> dict[str, Stored]:
     """The tensors by the names of experts stored one by one, `model.layers.N.mlp.experts.E.gate_proj.weight`.
 
     Raises:
@@ -36,7 +37,9 @@ def split_experts(stored: Mapping[str, StoredTensor], config: ModelConfig) -> di
         prefix = f"model.layers.{index}.{FAMILIES[config.family].part_names.get('experts', 'mlp.experts')}."
         front = ("gate_up_proj", ("gate_proj", "up_proj")) if layer.mlp.expert.has_gate else ("up_proj", ("up_proj",))
         for stack, parts in (front, ("down_proj", ("down_proj",))):
-            if (tensor := tensors.pop(prefix + stack, None)) is not None:
+            tensor = tensors.get(prefix + stack)
+            if isinstance(tensor, StoredTensor):
+                del tensors[prefix + stack]
                 tensors |= _experts_of(prefix + stack, tensor, layer.mlp, config.hidden_size, parts)
     return tensors
 

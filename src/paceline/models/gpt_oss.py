@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, WeightType
+from paceline.models.containers.module import Stored
 from paceline.models.grouped import RUN
 from paceline.models.layers import ExpertMLP
 from paceline.models.mxfp4 import from_pairs
@@ -61,7 +62,7 @@ class _Stacks:
     def __init__(
         self,
         directory: Path,
-        stored: dict[str, StoredTensor],
+        stored: dict[str, Stored],
         files: Mapping[Path, NDArray[np.uint8]],
         layer: int,
         mlp: ExpertMLP,
@@ -107,7 +108,7 @@ class _Stacks:
 
     def _taken(self, name: str) -> StoredTensor:
         stored = self._stored.pop(self._prefix + name, None)
-        if stored is None:
+        if not isinstance(stored, StoredTensor):
             raise CheckpointError(f"{self._directory} lacks {self._prefix}{name} that its config.json calls for; download it again")
         return stored
 

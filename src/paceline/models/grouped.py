@@ -171,3 +171,13 @@ def unpack_nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """The inverse of `pack_nibbles`: [N, K / 2] bytes to [N, K] codes."""
     halves = packed.reshape(len(packed), -1, 1, RUN // 2)
     return np.concatenate([halves & np.uint8(15), halves >> np.uint8(4)], axis=2).reshape(len(packed), packed.shape[1] * 2)
+
+
+def runs_of_pairs(pairs: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """[N, K / 2] bytes that hold neighbours, the first in the low half, in runs of 32."""
+    blocks = pairs.reshape(len(pairs), -1, RUN // 2)
+    front, back = blocks[..., : RUN // 4], blocks[..., RUN // 4 :]  # bytes of columns 0 to 15 and 16 to 31
+    packed = np.empty(blocks.shape, np.uint8)
+    packed[..., 0::2] = (front & np.uint8(15)) | (back << np.uint8(4))
+    packed[..., 1::2] = (front >> np.uint8(4)) | (back & np.uint8(240))
+    return packed.reshape(len(pairs), -1)

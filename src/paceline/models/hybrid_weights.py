@@ -10,12 +10,15 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, WeightType
+from paceline.models.containers.module import Stored
 from paceline.models.families import FAMILIES
 from paceline.models.layers import AttentionConfig, DenseMLP, ExpertMLP, GatedDeltaConfig, Mamba2Config, Recurrent, ShortConvConfig
+from paceline.models.packed import PackedMatrix
+from paceline.models.packed_weights import PackedWeights
 from paceline.models.safetensors_file import StoredTensor
 from paceline.models.stored_model import open_stored
 from paceline.models.tensor_names import tensor_shapes
-from paceline.models.weights import MadeWeights, Tensor, TensorFacts, Weights, as_float32, open_tensor
+from paceline.models.weights import MadeWeights, Tensor, TensorFacts, Weights, as_float32, check_shape, open_tensor
 
 Rows = slice | NDArray[np.int64]
 
@@ -27,22 +30,30 @@ class HybridWeights(MadeWeights):
         CheckpointError: as `Weights.open`.
     """
 
-    def __init__(self, directory: Path, config: ModelConfig) -> None:
+    def __init__(self, directory: Path, config: ModelConfig, *, num_threads: int = 1) -> None:
         opened = open_stored(directory, config)
         parts = _Parts(directory, opened.tensors, opened.files, config)
         for index, layer in enumerate(config.layers):
             parts.of_mixer(index, layer.mixer)
             parts.of_mlp(index, layer.mlp)
         self._parts = parts.found
-        plain = Weights.of_stored(directory, opened.tensors, opened.files, config, elsewhere=self._parts)
-        super().__init__(tensor_shapes(config), lambda name: plain[name] if name in plain else self._parts[name].make())
-        self.own_head, self.has_encoders = opened.own_head, opened.has_encoders
+        plain = Weights.of_stored(directory, opened.tensors, opened.files, config, elsewhere=(*self._parts, *parts.packed))
+        plain.describe(opened)
+        plain.packed = {**plain.packed, **parts.packed}
+        self._plain = plain = PackedWeights(plain, config, num_threads=num_threads)
+        super().__init__(tensor_shapes(config), lambda name: self._parts[name].make() if name in self._parts else plain[name])
+        self.own_head, self.has_encoders, self.packed = opened.own_head, opened.has_encoders, plain.packed
+        self.container, self.notices = plain.container, plain.notices
 
     def facts(self, name: str) -> TensorFacts:
-        return self._parts[name].facts if name in self._parts else super().facts(name)
+        return self._parts[name].facts if name in self._parts else self._plain.facts(name)
 
     def stored(self, name: str) -> tuple[NDArray[Any], ...]:
-        return self._parts[name].arrays if name in self._parts else super().stored(name)
+        return self._parts[name].arrays if name in self._parts else self._plain.stored(name)
+
+    def forget(self, name: str) -> None:
+        super().forget(name)
+        self._plain.forget(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +70,14 @@ class _Parts:
 
     Attributes:
         found: by our names.
+        packed: quantised ones, likewise.
     """
 
-    def __init__(
-        self, directory: Path, stored: dict[str, StoredTensor], files: Mapping[Path, NDArray[np.uint8]], config: ModelConfig
-    ) -> None:
+    def __init__(self, directory: Path, stored: dict[str, Stored], files: Mapping[Path, NDArray[np.uint8]], config: ModelConfig) -> None:
         self._directory, self._stored, self._files = directory, stored, files
         self._hidden, self._family = config.hidden_size, FAMILIES[config.family]
         self.found: dict[str, _Made] = {}
+        self.packed: dict[str, PackedMatrix] = {}
 
     def of_mixer(self, index: int, mixer: AttentionConfig | Recurrent | None) -> None:
         """Those of the mixer of layer `index`."""
@@ -118,6 +129,12 @@ class _Parts:
         """Tensors that are rows of a matrix, and those of its bias."""
         shapes: dict[str, tuple[int, ...]] = {"weight": (num_rows, self._hidden), **({"bias": (num_rows,)} if bias else {})}
         for kind, shape in shapes.items():
+            stored = self._stored.get(f"{source}.{kind}")
+            if isinstance(stored, PackedMatrix):
+                del self._stored[f"{source}.{kind}"]
+                check_shape(f"{source}.{kind}", stored, shape)
+                self.packed |= {f"{ours}{name}.{kind}": stored.rows(rows) for name, rows in parts.items()}
+                continue
             whole = self._taken(f"{source}.{kind}", shape)
             for name, rows in parts.items():
                 self.found[f"{ours}{name}.{kind}"] = _rows_of(whole, rows)
@@ -133,7 +150,7 @@ class _Parts:
 
     def _taken(self, name: str, shape: tuple[int, ...]) -> Tensor:
         stored = self._stored.pop(name, None)
-        if stored is None:
+        if not isinstance(stored, StoredTensor):
             raise CheckpointError(f"{self._directory} lacks {name} that its config.json calls for; is config.json another model's?")
         return open_tensor(name, stored, shape, self._files)
 

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
-from paceline.models.grouped import RUN, GroupedMatrix
+from paceline.models.grouped import GroupedMatrix, runs_of_pairs
 
 TWICE_THE_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 """Of the 16 codes: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
@@ -30,9 +30,5 @@ def from_pairs(blocks: NDArray[np.uint8], exponents: NDArray[np.uint8], where: s
     scales = half_scales(exponents)
     if not np.isfinite(scales).all():
         raise CheckpointError(f"{where} has a scale that is no number; the file is damaged, download it again")
-    front, back = blocks[..., : RUN // 4], blocks[..., RUN // 4 :]  # bytes of columns 0 to 15 and 16 to 31
-    packed = np.empty((*blocks.shape[:2], RUN // 2), np.uint8)
-    packed[..., 0::2] = (front & np.uint8(15)) | (back << np.uint8(4))
-    packed[..., 1::2] = (front >> np.uint8(4)) | (back & np.uint8(240))
-    codes = packed.reshape(len(blocks), -1)
+    codes = runs_of_pairs(blocks.reshape(len(blocks), -1))
     return GroupedMatrix(codes, scales, None, 4, table=TWICE_THE_VALUES)

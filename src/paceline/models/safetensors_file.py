@@ -23,7 +23,7 @@ from paceline.small_files import INDEX_BYTES, is_file, json_object, open_regular
 
 MAX_DIMENSIONS = 8
 _SHARD_NAME = re.compile(r"[^/\\\0]{1,200}\.safetensors")
-_ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
+_ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
 _ITEM_BYTES |= {"I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8}
 
 
@@ -106,15 +106,20 @@ def view_tensor(tensor: StoredTensor, file_bytes: NDArray[np.uint8], item_type: 
     return array if array.flags.aligned else array.copy()
 
 
-def most_common_dtype(directory: Path) -> str:
-    """The type name that most bytes of a checkpoint have."""
+def has_tensor(directory: Path, ending: str) -> bool:
+    """Whether a checkpoint holds a tensor whose name ends so."""
+    return any(name.endswith(ending) for path in checkpoint_files(directory) for name in read_header(path))
+
+
+def most_common_dtype(directory: Path, preferred: tuple[str, ...] = ()) -> str:
+    """The type name that most bytes of a checkpoint have; among `preferred` where any of these occurs."""
     num_bytes: Counter[str] = Counter()
     for path in checkpoint_files(directory):
         for tensor in read_header(path).values():
             num_bytes[tensor.dtype] += tensor.end - tensor.begin
     if not num_bytes:
         raise CheckpointError(f"{directory} holds safetensors files without a tensor; download the model again")
-    return num_bytes.most_common(1)[0][0]
+    return next((name for name, _ in num_bytes.most_common() if name in preferred), num_bytes.most_common(1)[0][0])
 
 
 def _shards(index: Path) -> tuple[Path, ...]:

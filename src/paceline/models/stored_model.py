@@ -10,25 +10,42 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig
+from paceline.models.containers.module import Container, Stored
+from paceline.models.containers.table import container_of, unpack
+from paceline.models.families import FAMILIES
 from paceline.models.safetensors_file import StoredTensor, checkpoint_files, map_file, read_header
+from paceline.models.wrappers import text_values
+from paceline.small_files import read_json
 
 _NESTINGS = (
     "model.language_model.",
     "language_model.model.",
+    "model.text_model.",
     "backbone.",
-)  # of a model beside an image encoder, new and old; of Nemotron-H
-_IMAGE_PARTS = ("vision_tower.", "visual.", "multi_modal_projector.", "audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder.")
+)  # of a model beside an image encoder, new and old, and of Idefics; of Nemotron-H
+_IMAGE_PARTS = (
+    "vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline", "audio_tower.", "embed_vision.",
+    "embed_audio.", "vision_embedder.",
+)  # fmt: skip
 _DRAFTING_PARTS = ("mtp.", "model.mtp.", "model.mtp_layers.", "medusa_head.")  # heads that some checkpoints hold beside their model
 
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """What a checkpoint directory holds: the model's tensors by plain names, its mapped files; the rest as in `Weights`."""
+    """What a checkpoint directory holds.
 
-    tensors: dict[str, StoredTensor]
+    Attributes:
+        tensors: of the model, by plain names.
+        files: mapped.
+        own_head, has_encoders: as in `Weights`.
+        container: how matrices are packed; None = they are not.
+    """
+
+    tensors: dict[str, Stored]
     files: dict[Path, NDArray[np.uint8]]
     own_head: str | None
     has_encoders: bool
+    container: Container | None = None
 
 
 def open_stored(directory: Path, config: ModelConfig) -> StoredModel:
@@ -49,16 +66,17 @@ def open_stored(directory: Path, config: ModelConfig) -> StoredModel:
     own, heads = _without_heads(texts, config)
     own_head = None if not heads else "medusa" if heads[0].startswith("medusa_head.") else "mtp"
     files = {path: map_file(path) for path in {tensor.path for tensor in own.values()}}
-    return StoredModel(own, files, own_head, has_encoders=len(texts) < len(stored))
+    path = directory / "config.json"
+    container = container_of(text_values(read_json(path) or {}), path, FAMILIES[config.family])
+    tensors: dict[str, Stored] = dict(own) if container is None else unpack(own, files, container)
+    return StoredModel(tensors, files, own_head, len(texts) < len(stored), container)
 
 
 def _language_model(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The tensors of the language model under its plain names, where the files hold an image encoder's beside them."""
     nesting = next((nesting for nesting in _NESTINGS if any(name.startswith(nesting) for name in stored)), None)
-    if nesting is None:
-        return dict(stored)
     plain = {name: tensor for name, tensor in stored.items() if not name.removeprefix("model.").startswith(_IMAGE_PARTS)}
-    return {_plain_name(name, nesting): tensor for name, tensor in plain.items()}
+    return plain if nesting is None else {_plain_name(name, nesting): tensor for name, tensor in plain.items()}
 
 
 def _without_heads(stored: Mapping[str, StoredTensor], config: ModelConfig) -> tuple[dict[str, StoredTensor], list[str]]:

@@ -1,10 +1,10 @@
 """A checkpoint's weights under our names, memory-mapped: nothing is read until it is used."""
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, WeightType
+from paceline.models.containers.module import Stored
 from paceline.models.expert_stacks import split_experts
 from paceline.models.families import FAMILIES
+from paceline.models.fused_projections import unfused
 from paceline.models.grouped import GroupedMatrix
-from paceline.models.layers import DenseMLP
+from paceline.models.packed import PackedMatrix
 from paceline.models.safetensors_file import StoredTensor, view_tensor
-from paceline.models.stored_model import open_stored
+from paceline.models.stored_model import StoredModel, open_stored
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 
 _STORED_TYPES: Mapping[str, tuple[WeightType, "np.dtype[Any]"]] = {
@@ -83,10 +85,16 @@ class Weights(Mapping[str, AnyTensor]):
     Attributes:
         own_head: "medusa" or "mtp" where the files hold such a drafting head beside the model.
         has_encoders: they also hold what reads images or sounds, which is left out.
+        container: how quantised matrices lie in the files; None = there are none.
+        notices: what users should know of how the weights are read.
+        packed: quantised matrices by our names, which `packed_weights.py` makes tensors of.
     """
 
     own_head: str | None = None
     has_encoders: bool = False
+    container: str | None = None
+    notices: tuple[str, ...] = ()
+    packed: Mapping[str, PackedMatrix] = MappingProxyType({})
 
     def __init__(self, tensors: Mapping[str, AnyTensor]) -> None:
         self._tensors = dict(tensors)
@@ -100,14 +108,20 @@ class Weights(Mapping[str, AnyTensor]):
         """
         stored = open_stored(directory, config)
         weights = cls.of_stored(directory, stored.tensors, stored.files, config)
-        weights.own_head, weights.has_encoders = stored.own_head, stored.has_encoders
+        weights.describe(stored)
         return weights
+
+    def describe(self, stored: StoredModel) -> None:
+        """Take over what is known of the files."""
+        self.own_head, self.has_encoders = stored.own_head, stored.has_encoders
+        if stored.container is not None:
+            self.container, self.notices = stored.container.name, stored.container.notices
 
     @classmethod
     def of_stored(
         cls,
         directory: Path,
-        stored: Mapping[str, StoredTensor],
+        stored: Mapping[str, Stored],
         files: Mapping[Path, NDArray[np.uint8]],
         config: ModelConfig,
         elsewhere: Container[str] = (),
@@ -124,7 +138,7 @@ class Weights(Mapping[str, AnyTensor]):
         shapes = {name: shape for name, shape in tensor_shapes(config).items() if name not in elsewhere}
         wanted = {name: in_file for name, in_file in checkpoint_names(config).items() if name in shapes}
         if FAMILIES[config.family].fuses_projections:
-            stored = _unfused(stored, config)
+            stored = unfused(stored, config)
         stored = split_experts(stored, config)
         if config.tied_embeddings and wanted["embedding.weight"] not in stored and "lm_head.weight" in stored:
             wanted["embedding.weight"] = "lm_head.weight"  # either name may be the one that was kept
@@ -132,20 +146,27 @@ class Weights(Mapping[str, AnyTensor]):
         if missing:
             raise CheckpointError(f"{directory} lacks {_listed(missing)} that its config.json calls for; is config.json another model's?")
         known = set(wanted.values())
-        unknown = [name for name in stored if name not in known and not _is_ignorable(name, config)]
+        others = {name: one for name, one in stored.items() if name not in known and not _is_ignorable(name, config)}
+        unknown = [name for name, one in others.items() if not _is_zero_bias(name, one, files)]
         if unknown:
             raise CheckpointError(
                 f"{directory} holds {_listed(unknown)} that a {config.family} model with this config.json does not have; "
                 "running without them would give other tokens"
             )
-        tensors = {name: open_tensor(in_file, stored[in_file], shapes[name], files) for name, in_file in wanted.items()}
+        found = {name: (in_file, stored[in_file]) for name, in_file in wanted.items()}
+        packed = {name: check_shape(in_file, one, shapes[name]) for name, (in_file, one) in found.items() if isinstance(one, PackedMatrix)}
+        tensors = {
+            name: open_tensor(in_file, one, shapes[name], files) for name, (in_file, one) in found.items() if isinstance(one, StoredTensor)
+        }
         if config.tied_embeddings and "lm_head.weight" in stored:
-            _check_tied(tensors["embedding.weight"], stored["lm_head.weight"], files)
+            _check_tied(tensors.get("embedding.weight", packed.get("embedding.weight")), stored["lm_head.weight"], files)
         if config.norm_offset:
             tensors |= {name: _plus_one(tensor) for name, tensor in tensors.items() if _is_offset(name)}
         if FAMILIES[config.family].interleaves_rotation:
-            tensors |= _in_halves(tensors, config)
-        return cls(tensors)
+            _put_in_halves(tensors, packed, config)
+        weights = cls(tensors)
+        weights.packed = packed
+        return weights
 
     def __getitem__(self, name: str) -> AnyTensor:
         return self._tensors[name]
@@ -234,42 +255,17 @@ def as_float32(tensor: AnyTensor, rows: NDArray[np.int32] | None = None) -> NDAr
     return np.asarray(stored, np.float32)
 
 
+def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """bf16 bits of float32 values, rounded to nearest even."""
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + (np.uint32(0x7FFF) + ((bits >> _BF16_SHIFT) & np.uint32(1)))) >> _BF16_SHIFT).astype(np.uint16)
+
+
 def first_rows(tensor: AnyTensor, count: int) -> AnyTensor:
     """The matrix of the first `count` rows: a view."""
     if isinstance(tensor, GroupedTensor):
         return replace(tensor, matrix=tensor.matrix.first_rows(count))
     return Tensor(tensor.array[:count], tensor.weight_type, (count, *tensor.shape[1:]))
-
-
-def _unfused(stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
-    """The projections of stacked matrices as row ranges of them: the same bytes of the file."""
-    tensors = dict(stored)
-    for index, layer in enumerate(config.layers):
-        query_size, kv_size = layer.attention.query_size, layer.attention.kv_size
-        stacks = {"self_attn.qkv_proj": {"self_attn.q_proj": query_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}}
-        if isinstance(layer.mlp, DenseMLP):
-            stacks["mlp.gate_up_proj"] = dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), layer.mlp.intermediate_size)
-        for stack, sizes in stacks.items():
-            name = f"model.layers.{index}.{stack}.weight"
-            if name in tensors:
-                parts = _row_ranges(name, tensors.pop(name), list(sizes.values()))
-                tensors |= {name.replace(stack, part): tensor for part, tensor in zip(sizes, parts, strict=True)}
-    return tensors
-
-
-def _row_ranges(name: str, tensor: StoredTensor, sizes: Sequence[int]) -> list[StoredTensor]:
-    """A matrix cut into matrices of so many rows."""
-    if len(tensor.shape) != 2 or tensor.shape[0] != sum(sizes):
-        raise CheckpointError(
-            f"{tensor.path}: tensor {name!r} has shape {list(tensor.shape)}, but config.json makes it {sum(sizes)} rows; "
-            "one of the two files is another model's"
-        )
-    row_bytes = (tensor.end - tensor.begin) // tensor.shape[0]
-    ends = [tensor.begin + rows * row_bytes for rows in accumulate(sizes)]
-    return [
-        StoredTensor(tensor.path, tensor.dtype, (rows, tensor.shape[1]), end - rows * row_bytes, end)
-        for rows, end in zip(sizes, ends, strict=True)
-    ]
 
 
 def _is_offset(name: str) -> bool:
@@ -290,17 +286,33 @@ def order_of_halves(num_rows: int, head_size: int, rotary_size: int) -> NDArray[
     return np.concatenate((halves, passed), axis=1).reshape(num_rows)
 
 
-def _in_halves(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Queries and keys in the order that the network rotates: copies."""
-    found = {}
+def _put_in_halves(tensors: dict[str, Tensor], packed: dict[str, PackedMatrix], config: ModelConfig) -> None:
+    """Put queries and keys in the order that the network rotates: copies."""
     for index, attention in config.attentions.items():
         head_size = attention.head_size
         for name in (f"layers.{index}.{part}.{kind}" for part in ("q_proj", "k_proj") for kind in ("weight", "bias")):
-            if name in tensors:
-                array = tensors[name].array
-                order = order_of_halves(len(array), head_size, attention.rope.rotary_size(head_size))
-                found[name] = replace(tensors[name], array=array[order])
-    return found
+            found = tensors.get(name, packed.get(name))
+            if found is None:
+                continue
+            order = order_of_halves(found.shape[0], head_size, attention.rope.rotary_size(head_size))
+            if isinstance(found, PackedMatrix):
+                packed[name] = found.rows(order)
+            else:
+                tensors[name] = replace(found, array=found.array[order])
+
+
+def check_shape(name: str, stored: PackedMatrix, shape: tuple[int, ...]) -> PackedMatrix:
+    """The matrix, if it has this shape.
+
+    Raises:
+        CheckpointError: it has another.
+    """
+    if stored.shape != shape:
+        raise CheckpointError(
+            f"{stored.where}: {name} holds a matrix of shape {list(stored.shape)}, but config.json makes it {list(shape)}; "
+            "one of the two files is another model's"
+        )
+    return stored
 
 
 def open_tensor(name: str, stored: StoredTensor, shape: tuple[int, ...], files: Mapping[Path, NDArray[np.uint8]]) -> Tensor:
@@ -336,12 +348,25 @@ def shares_keys(config: ModelConfig, layer: int) -> bool:
     return layer in config.attentions and config.attentions[layer].kv_layer is not None
 
 
-def _check_tied(embedding: Tensor, stored: StoredTensor, files: Mapping[Path, NDArray[np.uint8]]) -> None:
-    lm_head = open_tensor("lm_head.weight", stored, embedding.shape, files)
-    if lm_head.weight_type is not embedding.weight_type or not np.array_equal(lm_head.array, embedding.array):
+def _is_zero_bias(name: str, stored: Stored, files: Mapping[Path, NDArray[np.uint8]]) -> bool:
+    """Whether it adds nothing, as the biases that AutoGPTQ gives every matrix."""
+    return isinstance(stored, StoredTensor) and name.endswith(".bias") and not files[stored.path][stored.begin : stored.end].any()
+
+
+def _check_tied(embedding: Tensor | PackedMatrix | None, stored: Stored, files: Mapping[Path, NDArray[np.uint8]]) -> None:
+    if isinstance(stored, PackedMatrix):
+        arrays = embedding.arrays if isinstance(embedding, PackedMatrix) else ()
+        is_same = len(arrays) == len(stored.arrays) and all(map(np.array_equal, arrays, stored.arrays))
+        where = stored.where
+    else:
+        where = f"{stored.path}: lm_head.weight"
+        is_same = isinstance(embedding, Tensor)
+        if isinstance(embedding, Tensor):
+            lm_head = open_tensor("lm_head.weight", stored, embedding.shape, files)
+            is_same = lm_head.weight_type is embedding.weight_type and np.array_equal(lm_head.array, embedding.array)
+    if not is_same:
         raise CheckpointError(
-            f"{stored.path}: lm_head.weight differs from the embedding although tie_word_embeddings is true; "
-            "set tie_word_embeddings to false in config.json"
+            f"{where} differs from the embedding although tie_word_embeddings is true; set tie_word_embeddings to false in config.json"
         )
 
 

@@ -87,7 +87,7 @@ def read_checkpoint(path: Path, max_context: int | None = None) -> CheckpointFac
     """
     config = read_model_config(path).for_context(max_context)
     weights = open_weights(path, config)
-    weight_type = _main_type(path) if is_gguf(path) else config.weight_type.value
+    weight_type = _main_type(path) if is_gguf(path) else weights.container or config.weight_type.value
     return CheckpointFacts(
         path,
         config,

@@ -121,7 +121,7 @@ def diagnose(question: DoctorQuestion) -> Diagnosis:
         found.problems.append(str(error))
         return found
     for name in question.drafters:
-        found.drafters.append(_examine_drafter(name, found.target, question, options, found.problems))
+        found.drafters.append(examine_drafter(name, found.target, question, options, found.problems))
     for name in dict.fromkeys(name for name in question.drafters if question.drafters.count(name) > 1):
         found.problems.append(f"drafter {name!r} was given more than once: name each drafter once")
     if found.works:
@@ -141,9 +141,15 @@ def diagnose(question: DoctorQuestion) -> Diagnosis:
     return found
 
 
-def _examine_drafter(
+def examine_drafter(
     name: str, target: CheckpointFacts, question: DoctorQuestion, options: HeadOptions, problems: list[str]
 ) -> DrafterDiagnosis:
+    """What there is to say of one drafter for a target.
+
+    Args:
+        name: as `paceline run` takes it.
+        problems: gets a line where it cannot work.
+    """
     try:
         prepared = prepare_one(name, target.path, offline=True)
         if prepared is None or prepared.path is None:
@@ -164,8 +170,9 @@ def _examine_drafter(
 def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) -> None:
     """Memory and numerics, from the facts."""
     device = "cuda" if question.device == "cuda" else "cpu"
+    found.notes += target.weights.notices if question.quant is None else ()
     main = estimate_memory(target, question.quant, device, found.notes)
-    drafts = [own for one in found.drafters if (own := _draft_memory(one, question, device, found.notes)) is not None]
+    drafts = [own for one in found.drafters if (own := draft_memory(one, question, device, found.notes)) is not None]
     context = min(question.max_context or target.config.max_positions, target.config.max_positions)
     available = available_memory_bytes() if question.memory_bytes is None else question.memory_bytes
     found.memory = memory = MemoryEstimate(main, _together(drafts), context, available)
@@ -183,7 +190,8 @@ def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) 
     found.numerics, found.numerics_reason = expected_numerics(main)
 
 
-def _draft_memory(drafter: DrafterDiagnosis, question: DoctorQuestion, device: str, notes: list[str]) -> ModelMemory | None:
+def draft_memory(drafter: DrafterDiagnosis, question: DoctorQuestion, device: str, notes: list[str]) -> ModelMemory | None:
+    """The memory of a drafter's own network; None where it has none."""
     if drafter.head is not None:
         return drafter.head.memory(question.draft_quant)
     return None if drafter.facts is None else estimate_memory(drafter.facts, question.draft_quant, device, notes, is_draft=True)

@@ -269,12 +269,15 @@ def assemble(plans: Sequence[RowPlan], node_token_ids: Sequence[Sequence[int]], 
     ranges: list[RowRange] = []
     logits_rows: list[int] = []
     for plan, tokens, wanted in zip(plans, node_token_ids, logits_nodes, strict=True):
-        base = len(token_ids)
-        token_ids.extend(tokens[node] for node in plan.row_nodes)
+        base, is_straight = len(token_ids), isinstance(plan.row_nodes, range)  # then row i is node i
+        token_ids.extend(tokens if is_straight else (tokens[node] for node in plan.row_nodes))
         positions.extend(plan.row_positions)
         for path in plan.paths:
             table, start = np.asarray(path.block_table, np.int32), base + path.first_row
             ranges.append(RowRange(start, path.num_rows, plan.committed_len, table, path.mask, 0, plan.sequence_id, path.first_row))
-        logits_rows.extend(base + plan.row_of_node[node] for node in wanted)
+        if is_straight and isinstance(wanted, range):
+            logits_rows.extend(range(base + wanted.start, base + wanted.stop, wanted.step))
+        else:
+            logits_rows.extend(base + plan.row_of_node[node] for node in wanted)
     batch = ForwardBatch(np.asarray(positions, np.int32), tuple(ranges))
     return Pass({TOKEN_IDS: np.asarray(token_ids, np.int32)}, batch, Wanted(np.asarray(logits_rows, np.int32)))

@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.config import QuantOptions
-from paceline.errors import BackendUnavailableError, memory_errors
+from paceline.errors import BackendUnavailableError, CapacityError, memory_errors
 from paceline.models.checkpoint import open_weights, read_model_config, weight_files
 from paceline.models.config import ModelConfig, WeightType
+from paceline.models.packed_weights import floats_bytes
 from paceline.models.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
 from paceline.runtimes.backend import choose_backend, choose_device
@@ -35,6 +36,7 @@ class RuntimeOptions:
         quant: how to quantise the matrices; None = they stay as they are stored.
         quant_directory: where quantised matrices are kept for the next time; None = nowhere.
         regroup: quantise the matrices of a GGUF file again, to larger groups that run faster; their values change.
+        memory_bytes: that can be had: what must become floats in it and does not fit is refused. None = no limit.
     """
 
     numerics: Numerics = Numerics.EXACT
@@ -48,6 +50,7 @@ class RuntimeOptions:
     quant: QuantOptions | None = None
     quant_directory: Path | None = None
     regroup: bool = False
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,9 @@ def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
     stored = read_model_config(path)
     config = stored.for_context(options.max_context)
     weights = open_weights(path, config, regroup=options.regroup, num_threads=options.num_threads)
-    own_head, notices = weights.own_head, list[str]()
+    own_head, notices = weights.own_head, list(weights.notices)
+    if options.quant is None:
+        _check_floats(weights, config, options.memory_bytes)
     if weights.has_encoders:
         notices.append("the checkpoint's image and audio encoders are left out: texts alone are read")
     if config.max_positions < stored.max_positions and options.max_context is None:
@@ -91,6 +96,16 @@ def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
         )
     runtime = _build(config, weights, options, notices)
     return Loaded(runtime, tuple(notices), own_head)
+
+
+def _check_floats(weights: Weights, config: ModelConfig, memory_bytes: int | None) -> None:
+    """Refuse matrices of a quantised checkpoint that become floats, if these do not fit: the system would end the process."""
+    size = floats_bytes(weights.packed.values(), config.weight_type)
+    if memory_bytes is not None and size > memory_bytes:
+        raise CapacityError(
+            f"matrices packed as {weights.container} take {size / 1e9:.3g} GB as {config.weight_type.value}, {memory_bytes / 1e9:.3g} GB "
+            "are free: use quant='int8' or 'int4', or a GGUF file of the model"
+        )
 
 
 def _build(config: ModelConfig, weights: Weights, options: RuntimeOptions, notices: list[str]) -> Network:

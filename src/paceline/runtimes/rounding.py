@@ -4,13 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.weights import AnyTensor, GroupedTensor, Weights, as_float32
-
-
-def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """bf16 bits of float32 values, rounded to nearest even."""
-    bits = values.astype(np.float32).view(np.uint32)
-    return ((bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)).astype(np.uint16)
+from paceline.models.weights import AnyTensor, GroupedTensor, Weights, as_float32, to_bf16
 
 
 def rounded(values: NDArray[np.float32], to: WeightType) -> NDArray[np.float32]:

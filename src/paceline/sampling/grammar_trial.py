@@ -23,6 +23,8 @@ _TURNS = 12  # how many grammars' times one waits for its turn
 _MAX_KNOWN = 1024
 BUSY = "grammar_busy"
 """Code of the error that others' grammars are the reason of."""
+COSTLY = "grammar_too_costly"
+"""Code of the error about a grammar that takes too much time or memory."""
 
 
 class GrammarTrial:
@@ -36,6 +38,8 @@ class GrammarTrial:
         self._timeout_s = timeout_s
         self._lock = Lock()
         self._known: OrderedDict[bytes, None] = OrderedDict()  # those that passed, by their hashes
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
 
     def check(self, text: str) -> None:
         """That a grammar compiles in time, or fails in time.
@@ -44,7 +48,7 @@ class GrammarTrial:
             text: in llguidance's form.
 
         Raises:
-            RequestError: it takes longer or more memory than it may, or others before it took too long.
+            RequestError: it takes longer or more memory than it may, others before it took too long, or nothing is tried any more.
             BackendUnavailableError: no process can be started.
         """
         if not self._lock.acquire(timeout=_TURNS * self._timeout_s):
@@ -59,21 +63,34 @@ class GrammarTrial:
         finally:
             self._lock.release()
 
+    def close(self) -> None:
+        """Try nothing more: what is under way ends now, and so does everybody's waiting for a turn."""
+        self._is_closed = True
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def _compile(self, text: str) -> None:
         found = importlib.util.find_spec("llguidance")
         library = "" if found is None or found.origin is None else str(Path(found.origin).parents[1])
         command = [sys.executable, "-I", "-S", "-c", _START, str(_PROGRAM), str(MEMORY_BYTES), library]
         try:
-            done = subprocess.run(
-                command, input=text.encode(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=self._timeout_s, check=False
-            )
-        except subprocess.TimeoutExpired:
-            raise _refused(f"it takes longer than {self._timeout_s:g} s to compile: send a simpler one") from None
+            self._process = process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         except OSError as error:
             raise BackendUnavailableError(f"grammars are tried in a process of their own, which cannot be started ({error})") from error
-        if done.returncode != 0:
+        with process:
+            try:
+                if not self._is_closed:
+                    process.communicate(text.encode(), timeout=self._timeout_s)
+            except subprocess.TimeoutExpired:
+                raise _refused(f"it takes longer than {self._timeout_s:g} s to compile: send a simpler one") from None
+            finally:
+                process.kill()
+        if self._is_closed:
+            raise RequestError("grammar: nothing is compiled any more, the engine ends", parameter="grammar", code=BUSY)
+        if process.returncode != 0:
             raise _refused(f"it takes more than {MEMORY_BYTES >> 20} MB to compile: send a simpler one")
 
 
 def _refused(reason: str) -> RequestError:
-    return RequestError(f"grammar: {reason}", parameter="grammar")
+    return RequestError(f"grammar: {reason}", parameter="grammar", code=COSTLY)

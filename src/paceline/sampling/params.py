@@ -86,19 +86,14 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._set(max_tokens=_integer("max_tokens", self.max_tokens, 1, MAX_INT))
         self._set(min_tokens=_integer("min_tokens", self.min_tokens, 0, self.max_tokens))
-        temperature = _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        limits = f"0 (greedy decoding) or in [{MIN_TEMPERATURE:g}, {MAX_TEMPERATURE:g}]"
+        temperature = _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE, limits)
         if 0.0 < temperature < MIN_TEMPERATURE:
-            _refuse("temperature", temperature, f"is positive but below {MIN_TEMPERATURE}; use 0 for greedy decoding")
-        top_p = _number("top_p", self.top_p, 0.0, 1.0)
-        if top_p == 0.0:
-            _refuse("top_p", top_p, "would keep no token; it must be in (0, 1], and temperature=0 is greedy decoding")
-        repetition_penalty = _number("repetition_penalty", self.repetition_penalty, 0.0, MAX_ADDEND)
-        if repetition_penalty < 1.0 / MAX_ADDEND:
-            _refuse("repetition_penalty", repetition_penalty, f"must be at least {1.0 / MAX_ADDEND}; 1 switches it off")
+            _refuse("temperature", temperature, f"is out of range; it must be {limits}")
         self._set(
             temperature=temperature,
-            top_p=top_p,
-            repetition_penalty=repetition_penalty,
+            top_p=_number("top_p", self.top_p, math.ulp(0.0), 1.0, "in (0, 1]; temperature=0 is greedy decoding"),
+            repetition_penalty=_number("repetition_penalty", self.repetition_penalty, 1.0 / MAX_ADDEND, MAX_ADDEND),
             top_k=max(0, _integer("top_k", self.top_k, -1, MAX_INT)),
             min_p=_number("min_p", self.min_p, 0.0, 1.0),
             frequency_penalty=_number("frequency_penalty", self.frequency_penalty, -MAX_ADDEND, MAX_ADDEND),
@@ -180,7 +175,7 @@ def _integer(name: str, value: object, low: int, high: int) -> int:
     return int(value)
 
 
-def _number(name: str, value: object, low: float, high: float) -> float:
+def _number(name: str, value: object, low: float, high: float, limits: str | None = None) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise RequestError(f"{name}: {value!r} is not a number", parameter=name)
     try:
@@ -188,23 +183,27 @@ def _number(name: str, value: object, low: float, high: float) -> float:
     except OverflowError:  # an integer beyond every float
         number = math.inf
     if not low <= number <= high:  # also refuses NaN
-        _refuse(name, value, f"is out of range; it must be in [{low:g}, {high:g}]")
+        _refuse(name, value, f"is out of range; it must be {limits or f'in [{low:.16g}, {high:.16g}]'}")
     return number
 
 
 def _ids(name: str, value: object) -> tuple[int, ...]:
     if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
         raise RequestError(f"{name}: {value!r} is not a list of token ids", parameter=name)
-    return tuple(_integer(name, item, 0, MAX_INT) for item in value)
+    return tuple(_token_id(name, item) for item in value)
+
+
+def _token_id(name: str, value: object) -> int:
+    """Whether the model has it is seen later, where the model is known."""
+    if not isinstance(value, bool) and isinstance(value, Integral) and not 0 <= int(value) <= MAX_INT:
+        _refuse(name, value, "is no token id of any model")
+    return _integer(name, value, 0, MAX_INT)
 
 
 def _bias(value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise RequestError(f"logit_bias: {value!r} is not a mapping of token id to bias", parameter="logit_bias")
-    return {
-        _integer("logit_bias", token_id, 0, MAX_INT): _number("logit_bias", bias, -MAX_ADDEND, MAX_ADDEND)
-        for token_id, bias in value.items()
-    }
+    return {_token_id("logit_bias", token_id): _number("logit_bias", bias, -MAX_ADDEND, MAX_ADDEND) for token_id, bias in value.items()}
 
 
 def _stop_texts(value: object) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from paceline.sampling.history import TokenCounts
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.restrict import Nucleus, restrict_lazily
 from paceline.sampling.sequence_bans import BadWords, RepeatedNgrams
+from paceline.sampling.walker import Walker
 
 ScoreArray = NDArray[np.float32]
 ProbArray = NDArray[np.float64]
@@ -97,6 +98,7 @@ class LogitsProcessor:
         eos_token_ids: banned, like `params.stop_token_ids`, while the output is shorter than `params.min_tokens`.
         constraint: what `params.grammar` allows.
         bad_word_ids: `sequence_bans.bad_word_ids` of `params.bad_words`; may be left out where these hold no texts.
+        walker: draws from rows that are not edited, for `params`; None = `process` and `draw` do.
 
     Raises:
         RequestError: an id of the parameters or the prompt is not in the vocabulary; bad words are texts and `bad_word_ids` is missing;
@@ -112,8 +114,10 @@ class LogitsProcessor:
         *,
         constraint: GrammarState | None = None,
         bad_word_ids: Sequence[Sequence[int]] = (),
+        walker: Walker | None = None,
     ) -> None:
         params.check_vocabulary(vocab_size)
+        self._walker = walker
         self.num_output_tokens = 0
         self.constraint = constraint
         self._params = params
@@ -148,9 +152,21 @@ class LogitsProcessor:
         for listen in self._listeners:
             listen(token_id)
 
+    def commit_all(self, token_ids: Sequence[int]) -> None:
+        """`commit` of several, in order."""
+        self.num_output_tokens += len(token_ids)
+        for listen in self._listeners:
+            for token_id in token_ids:
+                listen(token_id)
+
     def is_complete(self, path: Sequence[int] = ()) -> bool:
         """Whether the grammar lets nothing follow the committed output and `path`."""
         return self.constraint is not None and self.constraint.is_finished(path)
+
+    @property
+    def walker(self) -> Walker | None:
+        """What draws from the rows behind the committed output in the place of `process` and `draw`; None where these are edited."""
+        return None if self._edits_every_row or self.num_output_tokens < self._min_tokens else self._walker
 
     @property
     def only_scales(self) -> bool:

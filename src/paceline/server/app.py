@@ -3,21 +3,17 @@
 import os
 from pathlib import Path
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from fastapi import FastAPI
 
 from paceline import __version__
 from paceline.engine.async_engine import AsyncEngine
 from paceline.sampling.grammar_trial import GrammarTrial
 from paceline.server.anthropic.routes import message_routes
-from paceline.server.dialects import dialect_of
+from paceline.server.dialects import tell_errors
 from paceline.server.dialogue.dialogue import Dialogue
 from paceline.server.door import Door
 from paceline.server.gate import Gate
 from paceline.server.generation import Generation
-from paceline.server.http_errors import HttpError, http_error_of
 from paceline.server.markup.formats import Formats
 from paceline.server.metrics import Metrics
 from paceline.server.ollama.models import ollama_model_routes
@@ -60,8 +56,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
     for routes in _ROUTES:
         app.include_router(routes(service))
     app.include_router(page_routes())
-    for kind in (RequestValidationError, HTTPException, HttpError):
-        app.add_exception_handler(kind, _answer)
+    tell_errors(app)
     app.add_middleware(Door, settings=settings, count_answer=metrics.count_answer)
     return app
 
@@ -69,7 +64,3 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
 def served_name(model: str) -> str:
     """What a model is called in requests: a path loses its folders, which are nobody else's business."""
     return Path(os.path.abspath(model)).name if Path(model).exists() else model
-
-
-async def _answer(request: Request, error: Exception) -> Response:
-    return dialect_of(request.url.path).response(http_error_of(error))

@@ -4,11 +4,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.responses import JSONResponse
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from paceline.server.anthropic.errors import anthropic_error
 from paceline.server.framing import data_event, line, named_event
-from paceline.server.http_errors import HttpError
+from paceline.server.http_errors import HttpError, http_error_of
 from paceline.server.ollama.errors import ollama_error
 from paceline.server.openai.errors import openai_error
 
@@ -43,6 +47,16 @@ BY_PATH = {
     "/v1/messages": Dialect(anthropic_error, named_event),
     "/api": Dialect(ollama_error, line, "application/x-ndjson", names_type=False),
 }
+
+
+def tell_errors(app: FastAPI) -> None:
+    """Have an application answer its errors in the dialect of the path."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        return dialect_of(request.url.path).response(http_error_of(error))
+
+    for kind in (RequestValidationError, HTTPException, HttpError):
+        app.add_exception_handler(kind, answer)
 
 
 def dialect_of(path: str) -> Dialect:

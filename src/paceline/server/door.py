@@ -5,11 +5,13 @@ import hashlib
 import hmac
 import json
 import logging
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from typing import Any
+from urllib.parse import unquote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,6 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline.server.client_watch import within
 from paceline.server.dialects import dialect_of
 from paceline.server.http_errors import ClientGoneError, HttpError, http_error_of
+from paceline.server.in_process import REQUEST_ID
+from paceline.server.limits import head_too_large
 from paceline.server.page.routes import PAGE_PATHS
 from paceline.server.settings import LOOPBACK_NAMES, MAX_HEAD_BYTES, MAX_HEADERS, ServerSettings
 
@@ -26,6 +30,8 @@ CountAnswer = Callable[[str | None, int | None], None]
 WITHOUT_KEY = ("/health", "/ready", *PAGE_PATHS)
 _METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 _OF_BROWSERS = ("origin", "sec-fetch-site")  # every browser sends one of them with a POST
+_HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(?::[0-9]{0,5})?")
+_ADDRESS = re.compile(rb"https?://(?P<host>[^/]*)(?P<path>/.*)?", re.IGNORECASE | re.DOTALL)
 _SECURITY_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
@@ -85,8 +91,10 @@ class _Visit:
     def __init__(self, app: ASGIApp, settings: ServerSettings, keys: Keys, scope: Scope, send: Send) -> None:
         self._app, self._settings, self._keys = app, settings, keys
         self._scope, self._send = scope, send
-        self._id = f"req-{secrets.token_hex(8)}"
+        self._id = scope.get(REQUEST_ID) or f"req-{secrets.token_hex(8)}"
+        scope[REQUEST_ID] = self._id
         self.status: int | None = None
+        self._target_host = _taken_host(scope)
         headers = Headers(scope=scope)
         self._is_body_due = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         self._started_s = time.perf_counter()
@@ -116,11 +124,11 @@ class _Visit:
         num_bytes = len(self._scope.get("raw_path") or b"") + len(self._scope["query_string"])
         num_bytes += sum(len(name) + len(value) for name, value in headers.raw)
         if num_bytes > MAX_HEAD_BYTES or len(headers.raw) > MAX_HEADERS:
-            text = f"the request has more than {MAX_HEAD_BYTES} bytes of headers and path, or more than {MAX_HEADERS} headers: send fewer"
-            raise HttpError(431, text, code="head_too_large", headers={"Connection": "close"})
+            raise head_too_large()
         if "content-length" in headers and "transfer-encoding" in headers:  # who is in front of us may believe the other one
             raise HttpError(400, "Content-Length and Transfer-Encoding say two lengths: send one of them", code="two_lengths")
-        if self._settings.is_loopback and not self._is_known_host(headers.get("host", "")):
+        hosts = [headers.get("host", "")] if self._target_host is None else [headers.get("host", ""), self._target_host]
+        if self._settings.is_loopback and not all(map(self._is_known_host, hosts)):
             raise HttpError(
                 403, "this server listens for this machine alone, and the Host header names another: ask 127.0.0.1", code="wrong_host"
             )
@@ -134,6 +142,9 @@ class _Visit:
             )
         if self._scope["method"] == "POST" and not self._is_json(headers):
             raise HttpError(415, "the body must be JSON: send it with Content-Type: application/json", code="unsupported_media_type")
+        if any(value.strip().lower() not in ("", "identity") for value in headers.getlist("content-encoding")):
+            text = "the body is encoded, as its Content-Encoding says: send JSON as it is, without that header"
+            raise HttpError(415, text, code="unsupported_encoding", headers={"Accept-Encoding": "identity"})
 
     def _is_json(self, headers: Headers) -> bool:
         """Whether a body is said to be JSON, or cannot come from a page elsewhere and is read as JSON in its dialect."""
@@ -146,11 +157,10 @@ class _Visit:
 
     def _is_known_host(self, host: str) -> bool:
         """Whether a Host header names this machine; a page elsewhere whose name was made to mean it does not."""
-        name = host.lower()
-        if name.startswith("["):
-            name = name[1:].partition("]")[0]
-        elif name.count(":") == 1:
-            name = name.partition(":")[0]
+        found = _HOST.fullmatch(host.lower())
+        if found is None:
+            return False
+        name = found["address"] or found["name"]
         return name in (*LOOPBACK_NAMES, self._settings.host.lower(), *map(str.lower, self._settings.allowed_hosts))
 
     async def _read_body(self, receive: Receive) -> Receive:
@@ -213,6 +223,16 @@ class _Visit:
             "seconds": round(time.perf_counter() - self._started_s, 4),
         }
         log.info("%s", json.dumps(fields))
+
+
+def _taken_host(scope: Scope) -> str | None:
+    """The host of a target that is a whole address, as proxies are asked; the scope keeps what stands behind it. None = it is a path."""
+    found = _ADDRESS.fullmatch(scope.get("raw_path") or b"")
+    if found is None:
+        return None
+    path = found["path"] or b"/"
+    scope["raw_path"], scope["path"] = path, unquote(path.decode("latin-1"))
+    return found["host"].decode("latin-1")
 
 
 async def _timed(receive: Receive, timeout_s: float) -> Any:

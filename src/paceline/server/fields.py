@@ -6,6 +6,26 @@ from typing import ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from paceline.server.http_errors import HttpError, invalid_field
+from paceline.server.wrong_fields import spelled
+
+_READ = (
+    "messages",
+    "prompt",
+    "input",
+    "system",
+    "instructions",
+    "tools",
+    "prediction",
+    "stop",
+    "stop_sequences",
+    "options",
+    "format",
+    "text",
+    "response_format",
+    "output_config",
+    "chat_template_kwargs",
+)
+"""Fields, of all dialects, whose texts the model or the grammar is made of."""
 
 
 class Fields(BaseModel):
@@ -17,7 +37,7 @@ class Fields(BaseModel):
     """Fields of the dialect that are not served, with the reason; "nothing" (null, false, an empty list) is let through."""
 
     def check_refused(self, within: str = "") -> None:
-        """That nothing is asked for that is not served.
+        """That nothing is asked for that is not served, and that what the model reads is text.
 
         Args:
             within: the place of this object in the request; empty = it is the request.
@@ -25,10 +45,46 @@ class Fields(BaseModel):
         Raises:
             HttpError: 400, by name.
         """
+        if not within:
+            self._check_texts()
         for field, reason in self.refused.items():
             if getattr(self, field) not in (None, False, [], {}):
                 name = f"{within}.{field}".removeprefix(".")
                 raise HttpError(400, f"{name} is not served: {reason}", parameter=name, code="unsupported_parameter")
+
+    def _check_texts(self) -> None:
+        """That what the model reads is text: JSON can spell half a character, which no text holds."""
+        for field in _READ:
+            if (place := _half_character(getattr(self, field, None))) is not None:
+                name = spelled(field, place)
+                text = f"{name} holds half of a surrogate pair, which is no character: send both halves, or leave it out"
+                raise HttpError(400, text, parameter=name, code="invalid_value")
+
+
+def _half_character(value: object) -> tuple[str | int, ...] | None:
+    """Where in a value the first half of a character stands; None = nowhere."""
+    left: list[tuple[tuple[str | int, ...], object]] = [((), value)]
+    while left:
+        place, one = left.pop()
+        if isinstance(one, str) and not _is_unicode(one):
+            return place
+        if isinstance(one, BaseModel):
+            one = one.__dict__
+        if isinstance(one, Mapping) and not all(map(_is_unicode, one)):
+            return place
+        inner = one.items() if isinstance(one, Mapping) else enumerate(one) if isinstance(one, list) else ()
+        left += [((*place, key), found) for key, found in inner if isinstance(found, str | list | Mapping | BaseModel)][::-1]
+    return None
+
+
+def _is_unicode(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 Read = TypeVar("Read", bound=Fields)

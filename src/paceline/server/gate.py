@@ -36,8 +36,11 @@ class Gate:
         return self._num_running + self._max_queue
 
     @contextmanager
-    def admitted(self, num_samples: int) -> Iterator[None]:
+    def admitted(self, num_samples: int, parameter: str = "n") -> Iterator[None]:
         """Samples that are in the server during this block.
+
+        Args:
+            parameter: of the request, that says how many.
 
         Raises:
             HttpError: 503 while it drains, 429 where the queue is full, 400 where they never fit.
@@ -53,7 +56,7 @@ class Gate:
         limit = self.limit
         if num_samples > limit:
             raise HttpError(
-                400, f"{num_samples} samples are asked for, and the server holds {limit} at a time: ask for fewer", parameter="n"
+                400, f"{num_samples} samples are asked for, and the server holds {limit} at a time: ask for fewer", parameter=parameter
             )
         if self.num_open + num_samples > limit:
             retry_s = min(MAX_RETRY_S, max(1, math.ceil(self._mean_s * num_samples / self._num_running)))

@@ -92,7 +92,7 @@ class Generation:
     async def _admitted(self, job: Job) -> AsyncIterator[tuple[float, list[list[int]]]]:
         """When a job began, and the ids of its prompts."""
         self.engine.check_open()
-        with self.gate.admitted(job.num_samples):
+        with self.gate.admitted(job.num_samples, "n" if job.params.n > 1 else "prompt"):
             started_s = time.perf_counter()
             yield started_s, await asyncio.to_thread(job.prompt_ids, self.engine.opened.maker)
             self.gate.record(time.perf_counter() - started_s)

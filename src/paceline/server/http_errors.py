@@ -10,11 +10,9 @@ from starlette.exceptions import HTTPException
 
 from paceline.errors import CapacityError, ConfigError, PacelineError, RequestError, printable
 from paceline.sampling.grammar_trial import BUSY
+from paceline.server.wrong_fields import wrong_field
 
 log = logging.getLogger("paceline.server")
-
-_UNION_TAGS = ("str", "int", "float", "bool")
-_MAX_PARAMETER = 200
 
 
 class HttpError(Exception):
@@ -72,6 +70,11 @@ def http_error_of(error: BaseException) -> HttpError:
     if isinstance(error, HTTPException) and error.status_code == 400:  # the one that FastAPI raises
         text = "the body cannot be read: send JSON in UTF-8, nested no deeper than a request needs, with numbers of 4,300 digits at most"
         return HttpError(400, text, code="invalid_value")
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        taken = (error.headers or {}).get("Allow", "another method")
+        return HttpError(
+            405, f"this path takes {taken}: docs/server.md lists what there is", code="method_not_allowed", headers=error.headers
+        )
     if isinstance(error, HTTPException):
         return HttpError(error.status_code, str(error.detail), headers=error.headers)
     if isinstance(error, RecursionError):
@@ -91,30 +94,6 @@ def log_fault(error: BaseException) -> None:
 
 
 def invalid_field(errors: Sequence[Any], within: str = "") -> HttpError:
-    """The first field that is wrong. The value is not repeated: it may be long, or secret.
-
-    Args:
-        errors: pydantic's.
-        within: the object of the request that they are about; empty = all of it.
-    """
-    first = errors[0]
-    kind, place = first["type"], [part for part in first["loc"] if part != "body"]
-    if kind == "json_invalid":
-        return HttpError(400, "the body is no JSON: send one JSON object", code="invalid_json")
-    name = _spelled(within, [part for part in place if not _is_union_tag(part)])
-    if kind == "extra_forbidden":
-        return HttpError(400, f"{name} is no parameter of this request: leave it out", parameter=name, code="unknown_parameter")
-    if kind == "missing":
-        what = f"{name} is missing" if name else "the body is empty"
-        return HttpError(400, f"{what}: send it", parameter=name, code="missing_required_parameter")
-    return HttpError(400, f"{name or 'the body'}: {first['msg']}", parameter=name, code="invalid_value")
-
-
-def _is_union_tag(part: object) -> bool:
-    """Names that pydantic gives to the branches of a union; no field of ours is called so."""
-    return isinstance(part, str) and (part in _UNION_TAGS or "[" in part or part[:1].isupper())
-
-
-def _spelled(within: str, place: Sequence[str | int]) -> str | None:
-    text = within + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
-    return printable(text.removeprefix("."))[:_MAX_PARAMETER] or None
+    """What `wrong_field` says of pydantic's errors, as an answer."""
+    found = wrong_field(errors, within)
+    return HttpError(400, found.text, parameter=found.name, code=found.code)

@@ -1,13 +1,15 @@
 """Asking an application in its own process: the same door, routes and answers as over a socket."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import ASGIApp, Message
 
+REQUEST_ID = "paceline.request_id"
+"""Where a scope holds the id that a request has already; no client can write there."""
 _HEADERS = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
 
 
@@ -33,8 +35,21 @@ class Answer:
 
 
 @asynccontextmanager
-async def asked(app: ASGIApp, method: str, path: str, body: bytes = b"") -> AsyncIterator[Answer]:
+async def asked(
+    app: ASGIApp,
+    method: str,
+    path: str,
+    body: bytes = b"",
+    *,
+    query: bytes = b"",
+    headers: Iterable[tuple[bytes, bytes]] = (),
+    request_id: str | None = None,
+) -> AsyncIterator[Answer]:
     """The answer to one request; left early, the request is given up as if its client had hung up.
+
+    Args:
+        headers: besides the host and the type of the body.
+        request_id: that the answer and the log have; None = a new one.
 
     Raises:
         RuntimeError: the application ended without an answer.
@@ -51,7 +66,8 @@ async def asked(app: ASGIApp, method: str, path: str, body: bytes = b"") -> Asyn
 
     async def run() -> None:
         try:
-            await app(_scope(method, path), receive, sent.put)
+            more = {"query_string": query, "headers": [*_HEADERS, *headers], REQUEST_ID: request_id}
+            await app({**_scope(method, path), **more}, receive, sent.put)
         finally:
             sent.put_nowait(None)
 
@@ -117,9 +133,7 @@ def _scope(method: str, path: str) -> dict[str, Any]:
         "scheme": "http",
         "path": path,
         "raw_path": path.encode(),
-        "query_string": b"",
         "root_path": "",
-        "headers": list(_HEADERS),
         "client": None,
         "server": None,
     }

@@ -4,7 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.server.http_errors import HttpError
-from paceline.server.settings import ServerSettings
+from paceline.server.settings import MAX_HEAD_BYTES, MAX_HEADERS, ServerSettings
+
+
+def head_too_large() -> HttpError:
+    """What a client is told whose request has more of headers and path than is kept."""
+    text = f"the request has more than {MAX_HEAD_BYTES} bytes of headers and path, or more than {MAX_HEADERS} headers: send fewer"
+    return HttpError(431, text, code="head_too_large", headers={"Connection": "close"})
 
 
 def check_count(name: str, count: int, limit: int) -> None:

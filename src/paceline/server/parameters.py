@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from paceline.engine.inputs import RequestOptions
 from paceline.sampling.grammar import Grammar
-from paceline.sampling.params import MAX_INT, SamplingParams
+from paceline.sampling.params import MAX_INT, MAX_SAMPLES, SamplingParams
 from paceline.server.fields import SamplingFields
 from paceline.server.http_errors import HttpError
 from paceline.server.settings import ServerSettings
@@ -48,14 +48,34 @@ def sampling_params(
     _check_limits(fields, settings, n, [stop] if isinstance(stop, str) else stop or [])
     given: dict[str, Any] = {name: value for name in _SAME_NAMES if (value := getattr(fields, name)) is not None}
     if fields.seed is not None:
-        if not -(2**63) <= fields.seed < 2**64:
-            raise HttpError(400, "seed is out of range: send a whole number of 64 bits", parameter="seed", code="invalid_value")
+        check_range("seed", fields.seed, -(2**63), 2**64 - 1)
         given["seed"] = fields.seed % 2**64
     if fields.logit_bias:
         given["logit_bias"] = _biases(fields.logit_bias)
     temperature = DEFAULT_TEMPERATURE if fields.temperature is None else fields.temperature
     limit = MAX_INT if max_tokens is None else max_tokens
     return SamplingParams(**given, **more, temperature=temperature, n=1 if n is None else n, stop=stop, max_tokens=limit)
+
+
+def check_range(name: str, value: int, low: int, high: int) -> None:
+    """That a number is within its limits.
+
+    Raises:
+        HttpError: it is not.
+    """
+    if not low <= value <= high:
+        _refuse(name, f"{name}: {value} is out of range; it must be in [{low}, {high}]")
+
+
+def check_prediction(prediction: str | None, *, is_read: bool) -> None:
+    """That a drafter reads a prediction, if there is one.
+
+    Raises:
+        HttpError: none does.
+    """
+    if prediction is not None and not is_read:
+        text = "prediction is not served: no drafter of this server reads it; leave it out, or serve with --drafter prediction"
+        raise HttpError(400, text, parameter="prediction", code="unsupported_parameter")
 
 
 def request_options(fields: SamplingFields, prediction: str | None = None) -> RequestOptions:
@@ -83,8 +103,8 @@ def schema_grammar(name: str, schema: object, settings: ServerSettings) -> Gramm
 
 
 def _check_limits(fields: SamplingFields, settings: ServerSettings, n: int | None, stops: Sequence[str]) -> None:
-    if n is not None and n > settings.max_n:
-        _refuse("n", f"n is {n}, and a request may have {settings.max_n} samples: ask for fewer")
+    if n is not None:
+        check_range("n", n, 1, min(settings.max_n, MAX_SAMPLES))
     if len(stops) > settings.max_stop:
         _refuse("stop", f"stop has {len(stops)} texts, and a request may have {settings.max_stop}: send fewer")
     longest = max(map(len, stops), default=0)

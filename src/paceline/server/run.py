@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import socket
-import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
@@ -16,12 +15,15 @@ from paceline.engine.async_engine import AsyncEngine
 from paceline.errors import ConfigError
 from paceline.server.app import create_app
 from paceline.server.connection import connection_class
+from paceline.server.end_watch import EndWatch
 from paceline.server.gate import Gate
+from paceline.server.log_lines import log_to_stderr
 from paceline.server.markup.formats import check_names
 from paceline.server.settings import MAX_HEAD_BYTES, ServerSettings
 
 Say = Callable[[str], None]
 _LAST_WORDS_S = 5  # for answers that are cut off to be sent
+_MORE_S = 10  # until a process that still has not ended is ended from outside its loop
 _MAX_THREADS, _MORE_THREADS = 256, 4  # more: for requests that no gate counts
 
 
@@ -37,8 +39,7 @@ def run(arguments: Mapping[str, Any], settings: ServerSettings, *, say: Say, qui
         PacelineError: the address cannot be listened on, or the model cannot be loaded.
     """
     check_names(settings.tools_format, settings.think_format)
-    with listening_socket(settings) as listening:
-        log_to_stderr(logging.WARNING if quiet else logging.INFO)
+    with listening_socket(settings) as listening, EndWatch() as watch:
         engine = AsyncEngine.open(**arguments)
         try:
             for notice in engine.opened.notices:
@@ -46,7 +47,7 @@ def run(arguments: Mapping[str, Any], settings: ServerSettings, *, say: Say, qui
             app = create_app(engine, settings)
             if not quiet:
                 say(engine.opened.banner)
-            serve_application(app, app.state.service, listening, say)
+            serve_application(app, app.state.service, listening, watch, quiet=quiet)
         finally:
             asyncio.run(engine.close())
 
@@ -71,10 +72,11 @@ class Served(Protocol):
     def gate(self) -> Gate: ...
 
 
-def serve_application(app: ASGIApp, service: Served, listening: socket.socket, say: Say) -> None:
-    """Answer with an application until a signal ends it."""
-    _warn(service.settings, say)
-    Server(app, service, listening, say).run(sockets=[listening])
+def serve_application(app: ASGIApp, service: Served, listening: socket.socket, watch: EndWatch, *, quiet: bool = False) -> None:
+    """Answer with an application until a signal ends it; what is said and logged meanwhile goes to stderr and waits for nobody."""
+    with log_to_stderr(logging.WARNING if quiet else logging.INFO) as lines:
+        _warn(service.settings, lines.say)
+        Server(app, service, listening, lines.say, watch).run(sockets=[listening])
 
 
 class Server(uvicorn.Server):
@@ -83,10 +85,11 @@ class Server(uvicorn.Server):
     Args:
         service: of the application.
         listening: a bound socket; it stays the caller's.
-        say: takes lines for the person who started it.
+        say: takes lines for the person who started it. It is called in the event loop and must not wait.
+        watch: ends the process where a signal does not; None = nobody does.
     """
 
-    def __init__(self, app: ASGIApp, service: Served, listening: socket.socket, say: Say) -> None:
+    def __init__(self, app: ASGIApp, service: Served, listening: socket.socket, say: Say, watch: EndWatch | None = None) -> None:
         config = uvicorn.Config(
             app,
             http=connection_class(service.settings),  # not whichever is installed: each has other limits
@@ -101,7 +104,7 @@ class Server(uvicorn.Server):
         )
         self._service = service
         super().__init__(config)
-        self._listening, self._say = listening, say
+        self._listening, self._say, self._watch = listening, say, watch
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task[None] | None = None
         self._is_told = False
@@ -116,7 +119,10 @@ class Server(uvicorn.Server):
         self._say(f"{self._service.model} answers at http://{name}:{port}/v1, and to people at http://{name}:{port}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._is_told or self._loop is None:
+        is_forced = self._is_told or self._loop is None
+        if self._watch is not None:
+            self._watch.expect_end(_MORE_S + (0.0 if is_forced else self._service.settings.drain_s + _LAST_WORDS_S))
+        if is_forced or self._loop is None:
             self.should_exit = self.force_exit = True
         else:
             self._is_told = True
@@ -131,7 +137,7 @@ class Server(uvicorn.Server):
             self._say(f"ending: {gate.num_open} samples get {drain_s:g} s to finish")
         if not await gate.drain(drain_s):
             self._say(f"{gate.num_open} samples were not finished in {drain_s:g} s and are given up")
-            await self._service.engine.close()
+        await self._service.engine.close()  # also where nothing is left: clients that are gone may have left work behind
         self.should_exit = True
 
 
@@ -151,16 +157,6 @@ def listening_socket(settings: ServerSettings) -> socket.socket:
         place = f"host {settings.host} port {settings.port}"
         raise ConfigError(f"{place} cannot be listened on ({error.strerror}): choose another --port, or 0 for a free one") from None
     return bound
-
-
-def log_to_stderr(level: int) -> None:
-    """The server's own lines, and what goes wrong below it."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    own = logging.getLogger("paceline.server")
-    own.handlers, own.propagate = [handler], False
-    own.setLevel(level)
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what it says of clients is no line of JSON
 
 
 def _warn(settings: ServerSettings, say: Say) -> None:

@@ -1,5 +1,6 @@
 """What the routes share."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from paceline import __version__
@@ -38,6 +39,17 @@ class Service:
             raise HttpError(
                 404, f"the model of the request is not served here: ask for {self.model!r}", parameter="model", code="model_not_found"
             )
+
+    @property
+    def drafters(self) -> Collection[str]:
+        """Names of the drafters that a request may name."""
+        return self.engine.opened.engine.speculator.drafters
+
+    @property
+    def reads_predictions(self) -> bool:
+        """Whether a drafter has a use for what a request predicts."""
+        drafter = self.engine.opened.engine.speculator.drafter
+        return drafter is not None and drafter.reads_predictions
 
     @property
     def fingerprint(self) -> str:

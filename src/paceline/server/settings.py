@@ -132,34 +132,41 @@ def read_keys(path: Path) -> tuple[str, ...]:
         raise ConfigError(f"the key file {path} cannot be read ({error.strerror}): give a text file with a key on each line") from None
     if len(content) > MAX_KEY_FILE_BYTES:
         raise ConfigError(f"the key file {path} has more than {MAX_KEY_FILE_BYTES} bytes: give a text file with a key on each line")
-    keys = keys_in(content.decode("utf-8", "replace"))
+    keys = keys_in(content.decode("utf-8", "replace"), f"of the key file {path}")
     if not keys:
         raise ConfigError(f"the key file {path} holds no key: write one on a line of its own")
     return keys
 
 
-def keys_in(text: str) -> tuple[str, ...]:
+def keys_in(text: str, origin: str) -> tuple[str, ...]:
     """The keys in a text, one a line.
+
+    Args:
+        origin: where the lines stand, for errors.
 
     Raises:
         ConfigError: one cannot be used.
     """
-    keys = tuple(line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#"))
-    for key in keys:
-        check_key(key)
-    return keys
+    keys = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if (key := line.strip()) and not key.startswith("#"):
+            check_key(key, f"line {number} {origin}")
+            keys.append(key)
+    return tuple(keys)
 
 
-def check_key(key: str) -> None:
+def check_key(key: str, place: str = "api_keys") -> None:
     """That a header can hold a key and nobody guesses it; the error does not repeat it.
+
+    Args:
+        place: where it stands, for errors.
 
     Raises:
         ConfigError: it cannot be used.
     """
     if not key.isascii() or not key.isprintable() or " " in key or not MIN_KEY_LEN <= len(key) <= MAX_KEY_LEN:
-        raise ConfigError(
-            f"a key of {len(key)} characters cannot be used: take {MIN_KEY_LEN} to {MAX_KEY_LEN} printable ASCII characters without spaces"
-        )
+        wanted = f"take {MIN_KEY_LEN} to {MAX_KEY_LEN} printable ASCII characters without spaces"
+        raise ConfigError(f"{place} holds a key of {len(key)} characters, which cannot be used: {wanted}")
 
 
 def _check_number(name: str, value: object, low: float, high: float) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from paceline.sampling.logprobs import TokenLogprobs
-from paceline.speculation.ending import reason_to_end
+from paceline.speculation.ending import goes_on_behind, reason_to_end
 from paceline.speculation.request import Request, TokenOrigin
 
 
@@ -19,6 +19,15 @@ def commit(request: Request, token_ids: Sequence[int], num_accepted: int, *, dra
     Returns:
         how many tokens were appended; `request.finish_reason` is set when one of them ended it.
     """
+    if goes_on_behind(request, token_ids):
+        count = len(token_ids)
+        request.token_ids.extend(token_ids)
+        request.processor.commit_all(token_ids)
+        rest = TokenOrigin.BONUS if drafted else TokenOrigin.PLAIN
+        request.origins.extend([*[TokenOrigin.ACCEPTED] * num_accepted, *[rest] * (count - num_accepted)])
+        if logprobs:
+            request.logprobs.extend(logprobs)
+        return count
     count = 0
     for count, token in enumerate(token_ids, 1):
         reason = reason_to_end(request, (token,), request.text_stop)

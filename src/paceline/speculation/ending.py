@@ -27,6 +27,16 @@ def reason_to_end(request: Request, path: Sequence[int], text_stop: TextStop | N
     return FinishReason.LENGTH if is_full else None
 
 
+def goes_on_behind(request: Request, token_ids: Sequence[int]) -> bool:
+    """Whether none of the tokens behind a request's ends it; False also where that takes a look at its text or its grammar."""
+    return (
+        request.text_stop is None
+        and request.processor.constraint is None
+        and len(request.token_ids) + len(token_ids) < request.max_len
+        and request.end_token_ids.isdisjoint(token_ids)
+    )
+
+
 class LookAhead:
     """Follows tokens that are not committed yet, to see where they would end a request; the request stays as it is."""
 

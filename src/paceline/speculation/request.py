@@ -71,15 +71,15 @@ class RequestSpeculation:
     def __post_init__(self) -> None:
         for name in ("enabled", "trees"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"speculation: {name} is {getattr(self, name)!r}: use true or false", parameter="speculation")
+                raise RequestError(f"speculation.{name} is {getattr(self, name)!r}: use true or false", parameter=f"speculation.{name}")
         if not isinstance(self.drafter, str | None):
-            raise RequestError(f"speculation: drafter is {self.drafter!r}: give the name of a loaded one, or None", parameter="speculation")
+            raise RequestError(
+                f"speculation.drafter is {self.drafter!r}: give the name of a loaded one, or leave it out", parameter="speculation.drafter"
+            )
         limit: object = self.max_draft_tokens
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or not 0 <= limit <= MAX_DRAFT_TOKENS):
-            raise RequestError(
-                f"speculation: max_draft_tokens is {limit!r}: use a whole number from 0 to {MAX_DRAFT_TOKENS}, or None",
-                parameter="speculation",
-            )
+            text = f"it must be in [0, {MAX_DRAFT_TOKENS}]; left out, it is what the model was loaded with"
+            raise RequestError(f"speculation.max_draft_tokens is {limit!r}: {text}", parameter="speculation.max_draft_tokens")
 
     @classmethod
     def of(cls, given: "RequestSpeculation | Mapping[str, object] | None") -> "RequestSpeculation":

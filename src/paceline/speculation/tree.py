@@ -106,6 +106,9 @@ class DraftTree:
         Raises:
             ValueError: parents, depths and tokens do not make a tree, or a node's children cannot have been drawn from its `draft_probs`.
         """
+        count = len(self.token_ids)
+        if self.parents == range(-1, count - 1) and self.depths == range(count) and len(self.sources) == count and not self.draft_probs:
+            return  # a chain, as `chain` makes it
         depths: list[int] = []
         for node, parent in enumerate(self.parents):
             if parent != -1 if node == 0 else not 0 <= parent < node:
@@ -157,6 +160,8 @@ class DraftTree:
         Where `draft_probs` reach ids that do not exist, their drafts count as chosen, whatever they hold: to decide that by the
         tokens drawn (chosen only where one of the ids does not exist) would keep the existing ones too often.
         """
+        if not self.draft_probs and self._is_within(vocab_size, max_depth, row_budget, layout):
+            return self
         new_index: dict[int, int] = {-1: -1}
         kept: list[int] = []
         parents: list[int] = []
@@ -174,6 +179,13 @@ class DraftTree:
         if len(kept) == len(self.token_ids) and len(drawn) == len(self.draft_probs):
             return self
         return self._part(kept, parents, drawn)
+
+    def _is_within(self, vocab_size: int, max_depth: int, row_budget: int, layout: TreeLayout) -> bool:
+        """Whether `trim` would leave every node."""
+        guessed = self.token_ids[1:]
+        if max(guessed, default=0) >= vocab_size or min(guessed, default=0) < 0 or max(self.depths) > max_depth:
+            return False
+        return num_rows(self.parents, layout) <= row_budget and (layout is not TreeLayout.CHAIN or is_chain(self.parents))
 
     def prune(self, fits: Callable[[Sequence[int]], bool]) -> "DraftTree":
         """What there is room for: of the first path as much as can be had, then every other node that still fits.

@@ -12,7 +12,7 @@ from paceline.errors import is_interrupt
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.draw import draw
 from paceline.sampling.logprobs import TokenLogprobs, processed_logprobs, raw_logprobs
-from paceline.speculation.ending import LookAhead
+from paceline.speculation.ending import LookAhead, goes_on_behind
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
@@ -49,6 +49,20 @@ def verify(tree: DraftTree, logits: FloatArray, request: Request) -> VerifyResul
     accepted: list[int] = []
     path: list[int] = []
     ahead = LookAhead(request)
+    walker = request.processor.walker
+    if walker is not None:
+        tokens, nodes, is_whole = walker.walk(
+            logits, tree.token_ids, tree.parents, seed=request.seed, sample_index=request.sample_index, position=len(request.token_ids)
+        )
+        if is_whole and goes_on_behind(request, tokens[:-1]):
+            return VerifyResult(tuple(nodes), tuple(tokens))
+        for token, node in zip(tokens, nodes, strict=False):
+            path.append(token)
+            if ahead.ends_with(token):
+                return VerifyResult(tuple(accepted), tuple(path))
+            accepted.append(node)
+        if is_whole:
+            return VerifyResult(tuple(accepted), (*path, tokens[-1]))
     while True:
         try:
             distribution = request.processor.process(logits[node], path)

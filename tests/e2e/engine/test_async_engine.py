@@ -137,7 +137,7 @@ def test_an_error_reaches_its_own_caller_and_nobody_else(serve: Serve, solo: dic
             await collect(engine.stream(PROMPTS[0], replace(GREEDY, processors=[fail_processor])))
         with pytest.raises(RequestError, match="the prompt is empty"):
             await engine.generate([[5], []], GREEDY)
-        with pytest.raises(RequestError, match="drafter 'eagle' is not loaded; loaded: ngram"):
+        with pytest.raises(RequestError, match="drafter is 'eagle', which is not loaded; loaded: ngram"):
             await anext(engine.stream(PROMPTS[0], GREEDY, speculation={"drafter": "eagle"}))
         engine.opened.engine._blocks_of = lambda request: 1000  # type: ignore[method-assign]
         with pytest.raises(CapacityError, match="do not fit the cache"):

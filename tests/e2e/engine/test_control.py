@@ -284,30 +284,30 @@ def test_a_request_may_name_one_of_several_drafters(open_llm: Open) -> None:
 def test_a_drafter_that_is_not_loaded_is_refused_by_name(open_llm: Open) -> None:
     llm = open_llm(40, StackDrafter([NgramDrafter(), Spy()]))
     for wanted, loaded in (("eagle", "ngram, ngram\\+spy, spy"), ("", "ngram, ngram\\+spy, spy")):
-        with pytest.raises(RequestError, match=f"drafter {wanted!r} is not loaded; loaded: {loaded}") as caught:
+        with pytest.raises(RequestError, match=f"drafter is {wanted!r}, which is not loaded; loaded: {loaded}") as caught:
             llm.generate([[5], [6]], GREEDY, speculation={"drafter": wanted})
-        assert caught.value.parameter == "speculation"
+        assert caught.value.parameter == "speculation.drafter"
     with pytest.raises(RequestError, match="loaded: none"):
         open_llm(40).generate([5], GREEDY, speculation={"drafter": "ngram"})
     assert_clean(llm)
 
 
 WRONG = [
-    {"enabled": 1},
-    {"drafter": 5},
-    {"max_draft_tokens": -1},
-    {"max_draft_tokens": 65},
-    {"max_draft_tokens": True},
-    {"on": True},
-    "off",
+    ({"enabled": 1}, "speculation.enabled"),
+    ({"drafter": 5}, "speculation.drafter"),
+    ({"max_draft_tokens": -1}, "speculation.max_draft_tokens"),
+    ({"max_draft_tokens": 65}, "speculation.max_draft_tokens"),
+    ({"max_draft_tokens": True}, "speculation.max_draft_tokens"),
+    ({"on": True}, "speculation"),
+    ("off", "speculation"),
 ]
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_a_speculation_that_is_none_is_refused(wrong: object) -> None:
+@pytest.mark.parametrize(("wrong", "name"), WRONG, ids=str)
+def test_a_speculation_that_is_none_is_refused(wrong: object, name: str) -> None:
     with pytest.raises(RequestError) as caught:
         RequestSpeculation.of(wrong)  # type: ignore[arg-type]
-    assert caught.value.parameter == "speculation"
+    assert caught.value.parameter == name
 
 
 def test_the_rule_of_acceptance_is_told(open_llm: Open) -> None:

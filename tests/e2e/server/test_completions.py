@@ -1,5 +1,6 @@
 """`/v1/completions`: texts continued as they are, from strings or token ids, one or many."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 
 from harness.http_client import HttpClient
 from paceline import AsyncEngine
+from paceline.server.app import create_app
+from paceline.server.settings import ServerSettings
 
 PATH = "/v1/completions"
 GREEDY = {"model": "mini", "prompt": "The old fisherman", "temperature": 0, "max_tokens": 12}
@@ -163,3 +166,27 @@ def test_a_completion_says_on_demand_what_each_step_guessed(client: HttpClient) 
     assert [one for tree in trees for one in tree["token_ids"]] == token_ids
     events = client.events(PATH, fields)
     assert [one for event in events for tree in event["speculation"]["trees"] for one in tree["token_ids"]] == token_ids
+
+
+def test_a_prompt_that_fills_the_context_can_be_scored_and_not_continued() -> None:
+    engine = AsyncEngine.open("mini", drafter="ngram", max_context=64, max_num_seqs=2, threads=1)
+    client = HttpClient(create_app(engine, ServerSettings()))
+    longer = (ids_of(engine, "The old fisherman ") * 30)[:65]
+    scored = {"temperature": 0, "max_tokens": 0, "echo": True, "logprobs": 1}
+    whole, shorter = (client.json(PATH, {**scored, "prompt": longer[:length]})["choices"][0] for length in (64, 63))
+    assert len(whole["logprobs"]["tokens"]) == 64
+    assert whole["logprobs"]["token_logprobs"][:63] == shorter["logprobs"]["token_logprobs"]
+    assert whole["finish_reason"] == "length"
+    streamed = client.events(PATH, {**scored, "prompt": longer[:64]})
+    assert [value for event in streamed for value in event["choices"][0]["logprobs"]["token_logprobs"]] == whole["logprobs"][
+        "token_logprobs"
+    ]
+    for fields in ({**scored, "prompt": longer}, {**scored, "max_tokens": 2, "prompt": longer[:64]}, {"prompt": longer[:64]}):
+        assert client.refusal(PATH, fields)["code"] == "context_length_exceeded"
+    asyncio.run(engine.close())
+
+
+def test_an_answer_names_the_drafter_that_was_asked_for(client: HttpClient) -> None:
+    asked: list[tuple[dict[str, Any], str]] = [({}, "prediction+ngram"), ({"drafter": "ngram"}, "ngram"), ({"enabled": False}, "none")]
+    for speculation, name in asked:
+        assert client.json(PATH, {**GREEDY, "speculation": speculation})["speculation"]["drafter"] == name

@@ -201,7 +201,38 @@ def test_what_is_no_http_is_neither_logged_nor_a_fault(server: LiveServer, caplo
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-@pytest.mark.parametrize("path", ["//health", "/health/", "http://evil.example/health", "/%2e%2e/health"])
+@pytest.mark.parametrize(("path", "kind"), [(CHAT, "openai"), ("/v1/messages", "anthropic"), ("/api/chat", "ollama")])
+def test_what_is_refused_below_the_application_has_the_shape_of_its_dialect(server: LiveServer, path: str, kind: str) -> None:
+    wrong = {
+        400: head_of(path).replace(b"\r\n\r\n", b"\r\nHost: evil.example\r\n\r\n"),
+        431: head_of(path, X_Long="x" * 40_000).removesuffix(b"\r\n\r\n"),
+        501: head_of(path, method="POST", Content_Type="application/json", Transfer_Encoding="gzip, chunked"),
+    }
+    for status, request in wrong.items():
+        answer = server.sent(request)
+        assert statuses(answer) == [status]
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert b"content-type: application/json" in head.lower()
+        error = json.loads(body)
+        shapes = {"openai": {"error"}, "anthropic": {"type", "error"}, "ollama": {"error"}}
+        assert set(error) == shapes[kind]
+        assert isinstance(error["error"], str) == (kind == "ollama")
+        late = head_of(path, method="POST", **CHUNKED) + b"-1\r\n"  # its head was fine
+    assert json.loads(server.sent(late).partition(b"\r\n\r\n")[2]).keys() == shapes[kind]
+
+
+def test_a_target_that_is_a_whole_address_is_served_where_its_host_is_known(server: LiveServer, engine: AsyncEngine) -> None:
+    for target in (f"http://127.0.0.1:{server.port}/health", "HTTP://localhost/health", "https://[::1]:1/health"):
+        assert statuses(server.sent(head_of(target, Connection="close"))) == [200]
+    assert statuses(server.sent(head_of("http://127.0.0.1", Connection="close"))) == [200], "the page"
+    for target, host in (("http://evil.example/health", "127.0.0.1"), ("http://127.0.0.1/health", "evil.example"), ("http:///health", "a")):
+        assert statuses(server.sent(head_of(target, Host=host, Connection="close"))) == [403]
+    with live_server(engine, api_keys=(KEY,)) as closed:
+        assert statuses(closed.sent(head_of("http://127.0.0.1/v1/models", Connection="close"))) == [401]
+        assert statuses(closed.sent(head_of("http://127.0.0.1/v1/models", Connection="close", x_api_key=KEY))) == [200]
+
+
+@pytest.mark.parametrize("path", ["//health", "/health/", "ftp://127.0.0.1/health", "/%2e%2e/health"])
 def test_a_path_that_only_resembles_an_open_one_takes_a_key(engine: AsyncEngine, path: str) -> None:
     with live_server(engine, api_keys=(KEY,)) as server:
         assert statuses(server.sent(head_of(path, Connection="close"))) == [401]

@@ -1,6 +1,7 @@
 """What every request passes before anybody answers it: host, key, form, size. Each test fails without the line it is about."""
 
 import asyncio
+import gzip
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -84,7 +85,22 @@ def test_keys_are_compared_in_constant_time(served: Served, monkeypatch: pytest.
     assert compared == [(32, 32)] * 6
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[::2]", "localhost.evil.example"])
+SPLIT = [
+    "localhost:1@evil",
+    "localhost:x",
+    "localhost:123456",
+    "[::1",
+    "[::1]evil",
+    "::1",
+    "127.0.0.1/",
+    "localhost evil",
+    "localhost,evil",
+]
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[::2]", "localhost.evil.example", *SPLIT]
+)
 def test_on_loopback_a_foreign_host_is_refused(client: HttpClient, host: str) -> None:
     answer = client.post(CHAT, FIELDS, headers={"Host": host})
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "wrong_host")
@@ -140,6 +156,17 @@ def test_what_a_page_elsewhere_may_send_unasked_is_refused(client: HttpClient, k
     """A browser sends these types to any server without asking it first."""
     answer = client.ask("POST", CHAT, content=json.dumps(FIELDS).encode(), headers={"Content-Type": kind})
     assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "identity, gzip"])
+def test_a_body_that_is_encoded_is_refused_as_such(client: HttpClient, encoding: str) -> None:
+    content = gzip.compress(json.dumps(FIELDS).encode())
+    headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+    answer = client.ask("POST", CHAT, content=content, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_encoding")
+    assert answer.headers["accept-encoding"] == "identity"
+    plain = client.ask("POST", CHAT, content=json.dumps(FIELDS).encode(), headers={**headers, "Content-Encoding": "identity"})
+    assert plain.status_code == 200
 
 
 def test_no_other_origin_is_allowed_anything(client: HttpClient) -> None:
@@ -241,7 +268,18 @@ def test_a_file_without_usable_keys_is_refused_and_not_repeated(tmp_path: Path, 
 
 
 def test_an_empty_environment_holds_no_key() -> None:
-    assert keys_in("") == ()
+    assert keys_in("", "of nothing") == ()
+
+
+def test_a_key_that_cannot_be_used_is_told_by_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"# two\n{KEYS[0]}\n\nshort-one\n")
+    with pytest.raises(ConfigError) as caught:
+        read_keys(path)
+    assert str(caught.value).startswith(f"line 4 of the key file {path} holds a key of 9 characters")
+    assert "short-one" not in str(caught.value)
+    with pytest.raises(ConfigError, match="line 2 of PACELINE_API_KEYS"):
+        keys_in(f"{KEYS[0]}\nshort-one", "of PACELINE_API_KEYS")
 
 
 def test_the_description_is_served_and_no_page_that_loads_from_elsewhere(client: HttpClient) -> None:

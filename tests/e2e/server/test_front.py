@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
@@ -48,7 +49,8 @@ class LocalPool(ReplicaPool):
         self.asked.append(question)
         name = question.replica or choose_replica(dict.fromkeys(self.apps, 0), question.key or 0)
         self.chosen[name] += 1
-        async with asked(self.apps[name], question.method, question.path, question.body) as answer:
+        more = {"query": question.query, "headers": question.headers, "request_id": question.request_id}
+        async with asked(self.apps[name], question.method, question.path, question.body, **more) as answer:  # type: ignore[arg-type]
             if self.lost_after == 0:
                 raise ReplicaLostError
             head = Head(answer.status, answer.headers)
@@ -104,6 +106,19 @@ def test_answers_are_those_of_one_server(front: Front, client: HttpClient) -> No
     assert fronted.refusal(CHAT, {**FIELDS, "frob": 1})["code"] == "unknown_parameter"
     assert fronted.refusal("/v1/nothing", {}, 404)["code"] == "not_found"
     assert len(pool.asked) == 9
+
+
+def test_query_and_headers_reach_the_replica_and_keys_do_not(front: Front, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    fronted, pool = front({"Authorization": f"Bearer {KEY}", "x-api-key": KEY, "Cookie": "a=b"}, api_keys=(KEY,))
+    answer = fronted.post(f"{CHAT}?beta=true&a=%20b", FIELDS, headers={"x-request-id": "mine", "anthropic-beta": "x"})
+    (question,) = pool.asked
+    assert question.query == b"beta=true&a=%20b"
+    assert {(b"x-request-id", b"mine"), (b"anthropic-beta", b"x")} <= set(question.headers)
+    assert not [value for _, value in question.headers if KEY.encode() in value or value == b"a=b"]
+    assert not {b"host", b"content-length", b"content-type"} & {name for name, _ in question.headers}
+    logged = [json.loads(record.getMessage())["id"] for record in caplog.records if '"route"' in record.getMessage()]
+    assert logged == [answer.headers["x-request-id"]] * 2, "the replica's line of log and the front's have one id"
 
 
 def test_turns_of_a_chat_reach_one_replica(front: Front) -> None:

@@ -73,6 +73,30 @@ def test_a_grammar_that_needs_too_much_memory_is_refused(monkeypatch: pytest.Mon
         GrammarTrial(30.0).check('{"grammars": [{"json_schema": {"type": "object"}}]}')
 
 
+def test_nobody_waits_for_a_compilation_once_the_engine_ends() -> None:
+    """A thread that waits holds the end of the process up, and one turn after the other may take a minute."""
+    trial, outcomes = GrammarTrial(60.0), list[str | None]()
+
+    def ask(number: int) -> None:
+        with pytest.raises(RequestError) as caught:
+            trial.check(library_json({**ENDLESS[0], "title": str(number)}))
+        outcomes.append(caught.value.code)
+
+    waiting = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
+    for thread in waiting:
+        thread.start()
+    while trial._process is None:
+        time.sleep(0.01)
+    trial.close()
+    for thread in waiting:
+        thread.join(20)
+    assert outcomes == ["grammar_busy"] * 3
+
+
+def library_json(schema: dict[str, Any]) -> str:
+    return json.dumps({"grammars": [{"json_schema": schema}]})
+
+
 def nested(depth: int) -> bytes:
     """The JSON of a request with a schema so deep, which Python's own encoder cannot write."""
     schema = '{"properties": {"a": ' * depth + "{}" + "}}" * depth

@@ -126,7 +126,7 @@ def test_a_full_queue_says_when_to_come_again(engine: AsyncEngine) -> None:
             assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
             assert 1 <= int(answer.headers["retry-after"]) <= 60
             too_many = await client.post("/v1/completions", json={"prompt": ["a"] * 11})
-            assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "n")
+            assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "prompt")
             for visitor in visitors:
                 visitor.is_gone.set()
             await asyncio.gather(*(visitor.visit for visitor in visitors))

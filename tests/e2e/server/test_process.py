@@ -1,5 +1,6 @@
 """`paceline serve` as a process: its socket, its keys, its end."""
 
+import fcntl
 import json
 import os
 import re
@@ -172,3 +173,27 @@ def test_a_body_that_never_comes_holds_the_end_up_without_a_word(start: Start) -
         assert server.wait() == 0
     assert "Traceback" not in server.stderr
     assert "Cancel" not in server.stderr
+
+
+@pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="the size of a pipe can be set on Linux alone")
+def test_a_log_that_nobody_reads_holds_up_neither_answers_nor_the_end() -> None:
+    """A line that waits for its reader in the event loop would be the last thing the server does."""
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    command = [sys.executable, "-m", "paceline", "serve", "--port", "0", "--threads", "1", "--drafter", "none", "--drain-s", "0.5"]
+    process = subprocess.Popen(command, stderr=writing)
+    os.close(writing)
+    try:
+        said = b""
+        while not (found := re.search(rb"answers at (http://\S+)/v1", said)):
+            said += os.read(reading, 1000)
+        with httpx.Client(base_url=found[1].decode(), timeout=20) as client:
+            assert [client.get("/health").status_code for _ in range(60)] == [200] * 60
+            with client.stream("POST", CHAT, json=ENDLESS) as stream:
+                next(stream.iter_text())
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(30) == 0
+    finally:
+        os.close(reading)
+        process.kill()
+        process.wait()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -228,6 +229,10 @@ def test_calls_and_results_are_told_to_the_model_as_its_template_wants_them(
     assert answer["usage"]["prompt_tokens"] == len(ids)
 
 
+def strict(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, "strict": True}}
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
@@ -238,7 +243,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "tools": [{"type": "function", "function": {"name": "a", "parameters": {"properties": {"b": {"type": "strange"}}}}}],
             "tool_choice": "required",
         },
-        "tools",
+        "tools[0].function.parameters",
+    ),
+    (
+        {"tools": [DESCRIBED[0], strict("a", {"properties": {"b": {"pattern": "("}}})], "tool_choice": "required"},
+        "tools[1].function.parameters",
     ),
     ({"tools": None, "tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": "always"}, "tool_choice"),
@@ -247,6 +256,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"functions": [{"name": "a"}]}, "functions"),
     ({"function_call": "auto"}, "function_call"),
     ({"reasoning_effort": "much"}, "reasoning_effort"),
+    ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking"),
+    ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),
+    ({"messages": [*CALLED[:2], {**CALLED[2], "tool_call_id": "c2"}]}, "messages[2].tool_call_id"),
+    ({"messages": [CALLED[2], *CALLED[:2]]}, "messages[0].tool_call_id"),
     ({"chat_template_kwargs": {"colour": 1}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"messages": [{"role": "function", "content": "a", "name": "b"}]}, "messages[0].role"),
@@ -257,7 +270,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("more", "name"), REFUSED, ids=[name for _, name in REFUSED])
 def test_what_is_wrong_with_tools_is_named(tooled: Callable[..., HttpClient], more: dict[str, Any], name: str) -> None:
-    assert tooled().refusal(PATH, {**ASKED, **more})["param"] == name
+    for is_streamed in (False, True):
+        error = tooled(grammar_timeout_s=600).refusal(PATH, {**ASKED, **more, "stream": is_streamed})
+        assert error["param"] == name
+        assert not re.search("lark|rule_|%json|start:", error["message"], re.IGNORECASE), "how a grammar is put together"
 
 
 def test_a_model_whose_template_knows_no_tools_is_not_asked_to_call_them(client: HttpClient) -> None:

@@ -20,7 +20,7 @@ from paceline.errors import BackendUnavailableError, CapacityError
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.grouped import GroupedMatrix
 from paceline.models.tensor_names import tensor_shapes
-from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, as_float32
+from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, as_float32, to_bf16
 from paceline.runtimes.base import FloatArray, ForwardOutput, assemble
 from paceline.runtimes.decoder import decoder
 from paceline.runtimes.native import execution as execution_module
@@ -30,7 +30,6 @@ from paceline.runtimes.native.network import NativeNetwork
 from paceline.runtimes.native.passes import PassMemory
 from paceline.runtimes.native.records import Pass
 from paceline.runtimes.ranking import Ranking
-from paceline.runtimes.rounding import to_bf16
 
 if not BUILT:
     pytest.skip("no native kernels for this machine", allow_module_level=True)

@@ -12,11 +12,10 @@ from paceline.models.grouped import GroupedMatrix
 from paceline.models.layers import ClampedSwiGLU, DenseMLP, ExpertMLP, Routing, Scoring
 from paceline.models.mxfp4 import TWICE_THE_VALUES
 from paceline.models.quantize import quantize_matrix
-from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, as_float32
+from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, as_float32, to_bf16
 from paceline.runtimes.base import FloatArray
 from paceline.runtimes.native.program import NativeBlocks, Value
 from paceline.runtimes.native.records import ExpertsOperation
-from paceline.runtimes.rounding import to_bf16
 
 BY_LEVEL = pytest.mark.parametrize("level", BUILT)
 WIDTH, INNER, COUNT = 64, 96, 11

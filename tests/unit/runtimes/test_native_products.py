@@ -10,11 +10,11 @@ import pytest
 from harness.native_network import BUILT, Network, plain_tensor
 from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix, pack_nibbles
-from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, as_float32
+from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, as_float32, to_bf16
 from paceline.runtimes.base import FloatArray
 from paceline.runtimes.native.records import Packing
 from paceline.runtimes.native.weights import NativeWeights
-from paceline.runtimes.rounding import rounded, to_bf16
+from paceline.runtimes.rounding import rounded
 
 Random = np.random.Generator
 Make = Callable[[Random, int, int, int], AnyTensor]

@@ -42,6 +42,9 @@ THINKING = {
     "gemma4": "gemma4",
     "harmony": "harmony",
     "llama3": "none",
+    "kimi": "think",
+    "minimax": "think",
+    "granite3": "none",
 }
 
 
@@ -76,11 +79,18 @@ WRITTEN = {
     "gemma4": '<|tool_call>call:book{kind:<|"|>taxi<|"|>,seats:2}<tool_call|>',
     "harmony": f"<|channel|>commentary to=functions.book <|constrain|>json<|message|>{ARGUMENTS}",
     "llama3": f'{{"name": "book", "parameters": {ARGUMENTS}}}',
+    "kimi": f"<|tool_calls_section_begin|><|tool_call_begin|>functions.book:0<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|>"
+    "<|tool_calls_section_end|>",
+    "minimax": '<minimax:tool_call>\n<invoke name="book">\n<parameter name="kind">taxi</parameter>\n<parameter name="seats">2</parameter>\n'
+    "</invoke>\n</minimax:tool_call>",
+    "granite3": f'<|tool_call|>[{{"name": "book", "arguments": {ARGUMENTS}}}]',
 }
 THOUGHT = {
     "hermes": "<think>\nHm.\n</think>\n\n",
     "xml": "<think>Hm.</think>",
     "glm": "<think>Hm.</think>\n",
+    "kimi": "<think>Hm.</think>",
+    "minimax": "<think>\nHm.\n</think>\n\n",
     "mistral": "[THINK]Hm.[/THINK]",
     "gemma4": "<|channel>thought\nHm.<channel|>",
     "harmony": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant",
@@ -172,12 +182,13 @@ def test_a_form_of_the_text_begins_behind_thoughts(mini_dir: Path) -> None:
 
 def test_strict_tools_that_may_be_called_leave_the_text_free(mini_dir: Path) -> None:
     tools = (Tool(name="book", parameters=BOOK, strict=True), TOOLS[1])
-    for name in ("hermes", "xml", "glm", "mistral", "gemma4"):
+    for name in ("hermes", "xml", "glm", "mistral", "gemma4", "kimi", "minimax", "granite3"):
         formats, asked = Formats(name, THINKING[name]), request(tools=tools, tool_use=ToolUse.AUTO)
         tokenizer = with_tokens(mini_dir, formats.tokens(asked))
         grammar = answer_grammar(asked, formats, tokenizer, has_opened=False)
-        assert allows(tokenizer, grammar, THOUGHT[name] + "Yes, {.")
-        assert allows(tokenizer, grammar, THOUGHT[name] + "I book. " + WRITTEN[name])
+        thought = THOUGHT.get(name, "")
+        assert allows(tokenizer, grammar, thought + "Yes, {.")
+        assert allows(tokenizer, grammar, thought + "I book. " + WRITTEN[name])
         assert not allows(tokenizer, grammar, WRITTEN[name].replace("taxi", "ship"))
         assert answer_grammar(request(tool_use=ToolUse.AUTO), formats, tokenizer, has_opened=False) is None
 

@@ -112,6 +112,47 @@ def test_wherever_an_output_ends_the_rest_of_it_is_answered_once(tmp_path: Path,
             assert target.read_bytes() == whole, f"{length} bytes were left, then {len(tail)} zeros"
 
 
+def test_a_half_line_is_cut_whoever_wrote_its_spaces(tmp_path: Path) -> None:
+    source = written(tmp_path / "in", line("a"), line("b"))
+    whole, torn = (json.dumps(answer(request), indent=None) for request in requests_of(source))
+    assert ", " in whole, "our own lines have no spaces"
+    for start in range(len(torn)):
+        (tmp_path / "out").write_text(f"{whole}\n{torn[:start]}")
+        with OutputFile(tmp_path / "out") as output:
+            assert list(output.finished.ids) == ["a"]
+        assert (tmp_path / "out").read_text() == f"{whole}\n"
+
+
+def test_an_answer_that_stands_twice_is_refused_with_its_line(tmp_path: Path) -> None:
+    first, second = map(answer, requests_of(written(tmp_path / "in", line("a"), line("b"))))
+    path = written(tmp_path / "out", first, second, first)
+    with pytest.raises(ConfigError, match=f"line 3 of {path} answers 'a' a second time"):
+        OutputFile(path)
+    assert len(path.read_text().splitlines()) == 3
+
+
+def one_answer_and_an_error(output: OutputFile, source: Path) -> None:
+    output.append(answer(requests_of(source)[0]))
+    raise CapacityError("the engine ended")
+
+
+def test_a_run_that_is_refused_leaves_no_empty_output(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    for is_there in (False, True):
+        if is_there:
+            path.touch()
+        with pytest.raises(RequestError), OutputFile(path) as output:
+            plan_batch(tmp_path / "absent", output.finished, LIMIT)
+        assert path.exists() == is_there
+    path.unlink()
+    with pytest.raises(CapacityError), OutputFile(path) as output:
+        one_answer_and_an_error(output, written(tmp_path / "in", line("a")))
+    assert path.read_text().count("\n") == 1
+    with OutputFile(tmp_path / "of nothing"):
+        pass
+    assert (tmp_path / "of nothing").exists(), "every request is answered: there are none"
+
+
 def test_what_is_no_output_of_a_batch_is_left_as_it_is(tmp_path: Path) -> None:
     path = written(tmp_path / "in", line("one"))
     good = json.dumps(answer(requests_of(path)[0]), separators=(",", ":")) + "\n"

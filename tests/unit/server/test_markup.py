@@ -13,6 +13,7 @@ import pytest
 from harness.markup_cases import CASES, GEMMA, HARMONY, HERMES, LLAMA, MISTRAL, TOOLS, XML, Case, Said, events_of, said
 from paceline.errors import ConfigError, RequestError
 from paceline.sampling.params import SamplingParams
+from paceline.server.dialogue.events import ToolCallStart
 from paceline.server.dialogue.request import ChatRequest
 from paceline.server.markup.formats import Formats
 from paceline.server.markup.typed_values import value_text
@@ -163,6 +164,9 @@ TEMPLATES = [
     ("[INST] [TOOL_CALLS] [THINK]", ("mistral", "mistral")),
     ("<|tool_call>call: <|channel>thought", ("gemma4", "gemma4")),
     ("<|start|>assistant<|channel|>final<|message|> <think>", ("harmony", "harmony")),
+    ("<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>", ("kimi", "none")),
+    ('<minimax:tool_call>\n<invoke name="a"> </think>', ("minimax", "think")),
+    ("respond with <|tool_call|> and a list", ("granite3", "none")),
     ("<|im_start|>", ("none", "none")),
 ]
 
@@ -172,6 +176,13 @@ def test_a_chat_template_shows_the_formats_of_its_model(template: str, found: tu
     tokenizer: Any = SimpleNamespace(template_source=lambda *, has_tools: template)
     assert Formats.of(tokenizer) == Formats(*found)
     assert Formats.of(tokenizer, "none", "none") == Formats("none", "none")
+
+
+def test_an_id_that_the_model_wrote_is_the_calls() -> None:
+    """Its template writes it again, and the model reads the tool's name in it."""
+    written = next(case for case in CASES if case.formats[0] == "kimi")
+    events, _ = events_of(written, [written.written])
+    assert [event.id for event in events if isinstance(event, ToolCallStart)] == ["functions.weather:0", "functions.now:1"]
 
 
 def test_a_chat_template_that_is_no_text_shows_no_format() -> None:

@@ -1,6 +1,6 @@
 """The records that the kernels are given: those of kernels/native.h, field by field."""
 
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_uint64, c_void_p, sizeof
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p, sizeof
 from enum import IntEnum
 from typing import Any, ClassVar
 
@@ -263,6 +263,15 @@ class Draw(Structure):
     _fields_ = (("key", c_uint64), ("temperature", c_float), ("unused", c_int32))
 
 
+class WalkOptions(Structure):
+    """How the tokens of a request are drawn; temperature 0 is greedy."""
+
+    _fields_ = (
+        ("seed", c_uint64), ("sample_index", c_uint64), ("top_p", c_double), ("min_p", c_double), ("temperature", c_float),
+        ("top_k", c_int32), ("columns", c_int32), ("unused", c_int32),
+    )  # fmt: skip
+
+
 class Step(Structure):
     """One sweep over a matrix of a state, see kernels/native.h."""
 
@@ -308,14 +317,14 @@ class Program(Structure):
     )  # fmt: skip
 
 
-VERSION = 7
+VERSION = 8
 """KERNELS_VERSION of kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (
     Matrix, SuperBlocksRecord, LinearOperation, NormOperation, RopeOperation, AttentionOperation, GatedOperation, AddOperation,
     SiluResidualOperation, GatherOperation, SoftCapOperation, ConcatOperation, RankOperation, ScaleOperation, ColumnsOperation,
-    RouteOperation, ExpertsOperation, CombineOperation, SigmoidGateOperation, ConvolutionOperation, StateOperation, Range, Draw, Step,
-    Save, StateRange, Pass, Program,
+    RouteOperation, ExpertsOperation, CombineOperation, SigmoidGateOperation, ConvolutionOperation, StateOperation, Range, Draw,
+    WalkOptions, Step, Save, StateRange, Pass, Program,
 )  # fmt: skip
 LAYOUT = (VERSION, *map(sizeof, _RECORDS), -1)
 """What `paceline_layout` of the kernels answers for 0, 1, …"""

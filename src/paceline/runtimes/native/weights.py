@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix
-from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, as_float32
+from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, as_float32, to_bf16
 from paceline.runtimes.native.panels import MAX_GROUP, Panels, in_panels
 from paceline.runtimes.native.records import Matrix
-from paceline.runtimes.rounding import rounded, to_bf16
+from paceline.runtimes.rounding import rounded
 
 _PLAIN_KINDS = {WeightType.F32: 0, WeightType.F16: 1, WeightType.BF16: 2}
 BF16_KIND = _PLAIN_KINDS[WeightType.BF16]

@@ -12,6 +12,7 @@ from paceline.server.fields import Fields, read_fields
 from paceline.server.http_errors import HttpError
 from paceline.server.limits import check_count, check_length, num_chars
 from paceline.server.settings import ServerSettings
+from paceline.server.wrong_fields import shown
 
 _USES = {"auto": ToolUse.AUTO, "any": ToolUse.REQUIRED, "tool": ToolUse.REQUIRED, "none": ToolUse.NONE}
 
@@ -55,7 +56,9 @@ class ToolResultBlock(Fields):
 
 
 Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+TEXTS = "texts"  # what stands within a block, or in the system prompt
 _KINDS: dict[str, dict[str, type[Block]]] = {
+    TEXTS: {"text": TextBlock},
     "system": {"text": TextBlock},
     "user": {"text": TextBlock, "tool_result": ToolResultBlock},
     "assistant": {"text": TextBlock, "thinking": ThinkingBlock, "tool_use": ToolUseBlock},
@@ -89,9 +92,7 @@ def offered_tools(fields: ConversationFields, settings: ServerSettings) -> tuple
     Raises:
         HttpError: one is wrong, or not served.
     """
-    places = [f"tools[{index}]" for index in range(len(fields.tools or []))]
-    tools = [(place, _tool(place, given)) for place, given in zip(places, fields.tools or [], strict=True)]
-    return checked_tools(tools, settings, parameters="input_schema")
+    return checked_tools(fields.tools, _tool, settings, parameters="input_schema")
 
 
 def tool_use(fields: ConversationFields) -> dict[str, Any]:
@@ -135,19 +136,21 @@ def _add(turns: Turns, role: str, place: str, block: Block) -> None:
 
 def _texts(place: str, content: str | Sequence[Mapping[str, Any]]) -> list[str]:
     """The texts of a content that may hold nothing else."""
-    return [block.text for _, block in _blocks(place, "system", content) if isinstance(block, TextBlock)]
+    return [block.text for _, block in _blocks(place, TEXTS, content) if isinstance(block, TextBlock)]
 
 
 def _blocks(place: str, role: str, content: str | Sequence[Mapping[str, Any]]) -> list[tuple[str, Block]]:
     if isinstance(content, str):
         return [(place, TextBlock(type="text", text=content))]
+    if not content and role != TEXTS:
+        raise HttpError(400, f"{place} is empty: send a block, or leave the message out", parameter=place, code="invalid_value")
     found = []
     for index, given in enumerate(content):
         one, kind = f"{place}[{index}]", given.get("type")
         model = _KINDS[role].get(kind) if isinstance(kind, str) else None
         if model is None:
-            served = ", ".join(_KINDS[role])
-            text = f"{one}.type is not served: this server reads and writes text only, of {role} messages blocks of the type {served}"
+            where = "here" if role == TEXTS else f"in messages of the role {role}"
+            text = f"{one}.type is {shown(kind)}, which is not served {where}: send blocks of the type {', '.join(_KINDS[role])}"
             raise HttpError(400, text, parameter=f"{one}.type", code="unsupported_parameter")
         found.append((one, read_fields(model, one, given)))
     return found

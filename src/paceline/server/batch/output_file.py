@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 from paceline.errors import CapacityError, ConfigError, RequestError
 
 _BEGINNING = b'{"id":"batch_req_'
+_HEAD_BYTES = 200  # of a line, that tell whether it is ours
 _CHUNK_BYTES = 1 << 20
 
 
@@ -53,7 +54,7 @@ class OutputFile:
         path: made where it is not there; nobody else may write it while this object is open.
 
     Raises:
-        ConfigError: another run is writing it, or its content is not a batch's output.
+        ConfigError: another run is writing it, or its content is not a batch's output, each answer once.
         RequestError: it cannot be opened.
     """
 
@@ -61,6 +62,7 @@ class OutputFile:
         self.path = path
         if path.exists() and not path.is_file():
             raise RequestError(f"the output {path} is no regular file, and a run that goes on reads it: give a file")
+        self._is_new = not path.exists()
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
             self._file: BinaryIO = os.fdopen(handle, "r+b", buffering=0)
@@ -81,7 +83,12 @@ class OutputFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        is_left_over = kind is not None and self._is_new and self._end == 0  # a run that was refused leaves nothing behind
+        if is_left_over and sys.platform != "win32":
+            self.path.unlink(missing_ok=True)  # while nobody else can have the lock
         self.close()
+        if is_left_over and sys.platform == "win32":
+            self.path.unlink(missing_ok=True)
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Write an answer.
@@ -126,10 +133,15 @@ class OutputFile:
             try:
                 if not line.endswith(b"\n"):
                     raise ValueError
-                self.finished.add(json.loads(line))
+                fields = json.loads(line)
+                is_second = fields["custom_id"] in self.finished.ids
+                self.finished.add(fields)
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 self._check_tail(line, number)
                 break
+            if is_second:
+                text = f"line {number} of {self.path} answers {fields['custom_id']!r} a second time"
+                raise ConfigError(f"{text}: remove one of the two, or give another output file")
             end += len(line)
         return end
 
@@ -140,6 +152,7 @@ class OutputFile:
             ConfigError: it is not.
         """
         kept = line.rstrip(b"\0")  # after a loss of power what was not synced may be zeros
+        kept = b"".join(kept[:_HEAD_BYTES].split())  # other programs write spaces between
         if not line.endswith(b"\n") and (kept.startswith(_BEGINNING) or _BEGINNING.startswith(kept)):
             return
         raise ConfigError(f"line {number} of {self.path} is no answer of a batch: nothing is written; give another output file")
@@ -172,6 +185,8 @@ def _lock(file: BinaryIO, path: Path) -> None:
             import fcntl
 
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                raise BlockingIOError  # removed by the run that had it
     except BlockingIOError:
         raise ConfigError(f"another run is writing {path}: wait for its end, or give another output file") from None
     except OSError as error:

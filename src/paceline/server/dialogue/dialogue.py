@@ -1,5 +1,6 @@
 """From a neutral request to neutral events: the one way by which every dialect's chats are answered."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from paceline.server.dialogue.conversation import check_template, check_tools, c
 from paceline.server.dialogue.events import TOOL_CALLS, Answer, Event, Finished, Step
 from paceline.server.dialogue.request import ChatRequest
 from paceline.server.dialogue.thinking import thinking_options
+from paceline.server.dialogue.tools import schema_error
 from paceline.server.generation import Generation, Job
 from paceline.server.markup.answer_grammar import answer_grammar
 from paceline.server.markup.formats import NONE, Formats
@@ -59,14 +61,26 @@ class Dialogue:
             HttpError, PacelineError: as `Generation.collect`, or as `check`.
         """
         turn = self._turn(request)
-        return [turn.answer(output) for output in await self._generation.collect(turn.job())]
+        try:
+            return [turn.answer(output) for output in await self._generation.collect(turn.job())]
+        except RequestError as error:
+            raise await self._explained(request, error) from error
 
     async def stream(self, request: ChatRequest) -> AsyncGenerator[Step, None]:
         """What every step adds; the samples of a request are mixed. The rest as for `collect`."""
         turn = self._turn(request)
         async with aclosing(self._generation.stream(turn.job())) as stream:
-            async for _, chunk in stream:
-                yield Step(chunk.sample_index, chunk, tuple(turn.events(chunk.sample_index, chunk.text, chunk.output)))
+            try:
+                async for _, chunk in stream:
+                    yield Step(chunk.sample_index, chunk, tuple(turn.events(chunk.sample_index, chunk.text, chunk.output)))
+            except RequestError as error:
+                raise await self._explained(request, error) from error
+
+    async def _explained(self, request: ChatRequest, error: RequestError) -> RequestError:
+        """The same error, about the schema of a tool where that is what does not compile."""
+        if not request.offered_tools or not str(error).startswith("grammar: "):  # as those of the compiler do
+            return error
+        return await asyncio.to_thread(schema_error, request, error, self._generation.engine.opened.maker.compiler)
 
     @property
     def _tokenizer(self) -> Tokenizer:

@@ -16,12 +16,14 @@ class Tool:
     Attributes:
         parameters: JSON schema of the object that its arguments are; None = it takes none.
         strict: whether arguments must match the schema, at the price of holding the model to it.
+        place: where the schema stands in the request, for errors; empty = nowhere.
     """
 
     name: str
     description: str | None = None
     parameters: Mapping[str, Any] | None = None
     strict: bool = False
+    place: str = ""
 
     def as_template(self) -> dict[str, Any]:
         """The tool as chat templates know it, which is as OpenAI describes it."""

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from paceline.errors import ConfigError, RequestError
 from paceline.server.dialogue.request import ChatRequest, Tool
-from paceline.server.markup import gemma4, gemma4_grammar, glm, harmony, hermes, llama3, mistral, thoughts, xml
+from paceline.server.markup import gemma4, gemma4_grammar, glm, granite3, harmony, hermes, kimi, llama3, minimax, mistral, thoughts, xml
 from paceline.server.markup.answer import AnswerReader, Markers, ReadMarkup
 from paceline.server.markup.call_grammar import CallGrammar
 from paceline.server.markup.source import Source, Waiting
@@ -79,6 +79,15 @@ TOOL_FORMATS = {
         mistral.OPEN,
         new_id=short_call_id,
     ),
+    "kimi": ToolFormat(kimi.MARKERS, (kimi.OPEN, kimi.ARGUMENTS), kimi.TOKENS, kimi.calls_grammar, kimi.OPEN),
+    "minimax": ToolFormat(
+        minimax.MARKERS,
+        (minimax.OPEN, minimax.TAGS.function),
+        (minimax.OPEN, minimax.CLOSE),
+        minimax.calls_grammar,
+        minimax.OPEN,
+    ),
+    "granite3": ToolFormat(granite3.MARKERS, (granite3.OPEN,), (granite3.OPEN,), granite3.calls_grammar, granite3.OPEN),
     "xml": ToolFormat(xml.MARKERS, (xml.FUNCTION, xml.PARAMETER, "!<seed:"), (xml.OPEN, xml.CLOSE), xml.calls_grammar, xml.OPEN),
     "glm": ToolFormat(glm.MARKERS, (glm.OPEN, glm.KEY), glm.TOKENS, glm.calls_grammar, glm.OPEN),
     "hermes": ToolFormat(hermes.MARKERS, (hermes.OPEN, *_OTHER_CALLS), (hermes.OPEN, hermes.CLOSE), hermes.calls_grammar, hermes.OPEN),

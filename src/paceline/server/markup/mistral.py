@@ -20,14 +20,15 @@ def read_calls(source: Source, writer: Writer) -> Reading[None]:
     char = yield from source.peek()
     if char == "[":
         source.at += 1
-        yield from _read_list(source, writer)
+        yield from read_list(source, writer)
     elif char == "{":
         yield from read_envelope(source, writer)
     else:
         yield from _read_named(source, writer)
 
 
-def _read_list(source: Source, writer: Writer) -> Reading[None]:
+def read_list(source: Source, writer: Writer) -> Reading[None]:
+    """The calls of a list, whose bracket is passed."""
     while True:
         yield from read_envelope(source, writer)
         source.settle()

@@ -74,9 +74,9 @@ class Writer:
         return self._max_calls is None or self.num_calls < self._max_calls
 
     @contextmanager
-    def call(self, name: str) -> Iterator[None]:
-        """A call, whose arguments are told in this block."""
-        self._events.append(ToolCallStart(self._sample, self.num_calls, self._new_id(), name))
+    def call(self, name: str, call_id: str | None = None) -> Iterator[None]:
+        """A call, whose arguments are told in this block; its id is made here unless the model wrote one."""
+        self._events.append(ToolCallStart(self._sample, self.num_calls, call_id or self._new_id(), name))
         self.num_calls += 1
         yield
         self.num_complete += 1

@@ -1,6 +1,7 @@
 """<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>: Qwen3-Coder and Qwen 3.5."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from paceline.server.dialogue.request import Tool
 from paceline.server.markup.answer import Markers
@@ -14,16 +15,37 @@ from paceline.server.markup.written_value import read_value, value_grammar
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-_END = f"\n{PARAMETER_END}\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """How a function with its parameters is written.
+
+    Attributes:
+        function, parameter: what begins either, in front of its name.
+        name_end: what ends a name.
+        border: what stands around a value, besides its tags.
+        parameter_end, function_end: what ends either.
+    """
+
+    function: str
+    parameter: str
+    name_end: str
+    border: str
+    parameter_end: str
+    function_end: str
+
+
+TAGS = Tags(FUNCTION, PARAMETER, ">", "\n", PARAMETER_END, FUNCTION_END)
 
 
 def read_calls(source: Source, writer: Writer) -> Reading[None]:
     yield from source.skip()
     yield from source.expect(FUNCTION)
-    yield from _read_function(source, writer)
+    yield from read_function(source, writer, TAGS)
     yield from source.skip()
     while writer.may_call and (yield from source.take(FUNCTION)):
-        yield from _read_function(source, writer)
+        yield from read_function(source, writer, TAGS)
         yield from source.skip()
     if not (yield from source.take_end(CLOSE)):
         raise MalformedError
@@ -31,26 +53,28 @@ def read_calls(source: Source, writer: Writer) -> Reading[None]:
 
 def read_bare_call(source: Source, writer: Writer) -> Reading[None]:
     """Without <tool_call>, which these models leave out now and then."""
-    yield from _read_function(source, writer)
+    yield from read_function(source, writer, TAGS)
     yield from source.skip()
     yield from source.take_end(CLOSE)
 
 
-def _read_function(source: Source, writer: Writer) -> Reading[None]:
-    name = _checked((yield from source.until(">")))
+def read_function(source: Source, writer: Writer, tags: Tags) -> Reading[None]:
+    """A call whose beginning, in front of its name, is passed."""
+    name = _checked((yield from source.until(tags.name_end)))
     source.settle()
     with writer.call(name):
         writer.arguments("{")
         yield from source.skip()
         before = ""
-        while (yield from source.take(PARAMETER)):
-            key = _checked((yield from source.until(">")))
+        while (yield from source.take(tags.parameter)):
+            key = _checked((yield from source.until(tags.name_end)))
             writer.arguments(f'{before}"{inside(key)}": ')
-            yield from source.take("\n")  # line ends at the borders of a value are markup
-            yield from read_value(source, writer, parameter_schema(writer.schema_of(name), key), ("\n" + PARAMETER_END, PARAMETER_END))
+            yield from source.take(tags.border)  # at the borders of a value it is markup
+            ends = tuple(dict.fromkeys((tags.border + tags.parameter_end, tags.parameter_end)))
+            yield from read_value(source, writer, parameter_schema(writer.schema_of(name), key), ends)
             yield from source.skip()
             before = ", "
-        if not (yield from source.take_end(FUNCTION_END)):
+        if not (yield from source.take_end(tags.function_end)):
             raise MalformedError
         writer.arguments("}")
         source.settle()
@@ -69,16 +93,17 @@ def calls_grammar(grammar: CallGrammar, tools: Sequence[Tool], *, several: bool)
     """Parameters come in the schema's order; texts are held to their `enum` alone."""
     closing = grammar.text(f"{FUNCTION_END}\n{CLOSE}")
     heads = [grammar.text(f"{OPEN}\n{FUNCTION}{tool.name}>\n") for tool in tools]
-    calls = [f"{head} {_parameters(grammar, tool)} {closing}" for head, tool in zip(heads, tools, strict=True)]
+    calls = [f"{head} {parameters_grammar(grammar, tool, TAGS)} {closing}" for head, tool in zip(heads, tools, strict=True)]
     return grammar.listed(calls, "\n", several=several)
 
 
-def _parameters(grammar: CallGrammar, tool: Tool) -> str:
+def parameters_grammar(grammar: CallGrammar, tool: Tool, tags: Tags) -> str:
+    """All parameters of a tool, each on a line of its own."""
     root = arguments_schema(tool)
     required, parts = root.get("required") or (), []
     for name in root.get("properties") or ():
         schema = parameter_schema(root, name) or {}
-        opening = grammar.text(f"{PARAMETER}{name}>\n")
-        one = grammar.rule(f"{opening} {value_grammar(grammar, root, schema, _END)}")
+        opening = grammar.text(f"{tags.parameter}{name}{tags.name_end}{tags.border}")
+        one = grammar.rule(f"{opening} {value_grammar(grammar, root, schema, f'{tags.border}{tags.parameter_end}{chr(10)}')}")
         parts.append(one if name in required else f"{one}?")
     return " ".join(parts)

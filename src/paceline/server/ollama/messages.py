@@ -79,8 +79,7 @@ def offered_tools(fields: ChatFields, settings: ServerSettings) -> tuple[Offered
     Raises:
         HttpError: one is wrong.
     """
-    places = [f"tools[{index}]" for index in range(len(fields.tools or []))]
-    return checked_tools([(place, _tool(place, given)) for place, given in zip(places, fields.tools or [], strict=True)], settings)
+    return checked_tools(fields.tools, _tool, settings)
 
 
 def _tool(place: str, given: Mapping[str, Any]) -> OfferedTool:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from paceline.sampling.grammar import Grammar
-from paceline.sampling.params import SamplingParams
+from paceline.sampling.params import MAX_INT, SamplingParams
 from paceline.server.answering import answered, named
 from paceline.server.dialogue.events import Answer, Event, Finished, Step, Text
 from paceline.server.dialogue.request import ChatRequest
@@ -147,7 +147,8 @@ def _sampling(fields: RequestFields) -> SamplingFields:
 def _params(fields: RequestFields, service: Service) -> SamplingParams:
     options, longest = fields.options or Options(), service.engine.opened.maker.max_context
     if options.num_ctx is not None and not 1 <= options.num_ctx <= longest:
-        text = f"options.num_ctx is {options.num_ctx}, and the context holds {longest} tokens: ask for no more, or serve with --max-context"
+        limits = f"it must be in [1, {longest}], the context there is; --max-context serves another"
+        text = f"options.num_ctx: {options.num_ctx} is out of range; {limits}"
         raise HttpError(400, text, parameter="options.num_ctx", code="invalid_value")
     return sampling_params(
         _sampling(fields),
@@ -160,9 +161,19 @@ def _params(fields: RequestFields, service: Service) -> SamplingParams:
 
 
 def _limit(fields: RequestFields) -> int | None:
-    """Tokens at most; None = as many as fit."""
+    """Tokens at most; None = as many as fit.
+
+    Raises:
+        HttpError: it is out of range.
+    """
     limit = None if fields.options is None else fields.options.num_predict
-    return None if limit in (-1, -2) else limit
+    if limit is None or limit in (-1, -2):
+        return None
+    if not 1 <= limit <= MAX_INT:
+        name = "options.num_predict"
+        text = f"{name}: {limit} is out of range; it must be in [1, {MAX_INT}], or -1 or -2 for what the context holds"
+        raise HttpError(400, text, parameter=name, code="invalid_value")
+    return limit
 
 
 def _grammar(fields: RequestFields, service: Service) -> Grammar | None:

@@ -19,7 +19,7 @@ from paceline.server.openai.answers import DONE, head, usage_of
 from paceline.server.openai.messages import ChatFields, conversation, predicted_text
 from paceline.server.openai.response_format import response_grammar
 from paceline.server.openai.tools import call_delta, call_fields, template_options, tool_use_of, tools_of
-from paceline.server.parameters import request_options, sampling_params
+from paceline.server.parameters import check_prediction, request_options, sampling_params
 from paceline.server.service import Service
 from paceline.server.token_texts import TokenTexts
 
@@ -50,6 +50,7 @@ def _request(fields: ChatFields, service: Service) -> ChatRequest:
     if fields.top_logprobs is not None and not fields.logprobs:
         raise HttpError(400, "top_logprobs needs logprobs=true: send both, or none", parameter="top_logprobs", code="invalid_value")
     limit = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
+    check_prediction(predicted_text(fields.prediction), is_read=service.reads_predictions)
     num_top = (fields.top_logprobs or 0) if fields.logprobs else None
     tool_use, tool_name = tool_use_of(fields.tool_choice)
     tokenizer = service.engine.opened.maker.tokenizer

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from paceline.outputs import RequestOutput, StreamChunk
+from paceline.sampling.params import MAX_INT
 from paceline.server.answering import answered, chunk_origins, named, speculation_of
 from paceline.server.framing import data_event
 from paceline.server.generation import Job
@@ -18,7 +19,7 @@ from paceline.server.limits import check_length
 from paceline.server.openai.answers import DONE, head, usage_of
 from paceline.server.openai.fields import TextFields
 from paceline.server.openai.response_format import response_grammar
-from paceline.server.parameters import request_options, sampling_params
+from paceline.server.parameters import check_prediction, check_range, request_options, sampling_params
 from paceline.server.service import Service
 from paceline.server.token_texts import TokenTexts
 
@@ -73,6 +74,8 @@ def _job(fields: CompletionFields, service: Service) -> Job:
         raise HttpError(400, text, parameter="prompt", code="invalid_value")
     check_length("prompt", sum(map(len, prompts)), settings)
     limit = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
+    check_range("max_tokens", limit, 0, MAX_INT)
+    check_prediction(fields.prediction, is_read=service.reads_predictions)
     of_prompt = fields.logprobs if fields.echo else None
     params = sampling_params(
         fields,

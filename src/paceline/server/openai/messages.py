@@ -84,7 +84,12 @@ def conversation(fields: ChatFields, settings: ServerSettings) -> list[dict[str,
         HttpError: there are too many, they are too long, or a part of one is not served.
     """
     check_count("messages", len(fields.messages), settings.max_messages)
-    turns = [_turn(index, message) for index, message in enumerate(fields.messages)]
+    turns, call_ids = [], set[str]()
+    for index, message in enumerate(fields.messages):
+        turns.append(_turn(index, message))
+        call_ids |= {call.id for call in message.tool_calls or ()}
+        if message.role == "tool" and message.tool_call_id not in call_ids:
+            _wrong(f"messages[{index}].tool_call_id", "names no call in front of it: send the call too", "invalid_value")
     check_length("messages", sum(map(_num_chars, turns)), settings)
     return turns
 

@@ -48,7 +48,7 @@ def model_routes(service: Service) -> APIRouter:
         "created": int(time.time()),
         "owned_by": "paceline",
         "max_model_len": maker.max_context,
-        "drafters": sorted(service.engine.opened.engine.speculator.drafters),
+        "drafters": sorted(service.drafters),
     }
 
     @router.get("/v1/models")
@@ -66,6 +66,7 @@ def model_routes(service: Service) -> APIRouter:
     async def tokenize(fields: TokenizeFields) -> Response:
         """The token ids of a prompt or a conversation."""
         service.check_model(fields.model)
+        fields.check_refused()
         with service.gate.admitted(0):
             ids = await asyncio.to_thread(_ids, fields, service)
         return JSONResponse({"count": len(ids), "max_model_len": maker.max_context, "tokens": ids})

@@ -10,6 +10,7 @@ from paceline.server.dialogue.tools import checked_tools
 from paceline.server.fields import Fields
 from paceline.server.http_errors import HttpError
 from paceline.server.settings import ServerSettings
+from paceline.server.wrong_fields import shown
 from paceline.tokenizer.tokenizer import Tokenizer
 
 
@@ -56,9 +57,12 @@ def tools_of(given: Sequence[ToolFields] | None, settings: ServerSettings) -> tu
     Raises:
         HttpError: they are too many or too long, or a name is none.
     """
-    functions = [one.function for one in given or ()]
-    tools = [Tool(name=one.name, description=one.description, parameters=one.parameters, strict=bool(one.strict)) for one in functions]
-    return checked_tools([(f"tools[{index}].function", tool) for index, tool in enumerate(tools)], settings)
+    return checked_tools(given, _tool, settings, within=".function")
+
+
+def _tool(_: str, given: ToolFields) -> Tool:
+    one = given.function
+    return Tool(name=one.name, description=one.description, parameters=one.parameters, strict=bool(one.strict))
 
 
 def tool_use_of(choice: str | Mapping[str, Any] | None) -> tuple[ToolUse, str | None]:
@@ -85,9 +89,15 @@ def template_options(effort: str | None, given: Mapping[str, Any] | None, tokeni
     """What the chat template is told: `chat_template_kwargs`, and how much to think in the template's own words.
 
     Raises:
-        RequestError: the template cannot be told.
+        HttpError, RequestError: the template cannot be told, or is told two things.
     """
-    return {**thinking_options(tokenizer, effort=effort), **(given or {})}
+    told = thinking_options(tokenizer, effort=effort)
+    meant = {} if effort is None else {"enable_thinking": effort != "none", "reasoning_effort": effort}
+    for name, value in (given or {}).items():
+        if meant.get(name, value) != value:
+            text = f"chat_template_kwargs.{name} is {shown(value)}, and reasoning_effort {shown(effort)} says another thing"
+            _wrong(f"chat_template_kwargs.{name}", f"{text}: send one of them")
+    return {**told, **(given or {})}
 
 
 def call_fields(call: ToolCall) -> dict[str, Any]:

@@ -6,17 +6,16 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from paceline import __version__
 from paceline.server.client_watch import EventStream, unless_gone
-from paceline.server.dialects import Dialect, dialect_of
+from paceline.server.dialects import Dialect, dialect_of, tell_errors
 from paceline.server.door import Door
 from paceline.server.gate import Gate
-from paceline.server.http_errors import HttpError, http_error_of
+from paceline.server.http_errors import http_error_of
+from paceline.server.in_process import REQUEST_ID
 from paceline.server.replicas.merged_metrics import merged_metrics
 from paceline.server.replicas.pool import Head, Question, ReplicaLostError, ReplicaPool, no_replica, replica_lost
 from paceline.server.replicas.routing import prefix_key
@@ -38,6 +37,11 @@ FORWARDED = (
 """Paths that the log names; others are forwarded as well."""
 METRICS_S = 5.0
 _OWN_HEADERS = (b"content-length", b"x-request-id")  # made anew here
+_KEPT_HEADERS = (
+    *(b"host", b"content-type", b"content-length", b"content-encoding", b"transfer-encoding", b"connection", b"keep-alive", b"te"),
+    *(b"trailer", b"upgrade", b"expect", b"proxy-authorization", b"authorization", b"x-api-key", b"cookie"),
+)
+"""Headers of a client that were dealt with here: about the connection, or who it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +72,7 @@ def create_front(pool: ReplicaPool, settings: ServerSettings, model: str, num_sa
 
     for path in (*FORWARDED, "/{path:path}"):
         app.add_api_route(path, forward, methods=["GET", "POST"])
-    for kind in (RequestValidationError, HTTPException, HttpError):
-        app.add_exception_handler(kind, _answer)
+    tell_errors(app)
     app.add_middleware(Door, settings=settings)
     return app
 
@@ -117,7 +120,16 @@ async def _metrics_of(pool: ReplicaPool, name: str) -> str | None:
 async def _forward(service: FrontService, request: Request) -> Response:
     body = await request.body()
     key = await asyncio.to_thread(prefix_key, body) if body else None
-    parts = _parts(service, Question(request.method, request.url.path, body, key))
+    question = Question(
+        request.method,
+        request.url.path,
+        body,
+        request.scope["query_string"],
+        tuple((name, value) for name, value in request.headers.raw if name.lower() not in _KEPT_HEADERS),
+        request.scope[REQUEST_ID],
+        key,
+    )
+    parts = _parts(service, question)
     async with _closed_on_error(parts):
         head = await unless_gone(request, _next(parts))
         assert isinstance(head, Head)
@@ -180,7 +192,3 @@ async def _events(parts: AsyncGenerator[Head | bytes, None], dialect: Dialect) -
                     yield part
         except Exception as error:
             yield dialect.last_words(http_error_of(error))
-
-
-async def _answer(request: Request, error: Exception) -> Response:
-    return dialect_of(request.url.path).response(http_error_of(error))

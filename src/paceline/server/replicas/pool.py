@@ -14,6 +14,9 @@ class Question:
     """A request on its way to a replica.
 
     Attributes:
+        query: behind the path.
+        headers: of the client, without those that are about its connection or say who it is.
+        request_id: that the front gave it.
         key: of its beginning, for `choose_replica`.
         replica: the one that must answer; None = any.
     """
@@ -21,6 +24,9 @@ class Question:
     method: str
     path: str
     body: bytes = b""
+    query: bytes = b""
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    request_id: str | None = None
     key: int | None = None
     replica: str | None = None
 

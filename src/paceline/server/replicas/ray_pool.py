@@ -54,6 +54,7 @@ class RayPool(ReplicaPool):
             bound = deployment.bind(dict(arguments), replica_settings(settings))
             self._handle = serve.run(bound, name=name, route_prefix=None)
         self._num_running, self._checked_s = cluster.replicas, float("-inf")
+        self._is_closed = False
 
     def described(self) -> dict[str, Any]:
         """What a replica says of itself."""
@@ -62,7 +63,7 @@ class RayPool(ReplicaPool):
 
     async def ask(self, question: Question) -> AsyncGenerator[Head | bytes, None]:
         exceptions = self._ray.exceptions
-        more = {"key": question.key, "replica": question.replica}
+        more = {name: getattr(question, name) for name in ("query", "headers", "request_id", "key", "replica")}
         parts = self._handle.options(stream=True).ask.remote(question.method, question.path, question.body, **more)
         is_whole = False
         try:
@@ -87,7 +88,9 @@ class RayPool(ReplicaPool):
         return sorted(one["name"].removeprefix(begin) for one in listed if one["name"].startswith(begin))
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._serve.delete, self._name)
+        if not self._is_closed:
+            self._is_closed = True
+            await asyncio.to_thread(self._serve.delete, self._name)
 
     def _count(self) -> int:
         application = self._serve.status().applications.get(self._name)

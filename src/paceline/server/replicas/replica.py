@@ -1,7 +1,7 @@
 """One engine among several: the application of a server, asked by a front instead of through a socket."""
 
 import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -28,12 +28,22 @@ class Replica:
         self._engine = AsyncEngine.open(**arguments)
         self._app = create_app(self._engine, settings)
 
-    async def ask(self, method: str, path: str, body: bytes, **_: object) -> AsyncGenerator[Head | bytes, None]:
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        *,
+        query: bytes = b"",
+        headers: Sequence[tuple[bytes, bytes]] = (),
+        request_id: str | None = None,
+        **_: object,
+    ) -> AsyncGenerator[Head | bytes, None]:
         """The answer to one request: its head, with the whole body or, of a stream, with what comes behind it.
 
         Further arguments are for whoever chooses the replica.
         """
-        async with asked(self._app, method, path, body) as answer:
+        async with asked(self._app, method, path, body, query=query, headers=headers, request_id=request_id) as answer:
             head = Head(answer.status, answer.headers)
             if not head.is_stream:
                 yield replace(head, body=await answer.body())

@@ -1,16 +1,16 @@
 """A process that serves several replicas: the front here, engines wherever Ray puts them."""
 
 import asyncio
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 from paceline.server.app import served_name
+from paceline.server.end_watch import EndWatch
 from paceline.server.replicas.front import create_front
 from paceline.server.replicas.ray_cluster import ray_cluster
 from paceline.server.replicas.ray_pool import RayPool
 from paceline.server.replicas.settings import ClusterSettings
-from paceline.server.run import Say, listening_socket, log_to_stderr, serve_application
+from paceline.server.run import Say, listening_socket, serve_application
 from paceline.server.settings import ServerSettings
 
 
@@ -29,7 +29,6 @@ def run_replicas(
     """
     arguments = cluster.engine_arguments(arguments)
     with listening_socket(settings) as listening, ray_cluster(cluster, arguments, part="serve", debug=debug) as ray:
-        log_to_stderr(logging.WARNING if quiet else logging.INFO)
         model = settings.served_name or served_name(arguments["model"])
         pool = RayPool(ray, f"paceline-{model.replace('#', '_')}", cluster, arguments, settings)
         try:
@@ -39,6 +38,7 @@ def run_replicas(
             if not quiet:
                 say(f"{cluster.replicas} replicas; {described['banner']}")
             app = create_front(pool, settings, described["model"], cluster.replicas * described["max_num_seqs"])
-            serve_application(app, app.state.service, listening, say)
+            with EndWatch() as watch:  # what Ray takes to end is Ray's
+                serve_application(app, app.state.service, listening, watch, quiet=quiet)
         finally:
             asyncio.run(pool.close())

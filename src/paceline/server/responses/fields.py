@@ -7,10 +7,21 @@ from pydantic import Field
 
 from paceline.server.fields import Fields, SamplingFields
 from paceline.server.http_errors import HttpError
+from paceline.server.wrong_fields import shown
 
 _STORED = "nothing is stored: send the whole conversation as input"
 _ELSEWHERE = "ask /v1/chat/completions for log-probabilities"
-_TAKEN = ("reasoning.encrypted_content",)  # reasoning is sent as it is
+_TAKEN = "reasoning.encrypted_content"  # reasoning is sent as it is
+_NO_TOOLS = "this server has no tools of its own"
+_NOT_INCLUDED = {
+    "message.output_text.logprobs": _ELSEWHERE,
+    "message.input_image.image_url": "this server reads and writes text only",
+    "file_search_call.results": _NO_TOOLS,
+    "web_search_call.results": _NO_TOOLS,
+    "web_search_call.action.sources": _NO_TOOLS,
+    "computer_call_output.output.image_url": _NO_TOOLS,
+    "code_interpreter_call.outputs": _NO_TOOLS,
+}
 
 
 class StreamOptions(Fields):
@@ -110,7 +121,8 @@ class ResponsesFields(SamplingFields):
         if self.stream_options is not None and not self.stream:
             raise HttpError(400, "stream_options are for streams: send stream=true, or leave them out", parameter="stream_options")
         for place, name in enumerate(self.include or []):
-            if name not in _TAKEN:
-                reason = _ELSEWHERE if name == "message.output_text.logprobs" else "this server has no tools of its own"
+            if name != _TAKEN:
+                reason = _NOT_INCLUDED.get(name, f"send {_TAKEN}, or leave it out")
                 at = f"include[{place}]"
-                raise HttpError(400, f"{at} is not served: {reason}", parameter=at, code="unsupported_parameter")
+                text = f"{at} is {shown(name)}, which is not served: {reason}"
+                raise HttpError(400, text, parameter=at, code="unsupported_parameter")

@@ -112,8 +112,7 @@ def offered_tools(fields: ResponsesFields, settings: ServerSettings) -> tuple[Of
     Raises:
         HttpError: one is wrong, or not served.
     """
-    places = [f"tools[{index}]" for index in range(len(fields.tools or []))]
-    return checked_tools([(place, _tool(place, given)) for place, given in zip(places, fields.tools or [], strict=True)], settings)
+    return checked_tools(fields.tools, _tool, settings)
 
 
 def tool_use(fields: ResponsesFields) -> dict[str, Any]:

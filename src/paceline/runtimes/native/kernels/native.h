@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERNELS_VERSION 7 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
+#define KERNELS_VERSION 8 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
 
 /* Rows that share one decoding of a weight: as many as keep their sums in registers. */
 #ifdef __AVX512F__
@@ -216,6 +216,14 @@ typedef struct {
     float temperature;
     int32_t unused;
 } Draw;
+
+/* How the tokens of a request are drawn, which temperature 0 takes for greedy. Rows have so many columns that count. */
+typedef struct {
+    uint64_t seed, sample_index;
+    double top_p, min_p;
+    float temperature;
+    int32_t top_k, columns, unused;
+} WalkOptions;
 
 /* Rows [start, start + rows) of the pass: one path. Its block table and its mask begin at these offsets; mask < 0: causal.
  * Cached slots before first_slot are not seen. */

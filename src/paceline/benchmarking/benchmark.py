@@ -1,0 +1,98 @@
+"""The whole of a benchmark: what was asked for becomes modes and prompts, they are measured, and the samples are judged."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from paceline.benchmarking.bandwidth import read_bandwidth
+from paceline.benchmarking.modes import own_modes
+from paceline.benchmarking.peer_modes import peer_modes
+from paceline.benchmarking.plan import BenchPlan
+from paceline.benchmarking.provenance import ModelFacts, load_average, machine_facts, model_facts
+from paceline.benchmarking.questions import ask_in_tokens, chosen_workloads
+from paceline.benchmarking.results import Cell, Summary, cells_of, summaries
+from paceline.benchmarking.run import Measured, Run, Watcher, wanted_size
+from paceline.config import EngineConfig
+from paceline.hub import resolve
+from paceline.models.checkpoint import read_model_config
+from paceline.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchResult:
+    """Everything that was measured, and under what circumstances.
+
+    Attributes:
+        command: what was typed.
+        date: UTC, when it began.
+        seconds: it took.
+        bandwidth: bytes a second that this machine reads with as many threads.
+        load_before, load_after: load averages.
+    """
+
+    plan: BenchPlan
+    command: str
+    date: str
+    seconds: float
+    model: ModelFacts
+    draft_model: ModelFacts | None
+    num_threads: int
+    machine: dict[str, Any]
+    bandwidth: float
+    load_before: tuple[float, float, float] | None
+    load_after: tuple[float, float, float] | None
+    measured: Measured
+    cells: list[Cell]
+    summaries: list[Summary]
+
+
+def benchmark(plan: BenchPlan, watcher: Watcher, command: str) -> BenchResult:
+    """Measure what a plan asks for.
+
+    Args:
+        command: what was typed, for the report.
+
+    Raises:
+        PacelineError: something that was asked for does not exist or cannot work; nothing was measured.
+    """
+    started_s, date, load_before = time.monotonic(), datetime.now(timezone.utc), load_average()
+    workloads = chosen_workloads(plan)
+    target = resolve(plan.model, gguf_file=plan.gguf_file, offline=plan.offline)
+    config, tokenizer = read_model_config(target), Tokenizer.open(target)
+    size, _ = wanted_size(plan)
+    questions = ask_in_tokens(plan, workloads, config, tokenizer, (size.prompts, size.tokens))
+    facts = model_facts(plan.model, target, plan.quant)
+    modes = own_modes(plan, target, context=questions.context, has_predictions=questions.has_predictions)
+    others, draft = peer_modes(plan, target, facts.precision, context=questions.context)
+    num_threads = EngineConfig(threads=plan.threads).num_threads
+    bandwidth = read_bandwidth(num_threads)
+    measured = Run(plan, [*modes, *others], questions, tokenizer, watcher, started_s).measure()
+    cells = cells_of(measured, plan.seed)
+    return BenchResult(
+        plan=plan,
+        command=command,
+        date=date.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        seconds=time.monotonic() - started_s,
+        model=facts,
+        draft_model=_draft_facts(draft, plan),
+        num_threads=num_threads,
+        machine=machine_facts(),
+        bandwidth=bandwidth,
+        load_before=load_before,
+        load_after=load_average(),
+        measured=measured,
+        cells=cells,
+        summaries=summaries(cells, measured.modes),
+    )
+
+
+def _draft_facts(path: Path | None, plan: BenchPlan) -> ModelFacts | None:
+    return None if path is None else model_facts(plan.draft_model or path.name, path, plan.quant)
+
+
+def shown_modes(result: BenchResult) -> Sequence[str]:
+    """Names of the modes, in their order."""
+    return [mode.name for mode in result.measured.modes]

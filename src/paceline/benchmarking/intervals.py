@@ -1,0 +1,78 @@
+"""Medians with their spread, and what a ratio of two modes is worth: numbers of a few rounds, without assumptions on their law."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+RESAMPLES = 10_000
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A median between the quartiles (linear interpolation between ordered values)."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread | None":
+        """That of some values; None without any."""
+        if not values:
+            return None
+        low, median, high = (float(value) for value in np.quantile(np.asarray(values, np.float64), (0.25, 0.5, 0.75)))
+        return cls(low, median, high)
+
+    def as_dict(self) -> dict[str, float]:
+        """For JSON."""
+        return {"lower_quartile": self.low, "median": self.median, "upper_quartile": self.high}
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """The median of paired ratios and its bootstrap interval at `CONFIDENCE`; one pair has no interval.
+
+    Attributes:
+        low, high: None where there is one pair.
+        pairs: the ratio of each round.
+    """
+
+    median: float
+    low: float | None
+    high: float | None
+    pairs: tuple[float, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {"median": self.median, "low": self.low, "high": self.high, "pairs": list(self.pairs)}
+
+
+def paired_ratio(values: Sequence[float], baseline: Sequence[float], *, seed: int = 0) -> Ratio:
+    """How many times a baseline some values are, taken round by round.
+
+    Args:
+        values, baseline: one a round, of the same rounds in the same order; at least one.
+
+    Source: percentile bootstrap, Efron and Tibshirani 1993, chapter 13: the median of ratios that are drawn again with replacement.
+    """
+    pairs = np.asarray(values, np.float64) / np.asarray(baseline, np.float64)
+    median = float(np.median(pairs))
+    ratios = tuple(float(pair) for pair in pairs)
+    if len(pairs) < 2:
+        return Ratio(median, None, None, ratios)
+    drawn = np.random.default_rng(seed).integers(0, len(pairs), (RESAMPLES, len(pairs)))
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(np.median(pairs[drawn], axis=1), (tail, 1 - tail))
+    return Ratio(median, float(low), float(high), ratios)
+
+
+def geometric_mean(values: Sequence[float]) -> float | None:
+    """None without values."""
+    return float(np.exp(np.mean(np.log(np.asarray(values, np.float64))))) if values else None
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """None without values."""
+    return float(np.percentile(np.asarray(values, np.float64), percent)) if values else None

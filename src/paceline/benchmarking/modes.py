@@ -1,0 +1,126 @@
+"""The modes that are compared: our own engine with and without each drafter, and other programs; each is a worker of its own."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.benchmarking.plan import BenchPlan
+from paceline.config import EngineConfig
+from paceline.drafters import DRAFT_MODEL, DRAFTERS, NAMES, OWN_HEADS, PreparedDrafter, prepare_one
+from paceline.errors import BackendUnavailableError, CheckpointError, ConfigError, IncompatibleDrafterError
+
+PLAIN = "plain"
+OURS = "paceline"
+PREDICTION = "prediction"
+OWN_WORKER = (sys.executable, "-m", "paceline.benchmarking.own_worker")
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One worker.
+
+    Attributes:
+        name: ours are plain and the drafters' names; a peer's begins with the peer's.
+        program: "paceline" or the peer's name.
+        command: that starts the worker.
+        order: its first one.
+        baseline: the mode of the same program without guesses, whose tokens it must have; its own name where it is that mode.
+        needs_prediction: there is nothing to guess from without one.
+    """
+
+    name: str
+    program: str
+    command: tuple[str, ...]
+    order: Mapping[str, Any]
+    baseline: str = PLAIN
+    needs_prediction: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        return self.name == self.baseline
+
+    @property
+    def is_own(self) -> bool:
+        return self.program == OURS
+
+
+def own_modes(plan: BenchPlan, target: Path, *, context: int, has_predictions: bool) -> list[Mode]:
+    """Plain, and a mode for each drafter that was asked for, or else for each that is there.
+
+    Raises:
+        IncompatibleDrafterError, CheckpointError: one that was asked for can never work with this model.
+        ConfigError: one is named twice, or "prediction" and no workload has predictions.
+    """
+    chosen = _asked_for(plan, target) if plan.drafters else _available(plan, target, has_predictions=has_predictions)
+    if any(drafters == (PREDICTION,) for drafters in chosen.values()) and not has_predictions:
+        raise ConfigError("drafter is 'prediction' and no prompt has one: add --workload copying, or prompts with a prediction")
+    drafters = {PLAIN: (), **chosen}
+    return [
+        Mode(name, OURS, OWN_WORKER, own_order(plan, target, name, own, context), needs_prediction=own == (PREDICTION,))
+        for name, own in drafters.items()
+    ]
+
+
+def own_order(plan: BenchPlan, target: Path, name: str, drafters: Sequence[str], context: int) -> dict[str, Any]:
+    """The first order of our own worker."""
+    engine = EngineConfig(threads=plan.threads)
+    return {
+        "model": str(target),
+        "draft": plan.draft_model,
+        "mode": name,
+        "threads": engine.num_threads,
+        "num_draft_tokens": plan.num_draft_tokens,
+        "context": context,
+        "precision": plan.quant,
+        "drafters": list(drafters),
+        "options": {"quant": plan.quant, "draft_quant": plan.quant, "offline": plan.offline, "max_num_seqs": max(16, plan.batch_size)},
+    }
+
+
+def _asked_for(plan: BenchPlan, target: Path) -> dict[str, tuple[str, ...]]:
+    """Drafters by the name of their mode."""
+    modes: dict[str, tuple[str, ...]] = {}
+    for given in plan.drafters:
+        parts = tuple(given.split("+")) if all(part in NAMES for part in given.split("+")) else (given,)
+        parts = tuple(plan.draft_model if part == DRAFT_MODEL and plan.draft_model else part for part in parts)
+        if "none" in parts:
+            raise ConfigError("drafter is 'none': plain decoding always runs; name drafters only")
+        prepared = [_prepared(part, plan, target) for part in parts]
+        name = given if len(parts) > 1 or given in NAMES else f"{prepared[0].name} {Path(given).name}"
+        if name in modes:
+            raise ConfigError(f"drafter {given!r} is named twice: name each once")
+        modes[name] = parts
+    return modes
+
+
+def _prepared(drafter: str, plan: BenchPlan, target: Path) -> PreparedDrafter:
+    prepared = prepare_one(drafter, target, offline=plan.offline)
+    assert prepared is not None
+    return prepared
+
+
+def _available(plan: BenchPlan, target: Path, *, has_predictions: bool) -> dict[str, tuple[str, ...]]:
+    modes: dict[str, tuple[str, ...]] = {name: (name,) for name in DRAFTERS if name != PREDICTION or has_predictions}
+    found = {name: _if_there(name, plan, target) for name in (DRAFT_MODEL, *OWN_HEADS, "auto")}
+    if plan.draft_model is not None:
+        found[DRAFT_MODEL] = _prepared(plan.draft_model, plan, target)
+    for name, prepared in found.items():
+        if prepared is None or (name == "auto" and (prepared.name in modes or prepared.name == "ngram")):
+            continue  # what "auto" stands for has a mode already
+        modes[name] = (plan.draft_model if name == DRAFT_MODEL and plan.draft_model else name,)
+    return modes
+
+
+def _if_there(name: str, plan: BenchPlan, target: Path) -> PreparedDrafter | None:
+    try:
+        return prepare_one(name, target, offline=plan.offline)
+    except (CheckpointError, IncompatibleDrafterError, BackendUnavailableError):
+        return None
+
+
+def draft_model_path(plan: BenchPlan, target: Path) -> Path | None:
+    """Files of the draft model that peers get; None where there is none."""
+    prepared = _prepared(plan.draft_model, plan, target) if plan.draft_model else _if_there(DRAFT_MODEL, plan, target)
+    return None if prepared is None or prepared.name != DRAFT_MODEL else prepared.path

@@ -1,0 +1,201 @@
+"""Our own engine as a worker: `python -m paceline.benchmarking.own_worker`, orders and answers as lines of JSON.
+
+The first order opens the model: {"model", "mode", "threads", "context", "num_draft_tokens", "drafters": [...], "options": {...}}, options
+being arguments of `paceline.LLM`. Every further one is a request, {"prompt_ids", "max_tokens", "temperature", "seed", "prediction"}, or a
+batch of them, {"batch": [request, ...]}; end tokens are ignored. Nothing of a request is kept for the next one.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import Any, TextIO
+
+from paceline import __version__
+from paceline.engine.inputs import RequestOptions
+from paceline.engine.open import OpenedEngine, open_engine, settings_of
+from paceline.errors import PacelineError, RequestError
+from paceline.models.layers import ExpertMLP
+from paceline.runtimes.native.library import kernels, kernels_path
+from paceline.runtimes.native.network import NativeNetwork
+from paceline.sampling.params import SamplingParams
+from paceline.speculation.request import Request
+
+
+class TimedCall:
+    """A function that remembers how long it has been running."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+        self.seconds = 0.0
+
+    def __call__(self, *arguments: Any) -> Any:
+        start = time.perf_counter()
+        result = self._call(*arguments)
+        self.seconds += time.perf_counter() - start
+        return result
+
+
+class OwnModel:
+    """A model in one mode, and a clock at its kernels.
+
+    Args:
+        order: the first one.
+
+    Raises:
+        PacelineError: it cannot be opened.
+    """
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self._inside: TimedCall | None = None
+        if kernels_path() is not None:
+            library: Any = kernels()
+            self._inside = library.paceline_run = TimedCall(library.paceline_run)
+        drafters = order["drafters"]
+        options = {
+            **order["options"],
+            "drafter": list(drafters) if len(drafters) > 1 else drafters[0] if drafters else "none",
+            "threads": order["threads"],
+            "max_context": order["context"],
+            "prefix_cache": False,  # rows of earlier requests must not help later ones
+        }
+        if order["num_draft_tokens"] is not None:
+            options["num_draft_tokens"] = order["num_draft_tokens"]
+        self._opened: OpenedEngine = open_engine(*settings_of(order["model"], options))
+
+    def facts(self) -> dict[str, Any]:
+        """What is worth reporting of the opened model."""
+        opened = self._opened
+        runtime, cache = opened.engine.runtime, opened.engine.cache
+        is_native = isinstance(runtime, NativeNetwork)
+        library = kernels_path()
+        facts: dict[str, Any] = {
+            "name": "paceline",
+            "version": __version__,
+            "note": opened.banner,
+            "notices": list(opened.notices),
+            "drafter": opened.drafter_name,
+            "numerics": opened.numerics,
+            "library": library.name if is_native and library is not None else "torch",
+            "weights_bytes": None,
+            "cache_bytes_per_token": None,
+        }
+        config = runtime.config
+        if isinstance(runtime, NativeNetwork) and not any(isinstance(layer.mlp, ExpertMLP) for layer in config.layers):
+            unread = 0 if config.tied_embeddings else runtime.weights.facts("embedding.weight").nbytes
+            facts["weights_bytes"] = runtime.weights.nbytes - unread
+            facts["cache_bytes_per_token"] = cache.bytes_per_token if config.sliding_window is None else None
+        return facts
+
+    def answer(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Run a request or a batch.
+
+        Raises:
+            PacelineError: it cannot be served.
+        """
+        items = order.get("batch") or [order]
+        inside = 0.0 if self._inside is None else self._inside.seconds
+        start = time.perf_counter()
+        requests = [self._request(item) for item in items]
+        times: list[list[float]] = [[] for _ in requests]
+        num_passes = self._run(requests, times, start)
+        seconds = time.perf_counter() - start
+        for request, item in zip(requests, items, strict=True):
+            if request.num_output_tokens != item["max_tokens"]:
+                raise RequestError(f"the output has {request.num_output_tokens} tokens and {item['max_tokens']} were wanted")
+        answer = self._counts(requests, num_passes) | {"seconds": seconds}
+        if self._inside is not None and isinstance(self._opened.engine.runtime, NativeNetwork):
+            answer["host_s"] = max(0.0, seconds - (self._inside.seconds - inside))
+        outputs = [
+            {"token_ids": list(request.output_token_ids), "times_s": own, "first_token_s": own[0]}
+            for request, own in zip(requests, times, strict=True)
+        ]
+        return answer | ({"outputs": outputs} if "batch" in order else outputs[0])
+
+    def _request(self, item: dict[str, Any]) -> Request:
+        params = SamplingParams(max_tokens=item["max_tokens"], temperature=item["temperature"], seed=item["seed"], ignore_eos=True)
+        options: RequestOptions = {}
+        drafter = self._opened.engine.speculator.drafter
+        if item.get("prediction") and drafter is not None and drafter.reads_predictions:
+            options["prediction"] = item["prediction"]
+        (request,) = self._opened.requests([list(item["prompt_ids"])], params, options, is_streamed=False)
+        return request
+
+    def _run(self, requests: Sequence[Request], times: Sequence[list[float]], start: float) -> tuple[int, int]:
+        """Passes, and of them those in front of which every request had a token."""
+        num_passes = num_decoding = 0
+        with closing(self._opened.engine.run(requests)) as steps:
+            for _ in steps:
+                now = time.perf_counter() - start
+                num_passes += 1
+                num_decoding += all(times)
+                for request, own in zip(requests, times, strict=True):
+                    own.extend([now] * (request.num_output_tokens - len(own)))
+        return num_passes, num_decoding
+
+    def _counts(self, requests: Sequence[Request], num_passes: tuple[int, int]) -> dict[str, Any]:
+        stats = [request.stats for request in requests]
+        num_steps, num_emitted = sum(one.steps for one in stats), sum(one.emitted for one in stats)
+        resident, peak = memory_bytes()
+        return {
+            "drafted": sum(one.drafted for one in stats),
+            "accepted": sum(one.accepted for one in stats),
+            "steps": num_steps,
+            "acceptance_length": num_emitted / max(1, num_steps),
+            "passes": num_passes[0],
+            "decoding_passes": num_passes[1],
+            "rss_bytes": resident,
+            "peak_rss_bytes": peak,
+        }
+
+
+def memory_bytes() -> tuple[int, int]:
+    """Memory of this process that is resident, now and at most; 0 where the system does not tell."""
+    fields = {}
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as lines:
+            fields = dict(line.split(":", 1) for line in lines if line.startswith("Vm"))
+    except OSError:
+        return 0, 0
+    now, peak = (int(fields.get(name, "0").split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+    return now, peak
+
+
+def serve(orders: TextIO, answers: TextIO) -> None:
+    """Open what the first order names and obey the others until they end."""
+
+    def say(answer: dict[str, Any]) -> None:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+    start = time.perf_counter()
+    try:
+        model = OwnModel(json.loads(orders.readline()))
+    except PacelineError as error:
+        say({"error": str(error)})
+        return
+    say({"ready": True, "load_s": time.perf_counter() - start, **model.facts()})
+    for line in orders:
+        order = json.loads(line)
+        if order.get("wait"):
+            return
+        try:
+            say(model.answer(order))
+        except Exception as error:
+            if not isinstance(error, PacelineError):
+                traceback.print_exc()
+            say({"error": str(error) or type(error).__name__})
+
+
+def main() -> None:
+    """Serve stdin; whatever a library prints goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    serve(sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""What every peer's worker does around its library: orders and answers as lines of JSON, times, memory.
+
+Runs in the peer's own environment beside the worker's script, so it imports nothing but the standard library.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+Order = Mapping[str, Any]
+Arrived = Callable[[int], None]
+"""Called with the number of tokens that have just arrived."""
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The answer to one request.
+
+    Attributes:
+        drafted, accepted: guessed tokens, and those of them that were kept; None where the library does not say.
+        times_s: when each token came, for a library that does not say so as they come.
+    """
+
+    token_ids: list[int]
+    drafted: int | None = None
+    accepted: int | None = None
+    times_s: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model that a peer has opened.
+
+    Attributes:
+        generate: runs a request ("prompt_ids", "max_tokens", "temperature", "seed") and says what arrives; keeps nothing of it.
+        note: what was asked of the library, for the report.
+    """
+
+    name: str
+    version: str
+    note: str
+    generate: Callable[[Order, Arrived], Generated]
+
+
+class PeerError(Exception):
+    """What was asked for is not to be had from this peer; the text says why."""
+
+
+def serve(open_model: Callable[[Order], Opened]) -> None:
+    """Open what the first line of stdin names and answer the others; whatever the library prints goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    answer_orders(open_model, sys.stdin, answers)
+
+
+def answer_orders(open_model: Callable[[Order], Opened], orders: TextIO, answers: TextIO) -> None:
+    """`serve` on any two streams."""
+
+    def say(answer: Mapping[str, Any]) -> None:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+    def failed(error: Exception) -> None:
+        if not isinstance(error, PeerError):
+            traceback.print_exc()
+        say({"error": (str(error).strip() or type(error).__name__).splitlines()[0]})
+
+    start = time.perf_counter()
+    try:
+        order = json.loads(orders.readline())
+        os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(order["threads"])) | _OFFLINE)
+        opened = open_model(order)
+    except Exception as error:
+        failed(error)
+        return
+    load_s = time.perf_counter() - start
+    say({"ready": True, "name": opened.name, "version": opened.version, "load_s": load_s, "note": opened.note})
+    for line in orders:
+        order = json.loads(line)
+        if order.get("wait"):
+            return
+        try:
+            say(_answer(opened, order))
+        except Exception as error:
+            failed(error)
+
+
+def _answer(opened: Opened, order: Order) -> dict[str, Any]:
+    times: list[float] = []
+    start = time.perf_counter()
+    generated = opened.generate(order, lambda count: times.extend([time.perf_counter() - start] * count))
+    seconds = time.perf_counter() - start
+    times = generated.times_s or times
+    wanted = order["max_tokens"]
+    if len(generated.token_ids) != wanted or len(times) != wanted:
+        raise PeerError(f"{opened.name} gave {len(generated.token_ids)} tokens, {len(times)} of them in time, and {wanted} were wanted")
+    resident, peak = memory_bytes()
+    return {
+        "token_ids": generated.token_ids,
+        "seconds": seconds,
+        "first_token_s": times[0] if times else seconds,
+        "times_s": times,
+        "drafted": generated.drafted,
+        "accepted": generated.accepted,
+        "rss_bytes": resident,
+        "peak_rss_bytes": peak,
+    }
+
+
+def memory_bytes() -> tuple[int, int]:
+    """Memory of this process that is resident, now and at most; 0 where the system does not tell."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return 0, 0
+    fields = dict(line.split(":", 1) for line in lines if line.startswith(("VmRSS:", "VmHWM:")))
+    now, peak = (int(fields[name].split()[0]) * 1024 if name in fields else 0 for name in ("VmRSS", "VmHWM"))
+    return now, peak
+
+
+def converted(source: Path, kind: str, convert: Callable[[Path], None]) -> Path:
+    """A model in the peer's own format: made once from `source` and kept in the peer's environment.
+
+    Args:
+        kind: what it becomes; the file or folder is made anew where `source` has changed.
+        convert: makes it at the path it is given.
+    """
+    files = sorted(source.iterdir()) if source.is_dir() else [source]
+    facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.is_file()]
+    key = hashlib.sha256(json.dumps([str(source.resolve()), facts]).encode()).hexdigest()[:12]
+    target = Path(sys.prefix) / "models" / f"{source.name}-{key}-{kind}"
+    if not target.exists():
+        partial = target.with_name(f"{target.name}.{os.getpid()}.part")
+        target.parent.mkdir(exist_ok=True)
+        convert(partial)
+        partial.rename(target)
+    return target

@@ -1,0 +1,172 @@
+"""Where numbers come from: machine, versions, commit, and the files of a model."""
+
+import hashlib
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from paceline import __version__
+from paceline.config import QuantOptions
+from paceline.errors import PacelineError
+from paceline.machine import available_memory_bytes, usable_processors
+from paceline.models.checkpoint import is_gguf, read_model_config, weight_files
+from paceline.models.gguf.file import open_gguf
+from paceline.runtimes.processor import processor_flags
+from paceline.small_files import read_json
+
+_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8", "asimddp")
+_PACKAGES = ("numpy", "torch", "transformers", "tokenizers")
+_HEADER_BYTES = 1 << 20
+_SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """A model's files.
+
+    Attributes:
+        name: as the user gave it.
+        precision: the type of most of its weights, or how they are quantised while loading.
+        is_grown: it says of itself that it was made larger without being trained ("paceline_grown").
+        files: name, bytes, and the SHA-256 of the first MiB of each.
+    """
+
+    name: str
+    path: Path
+    precision: str
+    is_grown: bool
+    files: tuple[dict[str, Any], ...]
+
+    @property
+    def shown(self) -> str:
+        """Its name, as reports show it."""
+        return f"{self.name} (grown)" if self.is_grown else self.name
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "name": self.name,
+            "path": str(self.path),
+            "precision": self.precision,
+            "grown": self.is_grown,
+            "files": list(self.files),
+        }
+
+
+def model_facts(name: str, path: Path, quant: str | QuantOptions) -> ModelFacts:
+    """What a report says of a model.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    files = [*weight_files(path), *(path / one for one in _SMALL_FILES if not is_gguf(path) and (path / one).is_file())]
+    precision = str(quant) if quant != "none" else stored_type(path)
+    return ModelFacts(name, path, precision, is_grown(path), tuple(_file_facts(file) for file in files))
+
+
+def stored_type(path: Path) -> str:
+    """The type that most bytes of a checkpoint have, in small letters, such as bf16 or q4_0."""
+    if not is_gguf(path):
+        return read_model_config(path).weight_type.value
+    sizes: dict[str, int] = {}
+    for tensor in open_gguf(path).tensors.values():
+        sizes[tensor.block_type.name] = sizes.get(tensor.block_type.name, 0) + tensor.data.nbytes
+    return max(sizes, key=sizes.__getitem__, default="none").lower()
+
+
+def is_grown(path: Path) -> bool:
+    """Whether a checkpoint's config.json or GGUF metadata has a true "paceline_grown"."""
+    try:
+        if is_gguf(path):
+            values = open_gguf(path).metadata
+            return any(name in values and values[name] == 1 for name in ("paceline_grown", "paceline.grown"))  # some write a number
+        return (read_json(path / "config.json") or {}).get("paceline_grown") is True
+    except PacelineError:
+        return False
+
+
+def machine_facts() -> dict[str, Any]:
+    """Processor, memory, versions and the commit of a checkout."""
+    return {
+        "cpu": cpu_name(),
+        "flags": [flag for flag in _FLAGS if flag in processor_flags()],
+        "cores": usable_processors(),
+        "memory_bytes": memory_bytes(),
+        "available_memory_bytes": available_memory_bytes(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "versions": {"paceline": __version__, **_versions()},
+        "commit": commit(),
+    }
+
+
+def load_average() -> tuple[float, float, float] | None:
+    """Of the last 1, 5 and 15 minutes; None where the system has none."""
+    try:
+        one, five, fifteen = os.getloadavg()
+    except (OSError, AttributeError):
+        return None
+    return round(one, 2), round(five, 2), round(fifteen, 2)
+
+
+def cpu_name() -> str:
+    """What the processor calls itself."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names and names[0] else platform.processor() or platform.machine()
+
+
+def memory_bytes() -> int | None:
+    """Of the machine; None where the system does not tell."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def commit(directory: Path = Path(__file__).parent) -> str | None:
+    """The commit of the checkout this package lies in, and whether it was changed since; None outside of one."""
+    found = _git(directory, "rev-parse", "--short=12", "HEAD")
+    tracked = _git(directory, "ls-files", "--", str(Path(__file__).with_name("__init__.py")))
+    if not found or not tracked:  # the package may lie inside of a repository that is not its own
+        return None
+    return f"{found}, with uncommitted changes" if _git(directory, "status", "--porcelain", "--", str(directory.parent)) else found
+
+
+def _git(directory: Path, *arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(directory), *arguments], capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _file_facts(file: Path) -> dict[str, Any]:
+    with open(file, "rb") as content:
+        digest = hashlib.sha256(content.read(_HEADER_BYTES)).hexdigest()
+    return {"name": file.name, "bytes": file.stat().st_size, "sha256_of_first_mib": digest}
+
+
+def shown_command(arguments: Sequence[str]) -> str:
+    """What was typed, as a shell would read it again."""
+    import shlex
+
+    return shlex.join(["paceline", *arguments])

@@ -1,0 +1,131 @@
+"""Numbers and circumstances in words, the same in every report."""
+
+from collections.abc import Iterator
+
+from paceline.benchmarking.benchmark import BenchResult
+from paceline.benchmarking.intervals import Ratio, Spread
+from paceline.benchmarking.modes import PLAIN
+from paceline.benchmarking.results import Cell, Summary
+
+UNKNOWN = "–"
+NO_SPEEDUP = "-"
+
+
+def speed(spread: Spread | None) -> str:
+    """Median and quartiles of tokens a second."""
+    if spread is None:
+        return UNKNOWN
+    digits = 0 if spread.median >= 100 else 1
+    return f"{spread.median:.{digits}f} ({spread.low:.{digits}f} to {spread.high:.{digits}f})"
+
+
+def ratio(found: Ratio | None) -> str:
+    """Median and interval."""
+    if found is None:
+        return NO_SPEEDUP
+    interval = "" if found.low is None or found.high is None else f" ({found.low:.2f} to {found.high:.2f})"
+    return f"{found.median:.2f}{interval}"
+
+
+def speedup(cell: Cell) -> str:
+    """A cell's speedup, or `-` and why there is none."""
+    if cell.mode == PLAIN:
+        return "1"
+    return ratio(cell.speedup) if not cell.refusal else f"{NO_SPEEDUP} {cell.refusal}"
+
+
+def milliseconds(seconds: float | None) -> str:
+    """With three digits that count."""
+    return UNKNOWN if seconds is None else f"{1000 * seconds:.3g}" if seconds < 1 else f"{1000 * seconds:.0f}"
+
+
+def share(value: float | None) -> str:
+    """As per cent."""
+    return UNKNOWN if value is None else f"{value:.0%}"
+
+
+def gigabytes(value: float | None) -> str:
+    """With three digits that count."""
+    return UNKNOWN if value is None else f"{value / 1e9:.3g}"
+
+
+def acceptance(cell: Cell) -> str:
+    """Tokens a step."""
+    return UNKNOWN if cell.acceptance_length is None else f"{cell.acceptance_length:.2f}"
+
+
+def repeats(cell: Cell) -> str:
+    """The share of repeated output, marked where it is too large."""
+    return f"{cell.repeat_share:.0%}{' looping' if cell.is_looping else ''}"
+
+
+def gaps(cell: Cell) -> str:
+    """Median and 95th percentile of the time between tokens, in milliseconds."""
+    if cell.gap_s is None:
+        return UNKNOWN
+    return f"{milliseconds(cell.gap_s.median)} ({milliseconds(cell.gap_p95_s)})"
+
+
+def cell_title(workload: str, temperature: float) -> str:
+    """What a group of modes was asked."""
+    return f"{workload}, temperature {temperature:g}"
+
+
+def summary_line(summary: Summary) -> str:
+    """A mode over all workloads."""
+    if summary.speedup is None:
+        return f"{NO_SPEEDUP} (none of {summary.num_cells} workloads counts)"
+    counted = f"{summary.num_counted} of {summary.num_cells} workloads count"
+    return f"{summary.speedup:.2f} ({summary.lowest:.2f} to {summary.highest:.2f}; {counted})"
+
+
+def circumstances(result: BenchResult) -> Iterator[tuple[str, str]]:
+    """Names and values of what numbers depend on."""
+    size, machine, plan = result.measured.size, result.machine, result.plan
+    yield "model", f"{result.model.shown}, {result.model.precision}"
+    if result.draft_model is not None:
+        yield "draft model", f"{result.draft_model.shown}, {result.draft_model.precision}"
+    batch = "" if plan.batch_size == 1 else f", {plan.batch_size} requests at once"
+    how_much = f"{size.rounds} rounds behind one that is dropped; prompts a workload: {size.prompts}; tokens each: {size.tokens}"
+    yield "measured", f"{how_much}{batch}; seed {plan.seed}"
+    memory = machine["memory_bytes"]
+    yield (
+        "machine",
+        f"{machine['cpu']}, {machine['cores']} cores ({' '.join(machine['flags'])}), {gigabytes(memory)} GB of memory, {machine['system']}",
+    )
+    library = next((str(facts["library"]) for facts in result.measured.facts.values() if "library" in facts), UNKNOWN)
+    yield "library", f"{library}, {result.num_threads} threads"
+    yield "read bandwidth", f"{gigabytes(result.bandwidth)} GB/s"
+    yield "load average", f"{_load(result.load_before)} before, {_load(result.load_after)} after"
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    others = [
+        f"{facts.get('name')} {facts.get('version')}"
+        for mode in result.measured.modes
+        if not mode.is_own and mode.is_plain and (facts := result.measured.facts.get(mode.name))
+    ]
+    yield "versions", ", ".join([versions, *others])
+    yield "commit", machine["commit"] or "not a checkout"
+    yield "date", f"{result.date}, {result.seconds:.0f} s, {result.measured.ended}"
+    yield "command", result.command
+
+
+def _load(averages: tuple[float, float, float] | None) -> str:
+    return UNKNOWN if averages is None else " ".join(f"{one:.2f}" for one in averages)
+
+
+def failures(result: BenchResult) -> list[str]:
+    """What did not work, a line each."""
+    return [
+        failure.message if failure.workload is None else f"{failure.workload}, temperature {failure.temperature:g}: {failure.message}"
+        for failure in result.measured.failures
+    ]
+
+
+NOTES = (
+    "tokens/s: tokens behind the first one by the time they took, medians over rounds (lower to upper quartile).",
+    "× plain: our plain decoding in the same round; median over rounds (95 % bootstrap interval).",
+    "tokens a step: emitted by steps of the target; plain decoding = 1.",
+    "between tokens: moments at which tokens arrive, median (95th percentile); several that arrive together have one gap.",
+    "host: share of the time outside of the kernels. GB/s: weights and cached rows the target's passes read.",
+    "repeats: share of 8-token pieces that stood in the same output before; above 30 % a cell is looping and counts for nothing.",
+)

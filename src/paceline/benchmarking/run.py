@@ -1,0 +1,202 @@
+"""A benchmark from its plan to its result: workers are opened, asked in turns, and ended whatever happens."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.benchmarking.modes import Mode
+from paceline.benchmarking.plan import DEFAULT_PROMPTS, DEFAULT_ROUNDS, DEFAULT_TOKENS, BenchPlan
+from paceline.benchmarking.questions import Order, Questions, orders_of
+from paceline.benchmarking.rounds import Size, fitted, in_turn
+from paceline.benchmarking.samples import Sample
+from paceline.benchmarking.worker_process import WorkerError, WorkerProcess
+from paceline.benchmarking.workloads.made import Encoded, copies
+from paceline.tokenizer.tokenizer import Tokenizer
+
+COMPLETE, OUT_OF_TIME, INTERRUPTED = "complete", "out of time", "interrupted"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a worker could not do; without a workload it could not be opened, or is gone."""
+
+    mode: str
+    message: str
+    workload: str | None = None
+    temperature: float | None = None
+    round: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Watcher:
+    """Who is told how far a run is: a line of text; the number of orders; one more is done."""
+
+    say: Callable[[str], None] = lambda text: None
+    begin: Callable[[int], None] = lambda total: None
+    advance: Callable[[], None] = lambda: None
+
+
+@dataclass(slots=True)
+class Measured:
+    """What a run has brought so far.
+
+    Attributes:
+        facts: what each opened worker says of itself, by mode.
+        size: how much was to be measured.
+        ended: "complete", "out of time" or "interrupted".
+    """
+
+    modes: Sequence[Mode]
+    size: Size
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    ended: str = COMPLETE
+
+
+def wanted_size(plan: BenchPlan) -> tuple[Size, frozenset[str]]:
+    """What a plan asks for, and which of it the user gave."""
+    prompts = DEFAULT_PROMPTS if plan.batch_size == 1 else plan.batch_size
+    size = Size(plan.rounds or DEFAULT_ROUNDS, plan.tokens or DEFAULT_TOKENS, plan.num_prompts or prompts)
+    given = {"rounds": plan.rounds, "tokens": plan.tokens, "prompts": plan.num_prompts or (plan.batch_size > 1 or None)}
+    return size, frozenset(name for name, value in given.items() if value is not None)
+
+
+class Run:
+    """One run of a plan.
+
+    Args:
+        modes: the first of them decodes plainly in our own engine.
+        started_s: clock (`time.monotonic`) from which the plan's minutes count.
+    """
+
+    def __init__(
+        self, plan: BenchPlan, modes: Sequence[Mode], questions: Questions, tokenizer: Tokenizer, watcher: Watcher, started_s: float
+    ) -> None:
+        self._plan, self._questions, self._tokenizer, self._watcher = plan, questions, tokenizer, watcher
+        self._deadline_s = started_s + 60 * plan.minutes
+        size, self._fixed = wanted_size(plan)
+        self.measured = Measured(modes, size, notices=list(questions.notices))
+        self._workers: dict[str, WorkerProcess] = {}
+
+    def measure(self) -> Measured:
+        """Everything; Ctrl-C ends it early, with what there is."""
+        with ExitStack() as stack:
+            try:
+                self._open(stack)
+                if self._workers:
+                    self._measure()
+            except KeyboardInterrupt:
+                self.measured.ended = INTERRUPTED
+        return self.measured
+
+    def _open(self, stack: ExitStack) -> None:
+        for mode in self.measured.modes:
+            self._watcher.say(f"opening {mode.name}")
+            try:
+                worker = WorkerProcess(mode.name, mode.command)
+                stack.callback(worker.close)
+                self.measured.facts[mode.name] = worker.ask(dict(mode.order), self._plan.load_timeout_s)
+                self._workers[mode.name] = worker
+            except WorkerError as failure:
+                self.measured.failures.append(Failure(mode.name, str(failure)))
+
+    def _measure(self) -> None:
+        cells = [(workload, temperature) for workload in self._questions.prompts for temperature in self._plan.temperatures]
+        self._fit(num_cells=len(cells))
+        prompts = {name: self._prompts_of(name) for name in self._questions.prompts}
+        orders = [
+            order for workload, temperature in cells for order in orders_of(workload, temperature, prompts[workload], self._plan.batch_size)
+        ]
+        rounds = self.measured.size.rounds
+        self._watcher.say(f"measuring: {1 + rounds} times {len(orders)} orders of {len(self._workers)} modes in turns")
+        self._watcher.begin((1 + rounds) * len(orders))
+        for number in range(1 + rounds):
+            for place, order in enumerate(orders):
+                if time.monotonic() > self._deadline_s:
+                    self.measured.ended = OUT_OF_TIME
+                    where = f"in round {number} of {rounds} (round 0 warms up)"
+                    self.measured.notices.append(
+                        f"stopped after {self._plan.minutes:g} minutes {where}: raise --minutes, or ask for fewer workloads"
+                    )
+                    return
+                for mode in in_turn(self.measured.modes, number + place):
+                    self._take(mode, order, number)
+                self._watcher.advance()
+
+    def _fit(self, *, num_cells: int) -> None:
+        """Let every mode answer once, which warms it up, and see what fits into the time; the prompt is one of the longer ones."""
+        size, plan = self.measured.size, self._plan
+        first = [orders_of(name, plan.temperatures[0], own, plan.batch_size)[0] for name, own in self._questions.prompts.items()]
+        longer = sorted(first, key=lambda order: order.num_prompt_tokens)[3 * len(first) // 4]
+        turn_s = 0.0
+        for mode in self.measured.modes:
+            if mode.name in self._workers and not mode.needs_prediction:
+                start = time.monotonic()
+                self._ask(mode, longer)
+                turn_s += time.monotonic() - start
+        left_s = max(0.0, self._deadline_s - time.monotonic())
+        fitting = fitted(size, self._fixed, left_s, turn_s=turn_s, num_cells=num_cells, batch_size=plan.batch_size)
+        if fitting != size:
+            whole_s = size.seconds(turn_s, size.tokens, num_cells, plan.batch_size)
+            self.measured.notices.append(
+                f"{_shown(size)} would take about {whole_s / 60:.1f} minutes and --minutes is {plan.minutes:g}: measured are "
+                f"{_shown(fitting)}; --rounds, --num-prompts and --tokens insist"
+            )
+            self.measured.size = fitting
+
+    def _prompts_of(self, workload: str) -> list[Encoded]:
+        prompts = self._questions.prompts[workload][: self.measured.size.prompts]
+        plain = self.measured.modes[0]
+        if workload not in self._questions.copied or plain.name not in self._workers:
+            return prompts
+        self._watcher.say(f"making the predictions of {workload}")
+
+        def answer(prompt: Encoded) -> Sequence[int]:
+            found = self._ask(plain, Order(workload, 0.0, 0, (prompt,)))
+            return prompt.prompt_ids if found is None else found["token_ids"]
+
+        made = copies(prompts, answer, self._tokenizer, vocab_size=self._questions.vocab_size, seed=self._plan.seed)
+        room = self._questions.context - self.measured.size.tokens
+        return [prompt for prompt in made if len(prompt.prompt_ids) <= room] or prompts
+
+    def _take(self, mode: Mode, order: Order, number: int) -> None:
+        """One order of one mode, if it can be asked."""
+        if mode.name not in self._workers or (mode.needs_prediction and not order.has_predictions):
+            return
+        answer = self._ask(mode, order, number)
+        if answer is None:
+            return
+        known = {"mode": mode.name, "workload": order.workload, "temperature": order.temperature, "prompt": order.index, "round": number}
+        try:
+            sample = Sample.of(answer, **known, num_prompt_tokens=order.num_prompt_tokens)
+            if any(len(output.token_ids) != self.measured.size.tokens for output in sample.outputs):
+                raise ValueError(f"{sample.num_tokens} tokens where {self.measured.size.tokens * len(order.prompts)} were asked for")
+        except (KeyError, TypeError, ValueError) as error:
+            self._fail(mode, order, number, f"{mode.name} answered against the protocol ({type(error).__name__}: {error})")
+            return
+        self.measured.samples.append(sample)
+
+    def _ask(self, mode: Mode, order: Order, number: int | None = None) -> dict[str, Any] | None:
+        """The answer; None where there is none, which becomes a failure."""
+        worker = self._workers[mode.name]
+        try:
+            return worker.ask(order.as_dict(self.measured.size.tokens, self._plan.seed), self._plan.timeout_s)
+        except WorkerError as failure:
+            if failure.is_over:
+                del self._workers[mode.name]
+            self._fail(mode, order, number, str(failure))
+            return None
+
+    def _fail(self, mode: Mode, order: Order, number: int | None, message: str) -> None:
+        failure = Failure(mode.name, message, order.workload, order.temperature, number)
+        known = {(one.mode, one.message, one.workload, one.temperature) for one in self.measured.failures}
+        if (failure.mode, failure.message, failure.workload, failure.temperature) not in known:
+            self.measured.failures.append(failure)
+
+
+def _shown(size: Size) -> str:
+    return f"{size.rounds} rounds of {size.prompts} prompt{'s' if size.prompts > 1 else ''} a workload and {size.tokens} tokens"

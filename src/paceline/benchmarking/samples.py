@@ -1,0 +1,120 @@
+"""What a worker answered to one order, and what follows from it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+REPEAT_LENGTH = 8
+"""Tokens of a piece that counts as a repetition where it stood in the same output before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Tokens of one request, and when each arrived, in seconds since the order was given; several may share a time."""
+
+    token_ids: tuple[int, ...]
+    times_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One order of one mode.
+
+    Attributes:
+        mode, workload, temperature, prompt: which; `prompt` counts within the workload, of a batch it is that of the first request.
+        round: 0 = warming up, not counted.
+        outputs: one; of a batch, one a request.
+        seconds: from the order to the last token.
+        drafted, accepted: guessed tokens; None where a program does not tell.
+        steps, passes, decoding_passes: of the target; decoding passes began when every request had a token.
+        host_s: outside of the kernels.
+        num_prompt_tokens: of all requests.
+    """
+
+    mode: str
+    workload: str
+    temperature: float
+    prompt: int
+    round: int
+    outputs: tuple[Output, ...]
+    seconds: float
+    num_prompt_tokens: int
+    drafted: int | None = None
+    accepted: int | None = None
+    steps: int | None = None
+    passes: int | None = None
+    decoding_passes: int | None = None
+    host_s: float | None = None
+    rss_bytes: int | None = None
+    peak_rss_bytes: int | None = None
+
+    @classmethod
+    def of(cls, answer: Mapping[str, Any], **known: Any) -> "Sample":
+        """From a worker's answer.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is not what the protocol says.
+        """
+        given = answer.get("outputs", [answer])
+        outputs = tuple(Output(tuple(map(int, one["token_ids"])), tuple(map(float, one["times_s"]))) for one in given)
+        if any(len(one.token_ids) != len(one.times_s) or not one.token_ids for one in outputs):
+            raise ValueError("an output without tokens, or without a time for each of them")
+        names = ("drafted", "accepted", "steps", "passes", "decoding_passes", "host_s", "rss_bytes", "peak_rss_bytes")
+        fields: dict[str, Any] = {name: answer.get(name) for name in names} | known
+        return cls(outputs=outputs, seconds=float(answer["seconds"]), **fields)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(output.token_ids) for output in self.outputs)
+
+    @property
+    def first_token_s(self) -> float:
+        """Until the first token; of a batch, the mean."""
+        return sum(output.times_s[0] for output in self.outputs) / len(self.outputs)
+
+    @property
+    def decoding_start_s(self) -> float:
+        """When every request had its first token."""
+        return max(output.times_s[0] for output in self.outputs)
+
+    @property
+    def decoding_s(self) -> float:
+        """From there to the last token; where all tokens came at once, the whole time."""
+        last = max(output.times_s[-1] for output in self.outputs)
+        return last - self.decoding_start_s if last > self.decoding_start_s else self.seconds
+
+    @property
+    def num_decoded(self) -> int:
+        """Tokens that came in that time."""
+        start = self.decoding_start_s
+        return sum(time > start for output in self.outputs for time in output.times_s) or self.num_tokens
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Times between moments at which tokens of a request arrived; several that arrive at once have one gap in front of them."""
+        return [after - before for output in self.outputs for before, after in pairwise(output.times_s) if after > before]
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens a step. Each step emits what it accepted and one token more, so what was accepted tells it where steps are not known."""
+        if self.steps:
+            return self.num_tokens / self.steps
+        return None if self.accepted is None else self.num_tokens / max(1, self.num_tokens - self.accepted)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        outputs = [{"token_ids": list(one.token_ids), "times_s": [round(time, 6) for time in one.times_s]} for one in self.outputs]
+        return asdict(self) | {"outputs": outputs}
+
+
+def repeats(token_ids: Sequence[int]) -> tuple[int, int]:
+    """Pieces of `REPEAT_LENGTH` tokens that stood in the same output before, and all pieces."""
+    pieces = [tuple(token_ids[start : start + REPEAT_LENGTH]) for start in range(len(token_ids) - REPEAT_LENGTH + 1)]
+    return len(pieces) - len(set(pieces)), len(pieces)
+
+
+def repeat_share(outputs: Sequence[Sequence[int]]) -> float:
+    """Share of the pieces of some outputs that repeat earlier output of the same; 0 where all are shorter than a piece."""
+    counts = [repeats(one) for one in outputs]
+    return sum(repeated for repeated, _ in counts) / max(1, sum(total for _, total in counts))

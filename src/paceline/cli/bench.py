@@ -1,0 +1,227 @@
+"""`paceline bench`: what speculation brings on this machine, with this model, beside plain decoding and other programs."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.cli.options import MODEL
+from paceline.cli.reporting import EXIT_FAILURE, EXIT_INTERRUPTED, reported_errors, say
+from paceline.config import QUANT
+from paceline.errors import ConfigError, printable
+
+if TYPE_CHECKING:
+    from paceline.benchmarking.benchmark import BenchResult
+    from paceline.benchmarking.plan import BenchPlan
+    from paceline.benchmarking.run import Watcher
+
+WHAT, HOW, OTHERS, OUT = "What is measured", "How much", "Other programs", "Output"
+DRAFTER_HELP = (
+    "A mode for each: ngram, suffix, prediction, draft_model, medusa, mtp, auto, or the directory or id of a draft model or of heads; "
+    "a+b guess together. Several times. Default: all that are there."
+)
+WORKLOAD_HELP = "chat, code, arithmetic, json, copying (with edits), random (tokens); several times or with commas. Default: all."
+
+
+def _option(*names: str, help_text: str, panel: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=help_text, rich_help_panel=panel, metavar=metavar)
+
+
+Model = Annotated[str, _option("--model", help_text=MODEL.options["model"], panel=WHAT)]
+GgufFile = Annotated[str | None, _option("--gguf-file", help_text=MODEL.options["gguf_file"], panel=WHAT)]
+Quant = Annotated[str, _option("--quant", help_text=MODEL.options["quant"], panel=WHAT, metavar="|".join(QUANT))]
+DraftModel = Annotated[
+    str | None, _option("--draft-model", help_text="A draft model's directory, file or id, for us and peers.", panel=WHAT)
+]
+Drafter = Annotated[list[str] | None, _option("--drafter", help_text=DRAFTER_HELP, panel=WHAT, metavar="<str>")]
+NumDraftTokens = Annotated[int | None, _option("--num-draft-tokens", help_text="Tokens to draft a step. Default: 4.", panel=WHAT)]
+Workload = Annotated[list[str] | None, _option("--workload", help_text=WORKLOAD_HELP, panel=WHAT, metavar="<str>")]
+Prompts = Annotated[Path | None, _option("--prompts", help_text="Your own prompts: lines of text, or JSON lines.", panel=WHAT)]
+SpecBench = Annotated[Path | None, _option("--spec-bench", help_text="Questions as in Spec-Bench's question.jsonl.", panel=WHAT)]
+Temperature = Annotated[str, _option("--temperature", help_text="One or several, such as 0,0.7,1.", panel=WHAT, metavar="<float,...>")]
+BatchSize = Annotated[int, _option("--batch-size", help_text="Requests at once, of our own modes.", panel=WHAT)]
+Offline = Annotated[bool, _option("--offline", help_text=MODEL.options["offline"], panel=WHAT)]
+Rounds = Annotated[int | None, _option("--rounds", help_text="Rounds that count, behind one that is dropped. Default: 5.", panel=HOW)]
+Tokens = Annotated[int | None, _option("--tokens", help_text="Tokens of each output. Default: 96.", panel=HOW)]
+NumPrompts = Annotated[int | None, _option("--num-prompts", help_text="Prompts of each workload. Default: 4.", panel=HOW)]
+Minutes = Annotated[float, _option("--minutes", help_text="Time it may take; defaults become smaller to fit, then it ends.", panel=HOW)]
+Threads = Annotated[int | None, _option("--threads", help_text=MODEL.options["threads"], panel=HOW)]
+Seed = Annotated[int, _option("--seed", help_text="Of random prompts, edits, sampled texts and intervals.", panel=HOW)]
+Peer = Annotated[list[str] | None, _option("--peer", help_text="Measure this program too; several times.", panel=OTHERS, metavar="<str>")]
+InstallPeers = Annotated[
+    list[str] | None,
+    _option("--install-peers", help_text="Download this program into an environment of its own.", panel=OTHERS, metavar="<str>"),
+]
+JsonFile = Annotated[Path | None, _option("--json", help_text="Write everything here, raw samples too.", panel=OUT)]
+HtmlFile = Annotated[Path | None, _option("--html", help_text="Write one page with charts here.", panel=OUT)]
+Plots = Annotated[Path | None, _option("--plots", help_text="Write PNG pictures into this folder; takes the extra bench.", panel=OUT)]
+Quiet = Annotated[bool, _option("-q", "--quiet", help_text="Print nothing but the tables.", panel=OUT)]
+Debug = Annotated[bool, _option("--debug", help_text="Print tracebacks and what libraries warn about.", panel=OUT)]
+
+
+def bench(
+    *,
+    model: Model = "mini",
+    gguf_file: GgufFile = None,
+    quant: Quant = "none",
+    draft_model: DraftModel = None,
+    drafter: Drafter = None,
+    num_draft_tokens: NumDraftTokens = None,
+    workload: Workload = None,
+    prompts: Prompts = None,
+    spec_bench: SpecBench = None,
+    temperature: Temperature = "0",
+    batch_size: BatchSize = 1,
+    offline: Offline = False,
+    rounds: Rounds = None,
+    tokens: Tokens = None,
+    num_prompts: NumPrompts = None,
+    minutes: Minutes = 5.0,
+    threads: Threads = None,
+    seed: Seed = 7,
+    peer: Peer = None,
+    install_peers: InstallPeers = None,
+    json_file: JsonFile = None,
+    html_file: HtmlFile = None,
+    plots: Plots = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Measure generation in turns: plain, with each drafter, and other programs.
+
+    Without options the embedded mini, in a few minutes. Ctrl-C ends it with what was measured so far. Exit code 1: a mode failed.
+    """
+    given = dict(locals())
+    with reported_errors(debug=debug):
+        if install_peers:
+            _install(_words(install_peers))
+            if not peer:
+                return
+        _bench(_plan(given), json_file, html_file, plots, quiet=quiet, debug=debug)
+
+
+def _plan(given: Mapping[str, Any]) -> "BenchPlan":
+    from paceline.benchmarking.plan import BenchPlan
+
+    same = ["model", "gguf_file", "quant", "draft_model", "num_draft_tokens", "prompts", "spec_bench", "batch_size", "offline", "rounds"]
+    same += ["tokens", "num_prompts", "minutes", "threads", "seed"]
+    return BenchPlan(
+        **{name: given[name] for name in same},
+        drafters=tuple(given["drafter"] or ()),
+        workloads=_words(given["workload"]),
+        temperatures=_temperatures(given["temperature"]),
+        peers=_words(given["peer"]),
+    )
+
+
+def _words(values: Sequence[str] | None) -> tuple[str, ...]:
+    return tuple(word.strip() for value in values or () for word in value.split(",") if word.strip())
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(dict.fromkeys(float(word) for word in _words([text])))
+    except ValueError:
+        raise ConfigError(f"temperature is {text!r}: use numbers with commas between them, such as 0,0.7,1") from None
+
+
+def _install(names: Sequence[str]) -> None:
+    from paceline.benchmarking.peer_modes import install_peer
+
+    for name in names:
+        install_peer(name, say)
+
+
+def _bench(plan: "BenchPlan", json_file: Path | None, html_file: Path | None, plots: Path | None, *, quiet: bool, debug: bool) -> None:
+    from paceline.benchmarking.benchmark import benchmark
+    from paceline.benchmarking.report.as_json import write_json
+    from paceline.benchmarking.report.page import write_page
+    from paceline.benchmarking.report.plots import check_plots, write_plots
+    from paceline.cli.loading import quieten_libraries
+
+    if not debug:
+        quieten_libraries()
+    if plots is not None:
+        check_plots()
+    for path in (json_file, html_file, plots):
+        _check_writable(path, is_folder=path is plots)
+    with _watcher(quiet=quiet) as watcher:
+        result = benchmark(plan, watcher, command())
+    if json_file is not None:  # first, so that nothing that follows can lose what was measured
+        _write(result, json_file, write_json, quiet=quiet)
+    _print(result)
+    if html_file is not None:
+        _write(result, html_file, write_page, quiet=quiet)
+    if plots is not None:
+        _write(result, plots, write_plots, quiet=quiet)
+    if result.measured.ended == "interrupted":
+        raise typer.Exit(EXIT_INTERRUPTED)
+    if result.measured.failures or not result.cells:
+        raise typer.Exit(EXIT_FAILURE)
+
+
+def command() -> str:
+    """What was typed."""
+    from paceline.benchmarking.provenance import shown_command
+
+    return shown_command(sys.argv[1:])
+
+
+def _check_writable(path: Path | None, *, is_folder: bool) -> None:
+    """Find out now, not behind minutes of measuring.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    if path is None:
+        return
+    if path.exists() and path.is_dir() != is_folder:
+        raise ConfigError(f"{path} is {'no folder' if is_folder else 'a folder'}: give {'a folder' if is_folder else 'the name of a file'}")
+    if not is_folder and not path.absolute().parent.is_dir():
+        raise ConfigError(f"{path} cannot be written: there is no folder {path.absolute().parent}; make it first")
+
+
+def _write(result: "BenchResult", path: Path, write: "Callable[[BenchResult, Path], object]", *, quiet: bool) -> None:
+    try:
+        write(result, path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; give another place") from error
+    if not quiet:
+        say(f"written: {path}")
+
+
+def _print(result: "BenchResult") -> None:
+    from rich.console import Console
+
+    from paceline.benchmarking.report.table import report
+
+    console = Console(file=sys.stdout, highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 160)  # a file folds no columns
+    console.print(report(result), soft_wrap=False)
+
+
+@contextmanager
+def _watcher(*, quiet: bool) -> "Iterator[Watcher]":
+    """What shows how far a run is: a bar with the time left, on a terminal alone."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from paceline.benchmarking.run import Watcher
+
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield Watcher((lambda text: None) if quiet else say)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("left"), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("getting ready", total=None, start=False)
+
+        def begin(total: int) -> None:
+            progress.update(task, total=total, description="measuring")
+            progress.start_task(task)
+
+        yield Watcher(lambda text: progress.update(task, description=printable(text)), begin, lambda: progress.advance(task))

@@ -1,0 +1,174 @@
+"""`paceline prove`: does speculation change a token of this model, on this machine? Plain decoding compared in many settings."""
+
+import json
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.cli.options import MEMORY, MODEL, OUTPUT, SPECULATION, Panel, Settings, with_settings
+from paceline.cli.reporting import EXIT_FAILURE, EXIT_INTERRUPTED, say
+from paceline.config import EngineConfig, SpeculationConfig
+from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from paceline.proof.exactness.prove import Proof, ProofQuestion
+    from paceline.proof.exactness.tally import Tally
+
+_ROOM = Panel("Memory", EngineConfig, {name: MEMORY.options[name] for name in ("max_context", "cache_gb")})
+_DRAFTERS = Panel(
+    "Speculation",
+    SpeculationConfig,
+    {
+        "drafter": "Who guesses, as for `run`; may be given several times. auto: ngram, suffix, prediction and what comes with the model. "
+        "Two adversaries always guess too.",
+        "draft_quant": SPECULATION.options["draft_quant"],
+        "drafter_options": SPECULATION.options["drafter_options"],
+    },
+)
+PROVING = (MODEL, _ROOM, _DRAFTERS)
+
+
+@partial(with_settings, panels=PROVING)
+def prove(
+    *,
+    prompts: Annotated[Path | None, typer.Option("--prompts", help="File with a prompt a line. Default: cuts of a sample text.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", help="Output tokens to compare: 40000 where nothing is said.", show_default=False)
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="10000 tokens, or as many as half a minute allows.")] = False,
+    seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same cases. Default: a fresh one, printed.")] = None,
+    case: Annotated[
+        str | None,
+        typer.Option("--case", help="Run this case alone: its number, or a JSON file that --json wrote, whose differing cases run again."),
+    ] = None,
+    transformers: Annotated[
+        bool, typer.Option("--transformers/--no-transformers", help="Ask transformers as a second witness, where it can load the model.")
+    ] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report to this file as JSON.", rich_help_panel=OUTPUT)] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write it as one page to look at.", rich_help_panel=OUTPUT)] = None,
+    settings: Settings,
+) -> None:
+    """Compare plain and speculative decoding of this model, over drafters, draft lengths, trees, batches, cache events and samplings.
+
+    Without --model the embedded mini is compared. Exit codes: 0 all is equal (near-ties are no bugs), 1 a BUG was found, 2 wrong use.
+    """
+    from paceline.cli.loading import quieten_libraries
+    from paceline.proof.exactness import prove as proving
+    from paceline.proof.exactness.cases import read_cases
+
+    if not settings.debug:
+        quieten_libraries()
+    _check_outputs(json_file, html_file)
+    given = read_cases(case)
+    question = proving.ProofQuestion(
+        engine=settings.engine,
+        speculation=settings.speculation,
+        prompts=prompts,
+        num_tokens=(proving.QUICK_TOKENS if quick else proving.DEFAULT_TOKENS) if tokens is None else tokens,
+        seed=next(one for one in (seed, given.seed, secrets.randbits(31)) if one is not None),
+        seconds=proving.QUICK_S if quick else None,
+        cases=given.cases,
+        only=given.only,
+        asks_transformers=transformers,
+        command=["paceline", *sys.argv[1:]],
+    )
+    proof, was_interrupted = _run(question, quiet=settings.quiet)
+    _write(proof, json_file, html_file)
+    _print(proof)
+    if was_interrupted or proof.bugs:
+        raise typer.Exit(EXIT_INTERRUPTED if was_interrupted else EXIT_FAILURE)
+
+
+def _run(question: "ProofQuestion", *, quiet: bool) -> "tuple[Proof, bool]":
+    """Answer the question; an interrupt ends it with what was found so far."""
+    from paceline.proof.exactness.prove import Prover
+
+    if not quiet:
+        say(f"seed {question.seed}")
+    prover = Prover(question)
+    if not quiet:
+        for notice in prover.proof.notices:
+            say(notice)
+    try:
+        with _progress(question.num_tokens, quiet=quiet) as show:
+            for tally in prover.run():
+                show(tally)
+    except KeyboardInterrupt:
+        say("interrupted: the report holds what was compared so far")
+        return prover.proof, True
+    return prover.proof, False
+
+
+@contextmanager
+def _progress(num_tokens: int, *, quiet: bool) -> "Iterator[Callable[[Tally], None]]":
+    """What shows how far it is: a bar on a terminal, else a line for each quarter."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    shown = 0
+
+    def show_line(tally: "Tally") -> None:
+        nonlocal shown
+        quarters = 4 * tally.all.tokens // num_tokens
+        if not quiet and shown < quarters < 4:
+            shown = quarters
+            say(f"{_so_far(tally)} of {num_tokens:,}")
+
+    if quiet or not console.is_terminal:
+        yield show_line
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("loading", total=num_tokens)
+        yield lambda tally: bar.update(task, completed=min(tally.all.tokens, num_tokens), description=_so_far(tally))
+
+
+def _so_far(tally: "Tally") -> str:
+    return f"{tally.all.tokens:,} tokens compared, {tally.all.bugs} bugs, {tally.all.near_ties} near-ties"
+
+
+def _check_outputs(*paths: Path | None) -> None:
+    """That reports can be written, before anything is loaded.
+
+    Raises:
+        ConfigError: a folder is missing, or a path is none of a file.
+    """
+    for path in paths:
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise ConfigError(f"{path} cannot be written: give a file in a folder that is there")
+
+
+def _write(proof: "Proof", json_file: Path | None, html_file: Path | None) -> None:
+    """The report as files.
+
+    Raises:
+        ConfigError: one cannot be written.
+    """
+    from paceline.proof.exactness.page import page
+
+    facts: dict[str, Any] = proof.as_dict()
+    texts = [(json_file, json.dumps(facts, indent=1, allow_nan=False)), (html_file, page(facts))]
+    for path, text in texts:
+        if path is None:
+            continue
+        try:
+            path.write_text(f"{text}\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written ({error}): give another file") from error
+
+
+def _print(proof: "Proof") -> None:
+    from rich.console import Console
+
+    from paceline.cli.prove_report import report
+
+    Console(file=sys.stdout, highlight=False).print(report(proof))

@@ -1,0 +1,168 @@
+"""Codes of 2 to 8 bits with a scale and a zero point, or a minimum, for some columns: what most containers hold."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import CheckpointError
+from paceline.models.grouped import RUN, GroupedMatrix, pack_nibbles, runs_of_pairs
+from paceline.models.packed import Floats, PackedMatrix, Rows
+
+_GROUPS = (128, 64, 32, 16)
+_MOST_BITS = np.uint32(0x1FF)  # lowest bits of a float32: without them a scale times a code, and sums of these, are exact
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class AffineRows:
+    """Rows [n, K] of values `scale * (code - zero)` or `scale * code + minimum`.
+
+    Attributes:
+        stream: [n, K * bits / 8] codes, the lowest bits first.
+        scales: [n, groups].
+        zeros: [n, groups] integers, or one for all.
+        minimums: [n, groups], where there are no zeros.
+    """
+
+    stream: Bytes
+    scales: Floats
+    zeros: NDArray[np.int32] | int = 0
+    minimums: Floats | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Affine:
+    """What is known of an affine matrix before it is read.
+
+    Attributes:
+        where, shape, arrays: as in `PackedMatrix`.
+        bits: of a stored code.
+        group: columns that share a scale.
+        zero: of all groups; None = each has its own, or a minimum.
+        has_minimums: rows come with minimums.
+        has_short_scales: scales of at most 15 significant bits, as float16 and bfloat16 have.
+        column_groups: [K] whose group each column is in, where they are in no order.
+        read: some stored rows.
+    """
+
+    where: str
+    shape: tuple[int, int]
+    arrays: tuple[NDArray[Any], ...]
+    bits: int
+    group: int
+    zero: int | None = None
+    has_minimums: bool = False
+    has_short_scales: bool = True
+    column_groups: NDArray[np.int64] | None = None
+    read: Callable[[Rows], AffineRows]
+
+    def matrix(self) -> PackedMatrix:
+        """In groups at its own values; as floats where columns share scales in no order, or no group of 16 columns does."""
+        columns, own = self.shape[1], self._group()
+        arrays = (*self.arrays, np.array([[self.bits, self.group, -1 if self.zero is None else self.zero]]))
+        width = 4 if self.bits <= 4 and columns % RUN == 0 else 8
+        folds = self.zero is None and not self.has_minimums and not self.has_short_scales
+        if own is None or (folds and self.bits > 4):
+            return PackedMatrix(self.where, self.shape, None, 0, arrays, self._values)
+        has_minimums = self.zero is None and not folds
+        width = 8 if folds else width
+        row_bytes = columns * width // 8 + columns // own * (8 if has_minimums else 4)
+
+        def read(rows: Rows) -> GroupedMatrix:
+            return self._groups(self.read(rows), own, width, folds=folds)
+
+        return PackedMatrix(self.where, self.shape, width, row_bytes, arrays, read)
+
+    def _group(self) -> int | None:
+        """Columns of our groups: at most 128, since a row is rounded group by group."""
+        if self.column_groups is not None:
+            return None
+        shared = math.gcd(self.group, self.shape[1])
+        return next((group for group in _GROUPS if shared % group == 0), None)
+
+    def _groups(self, rows: AffineRows, own: int, width: int, *, folds: bool) -> GroupedMatrix:
+        count = self.shape[1] // own
+        scales = _repeated(rows.scales, count, own, self.group)
+        minimums = None if rows.minimums is None else _repeated(rows.minimums, count, own, self.group)
+        if folds:
+            assert not isinstance(rows.zeros, int)
+            zeros = np.repeat(rows.zeros, self.group, 1)[:, : self.shape[1]]
+            return GroupedMatrix((self._codes(rows) - zeros).astype(np.int8), scales, None, 8)
+        if self.zero is None and minimums is None:
+            assert not isinstance(rows.zeros, int)
+            minimums = -(scales * _repeated(rows.zeros.astype(np.float32), count, own, self.group))
+        if width == 4 and self.bits == 4:  # packed already, in another order
+            return GroupedMatrix(runs_of_pairs(rows.stream), scales, minimums, width, self.zero or 0)
+        codes = self._codes(rows)
+        codes = pack_nibbles(codes) if width == 4 else codes
+        return GroupedMatrix(codes, scales, minimums, width, self.zero or 0)
+
+    def _codes(self, rows: AffineRows) -> Bytes:
+        return unpack_stream(rows.stream, self.bits, self.shape[1])
+
+    def _values(self, rows: Rows) -> Floats:
+        found, columns = self.read(rows), self.shape[1]
+        groups = np.arange(columns) // self.group if self.column_groups is None else self.column_groups
+        codes = self._codes(found).astype(np.int32)
+        if found.minimums is not None:
+            return found.scales[:, groups] * codes.astype(np.float32) + found.minimums[:, groups]
+        zeros = found.zeros if isinstance(found.zeros, int) else found.zeros[:, groups]
+        return found.scales[:, groups] * (codes - zeros).astype(np.float32)
+
+
+def is_short(scales: NDArray[Any]) -> bool:
+    """Whether scales have so few significant bits that a minimum is exact."""
+    return scales.dtype != np.float32 or not (np.ascontiguousarray(scales).view(np.uint32) & _MOST_BITS).any()
+
+
+def unpack_stream(stream: Bytes, bits: int, count: int) -> Bytes:
+    """[n, bytes] with codes of `bits` side by side, the lowest first, as [n, count]; codes of 1 to 8 bits may lie across bytes."""
+    if bits == 8:
+        return np.ascontiguousarray(stream[:, :count])
+    in_cycle = 8 // math.gcd(8, bits)  # codes that fill whole bytes
+    cycle_bytes = in_cycle * bits // 8
+    cycles = -(-count // in_cycle)
+    taken = stream[:, : cycles * cycle_bytes]
+    if taken.shape[1] < cycles * cycle_bytes:
+        taken = np.pad(taken, ((0, 0), (0, cycles * cycle_bytes - taken.shape[1])))
+    groups = taken.reshape(len(stream), cycles, cycle_bytes)
+    codes = np.empty((len(stream), cycles, in_cycle), np.uint8)
+    for number in range(in_cycle):
+        begin, shift = divmod(number * bits, 8)
+        value = groups[:, :, begin] >> np.uint8(shift)
+        if shift + bits > 8:
+            value = value | groups[:, :, begin + 1] << np.uint8(8 - shift)
+        codes[:, :, number] = value & np.uint8(2**bits - 1)
+    return codes.reshape(len(stream), -1)[:, :count]
+
+
+def as_stream(words: NDArray[np.uint32]) -> Bytes:
+    """[n, words] as the bytes of each row."""
+    return np.ascontiguousarray(words).view(np.uint8)
+
+
+def order_of(groups: NDArray[np.int32], columns: int, group: int, count: int, where: str) -> NDArray[np.int64] | None:
+    """The group of each column, where they are in no order; None where they are, as they are if all say 0.
+
+    Raises:
+        CheckpointError: there is not one for every column, or a group is none of `count`.
+    """
+    if groups.shape != (columns,) or not columns or not (groups.min() >= 0 and groups.max() < count):
+        raise CheckpointError(
+            f"{where} has {groups.size} numbers from {groups.min(initial=0)} to {groups.max(initial=0)}, one below {count} is expected for "
+            f"each of {columns} columns; the file is damaged, download it again"
+        )
+    in_order = np.arange(columns) // group
+    return None if not groups.any() or np.array_equal(groups, in_order) else groups.astype(np.int64)
+
+
+def _repeated(values: Floats, count: int, own: int, group: int) -> Floats:
+    """Numbers of groups as those of `count` smaller ones."""
+    if values.shape[1] == count:
+        return values
+    return values[:, np.arange(count) * own // group]

@@ -1,0 +1,36 @@
+"""AutoRound: its own settings around tensors packed as GPTQ or AWQ pack them."""
+
+from collections.abc import Callable, Mapping
+
+from paceline.errors import CheckpointError, shortened
+from paceline.models.containers import awq, gptq
+from paceline.models.containers.module import Container
+from paceline.models.containers.settings import one_of
+from paceline.models.json_fields import JsonFields
+
+_NAME = "AutoRound"
+_PACKINGS: Mapping[str, Callable[[JsonFields], Container]] = {
+    "auto_round": lambda fields: gptq.container(fields, _NAME, is_second=True),
+    "auto_round:gptqmodel": lambda fields: gptq.container(fields, _NAME, is_second=True),
+    "auto_round:auto_gptq": lambda fields: gptq.container(fields, _NAME, is_second=False),
+    "auto_round:gptq": lambda fields: gptq.container(fields, _NAME, is_second=False),
+    "auto_round:auto_awq": lambda fields: awq.container(fields, _NAME),
+    "auto_round:awq": lambda fields: awq.container(fields, _NAME),
+}
+
+
+def auto_round(fields: JsonFields) -> Container:
+    """AutoRound as `quantization_config` describes it.
+
+    Raises:
+        CheckpointError: bits, groups or a packing that cannot be read.
+
+    Source: auto_round/inference/backend.py of AutoRound 0.16 says which packings store zero points less 1.
+    """
+    packing = fields.values.get("packing_format") or fields.values.get("backend") or "auto_round:auto_gptq"
+    one_of(fields, "data_type", ("int",), default="int")
+    make = _PACKINGS.get(packing) if isinstance(packing, str) else None
+    if make is None:
+        known = ", ".join(_PACKINGS)
+        raise CheckpointError(f"{fields.path}: AutoRound's packing_format = {shortened(packing)} is not supported, only {known}")
+    return make(fields)

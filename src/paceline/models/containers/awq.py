@@ -1,0 +1,84 @@
+"""AWQ in the layout of its GEMM kernels: eight outputs in a word, in the order in which these take them apart (AutoAWQ)."""
+
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import CheckpointError
+from paceline.models.containers.affine import Affine, AffineRows, is_short
+from paceline.models.containers.module import Container, Module
+from paceline.models.containers.settings import group_size, one_of
+from paceline.models.json_fields import JsonFields
+from paceline.models.packed import PackedMatrix, Rows
+
+_IN_WORD = 8
+_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
+"""Which four bits of a word hold each of eight outputs."""
+
+
+def awq(fields: JsonFields) -> Container:
+    """AWQ as `quantization_config` describes it; old files say `w_bit` and `q_group_size`.
+
+    Raises:
+        CheckpointError: bits, groups or a layout that cannot be read.
+    """
+    old = {"bits": fields.values.get("w_bit"), "group_size": fields.values.get("q_group_size")}
+    fields = JsonFields({**{name: value for name, value in old.items() if value is not None}, **fields.values}, fields.path)
+    key = "version" if "version" in fields.values else "format"
+    if isinstance(fields.values.get(key), str):  # some write it in capitals
+        fields = JsonFields({**fields.values, key: fields.values[key].lower()}, fields.path)
+    one_of(fields, key, ("gemm",), default="gemm")
+    return container(fields, "AWQ")
+
+
+def container(fields: JsonFields, name: str) -> Container:
+    """A container of this packing, by the name of whoever wrote it."""
+    bits, group = one_of(fields, "bits", (4,), default=4), group_size(fields)
+    return Container(f"{name}, {bits} bits", (".qweight",), partial(_read, group=group))
+
+
+def _read(module: Module, *, group: int) -> PackedMatrix:
+    where = module.where("qweight")
+    codes, zeros = module.take("qweight", "I32", "U32"), module.take("qzeros", "I32", "U32")
+    scales = module.floats("scales")
+    columns, outputs = codes.shape[0], codes.shape[1] * _IN_WORD
+    group = columns if group == -1 else group
+    count = -(-columns // group)
+    for part, array, wanted in (("qzeros", zeros, (count, codes.shape[1])), ("scales", scales, (count, outputs))):
+        if array.shape != wanted:
+            raise CheckpointError(
+                f"{where} has shape {list(codes.shape)}, which makes {part} {list(wanted)} in groups of {group}, "
+                f"but it is {list(array.shape)}; config.json is another model's, or download the model again"
+            )
+    words = np.unique(zeros)
+    zero = int(words[0] & 15) if len(words) == 1 and int(words[0]) == int(words[0] & 15) * 0x11111111 else None
+
+    def rows(rows: Rows) -> AffineRows:
+        numbers = np.arange(outputs)[rows]
+        words_of, places = numbers // _IN_WORD, numbers % _IN_WORD
+        shifts = (4 * _PLACES[places]).astype(np.uint32)
+        own_zeros = (zeros[:, words_of] >> shifts & np.uint32(15)).astype(np.int32)
+        own_scales = np.ascontiguousarray(scales[:, rows].T, np.float32)
+        return AffineRows(_pairs(codes, words_of, places), own_scales, np.ascontiguousarray(own_zeros.T))
+
+    return Affine(
+        where=where, shape=(outputs, columns), arrays=(codes, zeros, scales), bits=4, group=group, zero=zero,
+        has_short_scales=is_short(scales), read=rows,
+    ).matrix()  # fmt: skip
+
+
+def _pairs(codes: NDArray[np.uint32], words_of: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """[columns, words] as bytes of two neighbouring columns each, [outputs, columns / 2], of outputs by their words and places there."""
+    columns, inverse = np.unique(words_of, return_inverse=True)
+    is_range = len(columns) == columns[-1] - columns[0] + 1
+    taken = codes[:, columns[0] : columns[-1] + 1] if is_range else codes[:, columns]
+    taken = np.ascontiguousarray(np.pad(taken, ((0, len(taken) % 2), (0, 0))).T if len(taken) % 2 else taken.T)
+    first, second = taken.view(np.uint8).reshape(len(columns), -1, 2, 4).transpose(2, 3, 0, 1)  # each [4 bytes, words, columns / 2]
+    pairs = np.empty((len(columns), _IN_WORD, first.shape[2]), np.uint8)
+    for output, place in enumerate(_PLACES.tolist()):
+        low, high = first[place // 2], second[place // 2]
+        pairs[:, output] = low >> np.uint8(4) | high & np.uint8(240) if place % 2 else low & np.uint8(15) | high << np.uint8(4)
+    is_whole = len(words_of) == len(columns) * _IN_WORD and (np.diff(places) != 0).all() and places[0] == 0 and is_range
+    found = pairs.reshape(-1, pairs.shape[2])
+    return found if is_whole and (np.diff(words_of) >= 0).all() else found[inverse * _IN_WORD + places]

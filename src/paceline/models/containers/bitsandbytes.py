@@ -1,0 +1,120 @@
+"""bitsandbytes: 4-bit codes of a table in blocks of the flattened matrix, and 8-bit integers with a scale a row."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import CheckpointError, shortened
+from paceline.models.containers.affine import Affine, AffineRows
+from paceline.models.containers.module import Container, Module
+from paceline.models.json_fields import JsonFields
+from paceline.models.packed import Floats, PackedMatrix, Rows
+
+_STATE = "weight.quant_state.bitsandbytes__"
+_KINDS = ("nf4", "fp4")
+_MOST_STATE_BYTES = 1 << 16
+_ROWS_NOTICE = "columns of rows with large values are multiplied as all others, not in float16 as llm_int8_threshold says"
+
+
+def bitsandbytes(fields: JsonFields) -> Container:
+    """bitsandbytes as `quantization_config` describes it.
+
+    Raises:
+        CheckpointError: it says neither 4 nor 8 bits.
+    """
+    if fields.flag("load_in_4bit", default=False):
+        kind = fields.values.get("bnb_4bit_quant_type", "fp4")
+        return Container(f"bitsandbytes, {shortened(kind)}", (".weight.absmax",), _four_bits)
+    if not fields.flag("load_in_8bit", default=False):
+        raise CheckpointError(f"{fields.path}: quantization_config of bitsandbytes says neither load_in_4bit nor load_in_8bit")
+    return Container("bitsandbytes, int8", (".SCB",), _eight_bits, notices=(_ROWS_NOTICE,))
+
+
+def _eight_bits(module: Module) -> PackedMatrix:
+    """Codes times a row's largest value over 127, which is rounded first: at most 2^-23 from what bitsandbytes computes."""
+    where, codes, largest = module.where("weight"), module.take("weight", "I8"), module.take("SCB", "F32", ndim=1)
+    if module.has("weight_format"):
+        layout = module.take("weight_format", "U8", ndim=None)
+        if layout.any():
+            raise CheckpointError(f"{where} lies in tiles of a GPU (weight_format {shortened(layout.tolist())}): save the model again")
+    outputs, columns = codes.shape
+    if largest.shape != (outputs,):
+        raise CheckpointError(f"{where} has {outputs} rows, but SCB {largest.size} numbers; download the model again")
+
+    def rows(rows: Rows) -> AffineRows:
+        scales: Floats = np.divide(largest[rows], 127, dtype=np.float32)[:, None]
+        return AffineRows(codes[rows].view(np.uint8) ^ np.uint8(128), scales, 128)
+
+    return Affine(
+        where=where, shape=(outputs, columns), arrays=(codes, largest[:, None]), bits=8, group=columns, zero=128, read=rows
+    ).matrix()
+
+
+def _four_bits(module: Module) -> PackedMatrix:
+    where = module.where("weight")
+    kind = next((kind for kind in _KINDS if module.has(_STATE + kind)), None)
+    if kind is None:
+        raise CheckpointError(f"{where} is packed, but lacks its quant_state of nf4 or fp4; download the model again")
+    state = _state(module.take(_STATE + kind, "U8", ndim=1), where)
+    shape, block = state.values.get("shape"), state.size("blocksize", most=1 << 20)
+    if not isinstance(shape, list) or len(shape) != 2 or not all(type(size) is int and 0 < size < 2**31 for size in shape):
+        raise CheckpointError(
+            f"{where}: shape = {shortened(shape)} of its quant_state, expected rows and columns; download the model again"
+        )
+    outputs, columns = shape
+    packed, table = module.take("weight", "U8", "I8", "F16", "BF16", "F32", ndim=None), module.take("weight.quant_map", "F32", ndim=1)
+    packed, size, count = np.ascontiguousarray(packed).reshape(-1).view(np.uint8), outputs * columns, -(-outputs * columns // block)
+    sizes, scales = _scales(module, state, count, where)
+    if packed.size != -(-size // 2) or table.shape != (16,):
+        raise CheckpointError(
+            f"{where} has {packed.size} bytes and a table of {table.size}, but {outputs} x {columns} values of 4 bits take "
+            f"{-(-size // 2)} and 16; download the model again"
+        )
+
+    def read(rows: Rows) -> Floats:
+        numbers = np.arange(outputs)[rows][:, None] * columns + np.arange(columns)
+        bytes_of = packed[numbers // 2]
+        codes = np.where(numbers % 2 == 0, bytes_of >> np.uint8(4), bytes_of & np.uint8(15))
+        own, places = np.unique(numbers // block, return_inverse=True)
+        found: Floats = table[codes] * scales(own)[places.reshape(codes.shape)]
+        return found
+
+    return PackedMatrix(where, (outputs, columns), None, 0, (packed[:, None], *sizes), read)
+
+
+def _state(content: NDArray[np.uint8], where: str) -> JsonFields:
+    """The JSON in a tensor."""
+    try:
+        values = json.loads(content[:_MOST_STATE_BYTES].tobytes())
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{where}: its quant_state is no JSON object; the file is damaged, download it again")
+    return JsonFields(values, Path(where))
+
+
+def _scales(module: Module, state: JsonFields, count: int, where: str) -> tuple[tuple[NDArray[Any], ...], Any]:
+    """The arrays of a block's scales, and what makes scales of numbers of blocks; they may be quantised themselves."""
+    nested = module.has("weight.nested_absmax")
+    stored = module.take("weight.absmax", "U8" if nested else "F32", ndim=1)
+    if stored.shape != (count,):
+        raise CheckpointError(f"{where} has {stored.size} scales for {count} blocks; download the model again")
+    if not nested:
+        return (stored[:, None],), lambda blocks: stored[blocks]
+    largest, table = module.take("weight.nested_absmax", "F32", ndim=1), module.take("weight.nested_quant_map", "F32", ndim=1)
+    block, offset = state.size("nested_blocksize", most=1 << 20), np.float32(state.number("nested_offset", math.nan))
+    if largest.size != -(-count // block) or table.shape != (256,):
+        raise CheckpointError(
+            f"{where} has {largest.size} scales of scales and a table of {table.size}, expected {-(-count // block)} and 256; "
+            "download the model again"
+        )
+
+    def made(blocks: NDArray[np.int64]) -> Floats:
+        found: Floats = table[stored[blocks]] * largest[blocks // block] + offset
+        return found
+
+    return (stored[:, None], largest[:, None]), made

@@ -1,0 +1,52 @@
+"""FP8: weights in E4M3 with scales by blocks (DeepSeek, Qwen), by rows (FBGEMM) or one in all (Mistral, ModelOpt)."""
+
+from functools import partial
+
+from paceline.errors import CheckpointError, shortened
+from paceline.models.containers.module import Container, Module
+from paceline.models.containers.settings import one_of
+from paceline.models.containers.small_floats import scaled_e4m3, scales_of
+from paceline.models.json_fields import JsonFields
+from paceline.models.packed import PackedMatrix
+
+ROWS_NOTICE = "rows in front of its matrices are not rounded to 8-bit floats: that is part of how others multiply, not of the weights"
+_SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
+_UNUSED = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")
+
+
+def fp8(fields: JsonFields) -> Container:
+    """DeepSeek's layout; without blocks one scale a tensor.
+
+    Raises:
+        CheckpointError: blocks or a format that cannot be read.
+    """
+    one_of(fields, "fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
+    blocks = block_of(fields, "weight_block_size")
+    name = "FP8" if blocks is None else f"FP8, blocks of {blocks[0]} x {blocks[1]}"
+    return Container(name, (".weight_scale_inv",), partial(_read, part="weight_scale_inv", block=blocks), _UNUSED, (ROWS_NOTICE,))
+
+
+def fbgemm_fp8(_fields: JsonFields) -> Container:
+    """FBGEMM's layout: one scale a row."""
+    return Container("FP8 of FBGEMM", (".weight_scale",), partial(_read, part="weight_scale", block=None), _UNUSED, (ROWS_NOTICE,))
+
+
+def block_of(fields: JsonFields, name: str) -> tuple[int, int] | None:
+    """Rows and columns that share a scale; None where it is absent.
+
+    Raises:
+        CheckpointError: it is neither two counts nor text of the form 128x128.
+    """
+    value = fields.values.get(name)
+    if value is None:
+        return None
+    sizes = value.split("x") if isinstance(value, str) else value
+    if isinstance(sizes, list) and len(sizes) == 2 and all(str(size).isdigit() and len(str(size)) < 7 and int(size) > 0 for size in sizes):
+        return int(sizes[0]), int(sizes[1])
+    raise CheckpointError(f"{fields.path}: {name} = {shortened(value)}, expected rows and columns of a block, such as [128, 128]")
+
+
+def _read(module: Module, *, part: str, block: tuple[int, int] | None) -> PackedMatrix:
+    kind = module.type_of(part)
+    found = module.take(part, *_SCALE_TYPES, ndim=None) if kind in ("F8_E8M0", "U8") else module.floats(part, ndim=None)
+    return scaled_e4m3(module, scales_of(found, kind), block)

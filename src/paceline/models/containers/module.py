@@ -1,0 +1,100 @@
+"""The tensors of one packed matrix, and what a container is."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import CheckpointError
+from paceline.models.packed import PackedMatrix
+from paceline.models.safetensors_file import StoredTensor, view_tensor
+
+Stored = StoredTensor | PackedMatrix
+_TYPES = {
+    "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<u4", "U32": "<u4", "I64": "<i8", "U8": "u1", "I8": "i1", "F8_E4M3": "u1",
+    "F8_E8M0": "u1",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """The tensors whose names begin with that of a module; what is read leaves `stored`.
+
+    Attributes:
+        name: such as `model.layers.0.self_attn.q_proj`.
+        stored: all tensors of the checkpoint.
+        files: their mapped files.
+    """
+
+    name: str
+    stored: dict[str, Stored]
+    files: Mapping[Path, NDArray[np.uint8]]
+
+    def has(self, part: str) -> bool:
+        return f"{self.name}.{part}" in self.stored
+
+    def type_of(self, part: str) -> str | None:
+        """The format's name of its type; None = there is none."""
+        found = self.stored.get(f"{self.name}.{part}")
+        return found.dtype if isinstance(found, StoredTensor) else None
+
+    def where(self, part: str) -> str:
+        """The file and the tensor, for errors."""
+        found = self.stored.get(f"{self.name}.{part}")
+        return f"{found.path}: tensor {self.name}.{part}" if isinstance(found, StoredTensor) else f"{self.name}.{part}"
+
+    def take(self, part: str, *types: str, ndim: int | None = 2) -> NDArray[Any]:
+        """A view of the file: words of 32 bits unsigned, bfloat16 and 8-bit floats as their bits.
+
+        Args:
+            types: the format's names of those that are expected.
+            ndim: dimensions; None = any.
+
+        Raises:
+            CheckpointError: it is missing, or of another type or number of dimensions.
+        """
+        found = self.stored.get(f"{self.name}.{part}")
+        if not isinstance(found, StoredTensor):
+            paths = ", ".join(map(str, sorted(self.files)))
+            raise CheckpointError(f"{paths}: {self.name} is packed, but lacks its tensor {self.name}.{part}; download the model again")
+        if found.dtype not in types or (ndim is not None and len(found.shape) != ndim):
+            shape = "" if ndim is None else f" with {ndim} dimensions"
+            raise CheckpointError(
+                f"{self.where(part)} is of type {found.dtype} and shape {list(found.shape)}, expected {' or '.join(types)}{shape}; "
+                "download the model again"
+            )
+        del self.stored[f"{self.name}.{part}"]
+        return view_tensor(found, self.files[found.path], np.dtype(_TYPES[found.dtype]))
+
+    def floats(self, part: str, *types: str, ndim: int | None = 2) -> NDArray[Any]:
+        """As `take`, of numbers: float32 or float16 as they are, bfloat16 as a copy in float32."""
+        is_bf16 = self.type_of(part) == "BF16"
+        array = self.take(part, *(types or ("F32", "F16", "BF16")), ndim=ndim)
+        return (array.astype(np.uint32) << np.uint32(16)).view(np.float32) if is_bf16 else array
+
+    def leave_out(self, *parts: str) -> None:
+        """Drop tensors that say nothing of the weights."""
+        for part in parts:
+            self.stored.pop(f"{self.name}.{part}", None)
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """How packed matrices lie in a checkpoint.
+
+    Attributes:
+        name: as `paceline doctor` says it.
+        marks: endings of tensors that only packed matrices have.
+        read: makes the matrix of a module.
+        left_out: endings of tensors that say nothing of the weights: scales of activations and caches.
+        notices: what users should know of it.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    read: Callable[[Module], PackedMatrix]
+    left_out: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()

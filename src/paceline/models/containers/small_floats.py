@@ -1,0 +1,111 @@
+"""Weights in floats of 8 or 4 bits, with scales for rows, blocks or small groups."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import CheckpointError
+from paceline.models.containers.affine import unpack_stream
+from paceline.models.containers.module import Module
+from paceline.models.grouped import RUN, GroupedMatrix, runs_of_pairs
+from paceline.models.mxfp4 import TWICE_THE_VALUES, half_scales
+from paceline.models.packed import Floats, PackedMatrix, Rows
+
+
+def _e4m3_values() -> Floats:
+    """Of the 256 codes: a sign, four bits of exponent with a bias of 7, three of mantissa; the largest of each sign is no number."""
+    code = np.arange(256)
+    exponent, mantissa = code >> 3 & 15, code & 7
+    sizes = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))
+    sizes[(code & 127) == 127] = np.nan
+    return np.where(code < 128, sizes, -sizes).astype(np.float32)
+
+
+E4M3 = _e4m3_values()
+"""Values of E4M3 by their bits (OCP 8-bit floating point, revision 1.0)."""
+
+
+def scaled_e4m3(module: Module, scales: Floats, block: tuple[int, int] | None) -> PackedMatrix:
+    """`module.weight` in E4M3, times scales: one, one a row, or one a block of `block` rows and columns.
+
+    Args:
+        scales: of any shape with as many numbers as there are scales.
+        block: None = there are no blocks.
+
+    Raises:
+        CheckpointError: the weight is missing or of another type, or there are not as many scales as it takes.
+    """
+    where, codes = module.where("weight"), module.take("weight", "F8_E4M3")
+    outputs, columns = codes.shape
+    rows_of, columns_of = _spread(scales, codes.shape, block, where)
+    grid = np.ascontiguousarray(scales).reshape(-1, columns_of.max(initial=0) + 1)
+
+    def read(rows: Rows) -> Floats:
+        own = grid[rows_of[rows]]
+        found: Floats = E4M3[codes[rows]] * (own if own.shape[1] == 1 else own[:, columns_of])
+        return found
+
+    return PackedMatrix(where, (outputs, columns), None, 0, (codes, grid), read)
+
+
+def scales_of(array: NDArray[Any], type_name: str | None) -> Floats:
+    """Scales as float32: E8M0 and bytes are powers of two."""
+    found: Floats = half_scales(array) * np.float32(2) if type_name in ("F8_E8M0", "U8") else np.asarray(array, np.float32)
+    return found
+
+
+def _spread(
+    scales: Floats, shape: tuple[int, ...], block: tuple[int, int] | None, where: str
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Which row and which column of the grid of scales each row and column of a matrix has."""
+    outputs, columns = shape
+    if scales.size == 1:
+        return np.zeros(outputs, np.int64), np.zeros(columns, np.int64)
+    if scales.shape in ((outputs,), (outputs, 1)):
+        return np.arange(outputs), np.zeros(columns, np.int64)
+    if block is None or scales.shape != (-(-outputs // block[0]), -(-columns // block[1])):
+        blocks = "" if block is None else f" in blocks of {block[0]} x {block[1]}"
+        raise CheckpointError(
+            f"{where} of shape {list(shape)} has scales of shape {list(scales.shape)}, expected one, one a row or one a block{blocks}; "
+            "config.json is another model's, or download the model again"
+        )
+    return np.arange(outputs) // block[0], np.arange(columns) // block[1]
+
+
+def e2m1_groups(
+    where: str, pairs: NDArray[np.uint8], scales: NDArray[Any], half: Callable[[NDArray[Any]], Floats], factor: float = 1.0
+) -> PackedMatrix:
+    """Codes of E2M1, two in a byte with the first in its low half, in groups of 16 or 32 columns.
+
+    Args:
+        pairs: [N, K / 2].
+        scales: [N, groups], as they are stored.
+        half: makes half of the scales of them, as float32.
+        factor: what it multiplies or divides by.
+
+    Raises:
+        CheckpointError: there are not as many scales as it takes.
+    """
+    outputs, columns = pairs.shape[0], 2 * pairs.shape[1]
+    count = scales.shape[1] if scales.ndim == 2 else 0
+    group = columns // count if count and columns % count == 0 else 0
+    if group not in (16, 32) or len(scales) != outputs:
+        raise CheckpointError(
+            f"{where} of shape {list(pairs.shape)} has scales of shape {list(scales.shape)}, expected one for 16 or 32 of "
+            f"{columns} columns; download the model again"
+        )
+
+    arrays = (pairs, scales, np.array([[factor]]))
+
+    def groups(rows: Rows) -> GroupedMatrix:
+        return GroupedMatrix(runs_of_pairs(pairs[rows]), half(scales[rows]), None, 4, table=TWICE_THE_VALUES)
+
+    def values(rows: Rows) -> Floats:
+        codes = unpack_stream(pairs[rows], 4, columns)
+        return TWICE_THE_VALUES[codes].astype(np.float32) * np.repeat(half(scales[rows]), group, 1)
+
+    if columns % RUN:
+        return PackedMatrix(where, (outputs, columns), None, 0, arrays, values)
+    return PackedMatrix(where, (outputs, columns), 4, columns // 2 + 4 * count, arrays, groups)

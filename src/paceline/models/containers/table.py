@@ -1,0 +1,137 @@
+"""The containers of quantised weights in one table, by what a checkpoint calls its method."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import CheckpointError, shortened
+from paceline.models.containers.auto_round import auto_round
+from paceline.models.containers.awq import awq
+from paceline.models.containers.bitsandbytes import bitsandbytes
+from paceline.models.containers.compressed_tensors import compressed_tensors
+from paceline.models.containers.fp8 import fbgemm_fp8, fp8
+from paceline.models.containers.gptq import gptq
+from paceline.models.containers.mlx import mlx
+from paceline.models.containers.modelopt import modelopt
+from paceline.models.containers.module import Container, Module, Stored
+from paceline.models.family import Family
+from paceline.models.json_fields import JsonFields
+from paceline.models.packed import PackedMatrix
+from paceline.models.safetensors_file import StoredTensor
+from paceline.small_files import read_json
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way to quantise that checkpoints name.
+
+    Attributes:
+        title: for the table in docs/models.md.
+        held: what its weights become.
+        container: makes of the settings how matrices lie in the files.
+    """
+
+    title: str
+    held: str
+    container: Callable[[JsonFields], Container]
+
+
+_GROUPS = "groups of integer codes"
+_FLOATS = "floats of the model's type"
+METHODS: Mapping[str, Method] = {
+    "gptq": Method("GPTQ, both formats, 2, 4 or 8 bits", f"{_GROUPS}; with `desc_act` out of order {_FLOATS}", gptq),
+    "awq": Method("AWQ (GEMM), 4 bits", _GROUPS, awq),
+    "auto-round": Method("AutoRound, packed as GPTQ or AWQ", _GROUPS, auto_round),
+    "compressed-tensors": Method(
+        "compressed-tensors: integers of 2, 4 or 8 bits, NVFP4, MXFP4; 8-bit floats",
+        f"{_GROUPS}; 8-bit floats: {_FLOATS}",
+        compressed_tensors,
+    ),
+    "fp8": Method("FP8 by block or tensor", _FLOATS, fp8),
+    "fbgemm_fp8": Method("FP8 by row (FBGEMM)", _FLOATS, fbgemm_fp8),
+    "modelopt": Method("ModelOpt: NVFP4; FP8", f"{_GROUPS}; FP8: {_FLOATS}", modelopt),
+    "bitsandbytes": Method("bitsandbytes: int8; nf4, fp4", f"{_GROUPS}; nf4, fp4: {_FLOATS}", bitsandbytes),
+    "mlx": Method("MLX, affine, 2 to 8 bits", _GROUPS, mlx),
+}
+"""By `quant_method`; MLX's has no name in its files."""
+
+_OTHER_NAMES = {"intel/auto-round": "auto-round", "autoround": "auto-round", "nvfp4": "modelopt", "modelopt_fp4": "modelopt"}
+_SIDE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Where config.json says nothing of it: files of AutoGPTQ and AutoAWQ."""
+_PACKED_TYPES = ("I32", "U32", "U8", "I8", "F8_E4M3", "F8_E5M2")
+
+
+def container_of(values: Mapping[str, Any], path: Path, family: Family, *, looks_beside: bool = True) -> Container | None:
+    """How the matrices of a checkpoint are packed; None = they are not, or as only its family's are.
+
+    Args:
+        values: what its config.json holds, that of a text model inside included.
+        path: that file.
+        looks_beside: at files beside it too, which some write instead.
+
+    Raises:
+        CheckpointError: the method, or a setting of it, is none of ours.
+    """
+    found = _settings(values, path) or (_settings_beside(path) if looks_beside else None)
+    if found is None or (found[0] == "mxfp4" and family.packs_experts):
+        return None
+    name, settings = found
+    method = METHODS.get(_OTHER_NAMES.get(name, name))
+    if method is None:
+        raise CheckpointError(
+            f"{path}: the weights are quantised ({shortened(name)}); supported are {', '.join(METHODS)}, f32, f16 and bf16: "
+            "use the model it was made from, or a GGUF file of it"
+        )
+    return method.container(settings)
+
+
+def _settings(values: Mapping[str, Any], path: Path) -> tuple[str, JsonFields] | None:
+    """The name of the method and its settings."""
+    for key in ("quantization_config", "compression_config", "quantization"):
+        found = values.get(key)
+        if not found:
+            continue
+        if not isinstance(found, Mapping):
+            raise CheckpointError(
+                f"{path}: the weights are quantised ({shortened(found)}): {key} is no object; use another copy of the model"
+            )
+        method = found.get("quant_method")
+        is_mlx = method is None and {"group_size", "bits"} <= found.keys()
+        name = "mlx" if is_mlx else "modelopt" if method is None and "quant_algo" in found else method or "unknown"
+        return name if isinstance(name, str) else shortened(name), JsonFields(found, path)
+    return None
+
+
+def _settings_beside(path: Path) -> tuple[str, JsonFields] | None:
+    """Those in a file that older tools wrote."""
+    for file, name in _SIDE_FILES.items():
+        beside = path.with_name(file)
+        own = read_json(beside)
+        if own:
+            return name, JsonFields(own, beside)
+    return None
+
+
+def unpack(stored: Mapping[str, StoredTensor], files: Mapping[Path, NDArray[np.uint8]], container: Container) -> dict[str, Stored]:
+    """The tensors of a checkpoint with its packed matrices in place of what they are stored as; nothing is read but zero points.
+
+    Raises:
+        CheckpointError: tensors of a matrix are missing, or their sizes do not fit each other.
+    """
+    found: dict[str, Stored] = {name: one for name, one in stored.items() if not name.endswith(container.left_out)}
+    for name in stored:
+        mark = next((mark for mark in container.marks if name.endswith(mark)), None)
+        if mark is not None and name in found:
+            module = Module(name.removesuffix(mark), found, files)
+            found[f"{module.name}.weight"] = container.read(module)
+    for name, tensor in found.items():
+        if not isinstance(tensor, PackedMatrix) and tensor.dtype in _PACKED_TYPES:
+            raise CheckpointError(
+                f"{tensor.path}: tensor {name} of type {tensor.dtype} is packed, but not as {container.name} packs matrices: what belongs "
+                "to it is missing or of another container; download the model again"
+            )
+    return found

@@ -1,0 +1,85 @@
+"""Weights some of which lie packed in a container: a matrix becomes groups or floats when it is first asked for."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.models.config import ModelConfig, WeightType
+from paceline.models.packed import Floats, PackedMatrix
+from paceline.models.tensor_names import tensor_shapes
+from paceline.models.weights import AnyTensor, GroupedTensor, MadeWeights, Tensor, TensorFacts, Weights, to_bf16
+
+_ITEM_BYTES = {WeightType.F32: 4, WeightType.F16: 2, WeightType.BF16: 2}
+
+
+class PackedWeights(MadeWeights):
+    """A checkpoint's weights with its packed matrices among them.
+
+    Args:
+        plain: the others, which know the packed ones.
+        config: of the network. What no groups can hold is rounded to its type, to nearest even.
+        num_threads: to convert with.
+    """
+
+    def __init__(self, plain: Weights, config: ModelConfig, *, num_threads: int = 1) -> None:
+        self._plain, self._type, self._num_threads = plain, config.weight_type, num_threads
+        self.packed = plain.packed
+        self.own_head, self.has_encoders, self.container = plain.own_head, plain.has_encoders, plain.container
+        self.notices = (*plain.notices, *floats_notice(plain.packed.values(), config.weight_type))
+        super().__init__((name for name in tensor_shapes(config) if name in plain or name in self.packed), self._tensor)
+
+    def _tensor(self, name: str) -> AnyTensor:
+        found = self.packed.get(name)
+        return self._plain[name] if found is None else tensor_of(found, self._type, self._num_threads)
+
+    def facts(self, name: str) -> TensorFacts:
+        found = self.packed.get(name)
+        return self._plain.facts(name) if found is None else facts_of(found, self._type)
+
+    def stored(self, name: str) -> tuple[NDArray[Any], ...]:
+        found = self.packed.get(name)
+        return self._plain.stored(name) if found is None else found.stored
+
+
+def tensor_of(packed: PackedMatrix, weight_type: WeightType, num_threads: int = 1) -> AnyTensor:
+    """The matrix in groups; in floats of `weight_type` where none can hold it.
+
+    Raises:
+        CheckpointError: a scale or a value is no finite number.
+    """
+    if packed.bits is not None:
+        return GroupedTensor(packed.groups(num_threads))
+    return Tensor(packed.values(lambda values: _rounded(values, weight_type), num_threads), weight_type, packed.shape)
+
+
+def facts_of(packed: PackedMatrix, weight_type: WeightType) -> TensorFacts:
+    """What is known of it before it is made."""
+    if packed.bits is not None:
+        return TensorFacts(packed.shape, WeightType.F32, packed.bits, packed.shape[0] * packed.row_bytes)
+    return TensorFacts(packed.shape, weight_type, None, packed.shape[0] * packed.shape[1] * _ITEM_BYTES[weight_type])
+
+
+def floats_bytes(packed: Iterable[PackedMatrix], weight_type: WeightType) -> int:
+    """Bytes in memory of those that become floats."""
+    return sum(facts_of(one, weight_type).nbytes for one in packed if one.bits is None)
+
+
+def floats_notice(packed: Iterable[PackedMatrix], weight_type: WeightType) -> tuple[str, ...]:
+    """What it costs that some become floats."""
+    floats = [one for one in packed if one.bits is None]
+    if not floats:
+        return ()
+    size, stored = floats_bytes(floats, weight_type), sum(array.nbytes for one in floats for array in one.stored)
+    return (
+        f"{len(floats)} matrices become {weight_type.value}, rounded to nearest even, since no groups hold their values: "
+        f"{size / 1e9:.2g} GB in memory for {stored / 1e9:.2g} GB of the files; quant='int8' or 'int4' makes them smaller",
+    )
+
+
+def _rounded(values: Floats, weight_type: WeightType) -> NDArray[Any]:
+    if weight_type is WeightType.BF16:
+        return to_bf16(values)
+    with np.errstate(over="ignore"):  # what float16 cannot hold becomes infinite, as everywhere
+        return values.astype(np.float16 if weight_type is WeightType.F16 else np.float32)

@@ -1,0 +1,96 @@
+"""Models of texts and images: the language model in each, which reads texts alone."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_MROPE = "mrope"
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """What lies around a language model.
+
+    Attributes:
+        text: its `model_type`; None = it says so itself.
+        otherwise: what it is if it does not.
+        defaults: what its configuration class in transformers assumes otherwise than the family's.
+        may_be_flat: old checkpoints hold its values beside those of the encoder, not in an object of their own.
+    """
+
+    text: str | None = None
+    otherwise: str = "llama"
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    may_be_flat: bool = False
+
+
+_QWEN2_VL = Wrapper(
+    "qwen2",
+    defaults={
+        "vocab_size": 152064,
+        "hidden_size": 8192,
+        "intermediate_size": 29568,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "max_window_layers": 80,
+    },
+    may_be_flat=True,
+)
+WRAPPERS: Mapping[str, Wrapper] = {
+    "gemma3": Wrapper("gemma3_text"),
+    "gemma4": Wrapper("gemma4_text"),
+    "gemma4_unified": Wrapper("gemma4_unified_text"),
+    "qwen3_5": Wrapper("qwen3_5_text"),
+    "qwen3_5_moe": Wrapper("qwen3_5_moe_text"),
+    "mistral3": Wrapper(otherwise="mistral"),
+    "qwen2_vl": _QWEN2_VL,
+    "qwen2_5_vl": _QWEN2_VL,
+    "qwen3_vl": Wrapper("qwen3", defaults={"rope_theta": 5e5, "max_position_embeddings": 128000}),
+    "llava": Wrapper(),
+    "llava_next": Wrapper(),
+    "llava_onevision": Wrapper(otherwise="qwen2"),
+    "vipllava": Wrapper(),
+    "internvl": Wrapper(otherwise="qwen2"),
+    "idefics3": Wrapper(),
+    "smolvlm": Wrapper(),
+    "lfm2_vl": Wrapper(otherwise="lfm2"),
+}
+"""By the `model_type` of the whole."""
+
+_SIZES: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "mistral": {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "qwen2": {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32},
+}
+"""What published files leave out because their configuration classes in transformers assume it."""
+
+
+def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's values, where metadata nests them beside those of an image encoder."""
+    text, model_type = values.get("text_config"), values.get("model_type")
+    wrapper = WRAPPERS.get(model_type) if isinstance(model_type, str) else None
+    if wrapper is None or not (isinstance(text, Mapping) or (text is None and wrapper.may_be_flat)):
+        return values
+    text = {} if text is None else text
+    outer = {name: value for name, value in values.items() if name not in ("text_config", "vision_config", "architectures")}
+    kind = wrapper.text or text.get("model_type") or wrapper.otherwise
+    ours = ("eos_token_id", "quantization_config", "quantization")  # which the text's null does not undo
+    kept = {name: outer[name] for name in ours if outer.get(name) is not None and (name == "eos_token_id" or not text.get(name))}
+    sizes = _SIZES.get(kind, {}) if isinstance(kind, str) else {}
+    found = {**sizes, **wrapper.defaults, **outer, **text, **kept, "model_type": kind}
+    for name in ("rope_scaling", "rope_parameters"):  # with texts all three positions of a token are equal: ordinary rotation
+        if isinstance(found.get(name), Mapping) and _MROPE in (found[name].get("type"), found[name].get("rope_type")):
+            found[name] = {**found[name], "type": "default", "rope_type": "default"}
+    return found
+
+
+def ties_differ(values: Mapping[str, Any]) -> bool:
+    """Whether a wrapper and its text model say different things of the vocabulary matrix: the files then decide."""
+    text = values.get("text_config")
+    if text_values(values) is values or not isinstance(text, Mapping):
+        return False
+    outer, inner = values.get("tie_word_embeddings"), text.get("tie_word_embeddings")
+    return outer is not None and inner is not None and outer != inner

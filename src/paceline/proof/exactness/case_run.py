@@ -1,0 +1,134 @@
+"""Running one case: its requests together in its setting, then each answer beside the plain one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from paceline.errors import is_interrupt
+from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.outputs import RequestOutput
+from paceline.proof.exactness.cases import Case, CaseRequest
+from paceline.proof.exactness.compare import Compared, Comparison
+from paceline.proof.exactness.findings import Finding, Kind, Status
+from paceline.proof.exactness.references import Reference, References
+from paceline.proof.exactness.rows import RowWatch
+from paceline.proof.exactness.subject import Asked, Subject
+from paceline.sampling.params import SamplingParams
+
+_TWICE = ("prefix hit", "next turn")
+_AT_BORDER = 0.5  # share of prompts whose changed token is the first or last of a block
+_SHARED = ("prefix hit", "near hit", "next turn", "preempted")
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One request of a case and what became of it."""
+
+    request: CaseRequest
+    output: RequestOutput
+    compared: Compared
+
+
+@dataclass(frozen=True, slots=True)
+class CaseOutcome:
+    """What a case showed.
+
+    Attributes:
+        case: with everything resolved that plain answers decide, so that it can be repeated without them.
+        answered: none where the case raised.
+        findings: all differences.
+        num_preemptions: how often one of its requests was preempted.
+    """
+
+    case: Case
+    answered: tuple[Answered, ...]
+    findings: tuple[Finding, ...]
+    num_preemptions: int = 0
+
+
+class CaseRunner:
+    """Runs cases on one engine."""
+
+    def __init__(self, subject: Subject, references: References, comparison: Comparison) -> None:
+        self._subject, self._references, self._comparison = subject, references, comparison
+
+    def run(self, case: Case) -> CaseOutcome:
+        """Run a case and compare. What it raises is a finding; an interrupt goes on."""
+        case = replace(case, requests=tuple(map(self._resolved, case.requests)))
+        random = np.random.default_rng(case.seed)
+        count = len(case.requests)
+        salts = self._subject.new_salts(1) * count if case.setting.event in _SHARED else self._subject.new_salts(count)
+        engine = self._subject.opened.engine
+        answered: list[Answered] = []
+        before = engine.scheduler.num_preemptions
+        try:
+            requests = case.requests
+            if case.setting.event == "near hit":
+                self._run_others(case, salts, random)
+            for run in range(2 if case.setting.event in _TWICE else 1):
+                if run and case.setting.event == "next turn":
+                    requests = tuple(map(self._next_turn, requests))
+                answered += self._run_together(case, requests, run, salts, random)
+            self._subject.check()
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            answered_findings = _findings_of(answered)
+            return CaseOutcome(case, tuple(answered), (*answered_findings, _raised(case, error)))
+        return CaseOutcome(case, tuple(answered), _findings_of(answered), engine.scheduler.num_preemptions - before)
+
+    def _resolved(self, request: CaseRequest) -> CaseRequest:
+        """With the stop token that plain decoding has at its place."""
+        if request.stop_index is None:
+            return request
+        answer = self._references.of(request.prompt_token_ids, request.params).output.token_ids
+        stop = answer[min(request.stop_index, len(answer) - 1)]
+        return replace(request, params=replace(request.params, stop_token_ids=(stop,)), stop_index=None)
+
+    def _next_turn(self, request: CaseRequest) -> CaseRequest:
+        """What comes behind the request's prompt and answer, where there is room."""
+        answer = self._references.of(request.prompt_token_ids, request.params).output.token_ids
+        prompt = (*request.prompt_token_ids, *answer)
+        is_short = len(prompt) + request.params.max_tokens <= self._subject.opened.maker.max_context
+        return replace(request, prompt_token_ids=prompt) if is_short else request
+
+    def _run_others(self, case: Case, salts: Sequence[str], random: np.random.Generator) -> None:
+        """Leave rows of prompts in the cache that differ from those of the case in one token each."""
+        vocab_size = self._subject.opened.maker.vocab_size
+        asked = []
+        for one in case.requests:
+            prompt, at = list(one.prompt_token_ids), int(random.integers(len(one.prompt_token_ids)))
+            if random.random() < _AT_BORDER and len(prompt) > BLOCK_SIZE:
+                at = int(random.choice([at for at in range(len(prompt)) if at % BLOCK_SIZE in (0, BLOCK_SIZE - 1)]))
+            prompt[at] = (prompt[at] + 1) % vocab_size
+            asked.append(Asked(prompt, SamplingParams(max_tokens=1)))
+        self._subject.answers(asked, [RowWatch() for _ in asked], case.setting, salts, random)
+
+    def _run_together(
+        self, case: Case, requests: Sequence[CaseRequest], run: int, salts: Sequence[str], random: np.random.Generator
+    ) -> list[Answered]:
+        references = [self._references.of(one.prompt_token_ids, one.params) for one in requests]
+        asked = [
+            Asked(one.prompt_token_ids, one.params, reference.output.token_ids, one.drafter, one.max_draft_tokens)
+            for one, reference in zip(requests, references, strict=True)
+        ]
+        watches = [self._watch(reference) for reference in references]
+        outputs = self._subject.answers(asked, watches, case.setting, salts, random)
+        return [
+            Answered(one, output, self._comparison.compare(output, watch, reference, case=case.number, request=index, run=run))
+            for index, (one, output, watch, reference) in enumerate(zip(requests, outputs, watches, references, strict=True))
+        ]
+
+    def _watch(self, reference: Reference) -> RowWatch:
+        return RowWatch(reference.output.token_ids, frozenset(reference.rows), self._subject.is_exact)
+
+
+def _findings_of(answered: Sequence[Answered]) -> tuple[Finding, ...]:
+    return tuple(one.compared.finding for one in answered if one.compared.finding is not None)
+
+
+def _raised(case: Case, error: BaseException) -> Finding:
+    """The finding of a case that raised where plain decoding answered."""
+    kind = Kind.CACHE if isinstance(error, RuntimeError) and "block" in str(error) else Kind.ERROR
+    return Finding(kind=kind, status=Status.BUG, case=case.number, details=f"{type(error).__name__}: {error}")

@@ -1,0 +1,281 @@
+"""A user's own proof: plain and speculative decoding of the same requests compared, in as many settings as a budget of tokens allows."""
+
+import gc
+import time
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from paceline.config import EngineConfig, SpeculationConfig
+from paceline.errors import ConfigError
+from paceline.hub import resolve
+from paceline.models.checkpoint import read_model_config
+from paceline.proof.exactness.case_run import CaseRunner
+from paceline.proof.exactness.cases import MOST_TOKENS, Case, CaseMaker, CaseRequest
+from paceline.proof.exactness.compare import Comparison
+from paceline.proof.exactness.findings import Finding, Kind, Status, finite
+from paceline.proof.exactness.noise_bound import FACTOR, ROWS, measure_difference
+from paceline.proof.exactness.prompts import PromptSource, SamplePrompts, read_prompts
+from paceline.proof.exactness.provenance import provenance
+from paceline.proof.exactness.references import References
+from paceline.proof.exactness.subject import Subject, open_subject
+from paceline.proof.exactness.tally import Tally
+from paceline.proof.exactness.witness import OurRows, Witnessed, ask_transformers, our_rows, why_not
+
+DEFAULT_TOKENS = 40_000
+QUICK_TOKENS = 10_000
+QUICK_S = 25.0
+"""After so many seconds no case is begun any more where the answer is wanted quickly."""
+MOST_BUGS = 20
+"""After so many nothing more is to be learned."""
+_MOST_CONTEXT = 2048  # tokens, unless more is asked for: the cache need not be larger
+_LEAST_CONTEXT = 64
+_MOST_REQUESTS = 8
+_NUM_NOISE_TEXTS = 3
+_TREE_WIDTH = 3
+_FOUND = ("auto", "ngram", "suffix", "prediction")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProofQuestion:
+    """What is to be compared.
+
+    Attributes:
+        engine, speculation: the target and its drafters, as `paceline run` takes them; drafter "auto" = all that are to be had.
+        prompts: a file with a prompt a line; None = cuts of a sample text.
+        num_tokens: output tokens to compare.
+        seed: of all choices.
+        seconds: after which no case is begun any more; None = no limit.
+        cases: these alone, as `Case.as_dict` wrote them; empty = those of the seed.
+        only: of the seed's cases this one alone.
+        asks_transformers: whether it is to be a second witness, where it can be one.
+        command: the arguments of this process, for the report.
+    """
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    prompts: Path | None = None
+    num_tokens: int = DEFAULT_TOKENS
+    seed: int = 0
+    seconds: float | None = None
+    cases: Sequence[Case] = ()
+    only: int | None = None
+    asks_transformers: bool = True
+    command: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_tokens < 1:
+            raise ConfigError(f"tokens is {self.num_tokens}: use a whole number of output tokens to compare, at least 1")
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed is {self.seed}: use a whole number from 0 to {2**32 - 1}")
+        if self.speculation.acceptance != "match":
+            raise ConfigError("acceptance 'rejection' promises other texts of the same distribution: only 'match' can be compared")
+
+
+@dataclass(slots=True)
+class Proof:
+    """What was found.
+
+    Attributes:
+        numerics: "exact" or "fast".
+        largest_difference: of logits between passes of 1 and of 8 rows.
+        noise_bound: what logits may differ by; 0 where numerics are exact.
+        findings: differences, with the cases they were found in by number.
+        is_whole: whether the budget was used up, or every case asked for ran.
+        witnessed: what transformers says.
+    """
+
+    seed: int
+    num_tokens: int
+    numerics: str = ""
+    largest_difference: float = 0.0
+    noise_bound: float = 0.0
+    tally: Tally = field(default_factory=Tally)
+    findings: list[Finding] = field(default_factory=list)
+    cases: dict[int, Case] = field(default_factory=dict)
+    num_references: int = 0
+    reference_tokens: int = 0
+    seconds: float = 0.0
+    is_whole: bool = False
+    witnessed: Witnessed = field(default_factory=lambda: Witnessed("not asked", "the comparison has not come so far"))
+    provenance: dict[str, Any] = field(default_factory=dict)
+    notices: Sequence[str] = ()
+
+    @property
+    def bugs(self) -> list[Finding]:
+        """The differences that noise does not explain."""
+        return [one for one in self.findings if one.status is Status.BUG]
+
+    @property
+    def verdict(self) -> str:
+        """ "bug", "near-ties" (noise decided some tokens, and nothing else differs), "equal", or "nothing compared"."""
+        if self.bugs:
+            return "bug"
+        if self.tally.all.near_ties:
+            return "near-ties"
+        return "equal" if self.tally.all.tokens else "nothing compared"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; findings carry their cases, which `paceline prove --case` repeats."""
+        findings = [{**one.as_dict(), "repeat": self.repeat(one), "replay": self._case_of(one)} for one in self.findings]
+        return {
+            "format": 1,
+            "verdict": self.verdict,
+            "seed": self.seed,
+            "numerics": self.numerics,
+            "largest_difference": finite(self.largest_difference),
+            "noise_bound": finite(self.noise_bound),
+            "tokens_wanted": self.num_tokens,
+            "is_whole": self.is_whole,
+            "seconds": round(self.seconds, 3),
+            "references": self.num_references,
+            "reference_tokens": self.reference_tokens,
+            "compared": self.tally.as_dict(),
+            "transformers": self.witnessed.as_dict(),
+            "findings": findings,
+            "notices": list(self.notices),
+            "provenance": self.provenance,
+        }
+
+    def repeat(self, finding: Finding) -> list[str]:
+        """The arguments of a command that runs the finding's case alone."""
+        command = list(self.provenance.get("command", ()))
+        if finding.case is None or "--case" in command:
+            return command
+        given = [one for at, one in enumerate(command) if one != "--seed" and (at == 0 or command[at - 1] != "--seed")]
+        return [*given, "--seed", str(self.seed), "--case", str(finding.case)]
+
+    def _case_of(self, finding: Finding) -> dict[str, Any] | None:
+        return None if finding.case is None or finding.case not in self.cases else self.cases[finding.case].as_dict()
+
+
+class Prover:
+    """Opens what a question names, and answers it. Used once.
+
+    Raises:
+        PacelineError: something cannot be loaded, or is not what can be compared.
+    """
+
+    def __init__(self, question: ProofQuestion) -> None:
+        self._question = question
+        self._started_s = time.monotonic()
+        engine = question.engine
+        self._directory = resolve(
+            engine.model, gguf_file=engine.gguf_file, revision=engine.revision, token=engine.token, offline=engine.offline
+        )
+        context = engine.max_context or min(_MOST_CONTEXT, read_model_config(self._directory).max_positions)
+        self._engine = replace(engine, max_context=context, max_num_seqs=_MOST_REQUESTS)
+        self._speculation = _speculation(question.speculation)
+        self._subject: Subject | None = open_subject(self._engine, self._speculation)
+        self.proof = Proof(question.seed, question.num_tokens)
+        subject = self._subject
+        self.proof.numerics = subject.opened.numerics
+        self.proof.notices = subject.opened.notices
+        self.proof.provenance = provenance(subject, self._directory, self._engine, self._speculation, question.command)
+        self._maker = CaseMaker(_prompts(question, subject), subject.drafter_names, question.seed)
+        self.proof.tally = Tally.of(self._maker.factors())
+
+    def run(self) -> Iterator[Tally]:
+        """Compare, yielding after each case what was counted so far; `proof` holds everything."""
+        try:
+            texts = yield from self._compare()
+            self._subject = None
+            gc.collect()  # transformers' weights take our own's place: only one model is held at a time
+            if texts:
+                stored = read_model_config(self._directory).weight_type
+                self.proof.witnessed = ask_transformers(self._directory, texts, stored)
+        finally:
+            self.proof.seconds = time.monotonic() - self._started_s
+
+    def _compare(self) -> Generator[Tally, None, list[OurRows]]:
+        """All cases; returns what transformers is to be asked about."""
+        subject = self._subject
+        if subject is None:
+            raise RuntimeError("this prover has run")
+        self._measure_noise(subject)
+        references = References(subject)
+        comparison = Comparison(subject.opened.maker, references, self.proof.noise_bound, is_exact=subject.is_exact)
+        runner = CaseRunner(subject, references, comparison)
+        this_round = 0
+        for case in self._cases():
+            if case.round != this_round:
+                this_round = case.round
+                references.forget()
+            outcome = runner.run(case)
+            self.proof.tally.add(outcome)
+            if outcome.findings:
+                self.proof.findings.extend(outcome.findings)
+                self.proof.cases[case.number] = outcome.case
+            self.proof.num_references, self.proof.reference_tokens = references.num_made, references.num_tokens
+            self.proof.seconds = time.monotonic() - self._started_s
+            yield self.proof.tally
+            if self._is_enough():
+                break
+        else:
+            self.proof.is_whole = True
+        return self._texts_for_transformers(subject)
+
+    def _cases(self) -> Iterator[Case]:
+        question = self._question
+        if question.cases:
+            return iter(question.cases)
+        if question.only is not None:
+            return islice(self._maker.cases(), question.only, question.only + 1)
+        return self._maker.cases()
+
+    def _is_enough(self) -> bool:
+        if self._question.cases or self._question.only is not None:
+            return False
+        if self.proof.tally.all.tokens >= self._question.num_tokens:
+            self.proof.is_whole = True
+            return True
+        seconds = self._question.seconds
+        return len(self.proof.bugs) >= MOST_BUGS or (seconds is not None and time.monotonic() - self._started_s > seconds)
+
+    def _measure_noise(self, subject: Subject) -> None:
+        engine, texts = subject.opened.engine, [one.prompt_token_ids for one in self._some_requests()]
+        longest = sorted(dict.fromkeys(texts), key=len)[-_NUM_NOISE_TEXTS:]
+        difference = self.proof.largest_difference = measure_difference(engine.runtime, engine.cache, longest)
+        if not subject.is_exact:
+            self.proof.noise_bound = FACTOR * difference
+        elif difference > 0.0:
+            self.proof.findings.append(
+                Finding(
+                    kind=Kind.LOAD,
+                    status=Status.BUG,
+                    rows_differ_by=difference,
+                    details=f"numerics are said to be exact, but logits of passes of 1 and of {ROWS} rows differ",
+                )
+            )
+            self.proof.tally.all.count(Status.BUG)
+
+    def _some_requests(self) -> list[CaseRequest]:
+        cases = self._question.cases or list(islice(self._maker.cases(), 2 * _MOST_REQUESTS))
+        return [one for case in cases for one in case.requests]
+
+    def _texts_for_transformers(self, subject: Subject) -> list[OurRows]:
+        """Our rows of a few texts; none where it cannot be asked."""
+        is_part = self._question.cases or self._question.only is not None
+        reason = "it was not to be asked" if is_part or not self._question.asks_transformers else why_not(self._directory, self._engine)
+        if reason is not None:
+            self.proof.witnessed = Witnessed("not asked", reason)
+            return []
+        return our_rows(subject, [one.prompt_token_ids for one in self._some_requests()])
+
+
+def _speculation(given: SpeculationConfig) -> SpeculationConfig:
+    """All that can be had where nothing is named, and trees where rows are left for them."""
+    drafter = _FOUND if given.drafter == "auto" else given.drafter
+    return replace(given, drafter=drafter, tree_width=_TREE_WIDTH)
+
+
+def _prompts(question: ProofQuestion, subject: Subject) -> PromptSource:
+    maker = subject.opened.maker
+    longest = maker.max_context - MOST_TOKENS
+    if maker.max_context < _LEAST_CONTEXT:
+        raise ConfigError(f"max_context is {maker.max_context}: prompts and outputs take {_LEAST_CONTEXT}; raise it")
+    if question.prompts is None:
+        return SamplePrompts(maker, question.seed, longest=longest)
+    return read_prompts(question.prompts, maker, longest=longest)

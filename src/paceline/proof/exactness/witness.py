@@ -1,0 +1,154 @@
+"""A second witness: the same tokens teacher-forced through transformers in float32, its logits beside ours."""
+
+import importlib.util
+import math
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass, fields
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.config import EngineConfig
+from paceline.errors import is_interrupt
+from paceline.machine import available_memory_bytes
+from paceline.models.checkpoint import is_gguf, read_model_config
+from paceline.models.config import WeightType
+from paceline.models.tensor_names import tensor_shapes
+from paceline.proof.exactness.findings import finite
+from paceline.proof.exactness.rows import RowWatch, largest_difference
+from paceline.proof.exactness.subject import Asked, Subject
+from paceline.runtimes.base import FloatArray
+from paceline.sampling.params import SamplingParams
+
+NUM_TEXTS = 3
+_TOKENS = 24
+_TOLERANCE = {WeightType.F32: 1e-3, WeightType.F16: 2e-2, WeightType.BF16: 1e-1}
+"""Standard deviations of a row that a logit may be off by, by the type that weights are stored or computed in."""
+_SHARE_OF_MEMORY = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class OurRows:
+    """A greedy answer of ours and the row behind each of its tokens, [V] float32."""
+
+    prompt_token_ids: Sequence[int]
+    token_ids: Sequence[int]
+    rows: Sequence[FloatArray]
+
+
+@dataclass(frozen=True, slots=True)
+class Witnessed:
+    """What transformers says.
+
+    Attributes:
+        status: "agrees", "differs" or "not asked".
+        reason: why it was not asked.
+        positions: rows compared.
+        argmax_equal: of them, those whose most probable token is the same.
+        near_ties: those where it is another one, and transformers' two scores are closer than the tolerance.
+        differing: the others.
+        largest_difference: of any logit; logits are compared as they are, before any processor.
+        largest_margin: of transformers' scores, where the most probable token is another one.
+        tolerance: standard deviations of a row.
+    """
+
+    status: str
+    reason: str = ""
+    positions: int = 0
+    argmax_equal: int = 0
+    near_ties: int = 0
+    differing: int = 0
+    largest_difference: float = 0.0
+    largest_margin: float = 0.0
+    tolerance: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {one.name: finite(getattr(self, one.name)) for one in fields(self)}
+
+
+def why_not(directory: Path, engine: EngineConfig) -> str | None:
+    """Why transformers cannot be asked about this target; None = it can."""
+    if is_gguf(directory):
+        return "a GGUF file is not the model that transformers would load"
+    if engine.quant != "none":
+        return "quantised weights are another model"
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"{' and '.join(missing)} not installed"
+    needed = 4 * sum(map(math.prod, tensor_shapes(read_model_config(directory)).values()))
+    if needed > _SHARE_OF_MEMORY * available_memory_bytes():
+        return f"its float32 weights take {needed / 1e9:.3g} GB, which are not free"
+    return None
+
+
+def our_rows(subject: Subject, prompts: Sequence[Sequence[int]]) -> list[OurRows]:
+    """Greedy answers to a few prompts, with their rows."""
+    found: list[OurRows] = []
+    for prompt in dict.fromkeys(map(tuple, prompts)):
+        if len(found) == NUM_TEXTS:
+            break
+        watch = RowWatch(kept=frozenset(range(_TOKENS)))
+        output = subject.plain(Asked(prompt, SamplingParams(max_tokens=_TOKENS, ignore_eos=True)), watch)
+        found.append(OurRows(prompt, output.token_ids, [watch.rows[index] for index in range(len(output.token_ids))]))
+    return found
+
+
+def ask_transformers(directory: Path, texts: Sequence[OurRows], weight_type: WeightType) -> Witnessed:
+    """Load the target in transformers and compare rows. The caller has let go of its own weights.
+
+    Args:
+        weight_type: the narrower of the types that weights are stored and computed in.
+    """
+    try:
+        theirs = _rows_of_transformers(directory, texts)
+    except BaseException as error:  # another library's, for whatever reason
+        if is_interrupt(error):
+            raise
+        return Witnessed("not asked", f"transformers could not load or run it ({type(error).__name__}: {error})")
+    return compare_rows([(one.rows, rows) for one, rows in zip(texts, theirs, strict=True)], _TOLERANCE[weight_type])
+
+
+def compare_rows(pairs: Sequence[tuple[Sequence[FloatArray], FloatArray]], tolerance: float) -> Witnessed:
+    """What two sets of rows have in common.
+
+    Args:
+        pairs: for each text our rows, and theirs [rows, V or more].
+        tolerance: standard deviations of a row.
+    """
+    positions = equal = near = 0
+    largest, worst_margin = 0.0, 0.0
+    for ours, theirs in pairs:
+        for own, other in zip(ours, theirs, strict=True):
+            row = other[: len(own)]
+            positions += 1
+            largest = max(largest, largest_difference(own, row))
+            margin = float(row.max() - row[int(own.argmax())])
+            if margin <= 0.0:
+                equal += 1
+                continue
+            worst_margin = max(worst_margin, margin)
+            near += margin < tolerance * float(row.std())
+    differing = positions - equal - near
+    return Witnessed("differs" if differing else "agrees", "", positions, equal, near, differing, largest, worst_margin, tolerance)
+
+
+def _rows_of_transformers(directory: Path, texts: Sequence[OurRows]) -> list[FloatArray]:
+    """The row in front of each output token, [rows, V] for each text."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with redirect_stderr(StringIO()):  # progress of loading
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+        model.train(mode=False)
+    found = []
+    for text in texts:
+        ids = [*text.prompt_token_ids, *text.token_ids]
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids])).logits[0]
+        start = len(text.prompt_token_ids) - 1
+        found.append(np.asarray(logits[start : start + len(text.token_ids)].float().numpy(), np.float32))
+    return found

@@ -1,0 +1,99 @@
+"""Drafters that are on this machine already: in the model's own files, beside them, in the hub's cache."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.drafters import find_head, prepare_one
+from paceline.drafters.head_kinds import HeadKind
+from paceline.errors import PacelineError
+from paceline.hub import cached_models, gguf_models
+from paceline.models.checkpoint import is_gguf, read_model_config
+
+_MOST_ENTRIES = 200  # of a directory that is looked through
+_OWN = ("auto", HeadKind.LANGUAGE_MODEL.value, HeadKind.MTP.value, HeadKind.MEDUSA.value)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalDrafter:
+    """A drafter's files.
+
+    Attributes:
+        asked_as: what `--drafter` takes.
+        path: of its files.
+        name: what else it is known as: its hub id, where it is in the cache.
+    """
+
+    asked_as: str
+    path: Path
+    name: str = ""
+
+
+def own_drafters(model: Path) -> list[LocalDrafter]:
+    """What comes with the model: a draft model, an assistant, layers for multi-token prediction, Medusa heads."""
+    found: dict[tuple[str, Path], LocalDrafter] = {}
+    for asked_as in _OWN:
+        try:
+            prepared = prepare_one(asked_as, model, offline=True)
+        except PacelineError:  # it has none, or not one that can be used; naming it says which
+            continue
+        if prepared is not None and prepared.path is not None:
+            found.setdefault((prepared.name, prepared.path.resolve()), LocalDrafter(asked_as, prepared.path))
+    return list(found.values())
+
+
+def drafters_around(model: Path, look_in: Sequence[Path]) -> list[LocalDrafter]:
+    """Networks beside the model, in some directories and in the hub's cache, the target's own left out.
+
+    Args:
+        look_in: further directories.
+    """
+    found = {path.resolve(): LocalDrafter(name, path, name) for name, path in cached_models().items()}
+    beside = [] if model.parent.name == "snapshots" else [model.parent]
+    for directory in (*beside, *look_in):
+        for path in _networks_in(directory):
+            found.setdefault(path.resolve(), LocalDrafter(str(path), path))
+    own = model.resolve()
+    folder = own.parent if own.is_file() else own
+    return [drafter for path, drafter in found.items() if path not in (own, folder) and not (own.is_dir() and own in path.parents)]
+
+
+def kind_of_network(path: Path) -> HeadKind | None:
+    """What the files hold; None where they hold nothing that is known."""
+    try:
+        head = find_head(path)
+        if head is not None:
+            return head.kind
+        read_model_config(path)
+    except PacelineError:
+        return None
+    return HeadKind.LANGUAGE_MODEL
+
+
+def _networks_in(directory: Path) -> Iterator[Path]:
+    """Directories with a config.json or one GGUF file and GGUF files, in a directory and one level below."""
+    for path in _entries(directory):
+        if _is_network(path):
+            yield path
+        elif path.is_dir():
+            yield from (inner for inner in _entries(path) if _is_network(inner))
+
+
+def _is_network(path: Path) -> bool:
+    if path.is_dir():
+        return (path / "config.json").is_file() or any(path.glob("medusa_lm_head.*"))
+    return is_gguf(path) and path in _first_parts(path.parent)
+
+
+def _first_parts(directory: Path) -> list[Path]:
+    try:
+        return gguf_models(directory)
+    except PacelineError:
+        return []
+
+
+def _entries(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())[:_MOST_ENTRIES]
+    except OSError:
+        return []

@@ -1,0 +1,36 @@
+"""<minimax:tool_call><invoke name="…"><parameter name="key">value</parameter>…</invoke></minimax:tool_call>: MiniMax-M2."""
+
+from collections.abc import Sequence
+
+from paceline.server.dialogue.request import Tool
+from paceline.server.markup.answer import Markers
+from paceline.server.markup.call_grammar import CallGrammar
+from paceline.server.markup.source import MalformedError, Reading, Source
+from paceline.server.markup.writer import Writer
+from paceline.server.markup.xml import Tags, parameters_grammar, read_function
+
+OPEN, CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
+TAGS = Tags('<invoke name="', '<parameter name="', '">', "", "</parameter>", "</invoke>")
+
+
+def read_calls(source: Source, writer: Writer) -> Reading[None]:
+    yield from source.skip()
+    yield from source.expect(TAGS.function)
+    yield from read_function(source, writer, TAGS)
+    yield from source.skip()
+    while writer.may_call and (yield from source.take(TAGS.function)):
+        yield from read_function(source, writer, TAGS)
+        yield from source.skip()
+    if not (yield from source.take_end(CLOSE)):
+        raise MalformedError
+
+
+MARKERS = Markers(anywhere={OPEN: read_calls})
+
+
+def calls_grammar(grammar: CallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+    """As `xml.calls_grammar`, with all calls between one pair of markers."""
+    heads = [grammar.text(f"{TAGS.function}{tool.name}{TAGS.name_end}\n") for tool in tools]
+    end = grammar.text(f"{TAGS.function_end}\n")
+    calls = [f"{head} {parameters_grammar(grammar, tool, TAGS)} {end}" for head, tool in zip(heads, tools, strict=True)]
+    return f"{grammar.text(f'{OPEN}{chr(10)}')} {grammar.listed(calls, '', several=several)} {grammar.text(CLOSE)}"

@@ -1,0 +1,56 @@
+"""Matrices that other tools packed, beside what these tools unpack, in an environment of their own (make test-clients)."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from paceline.models.config import WeightType
+from paceline.models.containers.table import METHODS, container_of, unpack
+from paceline.models.families import FAMILIES
+from paceline.models.packed import PackedMatrix
+from paceline.models.packed_weights import tensor_of
+from paceline.models.safetensors_file import map_file, read_header
+from paceline.models.weights import as_float32
+from paceline.runtimes.rounding import rounded
+
+TYPES = {"float32": WeightType.F32, "float16": WeightType.F16, "bfloat16": WeightType.BF16}
+WRITERS = {"awq", "auto_round", "compressed_tensors", "bitsandbytes", "mlx", "fp8"}
+
+
+@pytest.fixture(scope="module")
+def written(clients: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("containers") / "cases"
+    script = Path(__file__).with_name("write_containers.py")
+    done = subprocess.run([clients / "containers" / "bin" / "python", script, folder], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder
+
+
+@pytest.mark.parametrize("writer", sorted(WRITERS))
+def test_a_matrix_has_the_values_that_its_writer_unpacks(written: Path, writer: str) -> None:
+    cases = sorted(written.glob(f"{writer}-*"))
+    assert cases
+    for folder in cases:
+        values = json.loads((folder / "config.json").read_text())
+        if "quant_method" not in values["quantization_config"]:
+            values["quantization"] = values.pop("quantization_config")
+        path, weight_type = folder / "model.safetensors", TYPES[values["dtype"]]
+        container = container_of(values, folder / "config.json", FAMILIES["llama"])
+        assert container is not None
+        packed = unpack(read_header(path), {path: map_file(path)}, container)
+        assert list(packed) == ["layer.weight"], folder.name
+        matrix, expected = packed["layer.weight"], load_file(folder / "expected.safetensors")["expected"]
+        assert isinstance(matrix, PackedMatrix)
+        found = rounded(as_float32(tensor_of(matrix, weight_type)), weight_type)
+        if folder.name == "bitsandbytes-int8":  # which multiplies in another order
+            assert np.abs(found - expected).max() <= 2**-23 * np.abs(expected).max()
+        else:
+            assert np.array_equal(found, expected), folder.name
+
+
+def test_what_no_tool_here_writes_is_known() -> None:
+    assert set(METHODS) - {writer.replace("_", "-") for writer in WRITERS} == {"gptq", "fbgemm_fp8", "modelopt"}

@@ -1,0 +1,114 @@
+"""`paceline bench` as a person meets it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from paceline.cli import app
+
+SHORT = ("--drafter", "ngram", "--workload", "chat", "--rounds", "1", "--tokens", "24", "--num-prompts", "1", "--threads", "1")
+
+
+def bench(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["bench", *arguments])
+
+
+def test_two_modes_and_one_workload_are_measured_in_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["paceline", "bench", *SHORT])
+    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"):
+        monkeypatch.setenv(name, "1")  # set by the command if nobody has: so that it is taken back
+    files = [tmp_path / name for name in ("result.json", "result.html")]
+    done = bench(*SHORT, "--json", str(files[0]), "--html", str(files[1]))
+    assert done.exit_code == 0, done.output
+    assert "chat, temperature 0" in done.stdout
+    assert "mini, bf16" in done.stdout
+    found = json.loads(files[0].read_text())
+    assert found["command"].startswith("paceline bench --drafter ngram")
+    assert [(cell["mode"], cell["num_rounds"]) for cell in found["cells"]] == [("plain", 1), ("ngram", 1)]
+    assert found["cells"][1]["differing"] == [0, 2]
+    assert found["failures"] == []
+    assert found["ended"] == "complete"
+    assert [len(one["outputs"][0]["token_ids"]) for one in found["samples"]] == [24] * 4
+    assert files[1].read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--workload", "poems"], "workload is 'poems': use one of chat"),
+        (["--drafter", "mtp"], "holds no mtp head"),
+        (["--model", "no/such/model"], "no/such/model"),
+        (["--prompts", "no-such-file.jsonl"], "there is no file no-such-file.jsonl"),
+        (["--spec-bench", "no-such-file.jsonl"], "there is no file no-such-file.jsonl"),
+        (["--temperature", "warm"], "temperature is 'warm': use numbers with commas"),
+        (["--peer", "nobody"], "peer is 'nobody': use one of"),
+        (["--install-peers", "nobody"], "peer is 'nobody': use one of"),
+        (["--rounds", "0"], "rounds is 0"),
+        (["--json", "no-such-folder/x.json"], "there is no folder"),
+        (["--html", "."], "is a folder: give the name of a file"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_measured(arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"):
+        monkeypatch.setenv(name, "1")
+    start = time.monotonic()
+    done = bench(*arguments, "--offline")
+    assert done.exit_code == 2 or "no/such/model" in said
+    assert done.exit_code in (1, 2)
+    assert "error: " in done.stderr
+    assert said in done.stderr
+    assert done.stdout == ""
+    assert time.monotonic() - start < 20
+
+
+def test_pictures_need_an_extra_that_the_error_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "1")
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    done = bench("--plots", str(tmp_path / "plots"))
+    assert done.exit_code == 1
+    assert "--plots needs matplotlib: pip install" in done.stderr
+    assert "[bench]" in done.stderr
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+def test_ctrl_c_reports_what_there_is_and_leaves_no_process(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    command = [sys.executable, "-m", "paceline", "bench", "--drafter", "ngram", "--workload", "chat", "--rounds", "1000", "--tokens", "16"]
+    command += ["--num-prompts", "1", "--minutes", "1", "--threads", "1", "--json", str(file)]
+    marks = {**os.environ, "PACELINE_MARK": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=marks) as process:
+        try:
+            assert process.stderr is not None
+            assert any(line.startswith("measuring: ") for line in process.stderr)  # reads until then
+            time.sleep(1.0)
+            process.send_signal(signal.SIGINT)
+            stdout, stderr = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130, stderr
+    assert "chat, temperature 0" in stdout
+    found = json.loads(file.read_text())
+    assert found["ended"] == "interrupted"
+    assert found["samples"]
+    assert marked(str(tmp_path)) == []
+
+
+def marked(word: str) -> list[int]:
+    """Processes that were started with this word in their environment and are still there."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"PACELINE_MARK={word}".encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found

@@ -1,0 +1,111 @@
+"""Our own worker answers by the protocol, with the tokens of `LLM.generate`, and keeps nothing of a request for the next one."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.benchmarking.own_worker import OwnModel, TimedCall, memory_bytes, serve
+from paceline.benchmarking.samples import Sample
+from paceline.llm import LLM
+from paceline.runtimes.native import library
+from paceline.sampling.params import SamplingParams
+
+PROMPT = [40, 50, 60, 70, 80, 90, 100]
+OPTIONS = {"quant": "none", "max_num_seqs": 4}
+
+
+@pytest.fixture
+def own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker puts a clock into the library, which here others use as well."""
+    path = library.kernels_path()
+    if path is not None:
+        opened = library.open_kernels(path)
+        for module in ("paceline.benchmarking.own_worker", "paceline.runtimes.native.execution"):
+            monkeypatch.setattr(f"{module}.kernels", lambda: opened)
+
+
+def order(*drafters: str, **options: Any) -> dict[str, Any]:
+    return {
+        "model": "mini", "mode": "x", "threads": 1, "context": 512, "num_draft_tokens": 3, "drafters": list(drafters),
+        "options": OPTIONS | options,
+    }  # fmt: skip
+
+
+def request(**fields: Any) -> dict[str, Any]:
+    return {"prompt_ids": PROMPT, "max_tokens": 24, "temperature": 0.0, "seed": 5, **fields}
+
+
+def test_it_says_what_it_opened_and_counts_what_it_did(own_kernels: None) -> None:
+    answers = io.StringIO()
+    serve(
+        io.StringIO("\n".join(map(json.dumps, [order("ngram"), request(), request(temperature=0.8), {"wait": True}, request()]))), answers
+    )
+    ready, *found = map(json.loads, answers.getvalue().splitlines())
+    assert ready["ready"] is True
+    assert (ready["name"], ready["drafter"], ready["numerics"]) == ("paceline", "ngram", "exact")
+    assert len(found) == 2
+    with LLM("mini", drafter="none", threads=1, max_context=512) as llm:
+        for one, temperature in zip(found, (0.0, 0.8), strict=True):
+            params = SamplingParams(max_tokens=24, temperature=temperature, seed=5, ignore_eos=True)
+            assert one["token_ids"] == llm.generate([PROMPT], params)[0].token_ids
+    for one in found:
+        sample = Sample.of(one, mode="ngram", workload="x", temperature=0.0, prompt=0, round=1, num_prompt_tokens=7)
+        assert sample.acceptance_length == pytest.approx(one["acceptance_length"])
+        assert one["times_s"] == sorted(one["times_s"])
+        assert one["times_s"][-1] <= one["seconds"]
+        assert one["decoding_passes"] == one["passes"] - 1
+        if ready["library"] != "torch":
+            assert 0 < one["host_s"] < one["seconds"]
+            assert ready["weights_bytes"] == pytest.approx(28.3e6, rel=0.01)
+            assert ready["cache_bytes_per_token"] > 0
+
+
+def test_a_request_does_not_help_the_next_one(own_kernels: None) -> None:
+    model = OwnModel(order("suffix"))
+    long = request(prompt_ids=PROMPT * 12)  # some blocks of the cache
+    first, second = (model.answer(long) for _ in range(2))
+    assert first["drafted"] == second["drafted"]
+    assert first["passes"] == second["passes"]
+    assert model._opened.engine.stats.num_cached_tokens == 0
+
+
+def test_a_batch_has_the_tokens_of_its_requests(own_kernels: None) -> None:
+    model = OwnModel(order("ngram"))
+    requests = [request(), request(prompt_ids=PROMPT[::-1], seed=6)]
+    alone = [model.answer(one)["token_ids"] for one in requests]
+    together = model.answer({"batch": requests})
+    assert [one["token_ids"] for one in together["outputs"]] == alone
+    assert together["steps"] >= together["decoding_passes"]
+
+
+def test_a_prediction_is_guessed_from(own_kernels: None) -> None:
+    plain = OwnModel(order()).answer(request())
+    assert (plain["drafted"], plain["acceptance_length"]) == (0, 1.0)
+    guessed = OwnModel(order("prediction")).answer(request(prediction=plain["token_ids"]))
+    assert guessed["token_ids"] == plain["token_ids"]
+    assert guessed["accepted"] > 0
+
+
+def test_a_request_that_cannot_be_served_is_answered_with_its_error(own_kernels: None) -> None:
+    answers = io.StringIO()
+    orders = [order(), request(prompt_ids=[]), request(max_tokens=10_000), {"nonsense": 1}, request(max_tokens=2)]
+    serve(io.StringIO("\n".join(map(json.dumps, orders))), answers)
+    _, *found = map(json.loads, answers.getvalue().splitlines())
+    assert [list(one) == ["error"] for one in found] == [True, True, True, False]
+
+
+def test_a_model_that_cannot_be_opened_is_one_error(tmp_path: Path) -> None:
+    answers = io.StringIO()
+    serve(io.StringIO(json.dumps(order() | {"model": str(tmp_path)}) + "\n"), answers)
+    assert "error" in json.loads(answers.getvalue())
+
+
+def test_a_timed_call_returns_what_it_calls() -> None:
+    timed = TimedCall(lambda value: value + 1)
+    assert timed(1) == 2
+    assert timed.seconds > 0
+    now, peak = memory_bytes()
+    assert now <= peak

@@ -1,0 +1,102 @@
+"""Each peer has an environment of its own, whole or not there."""
+
+import ast
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from paceline.benchmarking.peers import PEERS, Peer
+from paceline.benchmarking.peers.environment import RECORD, environment_python, installed_versions, make_environment
+from paceline.errors import BackendUnavailableError
+
+PEER = Peer("fake", ("torch==2.13.0+cpu", "fake==1.0"), frozenset({"gguf"}), ("plain",), Path("fake.py"), ("alone==2.0",), "a compiler")
+
+
+class Commands:
+    """In place of pip and venv: notes what is run, and makes an environment's Python."""
+
+    def __init__(self, refused: str = "") -> None:
+        self.run: list[list[str]] = []
+        self._refused = refused
+
+    def __call__(self, command: Sequence[str]) -> str:
+        self.run.append(list(command))
+        if self._refused and self._refused in command:
+            raise subprocess.CalledProcessError(1, list(command), stderr=f"noise\nERROR: no {self._refused}\nhint: read the log\n")
+        if command[1:3] == ["-m", "venv"]:
+            python = Path(command[3]) / "bin" / "python"
+            python.parent.mkdir(parents=True)
+            python.touch()
+        return json.dumps([{"name": "fake", "version": "1.0"}]) if "list" in command else ""
+
+    @property
+    def installed(self) -> list[list[str]]:
+        return [[word for word in command if "==" in word or word == "--no-deps"] for command in self.run if "install" in command]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    monkeypatch.setattr("os.name", "posix")
+    return tmp_path
+
+
+def test_torch_is_installed_first_and_what_stands_alone_last_without_dependencies(cache: Path) -> None:
+    commands = Commands()
+    python = make_environment(PEER, commands)
+    assert python == environment_python(PEER) == cache / "peers" / "fake" / "bin" / "python"
+    assert commands.installed == [["torch==2.13.0+cpu"], ["torch==2.13.0+cpu", "fake==1.0"], ["--no-deps", "alone==2.0"]]
+    assert installed_versions(PEER) == {"fake": "1.0"}
+
+
+def test_torch_of_the_index_is_taken_where_its_cpu_build_is_not_to_be_had() -> None:
+    commands = Commands(refused="torch==2.13.0+cpu")
+    make_environment(PEER, commands)
+    assert commands.installed[1:] == [["torch==2.13.0"], ["torch==2.13.0", "fake==1.0"], ["--no-deps", "alone==2.0"]]
+
+
+def test_an_environment_that_is_there_is_not_made_again() -> None:
+    make_environment(PEER, Commands())
+    commands = Commands()
+    assert make_environment(PEER, commands) == environment_python(PEER)
+    assert commands.run == []
+
+
+def test_a_half_made_environment_is_none_and_is_made_anew(cache: Path) -> None:
+    with pytest.raises(BackendUnavailableError):
+        make_environment(PEER, Commands(refused="alone==2.0"))
+    assert (cache / "peers" / "fake" / "bin" / "python").is_file()
+    assert environment_python(PEER) is None
+    (cache / "peers" / "fake" / "left over").touch()
+    make_environment(PEER, Commands())
+    assert not (cache / "peers" / "fake" / "left over").exists()
+    assert environment_python(PEER) is not None
+
+
+def test_an_environment_of_other_requirements_is_none(cache: Path) -> None:
+    make_environment(PEER, Commands())
+    record = cache / "peers" / "fake" / RECORD
+    for text in (record.read_text(encoding="utf-8").replace("fake==1.0", "fake==0.9"), "[]", "{"):
+        record.write_text(text, encoding="utf-8")
+        assert environment_python(PEER) is None
+
+
+def test_an_installation_that_fails_says_why_and_what_it_needs() -> None:
+    with pytest.raises(BackendUnavailableError, match=r"fake cannot be installed here: ERROR: no fake==1\.0; it needs a compiler"):
+        make_environment(PEER, Commands(refused="fake==1.0"))
+
+
+@pytest.mark.parametrize("peer", PEERS.values(), ids=lambda peer: peer.name)
+def test_a_peer_is_pinned_and_its_worker_imports_nothing_of_paceline(peer: Peer) -> None:
+    assert all("==" in package or package.startswith("setuptools<") for package in (*peer.packages, *peer.alone))
+    assert set(peer.modes) <= {"plain", "ngram", "draft_model", "mtp"}
+    assert peer.modes[0] == "plain"
+    assert peer.formats <= {"safetensors", "gguf", "openvino"}
+    for file in (peer.worker, peer.worker.with_name("worker_loop.py"), peer.worker.with_name("export_gguf.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+        names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        assert not [name for name in names if name.split(".")[0] == "paceline"]

@@ -1,0 +1,202 @@
+"""Prompts come from the package, from users' files, from Spec-Bench's, and from the target itself."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.benchmarking.plan import BenchPlan
+from paceline.benchmarking.questions import ask_in_tokens, chosen_workloads, orders_of
+from paceline.benchmarking.workloads import NAMES, Prompt, of_file, of_spec_bench, own_workloads
+from paceline.benchmarking.workloads.made import RANDOM_TOKENS, Encoded, copies, edited, encode, random_prompts
+from paceline.errors import ConfigError
+from paceline.models.checkpoint import read_model_config
+from paceline.tokenizer.tokenizer import Tokenizer
+
+QUESTION = {"question_id": 81, "category": "writing", "turns": ["Write a letter.", "Shorter."]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(mini_dir: Path) -> Tokenizer:
+    return Tokenizer.open(mini_dir)
+
+
+def written(path: Path, *lines: object) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+# --- files ---
+
+
+@pytest.mark.parametrize("workload", [one for one in own_workloads(NAMES) if one.name != "random"], ids=lambda one: one.name)
+def test_each_workload_has_eight_prompts_of_its_own(workload: Any) -> None:
+    assert len({str(prompt) for prompt in workload.prompts}) == 8
+
+
+def test_an_unknown_workload_names_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"workload is 'poems': use one of chat, code, .*--prompts"):
+        own_workloads(("chat", "poems"))
+
+
+def test_lines_of_text_are_prompts(tmp_path: Path) -> None:
+    found = of_file(written(tmp_path / "mine.txt", "One", "", '{"prompt": "not JSON here"}'))
+    assert found.name == "mine"
+    assert [prompt.text for prompt in found.prompts] == ["One", '{"prompt": "not JSON here"}']
+
+
+def test_json_lines_are_texts_conversations_or_ids(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    path = written(
+        tmp_path / "mine.jsonl",
+        {"prompt": "One", "prediction": "Two"},
+        {"messages": messages, "prediction": [4, 5]},
+        {"prompt_ids": [1, 2, 3]},
+    )
+    assert of_file(path).prompts == (
+        Prompt(text="One", prediction="Two"),
+        Prompt(messages=tuple(messages), prediction=(4, 5)),
+        Prompt(token_ids=(1, 2, 3)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "line 2 of .* is no JSON"),
+        ([1], r"line 2 of .* is \[1\]: give an object"),
+        ({"text": "x"}, "line 2 of .* has no prompt: give one of prompt, messages, prompt_ids"),
+        ({"prompt": "x", "prompt_ids": [1]}, "has prompt and prompt_ids"),
+        ({"prompt": 3}, "line 2 of .*: prompt is 3: give a text"),
+        ({"prompt_ids": [1, -2]}, "prompt_ids is .*: give a list of token ids"),
+        ({"messages": []}, "messages is .*: give a list of objects"),
+        ({"prompt": "x", "prediction": 7}, "prediction is 7: give a text or a list"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: object, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        of_file(written(tmp_path / "mine.jsonl", {"prompt": "fine"}, line))
+
+
+def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no file .*none.jsonl"):
+        of_file(tmp_path / "none.jsonl")
+    with pytest.raises(ConfigError, match=r"cannot be read: .* is a directory"):
+        of_file(tmp_path)
+    with pytest.raises(ConfigError, match="holds no prompt"):
+        of_file(written(tmp_path / "empty.txt", ""))
+
+
+def test_spec_bench_has_a_workload_for_each_category_and_takes_the_first_turn(tmp_path: Path) -> None:
+    other = {**QUESTION, "category": "math", "turns": ["1 + 1?"]}
+    found = of_spec_bench(written(tmp_path / "question.jsonl", QUESTION, other, QUESTION))
+    assert [(one.name, len(one.prompts)) for one in found] == [("writing", 2), ("math", 1)]
+    assert found[0].prompts[0].messages == ({"role": "user", "content": "Write a letter."},)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("nonsense", "line 2 of .* is no JSON"),
+        ({"category": "a", "turns": ["b"]}, "line 2 of .* has no question_id"),
+        ({**QUESTION, "category": None}, "line 2 of .*: category is None"),
+        ({**QUESTION, "turns": []}, r"line 2 of .*: turns is \[\]"),
+        ({**QUESTION, "turns": [1]}, r"line 2 of .*: turns is \[1\]: give a list of texts"),
+    ],
+)
+def test_a_line_that_is_no_question_is_named(tmp_path: Path, line: object, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        of_spec_bench(written(tmp_path / "question.jsonl", QUESTION, line))
+
+
+def test_the_published_questions_are_read(shared_dir: Path) -> None:
+    path = shared_dir / "data" / "prompts" / "spec_bench_question.jsonl"
+    if not path.is_file():
+        pytest.skip("no prompts in ../shared")
+    found = {one.name: len(one.prompts) for one in of_spec_bench(path)}
+    assert sum(found.values()) == 480
+    assert found["translation"] == 80
+
+
+def test_two_workloads_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "chat.txt", "Hello")
+    with pytest.raises(ConfigError, match="two workloads are called 'chat'"):
+        chosen_workloads(BenchPlan(workloads=("chat",), prompts=path))
+    assert [one.name for one in chosen_workloads(BenchPlan(prompts=path))] == ["chat"]
+    assert [one.name for one in chosen_workloads(BenchPlan())] == list(NAMES)
+
+
+# --- made ---
+
+
+def test_messages_go_through_the_chat_template(tokenizer: Tokenizer) -> None:
+    messages = ({"role": "user", "content": "Hi"},)
+    assert list(encode(Prompt(messages=messages), tokenizer, 4096).prompt_ids) == tokenizer.apply_chat_template(messages)
+
+
+def test_without_a_template_they_are_their_texts(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tokenizer, "has_chat_template", False)
+    assert list(encode(Prompt(messages=({"role": "user", "content": "Hi"},)), tokenizer, 4096).prompt_ids) == tokenizer.encode("Hi\n")
+
+
+def test_an_id_that_does_not_exist_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match="token id 4096: ids of this model are below 4096"):
+        encode(Prompt(token_ids=(1, 4096)), tokenizer, 4096)
+    with pytest.raises(ConfigError, match="token id 9999"):
+        encode(Prompt(text="x", prediction=(9999,)), tokenizer, 4096)
+
+
+def test_random_prompts_are_uniform_and_a_seed_repeats_them() -> None:
+    found = random_prompts(50, 16, seed=3)
+    ids = [token_id for prompt in found for token_id in prompt.prompt_ids]
+    assert len(ids) == 50 * RANDOM_TOKENS
+    assert set(ids) == set(range(16))
+    assert max(ids.count(token_id) for token_id in set(ids)) < 300  # 200 are expected
+    assert found == random_prompts(50, 16, seed=3)
+    assert found != random_prompts(50, 16, seed=4)
+
+
+@pytest.mark.parametrize(("length", "changed"), [(100, 5), (96, 5), (20, 1), (3, 1)])
+def test_five_per_cent_of_a_prediction_are_other_tokens(length: int, changed: int) -> None:
+    text = list(range(length))
+    found = edited(text, 4096, seed=1)
+    assert sum(one != other for one, other in zip(text, found, strict=True)) == changed
+    assert found == edited(text, 4096, seed=1)
+    assert all(0 <= token_id < 4096 for token_id in found)
+
+
+def test_copies_are_predicted_and_every_second_prompt_holds_its_text(tokenizer: Tokenizer) -> None:
+    prompts = [Encoded((5, 6, 7)), Encoded((8, 9))]
+    answers = {
+        prompts[0]: tokenizer.encode("A letter is put into a box."),
+        prompts[1]: tokenizer.encode("Then it travels by train to town."),
+    }
+    found = copies(prompts, answers.__getitem__, tokenizer, vocab_size=4096, seed=2)
+    assert found[0].prompt_ids == prompts[0].prompt_ids
+    for one, prompt in zip(found, prompts, strict=True):
+        differing = [a != b for a, b in zip(one.prediction_ids, answers[prompt], strict=True)]
+        assert sum(differing) == 1
+    shown = tokenizer.decode(found[1].prompt_ids)
+    assert "Write the text again without the mistakes" in shown
+    assert tokenizer.decode(found[1].prediction_ids) in shown
+
+
+def test_prompts_without_room_are_left_out_and_a_line_says_so(tmp_path: Path, tokenizer: Tokenizer, mini_dir: Path) -> None:
+    config = read_model_config(mini_dir)
+    path = written(tmp_path / "mine.jsonl", {"prompt_ids": [1] * 2000}, {"prompt_ids": [1] * 9})
+    found = ask_in_tokens(BenchPlan(), chosen_workloads(BenchPlan(prompts=path)), config, tokenizer, (4, 96))
+    assert [len(one.prompt_ids) for one in found.prompts["mine"]] == [9]
+    assert found.notices == ("1 of 2 prompts of 'mine' are longer than the context: left out",)
+    with pytest.raises(ConfigError, match="no prompt of 'mine' leaves room for 96 tokens in a context of 2048: lower --tokens"):
+        ask_in_tokens(BenchPlan(), [of_file(path)], config, tokenizer, (1, 96))
+
+
+def test_a_last_batch_begins_again_with_the_first_prompts() -> None:
+    prompts = [Encoded((number,)) for number in range(3)]
+    found = orders_of("chat", 0.5, prompts, batch_size=2)
+    assert [[prompt.prompt_ids[0] for prompt in order.prompts] for order in found] == [[0, 1], [2, 0]]
+    assert [one["seed"] for one in found[1].as_dict(9, seed=7)["batch"]] == [9, 10]
+    assert orders_of("chat", 0.5, prompts, batch_size=1)[2].as_dict(9, seed=7) == {
+        "prompt_ids": [2], "max_tokens": 9, "temperature": 0.5, "seed": 9,
+    }  # fmt: skip

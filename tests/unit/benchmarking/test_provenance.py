@@ -1,0 +1,66 @@
+"""Where numbers come from: the machine, the commit, and the files of a model."""
+
+import hashlib
+import json
+import subprocess
+from pathlib import Path
+
+from harness.checkpoints import write_byte_level_tokenizer, write_checkpoint
+from harness.gguf_checkpoints import byte_level_vocabulary, write_gguf
+from paceline.benchmarking.bandwidth import read_bandwidth
+from paceline.benchmarking.provenance import commit, is_grown, load_average, machine_facts, model_facts, shown_command, stored_type
+
+
+def test_files_of_a_model_are_named_with_sizes_and_hashes_of_their_beginnings(mini_dir: Path) -> None:
+    found = model_facts("mini", mini_dir, "none")
+    assert (found.shown, found.precision, found.is_grown) == ("mini", "bf16", False)
+    by_name = {file["name"]: file for file in found.files}
+    assert set(by_name) == {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"}
+    weights = mini_dir / "model.safetensors"
+    assert by_name["model.safetensors"]["bytes"] == weights.stat().st_size
+    with weights.open("rb") as content:
+        assert by_name["model.safetensors"]["sha256_of_first_mib"] == hashlib.sha256(content.read(1 << 20)).hexdigest()
+    assert model_facts("mini", mini_dir, "int8").precision == "int8"
+
+
+def test_a_model_that_was_grown_says_so(tmp_path: Path) -> None:
+    config = write_checkpoint(tmp_path / "model", "llama", num_hidden_layers=1) / "config.json"
+    assert not is_grown(config.parent)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"paceline_grown": True}))
+    assert is_grown(config.parent)
+    assert not is_grown(tmp_path)
+
+
+def test_a_gguf_file_says_what_it_holds(tmp_path: Path) -> None:
+    directory = write_byte_level_tokenizer(write_checkpoint(tmp_path / "model", "llama", vocab_size=263, num_hidden_layers=1))
+    for number, grown in enumerate(({}, {"paceline_grown": True})):
+        file = tmp_path / f"{number}.gguf"
+        write_gguf(directory, file, "Q4_0", metadata={**byte_level_vocabulary(directory), **grown})
+        assert stored_type(file) == "q4_0"
+        assert is_grown(file) is bool(grown)
+        assert [one["name"] for one in model_facts("x", file, "none").files] == [file.name]
+
+
+def test_the_machine_is_described() -> None:
+    found = machine_facts()
+    assert found["cpu"]
+    assert found["cores"] >= 1
+    assert found["versions"]["numpy"]
+    load = load_average()
+    assert load is None or len(load) == 3
+
+
+def test_a_checkout_says_its_commit_and_other_folders_do_not(tmp_path: Path) -> None:
+    assert commit(tmp_path) is None
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run(["git", *author, "-C", str(tmp_path), "commit", "-q", "--allow-empty", "-m", "x"], check=True)
+    assert commit(tmp_path) is None  # somebody else's repository
+
+
+def test_memory_is_read_at_some_speed() -> None:
+    assert 1e8 < read_bandwidth(1) < 1e13
+
+
+def test_a_command_is_shown_as_a_shell_reads_it() -> None:
+    assert shown_command(["bench", "--model", "my model"]) == "paceline bench --model 'my model'"

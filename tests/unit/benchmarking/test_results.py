@@ -1,0 +1,137 @@
+"""A ratio is a speedup only where tokens are the same, something was guessed, and the text does not run in circles."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from harness.bench_runs import fake_mode, measured
+from paceline.benchmarking.modes import Mode
+from paceline.benchmarking.results import Cell, cells_of, summaries
+from paceline.benchmarking.rounds import Size
+from paceline.benchmarking.run import Measured
+from paceline.benchmarking.samples import Output, Sample
+
+PLAIN, GUESSING = fake_mode("plain"), fake_mode("B")
+PEER, PEER_NGRAM = (
+    fake_mode("peer plain", program="peer", baseline="peer plain"),
+    fake_mode("peer ngram", program="peer", baseline="peer plain"),
+)
+
+
+def sample(mode: str, number: int, *, step_s: float = 0.1, ids: Sequence[int] = range(17), prompt: int = 0, **fields: object) -> Sample:
+    """Tokens that come one after another."""
+    times = tuple(step_s * (1 + index) for index in range(len(ids)))
+    made = Sample(
+        mode=mode, workload="chat", temperature=0.0, prompt=prompt, round=number, outputs=(Output(tuple(ids), times),), seconds=times[-1],
+        num_prompt_tokens=8, drafted=0 if mode == "plain" else 10, accepted=0 if mode == "plain" else 5,
+    )  # fmt: skip
+    return replace(made, **fields)  # type: ignore[arg-type]
+
+
+def cells(samples: list[Sample], modes: Sequence[Mode] = (PLAIN, GUESSING), **facts: dict[str, object]) -> dict[str, Cell]:
+    found = Measured(modes, Size(2, 17, 1), samples=samples, facts=facts)  # type: ignore[arg-type]
+    return {cell.mode: cell for cell in cells_of(found)}
+
+
+def test_speeds_are_paired_by_round() -> None:
+    samples = [sample("plain", number, step_s=0.1 * number) for number in (0, 1, 2)]
+    samples += [sample("B", number, step_s=0.05 * number) for number in (0, 1, 2)]
+    found = cells(samples)["B"]
+    assert found.tokens_per_s is not None
+    assert found.speedup is not None
+    assert found.tokens_per_s.median == pytest.approx((20 + 10) / 2)
+    assert found.speedup.pairs == pytest.approx((2.0, 2.0))
+
+
+def test_the_first_round_counts_for_nothing() -> None:
+    samples = [sample("plain", 1), sample("B", 1), sample("plain", 0), sample("B", 0, step_s=0.0001)]
+    found = cells(samples)["B"]
+    assert found.num_rounds == 1
+    assert found.speedup is not None
+    assert found.speedup.median == pytest.approx(1.0)
+
+
+def test_a_round_counts_where_all_its_prompts_were_answered() -> None:
+    samples = [sample(mode, number, prompt=prompt) for mode in ("plain", "B") for number in (1, 2) for prompt in (0, 1)]
+    assert cells(samples[:-1])["B"].num_rounds == 1
+
+
+def test_other_tokens_are_no_speedup() -> None:
+    samples = [sample("plain", 1), sample("plain", 2), sample("B", 1), sample("B", 2, ids=[*range(16), 99])]
+    found = cells(samples)["B"]
+    assert found.refusal == "1 of 2 outputs differ from plain"
+    assert found.speedup is None
+    assert found.ratio is not None
+
+
+def test_other_tokens_in_the_round_that_is_dropped_count_too() -> None:
+    samples = [sample("plain", 0), sample("plain", 1), sample("B", 0, ids=[*range(16), 99]), sample("B", 1)]
+    assert cells(samples)["B"].refusal == "1 of 2 outputs differ from plain"
+
+
+def test_without_guesses_there_is_no_speedup() -> None:
+    samples = [sample("plain", 1), sample("B", 1, drafted=0, accepted=0)]
+    assert cells(samples)["B"].refusal == "nothing was drafted"
+    unknown = [sample("plain", 1), sample("B", 1, drafted=None, accepted=None)]
+    assert cells(unknown)["B"].refusal == ""
+
+
+def test_a_text_in_circles_counts_for_nothing() -> None:
+    ids = [1, 2] * 20
+    found = cells([sample("plain", 1, ids=ids), sample("B", 1, ids=ids, step_s=0.01)])
+    assert found["B"].is_looping
+    assert found["B"].refusal == "looping: 94% of the output repeats itself"
+    assert [one.speedup for one in summaries(list(found.values()), [PLAIN, GUESSING])] == [None]
+
+
+def test_a_third_of_repeats_is_too_much_and_a_quarter_is_not() -> None:
+    quarter = [*range(30), *range(17)]  # 10 of 40 pieces
+    third = [*range(30), *range(20)]  # 13 of 43
+    for ids, is_looping in ((quarter, False), (third, True)):
+        assert cells([sample("plain", 1, ids=ids), sample("B", 1, ids=ids)])["B"].is_looping is is_looping
+
+
+def test_a_peer_is_held_to_its_own_plain_mode() -> None:
+    modes, own = [PLAIN, PEER, PEER_NGRAM], [*range(100, 117)]
+    samples = [sample("plain", 1), sample("peer plain", 1, ids=own, drafted=None), sample("peer ngram", 1, ids=own)]
+    found = cells(samples, modes)
+    assert [found[name].refusal for name in ("peer plain", "peer ngram")] == ["", ""]
+    assert found["peer ngram"].differing == (0, 1)
+    assert cells([*samples[:2], sample("peer ngram", 1)], modes)["peer ngram"].refusal == "1 of 1 outputs differ from peer plain"
+
+
+def test_a_mode_is_compared_on_the_prompts_it_was_asked() -> None:
+    """Predictions are not there for all prompts, and these are slower."""
+    samples = [sample("plain", 1), sample("plain", 1, prompt=1, step_s=0.5), sample("B", 1, prompt=1, step_s=0.25)]
+    found = cells(samples)["B"]
+    assert found.speedup is not None
+    assert found.speedup.median == pytest.approx(2.0)
+
+
+def test_bytes_are_the_weights_and_the_rows_half_way() -> None:
+    fact: dict[str, object] = {"weights_bytes": 1000, "cache_bytes_per_token": 10}
+    one = sample("plain", 1, decoding_passes=16)
+    assert cells([one], plain=fact)["plain"].bytes_per_s == pytest.approx(16 * (1000 + 10 * (8 + 8.5)) / 1.6)
+    assert cells([one], plain={"weights_bytes": None, "cache_bytes_per_token": 10})["plain"].bytes_per_s is None
+
+
+def test_a_summary_is_the_geometric_mean_of_what_counts() -> None:
+    fast = [sample("plain", 1), sample("B", 1, step_s=0.05)]
+    slow = [replace(one, workload="code") for one in (sample("plain", 1), sample("B", 1, step_s=0.2))]
+    looping = [replace(sample(mode, 1, ids=[1, 2] * 20), workload="json") for mode in ("plain", "B")]
+    found = Measured([PLAIN, GUESSING], Size(1, 17, 1), samples=[*fast, *slow, *looping])
+    (summary,) = summaries(cells_of(found), found.modes)
+    assert (summary.mode, summary.num_counted, summary.num_cells) == ("B", 2, 3)
+    assert (summary.speedup, summary.lowest, summary.highest) == pytest.approx((1.0, 0.5, 2.0))
+
+
+def test_real_workers_are_judged_alike() -> None:
+    modes = [fake_mode("plain"), fake_mode("fast", "drafts=3"), fake_mode("liar", "drafts=3", "text=other"), fake_mode("idle")]
+    by_mode = {cell.mode: cell for cell in cells_of(measured(modes))}
+    fast = by_mode["fast"]
+    assert fast.speedup is not None
+    assert fast.speedup.median == pytest.approx(4.0)
+    assert fast.acceptance_length == pytest.approx(33 / 9)
+    assert by_mode["liar"].refusal == "8 of 8 outputs differ from plain"
+    assert by_mode["idle"].refusal == "nothing was drafted"

@@ -1,0 +1,108 @@
+"""Modes take turns on the same orders, and a run goes on whatever one of them does."""
+
+from pathlib import Path
+
+import pytest
+
+from harness.bench_runs import PROMPTS, fake_mode, measured, run_of
+from harness.bench_workers import tokens_of
+from paceline.benchmarking.plan import BenchPlan
+from paceline.benchmarking.results import cells_of
+from paceline.benchmarking.run import INTERRUPTED, OUT_OF_TIME, Watcher
+
+
+def test_modes_take_turns_on_each_prompt_and_another_one_begins_each_time(tmp_path: Path) -> None:
+    log = tmp_path / "order"
+    measured([fake_mode(name, f"order={log}") for name in ("plain", "B", "C")])
+    order = [line[0] for line in log.read_text().splitlines()]
+    assert "".join(order[:3]) == "pBC"  # everybody answers once, to see how long it takes
+    # four rounds of two prompts
+    assert "".join(order[3:]) == "pBC BCp BCp CpB CpB pBC pBC BCp".replace(" ", "")
+
+
+def test_all_modes_get_the_same_orders_and_the_first_round_is_known(tmp_path: Path) -> None:
+    found = measured([fake_mode("plain"), fake_mode("B", "drafts=2")])
+    places = {(one.round, one.prompt) for one in found.samples}
+    assert places == {(number, prompt) for number in range(4) for prompt in (0, 1)}
+    assert len(found.samples) == 2 * len(places)
+    for one in found.samples:
+        assert list(one.outputs[0].token_ids) == tokens_of(list(PROMPTS[one.prompt].prompt_ids), 33, {})
+
+
+def test_a_worker_that_dies_is_one_row_and_the_others_go_on() -> None:
+    found = measured([fake_mode("plain"), fake_mode("B", "dies=4"), fake_mode("C", "drafts=1")])
+    (failure,) = found.failures
+    assert (failure.mode, failure.workload) == ("B", "made up")
+    assert "exit code 3" in failure.message
+    counts = {name: sum(one.mode == name for one in found.samples) for name in "BC"}
+    assert counts == {"B": 2, "C": 8}
+    by_mode = {cell.mode: cell for cell in cells_of(found)}
+    assert by_mode["B"].refusal == "no whole round was measured"
+    assert by_mode["C"].speedup is not None
+
+
+def test_a_worker_that_hangs_is_one_row() -> None:
+    plan = BenchPlan(rounds=1, tokens=33, num_prompts=2, timeout_s=1.0)
+    found = measured([fake_mode("plain"), fake_mode("B", "hangs=2")], plan=plan)
+    assert [failure.message for failure in found.failures] == ["B did not answer within 1 s and was ended"]
+    assert sum(one.mode == "plain" for one in found.samples) == 4
+
+
+def test_a_worker_that_cannot_open_the_model_is_one_row() -> None:
+    found = measured([fake_mode("plain"), fake_mode("B", "refuses")])
+    assert [(one.mode, one.message, one.workload) for one in found.failures] == [("B", "B: this model is too new", None)]
+    assert found.samples
+
+
+def test_without_plain_decoding_nothing_is_a_speedup() -> None:
+    found = measured([fake_mode("plain", "refuses"), fake_mode("B", "drafts=3")])
+    assert [cell.refusal for cell in cells_of(found)] == ["plain has no outputs to compare with"]
+
+
+def test_an_output_of_another_length_is_against_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of([fake_mode("plain")])
+    ask = run._ask
+
+    def short(*arguments: object) -> object:
+        answer = ask(*arguments)  # type: ignore[arg-type]
+        return answer and {**answer, "token_ids": [1], "times_s": [1.0]}
+
+    monkeypatch.setattr(run, "_ask", short)
+    found = run.measure()
+    assert found.samples == []
+    assert {one.message for one in found.failures} == {"plain answered against the protocol (ValueError: 1 tokens where 33 were asked for)"}
+
+
+def test_ctrl_c_keeps_what_was_measured() -> None:
+    told: list[None] = []
+
+    def advance() -> None:
+        told.append(None)
+        if len(told) == 4:
+            raise KeyboardInterrupt
+
+    found = measured([fake_mode("plain"), fake_mode("B", "drafts=3")], watcher=Watcher(advance=advance))
+    assert found.ended == INTERRUPTED
+    assert len(found.samples) == 8
+    assert [cell.num_rounds for cell in cells_of(found)] == [1, 1]
+
+
+def test_time_that_is_over_ends_the_run_with_what_there_is() -> None:
+    plan = BenchPlan(rounds=3, tokens=33, num_prompts=2, minutes=1e-9)
+    found = measured([fake_mode("plain")], plan=plan)
+    assert found.ended == OUT_OF_TIME
+    assert "raise --minutes" in found.notices[-1]
+
+
+def test_defaults_become_smaller_and_a_line_says_so() -> None:
+    found = measured([fake_mode("plain")], plan=BenchPlan(minutes=1e-9))
+    assert (found.size.rounds, found.size.tokens, found.size.prompts) == (3, 32, 1)
+    assert "would take about" in found.notices[0]
+
+
+def test_a_batch_is_one_order() -> None:
+    plan = BenchPlan(rounds=1, tokens=33, batch_size=3)
+    found = measured([fake_mode("plain"), fake_mode("B", "drafts=2")], plan=plan)
+    assert {len(one.outputs) for one in found.samples} == {3}  # of two prompts the first one is asked twice
+    assert {one.prompt for one in found.samples} == {0}
+    assert [cell.speedup is not None for cell in cells_of(found)] == [False, True]

@@ -1,0 +1,145 @@
+"""Walks drawn by the kernels give the tokens that rows processed and drawn from one by one give."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from paceline.runtimes.native.library import kernels_path
+from paceline.runtimes.native.walks import CompiledWalks
+from paceline.sampling.draw import draw
+from paceline.sampling.params import SamplingParams
+from paceline.sampling.processors import LogitsProcessor
+from paceline.speculation.tree import DraftTree
+
+pytestmark = pytest.mark.skipif(kernels_path() is None, reason="no kernels for this machine")
+
+Rows = NDArray[np.float32]
+SHAPES: dict[str, Callable[[Rows, Any], Rows]] = {
+    "flat": lambda x, random: x * 0.5,
+    "steep": lambda x, random: x * 3.0,
+    "heavy tail": lambda x, random: -np.abs(x) - np.log1p(random.permuted(np.tile(np.arange(x.shape[1]), (len(x), 1)), axis=1)),
+    "peaked": lambda x, random: np.where(np.arange(x.shape[1]) < 4, x + 12.0, x),
+    "ties": lambda x, random: np.round(x * 2.0),
+    "bfloat16": lambda x, random: ((x * 4.0).astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32),
+    "half forbidden": lambda x, random: np.where(np.arange(x.shape[1]) % 2, x * 3.0, -np.inf),
+    "far from zero": lambda x, random: x * 2.0 + 4000.0,
+}
+SAMPLING: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.7, "top_k": 50},
+    {"temperature": 0.01, "top_p": 0.5},
+    {"temperature": 1.3, "top_k": 40, "top_p": 0.95}, {"temperature": 0.9, "top_p": 0.3},
+    {"temperature": 1.0, "top_p": 0.99, "min_p": 0.05},
+    {"temperature": 1.0, "min_p": 0.02}, {"temperature": 2.0, "top_p": 0.5}, {"temperature": 0.5, "top_k": 1},
+    {"temperature": 0.8, "top_p": 0.999}, {"temperature": 1.0, "top_k": 100_000},
+)  # fmt: skip
+
+
+def rows_of(shape: str, count: int, vocab: int, seed: int) -> Rows:
+    random = np.random.default_rng(seed)
+    return np.asarray(SHAPES[shape](random.normal(size=(count, vocab)).astype(np.float32), random), np.float32)
+
+
+def walk(logits: Rows, tree: DraftTree, params: SamplingParams, *, seed: int = 1, sample_index: int = 0, position: int = 7) -> Any:
+    walks = CompiledWalks(logits.shape[1])
+    walker = walks.walker(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+    return walker.walk(logits, tree.token_ids, tree.parents, seed=seed, sample_index=sample_index, position=position)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tokens_are_those_of_the_definition(shape: str, pytestconfig: pytest.Config) -> None:
+    count = 400 if pytestconfig.getoption("--large-counts") else 8
+    for vocab in (97, 4096, 32_001):
+        logits = rows_of(shape, count, vocab, pytestconfig.getoption("--seed"))
+        for given in SAMPLING:
+            params, decided = SamplingParams(**given), 0
+            processor = LogitsProcessor(params, vocab, [])
+            for index, row in enumerate(logits):
+                key = {"seed": 2**63 + index, "sample_index": index % 3, "position": 11 * index}
+                tokens, nodes, is_whole = walk(row[None], DraftTree.root_only(3), params, **key)
+                assert nodes == []
+                if is_whole:
+                    decided += 1
+                    assert tokens == [draw(processor.process(row), key["seed"], key["sample_index"], key["position"])], (vocab, given)
+                else:
+                    assert tokens == []
+            few = "top_k" in given and vocab < 64 * given["top_k"]  # left to the definition
+            assert decided >= 0.75 * count or few or shape in ("ties", "far from zero", "bfloat16"), (vocab, given, decided)
+
+
+def definition(logits: Rows, tree: DraftTree, params: SamplingParams) -> tuple[list[int], list[int]]:
+    processor, node, tokens, nodes = LogitsProcessor(params, logits.shape[1], []), 0, list[int](), list[int]()
+    while True:
+        tokens.append(draw(processor.process(logits[node]), 1, 0, 7 + len(nodes)))
+        child = tree.child(node, tokens[-1])
+        if child is None:
+            return tokens, nodes
+        nodes.append(child)
+        node = child
+
+
+@pytest.mark.parametrize("given", SAMPLING[:3], ids=str)
+def test_a_walk_goes_along_the_tree_as_far_as_a_node_holds_the_token(given: dict[str, Any]) -> None:
+    params, logits = SamplingParams(**given), rows_of("steep", 8, 2048, 5)
+    right: Sequence[int] = [draw(LogitsProcessor(params, 2048, []).process(logits[node]), 1, 0, 7 + node) for node in range(8)]
+    wrong = [(token + 1) % 2048 for token in right]
+    trees = [
+        DraftTree.chain(3, right[:7], "one"),
+        DraftTree.chain(3, [*right[:2], wrong[2], *right[3:7]], "one"),
+        DraftTree.chain(3, wrong[:7], "one"),
+        DraftTree.grow(3, [wrong[0], right[0], wrong[1], 17, right[2]], [0, 0, 1, 2, 2], "one"),
+    ]
+    for tree in trees:
+        tokens, nodes, is_whole = walk(logits[: len(tree.token_ids)], tree, params)
+        assert is_whole
+        assert (tokens, nodes) == definition(logits, tree, params)
+    assert len(walk(logits, trees[0], params)[0]) == 8
+
+
+def test_rows_of_a_wider_matrix_are_read_where_they_lie() -> None:
+    params, wide = SamplingParams(temperature=0.7, top_p=0.9), rows_of("steep", 6, 2100, 8)
+    wide[:, 2048:] = 50.0  # padding rows of a vocabulary
+    wide[1::2] = np.nan
+    logits = wide[::2, :2048]
+    tree = DraftTree.chain(3, [draw(LogitsProcessor(params, 2048, []).process(logits[0]), 1, 0, 7), 5], "one")
+    assert walk(logits, tree, params)[:2] == definition(logits, tree, params)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("place", [0, 1, 2047, 2048])
+def test_a_row_without_a_token_is_left_to_the_definition_which_says_so(value: float, place: int) -> None:
+    for params in (SamplingParams(), SamplingParams(temperature=1.0)):
+        logits = rows_of("steep", 2, 2049, 4)
+        logits[1, place] = value
+        [first] = walk(logits[:1], DraftTree.root_only(3), params)[0]
+        assert walk(logits, DraftTree.chain(3, [first], "one"), params) == ([first], [1], False)
+        logits[0] = -np.inf
+        assert walk(logits, DraftTree.chain(3, [first], "one"), params) == ([], [], False)
+
+
+def test_equal_logits_at_the_border_of_the_nucleus_are_left_to_the_definition() -> None:
+    logits = np.full((1, 2048), -30.0, np.float32)
+    logits[0, :10] = 1.0  # ten of the same weight, five of which top-p 0.5 keeps
+    decided = [walk(logits, DraftTree.root_only(3), SamplingParams(temperature=1.0, top_p=0.5), seed=seed)[2] for seed in range(20)]
+    assert not any(decided)
+
+
+def test_a_token_whose_place_sums_of_another_order_could_change_is_left_to_the_definition() -> None:
+    logits = np.full((1, 2048), -200.0, np.float32)
+    logits[0, :2] = 0.0, -1.0
+    params = SamplingParams(temperature=1.0, top_p=1.0 / (1.0 + np.exp(-1.0)))  # the weight before the second is what is wanted
+    found = [walk(logits, DraftTree.root_only(3), params, seed=seed) for seed in range(50)]
+    assert {tuple(tokens) for tokens, _, is_whole in found if is_whole} == {(0,)}
+    assert 5 < sum(not is_whole for _, _, is_whole in found) < 25
+
+
+def test_whoever_edits_rows_has_no_walker() -> None:
+    walker = CompiledWalks(64).walker(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+    for params in (SamplingParams(repetition_penalty=1.1), SamplingParams(logit_bias={3: 1.0}), SamplingParams(banned_token_ids=(5,))):
+        assert LogitsProcessor(params, 64, [1, 2], walker=walker).walker is None
+    processor = LogitsProcessor(SamplingParams(min_tokens=1, stop_token_ids=(3,)), 64, [1, 2], walker=walker)
+    assert processor.walker is None
+    processor.commit(4)
+    assert processor.walker is walker
