@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -85,7 +87,9 @@ def test_ctrl_c_reports_what_there_is_and_leaves_no_process(tmp_path: Path) -> N
     command = [sys.executable, "-m", "paceline", "bench", "--drafter", "ngram", "--workload", "chat", "--rounds", "1000", "--tokens", "16"]
     command += ["--num-prompts", "1", "--minutes", "1", "--threads", "1", "--json", str(file)]
     marks = {**os.environ, "PACELINE_MARK": str(tmp_path)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=marks) as process:
+    heeds_interrupts = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # where the tests run in the background
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=marks, preexec_fn=heeds_interrupts, **pipes) as process:
         try:
             assert process.stderr is not None
             assert any(line.startswith("measuring: ") for line in process.stderr)  # reads until then

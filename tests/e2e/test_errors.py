@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.always_drafts import draft_always
 from harness.checkpoints import write_checkpoint, write_tokenizer
 from paceline import LLM, SamplingParams
 from paceline.errors import (
@@ -380,7 +381,10 @@ def test_a_drafter_that_fails_elsewhere_harms_nobody(
     assert_usable(llm)
 
 
-def test_a_draft_model_that_is_damaged_costs_its_guesses_only(directory: Path, copy: Path, plain: list[list[int]]) -> None:
+def test_a_draft_model_that_is_damaged_costs_its_guesses_only(
+    directory: Path, copy: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft_always(monkeypatch)
     change_weights(copy, lambda weights: weights["model.norm.weight"].fill(np.nan))
     llm = open_llm(directory, drafter=str(copy))
     outputs = llm.generate([[5, 6, 7], [8]], GREEDY)

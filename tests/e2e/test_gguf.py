@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.always_drafts import draft_always
 from harness.gguf_checkpoints import byte_level_vocabulary, write_gguf
 from paceline import LLM, SamplingParams
 from paceline.errors import CheckpointError, ConfigError
@@ -46,7 +47,8 @@ def test_a_quantised_file_gives_the_same_tokens_with_and_without_a_drafter(mini_
     assert all(expected)
 
 
-def test_a_gguf_file_can_be_the_draft_model(mini_gguf: Mini, mini_dir: Path) -> None:
+def test_a_gguf_file_can_be_the_draft_model(mini_gguf: Mini, mini_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft_always(monkeypatch)
     llm = LLM(str(mini_dir), threads=2, max_context=256, drafter=str(mini_gguf("Q8_0")))
     output = llm.generate(PROMPTS[0], SamplingParams(max_tokens=24, temperature=0))[0]
     assert output.speculation.mean_acceptance_length > 2

@@ -23,8 +23,9 @@ from paceline.cli import app
 
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = [str(path.relative_to(REPOSITORY)) for path in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]]
-# environments and downloads; a server does not end by itself (tests/e2e/server); measuring takes minutes (tests/e2e/test_bench.py)
-NOT_RUN_HERE = ("make ", "pip ", "paceline serve", "paceline bench")
+# environments and downloads; a server does not end by itself (tests/e2e/server); measuring and proving take minutes (test_bench.py,
+# test_prove.py)
+NOT_RUN_HERE = ("make ", "pip ", "paceline serve", "paceline bench", "paceline prove")
 CLIENT = "python client"  # code for another environment, such as an API's own client
 SMALL = {"num_hidden_layers": 2}
 
@@ -39,7 +40,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the pages name. A name is looked for here before anybody asks a hub for it."""
     root = tmp_path_factory.mktemp("pages")
     target = write_checkpoint(root / "path/to/model", "llama", **SMALL)
-    for name in ("path/to/draft-model", "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "lmsys/vicuna-7b-v1.3"):
+    for name in (
+        "path/to/draft-model",
+        "Qwen/Qwen2.5-0.5B-Instruct",
+        "Qwen/Qwen2.5-1.5B-Instruct",
+        "lmsys/vicuna-7b-v1.3",
+        "path/to/Qwen3-8B",
+        "Qwen/Qwen3-0.6B",
+    ):
         shutil.copytree(target, root / name)
     spec = {**EAGLE3, "hidden_size": 64, "intermediate_size": 96}
     for name, head, num_layers, layers in (

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import paceline.llm
+from harness.always_drafts import draft_always
 from harness.checkpoints import write_checkpoint
 from paceline import LLM, CapacityError, CheckpointError, ConfigError, SamplingParams
 from paceline.config import QuantOptions
@@ -54,7 +55,8 @@ def test_what_was_quantised_is_kept_in_the_cache_directory(open_llm: Open, monke
     assert [path.stat().st_mtime_ns for path in (tmp_path / FOLDER).iterdir()] == [written]
 
 
-def test_a_quantised_draft_changes_no_token(open_llm: Open, directory: Path) -> None:
+def test_a_quantised_draft_changes_no_token(open_llm: Open, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft_always(monkeypatch)
     expected = ids(open_llm(numerics="exact"), SAMPLED)
     for draft_quant in ("none", "int8", "int4"):
         llm = open_llm(numerics="exact", drafter=str(directory), draft_quant=draft_quant)

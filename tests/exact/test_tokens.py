@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from harness.adversaries import ChaosDrafter, OracleDrafter, WrongDrafter
+from harness.always_drafts import draft_always
 from harness.exact_targets import BACKENDS, EVERYTHING, HYBRIDS, opened_as, skip_without_kernels
 from paceline import LLM, SamplingParams
 from paceline.drafters.ngram import NgramDrafter
@@ -192,7 +193,8 @@ def test_tokens_are_the_same_whatever_drafts(
 
 
 @pytest.mark.parametrize("name", ["llama", *HYBRIDS])
-def test_every_step_is_one_target_pass(plain_of: PlainOf, name: str) -> None:
+def test_every_step_is_one_target_pass(plain_of: PlainOf, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft_always(monkeypatch)
     plain = plain_of(name, "f32", "native")
     llm = plain.open(OracleDrafter(plain.by_prompt(list(SAMPLINGS))))
     before = llm.runtime.num_passes

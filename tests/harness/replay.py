@@ -126,7 +126,7 @@ def replay(
         outcome.steps += 1
         for rows, (request, trace) in zip(batch, running, strict=True):
             _commit(policy, rows, request, trace, outcome)
-        policy.observe_step(batch, pass_s * noise(), host_s)
+        policy.observe_step(batch, pass_s * noise(), host_s, draft_s)
         for request, _ in running:
             if request.is_finished:
                 policy.release(request)
@@ -171,7 +171,9 @@ def _guess(
     drafting = []
     for rows, (request, _) in zip(batch, running, strict=True):
         depth = min(policy.num_draft_tokens, request.num_remaining_tokens - 1)
-        if depth > 0:
+        if depth > 0 and request.num_output_tokens and policy.rests(request):
+            rows.plain_reason = PlainReason.GUARD
+        elif depth > 0:
             rows.budget = rows.given = DraftBudget(policy.row_budget, depth, layout, wants_draws=drawn)
             drafting.append((rows, player))
     policy.plan(batch, drafting, None)

@@ -22,6 +22,7 @@ from paceline.errors import CapacityError, RequestError
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout
 from paceline.runtimes.base import FloatArray, Network, assemble, in_parts
+from paceline.runtimes.cost import time_passes
 from paceline.runtimes.ranking import DRAW, Draws
 from paceline.sampling.noise import Purpose, noise_key
 from paceline.sampling.processors import Distribution
@@ -99,7 +100,7 @@ class DraftModelDrafter(Drafter):
         self._vocab_size = vocab_size
         self._num_known_ids = runtime.config.vocab_size if num_known_ids is None else num_known_ids
         self._translation = translation
-        self._max_context = runtime.config.max_positions if max_context is None else max_context
+        self.max_context = runtime.config.max_positions if max_context is None else max_context
         self._tree_width = tree_width
         self._note = note
         self._states = RequestState[_State]()
@@ -111,7 +112,7 @@ class DraftModelDrafter(Drafter):
         drafts: list[_Draft[DraftTree | None] | None] = []
         for request, budget in zip(requests, budgets, strict=True):
             context = request.token_ids if self._translation is None else self._translation.context(request)
-            depth = min(budget.max_depth, budget.row_budget - 1, self._max_context - len(context))
+            depth = min(budget.max_depth, budget.row_budget - 1, self.max_context - len(context))
             draft = self._begin(request, context, len(context), depth, self._drafting(request, replace(budget, max_depth=depth)))
             if draft is not None:
                 is_drawn = budget.wants_draws and not request.params.is_greedy
@@ -129,11 +130,14 @@ class DraftModelDrafter(Drafter):
         """
         drafts: list[_Draft[list[int]] | None] = []
         for request, (context, num_unchanged), count in zip(requests, contexts, counts, strict=True):
-            depth = min(count, self._max_context - len(context))
+            depth = min(count, self.max_context - len(context))
             writing = chain(depth, lambda row, _: int(np.argmax(row.logits[: self._num_known_ids])))
             drafts.append(self._begin(request, context, num_unchanged, depth, writing))
         self._grow(requests, drafts)
         return [draft.result or [] if draft is not None else [] for draft in drafts]
+
+    def time_guess(self) -> float:
+        return time_passes(self.runtime, self.cache, (1,), max_context=self.max_context, repeats=3)[1]
 
     def reading_s(self, request: Request) -> float:
         return self._reading.of(len(request.token_ids) - self._state_of(request).num_read)

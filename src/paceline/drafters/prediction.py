@@ -88,6 +88,9 @@ class PredictionDrafter(Drafter):
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         return [self._guess(request, budget) for request, budget in zip(requests, budgets, strict=True)]
 
+    def can_guess(self, request: Request) -> bool:
+        return bool(request.hints.prediction_token_ids)
+
     def describe(self) -> str:
         return "prediction (the text a request says its output will resemble)"
 

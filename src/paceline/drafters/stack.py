@@ -140,6 +140,12 @@ class StackDrafter(Drafter):
     def reading_s(self, request: Request) -> float:
         return sum(drafter.reading_s(request) for drafter in self._drafters)
 
+    def time_guess(self) -> float:
+        return max(drafter.time_guess() for drafter in self._drafters)
+
+    def can_guess(self, request: Request) -> bool:
+        return any(drafter.can_guess(request) for drafter in self._drafters)
+
     def may_guess(self, request: Request, max_reading_s: float) -> bool:
         return any(drafter.may_guess(request, max_reading_s) for drafter in self._drafters)
 

@@ -153,7 +153,7 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
         speculation=speculation,
     )
     drafter = prepared.open(target)
-    policy = DraftLengthPolicy(DEFAULT_DRAFT_TOKENS) if drafter is None else _policy(speculation, runtime, cache, plan.max_context)
+    policy = DraftLengthPolicy(DEFAULT_DRAFT_TOKENS) if drafter is None else _policy(speculation, runtime, cache, plan.max_context, drafter)
     acceptance = Acceptance(speculation.acceptance)
     speculator = Speculator(drafter, policy, vocab_size=vocab_size, layout=cache.layout, acceptance=acceptance)
     step_limits = Limits(
@@ -198,11 +198,15 @@ def _draft_size(speculation: SpeculationConfig) -> tuple[int, int]:
     return count, 1 + count * speculation.tree_width
 
 
-def _policy(speculation: SpeculationConfig, runtime: Network, cache: KVCache, max_context: int) -> DraftLengthPolicy:
+def _policy(speculation: SpeculationConfig, runtime: Network, cache: KVCache, max_context: int, drafter: Drafter) -> DraftLengthPolicy:
     """What decides how much to draft, with the costs of passes on the machine that will run."""
     count, row_budget = _draft_size(speculation)
     table = pass_table(runtime, cache, MeasuredFacts(cache_directory()), max_context=max_context)
-    return DraftController(count, table, row_budget=row_budget)
+    controller = DraftController(count, table, row_budget=row_budget)
+    guess_s = drafter.time_guess()
+    if guess_s > 0.0:
+        controller.know_time(drafter.name, guess_s)
+    return controller
 
 
 def _unused_head(loaded: Loaded, directory: Path, drafter: Drafter | None) -> list[str]:

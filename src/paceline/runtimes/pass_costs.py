@@ -13,6 +13,7 @@ CACHED_LEN = 64  # cached rows behind which the rows of the table were timed
 _RECENT = 8  # passes of as many rows that count
 _FRESH = 3  # from so many on they say more than the table
 _MAX_AGE = 1024  # passes since, after which one says nothing of how fast the machine is now
+_RENEWED = 8  # passes after which times are looked up again
 _SPEED_PASSES = 15  # of all kinds, whose median says how fast the machine is now
 _LEAST_SPEED, _MOST_SPEED = 0.2, 10.0
 
@@ -107,6 +108,7 @@ class PassCosts:
         self._speed = 1.0
         self._num_passes = 0
         self._known: dict[tuple[int, int], float | None] = {}  # of this moment
+        self._times: dict[tuple[int, int], tuple[int, list[float]]] = {}  # by rows and cached ones, with the pass they were looked up at
 
     def observe(self, num_rows: int, num_cached: float, num_row_cached: float, seconds: float) -> None:
         """Told how long a pass took; arguments as `at`."""
@@ -131,6 +133,22 @@ class PassCosts:
         reading_s = self._speed * self.table.reading_s(num_cached, num_row_cached)
         own = self._own(num_rows, _bucket(num_cached))
         return max(1e-9, (self._speed * self.table.at(num_rows) if own is None else own) + reading_s)
+
+    def row_times(self, num_rows: int, most: int, num_cached: float, num_row_cached: float) -> tuple[list[float], float]:
+        """Seconds of passes of `num_rows` rows and up to `most` more, none less than the one before, looked up now and then.
+
+        Returns:
+            [most + 1] seconds, and those that reading the cache adds to them for each row, by each of the rows it sees.
+        """
+        key = num_rows, _bucket(num_cached)
+        known = self._times.get(key)
+        if known is None or len(known[1]) <= most or self._num_passes - known[0] >= _RENEWED:
+            times, slowest = [], 0.0
+            for more in range(most + 1):
+                slowest = max(slowest, self.at(num_rows + more, num_cached, num_row_cached))
+                times.append(slowest)
+            known = self._times[key] = self._num_passes, times
+        return known[1], self._speed * self.table.row_s
 
     def is_fresh(self, num_rows: int, num_cached: float = 0.0) -> bool:
         """Whether passes of so many rows ran lately."""

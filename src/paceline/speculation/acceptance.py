@@ -6,7 +6,7 @@ guesses: one step of Newton's method for a logistic regression with one weight, 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 HOPED = 0.6  # chance of a guess before any was seen
@@ -18,6 +18,8 @@ _NEWTON = 5.0  # 1 / (p (1 - p)) of a chance neither small nor great
 _MOST_OFFSET = 6.0
 _BENEFIT = 1.0  # of the doubt, in standard deviations of the log-odds: what is judged too early is not tried again for long
 _LEAST, _MOST = 0.004, 0.985
+_MOST_ODDS = _MOST / (1.0 - _MOST)
+_WORTH_KNOWN, _WORTH_MEMORY, _LONGEST_IDLE = 8, 16, 31  # questions to a drafter, and steps without one
 _BUCKETS, _BUCKET_WIDTH, _FIRST_LOGIT = 24, 0.5, -5.0
 
 
@@ -58,7 +60,7 @@ class Calibration:
         """Chance of the first guess at a depth, the root's child being at 1: where little is known, that of the one before it."""
         chance = HOPED
         for share in self._by_depth[:depth]:
-            chance = share.of(chance)
+            chance = min(share.of(chance), _MOST)
         return chance
 
     @property
@@ -71,11 +73,11 @@ class Calibration:
         return _BENEFIT / math.sqrt((first.tried + _PRIOR_WEIGHT) * chance * (1.0 - chance))
 
     def depths(self, count: int) -> list[float]:
-        """The same for depths 1 … count."""
+        """Chances at depths 1 … count."""
         chances, chance = [], HOPED
         for depth in range(count):
             if depth < len(self._by_depth):
-                chance = self._by_depth[depth].of(chance)
+                chance = min(self._by_depth[depth].of(chance), _MOST)
             chances.append(chance)
         return chances
 
@@ -120,6 +122,17 @@ class Offset:
         odds = of_all / (1.0 - of_all) * math.exp(self.value + more)
         return min(max(odds / (1.0 + odds), _LEAST), _MOST)
 
+    def paths(self, of_all: Sequence[float], more: float, least: float) -> list[float]:
+        """`path_chances` of guesses that have these chances over all requests, but for those less likely than `least`."""
+        factor, reached, gains = math.exp(self.value + more), 1.0, []
+        for chance in of_all:
+            odds = factor * chance / (1.0 - chance)
+            reached *= odds / (1.0 + odds) if odds < _MOST_ODDS else _MOST
+            if reached < least:
+                break
+            gains.append(reached)
+        return gains
+
     def add(self, of_all: float, *, was_kept: bool) -> None:
         """A guess that has this chance over all requests was kept or not."""
         chance = self.chance(of_all)
@@ -135,6 +148,28 @@ class Offset:
 
 
 @dataclass(slots=True)
+class Worth:
+    """What it is worth to ask a drafter, in seconds saved by each question: what it takes is the same, what it brings is not.
+
+    Attributes:
+        num_asked: questions so far.
+        rest: steps that the request rested last, 0 = it does not.
+    """
+
+    num_asked: int = 0
+    rest: int = 0
+    _saved_s: float = 0.0
+
+    def add(self, saved_s: float) -> int:
+        """A question saved so many seconds; returns the steps to rest: more and more while it is not worth asking."""
+        self.num_asked += 1
+        self._saved_s += (saved_s - self._saved_s) / min(self.num_asked, _WORTH_MEMORY)
+        is_worth_it = self.num_asked < _WORTH_KNOWN or self._saved_s >= 0.0
+        self.rest = 0 if is_worth_it else min(_LONGEST_IDLE, 2 * self.rest + 1)
+        return self.rest
+
+
+@dataclass(slots=True)
 class RequestAcceptance:
     """How much easier or harder one request is to guess than others, for the drafter that guesses for it.
 
@@ -145,6 +180,8 @@ class RequestAcceptance:
         num_plain: steps without drafts since drafting stopped to pay.
         shadow: guesses that were not sent along: tokens of the text when they were made, the path of first guesses, its probabilities.
         num_resting: steps until the next of them.
+        worth: what asking the drafter was worth lately, where that takes next to no time.
+        num_idle: steps until the request is thought of again.
     """
 
     drafter: str = ""
@@ -153,6 +190,8 @@ class RequestAcceptance:
     num_plain: int = 0
     shadow: tuple[int, list[int], list[float | None]] | None = None
     num_resting: int = 0
+    worth: Worth = field(default_factory=Worth)
+    num_idle: int = 0
     _rest: int = 0
 
     @property
@@ -170,7 +209,7 @@ class RequestAcceptance:
         self.num_resting = self._rest
 
 
-def path_chances(chances: Sequence[float]) -> list[float]:
+def path_chances(chances: Iterable[float]) -> list[float]:
     """Chance that a guess and all before it are kept, by depth: what one more row is expected to bring, in tokens."""
     reached, gains = 1.0, []
     for chance in chances:

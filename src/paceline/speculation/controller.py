@@ -12,11 +12,11 @@ from dataclasses import replace
 
 from paceline.kv_cache.row_plan import TreeLayout, is_chain
 from paceline.runtimes.pass_costs import PassCosts, PassTable
-from paceline.speculation.acceptance import RequestAcceptance, path_chances
+from paceline.speculation.acceptance import RequestAcceptance
 from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.drafter import Drafter
 from paceline.speculation.drafter_facts import DrafterFacts
-from paceline.speculation.pass_work import PassWork, cached_rows
+from paceline.speculation.pass_work import PassWork
 from paceline.speculation.request import FinishReason, Request
 from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.row_choice import Choice, choose_rows, worth_keeping
@@ -26,11 +26,16 @@ from paceline.speculation.work_times import LinearTime
 
 START_GAIN = 0.05  # expected gain from which on drafting begins, so that it does not come and go
 STAY_GAIN = 0.02  # and from which on it goes on: what is expected of the best of several guesses is a little too much
-CHEAP_SHARE = 0.02  # of a plain pass: a drafter that takes less is asked whatever is expected, and its guesses are weighed
+CHEAP_SHARE = 0.05  # of a plain pass: a drafter that takes less is asked whatever is expected, and its guesses are weighed
+LEAST_CHANCE = 0.02  # of a guess with all before it: no row is cheap enough for less
 PROBE_SHARE = 0.01  # of all time: what probes may cost where drafting does not pay
 PROBE_TOKENS = 2
+NOTED_PLAIN = 4  # of so many steps of a lone request without guesses one is measured
+BROUGHT_MEMORY = 0.97  # of what steps brought, from one to the next
 FIRST_TOKENS, FIRST_ROWS = 4, 16  # guessed of a request and in a pass while nothing is known of a drafter
 CLEAR_GAIN = 1.25  # expected speedup above which no plain pass is run to compare with
+IDLE_INTERVAL = 64  # questions to a drafter after which a step is idle, to know what asking takes
+DENIED_IDLE = 3  # steps that a request rests for which drafting was not worth it
 COMPARE_INTERVAL = 16  # steps from one such pass to the next, until enough are known
 
 
@@ -48,88 +53,129 @@ class DraftController(DraftLengthPolicy):
         self.costs = PassCosts(table)
         self.host = LinearTime()  # by requests and guessed rows of a step
         self.drafters: dict[str, DrafterFacts] = {}
-        self._choice: Choice | None = None  # of the step under way
+        self._choice: Choice | None = None  # of the step under way, if there was one to make
+        self._work: PassWork | None = None  # of that step without guesses
+        self._rate = 0.0  # tokens a second that time is worth
+        self._brought, self._spent_s = 0.0, 0.0  # tokens of the last steps, and seconds that such steps take
+        self._num_steps = 0
+        self._num_kept = 0  # guesses of the step under way
         self._credit_s = 0.0  # for probes
         self._probed: Request | None = None
+        self._asked: RequestAcceptance | None = None  # of a drafter that takes next to no time, in the step under way
+        self._idle_s: float | None = None  # other work of a step in which nobody is asked
         self._is_drafting = False
         self._num_since_compared = 0
         self._mean_output = 0.0  # tokens of the last outputs, 0 = none yet
+
+    def know_time(self, name: str, seconds: float) -> None:
+        """Told at load what a guess of the drafter of this name takes."""
+        self.drafters.setdefault(name, DrafterFacts()).know_time(seconds)
 
     def plan(self, batch: Sequence[RequestRows], drafting: Sequence[tuple[RequestRows, Drafter]], max_rows: int | None) -> None:
         self._choice, self._probed = None, None
         open_ones = [one for one in drafting if one[0].budget is not None]
         if not open_ones:
             return
-        work = PassWork.of(batch, with_guesses=False)
-        most = sum(rows.budget.row_budget - 1 for rows, _ in open_ones if rows.budget is not None)
+        self._work = work = PassWork.of(batch, with_guesses=False)
+        most = sum([rows.budget.row_budget - 1 for rows, _ in open_ones if rows.budget is not None])
         most = most if max_rows is None else min(most, max_rows - work.num_rows)
-        choice = self._choose(open_ones, work, most)
         if most < 1:
             return self._refuse(open_ones, PlainReason.FULL_PASS)
-        self._choice = choice
+        if len(batch) == 1 and self._asks_without_planning(*open_ones[0], work):
+            return
+        self._choice = choice = self._choose(open_ones, work, most)
         for rows, _ in open_ones:
             rows.expected_speedup = choice.speedup if any(choice.counts) else choice.drafted_speedup
-        self._is_drafting = any(choice.counts)
+        self._is_drafting, self._rate = any(choice.counts), choice.rate
         if self._is_drafting and self._must_compare(choice, work):
             return self._refuse(open_ones, PlainReason.COMPARED)
         denied: list[tuple[RequestRows, Drafter]] = []
         for (rows, drafter), count in zip(open_ones, choice.counts, strict=True):
             if not self._allow(rows, drafter, count, len(open_ones), work):
                 denied.append((rows, drafter))
+        for rows, drafter in denied:
+            self._own(rows.request, drafter).num_idle = DENIED_IDLE
         if denied:
             self._probe(denied, work, most)
 
     def select(self, batch: Sequence[RequestRows], max_rows: int | None) -> None:
         guessed = [rows for rows in batch if rows.num_guesses > 0]
-        if self._choice is None or not guessed:
+        if not guessed or self._work is None:
             return
         weighed = [rows for rows in guessed if self._can_cut(rows)]
-        work = PassWork.of(batch, with_guesses=False)
-        num_fixed = sum(rows.num_guesses for rows in guessed if not self._can_cut(rows))
-        work.num_rows += num_fixed
-        order: list[tuple[float, int, int, int]] = []
-        for index, rows in enumerate(weighed):
-            tree = rows.tree
-            if tree is not None:
-                reached = self._reached(rows.request, tree)
-                order += [(-reached[node], tree.depths[node], index, node) for node in range(1, len(reached))]
+        num_fixed = sum([rows.num_guesses for rows in guessed]) - sum([rows.num_guesses for rows in weighed])
+        reached = [self._reached(rows) for rows in weighed]
+        order = [
+            (-chance, depth, index, node + 1)
+            for index, (rows, chances) in enumerate(zip(weighed, reached, strict=True))
+            for node, (chance, depth) in enumerate(zip(chances[1:], rows.tree.depths[1:] if rows.tree else (), strict=True))
+            if chance >= LEAST_CHANCE
+        ]
         order.sort()
+        work = self._work
         if max_rows is not None:
-            order = order[: max(0, max_rows - work.num_rows)]
-        cached = work.num_cached / max(1, len(batch))
-        requests = len(batch)
-
-        def seconds(count: int) -> float:
-            row_cached = work.num_row_cached + count * cached
-            return self.costs.at(work.num_rows + count, work.num_cached, row_cached) + self.host.at(requests, num_fixed + count)
-
-        rate = self._choice.rate * (1.0 + (STAY_GAIN if self._is_drafting else START_GAIN))
+            order = order[: max(0, max_rows - work.num_rows - num_fixed)]
+        # nothing is drafted at present where the last plan said so: then more is asked of a guess, as of a plan
+        rate = self._rate * (1.0 + (STAY_GAIN if self._is_drafting else START_GAIN))
+        taken = worth_keeping([-one[0] for one in order], self._times(work, num_fixed, len(order)), rate)
+        if self._choice is None:
+            self._is_drafting = taken > 0
         kept: list[list[int]] = [[0] for _ in weighed]
-        for _, _, index, node in order[: worth_keeping([-one[0] for one in order], seconds, rate)]:
+        for _, _, index, node in order[:taken]:
             kept[index].append(node)
-        for rows, nodes in zip(weighed, kept, strict=True):
+        for rows, nodes, chances in zip(weighed, kept, reached, strict=True):
             self._cut(rows, sorted(nodes))
-        for rows in guessed:
-            if rows.tree is not None:
-                rows.expected_tokens = sum(self._reached(rows.request, rows.tree))
+            if rows.request.speculation.trees and len(nodes) > 1:
+                rows.expected_tokens = sum([chances[node] for node in nodes])
 
     def observe(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
+        self._num_kept += len(accepted_nodes)
         if request.acceptance is not None and (facts := self._facts_of(request)) is not None:
             facts.learn(request, request.acceptance, tree, accepted_nodes)
 
     def observe_draft(self, drafter: Drafter, num_requests: int, depth: int, seconds: float, read_s: float) -> None:
         self._facts(drafter).observe(num_requests, depth, seconds)
 
-    def observe_step(self, batch: Sequence[RequestRows], pass_s: float, host_s: float) -> None:
-        if all(rows.is_decoding for rows in batch):
-            work = PassWork.of(batch, with_guesses=True)
+    def rests(self, request: Request) -> bool:
+        own = request.acceptance
+        if own is None or own.num_idle == 0:
+            return False
+        own.num_idle -= 1
+        return True
+
+    def observe_step(self, batch: Sequence[RequestRows], pass_s: float, host_s: float, draft_s: float = 0.0) -> None:
+        if len(batch) == 1 and batch[0].is_decoding:
+            self._weigh_asking(batch[0], host_s + draft_s)
+        self._num_steps += 1
+        is_plain = len(batch) == 1 and batch[0].num_guesses == 0
+        if (not is_plain or self._num_steps % NOTED_PLAIN == 0) and all(rows.is_decoding for rows in batch):
+            work, weight = PassWork.of(batch, with_guesses=True), NOTED_PLAIN if is_plain else 1
             self.costs.observe(work.num_rows, work.num_cached, work.num_row_cached, pass_s)
-            self.host.observe(len(batch), sum(rows.num_guesses for rows in batch), host_s)
+            self.host.observe(len(batch), work.num_rows - len(batch), host_s)
+            seconds = host_s + self.costs.at(work.num_rows, work.num_cached, work.num_row_cached)
+            self._brought = BROUGHT_MEMORY * self._brought + weight * (len(batch) + self._num_kept)
+            self._spent_s = BROUGHT_MEMORY * self._spent_s + weight * seconds
+        self._num_kept = 0
         for rows in batch:
-            if rows.request.acceptance is not None:
-                facts = self._facts_of(rows.request)
-                if facts is not None:
-                    facts.read_shadow(rows.request, rows.request.acceptance)
+            own = rows.request.acceptance
+            if own is not None and own.shadow is not None and (facts := self._facts_of(rows.request)) is not None:
+                facts.read_shadow(rows.request, own)
+
+    def _weigh_asking(self, rows: RequestRows, other_s: float) -> None:
+        """Learn what it was worth to ask a drafter that takes next to no time; other work is compared with that of idle steps."""
+        if self._asked is None:
+            if rows.num_guesses == 0 and rows.plain_reason is PlainReason.GUARD:
+                known = other_s if self._idle_s is None else self._idle_s
+                self._idle_s = 0.9 * known + 0.1 * min(other_s, 2.0 * known)
+            return
+        own, self._asked = self._asked, None
+        cached = self._work.num_cached if self._work is not None else 0.0
+        plain_s = self.costs.at(1, cached, cached)
+        taken_s = self.costs.at(1 + rows.num_guesses, cached, (1 + rows.num_guesses) * cached) - plain_s
+        asking_s = 0.0 if self._idle_s is None else max(0.0, other_s - self._idle_s)
+        own.num_idle = own.worth.add(self._num_kept * plain_s - taken_s - min(asking_s, 0.2 * plain_s))
+        if self._idle_s is None or own.worth.num_asked % IDLE_INTERVAL == 0:
+            own.num_idle = max(own.num_idle, 1)
 
     def release(self, request: Request) -> None:
         request.acceptance = None
@@ -141,38 +187,50 @@ class DraftController(DraftLengthPolicy):
         rise = self.costs.at(1 + min(4, self.num_draft_tokens)) / self.costs.at(1)
         return f"up to {self.num_draft_tokens} draft tokens a step, as many as pay (5 rows take {rise:.2f} of the time of one)"
 
+    def _asks_without_planning(self, rows: RequestRows, drafter: Drafter, work: PassWork) -> bool:
+        """Whether a lone request's drafter takes next to no time: it is asked at once, and its guesses decide.
+
+        After guesses that were not worth a row it rests until they were compared with the text, and a little longer.
+        """
+        facts, own = self._facts(drafter), self._own(rows.request, drafter)
+        budget = rows.budget
+        if budget is None or budget.wants_draws or not facts.times:
+            return False
+        times, _ = self.costs.row_times(work.num_rows, 0, work.num_cached, work.num_row_cached)
+        if facts.seconds(1, budget.max_depth) >= CHEAP_SHARE * times[0] or drafter.reading_s(rows.request) > 0.0:
+            return False
+        self._rate = max(self._brought / self._spent_s if self._spent_s > 0.0 else 0.0, 1.0 / (times[0] + self.host.at(1.0, 0.0)))
+        if not own.wants_shadow:
+            rows.budget, rows.plain_reason = None, PlainReason.GUARD
+            return True
+        self._asked = own
+        if not facts.calibration(rows.request).is_known:
+            most = min(budget.max_depth, FIRST_TOKENS)
+            rows.budget = replace(budget, row_budget=min(budget.row_budget, most + 1), max_depth=most)
+        return True
+
     def _choose(self, open_ones: Sequence[tuple[RequestRows, Drafter]], work: PassWork, most: int) -> Choice:
         """What is best before anything is guessed, by what is known of depths alone."""
-        gains, cached = [], [cached_rows(rows) for rows, _ in open_ones]
+        gains, names = [], list(dict.fromkeys([drafter.name for _, drafter in open_ones]))
         for rows, drafter in open_ones:
             facts, own = self._facts(drafter), self._own(rows.request, drafter)
-            budget = rows.budget
+            calibration, budget = facts.calibration(rows.request), rows.budget
             depth = 0 if budget is None else min(budget.max_depth, budget.row_budget - 1)
-            if not facts.calibration(rows.request).is_known:
+            if not calibration.is_known:
                 depth, most = min(depth, FIRST_TOKENS), min(most, FIRST_ROWS)
-            calibration = facts.calibration(rows.request)
-            doubt = calibration.doubt
-            gains.append(path_chances([own.by_depth.chance(one, doubt) for one in calibration.depths(depth)]))
-        names = [drafter.name for _, drafter in open_ones]
-        slowest = 0.0
+            gains.append(own.by_depth.paths(calibration.depths(depth), calibration.doubt, LEAST_CHANCE))
+        most = min(most, sum(map(len, gains)))
+        guessing = [self.drafters[name].parts(len(open_ones)) for name in names]
+        numbers = [names.index(drafter.name) for _, drafter in open_ones] if len(names) > 1 else ()
+        least_gain = STAY_GAIN if self._is_drafting else START_GAIN
+        return choose_rows(gains, self._times(work, 0, most), guessing, drafters=numbers, least_gain=least_gain)
 
-        def seconds(counts: Sequence[int], total: int) -> float:
-            nonlocal slowest
-            row_cached = work.num_row_cached + sum([count * one for count, one in zip(counts, cached, strict=True)])
-            slowest = max(slowest, self.costs.at(work.num_rows + total, work.num_cached, row_cached))
-            return slowest + self.host.at(len(counts), total) + (self._guessing_s(names, counts) if total else 0.0)
-
-        return choose_rows(gains, seconds, most, least_gain=STAY_GAIN if self._is_drafting else START_GAIN)
-
-    def _guessing_s(self, names: Sequence[str], counts: Sequence[int]) -> float:
-        """Seconds of guessing so much for each request."""
-        if len(counts) == 1:
-            return self.drafters[names[0]].seconds(1, counts[0])
-        total = 0.0
-        for name in set(names):
-            own = [count for count, one in zip(counts, names, strict=True) if count and one == name]
-            total += self.drafters[name].seconds(len(own), max(own, default=0))
-        return total
+    def _times(self, work: PassWork, first: int, most: int) -> list[float]:
+        """Seconds of a step without guessing, by its guessed rows from `first` on, up to `most` more."""
+        times, row_s = self.costs.row_times(work.num_rows, first + most, work.num_cached, work.num_row_cached)
+        row_s = row_s * work.num_cached / max(1, work.num_sequences) + self.host.at(0.0, 1.0)
+        host_s = self.host.at(work.num_sequences, 0.0)
+        return [times[count] + host_s + count * row_s for count in range(first, first + most + 1)]
 
     def _allow(self, rows: RequestRows, drafter: Drafter, count: int, num_requests: int, work: PassWork) -> bool:
         """Set a request's budget; returns whether it may draft, or would without costing anything."""
@@ -234,7 +292,7 @@ class DraftController(DraftLengthPolicy):
         """Let the request that has rested longest guess a little, if that has been saved up for."""
         if self._choice is None:
             return
-        self._credit_s += PROBE_SHARE * self._choice.plain_s
+        self._credit_s += PROBE_SHARE * (1 + DENIED_IDLE) * self._choice.plain_s
         rows, drafter = max(denied, key=lambda one: self._own(one[0].request, one[1]).num_plain)
         request, own = rows.request, self._own(rows.request, drafter)
         depth = min(PROBE_TOKENS, most, request.num_remaining_tokens - 1, self.num_draft_tokens)
@@ -258,10 +316,10 @@ class DraftController(DraftLengthPolicy):
             return False
         return rows.request.acceptance is not None and (budget.layout is TreeLayout.MASK or is_chain(tree.parents))
 
-    def _reached(self, request: Request, tree: DraftTree) -> list[float]:
-        """Chance of each node, with all before it."""
-        own, facts = request.acceptance, self._facts_of(request)
-        return [1.0] * len(tree.parents) if own is None or facts is None else facts.reached(request, own, tree)
+    def _reached(self, rows: RequestRows) -> list[float]:
+        """Chance of each node of a request's tree, with all before it."""
+        own, facts, tree = rows.request.acceptance, self._facts_of(rows.request), rows.tree
+        return [] if own is None or facts is None or tree is None else facts.reached(rows.request, own, tree)
 
     def _cut(self, rows: RequestRows, nodes: Sequence[int]) -> None:
         """Keep these nodes of a request's tree; what is left out entirely is compared with the text as it comes."""

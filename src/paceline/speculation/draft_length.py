@@ -45,8 +45,12 @@ class DraftLengthPolicy:
     def observe_draft(self, drafter: Drafter, num_requests: int, depth: int, seconds: float, read_s: float) -> None:
         """Told how long guessing took: `seconds` without the `read_s` for what was not seen before."""
 
-    def observe_step(self, batch: Sequence[RequestRows], pass_s: float, host_s: float) -> None:
-        """Told after a step how long its target pass took, and its other work but for guessing."""
+    def observe_step(self, batch: Sequence[RequestRows], pass_s: float, host_s: float, draft_s: float = 0.0) -> None:
+        """Told after a step how long its target pass took, its other work, and guessing."""
+
+    def rests(self, request: Request) -> bool:
+        """Whether nothing is to be guessed for a request in this step, before anything else is thought of; asked once a step."""
+        return False
 
     def release(self, request: Request) -> None:
         """Forget a request."""

@@ -131,6 +131,14 @@ class Drafter(ABC):
         """
         return 0.0
 
+    def time_guess(self) -> float:
+        """Seconds that one more guess of a request takes, measured now, at load; 0 = next to nothing, or it is learned as it goes."""
+        return 0.0
+
+    def can_guess(self, request: Request) -> bool:
+        """Whether it can ever guess for a request; where it cannot, it is not asked."""
+        return True
+
     def may_guess(self, request: Request, max_reading_s: float) -> bool:
         """Whether it can guess for a request without reading for longer than this."""
         return max_reading_s == math.inf or self.reading_s(request) <= max_reading_s

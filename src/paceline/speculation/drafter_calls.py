@@ -84,9 +84,8 @@ class DrafterCalls:
         seconds = perf_counter() - start_s
         self.seconds += seconds
         read_s = max(0.0, unread_s - sum(map(drafter.reading_s, unread)))
-        guessed = [rows.tree.tree_depth for rows, _ in asked if rows.tree is not None and rows.num_guesses > 0]
-        if guessed:
-            policy.observe_draft(drafter, len(asked), max(guessed), max(0.0, seconds - read_s), read_s)
+        deepest = max([rows.tree.tree_depth for rows, _ in asked if rows.tree is not None], default=0)
+        policy.observe_draft(drafter, len(asked), deepest, max(0.0, seconds - read_s), read_s)
 
     def _take(self, rows: RequestRows, budget: DraftBudget, tree: DraftTree | None) -> None:
         """Hang a tree without what cannot be used: ids that do not exist, nodes too deep or over budget.

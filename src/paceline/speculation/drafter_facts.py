@@ -21,10 +21,12 @@ class DrafterFacts:
     Attributes:
         calibrations: of its guesses at temperature 0, and of others: the same probability means another thing there.
         times: by requests it guesses for at once (powers of 2), seconds of guessing by depth.
+        num_asked: proposals so far.
     """
 
     calibrations: tuple[Calibration, Calibration] = field(default_factory=lambda: (Calibration(), Calibration()))
     times: dict[int, LinearTime] = field(default_factory=dict)
+    num_asked: int = 0
 
     def calibration(self, request: Request) -> Calibration:
         """The one for guesses of this request."""
@@ -32,15 +34,26 @@ class DrafterFacts:
 
     def seconds(self, num_requests: int, depth: float) -> float:
         """That guessing will take; 0 where nothing is known."""
+        fixed_s, deeper_s = self.parts(num_requests)
+        return fixed_s + deeper_s * depth
+
+    def parts(self, num_requests: int) -> tuple[float, float]:
+        """The same: seconds in any case, and for each token of the deepest guess."""
         if num_requests == 0 or not self.times:
-            return 0.0
+            return 0.0, 0.0
         size = num_requests.bit_length()
         known = self.times.get(size) or self.times[min(self.times, key=lambda one: abs(one - size))]
-        return known.at(1.0, depth)
+        return known.parts
+
+    def know_time(self, seconds: float) -> None:
+        """Told before its first guess what each takes."""
+        self.times[1] = LinearTime.of_each(seconds)
 
     def observe(self, num_requests: int, depth: int, seconds: float) -> None:
-        """Told how long it took."""
-        self.times.setdefault(num_requests.bit_length(), LinearTime()).observe(1.0, depth, seconds)
+        """Told how long it took. The first time does not count: memory and kernels are made ready for it."""
+        self.num_asked += 1
+        if self.num_asked > 1:
+            self.times.setdefault(num_requests.bit_length(), LinearTime()).observe(1.0, depth, seconds)
 
     def chance_of(self, request: Request, own: RequestAcceptance) -> Callable[[float], float]:
         """The chance of a guess of a request by the drafter's own probability for it."""

@@ -12,6 +12,7 @@ class PassWork:
     """What a pass reads of the cache, as `PassCosts.at` asks."""
 
     num_rows: int = 0
+    num_sequences: int = 0
     num_cached: float = 0.0
     num_row_cached: float = 0.0
 
@@ -22,6 +23,7 @@ class PassWork:
             count = rows.num_known + (rows.num_guesses if with_guesses else 0)
             cached = cached_rows(rows)
             work.num_rows += count
+            work.num_sequences += 1
             work.num_cached += cached
             work.num_row_cached += count * cached
         return work

@@ -1,7 +1,7 @@
 """Which guesses are worth their rows: a pure function of what each is expected to bring and of what passes cost."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 ALL_COUNTS = 24  # up to so many rows every number is weighed, above it every fourth
 
@@ -36,11 +36,14 @@ class Choice:
         return self.tokens / self.seconds
 
 
-Seconds = Callable[[Sequence[int], int], float]
-"""(guessed rows of each request, their sum) -> seconds of the step."""
-
-
-def choose_rows(gains: Sequence[Sequence[float]], seconds: Seconds, most: int, *, least_gain: float = 0.0) -> Choice:
+def choose_rows(
+    gains: Sequence[Sequence[float]],
+    times: Sequence[float],
+    guessing: Sequence[tuple[float, float]],
+    *,
+    drafters: Sequence[int] = (),
+    least_gain: float = 0.0,
+) -> Choice:
     """As many guesses of each request as bring most tokens a second over the whole batch; none where that is best.
 
     Guesses are taken in the order of what they bring, whosesoever they are, so for each number of rows the best ones are weighed. Every
@@ -48,42 +51,55 @@ def choose_rows(gains: Sequence[Sequence[float]], seconds: Seconds, most: int, *
 
     Args:
         gains: per request, what its first, second, … guess is expected to bring, each at most as much as the one before it.
-        seconds: what the step takes; more rows never take less.
-        most: guessed rows of all requests together.
+        times: seconds of the step by guessed rows of all requests together, without guessing itself; more rows never take less. As
+            many rows as it has times for may be guessed.
+        guessing: per drafter, seconds of its guesses: those it takes in any case, and those for each token of the deepest.
+        drafters: number of each request's drafter; empty = the first one for all.
         least_gain: what the best choice must be faster by, as a share, before it is taken instead of none.
     """
-    size = len(gains)
-    counts = [0] * size
-    plain_s = seconds(counts, 0)
-    best = plain = Choice(tuple(counts), float(size), plain_s, plain_s)
-    order = sorted([(-gain, depth, index) for index, own in enumerate(gains) for depth, gain in enumerate(own)])[: max(0, most)]
-    tokens, least_rate, most_rate = float(size), plain.rate * (1.0 + least_gain), 0.0
-    for number, (gain, _, index) in enumerate(order, start=1):
-        counts[index] += 1
+    size, plain_s = len(gains), times[0]
+    if size == 1:
+        order = [(-gain, depth, 0) for depth, gain in enumerate(gains[0])]
+    else:
+        order = sorted([(-gain, depth, index) for index, own in enumerate(gains) for depth, gain in enumerate(own)])
+    deepest, guessing_s = [0] * len(guessing), 0.0
+    tokens, least_rate, most_rate = float(size), size / plain_s * (1.0 + least_gain), 0.0
+    best, best_tokens, best_s, best_rate = 0, tokens, plain_s, tokens / plain_s
+    num_taken = min(len(order), len(times) - 1)
+    for number, (gain, depth, index) in enumerate(order[:num_taken], start=1):
         tokens -= gain
-        if number > ALL_COUNTS and number % 4 and number < len(order):
+        drafter = drafters[index] if drafters else 0
+        if depth >= deepest[drafter]:
+            fixed_s, deeper_s = guessing[drafter]
+            guessing_s += deeper_s * (depth + 1 - deepest[drafter]) + (fixed_s if deepest[drafter] == 0 else 0.0)
+            deepest[drafter] = depth + 1
+        if number > ALL_COUNTS and number % 4 and number < num_taken:
             continue
-        taken_s = seconds(counts, number)
-        most_rate = max(most_rate, tokens / taken_s)
-        if tokens > best.rate * taken_s and tokens >= least_rate * taken_s:
-            best = Choice(tuple(counts), tokens, taken_s, plain_s)
-    return replace(best, drafted_speedup=most_rate / plain.rate)
+        seconds = times[number] + guessing_s
+        rate = tokens / seconds
+        most_rate = max(most_rate, rate)
+        if rate > best_rate and rate >= least_rate:
+            best, best_tokens, best_s, best_rate = number, tokens, seconds, rate
+    counts = [0] * size
+    for _, _, index in order[:best]:
+        counts[index] += 1
+    return Choice(counts, best_tokens, best_s, plain_s, most_rate * plain_s / size)
 
 
-def worth_keeping(gains: Sequence[float], seconds: Callable[[int], float], rate: float) -> int:
+def worth_keeping(gains: Sequence[float], times: Sequence[float], rate: float) -> int:
     """How many of the guesses that were made are worth their rows; what they cost to make is spent.
 
     Args:
         gains: expected tokens of each, in descending order.
-        seconds: of the pass with so many of them.
+        times: seconds of the pass by how many of them it has.
         rate: tokens a second that time is worth.
     """
-    best, best_count, brought = -rate * seconds(0), 0, 0.0
+    best, best_count, brought = -rate * times[0], 0, 0.0
     for count, gain in enumerate(gains, start=1):
         brought += gain
         if count > ALL_COUNTS and count % 4 and count < len(gains):
             continue
-        value = brought - rate * seconds(count)
+        value = brought - rate * times[count]
         if value > best:
             best, best_count = value, count
     return best_count

@@ -100,7 +100,7 @@ class Speculator:
         """Tell the policy how long a step took: its pass, and its other work but for guessing."""
         if self.drafter is not None:
             drafting_s, self._calls.seconds = self._calls.seconds, 0.0
-            self.policy.observe_step(batch, self._pass_s, max(0.0, seconds - self._pass_s - drafting_s))
+            self.policy.observe_step(batch, self._pass_s, max(0.0, seconds - self._pass_s - drafting_s), drafting_s)
 
     def observe(self, committed: Sequence[CommittedRows]) -> None:
         """Tell the drafter what a target pass made permanent, but for requests without speculation."""
@@ -139,6 +139,10 @@ class Speculator:
         """The most that may be guessed under a root; None = nothing, with the reason in `rows`."""
         request = rows.request
         rows.plain_reason = reason_not_to_draft(rows, has_drafter=self.drafter is not None)
+        if rows.plain_reason is None and request.processor.constraint is None and self.policy.rests(request):
+            rows.plain_reason = PlainReason.GUARD
+        if rows.plain_reason is None and self.drafter is not None and not self.drafter.can_guess(request):
+            rows.plain_reason = PlainReason.NO_GUESS
         if rows.plain_reason is not None:
             return None
         wants_draws = self.acceptance is Acceptance.REJECTION and not request.params.is_greedy

@@ -182,8 +182,7 @@ class DraftTree:
 
     def _is_within(self, vocab_size: int, max_depth: int, row_budget: int, layout: TreeLayout) -> bool:
         """Whether `trim` would leave every node."""
-        guessed = self.token_ids[1:]
-        if max(guessed, default=0) >= vocab_size or min(guessed, default=0) < 0 or max(self.depths) > max_depth:
+        if max(self.depths) > max_depth or not all(0 <= token < vocab_size for token in self.token_ids[1:]):  # NaN is no id either
             return False
         return num_rows(self.parents, layout) <= row_budget and (layout is not TreeLayout.CHAIN or is_chain(self.parents))
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.always_drafts import draft_always
 from harness.checkpoints import write_checkpoint
 from harness.eagle_checkpoints import EAGLE3, eagle3_tensors, write_head
 from harness.engine_targets import make
@@ -121,7 +122,10 @@ def windowed(request: pytest.FixtureRequest, directory: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("windowed", ["mistral", "gpt_oss", "gemma4"], indirect=True)
-def test_aborts_leak_no_block(windowed: Windowed, seed: int, large_counts: bool, tally: "dict[str, int]") -> None:
+def test_aborts_leak_no_block(
+    windowed: Windowed, seed: int, large_counts: bool, tally: "dict[str, int]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft_always(monkeypatch)
     options = {"cache_gb": windowed.cache_gb, "max_context": 400, "max_num_seqs": 3}
     llm, random = LLM(str(windowed.model), drafter=windowed.drafter, device="cpu", **options), np.random.default_rng(seed)
     memory, count = memory_of(llm), 10_000 if large_counts else 300

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from harness.always_drafts import draft_always
 from paceline.benchmarking.own_worker import OwnModel, TimedCall, memory_bytes, serve
 from paceline.benchmarking.samples import Sample
 from paceline.llm import LLM
@@ -63,7 +64,8 @@ def test_it_says_what_it_opened_and_counts_what_it_did(own_kernels: None) -> Non
             assert ready["cache_bytes_per_token"] > 0
 
 
-def test_a_request_does_not_help_the_next_one(own_kernels: None) -> None:
+def test_a_request_does_not_help_the_next_one(own_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft_always(monkeypatch)
     model = OwnModel(order("suffix"))
     long = request(prompt_ids=PROMPT * 12)  # some blocks of the cache
     first, second = (model.answer(long) for _ in range(2))

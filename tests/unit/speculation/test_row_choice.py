@@ -1,6 +1,5 @@
 """Which guesses are taken, beside every other way to take some."""
 
-from collections.abc import Callable, Sequence
 from itertools import product
 
 import numpy as np
@@ -10,17 +9,10 @@ from paceline.speculation.acceptance import path_chances
 from paceline.speculation.row_choice import choose_rows, worth_keeping
 
 
-def staircase(random: np.random.Generator) -> Callable[[Sequence[int], int], float]:
-    """Seconds of a step: rows in stairs of random height, and guessing that takes as long as its deepest request."""
-    heights = np.cumsum(random.uniform(0.0, 0.4, 64) * (random.random(64) < 0.3)) + 1.0
-    deeper = float(random.choice([0.0, 0.02, 0.2]))
-    return lambda counts, total: float(heights[total]) + deeper * max(counts, default=0)
-
-
-def flat_staircase(random: np.random.Generator) -> Callable[[Sequence[int], int], float]:
-    """The same without what depends on who guesses: there the choice is the best of all."""
-    heights = np.cumsum(random.uniform(0.0, 0.4, 64) * (random.random(64) < 0.3)) + 1.0
-    return lambda counts, total: float(heights[total])
+def staircase(random: np.random.Generator, count: int) -> list[float]:
+    """Seconds of a step by its rows, in stairs of random height."""
+    heights = np.cumsum(random.uniform(0.0, 0.4, count + 1) * (random.random(count + 1) < 0.3)) + 1.0
+    return heights.tolist()  # type: ignore[no-any-return]
 
 
 def test_no_other_way_to_take_guesses_promises_more_tokens_a_second(seed: int) -> None:
@@ -28,36 +20,44 @@ def test_no_other_way_to_take_guesses_promises_more_tokens_a_second(seed: int) -
     for _ in range(150):
         size = int(random.integers(1, 4))
         gains = [path_chances(random.uniform(0.0, 1.0, int(random.integers(0, 5))).tolist()) for _ in range(size)]
-        seconds, most = flat_staircase(random), int(random.integers(0, 12))
-        choice = choose_rows(gains, seconds, most)
-        assert sum(choice.counts) <= most
-        ways = [way for way in product(*(range(len(own) + 1) for own in gains)) if sum(way) <= most]
-        rates = [(size + sum(sum(own[:count]) for own, count in zip(gains, way, strict=True))) / seconds(way, sum(way)) for way in ways]
+        times = staircase(random, int(random.integers(0, 12)))
+        choice = choose_rows(gains, times, [(0.0, 0.0)])
+        assert sum(choice.counts) < len(times)
+        ways = [way for way in product(*(range(len(own) + 1) for own in gains)) if sum(way) < len(times)]
+        rates = [(size + sum(sum(own[:count]) for own, count in zip(gains, way, strict=True))) / times[sum(way)] for way in ways]
         assert choice.rate == pytest.approx(max(rates))
-        assert choice.seconds == seconds(choice.counts, sum(choice.counts))
+        assert choice.seconds == times[sum(choice.counts)]
 
 
 def test_of_one_request_the_best_length_is_found_whatever_guessing_takes(seed: int) -> None:
     random = np.random.default_rng(seed)
     for _ in range(150):
-        own = path_chances(random.uniform(0.0, 1.0, 8).tolist())
-        seconds = staircase(random)
-        choice = choose_rows([own], seconds, 8)
-        assert choice.rate == pytest.approx(max((1 + sum(own[:count])) / seconds([count], count) for count in range(9)))
+        own, times = path_chances(random.uniform(0.0, 1.0, 8).tolist()), staircase(random, 8)
+        fixed, deeper = random.choice([0.0, 0.02, 0.2], 2).tolist()
+        choice = choose_rows([own], times, [(fixed, deeper)])
+        rates = [(1 + sum(own[:count])) / (times[count] + (fixed + deeper * count if count else 0.0)) for count in range(9)]
+        assert choice.rate == pytest.approx(max(rates))
+        assert choice.drafted_speedup == pytest.approx(max(rates[1:]) * times[0])
 
 
 def test_a_row_that_pays_only_together_with_the_next_is_taken_with_it() -> None:
     """The first guess makes the pass as slow as four do."""
-    choice = choose_rows([path_chances([0.6] * 4)], lambda counts, total: 1.0 + 0.7 * (total > 0), 4)
-    assert choice.counts == (4,)
-    assert choose_rows([[0.6]], lambda counts, total: 1.0 + 0.7 * (total > 0), 4).counts == (0,)
+    assert choose_rows([path_chances([0.6] * 4)], [1.0, 1.7, 1.7, 1.7, 1.7], [(0.0, 0.0)]).counts == [4]
+    assert choose_rows([[0.6]], [1.0, 1.7], [(0.0, 0.0)]).counts == [0]
 
 
-@pytest.mark.parametrize(("least_gain", "counts"), [(0.0, (1,)), (0.05, (0,))])
-def test_a_small_gain_is_left_alone_where_more_is_asked(least_gain: float, counts: tuple[int, ...]) -> None:
-    choice = choose_rows([[0.13]], lambda _, total: 1.0 + 0.1 * total, 1, least_gain=least_gain)
+@pytest.mark.parametrize(("least_gain", "counts"), [(0.0, [1]), (0.05, [0])])
+def test_a_small_gain_is_left_alone_where_more_is_asked(least_gain: float, counts: list[int]) -> None:
+    choice = choose_rows([[0.13]], [1.0, 1.1], [(0.0, 0.0)], least_gain=least_gain)
     assert choice.counts == counts
     assert choice.drafted_speedup == pytest.approx(1.13 / 1.1), "what was left is told in any case"
+
+
+def test_guessing_is_paid_for_by_drafter_with_its_deepest_guess() -> None:
+    """Three guesses of the first drafter, two deep, one of the second."""
+    choice = choose_rows([[0.9, 0.5], [0.8], [0.7]], [1.0] * 9, [(0.01, 0.1), (0.02, 0.2)], drafters=[0, 1, 0])
+    assert choice.counts == [2, 1, 1]
+    assert choice.seconds == pytest.approx(1.0 + 0.01 + 2 * 0.1 + 0.02 + 0.2)
 
 
 def test_made_guesses_are_kept_as_far_as_they_are_worth_their_rows(seed: int) -> None:
@@ -66,6 +66,6 @@ def test_made_guesses_are_kept_as_far_as_they_are_worth_their_rows(seed: int) ->
         gains = sorted(random.uniform(0.0, 1.0, int(random.integers(1, 20))).tolist(), reverse=True)
         heights = np.cumsum(random.uniform(0.0, 0.3, 32) * (random.random(32) < 0.4)) + 1.0
         rate = float(random.uniform(0.5, 3.0))
-        kept = worth_keeping(gains, lambda count, heights=heights: float(heights[count]), rate)  # type: ignore[misc]
+        kept = worth_keeping(gains, heights.tolist(), rate)
         values = [sum(gains[:count]) - rate * heights[count] for count in range(len(gains) + 1)]
         assert values[kept] == pytest.approx(max(values))

@@ -62,12 +62,13 @@ def measure_costs(target_bytes: float, **arguments: Any) -> MachineCosts:
 
 
 def _pass_times(llm: "LLM") -> Mapping[int, float]:
-    """Seconds of a pass by its rows; more rows never cost less."""
-    from paceline.runtimes.cost import time_passes
+    """Seconds of a pass by its rows, by the table that decides how much is drafted."""
+    from paceline.config import cache_directory
+    from paceline.runtimes.cost import pass_table
+    from paceline.runtimes.facts import MeasuredFacts
 
-    rows = (1, *(count + 1 for count in DRAFT_LENGTHS))
-    measured = time_passes(llm.runtime, llm.engine.cache, rows, max_context=llm.max_context)
-    return {count: max(seconds for fewer, seconds in measured.items() if fewer <= count) for count in rows}
+    table = pass_table(llm.runtime, llm.engine.cache, MeasuredFacts(cache_directory()), max_context=llm.max_context)
+    return {count: table.at(count) for count in (1, *(length + 1 for length in DRAFT_LENGTHS))}
 
 
 def _bytes_per_s(num_threads: int) -> float:
