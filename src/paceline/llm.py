@@ -168,7 +168,8 @@ class LLM:
 
     def explain(self, output: RequestOutput) -> list[str]:
         """Lines on how much was drafted for an output and why; of its steps if they were asked for (`speculation={"trees": True}`)."""
-        return [*(explain_steps(output.steps) if output.steps is not None else ()), *explain_policy(self.engine.speculator.policy)]
+        steps = explain_steps(output.steps) if output.steps is not None else []
+        return steps if self.drafter is None else [*steps, *explain_policy(self.engine.speculator.policy)]
 
     def stats(self) -> EngineStats:
         """Counters of all requests so far."""

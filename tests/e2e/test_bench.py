@@ -54,6 +54,7 @@ def test_two_modes_and_one_workload_are_measured_in_seconds(tmp_path: Path, monk
         (["--install-peers", "nobody"], "peer is 'nobody': use one of"),
         (["--rounds", "0"], "rounds is 0"),
         (["--json", "no-such-folder/x.json"], "there is no folder"),
+        (["--json", "same.out", "--html", "same.out"], "two reports would go to"),
         (["--html", "."], "is a folder: give the name of a file"),
     ],
 )

@@ -295,3 +295,9 @@ def test_what_was_drafted_can_be_explained() -> None:
     assert drafted
     assert all(step.expected_tokens is not None and step.expected_tokens > 1.0 for step in drafted)
     assert output.as_dict(model="mini", version="0")["steps"][0]["plain"] == "the prompt's last pass"
+
+
+def test_without_a_drafter_only_the_steps_are_explained() -> None:
+    llm = LLM("mini", drafter="none", threads=2)
+    (output,) = llm.generate("one two three", SamplingParams(max_tokens=4), speculation={"trees": True})
+    assert [line.split()[0] for line in llm.explain(output)] == ["guesses", "plain", "plain"]

@@ -236,6 +236,11 @@ def test_without_loading_nothing_is_predicted(measured: list[Any]) -> None:
     assert "not predicted" in said
 
 
+def test_a_place_to_look_in_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    code, said = ask("mini", "--no-load", "--look-in", tmp_path / "none")
+    assert (code, "there is no such directory" in said) == (2, True)
+
+
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     code, said = ask("mini", "--no-load", "--json", tmp_path / "no" / "found.json")
     assert (code, "there is no directory" in said) == (2, True)

@@ -437,6 +437,10 @@ def test_files_that_hold_no_prompts_or_cases_are_wrong_use(tmp_path: Path, check
         "broken.json": ("--case", "{"),
         "list.json": ("--case", "[]"),
         "equal.json": ("--case", '{"findings": []}'),
+        "other.json": ("--case", '{"schema": "other"}'),
+        "word.json": ("--case", '{"findings": "x"}'),
+        "number.json": ("--case", '{"findings": [5]}'),
+        "replay.json": ("--case", '{"findings": [{"replay": {"number": 1e400}}]}'),
         "case.json": ("--case", '{"requests": [{"prompt": 1}], "number": 0, "round": 0, "seed": 0, "setting": {}}'),
     }
     for name, (option, text) in contents.items():

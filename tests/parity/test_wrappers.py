@@ -10,9 +10,10 @@ import pytest
 
 from harness.checkpoints import MINISTRAL3, VOCAB_SIZE, write_tokenizer
 from harness.parity import difference, open_backend, prompt_logits
+from paceline.errors import CheckpointError
 from paceline.models.checkpoint import open_weights
 from paceline.models.config import read_config
-from paceline.models.wrappers import WRAPPERS
+from paceline.models.wrappers import WRAPPERS, text_values
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 
 torch = pytest.importorskip("torch")
@@ -157,3 +158,8 @@ def test_where_the_whole_and_its_text_model_differ_the_files_say_whether_the_mat
 def test_every_wrapper_is_compared() -> None:
     elsewhere = {"gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_moe"}
     assert set(WRAPPERS) == {*CASES, *elsewhere}
+
+
+def test_a_text_config_that_is_no_object_is_named() -> None:
+    with pytest.raises(CheckpointError, match=r"text_config of a gemma3 model is \[1\]: it must be an object"):
+        text_values({"model_type": "gemma3", "text_config": [1]})

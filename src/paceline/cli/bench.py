@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.options import MODEL
-from paceline.cli.reporting import EXIT_FAILURE, EXIT_INTERRUPTED, reported_errors, say
+from paceline.cli.reporting import EXIT_FAILURE, EXIT_INTERRUPTED, check_distinct, reported_errors, say
 from paceline.config import QUANT
 from paceline.errors import ConfigError, printable
 
@@ -37,7 +37,7 @@ DraftModel = Annotated[
     str | None, _option("--draft-model", help_text="A draft model's directory, file or id, for us and peers.", panel=WHAT)
 ]
 Drafter = Annotated[list[str] | None, _option("--drafter", help_text=DRAFTER_HELP, panel=WHAT, metavar="<str>")]
-NumDraftTokens = Annotated[int | None, _option("--num-draft-tokens", help_text="Tokens to draft a step. Default: 4.", panel=WHAT)]
+NumDraftTokens = Annotated[int | None, _option("--num-draft-tokens", help_text="Draft tokens a step. Default: as many as pay.", panel=WHAT)]
 Workload = Annotated[list[str] | None, _option("--workload", help_text=WORKLOAD_HELP, panel=WHAT, metavar="<str>")]
 Prompts = Annotated[Path | None, _option("--prompts", help_text="Your own prompts: lines of text, or JSON lines.", panel=WHAT)]
 SpecBench = Annotated[Path | None, _option("--spec-bench", help_text="Questions as in Spec-Bench's question.jsonl.", panel=WHAT)]
@@ -148,6 +148,7 @@ def _bench(plan: "BenchPlan", json_file: Path | None, html_file: Path | None, pl
         check_plots()
     for path in (json_file, html_file, plots):
         _check_writable(path, is_folder=path is plots)
+    check_distinct(json_file, html_file)
     with _watcher(quiet=quiet) as watcher:
         result = benchmark(plan, watcher, command())
     if json_file is not None:  # first, so that nothing that follows can lose what was measured

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.options import MEMORY, MODEL, OUTPUT, SPECULATION, Panel, Settings, with_settings
-from paceline.cli.reporting import EXIT_FAILURE, EXIT_INTERRUPTED, say
+from paceline.cli.reporting import EXIT_FAILURE, EXIT_INTERRUPTED, check_distinct, say
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.errors import ConfigError
 
@@ -142,6 +142,7 @@ def _check_outputs(*paths: Path | None) -> None:
     Raises:
         ConfigError: a folder is missing, or a path is none of a file.
     """
+    check_distinct(*paths)
     for path in paths:
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise ConfigError(f"{path} cannot be written: give a file in a folder that is there")

@@ -50,6 +50,9 @@ def recommend(
             from paceline.cli.loading import quieten_libraries
 
             quieten_libraries()
+        for directory in look_in or ():
+            if not directory.is_dir():
+                raise ConfigError(f"--look-in {directory}: there is no such directory; name one that holds drafters")
         question = RecommendQuestion(
             model=model,
             gguf_file=gguf_file,

@@ -5,6 +5,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import typer
 from rich.console import Console
@@ -73,3 +74,14 @@ def _drop_stdout() -> None:
     """Without a reader, the interpreter's last flush would complain."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def check_distinct(*paths: Path | None) -> None:
+    """That no report would be written over another.
+
+    Raises:
+        ConfigError: two are the same file.
+    """
+    given = [path.resolve() for path in paths if path is not None]
+    if len(set(given)) < len(given):
+        raise ConfigError(f"two reports would go to {given[0]}: give each a file of its own")

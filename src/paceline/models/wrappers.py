@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.errors import CheckpointError, shortened
+
 _MROPE = "mrope"
 
 
@@ -72,6 +74,10 @@ def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's values, where metadata nests them beside those of an image encoder."""
     text, model_type = values.get("text_config"), values.get("model_type")
     wrapper = WRAPPERS.get(model_type) if isinstance(model_type, str) else None
+    if wrapper is not None and text is not None and not isinstance(text, Mapping):
+        raise CheckpointError(
+            f"text_config of a {model_type} model is {shortened(text)}: it must be an object; use another copy of the model"
+        )
     if wrapper is None or not (isinstance(text, Mapping) or (text is None and wrapper.may_be_flat)):
         return values
     text = {} if text is None else text

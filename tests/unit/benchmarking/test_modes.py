@@ -68,6 +68,7 @@ def test_a_drafter_that_cannot_work_is_an_error(bare: Path) -> None:
     ("settings", "said"),
     [
         ({"rounds": 0}, "rounds is 0: use a whole number from 1"),
+        ({"num_draft_tokens": 0}, "num_draft_tokens is 0: use a whole number from 1 to 64"),
         ({"tokens": 3}, "tokens is 3: use a whole number from 16"),
         ({"minutes": 0.0}, "minutes is 0.0"),
         ({"temperatures": (-1.0,)}, "temperature is -1.0"),

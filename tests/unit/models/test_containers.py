@@ -167,6 +167,7 @@ def _groups(last: int) -> Any:
 
 
 DAMAGED = {
+    "gptq twice": (_with(gptq(SHAPE), weight=("F32", np.zeros((48, 256), np.float32))), "layer is there twice, packed"),
     "gptq no scales": (_without(gptq(SHAPE), "scales"), "lacks its tensor layer.scales"),
     "gptq no zeros": (_without(gptq(SHAPE), "qzeros"), "lacks its tensor layer.qzeros"),
     "gptq other group": (_settings(gptq(SHAPE), group_size=64), r"makes qzeros \[4, 6\] with 4 bits in groups of 64, but it is \[8, 6\]"),

@@ -93,7 +93,7 @@ def _settings(values: Mapping[str, Any], path: Path) -> tuple[str, JsonFields] |
     """The name of the method and its settings."""
     for key in ("quantization_config", "compression_config", "quantization"):
         found = values.get(key)
-        if not found:
+        if found is None or found == {}:
             continue
         if not isinstance(found, Mapping):
             raise CheckpointError(
@@ -127,7 +127,13 @@ def unpack(stored: Mapping[str, StoredTensor], files: Mapping[Path, NDArray[np.u
         mark = next((mark for mark in container.marks if name.endswith(mark)), None)
         if mark is not None and name in found:
             module = Module(name.removesuffix(mark), found, files)
-            found[f"{module.name}.weight"] = container.read(module)
+            packed = container.read(module)
+            if f"{module.name}.weight" in found:
+                raise CheckpointError(
+                    f"{stored[name].path}: {module.name} is there twice, packed ({name}) and as it is ({module.name}.weight): which one "
+                    "counts cannot be known; download the model again"
+                )
+            found[f"{module.name}.weight"] = packed
     for name, tensor in found.items():
         if not isinstance(tensor, PackedMatrix) and tensor.dtype in _PACKED_TYPES:
             raise CheckpointError(

@@ -235,8 +235,15 @@ def read_cases(name: str | None) -> CasesToRun:
         raise ConfigError(f"--case {name} holds no case: give the number of a case, or a file that --json wrote")
     if "requests" in found:
         return CasesToRun(None, (Case.from_dict(found),), None)
-    given = [one.get("replay") for one in found.get("findings", ())]
-    cases = {one["number"]: Case.from_dict(one) for one in given if one is not None}
+    findings = found.get("findings")
+    if not isinstance(findings, list) or not all(isinstance(one, dict) and _is_repeatable(one.get("replay")) for one in findings):
+        raise ConfigError(f"--case {name} is no report of paceline prove: give the number of a case, or a file that --json wrote")
+    cases = {one["replay"]["number"]: Case.from_dict(one["replay"]) for one in findings if one.get("replay") is not None}
     if not cases:
         raise ConfigError(f"--case {name} holds no case that differs: there is nothing to repeat")
     return CasesToRun(None, tuple(cases.values()), found.get("seed"))
+
+
+def _is_repeatable(case: object) -> bool:
+    """Whether this may stand with a difference that was found: a case with a number, or none."""
+    return case is None or (isinstance(case, dict) and isinstance(case.get("number"), int))
