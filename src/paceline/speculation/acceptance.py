@@ -220,7 +220,7 @@ def path_chances(chances: Iterable[float]) -> list[float]:
 
 def match_confidence(length: int, count: int) -> list[float]:
     """A measure of confidence for `count` guesses copied from where the last `length` tokens occurred: it grows with what agreed."""
-    return [1.0 - 1.0 / (1.0 + one) for one in range(length, length + count)]
+    return [1.0 - 1.0 / (2.0 + one) for one in range(length, length + count)]  # never below an even chance
 
 
 def expected_accepted(chance: float, depth: float) -> float:
