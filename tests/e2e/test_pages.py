@@ -40,6 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the pages name. A name is looked for here before anybody asks a hub for it."""
     root = tmp_path_factory.mktemp("pages")
     target = write_checkpoint(root / "path/to/model", "llama", **SMALL)
+    (root / "path/to/heads").mkdir()
     for name in (
         "path/to/draft-model",
         "Qwen/Qwen2.5-0.5B-Instruct",
