@@ -13,6 +13,7 @@ from paceline.runtimes.pass_costs import CACHED_LEN, PassTable
 ROW_COUNTS = (1, 5, 9, 3, 17, 2, 8, 16, 4, 6, 12, 33, 32, 24, 64)
 """What a table is made of, the most telling first: passes get slower by steps of eight rows, so both sides of a step are timed."""
 MEASURING_S = 0.7  # for a table; the pass that warms up and one of each of the first three rows run in any case
+MOST_ROUNDS = 6  # of all rows: of a tiny network they say enough long before
 FAR_LEN = 1024  # cached rows behind which reading the cache is timed
 TOLERANCE = 0.15  # by which a kept table may be off
 
@@ -57,8 +58,9 @@ def measure_passes(runtime: Network, cache: KVCache, *, max_context: int, second
     with _Measuring(runtime, cache, min(CACHED_LEN, room - max(counts))) as measuring:
         start = time.perf_counter()
         fastest = {count: measuring.time(count) for count in counts[:1]}
-        is_first = True
-        while is_first or time.perf_counter() - start < seconds:
+        is_first, num_rounds = True, 0
+        while is_first or (num_rounds < MOST_ROUNDS and time.perf_counter() - start < seconds):
+            num_rounds += 1
             for number, count in enumerate(counts):
                 if number >= _FIRST and time.perf_counter() - start > seconds:
                     break

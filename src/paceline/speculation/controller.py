@@ -72,7 +72,7 @@ class DraftController(DraftLengthPolicy):
         self.drafters.setdefault(name, DrafterFacts()).know_time(seconds)
 
     def plan(self, batch: Sequence[RequestRows], drafting: Sequence[tuple[RequestRows, Drafter]], max_rows: int | None) -> None:
-        self._choice, self._probed = None, None
+        self._choice, self._probed, self._asked = None, None, None
         open_ones = [one for one in drafting if one[0].budget is not None]
         if not open_ones:
             return

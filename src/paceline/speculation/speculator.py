@@ -70,14 +70,20 @@ class Speculator:
                     drafting.append((rows, drafter))
         if not drafting:
             return
-        self.policy.plan(batch, drafting, max_rows)
+        is_planned = False
+        with self._calls.tolerated:  # it asks drafters what they would have to read
+            self.policy.plan(batch, drafting, max_rows)
+            is_planned = True
         for rows, _ in drafting:
+            if not is_planned:
+                rows.budget, rows.plain_reason = None, PlainReason.DRAFTER_FAILED
             self._add_forced(rows)
         open_rows = [one for one in drafting if one[0].budget is not None and not fill_with_forced(one[0], one[0].budget)]
         for drafter, own in _by_drafter(open_rows):
             self._calls.propose(drafter, own, self.policy)
         self._constrain([rows for rows, _ in drafting if rows.budget is not None])
-        self.policy.select(batch, max_rows)
+        with self._calls.tolerated:
+            self.policy.select(batch, max_rows)
         if max_rows is not None:
             fit_rows(batch, max_rows - sum(rows.num_known for rows in batch))
 
@@ -87,7 +93,8 @@ class Speculator:
 
     def learn(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
         """Tell the policy what became of a tree."""
-        self.policy.observe(request, tree, accepted_nodes)
+        with self._calls.tolerated:
+            self.policy.observe(request, tree, accepted_nodes)
 
     def forward(self, target: Network, arguments: Pass) -> ForwardOutput:
         """The target's pass, timed."""
@@ -100,7 +107,8 @@ class Speculator:
         """Tell the policy how long a step took: its pass, and its other work but for guessing."""
         if self.drafter is not None:
             drafting_s, self._calls.seconds = self._calls.seconds, 0.0
-            self.policy.observe_step(batch, self._pass_s, max(0.0, seconds - self._pass_s - drafting_s), drafting_s)
+            with self._calls.tolerated:
+                self.policy.observe_step(batch, self._pass_s, max(0.0, seconds - self._pass_s - drafting_s), drafting_s)
 
     def observe(self, committed: Sequence[CommittedRows]) -> None:
         """Tell the drafter what a target pass made permanent, but for requests without speculation."""
@@ -130,7 +138,8 @@ class Speculator:
 
     def release(self, request: Request) -> None:
         """Forget a request that ended."""
-        self.policy.release(request)
+        with self._calls.tolerated:
+            self.policy.release(request)
         if self.drafter is not None and not request.speculation.is_off:
             with self._calls.tolerated:
                 self.drafter.release(request)
@@ -139,15 +148,23 @@ class Speculator:
         """The most that may be guessed under a root; None = nothing, with the reason in `rows`."""
         request = rows.request
         rows.plain_reason = reason_not_to_draft(rows, has_drafter=self.drafter is not None)
-        if rows.plain_reason is None and request.processor.constraint is None and self.policy.rests(request):
-            rows.plain_reason = PlainReason.GUARD
-        if rows.plain_reason is None and self.drafter is not None and not self.drafter.can_guess(request):
-            rows.plain_reason = PlainReason.NO_GUESS
+        if rows.plain_reason is None:
+            rows.plain_reason = PlainReason.DRAFTER_FAILED
+            with self._calls.tolerated:
+                rows.plain_reason = self._reason_not_to_ask(request)
         if rows.plain_reason is not None:
             return None
         wants_draws = self.acceptance is Acceptance.REJECTION and not request.params.is_greedy
         row_budget, max_depth = within_limits(request, self.policy.row_budget, self.policy.num_draft_tokens)
         return DraftBudget(row_budget, max_depth, self._layout, wants_draws)
+
+    def _reason_not_to_ask(self, request: Request) -> PlainReason | None:
+        """Why no drafter is thought of for a request; what a grammar forces needs none."""
+        if request.processor.constraint is not None:
+            return None
+        if self.policy.rests(request):
+            return PlainReason.GUARD
+        return None if self.drafter is None or self.drafter.can_guess(request) else PlainReason.NO_GUESS
 
     def _add_forced(self, rows: RequestRows) -> None:
         """Let what a request's grammar forces be guessed, whether or not other guesses pay."""

@@ -74,13 +74,30 @@ class FaultyDrafter(Drafter):
         self._reach("reading_s")
         return 0.0
 
+    def can_guess(self, request: Request) -> bool:
+        self._reach("can_guess")
+        return True
+
     def release(self, request: Request) -> None:
         self._reach("release")
 
 
-def serve(open_llm: Open, drafter: str | Drafter = "none") -> AsyncEngine:
+class FaultyPolicy(DraftLengthPolicy):
+    """Raises wherever it is asked to."""
+
+    def __init__(self, kind: type[BaseException], where: str) -> None:
+        super().__init__(4)
+
+        def fail(*_: Any) -> Any:
+            raise kind("out of a policy")
+
+        setattr(self, where, fail)
+
+
+def serve(open_llm: Open, drafter: str | Drafter = "none", policy: DraftLengthPolicy | None = None) -> AsyncEngine:
     llm = open_llm(60, drafter)
-    llm.engine.speculator.policy = DraftLengthPolicy(4)
+    if policy is not None:
+        llm.engine.speculator.policy = policy
     return AsyncEngine(llm._opened)
 
 
@@ -145,14 +162,27 @@ def test_an_exit_that_a_signal_asks_for_passes_through_and_one_of_a_request_ends
     assert_clean(llm)
 
 
-@pytest.mark.parametrize("where", ["propose", "observe", "reading_s", "release"])
+@pytest.mark.parametrize("is_chosen", [True, False], ids=["as much as pays", "four tokens"])
+@pytest.mark.parametrize("where", ["propose", "observe", "reading_s", "can_guess", "release"])
 @pytest.mark.parametrize("kind", FAULTS)
-def test_a_drafter_may_fail_in_any_way(open_llm: Open, solo: list[list[int]], kind: type, where: str) -> None:
+def test_a_drafter_may_fail_in_any_way(open_llm: Open, solo: list[list[int]], kind: type, where: str, is_chosen: bool) -> None:
     async def work(engine: AsyncEngine) -> None:
         outputs = await engine.generate(PROMPTS, GREEDY)
         assert [output.token_ids for output in outputs] == solo
 
-    run(serve(open_llm, FaultyDrafter(kind, where)), work)
+    run(serve(open_llm, FaultyDrafter(kind, where), None if is_chosen else DraftLengthPolicy(4)), work)
+
+
+@pytest.mark.parametrize("where", ["plan", "select", "rests", "observe", "observe_draft", "observe_step", "release"])
+def test_what_decides_how_much_to_draft_may_fail_in_any_way(open_llm: Open, solo: list[list[int]], where: str) -> None:
+    """Also a mistake of our own there costs guesses, no request."""
+
+    async def work(engine: AsyncEngine) -> None:
+        outputs = await engine.generate(PROMPTS, GREEDY)
+        assert [output.token_ids for output in outputs] == solo
+        assert (await engine.stats()).num_failed == 0
+
+    run(serve(open_llm, "ngram", FaultyPolicy(ZeroDivisionError, where)), work)
 
 
 @pytest.mark.parametrize("kind", FAULTS)
