@@ -181,6 +181,8 @@ def check_clean(llm: LLM) -> None:
     assert engine.is_idle
     assert engine.cache.pool.num_free == engine.cache.pool.num_blocks
     assert engine.cache._sequences == {}
+    policy = engine.speculator.policy
+    assert not any(isinstance(held, Request) for held in vars(policy).values()), "the policy holds a request that has ended"
     stats = engine.stats
     speculation = stats.speculation
     assert speculation.emitted == speculation.accepted + speculation.bonus == stats.completion_tokens

@@ -4,7 +4,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -161,21 +160,7 @@ class PassCosts:
             self._known[key] = None if recent is None else recent.seconds(self._num_passes)
         return self._known[key]
 
-    def refined(self) -> PassTable:
-        """The table with what was measured lately behind few cached rows, at the speed at which the table was measured."""
-        seconds = dict(self.table.seconds)
-        for rows in seconds:
-            own = self._own(rows, 0)
-            if own is not None:
-                seconds[rows] = own / self._speed
-        return PassTable.of(seconds, self.table.sequence_s, self.table.row_s)
-
 
 def _bucket(num_cached: float) -> int:
     """Passes behind about as many cached rows are alike: powers of 2 from 512 on."""
     return (int(num_cached) >> 9).bit_length()
-
-
-def steps_of(table: PassTable) -> list[tuple[int, int, float]]:
-    """Where the table rises: (rows, more rows, seconds)."""
-    return [(fewer, more, table.seconds[more] - table.seconds[fewer]) for fewer, more in pairwise(table.seconds)]

@@ -6,7 +6,7 @@ guesses: one step of Newton's method for a logistic regression with one weight, 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 HOPED = 0.6  # chance of a guess before any was seen
@@ -123,7 +123,8 @@ class Offset:
         return min(max(odds / (1.0 + odds), _LEAST), _MOST)
 
     def paths(self, of_all: Sequence[float], more: float, least: float) -> list[float]:
-        """`path_chances` of guesses that have these chances over all requests, but for those less likely than `least`."""
+        """Chance that a guess and all before it are kept, by depth, of guesses that have these chances over all requests: what one more
+        row is expected to bring, in tokens. Those less likely than `least` are left out."""
         factor, reached, gains = math.exp(self.value + more), 1.0, []
         for chance in of_all:
             odds = factor * chance / (1.0 - chance)
@@ -207,15 +208,6 @@ class RequestAcceptance:
         self.shadow = None
         self._rest = 0 if was_right else min(longest_rest, 2 * self._rest + 1)
         self.num_resting = self._rest
-
-
-def path_chances(chances: Iterable[float]) -> list[float]:
-    """Chance that a guess and all before it are kept, by depth: what one more row is expected to bring, in tokens."""
-    reached, gains = 1.0, []
-    for chance in chances:
-        reached *= chance
-        gains.append(reached)
-    return gains
 
 
 def match_confidence(length: int, count: int) -> list[float]:

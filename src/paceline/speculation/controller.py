@@ -146,6 +146,7 @@ class DraftController(DraftLengthPolicy):
     def observe_step(self, batch: Sequence[RequestRows], pass_s: float, host_s: float, draft_s: float = 0.0) -> None:
         if len(batch) == 1 and batch[0].is_decoding:
             self._weigh_asking(batch[0], host_s + draft_s)
+        self._probed = self._asked = None  # nothing of a request that ends is held
         self._num_steps += 1
         is_plain = len(batch) == 1 and batch[0].num_guesses == 0
         if (not is_plain or self._num_steps % NOTED_PLAIN == 0) and all(rows.is_decoding for rows in batch):

@@ -85,17 +85,6 @@ def test_passes_behind_long_texts_do_not_speak_for_those_behind_short_ones() -> 
     assert costs.at(1) == pytest.approx(1.0)
 
 
-def test_the_refined_table_holds_what_was_measured_at_the_speed_of_the_first() -> None:
-    costs = PassCosts(STAIRS)
-    for _ in range(40):
-        costs.observe(1, 0, 0, 2.0)
-        costs.observe(8, 0, 0, 3.0)
-        costs.observe(9, 0, 0, 4.0)
-    refined = costs.refined()
-    assert refined.at(8) / refined.at(1) == pytest.approx(1.5)
-    assert refined.at(1) == pytest.approx(1.0, rel=0.3)
-
-
 def test_a_table_survives_json_and_nonsense_is_none() -> None:
     table = PassTable.of({1: 1.0, 8: 1.2}, 0.001, 0.0001)
     assert PassTable.from_json(table.as_json()) == table

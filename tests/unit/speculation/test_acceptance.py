@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from paceline.speculation.acceptance import HOPED, Calibration, Offset, RequestAcceptance, expected_accepted, path_chances
+from paceline.speculation.acceptance import HOPED, Calibration, Offset, RequestAcceptance, expected_accepted
 
 
 def observe(calibration: Calibration, random: np.random.Generator, chances: list[float], count: int) -> None:
@@ -108,7 +108,10 @@ def test_while_a_shadow_waits_for_the_text_none_is_made() -> None:
 
 
 def test_a_path_is_as_likely_as_all_its_guesses() -> None:
-    assert path_chances([0.5, 0.5, 1.0]) == [0.5, 0.25, 0.25]
-    assert expected_accepted(0.5, 3) == pytest.approx(sum(path_chances([0.5] * 3)))
+    offset = Offset()
+    assert offset.paths([0.5, 0.5, 0.8], 0.0, 0.0) == pytest.approx([0.5, 0.25, 0.2])
+    assert offset.paths([0.5, 0.5, 0.8], 0.0, 0.25) == pytest.approx([0.5, 0.25])
+    assert offset.paths([0.5], 1.0, 0.0) == pytest.approx([math.e / (1.0 + math.e)])
+    assert expected_accepted(0.5, 3) == pytest.approx(sum(offset.paths([0.5] * 3, 0.0, 0.0)))
     assert expected_accepted(1.0, 3) == 3
     assert math.isclose(expected_accepted(0.999999, 3), 3.0, rel_tol=1e-4)

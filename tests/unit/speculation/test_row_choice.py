@@ -5,8 +5,12 @@ from itertools import product
 import numpy as np
 import pytest
 
-from paceline.speculation.acceptance import path_chances
 from paceline.speculation.row_choice import choose_rows, worth_keeping
+
+
+def path_chances(chances: list[float]) -> list[float]:
+    """Of guesses in a row."""
+    return np.cumprod(chances).tolist()  # type: ignore[no-any-return]
 
 
 def staircase(random: np.random.Generator, count: int) -> list[float]:
