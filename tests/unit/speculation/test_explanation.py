@@ -43,3 +43,14 @@ def test_the_costs_behind_decisions_are_shown_and_what_is_kept() -> None:
 
 def test_a_fixed_length_has_nothing_to_explain() -> None:
     assert explain_policy(DraftLengthPolicy(3)) == ["always 3 draft tokens, whether or not they pay"]
+
+
+def test_more_rows_are_never_shown_to_take_less_on_a_busy_machine() -> None:
+    policy = controller(Costs(lambda rows: 0.010 + 0.001 * (rows - 1)))
+    for _ in range(5):
+        policy.costs.observe(1, 0.0, 0.0, 0.030)
+        policy.costs.observe(2, 0.0, 0.0, 0.011)
+    (shown, *_) = explain_policy(policy)
+    times = [float(word) for word in shown.replace(",", "").split() if "." in word]
+    assert times == sorted(times)
+    assert len(times) == 6
