@@ -18,6 +18,7 @@ class Shape:
     head_dim: int
     ffn: int
     vocab: int
+    context: int = 4096
 
     def config(self) -> dict[str, Any]:
         return {
@@ -30,7 +31,7 @@ class Shape:
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim,
             "vocab_size": self.vocab,
-            "max_position_embeddings": 4096,
+            "max_position_embeddings": self.context,
             "rms_norm_eps": 1e-5,
             "rope_theta": 10000.0,
             "hidden_act": "silu",
