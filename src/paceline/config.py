@@ -13,6 +13,8 @@ DTYPES = ("auto", "bf16", "f16", "f32")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "native", "torch")
 QUANT = ("none", "int8", "int4")
+DRAFT_QUANT = ("auto", *QUANT)
+_MOST_BITS_OF_4, _MOST_BITS_OF_8 = 6.0, 10.0  # a value, scales included, of what counts as quantised to 4 and to 8 bits
 GGUF_WEIGHTS = ("exact", "regroup")
 ACCEPTANCE = ("match", "rejection")
 MAX_DRAFT_TOKENS = 64
@@ -84,6 +86,24 @@ def quant_options(name: str, quant: Quant) -> QuantOptions | None:
     return None if quant == "none" else QuantOptions(bits=int(quant.removeprefix("int")))
 
 
+def draft_quant_options(quant: Quant, target_bits: float | None) -> QuantOptions | None:
+    """The options that `draft_quant` stands for; None = no quantisation.
+
+    Args:
+        target_bits: bits a value of the target's matrices, which a draft model follows; None for heads, which follow nobody.
+
+    Raises:
+        ConfigError: it is unknown.
+    """
+    if quant != "auto":
+        if not isinstance(quant, QuantOptions):
+            _check_choice("draft_quant", quant, DRAFT_QUANT)
+        return quant_options("draft_quant", quant)
+    if target_bits is None or target_bits > _MOST_BITS_OF_8:
+        return None
+    return QuantOptions(bits=4 if target_bits <= _MOST_BITS_OF_4 else 8)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
     """How to guess.
@@ -93,7 +113,8 @@ class SpeculationConfig:
             guess together.
         num_draft_tokens: tokens to draft per step at most, or "auto" (16): how many is decided step by step, by what pays.
         tree_width: guesses per position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.
-        draft_quant: quantise draft models and heads while loading them: "none", "int8", "int4" or `QuantOptions`.
+        draft_quant: quantise draft models and heads while loading them: "none", "int8", "int4" or `QuantOptions`; "auto": draft models as
+            far as their target is, heads not at all.
         drafter_options: settings of single methods by name, such as {"tree": "accuracy"}; see drafters/options.py.
         acceptance: which guesses are kept: "match" (those the target itself draws: a seed gives the same text as without drafting) or
             "rejection" (rejection sampling: keeps more; sampled texts have the target's distribution, but a seed gives other texts than
@@ -103,7 +124,7 @@ class SpeculationConfig:
     drafter: str | tuple[str, ...] = "auto"
     num_draft_tokens: int | str = "auto"
     tree_width: int = 1
-    draft_quant: Quant = "none"
+    draft_quant: Quant = "auto"
     acceptance: str = "match"
     drafter_options: Mapping[str, object] = field(default_factory=dict)
 
@@ -115,7 +136,7 @@ class SpeculationConfig:
         if count != "auto" and (isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_DRAFT_TOKENS):
             raise ConfigError(f'num_draft_tokens is {count!r}: use "auto" or a whole number from 1 to {MAX_DRAFT_TOKENS}')
         _check_int("tree_width", self.tree_width, 1, 8)
-        quant_options("draft_quant", self.draft_quant)
+        draft_quant_options(self.draft_quant, None)
         _check_choice("acceptance", self.acceptance, ACCEPTANCE)
         options: object = self.drafter_options
         if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):

@@ -48,7 +48,7 @@ class LLM:
             "mtp" of the model's own directory, the directory or id of a draft model or of heads, or several of them together.
         num_draft_tokens: tokens guessed per step at most, or "auto" (16): how many is decided step by step, by what pays.
         tree_width: guesses per position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.
-        draft_quant: as `quant`, for draft models and heads.
+        draft_quant: as `quant`, for draft models and heads; "auto": draft models as far as their target is, heads not at all.
         drafter_options: settings of single methods: {"tree": "accuracy"} (medusa), {"boundaries": (2, 16, 29)} (eagle3) and others, which
             docs/methods lists.
         acceptance: which guesses are kept: "match" (a seed gives one text, whatever drafts) or "rejection" (sampled texts have the same
@@ -84,7 +84,7 @@ class LLM:
         drafter: str | Sequence[str] | Drafter = "auto",
         num_draft_tokens: int | str = "auto",
         tree_width: int = 1,
-        draft_quant: Quant = "none",
+        draft_quant: Quant = "auto",
         drafter_options: Mapping[str, object] | None = None,
         acceptance: str = "match",
         max_num_seqs: int = 16,

@@ -144,7 +144,7 @@ def test_options_reach_the_engine(fake_llm: type[FakeLLM]) -> None:
         "model": "m", "numerics": "exact", "dtype": "auto", "threads": 3, "oversubscribe": True,
         "max_context": None, "cache_gb": 0.5, "device": "auto",
         "revision": None, "token": None, "offline": True, "drafter": ("ngram", "d"), "num_draft_tokens": 7, "tree_width": 2,
-            "backend": "auto", "quant": "none", "draft_quant": "none", "gguf_file": None, "gguf_weights": "exact",
+            "backend": "auto", "quant": "none", "draft_quant": "auto", "gguf_file": None, "gguf_weights": "exact",
         "prefix_cache": False, "state_stride": 512,
         "acceptance": "rejection", "drafter_options": {"tree": "accuracy", "boundaries": "2,8,13"},
     }  # fmt: skip

@@ -65,6 +65,19 @@ def test_a_quantised_draft_changes_no_token(open_llm: Open, directory: Path, mon
         assert output.speculation.accepted > 0
 
 
+def test_a_draft_model_is_quantised_as_its_target_is(open_llm: Open, directory: Path) -> None:
+    """As it is stored beside floats; a head, or where the user says so, never by itself."""
+
+    def draft_bits(**options: Any) -> set[int | None]:
+        drafter: Any = open_llm(drafter=str(directory), **options).drafter
+        return {facts.bits for facts in map(drafter.runtime.weights.facts, drafter.runtime.weights) if len(facts.shape) == 2}
+
+    assert draft_bits() == {None}
+    assert draft_bits(quant="int8") == {8}
+    assert 4 in draft_bits(quant="int4")
+    assert draft_bits(quant="int4", draft_quant="none") == {None}
+
+
 def test_requantizing_gives_what_opening_anew_gives_and_back_again(open_llm: Open) -> None:
     stored, int4 = ids(open_llm(), SAMPLED), ids(open_llm(quant="int4"), SAMPLED)
     llm = open_llm()

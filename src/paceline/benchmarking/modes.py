@@ -75,7 +75,7 @@ def own_order(plan: BenchPlan, target: Path, name: str, drafters: Sequence[str],
         "context": context,
         "precision": plan.quant,
         "drafters": list(drafters),
-        "options": {"quant": plan.quant, "draft_quant": plan.quant, "offline": plan.offline, "max_num_seqs": max(16, plan.batch_size)},
+        "options": {"quant": plan.quant, "offline": plan.offline, "max_num_seqs": max(16, plan.batch_size)},
     }
 
 

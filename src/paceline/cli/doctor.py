@@ -8,7 +8,7 @@ import typer
 
 from paceline.cli.options import MEMORY, METAVARS, MODEL, SPECULATION, named_values
 from paceline.cli.reporting import EXIT_FAILURE, reported_errors
-from paceline.config import DEVICES, QUANT, EngineConfig, SpeculationConfig, quant_options
+from paceline.config import DEVICES, DRAFT_QUANT, QUANT, EngineConfig, SpeculationConfig, quant_options
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,7 +29,9 @@ def doctor(
     gguf_file: Annotated[str | None, typer.Option("--gguf-file", help=MODEL.options["gguf_file"])] = None,
     drafter: Drafters = None,
     quant: Annotated[str, typer.Option("--quant", help=MODEL.options["quant"], metavar="|".join(QUANT))] = "none",
-    draft_quant: Annotated[str, typer.Option("--draft-quant", help=SPECULATION.options["draft_quant"], metavar="|".join(QUANT))] = "none",
+    draft_quant: Annotated[
+        str, typer.Option("--draft-quant", help=SPECULATION.options["draft_quant"], metavar="|".join(DRAFT_QUANT))
+    ] = "auto",
     drafter_options: DrafterOptions = None,
     max_context: Annotated[int | None, typer.Option("--max-context", help=MEMORY.options["max_context"])] = None,
     device: Annotated[str, typer.Option("--device", help=MODEL.options["device"], metavar="|".join(DEVICES))] = "auto",
@@ -59,7 +61,7 @@ def doctor(
             drafters=names,
             drafter_options=speculation.drafter_options,
             quant=quant_options("quant", engine.quant),
-            draft_quant=quant_options("draft_quant", speculation.draft_quant),
+            draft_quant=speculation.draft_quant,
             max_context=max_context,
             device=device,
             memory_bytes=None if memory_gb is None else _bytes(memory_gb),

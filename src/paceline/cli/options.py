@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from paceline.cli.reporting import reported_errors
-from paceline.config import ACCEPTANCE, DEVICES, DTYPES, GGUF_WEIGHTS, NUMERICS, QUANT, EngineConfig, SpeculationConfig
+from paceline.config import ACCEPTANCE, DEVICES, DRAFT_QUANT, DTYPES, GGUF_WEIGHTS, NUMERICS, QUANT, EngineConfig, SpeculationConfig
 from paceline.errors import ConfigError, RequestError
 from paceline.sampling.params import SamplingParams
 from paceline.server.replicas.settings import ClusterSettings
@@ -82,7 +82,8 @@ SPECULATION = Panel(
         "tree_width": "Guesses for one position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.",
         "acceptance": "match: a seed has one text, whatever drafts. rejection: more guesses are kept at high temperatures; sampled texts "
         "have the same distribution but depend on what was drafted.",
-        "draft_quant": "Quantise draft models and heads while loading. It changes the speed, never a token.",
+        "draft_quant": "Quantise draft models and heads while loading; auto: draft models as far as the target is. It changes the speed "
+        "alone.",
         "drafter_options": "A setting of one method, such as tree=accuracy (medusa), boundaries=2,16,29 "
         "(eagle3) or num_ids=32768 (mtp); may be given several times. docs/methods lists them.",
     },
@@ -139,7 +140,7 @@ METAVARS = {
     "numerics": "|".join(NUMERICS),
     "dtype": "|".join(DTYPES),
     "quant": "|".join(QUANT),
-    "draft_quant": "|".join(QUANT),
+    "draft_quant": "|".join(DRAFT_QUANT),
     "acceptance": "|".join(ACCEPTANCE),
     "device": "|".join(DEVICES),
     "backend": "auto|<str>",  # longer than a column

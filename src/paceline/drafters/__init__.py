@@ -305,7 +305,7 @@ def _open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
         num_threads=target.engine.num_threads,
         max_context=max_context,
         device=target.engine.device,
-        quant=target.draft_quant,
+        quant=target.draft_model_quant,
         quant_directory=cache_directory(),
     )
     runtime = load_runtime(directory, options).runtime

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config import EngineConfig, QuantOptions, SpeculationConfig, cache_directory, quant_options
+from paceline.config import EngineConfig, QuantOptions, SpeculationConfig, cache_directory, draft_quant_options
 from paceline.drafters.options import HeadOptions
 from paceline.kv_cache.paged import KVCache
 from paceline.models.quantized_cache import quantized_weights
@@ -24,6 +24,7 @@ class LoadedTarget:
         vocab_size: V, ids that can be drawn.
         max_context: prompt + output at most, in tokens.
         collected_layers: layer boundaries that the runtime collects, ascending.
+        weight_bits: bits a value of its matrices.
         engine: how it was loaded; drafters compute on the same processors.
         speculation: how to guess.
     """
@@ -35,6 +36,7 @@ class LoadedTarget:
     vocab_size: int
     max_context: int
     collected_layers: tuple[int, ...] = ()
+    weight_bits: float = 32.0
     engine: EngineConfig
     speculation: SpeculationConfig
 
@@ -44,9 +46,14 @@ class LoadedTarget:
         return self.runtime.capabilities.device
 
     @property
-    def draft_quant(self) -> QuantOptions | None:
-        """How to quantise draft models and heads; None = they stay as they are stored."""
-        return quant_options("draft_quant", self.speculation.draft_quant)
+    def head_quant(self) -> QuantOptions | None:
+        """How to quantise heads; None = they stay as they are stored."""
+        return draft_quant_options(self.speculation.draft_quant, None)
+
+    @property
+    def draft_model_quant(self) -> QuantOptions | None:
+        """How to quantise draft models; None = they stay as they are stored."""
+        return draft_quant_options(self.speculation.draft_quant, self.weight_bits)
 
     @property
     def head_options(self) -> HeadOptions:
@@ -56,11 +63,11 @@ class LoadedTarget:
     @property
     def lm_head_of(self) -> Network | None:
         """Whose vocabulary matrix heads without one may read where it lies; None = heads are quantised anew."""
-        return self.runtime if self.draft_quant is None else None
+        return self.runtime if self.head_quant is None else None
 
     def quantized(self, weights: Weights, files: Sequence[Path]) -> Weights:
         """The weights of a head, read from `files`, quantised as the settings say."""
-        if self.draft_quant is None:
+        if self.head_quant is None:
             return weights
         sums, num_threads = fastest_page_sums(), self.engine.num_threads
-        return quantized_weights(weights, self.draft_quant, cache_directory(), files=files, num_threads=num_threads, page_sums=sums)
+        return quantized_weights(weights, self.head_quant, cache_directory(), files=files, num_threads=num_threads, page_sums=sums)

@@ -149,6 +149,7 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
         vocab_size=vocab_size,
         max_context=plan.max_context,
         collected_layers=prepared.layers,
+        weight_bits=loaded.weight_bits,
         engine=config,
         speculation=speculation,
     )

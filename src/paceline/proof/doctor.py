@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.config import QuantOptions
+from paceline.config import Quant, QuantOptions, draft_quant_options
 from paceline.drafters import HeadOptions, prepare_one
 from paceline.errors import PacelineError
 from paceline.hub import resolve
 from paceline.machine import available_memory_bytes
+from paceline.models.quantize import matrix_bits
 from paceline.proof.checkpoint_facts import CheckpointFacts, read_checkpoint
 from paceline.proof.head_pairing import HeadFacts, judge_head
 from paceline.proof.memory_estimate import MemoryEstimate, ModelMemory, estimate_memory
@@ -26,7 +27,8 @@ class DoctorQuestion:
         model, gguf_file: the target, as `paceline run` takes it.
         drafters: as `paceline run` takes them.
         drafter_options: settings of single methods by name, as `paceline run` takes them.
-        quant, draft_quant: how they are quantised while they are loaded; None = not at all.
+        quant: how the target is quantised while it is loaded; None = not at all.
+        draft_quant: as in `SpeculationConfig`.
         max_context: longest text; None = what the target was made for.
         device: "auto", "cpu" or "cuda"; auto is judged as cpu.
         memory_bytes: memory to assume; None = what this machine has free.
@@ -38,7 +40,7 @@ class DoctorQuestion:
     drafters: Sequence[str] = ("auto",)
     drafter_options: Mapping[str, object] = field(default_factory=dict)
     quant: QuantOptions | None = None
-    draft_quant: QuantOptions | None = None
+    draft_quant: Quant = "auto"
     max_context: int | None = None
     device: str = "auto"
     memory_bytes: int | None = None
@@ -172,7 +174,7 @@ def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) 
     device = "cuda" if question.device == "cuda" else "cpu"
     found.notes += target.weights.notices if question.quant is None else ()
     main = estimate_memory(target, question.quant, device, found.notes)
-    drafts = [own for one in found.drafters if (own := draft_memory(one, question, device, found.notes)) is not None]
+    drafts = [own for one in found.drafters if (own := draft_memory(one, target, question, device, found.notes)) is not None]
     context = min(question.max_context or target.config.max_positions, target.config.max_positions)
     available = available_memory_bytes() if question.memory_bytes is None else question.memory_bytes
     found.memory = memory = MemoryEstimate(main, _together(drafts), context, available)
@@ -190,11 +192,16 @@ def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) 
     found.numerics, found.numerics_reason = expected_numerics(main)
 
 
-def draft_memory(drafter: DrafterDiagnosis, question: DoctorQuestion, device: str, notes: list[str]) -> ModelMemory | None:
+def draft_memory(
+    drafter: DrafterDiagnosis, target: CheckpointFacts, question: DoctorQuestion, device: str, notes: list[str]
+) -> ModelMemory | None:
     """The memory of a drafter's own network; None where it has none."""
     if drafter.head is not None:
-        return drafter.head.memory(question.draft_quant)
-    return None if drafter.facts is None else estimate_memory(drafter.facts, question.draft_quant, device, notes, is_draft=True)
+        return drafter.head.memory(draft_quant_options(question.draft_quant, None))
+    if drafter.facts is None:
+        return None
+    quant = draft_quant_options(question.draft_quant, matrix_bits(target.weights, question.quant))
+    return estimate_memory(drafter.facts, quant, device, notes, is_draft=True)
 
 
 def _together(drafts: Sequence[ModelMemory]) -> ModelMemory | None:

@@ -9,6 +9,7 @@ from paceline.errors import BackendUnavailableError, CapacityError, memory_error
 from paceline.models.checkpoint import open_weights, read_model_config, weight_files
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.packed_weights import floats_bytes
+from paceline.models.quantize import matrix_bits
 from paceline.models.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
 from paceline.runtimes.backend import choose_backend, choose_device
@@ -60,6 +61,7 @@ class Loaded:
     runtime: Network
     notices: tuple[str, ...]
     own_head: str | None
+    weight_bits: float
 
 
 @memory_errors("the model")
@@ -95,7 +97,7 @@ def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
             page_sums=fastest_page_sums(),
         )
     runtime = _build(config, weights, options, notices)
-    return Loaded(runtime, tuple(notices), own_head)
+    return Loaded(runtime, tuple(notices), own_head, matrix_bits(weights))
 
 
 def _check_floats(weights: Weights, config: ModelConfig, memory_bytes: int | None) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.config import EngineConfig, QuantOptions, SpeculationConfig, quant_options
+from paceline.config import EngineConfig, QuantOptions, SpeculationConfig, draft_quant_options, quant_options
 from paceline.errors import CheckpointError, ConfigError
 from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix, unpack_nibbles
@@ -236,12 +236,23 @@ def test_settings_are_named_or_spelt_out_and_checked() -> None:
     assert EngineConfig(quant=custom).quant is SpeculationConfig(draft_quant=custom).draft_quant is custom
 
 
+@pytest.mark.parametrize(
+    ("target_bits", "bits"), [(None, None), (32.0, None), (16.0, None), (8.5, 8), (6.56, 8), (5.5, 4), (4.5, 4), (2.6, 4)]
+)
+def test_a_draft_model_follows_its_target_unless_told_otherwise(target_bits: float | None, bits: int | None) -> None:
+    followed = draft_quant_options("auto", target_bits)
+    assert (None if followed is None else followed.bits) == bits
+    assert draft_quant_options("none", target_bits) is None
+    assert draft_quant_options("int8", target_bits) == QuantOptions()
+
+
 @pytest.mark.parametrize("value", ["int3", "INT8", "", None, 8, True])
 def test_an_unknown_setting_is_named_with_its_value(value: Any) -> None:
     for make, name in ((lambda: EngineConfig(quant=value), "quant"), (lambda: SpeculationConfig(draft_quant=value), "draft_quant")):
         with pytest.raises(ConfigError) as caught:
             make()
-        assert str(caught.value) == f"{name} is {value!r}: use one of none, int8, int4"
+        names = "none, int8, int4" if name == "quant" else "auto, none, int8, int4"
+        assert str(caught.value) == f"{name} is {value!r}: use one of {names}"
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config import QuantOptions
+from paceline.config import QuantOptions, draft_quant_options
 from paceline.drafters import HeadOptions
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import PacelineError
 from paceline.hub import cached_models, is_hub_id, resolve
+from paceline.models.quantize import matrix_bits
 from paceline.proof.checkpoint_facts import CheckpointFacts
 from paceline.proof.doctor import DoctorQuestion, DrafterDiagnosis, diagnose, draft_memory, examine_drafter
 from paceline.proof.recommendation.advice import Advice, Place, Recommendation, Rejection, best_first
@@ -38,7 +39,8 @@ class RecommendQuestion:
 
     Attributes:
         model, gguf_file: the target, as `paceline run` takes it.
-        quant, draft_quant: names of ways to quantise while loading, as `paceline run` takes them; with their options.
+        quant: the name of a way to quantise while loading, as `paceline run` takes it; with its options.
+        draft_quant: as `paceline run` takes it.
         threads: CPU threads; None = as many as this process may use.
         look_in: further directories to look for drafters in.
         download: hub id of a drafter to fetch first; None = nothing is fetched.
@@ -48,7 +50,7 @@ class RecommendQuestion:
     model: str = "mini"
     gguf_file: str | None = None
     quant: tuple[str, QuantOptions | None] = ("none", None)
-    draft_quant: tuple[str, QuantOptions | None] = ("none", None)
+    draft_quant: str = "auto"
     threads: int | None = None
     look_in: Sequence[Path] = ()
     download: str | None = None
@@ -58,7 +60,7 @@ class RecommendQuestion:
         """That runs the model with a drafter."""
         words = ["paceline", "run", "--model", self.model, "--drafter", drafter]
         given = {"--gguf-file": self.gguf_file, "--threads": self.threads}
-        given |= {"--quant": self.quant[0], "--draft-quant": self.draft_quant[0]}
+        given |= {"--quant": self.quant[0], "--draft-quant": None if self.draft_quant == "auto" else self.draft_quant}
         for name, value in given.items():
             words += [] if value in (None, "none") else [name, str(value)]
         return shlex.join(words) + (" --prediction-file FILE" if drafter == "prediction" else "")
@@ -111,7 +113,7 @@ class _Advisor:
 
     def __init__(self, question: RecommendQuestion, advice: Advice, target: CheckpointFacts | None) -> None:
         self._question, self._advice, self._target = question, advice, target
-        self._doctor = DoctorQuestion(model=question.model, quant=question.quant[1], draft_quant=question.draft_quant[1])
+        self._doctor = DoctorQuestion(model=question.model, quant=question.quant[1], draft_quant=question.draft_quant)
 
     def add_all(self, fetched: LocalDrafter | None) -> None:
         """What is here, what needs no files, what is published."""
@@ -159,7 +161,7 @@ class _Advisor:
             return
         assert found.pair is not None
         notes: list[str] = []
-        memory = draft_memory(found, self._doctor, "cpu", notes)
+        memory = draft_memory(found, self._target, self._doctor, "cpu", notes)
         acceptance = ACCEPTANCE[found.name]
         vocabulary = found.pair.vocabulary
         if vocabulary is not None and vocabulary.match is VocabularyMatch.OVERLAPPING and vocabulary.sample_coverage is not None:
@@ -179,7 +181,7 @@ class _Advisor:
     def _add_published(self, published: PublishedDrafter) -> None:
         method, num_bytes = published.method.value, None
         if published.parameters is not None:
-            num_bytes = parameter_bytes(published.parameters, self._question.draft_quant[1])
+            num_bytes = parameter_bytes(published.parameters, self._quant_of(published.method))
             if self._target is not None and published.method in _READS_VOCABULARY:
                 num_bytes += vocabulary_bytes(self._target, self._question.quant[1])
         text = f"published for {published.targets[0]}; whether its files fit, doctor says once they are here"
@@ -187,7 +189,7 @@ class _Advisor:
 
     def _add_sibling(self, sibling: Sibling) -> None:
         text = "a smaller model of the same family; vocabularies are compared once it is here"
-        num_bytes = parameter_bytes(sibling.parameters, self._question.draft_quant[1])
+        num_bytes = parameter_bytes(sibling.parameters, self._quant_of(HeadKind.LANGUAGE_MODEL))
         self._add_named(sibling.hub_id, HeadKind.LANGUAGE_MODEL.value, text, sibling.parameters, num_bytes)
 
     def _add_named(self, hub_id: str, method: str, text: str, parameters: float | None, num_bytes: float | None) -> None:
@@ -230,11 +232,16 @@ class _Advisor:
 
     def _bytes(self, found: DrafterDiagnosis) -> float:
         assert self._target is not None
-        quant = self._question.draft_quant[1]
         if found.head is not None:
-            return head_bytes(found.head, self._target, quant)
+            return head_bytes(found.head, self._target, self._quant_of(found.head.kind))
         assert found.facts is not None
-        return model_bytes(found.facts, quant)
+        return model_bytes(found.facts, self._quant_of(HeadKind.LANGUAGE_MODEL))
+
+    def _quant_of(self, kind: HeadKind) -> QuantOptions | None:
+        """How a drafter is quantised."""
+        if kind is not HeadKind.LANGUAGE_MODEL or self._target is None:
+            return draft_quant_options(self._question.draft_quant, None)
+        return draft_quant_options(self._question.draft_quant, matrix_bits(self._target.weights, self._question.quant[1]))
 
     def _network_cost(self, method: str, num_bytes: float) -> DraftCost | None:
         costs = self._advice.costs
