@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.options import MEMORY, METAVARS, MODEL, SPECULATION, named_values
+from paceline.cli.options import MEMORY, METAVARS, MODEL, SPECULATION, DraftQuant, named_values
 from paceline.cli.reporting import EXIT_FAILURE, reported_errors
-from paceline.config import DEVICES, DRAFT_QUANT, QUANT, EngineConfig, SpeculationConfig, quant_options
+from paceline.config import DEVICES, QUANT, EngineConfig, SpeculationConfig, quant_options
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,9 +29,7 @@ def doctor(
     gguf_file: Annotated[str | None, typer.Option("--gguf-file", help=MODEL.options["gguf_file"])] = None,
     drafter: Drafters = None,
     quant: Annotated[str, typer.Option("--quant", help=MODEL.options["quant"], metavar="|".join(QUANT))] = "none",
-    draft_quant: Annotated[
-        str, typer.Option("--draft-quant", help=SPECULATION.options["draft_quant"], metavar="|".join(DRAFT_QUANT))
-    ] = "auto",
+    draft_quant: DraftQuant = "auto",
     drafter_options: DrafterOptions = None,
     max_context: Annotated[int | None, typer.Option("--max-context", help=MEMORY.options["max_context"])] = None,
     device: Annotated[str, typer.Option("--device", help=MODEL.options["device"], metavar="|".join(DEVICES))] = "auto",

@@ -153,6 +153,7 @@ METAVARS = {
     "drafter_options": "NAME=VALUE",
     "allowed_hosts": "<str>",
 }
+DraftQuant = Annotated[str, typer.Option("--draft-quant", help=SPECULATION.options["draft_quant"], metavar=METAVARS["draft_quant"])]
 REPEATABLE = ("stop", "drafter", "drafter_options", "allowed_hosts")
 
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.options import MODEL, SPECULATION
+from paceline.cli.options import MODEL, DraftQuant
 from paceline.cli.reporting import EXIT_FAILURE, reported_errors, say_error
-from paceline.config import DRAFT_QUANT, QUANT, EngineConfig, SpeculationConfig, quant_options
+from paceline.config import QUANT, EngineConfig, SpeculationConfig, quant_options
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,9 +26,7 @@ def recommend(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL.options["model"])] = "mini",
     gguf_file: Annotated[str | None, typer.Option("--gguf-file", help=MODEL.options["gguf_file"])] = None,
     quant: Annotated[str, typer.Option("--quant", help=MODEL.options["quant"], metavar="|".join(QUANT))] = "none",
-    draft_quant: Annotated[
-        str, typer.Option("--draft-quant", help=SPECULATION.options["draft_quant"], metavar="|".join(DRAFT_QUANT))
-    ] = "auto",
+    draft_quant: DraftQuant = "auto",
     threads: Annotated[int | None, typer.Option("--threads", help=MODEL.options["threads"])] = None,
     look_in: Annotated[list[Path] | None, typer.Option("--look-in", help=LOOK_IN_HELP, metavar="<dir>")] = None,
     download: Annotated[str | None, typer.Option("--download", help=DOWNLOAD_HELP, metavar="<id>")] = None,
