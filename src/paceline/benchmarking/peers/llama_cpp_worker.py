@@ -13,7 +13,18 @@ from typing import Any
 
 loop = importlib.import_module("worker_loop")
 
-KINDS = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0", "q8_0": "Q8_0", "q4_0": "Q4_0", "q4_k_m": "Q4_K_M", "f32": "F32"}
+KINDS = {
+    "bf16": "BF16",
+    "int8": "Q8_0",
+    "int4": "Q4_0",
+    "q8_0": "Q8_0",
+    "q4_0": "Q4_0",
+    "q4_k_m": "Q4_K_M",
+    "q4_k": "Q4_K_M",
+    "q5_k": "Q5_K_M",
+    "q6_k": "Q6_K",
+    "f32": "F32",
+}
 DRAFT_TOKENS = 16
 LEAST_PROBABILITY = 0.75
 LOOKUP_NGRAM, LOOKUP_TOKENS = 2, 10
