@@ -36,7 +36,7 @@ static pthread_mutex_t one_caller = PTHREAD_MUTEX_INITIALIZER;
 static Signal call = SIGNAL;
 static Signal barrier_round = SIGNAL;
 static _Alignas(64) atomic_int arrived;
-static int num_workers, team;
+static int num_workers;
 static Task *current;
 static void *current_argument;
 
@@ -48,7 +48,8 @@ typedef struct {
 } Waiter;
 
 static Waiter waiters[MAX_THREADS];
-static _Thread_local int own_thread;
+/* Of the call that a thread serves. Who came through its last barrier may begin the next call while others still look at this one. */
+static _Thread_local int own_thread, own_team;
 
 static long long now_ns(void) {
     struct timespec time;
@@ -66,7 +67,7 @@ static int this_core(void) {
 
 /* Whether someone who is waited for was last seen on this thread's own core: he cannot run while this thread spins. */
 static int holds_a_partner_up(int is_at_barrier) {
-    const int core = this_core(), members = is_at_barrier ? team : 1;
+    const int core = this_core(), members = is_at_barrier ? own_team : 1;
     if (core < 0) return 0;
     for (int other = 0; other < members; other++) {
         if (other == own_thread || atomic_load_explicit(&waiters[other].core, memory_order_relaxed) != core) continue;
@@ -117,9 +118,10 @@ static void *work(void *own) {
     for (;;) {
         wait_for_change(&call, seen, FOR_A_PASS_NS, &waiter->spin_for_a_pass_ns);
         seen = atomic_load(&call.number);
-        if (own_thread >= (int)(seen % TEAMS)) continue;
+        own_team = (int)(seen % TEAMS);
+        if (own_thread >= own_team) continue;
         atomic_store_explicit(&waiter->core, this_core(), memory_order_relaxed);
-        current(current_argument, own_thread, team);
+        current(current_argument, own_thread, own_team);
         barrier();
     }
     return NULL;
@@ -159,26 +161,26 @@ void run_on_threads(Preparation *prepare, Task *task, void *argument, int num_th
     pthread_mutex_lock(&one_caller);
     prepare(argument);
     start_workers((num_threads < MAX_THREADS ? num_threads : MAX_THREADS) - 1);
-    team = num_threads <= num_workers ? num_threads : num_workers + 1;
     current = task;
     current_argument = argument;
     atomic_store(&arrived, 0);
     own_thread = 0;
-    if (team > 1) {
+    own_team = num_threads <= num_workers ? num_threads : num_workers + 1;
+    if (own_team > 1) {
         atomic_store_explicit(&waiters->core, this_core(), memory_order_relaxed);
-        change(&call, (atomic_load(&call.number) / TEAMS + 1) * TEAMS + team);
+        change(&call, (atomic_load(&call.number) / TEAMS + 1) * TEAMS + own_team);
     }
-    task(argument, 0, team);
+    task(argument, 0, own_team);
     barrier();
     pthread_mutex_unlock(&one_caller);
 }
 
 void barrier(void) {
-    if (team == 1) return;
+    if (own_team == 1) return;
     const long long now = atomic_load(&barrier_round.number);
     Waiter *own = waiters + own_thread;
     atomic_store(&own->round, now);
-    if (atomic_fetch_add(&arrived, 1) == team - 1) {
+    if (atomic_fetch_add(&arrived, 1) == own_team - 1) {
         atomic_store(&arrived, 0);
         change(&barrier_round, now + 1);
     } else
