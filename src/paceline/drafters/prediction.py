@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from paceline.speculation.acceptance import match_confidence
 from paceline.speculation.drafter import DraftBudget, Drafter, RequestState
+from paceline.speculation.reading import MOST_CAUGHT_UP
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
@@ -74,6 +75,11 @@ class Prediction:
                 self._place = max(self._found, key=lambda one: one[0].chance)[1] if self._found else None
         self.num_read += len(token_ids)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether it says anything of the next token."""
+        return self._place is not None and self._place < len(self._token_ids)
+
     def propose(self, num_draft_tokens: int) -> Sequence[int]:
         """What the prediction says comes next; empty at its end and where the output has left it."""
         return () if self._place is None else self._token_ids[self._place : self._place + num_draft_tokens]
@@ -134,7 +140,13 @@ class PredictionDrafter(Drafter):
         return [self._guess(request, budget) for request, budget in zip(requests, budgets, strict=True)]
 
     def can_guess(self, request: Request) -> bool:
-        return bool(request.hints.prediction_token_ids)
+        if not request.hints.prediction_token_ids:
+            return False
+        prediction = self._predictions.get(request)
+        if prediction is None or request.num_output_tokens - prediction.num_read > MOST_CAUGHT_UP:
+            return True
+        prediction.read(request.token_ids[request.num_prompt_tokens + prediction.num_read :])
+        return prediction.goes_on
 
     def describe(self) -> str:
         return "prediction (the text a request says its output will resemble)"
