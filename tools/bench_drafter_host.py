@@ -22,10 +22,9 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from bench_engine import DRAFT_TOKENS, LLM, SEED, speculator_of
 from safetensors.numpy import load_file, save_file
 
-from bench_host import TimedKernels
+from bench_host import DRAFT_TOKENS, LLM, SEED, TimedKernels, speculator_of
 from bench_machine import describe_machine, markdown_table
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.prediction import PredictionDrafter

@@ -33,6 +33,7 @@ from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Guess, growing_tree
 
+FAR_PROB = 0.02  # of a token that is none of the best few
 CATCH_UP_ROWS = 256  # rows of one request in one catch-up pass
 
 
@@ -53,6 +54,7 @@ class _Draft(Generic[ResultT]):
     Attributes:
         pending: tokens of the next pass; none once the draft is finished.
         reads_ranks: whether what the pass finds in its rows is enough.
+        is_restricted: whether top-k, top-p or min-p leave tokens out.
         level: rows it was given.
         result: once it is finished.
     """
@@ -62,6 +64,7 @@ class _Draft(Generic[ResultT]):
     drafting: Drafting[ResultT]
     pending: list[int]
     reads_ranks: bool = False
+    is_restricted: bool = False
     level: int = 0
     result: ResultT | None = None
 
@@ -106,7 +109,7 @@ class DraftModelDrafter(Drafter):
         self._states = RequestState[_State]()
         self._reading = ReadingTime(read_s)
         self._guesses = Guesses(None, vocab_size, self._num_known_ids)
-        self._ranking = self._guesses.ranking(tree_width)
+        self._ranking, self._ranking_of_few = self._guesses.ranking(tree_width), self._guesses.ranking_of_few(tree_width)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         drafts: list[_Draft[DraftTree | None] | None] = []
@@ -116,7 +119,8 @@ class DraftModelDrafter(Drafter):
             draft = self._begin(request, context, len(context), depth, self._drafting(request, replace(budget, max_depth=depth)))
             if draft is not None:
                 is_drawn = budget.wants_draws and not request.params.is_greedy
-                draft.reads_ranks = self._translation is None and request.processor.only_scales and not is_drawn
+                draft.reads_ranks = self._translation is None and request.processor.leaves_rows and not is_drawn
+                draft.is_restricted = request.processor.restricts
             drafts.append(draft)
         self._grow(requests, drafts)
         return [None if draft is None else draft.result for draft in drafts]
@@ -288,12 +292,28 @@ class DraftModelDrafter(Drafter):
         """The token the target would draw if its row were this one, and the best others, each with its probability."""
         if row is None:
             return NOTHING
-        if row.ranked is not None and math.isfinite(row.ranked.log_sum):
-            return self._guesses.of_ranked(row.ranked, width, is_greedy=request.params.is_greedy)
+        ranked = row.ranked
+        if ranked is not None and math.isfinite(ranked.log_sum):
+            if not request.processor.restricts:
+                return self._guesses.of_ranked(ranked, width, is_greedy=request.params.is_greedy)
+            guessed = self._guesses.of_restricted(request, path, ranked, width) or self._walked(request, row.logits, path, width)
+            if guessed is not None:
+                return guessed
         distribution = self._process(request, row, path)
         if distribution is None:
             return NOTHING
         return self._guesses.of_distribution(request, path, distribution, width, wants_draws=False)
+
+    def _walked(self, request: Request, logits: FloatArray, path: Path, width: int) -> Guessed | None:
+        """The token alone, drawn by what draws for the target; None where that cannot, or more than it is wanted."""
+        walker = request.processor.walker
+        if walker is None or width > 1:
+            return None
+        position = len(request.token_ids) + len(path)
+        seed, sample_index = request.seed, request.sample_index
+        rows = self._as_target_row(logits)[None]
+        tokens, _, is_whole = walker.walk(rows, (0,), (-1,), seed=seed, sample_index=sample_index, position=position)
+        return Guessed(tokens, (FAR_PROB,)) if is_whole else None
 
     def _ranked(self, request: Request, row: DraftRow | None, path: Path) -> list[Guess[Path | None]]:
         """The same as guesses: of the first one the row behind it will be wanted."""
@@ -340,7 +360,8 @@ class DraftModelDrafter(Drafter):
         inputs, batch, asked = assemble(plans, rows, wanted)
         is_ranked = wants_logits and any(draft.reads_ranks for draft in ran)
         if is_ranked:
-            asked = asked._replace(ranking=self._ranking, draws=_draws_of(ran))
+            is_restricted = any(draft.is_restricted and draft.reads_ranks for draft in ran)
+            asked = asked._replace(ranking=self._ranking_of_few if is_restricted else self._ranking, draws=_draws_of(ran))
         output = self.runtime.forward(inputs, batch, asked)
         num_rows = sum(map(len, rows))
         if num_rows > NO_EXTRA_TOKENS * len(rows):

@@ -9,7 +9,7 @@ from time import perf_counter
 
 from paceline.speculation.acceptance import match_confidence
 from paceline.speculation.drafter import DraftBudget, Drafter, RequestState
-from paceline.speculation.reading import ReadingTime
+from paceline.speculation.reading import MOST_CAUGHT_UP, ReadingTime
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
@@ -34,8 +34,8 @@ class NgramIndex:
         """How many of `num_tokens` tokens are not in the index yet."""
         return num_tokens - self._num_indexed
 
-    def propose(self, token_ids: Sequence[int], num_draft_tokens: int) -> list[int]:
-        """The tokens behind the latest earlier occurrence of the longest matching end of `token_ids`; empty without a match.
+    def match(self, token_ids: Sequence[int]) -> int | None:
+        """The place behind the latest earlier occurrence of the longest matching end of `token_ids`; None without one.
 
         `token_ids` must begin with what earlier calls saw.
         """
@@ -45,16 +45,23 @@ class NgramIndex:
                 if end >= length:
                     ends[tuple(token_ids[end - length : end])] = end
         self._num_indexed = max(self._num_indexed, size - 1)
-        for ends, length in zip(reversed(self._ends), reversed(self._lengths), strict=True):
-            if size > length:
-                found = ends.get(tuple(token_ids[size - length :]))
-                if found is not None:
-                    self.match_len = length
-                    drafts = list(token_ids[found : found + num_draft_tokens])
-                    while len(drafts) < num_draft_tokens:  # a repetition goes on with its own guesses
-                        drafts.append(drafts[found + len(drafts) - size])
-                    return drafts
-        return []
+        place = None
+        for ends, length in zip(self._ends, self._lengths, strict=True):
+            longer = ends.get(tuple(token_ids[size - length :])) if size > length else None
+            if longer is None:  # no longer run occurred before either
+                break
+            place, self.match_len = longer, length
+        return place
+
+    def propose(self, token_ids: Sequence[int], num_draft_tokens: int) -> list[int]:
+        """The tokens behind that place; empty without a match. Arguments as for `match`."""
+        found, size = self.match(token_ids), len(token_ids)
+        if found is None:
+            return []
+        drafts = list(token_ids[found : found + num_draft_tokens])
+        while len(drafts) < num_draft_tokens:  # a repetition goes on with its own guesses
+            drafts.append(drafts[found + len(drafts) - size])
+        return drafts
 
 
 class NgramDrafter(Drafter):
@@ -83,6 +90,11 @@ class NgramDrafter(Drafter):
     def reading_s(self, request: Request) -> float:
         index, num_tokens = self._indices.get(request), len(request.token_ids)
         return self._reading.of(num_tokens if index is None else index.num_unread(num_tokens))
+
+    def can_guess(self, request: Request) -> bool:
+        index, num_tokens = self._indices.get(request), len(request.token_ids)
+        is_read = index is not None and index.num_unread(num_tokens) <= MOST_CAUGHT_UP
+        return index is None or not is_read or index.match(request.token_ids) is not None
 
     def describe(self) -> str:
         return f"ngram (copies what followed the last {self._match[0]} or more tokens before)"

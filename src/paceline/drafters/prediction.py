@@ -1,15 +1,18 @@
 """Guess that the output repeats a text given with the request: a file to be edited, an answer to be corrected, a form to be filled in.
 
-Once the output leaves the prediction, we look for the place where it joins it again.
+Once the output leaves the prediction, we look for the place where it joins it again. There may be several; which kind of place is the
+right one depends on how the text was edited, so we count which kinds were right before.
 
 Source: OpenAI's "Predicted Outputs" as seen from outside; Saxena 2023, "Prompt Lookup Decoding", for finding a place by its last tokens.
 """
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from paceline.speculation.acceptance import match_confidence
 from paceline.speculation.drafter import DraftBudget, Drafter, RequestState
+from paceline.speculation.reading import MOST_CAUGHT_UP
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
@@ -17,10 +20,27 @@ MATCHES = (8, 4, 2)
 """Numbers of the output's last tokens that are looked for in the prediction, longest first."""
 NEAR = 16  # places behind the mismatch where one token is enough
 MAX_REPLACED = 2  # output tokens taken to replace as many of the prediction; after more, the place is lost
+GIVEN = 2  # what a prediction's sender says of it counts as much as so many tokens that agreed
+_ASSUMED = 4.0  # places for which the assumed even chance stands
+
+
+@dataclass(slots=True)
+class _Kind:
+    """One way to find the place, and how often it was right about the token behind."""
+
+    tried: int = 0
+    right: int = 0
+
+    @property
+    def chance(self) -> float:
+        return (self.right + 0.5 * _ASSUMED) / (self.tried + _ASSUMED)
 
 
 class Prediction:
     """A predicted text and where in it the output is.
+
+    Behind a token that the prediction does not have there, the place may be behind the longest run that the output ends with; behind the
+    same token near by; or output tokens replaced as many predicted ones. The kind that was right most often in this text is believed.
 
     Example: predicted [1, 2, 3, 4, 5, 6], output 1 2 9 (the 3 was replaced): the place is in front of 4. Output 1 2 9 8 5: nothing
     else agrees, but 5 stands near, so the place is in front of 6.
@@ -28,44 +48,75 @@ class Prediction:
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = token_ids
-        self._places: list[dict[tuple[int, ...], list[int]]] | None = None
+        self._ends: list[dict[tuple[int, ...], list[int]]] | None = None
         self.num_read = 0
         self._tail: list[int] = []  # the output's last tokens, as many as a match may need
         self._anchor = 0  # place behind the last token on which the two agreed
         self._num_lost = 0  # output tokens since then
         self.num_agreed = 0  # output tokens that agreed without a break, up to the last one
         self._place: int | None = 0  # where the output probably goes on
+        self._run, self._near, self._replaced = _Kind(), _Kind(), _Kind()
+        self._found: list[tuple[_Kind, int]] = []  # places behind the last token, where it did not agree
 
     def read(self, token_ids: Sequence[int]) -> None:
         """Follow the output by its next tokens."""
         for token in token_ids:
             self._tail = [*self._tail[1 - MATCHES[0] :], token]
-            if self._place is not None and self._place < len(self._token_ids) and self._token_ids[self._place] == token:
+            for kind, place in self._found:
+                kind.tried += 1
+                kind.right += self._is_at(place, token)
+            if self._place is not None and self._is_at(self._place, token):
                 self._place = self._anchor = self._place + 1
-                self._num_lost, self.num_agreed = 0, self.num_agreed + 1
+                self._num_lost, self.num_agreed, self._found = 0, self.num_agreed + 1, []
             else:
                 self.num_agreed = 0
                 self._num_lost += 1
-                self._place = self._find()
+                self._found = self._find(token)
+                self._place = max(self._found, key=lambda one: one[0].chance)[1] if self._found else None
         self.num_read += len(token_ids)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it says anything of the next token."""
+        return self._place is not None and self._place < len(self._token_ids)
 
     def propose(self, num_draft_tokens: int) -> Sequence[int]:
         """What the prediction says comes next; empty at its end and where the output has left it."""
         return () if self._place is None else self._token_ids[self._place : self._place + num_draft_tokens]
 
-    def _find(self) -> int | None:
-        """The place behind the longest run that the output ends with; of several, the first from the anchor on, else the last one."""
-        if self._places is None:
-            self._places = [_places(self._token_ids, length) for length in MATCHES]
-        for places, length in zip(self._places, MATCHES, strict=True):
+    def confidence(self, count: int) -> list[float]:
+        """How sure the first `count` tokens of a proposal are."""
+        probs = match_confidence(GIVEN + self.num_agreed, count)
+        if self._found and probs:
+            probs[0] = max(kind.chance for kind, _ in self._found)
+        return probs
+
+    def _is_at(self, place: int, token: int) -> bool:
+        return place < len(self._token_ids) and self._token_ids[place] == token
+
+    def _find(self, token: int) -> list[tuple[_Kind, int]]:
+        """Places where the output may go on behind `token`, its last one."""
+        found = []
+        place = self._behind_longest_run()
+        if place is not None:
+            found.append((self._run, place))
+        nearby = list(self._token_ids[self._anchor : self._anchor + NEAR])
+        if token in nearby:
+            found.append((self._near, self._anchor + nearby.index(token) + 1))
+        if self._num_lost <= MAX_REPLACED:
+            found.append((self._replaced, self._anchor + self._num_lost))
+        return found
+
+    def _behind_longest_run(self) -> int | None:
+        """The place behind the longest run that the output ends with; of several, the first behind the anchor, else the last one."""
+        if self._ends is None:
+            self._ends = [_places(self._token_ids, length) for length in MATCHES]
+        for places, length in zip(self._ends, MATCHES, strict=True):
             found = places.get(tuple(self._tail[-length:])) if len(self._tail) >= length else None
             if found:
                 index = bisect_left(found, self._anchor)
                 return found[index] if index < len(found) else found[-1]
-        nearby = list(self._token_ids[self._anchor : self._anchor + NEAR])
-        if self._tail[-1] in nearby:
-            return self._anchor + nearby.index(self._tail[-1]) + 1
-        return self._anchor + self._num_lost if self._num_lost <= MAX_REPLACED else None
+        return None
 
 
 def _places(token_ids: Sequence[int], length: int) -> dict[tuple[int, ...], list[int]]:
@@ -89,7 +140,13 @@ class PredictionDrafter(Drafter):
         return [self._guess(request, budget) for request, budget in zip(requests, budgets, strict=True)]
 
     def can_guess(self, request: Request) -> bool:
-        return bool(request.hints.prediction_token_ids)
+        if not request.hints.prediction_token_ids:
+            return False
+        prediction = self._predictions.get(request)
+        if prediction is None or request.num_output_tokens - prediction.num_read > MOST_CAUGHT_UP:
+            return True
+        prediction.read(request.token_ids[request.num_prompt_tokens + prediction.num_read :])
+        return prediction.goes_on
 
     def describe(self) -> str:
         return "prediction (the text a request says its output will resemble)"
@@ -102,5 +159,4 @@ class PredictionDrafter(Drafter):
             prediction = self._predictions[request] = Prediction(request.hints.prediction_token_ids)
         prediction.read(request.token_ids[request.num_prompt_tokens + prediction.num_read :])
         drafts = prediction.propose(min(budget.max_depth, budget.row_budget - 1))
-        probs = match_confidence(prediction.num_agreed, len(drafts))
-        return DraftTree.chain(request.token_ids[-1], drafts, self.name, probs) if drafts else None
+        return DraftTree.chain(request.token_ids[-1], drafts, self.name, prediction.confidence(len(drafts))) if drafts else None

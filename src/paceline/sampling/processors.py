@@ -100,6 +100,9 @@ class LogitsProcessor:
         bad_word_ids: `sequence_bans.bad_word_ids` of `params.bad_words`; may be left out where these hold no texts.
         walker: draws from rows that are not edited, for `params`; None = `process` and `draw` do.
 
+    Attributes:
+        restricts: whether top-k, top-p or min-p leave tokens out.
+
     Raises:
         RequestError: an id of the parameters or the prompt is not in the vocabulary; bad words are texts and `bad_word_ids` is missing;
             there is a grammar and no constraint.
@@ -144,6 +147,7 @@ class LogitsProcessor:
         if self._min_tokens:
             masks["min_tokens"] = self._mask_ends
         self._masks = [(name, masks[name]) for name in _MASK_ORDER if name in masks]
+        self.restricts = not params.is_greedy and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
         self._edits_every_row = bool(params.logit_bias or self._trackers or masks.keys() - {"min_tokens"})
 
     def commit(self, token_id: int) -> None:
@@ -164,17 +168,19 @@ class LogitsProcessor:
         return self.constraint is not None and self.constraint.is_finished(path)
 
     @property
+    def leaves_rows(self) -> bool:
+        """Whether nothing edits the rows behind the committed output: temperature, top-k, top-p and min-p alone are applied."""
+        return not self._edits_every_row and self.num_output_tokens >= self._min_tokens
+
+    @property
     def walker(self) -> Walker | None:
         """What draws from the rows behind the committed output in the place of `process` and `draw`; None where these are edited."""
-        return None if self._edits_every_row or self.num_output_tokens < self._min_tokens else self._walker
+        return self._walker if self.leaves_rows else None
 
     @property
     def only_scales(self) -> bool:
         """Whether only the temperature changes the rows behind the committed output, so that they may be read without `process`."""
-        params = self._params
-        if self._edits_every_row or self.num_output_tokens < self._min_tokens:
-            return False
-        return params.is_greedy or (params.top_k == 0 and params.top_p == 1.0 and params.min_p == 0.0)
+        return self.leaves_rows and not self.restricts
 
     def process(self, logits: ScoreArray, path: Sequence[int] = ()) -> Distribution:
         """The distribution of the token that follows prompt + committed output + `path`.

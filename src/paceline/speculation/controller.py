@@ -30,6 +30,7 @@ CHEAP_SHARE = 0.05  # of a plain pass: a drafter that takes less is asked whatev
 LEAST_CHANCE = 0.02  # of a guess with all before it: no row is cheap enough for less
 PROBE_SHARE = 0.01  # of all time: what probes may cost where drafting does not pay
 PROBE_TOKENS = 2
+SHADOW_TOKENS = 4  # of guesses that are not sent: until the text has gone past them nobody is asked again
 NOTED_PLAIN = 4  # of so many steps of a lone request without guesses one is measured
 BROUGHT_MEMORY = 0.97  # of what steps brought, from one to the next
 FIRST_TOKENS, FIRST_ROWS = 4, 16  # guessed of a request and in a pass while nothing is known of a drafter
@@ -240,7 +241,7 @@ class DraftController(DraftLengthPolicy):
             return True
         facts, own = self._facts(drafter), self._own(rows.request, drafter)
         deepest = min(budget.max_depth, budget.row_budget - 1)
-        is_cheap = bool(facts.times) and facts.seconds(num_requests, deepest) < CHEAP_SHARE * choice.plain_s
+        is_cheap = facts.seconds(num_requests, deepest) < CHEAP_SHARE * choice.plain_s  # one of which nothing is known is asked, to know
         if count == 0:
             own.num_plain += 1
             if is_cheap and own.wants_shadow:
@@ -331,7 +332,7 @@ class DraftController(DraftLengthPolicy):
             rows.tree = tree.part(nodes)
             return
         if own is not None:
-            path = tree.first_path()
+            path = tree.first_path()[:SHADOW_TOKENS]
             probs = [None if tree.probs is None else tree.probs[node] for node in path]
             own.shadow = len(rows.request.token_ids), [tree.token_ids[node] for node in path], probs
         rows.make_plain(PlainReason.GUARD)

@@ -136,7 +136,7 @@ class Drafter(ABC):
         return 0.0
 
     def can_guess(self, request: Request) -> bool:
-        """Whether it can ever guess for a request; where it cannot, it is not asked."""
+        """Whether it may guess for a request now; where not, it is not asked. Asked in every step, so it must cost next to nothing."""
         return True
 
     def may_guess(self, request: Request, max_reading_s: float) -> bool:

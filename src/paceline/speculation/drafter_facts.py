@@ -107,6 +107,8 @@ class DrafterFacts:
             was_kept = index < num_kept
             _learn(own, calibration, index + 1, probs[index], is_first=True, was_kept=was_kept)
         own.end_shadow(LONGEST_REST, was_right=num_kept > 0)
+        if num_kept == len(guessed) > 1:
+            own.worth.rest = 0  # it was judged by guesses that should have been sent
 
 
 @dataclass(frozen=True, slots=True)

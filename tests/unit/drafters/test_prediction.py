@@ -39,22 +39,29 @@ def search(predicted: Sequence[int], output: Sequence[int], count: int) -> list[
     """The definition, from the first token on, looking at every place each time."""
     place: int | None = 0
     anchor = num_lost = 0
+    tried, right = {"run": 4, "near": 4, "replaced": 4}, {"run": 2, "near": 2, "replaced": 2}
+    found: dict[str, int] = {}
     for end in range(1, len(output) + 1):
+        for kind, at in found.items():
+            tried[kind] += 1
+            right[kind] += list(predicted[at : at + 1]) == [output[end - 1]]
+        found = {}
         if place is not None and list(predicted[place : place + 1]) == [output[end - 1]]:
             place, num_lost = place + 1, 0
             anchor = place
             continue
         num_lost += 1
-        place = None
         for length in MATCHES:
             places = [at for at in range(length, len(predicted) + 1) if list(predicted[at - length : at]) == list(output[:end][-length:])]
             ahead = [at for at in places if at >= anchor]
             if end >= length and places:
-                place = ahead[0] if ahead else places[-1]
+                found["run"] = ahead[0] if ahead else places[-1]
                 break
-        if place is None:
-            near = [at for at in range(anchor + 1, min(anchor + NEAR, len(predicted)) + 1) if predicted[at - 1] == output[end - 1]]
-            place = near[0] if near else anchor + num_lost if num_lost <= MAX_REPLACED else None
+        if near := [at for at in range(anchor + 1, min(anchor + NEAR, len(predicted)) + 1) if predicted[at - 1] == output[end - 1]]:
+            found["near"] = near[0]
+        if num_lost <= MAX_REPLACED:
+            found["replaced"] = anchor + num_lost
+        place = found[max(found, key=lambda kind: right[kind] / tried[kind])] if found else None
     return [] if place is None else list(predicted[place : place + count])
 
 
@@ -119,6 +126,41 @@ def test_proposals_are_those_of_a_search_of_all_places(vocab_size: int, seed: in
 )
 def test_the_place_is_found_again_after(output: list[int], expected: list[int]) -> None:
     assert after([1, 2, 3, 4, 5, 6, 7, 8], output) == expected
+
+
+def test_the_kind_of_place_is_believed_that_was_right_before_in_this_text() -> None:
+    words = [1, 2, 3, 4, 1, 5, 3, 6, 1, 7, 3, 8, 1, 9]  # the 1 and the 3 stand near everywhere
+    swapped = Prediction(words)
+    swapped.read([1, 2, 1, 4, 1, 5, 1, 6])  # each 3 became a 1, which also stands near
+    assert list(swapped.propose(2)) == [1, 7]
+    swapped.read([1, 7, 1])
+    assert list(swapped.propose(3)) == [8, 1, 9]
+    assert swapped.confidence(3)[0] > 0.6
+    fresh = Prediction(words)
+    fresh.read([1, 7, 1])
+    assert list(fresh.propose(2)) != [8, 1]
+
+
+def test_every_wrong_token_of_a_prediction_costs_one_step(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    text = [int(token) for token in random.integers(0, 12, 300)]  # every pair of tokens occurs several times
+    predicted = [50 if at % 20 == 10 else token for at, token in enumerate(text)]
+    prediction, said, num_steps = Prediction(predicted), 0, 0
+    while said < len(text):
+        guessed = list(prediction.propose(16))
+        kept = next((index for index, token in enumerate(guessed) if text[said + index : said + index + 1] != [token]), len(guessed))
+        prediction.read(text[said : said + kept + 1])
+        said += kept + 1
+        num_steps += 1
+    assert num_steps <= 15 + 300 // 17 + 8
+
+
+def test_a_prediction_is_taken_to_be_right_until_it_is_wrong() -> None:
+    prediction = Prediction(list(range(20)))
+    assert prediction.confidence(3) == [0.75, 0.8, 1.0 - 1.0 / 6.0]
+    prediction.read([0, 90])
+    assert prediction.confidence(2) == [0.5, 0.8]
+    assert prediction.confidence(0) == []
 
 
 def test_of_equal_places_the_next_one_is_taken() -> None:

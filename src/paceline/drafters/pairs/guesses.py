@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from paceline.drafters.pairs.ranking import best_scores
 from paceline.errors import PacelineError
 from paceline.runtimes.base import FloatArray
 from paceline.runtimes.ranking import RankedRow, Ranking
+from paceline.sampling.best_few import FEW, kept_of_few, redraw
 from paceline.sampling.draw import draw
 from paceline.sampling.processors import Distribution
 from paceline.sampling.residual import TokenProbs, draw_distinct
@@ -55,6 +56,10 @@ class Guesses:
         columns = self._num_known if self._target_ids is None else len(self._target_ids)
         return Ranking(columns, 1 if width == 1 else width + 1, self._target_ids)
 
+    def ranking_of_few(self, width: int) -> Ranking:
+        """What `of_restricted` needs."""
+        return replace(self.ranking(width), count=max(FEW, width + 1))
+
     def of_ranked(self, row: RankedRow, width: int, *, is_greedy: bool) -> Guessed:
         """As `behind`, for a request whose rows only the temperature changes."""
         log_sum, drawn, scores, ids = row
@@ -67,6 +72,26 @@ class Guesses:
         floor = scores[0] - _REACH
         prob_of = {token: math.exp(score - log_sum) for token, score in zip(ids, scores, strict=True) if score > floor}
         return _shared_out(first, prob_of, width, is_greedy=is_greedy)
+
+    def of_restricted(self, request: Request, path: Sequence[int], row: RankedRow, width: int) -> Guessed | None:
+        """As `behind`, for a request whose rows top-k, top-p and min-p restrict; None where the best few do not tell what they leave.
+
+        Args:
+            row: drawn from with the noise of this place, and of `ranking_of_few`.
+        """
+        log_sum, drawn, scores, ids = row
+        probs = [math.exp(score - log_sum) for score in scores]
+        kept = kept_of_few(request.params, probs)
+        few = ids[: kept.count]
+        if drawn not in few:
+            if not kept.is_all:
+                return None
+            position = len(request.token_ids) + len(path)
+            drawn = redraw(few, scores[: kept.count], request.seed, request.sample_index, position)
+        prob_of = {token: prob / kept.share if kept.is_all else prob for token, prob in zip(few, probs, strict=False)}
+        if width == 1:
+            return Guessed((drawn,), (min(1.0, prob_of[drawn]),))
+        return _shared_out(drawn, prob_of, width, is_greedy=False)
 
     def behind(self, request: Request, path: Sequence[int], row: FloatArray, width: int, *, wants_draws: bool) -> Guessed:
         """What may follow the request's tokens and `path`.

@@ -15,7 +15,7 @@ from paceline.drafters.suffix.store import SuffixStore
 from paceline.errors import ConfigError
 from paceline.speculation.acceptance import match_confidence
 from paceline.speculation.drafter import DraftBudget, Drafter, RequestState
-from paceline.speculation.reading import ReadingTime
+from paceline.speculation.reading import MOST_CAUGHT_UP, ReadingTime
 from paceline.speculation.request import FinishReason, Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Guess, grow_tree
@@ -75,6 +75,15 @@ class SuffixDrafter(Drafter):
     def reading_s(self, request: Request) -> float:
         text = self._texts.get(request)
         return self._reading.of(len(request.token_ids) - (0 if text is None else text.own.size))
+
+    def can_guess(self, request: Request) -> bool:
+        text = self._texts.get(request)
+        is_shared = self._store is not None and request.hints.namespace is not None
+        if text is None or is_shared or len(request.token_ids) - text.own.size > MOST_CAUGHT_UP:
+            return True
+        for token in request.token_ids[text.own.size :]:
+            text.own.append(token)
+        return text.own.repeated[1] >= self._min_match
 
     def release(self, request: Request) -> None:
         is_whole = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)  # neither given up nor failed
