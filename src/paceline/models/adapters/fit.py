@@ -5,7 +5,7 @@ from pathlib import Path
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.adapters.entries import Entry, Kind, listed, without_stacks
-from paceline.models.adapters.modules import EMBEDDING, LM_HEAD, Module, Stack, modules_of, product_names, stacks_of
+from paceline.models.adapters.modules import EMBEDDING, LM_HEAD, Module, Stack, modules_of, places_of, stacks_of
 from paceline.models.adapters.patterns import endings_of
 from paceline.models.adapters.settings import AdapterSettings
 from paceline.models.config import ModelConfig
@@ -16,7 +16,7 @@ class Fit:
     """What each module of an adapter is in the target.
 
     Attributes:
-        own_names: the target's tensors without `.weight`, by the names of products.
+        places: where products are in the target.
     """
 
     def __init__(self, path: Path, entries: Sequence[Entry], settings: AdapterSettings, config: ModelConfig) -> None:
@@ -27,7 +27,7 @@ class Fit:
         """
         self._settings, self._shapes = settings, tensor_shapes(config)
         self._modules, self._stacks = modules_of(config), stacks_of(config)
-        self.own_names = {name: stem for stem, name in product_names(config).items()}
+        self.places = places_of(config)
         self._ranks = self._read_ranks(entries)
         unknown, wrong = [], []
         for entry in entries:
@@ -107,6 +107,6 @@ class Fit:
             shapes = {Kind.DOWN: (rank, columns), Kind.UP: (rows, rank), Kind.UP_BIAS: (rows,)}
         if part in (EMBEDDING, LM_HEAD):
             shapes[Kind.WHOLE] = target.shape
-        if f"{self.own_names[part]}.bias" in self._shapes:
+        if all(f"{place.name}.bias" in self._shapes for name in target.parts for place in self.places[name]):
             shapes[Kind.BIAS] = (rows,)
         return shapes

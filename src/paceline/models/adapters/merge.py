@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.adapters.adapter import Adapter, LowRank
-from paceline.models.adapters.modules import EMBEDDING, LM_HEAD, product_names
+from paceline.models.adapters.modules import EMBEDDING, LM_HEAD, places_of
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.weights import AnyTensor, MadeWeights, Tensor, TensorFacts, Weights, as_float32, to_bf16
 
@@ -36,12 +36,11 @@ class MergedWeights(MadeWeights):
 
     def __init__(self, base: Weights, config: ModelConfig, adapter: Adapter, *, weight_type: WeightType) -> None:
         self._base, self._adapter, self._type = base, adapter, weight_type
-        theirs = {stem: name for stem, name in product_names(config).items() if stem != LM_HEAD or base.has("lm_head.weight")}
-        is_parted = merged_config(config, adapter) is not config and not base.has("lm_head.weight")
+        is_parted = merged_config(config, adapter).tied_embeddings != config.tied_embeddings
         self._sources = {"lm_head.weight": "embedding.weight"} if is_parted else {}
-        theirs |= {LM_HEAD: LM_HEAD} if is_parted else {}
-        self._changed = {f"{stem}.weight": name for stem, name in theirs.items() if name in adapter.products or name in adapter.saved}
-        self._biases = {f"{stem}.bias": name for stem, name in theirs.items() if name in adapter.biases}
+        places = [(name, place) for name, of_name in places_of(config).items() for place in of_name]
+        self._changed = {f"{place.name}.weight": (name, place) for name, place in places if name in {**adapter.products, **adapter.saved}}
+        self._biases = {f"{place.name}.bias": (name, place) for name, place in places if name in adapter.biases}
         names = dict.fromkeys((*base.names(), *self._sources, *self._biases))
         super().__init__(names, self._tensor)
         self.own_head, self.has_encoders, self.container = base.own_head, base.has_encoders, base.container
@@ -53,7 +52,7 @@ class MergedWeights(MadeWeights):
 
     def facts(self, name: str) -> TensorFacts:
         if name in self._biases:
-            size = self._adapter.biases[self._biases[name]].size
+            size = len(self._added_bias(name))
             return TensorFacts((size,), WeightType.F32, None, 4 * size)
         facts = self._base.facts(self._sources.get(name, name))
         if name not in self._changed:
@@ -87,7 +86,7 @@ class MergedWeights(MadeWeights):
 
     def _tensor(self, name: str) -> AnyTensor:
         if name in self._biases:
-            own = self._adapter.biases[self._biases[name]]
+            own = self._added_bias(name)
             values = own + as_float32(self._base[name]) if self._base.has(name) else own
             return Tensor(values, WeightType.F32, values.shape)
         source = self._sources.get(name, name)
@@ -99,11 +98,13 @@ class MergedWeights(MadeWeights):
         return merged
 
     def _merged(self, name: str, source: str) -> Tensor:
-        changed = self._changed[name]
+        changed, place = self._changed[name]
         product, saved = self._adapter.products.get(changed), self._adapter.saved.get(changed)
         tensor = self._base[source] if saved is None else Tensor(saved, WeightType.F32, saved.shape)
         if product is not None and changed == EMBEDDING:
             product = LowRank(product.up.T, product.down.T)
+        elif product is not None and place.rows is not None:
+            product = LowRank(product.down, product.up[place.rows])
         found = np.empty(tensor.shape, _ITEM_TYPES[self._type])
         step = max(1, _CHUNK_VALUES // tensor.shape[1])
         for start in range(0, tensor.shape[0], step):
@@ -111,6 +112,11 @@ class MergedWeights(MadeWeights):
             values = as_float32(tensor, rows)
             found[rows] = self._rounded(values if product is None else values + product.up[rows] @ product.down, name)
         return Tensor(found, self._type, tensor.shape)
+
+    def _added_bias(self, name: str) -> Floats:
+        changed, place = self._biases[name]
+        own = self._adapter.biases[changed]
+        return own if place.rows is None else own[place.rows]
 
     def _rounded(self, values: Floats, name: str) -> NDArray[Any]:
         if self._type is WeightType.BF16:

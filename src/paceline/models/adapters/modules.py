@@ -22,7 +22,7 @@ class Module:
     """A matrix [N, K] as adapters name it.
 
     Attributes:
-        parts: the products in it, by the names of `Adapter`, with their rows in our order; None = all, as they are.
+        parts: the products of `Adapter` in it, with their rows; None = all of one.
     """
 
     shape: tuple[int, int]
@@ -41,40 +41,58 @@ class Stack:
     experts: tuple[Mapping[str, Rows], ...]
 
 
-def product_names(config: ModelConfig) -> dict[str, str]:
-    """Every product that an adapter may add to: the name of its weight in `Weights` without `.weight` → its name in `Adapter`.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a product of `Adapter` is in the network.
 
-    That is the checkpoint's name of the matrix; ours, where several products lie in one matrix and this is not the one that has its name.
+    Attributes:
+        name: of the weight in `Weights`, without `.weight`.
+        rows: of the product, in the order in which the network has them; None = as they are.
     """
-    by_module, names = _by_module(config), {}
-    for module, stems in by_module.items():
-        for stem in stems:
-            is_its_own = len(stems) == 1 or stem.rpartition(".")[2] == module.rpartition(".")[2]
-            names[stem] = module.removeprefix("model.") if is_its_own else stem
-    return {**names, "embedding": EMBEDDING, "lm_head": LM_HEAD}
+
+    name: str
+    rows: Rows | None = None
+
+
+def places_of(config: ModelConfig) -> dict[str, tuple[Place, ...]]:
+    """Every product that an adapter may add to, by its name in `Adapter`: several where a checkpoint's matrix holds several of ours."""
+    shapes, found = tensor_shapes(config), dict[str, tuple[Place, ...]]()
+    joined = {
+        f"model.layers.{index}.{source}": {f"layers.{index}.{part}": rows for part, rows in parts.items()}
+        for index, layer in enumerate(config.layers)
+        for source, parts in joined_in_layer(layer, FAMILIES[config.family]).items()
+    }
+    for module, stems in _by_module(config).items():
+        if module in joined:
+            places = tuple(Place(stem, rows) for stem, rows in joined[module].items())
+        else:
+            places = tuple(Place(stem, _order(stem, shapes[f"{stem}.weight"][0], config)) for stem in stems)
+        found[_product_name(module, stems)] = places
+    return {**found, LM_HEAD: (Place("lm_head"),)}
 
 
 def modules_of(config: ModelConfig) -> dict[str, Module]:
     """The matrices that an adapter may name, by the names of Hugging Face checkpoints without `.weight`."""
-    shapes, names = tensor_shapes(config), product_names(config)
+    shapes = tensor_shapes(config)
     shapes.setdefault("lm_head.weight", shapes["embedding.weight"])  # a head of its own, once an adapter changes one of the two
-    found: dict[str, Module] = {}
-    for module, stems in {**_by_module(config), LM_HEAD: ["lm_head"]}.items():
-        if len(stems) == 1:
-            rows, columns = shapes[f"{stems[0]}.weight"]
-            found[module] = Module((rows, columns), {names[stems[0]]: _order(stems[0], rows, config)})
+    by_module = {**_by_module(config), LM_HEAD: ["lm_head"]}
+    sizes = {module: sum(shapes[f"{stem}.weight"][0] for stem in stems) for module, stems in by_module.items()}
+    found = {
+        module: Module((sizes[module], shapes[f"{stems[0]}.weight"][1]), {_product_name(module, stems): None})
+        for module, stems in by_module.items()
+    }
+    products = {stem: (module, stems) for module, stems in by_module.items() for stem in stems}
     for index, layer in enumerate(config.layers):
-        for source, parts in _joined(layer, config).items():
-            joined = {f"layers.{index}.{part}": rows for part, rows in parts.items()}
-            columns = shapes[f"{next(iter(joined))}.weight"][1]
-            ordered = {names[stem]: _in_order(stem, own, config) for stem, own in joined.items()}
-            found[f"model.layers.{index}.{source}"] = Module((num_rows(parts), columns), ordered)
+        for source, parts in _stacked(layer, config).items():
+            named = {_product_name(*products[f"layers.{index}.{part}"]): rows for part, rows in parts.items()}
+            columns = found[products[f"layers.{index}.{next(iter(parts))}"][0]].shape[1]
+            found[f"model.layers.{index}.{source}"] = Module((num_rows(parts), columns), named)
     return found
 
 
 def stacks_of(config: ModelConfig) -> dict[str, Stack]:
     """The parameters that hold all experts of a layer, by their names in checkpoints of transformers 5."""
-    names, family, found = product_names(config), FAMILIES[config.family], {}
+    family, found = FAMILIES[config.family], dict[str, Stack]()
     for index, layer in enumerate(config.layers):
         if not isinstance(layer.mlp, ExpertMLP):
             continue
@@ -90,7 +108,7 @@ def stacks_of(config: ModelConfig) -> dict[str, Stack]:
         prefix = f"model.layers.{index}.{family.part_names.get('experts', 'mlp.experts')}"
         for stack, (shape, parts) in stacks.items():
             experts = tuple(
-                {names[f"layers.{index}.experts.{expert}.{part}"]: own for part, own in parts.items()}
+                {f"{prefix.removeprefix('model.')}.{expert}.{part}": own for part, own in parts.items()}
                 for expert in range(layer.mlp.routing.num_experts)
             )
             found[f"{prefix}.{stack}"] = Stack(shape, experts)
@@ -107,10 +125,13 @@ def _by_module(config: ModelConfig) -> dict[str, list[str]]:
     return found
 
 
-def _joined(layer: LayerConfig, config: ModelConfig) -> dict[str, Parts]:
-    """Matrices of a layer that hold several products."""
-    family = FAMILIES[config.family]
-    found = joined_in_layer(layer, family)
+def _product_name(module: str, stems: list[str]) -> str:
+    return EMBEDDING if stems == ["embedding"] else module.removeprefix("model.")
+
+
+def _stacked(layer: LayerConfig, config: ModelConfig) -> dict[str, Parts]:
+    """Matrices that some checkpoints stack others in: ours with their rows."""
+    family, found = FAMILIES[config.family], dict[str, Parts]()
     if isinstance(layer.mixer, GatedDeltaConfig):
         found |= {f"{family.recurrent_part}.{source}": parts for source, parts in gated_delta_by_key_head(layer.mixer).items()}
     if family.fuses_projections:
@@ -129,12 +150,3 @@ def _order(stem: str, rows: int, config: ModelConfig) -> NDArray[np.int64] | Non
         return None
     attention = config.layers[int(stem.split(".")[1])].attention
     return order_of_halves(rows, attention.head_size, attention.rope.rotary_size(attention.head_size))
-
-
-def _in_order(stem: str, rows: Rows, config: ModelConfig) -> Rows:
-    """Rows of a joined matrix in our order."""
-    count = num_rows({stem: rows})
-    order = _order(stem, count, config)
-    if order is None:
-        return rows
-    return (np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows)[order]

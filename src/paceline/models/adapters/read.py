@@ -131,8 +131,12 @@ class _Reader:
         if self._weights is None:
             raise ConfigError(f"{self._path} holds biases in the place of the model's, which they are compared with: give its weights")
         for name, rows in module.parts.items():
-            base = self._weights.rows(f"{self._fit.own_names[name]}.bias", np.arange(len(_rows(values, rows)), dtype=np.int32))
-            self._add_biases(Module(module.shape, {name: None}), _rows(values, rows) - base)
+            own = np.array(_rows(values, rows))
+            for place in self._fit.places[name]:
+                chosen = slice(None) if place.rows is None else place.rows
+                part = own[chosen]
+                own[chosen] = part - self._weights.rows(f"{place.name}.bias", np.arange(len(part), dtype=np.int32))
+            self._add_biases(Module(module.shape, {name: None}), own)
 
     def _save(self, name: str, values: Floats) -> None:
         """A whole matrix in the place of the model's; one that is the same is left out."""
@@ -140,7 +144,7 @@ class _Reader:
             self._saved[name] = values
 
     def _is_own(self, name: str, values: Floats, weights: Weights) -> bool:
-        stem = "embedding" if self._config.tied_embeddings else self._fit.own_names[name]
+        stem = "embedding" if self._config.tied_embeddings else self._fit.places[name][0].name
         starts = range(0, len(values), _CHUNK_ROWS)
         parts = (np.arange(start, min(start + _CHUNK_ROWS, len(values)), dtype=np.int32) for start in starts)
         return all(np.array_equal(weights.rows(f"{stem}.weight", part), values[part]) for part in parts)
