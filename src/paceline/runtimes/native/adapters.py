@@ -19,6 +19,9 @@ Sites = tuple[tuple[str, ...], ...]
 """The products of each operation of a network that adapters add to."""
 
 
+_DOWN_OUTPUTS = 8  # as in kernels/low_rank.c
+
+
 class NativeAdapter:
     """One adapter in memory, in the narrowest type that holds its values exactly.
 
@@ -68,9 +71,12 @@ class NativeAdapter:
         return AdapterSite(None if down is None else pointer(down), cast(products, POINTER(AdapterProduct)))
 
     def _matrix(self, values: NDArray[np.float32]) -> Matrix:
-        """W [outputs, columns] as plain products read it."""
-        stored, kind = _narrowest(np.ascontiguousarray(values, np.float32))
-        outputs, columns = stored.shape
+        """W [outputs, columns] as [outputs / 8][columns / 16][8][16], the last ones padded with zeros."""
+        outputs, columns = values.shape
+        padded = np.zeros((-(-outputs // _DOWN_OUTPUTS) * _DOWN_OUTPUTS, -(-columns // LANES) * LANES), np.float32)
+        padded[:outputs, :columns] = values
+        panels = padded.reshape(-1, _DOWN_OUTPUTS, padded.shape[1] // LANES, LANES).swapaxes(1, 2)
+        stored, kind = _narrowest(np.ascontiguousarray(panels))
         return Matrix(kind, outputs, columns, 0, 0, -1, 0, stored.strides[0], self._address(stored), None, None, None, None)
 
     def _panels(self, up: NDArray[np.float32]) -> tuple[int, int]:

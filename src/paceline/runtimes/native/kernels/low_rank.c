@@ -1,60 +1,59 @@
 /* What adapters add to products: y += up (down x), for the rows of each adapter in turn, and for no other row.
  *
- * Both factors are read once a pass, whatever the number of rows. `down` gives every number as one sum in 16 lanes over ascending columns;
- * `up` lies in panels of 16 outputs, whose sums run over ascending ranks. So a row's bits depend neither on the other rows of its adapter
+ * Both factors are read once a pass, whatever the number of rows; their outputs lie in panels, so that what is read is one stream. `down`
+ * gives every number as one sum in 16 lanes over ascending columns, `up` 16 of them side by side, in sums over ascending ranks. So a row's bits depend neither on the other rows of its adapter
  * nor on other adapters. Rows are taken as they are, whatever the product itself makes of them. */
 #include "plain.h"
 #include "work.h"
 
-#define DOWN_A_TICKET 8
-#define WHOLE_A_TICKET 64
+#define DOWN_OUTPUTS 8 /* of a panel of `down` or of a whole matrix: [columns / 16, the last ones padded][8][16] */
+#define WHOLE_A_TICKET 8
 #define PANELS_A_TICKET 8
-#define SUMS 16
+#define SUMS 16 /* that fit in registers: of 8 outputs and two rows */
 #define EACH(i, count) _Pragma("unroll") for (int i = 0; i < (count); i++)
 
-/* The rows of x that take part, and where what they give goes. */
+/* Some rows: what is multiplied, and where the results go. */
 typedef struct {
     const float *x[8];
     float *to[8];
     int real;
 } Rows;
 
-/* Outputs [first, first + outputs) of a matrix for some rows; those that are not there are the last one again and are not kept. */
-INLINE void sum_tile(const int kind, const Matrix *matrix, int first, int end, const Rows *own, const int outputs, const int rows) {
+/* Outputs [8 panel, 8 panel + 8) of a matrix for `rows` rows; what is beyond its last output is not kept. */
+INLINE void sum_panel(const int kind, const Matrix *matrix, int panel, const Rows *own, const int rows) {
+    const int first = panel * DOWN_OUTPUTS, left = matrix->outputs - first, count = left < DOWN_OUTPUTS ? left : DOWN_OUTPUTS;
+    const uint8_t *codes = matrix->codes + (size_t)panel * (size_t)matrix->row_bytes;
     floats sum[SUMS];
-    const uint8_t *codes[8];
-    EACH(n, outputs) codes[n] = matrix->codes + (size_t)(first + n < end ? first + n : end - 1) * (size_t)matrix->row_bytes;
     EACH(i, SUMS) sum[i] = broadcast(0.0f);
-    EACH_16(column, count, matrix->columns) {
-        floats x[8];
-        EACH(row, rows) x[row] = load_part(own->x[row] + column, count);
-        EACH(n, outputs) {
-            const floats w = decode_plain(kind, codes[n], column, count);
+    for (int column = 0; column < matrix->columns; column += LANES) {
+        const int real = matrix->columns - column < LANES ? matrix->columns - column : LANES;
+        floats x[2];
+        EACH(row, rows) x[row] = load_part(own->x[row] + column, real);
+        EACH(n, DOWN_OUTPUTS) {
+            const floats w = decode_plain(kind, codes, column * DOWN_OUTPUTS + n * LANES, LANES);
             EACH(row, rows) sum[n * rows + row] = fused(w, x[row], sum[n * rows + row]);
         }
     }
     float totals[SUMS];
     store(totals, lane_sums(sum));
-    for (int row = 0; row < own->real; row++)
-        for (int n = 0; n < outputs && first + n < end; n++) own->to[row][first + n] = totals[n * rows + row];
+    EACH(row, rows)
+        for (int n = 0; n < count; n++) own->to[row][first + n] = totals[n * rows + row];
 }
 
 INLINE void sum_kind(const int kind, const Matrix *matrix, int begin, int end, const Rows *own) {
     if (own->real == 1)
-        for (int n = begin; n < end; n += 8) sum_tile(kind, matrix, n, end, own, 8, 1);
-    else if (own->real == 2)
-        for (int n = begin; n < end; n += 8) sum_tile(kind, matrix, n, end, own, 8, 2);
+        for (int panel = begin; panel < end; panel++) sum_panel(kind, matrix, panel, own, 1);
     else
-        for (int n = begin; n < end; n += 4) sum_tile(kind, matrix, n, end, own, 4, 4);
+        for (int panel = begin; panel < end; panel++) sum_panel(kind, matrix, panel, own, 2);
 }
 
-/* Outputs [begin, end) of `count` rows of x; scattered: the results lie where the rows do, else one behind another. */
+/* Panels [begin, end) for `count` rows of x; scattered: the results lie where the rows do, else one behind another. */
 static void sum_rows(const Matrix *matrix, int begin, int end, const float *x, const int32_t *numbers, int count, float *to, size_t width,
                      int is_scattered) {
-    for (int first = 0; first < count; first += 4) {
-        Rows own = {.real = count - first < 4 ? count - first : 4};
-        for (int row = 0; row < 4; row++) {
-            const int place = first + (row < own.real ? row : 0);
+    for (int first = 0; first < count; first += 2) {
+        Rows own = {.real = count - first < 2 ? 1 : 2};
+        for (int row = 0; row < own.real; row++) {
+            const int place = first + row;
             own.x[row] = x + (size_t)numbers[place] * (size_t)matrix->columns;
             own.to[row] = to + (size_t)(is_scattered ? numbers[place] : place) * width;
         }
@@ -140,9 +139,9 @@ static void run_down(const Work *work, const Operation *operation, const PassAda
     for (int number = -1; number < own->num_products; number++) {
         const Matrix *matrix = number < 0 ? site->down : site->products[number].whole;
         if (!matrix) continue;
-        const int step = number < 0 ? DOWN_A_TICKET : WHOLE_A_TICKET, tickets = parts_of(matrix->outputs, step);
+        const int panels = parts_of(matrix->outputs, DOWN_OUTPUTS), step = number < 0 ? 1 : WHOLE_A_TICKET, tickets = parts_of(panels, step);
         for (; at->ticket - at->skipped < tickets; at->ticket = next_ticket(work, 0)) {
-            const int begin = (at->ticket - at->skipped) * step, end = begin + step < matrix->outputs ? begin + step : matrix->outputs;
+            const int begin = (at->ticket - at->skipped) * step, end = begin + step < panels ? begin + step : panels;
             if (number < 0)
                 sum_rows(matrix, begin, end, x, numbers, count, work->pass->low_rank + (size_t)first * width, width, 0);
             else

@@ -209,12 +209,12 @@ typedef struct {
     int32_t kind, first, rank, unused;
     const uint8_t *up;   /* [outputs / 16, the last one padded][rank][16]; NULL = nothing */
     const float *bias;   /* [outputs]; NULL = none */
-    const Matrix *whole; /* whose product takes the place of this one; NULL = it stays */
+    const Matrix *whole; /* likewise, whose product takes the place of this one; NULL = it stays */
 } AdapterProduct;
 
 /* What it does to the products of one operation. */
 typedef struct {
-    const Matrix *down;             /* [sum of ranks, columns]; NULL = nothing is multiplied */
+    const Matrix *down;             /* [sum of ranks, columns] in panels (low_rank.c); NULL = nothing is multiplied */
     const AdapterProduct *products; /* [num_products]; NULL = nothing at all */
 } AdapterSite;
 
