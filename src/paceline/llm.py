@@ -4,6 +4,7 @@ import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import cast, overload
 
 from typing_extensions import Unpack
@@ -266,6 +267,32 @@ class LLM:
         """Answer one conversation, yielding what every step adds."""
         return self._stream(self._maker.chat_ids(messages), one_of(params, sampling_params), options)
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that requests may ask for."""
+        return self.engine.adapters.names
+
+    def load_adapter(self, name: str, directory: str | Path) -> None:
+        """Load a LoRA adapter beside those that are there; requests ask for it by `adapter=name`. Others may run meanwhile.
+
+        Args:
+            directory: with the adapter_config.json and the safetensors file that PEFT writes.
+
+        Raises:
+            CheckpointError: the files cannot be used, or are another model's.
+            ConfigError: an adapter has this name already, or it changes what cannot be changed here.
+            BackendUnavailableError: the target's runtime runs no adapters.
+        """
+        self._opened.load_adapter(name, directory)
+
+    def unload_adapter(self, name: str) -> None:
+        """Refuse requests for an adapter from now on; running ones end with it.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        self.engine.remove_adapter(name)
+
     def requantize(self, quant: Quant) -> None:
         """Quantise the target in another way, or not at all with "none"; the drafter stays, unless it reads the target's hidden states.
 
@@ -281,6 +308,8 @@ class LLM:
         if drafter is not None and (drafter.needs.hidden_states or drafter.needs.layers):  # its rows lie beside the old target's
             drafter = self._given_drafter
         opened = open_engine(replace(self._opened.config, quant=quant), self._speculation, drafter)
+        for adapter in self.engine.adapters.all:
+            opened.engine.add_adapter(adapter)
         with self.engine.between_steps():
             self._check_idle()
             self._loaded = opened

@@ -13,6 +13,7 @@ from paceline.models.rope_config import RopeConfig
 from paceline.models.weights import AnyTensor, Tensor, Weights
 from paceline.runtimes.base import FloatArray, ForwardBatch, RowRange, Wanted
 from paceline.runtimes.native import execution, library, panels
+from paceline.runtimes.native.adapters import NativeAdapter
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.program import NativeBlocks, Recorded, Value
 from paceline.runtimes.native.records import LinearOperation, Packing, Rows
@@ -52,6 +53,7 @@ class Network:
         round_to: type of computation.
         in_panels: whether rows are rounded to bytes in front of matrices in groups.
         tables: of rotary angles; None = those of the config.
+        adapters: that rows may have, by number; None = none.
     """
 
     def __init__(
@@ -67,21 +69,22 @@ class Network:
         round_to: WeightType = WeightType.F32,
         in_panels: bool = False,
         tables: RotaryTables | None = None,
+        adapters: Mapping[int, NativeAdapter] | None = None,
     ) -> None:
         config = config or native_config()
         with pytest.MonkeyPatch.context() as patch:
             if level is not None:
                 patch.setattr(panels, "kernels", lambda: open_kernels(level))
             weights = NativeWeights(Weights(tensors or {}), round_to, panels={} if in_panels else None)
-            self._blocks = NativeBlocks(config, weights)
+            self._blocks = NativeBlocks(config, weights, takes_adapters=adapters is not None)
             self._inputs = [self._blocks.value(width) for width in widths]
             self._results = build(self._blocks, self._inputs)
-        recorded = Recorded(self._blocks.operations, [value.width for value in self._blocks.values])
+        recorded = Recorded(self._blocks.operations, [value.width for value in self._blocks.values], self._blocks.sites)
         with pytest.MonkeyPatch.context() as patch:
             if level is not None:
                 patch.setattr(execution, "kernels", lambda: open_kernels(level))
             tables = tables or RotaryTables(config, max_slots)
-            self.execution = Execution(recorded, num_threads=num_threads, max_slots=max_slots, tables=tables)
+            self.execution = Execution(recorded, num_threads=num_threads, max_slots=max_slots, tables=tables, adapters=adapters)
 
     @property
     def packings(self) -> list[Packing]:

@@ -179,7 +179,7 @@ class DraftModelDrafter(Drafter):
         """The request's state, created if new. With translated ids the prefix cache is not counted on."""
         state = self._states.get(request)
         if state is None:
-            state = self._states[request] = _State(self.cache.new_sequence(request.salt))
+            state = self._states[request] = _State(self.cache.new_sequence(request.prefix_salt))
             if self._translation is None:
                 state.num_read = self.cache.count_prefix(state.sequence, request.token_ids)
         return state

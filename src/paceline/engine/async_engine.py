@@ -9,6 +9,7 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, TypeVar
 
 from typing_extensions import Unpack
@@ -127,6 +128,20 @@ class AsyncEngine:
         async with aclosing(self._follow(requests, wants_chunks=True)) as updates:
             async for request, chunk in updates:
                 yield index_of[request], chunk
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that requests may ask for."""
+        return self.opened.engine.adapters.names
+
+    async def load_adapter(self, name: str, directory: str | Path) -> None:
+        """Load a LoRA adapter while requests run; the rest as for `LLM.load_adapter`."""
+        self._worker.check_open()
+        await asyncio.to_thread(self.opened.load_adapter, name, directory)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse requests for an adapter from now on; running ones end with it. As `LLM.unload_adapter`."""
+        await self._call(lambda: self.opened.engine.remove_adapter(name))
 
     def check_open(self) -> None:
         """That requests are still taken.

@@ -21,19 +21,21 @@ from paceline.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestControl:
-    """What goes with one prompt besides its sampling, checked; none of it changes a token.
+    """What goes with one prompt besides its sampling, checked; none of it but the adapter changes a token.
 
     Attributes:
         hints: what its sender offers to drafters.
         speculation: how it may be drafted for.
         salt: only requests with the same one share cached blocks.
         shown_token_ids: special tokens that are part of the text.
+        adapter: its name; None = none.
     """
 
     hints: DraftHints = field(default_factory=DraftHints)
     speculation: RequestSpeculation = field(default_factory=RequestSpeculation)
     salt: bytes = b""
     shown_token_ids: Sequence[int] = ()
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +107,16 @@ class RequestMaker:
         salt_bytes = salt.encode() if isinstance(salt, str) else salt or b""
         predictions = self._predictions(options.get("prediction"), num_prompts, are_predictions_read=are_predictions_read)
         shown_ids = as_ids(options.get("shown_token_ids", ()), "shown_token_ids")
+        adapters = _adapters(options.get("adapter"), num_prompts)
         return [
             RequestControl(
-                hints=DraftHints(prediction, namespace), speculation=speculation, salt=salt_bytes, shown_token_ids=tuple(shown_ids)
+                hints=DraftHints(prediction, namespace),
+                speculation=speculation,
+                salt=salt_bytes,
+                shown_token_ids=tuple(shown_ids),
+                adapter=adapter,
             )
-            for prediction in predictions
+            for prediction, adapter in zip(predictions, adapters, strict=True)
         ]
 
     def make(
@@ -154,6 +161,7 @@ class RequestMaker:
             hints=control.hints,
             speculation=control.speculation,
             salt=control.salt,
+            adapter=control.adapter,
             leader=leader,
         )
 
@@ -274,6 +282,16 @@ class RequestMaker:
             return request.text_stop.finish()
         ended_by_token = ids and ids[-1] in request.end_token_ids and not request.params.include_stop
         return self.tokenizer.decode(ids[:-1] if ended_by_token else ids)
+
+
+def _adapters(adapter: object, num_prompts: int) -> Sequence[str | None]:
+    """The name of the adapter of each prompt."""
+    given: Sequence[object] = adapter if isinstance(adapter, list | tuple) else [adapter] * num_prompts
+    names = [name for name in given if isinstance(name, str | None)]
+    if len(given) != num_prompts or len(names) != num_prompts:
+        text = f"adapter is {adapter!r} for {num_prompts} prompts: give the name of a loaded adapter, or a list with one or None for each"
+        raise RequestError(text, parameter="adapter")
+    return names
 
 
 def _is_one_text(prediction: object) -> bool:

@@ -9,12 +9,14 @@ from dataclasses import asdict, dataclass, field
 from threading import get_ident
 from typing import Any
 
+from paceline.engine.adapters import Adapters
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.step_lock import StepLock
 from paceline.engine.token_gaps import TokenGaps
 from paceline.errors import CapacityError, PacelineError, RequestError, as_exception, is_interrupt
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import blocks_for
+from paceline.models.adapters.adapter import Adapter
 from paceline.runtimes.base import Network
 from paceline.speculation.request import FinishReason, Request
 from paceline.speculation.speculator import Speculator
@@ -85,7 +87,7 @@ class CacheBlocks:
             self._engine.speculator.preempt(request)
             request.num_preemptions += 1
         cache.release(request.sequence)
-        request.sequence = cache.new_sequence(request.salt)
+        request.sequence = cache.new_sequence(request.prefix_salt)
 
 
 class Engine:
@@ -102,6 +104,7 @@ class Engine:
     def __init__(self, runtime: Network, cache: KVCache, speculator: Speculator, limits: Limits) -> None:
         self.runtime, self.cache, self.speculator = runtime, cache, speculator
         self.scheduler: Scheduler[Request] = Scheduler(CacheBlocks(self), limits, self._is_ready)
+        self.adapters = Adapters(runtime)
         self._stats = EngineStats()
         self._runs: dict[object, tuple[int, Sequence[Request]]] = {}  # the thread that stepped for it last, its requests
         self._lock = StepLock(self._apply_adds_and_aborts, self._abort_runs_of_other_threads)
@@ -146,18 +149,44 @@ class Engine:
         """
         return self._lock.held()
 
+    def add_adapter(self, adapter: Adapter) -> None:
+        """Let requests ask for an adapter from now on; others go on meanwhile.
+
+        Raises:
+            ConfigError: one of its name is there, or it does not fit the target.
+            BackendUnavailableError: the target's runtime runs no adapters.
+        """
+        self.adapters.check_free(adapter.name)
+        number = self.runtime.load_adapter(adapter)
+        try:
+            with self.between_steps():
+                self.adapters.put(adapter, number)
+        except BaseException:
+            self.runtime.unload_adapter(number)
+            raise
+
+    def remove_adapter(self, name: str) -> None:
+        """Refuse requests for an adapter from now on; those that are here end with it, then it is freed.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        with self.between_steps():
+            self.adapters.remove(name)
+
     def check(self, request: Request) -> None:
         """Whether a request can be served at all.
 
         Raises:
             CapacityError: it alone is larger than the cache.
-            RequestError: it asks for a drafter that is not loaded.
+            RequestError: it asks for a drafter or an adapter that is not loaded.
         """
         if self._blocks_of(request) > self.cache.pool.num_blocks:
             raise CapacityError(
                 f"prompt and output of {request.max_len} tokens do not fit the cache of {self.cache.max_slots} tokens: "
                 "lower max_tokens or raise cache_gb"
             )
+        self.adapters.check_known(request.adapter)
         wanted = request.speculation.drafter
         if wanted is not None and wanted not in self.speculator.drafters:
             loaded = ", ".join(sorted(self.speculator.drafters)) or "none"
@@ -207,9 +236,16 @@ class Engine:
         """Do what `add` and `abort` left in their queues."""
         while self._to_add:
             request = self._to_add.popleft()
-            request.sequence = self.cache.new_sequence(request.salt)
             request.stats.acceptance = self.speculator.acceptance.value
-            self.scheduler.add(request)
+            try:
+                self.adapters.hold(request)
+            except RequestError as error:  # its adapter was removed since it was checked
+                request.fail(error)
+            request.sequence = self.cache.new_sequence(request.prefix_salt)
+            if request.is_finished:
+                self._release(request)
+            else:
+                self.scheduler.add(request)
         while self._to_abort:
             request = self._to_abort.popleft()
             if self.scheduler.remove(request):
@@ -324,6 +360,7 @@ class Engine:
         request.finished_s = time.perf_counter()
         request.leader = None
         self._count(request)
+        self.adapters.release(request)
         self.cache.release(request.sequence)
         self.speculator.release(request)
         request.drafting.clear()  # its caller may keep it for long

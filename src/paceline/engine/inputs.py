@@ -16,9 +16,10 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
 
 class RequestOptions(TypedDict, total=False):
-    """What may go with prompts besides their sampling, as keyword arguments; none of it changes a token.
+    """What may go with prompts besides their sampling, as keyword arguments; none of it but the adapter changes a token.
 
     Attributes:
+        adapter: name of a loaded adapter whose tokens are wanted; None = the target's own. A list has one, or None, for each prompt.
         prediction: text or token ids the outputs will resemble; a list has one, or None, for each prompt. Needs the drafter "prediction".
         namespace: whose finished outputs a suffix store may offer as guesses and remember these in; None = nobody's.
         speculation: how these requests may be drafted for: a `RequestSpeculation`, or a mapping such as {"enabled": False}.
@@ -27,6 +28,7 @@ class RequestOptions(TypedDict, total=False):
             others are not.
     """
 
+    adapter: str | Sequence[str | None] | None
     prediction: TextOrIds | Sequence[TextOrIds | None] | None
     namespace: str | None
     speculation: RequestSpeculation | Mapping[str, object] | None

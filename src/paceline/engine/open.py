@@ -74,11 +74,24 @@ class OpenedEngine:
         drafter = self.engine.speculator.drafter
         reads = drafter is not None and drafter.reads_predictions
         controls = self.maker.controls(options, len(prompts), are_predictions_read=reads)
+        for control in controls:
+            self.engine.adapters.check_known(control.adapter)
         return [
             sample
             for prompt, one, control in zip(prompts, params_of_each(params, len(prompts)), controls, strict=True)
             for sample in self.maker.make_samples(prompt, one, control, is_streamed=is_streamed)
         ]
+
+    def load_adapter(self, name: str, directory: str | Path) -> None:
+        """Let requests ask for the adapter of a directory by this name.
+
+        Raises:
+            CheckpointError, ConfigError, BackendUnavailableError: as `LLM.load_adapter`.
+        """
+        from paceline.models.adapters.read import read_adapter
+
+        self.engine.adapters.check_free(name)
+        self.engine.add_adapter(read_adapter(Path(directory), name=name, config=self.engine.runtime.config))
 
     def chunk(self, request: Request, num_seen: int) -> StreamChunk:
         """What a streamed request got since it had `num_seen` output tokens; with its whole output if it has ended."""

@@ -17,6 +17,7 @@ from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.recurrent import DEFAULT_STATES, StateLimits
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout
 from paceline.kv_cache.window import PassLimits
+from paceline.models.adapters.adapter import Adapter
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.weights import Weights
 from paceline.runtimes.decoder import COLLECTED, HIDDEN_STATES, LOGITS, RANKED, TOKEN_IDS, Compose
@@ -43,6 +44,8 @@ class RowRange(NamedTuple):
     which only heads use; it is at most `cached_len`.
 
     Row i of the range is row `plan_row + i` of the plan of sequence `sequence_id`; layers that keep something per sequence need both.
+
+    `adapter` is the number that `Network.load_adapter` gave; 0 = none.
     """
 
     start: int
@@ -53,6 +56,7 @@ class RowRange(NamedTuple):
     first_slot: int = 0
     sequence_id: int = 0
     plan_row: int = 0
+    adapter: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +220,19 @@ class Network(ABC):
     def embed(self, token_ids: IntArray) -> FloatArray:
         """Embedding rows [T, E] float32 of `token_ids` [T], of a language model."""
 
+    def load_adapter(self, adapter: Adapter) -> int:
+        """The number by which rows of a pass ask for an adapter, from 1 on; no number comes twice. No pass may run meanwhile.
+
+        Raises:
+            BackendUnavailableError: this kind of network runs none.
+            ConfigError: the adapter changes something that it cannot change here; every such name is listed.
+        """
+        raise BackendUnavailableError(f"the adapter {adapter.name!r} cannot run on this kind of network: merge it into the weights")
+
+    def unload_adapter(self, number: int) -> None:
+        """Free an adapter that no row asks for any more."""
+        raise KeyError(number)
+
     @abstractmethod
     def beside(self, compose: Compose) -> "Network":
         """Another network of the same weights and the same cache."""
@@ -256,25 +273,32 @@ def in_parts(items: Iterable[Item], num_rows: Callable[[Item], int]) -> Iterator
         yield part
 
 
-def assemble(plans: Sequence[RowPlan], node_token_ids: Sequence[Sequence[int]], logits_nodes: Sequence[Sequence[int]]) -> Pass:
+def assemble(
+    plans: Sequence[RowPlan],
+    node_token_ids: Sequence[Sequence[int]],
+    logits_nodes: Sequence[Sequence[int]],
+    adapters: Sequence[int] | None = None,
+) -> Pass:
     """Lay the rows of several plans into one pass.
 
     Args:
         plans: what each sequence runs.
         node_token_ids: per plan, the token of each node.
         logits_nodes: per plan, the nodes whose logits are wanted; their logits come in this order.
+        adapters: per plan, the number of its adapter; None = no plan has one.
     """
     token_ids: list[int] = []
     positions: list[int] = []
     ranges: list[RowRange] = []
     logits_rows: list[int] = []
-    for plan, tokens, wanted in zip(plans, node_token_ids, logits_nodes, strict=True):
+    for plan, tokens, wanted, adapter in zip(plans, node_token_ids, logits_nodes, adapters or [0] * len(plans), strict=True):
         base, is_straight = len(token_ids), isinstance(plan.row_nodes, range)  # then row i is node i
         token_ids.extend(tokens if is_straight else (tokens[node] for node in plan.row_nodes))
         positions.extend(plan.row_positions)
         for path in plan.paths:
             table, start = np.asarray(path.block_table, np.int32), base + path.first_row
-            ranges.append(RowRange(start, path.num_rows, plan.committed_len, table, path.mask, 0, plan.sequence_id, path.first_row))
+            own = (plan.sequence_id, path.first_row, adapter)
+            ranges.append(RowRange(start, path.num_rows, plan.committed_len, table, path.mask, 0, *own))
         if is_straight and isinstance(wanted, range):
             logits_rows.extend(range(base + wanted.start, base + wanted.stop, wanted.step))
         else:

@@ -129,6 +129,7 @@ def _build_native(config: ModelConfig, weights: Weights, options: RuntimeOptions
         max_context=min(options.max_context or config.max_positions, config.max_positions),
         round_to=options.dtype or config.weight_type,
         panels=None if options.dtype is WeightType.F32 else {},
+        takes_adapters=True,
     )
     _warm_up(network)
     numerics = options.numerics

@@ -16,9 +16,14 @@ def rounded(values: NDArray[np.float32], to: WeightType) -> NDArray[np.float32]:
 
 def embedding_rows(embedding: AnyTensor, token_ids: NDArray[np.int32], config: ModelConfig, round_to: WeightType) -> NDArray[np.float32]:
     """Rows [T, E] float32 of a table, read where it lies, rounded to `round_to` and scaled as the network wants them."""
-    rows = as_float32(embedding, token_ids)
-    is_exact = isinstance(embedding, GroupedTensor) or embedding.weight_type is round_to
-    return scaled_rows(rows if is_exact else rounded(rows, round_to), config, round_to)
+    return scaled_rows(table_rows(embedding, token_ids, round_to), config, round_to)
+
+
+def table_rows(table: AnyTensor, token_ids: NDArray[np.int32], round_to: WeightType) -> NDArray[np.float32]:
+    """As `embedding_rows`, not scaled."""
+    rows = as_float32(table, token_ids)
+    is_exact = isinstance(table, GroupedTensor) or table.weight_type is round_to
+    return rows if is_exact else rounded(rows, round_to)
 
 
 def layer_rows(weights: Weights, token_ids: NDArray[np.int32], config: ModelConfig, round_to: WeightType) -> NDArray[np.float32]:

@@ -118,6 +118,8 @@ class Request:
         hints: what its sender offers to drafters.
         speculation: how it may be drafted for.
         salt: only requests with the same one share cached blocks.
+        adapter: name of the adapter that its tokens are to come from; None = the target's own.
+        adapter_number, adapter_key: what the runtime calls it, and the digest of its values, from when the engine has the request.
         leader: another sample of the same prompt, whose cached prompt this one waits for.
         num_cached_tokens: prompt tokens whose rows were in the cache when it began.
         num_preemptions: how often its rows were dropped to make room for older requests; they run again.
@@ -144,6 +146,9 @@ class Request:
     hints: DraftHints = DraftHints()
     speculation: RequestSpeculation = RequestSpeculation()
     salt: bytes = b""
+    adapter: str | None = None
+    adapter_number: int = 0
+    adapter_key: bytes = b""
     leader: "Request | None" = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -160,6 +165,11 @@ class Request:
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     finished_s: float = 0.0
+
+    @property
+    def prefix_salt(self) -> bytes:
+        """Salt and adapter in one: two requests share cached blocks only if both are the same."""
+        return len(self.adapter_key).to_bytes(2, "little") + self.adapter_key + self.salt
 
     @property
     def output_token_ids(self) -> Sequence[int]:

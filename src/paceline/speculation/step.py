@@ -55,7 +55,8 @@ def step(
     batch = [RequestRows.of(request, count) for request, count in zip(requests, num_rows, strict=True)]
     speculator.propose(batch, max_rows)
     plans, wanted = reserve(batch, cache), [rows.logits_nodes for rows in batch]
-    output = _forward(requests, assemble(plans, [rows.token_ids for rows in batch], wanted), target, cache, speculator)
+    adapters = [request.adapter_number for request in requests]
+    output = _forward(requests, assemble(plans, [rows.token_ids for rows in batch], wanted, adapters), target, cache, speculator)
     committed: list[CommittedRows] = []
     for rows, own in zip(batch, output.by_plan(plans, wanted), strict=True):
         request, start = rows.request, rows.request.sequence.committed_len

@@ -1,7 +1,7 @@
 """A recorded network with the memory it runs in."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -9,6 +9,7 @@ from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.kv_cache.recurrent import RecurrentStates
 from paceline.kv_cache.window import WindowKeyValues
 from paceline.runtimes.base import FloatArray, ForwardBatch, Wanted
+from paceline.runtimes.native.adapters import AdapterRows, NativeAdapter
 from paceline.runtimes.native.library import LANES, kernels
 from paceline.runtimes.native.passes import PassMemory
 from paceline.runtimes.native.program import Recorded, matrices_of
@@ -33,9 +34,18 @@ class Execution:
         num_threads: threads that share the work of a pass.
         max_slots: rows a sequence and its draft tree may have together; the cache may have room for less.
         tables: of rotary angles; needed where the network turns anything.
+        adapters: of rows, by number; None = no row has one.
     """
 
-    def __init__(self, recorded: Recorded, *, num_threads: int, max_slots: int, tables: RotaryTables | None = None) -> None:
+    def __init__(
+        self,
+        recorded: Recorded,
+        *,
+        num_threads: int,
+        max_slots: int,
+        tables: RotaryTables | None = None,
+        adapters: Mapping[int, NativeAdapter] | None = None,
+    ) -> None:
         self._recorded, operations = recorded, recorded.operations
         self._operations = (ctypes.c_void_p * len(operations))(*map(ctypes.addressof, operations))
         self._tickets = np.zeros(2 * len(operations), np.int32)
@@ -46,6 +56,7 @@ class Execution:
         self._capacity = 0
         self._buffers: list[FloatArray] = []  # [capacity, width] each
         self.memory = PassMemory(tables if any(isinstance(operation, RopeOperation) for operation in operations) else None)
+        self._adapter_rows = None if adapters is None else AdapterRows(adapters, recorded.sites)
         self._program = Program(
             operations=ctypes.addressof(self._operations), num_operations=len(operations), num_threads=num_threads, block_size=BLOCK_SIZE,
             most_columns=self._most_columns, tickets=self._tickets.ctypes.data,
@@ -104,6 +115,8 @@ class Execution:
         if self._has_states and self.memory.memory is None:
             raise RuntimeError("a network with recurrent layers runs in a cache of its own: make one with new_cache")
         self.memory.describe(batch, wanted)
+        if self._adapter_rows is not None:
+            self._adapter_rows.describe(self.memory.record, batch, wanted)
         if self.memory.states.num_slots > self._num_slots:
             self._make_state_scratch(self.memory.states.num_slots)
         self.kernels.paceline_run(*self._arguments)

@@ -15,12 +15,15 @@ from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.recurrent import DEFAULT_STATES, RecurrentStates, StateLimits
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.kv_cache.window import PassLimits, WindowKeyValues, window_blocks
+from paceline.models.adapters.adapter import Adapter
+from paceline.models.adapters.placed import placed
 from paceline.models.config import KVGroup, ModelConfig, WeightType
 from paceline.models.mapped_files import MappedFiles
 from paceline.models.state_layout import StateLayout
 from paceline.models.weights import AnyTensor, GroupedTensor, TensorFacts, Weights
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, Numerics, Wanted
 from paceline.runtimes.decoder import LAYER_ROWS, TOKEN_IDS, Compose, ranked
+from paceline.runtimes.native.adapters import NativeAdapter, Sites, rows_by_adapter
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.native.panels import Panels
@@ -31,7 +34,7 @@ from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.planes import planes_of
 from paceline.runtimes.ranking import Ranking
 from paceline.runtimes.rotary import LEAST_POSITIONS, RotaryTables
-from paceline.runtimes.rounding import embedding_rows, layer_rows, scaled_rows
+from paceline.runtimes.rounding import layer_rows, scaled_rows, table_rows
 
 
 class NativeNetwork(Network):
@@ -48,6 +51,7 @@ class NativeNetwork(Network):
         round_to: WeightType = WeightType.F32,
         panels: dict[str, Panels] | None = None,
         cache_of: "NativeNetwork | None" = None,
+        takes_adapters: bool = False,
     ) -> None:
         """Record the network; the weights stay where they are.
 
@@ -57,6 +61,7 @@ class NativeNetwork(Network):
             panels: gets matrices in groups as they are laid out for rows that are rounded to 8 bits (kernels/panels.c), by name. None =
                 groups stay as they are, and so do rows.
             cache_of: whose keys and values it reads; None = its own.
+            takes_adapters: whether `load_adapter` can be asked.
 
         Raises:
             BackendUnavailableError: there are no kernels for this machine.
@@ -66,7 +71,7 @@ class NativeNetwork(Network):
         most = max(max_context, LEAST_POSITIONS) + MAX_PASS_ROWS
         self._round_to = round_to
         native_weights = NativeWeights(weights, round_to, panels=panels, num_threads=num_threads)
-        self._shared = _Shared(native_weights, RotaryTables(config, most), num_threads, most)
+        self._shared = _Shared(native_weights, RotaryTables(config, most), num_threads, most, {} if takes_adapters else None)
         self._cache_config = config
         if cache_of is not None:
             self._cache_config = cache_of.config
@@ -133,22 +138,51 @@ class NativeNetwork(Network):
         self._shared.num_passes += 1
         execution.make_room(num_rows)
         for name, buffer in program.inputs.items():
-            execution.rows(buffer, num_rows)[...] = self._input(name, inputs)
+            execution.rows(buffer, num_rows)[...] = self._input(name, inputs, batch)
         execution.run(batch, wanted)
         return ForwardOutput(_Results(program, num_rows, len(wanted.rows)))
 
-    def _input(self, name: str, inputs: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
+    def _input(self, name: str, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch) -> NDArray[Any]:
         if name == TOKEN_IDS:
-            return self.embed(inputs[TOKEN_IDS])
+            return self._embed_adapted(inputs[TOKEN_IDS], batch)
         if name == LAYER_ROWS:
             return layer_rows(self.weights, inputs[TOKEN_IDS], self.config, self._round_to)
         return inputs[name]
 
     def embed(self, token_ids: IntArray) -> FloatArray:
-        embedding = self._embedding
-        if isinstance(embedding, Panels):
-            return scaled_rows(embedding.rows(token_ids), self.config, self._round_to)
-        return embedding_rows(embedding, token_ids, self.config, self._round_to)
+        return scaled_rows(self._table_rows(token_ids), self.config, self._round_to)
+
+    def _table_rows(self, token_ids: IntArray) -> FloatArray:
+        table = self._embedding
+        return table.rows(token_ids) if isinstance(table, Panels) else table_rows(table, token_ids, self._round_to)
+
+    def _embed_adapted(self, token_ids: IntArray, batch: ForwardBatch) -> FloatArray:
+        """As `embed`, each row with its adapter."""
+        embedded = self.embed(token_ids)
+        for number, rows in rows_by_adapter(batch).items():
+            adapter = self._adapters[number].placed
+            if adapter.changes_embedding:
+                ids = token_ids[rows]
+                own = adapter.embedding_rows(self._table_rows(ids), ids)
+                embedded[rows] = scaled_rows(own, self.config, self._round_to)
+        return embedded
+
+    @property
+    def _adapters(self) -> dict[int, NativeAdapter]:
+        return self._shared.adapters or {}
+
+    def load_adapter(self, adapter: Adapter) -> int:
+        if self._shared.adapters is None:
+            return super().load_adapter(adapter)
+        loaded = NativeAdapter(placed(adapter, self.config))
+        for program in self._programs.values():
+            loaded.table(program.sites)
+        self._shared.num_adapters += 1
+        self._shared.adapters[self._shared.num_adapters] = loaded
+        return self._shared.num_adapters
+
+    def unload_adapter(self, number: int) -> None:
+        del self._adapters[number]
 
     def beside(self, compose: Compose) -> "NativeNetwork":
         other = NativeNetwork.__new__(NativeNetwork)
@@ -176,14 +210,15 @@ class NativeNetwork(Network):
 
     def _record(self, ranking: Ranking | None) -> "_Program":
         shared = self._shared
-        blocks = NativeBlocks(self.config, shared.weights, self._cache_config)
+        blocks = NativeBlocks(self.config, shared.weights, self._cache_config, takes_adapters=shared.adapters is not None)
         results = ranked(self.compose, ranking)(blocks)
         buffers, widths = share_memory(blocks, {value.index for value in results.values()})
-        recorded = Recorded(blocks.operations, widths)
+        recorded = Recorded(blocks.operations, widths, blocks.sites)
         program = _Program(
-            Execution(recorded, num_threads=shared.num_threads, max_slots=shared.max_slots, tables=shared.tables),
+            Execution(recorded, num_threads=shared.num_threads, max_slots=shared.max_slots, tables=shared.tables, adapters=shared.adapters),
             {name: buffers[value.index] for name, value in blocks.inputs.items()},
             {name: (buffers[value.index], value.rows, blocks.result_width(value)) for name, value in results.items()},
+            tuple(blocks.sites),
         )
         shared.add(program.execution)
         self._programs[ranking] = program  # last: an interrupt before leaves no program without a cache
@@ -192,11 +227,12 @@ class NativeNetwork(Network):
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """A composition as it was recorded: the buffer of each input, and buffer, rows and width of each result."""
+    """A composition as it was recorded: the buffer of each input; buffer, rows and width of each result; where adapters add to products."""
 
     execution: Execution
     inputs: Mapping[str, int]
     results: Mapping[str, tuple[int, Rows, int]]
+    sites: Sites
 
 
 def _bits(facts: TensorFacts) -> str:
@@ -230,6 +266,8 @@ class _Shared:
     tables: RotaryTables
     num_threads: int
     max_slots: int
+    adapters: dict[int, NativeAdapter] | None = None  # None = there can be none
+    num_adapters: int = 0  # that were ever loaded
     num_passes: int = 0
     files: MappedFiles = field(default_factory=lambda: MappedFiles(()))
     _cache: tuple[Sequence[FloatArray], Sequence[WindowKeyValues], RecurrentStates | None] | None = None

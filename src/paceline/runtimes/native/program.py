@@ -1,9 +1,11 @@
 """The blocks of `runtimes/decoder.py` as a list of operations over buffers, which kernels/program.c runs."""
 
+from collections.abc import Sequence
 from ctypes import c_int32
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError
+from paceline.models.adapters.placed import LM_HEAD
 from paceline.models.config import ModelConfig
 from paceline.models.layers import (
     Activation,
@@ -23,6 +25,7 @@ from paceline.runtimes.decoder import LAYER_ROWS, TOKEN_IDS
 from paceline.runtimes.native.library import LANES, kernels
 from paceline.runtimes.native.panels import PANEL_KINDS
 from paceline.runtimes.native.records import (
+    MOST_PRODUCTS,
     AddOperation,
     AttentionOperation,
     ColumnsOperation,
@@ -33,6 +36,7 @@ from paceline.runtimes.native.records import (
     GatedOperation,
     GatherOperation,
     LinearOperation,
+    LowRankOperation,
     Matrix,
     NormOperation,
     Operation,
@@ -65,13 +69,21 @@ class Value:
 class NativeBlocks:
     """Records operations; every value has a number. `share_memory` gives values a buffer."""
 
-    def __init__(self, config: ModelConfig, weights: NativeWeights, cache_config: ModelConfig | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: NativeWeights, cache_config: ModelConfig | None = None, *, takes_adapters: bool = False
+    ) -> None:
+        """
+        Args:
+            takes_adapters: whether rows may have one.
+        """
         self._config, self._cache_config = config, cache_config or config  # the latter is of the network whose cache it is
         self._weights = weights
         self._states = StateLayout.of(self._cache_config.recurrents)
         self.values: list[Value] = []
         self.inputs: dict[str, Value] = {}  # values that the runtime fills
         self.operations: list[Operation] = []
+        self.takes_adapters = takes_adapters
+        self.sites: list[tuple[str, ...]] = []  # the products of each operation of adapters
         self._num_rankings = 0
         self._shown: dict[int, int] = {}  # floats of values that are wider than what they hold in the end
 
@@ -121,6 +133,10 @@ class NativeBlocks:
         return out
 
     def linear(self, x: Value, *names: str) -> tuple[Value, ...]:
+        return self._products(x, names, names)
+
+    def _products(self, x: Value, names: Sequence[str], sites: Sequence[str]) -> tuple[Value, ...]:
+        """Products with the matrices `names`, and what adapters add to them under the names `sites`."""
         outs = []
         alike: dict[tuple[int, ...], list[Matrix]] = {}
         for name in names:
@@ -130,7 +146,19 @@ class NativeBlocks:
         for (packing, *_), matrices in alike.items():
             array = (Matrix * len(matrices))(*matrices)
             self._record(LinearOperation(x=x.index, num_matrices=len(array), packing=packing, matrices=array), outs[0])
+        for start in range(0, len(sites) if self.takes_adapters else 0, MOST_PRODUCTS):
+            self._add_low_rank(x, tuple(sites[start : start + MOST_PRODUCTS]), outs[start : start + MOST_PRODUCTS])
         return tuple(outs)
+
+    def _add_low_rank(self, x: Value, sites: tuple[str, ...], outs: Sequence[Value]) -> None:
+        missing = MOST_PRODUCTS - len(outs)
+        indices, widths = [out.index for out in outs] + [-1] * missing, [out.width for out in outs] + [0] * missing
+        ys = {f"y{place}": index for place, index in enumerate(indices)}
+        operation = LowRankOperation(
+            x=x.index, columns=x.width, num_products=len(outs), number=len(self.sites), outputs=(c_int32 * MOST_PRODUCTS)(*widths), **ys
+        )  # fmt: skip
+        self.sites.append(sites)
+        self._record(operation, outs[0])
 
     def rms_norm(self, x: Value, name: str) -> Value:
         return self.head_norm(x, name, 1)
@@ -207,7 +235,7 @@ class NativeBlocks:
         return self._record(GatherOperation(x=x.index, width=x.width), self.value(x.width, Rows.WANTED))
 
     def lm_head(self, x: Value, name: str) -> Value:
-        return self.linear(x, name)[0]
+        return self._products(x, (name,), (LM_HEAD,))[0]
 
     def soft_cap(self, x: Value, cap: float) -> Value:
         return self._add(SoftCapOperation(x=x.index, width=x.width, cap=cap), x)
@@ -305,10 +333,12 @@ class Recorded:
     Attributes:
         operations: they and their matrices name buffers, not values.
         widths: floats a row of each buffer.
+        sites: the products of each operation of adapters.
     """
 
     operations: list[Operation]
     widths: list[int]
+    sites: Sequence[tuple[str, ...]] = ()
 
 
 def share_memory(blocks: NativeBlocks, kept: set[int]) -> tuple[list[int], list[int]]:

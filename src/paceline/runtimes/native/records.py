@@ -27,6 +27,7 @@ class Code(IntEnum):
     SIGMOID_GATE = 16
     CONVOLUTION = 17
     STATE = 18
+    LOW_RANK = 19
 
 
 class Packing(IntEnum):
@@ -233,6 +234,41 @@ class StateOperation(Operation):
     )  # fmt: skip
 
 
+MOST_PRODUCTS = 4
+"""Of one operation that adds to products."""
+
+
+class LowRankOperation(Operation):
+    """What adapters add to products y of x; y -1: there are fewer. `number`: which of the network's it is. See kernels/low_rank.c."""
+
+    CODE, INPUTS, OUTS = Code.LOW_RANK, ("x", "y0", "y1", "y2", "y3"), ()
+    _fields_ = (
+        ("x", c_int32), ("y0", c_int32), ("y1", c_int32), ("y2", c_int32), ("y3", c_int32), ("columns", c_int32), ("num_products", c_int32),
+        ("number", c_int32), ("outputs", c_int32 * MOST_PRODUCTS),
+    )  # fmt: skip
+
+
+class AdapterProduct(Structure):
+    """What an adapter adds to one product: `up` of the `rank` numbers from `first` on, a bias; or a matrix in its place."""
+
+    _fields_ = (
+        ("kind", c_int32), ("first", c_int32), ("rank", c_int32), ("unused", c_int32), ("up", c_void_p), ("bias", c_void_p),
+        ("whole", POINTER(Matrix)),
+    )  # fmt: skip
+
+
+class AdapterSite(Structure):
+    """What an adapter does to the products of one operation."""
+
+    _fields_ = (("down", POINTER(Matrix)), ("products", POINTER(AdapterProduct)))
+
+
+class PassAdapter(Structure):
+    """An adapter with rows in a pass: of all of them, and of those whose logits are wanted."""
+
+    _fields_ = (("sites", POINTER(AdapterSite)), ("first", c_int32 * 2), ("count", c_int32 * 2))
+
+
 class ColumnsOperation(Operation):
     """Columns [begin, begin + width) of x."""
 
@@ -303,6 +339,7 @@ class Pass(Structure):
         ("rows", c_int32), ("selected_rows", c_int32), ("num_ranges", c_int32), ("blocks_of_tables", c_int32),
         ("ranges", c_void_p), ("range_of_row", c_void_p), ("block_tables", c_void_p), ("masks", c_void_p), ("selected", c_void_p),
         ("cos", c_void_p), ("sin", c_void_p), ("draws", c_void_p), ("states", c_void_p),
+        ("adapters", c_void_p), ("adapter_rows", c_void_p), ("low_rank", c_void_p), ("num_adapters", c_int32), ("low_rank_floats", c_int32),
     )  # fmt: skip
 
 
@@ -317,13 +354,14 @@ class Program(Structure):
     )  # fmt: skip
 
 
-VERSION = 8
+VERSION = 9
 """KERNELS_VERSION of kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (
     Matrix, SuperBlocksRecord, LinearOperation, NormOperation, RopeOperation, AttentionOperation, GatedOperation, AddOperation,
     SiluResidualOperation, GatherOperation, SoftCapOperation, ConcatOperation, RankOperation, ScaleOperation, ColumnsOperation,
-    RouteOperation, ExpertsOperation, CombineOperation, SigmoidGateOperation, ConvolutionOperation, StateOperation, Range, Draw,
+    RouteOperation, ExpertsOperation, CombineOperation, SigmoidGateOperation, ConvolutionOperation, StateOperation,
+    LowRankOperation, AdapterProduct, AdapterSite, PassAdapter, Range, Draw,
     WalkOptions, Step, Save, StateRange, Pass, Program,
 )  # fmt: skip
 LAYOUT = (VERSION, *map(sizeof, _RECORDS), -1)

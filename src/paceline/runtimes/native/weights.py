@@ -14,8 +14,8 @@ from paceline.runtimes.native.panels import MAX_GROUP, Panels, in_panels
 from paceline.runtimes.native.records import Matrix
 from paceline.runtimes.rounding import rounded
 
-_PLAIN_KINDS = {WeightType.F32: 0, WeightType.F16: 1, WeightType.BF16: 2}
-BF16_KIND = _PLAIN_KINDS[WeightType.BF16]
+PLAIN_KINDS = {WeightType.F32: 0, WeightType.F16: 1, WeightType.BF16: 2}
+BF16_KIND = PLAIN_KINDS[WeightType.BF16]
 _SIGNED, _UNSIGNED, _UNSIGNED_MINIMUM, _NIBBLES, _NIBBLES_MINIMUM, _NIBBLES_TABLE = range(3, 9)
 
 
@@ -107,11 +107,11 @@ class NativeWeights:
 
     def _rounded(self, tensor: Tensor) -> tuple[NDArray[Any], int]:
         if tensor.weight_type is self._round_to or self._round_to is WeightType.F32:
-            return tensor.array, _PLAIN_KINDS[tensor.weight_type]
+            return tensor.array, PLAIN_KINDS[tensor.weight_type]
         values = as_float32(tensor)
         if self._round_to is WeightType.BF16:
-            return to_bf16(values), _PLAIN_KINDS[WeightType.BF16]
-        return values.astype(np.float16), _PLAIN_KINDS[WeightType.F16]
+            return to_bf16(values), PLAIN_KINDS[WeightType.BF16]
+        return values.astype(np.float16), PLAIN_KINDS[WeightType.F16]
 
     def _grouped(self, matrix: GroupedMatrix, out: int, bias: int | None) -> Matrix:
         has_minimums = matrix.minimums is not None

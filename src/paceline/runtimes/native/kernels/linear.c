@@ -6,18 +6,8 @@
  * first (pack_rows), so that what one step needs of all rows lies side by side. */
 #include "native.h"
 #include "bf16.h"
+#include "plain.h"
 #include "vectors.h"
-
-INLINE floats decode_plain(const int kind, const uint8_t *codes, int column, int count) {
-    if (kind == F32) {
-        const float *from = (const float *)codes + column;
-        return count == LANES ? load(from) : load_first(from, count);
-    }
-    halfwords bits = {0};
-    memcpy(&bits, codes + 2 * (size_t)column, 2 * (size_t)count);
-    if (kind == BF16) return (floats)(__builtin_convertvector(bits, words) << 16);
-    return __builtin_convertvector((halfs)bits, floats);
-}
 
 INLINE ints load_bytes(const uint8_t *codes) {
     bytes from;

@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERNELS_VERSION 8 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
+#define KERNELS_VERSION 9 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
 
 /* Rows that share one decoding of a weight: as many as keep their sums in registers. */
 #ifdef __AVX512F__
@@ -62,7 +62,7 @@ typedef struct {
 
 enum {
     LINEAR, NORM, ROPE, ATTENTION, GATED, ADD, GATHER, SOFT_CAP, CONCAT, SILU_RESIDUAL, RANK, SCALE, COLUMNS, ROUTE, EXPERTS, COMBINE,
-    SIGMOID_GATE, CONVOLUTION, STATE,
+    SIGMOID_GATE, CONVOLUTION, STATE, LOW_RANK,
 };
 enum { SILU, GELU_TANH, CLAMPED_SWIGLU, SIGMOID_OF_GATE, GATE_ITSELF, RELU };
 enum { SOFTMAX, SIGMOID }; /* what makes scores of a router's logits */
@@ -195,6 +195,35 @@ typedef struct {
     const float *decay, *bias, *skip;          /* [heads]; skip NULL = none */
 } StateOperation;
 
+/* What adapters add to the products y of x, for the rows of each. */
+#define MOST_PRODUCTS 4
+typedef struct {
+    Operation head;
+    int32_t x, y0, y1, y2, y3; /* buffers; -1 = there is no such product */
+    int32_t columns, num_products, number;  /* columns of x; which of the network's operations of this kind it is, counted from 0 */
+    int32_t outputs[MOST_PRODUCTS];
+} LowRankOperation;
+
+/* What an adapter adds to one product: up @ t and a bias, t the `rank` floats from `first` on of what `down` makes of x. */
+typedef struct {
+    int32_t kind, first, rank, unused;
+    const uint8_t *up;   /* [outputs / 16, the last one padded][rank][16]; NULL = nothing */
+    const float *bias;   /* [outputs]; NULL = none */
+    const Matrix *whole; /* likewise, whose product takes the place of this one; NULL = it stays */
+} AdapterProduct;
+
+/* What it does to the products of one operation. */
+typedef struct {
+    const Matrix *down;             /* [sum of ranks, columns] in panels (low_rank.c); NULL = nothing is multiplied */
+    const AdapterProduct *products; /* [num_products]; NULL = nothing at all */
+} AdapterSite;
+
+/* An adapter with rows in a pass. */
+typedef struct {
+    const AdapterSite *sites;   /* by the number of the operation */
+    int32_t first[2], count[2]; /* its rows among `adapter_rows`: of all rows, and of those whose logits are wanted */
+} PassAdapter;
+
 /* Columns [begin, begin + width) of x. */
 typedef struct {
     Operation head;
@@ -270,6 +299,10 @@ typedef struct {
     const float *const *cos, *const *sin; /* of each table: [rows, rotary half] */
     const Draw *draws;         /* [rankings, rows that are ranked]; NULL = nothing is drawn */
     const StateRange *states;  /* [num_ranges]; NULL = no layer has any */
+    const PassAdapter *adapters; /* [num_adapters] */
+    const int32_t *adapter_rows;
+    float *low_rank; /* [rows of adapters][low_rank_floats] */
+    int32_t num_adapters, low_rank_floats;
 } Pass;
 
 typedef struct {

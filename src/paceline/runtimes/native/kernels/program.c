@@ -1,8 +1,8 @@
 /* Runs a network: a list of operations over buffers of rows, one after another, each shared out among the threads by tickets. */
 #include "native.h"
 #include "threads.h"
+#include "work.h"
 
-#include <stdatomic.h>
 #include <string.h>
 
 #define OUTPUTS_A_TICKET 48        /* whole tiles of 8, 6, 4 and 3 outputs */
@@ -17,23 +17,6 @@ typedef struct {
     Program program;
     Pass pass;
 } Run;
-
-/* What a thread knows when it runs an operation. */
-typedef struct {
-    const Program *program;
-    const Pass *pass;
-    int index, rows, thread; /* of the operation, of its rows, of the thread */
-} Work;
-
-/* The next piece of an operation that no thread has taken; its phases count apart. */
-static int next_ticket(const Work *work, int phase) {
-    _Atomic int32_t *tickets = (_Atomic int32_t *)(work->program->tickets + 2 * work->index + phase);
-    return atomic_fetch_add_explicit(tickets, 1, memory_order_relaxed);
-}
-
-static float *buffer(const Work *work, int number) { return work->program->buffers[number]; }
-
-static int parts_of(int total, int size) { return (total + size - 1) / size; }
 
 static int rows_of(const Pass *pass, const Operation *operation) {
     return operation->rows == WANTED_ROWS ? pass->selected_rows : pass->rows;
@@ -323,7 +306,7 @@ static Function *const FUNCTIONS[] = {
     [ADD] = run_add,           [GATHER] = run_gather, [SOFT_CAP] = run_soft_cap, [CONCAT] = run_concat,
     [SILU_RESIDUAL] = run_silu_residual, [RANK] = run_rank, [SCALE] = run_scale, [COLUMNS] = run_columns,
     [ROUTE] = run_route,       [EXPERTS] = run_experts, [COMBINE] = run_combine, [SIGMOID_GATE] = run_sigmoid_gate,
-    [CONVOLUTION] = run_convolution, [STATE] = run_state,
+    [CONVOLUTION] = run_convolution, [STATE] = run_state, [LOW_RANK] = run_low_rank,
 };
 
 static void run_operations(void *argument, int thread, int num_threads) {
@@ -333,7 +316,7 @@ static void run_operations(void *argument, int thread, int num_threads) {
     for (int index = 0; index < program->num_operations; index++) {
         const Operation *operation = program->operations[index];
         const Work work = {program, pass, index, rows_of(pass, operation), thread};
-        if (!work.rows) continue;
+        if (!work.rows || (operation->code == LOW_RANK && !has_low_rank(pass, operation))) continue;
         FUNCTIONS[operation->code](&work, operation);
         barrier();
     }
@@ -363,7 +346,7 @@ int32_t paceline_layout(int32_t index) {
         sizeof(AttentionOperation), sizeof(GatedOperation), sizeof(AddOperation), sizeof(SiluResidualOperation), sizeof(GatherOperation), sizeof(SoftCapOperation),
         sizeof(ConcatOperation), sizeof(RankOperation), sizeof(ScaleOperation), sizeof(ColumnsOperation), sizeof(RouteOperation),
         sizeof(ExpertsOperation), sizeof(CombineOperation), sizeof(SigmoidGateOperation), sizeof(ConvolutionOperation),
-        sizeof(StateOperation), sizeof(Range), sizeof(Draw), sizeof(WalkOptions), sizeof(Step), sizeof(Save), sizeof(StateRange), sizeof(Pass),
+        sizeof(StateOperation), sizeof(LowRankOperation), sizeof(AdapterProduct), sizeof(AdapterSite), sizeof(PassAdapter), sizeof(Range), sizeof(Draw), sizeof(WalkOptions), sizeof(Step), sizeof(Save), sizeof(StateRange), sizeof(Pass),
         sizeof(Program),
     };
     return (size_t)index < sizeof LAYOUT / sizeof *LAYOUT ? (int32_t)LAYOUT[index] : -1;

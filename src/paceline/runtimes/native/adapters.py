@@ -1,0 +1,155 @@
+"""Adapters as the kernels read them (kernels/low_rank.c), and which rows of a pass are whose."""
+
+from collections.abc import Mapping, Sequence
+from ctypes import POINTER, Array, addressof, cast, pointer
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.models.adapters.placed import PlacedAdapter
+from paceline.models.config import WeightType
+from paceline.models.weights import to_bf16
+from paceline.runtimes.base import FloatArray, ForwardBatch, RowRange, Wanted
+from paceline.runtimes.native.library import LANES
+from paceline.runtimes.native.records import MOST_PRODUCTS, AdapterProduct, AdapterSite, Matrix, Pass, PassAdapter
+from paceline.runtimes.native.weights import PLAIN_KINDS
+
+Sites = tuple[tuple[str, ...], ...]
+"""The products of each operation of a network that adapters add to."""
+
+
+_DOWN_OUTPUTS = 8  # as in kernels/low_rank.c
+
+
+class NativeAdapter:
+    """One adapter in memory, in the narrowest type that holds its values exactly.
+
+    Attributes:
+        placed: what it does.
+    """
+
+    def __init__(self, placed: PlacedAdapter) -> None:
+        self.placed = placed
+        self._arrays: list[NDArray[Any]] = []  # whose addresses the records hold
+        self._records: list[Any] = []
+        self._sites: dict[tuple[str, ...], AdapterSite] = {}
+        self._tables: dict[Sites, Array[AdapterSite]] = {}
+        self._wholes = {name: self._matrix(values) for name, values in placed.saved.items()}
+        self.num_floats = 1  # that `down` gives a row, at most
+
+    def table(self, sites: Sites) -> "Array[AdapterSite]":
+        """What it does at each operation of a network; made once for all that have the same."""
+        if sites not in self._tables:
+            self._tables[sites] = (AdapterSite * len(sites))(*map(self._site, sites))
+        return self._tables[sites]
+
+    def _site(self, names: tuple[str, ...]) -> AdapterSite:
+        if names not in self._sites:
+            self._sites[names] = self._make_site(names)
+        return self._sites[names]
+
+    def _make_site(self, names: tuple[str, ...]) -> AdapterSite:
+        lows, biases = self.placed.products, self.placed.biases
+        wholes = self._wholes if names == ("lm_head",) else {}
+        if not any(name in one for name in names for one in (lows, biases, wholes)):
+            return AdapterSite(None, None)
+        own = [lows[name] for name in names if name in lows]
+        down = self._matrix(np.concatenate([low.down for low in own])) if own else None
+        products, first = (AdapterProduct * MOST_PRODUCTS)(), 0
+        for product, name in zip(products, names, strict=False):
+            product.whole = pointer(wholes[name]) if name in wholes else None
+            rank = len(lows[name].down) if name in lows else 0
+            product.first, product.rank, first = first, rank, first + rank
+            if name in lows:
+                product.kind, product.up = self._panels(lows[name].up)
+            if name in biases:
+                product.up = product.up or self._address(np.zeros(LANES, np.float32))
+                product.bias = self._address(np.ascontiguousarray(biases[name], np.float32))
+        self.num_floats = max(self.num_floats, first)
+        self._records.append((products, down))
+        return AdapterSite(None if down is None else pointer(down), cast(products, POINTER(AdapterProduct)))
+
+    def _matrix(self, values: NDArray[np.float32]) -> Matrix:
+        """W [outputs, columns] as [outputs / 8][columns / 16][8][16], the last ones padded with zeros."""
+        outputs, columns = values.shape
+        padded = np.zeros((-(-outputs // _DOWN_OUTPUTS) * _DOWN_OUTPUTS, -(-columns // LANES) * LANES), np.float32)
+        padded[:outputs, :columns] = values
+        panels = padded.reshape(-1, _DOWN_OUTPUTS, padded.shape[1] // LANES, LANES).swapaxes(1, 2)
+        stored, kind = _narrowest(np.ascontiguousarray(panels))
+        return Matrix(kind, outputs, columns, 0, 0, -1, 0, stored.strides[0], self._address(stored), None, None, None, None)
+
+    def _panels(self, up: NDArray[np.float32]) -> tuple[int, int]:
+        """Kind and address of `up` [outputs, rank] as [panels][rank][16]."""
+        outputs, rank = up.shape
+        padded = np.zeros((-(-outputs // LANES) * LANES, rank), np.float32)
+        padded[:outputs] = up
+        stored, kind = _narrowest(np.ascontiguousarray(padded.reshape(-1, LANES, rank).swapaxes(1, 2)))
+        return kind, self._address(stored)
+
+    def _address(self, array: NDArray[Any]) -> int:
+        self._arrays.append(array)
+        return int(array.ctypes.data)
+
+
+def _narrowest(values: NDArray[np.float32]) -> tuple[NDArray[Any], int]:
+    """The values in bfloat16 or float16 where that holds each of them, and the kind of matrix it is."""
+    if not (values.view(np.uint32) & np.uint32(0xFFFF)).any():
+        return to_bf16(values), PLAIN_KINDS[WeightType.BF16]
+    with np.errstate(over="ignore"):
+        halves = values.astype(np.float16)
+    if np.array_equal(halves.astype(np.float32), values):
+        return halves, PLAIN_KINDS[WeightType.F16]
+    return values, PLAIN_KINDS[WeightType.F32]
+
+
+class AdapterRows:
+    """Describes to the kernels which rows of a pass have which adapter.
+
+    Args:
+        adapters: by number; what is in it when a pass is described counts.
+        sites: of the network.
+    """
+
+    def __init__(self, adapters: Mapping[int, NativeAdapter], sites: Sequence[tuple[str, ...]]) -> None:
+        self._adapters, self._sites = adapters, tuple(sites)
+        self._described: tuple[object, ...] = ()  # alive until the next pass
+        self._low_rank: FloatArray = np.empty(0, np.float32)
+
+    def describe(self, record: Pass, batch: ForwardBatch, wanted: Wanted) -> None:
+        """Fill the fields of a pass; they hold until the next call."""
+        record.num_adapters = 0
+        ranges = rows_by_adapter(batch)
+        if not ranges or not self._sites:
+            return
+        adapter_of_row = np.zeros(len(batch.positions), np.int32)
+        for number, rows in ranges.items():
+            adapter_of_row[rows] = number
+        adapter_of_wanted = adapter_of_row[wanted.rows]
+        pass_adapters, parts, start, num_floats = (PassAdapter * len(ranges))(), list[NDArray[np.int32]](), 0, 1
+        for own, (number, rows) in zip(pass_adapters, ranges.items(), strict=True):
+            adapter = self._adapters[number]
+            own.sites = cast(adapter.table(self._sites), POINTER(AdapterSite))
+            num_floats = max(num_floats, adapter.num_floats)
+            for place, numbers in enumerate((rows, np.flatnonzero(adapter_of_wanted == number).astype(np.int32))):
+                own.first[place], own.count[place], start = start, len(numbers), start + len(numbers)
+                parts.append(numbers)
+        numbers = np.concatenate(parts)
+        if len(numbers) * num_floats > len(self._low_rank):
+            self._low_rank = np.empty(len(numbers) * num_floats, np.float32)
+        self._described = pass_adapters, numbers
+        record.adapters, record.adapter_rows = addressof(pass_adapters), numbers.ctypes.data
+        record.low_rank, record.low_rank_floats = self._low_rank.ctypes.data, num_floats
+        record.num_adapters = len(pass_adapters)
+
+
+def rows_by_adapter(batch: ForwardBatch) -> dict[int, NDArray[np.int32]]:
+    """The rows of each adapter that any has, ascending; empty where none has one."""
+    ranges: dict[int, list[RowRange]] = {}
+    for item in batch.ranges:
+        if item.adapter:
+            ranges.setdefault(item.adapter, []).append(item)
+    return {
+        number: np.concatenate([np.arange(one.start, one.start + one.num_rows, dtype=np.int32) for one in own])
+        for number, own in ranges.items()
+    }

@@ -1,0 +1,185 @@
+/* What adapters add to products: y += up (down x), for the rows of each adapter in turn, and for no other row.
+ *
+ * Both factors are read once a pass, whatever the number of rows; their outputs lie in panels, so that what is read is one stream. `down`
+ * gives every number as one sum in 16 lanes over ascending columns, `up` 16 of them side by side, in sums over ascending ranks. So a row's bits depend neither on the other rows of its adapter
+ * nor on other adapters. Rows are taken as they are, whatever the product itself makes of them. */
+#include "plain.h"
+#include "work.h"
+
+#define DOWN_OUTPUTS 8 /* of a panel of `down` or of a whole matrix: [columns / 16, the last ones padded][8][16] */
+#define WHOLE_A_TICKET 8
+#define PANELS_A_TICKET 8
+#define SUMS 16 /* that fit in registers: of 8 outputs and two rows */
+#define EACH(i, count) _Pragma("unroll") for (int i = 0; i < (count); i++)
+
+/* Some rows: what is multiplied, and where the results go. */
+typedef struct {
+    const float *x[8];
+    float *to[8];
+    int real;
+} Rows;
+
+/* Outputs [8 panel, 8 panel + 8) of a matrix for `rows` rows; what is beyond its last output is not kept. */
+INLINE void sum_panel(const int kind, const Matrix *matrix, int panel, const Rows *own, const int rows) {
+    const int first = panel * DOWN_OUTPUTS, left = matrix->outputs - first, count = left < DOWN_OUTPUTS ? left : DOWN_OUTPUTS;
+    const uint8_t *codes = matrix->codes + (size_t)panel * (size_t)matrix->row_bytes;
+    floats sum[SUMS];
+    EACH(i, SUMS) sum[i] = broadcast(0.0f);
+    for (int column = 0; column < matrix->columns; column += LANES) {
+        const int real = matrix->columns - column < LANES ? matrix->columns - column : LANES;
+        floats x[2];
+        EACH(row, rows) x[row] = load_part(own->x[row] + column, real);
+        EACH(n, DOWN_OUTPUTS) {
+            const floats w = decode_plain(kind, codes, column * DOWN_OUTPUTS + n * LANES, LANES);
+            EACH(row, rows) sum[n * rows + row] = fused(w, x[row], sum[n * rows + row]);
+        }
+    }
+    float totals[SUMS];
+    store(totals, lane_sums(sum));
+    EACH(row, rows)
+        for (int n = 0; n < count; n++) own->to[row][first + n] = totals[n * rows + row];
+}
+
+INLINE void sum_kind(const int kind, const Matrix *matrix, int begin, int end, const Rows *own) {
+    if (own->real == 1)
+        for (int panel = begin; panel < end; panel++) sum_panel(kind, matrix, panel, own, 1);
+    else
+        for (int panel = begin; panel < end; panel++) sum_panel(kind, matrix, panel, own, 2);
+}
+
+/* Panels [begin, end) for `count` rows of x; scattered: the results lie where the rows do, else one behind another. */
+static void sum_rows(const Matrix *matrix, int begin, int end, const float *x, const int32_t *numbers, int count, float *to, size_t width,
+                     int is_scattered) {
+    for (int first = 0; first < count; first += 2) {
+        Rows own = {.real = count - first < 2 ? 1 : 2};
+        for (int row = 0; row < own.real; row++) {
+            const int place = first + row;
+            own.x[row] = x + (size_t)numbers[place] * (size_t)matrix->columns;
+            own.to[row] = to + (size_t)(is_scattered ? numbers[place] : place) * width;
+        }
+        if (matrix->kind == F32)
+            sum_kind(F32, matrix, begin, end, &own);
+        else if (matrix->kind == F16)
+            sum_kind(F16, matrix, begin, end, &own);
+        else
+            sum_kind(BF16, matrix, begin, end, &own);
+    }
+}
+
+/* One panel of outputs for some rows, x what `down` gave for them. */
+INLINE void add_panel(const int kind, const AdapterProduct *product, int panel, int outputs, const Rows *own, const int rows) {
+    const int rank = product->rank, at = panel * LANES, count = outputs - at < LANES ? outputs - at : LANES;
+    const uint8_t *up = product->up + (size_t)panel * (size_t)rank * LANES * (kind == F32 ? 4 : 2);
+    floats sum[8];
+    EACH(row, rows) sum[row] = broadcast(0.0f);
+    for (int r = 0; r < rank; r++) {
+        const floats w = decode_plain(kind, up, r * LANES, LANES);
+        EACH(row, rows) sum[row] = fused(w, broadcast(own->x[row][r]), sum[row]);
+    }
+    for (int row = 0; row < own->real; row++) {
+        if (product->bias) sum[row] = sum[row] + load_part(product->bias + at, count);
+        store_part(own->to[row] + at, load_part(own->to[row] + at, count) + sum[row], count);
+    }
+}
+
+INLINE void add_kind(const int kind, const AdapterProduct *product, int begin, int end, int outputs, const Rows *own) {
+    if (own->real == 1)
+        for (int panel = begin; panel < end; panel++) add_panel(kind, product, panel, outputs, own, 1);
+    else if (own->real == 2)
+        for (int panel = begin; panel < end; panel++) add_panel(kind, product, panel, outputs, own, 2);
+    else if (own->real <= 4)
+        for (int panel = begin; panel < end; panel++) add_panel(kind, product, panel, outputs, own, 4);
+    else
+        for (int panel = begin; panel < end; panel++) add_panel(kind, product, panel, outputs, own, 8);
+}
+
+/* Panels [begin, end) of a product for `count` rows. */
+static void add_rows(const AdapterProduct *product, int begin, int end, int outputs, const float *low_rank, size_t width, const int32_t *numbers,
+                     int count, float *y) {
+    for (int first = 0; first < count; first += 8) {
+        Rows own = {.real = count - first < 8 ? count - first : 8};
+        for (int row = 0; row < 8; row++) {
+            const int place = first + (row < own.real ? row : 0);
+            own.x[row] = low_rank + (size_t)place * width + product->first;
+            own.to[row] = y + (size_t)numbers[place] * (size_t)outputs;
+        }
+        if (product->kind == F32)
+            add_kind(F32, product, begin, end, outputs, &own);
+        else if (product->kind == F16)
+            add_kind(F16, product, begin, end, outputs, &own);
+        else
+            add_kind(BF16, product, begin, end, outputs, &own);
+    }
+}
+
+static const AdapterSite *site_of(const PassAdapter *adapter, const Operation *operation) {
+    const AdapterSite *site = adapter->sites + ((const LowRankOperation *)operation)->number;
+    return site->products && adapter->count[operation->rows == WANTED_ROWS] ? site : NULL;
+}
+
+/* Whether any row of the operation belongs to an adapter that does something here. */
+int has_low_rank(const Pass *pass, const Operation *operation) {
+    for (int number = 0; number < pass->num_adapters; number++)
+        if (site_of(pass->adapters + number, operation)) return 1;
+    return 0;
+}
+
+/* A piece of the work of one phase. */
+typedef struct {
+    int ticket, skipped;
+} Pieces;
+
+/* What `down` makes of the rows, and whole products. */
+static void run_down(const Work *work, const Operation *operation, const PassAdapter *adapter, const AdapterSite *site, Pieces *at) {
+    const LowRankOperation *own = (const LowRankOperation *)operation;
+    const int is_wanted = operation->rows == WANTED_ROWS, first = adapter->first[is_wanted], count = adapter->count[is_wanted];
+    const int32_t *numbers = work->pass->adapter_rows + first, ys[] = {own->y0, own->y1, own->y2, own->y3};
+    const size_t width = (size_t)work->pass->low_rank_floats;
+    const float *x = buffer(work, own->x);
+    for (int number = -1; number < own->num_products; number++) {
+        const Matrix *matrix = number < 0 ? site->down : site->products[number].whole;
+        if (!matrix) continue;
+        const int panels = parts_of(matrix->outputs, DOWN_OUTPUTS), step = number < 0 ? 1 : WHOLE_A_TICKET, tickets = parts_of(panels, step);
+        for (; at->ticket - at->skipped < tickets; at->ticket = next_ticket(work, 0)) {
+            const int begin = (at->ticket - at->skipped) * step, end = begin + step < panels ? begin + step : panels;
+            if (number < 0)
+                sum_rows(matrix, begin, end, x, numbers, count, work->pass->low_rank + (size_t)first * width, width, 0);
+            else
+                sum_rows(matrix, begin, end, x, numbers, count, buffer(work, ys[number]), (size_t)matrix->outputs, 1);
+        }
+        at->skipped += tickets;
+    }
+}
+
+static void run_up(const Work *work, const Operation *operation, const PassAdapter *adapter, const AdapterSite *site, Pieces *at) {
+    const LowRankOperation *own = (const LowRankOperation *)operation;
+    const int is_wanted = operation->rows == WANTED_ROWS, first = adapter->first[is_wanted], count = adapter->count[is_wanted];
+    const int32_t *numbers = work->pass->adapter_rows + first, ys[] = {own->y0, own->y1, own->y2, own->y3};
+    const size_t width = (size_t)work->pass->low_rank_floats;
+    for (int number = 0; number < own->num_products; number++) {
+        const AdapterProduct *product = site->products + number;
+        if (!product->up) continue;
+        const int outputs = own->outputs[number], panels = parts_of(outputs, LANES), tickets = parts_of(panels, PANELS_A_TICKET);
+        for (; at->ticket - at->skipped < tickets; at->ticket = next_ticket(work, 1)) {
+            const int begin = (at->ticket - at->skipped) * PANELS_A_TICKET, end = begin + PANELS_A_TICKET;
+            add_rows(product, begin, end < panels ? end : panels, outputs, work->pass->low_rank + (size_t)first * width, width, numbers, count,
+                     buffer(work, ys[number]));
+        }
+        at->skipped += tickets;
+    }
+}
+
+void run_low_rank(const Work *work, const Operation *operation) {
+    const Pass *pass = work->pass;
+    Pieces down = {next_ticket(work, 0), 0};
+    for (int number = 0; number < pass->num_adapters; number++) {
+        const AdapterSite *site = site_of(pass->adapters + number, operation);
+        if (site) run_down(work, operation, pass->adapters + number, site, &down);
+    }
+    barrier();
+    Pieces up = {next_ticket(work, 1), 0};
+    for (int number = 0; number < pass->num_adapters; number++) {
+        const AdapterSite *site = site_of(pass->adapters + number, operation);
+        if (site) run_up(work, operation, pass->adapters + number, site, &up);
+    }
+}

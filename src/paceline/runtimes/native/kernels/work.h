@@ -1,0 +1,29 @@
+/* What a thread knows when it runs an operation, and how it finds the pieces of it that are its own. */
+#ifndef PACELINE_WORK_H
+#define PACELINE_WORK_H
+
+#include "native.h"
+#include "threads.h"
+
+#include <stdatomic.h>
+
+typedef struct {
+    const Program *program;
+    const Pass *pass;
+    int index, rows, thread; /* of the operation, of its rows, of the thread */
+} Work;
+
+/* The next piece of an operation that no thread has taken; its phases count apart. */
+static inline int next_ticket(const Work *work, int phase) {
+    _Atomic int32_t *tickets = (_Atomic int32_t *)(work->program->tickets + 2 * work->index + phase);
+    return atomic_fetch_add_explicit(tickets, 1, memory_order_relaxed);
+}
+
+static inline float *buffer(const Work *work, int number) { return work->program->buffers[number]; }
+
+static inline int parts_of(int total, int size) { return (total + size - 1) / size; }
+
+int has_low_rank(const Pass *pass, const Operation *operation);
+void run_low_rank(const Work *work, const Operation *operation);
+
+#endif

@@ -1,0 +1,61 @@
+"""LoRA adapters made of random numbers, by the names that checkpoints have."""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+
+from paceline.models.adapters.adapter import Adapter, LowRank
+from paceline.models.config import ModelConfig
+from paceline.models.tensor_names import checkpoint_names, tensor_shapes
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def make_adapter(
+    name: str,
+    config: ModelConfig,
+    *,
+    seed: int,
+    rank: int = 4,
+    strength: float = 0.5,
+    parts: Sequence[str] = PROJECTIONS,
+    embedding: bool = False,
+    lm_head: bool = False,
+    saves: Sequence[str] = (),
+    biases: Sequence[str] = (),
+) -> Adapter:
+    """An adapter of a target that makes other tokens likely.
+
+    Args:
+        strength: of what it adds to a row, compared with the row.
+        parts: last parts of the names of what it changes.
+        embedding, lm_head: whether low-rank factors change them.
+        saves: "embed_tokens" and "lm_head" taken whole.
+        biases: parts that get one besides.
+    """
+    random = np.random.default_rng(seed)
+    shapes = {name: shape for name, shape in tensor_shapes(config).items() if name.endswith(".weight")}
+    in_file = checkpoint_names(config)
+
+    def normal(*shape: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+        return random.standard_normal(shape).astype(np.float32)
+
+    def low_rank(outputs: int, columns: int) -> LowRank:
+        return LowRank(normal(rank, columns) / np.float32(columns**0.5), normal(outputs, rank) * np.float32(strength / rank**0.5))
+
+    products, offsets = dict[str, LowRank](), {}
+    for own, shape in shapes.items():
+        part = own.split(".")[-2]
+        canonical = in_file[own].removeprefix("model.").removesuffix(".weight")
+        if own.startswith("layers.") and part in parts and ".experts." not in own:
+            products[canonical] = low_rank(*shape)
+        if own.startswith("layers.") and part in biases:
+            offsets[canonical] = normal(shape[0]) * np.float32(0.1)
+    vocab_size, hidden = shapes["embedding.weight"]
+    if embedding:
+        products["embed_tokens"] = LowRank(normal(rank, vocab_size), normal(hidden, rank) * np.float32(0.01))
+    if lm_head:
+        products["lm_head"] = low_rank(vocab_size, hidden)
+    saved = {name: normal(vocab_size, hidden) * np.float32(0.05) for name in saves}
+    return Adapter(name, blake2b(repr((name, seed, rank, strength, parts)).encode()).digest(), products, offsets, saved)
