@@ -1,8 +1,8 @@
 /* Runs a network: a list of operations over buffers of rows, one after another, each shared out among the threads by tickets. */
 #include "native.h"
 #include "threads.h"
+#include "work.h"
 
-#include <stdatomic.h>
 #include <string.h>
 
 #define OUTPUTS_A_TICKET 48        /* whole tiles of 8, 6, 4 and 3 outputs */
@@ -18,22 +18,7 @@ typedef struct {
     Pass pass;
 } Run;
 
-/* What a thread knows when it runs an operation. */
-typedef struct {
-    const Program *program;
-    const Pass *pass;
-    int index, rows, thread; /* of the operation, of its rows, of the thread */
-} Work;
-
-/* The next piece of an operation that no thread has taken; its phases count apart. */
-static int next_ticket(const Work *work, int phase) {
-    _Atomic int32_t *tickets = (_Atomic int32_t *)(work->program->tickets + 2 * work->index + phase);
-    return atomic_fetch_add_explicit(tickets, 1, memory_order_relaxed);
-}
-
 static float *buffer(const Work *work, int number) { return work->program->buffers[number]; }
-
-static int parts_of(int total, int size) { return (total + size - 1) / size; }
 
 static int rows_of(const Pass *pass, const Operation *operation) {
     return operation->rows == WANTED_ROWS ? pass->selected_rows : pass->rows;
@@ -155,16 +140,6 @@ static void run_rope(const Work *work, const Operation *operation) {
             const size_t at = (size_t)item * (size_t)own->head_size, angles = (size_t)(item / own->heads) * (size_t)own->rotary_half;
             rotate_head(x + at, cos + angles, sin + angles, own->head_size, own->rotary_half, out + at);
         }
-}
-
-static void run_attention(const Work *work, const Operation *operation) {
-    const AttentionOperation *own = (const AttentionOperation *)operation;
-    if (own->k >= 0) {
-        for (int row; (row = next_ticket(work, 0)) < work->rows;) write_kv(work->program, work->pass, own, row);
-        barrier();
-    }
-    for (int item; (item = next_ticket(work, 1)) < work->rows * own->kv_heads;)
-        attend(work->program, work->pass, own, item / own->kv_heads, item % own->kv_heads, work->program->scratch[work->thread]);
 }
 
 /* Columns [begin, begin + count) of a row, which lie `at` floats behind the beginning of the buffer. */
@@ -343,7 +318,7 @@ static void prepare(void *argument) {
     Run *own = argument;
     own->program = *own->given_program;
     own->pass = *own->given_pass;
-    memset(own->program.tickets, 0, 2 * (size_t)own->program.num_operations * sizeof(int32_t));
+    memset(own->program.tickets, 0, PHASES * (size_t)own->program.num_operations * sizeof(int32_t));
 }
 
 /* One pass; the results are in the buffers. */
