@@ -84,7 +84,7 @@ class Network:
             if level is not None:
                 patch.setattr(execution, "kernels", lambda: open_kernels(level))
             tables = tables or RotaryTables(config, max_slots)
-            self.execution = Execution(recorded, num_threads=num_threads, max_slots=max_slots, tables=tables, adapters=adapters)
+            self.execution = Execution(recorded, num_threads=num_threads, tables=tables, adapters=adapters)
 
     @property
     def packings(self) -> list[Packing]:

@@ -10,7 +10,8 @@ from paceline.kv_cache.recurrent import DEFAULT_STATES, StateLimits
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.kv_cache.window import PassLimits, window_blocks
 from paceline.machine import available_memory_bytes
-from paceline.models.config import ModelConfig, WeightType
+from paceline.models.config import ModelConfig
+from paceline.models.kv_type import KVType
 from paceline.models.state_layout import StateLayout
 
 _DRAFT_BLOCKS_PER_SEQUENCE = 2  # room for drafts beyond the longest a request may become
@@ -36,10 +37,11 @@ class CachePlan:
     max_num_seqs: int = MAX_NUM_SEQS
 
 
-def plan_cache(model: ModelConfig, config: EngineConfig, weight_type: WeightType, limits: PassLimits | None = None) -> CachePlan:
+def plan_cache(model: ModelConfig, config: EngineConfig, kv_type: KVType, limits: PassLimits | None = None) -> CachePlan:
     """Size the cache: what `cache_gb` says, else enough for `max_num_seqs` full contexts within a quarter of the free memory.
 
     Args:
+        kv_type: of the keys and values.
         limits: as `Network.new_cache` gets them; None = layers with a window keep every row.
 
     Raises:
@@ -49,7 +51,7 @@ def plan_cache(model: ModelConfig, config: EngineConfig, weight_type: WeightType
     if config.max_context is not None and config.max_context > model.max_positions:
         raise ConfigError(f"max_context is {config.max_context}, the model was made for {model.max_positions} tokens: lower max_context")
     context = config.max_context or model.max_positions
-    cache_bytes = _CacheBytes(model, 4 if weight_type is WeightType.F32 else 2, limits)
+    cache_bytes = _CacheBytes(model, kv_type, limits)
     per_sequence = blocks_for(context, BLOCK_SIZE) + _DRAFT_BLOCKS_PER_SEQUENCE
     wanted = config.max_num_seqs * per_sequence
     total = available_memory_bytes() // 4 if config.cache_gb is None else int(config.cache_gb * 1e9)
@@ -107,10 +109,10 @@ class _CacheBytes:
         limits: what layers with a window have memory for; None = for every block.
     """
 
-    def __init__(self, model: ModelConfig, item_bytes: int, limits: PassLimits | None) -> None:
+    def __init__(self, model: ModelConfig, kv_type: KVType, limits: PassLimits | None) -> None:
         self._block_bytes: dict[int | None, int] = {}
         for group in model.kv_groups():
-            self._block_bytes[group.window] = self._block_bytes.get(group.window, 0) + group.bytes_per_token(item_bytes) * BLOCK_SIZE
+            self._block_bytes[group.window] = self._block_bytes.get(group.window, 0) + group.bytes_per_token(kv_type) * BLOCK_SIZE
         self._limits = limits
 
     def __call__(self, num_blocks: int) -> int:

@@ -150,7 +150,7 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
     loaded = load_runtime(directory, _runtime_options(config, prepared.layers))
     runtime = loaded.runtime
     limits = _pass_limits(config) if runtime.holds_windows else None
-    plan = plan_cache(runtime.config, config, runtime.capabilities.weight_type, limits)
+    plan = plan_cache(runtime.config, config, runtime.capabilities.kv_type, limits)
     cache = runtime.new_cache(plan.num_blocks, limits, plan.states)
     cache.prefix_caching = config.prefix_cache
     vocab_size = min(runtime.config.vocab_size, tokenizer.vocab_size)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.kv_cache.layer_memory import LayerMemory
+from paceline.kv_cache.packed_rows import FILLING, PackedRows
 from paceline.kv_cache.row_plan import Commit, RowPlan
 
 
@@ -14,10 +15,12 @@ class PagedRows(LayerMemory):
 
     Args:
         storage: whatever a runtime computes with (a numpy array or a torch tensor): only indexing is used here.
+        rows: where rows lie in it; None = row i of a block at index i of axis 3.
     """
 
-    def __init__(self, storage: Any) -> None:
+    def __init__(self, storage: Any, rows: PackedRows | None = None) -> None:
         self.storage = storage
+        self._rows = rows
 
     @property
     def num_bytes(self) -> int:
@@ -26,15 +29,27 @@ class PagedRows(LayerMemory):
     def copy_block(self, source: int, target: int) -> None:
         self.storage[:, target] = self.storage[:, source]
 
+    def copy_row(self, source: tuple[int, int], target: tuple[int, int]) -> None:
+        """Copy one row; both are a block and a row of it."""
+        if self._rows is None:
+            self.storage[:, target[0], :, target[1]] = self.storage[:, source[0], :, source[1]]
+        else:
+            self._rows.copy(self.storage, source, target)
+
+    def fill_block(self, block: int) -> None:
+        """Write small numbers that are no text's."""
+        self.storage[:, block] = 0.01 if self._rows is None else FILLING
+
 
 class KeyValues(PagedRows):
-    """Keys of the i-th layer of a group at 2·i, values at 2·i + 1: [2·layers, num_blocks, K, block_size, D] (`KVGroup.shape`).
+    """Keys of the i-th layer of a group at 2·i, values at 2·i + 1: [2·layers, num_blocks, K, block_size, D] (`KVGroup.shape`),
+    or packed.
 
     The pass writes them, so the kept rows of a masked tree move to where the committed ones end.
     """
 
     def keep_path(self, plan: RowPlan, commit: Commit) -> None:
-        storage, size = self.storage, plan.block_size
+        size = plan.block_size
         table: Sequence[int] = plan.paths[0].block_table
         for source, target in commit.moves:
-            storage[:, table[target // size], :, target % size] = storage[:, table[source // size], :, source % size]
+            self.copy_row((table[source // size], source % size), (table[target // size], target % size))

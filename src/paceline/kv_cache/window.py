@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import CapacityError
 from paceline.kv_cache.key_values import PagedRows
+from paceline.kv_cache.packed_rows import PackedRows
 from paceline.kv_cache.prefix_index import Link
 from paceline.kv_cache.row_plan import Commit, RowPlan, blocks_for
 
@@ -59,12 +60,12 @@ class WindowKeyValues(PagedRows):
     they are given back and enter it once they are owned: an interrupt between loses some, and never gives one out twice.
 
     Args:
-        storage: [2·layers, num_blocks, K, block_size, D].
+        storage, rows: as of `KeyValues`.
         window: rows that a row sees, itself included.
     """
 
-    def __init__(self, storage: Any, window: int, block_size: int) -> None:
-        super().__init__(storage)
+    def __init__(self, storage: Any, window: int, block_size: int, rows: PackedRows | None = None) -> None:
+        super().__init__(storage, rows)
         self.window = window
         self._size = block_size
         self._free = list(range(storage.shape[1] - 1, -1, -1))
@@ -100,9 +101,10 @@ class WindowKeyValues(PagedRows):
             table.append(self._take(wanted))
 
     def keep_path(self, plan: RowPlan, commit: Commit) -> None:
-        table, storage, size = self._tables[plan.sequence_id], self.storage, self._size
+        table, size = self._tables[plan.sequence_id], self._size
+        blocks = table.blocks
         for source, target in commit.moves:
-            storage[:, table.blocks[target // size], :, target % size] = storage[:, table.blocks[source // size], :, source % size]
+            self.copy_row((int(blocks[source // size]), source % size), (int(blocks[target // size]), target % size))
         self._cut(table, blocks_for(commit.committed_len, size))
         first = self._first_seen(commit.committed_len - KEPT_BEHIND)
         if first > table.first:

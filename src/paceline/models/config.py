@@ -16,6 +16,7 @@ from paceline.models.containers.table import container_of
 from paceline.models.families import family_of
 from paceline.models.family import Family
 from paceline.models.json_fields import JsonFields
+from paceline.models.kv_type import KVType
 from paceline.models.layer_reader import LayerReader
 from paceline.models.layers import AttentionConfig, LayerConfig, Recurrent
 from paceline.models.rope import inverse_frequencies, query_scales
@@ -51,9 +52,13 @@ class KVGroup:
         """[2 * layers, num_blocks, K, block_size, D]: keys of the i-th layer at 2 * i, values at 2 * i + 1."""
         return 2 * len(self.layers), num_blocks, self.num_kv_heads, block_size, self.head_size
 
-    def bytes_per_token(self, item_bytes: int) -> int:
-        """Bytes of one position, of numbers of `item_bytes`."""
-        return math.prod(self.shape(1, 1)) * item_bytes
+    def stored_shape(self, num_blocks: int, block_size: int, kv_type: KVType) -> tuple[int, int, int, int]:
+        """[2 * layers, num_blocks, K, bytes]: as `shape`, the rows of a block and head as the native runtime packs them."""
+        return 2 * len(self.layers), num_blocks, self.num_kv_heads, block_size * kv_type.row_bytes(self.head_size)
+
+    def bytes_per_token(self, kv_type: KVType) -> int:
+        """Bytes of one position."""
+        return math.prod(self.stored_shape(1, 1, kv_type))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +155,9 @@ class ModelConfig:
         """That of the first layer that has one."""
         return next(iter(self.attentions.values()))
 
-    def kv_bytes_per_token(self, item_bytes: int) -> int:
-        """Bytes of one position's keys and values in all layers, of numbers of `item_bytes`."""
-        return sum(group.bytes_per_token(item_bytes) for group in self.kv_groups())
+    def kv_bytes_per_token(self, kv_type: KVType) -> int:
+        """Bytes of one position's keys and values in all layers."""
+        return sum(group.bytes_per_token(kv_type) for group in self.kv_groups())
 
     def with_attention(self, change: Callable[[AttentionConfig], AttentionConfig]) -> "ModelConfig":
         """The same with another attention in every layer that has one; layers that were alike still share one object."""

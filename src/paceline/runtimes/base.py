@@ -19,6 +19,7 @@ from paceline.kv_cache.row_plan import RowPlan, TreeLayout
 from paceline.kv_cache.window import PassLimits
 from paceline.models.adapters.adapter import Adapter
 from paceline.models.config import ModelConfig, WeightType
+from paceline.models.kv_type import KVType
 from paceline.models.weights import Weights
 from paceline.runtimes.decoder import COLLECTED, HIDDEN_STATES, LOGITS, RANKED, TOKEN_IDS, Compose
 from paceline.runtimes.ranking import Draws, RankedRow, Ranking, ranked_rows
@@ -168,6 +169,7 @@ class Capabilities:
     tree_layout: TreeLayout
     device: str
     weight_type: WeightType
+    kv_type: KVType = KVType.F32
 
 
 class Network(ABC):

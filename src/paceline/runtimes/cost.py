@@ -152,7 +152,7 @@ class _Measuring:
         plan = self._cache.reserve(self._sequence, range(-1, num_rows - 1), num_rows)
         for memory in kinds:
             for block in plan.paths[0].block_table[self._cached_len // plan.block_size :]:
-                memory.storage[:, block] = 0.01  # memory that was never written would cost nothing to read
+                memory.fill_block(block)  # memory that was never written would cost nothing to read
         self._cache.keep_path(self._sequence, num_rows - 1)
         self.num_far = num_rows
         return True

@@ -8,6 +8,7 @@ from paceline.config import QuantOptions
 from paceline.errors import BackendUnavailableError, CapacityError, memory_errors
 from paceline.models.checkpoint import open_weights, read_model_config, weight_files
 from paceline.models.config import ModelConfig, WeightType
+from paceline.models.kv_type import KVType
 from paceline.models.packed_weights import floats_bytes
 from paceline.models.quantize import matrix_bits
 from paceline.models.quantized_cache import quantized_weights
@@ -27,6 +28,7 @@ class RuntimeOptions:
 
     Attributes:
         numerics: what is wanted; the runtime's capabilities say what holds.
+        kv_type: of keys and values; None = that of computation.
         dtype: None = the type the weights are stored in; F32, asked for, also leaves rows unrounded in front of quantised matrices.
         num_threads: CPU threads.
         max_context: of the longest text there can be; None = what the model was made for.
@@ -42,6 +44,7 @@ class RuntimeOptions:
 
     numerics: Numerics = Numerics.EXACT
     dtype: WeightType | None = None
+    kv_type: KVType | None = None
     num_threads: int = 1
     max_context: int | None = None
     device: str = "auto"
@@ -121,13 +124,15 @@ def _build_native(config: ModelConfig, weights: Weights, options: RuntimeOptions
     """The network with its numerics tested; a notice more where they are not what was asked for."""
     from paceline.runtimes.native.network import NativeNetwork
 
+    round_to = options.dtype or config.weight_type
     network = NativeNetwork(
         decoder(config, options.collect_layers),
         config,
         weights,
         num_threads=options.num_threads,
         max_context=min(options.max_context or config.max_positions, config.max_positions),
-        round_to=options.dtype or config.weight_type,
+        round_to=round_to,
+        kv_type=options.kv_type or KVType(round_to.value),
         panels=None if options.dtype is WeightType.F32 else {},
         takes_adapters=True,
     )

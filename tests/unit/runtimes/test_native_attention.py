@@ -5,12 +5,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from harness.model_configs import with_attention
 from harness.native_network import BUILT, Network, make_batch, native_config
 from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.kv_cache.row_plan import path_to, tree_mask
 from paceline.models.config import ModelConfig
+from paceline.models.kv_type import KVType
 from paceline.runtimes.base import FloatArray, RowRange
 
 Random = np.random.Generator
@@ -24,7 +26,8 @@ class Bench:
 
     config: ModelConfig
     run: Network
-    storage: FloatArray
+    storage: NDArray[np.uint8]
+    kv_type: KVType
 
     @classmethod
     def make(
@@ -37,6 +40,7 @@ class Bench:
         window: int | None = None,
         num_threads: int = 1,
         level: str | None = None,
+        kv_type: KVType = KVType.F32,
     ) -> "Bench":
         config = native_config(heads=heads, kv_heads=kv_heads, head_size=head_size, soft_cap=cap)
         config = config if window is None else with_attention(config, window=window)
@@ -48,9 +52,10 @@ class Bench:
             num_threads=num_threads,
             level=level,
         )
-        storage = np.full((2, NUM_BLOCKS, kv_heads, BLOCK_SIZE, head_size), np.nan, np.float32)  # what nobody wrote must not be read
-        run.execution.use_cache(storage)
-        return cls(config, run, storage)
+        shape = config.kv_groups()[0].stored_shape(NUM_BLOCKS, BLOCK_SIZE, kv_type)
+        storage = np.full(shape, 0xFF, np.uint8)  # not a number in any type: what nobody wrote must not be read
+        run.execution.use_cache(storage, kv_type=kv_type)
+        return cls(config, run, storage, kv_type)
 
     def rows(self, random: Random, count: int) -> list[FloatArray]:
         """q, k and v of some rows."""
@@ -98,7 +103,7 @@ def test_attention_is_its_definition(heads: int, kv_heads: int, head_size: int, 
         found = bench.attend([part[start:end] for part in (q, k, v)], [RowRange(0, end - start, start, table)])
         for row in range(start, end):
             assert np.abs(found[row - start] - bench.expected(q[row], k[: row + 1], v[: row + 1])).max() <= 3e-6
-    assert np.isnan(bench.storage).mean() == pytest.approx(1 - 70 / (NUM_BLOCKS * BLOCK_SIZE))
+    assert np.isfinite(bench.storage.view(np.float32)).sum() == 2 * 70 * kv_heads * head_size
 
 
 @BY_LEVEL
@@ -201,7 +206,7 @@ def test_sequences_in_one_pass_do_not_touch_one_another(count: int, num_threads:
     for rows, item in zip(work, ranges, strict=True):
         alone = apart.attend(rows, [RowRange(0, item.num_rows, item.cached_len, item.block_table, item.mask)])
         assert np.array_equal(found[item.start : item.start + item.num_rows], alone)
-    assert np.array_equal(together.storage, apart.storage, equal_nan=True)
+    assert np.array_equal(together.storage, apart.storage)
 
 
 @BY_LEVEL
@@ -261,7 +266,7 @@ def test_a_layer_that_shares_reads_what_the_other_wrote_and_writes_nothing(seed:
     expected = bench.attend([q, k, v], rows).copy()
     shared = replace(bench.config.attention, kv_layer=0)
     reader = Network([64], lambda blocks, inputs: [blocks.attention(inputs[0], None, shared, 1)], config=bench.config, num_threads=2)
-    reader.execution.use_cache([*bench.storage, *np.full((2, 1, 1), np.nan, np.float32)])
+    reader.execution.use_cache([*bench.storage, *np.full((2, 1, 1), 0xFF, np.uint8)])
     written = bench.storage.copy()
     assert np.array_equal(reader(q, batch=make_batch(rows))[0], expected)
-    assert np.array_equal(bench.storage, written, equal_nan=True)
+    assert np.array_equal(bench.storage, written)

@@ -4,19 +4,22 @@ import ctypes
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.kv_cache.recurrent import RecurrentStates
 from paceline.kv_cache.window import WindowKeyValues
+from paceline.models.kv_type import KVType
 from paceline.runtimes.base import FloatArray, ForwardBatch, Wanted
 from paceline.runtimes.native.adapters import AdapterRows, NativeAdapter
-from paceline.runtimes.native.library import LANES, kernels
+from paceline.runtimes.native.library import kernels
 from paceline.runtimes.native.passes import PassMemory
 from paceline.runtimes.native.program import Recorded, matrices_of
 from paceline.runtimes.native.records import (
+    PHASES,
     AttentionOperation,
     ConvolutionOperation,
     ExpertsOperation,
+    KVKind,
     Program,
     RopeOperation,
     StateOperation,
@@ -25,6 +28,7 @@ from paceline.runtimes.native.states import zeros
 from paceline.runtimes.rotary import RotaryTables
 
 _MIN_ROWS = 32
+_PARTS_FLOATS = 1 << 22  # for what splits of long contexts give; untouched memory costs nothing
 
 
 class Execution:
@@ -32,7 +36,6 @@ class Execution:
 
     Args:
         num_threads: threads that share the work of a pass.
-        max_slots: rows a sequence and its draft tree may have together; the cache may have room for less.
         tables: of rotary angles; needed where the network turns anything.
         adapters: of rows, by number; None = no row has one.
     """
@@ -42,15 +45,14 @@ class Execution:
         recorded: Recorded,
         *,
         num_threads: int,
-        max_slots: int,
         tables: RotaryTables | None = None,
         adapters: Mapping[int, NativeAdapter] | None = None,
     ) -> None:
         self._recorded, operations = recorded, recorded.operations
         self._operations = (ctypes.c_void_p * len(operations))(*map(ctypes.addressof, operations))
-        self._tickets = np.zeros(2 * len(operations), np.int32)
-        groups = [operation.heads // operation.kv_heads for operation in operations if isinstance(operation, AttentionOperation)]
-        self._max_slots, self._scratch_rows = max_slots, 1 + max(groups, default=0)
+        self._tickets = np.zeros(PHASES * len(operations), np.int32)
+        attentions = [operation for operation in operations if isinstance(operation, AttentionOperation)]
+        self._heads = {(operation.heads // operation.kv_heads, operation.head_size) for operation in attentions}
         self._most_columns = max([matrix.columns for operation in operations for matrix in matrices_of(operation)], default=0)
         self.kernels = kernels()
         self._capacity = 0
@@ -58,42 +60,48 @@ class Execution:
         self.memory = PassMemory(tables if any(isinstance(operation, RopeOperation) for operation in operations) else None)
         self._adapter_rows = None if adapters is None else AdapterRows(adapters, recorded.sites)
         self._program = Program(
-            operations=ctypes.addressof(self._operations), num_operations=len(operations), num_threads=num_threads, block_size=BLOCK_SIZE,
+            operations=ctypes.addressof(self._operations), num_operations=len(operations), num_threads=num_threads,
             most_columns=self._most_columns, tickets=self._tickets.ctypes.data,
         )  # fmt: skip
         self._has_states = any(isinstance(operation, ConvolutionOperation) for operation in operations)
         states = [operation for operation in operations if isinstance(operation, StateOperation)]
         self._block_floats = max((operation.rows_of_state * operation.block for operation in states), default=0)
         self._make_state_scratch(0)
-        self._make_scratch(0)
+        self._parts = np.empty(_PARTS_FLOATS if attentions else 0, np.float32)
+        self._program.parts, self._program.parts_floats = self._parts.ctypes.data, self._parts.size
         self._packed_rows = np.empty(num_threads * self.kernels.paceline_packed_floats(1, self._most_columns), np.float32)
         self._program.packed_rows = self._packed_rows.ctypes.data
         self._arguments = ctypes.pointer(self._program), ctypes.pointer(self.memory.record)
         self.make_room(_MIN_ROWS)
 
     def use_cache(
-        self, planes: Sequence[FloatArray], windows: Sequence[WindowKeyValues] = (), states: RecurrentStates | None = None
+        self,
+        planes: Sequence[NDArray[np.uint8]],
+        windows: Sequence[WindowKeyValues] = (),
+        states: RecurrentStates | None = None,
+        kv_type: KVType = KVType.F32,
     ) -> None:
         """Read and write keys and values here from now on.
 
         Args:
-            planes: keys, then values of each layer in turn, each [num_blocks, K, BLOCK_SIZE, D] with K and D of the layer's attention.
+            planes: keys, then values of each layer in turn, each [num_blocks, K, bytes] with K and D of the layer's attention
+                (`KVGroup.stored_shape`).
             windows: memories of layers with a window, in the order of `ModelConfig.windows`; none = their blocks are the cache's.
             states: the memory of recurrent layers.
+            kv_type: of the numbers in `planes`.
         """
         self._planes, self.memory.windows = list(planes), windows
         self.memory.memory = states if self._has_states else None
         self._plane_addresses = np.array([plane.ctypes.data for plane in self._planes], np.uint64)
         self._program.planes = self._plane_addresses.ctypes.data
-        self._make_scratch(min(self._max_slots, max(map(len, self._planes), default=0) * BLOCK_SIZE))
+        self._program.kv_kind = KVKind[kv_type.name]
 
-    def _make_scratch(self, num_slots: int) -> None:
-        """What attention over so many rows works in."""
-        room = self._scratch_rows * (num_slots + LANES)
+    def _make_scratch(self, num_rows: int) -> None:
+        """What attention of a pass of so many rows works in."""
+        room = max((self.kernels.paceline_attention_floats(*heads, num_rows) for heads in self._heads), default=0)
         self._scratch = [np.empty(room, np.float32) for _ in range(self._program.num_threads)]
         self._scratch_addresses = np.array([part.ctypes.data for part in self._scratch], np.uint64)
         self._program.scratch = self._scratch_addresses.ctypes.data
-        self._program.max_context = num_slots
 
     def _make_state_scratch(self, num_slots: int) -> None:
         """Room for each thread's block of a state and for so many copies."""
@@ -138,6 +146,7 @@ class Execution:
         self._buffers = [np.empty((capacity, width), np.float32) for width in self._recorded.widths]
         self._addresses = np.array([buffer.ctypes.data for buffer in self._buffers], np.uint64)
         self._packed = np.empty(self._packed_floats(capacity), np.float32)
+        self._make_scratch(capacity)
         self._program.buffers = self._addresses.ctypes.data
         self._program.packed = self._packed.ctypes.data
         self._capacity = capacity

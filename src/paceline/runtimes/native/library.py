@@ -56,6 +56,10 @@ def open_kernels(path: Path) -> ctypes.CDLL:
     library.paceline_run.restype = None
     library.paceline_packed_floats.argtypes = [c_int32, c_int32]
     library.paceline_packed_floats.restype = c_int64
+    library.paceline_attention_floats.argtypes = [c_int32, c_int32, c_int32]
+    library.paceline_attention_floats.restype = c_int64
+    library.paceline_kv_unit_bytes.argtypes = [c_int32, c_int32]
+    library.paceline_kv_unit_bytes.restype = c_int64
     library.paceline_panel_bytes.argtypes = [c_int32, c_int32, c_int32]
     library.paceline_panel_bytes.restype = c_int64
     library.paceline_fill_panels.argtypes = [POINTER(Matrix), c_int32, c_int32, c_int32, c_int32, c_void_p]

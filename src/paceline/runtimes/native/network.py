@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from paceline.config import MAX_PASS_ROWS
 from paceline.errors import CapacityError, ConfigError
 from paceline.kv_cache.key_values import KeyValues, PagedRows
+from paceline.kv_cache.packed_rows import PackedRows
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.recurrent import DEFAULT_STATES, RecurrentStates, StateLimits
 from paceline.kv_cache.row_plan import TreeLayout
@@ -18,6 +19,7 @@ from paceline.kv_cache.window import PassLimits, WindowKeyValues, window_blocks
 from paceline.models.adapters.adapter import Adapter
 from paceline.models.adapters.placed import placed
 from paceline.models.config import KVGroup, ModelConfig, WeightType
+from paceline.models.kv_type import KVType
 from paceline.models.mapped_files import MappedFiles
 from paceline.models.state_layout import StateLayout
 from paceline.models.weights import AnyTensor, GroupedTensor, TensorFacts, Weights
@@ -49,6 +51,7 @@ class NativeNetwork(Network):
         num_threads: int,
         max_context: int,
         round_to: WeightType = WeightType.F32,
+        kv_type: KVType = KVType.F32,
         panels: dict[str, Panels] | None = None,
         cache_of: "NativeNetwork | None" = None,
         takes_adapters: bool = False,
@@ -58,6 +61,7 @@ class NativeNetwork(Network):
         Args:
             max_context: of the longest text there can be.
             round_to: type the weights' values are rounded to first, where they are stored in another.
+            kv_type: of its keys and values.
             panels: gets matrices in groups as they are laid out for rows that are rounded to 8 bits (kernels/panels.c), by name. None =
                 groups stay as they are, and so do rows.
             cache_of: whose keys and values it reads; None = its own.
@@ -67,11 +71,11 @@ class NativeNetwork(Network):
             BackendUnavailableError: there are no kernels for this machine.
         """
         self.config, self.weights = config, weights
-        self.capabilities = Capabilities(Numerics.EXACT, TreeLayout.MASK, "cpu", WeightType.F32)
+        self.capabilities = Capabilities(Numerics.EXACT, TreeLayout.MASK, "cpu", WeightType.F32, kv_type)
         most = max(max_context, LEAST_POSITIONS) + MAX_PASS_ROWS
         self._round_to = round_to
         native_weights = NativeWeights(weights, round_to, panels=panels, num_threads=num_threads)
-        self._shared = _Shared(native_weights, RotaryTables(config, most), num_threads, most, {} if takes_adapters else None)
+        self._shared = _Shared(native_weights, RotaryTables(config, most), num_threads, kv_type, {} if takes_adapters else None)
         self._cache_config = config
         if cache_of is not None:
             self._cache_config = cache_of.config
@@ -80,7 +84,7 @@ class NativeNetwork(Network):
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path is not None else "none"
         stored = sorted({f"{facts.weight_type.value}{_bits(facts)}" for facts in map(weights.facts, weights)})
         computed = round_to.value if panels is None else "bytes"
-        self.version = f"kernels {digest}, {num_threads} threads, {' '.join(stored)} as {computed}"
+        self.version = f"kernels {digest}, {num_threads} threads, {' '.join(stored)} as {computed}, cache {kv_type.value}"
         self._compose(compose)
 
     @property
@@ -98,7 +102,7 @@ class NativeNetwork(Network):
 
     def new_key_values(self, num_blocks: int) -> list[KeyValues]:
         groups = self.config.kv_groups(by_window=False)
-        memories = [KeyValues(self._new_storage(group, num_blocks)) for group in groups]
+        memories = [KeyValues(self._new_storage(group, num_blocks), self._rows) for group in groups]
         self._shared.use_cache(planes_of(self.config, groups, memories))
         return memories
 
@@ -117,17 +121,21 @@ class NativeNetwork(Network):
         groups, memories, windows = self.config.kv_groups(), list[PagedRows](), list[WindowKeyValues]()
         for group in groups:
             if group.window is None:
-                memories.append(KeyValues(self._new_storage(group, num_blocks)))
+                memories.append(KeyValues(self._new_storage(group, num_blocks), self._rows))
             else:
                 count = window_blocks(group.window, num_blocks, limits, BLOCK_SIZE)
-                windows.append(WindowKeyValues(self._new_storage(group, count), group.window, BLOCK_SIZE))
+                windows.append(WindowKeyValues(self._new_storage(group, count), group.window, BLOCK_SIZE, self._rows))
                 memories.append(windows[-1])
         self._shared.use_cache(planes_of(self.config, groups, memories), windows)
         return KVCache(memories, num_blocks, self.capabilities.tree_layout)
 
-    def _new_storage(self, group: KVGroup, num_blocks: int) -> FloatArray:
+    @property
+    def _rows(self) -> PackedRows:
+        return PackedRows(self.capabilities.kv_type, BLOCK_SIZE)
+
+    def _new_storage(self, group: KVGroup, num_blocks: int) -> NDArray[np.uint8]:
         try:
-            return np.zeros(group.shape(num_blocks, BLOCK_SIZE), np.float32)
+            return np.zeros(group.stored_shape(num_blocks, BLOCK_SIZE, self.capabilities.kv_type), np.uint8)
         except MemoryError as error:
             raise CapacityError(f"a cache of {num_blocks} blocks does not fit in memory: lower cache_gb") from error
 
@@ -196,7 +204,15 @@ class NativeNetwork(Network):
         return panels.first(count) if isinstance(panels, Panels) else None
 
     def reader(self, compose: Compose, config: ModelConfig, weights: Weights, *, max_context: int) -> "NativeNetwork":
-        return NativeNetwork(compose, config, weights, num_threads=self._shared.num_threads, max_context=max_context, cache_of=self)
+        return NativeNetwork(
+            compose,
+            config,
+            weights,
+            num_threads=self._shared.num_threads,
+            kv_type=self.capabilities.kv_type,
+            max_context=max_context,
+            cache_of=self,
+        )
 
     def _compose(self, compose: Compose) -> None:
         self.compose = compose
@@ -215,7 +231,7 @@ class NativeNetwork(Network):
         buffers, widths = share_memory(blocks, {value.index for value in results.values()})
         recorded = Recorded(blocks.operations, widths, blocks.sites)
         program = _Program(
-            Execution(recorded, num_threads=shared.num_threads, max_slots=shared.max_slots, tables=shared.tables, adapters=shared.adapters),
+            Execution(recorded, num_threads=shared.num_threads, tables=shared.tables, adapters=shared.adapters),
             {name: buffers[value.index] for name, value in blocks.inputs.items()},
             {name: (buffers[value.index], value.rows, blocks.result_width(value)) for name, value in results.items()},
             tuple(blocks.sites),
@@ -265,22 +281,22 @@ class _Shared:
     weights: NativeWeights
     tables: RotaryTables
     num_threads: int
-    max_slots: int
+    kv_type: KVType
     adapters: dict[int, NativeAdapter] | None = None  # None = there can be none
     num_adapters: int = 0  # that were ever loaded
     num_passes: int = 0
     files: MappedFiles = field(default_factory=lambda: MappedFiles(()))
-    _cache: tuple[Sequence[FloatArray], Sequence[WindowKeyValues], RecurrentStates | None] | None = None
+    _cache: tuple[Sequence[NDArray[np.uint8]], Sequence[WindowKeyValues], RecurrentStates | None] | None = None
     _executions: list[Execution] = field(default_factory=list)
     _readers: "list[_Shared]" = field(default_factory=list)
     _also_read: list[NDArray[Any]] = field(default_factory=list)
 
     def use_cache(
-        self, planes: Sequence[FloatArray], windows: Sequence[WindowKeyValues] = (), states: RecurrentStates | None = None
+        self, planes: Sequence[NDArray[np.uint8]], windows: Sequence[WindowKeyValues] = (), states: RecurrentStates | None = None
     ) -> None:
         self._cache = planes, windows, states
         for execution in self._executions:
-            execution.use_cache(planes, windows, states)
+            execution.use_cache(planes, windows, states, self.kv_type)
         for reader in self._readers:
             reader.use_cache(planes, windows, states)
 
@@ -297,7 +313,7 @@ class _Shared:
 
     def add(self, execution: Execution) -> None:
         if self._cache is not None:
-            execution.use_cache(*self._cache)
+            execution.use_cache(*self._cache, self.kv_type)
         self._executions.append(execution)
         self.read_too(())
 

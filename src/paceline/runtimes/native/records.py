@@ -38,6 +38,19 @@ class Packing(IntEnum):
     BYTES = 2  # rounded to 8-bit codes in groups
 
 
+class KVKind(IntEnum):
+    """How numbers of keys and values are stored."""
+
+    F32 = 0
+    BF16 = 1
+    F16 = 2
+    INT8 = 3
+
+
+PHASES = 3
+"""Of an operation, whose tickets count apart."""
+
+
 class Rows(IntEnum):
     """Which rows an operation works on."""
 
@@ -349,7 +362,7 @@ class Program(Structure):
     _fields_ = (
         ("operations", c_void_p), ("num_operations", c_int32), ("num_threads", c_int32),
         ("buffers", c_void_p), ("packed", c_void_p), ("packed_rows", c_void_p), ("scratch", c_void_p), ("planes", c_void_p),
-        ("block_size", c_int32), ("max_context", c_int32), ("most_columns", c_int32), ("tickets", c_void_p),
+        ("parts", c_void_p), ("parts_floats", c_int64), ("kv_kind", c_int32), ("most_columns", c_int32), ("tickets", c_void_p),
         ("state_scratch", c_void_p), ("state_floats", c_int64),
     )  # fmt: skip
 

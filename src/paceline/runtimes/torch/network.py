@@ -17,6 +17,7 @@ from paceline.kv_cache.recurrent import DEFAULT_STATES, RecurrentStates, StateLi
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.kv_cache.window import PassLimits
 from paceline.models.config import ModelConfig, WeightType
+from paceline.models.kv_type import KVType
 from paceline.models.state_layout import StateLayout
 from paceline.models.weights import Weights
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, Numerics, RowRange, Wanted
@@ -55,7 +56,7 @@ class TorchNetwork(Network):
             BackendUnavailableError: it is not there.
         """
         self.config, self.compose = config, compose
-        self.capabilities = Capabilities(Numerics.FAST, TreeLayout.MASK, device, weight_type)
+        self.capabilities = Capabilities(Numerics.FAST, TreeLayout.MASK, device, weight_type, KVType(weight_type.value))
         self._layout = StateLayout.of(config.recurrents)
         opened = _open_device(device)
         tensors = TorchWeights(weights, dtype=DTYPES[weight_type], device=opened, norms_in_float32=config.norm_offset)

@@ -1,204 +1,301 @@
-/* Attention over blocks of cached rows. A row sees the cached rows and, of its own range, what comes before it or what its mask
- * allows; they are visited in the order of their slots, so skipping some leaves the arithmetic that decoding alone would do. */
-#include "native.h"
-#include "vectors.h"
+/* Attention over blocks of cached rows. A row sees the cached rows and, of its own range, what comes before it or what its mask allows: a
+ * path, in which every row has a position. Positions are worked through in splits that begin at fixed ones, and what splits give is merged in
+ * their order: a row's bits depend on its own path alone, whoever else is in the pass and however the splits are shared out. */
+#include "attention.h"
+#include "attention_tiles.h"
 
-/* Rows of the cache that one call works through before it turns to the next query head: their keys stay in the nearest cache. */
-#define STRETCH 64
-
-/* Where a kv head's keys (side 0) or values (side 1) begin: a layer's are [num_blocks][kv_heads][block_size][head_size]. */
-static float *side_of(const Program *program, const AttentionOperation *own, int side, int kv_head) {
-    return program->planes[2 * own->layer + side] + (size_t)kv_head * (size_t)program->block_size * (size_t)own->head_size;
-}
-
-/* The blocks of a range's sequence in the memory of this layer. */
-static const int32_t *table_of(const Pass *pass, const AttentionOperation *own, const Range *range) {
-    return pass->block_tables + (size_t)own->tables * (size_t)pass->blocks_of_tables + range->table;
-}
-
-/* Row of a slot, counted from `side_of`. */
-static int32_t row_of(const Program *program, const AttentionOperation *own, const int32_t *table, int slot) {
-    return table[slot / program->block_size] * own->kv_heads * program->block_size + slot % program->block_size;
-}
-
-/* Write one row's k and v [kv_heads * head_size] to its slot. */
-void write_kv(const Program *program, const Pass *pass, const AttentionOperation *own, int row) {
-    const Range *range = pass->ranges + pass->range_of_row[row];
-    const size_t size = (size_t)own->head_size, begin = (size_t)row * (size_t)own->kv_heads * size;
-    const float *k = program->buffers[own->k] + begin, *v = program->buffers[own->v] + begin;
-    const int32_t place = row_of(program, own, table_of(pass, own, range), range->cached_len + row - range->start);
-    for (int head = 0; head < own->kv_heads; head++) {
-        memcpy(side_of(program, own, 0, head) + (size_t)place * size, k + (size_t)head * size, size * sizeof(float));
-        memcpy(side_of(program, own, 1, head) + (size_t)place * size, v + (size_t)head * size, size * sizeof(float));
-    }
-}
-
-/* Rows of the cache that `row` may see, in the order of their slots. They are a path, each one position behind the one before, so a window is
- * the last of them. */
-static int visible_rows(const Program *program, const Pass *pass, const AttentionOperation *own, int row, int32_t *visible) {
-    const Range *range = pass->ranges + pass->range_of_row[row];
-    const int32_t *table = table_of(pass, own, range);
-    const int index = row - range->start, size = program->block_size;
-    const uint8_t *mask = range->mask < 0 ? 0 : pass->masks + range->mask + index * range->rows;
-    const int known = range->cached_len + (mask ? 0 : index + 1);
-    int hidden = 0; /* of the range's own rows that the mask shows, those that the window hides */
-    int slot = range->first_slot;
-    if (own->window) {
-        int own_rows = 0;
-        for (int other = 0; mask && other < range->rows; other++) own_rows += mask[other];
-        hidden = own_rows > own->window ? own_rows - own->window : 0;
-        const int first = known - (own->window - (own_rows - hidden));
-        if (first > slot) slot = first;
-    }
-    int count = 0;
-    while (slot < known) {
-        const int32_t first = table[slot / size] * own->kv_heads * size;
-        for (int32_t in_block = slot % size; in_block < size && slot < known; in_block++, slot++) visible[count++] = first + in_block;
-    }
-    for (int other = 0; mask && other < range->rows; other++)
-        if (mask[other] && hidden-- <= 0) visible[count++] = row_of(program, own, table, range->cached_len + other);
-    return count;
-}
-
-/* Query heads that are worked on together, so that a row of the cache is loaded once for all of them. */
-#ifdef __AVX512F__
-#define HEADS 4
-#else
-#define HEADS 1
-#endif
-#define EACH_HEAD _Pragma("unroll") for (int head = 0; head < heads; head++)
-#define EACH_PART _Pragma("unroll") for (int part = 0; part < parts; part++)
-#define AHEAD 16 /* rows that are asked for early: blocks lie anywhere, a page apart */
-
-/* The query heads of one kv head, and the rows of the cache that they see; a head's scores lie `room` apart. */
+/* A row sees positions [begin, end): those before `known` lie in the slot of the same number, of the rest `mask` says which of the range's
+ * rows they are. */
 typedef struct {
-    const float *keys, *values;
-    const int32_t *rows;
-    int count, size, room;
+    int begin, known, end;
+    const uint8_t *mask;
 } Seen;
 
-INLINE void prefetch_row(const float *side, int32_t row, int size) {
-    for (int i = 0; i < size; i += LANES) __builtin_prefetch(side + (size_t)row * (size_t)size + i, 0, 3);
+/* What a split of a chunk is worked on with; arrays have an entry, or a row, for each query. */
+typedef struct {
+    const AttentionOperation *own;
+    const Chunk *chunk;
+    const Seen *seen; /* [rows] */
+    Values values;
+    const uint8_t *keys;
+    int kind, group, queries, size, base; /* base: the first position of the split */
+    float *packed;  /* [queries][padded] */
+    float *scores;  /* [queries][SPLIT] */
+    float *of_range; /* [group][rows of the range, padded to blocks, and one more] */
+    int32_t *slots; /* of some positions of one row */
+    float *sums;    /* [queries][part_floats] */
+} Task;
+
+static int smaller(int a, int b) { return a < b ? a : b; }
+static int larger(int a, int b) { return a > b ? a : b; }
+static int whole_blocks(int slots) { return (slots + SLOTS - 1) / SLOTS * SLOTS; }
+static int group_of(const AttentionOperation *own) { return own->heads / own->kv_heads; }
+
+int chunk_rows(const AttentionOperation *own) { return larger(1, MOST_QUERIES / group_of(own)); }
+int part_floats(const AttentionOperation *own) { return padded_columns(own->head_size) + LANES; }
+
+void splits_of(const AttentionOperation *own, const Chunk *chunk, int *first, int *end) {
+    const Range *range = chunk->range;
+    const int row = range->mask < 0 ? chunk->row : 0;
+    const int begin = own->window ? range->cached_len + row + 1 - own->window : 0;
+    *first = larger(begin, range->first_slot) / SPLIT;
+    *end = (range->cached_len + (range->mask < 0 ? chunk->row + chunk->rows : range->rows) + SPLIT - 1) / SPLIT;
 }
 
-/* scores[head][i] = scale (q[head] . keys[rows[i]]) for `heads` heads and rows [from, end); `parts` vectors a row, the last of which may not be
- * whole. Sixteen dot products are added up at once. */
-INLINE void score_heads(const Seen *seen, const float *q, int from, int end, float scale, float *scores, const int heads, const int parts, const int is_whole) {
-    const int size = seen->size, last = is_whole ? LANES : size - (parts - 1) * LANES;
-    for (; from < end; from += LANES) {
-        const int some = end - from < LANES ? end - from : LANES;
-        floats sums[HEADS][LANES];
-        for (int i = 0; i < some; i++) {
-            const float *key = seen->keys + (size_t)seen->rows[from + i] * (size_t)size;
-            const int soon = from + i + AHEAD;
-            if (soon < seen->count)
-                prefetch_row(seen->keys, seen->rows[soon], size);
-            else if (soon - seen->count < seen->count)
-                prefetch_row(seen->values, seen->rows[soon - seen->count], size);
-            floats sum[HEADS];
-            EACH_HEAD sum[head] = broadcast(0.0f);
-            EACH_PART {
-                const floats k = is_whole || part + 1 < parts ? load(key + part * LANES) : load_first(key + part * LANES, last);
-                EACH_HEAD {
-                    const float *query = q + head * size + part * LANES;
-                    sum[head] = fused(is_whole || part + 1 < parts ? load(query) : load_first(query, last), k, sum[head]);
-                }
-            }
-            EACH_HEAD sums[head][i] = sum[head];
-        }
-        for (int i = some; i < LANES; i++) EACH_HEAD sums[head][i] = broadcast(0.0f);
-        EACH_HEAD {
-            const floats totals = lane_sums(sums[head]) * broadcast(scale);
-            memcpy(scores + head * seen->room + from, &totals, (size_t)some * sizeof(float));
-        }
+/* Floats that a thread works in, for a pass of so many rows. */
+int64_t paceline_attention_floats(int32_t group, int32_t head_size, int32_t rows) {
+    const int64_t queries = larger(MOST_QUERIES, group), padded = padded_columns(head_size);
+    return queries * (padded + SPLIT + 2 * (padded + LANES)) + (group + 1) * (int64_t)(whole_blocks(rows) + SLOTS) + SPLIT + 2 * LANES;
+}
+
+static Seen seen_of(const Pass *pass, const AttentionOperation *own, const Range *range, int row) {
+    Seen seen = {range->first_slot, range->cached_len + row + 1, range->cached_len + row + 1, 0};
+    if (range->mask >= 0) {
+        seen.mask = pass->masks + range->mask + row * range->rows;
+        seen.known = seen.end = range->cached_len;
+        for (int other = 0; other < range->rows; other++) seen.end += seen.mask[other];
+    }
+    if (own->window) seen.begin = larger(seen.begin, seen.end - own->window);
+    return seen;
+}
+
+/* Queries of the chunk one behind another, with zeros behind each; as pairs of bfloat16 where keys are. */
+static void pack_queries(const Program *program, const Task *task) {
+    const int size = task->size, padded = task->values.padded;
+    for (int query = 0; query < task->queries; query++) {
+        const size_t row = (size_t)(task->chunk->range->start + task->chunk->row + query / task->group);
+        const size_t head = row * (size_t)task->own->heads + (size_t)(task->chunk->kv_head * task->group + query % task->group);
+        float *to = task->packed + query * padded;
+        memset(to, 0, (size_t)whole_blocks(padded) * sizeof(float)); /* and the beginning of the next */
+        memcpy(to, program->buffers[task->own->q] + head * (size_t)size, (size_t)size * sizeof(float));
+        if (task->kind == KV_BF16) pack_pairs(to, 0, whole_blocks(padded));
     }
 }
 
-static void score(const Seen *seen, const float *q, int from, int end, int group, float scale, float *scores) {
-    const int size = seen->size, whole = size / LANES, parts = (size + LANES - 1) / LANES;
-    int head = 0;
-    for (; head + HEADS <= group && (size == 64 || size == 128); head += HEADS)
-        if (size == 64)
-            score_heads(seen, q + head * size, from, end, scale, scores + head * seen->room, HEADS, 4, 1);
-        else
-            score_heads(seen, q + head * size, from, end, scale, scores + head * seen->room, HEADS, 8, 1);
-    for (; head < group; head++)
-        if (whole == parts)
-            score_heads(seen, q + head * size, from, end, scale, scores + head * seen->room, 1, parts, 1);
-        else
-            score_heads(seen, q + head * size, from, end, scale, scores + head * seen->room, 1, parts, 0);
+#define BY_KIND(call)                                       \
+    switch (task->kind) {                                   \
+        case KV_F32: { enum { KIND = KV_F32 }; call; break; }   \
+        case KV_BF16: { enum { KIND = KV_BF16 }; call; break; } \
+        case KV_F16: { enum { KIND = KV_F16 }; call; break; }   \
+        default: { enum { KIND = KV_S8 }; call; break; }        \
+    }
+
+INLINE void score_queries(const int kind, const Task *task, const uint8_t *keys, const uint8_t *next, int first, int end, float *scores, int room) {
+    int query = first;
+    for (; query + QUERIES <= end; query += QUERIES)
+        score_tile(kind, keys, next, task->packed + query * task->values.padded, task->size, scores + (query - first) * room, room, QUERIES);
+    for (; query < end; query++)
+        score_tile(kind, keys, next, task->packed + query * task->values.padded, task->size, scores + (query - first) * room, room, 1);
 }
 
-/* The first half of softmax: each score becomes exp(score - largest); returns the sum, with that of the sink where there is one. 16 floats of
- * room follow the scores. */
-static float exponentials(float *scores, int count, const float *sink) {
-    float largest = sink ? *sink : scores[0];
-    for (int i = 0; i < count; i++) largest = scores[i] > largest ? scores[i] : largest;
-    floats sum = broadcast(0.0f);
-    for (int i = count; i < count + LANES; i++) scores[i] = -__builtin_inff();
-    for (int i = 0; i < count; i += LANES) {
+/* Scores of queries [first, end) with all rows of the blocks that slots [from, stop) are in. */
+static void score_slots(const Task *task, int first, int end, int from, int stop, float *scores, int room) {
+    for (int slot = from / SLOTS * SLOTS; slot < stop; slot += SLOTS) {
+        const int32_t *table = task->values.table + slot / SLOTS;
+        const uint8_t *keys = task->keys + (size_t)table[0] * task->values.stride;
+        const uint8_t *next = slot + SLOTS < stop ? task->keys + (size_t)table[1] * task->values.stride
+                                                  : task->values.values + (size_t)task->values.table[from / SLOTS] * task->values.stride;
+        BY_KIND(score_queries(KIND, task, keys, next, first, end, scores + slot - from / SLOTS * SLOTS, room))
+    }
+}
+
+INLINE void add_columns(const int kind, const Task *task, int from, int end, int query, const int queries) {
+    const int padded = task->values.padded;
+    const float *weights = task->scores + query * SPLIT;
+    float *sums = task->sums + query * (padded + LANES);
+    int begin = 0;
+    for (; begin + PARTS * LANES <= padded; begin += PARTS * LANES)
+        add_tile(kind, &task->values, from, end, task->base, weights, SPLIT, begin, sums, queries, PARTS);
+    for (; begin < padded; begin += LANES) add_tile(kind, &task->values, from, end, task->base, weights, SPLIT, begin, sums, queries, 1);
+}
+
+INLINE void add_queries(const int kind, const Task *task, int from, int end, int first, int last) {
+    int query = first;
+    for (; query + QUERIES <= last; query += QUERIES) add_columns(kind, task, from, end, query, QUERIES);
+    for (; query < last; query++) add_columns(kind, task, from, end, query, 1);
+}
+
+/* Values of slots [from, end) onto the sums of queries [first, last). */
+static void add_slots(const Task *task, int from, int end, int first, int last) {
+    if (from < end) BY_KIND(add_queries(KIND, task, from, end, first, last))
+}
+
+/* The slots of positions [from, end) of a row, in their order. */
+static void list_slots(const Task *task, const Seen *seen, int from, int end) {
+    int position = from;
+    for (; position < seen->known; position++) task->slots[position - from] = position;
+    for (int other = 0, at = seen->known; at < end; other++) {
+        if (!seen->mask[other]) continue;
+        if (at >= from) task->slots[at - from] = task->chunk->range->cached_len + other;
+        at++;
+    }
+}
+
+/* Scores of a row's own range, where its mask says which it sees: those of all its rows, then at the place of its positions. */
+static void score_range(const Task *task, const Seen *seen, int row, int from, int end) {
+    const int first = row * task->group, start = task->chunk->range->cached_len, skipped = start / SLOTS * SLOTS;
+    const int stop = start + task->chunk->range->rows, room = whole_blocks(stop - skipped);
+    score_slots(task, first, first + task->group, start, stop, task->of_range, room);
+    list_slots(task, seen, from, end);
+    for (int query = 0; query < task->group; query++)
+        for (int position = from; position < end; position++)
+            task->scores[(first + query) * SPLIT + position - task->base] = task->of_range[query * room + task->slots[position - from] - skipped];
+}
+
+/* What weights are multiplied with where values have a scale a row. */
+static void scale_weights(const Task *task, const Seen *seen, float *weights, int from, int end) {
+    list_slots(task, seen, from, end);
+    for (int position = from; position < end; position++) {
+        const int slot = task->slots[position - from];
+        const uint8_t *unit = task->values.values + (size_t)task->values.table[slot / SLOTS] * task->values.stride;
+        weights[position - task->base] *= scales_of(unit, task->size)[slot % SLOTS];
+    }
+}
+
+/* Scores of positions [from, end) become weights exp(score - largest); the largest and the weights' sum are told. */
+static void weigh(const Task *task, const Seen *seen, float *scores, int from, int end, float *told) {
+    const int begin = from - task->base, stop = end - task->base, first = begin / SLOTS * SLOTS, last = whole_blocks(stop);
+    scale(scores + first, last - first, task->own->scale, scores + first);
+    if (task->own->soft_cap > 0.0f) soft_cap(scores + first, last - first, task->own->soft_cap, scores + first);
+    for (int i = first; i < begin; i++) scores[i] = -__builtin_inff();
+    for (int i = stop; i < last; i++) scores[i] = -__builtin_inff();
+    floats most = load(scores + first), sum = broadcast(0.0f);
+    for (int i = first; i < last; i += LANES) most = __builtin_elementwise_max(most, load(scores + i));
+    float largest = most[0];
+    for (int lane = 1; lane < LANES; lane++) largest = most[lane] > largest || largest != largest ? most[lane] : largest;
+    for (int i = first; i < last; i += LANES) {
         const floats weight = exponential(load(scores + i) - broadcast(largest));
         store(scores + i, weight);
         sum += weight;
     }
-    return sink ? lane_sum(sum) + exponential(broadcast(*sink - largest))[0] : lane_sum(sum);
+    told[0] = largest;
+    told[1] = lane_sum(sum);
+    if (task->kind == KV_S8) scale_weights(task, seen, scores, from, end);
+    if (task->kind == KV_BF16) pack_pairs(scores, first, last);
 }
 
-/* sums[head] += weights[head][i] values[rows[i]] over rows [from, end), in order, for `heads` heads and `parts` vectors of `width` floats from
- * column `begin` on. */
-INLINE void add_part(const Seen *seen, const float *weights, int from, int end, int begin, int width, float *sums, const int heads, const int parts) {
-    const int size = seen->size;
-    floats sum[HEADS][4];
-    EACH_HEAD EACH_PART sum[head][part] = load_first(sums + head * size + begin + part * LANES, width);
-    for (int i = from; i < end; i++) {
-        const float *value = seen->values + (size_t)seen->rows[i] * (size_t)size + begin;
-        floats v[4];
-        if (i + AHEAD < seen->count) prefetch_row(seen->values, seen->rows[i + AHEAD], size);
-        EACH_PART v[part] = load_first(value + part * LANES, width);
-        EACH_HEAD {
-            const floats weight = broadcast(weights[head * seen->room + i]);
-            EACH_PART sum[head][part] = fused(weight, v[part], sum[head][part]);
+/* Values of positions onto the sums of each row: those of the slots that all rows see are read once. `from` and `end`: what each row sees in
+ * the split. Pairs of rows stay together. */
+static void add_values(const Task *task, const int *from, const int *end) {
+    const int rows = task->chunk->rows, group = task->group;
+    int stop[MOST_QUERIES], first = 0, last = task->base + SPLIT;
+    for (int row = 0; row < rows; row++) {
+        const Seen *seen = task->seen + row;
+        stop[row] = end[row] > seen->known ? larger(from[row], seen->known / 2 * 2) : end[row];
+        first = larger(first, (from[row] + 1) / 2 * 2);
+        last = smaller(last, stop[row] / 2 * 2);
+        if (from[row] >= end[row]) stop[row] = last = -1;
+    }
+    if (first >= last) first = last = 0;
+    for (int row = 0; row < rows; row++) add_slots(task, from[row], first < last ? smaller(first, stop[row]) : stop[row], row * group, (row + 1) * group);
+    add_slots(task, first, last, 0, rows * group);
+    for (int row = 0; row < rows; row++) {
+        const int begin = row * group;
+        if (first < last) add_slots(task, last, stop[row], begin, begin + group);
+        if (stop[row] < 0 || stop[row] >= end[row]) continue;
+        list_slots(task, task->seen + row, stop[row], end[row]);
+        const float *weights = task->scores + begin * SPLIT;
+        float *sums = task->sums + begin * part_floats(task->own);
+        BY_KIND(add_listed(KIND, &task->values, task->slots, stop[row], end[row], task->base, weights, SPLIT, sums, group))
+    }
+}
+
+static void run_split(Task *task, int split, float *parts) {
+    const int rows = task->chunk->rows, group = task->group, floats_a_part = part_floats(task->own);
+    int from[MOST_QUERIES], end[MOST_QUERIES], first = (split + 1) * SPLIT, last = 0;
+    task->base = split * SPLIT;
+    task->sums = parts;
+    memset(parts, 0, (size_t)(task->queries * floats_a_part) * sizeof(float));
+    for (int row = 0; row < rows; row++) {
+        const Seen *seen = task->seen + row;
+        from[row] = larger(seen->begin, task->base);
+        end[row] = smaller(seen->end, task->base + SPLIT);
+        if (from[row] >= end[row]) continue;
+        first = smaller(first, from[row]);
+        last = larger(last, smaller(seen->known, end[row]));
+    }
+    score_slots(task, 0, task->queries, first, last, task->scores + first / SLOTS * SLOTS - task->base, SPLIT);
+    for (int row = 0; row < rows; row++) {
+        const Seen *seen = task->seen + row;
+        if (from[row] >= end[row]) continue;
+        if (end[row] > seen->known) score_range(task, seen, row, larger(from[row], seen->known), end[row]);
+        for (int query = row * group; query < (row + 1) * group; query++)
+            weigh(task, seen, task->scores + query * SPLIT, from[row], end[row], parts + query * floats_a_part + task->values.padded);
+    }
+    add_values(task, from, end);
+}
+
+/* `running` takes in a part of later positions. Whoever sees nothing in a split has weights that sum up to 0, and only he. */
+static void merge(float *running, const float *part, int padded) {
+    const float *told = part + padded;
+    float *kept = running + padded;
+    if (told[1] == 0.0f) return;
+    if (kept[1] == 0.0f) {
+        memcpy(running, part, (size_t)(padded + 2) * sizeof(float));
+        return;
+    }
+    const float largest = told[0] > kept[0] ? told[0] : kept[0];
+    const floats old = exponential(broadcast(kept[0] - largest)), new = exponential(broadcast(told[0] - largest));
+    for (int i = 0; i < padded; i += LANES) store(running + i, fused(load(part + i), new, load(running + i) * old));
+    kept[1] = kept[1] * old[0] + told[1] * new[0];
+    kept[0] = largest;
+}
+
+static void merge_all(const AttentionOperation *own, const Chunk *chunk, float *running, const float *parts) {
+    const int floats_a_part = part_floats(own), queries = chunk->rows * group_of(own);
+    for (int query = 0; query < queries; query++) merge(running + query * floats_a_part, parts + query * floats_a_part, floats_a_part - LANES);
+}
+
+void finish_attention(const Program *program, const AttentionOperation *own, const Chunk *chunk, float *parts, int count, size_t stride) {
+    const int group = group_of(own), floats_a_part = part_floats(own), padded = floats_a_part - LANES;
+    for (int split = 1; split < count; split++) merge_all(own, chunk, parts, parts + (size_t)split * stride);
+    for (int query = 0; query < chunk->rows * group; query++) {
+        const int head = chunk->kv_head * group + query % group;
+        const size_t row = (size_t)(chunk->range->start + chunk->row + query / group);
+        float *sums = parts + query * floats_a_part, share = 1.0f / sums[padded + 1];
+        if (own->sinks) {
+            const float sink = own->sinks[head], largest = sink > sums[padded] ? sink : sums[padded];
+            const float factor = exponential(broadcast(sums[padded] - largest))[0];
+            share = factor / (sums[padded + 1] * factor + exponential(broadcast(sink - largest))[0]);
         }
-    }
-    EACH_HEAD EACH_PART memcpy(sums + head * size + begin + part * LANES, &sum[head][part], (size_t)width * sizeof(float));
-}
-
-static void add_weighted(const Seen *seen, const float *weights, int from, int end, int group, float *sums) {
-    const int size = seen->size, together = size % (4 * LANES) ? 1 : HEADS;
-    for (int head = 0; head < group;) {
-        const int heads = head + together <= group ? together : 1;
-        const float *own = weights + head * seen->room;
-        float *to = sums + head * size;
-        int begin = 0;
-        for (; begin + 4 * LANES <= size; begin += 4 * LANES)
-            if (heads == HEADS)
-                add_part(seen, own, from, end, begin, LANES, to, HEADS, 4);
-            else
-                add_part(seen, own, from, end, begin, LANES, to, 1, 4);
-        for (; begin < size; begin += LANES) add_part(seen, own, from, end, begin, size - begin < LANES ? size - begin : LANES, to, 1, 1);
-        head += heads;
+        scale(sums, own->head_size, share, program->buffers[own->head.out] + (row * (size_t)own->heads + (size_t)head) * (size_t)own->head_size);
     }
 }
 
-/* The query heads of `kv_head` in one row. Scratch: the visible rows, then each head's scores. */
-void attend(const Program *program, const Pass *pass, const AttentionOperation *own, int row, int kv_head, float *scratch) {
-    const int size = own->head_size, group = own->heads / own->kv_heads, room = program->max_context + LANES;
-    int32_t *visible = (int32_t *)scratch;
-    float *scores = scratch + room;
-    const int count = visible_rows(program, pass, own, row, visible);
-    const size_t place = ((size_t)row * (size_t)own->heads + (size_t)(kv_head * group)) * (size_t)size;
-    const float *q = program->buffers[own->q] + place;
-    float *out = program->buffers[own->head.out] + place;
-    const Seen seen = {side_of(program, own, 0, kv_head), side_of(program, own, 1, kv_head), visible, count, size, room};
-    for (int from = 0; from < count; from += STRETCH)
-        score(&seen, q, from, count - from < STRETCH ? count : from + STRETCH, group, own->scale, scores);
-    for (int head = 0; head < group; head++) {
-        float *of_head = scores + head * room;
-        if (own->soft_cap > 0.0f) soft_cap(of_head, count, own->soft_cap, of_head);
-        const float share = 1.0f / exponentials(of_head, count, own->sinks ? own->sinks + kv_head * group + head : NULL);
-        for (int i = 0; i < count; i += LANES) store(of_head + i, load(of_head + i) * broadcast(share));
+/* What is needed for a chunk, in `scratch`; returns what is left of it. */
+static float *prepare(Task *task, Seen *seen, const Program *program, const Pass *pass, const AttentionOperation *own, const Chunk *chunk, float *scratch) {
+    const int padded = padded_columns(own->head_size), queries = larger(MOST_QUERIES, group_of(own));
+    const size_t of_range = (size_t)(whole_blocks(chunk->range->rows) + SLOTS);
+    *task = (Task){.own = own, .chunk = chunk, .seen = seen, .kind = program->kv_kind, .group = group_of(own), .size = own->head_size};
+    task->queries = chunk->rows * task->group;
+    task->keys = side_of(program, own, 0, chunk->kv_head);
+    task->values = (Values){side_of(program, own, 1, chunk->kv_head), table_of(pass, own, chunk->range), block_bytes(program, own), padded};
+    task->packed = scratch;
+    task->scores = task->packed + queries * padded + 2 * LANES;
+    task->of_range = task->scores + queries * SPLIT;
+    task->slots = (int32_t *)(task->of_range + (size_t)task->group * of_range);
+    for (int row = 0; row < chunk->rows; row++) seen[row] = seen_of(pass, own, chunk->range, chunk->row + row);
+    pack_queries(program, task);
+    return (float *)task->slots + SPLIT + of_range;
+}
+
+void attend_split(const Program *program, const Pass *pass, const AttentionOperation *own, const Chunk *chunk, int split, float *scratch, float *parts) {
+    Task task;
+    Seen seen[MOST_QUERIES];
+    prepare(&task, seen, program, pass, own, chunk, scratch);
+    run_split(&task, split, parts);
+}
+
+void attend(const Program *program, const Pass *pass, const AttentionOperation *own, const Chunk *chunk, float *scratch) {
+    Task task;
+    Seen seen[MOST_QUERIES];
+    float *running = prepare(&task, seen, program, pass, own, chunk, scratch), *parts = running + task.queries * part_floats(own);
+    int first, end;
+    splits_of(own, chunk, &first, &end);
+    run_split(&task, first, running);
+    for (int split = first + 1; split < end; split++) {
+        run_split(&task, split, parts);
+        merge_all(own, chunk, running, parts);
     }
-    memset(out, 0, (size_t)(group * size) * sizeof(float));
-    for (int from = 0; from < count; from += STRETCH)
-        add_weighted(&seen, scores, from, count - from < STRETCH ? count : from + STRETCH, group, out);
+    finish_attention(program, own, chunk, running, 1, 0);
 }

@@ -311,10 +311,12 @@ typedef struct {
     float *const *buffers;
     float *packed;         /* packed_floats(rows, most_columns) */
     float *packed_rows;    /* per thread: packed_floats(1, most_columns) */
-    float *const *scratch; /* per thread: (1 + the most heads of a kv head) * (max_context + 16) floats */
-    float *const *planes;  /* keys and then values of each layer: [num_blocks, kv_heads, block_size, head_size] */
-    int32_t block_size, max_context, most_columns;
-    int32_t *tickets; /* [2 * num_operations] */
+    float *const *scratch; /* per thread: paceline_attention_floats */
+    uint8_t *const *planes; /* keys and then values of each layer, see kv_blocks.h */
+    float *parts;          /* what splits of long contexts give, where there is room for it */
+    int64_t parts_floats;
+    int32_t kv_kind, most_columns; /* kv_kind: how keys and values are stored */
+    int32_t *tickets; /* [PHASES * num_operations] */
     float *state_scratch; /* per thread: state_floats */
     int64_t state_floats;
 } Program;
@@ -369,6 +371,5 @@ void rank_piece(const RankOperation *ranking, const Draw *draw, const float *row
 void join_pieces(const RankOperation *ranking, float *out);
 
 void write_kv(const Program *program, const Pass *pass, const AttentionOperation *own, int row);
-void attend(const Program *program, const Pass *pass, const AttentionOperation *own, int row, int kv_head, float *scratch);
 
 #endif

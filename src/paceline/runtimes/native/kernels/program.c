@@ -140,16 +140,6 @@ static void run_rope(const Work *work, const Operation *operation) {
         }
 }
 
-static void run_attention(const Work *work, const Operation *operation) {
-    const AttentionOperation *own = (const AttentionOperation *)operation;
-    if (own->k >= 0) {
-        for (int row; (row = next_ticket(work, 0)) < work->rows;) write_kv(work->program, work->pass, own, row);
-        barrier();
-    }
-    for (int item; (item = next_ticket(work, 1)) < work->rows * own->kv_heads;)
-        attend(work->program, work->pass, own, item / own->kv_heads, item % own->kv_heads, work->program->scratch[work->thread]);
-}
-
 /* Columns [begin, begin + count) of a row, which lie `at` floats behind the beginning of the buffer. */
 typedef struct {
     size_t row, at;
@@ -326,7 +316,7 @@ static void prepare(void *argument) {
     Run *own = argument;
     own->program = *own->given_program;
     own->pass = *own->given_pass;
-    memset(own->program.tickets, 0, 2 * (size_t)own->program.num_operations * sizeof(int32_t));
+    memset(own->program.tickets, 0, PHASES * (size_t)own->program.num_operations * sizeof(int32_t));
 }
 
 /* One pass; the results are in the buffers. */

@@ -1,0 +1,58 @@
+"""Rows of keys and values as the native runtime packs those of one block and head (kernels/kv_blocks.h)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.models.kv_type import KVType
+
+FILLING = 0x3C
+"""A byte that makes small numbers of every type."""
+_ITEMS = {KVType.F32: np.float32, KVType.BF16: np.uint16, KVType.F16: np.float16, KVType.INT8: np.int8}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """Where the rows of a block lie in [2·layers, num_blocks, K, bytes] uint8: keys of the i-th layer at 2·i, values at 2·i + 1.
+
+    Keys are stored column by column, values row by row; bfloat16 in pairs, of two columns of a key and of two rows of values; behind the
+    codes of int8 follow the rows' scales in float32.
+    """
+
+    kv_type: KVType
+    block_size: int
+
+    def copy(self, storage: NDArray[np.uint8], source: tuple[int, int], target: tuple[int, int]) -> None:
+        """Copy one row of all layers and heads; both are a block and a row of it."""
+        for rows, copies in zip(self._row(storage, *source), self._row(storage, *target), strict=True):
+            copies[...] = rows
+
+    def read(self, storage: NDArray[np.uint8], block: int, row: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Keys and values [layers, K, columns] of a row, as they count; columns are filled up to whole vectors."""
+        keys, values, *scales = (part.astype(np.uint32) if self.kv_type is KVType.BF16 else part for part in self._row(storage, block, row))
+        if self.kv_type is KVType.BF16:
+            return (keys.reshape(*keys.shape[:2], -1) << 16).view(np.float32), (values << 16).view(np.float32)
+        found = [part.astype(np.float32) for part in (keys, values)]
+        if scales:
+            found = [part * scale[..., None] for part, scale in zip(found, scales, strict=True)]
+        return found[0], found[1]
+
+    def _row(self, storage: NDArray[np.uint8], block: int, row: int) -> Iterator[NDArray[np.generic]]:
+        """Views of its numbers: keys, values, then their scales if there are any."""
+        size, item = self.block_size, np.dtype(_ITEMS[self.kv_type])
+        scales = 4 * size if self.kv_type is KVType.INT8 else 0
+        columns = (storage.shape[-1] - scales) // (size * item.itemsize)
+        units = storage[:, block, :, : size * columns * item.itemsize].view(item)
+        keys, values = units[0::2], units[1::2]
+        if self.kv_type is KVType.BF16:
+            yield keys.reshape(*keys.shape[:2], columns // 2, size, 2)[:, :, :, row]
+            yield values.reshape(*values.shape[:2], size // 2, columns, 2)[:, :, row // 2, :, row % 2]
+        else:
+            yield keys.reshape(*keys.shape[:2], columns, size)[..., row]
+            yield values.reshape(*values.shape[:2], size, columns)[:, :, row]
+        if scales:
+            found = storage[:, block, :, -scales:].view(np.float32)[..., row]
+            yield found[0::2]
+            yield found[1::2]
