@@ -48,6 +48,24 @@ def map_regular(file: Any, path: Path) -> NDArray[np.uint8]:
     return np.asarray(mapped)
 
 
+def drop_pages(arrays: Iterable[NDArray[Any]]) -> None:
+    """Take the pages of mapped files behind these arrays out of this process's memory; read again, they come back.
+
+    The system keeps them while it has nothing better to do with the memory. Arrays that are no views of files stay as they are, and
+    so does a page that an array shares with others.
+    """
+    for array in arrays:
+        found = _mapping_of(array)
+        if found is None or array.size == 0 or not hasattr(found[0], "madvise"):
+            continue
+        begin = array.ctypes.data - np.frombuffer(found[0], np.uint8).ctypes.data
+        end = begin + array.itemsize + sum((count - 1) * stride for count, stride in zip(array.shape, array.strides, strict=True))
+        start = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = end // mmap.PAGESIZE * mmap.PAGESIZE - start
+        if length > 0:
+            found[0].madvise(mmap.MADV_DONTNEED, start, length)
+
+
 def _mapping_of(array: NDArray[Any]) -> tuple[mmap.mmap, Path] | None:
     """The mapped file that an array is a view of, directly or not; None if it has its own memory."""
     owner: Any = array

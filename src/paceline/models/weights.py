@@ -16,6 +16,7 @@ from paceline.models.containers.module import Stored
 from paceline.models.expert_stacks import split_experts
 from paceline.models.families import FAMILIES
 from paceline.models.fused_projections import unfused
+from paceline.models.gguf.blocks import StoredBlocks
 from paceline.models.grouped import GroupedMatrix
 from paceline.models.packed import PackedMatrix
 from paceline.models.safetensors_file import StoredTensor, view_tensor
@@ -197,6 +198,10 @@ class Weights(Mapping[str, AnyTensor]):
         tensor = self[name]
         bits = tensor.matrix.bits if isinstance(tensor, GroupedTensor) else None
         return TensorFacts(tensor.shape, tensor.weight_type, bits, tensor.nbytes)
+
+    def blocks(self, name: str) -> StoredBlocks | None:
+        """A matrix as the blocks that its file holds, for who reads these; None = it is something else."""
+        return None
 
     def stored(self, name: str) -> tuple[NDArray[Any], ...]:
         """The arrays a tensor is stored as; other values have other bytes."""
