@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix
-from paceline.models.mapped_files import drop_pages
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, as_float32, to_bf16
 from paceline.runtimes.native.block_panels import blocks_in_panels
 from paceline.runtimes.native.panels import MAX_GROUP, Panels, in_panels
@@ -97,14 +96,13 @@ class NativeWeights:
             blocks = self._weights.blocks(name + ".weight")
             if blocks is not None:
                 self._panels[name] = blocks_in_panels(blocks, num_threads)
-                drop_pages([blocks.raw])
+                self._weights.forget(f"{name}.weight")
                 return self._panels[name]
             tensor = self._weights[name + ".weight"]
             if not isinstance(tensor, GroupedTensor) or tensor.matrix.group > MAX_GROUP:
                 return None
             self._panels[name] = in_panels(tensor.matrix, num_threads)
             self._weights.forget(f"{name}.weight")
-            drop_pages(tensor.matrix.arrays)
         return self._panels[name]
 
     def matrices(self, names: Sequence[str], out: int) -> list[Matrix]:
