@@ -1,6 +1,7 @@
 """Writes GGUF files with random weights in the shapes of published models, cut to fewer layers, for bench_passes.py.
 
 python tools/random_gguf.py DIR/qwen3-30b-a3b.gguf --model qwen3-30b-a3b --layers 10
+python tools/random_gguf.py DIR/llama-8b.gguf --model llama-8b-q4_k_m --layers 32
 python tools/random_gguf.py DIR/qwen3.5-0.8b.gguf --model qwen3.5-0.8b-q8_0 --layers 24 --module
 
 With a module for multi-token prediction a file has a vocabulary too, so that bench_mtp.py can decode with it.
@@ -200,9 +201,48 @@ def qwen35_large(kind: str, *, has_module: bool = False) -> Callable[[int], Mode
     return lambda layers: qwen35(layers, 4096, 12288, (16, 4), 32, kind, has_module=has_module)
 
 
+def llama(layers: int, hidden: int, inner: int, vocab: int, kind: str) -> Model:
+    """Llama 3: queries of 64 values a head in 2048 columns, of 128 in 4096, a quarter as many heads of keys.
+
+    Args:
+        kind: of all matrices; Q4_K_M: Q4_K, but Q6_K for the output and for values and the way down of every other layer.
+    """
+    head = 64 if hidden <= 2048 else 128
+    heads, plain, fine = (hidden // head, hidden // head // 4, head), kind, kind
+    if kind == "Q4_K_M":
+        plain, fine = "Q4_K", "Q6_K"
+    model = Model(
+        "llama",
+        {
+            "embedding_length": hidden, "feed_forward_length": inner, "attention.head_count": heads[0], "attention.head_count_kv": heads[1],
+            "attention.key_length": head, "attention.value_length": head, "rope.freq_base": 5e5, "rope.dimension_count": head,
+            "context_length": 4096, "vocab_size": vocab, "attention.layer_norm_rms_epsilon": 1e-5, "block_count": layers,
+        },
+    )  # fmt: skip
+    model.add("token_embd.weight", (vocab, hidden), plain)
+    for layer in range(layers):
+        prefix, own = f"blk.{layer}", fine if layer % 2 == 0 else plain
+        _attention(model, prefix, hidden, heads, plain, has_norms=False)
+        model.tensors[-2] = Tensor(f"{prefix}.attn_v.weight", (heads[1] * head, hidden), own)
+        model.add(f"{prefix}.ffn_norm.weight", (hidden,))
+        for part, shape, of_part in (("gate", (inner, hidden), plain), ("up", (inner, hidden), plain), ("down", (hidden, inner), own)):
+            model.add(f"{prefix}.ffn_{part}.weight", shape, of_part)
+    model.add("output_norm.weight", (hidden,))
+    model.add("output.weight", (vocab, hidden), fine)
+    return model
+
+
+def llama_of(hidden: int, inner: int, vocab: int, kind: str) -> Callable[[int], Model]:
+    """By its number of layers."""
+    return lambda layers: llama(layers, hidden, inner, vocab, kind)
+
+
 MODELS = {"qwen3-30b-a3b": qwen3_30b_a3b, "gpt-oss-20b": gpt_oss_20b, "gemma-4-e4b": gemma4_e4b}
 MODELS |= {f"qwen3.5-0.8b-{kind.lower()}": qwen35_small(kind) for kind in ("Q8_0", "Q4_0", "Q4_K")}
 MODELS |= {f"qwen3.5-9b-{kind.lower()}": qwen35_large(kind) for kind in ("Q8_0", "Q4_0", "Q4_K")}
+LLAMA_KINDS = ("Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q4_K", "Q4_K_M", "Q5_K", "Q6_K", "IQ4_XS")
+MODELS |= {f"llama-1b-{kind.lower()}": llama_of(2048, 8192, 32000, kind) for kind in LLAMA_KINDS}  # 16 layers: 1.04 billion weights
+MODELS |= {f"llama-8b-{kind.lower()}": llama_of(4096, 14336, 128256, kind) for kind in LLAMA_KINDS}  # 32 layers
 WITH_MODULE = {f"qwen3.5-0.8b-{kind.lower()}": qwen35_small(kind, has_module=True) for kind in ("Q8_0", "Q4_0", "Q4_K")}
 WITH_MODULE |= {f"qwen3.5-9b-{kind.lower()}": qwen35_large(kind, has_module=True) for kind in ("Q8_0", "Q4_0", "Q4_K")}
 
@@ -249,6 +289,17 @@ def byte_shape(tensor: Tensor) -> tuple[int, ...]:
     return (*tensor.shape[:-1], tensor.shape[-1] // num_items * num_bytes)
 
 
+_K_QUANTS = {
+    "Q2_K": (80, 1.0, 1.5, 12.0),
+    "Q3_K": (108, 1.0, 0.0, 43.0),
+    "Q4_K": (0, 1.0, 7.5, 250.0),
+    "Q5_K": (0, 1.0, 15.5, 500.0),
+    "Q6_K": (208, 1.0, 0.0, 1300.0),
+    "IQ4_XS": (0, 1.0, 0.0, 1250.0),
+}
+"""Where a super-block's float16 numbers begin, the first and the second of them (0 = there is none), and what they are divided by."""
+
+
 def random_bytes(tensor: Tensor, random: np.random.Generator) -> NDArray[np.uint8]:
     """Values of a size that keeps activations near 1: matrices get smaller with their width, vectors of norms are near 1."""
     if tensor.name == "rope_freqs.weight":  # a quarter of the pairs turns
@@ -262,11 +313,10 @@ def random_bytes(tensor: Tensor, random: np.random.Generator) -> NDArray[np.uint
     _, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.kind]]
     blocks = random.integers(0, 256, byte_shape(tensor), np.uint8)
     headers = blocks.reshape(-1, num_bytes)
-    if tensor.kind == "Q4_K":  # d and dmin lead
-        headers[:, :4] = _halves(1, 7.5, 250 * math.sqrt(tensor.shape[-1]))
-        return blocks
-    if tensor.kind == "Q6_K":  # d is the last
-        headers[:, -2:] = _halves(1, 1, 1300 * math.sqrt(tensor.shape[-1]))[:2]
+    if tensor.kind in _K_QUANTS:
+        start, first, second, divisor = _K_QUANTS[tensor.kind]
+        halves = _halves(first, second, divisor * math.sqrt(tensor.shape[-1]))[: 4 if second else 2]
+        headers[:, start : start + len(halves)] = halves
         return blocks
     spread = {"Q4_0": 4.6, "Q8_0": 74.0, "MXFP4": 6.0}[tensor.kind]  # of a block's codes
     scale = 1 / (spread * math.sqrt(tensor.shape[-1]))

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 
+_FAULT_AROUND = 1 << 16  # bytes that Linux maps around one that is read
+
 
 class MappedFiles:
     """Files that some arrays are views of.
@@ -46,6 +48,21 @@ def map_regular(file: Any, path: Path) -> NDArray[np.uint8]:
     mapped = np.memmap(file, dtype=np.uint8, mode="r")
     mapped.filename = str(path)
     return np.asarray(mapped)
+
+
+def drop_pages(arrays: Iterable[NDArray[Any]]) -> None:
+    """Take the pages of mapped files behind these arrays out of this process's memory; read again, they come back.
+
+    The system keeps them while it has nothing better to do with the memory. Arrays that are no views of files stay as they are.
+    """
+    for array in arrays:
+        found = _mapping_of(array)
+        if found is None or array.size == 0 or not hasattr(found[0], "madvise"):
+            continue
+        begin = array.ctypes.data - np.frombuffer(found[0], np.uint8).ctypes.data
+        end = begin + array.itemsize + sum((count - 1) * stride for count, stride in zip(array.shape, array.strides, strict=True))
+        start = max(0, begin - _FAULT_AROUND) // mmap.PAGESIZE * mmap.PAGESIZE
+        found[0].madvise(mmap.MADV_DONTNEED, start, min(len(found[0]), end + _FAULT_AROUND) - start)
 
 
 def _mapping_of(array: NDArray[Any]) -> tuple[mmap.mmap, Path] | None:

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.models.config import ModelConfig, WeightType
+from paceline.models.mapped_files import drop_pages
 from paceline.models.packed import Floats, PackedMatrix
 from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import AnyTensor, GroupedTensor, MadeWeights, Tensor, TensorFacts, Weights, to_bf16
@@ -33,6 +34,10 @@ class PackedWeights(MadeWeights):
     def _tensor(self, name: str) -> AnyTensor:
         found = self.packed.get(name)
         return self._plain[name] if found is None else tensor_of(found, self._type, self._num_threads)
+
+    def forget(self, name: str) -> None:
+        super().forget(name)
+        drop_pages(self.stored(name))
 
     def facts(self, name: str) -> TensorFacts:
         found = self.packed.get(name)

@@ -16,7 +16,9 @@ from paceline.models.containers.module import Stored
 from paceline.models.expert_stacks import split_experts
 from paceline.models.families import FAMILIES
 from paceline.models.fused_projections import unfused
+from paceline.models.gguf.blocks import StoredBlocks
 from paceline.models.grouped import GroupedMatrix
+from paceline.models.mapped_files import drop_pages
 from paceline.models.packed import PackedMatrix
 from paceline.models.safetensors_file import StoredTensor, view_tensor
 from paceline.models.stored_model import StoredModel, open_stored
@@ -190,13 +192,19 @@ class Weights(Mapping[str, AnyTensor]):
         return as_float32(self[name], numbers)
 
     def forget(self, name: str) -> None:
-        """Free this tensor if it was made from the file; asked for again, it is made again."""
+        """Free what a tensor takes in memory: asked for again, it is made again, and read again from its file."""
+        if (found := self._tensors.get(name)) is not None:
+            drop_pages(found.matrix.arrays if isinstance(found, GroupedTensor) else (found.array,))
 
     def facts(self, name: str) -> TensorFacts:
         """What is known of a tensor without making anything."""
         tensor = self[name]
         bits = tensor.matrix.bits if isinstance(tensor, GroupedTensor) else None
         return TensorFacts(tensor.shape, tensor.weight_type, bits, tensor.nbytes)
+
+    def blocks(self, name: str) -> StoredBlocks | None:
+        """A matrix as the blocks that its file holds, for who reads these; None = it is something else."""
+        return None
 
     def stored(self, name: str) -> tuple[NDArray[Any], ...]:
         """The arrays a tensor is stored as; other values have other bytes."""
@@ -241,6 +249,7 @@ class MadeWeights(Weights):
         return name in self._names
 
     def forget(self, name: str) -> None:
+        super().forget(name)
         self._tensors.pop(name, None)
 
 

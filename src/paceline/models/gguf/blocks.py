@@ -6,7 +6,7 @@ codes changes. The layouts are those of ggml (ggml-common.h, ggml-quants.c).
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,46 @@ Parts = tuple[Codes, Floats, Floats | None]
 """Of n blocks: codes as GroupedMatrix stores them, scales [n, groups of a block], minimums likewise."""
 Factors = tuple[NDArray[Any], ...]
 """Of n super-blocks: the arrays of `SuperBlocks`, [n, 1] float16 and [n, groups] factors by turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlocks:
+    """A matrix as a file holds it, which a runtime may lay out itself; `groups` is what it means.
+
+    Attributes:
+        raw: [stored rows, bytes of a row].
+        block_type: of the blocks.
+        where: the file and the tensor, for errors.
+        order: [N] which stored rows are the matrix; None = all, as they are.
+        runs: [K / 32] which stored run of 32 columns each is; None = they are in order.
+    """
+
+    raw: Bytes
+    block_type: BlockType
+    where: str
+    order: NDArray[np.int64] | None = None
+    runs: NDArray[np.int64] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N, K."""
+        num_rows = len(self.raw if self.order is None else self.order)
+        return num_rows, self.raw.shape[1] // self.block_type.num_bytes * self.block_type.num_items
+
+    def rows(self, numbers: NDArray[np.int32] | slice) -> "StoredBlocks":
+        """The matrix of some of its rows; nothing is read."""
+        if self.order is None and isinstance(numbers, slice):
+            return replace(self, raw=self.raw[numbers])
+        return replace(self, order=(np.arange(len(self.raw)) if self.order is None else self.order)[numbers])
+
+    def groups(self, *, num_threads: int = 1) -> GroupedMatrix:
+        """The matrix in groups.
+
+        Raises:
+            CheckpointError: as `group_blocks`.
+        """
+        matrix = group_blocks(self.raw, self.block_type, self.where, self.order, num_threads=num_threads)
+        return matrix if self.runs is None else matrix.with_runs(self.runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +105,7 @@ def group_blocks(
         with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is refused below
             parts: tuple[NDArray[Any] | None, ...] = layout.read(blocks)
         if not all(np.isfinite(part).all() for part in parts[1:] if part is not None):
-            raise CheckpointError(
-                f"{where} has a scale that is no finite number in rows {start} to {start + len(taken) - 1}; "
-                "the file is damaged, download it again"
-            )
+            raise not_finite(where, start, start + len(taken) - 1)
         parts = (*parts, *(() if layout.factors is None else layout.factors(blocks)))
         for stored, part in zip(arrays, (part for part in parts if part is not None), strict=True):
             stored[rows] = part.reshape(len(taken), -1)
@@ -80,6 +117,13 @@ def group_blocks(
         with ThreadPoolExecutor(num_threads) as pool:
             list(pool.map(fill, range(0, num_rows, step)))
     return matrix
+
+
+def not_finite(where: str, first: int, last: int) -> CheckpointError:
+    """The error of rows `first` to `last`."""
+    return CheckpointError(
+        f"{where} has a scale that is no finite number in rows {first} to {last}; the file is damaged, download it again"
+    )
 
 
 def _empty(layout: _Layout, block_type: BlockType, num_rows: int, columns: int) -> GroupedMatrix:

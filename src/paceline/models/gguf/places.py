@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.config import WeightType
-from paceline.models.gguf.blocks import group_blocks, grouped_size
+from paceline.models.gguf.blocks import StoredBlocks, group_blocks, grouped_size
 from paceline.models.gguf.header import GgufTensor
 from paceline.models.grouped import RUN, block_of
 from paceline.models.quantize import Scheme, fitting_group, quantize_tensor
@@ -82,6 +82,17 @@ def stored_rows(place: Place) -> NDArray[np.uint8]:
     return rows if place.rows is not None else rows[place.first_row : place.first_row + place.shape[0]]
 
 
+def stored_blocks(place: Place) -> StoredBlocks | None:
+    """The rows of a matrix that is stored in blocks; None where it is not, or an order of columns tears them apart."""
+    if place.tensor.block_type.name in VIEWED:
+        return None
+    runs = None if place.columns is None else _runs(place.columns())
+    if place.columns is not None and runs is None:
+        return None
+    order = None if place.rows is None else place.rows()
+    return StoredBlocks(stored_rows(place), place.tensor.block_type, str(place.tensor), order, runs)
+
+
 def how_read(place: Place) -> NDArray[np.uint8]:
     """What decides which values the same bytes are, [1, bytes]."""
     orders = [order().tobytes() for order in (place.rows, place.columns) if order is not None]
@@ -104,13 +115,12 @@ def read_tensor(name: str, place: Place, *, regroup: bool, num_threads: int) -> 
         array = (stored if order is None else stored[order]).view(item_type).reshape(place.shape)
         array = array if columns is None else array.take(columns, 1)
         return Tensor(array if array.flags.aligned else array.copy(), weight_type, place.shape)
-    matrix = group_blocks(stored, tensor.block_type, str(tensor), order, num_threads=num_threads)
-    if columns is not None:
-        runs = _runs(columns)
-        if runs is None:
-            return Tensor(matrix.values().take(columns, 1), WeightType.F32, place.shape)
-        matrix = matrix.with_runs(runs)
-    grouped = GroupedTensor(matrix)
+    blocks = stored_blocks(place)
+    if blocks is None:
+        assert columns is not None  # else they are blocks
+        matrix = group_blocks(stored, tensor.block_type, str(tensor), order, num_threads=num_threads)
+        return Tensor(matrix.values().take(columns, 1), WeightType.F32, place.shape)
+    grouped = GroupedTensor(blocks.groups(num_threads=num_threads))
     scheme = _scheme(place) if regroup else None
     return grouped if scheme is None else quantize_tensor(name, grouped, scheme, num_threads=num_threads)
 

@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig
 from paceline.models.families import FAMILIES
-from paceline.models.gguf.blocks import group_blocks
+from paceline.models.gguf.blocks import StoredBlocks, group_blocks
 from paceline.models.gguf.config import ROPE_TENSORS
 from paceline.models.gguf.file import GgufFile
 from paceline.models.gguf.hybrids import MODULE_MARK, hybrid_sources
-from paceline.models.gguf.places import VIEWED, Order, Place, check, facts_of, how_read, read_tensor, stored_rows
+from paceline.models.gguf.places import VIEWED, Order, Place, check, facts_of, how_read, read_tensor, stored_blocks, stored_rows
 from paceline.models.layers import AttentionConfig, ExpertMLP, LayerConfig, Recurrent
+from paceline.models.mapped_files import drop_pages
 from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import AnyTensor, MadeWeights, TensorFacts, order_of_halves, shares_keys
 
@@ -130,6 +131,13 @@ class GgufWeights(MadeWeights):
 
     def facts(self, name: str) -> TensorFacts:
         return facts_of(self._places[name], regroup=self._regroup)
+
+    def forget(self, name: str) -> None:
+        super().forget(name)
+        drop_pages([stored_rows(self._places[name])])
+
+    def blocks(self, name: str) -> StoredBlocks | None:
+        return None if self._regroup else stored_blocks(self._places[name])
 
     def stored(self, name: str) -> tuple[NDArray[Any], ...]:
         if self._regroup:

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from paceline.errors import BackendUnavailableError
-from paceline.runtimes.native.records import LAYOUT, Matrix, Pass, Program, SuperBlocksRecord, WalkOptions
+from paceline.runtimes.native.records import LAYOUT, BlocksRecord, Matrix, Pass, Program, SuperBlocksRecord, WalkOptions
 from paceline.runtimes.processor import processor_flags
 
 # What a processor must have for each of the levels, best first.
@@ -70,6 +70,8 @@ def open_kernels(path: Path) -> ctypes.CDLL:
     library.paceline_fill_super_blocks.restype = None
     library.paceline_super_block_rows.argtypes = [POINTER(Matrix), c_void_p, c_int32, c_void_p]
     library.paceline_super_block_rows.restype = None
+    library.paceline_lay_out_blocks.argtypes = [POINTER(BlocksRecord), c_int32, c_int32, c_int64, c_void_p]
+    library.paceline_lay_out_blocks.restype = c_int32
     library.paceline_page_sums.argtypes = [c_void_p, c_int64, c_void_p, c_void_p]
     library.paceline_page_sums.restype = None
     library.paceline_ranking_floats.argtypes = [c_int32, c_int32]

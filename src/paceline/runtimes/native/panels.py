@@ -82,42 +82,60 @@ class Panels:
         return values.reshape(len(numbers), self.columns)
 
 
+def empty_panels(matrix: GroupedMatrix, outputs: int, *, has_halves: bool) -> Panels:
+    """Room for so many outputs in groups like those of `matrix`, which have at most MAX_GROUP columns.
+
+    Args:
+        has_halves: scales lose nothing in float16, and can lie in pairs.
+    """
+    _, columns = matrix.shape
+    if matrix.super_blocks is not None:
+        kind, block = _SUPER_BLOCKS[matrix.super_blocks.code_bits], columns // matrix.super_blocks.scales.shape[1]
+        panel_bytes, zero_point = kernels().paceline_super_block_bytes(columns, block, kind), _ZERO_POINTS[matrix.super_blocks.code_bits]
+    else:
+        kind = _KINDS[matrix.bits, matrix.minimums is not None] if matrix.table is None else _TABLE_KIND
+        kind, block = _HALVES[kind] if kind in _HALVES and has_halves else kind, 0
+        panel_bytes = kernels().paceline_panel_bytes(columns, matrix.group, kind)
+        zero_point = matrix.zero_point + flipped(matrix) if matrix.table is None else -int(matrix.table.min())
+    data = _aligned(-(-outputs // OUTPUTS), panel_bytes)
+    return Panels(kind, data, outputs, columns, matrix.group, zero_point, matrix.table, block)
+
+
+def flipped(matrix: GroupedMatrix) -> int:
+    """What makes its codes unsigned."""
+    return 128 if matrix.bits == 8 and matrix.codes.dtype == np.int8 else 0
+
+
 def in_panels(matrix: GroupedMatrix, num_threads: int) -> Panels:
     """A copy of `matrix` in panels; its groups have at most MAX_GROUP columns."""
-    if matrix.super_blocks is not None:
-        return _in_super_blocks(matrix, matrix.super_blocks, num_threads)
     outputs, columns = matrix.shape
-    kind = _KINDS[matrix.bits, matrix.minimums is not None] if matrix.table is None else _TABLE_KIND
-    if kind in _HALVES and _fit_float16(matrix.scales):
-        kind = _HALVES[kind]
-    flipped = 128 if matrix.bits == 8 and matrix.codes.dtype == np.int8 else 0
+    has_halves = matrix.super_blocks is None and matrix.bits == 4 and matrix.minimums is None and _fit_float16(matrix.scales)
+    panels = empty_panels(matrix, outputs, has_halves=has_halves)
+    if matrix.super_blocks is not None:
+        _fill_super_blocks(panels, matrix, matrix.super_blocks, num_threads)
+        return panels
     codes, scales, minimums = (_whole(array) for array in (matrix.codes, matrix.scales, matrix.minimums))
     address = [None if array is None else array.ctypes.data for array in (codes, scales, minimums)]
-    stored = Matrix(kind, outputs, columns, matrix.group, 0, 0, 0, codes.strides[0], *address, None, None)
-    library = kernels()
-    data = _aligned(-(-outputs // OUTPUTS), library.paceline_panel_bytes(columns, matrix.group, kind))
-    _fill(data, lambda begin, end: library.paceline_fill_panels(stored, kind, flipped, begin, end, data.ctypes.data), num_threads)
-    zero_point = matrix.zero_point + flipped if matrix.table is None else -int(matrix.table.min())
-    return Panels(kind, data, outputs, columns, matrix.group, zero_point, matrix.table)
+    stored = Matrix(panels.kind, outputs, columns, matrix.group, 0, 0, 0, codes.strides[0], *address, None, None)
+    library, to = kernels(), panels.data.ctypes.data
+    fill(panels, lambda begin, end: library.paceline_fill_panels(stored, panels.kind, flipped(matrix), begin, end, to), num_threads)
+    return panels
 
 
-def _in_super_blocks(matrix: GroupedMatrix, blocks: SuperBlocks, num_threads: int) -> Panels:
-    (outputs, columns), kind, zero_point = matrix.shape, _SUPER_BLOCKS[blocks.code_bits], _ZERO_POINTS[blocks.code_bits]
-    block = columns // blocks.scales.shape[1]
+def _fill_super_blocks(panels: Panels, matrix: GroupedMatrix, blocks: SuperBlocks, num_threads: int) -> None:
     arrays = [_whole(array) for array in (matrix.codes, blocks.scales, blocks.minimums, blocks.factors, blocks.minimum_factors)]
     address = [None if array is None else array.ctypes.data for array in arrays]
-    stored = SuperBlocksRecord(kind, outputs, columns, block, zero_point, arrays[0].strides[0], *address)
-    library = kernels()
-    data = _aligned(-(-outputs // OUTPUTS), library.paceline_super_block_bytes(columns, block, kind))
-    _fill(data, lambda begin, end: library.paceline_fill_super_blocks(stored, begin, end, data.ctypes.data), num_threads)
-    return Panels(kind, data, outputs, columns, matrix.group, zero_point, block=block)
+    sizes = panels.kind, panels.outputs, panels.columns, panels.block, panels.zero_point
+    stored, library, to = SuperBlocksRecord(*sizes, arrays[0].strides[0], *address), kernels(), panels.data.ctypes.data
+    fill(panels, lambda begin, end: library.paceline_fill_super_blocks(stored, begin, end, to), num_threads)
 
 
-def _fill(data: NDArray[np.uint8], fill: Callable[[int, int], None], num_threads: int) -> None:
-    """Let `fill` do all panels, some at a time."""
+def fill(panels: Panels, fill_range: Callable[[int, int], object], num_threads: int) -> None:
+    """Let `fill_range` fill all panels, some at a time."""
+    data = panels.data
 
     def fill_some(begin: int) -> None:
-        fill(begin, min(begin + _PANELS_AT_ONCE, len(data)))
+        fill_range(begin, min(begin + _PANELS_AT_ONCE, len(data)))
 
     if num_threads == 1:
         for begin in range(0, len(data), _PANELS_AT_ONCE):

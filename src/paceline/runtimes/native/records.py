@@ -78,6 +78,15 @@ class SuperBlocksRecord(Structure):
     )  # fmt: skip
 
 
+class BlocksRecord(Structure):
+    """Rows of GGUF's blocks that become panels."""
+
+    _fields_ = (
+        ("type", c_int32), ("kind", c_int32), ("outputs", c_int32), ("columns", c_int32), ("zero_point", c_int32), ("block", c_int32),
+        ("flipped", c_int32), ("row_bytes", c_int64), ("rows", c_void_p), ("order", c_void_p), ("places", c_void_p),
+    )  # fmt: skip
+
+
 class Operation(Structure):
     """What every operation begins with.
 
@@ -371,7 +380,7 @@ VERSION = 9
 """KERNELS_VERSION of kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (
-    Matrix, SuperBlocksRecord, LinearOperation, NormOperation, RopeOperation, AttentionOperation, GatedOperation, AddOperation,
+    Matrix, SuperBlocksRecord, BlocksRecord, LinearOperation, NormOperation, RopeOperation, AttentionOperation, GatedOperation, AddOperation,
     SiluResidualOperation, GatherOperation, SoftCapOperation, ConcatOperation, RankOperation, ScaleOperation, ColumnsOperation,
     RouteOperation, ExpertsOperation, CombineOperation, SigmoidGateOperation, ConvolutionOperation, StateOperation,
     LowRankOperation, AdapterProduct, AdapterSite, PassAdapter, Range, Draw,

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, as_float32, to_bf16
+from paceline.runtimes.native.block_panels import blocks_in_panels
 from paceline.runtimes.native.panels import MAX_GROUP, Panels, in_panels
 from paceline.runtimes.native.records import Matrix
 from paceline.runtimes.rounding import rounded
@@ -66,7 +67,7 @@ class NativeWeights:
 
     def table(self, name: str) -> AnyTensor | Panels:
         """The matrix `name.weight` to look rows up in: in panels where products read it so, or where that takes less room."""
-        if self._panels is not None and name not in self._panels:
+        if self._panels is not None and name not in self._panels and self._weights.blocks(name + ".weight") is None:
             tensor = self._weights[name + ".weight"]
             if not isinstance(tensor, GroupedTensor) or tensor.matrix.super_blocks is None:
                 return tensor
@@ -92,6 +93,11 @@ class NativeWeights:
         if self._panels is None:
             return None
         if name not in self._panels:
+            blocks = self._weights.blocks(name + ".weight")
+            if blocks is not None:
+                self._panels[name] = blocks_in_panels(blocks, num_threads)
+                self._weights.forget(f"{name}.weight")
+                return self._panels[name]
             tensor = self._weights[name + ".weight"]
             if not isinstance(tensor, GroupedTensor) or tensor.matrix.group > MAX_GROUP:
                 return None

@@ -60,6 +60,18 @@ typedef struct {
     const uint8_t *factors, *minimum_factors;  /* [outputs, columns / group] */
 } SuperBlocks;
 
+/* Rows of GGUF's blocks that become panels (gguf_blocks.c). */
+typedef struct {
+    int32_t type, kind; /* the format's number of the blocks' type; of the panels */
+    int32_t outputs, columns, zero_point;
+    int32_t block;      /* of panels of super-blocks as in `Matrix`; 0 = their scales are stored one by one */
+    int32_t flipped;    /* as paceline_fill_panels takes it */
+    int64_t row_bytes;
+    const uint8_t *rows;
+    const int64_t *order;  /* [outputs] the stored row of each; NULL = in their order */
+    const int32_t *places; /* [columns / 32] which run of ours each stored one is; NULL = in their order */
+} Blocks;
+
 enum {
     LINEAR, NORM, ROPE, ATTENTION, GATED, ADD, GATHER, SOFT_CAP, CONCAT, SILU_RESIDUAL, RANK, SCALE, COLUMNS, ROUTE, EXPERTS, COMBINE,
     SIGMOID_GATE, CONVOLUTION, STATE, LOW_RANK,
@@ -330,6 +342,9 @@ void multiply(const Matrix *matrix, int begin, int end, int packing, const float
 size_t packed_bytes_words(int columns, int group);
 void pack_bytes(const float *x, const int32_t *numbers, int columns, int group, int zero_point, int first, int real, int padded, float *packed);
 void multiply_bytes(const Matrix *matrix, int begin, int end, const float *packed, float *y, int rows);
+
+void paceline_fill_panels(const Matrix *from, int32_t kind, int32_t flipped, int32_t begin, int32_t end, uint8_t *to);
+void paceline_fill_super_blocks(const SuperBlocks *from, int32_t begin, int32_t end, uint8_t *to);
 
 void norm_row(const float *x, const float *weight, int width, float epsilon, float *out);
 void rotate_head(const float *x, const float *cos, const float *sin, int head_size, int half, float *out);

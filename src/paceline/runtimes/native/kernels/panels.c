@@ -10,6 +10,7 @@
  * [4 columns], or [columns / 8][16 outputs][4 bytes] with four columns in the low halves of the bytes and the next four in the high ones. What
  * a pass reads is one stream. K-quants have panels of their own (super_blocks.c). */
 #include "panels.h"
+#include "transpose.h"
 
 static int is_narrow(int kind) { return kind >= PANELS_4_BITS; }
 static int has_minimum(int kind) { return kind == PANELS_8_BITS_MINIMUM || kind == PANELS_4_BITS_MINIMUM; }
@@ -146,12 +147,41 @@ int64_t paceline_panel_bytes(int32_t columns, int32_t group, int32_t kind) {
     return columns / group * (header + (int64_t)group * (is_narrow(kind) ? 8 : 16));
 }
 
+static uint8_t *fill_bytes(const Matrix *from, words flipped, int first, int outputs, int column, uint8_t *to) {
+    const uint8_t *const rows = from->codes + (size_t)first * (size_t)from->row_bytes;
+    for (const int end = column + from->group; column < end; column += 64) {
+        const int count = end - column < 64 ? (end - column) / 4 : LANES;
+        words own[LANES];
+        load_transposed(rows + column, (size_t)from->row_bytes, outputs, 4 * (size_t)count, own);
+        for (int i = 0; i < count; i++) to = put(own[i] ^ flipped, to);
+    }
+    return to;
+}
+
+/* Columns of one half of a run lie side by side: eight of them are the same halves of two words of each row. */
+static uint8_t *fill_halves(const Matrix *from, int first, int outputs, int column, uint8_t *to) {
+    const uint8_t *const rows = from->codes + (size_t)first * (size_t)from->row_bytes;
+    const int end = column + from->group;
+    while (column < end) {
+        const int run = column / 32, left = (end + 31) / 32 - run, runs = left < 4 ? left : 4;
+        words own[LANES];
+        load_transposed(rows + run * 16, (size_t)from->row_bytes, outputs, 16 * (size_t)runs, own);
+        for (; column < end && column < (run + runs) * 32; column += 8) {
+            const words *const pair = own + (column / 32 - run) * 4 + column % 16 / 8 * 2;
+            const int shift = column % 32 / 16 * 4;
+            to = put((pair[0] >> shift & 0x0F0F0F0Fu) | (pair[1] >> shift & 0x0F0F0F0Fu) << 4, to);
+        }
+    }
+    return to;
+}
+
 /* Panels [begin, end) of a matrix stored row by row: codes [outputs, columns] of bytes, or of halves in runs of 32, the first 16 of a run in
  * the low ones; scales and minimums [outputs, columns / group]. Outputs that are not there become zeros. `flipped` is added to every byte:
  * 128 makes signed codes unsigned. */
 void paceline_fill_panels(const Matrix *from, int32_t kind, int32_t flipped, int32_t begin, int32_t end, uint8_t *to) {
     const int group = from->group, groups = from->columns / group, narrow = is_narrow(kind);
     const int64_t panel_bytes = paceline_panel_bytes(from->columns, group, kind);
+    const words flips = (words){0} + (uint32_t)flipped * 0x01010101u;
     for (int number = begin; number < end; number++) {
         uint8_t *at = to + number * panel_bytes;
         memset(at, 0, (size_t)panel_bytes);
@@ -173,22 +203,7 @@ void paceline_fill_panels(const Matrix *from, int32_t kind, int32_t flipped, int
                 for (int n = 0; n < outputs; n++) memcpy(at + 4 * n, from->minimums + (size_t)(first + n) * (size_t)groups + (size_t)g, 4);
                 at += sizeof(floats);
             }
-            for (int column = g * group; column < (g + 1) * group; column += narrow ? 8 : 4, at += sizeof(words))
-                for (int n = 0; n < outputs; n++) {
-                    const uint8_t *row = from->codes + (size_t)(first + n) * (size_t)from->row_bytes;
-                    uint32_t quad;
-                    if (!narrow) {
-                        memcpy(&quad, row + column, sizeof quad);
-                        quad ^= (uint32_t)flipped * 0x01010101u;
-                    } else { /* columns of one half of a run lie side by side: 8 of them in the same half of 8 bytes */
-                        const int in_run = column % 32, shift = in_run < 16 ? 0 : 4;
-                        uint32_t low, high;
-                        memcpy(&low, row + column / 32 * 16 + in_run % 16, sizeof low);
-                        memcpy(&high, row + column / 32 * 16 + in_run % 16 + 4, sizeof high);
-                        quad = (low >> shift & 0x0F0F0F0Fu) | (high >> shift & 0x0F0F0F0Fu) << 4;
-                    }
-                    memcpy(at + 4 * n, &quad, sizeof quad);
-                }
+            at = narrow ? fill_halves(from, first, outputs, g * group, at) : fill_bytes(from, flips, first, outputs, g * group, at);
         }
     }
 }

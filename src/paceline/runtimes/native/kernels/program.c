@@ -332,7 +332,7 @@ int64_t paceline_packed_floats(int32_t rows, int32_t columns) { return (int64_t)
 /* What is compared when the library is loaded: the version, then the size of each record in the order of records.py; -1 behind them. */
 int32_t paceline_layout(int32_t index) {
     static const size_t LAYOUT[] = {
-        KERNELS_VERSION, sizeof(Matrix), sizeof(SuperBlocks), sizeof(LinearOperation), sizeof(NormOperation), sizeof(RopeOperation),
+        KERNELS_VERSION, sizeof(Matrix), sizeof(SuperBlocks), sizeof(Blocks), sizeof(LinearOperation), sizeof(NormOperation), sizeof(RopeOperation),
         sizeof(AttentionOperation), sizeof(GatedOperation), sizeof(AddOperation), sizeof(SiluResidualOperation), sizeof(GatherOperation), sizeof(SoftCapOperation),
         sizeof(ConcatOperation), sizeof(RankOperation), sizeof(ScaleOperation), sizeof(ColumnsOperation), sizeof(RouteOperation),
         sizeof(ExpertsOperation), sizeof(CombineOperation), sizeof(SigmoidGateOperation), sizeof(ConvolutionOperation),

@@ -12,6 +12,7 @@
  * A group is a word of high bits for each output (those of column j of quad i are i + 8 j bits up, with two bits 2 i + 8 j; none with Q4_K),
  * and the codes' low four bits as in panels.c. */
 #include "panels.h"
+#include "transpose.h"
 
 #define MOST_GROUPS (SUPER_BLOCK / 16)
 #define FACTORS 8 /* of 6 bits, in a super-block of Q4_K and Q5_K */
@@ -203,18 +204,6 @@ void paceline_super_block_rows(const Matrix *matrix, const int32_t *numbers, int
     }
 }
 
-/* Four codes from a column on, unsigned. */
-static uint32_t quad_at(const SuperBlocks *from, int output, int column) {
-    const uint8_t *row = from->codes + (size_t)output * (size_t)from->row_bytes;
-    uint32_t quad;
-    if (from->kind == PANELS_Q4_K) { /* runs of 32 */
-        memcpy(&quad, row + column / 32 * 16 + column % 16, sizeof quad);
-        return quad >> column % 32 / 16 * 4 & 0x0F0F0F0Fu;
-    }
-    memcpy(&quad, row + column, sizeof quad);
-    return (quad & 0x3F3F3F3Fu) ^ (uint32_t)from->zero_point * 0x01010101u; /* 6 bits of signed codes, whose highest one is the sign */
-}
-
 /* The header of super-block `number` of one output. */
 static void fill_header(const SuperBlocks *from, int output, int lane, int number, uint8_t *to) {
     const int group = group_of(from->kind), minimum = has_minimums(from->kind), groups = SUPER_BLOCK / group;
@@ -239,17 +228,27 @@ static void fill_header(const SuperBlocks *from, int output, int lane, int numbe
     }
 }
 
-/* The codes of the group of all outputs that begins at a column. */
-static void fill_group(const SuperBlocks *from, int first, int outputs, int column, uint8_t *to) {
-    const int high_bits = high_bits_of(from->kind);
-    const uint32_t ones = ((1u << high_bits) - 1) * 0x01010101u;
-    uint8_t *const low = to + (high_bits ? sizeof(words) : 0);
-    for (int quad = 0; quad < group_of(from->kind) / 4; quad++)
-        for (int n = 0; n < outputs; n++) {
-            const uint32_t codes = quad_at(from, first + n, column + 4 * quad);
-            add_bits(low + quad / 2 * (int)sizeof(words), n, (codes & 0x0F0F0F0Fu) << quad % 2 * 4);
-            if (high_bits) add_bits(to, n, (codes >> 4 & ones) << high_bits * quad);
-        }
+/* Quads of the run of 32 columns that begins at a column, unsigned. */
+static void load_quads(const SuperBlocks *from, int first, int outputs, int column, words *quads) {
+    const size_t stride = (size_t)from->row_bytes;
+    const uint8_t *const rows = from->codes + (size_t)first * stride;
+    words own[LANES];
+    if (from->kind == PANELS_Q4_K) { /* runs of 32 */
+        load_transposed(rows + column / 2, stride, outputs, 16, own);
+        for (int i = 0; i < 8; i++) quads[i] = own[i % 4] >> i / 4 * 4 & 0x0F0F0F0Fu;
+        return;
+    }
+    load_transposed(rows + column, stride, outputs, 32, own); /* 6 bits of signed codes, whose highest one is the sign */
+    for (int i = 0; i < 8; i++) quads[i] = (own[i] & 0x3F3F3F3Fu) ^ (uint32_t)from->zero_point * 0x01010101u;
+}
+
+/* The codes of a group of all outputs, from its quads. */
+static void fill_group(int kind, const words *quads, uint8_t *to) {
+    const int high_bits = high_bits_of(kind), count = group_of(kind) / 4;
+    words high = {0};
+    for (int i = 0; i < count && high_bits; i++) high |= (quads[i] >> 4 & ((1u << high_bits) - 1) * 0x01010101u) << high_bits * i;
+    if (high_bits) to = put(high, to);
+    for (int i = 0; i < count; i += 2) to = put((quads[i] & 0x0F0F0F0Fu) | (quads[i + 1] & 0x0F0F0F0Fu) << 4, to);
 }
 
 /* Panels [begin, end) of a matrix stored row by row; outputs that are not there become zeros. */
@@ -260,12 +259,14 @@ void paceline_fill_super_blocks(const SuperBlocks *from, int32_t begin, int32_t 
         uint8_t *at = to + panel * panel_bytes;
         memset(at, 0, (size_t)panel_bytes);
         const int first = panel * LANES, outputs = from->outputs - first < LANES ? from->outputs - first : LANES;
+        words quads[8];
         for (int column = 0; column < from->columns; column += group, at += group_bytes) {
             if (column % SUPER_BLOCK == 0) {
                 for (int n = 0; n < outputs; n++) fill_header(from, first + n, n, column / SUPER_BLOCK, at);
                 at += header_bytes(from->kind, from->block);
             }
-            fill_group(from, first, outputs, column, at);
+            if (column % 32 == 0) load_quads(from, first, outputs, column, quads);
+            fill_group(from->kind, quads + column % 32 / 4, at);
         }
     }
 }
