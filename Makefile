@@ -126,7 +126,7 @@ $(SERVERS):
 test-clients: $(STAMP) $(LLAMA_CPP) $(SPECULATORS) $(CONTAINERS) $(SERVERS) $(RAY)
 	@mkdir -p $(dir $(CLIENTS_RECORD))
 	@{ echo "commit $(COMMIT)"; echo "date   $$(date -u +%Y-%m-%dT%H:%M:%SZ)"; echo; } | tee $(CLIENTS_RECORD)
-	$(PYTEST) --color=no -s tests/clients --clients $(CLIENTS) $(ARGS) 2>&1 | tee -a $(CLIENTS_RECORD)
+	$(PYTEST) --color=no -s tests/clients --clients $(CLIENTS) -o faulthandler_timeout=3600 $(ARGS) 2>&1 | tee -a $(CLIENTS_RECORD)
 
 check: $(STAMP)
 	$(BIN)/ruff check
