@@ -125,16 +125,29 @@ def test_a_mixer_computes_what_its_source_says(mixer: Recurrent, num_rows: int, 
     np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5 * np.abs(wanted).max())
 
 
+class PlainDecoding:
+    """Logits behind each token of a text, run one by one in a network of their own; a text that goes on where the last one ended is
+    not run again from its beginning."""
+
+    def __init__(self, config: ModelConfig, seed: int) -> None:
+        self._network = open_network(config, seed, num_threads=1)
+        self._cache = self._network.new_cache(64)
+        self._sequence, self._text, self._rows = self._cache.new_sequence(), list[int](), list[FloatArray]()
+
+    def logits(self, text: Sequence[int]) -> FloatArray:
+        if self._text != list(text[: len(self._text)]):
+            self._cache.release(self._sequence)
+            self._sequence, self._text, self._rows = self._cache.new_sequence(), [], []
+        for token in text[len(self._text) :]:
+            plan = self._cache.reserve(self._sequence, [-1])
+            self._rows.append(self._network.forward(*assemble([plan], [[token]], [[0]])).logits[0].copy())
+            self._cache.keep_path(self._sequence, 0)
+            self._text.append(token)
+        return np.stack(self._rows)
+
+
 def plain_logits(config: ModelConfig, seed: int, token_ids: Sequence[int]) -> FloatArray:
-    """Those behind each token, run one by one in a network of their own."""
-    network = open_network(config, seed)
-    cache = network.new_cache(64)
-    sequence, rows = cache.new_sequence(), []
-    for token in token_ids:
-        plan = cache.reserve(sequence, [-1])
-        rows.append(network.forward(*assemble([plan], [[token]], [[0]])).logits[0].copy())
-        cache.keep_path(sequence, 0)
-    return np.stack(rows)
+    return PlainDecoding(config, seed).logits(token_ids)
 
 
 def random_tree(random: np.random.Generator, num_known: int, num_guesses: int) -> list[int]:
@@ -147,6 +160,7 @@ def random_tree(random: np.random.Generator, num_known: int, num_guesses: int) -
 def test_rows_have_the_bits_of_plain_decoding_whatever_is_kept_or_dropped(num_threads: int, seed: int) -> None:
     random, config = np.random.default_rng(seed), recurrent_config(*ALL_KINDS)
     network = open_network(config, seed, num_threads=num_threads)
+    plain = [PlainDecoding(config, seed) for _ in range(3)]
     for _ in range(4):
         cache = network.new_cache(128)
         memory, texts, sequences = memory_of(cache), [[], [], []], [cache.new_sequence() for _ in range(3)]
@@ -164,7 +178,7 @@ def test_rows_have_the_bits_of_plain_decoding_whatever_is_kept_or_dropped(num_th
                 node = int(random.integers(known - 1, len(tree)))
                 path = path_to(tree, node)
                 text = [*texts[index], *(ids[row] for row in path)]
-                np.testing.assert_array_equal(found[path], plain_logits(config, seed, text)[-len(path) :])
+                np.testing.assert_array_equal(found[path], plain[index].logits(text)[-len(path) :])
                 if random.random() < 0.2:
                     cache.cancel(sequences[index])
                 else:
