@@ -8,7 +8,9 @@
 
 #define DOWN_OUTPUTS 8 /* of a panel of `down` or of a whole matrix: [columns / 16, the last ones padded][8][16] */
 #define WHOLE_A_TICKET 8
-#define PANELS_A_TICKET 8
+#define PANELS_A_TICKET 16
+#define AHEAD 4096 /* bytes: the processor's own prefetching begins anew with every page */
+#define CACHE_LINE 64
 #define SUMS 16 /* that fit in registers: of 8 outputs and two rows */
 #define EACH(i, count) _Pragma("unroll") for (int i = 0; i < (count); i++)
 
@@ -29,6 +31,8 @@ INLINE void sum_panel(const int kind, const Matrix *matrix, int panel, const Row
         const int real = matrix->columns - column < LANES ? matrix->columns - column : LANES;
         floats x[2];
         EACH(row, rows) x[row] = load_part(own->x[row] + column, real);
+        EACH(line, DOWN_OUTPUTS / (kind == F32 ? 1 : 2))
+            __builtin_prefetch(codes + (size_t)column * DOWN_OUTPUTS * (kind == F32 ? 4 : 2) + AHEAD + line * CACHE_LINE, 0, 2);
         EACH(n, DOWN_OUTPUTS) {
             const floats w = decode_plain(kind, codes, column * DOWN_OUTPUTS + n * LANES, LANES);
             EACH(row, rows) sum[n * rows + row] = fused(w, x[row], sum[n * rows + row]);
@@ -73,6 +77,7 @@ INLINE void add_panel(const int kind, const AdapterProduct *product, int panel, 
     floats sum[8];
     EACH(row, rows) sum[row] = broadcast(0.0f);
     for (int r = 0; r < rank; r++) {
+        __builtin_prefetch(up + (size_t)r * LANES * (kind == F32 ? 4 : 2) + AHEAD, 0, 2);
         const floats w = decode_plain(kind, up, r * LANES, LANES);
         EACH(row, rows) sum[row] = fused(w, broadcast(own->x[row][r]), sum[row]);
     }
