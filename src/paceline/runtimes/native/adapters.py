@@ -12,7 +12,7 @@ from paceline.models.config import WeightType
 from paceline.models.weights import to_bf16
 from paceline.runtimes.base import FloatArray, ForwardBatch, RowRange, Wanted
 from paceline.runtimes.native.library import LANES
-from paceline.runtimes.native.records import MOST_PRODUCTS, AdapterProduct, AdapterSite, Matrix, Pass, PassAdapter
+from paceline.runtimes.native.records import AdapterProduct, AdapterSite, Matrix, Pass, PassAdapter
 from paceline.runtimes.native.weights import PLAIN_KINDS
 
 Sites = tuple[tuple[str, ...], ...]
@@ -59,8 +59,8 @@ class NativeAdapter:
             return AdapterSite(None, None)
         own = [lows[name] for name in names if name in lows]
         down = self._matrix(np.concatenate([low.down for low in own])) if own else None
-        products, first = (AdapterProduct * MOST_PRODUCTS)(), 0
-        for product, name in zip(products, names, strict=False):
+        products, first = (AdapterProduct * len(names))(), 0
+        for product, name in zip(products, names, strict=True):
             product.whole = pointer(wholes[name]) if name in wholes else None
             rank = len(lows[name].down) if name in lows else 0
             product.first, product.rank, first = first, rank, first + rank
