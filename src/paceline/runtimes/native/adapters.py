@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from paceline.models.adapters.placed import PlacedAdapter
 from paceline.models.config import WeightType
 from paceline.models.weights import to_bf16
-from paceline.runtimes.base import FloatArray, ForwardBatch, RowRange, Wanted
+from paceline.runtimes.adapter_rows import rows_by_adapter
+from paceline.runtimes.base import FloatArray, ForwardBatch, Wanted
 from paceline.runtimes.native.library import LANES
 from paceline.runtimes.native.records import AdapterProduct, AdapterSite, Matrix, Pass, PassAdapter
 from paceline.runtimes.native.weights import PLAIN_KINDS
@@ -155,15 +156,3 @@ class AdapterRows:
         record.adapters, record.adapter_rows = addressof(pass_adapters), numbers.ctypes.data
         record.low_rank, record.low_rank_floats = self._low_rank.ctypes.data, num_floats
         record.num_adapters = len(pass_adapters)
-
-
-def rows_by_adapter(batch: ForwardBatch) -> dict[int, NDArray[np.int32]]:
-    """The rows of each adapter that any has, ascending; empty where none has one."""
-    ranges: dict[int, list[RowRange]] = {}
-    for item in batch.ranges:
-        if item.adapter:
-            ranges.setdefault(item.adapter, []).append(item)
-    return {
-        number: np.concatenate([np.arange(one.start, one.start + one.num_rows, dtype=np.int32) for one in own])
-        for number, own in ranges.items()
-    }
