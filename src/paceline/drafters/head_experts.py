@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.drafters.head_containers import HeadTensor
 from paceline.drafters.head_files import HeadFiles
 from paceline.errors import CheckpointError
 from paceline.models.layer_reader import NUM_EXPERTS_KEYS
 from paceline.models.layers import ExpertMLP
+from paceline.models.tensor_file import FileTensor
 
 _STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
@@ -47,11 +47,11 @@ def with_single_experts(files: HeadFiles, prefix: str, mlp: ExpertMLP, hidden_si
         for expert in range(count):
             for number, part in enumerate(parts):
                 one = partial(_rows_of, tensor, expert, number * rows, rows)
-                tensors[f"{prefix}{expert}.{part}.weight"] = HeadTensor((rows, columns), tensor.dtype, one)
+                tensors[f"{prefix}{expert}.{part}.weight"] = FileTensor((rows, columns), tensor.dtype, one)
     return replace(files, tensors=tensors)
 
 
-def _rows_of(stack: HeadTensor, expert: int, first: int, count: int) -> NDArray[Any]:
+def _rows_of(stack: FileTensor, expert: int, first: int, count: int) -> NDArray[Any]:
     rows: NDArray[Any] = stack.open()[expert, first : first + count]
     return rows if rows.flags.c_contiguous else np.ascontiguousarray(rows)
 

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.drafters.head_containers import ITEM_TYPES, HeadTensor, files_of, listed, read_tensors
+from paceline.drafters.head_containers import files_of, listed
 from paceline.drafters.head_kinds import HeadKind, kind_of
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.config import ModelConfig, WeightType
+from paceline.models.tensor_file import ITEM_TYPES, FileTensor, read_tensors
 from paceline.models.weights import Tensor
 from paceline.small_files import is_file, read_json
 
@@ -39,7 +40,7 @@ class HeadFiles:
 
     path: Path
     config: Mapping[str, Any]
-    tensors: Mapping[str, HeadTensor]
+    tensors: Mapping[str, FileTensor]
     kind: HeadKind
     files: tuple[Path, ...] = ()
 
@@ -55,10 +56,10 @@ class HeadFiles:
         directory = path if path.is_dir() else path.parent
         config = read_json(directory / "config.json") or {}
         files = (path,) if path.is_file() else files_of(directory)
-        found: dict[str, HeadTensor] = {}
+        found: dict[str, FileTensor] = {}
         for file in files:
-            found.update(read_tensors(file))
-        tensors: dict[str, HeadTensor] = {}
+            found.update(read_tensors(file, "head"))
+        tensors: dict[str, FileTensor] = {}
         for name in sorted(found, key=len):  # a name that needs no stripping wins
             tensors.setdefault(plain_name(name), found[name])
         kind = kind_of(path, config, {name: tensor.shape for name, tensor in tensors.items()}, files)

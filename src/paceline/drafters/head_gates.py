@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.drafters.head_containers import HeadTensor
 from paceline.drafters.head_files import HeadFiles
 from paceline.errors import CheckpointError
 from paceline.models.layers import AttentionConfig
+from paceline.models.tensor_file import FileTensor
 
 GATE = "self_attn.attention_gate"
 """What the gates are called then, behind the layer's prefix."""
@@ -40,11 +40,11 @@ def with_gates(files: HeadFiles, prefix: str, attention: AttentionConfig, hidden
         part_shape = (attention.query_size, *shape[1:])
         for half, part in enumerate(("self_attn.q_proj", GATE)):
             rows = partial(_half_of, whole, half, attention.head_size)
-            tensors[f"{prefix}{part}.{kind}"] = HeadTensor(part_shape, whole.dtype, rows)
+            tensors[f"{prefix}{part}.{kind}"] = FileTensor(part_shape, whole.dtype, rows)
     return replace(files, tensors=tensors)
 
 
-def _half_of(whole: HeadTensor, half: int, head_size: int) -> NDArray[Any]:
+def _half_of(whole: FileTensor, half: int, head_size: int) -> NDArray[Any]:
     """The first or the second half of each head's rows."""
     array = whole.open()
     heads = array.reshape(-1, 2, head_size, *array.shape[1:])

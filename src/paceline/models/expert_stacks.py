@@ -30,7 +30,7 @@ def split_experts(stored: Mapping[str, Stored], config: ModelConfig) -> dict[str
     Raises:
         CheckpointError: a stack has another shape than the config makes it.
     """
-    tensors = {_plain_name(name): tensor for name, tensor in stored.items()}
+    tensors = {plain_expert_name(name): tensor for name, tensor in stored.items()}
     for index, layer in enumerate(config.layers):
         if not isinstance(layer.mlp, ExpertMLP):
             continue
@@ -44,7 +44,7 @@ def split_experts(stored: Mapping[str, Stored], config: ModelConfig) -> dict[str
     return tensors
 
 
-def _plain_name(name: str) -> str:
+def plain_expert_name(name: str) -> str:
     """The names of Mixtral, Granite and LFM2 in the spelling of the other families."""
     match = _OTHER_NAME.fullmatch(name)
     if match is None:

@@ -12,15 +12,14 @@ from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.containers.module import Stored
 from paceline.models.families import FAMILIES
-from paceline.models.layers import AttentionConfig, DenseMLP, ExpertMLP, GatedDeltaConfig, Mamba2Config, Recurrent, ShortConvConfig
+from paceline.models.joined_products import Parts, Rows, gated_delta_by_key_head, joined_in_layer, num_rows
+from paceline.models.layers import GatedDeltaConfig, LayerConfig, Recurrent, ShortConvConfig
 from paceline.models.packed import PackedMatrix
 from paceline.models.packed_weights import PackedWeights
 from paceline.models.safetensors_file import StoredTensor
 from paceline.models.stored_model import open_stored
 from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import MadeWeights, Tensor, TensorFacts, Weights, as_float32, check_shape, open_tensor
-
-Rows = slice | NDArray[np.int64]
 
 
 class HybridWeights(MadeWeights):
@@ -34,8 +33,7 @@ class HybridWeights(MadeWeights):
         opened = open_stored(directory, config)
         parts = _Parts(directory, opened.tensors, opened.files, config)
         for index, layer in enumerate(config.layers):
-            parts.of_mixer(index, layer.mixer)
-            parts.of_mlp(index, layer.mlp)
+            parts.of_layer(index, layer)
         self._parts = parts.found
         plain = Weights.of_stored(directory, opened.tensors, opened.files, config, elsewhere=(*self._parts, *parts.packed))
         plain.describe(opened)
@@ -75,59 +73,31 @@ class _Parts:
 
     def __init__(self, directory: Path, stored: dict[str, Stored], files: Mapping[Path, NDArray[np.uint8]], config: ModelConfig) -> None:
         self._directory, self._stored, self._files = directory, stored, files
-        self._hidden, self._family = config.hidden_size, FAMILIES[config.family]
+        self._hidden, self._family, self._shapes = config.hidden_size, FAMILIES[config.family], tensor_shapes(config)
         self.found: dict[str, _Made] = {}
         self.packed: dict[str, PackedMatrix] = {}
 
-    def of_mixer(self, index: int, mixer: AttentionConfig | Recurrent | None) -> None:
-        """Those of the mixer of layer `index`."""
-        ours, theirs = f"layers.{index}.", f"model.layers.{index}."
-        if isinstance(mixer, AttentionConfig):
-            if mixer.is_gated:
-                heads = np.arange(2 * mixer.query_size).reshape(mixer.num_heads, 2, mixer.head_size)
-                parts: dict[str, Rows] = {"q_proj": heads[:, 0].reshape(-1), "attention_gate": heads[:, 1].reshape(-1)}
-                self._cut(ours, theirs + "self_attn.q_proj", 2 * mixer.query_size, parts, bias=mixer.bias)
-        elif mixer is not None:
-            self._of_recurrent(ours, theirs, mixer)
-
-    def _of_recurrent(self, ours: str, theirs: str, mixer: Recurrent) -> None:
-        prefix = f"{theirs}{self._family.recurrent_part}."
-        self._convolution(ours, prefix + ("conv" if isinstance(mixer, ShortConvConfig) else "conv1d"), mixer)
+    def of_layer(self, index: int, layer: LayerConfig) -> None:
+        """Those of layer `index`."""
+        for source, rows in joined_in_layer(layer, self._family).items():
+            self._cut(index, source, rows)
+        mixer = layer.mixer
+        if not isinstance(mixer, Recurrent):
+            return
+        prefix = f"{self._family.recurrent_part}."
+        ours, theirs = f"layers.{index}.", f"model.layers.{index}.{prefix}"
+        self._convolution(ours, theirs + ("conv" if isinstance(mixer, ShortConvConfig) else "conv1d"), mixer)
         if mixer.state is not None:
-            self._decay(ours, prefix + "A_log", mixer.state.heads)
-        if isinstance(mixer, GatedDeltaConfig):
-            if prefix + "in_proj_qkvz.weight" in self._stored:
-                self._by_key_head(ours, prefix, mixer)
-        elif isinstance(mixer, Mamba2Config):
-            sizes = {"z_proj": mixer.state.value_width, "conv_proj": mixer.channels, "dt_proj": mixer.state.heads}
-            self._cut(ours, prefix + "in_proj", sum(sizes.values()), _ranges(sizes), bias=mixer.bias)
-        else:
-            sizes = dict.fromkeys(("b_proj", "c_proj", "conv_proj"), mixer.channels)
-            self._cut(ours, prefix + "in_proj", 3 * mixer.channels, _ranges(sizes), bias=mixer.bias)
+            self._decay(ours, theirs + "A_log", mixer.state.heads)
+        if isinstance(mixer, GatedDeltaConfig) and theirs + "in_proj_qkvz.weight" in self._stored:
+            for source, rows in gated_delta_by_key_head(mixer).items():
+                self._cut(index, prefix + source, rows)
 
-    def of_mlp(self, index: int, mlp: DenseMLP | ExpertMLP | None) -> None:
-        """Those of the MLP that every row runs through, where one matrix holds gate and up."""
-        names, dense = self._family.part_names, mlp.shared if isinstance(mlp, ExpertMLP) else mlp
-        if dense is not None and "gate_proj" in names and names["gate_proj"] == names["up_proj"]:
-            ours = f"layers.{index}." if dense is mlp else f"layers.{index}.shared_expert."
-            sizes = dict.fromkeys(("gate_proj", "up_proj"), dense.intermediate_size)
-            self._cut(ours, f"model.layers.{index}.{names['gate_proj']}", 2 * dense.intermediate_size, _ranges(sizes), bias=dense.bias)
-
-    def _by_key_head(self, ours: str, prefix: str, mixer: GatedDeltaConfig) -> None:
-        """Products whose rows come for one key head after the other: its query, key, values and gates; its b and a."""
-        count, group = mixer.num_key_heads, mixer.num_value_heads // mixer.num_key_heads
-        values = group * mixer.value_size
-        heads = np.arange(2 * mixer.state.key_width + 2 * mixer.state.value_width).reshape(count, -1)
-        q, k, v, z = np.split(heads, np.cumsum([mixer.key_size, mixer.key_size, values]), axis=1)
-        parts: dict[str, Rows] = {"conv_proj": np.concatenate([part.reshape(-1) for part in (q, k, v)]), "z_proj": z.reshape(-1)}
-        self._cut(ours, prefix + "in_proj_qkvz", heads.size, parts)
-        b, a = np.split(np.arange(2 * mixer.num_value_heads).reshape(count, -1), 2, axis=1)
-        parts = {"b_proj": b.reshape(-1), "a_proj": a.reshape(-1)}
-        self._cut(ours, prefix + "in_proj_ba", 2 * mixer.num_value_heads, parts)
-
-    def _cut(self, ours: str, source: str, num_rows: int, parts: Mapping[str, Rows], *, bias: bool = False) -> None:
-        """Tensors that are rows of a matrix, and those of its bias."""
-        shapes: dict[str, tuple[int, ...]] = {"weight": (num_rows, self._hidden), **({"bias": (num_rows,)} if bias else {})}
+    def _cut(self, index: int, source: str, parts: Parts) -> None:
+        """Tensors that are rows of a matrix of layer `index`, and those of its bias."""
+        ours, source, count = f"layers.{index}.", f"model.layers.{index}.{source}", num_rows(parts)
+        has_bias = f"{ours}{next(iter(parts))}.bias" in self._shapes
+        shapes: dict[str, tuple[int, ...]] = {"weight": (count, self._hidden), **({"bias": (count,)} if has_bias else {})}
         for kind, shape in shapes.items():
             stored = self._stored.get(f"{source}.{kind}")
             if isinstance(stored, PackedMatrix):
@@ -159,12 +129,6 @@ def _decays(logarithms: Tensor) -> NDArray[np.float32]:
     """What is too large becomes infinite: all is forgotten at once."""
     with np.errstate(over="ignore"):
         return -np.exp(as_float32(logarithms))
-
-
-def _ranges(sizes: Mapping[str, int]) -> dict[str, Rows]:
-    """Consecutive rows."""
-    ends = np.cumsum(list(sizes.values())).tolist()
-    return {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
 
 
 def _rows_of(whole: Tensor, rows: Rows) -> _Made:

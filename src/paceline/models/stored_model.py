@@ -17,13 +17,13 @@ from paceline.models.safetensors_file import StoredTensor, checkpoint_files, map
 from paceline.models.wrappers import text_values
 from paceline.small_files import read_json
 
-_NESTINGS = (
+NESTINGS = (
     "model.language_model.",
     "language_model.model.",
     "model.text_model.",
     "backbone.",
 )  # of a model beside an image encoder, new and old, and of Idefics; of Nemotron-H
-_IMAGE_PARTS = (
+IMAGE_PARTS = (
     "vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline", "audio_tower.", "embed_vision.",
     "embed_audio.", "vision_embedder.",
 )  # fmt: skip
@@ -74,9 +74,9 @@ def open_stored(directory: Path, config: ModelConfig) -> StoredModel:
 
 def _language_model(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The tensors of the language model under its plain names, where the files hold an image encoder's beside them."""
-    nesting = next((nesting for nesting in _NESTINGS if any(name.startswith(nesting) for name in stored)), None)
-    plain = {name: tensor for name, tensor in stored.items() if not name.removeprefix("model.").startswith(_IMAGE_PARTS)}
-    return plain if nesting is None else {_plain_name(name, nesting): tensor for name, tensor in plain.items()}
+    nesting = next((nesting for nesting in NESTINGS if any(name.startswith(nesting) for name in stored)), None)
+    plain = {name: tensor for name, tensor in stored.items() if not name.removeprefix("model.").startswith(IMAGE_PARTS)}
+    return plain if nesting is None else {plain_name(name, nesting): tensor for name, tensor in plain.items()}
 
 
 def _without_heads(stored: Mapping[str, StoredTensor], config: ModelConfig) -> tuple[dict[str, StoredTensor], list[str]]:
@@ -94,7 +94,8 @@ def _without_heads(stored: Mapping[str, StoredTensor], config: ModelConfig) -> t
     return {name: tensor for name, tensor in stored.items() if name not in left_out}, heads
 
 
-def _plain_name(name: str, nesting: str) -> str:
+def plain_name(name: str, nesting: str) -> str:
+    """The name that a tensor of a nested language model has where there is nothing beside it."""
     if name.startswith(nesting):
         return "model." + name.removeprefix(nesting)
     return name.removeprefix("language_model.")  # lm_head

@@ -176,12 +176,14 @@ class Network(ABC):
     Attributes:
         compose: what it computes.
         version: names what its bits depend on besides the weights; empty where they are not tested.
+        weights: of a language model, as they were read; None = they are not kept.
     """
 
     config: ModelConfig
     capabilities: Capabilities
     compose: Compose
     version: str = ""
+    weights: Weights | None = None
     num_passes: int  # how often `forward` ran, here and in the networks beside it
 
     @property

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.drafters.head_containers import HeadTensor
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError
 from paceline.models.gguf.blocks import group_blocks
 from paceline.models.gguf.file import GgufFile, open_gguf
 from paceline.models.gguf.header import GgufTensor
+from paceline.models.tensor_file import FileTensor
 
 ARCHITECTURE = "eagle3"
 _PLAIN = {"F32": ("F32", "<f4"), "F16": ("F16", "<f2"), "BF16": ("BF16", "<u2"), "I64": ("I64", "<i8"), "I32": ("I32", "<i4")}
@@ -60,7 +60,7 @@ def open_gguf_head(path: Path) -> HeadFiles | None:
     tensors = {_plain_name(name): _tensor(tensor, config) for name, tensor in file.tensors.items()}
     if "d2t" in tensors:
         absolute = tensors["d2t"]
-        tensors["d2t"] = HeadTensor(absolute.shape, absolute.dtype, lambda: absolute.open() - np.arange(absolute.shape[0]))
+        tensors["d2t"] = FileTensor(absolute.shape, absolute.dtype, lambda: absolute.open() - np.arange(absolute.shape[0]))
     return HeadFiles(path, config, tensors, HeadKind.EAGLE3, (path,))
 
 
@@ -88,11 +88,11 @@ def _plain_name(name: str) -> str:
     return f"{_NAMES.get(stem, stem)}.{kind}"
 
 
-def _tensor(stored: GgufTensor, config: dict[str, Any]) -> HeadTensor:
+def _tensor(stored: GgufTensor, config: dict[str, Any]) -> FileTensor:
     dtype, _ = _PLAIN.get(stored.block_type.name, ("F16", ""))
     part = stored.name.rsplit(".", 2)[-2] if "." in stored.name else ""
     heads = {"attn_q": config.get("num_attention_heads"), "attn_k": config.get("num_key_value_heads", config.get("num_attention_heads"))}
-    return HeadTensor(stored.shape, dtype, partial(_values, stored, heads.get(part)))
+    return FileTensor(stored.shape, dtype, partial(_values, stored, heads.get(part)))
 
 
 def _values(stored: GgufTensor, num_heads: int | None) -> NDArray[Any]:

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from paceline.drafters.head_containers import HeadTensor
 from paceline.drafters.head_files import HeadFiles
 from paceline.errors import CheckpointError
 from paceline.models.json_fields import JsonFields
+from paceline.models.tensor_file import FileTensor
 
 DEFAULT_POSITIONS = 2048  # what a config without a length means
 _ALIASES = {
@@ -40,7 +40,7 @@ def plain_files(files: HeadFiles) -> HeadFiles:
     Raises:
         CheckpointError: a tensor is there under two names.
     """
-    renamed: dict[str, HeadTensor] = {}
+    renamed: dict[str, FileTensor] = {}
     for name, tensor in files.tensors.items():
         alias = next((alias for alias in _ALIASES if name.startswith(alias)), None)
         plain = name if alias is None else _ALIASES[alias] + name.removeprefix(alias)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.drafters.gemma4_assistant.config import AssistantConfig
-from paceline.drafters.head_containers import ITEM_TYPES, HeadTensor, listed
+from paceline.drafters.head_containers import listed
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, shortened
@@ -22,6 +22,7 @@ from paceline.models.gguf.file import GgufFile, open_gguf, split_parts
 from paceline.models.gguf.gemma4 import ASSISTANTS, assistant_values
 from paceline.models.gguf.header import GgufTensor
 from paceline.models.gguf.weights import GgufWeights, Others
+from paceline.models.tensor_file import ITEM_TYPES, FileTensor
 
 _PRE, _POST, _CENTROIDS, _ORDERING = "pre_projection", "post_projection", "centroids", "ordering"
 _USUAL = {
@@ -129,8 +130,8 @@ def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
     return len(shape) == len(expected) and all(wanted in (None, size) for size, wanted in zip(shape, expected, strict=True))
 
 
-def _tensor(stored: GgufTensor) -> HeadTensor:
-    return HeadTensor(stored.shape, stored.block_type.name, partial(_values, stored))
+def _tensor(stored: GgufTensor) -> FileTensor:
+    return FileTensor(stored.shape, stored.block_type.name, partial(_values, stored))
 
 
 def _values(stored: GgufTensor) -> NDArray[Any]:

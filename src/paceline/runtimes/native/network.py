@@ -43,6 +43,8 @@ from paceline.runtimes.rounding import layer_rows, scaled_rows, table_rows
 class NativeNetwork(Network):
     """A recorded network and the memory it runs in. Values are float32 between products; weights keep the type they are stored in."""
 
+    weights: Weights
+
     def __init__(
         self,
         compose: Compose,

@@ -59,7 +59,7 @@ class TorchNetwork(Network):
             ConfigError: there is no such device.
             BackendUnavailableError: it is not there.
         """
-        self.config, self.compose = config, compose
+        self.config, self.compose, self.weights = config, compose, weights
         self.capabilities = Capabilities(Numerics.FAST, TreeLayout.MASK, device, weight_type)
         self._layout = StateLayout.of(config.recurrents)
         opened = _open_device(device)

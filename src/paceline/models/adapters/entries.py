@@ -1,0 +1,159 @@
+"""The tensors of an adapter's file, by the module that each is of."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import CheckpointError
+from paceline.models.expert_stacks import plain_expert_name
+from paceline.models.stored_model import IMAGE_PARTS, NESTINGS, plain_name
+from paceline.models.tensor_file import FileTensor, read_tensors
+from paceline.small_files import is_file
+
+FILES = ("adapter_model.safetensors", "adapter_model.bin")
+_NAMES_IN_AN_ERROR = 20
+_WRAPPER = "base_model.model."
+_LOW_RANK = re.compile(r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.default)?(?:\.(weight|bias))?")
+_WHOLE = re.compile(r"(.+?)(?:\.base_layer|\.modules_to_save(?:\.default)?)?\.(weight|bias)")
+_STACKED = ".base_layer"
+_FLOATS = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "BF16": "<u2"}
+
+
+class Kind(Enum):
+    """What a tensor is to its module."""
+
+    DOWN = "lora_A"
+    UP = "lora_B"
+    UP_BIAS = "lora_B.bias"
+    BIAS = "bias"
+    WHOLE = "weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a file holds for one module.
+
+    Attributes:
+        name: of the module, without what wraps a language model and without the names that single publishers have for experts.
+        in_file: its name in the file, without what PEFT puts in front.
+        is_embedding: its low-rank matrices are those of an embedding.
+        tensors: with the whole names that they have in the file, for errors.
+    """
+
+    name: str
+    in_file: str
+    is_embedding: bool = False
+    tensors: dict[Kind, tuple[str, FileTensor]] = field(default_factory=dict)
+
+    def shape(self, kind: Kind) -> tuple[int, ...] | None:
+        found = self.tensors.get(kind)
+        return None if found is None else found[1].shape
+
+
+def read_entries(directory: Path) -> tuple[Path, list[Entry]]:
+    """The file of an adapter, and what it holds for each module of the language model; what it holds for encoders is left out.
+
+    Raises:
+        CheckpointError: there is no file, it is damaged, or it holds tensors that no known LoRA adapter has.
+        BackendUnavailableError: it is PyTorch's, and torch is not installed.
+    """
+    path = next(iter(adapter_files(directory)), None)
+    if path is None:
+        raise CheckpointError(
+            f"{directory} holds neither {' nor '.join(FILES)}: give the directory of a LoRA adapter, or download it again"
+        )
+    tensors = read_tensors(path, "adapter")
+    of_texts = {name: one for name, one in tensors.items() if not _is_of_encoder(_unwrapped(name))}
+    if not of_texts:
+        found = "only tensors of image or audio encoders, and texts alone are read" if tensors else "no tensors"
+        raise CheckpointError(f"{path} holds {found}: use another adapter")
+    nesting = next((one for one in NESTINGS if any(_unwrapped(name).startswith(one) for name in of_texts)), None)
+    entries: dict[tuple[str, bool], Entry] = {}
+    unknown = []
+    for name, tensor in of_texts.items():
+        parsed = _parsed(_unwrapped(name))
+        if parsed is None:
+            unknown.append(name)
+            continue
+        module, kind, is_embedding = parsed
+        plain = module if nesting is None else plain_name(module, nesting)
+        entry = entries.setdefault((plain, is_embedding), Entry(_of_experts(plain), module, is_embedding))
+        if kind in entry.tensors:
+            raise CheckpointError(f"{path} holds {name} and {entry.tensors[kind][0]}, which are the same: export the adapter again")
+        entry.tensors[kind] = (name, tensor)
+    if unknown:
+        raise CheckpointError(f"{path} holds {listed(unknown)} that no plain LoRA adapter has: it may compute something else with them")
+    return path, list(entries.values())
+
+
+def adapter_files(directory: Path) -> tuple[Path, ...]:
+    """The file of a directory that holds an adapter's tensors; none where there is none."""
+    return tuple(directory / name for name in FILES if is_file(directory / name))[:1]
+
+
+def as_float32(path: Path, name: str, tensor: FileTensor) -> NDArray[np.float32]:
+    """A copy of a tensor.
+
+    Raises:
+        CheckpointError: it is of another type than floats, or a value is no finite number.
+    """
+    if tensor.dtype not in _FLOATS:
+        raise CheckpointError(f"{path}: tensor {name} is of type {tensor.dtype}, supported are {', '.join(_FLOATS)}: export it again")
+    stored = tensor.open()
+    if tensor.dtype == "BF16":
+        values = (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    else:
+        with np.errstate(over="ignore"):
+            values = stored.astype(np.float32)
+    if not np.isfinite(values).all():
+        raise CheckpointError(f"{path}: tensor {name} holds NaN or infinite values: its training failed, or the file is damaged")
+    return values
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first of many names, and how many there are."""
+    names = list(names)
+    rest = len(names) - _NAMES_IN_AN_ERROR
+    count = f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
+    return f"{count}: {', '.join(names[:_NAMES_IN_AN_ERROR])}{f' and {rest} more' if rest > 0 else ''}"
+
+
+def without_stacks(module: str) -> str:
+    """A module's name without what PEFT adds where it adapts several parameters of one module."""
+    while module.endswith(_STACKED):
+        module = module.removesuffix(_STACKED)
+    return module
+
+
+def _unwrapped(name: str) -> str:
+    return name.removeprefix(_WRAPPER)
+
+
+def _is_of_encoder(name: str) -> bool:
+    return name.removeprefix("model.").startswith(IMAGE_PARTS)
+
+
+def _parsed(name: str) -> tuple[str, Kind, bool] | None:
+    """The module, what the tensor is to it, and whether that is an embedding."""
+    if (found := _LOW_RANK.fullmatch(name)) is not None:
+        module, kind, leaf = found.groups()
+        is_embedding = kind.startswith("lora_embedding_")
+        own = Kind.DOWN if kind.endswith("A") else Kind.UP
+        if leaf == "bias":
+            return None if own is Kind.DOWN or is_embedding else (module, Kind.UP_BIAS, False)
+        return module, own, is_embedding
+    if (found := _WHOLE.fullmatch(name)) is not None and ".lora_" not in name:
+        return found[1], Kind(found[2]), False
+    return None
+
+
+def _of_experts(module: str) -> str:
+    """With the names of experts that most families have; a module that holds several parameters is asked for by one of them."""
+    plain = without_stacks(module)
+    own = plain_expert_name(f"{plain}.weight").removesuffix(".weight")
+    return own if own != plain else plain_expert_name(f"{plain}.down_proj").removesuffix(".down_proj")

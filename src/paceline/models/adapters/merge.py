@@ -1,0 +1,131 @@
+"""A model and one adapter as one model: each matrix with what the adapter adds, in float32, before it is rounded or quantised."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import CheckpointError
+from paceline.models.adapters.adapter import Adapter, LowRank
+from paceline.models.adapters.modules import EMBEDDING, LM_HEAD, places_of
+from paceline.models.config import ModelConfig, WeightType
+from paceline.models.weights import AnyTensor, MadeWeights, Tensor, TensorFacts, Weights, as_float32, to_bf16
+
+_CHUNK_VALUES = 1 << 20
+_ITEM_TYPES = {WeightType.F32: np.float32, WeightType.F16: np.float16, WeightType.BF16: np.uint16}
+Floats = NDArray[np.float32]
+
+
+def merged_config(config: ModelConfig, adapter: Adapter) -> ModelConfig:
+    """The network with an adapter merged: embedding and head are two matrices once one of them has changed."""
+    changed = {*adapter.products, *adapter.biases, *adapter.saved} & {EMBEDDING, LM_HEAD}
+    return replace(config, tied_embeddings=False) if changed else config
+
+
+class MergedWeights(MadeWeights):
+    """The weights of a model with an adapter merged; what the adapter changes is made when it is first asked for.
+
+    Args:
+        base: of the model.
+        config: of the model, tied embeddings as they were.
+        adapter: made for it.
+        weight_type: what changed matrices are rounded to, to nearest even; F32 in front of a quantiser.
+    """
+
+    def __init__(self, base: Weights, config: ModelConfig, adapter: Adapter, *, weight_type: WeightType) -> None:
+        self._base, self._adapter, self._type = base, adapter, weight_type
+        is_parted = merged_config(config, adapter).tied_embeddings != config.tied_embeddings
+        self._sources = {"lm_head.weight": "embedding.weight"} if is_parted else {}
+        places = [(name, place) for name, of_name in places_of(config).items() for place in of_name]
+        self._changed = {f"{place.name}.weight": (name, place) for name, place in places if name in {**adapter.products, **adapter.saved}}
+        self._biases = {f"{place.name}.bias": (name, place) for name, place in places if name in adapter.biases}
+        names = dict.fromkeys((*base.names(), *self._sources, *self._biases))
+        super().__init__(names, self._tensor)
+        self.own_head, self.has_encoders, self.container = base.own_head, base.has_encoders, base.container
+        self.packed = {name: one for name, one in base.packed.items() if name not in self._changed}
+        self.notices = (*base.notices, *self._notices())
+
+    def rows(self, name: str, numbers: NDArray[np.int32]) -> Floats:
+        return super().rows(name, numbers) if self._is_changed(name) else self._base.rows(self._sources.get(name, name), numbers)
+
+    def facts(self, name: str) -> TensorFacts:
+        if name in self._biases:
+            size = len(self._added_bias(name))
+            return TensorFacts((size,), WeightType.F32, None, 4 * size)
+        facts = self._base.facts(self._sources.get(name, name))
+        if name not in self._changed:
+            return facts
+        return replace(
+            facts, weight_type=self._type, bits=None, nbytes=int(np.prod(facts.shape)) * np.dtype(_ITEM_TYPES[self._type]).itemsize
+        )
+
+    def stored(self, name: str) -> tuple[NDArray[Any], ...]:
+        source = self._sources.get(name, name)
+        base = self._base.stored(source) if self._base.has(source) else ()
+        return (*base, np.frombuffer(self._adapter.key, np.uint8)[None]) if self._is_changed(name) else base
+
+    def forget(self, name: str) -> None:
+        super().forget(name)
+        self._base.forget(self._sources.get(name, name))
+
+    def _is_changed(self, name: str) -> bool:
+        return name in self._changed or name in self._biases
+
+    def _notices(self) -> Iterable[str]:
+        """That this is another target, and what it costs that quantised matrices become floats."""
+        yield f"the adapter {self._adapter.name!r} is merged into the weights: another target than the model with the adapter beside it"
+        quantised = [name for name in self._changed if self._base.facts(self._sources.get(name, name)).bits is not None]
+        if quantised and self._type is not WeightType.F32:
+            size = sum(self.facts(name).nbytes for name in quantised)
+            stored = sum(self._base.facts(self._sources.get(name, name)).nbytes for name in quantised)
+            yield (
+                f"{len(quantised)} quantised matrices become {self._type.value} with the adapter merged: {size / 1e9:.2g} GB in memory for "
+                f"{stored / 1e9:.2g} GB; quant='int8' or 'int4' makes them smaller, and beside the model (adapter) they stay as they are"
+            )
+
+    def _tensor(self, name: str) -> AnyTensor:
+        if name in self._biases:
+            own = self._added_bias(name)
+            values = own + as_float32(self._base[name]) if self._base.has(name) else own
+            return Tensor(values, WeightType.F32, values.shape)
+        source = self._sources.get(name, name)
+        if name not in self._changed:
+            return self._base[source]
+        merged = self._merged(name, source)
+        if source == name:
+            self._base.forget(name)
+        return merged
+
+    def _merged(self, name: str, source: str) -> Tensor:
+        changed, place = self._changed[name]
+        product, saved = self._adapter.products.get(changed), self._adapter.saved.get(changed)
+        tensor = self._base[source] if saved is None else Tensor(saved, WeightType.F32, saved.shape)
+        if product is not None and changed == EMBEDDING:
+            product = LowRank(product.up.T, product.down.T)
+        elif product is not None and place.rows is not None:
+            product = LowRank(product.down, product.up[place.rows])
+        found = np.empty(tensor.shape, _ITEM_TYPES[self._type])
+        step = max(1, _CHUNK_VALUES // tensor.shape[1])
+        for start in range(0, tensor.shape[0], step):
+            rows = np.arange(start, min(start + step, tensor.shape[0]), dtype=np.int32)
+            values = as_float32(tensor, rows)
+            found[rows] = self._rounded(values if product is None else values + product.up[rows] @ product.down, name)
+        return Tensor(found, self._type, tensor.shape)
+
+    def _added_bias(self, name: str) -> Floats:
+        changed, place = self._biases[name]
+        own = self._adapter.biases[changed]
+        return own if place.rows is None else own[place.rows]
+
+    def _rounded(self, values: Floats, name: str) -> NDArray[Any]:
+        if self._type is WeightType.BF16:
+            return to_bf16(values)
+        with np.errstate(over="ignore"):
+            own = values.astype(_ITEM_TYPES[self._type])
+        if not np.isfinite(own).all():
+            raise CheckpointError(
+                f"{name} with the adapter {self._adapter.name!r} merged has values that {self._type.value} does not reach: use dtype='f32'"
+            )
+        return own

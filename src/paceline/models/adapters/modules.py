@@ -1,0 +1,152 @@
+"""The matrices of a target that adapters name, and which products of the network each of them holds."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.models.config import ModelConfig
+from paceline.models.families import FAMILIES
+from paceline.models.joined_products import Parts, Rows, gated_delta_by_key_head, joined_in_layer, num_rows, one_after_another
+from paceline.models.layers import DenseMLP, ExpertMLP, GatedDeltaConfig, LayerConfig
+from paceline.models.tensor_names import checkpoint_names, tensor_shapes
+from paceline.models.weights import order_of_halves
+
+EMBEDDING, LM_HEAD = "embed_tokens", "lm_head"
+_OF_CONVOLUTIONS = "conv"
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A matrix [N, K] as adapters name it.
+
+    Attributes:
+        parts: the products of `Adapter` in it, with their rows; None = all of one.
+    """
+
+    shape: tuple[int, int]
+    parts: Mapping[str, Rows | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Matrices [N, K] of the experts of a layer, which models hold as one parameter.
+
+    Attributes:
+        experts: of each expert, as the parts of a `Module`.
+    """
+
+    shape: tuple[int, int]
+    experts: tuple[Mapping[str, Rows], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a product of `Adapter` is in the network.
+
+    Attributes:
+        name: of the weight in `Weights`, without `.weight`.
+        rows: of the product, in the order in which the network has them; None = as they are.
+    """
+
+    name: str
+    rows: Rows | None = None
+
+
+def places_of(config: ModelConfig) -> dict[str, tuple[Place, ...]]:
+    """Every product that an adapter may add to, by its name in `Adapter`: several where a checkpoint's matrix holds several of ours."""
+    shapes, found = tensor_shapes(config), dict[str, tuple[Place, ...]]()
+    joined = {
+        f"model.layers.{index}.{source}": {f"layers.{index}.{part}": rows for part, rows in parts.items()}
+        for index, layer in enumerate(config.layers)
+        for source, parts in joined_in_layer(layer, FAMILIES[config.family]).items()
+    }
+    for module, stems in _by_module(config).items():
+        if module in joined:
+            places = tuple(Place(stem, rows) for stem, rows in joined[module].items())
+        else:
+            places = tuple(Place(stem, _order(stem, shapes[f"{stem}.weight"][0], config)) for stem in stems)
+        found[_product_name(module, stems)] = places
+    return {**found, LM_HEAD: (Place("lm_head"),)}
+
+
+def modules_of(config: ModelConfig) -> dict[str, Module]:
+    """The matrices that an adapter may name, by the names of Hugging Face checkpoints without `.weight`."""
+    shapes = tensor_shapes(config)
+    shapes.setdefault("lm_head.weight", shapes["embedding.weight"])  # a head of its own, once an adapter changes one of the two
+    by_module = {**_by_module(config), LM_HEAD: ["lm_head"]}
+    sizes = {module: sum(shapes[f"{stem}.weight"][0] for stem in stems) for module, stems in by_module.items()}
+    found = {
+        module: Module((sizes[module], shapes[f"{stems[0]}.weight"][1]), {_product_name(module, stems): None})
+        for module, stems in by_module.items()
+    }
+    products = {stem: (module, stems) for module, stems in by_module.items() for stem in stems}
+    for index, layer in enumerate(config.layers):
+        for source, parts in _stacked(layer, config).items():
+            named = {_product_name(*products[f"layers.{index}.{part}"]): rows for part, rows in parts.items()}
+            columns = found[products[f"layers.{index}.{next(iter(parts))}"][0]].shape[1]
+            found[f"model.layers.{index}.{source}"] = Module((num_rows(parts), columns), named)
+    return found
+
+
+def stacks_of(config: ModelConfig) -> dict[str, Stack]:
+    """The parameters that hold all experts of a layer, by their names in checkpoints of transformers 5."""
+    family, found = FAMILIES[config.family], dict[str, Stack]()
+    for index, layer in enumerate(config.layers):
+        if not isinstance(layer.mlp, ExpertMLP):
+            continue
+        inner, outer = layer.mlp.expert.intermediate_size, layer.mlp.latent_size or config.hidden_size
+        front = ("gate_proj", "up_proj") if layer.mlp.expert.has_gate else ("up_proj",)
+        rows = one_after_another(dict.fromkeys(front, inner))
+        if family.packs_experts:
+            rows = {part: slice(number, 2 * inner, 2) for number, part in enumerate(front)}
+        stacks: dict[str, tuple[tuple[int, int], Parts]] = {
+            "gate_up_proj" if len(front) == 2 else "up_proj": ((len(front) * inner, outer), rows),
+            "down_proj": ((outer, inner), {"down_proj": slice(0, outer)}),
+        }
+        prefix = f"model.layers.{index}.{family.part_names.get('experts', 'mlp.experts')}"
+        for stack, (shape, parts) in stacks.items():
+            experts = tuple(
+                {f"{prefix.removeprefix('model.')}.{expert}.{part}": own for part, own in parts.items()}
+                for expert in range(layer.mlp.routing.num_experts)
+            )
+            found[f"{prefix}.{stack}"] = Stack(shape, experts)
+    return found
+
+
+def _by_module(config: ModelConfig) -> dict[str, list[str]]:
+    """Matrices in checkpoints, and ours in each."""
+    shapes, found = tensor_shapes(config), dict[str, list[str]]()
+    for ours, theirs in checkpoint_names(config).items():
+        stem, _, kind = ours.rpartition(".")
+        if kind == "weight" and len(shapes[ours]) == 2 and stem != "layer_embedding" and stem.rpartition(".")[2] != _OF_CONVOLUTIONS:
+            found.setdefault(theirs.removesuffix(".weight"), []).append(stem)
+    return found
+
+
+def _product_name(module: str, stems: list[str]) -> str:
+    return EMBEDDING if stems == ["embedding"] else module.removeprefix("model.")
+
+
+def _stacked(layer: LayerConfig, config: ModelConfig) -> dict[str, Parts]:
+    """Matrices that some checkpoints stack others in: ours with their rows."""
+    family, found = FAMILIES[config.family], dict[str, Parts]()
+    if isinstance(layer.mixer, GatedDeltaConfig):
+        found |= {f"{family.recurrent_part}.{source}": parts for source, parts in gated_delta_by_key_head(layer.mixer).items()}
+    if family.fuses_projections:
+        attention = layer.attention
+        sizes = {"q_proj": attention.query_size, "k_proj": attention.kv_size, "v_proj": attention.kv_size}
+        found["self_attn.qkv_proj"] = one_after_another(sizes)
+        if isinstance(layer.mlp, DenseMLP):
+            found["mlp.gate_up_proj"] = one_after_another(dict.fromkeys(("gate_proj", "up_proj"), layer.mlp.intermediate_size))
+    return found
+
+
+def _order(stem: str, rows: int, config: ModelConfig) -> NDArray[np.int64] | None:
+    """Which row of the checkpoint each of ours is; None = the same."""
+    part = stem.rpartition(".")[2]
+    if not FAMILIES[config.family].interleaves_rotation or part not in ("q_proj", "k_proj"):
+        return None
+    attention = config.layers[int(stem.split(".")[1])].attention
+    return order_of_halves(rows, attention.head_size, attention.rope.rotary_size(attention.head_size))

@@ -1,0 +1,164 @@
+"""Reads LoRA adapters as PEFT writes them.
+
+Source: PEFT 0.21, `LoraLayer` and `ParamWrapper`.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import CheckpointError, ConfigError, shortened
+from paceline.models.adapters.adapter import Adapter, LowRank
+from paceline.models.adapters.coverage import check_targets
+from paceline.models.adapters.entries import Entry, Kind, as_float32, read_entries
+from paceline.models.adapters.fit import Fit
+from paceline.models.adapters.modules import EMBEDDING, LM_HEAD, Module, Stack
+from paceline.models.adapters.settings import read_settings
+from paceline.models.config import ModelConfig
+from paceline.models.joined_products import Rows
+from paceline.models.weights import Weights
+
+MAX_NAME_LEN = 200
+_CHUNK_ROWS = 4096
+Floats = NDArray[np.float32]
+
+
+def read_adapter(directory: Path, *, name: str, config: ModelConfig, weights: Weights | None = None) -> Adapter:
+    """The adapter in a directory, as PEFT writes them, for the target that `config` describes.
+
+    Args:
+        name: what requests call it.
+        weights: the target's, whose biases those of an adapter are compared with; None = an adapter with such biases is refused.
+
+    Raises:
+        CheckpointError: it cannot be read, asks for something that is not computed here, or was made for another model.
+        ConfigError: the name is none, or it has biases and there are no weights.
+        BackendUnavailableError: it is in PyTorch's format, and torch is not installed.
+    """
+    check_name(name)
+    settings = read_settings(directory)
+    path, entries = read_entries(directory)
+    fit = Fit(path, entries, settings, config)
+    check_targets(path, entries, fit, settings, config)
+    reader = _Reader(path, fit, config, weights)
+    for entry in entries:
+        reader.take(entry)
+    if settings.ties and config.tied_embeddings:
+        reader.tie()
+    return reader.adapter(name)
+
+
+def check_name(name: object) -> None:
+    """That requests can name an adapter so.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if not isinstance(name, str) or not name.strip() or not name.isprintable() or len(name) > MAX_NAME_LEN:
+        raise ConfigError(f"the adapter's name is {shortened(name)}: use 1 to {MAX_NAME_LEN} printable characters")
+
+
+class _Reader:
+    """Makes products of what a file holds for modules."""
+
+    def __init__(self, path: Path, fit: Fit, config: ModelConfig, weights: Weights | None) -> None:
+        self._path, self._fit, self._config, self._weights = path, fit, config, weights
+        self._products: dict[str, LowRank] = {}
+        self._biases: dict[str, Floats] = {}
+        self._saved: dict[str, Floats] = {}
+
+    def take(self, entry: Entry) -> None:
+        """Read what there is for a module.
+
+        Raises:
+            CheckpointError: a value is no finite number, or a product is adapted twice.
+        """
+        target = self._fit.target(entry)
+        if Kind.DOWN in entry.tensors:
+            rank, scale = self._fit.rank(entry)
+            down, up = self._values(entry, Kind.DOWN), self._values(entry, Kind.UP) * np.float32(scale)
+            if isinstance(target, Stack):
+                self._take_stack(target, down, up, rank)
+                return
+            for name, rows in target.parts.items():
+                self._add(name, down, _rows(up, rows))
+            if Kind.UP_BIAS in entry.tensors:
+                self._add_biases(target, self._values(entry, Kind.UP_BIAS) * np.float32(scale))
+        if isinstance(target, Module) and Kind.BIAS in entry.tensors:
+            self._replace_biases(target, self._values(entry, Kind.BIAS))
+        if isinstance(target, Module) and Kind.WHOLE in entry.tensors:
+            self._save(next(iter(target.parts)), self._values(entry, Kind.WHOLE))
+
+    def tie(self) -> None:
+        """Give the head what the embedding has."""
+        if EMBEDDING in self._saved:
+            self._saved.setdefault(LM_HEAD, self._saved[EMBEDDING])
+        if EMBEDDING in self._products and LM_HEAD not in self._products:
+            own = self._products[EMBEDDING]
+            self._add(LM_HEAD, np.ascontiguousarray(own.up.T), own.down.T)
+
+    def adapter(self, name: str) -> Adapter:
+        """What was read."""
+        return Adapter(name, _digest(self._products, self._biases, self._saved), self._products, self._biases, self._saved)
+
+    def _values(self, entry: Entry, kind: Kind) -> Floats:
+        name, tensor = entry.tensors[kind]
+        return as_float32(self._path, name, tensor)
+
+    def _add(self, name: str, down: Floats, up: Floats) -> None:
+        if name in self._products:
+            raise CheckpointError(f"{self._path} adapts {name} twice, alone and in a matrix with others: export the adapter again")
+        self._products[name] = LowRank(down, np.ascontiguousarray(up))
+
+    def _take_stack(self, stack: Stack, down: Floats, up: Floats, rank: int) -> None:
+        """Experts lie one after another in the rows of `down`, and take turns in the columns of `up`."""
+        for number, parts in enumerate(stack.experts):
+            own_down, own_up = down[number * rank : (number + 1) * rank], up[:, number :: len(stack.experts)]
+            for name, rows in parts.items():
+                self._add(name, own_down, _rows(own_up, rows))
+
+    def _add_biases(self, module: Module, values: Floats) -> None:
+        for name, rows in module.parts.items():
+            own = np.ascontiguousarray(_rows(values, rows))
+            if own.any():
+                self._biases[name] = self._biases[name] + own if name in self._biases else own
+
+    def _replace_biases(self, module: Module, values: Floats) -> None:
+        """Biases in the place of the model's, as what they differ by."""
+        if self._weights is None:
+            raise ConfigError(f"{self._path} holds biases in the place of the model's, which they are compared with: give its weights")
+        for name, rows in module.parts.items():
+            own = np.array(_rows(values, rows))
+            for place in self._fit.places[name]:
+                chosen = slice(None) if place.rows is None else place.rows
+                part = own[chosen]
+                own[chosen] = part - self._weights.rows(f"{place.name}.bias", np.arange(len(part), dtype=np.int32))
+            self._add_biases(Module(module.shape, {name: None}), own)
+
+    def _save(self, name: str, values: Floats) -> None:
+        """A whole matrix in the place of the model's; one that is the same is left out."""
+        if self._weights is None or not self._is_own(name, values, self._weights):
+            self._saved[name] = values
+
+    def _is_own(self, name: str, values: Floats, weights: Weights) -> bool:
+        stem = "embedding" if self._config.tied_embeddings else self._fit.places[name][0].name
+        starts = range(0, len(values), _CHUNK_ROWS)
+        parts = (np.arange(start, min(start + _CHUNK_ROWS, len(values)), dtype=np.int32) for start in starts)
+        return all(np.array_equal(weights.rows(f"{stem}.weight", part), values[part]) for part in parts)
+
+
+def _rows(values: Floats, rows: Rows | None) -> Floats:
+    return values if rows is None else values[rows]
+
+
+def _digest(products: Mapping[str, LowRank], biases: Mapping[str, Floats], saved: Mapping[str, Floats]) -> bytes:
+    digest = hashlib.sha256()
+    low_rank = {f"{name} {part}": values for name, one in products.items() for part, values in (("down", one.down), ("up", one.up))}
+    others = {f"{name} {part}": values for part, of_part in (("bias", biases), ("saved", saved)) for name, values in of_part.items()}
+    for name, values in sorted({**low_rank, **others}.items()):
+        digest.update(repr((name, values.shape)).encode())
+        digest.update(np.ascontiguousarray(values).data)
+    return digest.digest()

@@ -1,0 +1,174 @@
+"""What adapter_config.json says, and refusing what it asks for and we do not compute.
+
+Source: PEFT 0.21, `LoraConfig`.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import CheckpointError, shortened
+from paceline.models.adapters.patterns import MatchedModules
+from paceline.models.json_fields import JsonFields
+from paceline.small_files import read_json
+
+CONFIG = "adapter_config.json"
+MAX_RANK = 2**20
+_OTHER_COMPUTATION = (
+    "use_dora", "layer_replication", "alora_invocation_tokens", "alora_invocation_string", "trainable_token_indices", "use_qalora",
+    "use_bdlora", "arrow_config", "kasa_config", "velora_config", "monteclora_config", "megatron_config", "enable_lora",
+)  # fmt: skip
+_WITHOUT_EFFECT = (
+    "auto_mapping", "base_model_name_or_path", "base_model_class", "parent_library", "revision", "task_type", "inference_mode",
+    "peft_version", "lora_dropout", "fan_in_fan_out", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+    "runtime_config", "qalora_group_size", "merge_weights", "target_modules_to_tie", "modules_to_tie",
+)  # fmt: skip
+"""`fan_in_fan_out` is of matrices that GPT-2 stores transposed; PEFT ignores it for all others, and we run none of these."""
+_READ = (
+    "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules", "exclude_modules", "target_parameters",
+    "layers_to_transform", "layers_pattern", "bias", "lora_bias", "modules_to_save", "init_lora_weights", "ensure_weight_tying",
+)  # fmt: skip
+_PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal", "mica")
+"""Values of `init_lora_weights` that leave the model's own weights as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSettings:
+    """What an adapter_config.json says.
+
+    Attributes:
+        path: that file.
+        base: the model it says it was made for, for errors.
+        rank, alpha: of modules that no pattern names.
+        rank_pattern, alpha_pattern: of those that one names, in the file's order.
+        is_rank_stabilized: scales are alpha / sqrt(rank), else alpha / rank.
+        targets: which modules it adapts.
+        target_parameters: endings of names of parameters that it adapts besides.
+        ties: an adapted embedding changes the head of a model with tied embeddings too.
+    """
+
+    path: Path
+    base: str | None
+    rank: int
+    alpha: float
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    is_rank_stabilized: bool
+    targets: MatchedModules
+    target_parameters: tuple[str, ...]
+    ties: bool
+
+    def scale(self, rank: int, alpha: float) -> float:
+        """What a product of this rank is multiplied by."""
+        return alpha / math.sqrt(rank) if self.is_rank_stabilized else alpha / rank
+
+
+def read_settings(directory: Path) -> AdapterSettings:
+    """The settings of the adapter in a directory.
+
+    Raises:
+        CheckpointError: there are none, a value is absurd, or one asks for something that is not computed here.
+    """
+    path = directory / CONFIG
+    values = read_json(path)
+    if values is None:
+        raise CheckpointError(
+            f"{directory} holds no {CONFIG}: give the directory of a LoRA adapter as PEFT's save_pretrained() writes it, "
+            "with adapter_model.safetensors"
+        )
+    fields = JsonFields(values, path)
+    _refuse_others(fields)
+    return AdapterSettings(
+        path=path,
+        base=_name(values.get("base_model_name_or_path")),
+        rank=fields.size("r", 8, most=MAX_RANK),
+        alpha=fields.number("lora_alpha", 8.0),
+        rank_pattern={name: _rank(fields, name, value) for name, value in _pattern(fields, "rank_pattern").items()},
+        alpha_pattern={name: _alpha(fields, name, value) for name, value in _pattern(fields, "alpha_pattern").items()},
+        is_rank_stabilized=fields.flag("use_rslora", default=False),
+        targets=MatchedModules(
+            path=path,
+            names=_one_or_several(fields, "target_modules"),
+            excluded=_one_or_several(fields, "exclude_modules"),
+            saved=tuple(_names(fields, "modules_to_save")),
+            layers=_layers(fields),
+            layers_pattern=tuple(_names(fields, "layers_pattern")),
+        ),
+        target_parameters=tuple(_names(fields, "target_parameters")),
+        ties=fields.flag("ensure_weight_tying", default=False),
+    )
+
+
+def _refuse_others(fields: JsonFields) -> None:
+    kind = fields.values.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise CheckpointError(f"{fields.path}: peft_type = {shortened(kind)} is not supported, only 'LORA' is: use a plain LoRA adapter")
+    for name in _OTHER_COMPUTATION:
+        if fields.values.get(name):
+            raise CheckpointError(
+                f"{fields.path}: {name} = {shortened(fields.values[name])} is not supported: it computes something else than plain LoRA; "
+                "merge the adapter into its model with PEFT (merge_and_unload()) and use the result"
+            )
+    unknown = [name for name, value in fields.values.items() if value and name not in (*_OTHER_COMPUTATION, *_WITHOUT_EFFECT, *_READ)]
+    if unknown:
+        raise CheckpointError(
+            f"{fields.path}: {', '.join(map(shortened, unknown[:20]))} are set, which no known LoRA adapter has: they may change what it "
+            "computes; remove what does not, or merge the adapter into its model with PEFT"
+        )
+    start = fields.values.get("init_lora_weights", True)
+    if not any(type(start) is type(one) and start == one for one in (*_PLAIN_STARTS, None)):
+        raise CheckpointError(
+            f"{fields.path}: init_lora_weights = {shortened(start)} changed the model's own weights when training began: save the adapter "
+            "again with PEFT's path_initial_model_for_weight_conversion, which makes a plain one of it"
+        )
+    bias = fields.values.get("bias", "none")
+    if bias not in ("none", "all", "lora_only", None):
+        raise CheckpointError(f"{fields.path}: bias = {shortened(bias)}, expected none, all or lora_only")
+    fields.flag("lora_bias", default=False)
+
+
+def _name(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _names(fields: JsonFields, name: str) -> list[str]:
+    """A list of names, one name or none."""
+    value = fields.values.get(name)
+    found = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(found, list) or not all(isinstance(one, str) and one for one in found):
+        raise CheckpointError(f"{fields.path}: {name} = {shortened(value)}, expected a name or a list of names")
+    return found
+
+
+def _one_or_several(fields: JsonFields, name: str) -> str | tuple[str, ...]:
+    """A pattern, or names."""
+    value = fields.values.get(name)
+    return value if isinstance(value, str) and value else tuple(_names(fields, name) if value else ())
+
+
+def _layers(fields: JsonFields) -> tuple[int, ...]:
+    value = fields.values.get("layers_to_transform")
+    found = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(one) is int and one >= 0 for one in found):
+        raise CheckpointError(f"{fields.path}: layers_to_transform = {shortened(value)}, expected a layer or a list of layers")
+    return tuple(found)
+
+
+def _pattern(fields: JsonFields, name: str) -> Mapping[str, object]:
+    value = fields.values.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{fields.path}: {name} = {shortened(value)}, expected an object of modules' names")
+    return value
+
+
+def _rank(fields: JsonFields, name: str, value: object) -> int:
+    if type(value) is not int or not 1 <= value <= MAX_RANK:
+        raise CheckpointError(f"{fields.path}: rank_pattern gives {shortened(name)} the rank {shortened(value)}, expected 1 to {MAX_RANK}")
+    return value
+
+
+def _alpha(fields: JsonFields, name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise CheckpointError(f"{fields.path}: alpha_pattern gives {shortened(name)} the alpha {shortened(value)}, expected a number")
+    return float(value)

@@ -1,0 +1,96 @@
+"""The tensors of one file, safetensors or PyTorch's own, which are opened one by one. Nothing in a file is run."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import BackendUnavailableError, CheckpointError, described
+from paceline.installation import install_extra
+from paceline.models.safetensors_file import StoredTensor, map_file, read_header, view_tensor
+
+if TYPE_CHECKING:
+    import torch
+
+ITEM_TYPES = {
+    "F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8", "BOOL": "|b1", "U8": "|u1", "I8": "|i1",
+    "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8", "U64": "<u8",
+}  # fmt: skip
+"""Types as safetensors calls them, and how numpy reads them; bf16 as the uint16 of its bits."""
+
+_TORCH_TYPES = {
+    "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64", "bool": "BOOL", "uint8": "U8", "int8": "I8",
+    "int16": "I16", "int32": "I32", "int64": "I64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """One tensor of a file: its shape, its type as safetensors calls it, and how to open it (bf16 as the uint16 of its bits)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    open: Callable[[], NDArray[Any]]
+
+
+def read_tensors(path: Path, what: str) -> dict[str, FileTensor]:
+    """The tensors of one file, by their names in it.
+
+    Args:
+        what: it holds, for errors: "head" or "adapter".
+
+    Raises:
+        CheckpointError: it is damaged, or holds anything but tensors.
+        BackendUnavailableError: it is PyTorch's, and torch is not installed.
+    """
+    if path.suffix != ".safetensors":
+        return _torch_file(path, what)
+    stored, file_bytes = read_header(path), map_file(path)
+    return {name: FileTensor(tensor.shape, tensor.dtype, partial(_view, tensor, file_bytes)) for name, tensor in stored.items()}
+
+
+def _view(stored: StoredTensor, file_bytes: NDArray[np.uint8]) -> NDArray[Any]:
+    return view_tensor(stored, file_bytes, np.dtype(ITEM_TYPES[stored.dtype]))
+
+
+def _torch_file(path: Path, what: str) -> dict[str, FileTensor]:
+    """The tensors of a PyTorch file: a dictionary of them and nothing else."""
+    try:
+        import torch
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"{path} is a PyTorch file, which takes torch to read: {install_extra('torch')}, or use the {what} as safetensors"
+        ) from error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # warnings about files that are refused anyway
+            try:
+                content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError:  # the format before PyTorch 1.6 cannot be mapped
+                content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # unpickling untrusted bytes may fail in any way
+        raise CheckpointError(
+            f"{path} cannot be read as a file of tensors ({described(error)}); use the {what} as safetensors, or download it again"
+        ) from error
+    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        raise CheckpointError(
+            f"{path} holds more than tensors by name: it is no {what}'s file, or a training checkpoint; export its weights"
+        )
+    return {str(name): FileTensor(tuple(tensor.shape), _torch_type(tensor), partial(_array, tensor)) for name, tensor in content.items()}
+
+
+def _torch_type(tensor: "torch.Tensor") -> str:
+    name = str(tensor.dtype).removeprefix("torch.")
+    return _TORCH_TYPES.get(name, name)
+
+
+def _array(tensor: "torch.Tensor") -> NDArray[Any]:
+    import torch
+
+    dense = tensor.detach().contiguous()
+    return (dense.view(torch.uint16) if dense.dtype == torch.bfloat16 else dense).numpy()
