@@ -166,6 +166,8 @@ class EngineConfig:
         prefix_cache: whether rows of earlier requests are kept while there is room, for those that begin with the same tokens.
         state_stride: rows between the states of recurrent layers that are kept for that, a multiple of 32; a text also has one behind
             the last 32 rows it filled.
+        adapters: directories of LoRA adapters by the names that requests have for them.
+        merge_adapter: directory of a LoRA adapter that is added to the weights before they are rounded or quantised: another target.
         revision, token, offline: for models from the Hugging Face Hub.
     """
 
@@ -186,6 +188,8 @@ class EngineConfig:
     chunk_rows: int = 256
     prefix_cache: bool = True
     state_stride: int = 512
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    merge_adapter: str | None = None
     revision: str | None = None
     token: str | None = field(default=None, repr=False)
     offline: bool = False
@@ -206,6 +210,11 @@ class EngineConfig:
         for name in ("revision", "token"):
             if not isinstance(getattr(self, name), str | None):
                 raise ConfigError(f"{name} is of type {type(getattr(self, name)).__name__}: use a text, or None")
+        adapters: object = self.adapters
+        if not isinstance(adapters, Mapping) or not all(isinstance(one, str) and one for pair in adapters.items() for one in pair):
+            raise ConfigError(f"adapters is {adapters!r}: use a mapping of names to directories, such as {{'sql': 'adapters/sql'}}")
+        if not isinstance(self.merge_adapter, str | None):
+            raise ConfigError(f"merge_adapter is {self.merge_adapter!r}: give the directory of a LoRA adapter")
         for name in ("prefix_cache", "oversubscribe", "offline"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: use true or false")

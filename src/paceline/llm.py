@@ -60,6 +60,9 @@ class LLM:
         prefix_cache: whether rows of earlier requests are kept while there is room, for those that begin with the same tokens.
         state_stride: rows between the states of recurrent layers that are kept for that, a multiple of 32; a text also has one behind
             the last 32 rows it filled.
+        adapters: directories of LoRA adapters by name; requests ask for one by `adapter=name`.
+        merge_adapter: directory of a LoRA adapter that is added to the weights before they are rounded or quantised. That is another
+            target: its tokens may differ from those of the same adapter asked for by name.
         revision, token, offline: for models from the Hugging Face Hub.
 
     Raises:
@@ -93,6 +96,8 @@ class LLM:
         chunk_rows: int = 256,
         prefix_cache: bool = True,
         state_stride: int = 512,
+        adapters: Mapping[str, str] | None = None,
+        merge_adapter: str | None = None,
         revision: str | None = None,
         token: str | None = None,
         offline: bool = False,
@@ -307,7 +312,7 @@ class LLM:
         drafter = self.drafter
         if drafter is not None and (drafter.needs.hidden_states or drafter.needs.layers):  # its rows lie beside the old target's
             drafter = self._given_drafter
-        opened = open_engine(replace(self._opened.config, quant=quant), self._speculation, drafter)
+        opened = open_engine(replace(self._opened.config, quant=quant, adapters={}), self._speculation, drafter)
         for adapter in self.engine.adapters.all:
             opened.engine.add_adapter(adapter)
         with self.engine.between_steps():

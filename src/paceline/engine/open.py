@@ -1,7 +1,7 @@
 """From settings to an engine that can run: target, cache, drafter and how much to draft."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,8 @@ class OpenedEngine:
         from paceline.models.adapters.read import read_adapter
 
         self.engine.adapters.check_free(name)
-        self.engine.add_adapter(read_adapter(Path(directory), name=name, config=self.engine.runtime.config))
+        runtime = self.engine.runtime
+        self.engine.add_adapter(read_adapter(Path(directory), name=name, config=runtime.config, weights=runtime.weights))
 
     def chunk(self, request: Request, num_seen: int) -> StreamChunk:
         """What a streamed request got since it had `num_seen` output tokens; with its whole output if it has ended."""
@@ -118,11 +119,20 @@ def settings_of(model: str, options: dict[str, Any]) -> tuple[EngineConfig, Spec
     names = made.name if made else tuple(drafter) if isinstance(drafter, list) else drafter
     given = {**options, "model": os.fsdecode(model), "drafter": names}
     given["drafter_options"] = options.get("drafter_options") or {}
+    given |= _adapter_settings(options)
     of_engine, of_speculation = ({one.name for one in fields(kind)} for kind in (EngineConfig, SpeculationConfig))
     for name in given.keys() - of_engine - of_speculation:
         raise ConfigError(unknown_argument(name, "LLM", of_engine | of_speculation, of_sampling=SAMPLING_NAMES))
     engine = EngineConfig(**{name: value for name, value in given.items() if name in of_engine})
     return engine, SpeculationConfig(**{name: value for name, value in given.items() if name in of_speculation}), made
+
+
+def _adapter_settings(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of adapters, paths as texts."""
+    adapters, merged = options.get("adapters") or {}, options.get("merge_adapter")
+    if isinstance(adapters, Mapping):
+        adapters = {name: os.fsdecode(path) if isinstance(path, os.PathLike) else path for name, path in adapters.items()}
+    return {"adapters": adapters, "merge_adapter": os.fsdecode(merged) if isinstance(merged, os.PathLike) else merged}
 
 
 def check_options(drafter: object, drafter_options: object) -> None:
@@ -179,7 +189,10 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
     maker = RequestMaker(tokenizer, vocab_size, plan.max_context, ends, plan.way_out, suppressed)
     of_drafter = () if drafter is None else drafter.notices
     notices = (*config.notices, *tokenizer.notices, *loaded.notices, *_unused_head(loaded, directory, drafter), *of_drafter, plan.notice)
-    return OpenedEngine(engine, maker, tuple(printable(one) for one in notices if one), config)  # they name files and tensors
+    opened = OpenedEngine(engine, maker, tuple(printable(one) for one in notices if one), config)  # they name files and tensors
+    for name, adapter in config.adapters.items():
+        opened.load_adapter(name, adapter)
+    return opened
 
 
 def _runtime_options(config: EngineConfig, collect_layers: Sequence[int]) -> RuntimeOptions:
@@ -196,6 +209,7 @@ def _runtime_options(config: EngineConfig, collect_layers: Sequence[int]) -> Run
         quant_directory=cache_directory(),
         regroup=config.gguf_weights == "regroup",
         memory_bytes=available_memory_bytes() if config.device != "cuda" else None,
+        merge_adapter=None if config.merge_adapter is None else Path(config.merge_adapter),
     )
 
 

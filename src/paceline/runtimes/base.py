@@ -178,12 +178,14 @@ class Network(ABC):
     Attributes:
         compose: what it computes.
         version: names what its bits depend on besides the weights; empty where they are not tested.
+        weights: of a language model, as they were read; None = they are not kept.
     """
 
     config: ModelConfig
     capabilities: Capabilities
     compose: Compose
     version: str = ""
+    weights: Weights | None = None
     num_passes: int  # how often `forward` ran, here and in the networks beside it
 
     @property
@@ -223,7 +225,7 @@ class Network(ABC):
         """Embedding rows [T, E] float32 of `token_ids` [T], of a language model."""
 
     def load_adapter(self, adapter: Adapter) -> int:
-        """The number by which rows of a pass ask for an adapter, from 1 on; no number comes twice. No pass may run meanwhile.
+        """The number by which rows of a pass ask for an adapter, from 1 on; no number comes twice. Passes may run meanwhile.
 
         Raises:
             BackendUnavailableError: this kind of network runs none.

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from paceline.config import QuantOptions
 from paceline.errors import BackendUnavailableError, CapacityError, memory_errors
+from paceline.models.adapters.entries import adapter_files
+from paceline.models.adapters.merge import MergedWeights, merged_config
+from paceline.models.adapters.read import read_adapter
 from paceline.models.checkpoint import open_weights, read_model_config, weight_files
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.kv_type import KVType
@@ -40,6 +43,7 @@ class RuntimeOptions:
         quant_directory: where quantised matrices are kept for the next time; None = nowhere.
         regroup: quantise the matrices of a GGUF file again, to larger groups that run faster; their values change.
         memory_bytes: that can be had: what must become floats in it and does not fit is refused. None = no limit.
+        merge_adapter: directory of a LoRA adapter that becomes part of the weights; None = they stay as they are.
     """
 
     numerics: Numerics = Numerics.EXACT
@@ -55,6 +59,7 @@ class RuntimeOptions:
     quant_directory: Path | None = None
     regroup: bool = False
     memory_bytes: int | None = None
+    merge_adapter: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,8 @@ def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
     stored = read_model_config(path)
     config = stored.for_context(options.max_context)
     weights = open_weights(path, config, regroup=options.regroup, num_threads=options.num_threads)
+    if options.merge_adapter is not None:
+        config, weights = _with_adapter(options.merge_adapter, config, weights, options)
     own_head, notices = weights.own_head, list(weights.notices)
     if options.quant is None:
         _check_floats(weights, config, options.memory_bytes)
@@ -94,13 +101,20 @@ def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
             weights,
             options.quant,
             options.quant_directory,
-            files=weight_files(path),
+            files=(*weight_files(path), *(() if options.merge_adapter is None else adapter_files(options.merge_adapter))),
             num_threads=options.num_threads,
             notices=notices,
             page_sums=fastest_page_sums(),
         )
     runtime = _build(config, weights, options, notices)
     return Loaded(runtime, tuple(notices), own_head, matrix_bits(weights))
+
+
+def _with_adapter(directory: Path, config: ModelConfig, weights: Weights, options: RuntimeOptions) -> tuple[ModelConfig, Weights]:
+    """Network and weights with the adapter of a directory merged, in the type they are kept in; in float32 if they are quantised next."""
+    adapter = read_adapter(directory, name=directory.name or "merged", config=config, weights=weights)
+    weight_type = WeightType.F32 if options.quant is not None else options.dtype or config.weight_type
+    return merged_config(config, adapter), MergedWeights(weights, config, adapter, weight_type=weight_type)
 
 
 def _check_floats(weights: Weights, config: ModelConfig, memory_bytes: int | None) -> None:

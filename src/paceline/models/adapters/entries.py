@@ -62,7 +62,7 @@ def read_entries(directory: Path) -> tuple[Path, list[Entry]]:
         CheckpointError: there is no file, it is damaged, or it holds tensors that no known LoRA adapter has.
         BackendUnavailableError: it is PyTorch's, and torch is not installed.
     """
-    path = next((directory / name for name in FILES if is_file(directory / name)), None)
+    path = next(iter(adapter_files(directory)), None)
     if path is None:
         raise CheckpointError(
             f"{directory} holds neither {' nor '.join(FILES)}: give the directory of a LoRA adapter, or download it again"
@@ -89,6 +89,11 @@ def read_entries(directory: Path) -> tuple[Path, list[Entry]]:
     if unknown:
         raise CheckpointError(f"{path} holds {listed(unknown)} that no plain LoRA adapter has: it may compute something else with them")
     return path, list(entries.values())
+
+
+def adapter_files(directory: Path) -> tuple[Path, ...]:
+    """The file of a directory that holds an adapter's tensors; none where there is none."""
+    return tuple(directory / name for name in FILES if is_file(directory / name))[:1]
 
 
 def as_float32(path: Path, name: str, tensor: FileTensor) -> NDArray[np.float32]:

@@ -74,7 +74,8 @@ class MergedWeights(MadeWeights):
         return name in self._changed or name in self._biases
 
     def _notices(self) -> Iterable[str]:
-        """What it costs that quantised matrices become floats."""
+        """That this is another target, and what it costs that quantised matrices become floats."""
+        yield f"the adapter {self._adapter.name!r} is merged into the weights: another target than the model with the adapter beside it"
         quantised = [name for name in self._changed if self._base.facts(self._sources.get(name, name)).bits is not None]
         if quantised and self._type is not WeightType.F32:
             size = sum(self.facts(name).nbytes for name in quantised)
