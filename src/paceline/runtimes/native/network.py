@@ -170,7 +170,15 @@ class NativeNetwork(Network):
         return panels.first(count) if isinstance(panels, Panels) else None
 
     def reader(self, compose: Compose, config: ModelConfig, weights: Weights, *, max_context: int) -> "NativeNetwork":
-        return NativeNetwork(compose, config, weights, num_threads=self._shared.num_threads, kv_type=self.capabilities.kv_type, max_context=max_context, cache_of=self)
+        return NativeNetwork(
+            compose,
+            config,
+            weights,
+            num_threads=self._shared.num_threads,
+            kv_type=self.capabilities.kv_type,
+            max_context=max_context,
+            cache_of=self,
+        )
 
     def _compose(self, compose: Compose) -> None:
         self.compose = compose
