@@ -10,6 +10,7 @@ from paceline.machine import usable_processors
 
 NUMERICS = ("exact", "fast")
 DTYPES = ("auto", "bf16", "f16", "f32")
+KV_TYPES = ("auto", "f32", "bf16", "f16", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "native", "torch")
 QUANT = ("none", "int8", "int4")
@@ -157,6 +158,8 @@ class EngineConfig:
         threads: CPU threads; None = as many as processors this process may use; more would be slower.
         oversubscribe: use as many threads as `threads` says, even where there are fewer processors.
         max_context: longest prompt + output; None = what the model was made for.
+        kv_type: type of keys and values in the cache: "f32", "bf16", "f16" or "int8" (a scale a row and head); "auto" = that of
+            computation, f16 for quantised GGUF files.
         cache_gb: memory for keys and values; None = enough for a few full contexts, at most a quarter of the free memory.
         device: "auto", "cpu" or "cuda".
         backend: what computes: "native" (our kernels) or "torch"; "auto" = the faster one for this machine.
@@ -180,6 +183,7 @@ class EngineConfig:
     threads: int | None = None
     oversubscribe: bool = False
     max_context: int | None = None
+    kv_type: str = "auto"
     cache_gb: float | None = None
     device: str = "auto"
     backend: str = "auto"
@@ -198,6 +202,7 @@ class EngineConfig:
         _check_choice("numerics", self.numerics, NUMERICS)
         _check_choice("gguf_weights", self.gguf_weights, GGUF_WEIGHTS)
         _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("kv_type", self.kv_type, KV_TYPES)
         _check_choice("device", self.device, DEVICES)
         _check_choice("backend", self.backend, BACKENDS)
         quant_options("quant", self.quant)

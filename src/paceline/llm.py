@@ -42,6 +42,8 @@ class LLM:
         threads: CPU threads; None = the processors this process may use. More are not used.
         oversubscribe: use so many threads even where there are fewer processors.
         max_context: longest prompt + output.
+        kv_type: type of keys and values in the cache: "f32", "bf16", "f16" or "int8"; "auto" = that of computation, f16 for
+            quantised GGUF files.
         cache_gb: memory for keys and values.
         device: "auto", "cpu" or "cuda".
         backend: "native" (our own CPU kernels) or "torch"; "auto" = the faster one for this machine.
@@ -82,6 +84,7 @@ class LLM:
         threads: int | None = None,
         oversubscribe: bool = False,
         max_context: int | None = None,
+        kv_type: str = "auto",
         cache_gb: float | None = None,
         device: str = "auto",
         backend: str = "auto",

@@ -8,7 +8,7 @@ import typer
 
 from paceline.cli.options import MEMORY, METAVARS, MODEL, SPECULATION, DraftQuant, named_values
 from paceline.cli.reporting import EXIT_FAILURE, reported_errors
-from paceline.config import DEVICES, QUANT, EngineConfig, SpeculationConfig, quant_options
+from paceline.config import DEVICES, KV_TYPES, QUANT, EngineConfig, SpeculationConfig, quant_options
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def doctor(
     quant: Annotated[str, typer.Option("--quant", help=MODEL.options["quant"], metavar="|".join(QUANT))] = "none",
     draft_quant: DraftQuant = "auto",
     drafter_options: DrafterOptions = None,
+    kv_type: Annotated[str, typer.Option("--kv-type", help=MEMORY.options["kv_type"], metavar="|".join(KV_TYPES))] = "auto",
     max_context: Annotated[int | None, typer.Option("--max-context", help=MEMORY.options["max_context"])] = None,
     device: Annotated[str, typer.Option("--device", help=MODEL.options["device"], metavar="|".join(DEVICES))] = "auto",
     threads: Annotated[int | None, typer.Option("--threads", help=MODEL.options["threads"])] = None,
@@ -46,11 +47,19 @@ def doctor(
     with reported_errors(debug=debug):
         names = tuple(drafter or ("auto",))
         engine = EngineConfig(
-            model=model, gguf_file=gguf_file, quant=quant, max_context=max_context, device=device, threads=threads, offline=True
+            model=model,
+            gguf_file=gguf_file,
+            quant=quant,
+            kv_type=kv_type,
+            max_context=max_context,
+            device=device,
+            threads=threads,
+            offline=True,
         )
         speculation = SpeculationConfig(
             drafter=names[0] if len(names) == 1 else names, draft_quant=draft_quant, drafter_options=named_values(drafter_options or ())
         )
+        from paceline.models.kv_type import KVType
         from paceline.proof.doctor import DoctorQuestion, diagnose
 
         question = DoctorQuestion(
@@ -60,6 +69,7 @@ def doctor(
             drafter_options=speculation.drafter_options,
             quant=quant_options("quant", engine.quant),
             draft_quant=speculation.draft_quant,
+            kv_type=None if kv_type == "auto" else KVType(kv_type),
             max_context=max_context,
             device=device,
             memory_bytes=None if memory_gb is None else _bytes(memory_gb),
@@ -82,7 +92,7 @@ def _bytes(memory_gb: float) -> int:
 
 
 def _probe_arguments(engine: EngineConfig, speculation: SpeculationConfig) -> dict[str, object]:
-    of_engine = ("model", "gguf_file", "quant", "max_context", "device", "threads", "offline")
+    of_engine = ("model", "gguf_file", "quant", "kv_type", "max_context", "device", "threads", "offline")
     return {name: getattr(engine, name) for name in of_engine} | {
         "drafter": speculation.drafter,
         "draft_quant": speculation.draft_quant,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.proof.exactness.prove import Proof, ProofQuestion
     from paceline.proof.exactness.tally import Tally
 
-_ROOM = Panel("Memory", EngineConfig, {name: MEMORY.options[name] for name in ("max_context", "cache_gb")})
+_ROOM = Panel("Memory", EngineConfig, {name: MEMORY.options[name] for name in ("max_context", "kv_type", "cache_gb")})
 _DRAFTERS = Panel(
     "Speculation",
     SpeculationConfig,

@@ -19,6 +19,7 @@ from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.window import PassLimits
 from paceline.machine import available_memory_bytes
 from paceline.models.config import WeightType
+from paceline.models.kv_type import KVType
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.runtimes.base import Network, Numerics
 from paceline.runtimes.cost import ROW_COUNTS, pass_table
@@ -199,6 +200,7 @@ def _runtime_options(config: EngineConfig, collect_layers: Sequence[int]) -> Run
     return RuntimeOptions(
         numerics=Numerics(config.numerics),
         dtype=None if config.dtype == "auto" else WeightType(config.dtype),
+        kv_type=None if config.kv_type == "auto" else KVType(config.kv_type),
         num_threads=config.num_threads,
         max_context=config.max_context,
         device=config.device,

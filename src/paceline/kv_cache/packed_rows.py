@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,15 +32,16 @@ class PackedRows:
 
     def read(self, storage: NDArray[np.uint8], block: int, row: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Keys and values [layers, K, columns] of a row, as they count; columns are filled up to whole vectors."""
-        keys, values, *scales = (part.astype(np.uint32) if self.kv_type is KVType.BF16 else part for part in self._row(storage, block, row))
+        keys, values, *scales = self._row(storage, block, row)
         if self.kv_type is KVType.BF16:
-            return (keys.reshape(*keys.shape[:2], -1) << 16).view(np.float32), (values << 16).view(np.float32)
+            wide = [part.reshape(*part.shape[:2], -1).astype(np.uint32) for part in (keys, values)]
+            return (wide[0] << 16).view(np.float32), (wide[1] << 16).view(np.float32)
         found = [part.astype(np.float32) for part in (keys, values)]
-        if scales:
-            found = [part * scale[..., None] for part, scale in zip(found, scales, strict=True)]
+        for part, scale in zip(found, scales, strict=False):
+            part *= scale[..., None]
         return found[0], found[1]
 
-    def _row(self, storage: NDArray[np.uint8], block: int, row: int) -> Iterator[NDArray[np.generic]]:
+    def _row(self, storage: NDArray[np.uint8], block: int, row: int) -> Iterator[NDArray[Any]]:
         """Views of its numbers: keys, values, then their scales if there are any."""
         size, item = self.block_size, np.dtype(_ITEMS[self.kv_type])
         scales = 4 * size if self.kv_type is KVType.INT8 else 0

@@ -9,6 +9,7 @@ from paceline.drafters import HeadOptions, prepare_one
 from paceline.errors import PacelineError
 from paceline.hub import resolve
 from paceline.machine import available_memory_bytes
+from paceline.models.kv_type import KVType
 from paceline.models.quantize import matrix_bits
 from paceline.proof.checkpoint_facts import CheckpointFacts, read_checkpoint
 from paceline.proof.head_pairing import HeadFacts, judge_head
@@ -29,6 +30,7 @@ class DoctorQuestion:
         drafter_options: settings of single methods by name, as `paceline run` takes them.
         quant: how the target is quantised while it is loaded; None = not at all.
         draft_quant: as in `SpeculationConfig`.
+        kv_type: of the target's keys and values; None = its own.
         max_context: longest text; None = what the target was made for.
         device: "auto", "cpu" or "cuda"; auto is judged as cpu.
         memory_bytes: memory to assume; None = what this machine has free.
@@ -41,6 +43,7 @@ class DoctorQuestion:
     drafter_options: Mapping[str, object] = field(default_factory=dict)
     quant: QuantOptions | None = None
     draft_quant: Quant = "auto"
+    kv_type: KVType | None = None
     max_context: int | None = None
     device: str = "auto"
     memory_bytes: int | None = None
@@ -173,7 +176,7 @@ def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) 
     """Memory and numerics, from the facts."""
     device = "cuda" if question.device == "cuda" else "cpu"
     found.notes += target.weights.notices if question.quant is None else ()
-    main = estimate_memory(target, question.quant, device, found.notes)
+    main = estimate_memory(target, question.quant, device, found.notes, kv_type=question.kv_type)
     drafts = [own for one in found.drafters if (own := draft_memory(one, target, question, device, found.notes)) is not None]
     context = min(question.max_context or target.config.max_positions, target.config.max_positions)
     available = available_memory_bytes() if question.memory_bytes is None else question.memory_bytes

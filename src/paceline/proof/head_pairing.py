@@ -19,13 +19,14 @@ from paceline.drafters.medusa.checkpoint import load_medusa
 from paceline.drafters.mtp import load_mtp
 from paceline.drafters.pairs.config import PairConfig
 from paceline.models.config import WeightType
+from paceline.models.kv_type import KVType
 from paceline.models.quantize import schemes_for
 from paceline.models.weights import AnyTensor, Tensor, Weights
 from paceline.proof.checkpoint_facts import CheckpointFacts
 from paceline.proof.memory_estimate import ModelMemory
 from paceline.proof.pairing import PairVerdict
 
-_CACHE_ITEM_BYTES = 4
+_CACHE_TYPE = KVType.F32
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ def _judge_mtp(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) 
 
 
 def _pair_facts(files: HeadFiles, config: PairConfig, weights: Weights) -> HeadFacts:
-    return HeadFacts(files.path, files.kind, weights, config.layers.kv_bytes_per_token(_CACHE_ITEM_BYTES) * 1000)
+    return HeadFacts(files.path, files.kind, weights, config.layers.kv_bytes_per_token(_CACHE_TYPE) * 1000)
 
 
 def _reading(config: PairConfig) -> str:

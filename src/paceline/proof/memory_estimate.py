@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.config import QuantOptions
-from paceline.models.config import WeightType
+from paceline.models.kv_type import KVType
 from paceline.models.quantize import schemes_for
 from paceline.models.state_layout import StateLayout
 from paceline.proof.checkpoint_facts import CheckpointFacts
 from paceline.runtimes.backend import choose_backend
+from paceline.runtimes.load import natural_kv_type
 
 _ROWS_BESIDE_WINDOW = 640
 """What a sliding layer holds beyond its window while a long text runs: rows behind it, and those of a pass."""
@@ -102,7 +103,13 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    checkpoint: CheckpointFacts, quant: QuantOptions | None, device: str, notices: list[str], *, is_draft: bool = False
+    checkpoint: CheckpointFacts,
+    quant: QuantOptions | None,
+    device: str,
+    notices: list[str],
+    *,
+    kv_type: KVType | None = None,
+    is_draft: bool = False,
 ) -> ModelMemory:
     """What one model takes.
 
@@ -110,6 +117,7 @@ def estimate_memory(
         quant: how its matrices are quantised while it is loaded; None = not at all.
         device: "cpu" or "cuda".
         notices: gets a line where a runtime has to take over from another.
+        kv_type: of its keys and values; None = its own.
         is_draft: it keeps all rows, also those behind windows.
     """
     config = checkpoint.config
@@ -119,12 +127,13 @@ def estimate_memory(
         schemes[name].nbytes(checkpoint.weights.facts(name).shape) if name in schemes else checkpoint.weights.facts(name).nbytes
         for name in checkpoint.weights
     )
-    item_bytes = 4 if backend == "native" or config.weight_type is WeightType.F32 else 2
+    natural = natural_kv_type(config, checkpoint.weights) if backend == "native" else KVType(config.weight_type.value)
+    kept = kv_type or natural
     windows = () if backend == "torch" or is_draft else config.windows
     return ModelMemory(
         weights,
-        config.kv_bytes_per_token(item_bytes) * 1000,
+        config.kv_bytes_per_token(kept) * 1000,
         backend,
-        tuple((group.window + _ROWS_BESIDE_WINDOW, group.bytes_per_token(item_bytes)) for group in windows if group.window is not None),
+        tuple((group.window + _ROWS_BESIDE_WINDOW, group.bytes_per_token(kept)) for group in windows if group.window is not None),
         4 * StateLayout.of(config.recurrents).state_size,
     )

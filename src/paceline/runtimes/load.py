@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.config import QuantOptions
-from paceline.errors import BackendUnavailableError, CapacityError, memory_errors
+from paceline.errors import BackendUnavailableError, CapacityError, ConfigError, memory_errors
 from paceline.models.adapters.entries import adapter_files
 from paceline.models.adapters.merge import MergedWeights, merged_config
 from paceline.models.adapters.read import read_adapter
@@ -31,7 +31,7 @@ class RuntimeOptions:
 
     Attributes:
         numerics: what is wanted; the runtime's capabilities say what holds.
-        kv_type: of keys and values; None = that of computation.
+        kv_type: of keys and values; None = `natural_kv_type`.
         dtype: None = the type the weights are stored in; F32, asked for, also leaves rows unrounded in front of quantised matrices.
         num_threads: CPU threads.
         max_context: of the longest text there can be; None = what the model was made for.
@@ -79,6 +79,7 @@ def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
     Raises:
         CheckpointError: the checkpoint cannot be used.
         CapacityError: it does not fit in memory.
+        ConfigError: keys and values cannot have this type.
         BackendUnavailableError: the device or its library is absent.
     """
     stored = read_model_config(path)
@@ -146,7 +147,7 @@ def _build_native(config: ModelConfig, weights: Weights, options: RuntimeOptions
         num_threads=options.num_threads,
         max_context=min(options.max_context or config.max_positions, config.max_positions),
         round_to=round_to,
-        kv_type=options.kv_type or KVType(round_to.value),
+        kv_type=options.kv_type or natural_kv_type(config, weights, options.dtype),
         panels=None if options.dtype is WeightType.F32 else {},
         takes_adapters=True,
     )
@@ -160,12 +161,31 @@ def _build_native(config: ModelConfig, weights: Weights, options: RuntimeOptions
     return network
 
 
+def natural_kv_type(config: ModelConfig, weights: Weights, dtype: WeightType | None = None) -> KVType:
+    """The type of keys and values that loses nothing which the type of computation holds.
+
+    A quantised file in float32 around its matrices does not say in which type its model was made: float16, which such files are run with
+    elsewhere, has three binary digits more than bfloat16.
+
+    Args:
+        dtype: to compute in; None = as stored.
+    """
+    if dtype is None and config.weight_type is WeightType.F32 and any(weights.facts(name).bits is not None for name in weights):
+        return KVType.F16
+    return KVType((dtype or config.weight_type).value)
+
+
 def _build_torch(config: ModelConfig, weights: Weights, options: RuntimeOptions, device: str, notices: list[str]) -> Network:
     from paceline.runtimes.torch.network import TorchNetwork
 
     if options.numerics is Numerics.EXACT:
         notices.append("torch picks kernels by a pass's shape, so near-ties may fall otherwise than in plain decoding: numerics is fast")
     weight_type = options.dtype or config.weight_type
+    if options.kv_type not in (None, KVType(weight_type.value)):
+        raise ConfigError(
+            f"kv_type is {options.kv_type.value!r}, torch keeps keys and values in the type it computes in, {weight_type.value!r}: "
+            "leave kv_type out, or use backend='native'"
+        )
     network = TorchNetwork(decoder(config, options.collect_layers), config, weights, device=device, weight_type=weight_type)
     _warm_up(network)
     return network

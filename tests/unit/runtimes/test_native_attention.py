@@ -1,92 +1,17 @@
 """Native attention: its definition in float64, whatever the blocks, and the bits of decoding alone, whatever the mask."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from harness.model_configs import with_attention
-from harness.native_network import BUILT, Network, make_batch, native_config
-from paceline.kv_cache.paged import BLOCK_SIZE
+from harness.attention_bench import Bench, blocks, random_tree
+from harness.native_network import BUILT, Network, make_batch
 from paceline.kv_cache.row_plan import path_to, tree_mask
-from paceline.models.config import ModelConfig
-from paceline.models.kv_type import KVType
 from paceline.runtimes.base import FloatArray, RowRange
 
-Random = np.random.Generator
 BY_LEVEL = pytest.mark.parametrize("level", BUILT)
-NUM_BLOCKS = 64
-
-
-@dataclass
-class Bench:
-    """One attention layer with a cache, and the rows that were run through it."""
-
-    config: ModelConfig
-    run: Network
-    storage: NDArray[np.uint8]
-    kv_type: KVType
-
-    @classmethod
-    def make(
-        cls,
-        heads: int,
-        kv_heads: int,
-        head_size: int,
-        *,
-        cap: float | None = None,
-        window: int | None = None,
-        num_threads: int = 1,
-        level: str | None = None,
-        kv_type: KVType = KVType.F32,
-    ) -> "Bench":
-        config = native_config(heads=heads, kv_heads=kv_heads, head_size=head_size, soft_cap=cap)
-        config = config if window is None else with_attention(config, window=window)
-        widths = [heads * head_size, kv_heads * head_size, kv_heads * head_size]
-        run = Network(
-            widths,
-            lambda blocks, inputs: [blocks.attention(inputs[0], (inputs[1], inputs[2]), config.attention, 0)],
-            config=config,
-            num_threads=num_threads,
-            level=level,
-        )
-        shape = config.kv_groups()[0].stored_shape(NUM_BLOCKS, BLOCK_SIZE, kv_type)
-        storage = np.full(shape, 0xFF, np.uint8)  # not a number in any type: what nobody wrote must not be read
-        run.execution.use_cache(storage, kv_type=kv_type)
-        return cls(config, run, storage, kv_type)
-
-    def rows(self, random: Random, count: int) -> list[FloatArray]:
-        """q, k and v of some rows."""
-        attention = self.config.attention
-        sizes = [attention.query_size, attention.kv_size, attention.kv_size]
-        return [random.normal(size=(count, size)).astype(np.float32) for size in sizes]
-
-    def attend(self, qkv: Sequence[FloatArray], ranges: Sequence[RowRange]) -> FloatArray:
-        return self.run(*qkv, batch=make_batch(ranges))[0]
-
-    def expected(self, q: FloatArray, k: FloatArray, v: FloatArray) -> np.ndarray:
-        """Attention of one row q [H * D] to k and v [S, K * D], in float64."""
-        config = self.config.attention
-        group = config.num_heads // config.num_kv_heads
-        keys, states = (side.astype(np.float64).reshape(len(k), config.num_kv_heads, config.head_size) for side in (k, v))
-        heads = []
-        for head, query in enumerate(q.astype(np.float64).reshape(config.num_heads, config.head_size)):
-            scores = keys[:, head // group] @ query * config.scale
-            if config.soft_cap is not None:
-                scores = config.soft_cap * np.tanh(scores / config.soft_cap)
-            weights = np.exp(scores - scores.max())
-            heads.append(weights / weights.sum() @ states[:, head // group])
-        return np.concatenate(heads)
-
-
-def blocks(*numbers: int) -> np.ndarray:
-    return np.array(numbers, np.int32)
-
-
-def random_tree(random: Random, size: int) -> list[int]:
-    return [-1, *sorted(int(random.integers(0, node)) for node in range(1, size))]
 
 
 @BY_LEVEL

@@ -82,7 +82,9 @@ static void pack_queries(const Program *program, const Task *task) {
 
 INLINE void score_queries(const int kind, const Task *task, const uint8_t *keys, const uint8_t *next, int first, int end, float *scores, int room) {
     int query = first;
-    for (; query + QUERIES <= end; query += QUERIES)
+    for (; query + SCORED <= end; query += SCORED)
+        score_tile(kind, keys, next, task->packed + query * task->values.padded, task->size, scores + (query - first) * room, room, SCORED);
+    for (; SCORED > QUERIES && query + QUERIES <= end; query += QUERIES)
         score_tile(kind, keys, next, task->packed + query * task->values.padded, task->size, scores + (query - first) * room, room, QUERIES);
     for (; query < end; query++)
         score_tile(kind, keys, next, task->packed + query * task->values.padded, task->size, scores + (query - first) * room, room, 1);
@@ -123,7 +125,7 @@ static void add_slots(const Task *task, int from, int end, int first, int last) 
 /* The slots of positions [from, end) of a row, in their order. */
 static void list_slots(const Task *task, const Seen *seen, int from, int end) {
     int position = from;
-    for (; position < seen->known; position++) task->slots[position - from] = position;
+    for (; position < smaller(seen->known, end); position++) task->slots[position - from] = position;
     for (int other = 0, at = seen->known; at < end; other++) {
         if (!seen->mask[other]) continue;
         if (at >= from) task->slots[at - from] = task->chunk->range->cached_len + other;
@@ -142,13 +144,23 @@ static void score_range(const Task *task, const Seen *seen, int row, int from, i
             task->scores[(first + query) * SPLIT + position - task->base] = task->of_range[query * room + task->slots[position - from] - skipped];
 }
 
-/* What weights are multiplied with where values have a scale a row. */
+static const float *scales_at(const Task *task, int slot) {
+    return scales_of(task->values.values + (size_t)task->values.table[slot / SLOTS] * task->values.stride, task->size);
+}
+
+/* What a row's weights are multiplied with where values have a scale a row. */
 static void scale_weights(const Task *task, const Seen *seen, float *weights, int from, int end) {
-    list_slots(task, seen, from, end);
-    for (int position = from; position < end; position++) {
-        const int slot = task->slots[position - from];
-        const uint8_t *unit = task->values.values + (size_t)task->values.table[slot / SLOTS] * task->values.stride;
-        weights[position - task->base] *= scales_of(unit, task->size)[slot % SLOTS];
+    const int whole = seen->mask ? smaller(end, seen->known / SLOTS * SLOTS) : end, begin = larger(from, whole);
+    for (int slot = from / SLOTS * SLOTS; slot < whole; slot += SLOTS)
+        for (int i = 0; i < SLOTS; i += LANES) {
+            float *to = weights + slot + i - task->base;
+            store(to, load(to) * load(scales_at(task, slot) + i));
+        }
+    if (begin >= end) return;
+    list_slots(task, seen, begin, end);
+    for (int position = begin; position < end; position++) {
+        const int slot = task->slots[position - begin];
+        weights[position - task->base] *= scales_at(task, slot)[slot % SLOTS];
     }
 }
 

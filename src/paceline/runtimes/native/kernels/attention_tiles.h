@@ -6,11 +6,13 @@
 #include "bf16.h"
 #include "kv_blocks.h"
 
-/* Queries that a block is loaded for once, and vectors of their sums. */
+/* Queries that keys are loaded for once, and values, and vectors of the latter's columns. */
 #ifdef __AVX512F__
+#define SCORED 8
 #define QUERIES 4
 #define PARTS 4
 #else
+#define SCORED 2
 #define QUERIES 2
 #define PARTS 2
 #endif
@@ -68,7 +70,7 @@ INLINE floats load_stored(const int kind, const uint8_t *from) {
 /* scores[query][slot] = q[query] . keys[slot] for all slots of a block; what comes from memory next is asked for. */
 INLINE void score_tile(const int kind, const uint8_t *keys, const uint8_t *next, const float *q, int size, float *scores, int room, const int queries) {
     const int padded = padded_columns(size);
-    floats sum[QUERIES][2];
+    floats sum[SCORED][2];
     EACH_QUERY EACH_HALF sum[query][half] = broadcast(0.0f);
     if (kind == KV_BF16)
         for (int pair = 0; 2 * pair < size; pair++) {
