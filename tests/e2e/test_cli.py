@@ -366,6 +366,31 @@ def test_an_interrupt_from_the_terminal_exits_with_130() -> None:
     assert said.endswith("finish reason interrupted\n")
 
 
+SLOW_IMPORT = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "paceline.cli.run":
+            print("importing", flush=True)
+            time.sleep(60)
+sys.meta_path.insert(0, Slow())
+from paceline.__main__ import main
+main()
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals of a terminal")
+def test_an_interrupt_while_the_command_is_being_imported_is_one_line_and_130() -> None:
+    running = subprocess.Popen([sys.executable, "-c", SLOW_IMPORT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert running.stdout is not None
+    with running:
+        assert running.stdout.readline() == "importing\n"
+        running.send_signal(signal.SIGINT)
+        _, said = running.communicate(timeout=60)
+    assert (running.returncode, said) == (130, "interrupted\n")
+
+
 # --- the real thing ---
 
 

@@ -1,8 +1,10 @@
 """`paceline recommend`: what it says of models that are here, of those that are not, and that it asks no server."""
 
 import json
+import os
 import shutil
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,61 @@ def test_a_draft_model_nearly_as_large_is_not_recommended_and_one_as_large_is_no
     advice = recommend(RecommendQuestion(model=str(models / "target")))
     assert {one.drafter: one.why.partition(" of the")[0] for one in advice.rejections} == {str(models / "large"): "it has 76%"}
     assert not any("twin" in one.drafter or "no-model" in one.drafter for one in (*advice.recommendations, *advice.rejections))
+
+
+def test_a_random_network_with_the_right_vocabulary_is_no_pair_of_one_family(tmp_path: Path, measured: list[Any]) -> None:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+    target = write_checkpoint(tmp_path / "own-8b", "llama", num_hidden_layers=4, hidden_size=128, intermediate_size=256, head_dim=32)
+    for name in ("own-1b", "random"):
+        write_checkpoint(tmp_path / name, "llama", **sizes)
+    advice = recommend(RecommendQuestion(model=str(target)))
+    found = by_name(advice)
+    sibling, stranger = found[str(tmp_path / "own-1b")], found[str(tmp_path / "random")]
+    assert "pairs of one family" in sibling.acceptance.source
+    assert "nothing says that the two are of one family" in stranger.acceptance.source
+    assert stranger.forecast is not None
+    assert stranger.forecast.low.speedup == 1.0
+    order = [one.drafter for one in advice.recommendations]
+    assert order.index(sibling.drafter) < order.index("ngram") < order.index(stranger.drafter)
+
+
+def test_what_cannot_be_read_where_the_user_looks_is_named(models: Path, tmp_path: Path, measured: list[Any]) -> None:
+    folder = tmp_path / "drafters"
+    (folder / "whisper").mkdir(parents=True)
+    (folder / "whisper" / "config.json").write_text('{"model_type": "whisper"}', encoding="utf-8")
+    (folder / "cut.gguf").write_bytes(b"GGUF")
+    (folder / "nothing").mkdir()
+    advice = recommend(RecommendQuestion(model=str(models / "target"), look_in=(folder,)))
+    why = {Path(one.drafter).name: one.why for one in advice.rejections}
+    assert "whisper" in why["whisper"]
+    assert "cut.gguf" in why["cut.gguf"]
+    assert "nothing" not in why
+
+
+def test_a_directory_that_cannot_be_read_where_the_user_looks_is_named(
+    models: Path, tmp_path: Path, measured: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, real = tmp_path / "closed", Path.iterdir
+    closed.mkdir()
+
+    def refuse(path: Path) -> Iterator[Path]:
+        if path == closed:
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    advice = recommend(RecommendQuestion(model=str(models / "target"), look_in=(tmp_path,)))
+    assert (str(closed), "it cannot be read: Permission denied") in [(one.drafter, one.why) for one in advice.rejections]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights there")
+def test_a_drafter_is_named_by_its_own_path_where_a_link_leads_back_to_it(models: Path, tmp_path: Path, measured: list[Any]) -> None:
+    shutil.copytree(models / "small", tmp_path / "small")
+    (tmp_path / "a-link").symlink_to(tmp_path)
+    (tmp_path / "a-loop").symlink_to(tmp_path / "a-loop")
+    found = by_name(recommend(RecommendQuestion(model=str(models / "target"), look_in=(tmp_path,))))
+    assert str(tmp_path / "small") in found
+    assert not any("a-link" in name for name in found)
 
 
 def test_a_sibling_of_another_vocabulary_is_not_recommended_and_says_why(

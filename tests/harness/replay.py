@@ -172,7 +172,7 @@ def _guess(
     for rows, (request, _) in zip(batch, running, strict=True):
         depth = min(policy.num_draft_tokens, request.num_remaining_tokens - 1)
         if depth > 0 and request.num_output_tokens and policy.rests(request):
-            rows.plain_reason = PlainReason.GUARD
+            rows.plain_reason = PlainReason.DID_NOT_PAY
         elif depth > 0:
             rows.budget = rows.given = DraftBudget(policy.row_budget, depth, layout, wants_draws=drawn)
             drafting.append((rows, player))

@@ -78,8 +78,13 @@ def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
         raise CheckpointError(
             f"text_config of a {model_type} model is {shortened(text)}: it must be an object; use another copy of the model"
         )
-    if wrapper is None or not (isinstance(text, Mapping) or (text is None and wrapper.may_be_flat)):
+    if wrapper is None:
         return values
+    if text is None and not wrapper.may_be_flat:
+        raise CheckpointError(
+            f"config.json of a {model_type} model has no text_config, which holds the values of its language model: use a complete copy "
+            "of the model, or the language model alone"
+        )
     text = {} if text is None else text
     outer = {name: value for name, value in values.items() if name not in ("text_config", "vision_config", "architectures")}
     kind = wrapper.text or text.get("model_type") or wrapper.otherwise

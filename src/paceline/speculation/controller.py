@@ -166,7 +166,7 @@ class DraftController(DraftLengthPolicy):
     def _weigh_asking(self, rows: RequestRows, other_s: float) -> None:
         """Learn what it was worth to ask a drafter that takes next to no time; other work is compared with that of idle steps."""
         if self._asked is None:
-            if rows.num_guesses == 0 and rows.plain_reason is PlainReason.GUARD:
+            if rows.num_guesses == 0 and rows.plain_reason is PlainReason.DID_NOT_PAY:
                 known = other_s if self._idle_s is None else self._idle_s
                 self._idle_s = 0.9 * known + 0.1 * min(other_s, 2.0 * known)
             return
@@ -203,7 +203,7 @@ class DraftController(DraftLengthPolicy):
             return False
         self._rate = max(self._brought / self._spent_s if self._spent_s > 0.0 else 0.0, 1.0 / (times[0] + self.host.at(1.0, 0.0)))
         if not own.wants_shadow:
-            rows.budget, rows.plain_reason = None, PlainReason.GUARD
+            rows.budget, rows.plain_reason = None, PlainReason.DID_NOT_PAY
             return True
         self._asked = own
         if not facts.calibration(rows.request).is_known:
@@ -246,7 +246,7 @@ class DraftController(DraftLengthPolicy):
             own.num_plain += 1
             if is_cheap and own.wants_shadow:
                 return True
-            rows.budget, rows.plain_reason = None, PlainReason.GUARD
+            rows.budget, rows.plain_reason = None, PlainReason.DID_NOT_PAY
             return is_cheap
         own.num_plain = 0
         calibration = facts.calibration(rows.request)
@@ -335,7 +335,7 @@ class DraftController(DraftLengthPolicy):
             path = tree.first_path()[:SHADOW_TOKENS]
             probs = [None if tree.probs is None else tree.probs[node] for node in path]
             own.shadow = len(rows.request.token_ids), [tree.token_ids[node] for node in path], probs
-        rows.make_plain(PlainReason.GUARD)
+        rows.make_plain(PlainReason.DID_NOT_PAY)
         rows.expected_speedup = 1.0  # at best
 
     def _refuse(self, drafting: Sequence[tuple[RequestRows, Drafter]], reason: PlainReason) -> None:

@@ -72,7 +72,7 @@ class DrafterCalls:
             if rows.budget is not None and drafter.may_guess(rows.request, rows.budget.max_reading_s):
                 asked.append((rows, rows.budget))
             else:
-                rows.plain_reason = PlainReason.GUARD
+                rows.plain_reason = PlainReason.DID_NOT_PAY
         if not asked:
             return
         unread = [rows.request for rows, budget in asked if budget.max_reading_s < math.inf]

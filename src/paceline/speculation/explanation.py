@@ -26,7 +26,7 @@ def explain_steps(steps: Sequence[StepRecord]) -> list[str]:
     reasons = Counter(step.plain_reason for step in steps if step.plain_reason is not None)
     for reason, number in reasons.most_common():
         behind = ""
-        if reason is PlainReason.GUARD:
+        if reason is PlainReason.DID_NOT_PAY:
             denied = [step.expected_speedup for step in steps if step.plain_reason is reason]
             behind = f" (the best draft was expected to make a step {_mean(denied)} times as fast)"
         lines.append(f"{'plain':>7}  {number:5}  {reason.value}{behind}")

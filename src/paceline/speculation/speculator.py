@@ -163,7 +163,7 @@ class Speculator:
         if request.processor.constraint is not None:
             return None
         if self.policy.rests(request):
-            return PlainReason.GUARD
+            return PlainReason.DID_NOT_PAY
         return None if self.drafter is None or self.drafter.can_guess(request) else PlainReason.NO_GUESS
 
     def _add_forced(self, rows: RequestRows) -> None:

@@ -17,7 +17,7 @@ class PlainReason(str, Enum):
     PROMPT = "the prompt's last pass"
     RESUMED = "the last pass over tokens whose rows had been dropped"
     NO_GUESS = "the drafter had no guess"
-    GUARD = "drafting did not pay"
+    DID_NOT_PAY = "drafting did not pay"
     COMPARED = "a plain pass was timed, to compare"
     NO_ROOM = "the end of the context or of max_tokens"
     FULL_PASS = "the pass was full of other rows"

@@ -39,7 +39,7 @@ def test_a_draft_model_catches_up_on_more_prompts_than_one_pass_holds(mini_dir: 
 
 def plan_nothing(batch: Any, drafting: Any, max_rows: int | None) -> None:
     for rows, _ in drafting:
-        rows.budget, rows.plain_reason = None, PlainReason.GUARD
+        rows.budget, rows.plain_reason = None, PlainReason.DID_NOT_PAY
 
 
 @pytest.mark.parametrize("max_step_rows", [3, 7, 20])

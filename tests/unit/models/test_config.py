@@ -353,6 +353,12 @@ def test_a_text_config_is_read_with_what_lies_around_it(tmp_path: Path) -> None:
     assert (config.eos_token_ids, config.weight_type) == ((1, 106), WeightType.BF16)
 
 
+@pytest.mark.parametrize("model_type", ["gemma3", "gemma4", "qwen3_5", "llava", "mistral3"])
+def test_a_model_of_texts_and_images_without_its_text_config_says_what_is_missing(tmp_path: Path, model_type: str) -> None:
+    with pytest.raises(CheckpointError, match=f"config.json of a {model_type} model has no text_config"):
+        read(tmp_path, {"model_type": model_type, "vision_config": {"hidden_size": 1}})
+
+
 @pytest.mark.parametrize(
     ("values", "text"),
     [

@@ -173,6 +173,8 @@ DAMAGED = {
     "gptq other group": (_settings(gptq(SHAPE), group_size=64), r"makes qzeros \[4, 6\] with 4 bits in groups of 64, but it is \[8, 6\]"),
     "gptq other bits": (_settings(gptq(SHAPE), bits=8), "makes qzeros"),
     "gptq three bits": (_settings(gptq(SHAPE), bits=3), "bits = 3 of the quantisation is not supported, only 2, 4, 8"),
+    "gptq bits null": (_settings(gptq(SHAPE), bits=None), "bits = None of the quantisation is not supported, only 2, 4, 8"),
+    "awq bits null": (_settings(awq(SHAPE), bits=None), "bits = None"),
     "gptq no group": (_settings(gptq(SHAPE), group_size=0), "group_size = 0, expected an integer from 1"),
     "gptq marlin": (_settings(gptq(SHAPE), checkpoint_format="marlin"), "checkpoint_format = 'marlin'"),
     "gptq group 8 of 8": (_with(gptq(SHAPE), g_idx=_groups(8)), "g_idx has 256 numbers from 0 to 8, one below 8"),

@@ -79,7 +79,7 @@ def test_a_drafter_that_is_always_wrong_soon_rests_and_costs_one_part_in_a_hundr
     traces = texts(lambda _: 0.0, np.random.default_rng(0), 1, "nothing", length=3_000)
     outcome = replay(policy, traces, costs)
     assert outcome.seconds < 1.013 * plain_seconds(traces, costs)
-    assert outcome.plain[PlainReason.GUARD] > 2_850
+    assert outcome.plain[PlainReason.DID_NOT_PAY] > 2_850
     assert outcome.drafted > 20, "it is tried again now and then"
 
 

@@ -21,7 +21,7 @@ def test_steps_are_shown_by_their_guesses_with_what_was_expected_and_what_came()
         record(2, 3, 2.0, 1.5),
         record(2, 1, 2.4, 1.7),
         record(0, 1, None, None, PlainReason.PROMPT),
-        record(0, 1, None, 0.9, PlainReason.GUARD),
+        record(0, 1, None, 0.9, PlainReason.DID_NOT_PAY),
     ]
     head, drafted, *plain = explain_steps(steps)
     assert head.split()[:2] == ["guesses", "steps"]

@@ -136,7 +136,7 @@ def test_a_step_whose_drafter_may_not_read_is_plain_because_drafting_does_not_pa
     speculator, drafter = open_speculator(3, 1.0, monkeypatch)
     rows = RequestRows.of(make_request(), 1)
     speculator.propose([rows])
-    assert (rows.plain_reason, drafter.num_reads) == (PlainReason.GUARD, 0)
+    assert (rows.plain_reason, drafter.num_reads) == (PlainReason.DID_NOT_PAY, 0)
     assert speculator.num_failures == 0
 
 

@@ -6,6 +6,8 @@ from typing import Any
 from paceline.errors import CheckpointError, shortened
 from paceline.models.json_fields import JsonFields
 
+_NEVER_NULL = "bits"  # how wide codes are: without it a file's words could be read, and be other values
+
 
 def one_of(fields: JsonFields, name: str, known: tuple[Any, ...], *, default: Any = None) -> Any:
     """A setting that must be one of `known`.
@@ -14,7 +16,7 @@ def one_of(fields: JsonFields, name: str, known: tuple[Any, ...], *, default: An
         CheckpointError: it is another.
     """
     value = fields.values.get(name)
-    value = default if value is None else value
+    value = default if value is None and (name != _NEVER_NULL or name not in fields.values) else value
     if not any(type(value) is type(one) and value == one for one in known):
         expected = ", ".join(map(repr, known))
         raise CheckpointError(f"{fields.path}: {name} = {shortened(value)} of the quantisation is not supported, only {expected}")

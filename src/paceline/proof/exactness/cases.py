@@ -17,8 +17,8 @@ from paceline.small_files import read_small
 
 Item = TypeVar("Item")
 
-DRAFT_LENGTHS = ("1", "2", "4", "7", "12", "guarded")
-"""Tokens drafted a step; guarded = as users have it: as many as pay, by measured times."""
+DRAFT_LENGTHS = ("1", "2", "4", "7", "12", "auto")
+"""Tokens drafted a step; auto = as users have it: as many as pay, by measured times."""
 SHAPES = ("chain", "tree")
 BATCHES = ("1", "4", "8")
 EVENTS = ("cold", "prefix hit", "near hit", "next turn", "preempted", "chunked", "full passes")

@@ -65,7 +65,7 @@ class Subject:
         vocab_size = opened.maker.vocab_size
         self._answers = Answers()
         self._erring = ErringDrafter(self._answers, vocab_size)
-        self._guarded = before.policy
+        self._as_users_have_it = before.policy
         stack = StackDrafter([*members, WrongDrafter(self._answers, vocab_size), self._erring])
         self.drafter_names = [drafter.name for drafter in stack.members]
         self._speculator = WatchedSpeculator(stack, before.policy, vocab_size=vocab_size, layout=engine.cache.layout)
@@ -99,7 +99,7 @@ class Subject:
         try:
             return self._run(asked, watches, self._limits_of(setting, random), salts, random, setting.event)
         finally:
-            self._speculator.policy = self._guarded
+            self._speculator.policy = self._as_users_have_it
 
     def new_salts(self, count: int) -> list[str]:
         """Salts that no request has had."""
@@ -166,8 +166,8 @@ class Subject:
         return [(token + (at % _EDIT_EVERY == _EDIT_EVERY - 2)) % vocab_size for at, token in enumerate(expected)]
 
     def _policy(self, setting: Setting) -> DraftLengthPolicy:
-        if setting.num_draft_tokens == "guarded":
-            return self._guarded
+        if setting.num_draft_tokens == "auto":
+            return self._as_users_have_it
         count = int(setting.num_draft_tokens)
         return DraftLengthPolicy(count, row_budget=1 + count * (_TREE_ROWS if setting.shape == "tree" else 1))
 

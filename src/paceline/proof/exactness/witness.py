@@ -16,12 +16,16 @@ from paceline.errors import is_interrupt
 from paceline.machine import available_memory_bytes
 from paceline.models.checkpoint import is_gguf, read_model_config
 from paceline.models.config import WeightType
+from paceline.models.containers.table import container_of
+from paceline.models.families import FAMILIES
 from paceline.models.tensor_names import tensor_shapes
+from paceline.models.wrappers import text_values
 from paceline.proof.exactness.findings import finite
 from paceline.proof.exactness.rows import RowWatch, largest_difference
 from paceline.proof.exactness.subject import Asked, Subject
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.params import SamplingParams
+from paceline.small_files import read_json
 
 NUM_TEXTS = 3
 _TOKENS = 24
@@ -76,6 +80,9 @@ def why_not(directory: Path, engine: EngineConfig) -> str | None:
         return "a GGUF file is not the model that transformers would load"
     if engine.quant != "none":
         return "quantised weights are another model"
+    stored = _quantised_as(directory)
+    if stored is not None:
+        return f"its weights are stored quantised ({stored}), which transformers multiplies otherwise"
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} not installed"
@@ -83,6 +90,16 @@ def why_not(directory: Path, engine: EngineConfig) -> str | None:
     if needed > _SHARE_OF_MEMORY * available_memory_bytes():
         return f"its float32 weights take {needed / 1e9:.3g} GB, which are not free"
     return None
+
+
+def _quantised_as(directory: Path) -> str | None:
+    """How a checkpoint's matrices are packed; None = they are not."""
+    path, family = directory / "config.json", FAMILIES[read_model_config(directory).family]
+    values = text_values(read_json(path) or {})
+    container = container_of(values, path, family)
+    if container is not None:
+        return container.name
+    return "MXFP4" if family.packs_experts and values.get("quantization_config") else None
 
 
 def our_rows(subject: Subject, prompts: Sequence[Sequence[int]]) -> list[OurRows]:

@@ -43,3 +43,7 @@ ACCEPTANCE: Mapping[str, Acceptance] = {
     "prediction": Acceptance(0.0, 0.95, "the share of the text that is as predicted: anything"),
 }
 """By method."""
+UNRELATED = Acceptance(
+    0.0, 0.55, "nothing says that the two are of one family, and files do not say what they were trained on: up to the least of such pairs"
+)
+"""Of a draft model with the target's vocabulary whose name is no sibling's: it may be one, or random."""

@@ -22,11 +22,13 @@ class LocalDrafter:
         asked_as: what `--drafter` takes.
         path: of its files.
         name: what else it is known as: its hub id, where it is in the cache.
+        is_looked_for: it lies in a directory that the user named.
     """
 
     asked_as: str
     path: Path
     name: str = ""
+    is_looked_for: bool = False
 
 
 def own_drafters(model: Path) -> list[LocalDrafter]:
@@ -50,32 +52,50 @@ def drafters_around(model: Path, look_in: Sequence[Path]) -> list[LocalDrafter]:
     """
     found = {path.resolve(): LocalDrafter(name, path, name) for name, path in cached_models().items()}
     beside = [] if model.parent.name == "snapshots" else [model.parent]
-    for directory in (*beside, *look_in):
+    for directory in (*look_in, *beside):
         for path in _networks_in(directory):
-            found.setdefault(path.resolve(), LocalDrafter(str(path), path))
+            found.setdefault(path.resolve(), LocalDrafter(str(path), path, is_looked_for=directory in look_in))
     own = model.resolve()
     folder = own.parent if own.is_file() else own
     return [drafter for path, drafter in found.items() if path not in (own, folder) and not (own.is_dir() and own in path.parents)]
 
 
-def kind_of_network(path: Path) -> HeadKind | None:
-    """What the files hold; None where they hold nothing that is known."""
+def unreadable_places(look_in: Sequence[Path]) -> list[tuple[Path, str]]:
+    """Directories that were to be looked through and cannot be, themselves or one level below, and why."""
+    found = []
+    for directory in look_in:
+        try:
+            for path in (directory, *(inner for inner in sorted(directory.iterdir())[:_MOST_ENTRIES] if inner.is_dir())):
+                try:
+                    next(path.iterdir(), None)
+                except OSError as error:
+                    found.append((path, f"it cannot be read: {error.strerror or error}"))
+        except OSError as error:
+            found.append((directory, f"it cannot be read: {error.strerror or error}"))
+    return found
+
+
+def why_no_network(path: Path) -> str | None:
+    """Why the files hold nothing that can guess; None = they may."""
     try:
-        head = find_head(path)
-        if head is not None:
-            return head.kind
-        read_model_config(path)
-    except PacelineError:
-        return None
-    return HeadKind.LANGUAGE_MODEL
+        if find_head(path) is None:
+            read_model_config(path)
+    except PacelineError as error:
+        return str(error)
+    return None
 
 
 def _networks_in(directory: Path) -> Iterator[Path]:
-    """Directories with a config.json or one GGUF file and GGUF files, in a directory and one level below."""
-    for path in _entries(directory):
-        if _is_network(path):
-            yield path
-        elif path.is_dir():
+    """Directories with a config.json or one GGUF file and GGUF files, in a directory and one level below.
+
+    What lies in the directory itself comes first, so that a link within it does not name what it leads back to.
+    """
+    entries = _entries(directory)
+    networks = [path for path in entries if _is_network(path)]
+    yield from networks
+    around = {directory.resolve(), *directory.resolve().parents}
+    for path in entries:
+        if path not in networks and path.is_dir() and path.resolve() not in around:
             yield from (inner for inner in _entries(path) if _is_network(inner))
 
 

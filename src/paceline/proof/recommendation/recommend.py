@@ -14,14 +14,14 @@ from paceline.models.quantize import matrix_bits
 from paceline.proof.checkpoint_facts import CheckpointFacts
 from paceline.proof.doctor import DoctorQuestion, DrafterDiagnosis, diagnose, draft_memory, examine_drafter
 from paceline.proof.recommendation.advice import Advice, Place, Recommendation, Rejection, best_first
-from paceline.proof.recommendation.assumptions import ACCEPTANCE, Acceptance
+from paceline.proof.recommendation.assumptions import ACCEPTANCE, UNRELATED, Acceptance
 from paceline.proof.recommendation.costs import HOST_S, MachineCosts, measure_costs
 from paceline.proof.recommendation.forecast import DraftCost, Forecast, forecast
-from paceline.proof.recommendation.here import LocalDrafter, drafters_around, kind_of_network, own_drafters
+from paceline.proof.recommendation.here import LocalDrafter, drafters_around, own_drafters, unreadable_places, why_no_network
 from paceline.proof.recommendation.names import names_of
 from paceline.proof.recommendation.published import PublishedDrafter, has_own_module, plain_name, published_for
 from paceline.proof.recommendation.read_bytes import head_bytes, model_bytes, parameter_bytes, vocabulary_bytes
-from paceline.proof.recommendation.siblings import MOST_OF_TARGET, Sibling, smaller_siblings
+from paceline.proof.recommendation.siblings import MOST_OF_TARGET, Sibling, are_siblings, smaller_siblings
 from paceline.tokenizer.vocabulary import VocabularyMatch
 
 _WITHOUT_NETWORK = {
@@ -125,8 +125,13 @@ class _Advisor:
         for drafter in own:
             self._add_local(drafter, Place.OWN)
         for drafter in around:
-            if drafter is fetched or kind_of_network(drafter.path) is not None:
+            why = None if drafter is fetched else why_no_network(drafter.path)
+            if why is None:
                 self._add_local(drafter, Place.HERE)
+            elif drafter.is_looked_for:
+                self._advice.rejections.append(Rejection(drafter.asked_as, why))
+        for path, why in unreadable_places(self._question.look_in):
+            self._advice.rejections.append(Rejection(str(path), why))
         self.add_from_tables(here=[one.name or one.path.name for one in around])
 
     def add_from_tables(self, here: Sequence[str]) -> None:
@@ -162,7 +167,7 @@ class _Advisor:
         assert found.pair is not None
         notes: list[str] = []
         memory = draft_memory(found, self._target, self._doctor, "cpu", notes)
-        acceptance = ACCEPTANCE[found.name]
+        acceptance = self._assumed(found.name, local, place)
         vocabulary = found.pair.vocabulary
         if vocabulary is not None and vocabulary.match is VocabularyMatch.OVERLAPPING and vocabulary.sample_coverage is not None:
             acceptance = acceptance.times(vocabulary.sample_coverage)
@@ -177,6 +182,13 @@ class _Advisor:
             memory_bytes=None if memory is None else memory.weights_bytes + memory.cache_bytes_per_1k,
             losses=(*found.pair.notes, *notes, *_losses(found.name)),
         )
+
+    def _assumed(self, method: str, local: LocalDrafter, place: Place) -> Acceptance:
+        """The range of a method; of draft models only where names say that the pair is of one family."""
+        if method != HeadKind.LANGUAGE_MODEL.value or place is Place.OWN:
+            return ACCEPTANCE[method]
+        names = names_of(local.name or str(local.path), local.path)
+        return ACCEPTANCE[method] if are_siblings(self._advice.names, names) else UNRELATED
 
     def _add_published(self, published: PublishedDrafter) -> None:
         method, num_bytes = published.method.value, None

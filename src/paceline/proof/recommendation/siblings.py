@@ -1,5 +1,6 @@
 """Smaller models of the same family, trained with the same tokenizer: draft models as they are."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ from paceline.proof.recommendation.published import plain_name
 MOST_OF_TARGET = 0.5
 """A sibling with more than this share of the target's parameters costs nearly as much as the target."""
 _MOST_NAMED = 2
+_SIZE = re.compile(r"(?<![a-z0-9.])\d+(?:\.\d+)?[bm](?![a-z0-9])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +57,18 @@ def smaller_siblings(names: Iterable[str]) -> list[Sibling]:
             smaller = [member for member in family if member.parameters <= MOST_OF_TARGET * target.parameters]
             return sorted(smaller, key=lambda member: member.parameters)[:_MOST_NAMED]
     return []
+
+
+def are_siblings(names: Iterable[str], others: Iterable[str]) -> bool:
+    """Whether names say that two models are of one family: both of the same one of `FAMILIES`, or equal but for a size.
+
+    Args:
+        names, others: of each, as `names.names_of` gives them.
+    """
+    both = set(names), set(others)
+    for family in FAMILIES:
+        members = {plain_name(member.hub_id) for member in family}
+        if members & both[0] and members & both[1]:
+            return True
+    sizeless = [{_SIZE.sub("", name) for name in one if _SIZE.search(name)} for one in both]
+    return bool(sizeless[0] & sizeless[1])
