@@ -36,7 +36,7 @@ BROUGHT_MEMORY = 0.97  # of what steps brought, from one to the next
 FIRST_TOKENS, FIRST_ROWS = 4, 16  # guessed of a request and in a pass while nothing is known of a drafter
 CLEAR_GAIN = 1.25  # expected speedup above which no plain pass is run to compare with
 IDLE_INTERVAL = 64  # questions to a drafter after which a step is idle, to know what asking takes
-DENIED_IDLE, MOST_DENIED = 3, 15  # steps that a request rests for which drafting was not worth it: at first, and where it never is
+DENIED_IDLE, MOST_DENIED = 3, 7  # steps that a request rests for which drafting was not worth it: at first, and where it never is
 COMPARE_INTERVAL = 16  # steps from one such pass to the next, until enough are known
 
 
@@ -97,7 +97,8 @@ class DraftController(DraftLengthPolicy):
                 denied.append((rows, drafter))
         for rows, drafter in denied:
             own = self._own(rows.request, drafter)
-            own.num_idle = own.denied = min(MOST_DENIED, 2 * own.denied + 1) if own.denied else DENIED_IDLE
+            own.denied = min(MOST_DENIED, 2 * own.denied + 1) if own.denied else DENIED_IDLE
+            own.num_idle = own.denied - self._num_steps % (own.denied + 1)  # those of a batch are thought of again together
         if denied:
             self._probe(denied, work, most)
 
@@ -147,37 +148,43 @@ class DraftController(DraftLengthPolicy):
         return True
 
     def observe_step(self, batch: Sequence[RequestRows], pass_s: float, host_s: float, draft_s: float = 0.0) -> None:
-        if len(batch) == 1 and batch[0].is_decoding:
-            self._weigh_asking(batch[0], host_s + draft_s)
+        is_lone, num_kept, self._num_kept = len(batch) == 1, self._num_kept, 0
+        num_guesses = batch[0].num_guesses if is_lone else 1
+        if is_lone and batch[0].is_decoding:
+            self._weigh_asking(batch[0], num_guesses, num_kept, host_s + draft_s)
         self._probed = self._asked = None  # nothing of a request that ends is held
         self._num_steps += 1
-        is_plain = len(batch) == 1 and batch[0].num_guesses == 0
-        if (not is_plain or self._num_steps % NOTED_PLAIN == 0) and all(rows.is_decoding for rows in batch):
-            work, weight = PassWork.of(batch, with_guesses=True), NOTED_PLAIN if is_plain else 1
-            self.costs.observe(work.num_rows, work.num_cached, work.num_row_cached, pass_s)
-            self.host.observe(len(batch), work.num_rows - len(batch), host_s)
-            seconds = host_s + self.costs.at(work.num_rows, work.num_cached, work.num_row_cached)
-            self._brought = BROUGHT_MEMORY * self._brought + weight * (len(batch) + self._num_kept)
-            self._spent_s = BROUGHT_MEMORY * self._spent_s + weight * seconds
-        self._num_kept = 0
+        if num_guesses or self._num_steps % NOTED_PLAIN == 0:
+            self._note_times(batch, pass_s, host_s, num_kept, weight=1 if num_guesses else NOTED_PLAIN)
         for rows in batch:
             own = rows.request.acceptance
             if own is not None and own.shadow is not None and (facts := self._facts_of(rows.request)) is not None:
                 facts.read_shadow(rows.request, own)
 
-    def _weigh_asking(self, rows: RequestRows, other_s: float) -> None:
+    def _note_times(self, batch: Sequence[RequestRows], pass_s: float, host_s: float, num_kept: int, *, weight: int) -> None:
+        """Learn what a step took and brought, one of `weight` such steps."""
+        if not all(rows.is_decoding for rows in batch):
+            return
+        work = PassWork.of(batch, with_guesses=True)
+        self.costs.observe(work.num_rows, work.num_cached, work.num_row_cached, pass_s)
+        self.host.observe(len(batch), work.num_rows - len(batch), host_s)
+        seconds = host_s + self.costs.at(work.num_rows, work.num_cached, work.num_row_cached)
+        self._brought = BROUGHT_MEMORY * self._brought + weight * (len(batch) + num_kept)
+        self._spent_s = BROUGHT_MEMORY * self._spent_s + weight * seconds
+
+    def _weigh_asking(self, rows: RequestRows, num_guesses: int, num_kept: int, other_s: float) -> None:
         """Learn what it was worth to ask a drafter that takes next to no time; other work is compared with that of idle steps."""
         if self._asked is None:
-            if rows.num_guesses == 0 and rows.plain_reason is PlainReason.GUARD:
+            if num_guesses == 0 and rows.plain_reason is PlainReason.GUARD:
                 known = other_s if self._idle_s is None else self._idle_s
-                self._idle_s = 0.9 * known + 0.1 * min(other_s, 2.0 * known)
+                self._idle_s = 0.9 * known + 0.1 * (other_s if other_s < 2.0 * known else 2.0 * known)
             return
         own, self._asked = self._asked, None
         cached = self._work.num_cached if self._work is not None else 0.0
         plain_s = self.costs.at(1, cached, cached)
-        taken_s = self.costs.at(1 + rows.num_guesses, cached, (1 + rows.num_guesses) * cached) - plain_s
+        taken_s = self.costs.at(1 + num_guesses, cached, (1 + num_guesses) * cached) - plain_s
         asking_s = 0.0 if self._idle_s is None else max(0.0, other_s - self._idle_s)
-        saved_s = self._num_kept * plain_s - taken_s - min(asking_s, 0.2 * plain_s)
+        saved_s = num_kept * plain_s - taken_s - min(asking_s, 0.2 * plain_s)
         own.num_idle = own.worth.add(saved_s)
         if (facts := self._facts_of(rows.request)) is not None:
             facts.worth.add(saved_s)
