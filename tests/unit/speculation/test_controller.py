@@ -187,7 +187,7 @@ def planned_for(costs: Costs, traces: list[Trace], batch_size: int, guess_s: flo
 
 def test_a_request_whose_guesses_are_wrong_is_planned_for_in_few_steps() -> None:
     counts = planned_for(MACHINES["cheap rows"], texts(lambda _: 0.0, np.random.default_rng(0), 4, "nothing", length=500), 2)
-    assert sum(counts) < 250  # of 2,000
+    assert sum(counts) < 400  # of 2,000
 
 
 def test_requests_of_a_batch_are_thought_of_again_together() -> None:
