@@ -56,6 +56,7 @@ class Prediction:
         self.num_agreed = 0  # output tokens that agreed without a break, up to the last one
         self._place: int | None = 0  # where the output probably goes on
         self._run, self._near, self._replaced = _Kind(), _Kind(), _Kind()
+        self._near_anchor, self._nearby = -1, dict[int, int]()  # places behind the tokens from the anchor on
         self._found: list[tuple[_Kind, int]] = []  # places behind the last token, where it did not agree
 
     def read(self, token_ids: Sequence[int]) -> None:
@@ -100,9 +101,12 @@ class Prediction:
         place = self._behind_longest_run()
         if place is not None:
             found.append((self._run, place))
-        nearby = list(self._token_ids[self._anchor : self._anchor + NEAR])
-        if token in nearby:
-            found.append((self._near, self._anchor + nearby.index(token) + 1))
+        if self._near_anchor != self._anchor:
+            ahead = list(enumerate(self._token_ids[self._anchor : self._anchor + NEAR], self._anchor + 1))
+            self._near_anchor, self._nearby = self._anchor, {one: place for place, one in reversed(ahead)}
+        near = self._nearby.get(token)
+        if near is not None:
+            found.append((self._near, near))
         if self._num_lost <= MAX_REPLACED:
             found.append((self._replaced, self._anchor + self._num_lost))
         return found
@@ -111,12 +115,14 @@ class Prediction:
         """The place behind the longest run that the output ends with; of several, the first behind the anchor, else the last one."""
         if self._ends is None:
             self._ends = [_places(self._token_ids, length) for length in MATCHES]
-        for places, length in zip(self._ends, MATCHES, strict=True):
+        best = None
+        for places, length in zip(reversed(self._ends), reversed(MATCHES), strict=True):
             found = places.get(tuple(self._tail[-length:])) if len(self._tail) >= length else None
-            if found:
-                index = bisect_left(found, self._anchor)
-                return found[index] if index < len(found) else found[-1]
-        return None
+            if not found:  # no longer run occurs either
+                break
+            index = bisect_left(found, self._anchor)
+            best = found[index] if index < len(found) else found[-1]
+        return best
 
 
 def _places(token_ids: Sequence[int], length: int) -> dict[tuple[int, ...], list[int]]:

@@ -161,6 +161,10 @@ class Worth:
     rest: int = 0
     _saved_s: float = 0.0
 
+    def begun(self) -> "Worth":
+        """That of a new request, of which nothing is known but this of others: it is judged sooner."""
+        return Worth(min(self.num_asked, _WORTH_KNOWN // 2), 0 if self._saved_s >= 0.0 else 1, self._saved_s)
+
     def add(self, saved_s: float) -> int:
         """A question saved so many seconds; returns the steps to rest: more and more while it is not worth asking."""
         self.num_asked += 1
@@ -183,6 +187,7 @@ class RequestAcceptance:
         num_resting: steps until the next of them.
         worth: what asking the drafter was worth lately, where that takes next to no time.
         num_idle: steps until the request is thought of again.
+        denied: steps that it rested last because drafting was not worth it, 0 = it was.
     """
 
     drafter: str = ""
@@ -193,7 +198,15 @@ class RequestAcceptance:
     num_resting: int = 0
     worth: Worth = field(default_factory=Worth)
     num_idle: int = 0
+    denied: int = 0
     _rest: int = 0
+
+    def until_shadow(self) -> int:
+        """Steps until guesses may be of use again, which the request may rest: those of a rest begin to count when they are over."""
+        if self.shadow is not None:
+            return max(0, len(self.shadow[1]) - 1)
+        resting, self.num_resting = max(0, self.num_resting), 0
+        return resting
 
     @property
     def wants_shadow(self) -> bool:

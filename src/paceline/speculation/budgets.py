@@ -9,13 +9,14 @@ from paceline.speculation.stats import PlainReason
 
 
 def reason_not_to_draft(rows: RequestRows, *, has_drafter: bool) -> PlainReason | None:
-    """Why nothing may be guessed under a request's root, whatever the policy says."""
+    """Why nothing may be guessed under a request's root, whatever the policy says; of rows that reach it."""
     request = rows.request
-    if not rows.is_decoding or request.num_output_tokens == 0:
+    num_tokens = len(request.token_ids)
+    if rows.num_known != 1 or num_tokens == request.num_prompt_tokens:
         return PlainReason.RESUMED if request.num_preemptions and request.num_output_tokens else PlainReason.PROMPT
     if not has_drafter or request.speculation.is_off:
         return PlainReason.OFF
-    return PlainReason.NO_ROOM if request.num_remaining_tokens < 2 else None  # the bonus token takes one
+    return PlainReason.NO_ROOM if request.max_len - num_tokens < 2 else None  # the bonus token takes one
 
 
 def within_limits(request: Request, row_budget: int, max_depth: int) -> tuple[int, int]:

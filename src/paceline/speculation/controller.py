@@ -36,7 +36,7 @@ BROUGHT_MEMORY = 0.97  # of what steps brought, from one to the next
 FIRST_TOKENS, FIRST_ROWS = 4, 16  # guessed of a request and in a pass while nothing is known of a drafter
 CLEAR_GAIN = 1.25  # expected speedup above which no plain pass is run to compare with
 IDLE_INTERVAL = 64  # questions to a drafter after which a step is idle, to know what asking takes
-DENIED_IDLE = 3  # steps that a request rests for which drafting was not worth it
+DENIED_IDLE, MOST_DENIED = 3, 7  # steps that a request rests for which drafting was not worth it: at first, and where it never is
 COMPARE_INTERVAL = 16  # steps from one such pass to the next, until enough are known
 
 
@@ -60,7 +60,7 @@ class DraftController(DraftLengthPolicy):
         self._brought, self._spent_s = 0.0, 0.0  # tokens of the last steps, and seconds that such steps take
         self._num_steps = 0
         self._num_kept = 0  # guesses of the step under way
-        self._credit_s = 0.0  # for probes
+        self._credit_s, self._credited_at = 0.0, 0  # for probes, and the step up to which it was saved up
         self._probed: Request | None = None
         self._asked: RequestAcceptance | None = None  # of a drafter that takes next to no time, in the step under way
         self._idle_s: float | None = None  # other work of a step in which nobody is asked
@@ -84,7 +84,8 @@ class DraftController(DraftLengthPolicy):
             return self._refuse(open_ones, PlainReason.FULL_PASS)
         if len(batch) == 1 and self._asks_without_planning(*open_ones[0], work):
             return
-        self._choice = choice = self._choose(open_ones, work, most)
+        others = len([rows for rows in batch if rows.tree is not None]) - len(open_ones)
+        self._choice = choice = self._choose(open_ones, work, most, others)
         for rows, _ in open_ones:
             rows.expected_speedup = choice.speedup if any(choice.counts) else choice.drafted_speedup
         self._is_drafting, self._rate = any(choice.counts), choice.rate
@@ -95,7 +96,9 @@ class DraftController(DraftLengthPolicy):
             if not self._allow(rows, drafter, count, len(open_ones), work):
                 denied.append((rows, drafter))
         for rows, drafter in denied:
-            self._own(rows.request, drafter).num_idle = DENIED_IDLE
+            own = self._own(rows.request, drafter)
+            own.denied = min(MOST_DENIED, 2 * own.denied + 1) if own.denied else DENIED_IDLE
+            own.num_idle = own.denied - self._num_steps % (own.denied + 1)  # those of a batch are thought of again together
         if denied:
             self._probe(denied, work, most)
 
@@ -145,37 +148,46 @@ class DraftController(DraftLengthPolicy):
         return True
 
     def observe_step(self, batch: Sequence[RequestRows], pass_s: float, host_s: float, draft_s: float = 0.0) -> None:
-        if len(batch) == 1 and batch[0].is_decoding:
-            self._weigh_asking(batch[0], host_s + draft_s)
+        is_lone, num_kept, self._num_kept = len(batch) == 1, self._num_kept, 0
+        num_guesses = batch[0].num_guesses if is_lone else 1
+        if is_lone and batch[0].is_decoding:
+            self._weigh_asking(batch[0], num_guesses, num_kept, host_s + draft_s)
         self._probed = self._asked = None  # nothing of a request that ends is held
         self._num_steps += 1
-        is_plain = len(batch) == 1 and batch[0].num_guesses == 0
-        if (not is_plain or self._num_steps % NOTED_PLAIN == 0) and all(rows.is_decoding for rows in batch):
-            work, weight = PassWork.of(batch, with_guesses=True), NOTED_PLAIN if is_plain else 1
-            self.costs.observe(work.num_rows, work.num_cached, work.num_row_cached, pass_s)
-            self.host.observe(len(batch), work.num_rows - len(batch), host_s)
-            seconds = host_s + self.costs.at(work.num_rows, work.num_cached, work.num_row_cached)
-            self._brought = BROUGHT_MEMORY * self._brought + weight * (len(batch) + self._num_kept)
-            self._spent_s = BROUGHT_MEMORY * self._spent_s + weight * seconds
-        self._num_kept = 0
+        if num_guesses or self._num_steps % NOTED_PLAIN == 0:
+            self._note_times(batch, pass_s, host_s, num_kept, weight=1 if num_guesses else NOTED_PLAIN)
         for rows in batch:
             own = rows.request.acceptance
             if own is not None and own.shadow is not None and (facts := self._facts_of(rows.request)) is not None:
                 facts.read_shadow(rows.request, own)
 
-    def _weigh_asking(self, rows: RequestRows, other_s: float) -> None:
+    def _note_times(self, batch: Sequence[RequestRows], pass_s: float, host_s: float, num_kept: int, *, weight: int) -> None:
+        """Learn what a step took and brought, one of `weight` such steps."""
+        if not all(rows.is_decoding for rows in batch):
+            return
+        work = PassWork.of(batch, with_guesses=True)
+        self.costs.observe(work.num_rows, work.num_cached, work.num_row_cached, pass_s)
+        self.host.observe(len(batch), work.num_rows - len(batch), host_s)
+        seconds = host_s + self.costs.at(work.num_rows, work.num_cached, work.num_row_cached)
+        self._brought = BROUGHT_MEMORY * self._brought + weight * (len(batch) + num_kept)
+        self._spent_s = BROUGHT_MEMORY * self._spent_s + weight * seconds
+
+    def _weigh_asking(self, rows: RequestRows, num_guesses: int, num_kept: int, other_s: float) -> None:
         """Learn what it was worth to ask a drafter that takes next to no time; other work is compared with that of idle steps."""
         if self._asked is None:
-            if rows.num_guesses == 0 and rows.plain_reason is PlainReason.DID_NOT_PAY:
+            if num_guesses == 0 and rows.plain_reason is PlainReason.DID_NOT_PAY:
                 known = other_s if self._idle_s is None else self._idle_s
-                self._idle_s = 0.9 * known + 0.1 * min(other_s, 2.0 * known)
+                self._idle_s = 0.9 * known + 0.1 * (other_s if other_s < 2.0 * known else 2.0 * known)
             return
         own, self._asked = self._asked, None
         cached = self._work.num_cached if self._work is not None else 0.0
         plain_s = self.costs.at(1, cached, cached)
-        taken_s = self.costs.at(1 + rows.num_guesses, cached, (1 + rows.num_guesses) * cached) - plain_s
+        taken_s = self.costs.at(1 + num_guesses, cached, (1 + num_guesses) * cached) - plain_s
         asking_s = 0.0 if self._idle_s is None else max(0.0, other_s - self._idle_s)
-        own.num_idle = own.worth.add(self._num_kept * plain_s - taken_s - min(asking_s, 0.2 * plain_s))
+        saved_s = num_kept * plain_s - taken_s - min(asking_s, 0.2 * plain_s)
+        own.num_idle = own.worth.add(saved_s)
+        if (facts := self._facts_of(rows.request)) is not None:
+            facts.worth.add(saved_s)
         if self._idle_s is None or own.worth.num_asked % IDLE_INTERVAL == 0:
             own.num_idle = max(own.num_idle, 1)
 
@@ -204,6 +216,7 @@ class DraftController(DraftLengthPolicy):
         self._rate = max(self._brought / self._spent_s if self._spent_s > 0.0 else 0.0, 1.0 / (times[0] + self.host.at(1.0, 0.0)))
         if not own.wants_shadow:
             rows.budget, rows.plain_reason = None, PlainReason.DID_NOT_PAY
+            own.num_idle = own.until_shadow()
             return True
         self._asked = own
         if not facts.calibration(rows.request).is_known:
@@ -211,7 +224,7 @@ class DraftController(DraftLengthPolicy):
             rows.budget = replace(budget, row_budget=min(budget.row_budget, most + 1), max_depth=most)
         return True
 
-    def _choose(self, open_ones: Sequence[tuple[RequestRows, Drafter]], work: PassWork, most: int) -> Choice:
+    def _choose(self, open_ones: Sequence[tuple[RequestRows, Drafter]], work: PassWork, most: int, others: int) -> Choice:
         """What is best before anything is guessed, by what is known of depths alone."""
         gains, names = [], list(dict.fromkeys([drafter.name for _, drafter in open_ones]))
         for rows, drafter in open_ones:
@@ -225,7 +238,7 @@ class DraftController(DraftLengthPolicy):
         guessing = [self.drafters[name].parts(len(open_ones)) for name in names]
         numbers = [names.index(drafter.name) for _, drafter in open_ones] if len(names) > 1 else ()
         least_gain = STAY_GAIN if self._is_drafting else START_GAIN
-        return choose_rows(gains, self._times(work, 0, most), guessing, drafters=numbers, least_gain=least_gain)
+        return choose_rows(gains, self._times(work, 0, most), guessing, drafters=numbers, others=others, least_gain=least_gain)
 
     def _times(self, work: PassWork, first: int, most: int) -> list[float]:
         """Seconds of a step without guessing, by its guessed rows from `first` on, up to `most` more."""
@@ -246,9 +259,11 @@ class DraftController(DraftLengthPolicy):
             own.num_plain += 1
             if is_cheap and own.wants_shadow:
                 return True
+            if is_cheap:
+                own.num_idle = own.until_shadow()
             rows.budget, rows.plain_reason = None, PlainReason.DID_NOT_PAY
             return is_cheap
-        own.num_plain = 0
+        own.num_plain = own.denied = 0
         calibration = facts.calibration(rows.request)
         if not is_cheap or budget.wants_draws or not calibration.is_known:
             stops_early = calibration.gives_probs and not budget.wants_draws
@@ -275,7 +290,7 @@ class DraftController(DraftLengthPolicy):
 
     def _worthwhile_s(self, request: Request, choice: Choice) -> float:
         """Seconds of reading that drafting is expected to pay back over what is still to come of a request."""
-        saved_s = choice.plain_s / len(choice.counts) - choice.seconds / choice.tokens  # a token
+        saved_s = choice.plain_s / choice.plain_tokens - choice.seconds / choice.tokens  # a token
         num_done = request.num_output_tokens
         expected = max(self._mean_output - num_done, num_done) if self._mean_output else request.num_remaining_tokens
         return max(0.0, saved_s) * min(request.num_remaining_tokens, max(1.0, expected))
@@ -294,7 +309,8 @@ class DraftController(DraftLengthPolicy):
         """Let the request that has rested longest guess a little, if that has been saved up for."""
         if self._choice is None:
             return
-        self._credit_s += PROBE_SHARE * (1 + DENIED_IDLE) * self._choice.plain_s
+        self._credit_s += PROBE_SHARE * min(self._num_steps - self._credited_at, 1 + MOST_DENIED) * self._choice.plain_s
+        self._credited_at = self._num_steps
         rows, drafter = max(denied, key=lambda one: self._own(one[0].request, one[1]).num_plain)
         request, own = rows.request, self._own(rows.request, drafter)
         depth = min(PROBE_TOKENS, most, request.num_remaining_tokens - 1, self.num_draft_tokens)
@@ -354,5 +370,5 @@ class DraftController(DraftLengthPolicy):
     def _own(self, request: Request, drafter: Drafter) -> RequestAcceptance:
         own = request.acceptance
         if own is None or own.drafter != drafter.name:
-            own = request.acceptance = RequestAcceptance(drafter.name)
+            own = request.acceptance = RequestAcceptance(drafter.name, worth=self._facts(drafter).worth.begun())
         return own

@@ -28,7 +28,11 @@ class Tolerated:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
-        if error is None or is_interrupt(error):
+        return error is not None and self.bears(error)
+
+    def bears(self, error: BaseException) -> bool:
+        """Whether an error is borne, which is counted then: for those who ask in every step, to whom a `with` takes too long."""
+        if is_interrupt(error):
             return False
         self.num_failures += 1
         if not self._has_warned:

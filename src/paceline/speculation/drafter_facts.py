@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from paceline.speculation.acceptance import Calibration, RequestAcceptance
+from paceline.speculation.acceptance import Calibration, RequestAcceptance, Worth
 from paceline.speculation.constrained import SOURCE as FORCED
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -22,11 +22,13 @@ class DrafterFacts:
         calibrations: of its guesses at temperature 0, and of others: the same probability means another thing there.
         times: by requests it guesses for at once (powers of 2), seconds of guessing by depth.
         num_asked: proposals so far.
+        worth: of asking it for lone requests, where that takes next to no time.
     """
 
     calibrations: tuple[Calibration, Calibration] = field(default_factory=lambda: (Calibration(), Calibration()))
     times: dict[int, LinearTime] = field(default_factory=dict)
     num_asked: int = 0
+    worth: Worth = field(default_factory=Worth)
 
     def calibration(self, request: Request) -> Calibration:
         """The one for guesses of this request."""

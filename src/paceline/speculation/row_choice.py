@@ -15,6 +15,7 @@ class Choice:
         tokens: that all requests together are expected to emit.
         seconds: the step is expected to take.
         plain_s: it would take without guesses.
+        plain_tokens: that it would emit without guesses.
         drafted_speedup: tokens a second of the best choice with guesses over those without, whether or not it was taken; 0 = none is
             possible.
     """
@@ -23,12 +24,13 @@ class Choice:
     tokens: float
     seconds: float
     plain_s: float
+    plain_tokens: float
     drafted_speedup: float = 0.0
 
     @property
     def speedup(self) -> float:
         """Expected tokens a second over those without guesses."""
-        return self.tokens * self.plain_s / (len(self.counts) * self.seconds) if self.counts else 1.0
+        return self.tokens * self.plain_s / (self.plain_tokens * self.seconds)
 
     @property
     def rate(self) -> float:
@@ -42,6 +44,7 @@ def choose_rows(
     guessing: Sequence[tuple[float, float]],
     *,
     drafters: Sequence[int] = (),
+    others: int = 0,
     least_gain: float = 0.0,
 ) -> Choice:
     """As many guesses of each request as bring most tokens a second over the whole batch; none where that is best.
@@ -55,6 +58,7 @@ def choose_rows(
             many rows as it has times for may be guessed.
         guessing: per drafter, seconds of its guesses: those it takes in any case, and those for each token of the deepest.
         drafters: number of each request's drafter; empty = the first one for all.
+        others: requests of the step for which nothing can be guessed: they emit a token each, which a longer pass delays.
         least_gain: what the best choice must be faster by, as a share, before it is taken instead of none.
     """
     size, plain_s = len(gains), times[0]
@@ -63,7 +67,8 @@ def choose_rows(
     else:
         order = sorted([(-gain, depth, index) for index, own in enumerate(gains) for depth, gain in enumerate(own)])
     deepest, guessing_s = [0] * len(guessing), 0.0
-    tokens, least_rate, most_rate = float(size), size / plain_s * (1.0 + least_gain), 0.0
+    plain_tokens = tokens = float(size + others)
+    least_rate, most_rate = tokens / plain_s * (1.0 + least_gain), 0.0
     best, best_tokens, best_s, best_rate = 0, tokens, plain_s, tokens / plain_s
     num_taken = min(len(order), len(times) - 1)
     for number, (gain, depth, index) in enumerate(order[:num_taken], start=1):
@@ -83,7 +88,7 @@ def choose_rows(
     counts = [0] * size
     for _, _, index in order[:best]:
         counts[index] += 1
-    return Choice(counts, best_tokens, best_s, plain_s, most_rate * plain_s / size)
+    return Choice(counts, best_tokens, best_s, plain_s, plain_tokens, most_rate * plain_s / plain_tokens)
 
 
 def worth_keeping(gains: Sequence[float], times: Sequence[float], rate: float) -> int:

@@ -107,12 +107,16 @@ class Speculator:
         """Tell the policy how long a step took: its pass, and its other work but for guessing."""
         if self.drafter is not None:
             drafting_s, self._calls.seconds = self._calls.seconds, 0.0
-            with self._calls.tolerated:
-                self.policy.observe_step(batch, self._pass_s, max(0.0, seconds - self._pass_s - drafting_s), drafting_s)
+            host_s = seconds - self._pass_s - drafting_s
+            try:
+                self.policy.observe_step(batch, self._pass_s, host_s if host_s > 0.0 else 0.0, drafting_s)
+            except BaseException as error:
+                if not self._calls.tolerated.bears(error):
+                    raise
 
     def observe(self, committed: Sequence[CommittedRows]) -> None:
         """Tell the drafter what a target pass made permanent, but for requests without speculation."""
-        if self.drafter is not None:
+        if self.drafter is not None and type(self.drafter).observe is not Drafter.observe:
             with self._calls.tolerated:
                 self.drafter.observe([one for one in committed if not one.request.speculation.is_off])
 
@@ -149,9 +153,12 @@ class Speculator:
         request = rows.request
         rows.plain_reason = reason_not_to_draft(rows, has_drafter=self.drafter is not None)
         if rows.plain_reason is None:
-            rows.plain_reason = PlainReason.DRAFTER_FAILED
-            with self._calls.tolerated:
+            try:
                 rows.plain_reason = self._reason_not_to_ask(request)
+            except BaseException as error:
+                if not self._calls.tolerated.bears(error):
+                    raise
+                rows.plain_reason = PlainReason.DRAFTER_FAILED
         if rows.plain_reason is not None:
             return None
         wants_draws = self.acceptance is Acceptance.REJECTION and not request.params.is_greedy

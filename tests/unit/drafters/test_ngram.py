@@ -99,3 +99,26 @@ def test_each_request_is_guessed_from_its_own_text() -> None:
 def test_a_guess_keeps_to_its_budget(row_budget: int, max_depth: int, count: int) -> None:
     (tree,) = NgramDrafter().propose([make_request([1, 2, 3] * 3)], [DraftBudget(row_budget, max_depth)])
     assert (0 if tree is None else tree.num_draft_tokens) == count
+
+
+def test_it_can_guess_exactly_where_it_would(seed: int) -> None:
+    random, drafter = np.random.default_rng(seed), NgramDrafter()
+    request = make_request([int(token) for token in random.integers(0, 6, 20)])
+    answers = list[bool]()
+    for _ in range(120):
+        (tree,) = drafter.propose([request], [DraftBudget(4, 3)])
+        assert drafter.can_guess(request) == (tree is not None)
+        request.token_ids.append(int(random.integers(0, 6)))
+        answers.append(drafter.can_guess(request))
+        assert answers[-1] == bool(search(request.token_ids, 3, MIN_MATCH, MAX_MATCH))
+    assert set(answers) == {True, False}
+
+
+def test_a_text_it_has_not_read_is_left_to_its_next_guess() -> None:
+    drafter = NgramDrafter()
+    assert drafter.can_guess(make_request(range(8)))
+    request = make_request([1, 2, 3])
+    drafter.propose([request], [DraftBudget(4, 3)])
+    request.token_ids.extend([0, 4] * 200)
+    assert drafter.can_guess(request)
+    assert drafter.reading_s(request) >= 0.0

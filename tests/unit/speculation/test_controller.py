@@ -160,6 +160,46 @@ def test_branches_that_take_rows_of_their_own_are_left_as_they_were_grown() -> N
     assert mask.drafted < paths.drafted
 
 
+def test_a_drafter_of_which_no_time_is_known_is_asked_however_steep_pass_times_are() -> None:
+    """It may copy a text that is right: what is left out of its guesses says so within a few tokens."""
+    costs = Costs(lambda rows: 0.060 * (1 + 0.65 * (rows - 1)), (2e-5, 0.0))
+    known = Costs(lambda rows: 0.060 * (1 + 0.10 * (rows - 1)), (2e-5, 0.0))
+    right = texts(lambda _: 1.0, np.random.default_rng(0), 1, "too much", length=64)
+    outcome = replay(controller(costs, table=costs.table()), right, known)
+    assert outcome.steps < 40
+
+
+def planned_for(costs: Costs, traces: list[Trace], batch_size: int, guess_s: float = 0.0) -> list[int]:
+    """How many requests were planned for, by steps."""
+    policy, counts = controller(costs), list[int]()
+    if guess_s:
+        policy.know_time("player", guess_s)
+    plan = policy.plan
+
+    def counted(batch: Any, drafting: Any, max_rows: int | None) -> None:
+        counts.append(len(drafting))
+        plan(batch, drafting, max_rows)
+
+    policy.plan = counted  # type: ignore[method-assign]
+    replay(policy, traces, costs, batch_size=batch_size)
+    return counts
+
+
+def test_a_request_whose_guesses_are_wrong_is_planned_for_in_few_steps() -> None:
+    counts = planned_for(MACHINES["cheap rows"], texts(lambda _: 0.0, np.random.default_rng(0), 4, "nothing", length=500), 2)
+    assert sum(counts) < 400  # of 2,000
+
+
+def test_requests_of_a_batch_are_thought_of_again_together() -> None:
+    """Guessing for several takes what it takes for one."""
+    random, lengths = np.random.default_rng(0), [*(37 * index % 50 + 20 for index in range(8)), *[400] * 8]
+    traces = [texts(lambda _: 0.05, random, 1, "nothing", length=length)[0] for length in lengths]
+    counts = planned_for(MACHINES["a dear draft model"], traces, 8, 12e-3)
+    late = [count for count in counts[150:380] if count]
+    assert late.count(8) > 0.8 * len(late)
+    assert 10 < len(late) < 60
+
+
 def test_the_first_guesses_of_an_unknown_drafter_are_few() -> None:
     policy, costs = controller(MACHINES["cheap rows"]), MACHINES["cheap rows"]
     outcome = replay(policy, [Trace([1, 2, 3], [DraftTree.chain(0, [0] * 16, "player")] * 3)], costs)

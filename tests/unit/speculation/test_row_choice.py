@@ -73,3 +73,14 @@ def test_made_guesses_are_kept_as_far_as_they_are_worth_their_rows(seed: int) ->
         kept = worth_keeping(gains, heights.tolist(), rate)
         values = [sum(gains[:count]) - rate * heights[count] for count in range(len(gains) + 1)]
         assert values[kept] == pytest.approx(max(values))
+
+
+def test_requests_that_guess_nothing_are_delayed_by_rows_all_the_same() -> None:
+    times = [1.0, 1.1, 1.2]
+    alone = choose_rows([[0.5]], times, [(0.0, 0.0)])
+    assert alone.counts == [1]
+    assert alone.speedup == pytest.approx(1.5 / 1.1)
+    beside = choose_rows([[0.5]], times, [(0.0, 0.0)], others=7)
+    assert beside.counts == [0]
+    assert beside.speedup == 1.0
+    assert beside.drafted_speedup == pytest.approx(8.5 / 8 / 1.1)
