@@ -223,7 +223,7 @@ class Network(ABC):
         """Embedding rows [T, E] float32 of `token_ids` [T], of a language model."""
 
     def load_adapter(self, adapter: Adapter) -> int:
-        """The number by which rows of a pass ask for an adapter, from 1 on; no number comes twice. No pass may run meanwhile.
+        """The number by which rows of a pass ask for an adapter, from 1 on; no number comes twice. Passes may run meanwhile.
 
         Raises:
             BackendUnavailableError: this kind of network runs none.

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 from paceline.models.adapters.placed import PlacedAdapter
 from paceline.models.config import WeightType
 from paceline.models.weights import to_bf16
-from paceline.runtimes.base import FloatArray, ForwardBatch, RowRange, Wanted
+from paceline.runtimes.adapter_rows import rows_by_adapter
+from paceline.runtimes.base import FloatArray, ForwardBatch, Wanted
 from paceline.runtimes.native.library import LANES
-from paceline.runtimes.native.records import MOST_PRODUCTS, AdapterProduct, AdapterSite, Matrix, Pass, PassAdapter
+from paceline.runtimes.native.records import AdapterProduct, AdapterSite, Matrix, Pass, PassAdapter
 from paceline.runtimes.native.weights import PLAIN_KINDS
 
 Sites = tuple[tuple[str, ...], ...]
@@ -20,6 +21,8 @@ Sites = tuple[tuple[str, ...], ...]
 
 
 _DOWN_OUTPUTS = 8  # as in kernels/low_rank.c
+_CACHE_LINE = 64
+_MEMORY_BYTES = 1 << 23
 
 
 class NativeAdapter:
@@ -31,7 +34,8 @@ class NativeAdapter:
 
     def __init__(self, placed: PlacedAdapter) -> None:
         self.placed = placed
-        self._arrays: list[NDArray[Any]] = []  # whose addresses the records hold
+        self._memory: list[NDArray[np.uint8]] = []  # of which the records hold addresses
+        self._at = 0  # where the last piece of it is free
         self._records: list[Any] = []
         self._sites: dict[tuple[str, ...], AdapterSite] = {}
         self._tables: dict[Sites, Array[AdapterSite]] = {}
@@ -56,8 +60,8 @@ class NativeAdapter:
             return AdapterSite(None, None)
         own = [lows[name] for name in names if name in lows]
         down = self._matrix(np.concatenate([low.down for low in own])) if own else None
-        products, first = (AdapterProduct * MOST_PRODUCTS)(), 0
-        for product, name in zip(products, names, strict=False):
+        products, first = (AdapterProduct * len(names))(), 0
+        for product, name in zip(products, names, strict=True):
             product.whole = pointer(wholes[name]) if name in wholes else None
             rank = len(lows[name].down) if name in lows else 0
             product.first, product.rank, first = first, rank, first + rank
@@ -88,8 +92,19 @@ class NativeAdapter:
         return kind, self._address(stored)
 
     def _address(self, array: NDArray[Any]) -> int:
-        self._arrays.append(array)
-        return int(array.ctypes.data)
+        """Where a copy of the array lies: side by side with others, since large pieces of memory are read faster, and on a cache line."""
+        size = -(-array.nbytes // _CACHE_LINE) * _CACHE_LINE
+        if size > self._free:
+            self._memory.append(np.empty(max(_MEMORY_BYTES, size + _CACHE_LINE), np.uint8))
+            self._at = -self._memory[-1].ctypes.data % _CACHE_LINE
+        start, self._at = self._at, self._at + size
+        place = self._memory[-1][start : start + array.nbytes]
+        place[...] = array.reshape(-1).view(np.uint8)
+        return int(place.ctypes.data)
+
+    @property
+    def _free(self) -> int:
+        return len(self._memory[-1]) - self._at if self._memory else 0
 
 
 def _narrowest(values: NDArray[np.float32]) -> tuple[NDArray[Any], int]:
@@ -141,15 +156,3 @@ class AdapterRows:
         record.adapters, record.adapter_rows = addressof(pass_adapters), numbers.ctypes.data
         record.low_rank, record.low_rank_floats = self._low_rank.ctypes.data, num_floats
         record.num_adapters = len(pass_adapters)
-
-
-def rows_by_adapter(batch: ForwardBatch) -> dict[int, NDArray[np.int32]]:
-    """The rows of each adapter that any has, ascending; empty where none has one."""
-    ranges: dict[int, list[RowRange]] = {}
-    for item in batch.ranges:
-        if item.adapter:
-            ranges.setdefault(item.adapter, []).append(item)
-    return {
-        number: np.concatenate([np.arange(one.start, one.start + one.num_rows, dtype=np.int32) for one in own])
-        for number, own in ranges.items()
-    }

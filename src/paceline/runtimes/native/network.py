@@ -3,6 +3,8 @@
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -21,9 +23,10 @@ from paceline.models.config import KVGroup, ModelConfig, WeightType
 from paceline.models.mapped_files import MappedFiles
 from paceline.models.state_layout import StateLayout
 from paceline.models.weights import AnyTensor, GroupedTensor, TensorFacts, Weights
+from paceline.runtimes.adapter_rows import rows_by_adapter
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, Numerics, Wanted
 from paceline.runtimes.decoder import LAYER_ROWS, TOKEN_IDS, Compose, ranked
-from paceline.runtimes.native.adapters import NativeAdapter, Sites, rows_by_adapter
+from paceline.runtimes.native.adapters import NativeAdapter, Sites
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.native.panels import Panels
@@ -121,8 +124,8 @@ class NativeNetwork(Network):
             if group.window is None:
                 memories.append(KeyValues(self._new_storage(group, num_blocks)))
             else:
-                count = window_blocks(group.window, num_blocks, limits, BLOCK_SIZE)
-                windows.append(WindowKeyValues(self._new_storage(group, count), group.window, BLOCK_SIZE))
+                own_blocks = window_blocks(group.window, num_blocks, limits, BLOCK_SIZE)
+                windows.append(WindowKeyValues(self._new_storage(group, own_blocks), group.window, BLOCK_SIZE))
                 memories.append(windows[-1])
         self._shared.use_cache(planes_of(self.config, groups, memories), windows)
         return KVCache(memories, num_blocks, self.capabilities.tree_layout)
@@ -179,9 +182,9 @@ class NativeNetwork(Network):
         loaded = NativeAdapter(placed(adapter, self.config))
         for program in self._programs.values():
             loaded.table(program.sites)
-        self._shared.num_adapters += 1
-        self._shared.adapters[self._shared.num_adapters] = loaded
-        return self._shared.num_adapters
+        number = next(self._shared.adapter_numbers)
+        self._shared.adapters[number] = loaded
+        return number
 
     def unload_adapter(self, number: int) -> None:
         del self._adapters[number]
@@ -269,7 +272,7 @@ class _Shared:
     num_threads: int
     max_slots: int
     adapters: dict[int, NativeAdapter] | None = None  # None = there can be none
-    num_adapters: int = 0  # that were ever loaded
+    adapter_numbers: Iterator[int] = field(default_factory=partial(count, 1))
     num_passes: int = 0
     files: MappedFiles = field(default_factory=lambda: MappedFiles(()))
     _cache: tuple[Sequence[FloatArray], Sequence[WindowKeyValues], RecurrentStates | None] | None = None

@@ -25,7 +25,6 @@ from paceline.runtimes.decoder import LAYER_ROWS, TOKEN_IDS
 from paceline.runtimes.native.library import LANES, kernels
 from paceline.runtimes.native.panels import PANEL_KINDS
 from paceline.runtimes.native.records import (
-    MOST_PRODUCTS,
     AddOperation,
     AttentionOperation,
     ColumnsOperation,
@@ -36,7 +35,6 @@ from paceline.runtimes.native.records import (
     GatedOperation,
     GatherOperation,
     LinearOperation,
-    LowRankOperation,
     Matrix,
     NormOperation,
     Operation,
@@ -82,7 +80,7 @@ class NativeBlocks:
         self.values: list[Value] = []
         self.inputs: dict[str, Value] = {}  # values that the runtime fills
         self.operations: list[Operation] = []
-        self.takes_adapters = takes_adapters
+        self._takes_adapters = takes_adapters
         self.sites: list[tuple[str, ...]] = []  # the products of each operation of adapters
         self._num_rankings = 0
         self._shown: dict[int, int] = {}  # floats of values that are wider than what they hold in the end
@@ -135,30 +133,21 @@ class NativeBlocks:
     def linear(self, x: Value, *names: str) -> tuple[Value, ...]:
         return self._products(x, names, names)
 
-    def _products(self, x: Value, names: Sequence[str], sites: Sequence[str]) -> tuple[Value, ...]:
-        """Products with the matrices `names`, and what adapters add to them under the names `sites`."""
+    def _products(self, x: Value, names: Sequence[str], adapted: Sequence[str]) -> tuple[Value, ...]:
+        """Products with the matrices `names`, which adapters know as `adapted`."""
         outs = []
-        alike: dict[tuple[int, ...], list[Matrix]] = {}
-        for name in names:
+        alike: dict[tuple[int, ...], list[tuple[Matrix, str]]] = {}
+        for name, own in zip(names, adapted, strict=True):
             matrix = self._weights.matrix(name, len(self.values))
             outs.append(self.value(matrix.outputs, x.rows))
-            alike.setdefault(self._packing(matrix), []).append(matrix)
-        for (packing, *_), matrices in alike.items():
-            array = (Matrix * len(matrices))(*matrices)
-            self._record(LinearOperation(x=x.index, num_matrices=len(array), packing=packing, matrices=array), outs[0])
-        for start in range(0, len(sites) if self.takes_adapters else 0, MOST_PRODUCTS):
-            self._add_low_rank(x, tuple(sites[start : start + MOST_PRODUCTS]), outs[start : start + MOST_PRODUCTS])
+            alike.setdefault(self._packing(matrix), []).append((matrix, own))
+        for (packing, *_), pairs in alike.items():
+            array, site = (Matrix * len(pairs))(*(matrix for matrix, _ in pairs)), -1
+            if self._takes_adapters:
+                site = len(self.sites)
+                self.sites.append(tuple(own for _, own in pairs))
+            self._record(LinearOperation(x=x.index, num_matrices=len(array), packing=packing, site=site, matrices=array), outs[0])
         return tuple(outs)
-
-    def _add_low_rank(self, x: Value, sites: tuple[str, ...], outs: Sequence[Value]) -> None:
-        missing = MOST_PRODUCTS - len(outs)
-        indices, widths = [out.index for out in outs] + [-1] * missing, [out.width for out in outs] + [0] * missing
-        ys = {f"y{place}": index for place, index in enumerate(indices)}
-        operation = LowRankOperation(
-            x=x.index, columns=x.width, num_products=len(outs), number=len(self.sites), outputs=(c_int32 * MOST_PRODUCTS)(*widths), **ys
-        )  # fmt: skip
-        self.sites.append(sites)
-        self._record(operation, outs[0])
 
     def rms_norm(self, x: Value, name: str) -> Value:
         return self.head_norm(x, name, 1)

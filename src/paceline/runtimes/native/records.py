@@ -27,7 +27,6 @@ class Code(IntEnum):
     SIGMOID_GATE = 16
     CONVOLUTION = 17
     STATE = 18
-    LOW_RANK = 19
 
 
 class Packing(IntEnum):
@@ -92,10 +91,10 @@ class Operation(Structure):
 
 
 class LinearOperation(Operation):
-    """Products with matrices of the same columns, whose rows are packed alike."""
+    """Products with matrices of the same columns, whose rows are packed alike; `site`: which of those that adapters add to, -1 = none."""
 
     CODE, INPUTS = Code.LINEAR, ("x",)
-    _fields_ = (("x", c_int32), ("num_matrices", c_int32), ("packing", c_int32), ("matrices", POINTER(Matrix)))
+    _fields_ = (("x", c_int32), ("num_matrices", c_int32), ("packing", c_int32), ("site", c_int32), ("matrices", POINTER(Matrix)))
 
 
 class NormOperation(Operation):
@@ -234,20 +233,6 @@ class StateOperation(Operation):
     )  # fmt: skip
 
 
-MOST_PRODUCTS = 4
-"""Of one operation that adds to products."""
-
-
-class LowRankOperation(Operation):
-    """What adapters add to products y of x; y -1: there are fewer. `number`: which of the network's it is. See kernels/low_rank.c."""
-
-    CODE, INPUTS, OUTS = Code.LOW_RANK, ("x", "y0", "y1", "y2", "y3"), ()
-    _fields_ = (
-        ("x", c_int32), ("y0", c_int32), ("y1", c_int32), ("y2", c_int32), ("y3", c_int32), ("columns", c_int32), ("num_products", c_int32),
-        ("number", c_int32), ("outputs", c_int32 * MOST_PRODUCTS),
-    )  # fmt: skip
-
-
 class AdapterProduct(Structure):
     """What an adapter adds to one product: `up` of the `rank` numbers from `first` on, a bias; or a matrix in its place."""
 
@@ -361,7 +346,7 @@ _RECORDS: tuple[type[Structure], ...] = (
     Matrix, SuperBlocksRecord, LinearOperation, NormOperation, RopeOperation, AttentionOperation, GatedOperation, AddOperation,
     SiluResidualOperation, GatherOperation, SoftCapOperation, ConcatOperation, RankOperation, ScaleOperation, ColumnsOperation,
     RouteOperation, ExpertsOperation, CombineOperation, SigmoidGateOperation, ConvolutionOperation, StateOperation,
-    LowRankOperation, AdapterProduct, AdapterSite, PassAdapter, Range, Draw,
+    AdapterProduct, AdapterSite, PassAdapter, Range, Draw,
     WalkOptions, Step, Save, StateRange, Pass, Program,
 )  # fmt: skip
 LAYOUT = (VERSION, *map(sizeof, _RECORDS), -1)

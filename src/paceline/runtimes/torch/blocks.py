@@ -17,6 +17,7 @@ from paceline.models.rope_config import RopeConfig
 from paceline.runtimes.base import ForwardBatch, Wanted
 from paceline.runtimes.decoder import TOKEN_IDS
 from paceline.runtimes.ranking import Ranking
+from paceline.runtimes.torch.adapters import AdaptedRows, TorchAdapter
 from paceline.runtimes.torch.attention import Attention
 from paceline.runtimes.torch.ranking import rank_rows
 from paceline.runtimes.torch.recurrent import RecurrentPass
@@ -45,6 +46,7 @@ class TorchBlocks:
         inputs: Mapping[str, NDArray[Any]],
         batch: ForwardBatch,
         wanted: Wanted,
+        adapters: Mapping[int, TorchAdapter],
     ) -> None:
         self._config, self._weights, self._planes, self._attention, self._states = config, weights, planes, attention, states
         device = weights.device
@@ -54,13 +56,15 @@ class TorchBlocks:
         self._draws = None if wanted.draws is None else wanted.draws.reshape(-1)
         self._num_drawn = 0  # rows of the rankings so far
         self._batch = batch
+        self._adapted = AdaptedRows(adapters, batch, wanted, device)
         self._positions = torch.from_numpy(batch.positions).to(device)
         self._rotations: dict[tuple[RopeConfig, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._scales: dict[RopeConfig, torch.Tensor] = {}
         self._block_of_row, self._slot_of_row = _slots_of_rows(batch, BLOCK_SIZE, device)
 
     def embedding(self, name: str) -> torch.Tensor:
-        return scaled_rows(F.embedding(self._inputs[TOKEN_IDS], self._weights.plain(name)), self._config)
+        token_ids = self._inputs[TOKEN_IDS]
+        return scaled_rows(self._adapted.embedding(token_ids, F.embedding(token_ids, self._weights.plain(name))), self._config)
 
     def layer_embedding(self, name: str) -> torch.Tensor:
         """Only the rows that are asked for leave the file."""
@@ -87,8 +91,7 @@ class TorchBlocks:
         return rank_rows(logits, ranking, None if self._draws is None else self._draws[first : self._num_drawn])
 
     def linear(self, x: torch.Tensor, *names: str) -> tuple[torch.Tensor, ...]:
-        fused = self._weights.fused(names)
-        return torch.split(F.linear(x, fused.weight, fused.bias), list(fused.sizes), dim=-1)
+        return self._adapted.linear(x, names, self._products(x, names))
 
     def rms_norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """Mean square in float32, then back to the type of x, then times the weight, or these two the other way round."""
@@ -155,9 +158,9 @@ class TorchBlocks:
         for expert in torch.unique(choice.experts).tolist():
             own = f"{prefix}experts.{expert}."
             rows, places = torch.where(choice.experts == expert)
-            *gates, up = self.linear(x[rows], *([own + "gate_proj"] if mlp.expert.has_gate else []), own + "up_proj")
+            *gates, up = self._products(x[rows], (*([own + "gate_proj"] if mlp.expert.has_gate else []), own + "up_proj"))
             gate = gates[0] if gates else up
-            (down,) = self.linear(self.gated(gate, up, mlp.expert.activation), own + "down_proj")
+            (down,) = self._products(self.gated(gate, up, mlp.expert.activation), (own + "down_proj",))
             mixed.index_add_(0, rows, down * choice.weights[rows, places, None].to(x.dtype))
         return mixed
 
@@ -177,10 +180,15 @@ class TorchBlocks:
         return x[self._logits_rows]
 
     def lm_head(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return F.linear(x, self._weights.plain(name)).float()
+        return self._adapted.lm_head(x, F.linear(x, self._weights.plain(name)).float())
 
     def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         return soft_cap(x, cap)
+
+    def _products(self, x: torch.Tensor, names: tuple[str, ...]) -> tuple[torch.Tensor, ...]:
+        """The target's own."""
+        fused = self._weights.fused(names)
+        return torch.split(F.linear(x, fused.weight, fused.bias), list(fused.sizes), dim=-1)
 
 
 def _normed(x: torch.Tensor, epsilon: float) -> torch.Tensor:

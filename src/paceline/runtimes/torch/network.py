@@ -1,7 +1,9 @@
 """Networks computed with torch: CUDA, and on the CPU the readable reference."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -16,12 +18,15 @@ from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.recurrent import DEFAULT_STATES, RecurrentStates, StateLimits
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.kv_cache.window import PassLimits
+from paceline.models.adapters.adapter import Adapter
+from paceline.models.adapters.placed import placed
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.state_layout import StateLayout
 from paceline.models.weights import Weights
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, Numerics, RowRange, Wanted
 from paceline.runtimes.decoder import LOGITS, RANKED, Compose, ranked
 from paceline.runtimes.planes import planes_of
+from paceline.runtimes.torch.adapters import TorchAdapter
 from paceline.runtimes.torch.attention import PaddedAttention, PlainAttention
 from paceline.runtimes.torch.blocks import TorchBlocks, scaled_rows
 from paceline.runtimes.torch.recurrent import RecurrentPass
@@ -110,11 +115,22 @@ class TorchNetwork(Network):
         with torch.inference_mode():
             attention = attention_type(batch.ranges, BLOCK_SIZE, shared.weights.device)
             states = RecurrentPass(self._layout, self._cache_shared.states, batch.ranges)
-            blocks = TorchBlocks(self.config, shared.weights, self._cache_shared.planes, attention, states, inputs, batch, wanted)
+            blocks = TorchBlocks(
+                self.config, shared.weights, self._cache_shared.planes, attention, states, inputs, batch, wanted, shared.adapters
+            )
             results = _Results(ranked(self.compose, wanted.ranking)(blocks))
             states.finish()
             results.fetch(LOGITS if wanted.ranking is None else RANKED)
             return ForwardOutput(results)
+
+    def load_adapter(self, adapter: Adapter) -> int:
+        loaded = TorchAdapter(placed(adapter, self.config), self._shared.weights.device)
+        number = next(self._shared.adapter_numbers)
+        self._shared.adapters[number] = loaded
+        return number
+
+    def unload_adapter(self, number: int) -> None:
+        del self._shared.adapters[number]
 
     def embed(self, token_ids: IntArray) -> FloatArray:
         weights = self._shared.weights
@@ -167,6 +183,8 @@ class _Shared:
     planes: Sequence[torch.Tensor] = ()
     states: RecurrentStates | None = None
     num_passes: int = 0
+    adapters: dict[int, TorchAdapter] = field(default_factory=dict)
+    adapter_numbers: Iterator[int] = field(default_factory=partial(count, 1))
 
 
 def _open_device(device: str) -> torch.device:

@@ -7,8 +7,8 @@
 #include "work.h"
 
 #define DOWN_OUTPUTS 8 /* of a panel of `down` or of a whole matrix: [columns / 16, the last ones padded][8][16] */
-#define WHOLE_A_TICKET 8
-#define PANELS_A_TICKET 8
+#define AHEAD 4096 /* bytes: the processor's own prefetching begins anew with every page */
+#define CACHE_LINE 64
 #define SUMS 16 /* that fit in registers: of 8 outputs and two rows */
 #define EACH(i, count) _Pragma("unroll") for (int i = 0; i < (count); i++)
 
@@ -29,6 +29,8 @@ INLINE void sum_panel(const int kind, const Matrix *matrix, int panel, const Row
         const int real = matrix->columns - column < LANES ? matrix->columns - column : LANES;
         floats x[2];
         EACH(row, rows) x[row] = load_part(own->x[row] + column, real);
+        EACH(line, DOWN_OUTPUTS / (kind == F32 ? 1 : 2))
+            __builtin_prefetch(codes + (size_t)column * DOWN_OUTPUTS * (kind == F32 ? 4 : 2) + AHEAD + line * CACHE_LINE, 0, 2);
         EACH(n, DOWN_OUTPUTS) {
             const floats w = decode_plain(kind, codes, column * DOWN_OUTPUTS + n * LANES, LANES);
             EACH(row, rows) sum[n * rows + row] = fused(w, x[row], sum[n * rows + row]);
@@ -112,74 +114,65 @@ static void add_rows(const AdapterProduct *product, int begin, int end, int outp
     }
 }
 
-static const AdapterSite *site_of(const PassAdapter *adapter, const Operation *operation) {
-    const AdapterSite *site = adapter->sites + ((const LowRankOperation *)operation)->number;
-    return site->products && adapter->count[operation->rows == WANTED_ROWS] ? site : NULL;
+static const AdapterSite *site_of(const PassAdapter *adapter, const LinearOperation *own) {
+    const AdapterSite *site = adapter->sites + own->site;
+    return site->products && adapter->count[own->head.rows == WANTED_ROWS] ? site : NULL;
 }
 
 /* Whether any row of the operation belongs to an adapter that does something here. */
-int has_low_rank(const Pass *pass, const Operation *operation) {
-    for (int number = 0; number < pass->num_adapters; number++)
-        if (site_of(pass->adapters + number, operation)) return 1;
+int has_low_rank(const Pass *pass, const LinearOperation *own) {
+    for (int number = 0; own->site >= 0 && number < pass->num_adapters; number++)
+        if (site_of(pass->adapters + number, own)) return 1;
     return 0;
 }
 
-/* A piece of the work of one phase. */
-typedef struct {
-    int ticket, skipped;
-} Pieces;
-
-/* What `down` makes of the rows, and whole products. */
-static void run_down(const Work *work, const Operation *operation, const PassAdapter *adapter, const AdapterSite *site, Pieces *at) {
-    const LowRankOperation *own = (const LowRankOperation *)operation;
-    const int is_wanted = operation->rows == WANTED_ROWS, first = adapter->first[is_wanted], count = adapter->count[is_wanted];
-    const int32_t *numbers = work->pass->adapter_rows + first, ys[] = {own->y0, own->y1, own->y2, own->y3};
-    const size_t width = (size_t)work->pass->low_rank_floats;
-    const float *x = buffer(work, own->x);
-    for (int number = -1; number < own->num_products; number++) {
-        const Matrix *matrix = number < 0 ? site->down : site->products[number].whole;
-        if (!matrix) continue;
-        const int panels = parts_of(matrix->outputs, DOWN_OUTPUTS), step = number < 0 ? 1 : WHOLE_A_TICKET, tickets = parts_of(panels, step);
-        for (; at->ticket - at->skipped < tickets; at->ticket = next_ticket(work, 0)) {
-            const int begin = (at->ticket - at->skipped) * step, end = begin + step < panels ? begin + step : panels;
-            if (number < 0)
-                sum_rows(matrix, begin, end, x, numbers, count, work->pass->low_rank + (size_t)first * width, width, 0);
-            else
-                sum_rows(matrix, begin, end, x, numbers, count, buffer(work, ys[number]), (size_t)matrix->outputs, 1);
-        }
-        at->skipped += tickets;
-    }
-}
-
-static void run_up(const Work *work, const Operation *operation, const PassAdapter *adapter, const AdapterSite *site, Pieces *at) {
-    const LowRankOperation *own = (const LowRankOperation *)operation;
-    const int is_wanted = operation->rows == WANTED_ROWS, first = adapter->first[is_wanted], count = adapter->count[is_wanted];
-    const int32_t *numbers = work->pass->adapter_rows + first, ys[] = {own->y0, own->y1, own->y2, own->y3};
-    const size_t width = (size_t)work->pass->low_rank_floats;
-    for (int number = 0; number < own->num_products; number++) {
-        const AdapterProduct *product = site->products + number;
-        if (!product->up) continue;
-        const int outputs = own->outputs[number], panels = parts_of(outputs, LANES), tickets = parts_of(panels, PANELS_A_TICKET);
-        for (; at->ticket - at->skipped < tickets; at->ticket = next_ticket(work, 1)) {
-            const int begin = (at->ticket - at->skipped) * PANELS_A_TICKET, end = begin + PANELS_A_TICKET;
-            add_rows(product, begin, end < panels ? end : panels, outputs, work->pass->low_rank + (size_t)first * width, width, numbers, count,
-                     buffer(work, ys[number]));
-        }
-        at->skipped += tickets;
-    }
-}
-
-void run_low_rank(const Work *work, const Operation *operation) {
+/* What `down` of each adapter makes of its rows, in tickets behind the first `skipped`; `ticket` is the first one that this thread has. */
+void run_down(const Work *work, const LinearOperation *own, int ticket, int skipped) {
     const Pass *pass = work->pass;
-    Pieces down = {next_ticket(work, 0), 0};
+    const int is_wanted = own->head.rows == WANTED_ROWS;
+    const size_t width = (size_t)pass->low_rank_floats;
     for (int number = 0; number < pass->num_adapters; number++) {
-        const AdapterSite *site = site_of(pass->adapters + number, operation);
-        if (site) run_down(work, operation, pass->adapters + number, site, &down);
+        const PassAdapter *adapter = pass->adapters + number;
+        const AdapterSite *site = site_of(adapter, own);
+        if (!site || !site->down) continue;
+        const int first = adapter->first[is_wanted], panels = parts_of(site->down->outputs, DOWN_OUTPUTS);
+        for (; ticket - skipped < panels; ticket = next_ticket(work, 0))
+            sum_rows(site->down, ticket - skipped, ticket - skipped + 1, buffer(work, own->x), pass->adapter_rows + first,
+                     adapter->count[is_wanted], pass->low_rank + (size_t)first * width, width, 0);
+        skipped += panels;
     }
-    barrier();
-    Pieces up = {next_ticket(work, 1), 0};
+}
+
+/* Ask for what `add_low_rank` is about to read. */
+void prefetch_low_rank(const Work *work, const LinearOperation *own, int matrix, int begin, int end) {
+    for (int number = 0; number < work->pass->num_adapters; number++) {
+        const AdapterSite *site = site_of(work->pass->adapters + number, own);
+        const AdapterProduct *product = site ? site->products + matrix : NULL;
+        if (!product || !product->up) continue;
+        const size_t panel_bytes = (size_t)product->rank * LANES * (product->kind == F32 ? 4 : 2);
+        const uint8_t *up = product->up + (size_t)(begin / LANES) * panel_bytes;
+        const size_t bytes = (size_t)parts_of(end - begin, LANES) * panel_bytes;
+        for (size_t at = 0; at < bytes; at += CACHE_LINE) __builtin_prefetch(up + at, 0, 2);
+    }
+}
+
+/* Add to outputs [begin, end) of a product, `begin` a multiple of 16, or put others in their place. */
+void add_low_rank(const Work *work, const LinearOperation *own, int matrix, int begin, int end) {
+    const Pass *pass = work->pass;
+    const int is_wanted = own->head.rows == WANTED_ROWS, outputs = own->matrices[matrix].outputs;
+    const size_t width = (size_t)pass->low_rank_floats;
+    float *y = buffer(work, own->matrices[matrix].out);
     for (int number = 0; number < pass->num_adapters; number++) {
-        const AdapterSite *site = site_of(pass->adapters + number, operation);
-        if (site) run_up(work, operation, pass->adapters + number, site, &up);
+        const PassAdapter *adapter = pass->adapters + number;
+        const AdapterSite *site = site_of(adapter, own);
+        if (!site) continue;
+        const AdapterProduct *product = site->products + matrix;
+        const int first = adapter->first[is_wanted], count = adapter->count[is_wanted];
+        const int32_t *numbers = pass->adapter_rows + first;
+        if (product->whole)
+            sum_rows(product->whole, begin / DOWN_OUTPUTS, parts_of(end, DOWN_OUTPUTS), buffer(work, own->x), numbers, count, y,
+                     (size_t)outputs, 1);
+        if (product->up)
+            add_rows(product, begin / LANES, parts_of(end, LANES), outputs, pass->low_rank + (size_t)first * width, width, numbers, count, y);
     }
 }

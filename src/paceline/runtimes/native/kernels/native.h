@@ -62,7 +62,7 @@ typedef struct {
 
 enum {
     LINEAR, NORM, ROPE, ATTENTION, GATED, ADD, GATHER, SOFT_CAP, CONCAT, SILU_RESIDUAL, RANK, SCALE, COLUMNS, ROUTE, EXPERTS, COMBINE,
-    SIGMOID_GATE, CONVOLUTION, STATE, LOW_RANK,
+    SIGMOID_GATE, CONVOLUTION, STATE,
 };
 enum { SILU, GELU_TANH, CLAMPED_SWIGLU, SIGMOID_OF_GATE, GATE_ITSELF, RELU };
 enum { SOFTMAX, SIGMOID }; /* what makes scores of a router's logits */
@@ -82,6 +82,7 @@ typedef struct {
 typedef struct {
     Operation head;
     int32_t x, num_matrices, packing;
+    int32_t site;           /* which of those that adapters add to it is, counted from 0; -1 = none */
     const Matrix *matrices; /* [num_matrices] of the same columns */
 } LinearOperation;
 
@@ -195,15 +196,6 @@ typedef struct {
     const float *decay, *bias, *skip;          /* [heads]; skip NULL = none */
 } StateOperation;
 
-/* What adapters add to the products y of x, for the rows of each. */
-#define MOST_PRODUCTS 4
-typedef struct {
-    Operation head;
-    int32_t x, y0, y1, y2, y3; /* buffers; -1 = there is no such product */
-    int32_t columns, num_products, number;  /* columns of x; which of the network's operations of this kind it is, counted from 0 */
-    int32_t outputs[MOST_PRODUCTS];
-} LowRankOperation;
-
 /* What an adapter adds to one product: up @ t and a bias, t the `rank` floats from `first` on of what `down` makes of x. */
 typedef struct {
     int32_t kind, first, rank, unused;
@@ -215,12 +207,12 @@ typedef struct {
 /* What it does to the products of one operation. */
 typedef struct {
     const Matrix *down;             /* [sum of ranks, columns] in panels (low_rank.c); NULL = nothing is multiplied */
-    const AdapterProduct *products; /* [num_products]; NULL = nothing at all */
+    const AdapterProduct *products; /* [num_matrices]; NULL = nothing at all */
 } AdapterSite;
 
 /* An adapter with rows in a pass. */
 typedef struct {
-    const AdapterSite *sites;   /* by the number of the operation */
+    const AdapterSite *sites;   /* by the site of the operation */
     int32_t first[2], count[2]; /* its rows among `adapter_rows`: of all rows, and of those whose logits are wanted */
 } PassAdapter;
 

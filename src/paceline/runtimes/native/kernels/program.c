@@ -37,21 +37,24 @@ static void run_linear(const Work *work, const Operation *operation) {
     const LinearOperation *own = (const LinearOperation *)operation;
     const Program *program = work->program;
     const float *x = buffer(work, own->x);
-    const int packing = own->packing, rows = work->rows, step = outputs_a_ticket(packing);
-    if (rows > 1) {
-        for (int block; (block = next_ticket(work, 0)) < parts_of(rows, MAX_ROWS);)
-            pack_rows(own->matrices, x, NULL, rows, packing, block, program->packed);
+    const int packing = own->packing, rows = work->rows, step = outputs_a_ticket(packing), has_adapters = has_low_rank(work->pass, own);
+    const int blocks = rows > 1 ? parts_of(rows, MAX_ROWS) : 0;
+    if (rows > 1 || has_adapters) {
+        int block = next_ticket(work, 0);
+        for (; block < blocks; block = next_ticket(work, 0)) pack_rows(own->matrices, x, NULL, rows, packing, block, program->packed);
+        if (has_adapters) run_down(work, own, block, blocks);
         barrier();
-        x = program->packed;
-    } else
-        x = packed_row_of(work, own->matrices, packing, x);
+    }
+    x = rows > 1 ? program->packed : packed_row_of(work, own->matrices, packing, x);
     int ticket = next_ticket(work, 1), skipped = 0;
     for (int number = 0; number < own->num_matrices; number++) {
         const Matrix *matrix = own->matrices + number;
         const int tickets = parts_of(matrix->outputs, step);
         for (; ticket - skipped < tickets; ticket = next_ticket(work, 1)) {
-            const int begin = (ticket - skipped) * step, end = begin + step;
-            multiply(matrix, begin, end < matrix->outputs ? end : matrix->outputs, packing, x, buffer(work, matrix->out), rows);
+            const int begin = (ticket - skipped) * step, end = begin + step < matrix->outputs ? begin + step : matrix->outputs;
+            if (has_adapters) prefetch_low_rank(work, own, number, begin, end);
+            multiply(matrix, begin, end, packing, x, buffer(work, matrix->out), rows);
+            if (has_adapters) add_low_rank(work, own, number, begin, end);
         }
         skipped += tickets;
     }
@@ -306,7 +309,7 @@ static Function *const FUNCTIONS[] = {
     [ADD] = run_add,           [GATHER] = run_gather, [SOFT_CAP] = run_soft_cap, [CONCAT] = run_concat,
     [SILU_RESIDUAL] = run_silu_residual, [RANK] = run_rank, [SCALE] = run_scale, [COLUMNS] = run_columns,
     [ROUTE] = run_route,       [EXPERTS] = run_experts, [COMBINE] = run_combine, [SIGMOID_GATE] = run_sigmoid_gate,
-    [CONVOLUTION] = run_convolution, [STATE] = run_state, [LOW_RANK] = run_low_rank,
+    [CONVOLUTION] = run_convolution, [STATE] = run_state,
 };
 
 static void run_operations(void *argument, int thread, int num_threads) {
@@ -316,7 +319,7 @@ static void run_operations(void *argument, int thread, int num_threads) {
     for (int index = 0; index < program->num_operations; index++) {
         const Operation *operation = program->operations[index];
         const Work work = {program, pass, index, rows_of(pass, operation), thread};
-        if (!work.rows || (operation->code == LOW_RANK && !has_low_rank(pass, operation))) continue;
+        if (!work.rows) continue;
         FUNCTIONS[operation->code](&work, operation);
         barrier();
     }
@@ -346,7 +349,7 @@ int32_t paceline_layout(int32_t index) {
         sizeof(AttentionOperation), sizeof(GatedOperation), sizeof(AddOperation), sizeof(SiluResidualOperation), sizeof(GatherOperation), sizeof(SoftCapOperation),
         sizeof(ConcatOperation), sizeof(RankOperation), sizeof(ScaleOperation), sizeof(ColumnsOperation), sizeof(RouteOperation),
         sizeof(ExpertsOperation), sizeof(CombineOperation), sizeof(SigmoidGateOperation), sizeof(ConvolutionOperation),
-        sizeof(StateOperation), sizeof(LowRankOperation), sizeof(AdapterProduct), sizeof(AdapterSite), sizeof(PassAdapter), sizeof(Range), sizeof(Draw), sizeof(WalkOptions), sizeof(Step), sizeof(Save), sizeof(StateRange), sizeof(Pass),
+        sizeof(StateOperation), sizeof(AdapterProduct), sizeof(AdapterSite), sizeof(PassAdapter), sizeof(Range), sizeof(Draw), sizeof(WalkOptions), sizeof(Step), sizeof(Save), sizeof(StateRange), sizeof(Pass),
         sizeof(Program),
     };
     return (size_t)index < sizeof LAYOUT / sizeof *LAYOUT ? (int32_t)LAYOUT[index] : -1;

@@ -23,7 +23,9 @@ static inline float *buffer(const Work *work, int number) { return work->program
 
 static inline int parts_of(int total, int size) { return (total + size - 1) / size; }
 
-int has_low_rank(const Pass *pass, const Operation *operation);
-void run_low_rank(const Work *work, const Operation *operation);
+int has_low_rank(const Pass *pass, const LinearOperation *own);
+void run_down(const Work *work, const LinearOperation *own, int ticket, int skipped);
+void prefetch_low_rank(const Work *work, const LinearOperation *own, int matrix, int begin, int end);
+void add_low_rank(const Work *work, const LinearOperation *own, int matrix, int begin, int end);
 
 #endif

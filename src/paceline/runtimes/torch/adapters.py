@@ -1,0 +1,92 @@
+"""Adapters as tensors, and what they add to the rows of a pass; computed in float32, whatever the type of the network."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.models.adapters.placed import EMBEDDING, LM_HEAD, PlacedAdapter
+from paceline.runtimes.adapter_rows import rows_by_adapter
+from paceline.runtimes.base import ForwardBatch, Wanted
+
+
+class TorchAdapter:
+    """One adapter on a device.
+
+    Attributes:
+        products: down [rank, in] and up [out, rank] by our names.
+        biases: [out], likewise.
+        saved: matrices in the place of the target's.
+    """
+
+    def __init__(self, placed: PlacedAdapter, device: torch.device) -> None:
+        def tensor(values: NDArray[np.float32]) -> torch.Tensor:
+            return torch.from_numpy(np.array(values, np.float32)).to(device)
+
+        self.products = {name: (tensor(low.down), tensor(low.up)) for name, low in placed.products.items()}
+        self.biases = {name: tensor(values) for name, values in placed.biases.items()}
+        self.saved = {name: tensor(values) for name, values in placed.saved.items()}
+
+    def product(self, name: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Rows y of the product `name` with rows x, as the adapter has them, float32."""
+        found = x @ self.saved[name].T if name in self.saved else y
+        if name in self.products:
+            down, up = self.products[name]
+            found = found + (x @ down.T) @ up.T
+        return found + self.biases[name] if name in self.biases else found
+
+    def embedding(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding, not scaled, float32."""
+        if EMBEDDING in self.saved:
+            return self.saved[EMBEDDING][token_ids]
+        if EMBEDDING not in self.products:
+            return rows
+        down, up = self.products[EMBEDDING]
+        return rows + down[:, token_ids].T @ up.T
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnRows:
+    """The rows of one adapter, of all and of those whose logits are wanted."""
+
+    adapter: TorchAdapter
+    rows: torch.Tensor
+    wanted: torch.Tensor
+
+
+class AdaptedRows:
+    """The rows of a pass that have adapters.
+
+    Args:
+        adapters: by number.
+    """
+
+    def __init__(self, adapters: Mapping[int, TorchAdapter], batch: ForwardBatch, wanted: Wanted, device: torch.device) -> None:
+        def on_device(numbers: NDArray[np.integer]) -> torch.Tensor:
+            return torch.from_numpy(numbers.astype(np.int64)).to(device)
+
+        self._own = [
+            _OwnRows(adapters[number], on_device(rows), on_device(np.flatnonzero(np.isin(wanted.rows, rows))))
+            for number, rows in rows_by_adapter(batch).items()
+        ]
+
+    def linear(self, x: torch.Tensor, names: Sequence[str], outs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Products of x as each row's adapter has them."""
+        for own in self._own:
+            for name, out in zip(names, outs, strict=True):
+                if name in own.adapter.products or name in own.adapter.biases:
+                    out[own.rows] = own.adapter.product(name, x[own.rows].float(), out[own.rows].float()).to(out.dtype)
+        return outs
+
+    def lm_head(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Logits of the rows that are wanted."""
+        for own in self._own:
+            logits[own.wanted] = own.adapter.product(LM_HEAD, x[own.wanted].float(), logits[own.wanted])
+        return logits
+
+    def embedding(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        for own in self._own:
+            rows[own.rows] = own.adapter.embedding(token_ids[own.rows], rows[own.rows].float()).to(rows.dtype)
+        return rows
