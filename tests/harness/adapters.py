@@ -6,10 +6,10 @@ from hashlib import blake2b
 import numpy as np
 
 from paceline.models.adapters.adapter import Adapter, LowRank
+from paceline.models.adapters.modules import modules_of
 from paceline.models.config import ModelConfig
-from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj_qkv", "in_proj", "out_proj")
 
 
 def make_adapter(
@@ -35,8 +35,7 @@ def make_adapter(
         biases: parts that get one besides.
     """
     random = np.random.default_rng(seed)
-    shapes = {name: shape for name, shape in tensor_shapes(config).items() if name.endswith(".weight")}
-    in_file = checkpoint_names(config)
+    shapes = {name: module.shape for module in modules_of(config).values() for name, rows in module.parts.items() if rows is None}
 
     def normal(*shape: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
         return random.standard_normal(shape).astype(np.float32)
@@ -46,13 +45,12 @@ def make_adapter(
 
     products, offsets = dict[str, LowRank](), {}
     for own, shape in shapes.items():
-        part = own.split(".")[-2]
-        canonical = in_file[own].removeprefix("model.").removesuffix(".weight")
+        part = own.rpartition(".")[2]
         if own.startswith("layers.") and part in parts and ".experts." not in own:
-            products[canonical] = low_rank(*shape)
+            products[own] = low_rank(*shape)
         if own.startswith("layers.") and part in biases:
-            offsets[canonical] = normal(shape[0]) * np.float32(0.1)
-    vocab_size, hidden = shapes["embedding.weight"]
+            offsets[own] = normal(shape[0]) * np.float32(0.1)
+    vocab_size, hidden = shapes["embed_tokens"]
     if embedding:
         products["embed_tokens"] = LowRank(normal(rank, vocab_size), normal(hidden, rank) * np.float32(0.01))
     if lm_head:

@@ -18,6 +18,7 @@ from paceline.hub import resolve
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.window import PassLimits
 from paceline.machine import available_memory_bytes
+from paceline.models.adapters.read import read_adapter
 from paceline.models.config import WeightType
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.runtimes.base import Network, Numerics
@@ -88,8 +89,6 @@ class OpenedEngine:
         Raises:
             CheckpointError, ConfigError, BackendUnavailableError: as `LLM.load_adapter`.
         """
-        from paceline.models.adapters.read import read_adapter
-
         self.engine.adapters.check_free(name)
         runtime = self.engine.runtime
         self.engine.add_adapter(read_adapter(Path(directory), name=name, config=runtime.config, weights=runtime.weights))
