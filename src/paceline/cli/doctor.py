@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.options import MEMORY, METAVARS, MODEL, SPECULATION, DraftQuant, named_values
+from paceline.cli.options import MEMORY, METAVARS, MODEL, SPECULATION, DraftQuant, named_directories, named_values
 from paceline.cli.reporting import EXIT_FAILURE, reported_errors
 from paceline.config import DEVICES, KV_TYPES, QUANT, EngineConfig, SpeculationConfig, quant_options
 from paceline.errors import ConfigError
@@ -21,6 +21,10 @@ DrafterOptions = Annotated[
     list[str] | None,
     typer.Option("--drafter-options", help=SPECULATION.options["drafter_options"], metavar=METAVARS["drafter_options"]),
 ]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option("--adapter", help="A LoRA adapter for it: a name and its directory; may be given several times.", metavar="NAME=DIR"),
+]
 
 
 def doctor(
@@ -32,6 +36,7 @@ def doctor(
     draft_quant: DraftQuant = "auto",
     drafter_options: DrafterOptions = None,
     kv_type: Annotated[str, typer.Option("--kv-type", help=MEMORY.options["kv_type"], metavar="|".join(KV_TYPES))] = "auto",
+    adapter: Adapters = None,
     max_context: Annotated[int | None, typer.Option("--max-context", help=MEMORY.options["max_context"])] = None,
     device: Annotated[str, typer.Option("--device", help=MODEL.options["device"], metavar="|".join(DEVICES))] = "auto",
     threads: Annotated[int | None, typer.Option("--threads", help=MODEL.options["threads"])] = None,
@@ -67,6 +72,7 @@ def doctor(
             gguf_file=gguf_file,
             drafters=names,
             drafter_options=speculation.drafter_options,
+            adapters=named_directories(adapter or ()),
             quant=quant_options("quant", engine.quant),
             draft_quant=speculation.draft_quant,
             kv_type=None if kv_type == "auto" else KVType(kv_type),
