@@ -158,7 +158,10 @@ def test_a_row_that_is_copied_reads_as_before(kv_type: KVType, seed: int) -> Non
     packed.copy(bench.storage, (5, 18), (7, 3))
     assert all(np.array_equal(one, other, equal_nan=True) for one, other in zip(packed.read(bench.storage, 7, 3), before, strict=True))
     for row in (0, 1, 2, 4, 5, 6, 7):
-        assert all(np.array_equal(one, other, equal_nan=True) for one, other in zip(packed.read(bench.storage, 7, row), untouched[row], strict=True))
+        assert all(
+            np.array_equal(one, other, equal_nan=True)
+            for one, other in zip(packed.read(bench.storage, 7, row), untouched[row], strict=True)
+        )
 
 
 @BY_TYPE
