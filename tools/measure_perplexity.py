@@ -1,4 +1,4 @@
-"""Perplexity of a model on held-out text, as stored and quantised, through the runtime that generates with it.
+"""Perplexity of a model on held-out text, as stored, quantised, and with several types of keys and values.
 
     python tools/measure_perplexity.py --model mini --text heldout.jsonl --quant none int8 int4 --tokens 20000
 
@@ -17,11 +17,12 @@ from pathlib import Path
 import numpy as np
 
 from bench_machine import describe_machine
-from paceline.config import QuantOptions, cache_directory, quant_options
+from paceline.config import KV_TYPES, QuantOptions, cache_directory, quant_options
 from paceline.hub import resolve
 from paceline.kv_cache.paged import BLOCK_SIZE, CachedSequence, KVCache
 from paceline.machine import usable_processors
 from paceline.models.config import WeightType
+from paceline.models.kv_type import KVType
 from paceline.runtimes.base import Network, Numerics, assemble
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.tokenizer.tokenizer import Tokenizer
@@ -95,11 +96,14 @@ def _nats(logits: np.ndarray, targets: list[int]) -> np.ndarray:
     return highest + np.log(np.exp(wide - highest[:, None]).sum(axis=1)) - wide[np.arange(len(targets)), targets]
 
 
-def measure(model: str, quant: QuantOptions | None, name: str, windows: list[list[int]], arguments: argparse.Namespace) -> Measured:
+def measure(
+    model: str, quant: QuantOptions | None, kv_type: str, name: str, windows: list[list[int]], arguments: argparse.Namespace
+) -> Measured:
     """Load the model with one setting and run it over all windows."""
     options = RuntimeOptions(
         numerics=Numerics.FAST,
         dtype=None if arguments.dtype == "auto" else WeightType(arguments.dtype),
+        kv_type=None if kv_type == "auto" else KVType(kv_type),
         num_threads=arguments.threads,
         max_context=arguments.window,
         device="cpu",
@@ -138,6 +142,7 @@ def main() -> None:
     parser.add_argument("--group", nargs="+", type=int, default=[128])
     parser.add_argument("--affine", action="store_true", help="measure affine groups as well")
     parser.add_argument("--regroup", action="store_true", help="quantise the matrices of GGUF files again, as --gguf-weights regroup does")
+    parser.add_argument("--kv-type", nargs="+", default=["auto"], choices=KV_TYPES)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--tokens", type=int, default=20_000)
@@ -152,9 +157,11 @@ def main() -> None:
         path = Path(model) if Path(model).is_file() else resolve(model)
         windows = read_windows(arguments.text, Tokenizer.open(path), window=arguments.window, limit=arguments.tokens)
         for name, options in settings_of(arguments):
-            label = name if len(arguments.model) == 1 else f"{path.name}, {name}"
-            results.append(measure(str(path), options, label, windows, arguments))
-            _print_row(results[-1], results[0])
+            for kv_type in arguments.kv_type:
+                label = name if len(arguments.model) == 1 else f"{path.name}, {name}"
+                label = label if len(arguments.kv_type) == 1 else f"{label}, keys and values in {kv_type}"
+                results.append(measure(str(path), options, kv_type, label, windows, arguments))
+                _print_row(results[-1], results[0])
     if arguments.json:
         rows = [{"setting": one.name, "perplexity": one.perplexity, "nats": one.nats, "tokens": one.num_tokens} for one in results]
         arguments.json.write_text(json.dumps({"machine": describe_machine(), "results": rows}, indent=1), encoding="utf-8")

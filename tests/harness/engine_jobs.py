@@ -22,6 +22,7 @@ from paceline.engine import open as open_module
 from paceline.engine.memory import CachePlan, plan_cache
 from paceline.models.checkpoint import read_model_config
 from paceline.models.config import ModelConfig
+from paceline.models.kv_type import KVType
 from paceline.outputs import RequestOutput
 from paceline.sampling.grammar import Grammar
 from paceline.speculation.draft_length import DraftLengthPolicy
@@ -155,7 +156,7 @@ def _planned(num_blocks: int) -> Iterator[None]:
 
 def _block_bytes(directory: Path, dtype: str) -> int:
     config = read_model_config(directory)
-    return config.kv_bytes_per_token(4 if dtype == "f32" else 2) * BLOCK
+    return config.kv_bytes_per_token(KVType(config.weight_type.value if dtype == "auto" else dtype)) * BLOCK
 
 
 class JobMaker:

@@ -20,6 +20,8 @@ from paceline.machine import usable_processors
         ("numerics", None),
         ("dtype", "int8"),
         ("dtype", ""),
+        ("kv_type", "fp8"),
+        ("kv_type", None),
         ("device", "gpu"),
         ("threads", 0),
         ("threads", 1.0),

@@ -9,7 +9,7 @@ from paceline.config import EngineConfig
 from paceline.engine.memory import plan_cache
 from paceline.errors import CapacityError
 from paceline.kv_cache.window import PassLimits
-from paceline.models.config import WeightType
+from paceline.models.kv_type import KVType
 
 FULL = make_config(num_layers=2, max_positions=100_000)
 SLIDING = with_attention(FULL, window=64)
@@ -19,7 +19,7 @@ LIMITS = PassLimits(max_sequences=2, max_rows=64)
 
 
 def plan_of(config, cache_gb, limits=LIMITS):
-    return plan_cache(config, EngineConfig(model="", cache_gb=cache_gb, max_num_seqs=2), WeightType.F32, limits)
+    return plan_cache(config, EngineConfig(model="", cache_gb=cache_gb, max_num_seqs=2), KVType.F32, limits)
 
 
 def test_a_window_takes_what_runs_at_a_time_and_leaves_the_rest_to_longer_contexts():

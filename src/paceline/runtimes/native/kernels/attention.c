@@ -4,6 +4,9 @@
 #include "attention.h"
 #include "attention_tiles.h"
 
+/* Blocks that are asked for early, for the second-level cache: they lie anywhere in memory. */
+#define AHEAD 2
+
 /* A row sees positions [begin, end): those before `known` lie in the slot of the same number, of the rest `mask` says which of the range's
  * rows they are. */
 typedef struct {
@@ -24,6 +27,7 @@ typedef struct {
     float *of_range; /* [group][rows of the range, padded to blocks, and one more] */
     int32_t *slots; /* of some positions of one row */
     float *sums;    /* [queries][part_floats] */
+    const uint8_t *ahead[2 * SPLIT / SLOTS + AHEAD]; /* the units of the split in the order they are read, and what follows */
 } Task;
 
 static int smaller(int a, int b) { return a < b ? a : b; }
@@ -91,13 +95,11 @@ INLINE void score_queries(const int kind, const Task *task, const uint8_t *keys,
 }
 
 /* Scores of queries [first, end) with all rows of the blocks that slots [from, stop) are in. */
-static void score_slots(const Task *task, int first, int end, int from, int stop, float *scores, int room) {
+static void score_slots(const Task *task, int first, int end, int from, int stop, const uint8_t *const *next, float *scores, int room) {
     for (int slot = from / SLOTS * SLOTS; slot < stop; slot += SLOTS) {
-        const int32_t *table = task->values.table + slot / SLOTS;
-        const uint8_t *keys = task->keys + (size_t)table[0] * task->values.stride;
-        const uint8_t *next = slot + SLOTS < stop ? task->keys + (size_t)table[1] * task->values.stride
-                                                  : task->values.values + (size_t)task->values.table[from / SLOTS] * task->values.stride;
-        BY_KIND(score_queries(KIND, task, keys, next, first, end, scores + slot - from / SLOTS * SLOTS, room))
+        const uint8_t *keys = task->keys + (size_t)task->values.table[slot / SLOTS] * task->values.stride;
+        const uint8_t *soon = next ? next[slot / SLOTS - from / SLOTS] : keys;
+        BY_KIND(score_queries(KIND, task, keys, soon, first, end, scores + slot - from / SLOTS * SLOTS, room))
     }
 }
 
@@ -137,7 +139,7 @@ static void list_slots(const Task *task, const Seen *seen, int from, int end) {
 static void score_range(const Task *task, const Seen *seen, int row, int from, int end) {
     const int first = row * task->group, start = task->chunk->range->cached_len, skipped = start / SLOTS * SLOTS;
     const int stop = start + task->chunk->range->rows, room = whole_blocks(stop - skipped);
-    score_slots(task, first, first + task->group, start, stop, task->of_range, room);
+    score_slots(task, first, first + task->group, start, stop, NULL, task->of_range, room);
     list_slots(task, seen, from, end);
     for (int query = 0; query < task->group; query++)
         for (int position = from; position < end; position++)
@@ -164,17 +166,28 @@ static void scale_weights(const Task *task, const Seen *seen, float *weights, in
     }
 }
 
+static float largest_lane(floats v) {
+    v = __builtin_elementwise_max(v, SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    v = __builtin_elementwise_max(v, SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+    v = __builtin_elementwise_max(v, SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+    v = __builtin_elementwise_max(v, SHUFFLE(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+    return v[0];
+}
+
 /* Scores of positions [from, end) become weights exp(score - largest); the largest and the weights' sum are told. */
 static void weigh(const Task *task, const Seen *seen, float *scores, int from, int end, float *told) {
     const int begin = from - task->base, stop = end - task->base, first = begin / SLOTS * SLOTS, last = whole_blocks(stop);
-    scale(scores + first, last - first, task->own->scale, scores + first);
-    if (task->own->soft_cap > 0.0f) soft_cap(scores + first, last - first, task->own->soft_cap, scores + first);
+    const floats factor = broadcast(task->own->scale);
+    if (task->own->soft_cap > 0.0f) {
+        scale(scores + first, last - first, task->own->scale, scores + first);
+        soft_cap(scores + first, last - first, task->own->soft_cap, scores + first);
+    } else
+        for (int i = first; i < last; i += LANES) store(scores + i, load(scores + i) * factor);
     for (int i = first; i < begin; i++) scores[i] = -__builtin_inff();
     for (int i = stop; i < last; i++) scores[i] = -__builtin_inff();
     floats most = load(scores + first), sum = broadcast(0.0f);
     for (int i = first; i < last; i += LANES) most = __builtin_elementwise_max(most, load(scores + i));
-    float largest = most[0];
-    for (int lane = 1; lane < LANES; lane++) largest = most[lane] > largest || largest != largest ? most[lane] : largest;
+    const float largest = largest_lane(most);
     for (int i = first; i < last; i += LANES) {
         const floats weight = exponential(load(scores + i) - broadcast(largest));
         store(scores + i, weight);
@@ -212,6 +225,20 @@ static void add_values(const Task *task, const int *from, const int *end) {
     }
 }
 
+/* Name what is read in this split, from slot `first` to `last`, and behind it. */
+static void look_ahead(Task *task, int first, int last) {
+    const int begin = first / SLOTS, blocks = first < last ? whole_blocks(last) / SLOTS - begin : 0;
+    const int total = (task->chunk->range->cached_len + task->chunk->range->rows - 1) / SLOTS;
+    const uint8_t *values = task->values.values + (size_t)task->values.table[smaller(begin, total)] * task->values.stride;
+    for (int i = 0; i < 2 * blocks + AHEAD; i++) {
+        const int block = i < blocks ? begin + i : begin + i - blocks;
+        const uint8_t *side = i >= blocks && i < 2 * blocks ? task->values.values : task->keys;
+        task->ahead[i] = block <= total ? side + (size_t)task->values.table[block] * task->values.stride : values;
+    }
+    task->values.next = task->ahead + blocks + AHEAD;
+    task->values.first = begin;
+}
+
 static void run_split(Task *task, int split, float *parts) {
     const int rows = task->chunk->rows, group = task->group, floats_a_part = part_floats(task->own);
     int from[MOST_QUERIES], end[MOST_QUERIES], first = (split + 1) * SPLIT, last = 0;
@@ -226,7 +253,8 @@ static void run_split(Task *task, int split, float *parts) {
         first = smaller(first, from[row]);
         last = larger(last, smaller(seen->known, end[row]));
     }
-    score_slots(task, 0, task->queries, first, last, task->scores + first / SLOTS * SLOTS - task->base, SPLIT);
+    look_ahead(task, first, last);
+    score_slots(task, 0, task->queries, first, last, task->ahead + AHEAD, task->scores + first / SLOTS * SLOTS - task->base, SPLIT);
     for (int row = 0; row < rows; row++) {
         const Seen *seen = task->seen + row;
         if (from[row] >= end[row]) continue;
@@ -281,7 +309,7 @@ static float *prepare(Task *task, Seen *seen, const Program *program, const Pass
     *task = (Task){.own = own, .chunk = chunk, .seen = seen, .kind = program->kv_kind, .group = group_of(own), .size = own->head_size};
     task->queries = chunk->rows * task->group;
     task->keys = side_of(program, own, 0, chunk->kv_head);
-    task->values = (Values){side_of(program, own, 1, chunk->kv_head), table_of(pass, own, chunk->range), block_bytes(program, own), padded};
+    task->values = (Values){side_of(program, own, 1, chunk->kv_head), NULL, 0, table_of(pass, own, chunk->range), block_bytes(program, own), padded};
     task->packed = scratch;
     task->scores = task->packed + queries * padded + 2 * LANES;
     task->of_range = task->scores + queries * SPLIT;

@@ -78,7 +78,7 @@ INLINE void score_tile(const int kind, const uint8_t *keys, const uint8_t *next,
             EACH_HALF {
                 const size_t at = (size_t)(2 * pair + half) * 2 * SLOTS;
                 k[half] = bf16_of(load_words_at(keys + at));
-                __builtin_prefetch(next + at, 0, 3);
+                __builtin_prefetch(next + at, 0, 2);
             }
             EACH_QUERY {
                 const bf16s x = broadcast_pair(q + query * padded + pair * PAIR_FLOATS);
@@ -91,7 +91,7 @@ INLINE void score_tile(const int kind, const uint8_t *keys, const uint8_t *next,
             EACH_HALF {
                 const size_t at = (size_t)(2 * column + half) * LANES * item_bytes(kind);
                 k[half] = load_stored(kind, keys + at);
-                if (at % 64 == 0) __builtin_prefetch(next + at, 0, 3);
+                if (at % 64 == 0) __builtin_prefetch(next + at, 0, 2);
             }
             EACH_QUERY {
                 const floats x = broadcast(q[query * padded + column]);
@@ -104,9 +104,11 @@ INLINE void score_tile(const int kind, const uint8_t *keys, const uint8_t *next,
     }
 }
 
-/* Where values are read: block b at `values` + table[b] * stride. */
+/* Where values are read: block b at `values` + table[b] * stride. `next`: what is asked for meanwhile, by blocks from `first` on. */
 typedef struct {
     const uint8_t *values;
+    const uint8_t *const *next;
+    int first;
     const int32_t *table;
     size_t stride;
     int padded;
@@ -121,7 +123,7 @@ INLINE void add_tile(const int kind, const Values *own, int from, int end, int b
     for (int slot = from; slot < end;) {
         const uint8_t *block = own->values + (size_t)own->table[slot / SLOTS] * own->stride;
         const int stop = (slot | (SLOTS - 1)) + 1 < end ? (slot | (SLOTS - 1)) + 1 : end;
-        const uint8_t *next = stop < end ? own->values + (size_t)own->table[stop / SLOTS] * own->stride : block;
+        const uint8_t *next = own->next[slot / SLOTS - own->first];
         if (kind == KV_BF16)
             for (; slot < stop; slot = (slot | 1) + 1) {
                 const size_t at = (size_t)(slot % SLOTS / 2) * 2 * width + 2 * column;
@@ -129,7 +131,7 @@ INLINE void add_tile(const int kind, const Values *own, int from, int end, int b
                 bf16s v[PARTS];
                 EACH_PART {
                     v[part] = bf16_of(load_words_at(block + at + part * sizeof(words)) & seen);
-                    __builtin_prefetch(next + at + part * sizeof(words), 0, 3);
+                    __builtin_prefetch(next + at + part * sizeof(words), 0, 2);
                 }
                 EACH_QUERY {
                     const bf16s weight = broadcast_pair(weights + query * room + (slot - base) / 2 * PAIR_FLOATS);
@@ -142,7 +144,7 @@ INLINE void add_tile(const int kind, const Values *own, int from, int end, int b
                 floats v[PARTS];
                 EACH_PART {
                     v[part] = load_stored(kind, block + at + part * LANES * item_bytes(kind));
-                    if (part * LANES * item_bytes(kind) % 64 == 0) __builtin_prefetch(next + at + part * LANES * item_bytes(kind), 0, 3);
+                    if (part * LANES * item_bytes(kind) % 64 == 0) __builtin_prefetch(next + at + part * LANES * item_bytes(kind), 0, 2);
                 }
                 EACH_QUERY {
                     const floats weight = broadcast(weights[query * room + slot - base]);

@@ -1,0 +1,91 @@
+"""Promise 1 for every type of keys and values: a text is the same, whatever is drafted, in whatever passes, also across splits."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.adversaries import ChaosDrafter
+from harness.always_drafts import draft_always
+from harness.checkpoints import write_checkpoint
+from harness.exact_targets import skip_without_kernels
+from paceline import LLM, SamplingParams
+from paceline.errors import ConfigError
+from paceline.models.kv_type import KVType
+from paceline.speculation.drafter import Drafter
+
+BY_TYPE = pytest.mark.parametrize("kv_type", [one.value for one in KVType])
+LENGTHS = (251, 40, 507)  # outputs go on across the ends of splits, behind 256 and 512 positions
+GREEDY = SamplingParams(max_tokens=16, ignore_eos=True, seed=3)
+FREE = SamplingParams(max_tokens=16, ignore_eos=True, temperature=1.0, seed=3)
+Outputs = list[Sequence[int]]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    skip_without_kernels()
+    return write_checkpoint(tmp_path_factory.mktemp("kv"), "llama", max_position_embeddings=2048)
+
+
+@pytest.fixture
+def drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft_always(monkeypatch)
+
+
+def prompts() -> list[list[int]]:
+    random = np.random.default_rng(1)
+    return [random.integers(1, 90, length).tolist() for length in LENGTHS]
+
+
+def answers(directory: Path, kv_type: str, params: SamplingParams, drafter: str | Drafter = "none", **options: Any) -> Outputs:
+    """The output tokens of each prompt, all in one engine, and again behind what it has kept of them."""
+    given = {"threads": 2, "device": "cpu", "backend": "native", "max_context": 700, "cache_gb": 0.02, **options}
+    with LLM(str(directory), drafter=drafter, kv_type=kv_type, **given) as llm:
+        found = llm.generate(prompts(), params)
+        again = llm.generate(prompts(), params)
+    assert [one.token_ids for one in again] == [one.token_ids for one in found]
+    return [one.token_ids for one in found]
+
+
+@BY_TYPE
+@pytest.mark.parametrize("params", [GREEDY, FREE], ids=["greedy", "sampled"])
+def test_a_text_is_the_same_whatever_is_drafted_and_however_its_prompt_is_cut(
+    kv_type: str, params: SamplingParams, directory: Path, drafting: None
+) -> None:
+    plain = answers(directory, kv_type, params, threads=1, max_num_seqs=1)
+    known = {(tuple(prompt), params.seed): answer for prompt, answer in zip(prompts(), plain, strict=True)}
+    assert answers(directory, kv_type, params, "ngram", chunk_rows=64) == plain
+    assert answers(directory, kv_type, params, ChaosDrafter(known, 96, seed=2), tree_width=3, prefix_cache=False) == plain
+
+
+def test_another_type_is_another_target(directory: Path) -> None:
+    """So the comparisons above would see rows that are not read as they are stored."""
+    found = {kv_type: _logprobs(directory, kv_type) for kv_type in ("f32", "bf16", "f16", "int8")}
+    assert len({tuple(values) for values in found.values()}) == 4
+    for values in found.values():
+        assert np.abs(np.array(values) - np.array(found["f32"])).max() < 0.2
+
+
+def _logprobs(directory: Path, kv_type: str) -> list[float]:
+    params = SamplingParams(max_tokens=1, logprobs=1)
+    with LLM(str(directory), drafter="none", kv_type=kv_type, threads=1, device="cpu", backend="native", cache_gb=0.02) as llm:
+        return [next(iter(one.logprobs[0].values())) for one in llm.generate(prompts(), params)]
+
+
+def test_the_cache_holds_as_many_tokens_as_its_type_allows(directory: Path) -> None:
+    slots = {}
+    for kv_type in KVType:
+        with LLM(str(directory), drafter="none", kv_type=kv_type.value, threads=1, device="cpu", backend="native", cache_gb=0.001) as llm:
+            cache = llm.engine.cache
+            slots[kv_type] = cache.max_slots
+            assert cache.num_bytes <= 1e6
+    assert slots[KVType.BF16] == slots[KVType.F16] >= 2 * slots[KVType.F32]
+    assert slots[KVType.INT8] > 1.5 * slots[KVType.F16]  # scales take as much as 4 of the 16 columns
+
+
+def test_torch_refuses_another_type_than_it_computes_in(directory: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kv_type is 'int8', torch keeps .* 'f32': leave kv_type out, or use backend='native'"):
+        LLM(str(directory), drafter="none", kv_type="int8", device="cpu", backend="torch")
+    LLM(str(directory), drafter="none", kv_type="f32", device="cpu", backend="torch").close()
