@@ -171,7 +171,7 @@ def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) 
     """Memory and numerics, from the facts."""
     device = "cuda" if question.device == "cuda" else "cpu"
     found.notes += target.weights.notices if question.quant is None else ()
-    main = estimate_memory(target, question.quant, device, found.notes)
+    main = estimate_memory(target, question.quant, device, found.notes, max_context=question.max_context)
     drafts = [own for one in found.drafters if (own := draft_memory(one, question, device, found.notes)) is not None]
     context = min(question.max_context or target.config.max_positions, target.config.max_positions)
     available = available_memory_bytes() if question.memory_bytes is None else question.memory_bytes
@@ -194,7 +194,11 @@ def draft_memory(drafter: DrafterDiagnosis, question: DoctorQuestion, device: st
     """The memory of a drafter's own network; None where it has none."""
     if drafter.head is not None:
         return drafter.head.memory(question.draft_quant)
-    return None if drafter.facts is None else estimate_memory(drafter.facts, question.draft_quant, device, notes, is_draft=True)
+    return (
+        None
+        if drafter.facts is None
+        else estimate_memory(drafter.facts, question.draft_quant, device, notes, is_draft=True, max_context=question.max_context)
+    )
 
 
 def _together(drafts: Sequence[ModelMemory]) -> ModelMemory | None:
@@ -202,7 +206,7 @@ def _together(drafts: Sequence[ModelMemory]) -> ModelMemory | None:
         return None
     weights = sum(draft.weights_bytes for draft in drafts)
     cache = sum(draft.cache_bytes_per_1k for draft in drafts)
-    return ModelMemory(weights, cache, drafts[0].backend)
+    return ModelMemory(weights, cache, drafts[0].backend, pass_bytes=sum(draft.pass_bytes for draft in drafts))
 
 
 def expected_numerics(memory: ModelMemory) -> tuple[str, str]:
