@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.config import QuantOptions
+from paceline.config import QuantOptions, cache_directory, weights_cache_bytes
 from paceline.drafters import HeadOptions, prepare_one
 from paceline.errors import PacelineError
 from paceline.hub import resolve
 from paceline.machine import available_memory_bytes
+from paceline.models.quantized_cache import FOLDER, cached_bytes
 from paceline.proof.checkpoint_facts import CheckpointFacts, read_checkpoint
 from paceline.proof.head_pairing import HeadFacts, judge_head
 from paceline.proof.memory_estimate import MemoryEstimate, ModelMemory, estimate_memory
@@ -187,7 +188,21 @@ def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) 
             f"a text of {context} tokens needs {memory.full_context_bytes / _GIGABYTE:.3g} GB in all, {available / _GIGABYTE:.3g} GB are "
             f"free: there is room for {memory.context_that_fits} tokens"
         )
+    if question.quant is not None and (note := _cache_note()) is not None:
+        found.notes.append(note)
     found.numerics, found.numerics_reason = expected_numerics(main)
+
+
+def _cache_note() -> str | None:
+    """Where quantised weights are kept."""
+    directory, limit = cache_directory(), weights_cache_bytes()
+    if directory is None or limit == 0:
+        return None
+    taken = cached_bytes(directory)
+    return (
+        f"quantised weights are kept in {directory / FOLDER} for the next time: {taken / _GIGABYTE:.3g} GB of at most "
+        f"{limit / _GIGABYTE:.3g} now (PACELINE_CACHE_GB; 0 keeps none)"
+    )
 
 
 def draft_memory(drafter: DrafterDiagnosis, question: DoctorQuestion, device: str, notes: list[str]) -> ModelMemory | None:

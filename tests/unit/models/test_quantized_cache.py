@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from paceline.config import QuantOptions
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, ConfigError
 from paceline.models import quantized_cache
 from paceline.models.config import WeightType
-from paceline.models.quantized_cache import FOLDER, quantized_weights
+from paceline.models.quantized_cache import FOLDER, cached_bytes, quantized_weights
 from paceline.models.weights import GroupedTensor, Tensor, Weights, as_float32
 
 INT4 = QuantOptions(bits=4)
@@ -314,3 +314,43 @@ def test_what_quantised_weights_will_be_is_known_before_they_are_made(tmp_path: 
     expected = [found.facts(name) for name in found]
     assert expected == [Weights(found).facts(name) for name in found]
     assert {facts.bits for facts in expected} == {None, 4, 8}
+
+
+def test_files_that_were_not_used_for_longest_make_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has one of them open goes on with it."""
+    all_weights = [make_weights(seed) for seed in range(4)]
+    first = quantized_weights(all_weights[0], INT4, tmp_path)
+    size = cached_bytes(tmp_path)
+    monkeypatch.setenv("PACELINE_CACHE_GB", str(3.5 * size / 1e9))
+    for number, weights in enumerate(all_weights[1:3]):
+        quantized_weights(weights, INT4, tmp_path)
+        for path in files_of(tmp_path):
+            os.utime(path, (path.stat().st_mtime - 100 * (3 - number),) * 2)
+    quantized_weights(all_weights[1], INT4, tmp_path)  # used again: the second is the youngest now
+    before = set(files_of(tmp_path))
+    assert len(before) == 3
+    quantized_weights(all_weights[3], INT4, tmp_path)
+    assert len(files_of(tmp_path)) == 3
+    assert cached_bytes(tmp_path) == 3 * size
+    assert len(before & set(files_of(tmp_path))) == 2
+    assert_same(first, quantized_weights(all_weights[0], INT4, None))
+    used = files_of(tmp_path)
+    quantized_weights(all_weights[1], INT4, tmp_path)
+    assert files_of(tmp_path) == used  # it was still there
+
+
+@pytest.mark.parametrize(("limit", "said"), [("0", 0), ("0.000001", 1)])
+def test_what_may_take_no_room_stays_in_memory(limit: str, said: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_CACHE_GB", limit)
+    weights, notices = make_weights(), list[str]()
+    assert_same(quantized_weights(weights, INT4, tmp_path, notices=notices), quantized_weights(weights, INT4, None))
+    assert cached_bytes(tmp_path) == 0
+    assert len(notices) == said
+    assert all("more than the 1e-06 GB that PACELINE_CACHE_GB allows" in notice for notice in notices)
+
+
+@pytest.mark.parametrize("given", ["-1", "many", "nan", "inf"])
+def test_a_limit_that_is_no_size_is_an_error(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_CACHE_GB", given)
+    with pytest.raises(ConfigError, match=f"PACELINE_CACHE_GB is '{given}': set it to a number of gigabytes from 0"):
+        quantized_weights(make_weights(), INT4, tmp_path)
