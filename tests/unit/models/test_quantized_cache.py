@@ -318,25 +318,17 @@ def test_what_quantised_weights_will_be_is_known_before_they_are_made(tmp_path: 
 
 def test_files_that_were_not_used_for_longest_make_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has one of them open goes on with it."""
-    all_weights = [make_weights(seed) for seed in range(4)]
-    first = quantized_weights(all_weights[0], INT4, tmp_path)
-    size = cached_bytes(tmp_path)
+    all_weights, paths, found = [make_weights(seed) for seed in range(4)], list[Path](), list[Weights]()
+    for number, weights in enumerate(all_weights[:3]):
+        found.append(quantized_weights(weights, INT4, tmp_path))
+        paths += set(files_of(tmp_path)) - set(paths)
+        os.utime(paths[-1], (1000.0 + number, 1000.0 + number))
+    size = cached_bytes(tmp_path) // 3
     monkeypatch.setenv("PACELINE_CACHE_GB", str(3.5 * size / 1e9))
-    for number, weights in enumerate(all_weights[1:3]):
-        quantized_weights(weights, INT4, tmp_path)
-        for path in files_of(tmp_path):
-            os.utime(path, (path.stat().st_mtime - 100 * (3 - number),) * 2)
-    quantized_weights(all_weights[1], INT4, tmp_path)  # used again: the second is the youngest now
-    before = set(files_of(tmp_path))
-    assert len(before) == 3
+    quantized_weights(all_weights[0], INT4, tmp_path)  # used again: now the second was not used for longest
     quantized_weights(all_weights[3], INT4, tmp_path)
-    assert len(files_of(tmp_path)) == 3
-    assert cached_bytes(tmp_path) == 3 * size
-    assert len(before & set(files_of(tmp_path))) == 2
-    assert_same(first, quantized_weights(all_weights[0], INT4, None))
-    used = files_of(tmp_path)
-    quantized_weights(all_weights[1], INT4, tmp_path)
-    assert files_of(tmp_path) == used  # it was still there
+    assert (cached_bytes(tmp_path), [path.exists() for path in paths]) == (3 * size, [True, False, True])
+    assert_same(found[1], quantized_weights(all_weights[1], INT4, None))
 
 
 @pytest.mark.parametrize(("limit", "said"), [("0", 0), ("0.000001", 1)])
