@@ -21,6 +21,8 @@ ACCEPTANCE = ("match", "rejection")
 MAX_DRAFT_TOKENS = 64
 MAX_NUM_SEQS = 1024
 MAX_STEP_ROWS = 4096
+_WEIGHTS_CACHE_GB = 50
+_MOST_GB = 1_000_000
 MAX_PASS_ROWS = MAX_STEP_ROWS + MAX_NUM_SEQS
 """Rows of one pass of any network: those of a step, and room for what a head guesses behind them in the same pass."""
 
@@ -261,6 +263,22 @@ def cache_directory() -> Path | None:
         return (Path(base) if base else Path.home() / ".cache") / "paceline"
     except RuntimeError:
         return None
+
+
+def weights_cache_bytes() -> int:
+    """What quantised weights in the cache directory may take together (PACELINE_CACHE_GB, else 50 GB); 0 = none are kept.
+
+    Raises:
+        ConfigError: PACELINE_CACHE_GB is no number from 0 on.
+    """
+    given = os.environ.get("PACELINE_CACHE_GB", "").strip() or str(_WEIGHTS_CACHE_GB)
+    try:
+        size = float(given)
+    except ValueError:
+        size = -1.0
+    if not 0.0 <= size <= _MOST_GB:
+        raise ConfigError(f"PACELINE_CACHE_GB is {given!r}: set it to a number of gigabytes from 0 to {_MOST_GB}, 0 keeps no weights")
+    return int(size * 1e9)
 
 
 def api_keys_of_environment() -> str:

@@ -364,7 +364,9 @@ def test_of_layers_with_a_window_the_window_is_counted(tmp_path: Path) -> None:
     row = 4 * 2 * 2 * 16 * 4  # layers, keys and values, heads, head size, bytes
     assert memory.cache_bytes(500) == 500 * row
     assert memory.cache_bytes(30_000) == (30_000 + 740) * row // 2
-    tight = diagnose(DoctorQuestion(model=str(target), drafters=["none"], memory_bytes=memory.weights_bytes + 10_740 * row // 2)).memory
+    tight = diagnose(
+        DoctorQuestion(model=str(target), drafters=["none"], memory_bytes=memory.weights_bytes + memory.pass_bytes + 10_740 * row // 2)
+    ).memory
     assert tight is not None
     assert tight.context_that_fits == 10_000
     assert "for every 1000 tokens; layers with a window keep at most 740 tokens" in text("--model", target, "--drafter", "none")[1]

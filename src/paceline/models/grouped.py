@@ -12,6 +12,8 @@ RUN = 32
 SUPER_BLOCK = 256
 """Columns of a K-quant's super-block."""
 _HALF = 128
+_NUMBERS_BYTES = {(2, True): (4, 16), (3, False): (0, 16), (4, False): (4, 4), (4, True): (4, 12), (5, True): (4, 12), (6, False): (0, 20)}
+"""Of an output's super-block by bits of a code and whether there are minimums: for each part that shares float16 numbers, and the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +21,9 @@ class SuperBlocks:
     """What a K-quant's scales and minimums are products of: `scales * factors` and `-(minimums * minimum_factors)`, exact in float32.
 
     Attributes:
-        code_bits: 4, 5 or 6, of codes that are stored in 8 as well.
+        code_bits: 2 to 6, of codes that are stored in 4 or 8 as well.
         scales: [N, K / block] float16, a block of 256 columns or 128.
-        factors: [N, K / group], 6 bits of a uint8; int8 where there are no minimums.
+        factors: [N, K / group], 4 or 6 bits of a uint8; int8 where there are no minimums.
         minimums, minimum_factors: likewise, or None.
     """
 
@@ -64,8 +66,9 @@ def block_of(runs: NDArray[np.int64] | None) -> int | None:
 
 
 def super_blocks_size(num_items: int, code_bits: int, block: int, *, has_minimums: bool) -> int:
-    """Bytes that the kernels keep of so many weights (kernels/super_blocks.c)."""
-    numbers = 4 * (SUPER_BLOCK // block) + 12 if has_minimums else 20
+    """Bytes that the kernels keep of so many weights (kernels/super_blocks.c, small_blocks.c)."""
+    of_halves, others = _NUMBERS_BYTES[code_bits, has_minimums]
+    numbers = of_halves * (SUPER_BLOCK // block) + others
     return num_items // SUPER_BLOCK * (SUPER_BLOCK * code_bits // 8 + numbers)
 
 

@@ -1,5 +1,7 @@
 """Quantised matrices on disk, so that a model is quantised once: one safetensors file per model and settings.
 
+The files take so many bytes together at most; those that were not used for longest go first.
+
 A file is written under a temporary name, synced and renamed, so a file under its final name is complete. Its header follows from
 the model and the settings alone, and its data have a checksum (page_sums.py) that is compared whenever a file is opened, so a file that
 was damaged later is noticed and made anew.
@@ -20,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config import QuantOptions
+from paceline.config import QuantOptions, weights_cache_bytes
 from paceline.errors import CheckpointError
 from paceline.models.grouped import GroupedMatrix
 from paceline.models.page_sums import PageSums, checksum, plain_page_sums
@@ -92,7 +94,8 @@ def quantized_weights(
     schemes = schemes_for(weights, options)
     if not schemes:
         return weights
-    if cache_directory is not None:
+    limit = weights_cache_bytes()
+    if cache_directory is not None and limit:
         sums = partial(checksum, page_sums=page_sums, num_threads=num_threads)
         key = _key(weights, options, schemes, files, sums)
         layout = _layout(weights, schemes, key)
@@ -100,9 +103,11 @@ def quantized_weights(
         try:
             found = _read(path, layout, weights, schemes, sums)
             if found is None:
+                _make_room(path.parent, layout.size, limit)
                 _write(path, layout, weights, schemes, sums, num_threads)
                 found = _read(path, layout, weights, schemes, sums)
             if found is not None:
+                _mark_used(path)
                 return QuantizedWeights(weights, found.__getitem__, schemes)
             problem = "what was written does not read back"
         except OSError as error:
@@ -242,6 +247,44 @@ def _read(path: Path, layout: _Layout, weights: Weights, schemes: Mapping[str, S
         matrix = GroupedMatrix(codes, scales, None if scheme.symmetric else arrays[2], scheme.bits, scheme.zero_point)
         found[name] = GroupedTensor(matrix, weights.facts(name).weight_type)
     return found
+
+
+def cached_bytes(directory: Path) -> int:
+    """What the files in a cache directory take together."""
+    return sum(size for _, size, _ in _cached_files(directory / FOLDER))
+
+
+def _cached_files(folder: Path) -> list[tuple[float, int, Path]]:
+    """When each was last used, its bytes and its path, those first that were not used for longest."""
+    found = []
+    for path in folder.glob("*.safetensors"):
+        with suppress(OSError):  # another process removed it
+            status = path.stat()
+            found.append((status.st_mtime, status.st_size, path))
+    return sorted(found)
+
+
+def _make_room(folder: Path, size: int, limit: int) -> None:
+    """Remove what was not used for longest until a file of `size` bytes fits; who has it mapped keeps it.
+
+    Raises:
+        OSError: it is larger than all may be together.
+    """
+    if size > limit:
+        raise OSError(f"{size / 1e9:.3g} GB are more than the {limit / 1e9:.3g} GB that PACELINE_CACHE_GB allows")
+    files = _cached_files(folder)
+    total = size + sum(own for _, own, _ in files)
+    for _, own, path in files:
+        if total <= limit:
+            return
+        with suppress(OSError):
+            path.unlink()
+        total -= own
+
+
+def _mark_used(path: Path) -> None:
+    with suppress(OSError):  # another process removed it, or it is somebody else's
+        os.utime(path)
 
 
 def _remove_abandoned(directory: Path) -> None:

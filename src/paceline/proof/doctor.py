@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Quant, QuantOptions, draft_quant_options
+from paceline.config import Quant, QuantOptions, cache_directory, draft_quant_options, weights_cache_bytes
 from paceline.drafters import HeadOptions, prepare_one
 from paceline.errors import PacelineError
 from paceline.hub import resolve
@@ -13,6 +13,7 @@ from paceline.machine import available_memory_bytes
 from paceline.models.adapters.read import read_adapter
 from paceline.models.kv_type import KVType
 from paceline.models.quantize import matrix_bits
+from paceline.models.quantized_cache import FOLDER, cached_bytes
 from paceline.proof.checkpoint_facts import CheckpointFacts, read_checkpoint
 from paceline.proof.head_pairing import HeadFacts, judge_head
 from paceline.proof.memory_estimate import MemoryEstimate, ModelMemory, estimate_memory
@@ -217,7 +218,7 @@ def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) 
     """Memory and numerics, from the facts."""
     device = "cuda" if question.device == "cuda" else "cpu"
     found.notes += target.weights.notices if question.quant is None else ()
-    main = estimate_memory(target, question.quant, device, found.notes, kv_type=question.kv_type)
+    main = estimate_memory(target, question.quant, device, found.notes, kv_type=question.kv_type, max_context=question.max_context)
     drafts = [own for one in found.drafters if (own := draft_memory(one, target, question, device, found.notes)) is not None]
     context = min(question.max_context or target.config.max_positions, target.config.max_positions)
     available = available_memory_bytes() if question.memory_bytes is None else question.memory_bytes
@@ -233,7 +234,21 @@ def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) 
             f"a text of {context} tokens needs {memory.full_context_bytes / _GIGABYTE:.3g} GB in all, {available / _GIGABYTE:.3g} GB are "
             f"free: there is room for {memory.context_that_fits} tokens"
         )
+    if question.quant is not None and (note := _cache_note()) is not None:
+        found.notes.append(note)
     found.numerics, found.numerics_reason = expected_numerics(main)
+
+
+def _cache_note() -> str | None:
+    """Where quantised weights are kept."""
+    directory, limit = cache_directory(), weights_cache_bytes()
+    if directory is None or limit == 0:
+        return None
+    taken = cached_bytes(directory)
+    return (
+        f"quantised weights are kept in {directory / FOLDER} for the next time: {taken / _GIGABYTE:.3g} GB of at most "
+        f"{limit / _GIGABYTE:.3g} now (PACELINE_CACHE_GB; 0 keeps none)"
+    )
 
 
 def draft_memory(
@@ -245,7 +260,7 @@ def draft_memory(
     if drafter.facts is None:
         return None
     quant = draft_quant_options(question.draft_quant, matrix_bits(target.weights, question.quant))
-    return estimate_memory(drafter.facts, quant, device, notes, is_draft=True)
+    return estimate_memory(drafter.facts, quant, device, notes, is_draft=True, max_context=question.max_context)
 
 
 def _together(drafts: Sequence[ModelMemory]) -> ModelMemory | None:
@@ -253,7 +268,7 @@ def _together(drafts: Sequence[ModelMemory]) -> ModelMemory | None:
         return None
     weights = sum(draft.weights_bytes for draft in drafts)
     cache = sum(draft.cache_bytes_per_1k for draft in drafts)
-    return ModelMemory(weights, cache, drafts[0].backend)
+    return ModelMemory(weights, cache, drafts[0].backend, pass_bytes=sum(draft.pass_bytes for draft in drafts))
 
 
 def expected_numerics(memory: ModelMemory) -> tuple[str, str]:

@@ -1,10 +1,11 @@
 """How much memory a model will take, computed from the shapes of its tensors."""
 
 from bisect import bisect_right
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.config import QuantOptions
+from paceline.config import EngineConfig, QuantOptions
 from paceline.models.kv_type import KVType
 from paceline.models.quantize import schemes_for
 from paceline.models.state_layout import StateLayout
@@ -14,6 +15,7 @@ from paceline.runtimes.load import natural_kv_type
 
 _ROWS_BESIDE_WINDOW = 640
 """What a sliding layer holds beyond its window while a long text runs: rows behind it, and those of a pass."""
+_WANTED_ROWS = 64  # of the largest pass that is timed at load
 _LEAST_CONTEXT = 256  # tokens; with less memory than for these a model is of no use
 
 
@@ -22,11 +24,12 @@ class ModelMemory:
     """Bytes one model takes once it is loaded.
 
     Attributes:
-        weights_bytes: matrices as they are computed with, the embedding table as it is stored.
+        weights_bytes: as they are computed with; of tables whose rows are looked up in the mapped file nothing.
         cache_bytes_per_1k: keys and values of 1000 tokens in all layers.
         backend: what computes.
         windows: of layers that keep no more, how many rows and the bytes of each.
         state_bytes: of recurrent layers, of one text however long.
+        pass_bytes: what a pass over a chunk of a prompt works in.
     """
 
     weights_bytes: int
@@ -34,6 +37,7 @@ class ModelMemory:
     backend: str
     windows: tuple[tuple[int, int], ...] = ()
     state_bytes: int = 0
+    pass_bytes: int = 0
 
     def cache_bytes(self, num_tokens: int) -> int:
         """Keys, values and states of one text."""
@@ -64,6 +68,10 @@ class MemoryEstimate:
     def cache_bytes_per_1k(self) -> int:
         return self.target.cache_bytes_per_1k + (0 if self.draft is None else self.draft.cache_bytes_per_1k)
 
+    @property
+    def pass_bytes(self) -> int:
+        return self.target.pass_bytes + (0 if self.draft is None else self.draft.pass_bytes)
+
     def cache_bytes(self, num_tokens: int) -> int:
         """Keys and values of one text."""
         return self.target.cache_bytes(num_tokens) + (0 if self.draft is None else self.draft.cache_bytes(num_tokens))
@@ -71,12 +79,13 @@ class MemoryEstimate:
     @property
     def full_context_bytes(self) -> int:
         """Everything, with one text of full length."""
-        return self.weights_bytes + self.cache_bytes(self.context)
+        return self.weights_bytes + self.pass_bytes + self.cache_bytes(self.context)
 
     @property
     def context_that_fits(self) -> int:
         """Tokens of one text for which there is memory beside the weights; 0 when not even the weights fit."""
-        return bisect_right(range(1, self.context + 1), self.available_bytes - self.weights_bytes, key=self.cache_bytes)
+        left = self.available_bytes - self.weights_bytes - self.pass_bytes
+        return bisect_right(range(1, self.context + 1), left, key=self.cache_bytes)
 
     @property
     def fits(self) -> bool:
@@ -91,6 +100,7 @@ class MemoryEstimate:
             "target_windows": sorted(rows for rows, _ in self.target.windows),
             "target_state_bytes": self.target.state_bytes,
             "target_backend": self.target.backend,
+            "pass_bytes": self.pass_bytes,
             "draft_weights_bytes": None if self.draft is None else self.draft.weights_bytes,
             "draft_cache_bytes_per_1k_tokens": None if self.draft is None else self.draft.cache_bytes_per_1k,
             "draft_backend": None if self.draft is None else self.draft.backend,
@@ -110,6 +120,7 @@ def estimate_memory(
     *,
     kv_type: KVType | None = None,
     is_draft: bool = False,
+    max_context: int | None = None,
 ) -> ModelMemory:
     """What one model takes.
 
@@ -119,13 +130,16 @@ def estimate_memory(
         notices: gets a line where a runtime has to take over from another.
         kv_type: of its keys and values; None = its own.
         is_draft: it keeps all rows, also those behind windows.
+        max_context: tokens of the longest text; None = what the model was made for.
     """
     config = checkpoint.config
     schemes = {} if quant is None else schemes_for(checkpoint.weights, quant)
     backend = choose_backend("auto", device, notices=notices)
+    looked_up = _looked_up(checkpoint, schemes) if backend == "native" else frozenset[str]()
     weights = sum(
         schemes[name].nbytes(checkpoint.weights.facts(name).shape) if name in schemes else checkpoint.weights.facts(name).nbytes
         for name in checkpoint.weights
+        if name not in looked_up
     )
     natural = natural_kv_type(config, checkpoint.weights) if backend == "native" else KVType(config.weight_type.value)
     kept = kv_type or natural
@@ -136,4 +150,22 @@ def estimate_memory(
         backend,
         tuple((group.window + _ROWS_BESIDE_WINDOW, group.bytes_per_token(kept)) for group in windows if group.window is not None),
         4 * StateLayout.of(config.recurrents).state_size,
+        _pass_bytes(checkpoint, max_context) if backend == "native" else 0,
     )
+
+
+def _looked_up(checkpoint: CheckpointFacts, schemes: Collection[str]) -> frozenset[str]:
+    """Tables of which the rows of a pass are read in the mapped file: no product has them, and they stay as they are stored."""
+    tables = ["layer_embedding.weight"]
+    if not checkpoint.config.tied_embeddings and checkpoint.weights.facts("embedding.weight").bits is None:
+        tables.append("embedding.weight")
+    return frozenset(name for name in tables if name in checkpoint.weights and name not in schemes)
+
+
+def _pass_bytes(checkpoint: CheckpointFacts, max_context: int | None) -> int:
+    from paceline.runtimes.native.pass_memory import pass_bytes
+
+    context = min(max_context or checkpoint.config.max_positions, checkpoint.config.max_positions)
+    num_rows = min(EngineConfig().chunk_rows, context)
+    wanted = min(_WANTED_ROWS, context)
+    return pass_bytes(checkpoint.config, checkpoint.weights, num_rows=num_rows, num_wanted=wanted, num_positions=context)

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from paceline.errors import CheckpointError
-from paceline.models.mapped_files import MappedFiles
+from paceline.models.mapped_files import MappedFiles, drop_pages
 from paceline.models.safetensors_file import map_file, read_header, view_tensor
 
 
@@ -67,3 +67,30 @@ def test_a_file_that_shrinks_between_header_and_data_is_refused(tmp_path: Path) 
     os.truncate(path, 2000)
     with pytest.raises(CheckpointError, match="less than when it was opened"):
         view_tensor(stored, map_file(path), np.dtype("<f4"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not tell which pages of a file are in memory")
+def test_pages_that_are_given_back_leave_memory_and_are_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "weights.bin"
+    values = np.random.default_rng(0).integers(0, 256, 8 << 20, np.uint8)
+    path.write_bytes(values.tobytes())
+    mapped = map_file(path)
+    first, second = mapped[: 4 << 20].reshape(1024, -1), mapped[4 << 20 :].view("<f4").reshape(512, -1)
+    assert np.array_equal(mapped, values)
+    assert resident_bytes(path) == 8 << 20
+    drop_pages([first[:, :100]])
+    assert 1 << 20 <= resident_bytes(path) < 5 << 20  # the system may take more at once
+    drop_pages([second[::2], np.zeros(3), np.empty(0), first[:0]])
+    assert resident_bytes(path) < 1 << 18
+    assert np.array_equal(mapped, values)
+
+
+def resident_bytes(path: Path) -> int:
+    """Of a mapped file, in this process."""
+    found, is_own = 0, False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        if "-" in line.split()[0]:
+            is_own = line.endswith(str(path))
+        elif is_own and line.startswith("Rss:"):
+            found += 1024 * int(line.split()[1])
+    return found

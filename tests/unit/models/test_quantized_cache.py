@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from paceline.config import QuantOptions
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, ConfigError
 from paceline.models import quantized_cache
 from paceline.models.config import WeightType
-from paceline.models.quantized_cache import FOLDER, quantized_weights
+from paceline.models.quantized_cache import FOLDER, cached_bytes, quantized_weights
 from paceline.models.weights import GroupedTensor, Tensor, Weights, as_float32
 
 INT4 = QuantOptions(bits=4)
@@ -314,3 +314,35 @@ def test_what_quantised_weights_will_be_is_known_before_they_are_made(tmp_path: 
     expected = [found.facts(name) for name in found]
     assert expected == [Weights(found).facts(name) for name in found]
     assert {facts.bits for facts in expected} == {None, 4, 8}
+
+
+def test_files_that_were_not_used_for_longest_make_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has one of them open goes on with it."""
+    all_weights, paths, found = [make_weights(seed) for seed in range(4)], list[Path](), list[Weights]()
+    for number, weights in enumerate(all_weights[:3]):
+        found.append(quantized_weights(weights, INT4, tmp_path))
+        paths += set(files_of(tmp_path)) - set(paths)
+        os.utime(paths[-1], (1000.0 + number, 1000.0 + number))
+    size = cached_bytes(tmp_path) // 3
+    monkeypatch.setenv("PACELINE_CACHE_GB", str(3.5 * size / 1e9))
+    quantized_weights(all_weights[0], INT4, tmp_path)  # used again: now the second was not used for longest
+    quantized_weights(all_weights[3], INT4, tmp_path)
+    assert (cached_bytes(tmp_path), [path.exists() for path in paths]) == (3 * size, [True, False, True])
+    assert_same(found[1], quantized_weights(all_weights[1], INT4, None))
+
+
+@pytest.mark.parametrize(("limit", "said"), [("0", 0), ("0.000001", 1)])
+def test_what_may_take_no_room_stays_in_memory(limit: str, said: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_CACHE_GB", limit)
+    weights, notices = make_weights(), list[str]()
+    assert_same(quantized_weights(weights, INT4, tmp_path, notices=notices), quantized_weights(weights, INT4, None))
+    assert cached_bytes(tmp_path) == 0
+    assert len(notices) == said
+    assert all("more than the 1e-06 GB that PACELINE_CACHE_GB allows" in notice for notice in notices)
+
+
+@pytest.mark.parametrize("given", ["-1", "many", "nan", "inf"])
+def test_a_limit_that_is_no_size_is_an_error(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_CACHE_GB", given)
+    with pytest.raises(ConfigError, match=f"PACELINE_CACHE_GB is '{given}': set it to a number of gigabytes from 0"):
+        quantized_weights(make_weights(), INT4, tmp_path)

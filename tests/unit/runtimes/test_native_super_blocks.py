@@ -21,7 +21,7 @@ from paceline.runtimes.native.weights import NativeWeights
 
 gguf = pytest.importorskip("gguf")
 
-KINDS = {"Q4_K": 16, "Q5_K": 17, "Q6_K": 18}
+KINDS = {"Q4_K": 16, "Q5_K": 17, "Q6_K": 18, "Q2_K": 19, "Q3_K": 20, "IQ4_XS": 21}
 OUTPUTS, COLUMNS, MAX_ROWS = 53, 768, 20
 BY_TYPE = pytest.mark.parametrize("name", KINDS)
 BY_LEVEL = pytest.mark.parametrize("level", BUILT)
@@ -163,7 +163,7 @@ def test_panels_take_what_is_told_and_hardly_more_than_the_file(name: str, block
     raw = raw_blocks(np.random.default_rng(seed), name, 64)
     matrix = stored(name, raw, block)
     assert in_panels(matrix, 1).data.nbytes == matrix.nbytes
-    assert raw.nbytes <= matrix.nbytes < 1.03 * raw.nbytes
+    assert raw.nbytes <= matrix.nbytes < (1.03 if block == 256 else 1.05) * raw.nbytes
     assert matrix.first_rows(16).nbytes == matrix.nbytes // 4
 
 

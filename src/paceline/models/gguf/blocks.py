@@ -213,19 +213,22 @@ def _two_bits(values: Bytes) -> Bytes:
 
 
 def _q2_k(blocks: Bytes) -> Parts:
-    factors = blocks[:, :16]
-    scales = _half(blocks, 80) * (factors & np.uint8(15)).astype(np.float32)
-    minimums = -(_half(blocks, 82) * (factors >> np.uint8(4)).astype(np.float32))
-    return pack_nibbles(_two_bits(blocks[:, 16:80])), scales, minimums
+    return pack_nibbles(_two_bits(blocks[:, 16:80])), *_scales_and_minimums(_four_bits(blocks))
+
+
+def _four_bits(blocks: Bytes) -> Factors:
+    return _float16(blocks, 80), blocks[:, :16] & np.uint8(15), _float16(blocks, 82), blocks[:, :16] >> np.uint8(4)
 
 
 def _q3_k(blocks: Bytes) -> Parts:
+    third_bits = _shifted(blocks[:, None, None, :32], tuple(range(8))).reshape(-1, 256) & np.uint8(1)
+    return pack_nibbles(_two_bits(blocks[:, 32:96]) | third_bits << np.uint8(2)), _scales(_signed_factors(blocks)), None
+
+
+def _signed_factors(blocks: Bytes) -> Factors:
     factors = blocks[:, 96:108]
     high = _shifted(factors[:, None, None, 8:], (0, 2, 4, 6)).reshape(-1, 16) & np.uint8(3)
-    six_bits = _nibbles(factors[:, :8]) | high << np.uint8(4)
-    scales = _half(blocks, 108) * _signed(six_bits, 32).astype(np.float32)
-    third_bits = _shifted(blocks[:, None, None, :32], tuple(range(8))).reshape(-1, 256) & np.uint8(1)
-    return pack_nibbles(_two_bits(blocks[:, 32:96]) | third_bits << np.uint8(2)), scales, None
+    return _float16(blocks, 108), _signed(_nibbles(factors[:, :8]) | high << np.uint8(4), 32)
 
 
 def _six_bits(blocks: Bytes) -> Factors:
@@ -237,29 +240,33 @@ def _six_bits(blocks: Bytes) -> Factors:
     return _float16(blocks, 0), factors, _float16(blocks, 2), offsets
 
 
-def _scales_and_minimums(blocks: Bytes) -> tuple[Floats, Floats]:
-    scales, factors, minimums, offsets = (part.astype(np.float32) for part in _six_bits(blocks))
-    return scales * factors, -(minimums * offsets)
+def _scales_and_minimums(factors: Factors) -> tuple[Floats, Floats]:
+    return _scales(factors[:2]), -_scales(factors[2:])
+
+
+def _scales(factors: Factors) -> Floats:
+    halves, whole = (part.astype(np.float32) for part in factors)
+    products: Floats = halves * whole
+    return products
 
 
 def _q4_k(blocks: Bytes) -> Parts:
     # 32 bytes hold one run in their low halves and the next in their high ones; ours hold one run in 16 bytes.
     front, back = np.moveaxis(blocks[:, 16:].reshape(-1, 4, 2, 16), 2, 0)
     packed = np.stack([front & np.uint8(15) | back << np.uint8(4), front >> np.uint8(4) | back & np.uint8(240)], axis=2)
-    return packed.reshape(-1, 128), *_scales_and_minimums(blocks)
+    return packed.reshape(-1, 128), *_scales_and_minimums(_six_bits(blocks))
 
 
 def _q5_k(blocks: Bytes) -> Parts:
     low = (_shifted(blocks[:, 48:].reshape(-1, 4, 1, 32), (0, 4)) & np.uint8(15)).reshape(-1, 256)
     fifth_bits = _shifted(blocks[:, None, None, 16:48], tuple(range(8))).reshape(-1, 256) & np.uint8(1)
-    return (low | fifth_bits << np.uint8(4)).view(np.int8), *_scales_and_minimums(blocks)
+    return (low | fifth_bits << np.uint8(4)).view(np.int8), *_scales_and_minimums(_six_bits(blocks))
 
 
 def _q6_k(blocks: Bytes) -> Parts:
     low = (_shifted(blocks[:, :128].reshape(-1, 2, 1, 64), (0, 4)) & np.uint8(15)).reshape(-1, 256)
     codes = low | _two_bits(blocks[:, 128:192]) << np.uint8(4)
-    scales, factors = (part.astype(np.float32) for part in _eight_bits(blocks))
-    return _signed(codes, 32), scales * factors, None
+    return _signed(codes, 32), _scales(_eight_bits(blocks)), None
 
 
 def _eight_bits(blocks: Bytes) -> Factors:
@@ -274,10 +281,13 @@ def _iq4_nl(blocks: Bytes) -> Parts:
 
 
 def _iq4_xs(blocks: Bytes) -> Parts:
+    return blocks[:, 8:], _scales(_split_factors(blocks)), None
+
+
+def _split_factors(blocks: Bytes) -> Factors:
     low = _shifted(blocks[:, 4:8].reshape(-1, 4, 1, 1), (0, 4)).reshape(-1, 8) & np.uint8(15)
     high = _shifted(blocks[:, 2:4].reshape(-1, 2, 1, 1), (0, 2, 4, 6)).reshape(-1, 8) & np.uint8(3)
-    scales = _half(blocks, 0) * _signed(low | high << np.uint8(4), 32).astype(np.float32)
-    return blocks[:, 8:], scales, None
+    return _float16(blocks, 0), _signed(low | high << np.uint8(4), 32)
 
 
 def _mxfp4(blocks: Bytes) -> Parts:
@@ -290,13 +300,13 @@ _LAYOUTS: Mapping[str, _Layout] = {
     "Q5_0": _Layout(_q5_0, 8, 32),
     "Q5_1": _Layout(_q5_1, 8, 32),
     "Q8_0": _Layout(_q8_0, 8, 32),
-    "Q2_K": _Layout(_q2_k, 4, 16),
-    "Q3_K": _Layout(_q3_k, 4, 16, 4),
+    "Q2_K": _Layout(_q2_k, 4, 16, code_bits=2, factors=_four_bits),
+    "Q3_K": _Layout(_q3_k, 4, 16, 4, code_bits=3, factors=_signed_factors),
     "Q4_K": _Layout(_q4_k, 4, 32, code_bits=4, factors=_six_bits),
     "Q5_K": _Layout(_q5_k, 8, 32, code_bits=5, factors=_six_bits),
     "Q6_K": _Layout(_q6_k, 8, 16, code_bits=6, factors=_eight_bits),
     "IQ4_NL": _Layout(_iq4_nl, 4, 32, table=_IQ4_VALUES),
-    "IQ4_XS": _Layout(_iq4_xs, 4, 32, table=_IQ4_VALUES),
+    "IQ4_XS": _Layout(_iq4_xs, 4, 32, table=_IQ4_VALUES, code_bits=4, factors=_split_factors),
     "MXFP4": _Layout(_mxfp4, 4, 32, table=TWICE_THE_VALUES),
 }
 GROUPED_TYPES = tuple(_LAYOUTS)

@@ -17,8 +17,8 @@ MAX_GROUP = 256
 _KINDS = {(8, False): 9, (8, True): 10, (4, False): 11, (4, True): 12}  # bits, whether there are minimums
 _TABLE_KIND = 13
 _HALVES = {_KINDS[4, False]: 14, _TABLE_KIND: 15}  # the same with scales in float16
-_SUPER_BLOCKS = {4: 16, 5: 17, 6: 18}  # bits of a code
-_ZERO_POINTS = {4: 0, 5: 0, 6: 32}  # of their unsigned codes
+_SUPER_BLOCKS = {(4, True): 16, (5, True): 17, (6, False): 18, (2, True): 19, (3, False): 20, (4, False): 21}  # bits, minimums
+_ZERO_POINTS = {6: 32}  # of unsigned codes, where it is not that of the stored ones
 PANEL_KINDS = frozenset((*_KINDS.values(), _TABLE_KIND, *_HALVES.values(), *_SUPER_BLOCKS.values()))
 _ALIGNMENT = 64
 _PANELS_AT_ONCE = 16
@@ -90,13 +90,15 @@ def empty_panels(matrix: GroupedMatrix, outputs: int, *, has_halves: bool) -> Pa
     """
     _, columns = matrix.shape
     if matrix.super_blocks is not None:
-        kind, block = _SUPER_BLOCKS[matrix.super_blocks.code_bits], columns // matrix.super_blocks.scales.shape[1]
-        panel_bytes, zero_point = kernels().paceline_super_block_bytes(columns, block, kind), _ZERO_POINTS[matrix.super_blocks.code_bits]
+        code_bits, block = matrix.super_blocks.code_bits, columns // matrix.super_blocks.scales.shape[1]
+        kind = _SUPER_BLOCKS[code_bits, matrix.minimums is not None]
+        panel_bytes, zero_point = kernels().paceline_super_block_bytes(columns, block, kind), _ZERO_POINTS.get(code_bits, matrix.zero_point)
     else:
         kind = _KINDS[matrix.bits, matrix.minimums is not None] if matrix.table is None else _TABLE_KIND
         kind, block = _HALVES[kind] if kind in _HALVES and has_halves else kind, 0
         panel_bytes = kernels().paceline_panel_bytes(columns, matrix.group, kind)
-        zero_point = matrix.zero_point + flipped(matrix) if matrix.table is None else -int(matrix.table.min())
+        zero_point = matrix.zero_point + flipped(matrix)
+    zero_point = zero_point if matrix.table is None else -int(matrix.table.min())
     data = _aligned(-(-outputs // OUTPUTS), panel_bytes)
     return Panels(kind, data, outputs, columns, matrix.group, zero_point, matrix.table, block)
 

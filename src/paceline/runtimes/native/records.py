@@ -365,11 +365,10 @@ VERSION = 9
 """KERNELS_VERSION of kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (
-    Matrix, SuperBlocksRecord, BlocksRecord, LinearOperation, NormOperation, RopeOperation, AttentionOperation, GatedOperation, AddOperation,
-    SiluResidualOperation, GatherOperation, SoftCapOperation, ConcatOperation, RankOperation, ScaleOperation, ColumnsOperation,
-    RouteOperation, ExpertsOperation, CombineOperation, SigmoidGateOperation, ConvolutionOperation, StateOperation,
-    AdapterProduct, AdapterSite, PassAdapter, Range, Draw,
-    WalkOptions, Step, Save, StateRange, Pass, Program,
+    Matrix, SuperBlocksRecord, BlocksRecord, LinearOperation, NormOperation, RopeOperation, AttentionOperation, GatedOperation,
+    AddOperation, SiluResidualOperation, GatherOperation, SoftCapOperation, ConcatOperation, RankOperation, ScaleOperation,
+    ColumnsOperation, RouteOperation, ExpertsOperation, CombineOperation, SigmoidGateOperation, ConvolutionOperation,
+    StateOperation, AdapterProduct, AdapterSite, PassAdapter, Range, Draw, WalkOptions, Step, Save, StateRange, Pass, Program,
 )  # fmt: skip
 LAYOUT = (VERSION, *map(sizeof, _RECORDS), -1)
 """What `paceline_layout` of the kernels answers for 0, 1, …"""

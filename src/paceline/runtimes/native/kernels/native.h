@@ -37,6 +37,9 @@
 #define PANELS_Q4_K 16
 #define PANELS_Q5_K 17
 #define PANELS_Q6_K 18
+#define PANELS_Q2_K 19 /* these three: small_blocks.c */
+#define PANELS_Q3_K 20
+#define PANELS_IQ4_XS 21
 #define SUPER_BLOCK 256
 #define MAX_GROUP 256 /* columns of a group of such rows */
 

@@ -68,6 +68,13 @@ INLINE void store_sums(const Matrix *matrix, int from, const floats *sums, const
 #define EACH_TILE(PRODUCTS) TILE_OF(1, PRODUCTS) TILE_OF(2, PRODUCTS) TILE_OF(3, PRODUCTS) TILE_OF(4, PRODUCTS)
 #endif
 
+/* What super_blocks.c leaves to small_blocks.c, by kinds. */
+#define IS_SMALL(kind) ((kind) >= PANELS_Q2_K)
+int64_t small_block_bytes(int32_t columns, int32_t block, int32_t kind);
+void small_block_rows(const Matrix *matrix, const int32_t *numbers, int32_t count, float *to);
+void fill_small_blocks(const SuperBlocks *from, int32_t begin, int32_t end, uint8_t *to);
+void multiply_small_blocks(const Matrix *matrix, int first, int end, const float *x, float *y, int rows, int real_rows, size_t ahead);
+
 void multiply_super_blocks(const Matrix *matrix, int first, int end, const float *x, float *y, int rows, int real_rows, size_t ahead);
 
 #endif

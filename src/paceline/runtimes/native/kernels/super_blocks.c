@@ -132,7 +132,9 @@ FUNCTION_OF(multiply_q6_k, PANELS_Q6_K)
 
 /* As multiply_block of panels.c. */
 void multiply_super_blocks(const Matrix *matrix, int first, int end, const float *x, float *y, int rows, int real_rows, size_t ahead) {
-    if (matrix->kind == PANELS_Q4_K)
+    if (IS_SMALL(matrix->kind))
+        multiply_small_blocks(matrix, first, end, x, y, rows, real_rows, ahead);
+    else if (matrix->kind == PANELS_Q4_K)
         multiply_q4_k(matrix, first, end, x, y, rows, real_rows, ahead);
     else if (matrix->kind == PANELS_Q5_K)
         multiply_q5_k(matrix, first, end, x, y, rows, real_rows, ahead);
@@ -142,6 +144,7 @@ void multiply_super_blocks(const Matrix *matrix, int first, int end, const float
 
 /* Bytes of a panel. */
 int64_t paceline_super_block_bytes(int32_t columns, int32_t block, int32_t kind) {
+    if (IS_SMALL(kind)) return small_block_bytes(columns, block, kind);
     return (int64_t)columns / SUPER_BLOCK * (header_bytes(kind, block) + SUPER_BLOCK / 8 * (64 + 16 * high_bits_of(kind)));
 }
 
@@ -177,6 +180,10 @@ static void decode_group(const uint8_t *header, int kind, int block, int lane, i
 
 /* The exact values of some outputs, [count, columns]. */
 void paceline_super_block_rows(const Matrix *matrix, const int32_t *numbers, int32_t count, float *to) {
+    if (IS_SMALL(matrix->kind)) {
+        small_block_rows(matrix, numbers, count, to);
+        return;
+    }
     const int kind = matrix->kind, high_bits = high_bits_of(kind), group = group_of(kind);
     const uint32_t ones = (1u << high_bits) - 1;
     for (int i = 0; i < count; i++) {
@@ -253,6 +260,10 @@ static void fill_group(int kind, const words *quads, uint8_t *to) {
 
 /* Panels [begin, end) of a matrix stored row by row; outputs that are not there become zeros. */
 void paceline_fill_super_blocks(const SuperBlocks *from, int32_t begin, int32_t end, uint8_t *to) {
+    if (IS_SMALL(from->kind)) {
+        fill_small_blocks(from, begin, end, to);
+        return;
+    }
     const int group = group_of(from->kind), group_bytes = group * (4 + high_bits_of(from->kind)) / 8 * LANES;
     const int64_t panel_bytes = paceline_super_block_bytes(from->columns, from->block, from->kind);
     for (int panel = begin; panel < end; panel++) {
