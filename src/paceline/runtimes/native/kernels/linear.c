@@ -124,6 +124,14 @@ INLINE void finish(const Matrix *matrix, int first, const floats *sums, const in
 #define KIND BF16
 #include "tiles_of_kind.h"
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#include "bf16_blocks.h"
+#define IN_BLOCKS(rows) ((rows) > 2)
+#else
+#define bf16_blocks bf16_2
+#define IN_BLOCKS(rows) 0
+#endif
+
 typedef void Product(const Matrix *, int, int, const float *, float *, int, int);
 static Product *const PRODUCTS[] = {product_0, product_1, product_2, product_3, product_4, product_5, product_6, product_7, product_8};
 
@@ -138,7 +146,7 @@ static size_t packed_columns(int columns, int packing) {
 }
 
 size_t packed_row(const Matrix *matrix, int packing) {
-    return packing == AS_BYTES ? packed_bytes_words(matrix->columns, matrix->group) : packed_columns(matrix->columns, packing);
+    return packing == AS_BYTES ? packed_bytes_words(matrix) : packed_columns(matrix->columns, packing);
 }
 
 size_t packed_floats(int rows, int columns) {
@@ -169,7 +177,7 @@ void pack_rows(const Matrix *matrix, const float *x, const int32_t *numbers, int
     const int columns = matrix->columns;
     float *to = packed + (size_t)first * packed_row(matrix, packing);
     if (packing == AS_BYTES) {
-        pack_bytes(x, numbers, columns, matrix->group, matrix->zero_point, first, real, padded, to);
+        pack_bytes(matrix, x, numbers, first, real, padded, to);
         return;
     }
     if (packing == AS_FLOATS) {
@@ -191,9 +199,9 @@ void multiply(const Matrix *matrix, int begin, int end, int packing, const float
         multiply_bytes(matrix, begin, end, packed, y, rows);
         return;
     }
-    Product *const product = packing == AS_BF16 ? bf16_2 : PRODUCTS[matrix->kind];
     for (int first = 0; first < rows; first += MAX_ROWS) {
         const int real = rows - first < MAX_ROWS ? rows - first : MAX_ROWS;
+        Product *const product = packing != AS_BF16 ? PRODUCTS[matrix->kind] : IN_BLOCKS(real) ? bf16_blocks : bf16_2;
         product(matrix, begin, end, packed + (size_t)first * packed_row(matrix, packing),
                 y + (size_t)first * (size_t)matrix->outputs, tile_rows(real), real);
     }
