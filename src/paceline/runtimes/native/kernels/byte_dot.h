@@ -35,14 +35,18 @@ typedef int16_t shorts __attribute__((vector_size(64)));
 
 INLINE ints broadcast_int(int32_t x) { return (ints){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
-/* Four signed codes, each between -127 and 127, as products take them: in one word, or the even and the odd ones in one each. */
-INLINE void store_codes(int32_t *to, const int32_t *codes, int num_words) {
+/* Four quads of signed codes, each between -127 and 127, as products take them, `step` words apart: in one word each, or the even and the odd
+ * codes in one each. */
+INLINE void store_quads(int32_t *to, ints codes, size_t step, int num_words) {
     if (num_words == 1) {
-        to[0] = (int32_t)((uint32_t)(codes[0] & 255) | (uint32_t)(codes[1] & 255) << 8 | (uint32_t)(codes[2] & 255) << 16 | (uint32_t)codes[3] << 24);
+        const signed_bytes quads = __builtin_convertvector(codes, signed_bytes);
+        for (size_t i = 0; i < 4; i++) memcpy(to + i * step, (const uint8_t *)&quads + 4 * i, 4);
         return;
     }
-    to[0] = (int32_t)((uint32_t)(codes[0] & 0xFFFF) | (uint32_t)codes[2] << 16);
-    to[1] = (int32_t)((uint32_t)(codes[1] & 0xFFFF) | (uint32_t)codes[3] << 16);
+    typedef uint32_t eight_words __attribute__((vector_size(32)));
+    const eight_words left = (eight_words)SHUFFLE(codes, codes, 0, 1, 4, 5, 8, 9, 12, 13);
+    const eight_words right = (eight_words)SHUFFLE(codes, codes, 2, 3, 6, 7, 10, 11, 14, 15), both = (left & 0xFFFF) | right << 16;
+    for (size_t i = 0; i < 4; i++) memcpy(to + i * step, (const uint8_t *)&both + 8 * i, 8);
 }
 
 /* Of each byte, a number below 16, the value that a table has for it. */

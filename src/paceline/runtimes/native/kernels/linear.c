@@ -170,23 +170,26 @@ static bf16s take_bf16(const float *x, int columns, int row, int column) {
 
 INLINE int number_of(const int32_t *numbers, int row) { return numbers ? numbers[row] : row; }
 
-/* Block `block` of x [rows, columns] as [columns / step][rows of the block][step], zero where there is nothing: for products with `matrix`.
+/* Columns [begin, end) of block `block` of x [rows, columns] as [columns / step][rows of the block][step], zero where there is nothing: for
+ * products with `matrix`. Both are multiples of the group, or of 32, or the end of the columns.
  * numbers [rows]: which rows of x they are; NULL = the first ones. */
-void pack_rows(const Matrix *matrix, const float *x, const int32_t *numbers, int rows, int packing, int block, float *packed) {
+void pack_rows(const Matrix *matrix, const float *x, const int32_t *numbers, int rows, int packing, int block, int begin, int end, float *packed) {
     const int first = block * MAX_ROWS, real = rows - first < MAX_ROWS ? rows - first : MAX_ROWS, padded = tile_rows(real);
     const int columns = matrix->columns;
     float *to = packed + (size_t)first * packed_row(matrix, packing);
     if (packing == AS_BYTES) {
-        pack_bytes(matrix, x, numbers, first, real, padded, to);
+        pack_bytes(matrix, x, numbers, first, real, padded, begin, end, to);
         return;
     }
     if (packing == AS_FLOATS) {
-        for (int column = 0; column < columns; column += LANES)
+        to += (size_t)begin * (size_t)padded;
+        for (int column = begin; column < end; column += LANES)
             for (int row = 0; row < padded; row++, to += LANES)
                 store(to, row < real ? take(x, columns, number_of(numbers, first + row), column) : broadcast(0.0f));
         return;
     }
-    for (int column = 0; column < columns; column += BF16_STEP)
+    to += (size_t)(begin / BF16_STEP * padded) * BF16_STEP_FLOATS;
+    for (int column = begin; column < end; column += BF16_STEP)
         for (int row = 0; row < padded; row++, to += BF16_STEP_FLOATS) {
             const bf16s taken = take_bf16(x, columns, number_of(numbers, first + (row < real ? row : 0)), column);
             memcpy(to, &taken, sizeof taken);

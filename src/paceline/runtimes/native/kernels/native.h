@@ -289,11 +289,11 @@ typedef struct {
 int tile_rows(int rows);
 size_t packed_floats(int rows, int columns);
 size_t packed_row(const Matrix *matrix, int packing);
-void pack_rows(const Matrix *matrix, const float *x, const int32_t *numbers, int rows, int packing, int block, float *packed);
+void pack_rows(const Matrix *matrix, const float *x, const int32_t *numbers, int rows, int packing, int block, int begin, int end, float *packed);
 void multiply(const Matrix *matrix, int begin, int end, int packing, const float *packed, float *y, int rows);
 
 size_t packed_bytes_words(const Matrix *matrix);
-void pack_bytes(const Matrix *matrix, const float *x, const int32_t *numbers, int first, int real, int padded, float *packed);
+void pack_bytes(const Matrix *matrix, const float *x, const int32_t *numbers, int first, int real, int padded, int begin, int end, float *packed);
 void multiply_bytes(const Matrix *matrix, int begin, int end, const float *packed, float *y, int rows);
 
 void norm_row(const float *x, const float *weight, int width, float epsilon, float *out);

@@ -22,45 +22,45 @@ static size_t group_words(const Matrix *matrix) { return (size_t)(GROUP_HEADER +
 
 size_t packed_bytes_words(const Matrix *matrix) { return (size_t)(matrix->columns / matrix->group) * group_words(matrix); }
 
-/* The codes of one group of a row; returns its scale. */
-static float quantize(const float *x, int group, int32_t *codes, int32_t *total) {
+/* The codes of one group of a row, whose quads go to `to`, `step` words apart; returns its scale. */
+INLINE float quantize(const float *x, int group, int32_t *to, size_t step, int num_words, int32_t *total) {
     words largest = {0};
     for (int i = 0; i < group; i += LANES) { /* as bits, so that what is not a number is the largest */
         const words size = (words)load(x + i) & 0x7FFFFFFFu;
         largest = __builtin_elementwise_max(size, largest);
     }
-    uint32_t bits = 0;
-    for (int lane = 0; lane < LANES; lane++) bits = largest[lane] > bits ? largest[lane] : bits;
+    const uint32_t bits = __builtin_reduce_max(largest);
     float most;
     memcpy(&most, &bits, sizeof most);
     const int is_finite = bits < 0x7F800000u;
     const floats inverse = broadcast(is_finite && most > 1e-30f ? 127.0f / most : 0.0f);
     ints sums = {0};
-    for (int i = 0; i < group; i += LANES) {
+    for (int i = 0; i < group; i += LANES, to += 4 * step) {
         const floats value = is_finite ? load(x + i) : broadcast(0.0f);
-        const ints code = __builtin_convertvector(__builtin_elementwise_roundeven(value * inverse), ints);
-        memcpy(codes + i, &code, sizeof code);
-        sums += code;
+        const ints codes = __builtin_convertvector(__builtin_elementwise_roundeven(value * inverse), ints);
+        store_quads(to, codes, step, num_words);
+        sums += codes;
     }
-    *total = 0;
-    for (int lane = 0; lane < LANES; lane++) *total += sums[lane];
+    *total = __builtin_reduce_add(sums);
     return is_finite ? most / 127.0f : most - most; /* not a number */
 }
 
-/* `real` rows of x [rows, columns] from row `first` on as [columns / group][header, then quads][padded rows]; numbers as in pack_rows. */
-void pack_bytes(const Matrix *matrix, const float *x, const int32_t *numbers, int first, int real, int padded, float *packed) {
+/* Columns [begin, end) of `real` rows of x [rows, columns] from row `first` on as [columns / group][header, then quads][padded rows]; numbers
+ * as in pack_rows. */
+void pack_bytes(const Matrix *matrix, const float *x, const int32_t *numbers, int first, int real, int padded, int begin, int end, float *packed) {
     const int columns = matrix->columns, group = matrix->group, num_words = quad_words(matrix->kind);
-    int32_t codes[MAX_GROUP];
-    for (int begin = 0; begin < columns; begin += group, packed += group_words(matrix) * (size_t)padded)
+    const size_t step = (size_t)(padded * num_words), words_a_group = group_words(matrix) * (size_t)padded;
+    packed += (size_t)(begin / group) * words_a_group;
+    for (; begin < end; begin += group, packed += words_a_group)
         for (int row = 0; row < padded; row++) {
-            int32_t total, *quad = (int32_t *)packed + GROUP_HEADER * padded + row * num_words;
+            int32_t total, *quads = (int32_t *)packed + GROUP_HEADER * padded + row * num_words;
             const int place = first + (row < real ? row : 0);
-            const float scale = quantize(x + (size_t)(numbers ? numbers[place] : place) * (size_t)columns + begin, group, codes, &total);
+            const float *from = x + (size_t)(numbers ? numbers[place] : place) * (size_t)columns + begin;
+            const float scale = num_words == 1 ? quantize(from, group, quads, step, 1, &total) : quantize(from, group, quads, step, 2, &total);
             const int32_t offset = (DOT_SHIFT - matrix->zero_point) * total;
             packed[row] = scale;
             memcpy(packed + padded + row, &offset, sizeof offset);
             packed[2 * padded + row] = scale * (float)total;
-            for (int i = 0; i < group; i += 4, quad += padded * num_words) store_codes(quad, codes + i, num_words);
         }
 }
 

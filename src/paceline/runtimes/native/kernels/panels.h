@@ -75,8 +75,10 @@ INLINE void store_sums(const Matrix *matrix, int from, const floats *sums, const
 
 /* Panels at once: as many streams as keep the memory busy while sums stay in registers; more rows are bound by arithmetic.
  * PRODUCTS(rows, panels) computes as many as there are. */
-#ifndef PANELS_OF
-#define PANELS_OF(rows) ((rows) < 4 ? MOST_PANELS : (rows) == 4 ? MAX_ROWS / 2 : 1)
+#if MAX_ROWS == 8
+#define PANELS_OF(rows) ((rows) <= 4 ? MOST_PANELS : 1)
+#else
+#define PANELS_OF(rows) ((rows) == 1 ? MOST_PANELS : (rows) == 2 ? 2 : 1)
 #endif
 #define TILE_OF(rows, PRODUCTS)         \
     case rows:                          \

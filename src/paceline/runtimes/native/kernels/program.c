@@ -8,6 +8,7 @@
 #define OUTPUTS_A_TICKET 48        /* whole tiles of 8, 6, 4 and 3 outputs */
 #define PANELS_OUTPUTS_A_TICKET 64 /* four panels of 16 */
 #define FLOATS_A_TICKET 4096
+#define PACKED_COLUMNS_A_TICKET 1024
 
 /* A pass under way has copies of the records: if another thread describes the next pass meanwhile, the threads of this one still agree on
  * the number of rows, so that none waits at a barrier for ever. */
@@ -46,8 +47,18 @@ static const float *packed_row_of(const Work *work, const Matrix *matrix, int pa
     const Program *program = work->program;
     if (packing == AS_FLOATS && matrix->columns % 16 == 0) return x;
     float *packed = program->packed_rows + (size_t)work->thread * packed_floats(1, program->most_columns);
-    pack_rows(matrix, x, NULL, 1, packing, 0, packed);
+    pack_rows(matrix, x, NULL, 1, packing, 0, 0, matrix->columns, packed);
     return packed;
+}
+
+/* All rows, in blocks of rows and pieces of columns: eight rows are one block, but all threads pack them. */
+static void pack_all(const Work *work, const Matrix *matrix, int packing, const float *x) {
+    const int columns = matrix->columns, group = packing == AS_BYTES ? matrix->group : 1;
+    const int step = PACKED_COLUMNS_A_TICKET / group * group, pieces = parts_of(columns, step);
+    for (int item; (item = next_ticket(work, 0)) < parts_of(work->rows, MAX_ROWS) * pieces;) {
+        const int begin = item % pieces * step, end = begin + step < columns ? begin + step : columns;
+        pack_rows(matrix, x, NULL, work->rows, packing, item / pieces, begin, end, work->program->packed);
+    }
 }
 
 static void run_linear(const Work *work, const Operation *operation) {
@@ -56,8 +67,7 @@ static void run_linear(const Work *work, const Operation *operation) {
     const float *x = buffer(work, own->x);
     const int packing = own->packing, rows = work->rows, step = outputs_a_ticket(packing);
     if (rows > 1) {
-        for (int block; (block = next_ticket(work, 0)) < parts_of(rows, MAX_ROWS);)
-            pack_rows(own->matrices, x, NULL, rows, packing, block, program->packed);
+        pack_all(work, own->matrices, packing, x);
         barrier();
         x = program->packed;
     } else
@@ -95,7 +105,7 @@ static void pack_pairs(const Work *work, const ExpertsOperation *own, const Rout
         float *packed = work->program->packed + (size_t)active->packed * row_words;
         for (; ticket - skipped < blocks; ticket = next_ticket(work, 0))
             pack_rows(own->matrices, own->of_pairs ? x + (size_t)active->first * columns : x, own->of_pairs ? NULL : routes->rows + active->first,
-                      active->count, own->packing, ticket - skipped, packed);
+                      active->count, own->packing, ticket - skipped, 0, (int)columns, packed);
         skipped += blocks;
     }
     barrier();

@@ -85,7 +85,7 @@ INLINE void multiply_tile(const Matrix *matrix, int first, const float *x, float
             const int32_t *offsets = (const int32_t *)x + rows, *quad = (const int32_t *)x + GROUP_HEADER * rows;
             GroupSums sums;
             words high[MOST_PANELS] = {{0}};
-            EACH_ROW EACH_PANEL sums.dot[n][row] = broadcast_int(offsets[row]);
+            EACH_ROW EACH_PANEL sums.dot[n][row] = broadcast_int(DOT_SHIFT || !minimum ? offsets[row] : 0); /* Q4_K and Q5_K have no zero point */
             if (high_bits) {
                 EACH_PANEL {
                     high[n] = load_codes(at + (size_t)n * next);
