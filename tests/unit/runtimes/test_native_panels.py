@@ -149,6 +149,29 @@ def test_matrices_of_all_kinds_share_one_input(seed: int) -> None:
             assert (np.abs(found - wanted) <= worst + EPSILON * np.abs(wanted)).all()
 
 
+@BY_LEVEL
+def test_codes_of_four_and_of_eight_bits_with_one_zero_point_get_their_rows_each_in_its_way(level: str, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    narrow = grouped(random, "u4", 40, 96, 32)
+    codes = random.integers(0, 256, (40, 96), dtype=np.uint8)
+    wide = GroupedTensor(GroupedMatrix(codes, narrow.matrix.scales, None, 8, narrow.matrix.zero_point))
+    rows = rows_of(random, 9, 96)
+    for found, tensor in zip(network({"a.weight": narrow, "b.weight": wide}, level=level)(rows), (narrow, wide), strict=True):
+        wanted, worst = expected(rows, tensor)
+        assert (np.abs(found - wanted) <= worst + EPSILON * np.abs(wanted)).all()
+
+
+@BY_LEVEL
+@pytest.mark.parametrize("group", [32, 96])
+@pytest.mark.parametrize("form", ["u4", "s8"])
+def test_long_rows_that_several_threads_pack_have_the_bits_of_rows_alone(form: str, group: int, level: str, seed: int) -> None:
+    random, columns = np.random.default_rng(seed), 2112
+    rows, run = rows_of(random, 9, columns), network({"a.weight": grouped(random, form, 40, columns, group)}, level=level, num_threads=3)
+    alone = np.concatenate([run(rows[row : row + 1])[0] for row in range(len(rows))])
+    for count in (2, 5, 9):
+        assert np.array_equal(run(rows[:count])[0], alone[:count]), count
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_rows_of_what_is_no_number_stay_so(num_rows: int, bad: float) -> None:

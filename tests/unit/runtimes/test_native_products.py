@@ -144,6 +144,19 @@ def test_threads_do_not_change_a_bit(name: str, num_rows: int, seed: int, round_
         assert all(np.array_equal(found, expected) for found, expected in zip(results, alone[0], strict=True))
 
 
+@BY_LEVEL
+@pytest.mark.parametrize("name", ["f32", "bf16"])
+def test_rows_longer_than_a_block_of_columns_have_the_same_bits_alone_and_together(name: str, level: str, seed: int) -> None:
+    """Blocks of columns are computed, and pieces of them packed by several threads; the last ones are shorter."""
+    random, columns = np.random.default_rng(seed), 2100
+    weight, x = PLAIN[name](random, 53, columns, 0), random.normal(size=(9, columns)).astype(np.float32)
+    run = network({"a.weight": weight}, level=level, num_threads=3, round_to=WeightType.BF16)
+    alone = np.concatenate([run(x[row : row + 1])[0] for row in range(len(x))])
+    check(alone, as_computed(run, x), as_stored(weight, WeightType.BF16), None)
+    for count in (2, 3, 4, 6, 7, 9):
+        assert np.array_equal(run(x[:count])[0], alone[:count]), count
+
+
 @pytest.mark.parametrize(
     ("names", "packing"),
     [

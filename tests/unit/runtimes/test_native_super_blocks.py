@@ -87,6 +87,18 @@ def test_products_have_the_bits_of_scales_stored_as_float32_whatever_rows_come_t
         assert np.array_equal(run(matrix, rows[first : first + count], level=level), expected[first : first + count]), count
 
 
+@BY_LEVEL
+@BY_TYPE
+def test_the_largest_codes_times_the_largest_rows_lose_nothing(name: str, level: str, seed: int) -> None:
+    """Sums of products are as large as they can be, of either sign."""
+    random = np.random.default_rng(seed)
+    matrix, rows = stored(name, raw_blocks(random, name)), np.ones((4, COLUMNS), np.float32)
+    rows[1], rows[2, ::2], rows[3, COLUMNS // 2 :] = -1.0, -1.0, -1.0
+    expected = run(replace(matrix, super_blocks=None), rows, level=level)
+    for row in range(len(rows)):
+        assert np.array_equal(run(matrix, rows[row:], level=level), expected[row:]), row
+
+
 @pytest.mark.skipif(len(BUILT) < 2, reason="this machine has one instruction set we build for")
 @BY_TYPE
 def test_every_instruction_set_gives_the_same_bits(name: str, seed: int) -> None:

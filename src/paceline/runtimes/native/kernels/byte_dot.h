@@ -1,7 +1,8 @@
 /* Dot products of bytes: 16 lanes of four unsigned codes (of weights), times four signed ones (a quad of a row), added to 16 integer sums.
  * Integers are exact, so every instruction set has the same sums. Arm's instruction takes signed weights: they are lowered by DOT_SHIFT, and
  * sums begin higher to make up for it. Where there is no such instruction, 16-bit numbers are multiplied, the even bytes and the odd ones
- * apart, and a packed quad takes two words. */
+ * apart, and a packed quad takes two words. Narrow codes, of at most six bits, are multiplied as bytes there too (HAS_PAIRS): two products
+ * are added in 16 bits, which hold several such sums before they are widened. */
 #ifndef PACELINE_BYTE_DOT_H
 #define PACELINE_BYTE_DOT_H
 
@@ -18,6 +19,12 @@
 #else
 #define DOT_WORDS 2
 #endif
+#if DOT_WORDS == 2 && (defined(__AVX2__) || defined(__AVX512BW__))
+#define HAS_PAIRS 1
+#else
+#define HAS_PAIRS 0
+#endif
+#define NARROW_WORDS (HAS_PAIRS ? 1 : DOT_WORDS) /* of a quad for narrow codes */
 #if defined(__ARM_FEATURE_DOTPROD)
 #define DOT_SHIFT 128
 #else
@@ -28,14 +35,18 @@ typedef int16_t shorts __attribute__((vector_size(64)));
 
 INLINE ints broadcast_int(int32_t x) { return (ints){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
-/* Four signed codes, each between -127 and 127, as `dot_bytes` takes them. */
-INLINE void store_codes(int32_t *to, const int32_t *codes) {
-#if DOT_WORDS == 1
-    to[0] = (int32_t)((uint32_t)(codes[0] & 255) | (uint32_t)(codes[1] & 255) << 8 | (uint32_t)(codes[2] & 255) << 16 | (uint32_t)codes[3] << 24);
-#else
-    to[0] = (int32_t)((uint32_t)(codes[0] & 0xFFFF) | (uint32_t)codes[2] << 16);
-    to[1] = (int32_t)((uint32_t)(codes[1] & 0xFFFF) | (uint32_t)codes[3] << 16);
-#endif
+/* Four quads of signed codes, each between -127 and 127, as products take them, `step` words apart: in one word each, or the even and the odd
+ * codes in one each. */
+INLINE void store_quads(int32_t *to, ints codes, size_t step, int num_words) {
+    if (num_words == 1) {
+        const signed_bytes quads = __builtin_convertvector(codes, signed_bytes);
+        for (size_t i = 0; i < 4; i++) memcpy(to + i * step, (const uint8_t *)&quads + 4 * i, 4);
+        return;
+    }
+    typedef uint32_t eight_words __attribute__((vector_size(32)));
+    const eight_words left = (eight_words)SHUFFLE(codes, codes, 0, 1, 4, 5, 8, 9, 12, 13);
+    const eight_words right = (eight_words)SHUFFLE(codes, codes, 2, 3, 6, 7, 10, 11, 14, 15), both = (left & 0xFFFF) | right << 16;
+    for (size_t i = 0; i < 4; i++) memcpy(to + i * step, (const uint8_t *)&both + 8 * i, 8);
 }
 
 /* Of each byte, a number below 16, the value that a table has for it. */
@@ -89,6 +100,42 @@ INLINE ints multiply_shorts(words w, ints x) {
 #else
     return (ints)(w & 0xFFFF) * (x << 16 >> 16) + (ints)(w >> 16) * (x >> 16);
 #endif
+}
+#endif
+
+#if HAS_PAIRS
+#if defined(__AVX512BW__)
+typedef struct {
+    __m512i part[1];
+} pair_sums; /* 16-bit numbers, two a lane */
+#define MULTIPLY_PAIRS(w, x) _mm512_maddubs_epi16(w, x)
+#define ADD_PAIRS(a, b) _mm512_add_epi16(a, b)
+#define BROADCAST_QUAD(quad) _mm512_set1_epi32(quad)
+#else
+typedef struct {
+    __m256i part[2];
+} pair_sums;
+#define MULTIPLY_PAIRS(w, x) _mm256_maddubs_epi16(w, x)
+#define ADD_PAIRS(a, b) _mm256_add_epi16(a, b)
+#define BROADCAST_QUAD(quad) _mm256_set1_epi32(quad)
+#endif
+
+/* Of narrow codes and one packed quad the sums of two products, at most 2 * 63 * 127, added to others or, of the first, to nothing. The empty
+ * instruction keeps compilers from adding in an order that needs more registers. */
+INLINE void add_pairs(pair_sums *sums, words codes, int32_t packed, const int is_first) {
+    pair_sums w;
+    memcpy(&w, &codes, sizeof w);
+    for (size_t i = 0; i < sizeof w / sizeof *w.part; i++) {
+        w.part[i] = MULTIPLY_PAIRS(w.part[i], BROADCAST_QUAD(packed));
+        sums->part[i] = is_first ? w.part[i] : ADD_PAIRS(sums->part[i], w.part[i]);
+        __asm__("" : "+x"(sums->part[i]));
+    }
+}
+
+INLINE ints widen_pairs(const pair_sums *sums) {
+    words pairs;
+    memcpy(&pairs, sums, sizeof pairs);
+    return multiply_shorts(pairs, broadcast_int(0x00010001));
 }
 #endif
 

@@ -114,6 +114,14 @@ INLINE void finish(const Matrix *matrix, int first, const floats *sums, const in
 #define KIND BF16
 #include "tiles_of_kind.h"
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#include "bf16_blocks.h"
+#define IN_BLOCKS(rows) ((rows) > 2)
+#else
+#define bf16_blocks bf16_2
+#define IN_BLOCKS(rows) 0
+#endif
+
 typedef void Product(const Matrix *, int, int, const float *, float *, int, int);
 static Product *const PRODUCTS[] = {product_0, product_1, product_2, product_3, product_4, product_5, product_6, product_7, product_8};
 
@@ -128,7 +136,7 @@ static size_t packed_columns(int columns, int packing) {
 }
 
 size_t packed_row(const Matrix *matrix, int packing) {
-    return packing == AS_BYTES ? packed_bytes_words(matrix->columns, matrix->group) : packed_columns(matrix->columns, packing);
+    return packing == AS_BYTES ? packed_bytes_words(matrix) : packed_columns(matrix->columns, packing);
 }
 
 size_t packed_floats(int rows, int columns) {
@@ -152,23 +160,26 @@ static bf16s take_bf16(const float *x, int columns, int row, int column) {
 
 INLINE int number_of(const int32_t *numbers, int row) { return numbers ? numbers[row] : row; }
 
-/* Block `block` of x [rows, columns] as [columns / step][rows of the block][step], zero where there is nothing: for products with `matrix`.
+/* Columns [begin, end) of block `block` of x [rows, columns] as [columns / step][rows of the block][step], zero where there is nothing: for
+ * products with `matrix`. Both are multiples of the group, or of 32, or the end of the columns.
  * numbers [rows]: which rows of x they are; NULL = the first ones. */
-void pack_rows(const Matrix *matrix, const float *x, const int32_t *numbers, int rows, int packing, int block, float *packed) {
+void pack_rows(const Matrix *matrix, const float *x, const int32_t *numbers, int rows, int packing, int block, int begin, int end, float *packed) {
     const int first = block * MAX_ROWS, real = rows - first < MAX_ROWS ? rows - first : MAX_ROWS, padded = tile_rows(real);
     const int columns = matrix->columns;
     float *to = packed + (size_t)first * packed_row(matrix, packing);
     if (packing == AS_BYTES) {
-        pack_bytes(x, numbers, columns, matrix->group, matrix->zero_point, first, real, padded, to);
+        pack_bytes(matrix, x, numbers, first, real, padded, begin, end, to);
         return;
     }
     if (packing == AS_FLOATS) {
-        for (int column = 0; column < columns; column += LANES)
+        to += (size_t)begin * (size_t)padded;
+        for (int column = begin; column < end; column += LANES)
             for (int row = 0; row < padded; row++, to += LANES)
                 store(to, row < real ? take(x, columns, number_of(numbers, first + row), column) : broadcast(0.0f));
         return;
     }
-    for (int column = 0; column < columns; column += BF16_STEP)
+    to += (size_t)(begin / BF16_STEP * padded) * BF16_STEP_FLOATS;
+    for (int column = begin; column < end; column += BF16_STEP)
         for (int row = 0; row < padded; row++, to += BF16_STEP_FLOATS) {
             const bf16s taken = take_bf16(x, columns, number_of(numbers, first + (row < real ? row : 0)), column);
             memcpy(to, &taken, sizeof taken);
@@ -181,9 +192,9 @@ void multiply(const Matrix *matrix, int begin, int end, int packing, const float
         multiply_bytes(matrix, begin, end, packed, y, rows);
         return;
     }
-    Product *const product = packing == AS_BF16 ? bf16_2 : PRODUCTS[matrix->kind];
     for (int first = 0; first < rows; first += MAX_ROWS) {
         const int real = rows - first < MAX_ROWS ? rows - first : MAX_ROWS;
+        Product *const product = packing != AS_BF16 ? PRODUCTS[matrix->kind] : IN_BLOCKS(real) ? bf16_blocks : bf16_2;
         product(matrix, begin, end, packed + (size_t)first * packed_row(matrix, packing),
                 y + (size_t)first * (size_t)matrix->outputs, tile_rows(real), real);
     }

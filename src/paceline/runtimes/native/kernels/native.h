@@ -331,11 +331,11 @@ typedef struct {
 int tile_rows(int rows);
 size_t packed_floats(int rows, int columns);
 size_t packed_row(const Matrix *matrix, int packing);
-void pack_rows(const Matrix *matrix, const float *x, const int32_t *numbers, int rows, int packing, int block, float *packed);
+void pack_rows(const Matrix *matrix, const float *x, const int32_t *numbers, int rows, int packing, int block, int begin, int end, float *packed);
 void multiply(const Matrix *matrix, int begin, int end, int packing, const float *packed, float *y, int rows);
 
-size_t packed_bytes_words(int columns, int group);
-void pack_bytes(const float *x, const int32_t *numbers, int columns, int group, int zero_point, int first, int real, int padded, float *packed);
+size_t packed_bytes_words(const Matrix *matrix);
+void pack_bytes(const Matrix *matrix, const float *x, const int32_t *numbers, int first, int real, int padded, int begin, int end, float *packed);
 void multiply_bytes(const Matrix *matrix, int begin, int end, const float *packed, float *y, int rows);
 
 void paceline_fill_panels(const Matrix *from, int32_t kind, int32_t flipped, int32_t begin, int32_t end, uint8_t *to);

@@ -15,88 +15,93 @@
 static int is_narrow(int kind) { return kind >= PANELS_4_BITS; }
 static int has_minimum(int kind) { return kind == PANELS_8_BITS_MINIMUM || kind == PANELS_4_BITS_MINIMUM; }
 static int has_halves(int kind) { return kind >= PANELS_4_BITS_HALVES; }
+static int has_table(int kind) { return kind == PANELS_4_BITS_TABLE || kind == PANELS_4_BITS_TABLE_HALVES; }
 
-static size_t group_words(int group) { return (size_t)(GROUP_HEADER + group / 4 * DOT_WORDS); }
+/* Codes of a table can be as large as a byte; small_blocks.c multiplies as bytes nowhere. */
+static int quad_words(int kind) { return is_narrow(kind) && !has_table(kind) && !IS_SMALL(kind) ? NARROW_WORDS : DOT_WORDS; }
+static size_t group_words(const Matrix *matrix) { return (size_t)(GROUP_HEADER + matrix->group / 4 * quad_words(matrix->kind)); }
 
-size_t packed_bytes_words(int columns, int group) { return (size_t)(columns / group) * group_words(group); }
+size_t packed_bytes_words(const Matrix *matrix) { return (size_t)(matrix->columns / matrix->group) * group_words(matrix); }
 
-/* The codes of one group of a row; returns its scale. */
-static float quantize(const float *x, int group, int32_t *codes, int32_t *total) {
+/* The codes of one group of a row, whose quads go to `to`, `step` words apart; returns its scale. */
+INLINE float quantize(const float *x, int group, int32_t *to, size_t step, int num_words, int32_t *total) {
     words largest = {0};
     for (int i = 0; i < group; i += LANES) { /* as bits, so that what is not a number is the largest */
         const words size = (words)load(x + i) & 0x7FFFFFFFu;
         largest = __builtin_elementwise_max(size, largest);
     }
-    uint32_t bits = 0;
-    for (int lane = 0; lane < LANES; lane++) bits = largest[lane] > bits ? largest[lane] : bits;
+    const uint32_t bits = __builtin_reduce_max(largest);
     float most;
     memcpy(&most, &bits, sizeof most);
     const int is_finite = bits < 0x7F800000u;
     const floats inverse = broadcast(is_finite && most > 1e-30f ? 127.0f / most : 0.0f);
     ints sums = {0};
-    for (int i = 0; i < group; i += LANES) {
+    for (int i = 0; i < group; i += LANES, to += 4 * step) {
         const floats value = is_finite ? load(x + i) : broadcast(0.0f);
-        const ints code = __builtin_convertvector(__builtin_elementwise_roundeven(value * inverse), ints);
-        memcpy(codes + i, &code, sizeof code);
-        sums += code;
+        const ints codes = __builtin_convertvector(__builtin_elementwise_roundeven(value * inverse), ints);
+        store_quads(to, codes, step, num_words);
+        sums += codes;
     }
-    *total = 0;
-    for (int lane = 0; lane < LANES; lane++) *total += sums[lane];
+    *total = __builtin_reduce_add(sums);
     return is_finite ? most / 127.0f : most - most; /* not a number */
 }
 
-/* `real` rows of x [rows, columns] from row `first` on as [columns / group][header, then quads][padded rows]; numbers as in pack_rows. */
-void pack_bytes(const float *x, const int32_t *numbers, int columns, int group, int zero_point, int first, int real, int padded, float *packed) {
-    int32_t codes[MAX_GROUP];
-    for (int begin = 0; begin < columns; begin += group, packed += group_words(group) * (size_t)padded)
+/* Columns [begin, end) of `real` rows of x [rows, columns] from row `first` on as [columns / group][header, then quads][padded rows]; numbers
+ * as in pack_rows. */
+void pack_bytes(const Matrix *matrix, const float *x, const int32_t *numbers, int first, int real, int padded, int begin, int end, float *packed) {
+    const int columns = matrix->columns, group = matrix->group, num_words = quad_words(matrix->kind);
+    const size_t step = (size_t)(padded * num_words), words_a_group = group_words(matrix) * (size_t)padded;
+    packed += (size_t)(begin / group) * words_a_group;
+    for (; begin < end; begin += group, packed += words_a_group)
         for (int row = 0; row < padded; row++) {
-            int32_t total, *quad = (int32_t *)packed + GROUP_HEADER * padded + row * DOT_WORDS;
+            int32_t total, *quads = (int32_t *)packed + GROUP_HEADER * padded + row * num_words;
             const int place = first + (row < real ? row : 0);
-            const float scale = quantize(x + (size_t)(numbers ? numbers[place] : place) * (size_t)columns + begin, group, codes, &total);
-            const int32_t offset = (DOT_SHIFT - zero_point) * total;
+            const float *from = x + (size_t)(numbers ? numbers[place] : place) * (size_t)columns + begin;
+            const float scale = num_words == 1 ? quantize(from, group, quads, step, 1, &total) : quantize(from, group, quads, step, 2, &total);
+            const int32_t offset = (DOT_SHIFT - matrix->zero_point) * total;
             packed[row] = scale;
             memcpy(packed + padded + row, &offset, sizeof offset);
             packed[2 * padded + row] = scale * (float)total;
-            for (int i = 0; i < group; i += 4, quad += padded * DOT_WORDS) store_codes(quad, codes + i);
         }
 }
 
-/* `panels` panels (1, 2 or 4, which share what is loaded of the rows) for `rows` packed rows. */
+/* `panels` panels (1, 2 or 4, which share what is loaded of the rows) for `rows` packed rows; at_once as in multiply_add. */
 INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, float *y, const int rows, int real_rows, size_t ahead,
-                            const int panels, const int narrow, const int minimum, const int has_table, const int halves) {
-    const int group = matrix->group, columns = matrix->columns;
+                            const int panels, const int narrow, const int minimum, const int by_table, const int halves, const int group,
+                            const int at_once) {
+    const int columns = matrix->columns, step = at_once ? 4 * at_once : narrow ? 8 : 4;
     const size_t next = (size_t)matrix->row_bytes, distance = prefetch_distance(rows, ahead);
     const uint8_t *at = matrix->codes + (size_t)(first / LANES) * next, *header = at;
     floats sum[MOST_PANELS][MAX_ROWS];
     bytes table = {0};
-    for (int i = 0; has_table && i < 16; i++) table[i] = (uint8_t)(matrix->table[i] + matrix->zero_point);
+    for (int i = 0; by_table && i < 16; i++) table[i] = (uint8_t)(matrix->table[i] + matrix->zero_point);
     EACH_PANEL EACH_ROW sum[n][row] = broadcast(0.0f);
     for (int begin = 0; begin < columns; begin += group) {
         const int32_t *offsets = (const int32_t *)x + rows, *quad = (const int32_t *)x + GROUP_HEADER * rows;
         const int is_second = halves && begin / group % 2;
-        ints dot[MOST_PANELS][MAX_ROWS];
-        EACH_ROW EACH_PANEL dot[n][row] = broadcast_int(offsets[row]);
+        GroupSums sums;
+        EACH_ROW EACH_PANEL sums.dot[n][row] = broadcast_int(offsets[row]);
         EACH_PANEL for (int line = 0; line < (minimum ? 2 : 1); line++) PREFETCH(at + (size_t)n * next + line * sizeof(floats))
         header = is_second ? header + sizeof(halfs) : at;
         at += is_second ? 0 : (minimum ? 2 : 1) * sizeof(floats);
-        for (int column = 0; column < group; column += narrow ? 8 : 4, at += sizeof(words)) {
-            words codes[MOST_PANELS];
-            EACH_PANEL {
-                codes[n] = load_codes(at + (size_t)n * next);
-                PREFETCH(at + (size_t)n * next)
-            }
-            _Pragma("unroll") for (int shift = 0; shift < (narrow ? 8 : 4); shift += 4) {
-                weight_codes w[MOST_PANELS];
+        for (int column = 0; column < group; column += step)
+            _Pragma("unroll") for (int number = 0; number < step / 4; number += narrow ? 2 : 1, at += sizeof(words)) {
+                words codes[MOST_PANELS], own[MOST_PANELS];
                 EACH_PANEL {
-                    const words own = narrow ? codes[n] >> shift & 0x0F0F0F0Fu : codes[n];
-                    w[n] = split_codes(has_table ? look_up(own, table) : own);
+                    codes[n] = load_codes(at + (size_t)n * next);
+                    PREFETCH(at + (size_t)n * next)
                 }
-                MULTIPLY_ADD(w)
+                _Pragma("unroll") for (int part = 0; part < (narrow ? 2 : 1); part++) {
+                    EACH_PANEL {
+                        own[n] = narrow ? codes[n] >> 4 * part & 0x0F0F0F0Fu : codes[n];
+                        if (by_table) own[n] = look_up(own[n], table);
+                    }
+                    quad = multiply_add(&sums, own, quad, rows, panels, number + part, at_once);
+                }
             }
-        }
         EACH_PANEL {
             const floats scale = halves ? load_halves(header + (size_t)n * next) : load((const float *)(header + (size_t)n * next));
-            EACH_ROW sum[n][row] = fused(__builtin_convertvector(dot[n][row], floats), scale * broadcast(x[row]), sum[n][row]);
+            EACH_ROW sum[n][row] = fused(__builtin_convertvector(sums.dot[n][row], floats), scale * broadcast(x[row]), sum[n][row]);
             if (minimum) {
                 const floats least = load((const float *)(header + (size_t)n * next) + LANES);
                 EACH_ROW sum[n][row] = fused(least, broadcast(x[2 * rows + row]), sum[n][row]);
@@ -107,17 +112,26 @@ INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, flo
     EACH_PANEL store_sums(matrix, first + n * LANES, sum[n], rows, y, real_rows);
 }
 
-#define PRODUCT_OF(rows, panels, kind_, narrow, minimum, has_table, halves)                                                    \
-    if (matrix->kind == kind_)                                                                                                \
+#define PRODUCT_BY(rows, panels, condition, narrow, minimum, by_table, halves, group, at_once)                                  \
+    if (condition)                                                                                                            \
         for (; first + ((panels) - 1) * LANES < end; first += (panels) * LANES)                                                 \
-            multiply_panels(matrix, first, x, y, rows, real_rows, ahead, panels, narrow, minimum, has_table, halves);
-#define PRODUCTS_OF(rows, panels)                                  \
-    PRODUCT_OF(rows, panels, PANELS_8_BITS, 0, 0, 0, 0)            \
-    PRODUCT_OF(rows, panels, PANELS_8_BITS_MINIMUM, 0, 1, 0, 0)    \
-    PRODUCT_OF(rows, panels, PANELS_4_BITS, 1, 0, 0, 0)            \
-    PRODUCT_OF(rows, panels, PANELS_4_BITS_MINIMUM, 1, 1, 0, 0)    \
-    PRODUCT_OF(rows, panels, PANELS_4_BITS_TABLE, 1, 0, 1, 0)      \
-    PRODUCT_OF(rows, panels, PANELS_4_BITS_HALVES, 1, 0, 0, 1)     \
+            multiply_panels(matrix, first, x, y, rows, real_rows, ahead, panels, narrow, minimum, by_table, halves, group, at_once);
+#define PRODUCT_OF(rows, panels, kind_, ...) PRODUCT_BY(rows, panels, matrix->kind == kind_, __VA_ARGS__, matrix->group, 0)
+#if HAS_PAIRS /* groups are multiples of 16 columns; those of 32, which most files have, as straight code */
+#define NARROW_PRODUCT_OF(rows, panels, kind_, ...)                                                              \
+    PRODUCT_BY(rows, panels, matrix->kind == kind_ && matrix->group == 32, __VA_ARGS__, 32, 8)                   \
+    PRODUCT_BY(rows, panels, matrix->kind == kind_ && matrix->group % 32 == 0, __VA_ARGS__, matrix->group, 8)    \
+    PRODUCT_BY(rows, panels, matrix->kind == kind_, __VA_ARGS__, matrix->group, 4)
+#else
+#define NARROW_PRODUCT_OF PRODUCT_OF
+#endif
+#define PRODUCTS_OF(rows, panels)                                       \
+    PRODUCT_OF(rows, panels, PANELS_8_BITS, 0, 0, 0, 0)                 \
+    PRODUCT_OF(rows, panels, PANELS_8_BITS_MINIMUM, 0, 1, 0, 0)         \
+    NARROW_PRODUCT_OF(rows, panels, PANELS_4_BITS, 1, 0, 0, 0)          \
+    NARROW_PRODUCT_OF(rows, panels, PANELS_4_BITS_MINIMUM, 1, 1, 0, 0)  \
+    PRODUCT_OF(rows, panels, PANELS_4_BITS_TABLE, 1, 0, 1, 0)           \
+    NARROW_PRODUCT_OF(rows, panels, PANELS_4_BITS_HALVES, 1, 0, 0, 1)   \
     PRODUCT_OF(rows, panels, PANELS_4_BITS_TABLE_HALVES, 1, 0, 1, 1)
 /* Outputs [first, end) of one block of packed rows; `first` is a multiple of 16. */
 static void multiply_block(const Matrix *matrix, int first, int end, const float *x, float *y, int rows, int real_rows, size_t ahead) {
@@ -132,7 +146,7 @@ static void multiply_block(const Matrix *matrix, int first, int end, const float
  * the second-level cache, and the memory has their time to bring the next one. */
 void multiply_bytes(const Matrix *matrix, int begin, int end, const float *packed, float *y, int rows) {
     const int step = rows > MAX_ROWS ? LANES : end - begin;
-    const size_t row_words = packed_bytes_words(matrix->columns, matrix->group);
+    const size_t row_words = packed_bytes_words(matrix);
     for (int from = begin; from < end; from += step)
         for (int row = 0; row < rows; row += MAX_ROWS) {
             const int real = rows - row < MAX_ROWS ? rows - row : MAX_ROWS, to = from + step < end ? from + step : end;

@@ -17,12 +17,36 @@
         __builtin_prefetch((from) + distance, 0, 2);        \
     }
 
-/* dot[row] += 4 columns of each panel, of which w[n] are the codes, for all rows. */
-#define MULTIPLY_ADD(w)                                                                                \
-    {                                                                                                 \
-        EACH_ROW EACH_PANEL dot[n][row] = dot_bytes((w)[n], quad + row * DOT_WORDS, dot[n][row]);     \
-        quad += rows * DOT_WORDS;                                                                     \
+/* What is added up in a group: products, and pairs of products of narrow codes that are not widened yet. */
+typedef struct {
+    ints dot[MOST_PANELS][MAX_ROWS];
+#if HAS_PAIRS
+    pair_sums pairs[MOST_PANELS][MAX_ROWS];
+#endif
+} GroupSums;
+
+/* Quads of narrow codes whose pairs 16 bits hold: 8 of 4 bits, 4 of 5, 2 of 6. */
+#define QUADS_AT_ONCE(bits) (8 >> ((bits) - 4))
+
+/* Four columns of each panel for all rows; returns where the next quads are. at_once: 0 of codes of 8 bits; else `number` counts quads, and
+ * pairs are widened behind every `at_once` of them. */
+INLINE const int32_t *multiply_add(GroupSums *sums, const words *codes, const int32_t *quad, const int rows, const int panels, const int number,
+                                   const int at_once) {
+#if HAS_PAIRS
+    if (at_once) {
+        EACH_ROW EACH_PANEL {
+            add_pairs(&sums->pairs[n][row], codes[n], quad[row], number % at_once == 0);
+            if (number % at_once == at_once - 1) sums->dot[n][row] += widen_pairs(&sums->pairs[n][row]);
+        }
+        return quad + rows;
     }
+#endif
+    (void)number, (void)at_once;
+    weight_codes w[MOST_PANELS];
+    EACH_PANEL w[n] = split_codes(codes[n]);
+    EACH_ROW EACH_PANEL sums->dot[n][row] = dot_bytes(w[n], quad + row * DOT_WORDS, sums->dot[n][row]);
+    return quad + rows * DOT_WORDS;
+}
 
 /* For what comes later in a panel, or, where an earlier block of rows has read this panel, for the same place of the next one, `ahead` bytes on. */
 INLINE size_t prefetch_distance(const int rows, size_t ahead) { return ahead ? ahead : rows > 4 ? 4096 : 1024; }
@@ -51,8 +75,10 @@ INLINE void store_sums(const Matrix *matrix, int from, const floats *sums, const
 
 /* Panels at once: as many streams as keep the memory busy while sums stay in registers; more rows are bound by arithmetic.
  * PRODUCTS(rows, panels) computes as many as there are. */
-#ifndef PANELS_OF
-#define PANELS_OF(rows) ((rows) < 4 ? MOST_PANELS : (rows) == 4 ? MAX_ROWS / 2 : 1)
+#if MAX_ROWS == 8
+#define PANELS_OF(rows) ((rows) <= 4 ? MOST_PANELS : 1)
+#else
+#define PANELS_OF(rows) ((rows) == 1 ? MOST_PANELS : (rows) == 2 ? 2 : 1)
 #endif
 #define TILE_OF(rows, PRODUCTS)         \
     case rows:                          \

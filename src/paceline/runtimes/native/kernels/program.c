@@ -8,6 +8,7 @@
 #define OUTPUTS_A_TICKET 48        /* whole tiles of 8, 6, 4 and 3 outputs */
 #define PANELS_OUTPUTS_A_TICKET 64 /* four panels of 16 */
 #define FLOATS_A_TICKET 4096
+#define PACKED_COLUMNS_A_TICKET 1024
 
 /* A pass under way has copies of the records: if another thread describes the next pass meanwhile, the threads of this one still agree on
  * the number of rows, so that none waits at a barrier for ever. */
@@ -29,8 +30,21 @@ static const float *packed_row_of(const Work *work, const Matrix *matrix, int pa
     const Program *program = work->program;
     if (packing == AS_FLOATS && matrix->columns % 16 == 0) return x;
     float *packed = program->packed_rows + (size_t)work->thread * packed_floats(1, program->most_columns);
-    pack_rows(matrix, x, NULL, 1, packing, 0, packed);
+    pack_rows(matrix, x, NULL, 1, packing, 0, 0, matrix->columns, packed);
     return packed;
+}
+
+/* All rows, in blocks of rows and pieces of columns: eight rows are one block, but all threads pack them. From a ticket on; returns the
+ * first one behind the pieces, of which there are `pieces`. */
+static int pack_all(const Work *work, const Matrix *matrix, int packing, const float *x, int ticket, int *pieces) {
+    const int columns = matrix->columns, group = packing == AS_BYTES ? matrix->group : 1;
+    const int step = PACKED_COLUMNS_A_TICKET / group * group, of_columns = parts_of(columns, step);
+    *pieces = parts_of(work->rows, MAX_ROWS) * of_columns;
+    for (; ticket < *pieces; ticket = next_ticket(work, 0)) {
+        const int begin = ticket % of_columns * step, end = begin + step < columns ? begin + step : columns;
+        pack_rows(matrix, x, NULL, work->rows, packing, ticket / of_columns, begin, end, work->program->packed);
+    }
+    return ticket;
 }
 
 static void run_linear(const Work *work, const Operation *operation) {
@@ -38,11 +52,10 @@ static void run_linear(const Work *work, const Operation *operation) {
     const Program *program = work->program;
     const float *x = buffer(work, own->x);
     const int packing = own->packing, rows = work->rows, step = outputs_a_ticket(packing), has_adapters = has_low_rank(work->pass, own);
-    const int blocks = rows > 1 ? parts_of(rows, MAX_ROWS) : 0;
     if (rows > 1 || has_adapters) {
-        int block = next_ticket(work, 0);
-        for (; block < blocks; block = next_ticket(work, 0)) pack_rows(own->matrices, x, NULL, rows, packing, block, program->packed);
-        if (has_adapters) run_down(work, own, block, blocks);
+        int taken = next_ticket(work, 0), num_pieces = 0;
+        if (rows > 1) taken = pack_all(work, own->matrices, packing, x, taken, &num_pieces);
+        if (has_adapters) run_down(work, own, taken, num_pieces);
         barrier();
     }
     x = rows > 1 ? program->packed : packed_row_of(work, own->matrices, packing, x);
@@ -81,7 +94,7 @@ static void pack_pairs(const Work *work, const ExpertsOperation *own, const Rout
         float *packed = work->program->packed + (size_t)active->packed * row_words;
         for (; ticket - skipped < blocks; ticket = next_ticket(work, 0))
             pack_rows(own->matrices, own->of_pairs ? x + (size_t)active->first * columns : x, own->of_pairs ? NULL : routes->rows + active->first,
-                      active->count, own->packing, ticket - skipped, packed);
+                      active->count, own->packing, ticket - skipped, 0, (int)columns, packed);
         skipped += blocks;
     }
     barrier();

@@ -84,9 +84,9 @@ INLINE void multiply_tile(const Matrix *matrix, int first, const float *x, float
         at += header;
         for (int g = 0; g < SUPER_BLOCK / group; g++) {
             const int32_t *offsets = (const int32_t *)x + rows, *quad = (const int32_t *)x + GROUP_HEADER * rows;
-            ints dot[MOST_PANELS][MAX_ROWS];
+            GroupSums sums;
             words high[MOST_PANELS] = {{0}};
-            EACH_ROW EACH_PANEL dot[n][row] = broadcast_int(offsets[row]);
+            EACH_ROW EACH_PANEL sums.dot[n][row] = broadcast_int(DOT_SHIFT || !minimum ? offsets[row] : 0); /* Q4_K and Q5_K have no zero point */
             if (high_bits) {
                 EACH_PANEL {
                     high[n] = load_codes(at + (size_t)n * next);
@@ -101,13 +101,13 @@ INLINE void multiply_tile(const Matrix *matrix, int first, const float *x, float
                     PREFETCH(at + (size_t)n * next)
                 }
                 _Pragma("unroll") for (int number = 2 * pair; number < 2 * pair + 2; number++) {
-                    weight_codes w[MOST_PANELS];
-                    EACH_PANEL w[n] = split_codes(quad_of(codes[n], high[n], number, high_bits));
-                    MULTIPLY_ADD(w)
+                    words w[MOST_PANELS];
+                    EACH_PANEL w[n] = quad_of(codes[n], high[n], number, high_bits);
+                    quad = multiply_add(&sums, w, quad, rows, panels, number, QUADS_AT_ONCE(4 + high_bits));
                 }
             }
             EACH_PANEL {
-                EACH_ROW sum[n][row] = fused(__builtin_convertvector(dot[n][row], floats), scales[n][g] * broadcast(x[row]), sum[n][row]);
+                EACH_ROW sum[n][row] = fused(__builtin_convertvector(sums.dot[n][row], floats), scales[n][g] * broadcast(x[row]), sum[n][row]);
                 if (minimum) EACH_ROW sum[n][row] = fused(minimums[n][g], broadcast(x[2 * rows + row]), sum[n][row]);
             }
             x = (const float *)quad;
