@@ -19,7 +19,7 @@ _TABLE_KIND = 13
 _HALVES = {_KINDS[4, False]: 14, _TABLE_KIND: 15}  # the same with scales in float16
 _SUPER_BLOCKS = {(4, True): 16, (5, True): 17, (6, False): 18, (2, True): 19, (3, False): 20, (4, False): 21}  # bits, minimums
 _ZERO_POINTS = {6: 32}  # of unsigned codes, where it is not that of the stored ones
-NARROW_KINDS = frozenset((_KINDS[4, False], _KINDS[4, True], _HALVES[_KINDS[4, False]], 16, 17, 18))
+NARROW_KINDS = frozenset((_KINDS[4, False], _KINDS[4, True], _HALVES[_KINDS[4, False]], *range(16, 21)))
 """Whose codes have at most six bits: where there are no dot products of bytes, kernels/byte_dot.h takes their rows otherwise."""
 PANEL_KINDS = frozenset((*_KINDS.values(), _TABLE_KIND, *_HALVES.values(), *_SUPER_BLOCKS.values()))
 _ALIGNMENT = 64

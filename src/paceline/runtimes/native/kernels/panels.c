@@ -17,8 +17,8 @@ static int has_minimum(int kind) { return kind == PANELS_8_BITS_MINIMUM || kind 
 static int has_halves(int kind) { return kind >= PANELS_4_BITS_HALVES; }
 static int has_table(int kind) { return kind == PANELS_4_BITS_TABLE || kind == PANELS_4_BITS_TABLE_HALVES; }
 
-/* Codes of a table can be as large as a byte; small_blocks.c multiplies as bytes nowhere. */
-static int quad_words(int kind) { return is_narrow(kind) && !has_table(kind) && !IS_SMALL(kind) ? NARROW_WORDS : DOT_WORDS; }
+/* Codes of a table can be as large as a byte. */
+static int quad_words(int kind) { return is_narrow(kind) && !has_table(kind) && kind != PANELS_IQ4_XS ? NARROW_WORDS : DOT_WORDS; }
 static size_t group_words(const Matrix *matrix) { return (size_t)(GROUP_HEADER + matrix->group / 4 * quad_words(matrix->kind)); }
 
 size_t packed_bytes_words(const Matrix *matrix) { return (size_t)(matrix->columns / matrix->group) * group_words(matrix); }

@@ -86,9 +86,9 @@ INLINE void multiply_tile(const Matrix *matrix, int first, const float *x, float
             _Pragma("unroll") for (int half = 0; half < 2; half++) {
                 const int g = 2 * pair + half;
                 const int32_t *offsets = (const int32_t *)x + rows, *quad = (const int32_t *)x + GROUP_HEADER * rows;
-                ints dot[MOST_PANELS][MAX_ROWS];
+                GroupSums sums;
                 words codes[MOST_PANELS];
-                EACH_ROW EACH_PANEL dot[n][row] = broadcast_int(offsets[row]);
+                EACH_ROW EACH_PANEL sums.dot[n][row] = broadcast_int(offsets[row]);
                 _Pragma("unroll") for (int number = 0; number < group / 4; number++) {
                     if (number % (kind == PANELS_IQ4_XS ? 2 : 4) == 0) {
                         EACH_PANEL {
@@ -97,20 +97,18 @@ INLINE void multiply_tile(const Matrix *matrix, int first, const float *x, float
                         }
                         at += sizeof(words);
                     }
-                    weight_codes w[MOST_PANELS];
+                    words own[MOST_PANELS];
                     EACH_PANEL {
-                        words own;
                         if (kind == PANELS_IQ4_XS)
-                            own = look_up(codes[n] >> (number % 2 * 4) & 0x0F0F0F0Fu, table);
+                            own[n] = look_up(codes[n] >> (number % 2 * 4) & 0x0F0F0F0Fu, table);
                         else
-                            own = codes[n] >> (2 * number) & 0x03030303u;
-                        if (kind == PANELS_Q3_K) own |= (third_bits[n] >> (4 * half + number) & 0x01010101u) << 2;
-                        w[n] = split_codes(own);
+                            own[n] = codes[n] >> (2 * number) & 0x03030303u;
+                        if (kind == PANELS_Q3_K) own[n] |= (third_bits[n] >> (4 * half + number) & 0x01010101u) << 2;
                     }
-                    MULTIPLY_ADD(w)
+                    quad = multiply_add(&sums, own, quad, rows, panels, number, kind == PANELS_IQ4_XS ? 0 : 4);
                 }
                 EACH_PANEL {
-                    EACH_ROW sum[n][row] = fused(__builtin_convertvector(dot[n][row], floats), scales[n][g] * broadcast(x[row]), sum[n][row]);
+                    EACH_ROW sum[n][row] = fused(__builtin_convertvector(sums.dot[n][row], floats), scales[n][g] * broadcast(x[row]), sum[n][row]);
                     if (kind == PANELS_Q2_K) EACH_ROW sum[n][row] = fused(minimums[n][g], broadcast(x[2 * rows + row]), sum[n][row]);
                 }
                 x = (const float *)quad;
