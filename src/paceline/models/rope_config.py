@@ -138,6 +138,11 @@ def _parameters(fields: JsonFields, family: "Family", layer_type: str) -> Mappin
     scaling = _given(fields)
     if isinstance(scaling, Mapping) and any(isinstance(value, Mapping) for value in scaling.values()) and family.has_local_rope:
         scaling = scaling.get(layer_type) or {}
+    elif family.name == "olmo3" and fields.values.get("rope_parameters"):
+        raise CheckpointError(
+            f"{fields.path}: rope_parameters = {shortened(scaling)} of an olmo3 are one set, which transformers leaves out: "
+            "give one for full_attention and one for sliding_attention"
+        )
     elif family.has_local_rope and layer_type != "full_attention":
         return {}  # in the older spelling scaling is for the layers that see everything
     if not isinstance(scaling, Mapping) or any(isinstance(value, Mapping) for value in scaling.values()):

@@ -275,6 +275,7 @@ def test_a_directory_without_a_config_says_so(tmp_path: Path) -> None:
 
 FACTORS = {"short_factor": [1.0, 1.1, 1.2], "long_factor": [2.0, 3.0, 4.0], "partial_rotary_factor": 0.375}
 PHI3 = {**LLAMA, "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 128}
+OLMO3 = {**LLAMA, "model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"]}
 GEMMA2 = {**LLAMA, "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "max_position_embeddings": 8192}
 GEMMA3 = {**GEMMA2, "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 7}
 
@@ -381,6 +382,7 @@ def test_a_model_of_texts_and_images_without_its_text_config_says_what_is_missin
         ({**GEMMA2, "hidden_activation": "relu"}, "hidden_activation = 'relu'"),
         ({**GEMMA2, "attn_logit_softcapping": -1.0}, "attn_logit_softcapping = -1.0"),
         ({**GEMMA2, "rope_parameters": NEW_LOCAL["rope_parameters"]}, "one set for all layers"),
+        ({**OLMO3, "rope_parameters": {"rope_theta": 1e6, "rope_type": "linear", "factor": 2.0}}, "one set, which transformers leaves out"),
     ],
 )
 def test_what_a_new_family_cannot_mean_is_an_error(tmp_path: Path, values: dict[str, Any], text: str) -> None:
