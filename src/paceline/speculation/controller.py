@@ -32,7 +32,7 @@ PROBE_SHARE = 0.01  # of all time: what probes may cost where drafting does not 
 MOST_CREDITED = 32  # steps for which is saved up at a time
 PROBE_TOKENS = 2
 SHADOW_TOKENS = 4  # of guesses that are not sent: until the text has gone past them nobody is asked again
-NOTED_PLAIN = 4  # of so many steps without guesses one is measured
+NOTED_PLAIN = 4  # of so many steps of a lone request without guesses one is measured
 BROUGHT_MEMORY = 0.97  # of what steps brought, from one to the next
 FIRST_TOKENS, FIRST_ROWS = 4, 16  # guessed of a request and in a pass while nothing is known of a drafter
 CLEAR_GAIN = 1.25  # expected speedup above which no plain pass is run to compare with
@@ -155,8 +155,9 @@ class DraftController(DraftLengthPolicy):
             self._weigh_asking(batch[0], num_guesses, num_kept, host_s + draft_s)
         self._probed = self._asked = self._work = None  # nothing of a request that ends is held
         self._num_steps += 1
-        if num_guesses or self._num_steps % NOTED_PLAIN == 0:
-            self._note_times(batch, pass_s, host_s, num_kept, weight=1 if num_guesses else NOTED_PLAIN)
+        is_rare = num_guesses > 0 or len(batch) > 1
+        if is_rare or self._num_steps % NOTED_PLAIN == 0:
+            self._note_times(batch, pass_s, host_s, num_kept, weight=1 if is_rare else NOTED_PLAIN)
         for rows in batch:
             own = rows.request.acceptance
             if own is not None and own.shadow is not None and (facts := self._facts_of(rows.request)) is not None:
