@@ -29,6 +29,7 @@ STAY_GAIN = 0.02  # and from which on it goes on: what is expected of the best o
 CHEAP_SHARE = 0.05  # of a plain pass: a drafter that takes less is asked whatever is expected, and its guesses are weighed
 LEAST_CHANCE = 0.02  # of a guess with all before it: no row is cheap enough for less
 PROBE_SHARE = 0.01  # of all time: what probes may cost where drafting does not pay
+MOST_CREDITED = 32  # steps for which is saved up at a time
 PROBE_TOKENS = 2
 SHADOW_TOKENS = 4  # of guesses that are not sent: until the text has gone past them nobody is asked again
 NOTED_PLAIN = 4  # of so many steps of a lone request without guesses one is measured
@@ -148,14 +149,15 @@ class DraftController(DraftLengthPolicy):
         return True
 
     def observe_step(self, batch: Sequence[RequestRows], pass_s: float, host_s: float, draft_s: float = 0.0) -> None:
-        is_lone, num_kept, self._num_kept = len(batch) == 1, self._num_kept, 0
-        num_guesses = batch[0].num_guesses if is_lone else 1
-        if is_lone and batch[0].is_decoding:
+        was_planned, num_kept, self._num_kept = self._work is not None, self._num_kept, 0
+        num_guesses = sum([rows.num_guesses for rows in batch]) if was_planned else 0
+        if len(batch) == 1 and batch[0].is_decoding:
             self._weigh_asking(batch[0], num_guesses, num_kept, host_s + draft_s)
-        self._probed = self._asked = None  # nothing of a request that ends is held
+        self._probed = self._asked = self._work = None  # nothing of a request that ends is held
         self._num_steps += 1
-        if num_guesses or self._num_steps % NOTED_PLAIN == 0:
-            self._note_times(batch, pass_s, host_s, num_kept, weight=1 if num_guesses else NOTED_PLAIN)
+        is_rare = num_guesses > 0 or len(batch) > 1
+        if is_rare or self._num_steps % NOTED_PLAIN == 0:
+            self._note_times(batch, pass_s, host_s, num_kept, weight=1 if is_rare else NOTED_PLAIN)
         for rows in batch:
             own = rows.request.acceptance
             if own is not None and own.shadow is not None and (facts := self._facts_of(rows.request)) is not None:
@@ -309,7 +311,7 @@ class DraftController(DraftLengthPolicy):
         """Let the request that has rested longest guess a little, if that has been saved up for."""
         if self._choice is None:
             return
-        self._credit_s += PROBE_SHARE * min(self._num_steps - self._credited_at, 1 + MOST_DENIED) * self._choice.plain_s
+        self._credit_s += PROBE_SHARE * min(self._num_steps - self._credited_at, MOST_CREDITED) * self._choice.plain_s
         self._credited_at = self._num_steps
         rows, drafter = max(denied, key=lambda one: self._own(one[0].request, one[1]).num_plain)
         request, own = rows.request, self._own(rows.request, drafter)
