@@ -76,6 +76,8 @@ def why_not(directory: Path, engine: EngineConfig) -> str | None:
         return "a GGUF file is not the model that transformers would load"
     if engine.quant != "none":
         return "quantised weights are another model"
+    if engine.merge_adapter is not None:
+        return "with an adapter merged it is another model"
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} not installed"
