@@ -33,6 +33,7 @@ CLIENTS := .venv-clients
 LLAMA_CPP := $(CLIENTS)/llama-cpp/.installed
 SPECULATORS := $(CLIENTS)/speculators/.installed
 CONTAINERS := $(CLIENTS)/containers/.installed
+PEFT := $(CLIENTS)/peft/.installed
 SERVERS := $(CLIENTS)/servers/.installed
 RAY := $(CLIENTS)/ray/.installed
 CLIENTS_RECORD := docs/dev/test-clients.txt
@@ -108,6 +109,13 @@ $(CONTAINERS):
 	$(@D)/bin/python -m pip install --quiet --no-deps --no-build-isolation autoawq==0.2.9
 	touch $@
 
+# What writes LoRA adapters.
+$(PEFT):
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet "torch==2.13.0+cpu" || $(@D)/bin/python -m pip install --quiet "torch==2.13.0"
+	$(@D)/bin/python -m pip install --quiet peft==0.21.2 transformers==5.23.0
+	touch $@
+
 # This package without torch, and Ray: a gigabyte.
 $(RAY): pyproject.toml
 	$(PYTHON) -m venv $(@D)
@@ -123,7 +131,7 @@ $(SERVERS):
 	touch $@
 
 # The peers of paceline bench (docs/dev/peers.md) are installed there too, by the tests themselves: 2 GB.
-test-clients: $(STAMP) $(LLAMA_CPP) $(SPECULATORS) $(CONTAINERS) $(SERVERS) $(RAY)
+test-clients: $(STAMP) $(LLAMA_CPP) $(SPECULATORS) $(CONTAINERS) $(PEFT) $(SERVERS) $(RAY)
 	@mkdir -p $(dir $(CLIENTS_RECORD))
 	@{ echo "commit $(COMMIT)"; echo "date   $$(date -u +%Y-%m-%dT%H:%M:%SZ)"; echo; } | tee $(CLIENTS_RECORD)
 	$(PYTEST) --color=no -s tests/clients --clients $(CLIENTS) $(ARGS) 2>&1 | tee -a $(CLIENTS_RECORD)

@@ -54,8 +54,8 @@ def no_model_among(names: Sequence[str], place: object, *, adapter: Mapping[str,
         kind, base = (adapter or {}).get("peft_type", "LORA"), (adapter or {}).get("base_model_name_or_path")
         return CheckpointError(
             f"{place} holds {'a LoRA adapter' if kind == 'LORA' else f'an adapter of type {shortened(kind)}'} for "
-            f"{shortened(base) if base else 'another model'}, not a model: merge the two (peft: merge_and_unload(), then "
-            "save_pretrained()) and give the directory of the result"
+            f"{shortened(base) if base else 'another model'}, not a model: give that as the model, and this directory as --adapter "
+            "NAME=DIR or --merge-adapter DIR"
         )
     if ".npz" in suffixes:
         return CheckpointError(

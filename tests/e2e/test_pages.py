@@ -9,10 +9,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from draw_imports import REPOSITORY
+from harness.adapter_files import low_rank, write_adapter
 from harness.checkpoints import write_byte_level_tokenizer, write_checkpoint
 from harness.eagle_checkpoints import EAGLE3, eagle3_tensors, write_head
 from harness.gemma4_assistants import CLUSTERS, write_assistant, write_target
@@ -40,6 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the pages name. A name is looked for here before anybody asks a hub for it."""
     root = tmp_path_factory.mktemp("pages")
     target = write_checkpoint(root / "path/to/model", "llama", **SMALL)
+    rng = np.random.default_rng(0)
+    queries = [low_rank(rng, f"model.layers.{layer}.self_attn.q_proj", (64, 64)) for layer in range(SMALL["num_hidden_layers"])]
+    write_adapter(root / "path/to/adapter", {name: one for own in queries for name, one in own.items()})
     (root / "path/to/heads").mkdir()
     for name in (
         "path/to/draft-model",

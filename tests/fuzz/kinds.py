@@ -1,5 +1,6 @@
 """The table of all kinds of files."""
 
+from fuzz.adapter_kinds import AdapterSafetensorsFile, AdapterSettingsFile
 from fuzz.assistant_kinds import AssistantConfigFile, AssistantGgufFile, AssistantSafetensorsFile
 from fuzz.head_kinds import GgufModuleFile, HeadConfigFile, HeadSafetensorsFile, HeadTorchFile
 from fuzz.kind import Kind
@@ -17,5 +18,5 @@ from fuzz.tokenizer_kinds import ChatTemplateFile, SpecialTokensFile, TokenizerC
 KINDS: tuple[type[Kind], ...] = (
     ConfigFile, GenerationConfigFile, AdapterConfigFile, SafetensorsFile, IndexFile, TokenizerFile, TokenizerConfigFile, SpecialTokensFile,
     ChatTemplateFile, GgufModelFile, HeadConfigFile, HeadSafetensorsFile, HeadTorchFile, QuantizedCacheFile, GgufModuleFile,
-    AssistantConfigFile, AssistantSafetensorsFile, AssistantGgufFile,
+    AssistantConfigFile, AssistantSafetensorsFile, AssistantGgufFile, AdapterSettingsFile, AdapterSafetensorsFile,
 )  # fmt: skip

@@ -25,6 +25,7 @@ def chat(*, system: System = None, show_drafts: ShowDrafts = False, settings: Se
 
     From a pipe each line is a message; the exit code is that of the first one that could not be answered, and Ctrl-C ends it all.
     """
+    adapter = settings.adapter
     conversation = Conversation(settings.sampling, None if system is None else checked_text("system", system))
     from paceline.cli.loading import load
     from paceline.cli.message_input import message_input
@@ -39,14 +40,16 @@ def chat(*, system: System = None, show_drafts: ShowDrafts = False, settings: Se
         llm.tokenizer.check_chat_template()
         if source.is_interactive and not settings.quiet:
             say("Ctrl-C stops an answer, Ctrl-D ends, /help lists the commands")
-        Chat(llm, conversation, source, show_drafts=show_drafts, quiet=settings.quiet).run()
+        Chat(llm, conversation, source, adapter=adapter, show_drafts=show_drafts, quiet=settings.quiet).run()
 
 
 class Chat:
     """Reads messages until the end of input, answers each, and remembers what was said."""
 
-    def __init__(self, llm: "LLM", conversation: Conversation, source: "MessageInput", *, show_drafts: bool, quiet: bool) -> None:
-        self._llm = llm
+    def __init__(
+        self, llm: "LLM", conversation: Conversation, source: "MessageInput", *, adapter: str | None, show_drafts: bool, quiet: bool
+    ) -> None:
+        self._llm, self._adapter = llm, adapter
         self._conversation = conversation
         self._source = source
         self._show_drafts = show_drafts
@@ -124,7 +127,7 @@ class Chat:
         conversation.taken_back = text
         try:
             messages = [*conversation.messages, {"role": "user", "content": checked_text("message", text)}]
-            stream = self._llm.stream_chat(messages, conversation.params)
+            stream = self._llm.stream_chat(messages, conversation.params, adapter=self._adapter)
             answer = write_stream(stream, writer_for(self._llm, show_drafts=self._show_drafts))
         except (RequestError, CapacityError) as error:
             self._fail(error)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.options import MEMORY, METAVARS, MODEL, SPECULATION, named_values
+from paceline.cli.options import MEMORY, METAVARS, MODEL, SPECULATION, named_directories, named_values
 from paceline.cli.reporting import EXIT_FAILURE, reported_errors
 from paceline.config import DEVICES, QUANT, EngineConfig, SpeculationConfig, quant_options
 from paceline.errors import ConfigError
@@ -21,6 +21,10 @@ DrafterOptions = Annotated[
     list[str] | None,
     typer.Option("--drafter-options", help=SPECULATION.options["drafter_options"], metavar=METAVARS["drafter_options"]),
 ]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option("--adapter", help="A LoRA adapter for it: a name and its directory; may be given several times.", metavar="NAME=DIR"),
+]
 
 
 def doctor(
@@ -31,6 +35,7 @@ def doctor(
     quant: Annotated[str, typer.Option("--quant", help=MODEL.options["quant"], metavar="|".join(QUANT))] = "none",
     draft_quant: Annotated[str, typer.Option("--draft-quant", help=SPECULATION.options["draft_quant"], metavar="|".join(QUANT))] = "none",
     drafter_options: DrafterOptions = None,
+    adapter: Adapters = None,
     max_context: Annotated[int | None, typer.Option("--max-context", help=MEMORY.options["max_context"])] = None,
     device: Annotated[str, typer.Option("--device", help=MODEL.options["device"], metavar="|".join(DEVICES))] = "auto",
     threads: Annotated[int | None, typer.Option("--threads", help=MODEL.options["threads"])] = None,
@@ -58,6 +63,7 @@ def doctor(
             gguf_file=gguf_file,
             drafters=names,
             drafter_options=speculation.drafter_options,
+            adapters=named_directories(adapter or ()),
             quant=quant_options("quant", engine.quant),
             draft_quant=quant_options("draft_quant", speculation.draft_quant),
             max_context=max_context,

@@ -18,7 +18,7 @@ def report(found: "Diagnosis") -> Group:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    rows = [*_target_rows(facts), *_drafter_rows(facts), *_memory_rows(facts), *_probe_rows(facts["probe"])]
+    rows = [*_target_rows(facts), *_drafter_rows(facts), *_adapter_rows(facts), *_memory_rows(facts), *_probe_rows(facts["probe"])]
     for name, text in rows:
         table.add_row(name, Text(printable(text)))  # file names are untrusted
     notes = [Text.assemble(("note: ", "yellow"), printable(note)) for note in _notes(facts)]
@@ -64,6 +64,17 @@ def _drafter_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
             rows.append(("drafter", drafter["name"]))
             continue
         rows += [("drafter", drafter["model"]["path"]), ("", _network(drafter["model"])), ("pair", drafter["pair"]["summary"])]
+    return rows
+
+
+def _adapter_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = []
+    for adapter in facts["adapters"]:
+        more = "".join(
+            f", {adapter[key]} {what}" for key, what in (("num_biases", "biases"), ("num_saved", "whole matrices")) if adapter[key]
+        )
+        size = f"{adapter['num_products']} products of rank {adapter['largest_rank']} at most{more} ({_size(adapter['nbytes'])})"
+        rows.append(("adapter", f"{adapter['name']}: fits; {size}"))
     return rows
 
 

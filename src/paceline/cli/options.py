@@ -37,11 +37,20 @@ MODEL = Panel(
         "quant": "Quantise the weights while loading; the result is cached on disk. It changes tokens: another target.",
         "threads": "CPU threads. Default: the processors this process may use; more are not used.",
         "oversubscribe": "Use as many threads as --threads says, even where there are fewer processors.",
+        "merge_adapter": "Directory of a LoRA adapter that is added to the weights before they are rounded or quantised: another target.",
         "device": "Where to run.",
         "backend": "What computes: native (our own CPU kernels) or torch; auto = the faster one for this machine.",
         "revision": "Branch, tag or commit of a model from the Hugging Face Hub.",
         "token": "Access token for the Hugging Face Hub. Better: log in with its own client, then no shell history holds the token.",
         "offline": "Use only what is on this machine.",
+    },
+)
+ADAPTERS = Panel(
+    "Model",
+    EngineConfig,
+    {
+        "adapters": "A LoRA adapter beside the model: a name and the directory that PEFT wrote. Requests to a server or of a batch ask for "
+        "it as their model, and there may be several; run and chat answer with it.",
     },
 )
 MEMORY = Panel(
@@ -106,6 +115,7 @@ SERVER = Panel(
         "allowed_hosts": "A further name that a Host header may have while only this machine can reach the server, such as a proxy's; "
         "may be given several times.",
         "insecure": "Let everybody who reaches the server ask, without a key.",
+        "adapter_loading": "Let requests load LoRA adapters from directories of this machine, and remove them; it takes a key.",
         "tools_format": "How the model writes calls of tools: auto (as its chat template shows), none (they are text), harmony, gemma4, "
         "mistral, xml, glm, hermes or llama3.",
         "think_format": "How it writes thoughts: auto, none, harmony, gemma4, mistral or think.",
@@ -132,9 +142,11 @@ REQUESTS = Panel(
     {name: SERVER.options[name] for name in ("served_name", "max_body_mb", "max_prompt_chars", "max_n")},
 )
 OUTPUT = "Output"
-PANELS = (MODEL, MEMORY, SAMPLING, SPECULATION)
-SERVING = (SERVER, REPLICAS, MODEL, MEMORY, BATCHES, SPECULATION)
-BATCHING = (REQUESTS, REPLICAS, MODEL, MEMORY, BATCHES, SPECULATION)
+PANELS = (MODEL, ADAPTERS, MEMORY, SAMPLING, SPECULATION)
+SERVING = (SERVER, REPLICAS, MODEL, ADAPTERS, MEMORY, BATCHES, SPECULATION)
+BATCHING = (REQUESTS, REPLICAS, MODEL, ADAPTERS, MEMORY, BATCHES, SPECULATION)
+FLAGS = {"adapters": "--adapter"}
+"""Of fields that hold what is given several times, one at a time."""
 METAVARS = {
     "numerics": "|".join(NUMERICS),
     "dtype": "|".join(DTYPES),
@@ -150,9 +162,10 @@ METAVARS = {
     "tools_format": "<str>",
     "think_format": "<str>",
     "drafter_options": "NAME=VALUE",
+    "adapters": "NAME=DIR",
     "allowed_hosts": "<str>",
 }
-REPEATABLE = ("stop", "drafter", "drafter_options", "allowed_hosts")
+REPEATABLE = ("stop", "drafter", "drafter_options", "allowed_hosts", "adapters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +205,23 @@ class Settings:
         drafters = tuple(speculation["drafter"])
         speculation["drafter"] = drafters[0] if len(drafters) == 1 else drafters
         speculation["drafter_options"] = named_values(speculation["drafter_options"])
+        if "adapters" in given[EngineConfig]:
+            given[EngineConfig]["adapters"] = named_directories(given[EngineConfig]["adapters"])
         configs = EngineConfig(**given[EngineConfig]), SamplingParams(**sampling), SpeculationConfig(**speculation)
         cluster = ClusterSettings(**given[ClusterSettings])
         return cls(*configs, values.pop("quiet"), values.pop("debug"), panels, server, cluster)
+
+    @property
+    def adapter(self) -> str | None:
+        """The name of the one adapter that is there; None = there is none.
+
+        Raises:
+            ConfigError: there are several.
+        """
+        names = list(self.engine.adapters)
+        if len(names) > 1:
+            raise ConfigError(f"--adapter is given {len(names)} times ({', '.join(names)}), and one answers here: give one of them")
+        return names[0] if names else None
 
     def llm_arguments(self) -> dict[str, Any]:
         """The keyword arguments of `paceline.LLM`."""
@@ -267,7 +294,7 @@ def _parameter(name: str, hint: Any, default: Any, help_text: str, title: str) -
         hint = str
     elif name == "num_draft_tokens":
         hint, parser = str, _count_or_word
-    flag = f"--{name.replace('_', '-')}"
+    flag = FLAGS.get(name, f"--{name.replace('_', '-')}")
     if default is True:  # it needs a --no form
         flag += f"/--no-{name.replace('_', '-')}"
     option = typer.Option(flag, help=help_text, rich_help_panel=title, metavar=METAVARS.get(name), parser=parser, show_default=True)
@@ -281,6 +308,23 @@ def named_values(texts: Iterable[str]) -> dict[str, str]:
         ConfigError: one has no "=".
     """
     return dict(map(_name_and_value, texts))
+
+
+def named_directories(texts: Iterable[str]) -> dict[str, str]:
+    """Directories of adapters by name.
+
+    Raises:
+        ConfigError: one has no "=", or a name comes twice.
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        name, separator, directory = text.partition("=")
+        if not separator or not name or not directory:
+            raise ConfigError(f"--adapter is {text!r}: use NAME=DIR, such as sql=adapters/sql")
+        if name in found:
+            raise ConfigError(f"--adapter names {name!r} twice: give each adapter a name of its own")
+        found[name] = directory
+    return found
 
 
 def _name_and_value(text: str) -> tuple[str, str]:

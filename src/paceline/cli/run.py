@@ -71,6 +71,8 @@ def run(
         raise RequestError("the prompt is empty: give a text, as an argument or on standard input", parameter="prompt")
     messages = _messages(text, system) if chat or system is not None else None
     hints: dict[str, Any] = {"speculation": {"trees": True}} if explain else {}
+    if settings.adapter is not None:
+        hints["adapter"] = settings.adapter
     if prediction_file is not None:
         hints["prediction"], settings = _read_prediction(prediction_file), _with_prediction(settings)
     from paceline.cli.loading import load

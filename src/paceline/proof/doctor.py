@@ -1,7 +1,8 @@
 """Will this model run here, with this drafter, and how? Told before anything is loaded."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from paceline.config import QuantOptions
@@ -9,6 +10,7 @@ from paceline.drafters import HeadOptions, prepare_one
 from paceline.errors import PacelineError
 from paceline.hub import resolve
 from paceline.machine import available_memory_bytes
+from paceline.models.adapters.read import read_adapter
 from paceline.proof.checkpoint_facts import CheckpointFacts, read_checkpoint
 from paceline.proof.head_pairing import HeadFacts, judge_head
 from paceline.proof.memory_estimate import MemoryEstimate, ModelMemory, estimate_memory
@@ -26,6 +28,7 @@ class DoctorQuestion:
         model, gguf_file: the target, as `paceline run` takes it.
         drafters: as `paceline run` takes them.
         drafter_options: settings of single methods by name, as `paceline run` takes them.
+        adapters: directories of LoRA adapters by name.
         quant, draft_quant: how they are quantised while they are loaded; None = not at all.
         max_context: longest text; None = what the target was made for.
         device: "auto", "cpu" or "cuda"; auto is judged as cpu.
@@ -37,6 +40,7 @@ class DoctorQuestion:
     gguf_file: str | None = None
     drafters: Sequence[str] = ("auto",)
     drafter_options: Mapping[str, object] = field(default_factory=dict)
+    adapters: Mapping[str, str] = field(default_factory=dict)
     quant: QuantOptions | None = None
     draft_quant: QuantOptions | None = None
     max_context: int | None = None
@@ -64,6 +68,22 @@ class DrafterDiagnosis:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterDiagnosis:
+    """An adapter that fits the target: how many products, biases and whole matrices it changes, and its bytes in memory."""
+
+    name: str
+    num_products: int
+    num_biases: int
+    num_saved: int
+    largest_rank: int
+    nbytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
 @dataclass(slots=True)
 class Diagnosis:
     """Everything that was found; `problems` are reasons why it cannot work, `notes` are not."""
@@ -71,6 +91,7 @@ class Diagnosis:
     model: str
     target: CheckpointFacts | None = None
     drafters: list[DrafterDiagnosis] = field(default_factory=list)
+    adapters: list[AdapterDiagnosis] = field(default_factory=list)
     memory: MemoryEstimate | None = None
     numerics: str | None = None
     numerics_reason: str = ""
@@ -90,6 +111,7 @@ class Diagnosis:
             "model": self.model,
             "target": None if self.target is None else self.target.as_dict(),
             "drafters": [drafter.as_dict() for drafter in self.drafters],
+            "adapters": [adapter.as_dict() for adapter in self.adapters],
             "memory": None if self.memory is None else self.memory.as_dict(),
             "numerics": self.numerics,
             "numerics_reason": self.numerics_reason,
@@ -129,6 +151,11 @@ def diagnose(question: DoctorQuestion) -> Diagnosis:
             options.check_read(drafter.name for drafter in found.drafters)
         except PacelineError as error:
             found.problems.append(str(error))
+    for name, directory in question.adapters.items():
+        try:
+            found.adapters.append(examine_adapter(name, Path(directory), found.target))
+        except PacelineError as error:
+            found.problems.append(str(error))
     try:
         _weigh(found, found.target, question)
     except PacelineError as error:  # nothing that is installed can run it
@@ -139,6 +166,20 @@ def diagnose(question: DoctorQuestion) -> Diagnosis:
         except PacelineError as error:
             found.problems.append(str(error))
     return found
+
+
+def examine_adapter(name: str, directory: Path, target: CheckpointFacts) -> AdapterDiagnosis:
+    """What there is to say of an adapter that fits a target.
+
+    Raises:
+        PacelineError: it does not, or cannot be read.
+    """
+    adapter = read_adapter(directory, name=name, config=target.config, weights=target.weights)
+    arrays = [array for one in adapter.products.values() for array in (one.down, one.up)]
+    arrays += [*adapter.biases.values(), *adapter.saved.values()]
+    largest = max((len(one.down) for one in adapter.products.values()), default=0)
+    counts = len(adapter.products), len(adapter.biases), len(adapter.saved)
+    return AdapterDiagnosis(name, *counts, largest, sum(array.nbytes for array in arrays))
 
 
 def examine_drafter(

@@ -7,7 +7,9 @@ from fastapi import FastAPI
 
 from paceline import __version__
 from paceline.engine.async_engine import AsyncEngine
+from paceline.errors import ConfigError
 from paceline.sampling.grammar_trial import GrammarTrial
+from paceline.server.adapter_routes import adapter_routes
 from paceline.server.anthropic.routes import message_routes
 from paceline.server.dialects import tell_errors
 from paceline.server.dialogue.dialogue import Dialogue
@@ -27,7 +29,10 @@ from paceline.server.service import Service
 from paceline.server.settings import ServerSettings
 from paceline.server.state import state_routes
 
-_ROUTES = (chat_routes, completion_routes, model_routes, response_routes, message_routes, ollama_routes, ollama_model_routes, state_routes)
+_ROUTES = (
+    chat_routes, completion_routes, model_routes, response_routes, message_routes, ollama_routes, ollama_model_routes, adapter_routes,
+    state_routes,
+)  # fmt: skip
 
 
 def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> FastAPI:
@@ -40,11 +45,13 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
         settings: None = those of `ServerSettings()`.
 
     Raises:
-        ConfigError: there is no format as the settings name.
+        ConfigError: there is no format as the settings name, or an adapter has the model's name.
     """
     settings = settings or ServerSettings()
     engine.opened.maker.compiler.trial = GrammarTrial(settings.grammar_timeout_s)
     name = settings.served_name or served_name(engine.opened.config.model)
+    if name in engine.adapters:
+        raise ConfigError(f"an adapter is called {name!r}, as the model is: give it another name, or the model with served_name")
     formats = Formats.of(engine.opened.maker.tokenizer, settings.tools_format, settings.think_format)
     gate = Gate(engine.opened.engine.scheduler.limits.max_num_seqs, settings.max_queue)
     metrics = Metrics(engine.opened, name)

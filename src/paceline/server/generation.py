@@ -69,7 +69,7 @@ class Generation:
             except asyncio.TimeoutError:
                 raise self._timed_out() from None
             for output in outputs:
-                self._finish(output, started_s)
+                self._finish(output, started_s, job)
             return outputs
 
     async def stream(self, job: Job) -> AsyncGenerator[tuple[int, StreamChunk], None]:
@@ -85,7 +85,7 @@ class Generation:
                     except asyncio.TimeoutError:
                         raise self._timed_out() from None
                     if chunk.output is not None:
-                        self._finish(chunk.output, started_s)
+                        self._finish(chunk.output, started_s, job)
                     yield index, chunk
 
     @asynccontextmanager
@@ -105,12 +105,13 @@ class Generation:
         room = min(opened.maker.max_context, opened.engine.cache.max_slots - BLOCK_SIZE)
         return [replace(params, max_tokens=max(1, room - len(ids))) for ids in prompts]
 
-    def _finish(self, output: RequestOutput, started_s: float) -> None:
+    def _finish(self, output: RequestOutput, started_s: float, job: Job) -> None:
         if output.finish_reason == "abort":
             raise HttpError(
                 503, "the server ended before this request did: ask again later", kind="service_unavailable_error", code="draining"
             )
-        self._metrics.observe(output, time.perf_counter() - started_s)
+        adapter = job.options.get("adapter")
+        self._metrics.observe(output, time.perf_counter() - started_s, adapter if isinstance(adapter, str) else None)
 
     def _remaining_s(self, started_s: float) -> float:
         return max(0.0, started_s + self._settings.request_timeout_s - time.perf_counter())

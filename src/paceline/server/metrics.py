@@ -48,6 +48,8 @@ class Metrics:
         self._finished = Counter(PREFIX + "request_success", "Samples that were finished.", labels, registry=self._registry)
         for reason in ("stop", "length"):
             self._finished.labels(model, "0", reason)
+        labels = ["model_name", "engine", "adapter", "finished_reason"]
+        self._adapters = Counter(PREFIX + "adapter_requests", "Samples that an adapter finished.", labels, registry=self._registry)
         labels = ["model_name", "engine", "route", "status"]
         self._answers = Counter(PREFIX + "http_requests", "Answers over HTTP.", labels, registry=self._registry)
 
@@ -55,8 +57,8 @@ class Metrics:
         """Count an answer; no route: none fits the path, or it was refused in front of them."""
         self._answers.labels(self._model, "0", route or "none", str(status or 0)).inc()
 
-    def observe(self, output: RequestOutput, elapsed_s: float) -> None:
-        """Count a finished sample; `elapsed_s` since its request arrived."""
+    def observe(self, output: RequestOutput, elapsed_s: float, adapter: str | None = None) -> None:
+        """Count a finished sample; `elapsed_s` since its request arrived, which asked for `adapter`."""
         self._whole.observe(elapsed_s)
         self._first_token.observe(max(0.0, elapsed_s - output.timing.decode_s))
         self._queue.observe(max(0.0, elapsed_s - output.timing.total_s))
@@ -68,6 +70,8 @@ class Metrics:
         if len(output.token_ids) > 1:
             self._between.observe(output.timing.decode_s / (len(output.token_ids) - 1))
         self._finished.labels(self._model, "0", output.finish_reason).inc()
+        if adapter is not None:
+            self._adapters.labels(self._model, "0", adapter, output.finish_reason).inc()
 
     def text(self, stats: EngineStats) -> bytes:
         """The page."""

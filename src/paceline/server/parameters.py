@@ -78,9 +78,13 @@ def check_prediction(prediction: str | None, *, is_read: bool) -> None:
         raise HttpError(400, text, parameter="prediction", code="unsupported_parameter")
 
 
-def request_options(fields: SamplingFields, prediction: str | None = None) -> RequestOptions:
-    """What goes with the prompts of a request besides."""
-    options = RequestOptions()
+def request_options(fields: SamplingFields, prediction: str | None = None, *, adapter: str | None = None) -> RequestOptions:
+    """What goes with the prompts of a request besides.
+
+    Args:
+        adapter: that it asks for as its model.
+    """
+    options = RequestOptions() if adapter is None else RequestOptions(adapter=adapter)
     if fields.speculation is not None:
         options["speculation"] = fields.speculation.model_dump(include={"enabled", "drafter", "max_draft_tokens", "trees"})
     if prediction is not None:

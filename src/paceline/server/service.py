@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from paceline import __version__
 from paceline.engine.async_engine import AsyncEngine
+from paceline.engine.inputs import RequestOptions
 from paceline.server.dialogue.dialogue import Dialogue
 from paceline.server.gate import Gate
 from paceline.server.generation import Generation
@@ -29,16 +30,25 @@ class Service:
     generation: Generation
     dialogue: Dialogue
 
-    def check_model(self, name: str | None) -> None:
-        """That a request asks for the model that is here; None = whichever is.
+    def adapter_of(self, name: str | None) -> str | None:
+        """The adapter that a request asks for as its model; None = the model itself, which a request without a name asks for.
 
         Raises:
             HttpError: 404.
         """
-        if name is not None and name != self.model:
-            raise HttpError(
-                404, f"the model of the request is not served here: ask for {self.model!r}", parameter="model", code="model_not_found"
-            )
+        if name is None or name == self.model:
+            return None
+        if name in self.engine.adapters:
+            return name
+        known = "".join(f", or for its adapter {one!r}" for one in self.engine.adapters)
+        raise HttpError(
+            404, f"the model of the request is not served here: ask for {self.model!r}{known}", parameter="model", code="model_not_found"
+        )
+
+    def name_of(self, options: RequestOptions) -> str:
+        """What an answer calls the model that gave it."""
+        adapter = options.get("adapter")
+        return adapter if isinstance(adapter, str) else self.model
 
     @property
     def drafters(self) -> Collection[str]:

@@ -45,6 +45,7 @@ class ServerSettings:
         api_keys: who sends one of them is answered; none = everybody is.
         allowed_hosts: names that a Host header may have besides those of the loopback, where that is checked: on a loopback address.
         insecure: listen beyond the loopback although there is no key.
+        adapter_loading: whether requests may load LoRA adapters from directories of this machine, and remove them; it takes a key.
         tools_format, think_format: how the model writes calls of tools, and thoughts; "auto" = as its chat template shows, "none" =
             they are text, else a name of the table in `server/markup/formats.py`.
         max_queue: samples that wait while as many as the engine runs at a time are running; more are refused for now.
@@ -69,6 +70,7 @@ class ServerSettings:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     allowed_hosts: tuple[str, ...] = ()
     insecure: bool = False
+    adapter_loading: bool = False
     tools_format: str = "auto"
     think_format: str = "auto"
     max_queue: int = 64
@@ -100,6 +102,8 @@ class ServerSettings:
             _check_number(name, getattr(self, name), 0, high)
         for key in self.api_keys:
             check_key(key)
+        if self.adapter_loading and not self.api_keys:
+            raise ConfigError("adapter_loading lets requests read directories of this machine, and there is no key: give --api-key-file")
         if not self.is_loopback and not self.api_keys and not self.insecure:
             raise ConfigError(
                 f"host {self.host} can be reached from elsewhere and there is no key: give --api-key-file, listen on 127.0.0.1, or insist "

@@ -29,13 +29,14 @@ def check_targets(path: Path, entries: Sequence[Entry], fit: Fit, settings: Adap
     others = [name for name, entry in names.items() if name not in wanted and entry.name != tied]
     if others:
         raise CheckpointError(
-            f"{path} adapts {listed(others)} that {settings.path} does not name as targets: one of the two files is another adapter's"
+            f"{path} adapts {listed(others, 'module')} that {settings.path} does not name as targets: one of the two files is "
+            "another adapter's"
         )
     missing = _missing(adapted, fit, settings, config)
     if missing:
         raise CheckpointError(
-            f"{path} adapts nothing in {listed(missing)} that {settings.path} names and this model has: the adapter was made for another "
-            "model, or its file is not whole"
+            f"{path} adapts nothing in {listed(missing, 'module')} that {settings.path} names and this model has: the adapter was made "
+            "for another model, or its file is not whole"
         )
 
 

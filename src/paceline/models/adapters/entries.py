@@ -115,11 +115,11 @@ def as_float32(path: Path, name: str, tensor: FileTensor) -> NDArray[np.float32]
     return values
 
 
-def listed(names: Iterable[str]) -> str:
-    """The first of many names, and how many there are."""
+def listed(names: Iterable[str], what: str = "tensor") -> str:
+    """The first of many names, and how many there are of `what`."""
     names = list(names)
     rest = len(names) - _NAMES_IN_AN_ERROR
-    count = f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
+    count = f"{len(names)} {what}{'s' if len(names) > 1 else ''}"
     return f"{count}: {', '.join(names[:_NAMES_IN_AN_ERROR])}{f' and {rest} more' if rest > 0 else ''}"
 
 

@@ -79,14 +79,14 @@ class _Reader:
         target = self._fit.target(entry)
         if Kind.DOWN in entry.tensors:
             rank, scale = self._fit.rank(entry)
-            down, up = self._values(entry, Kind.DOWN), self._values(entry, Kind.UP) * np.float32(scale)
+            down, up = self._values(entry, Kind.DOWN), self._scaled(entry, Kind.UP, scale)
             if isinstance(target, Stack):
                 self._take_stack(target, down, up, rank)
                 return
             for name, rows in target.parts.items():
                 self._add(name, down, _rows(up, rows))
             if Kind.UP_BIAS in entry.tensors:
-                self._add_biases(target, self._values(entry, Kind.UP_BIAS) * np.float32(scale))
+                self._add_biases(target, self._scaled(entry, Kind.UP_BIAS, scale))
         if isinstance(target, Module) and Kind.BIAS in entry.tensors:
             self._replace_biases(target, self._values(entry, Kind.BIAS))
         if isinstance(target, Module) and Kind.WHOLE in entry.tensors:
@@ -107,6 +107,15 @@ class _Reader:
     def _values(self, entry: Entry, kind: Kind) -> Floats:
         name, tensor = entry.tensors[kind]
         return as_float32(self._path, name, tensor)
+
+    def _scaled(self, entry: Entry, kind: Kind, scale: float) -> Floats:
+        with np.errstate(over="ignore", invalid="ignore"):
+            values: Floats = self._values(entry, kind) * np.float32(scale)
+        if not np.isfinite(values).all():
+            raise CheckpointError(
+                f"{self._path}: {entry.tensors[kind][0]} times its scale {scale:g} is beyond float32: use another adapter"
+            )
+        return values
 
     def _add(self, name: str, down: Floats, up: Floats) -> None:
         if name in self._products:

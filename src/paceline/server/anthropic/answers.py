@@ -54,7 +54,7 @@ class MessageAnswer:
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
             "role": "assistant",
-            "model": self.service.model,
+            "model": self.service.name_of(self.request.options),
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,

@@ -23,6 +23,7 @@ _NAMES = {
     "messages[": "messages",
     "stop": "stop_sequences",
     "reasoning_effort": "output_config.effort",
+    "adapter": "model",
 }
 
 
@@ -33,17 +34,17 @@ def message_routes(service: Service) -> APIRouter:
     @router.post("/v1/messages")
     async def messages(fields: MessagesFields, request: Request) -> Response:
         """Answer a conversation."""
-        service.check_model(fields.model)
+        adapter = service.adapter_of(fields.model)
         fields.check_refused()
         form = "tools" if fields.output_config is None or fields.output_config.format is None else "output_config.format"
         with named({**_NAMES, "grammar": form}):
-            answer = MessageAnswer(service, _chat_request(fields, service, _params(fields, service)), fields.shows_origins)
+            answer = MessageAnswer(service, _chat_request(fields, service, _params(fields, service), adapter), fields.shows_origins)
             return await answered(request, answer, is_streamed=fields.stream)
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(fields: ConversationFields) -> Response:
         """How many tokens a conversation has."""
-        service.check_model(fields.model)
+        service.adapter_of(fields.model)
         fields.check_refused()
         with named(_NAMES), service.gate.admitted(0):
             return JSONResponse({"input_tokens": await asyncio.to_thread(_count, fields, service)})
@@ -56,14 +57,14 @@ def _params(fields: MessagesFields, service: Service) -> SamplingParams:
     return sampling_params(fields, service.settings, max_tokens=fields.max_tokens, stop=fields.stop_sequences, grammar=grammar)
 
 
-def _chat_request(fields: ConversationFields, service: Service, params: SamplingParams) -> ChatRequest:
+def _chat_request(fields: ConversationFields, service: Service, params: SamplingParams, adapter: str | None = None) -> ChatRequest:
     return ChatRequest(
         messages=conversation(fields, service.settings),
         tools=offered_tools(fields, service.settings),
         **tool_use(fields),
         template_options=_template_options(fields, service),
         params=params,
-        options=request_options(fields),
+        options=request_options(fields, adapter=adapter),
     )
 
 

@@ -12,7 +12,6 @@ from paceline.server.answering import speculation_of
 from paceline.server.dialogue.events import Answer, Event, Finished, Reasoning, Step, Text, ToolCall, ToolCallArguments, ToolCallStart
 from paceline.server.framing import line
 from paceline.server.ollama.fields import RequestFields
-from paceline.server.service import Service
 from paceline.server.token_texts import LEAST_LOGPROB, TokenTexts
 
 _NO_MESSAGE = {"role": "assistant", "content": ""}
@@ -33,10 +32,11 @@ class OllamaAnswer:
     """One request, and how it is answered.
 
     Attributes:
+        model: as the request asks for it.
         is_chat: whether texts stand in a message, or in `response`.
     """
 
-    service: Service
+    model: str
     fields: RequestFields
     texts: TokenTexts
     talk: Talk
@@ -76,7 +76,7 @@ class OllamaAnswer:
             yield {**self._said(""), "done": False, **more}
 
     def _said(self, text: str, **more: Any) -> dict[str, Any]:
-        fields = head(self.service)
+        fields = head(self.model)
         return {**fields, "message": {**_NO_MESSAGE, "content": text, **more}} if self.is_chat else {**fields, "response": text, **more}
 
     def _ending(self, output: RequestOutput, finish_reason: str) -> dict[str, Any]:
@@ -123,9 +123,13 @@ class _Calls:
         return None if ended is None else _call(ended)
 
 
-def head(service: Service) -> dict[str, Any]:
-    """The fields that every object begins with."""
-    return {"model": service.model, "created_at": now()}
+def head(model: str) -> dict[str, Any]:
+    """The fields that every object begins with.
+
+    Args:
+        model: as the request asks for it.
+    """
+    return {"model": model, "created_at": now()}
 
 
 def now() -> str:

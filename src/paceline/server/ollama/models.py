@@ -26,25 +26,25 @@ def ollama_model_routes(service: Service) -> APIRouter:
 
     @router.get("/api/tags")
     async def tags() -> Response:
-        """The one model that is served."""
-        return JSONResponse({"models": [{**_described(service), "modified_at": started}]})
+        """The model that is served, and its adapters."""
+        return JSONResponse({"models": [{**one, "modified_at": started} for one in _all(service)]})
 
     @router.get("/api/ps")
     async def running() -> Response:
-        """The same, as one that is loaded, and for good."""
+        """The same, as loaded, and for good."""
         context = service.engine.opened.maker.max_context
         more = {"size_vram": 0, "expires_at": "9999-12-31T23:59:59Z", "context_length": context}
-        return JSONResponse({"models": [{**_described(service), **more}]})
+        return JSONResponse({"models": [{**one, **more} for one in _all(service)]})
 
     @router.post("/api/show")
     async def show(fields: ShowFields) -> Response:
         """What is known of it."""
-        check_model(service, fields.model or fields.name)
+        adapter = adapter_of(service, fields.model or fields.name)
         opened = service.engine.opened
         family = opened.engine.runtime.config.family
         return JSONResponse(
             {
-                "details": _details(service),
+                "details": _details(service, adapter),
                 "model_info": {"general.architecture": family, f"{family}.context_length": opened.maker.max_context},
                 "capabilities": ["completion", *_capabilities(service)],
                 "parameters": "",
@@ -56,25 +56,31 @@ def ollama_model_routes(service: Service) -> APIRouter:
     return router
 
 
-def check_model(service: Service, name: str | None) -> None:
-    """That a request asks for the model that is here; Ollama's names may end with a tag.
+def adapter_of(service: Service, name: str | None) -> str | None:
+    """The adapter that a request asks for; None = the model. Ollama's names may end with a tag.
 
     Raises:
         HttpError: 404.
     """
-    service.check_model(name if name is None or name == service.model else name.removesuffix(_LATEST))
+    is_whole = name is None or name == service.model or name in service.engine.adapters
+    return service.adapter_of(name if name is None or is_whole else name.removesuffix(_LATEST))
 
 
-def _described(service: Service) -> dict[str, Any]:
+def _all(service: Service) -> list[dict[str, Any]]:
+    return [_described(service, adapter) for adapter in (None, *service.engine.adapters)]
+
+
+def _described(service: Service, adapter: str | None) -> dict[str, Any]:
     """A model of a list. The digest stands for its name and this server's version, and no size is told: files are not read for it."""
-    digest = hashlib.sha256(f"{service.model} {service.fingerprint}".encode()).hexdigest()
-    return {"name": service.model, "model": service.model, "size": 0, "digest": digest, "details": _details(service)}
+    name = adapter or service.model
+    digest = hashlib.sha256(f"{name} {service.fingerprint}".encode()).hexdigest()
+    return {"name": name, "model": name, "size": 0, "digest": digest, "details": _details(service, adapter)}
 
 
-def _details(service: Service) -> dict[str, Any]:
+def _details(service: Service, adapter: str | None) -> dict[str, Any]:
     config = service.engine.opened.engine.runtime.config
     return {
-        "parent_model": "",
+        "parent_model": "" if adapter is None else service.model,
         "format": "",
         "family": config.family,
         "families": [config.family],

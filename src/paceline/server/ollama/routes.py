@@ -21,7 +21,7 @@ from paceline.server.limits import check_length
 from paceline.server.ollama.answers import OllamaAnswer, Talk, head
 from paceline.server.ollama.fields import ChatFields, GenerateFields, Options, RequestFields
 from paceline.server.ollama.messages import conversation, offered_tools
-from paceline.server.ollama.models import check_model
+from paceline.server.ollama.models import adapter_of
 from paceline.server.parameters import request_options, sampling_params, schema_grammar
 from paceline.server.service import Service
 from paceline.server.token_texts import TokenTexts
@@ -33,6 +33,7 @@ _NAMES = {
     "repetition_penalty": "options.repeat_penalty",
     "max_tokens": "options.num_predict",
     "grammar": "format",
+    "adapter": "model",
     "logprobs": "top_logprobs",
     "thinking": "think",
     "reasoning_effort": "think",
@@ -47,48 +48,52 @@ def ollama_routes(service: Service) -> APIRouter:
     @router.post("/api/chat")
     async def chat(fields: ChatFields, request: Request) -> Response:
         """Answer a conversation."""
-        check_model(service, fields.model)
+        adapter = adapter_of(service, fields.model)
         fields.check_refused()
+        model = adapter or service.model
         if not fields.messages:
-            return _loaded(service, {"message": {"role": "assistant", "content": ""}})
+            return _loaded(model, {"message": {"role": "assistant", "content": ""}})
         with named({**_NAMES, "prompt": "messages", "messages[": "messages"}):
-            talk = _Chat(service, _chat_request(fields, service))
-            answer = OllamaAnswer(service, fields, texts, talk, is_chat=True)
+            talk = _Chat(service, _chat_request(fields, service, adapter))
+            answer = OllamaAnswer(model, fields, texts, talk, is_chat=True)
             return await answered(request, answer, is_streamed=fields.stream is not False)
 
     @router.post("/api/generate")
     async def generate(fields: GenerateFields, request: Request) -> Response:
         """Answer a prompt, or go on with a raw one."""
-        check_model(service, fields.model)
+        adapter = adapter_of(service, fields.model)
         fields.check_refused()
+        model = adapter or service.model
         if not fields.prompt:
-            return _loaded(service, {"response": ""})
+            return _loaded(model, {"response": ""})
         with named({**_NAMES, "messages": "prompt", "messages[": "prompt"}):
-            answer = OllamaAnswer(service, fields, texts, _prompt_talk(fields, fields.prompt, service), is_chat=False)
+            talk = _prompt_talk(fields, fields.prompt, service, adapter)
+            answer = OllamaAnswer(model, fields, texts, talk, is_chat=False)
             return await answered(request, answer, is_streamed=fields.stream is not False)
 
     return router
 
 
-def _loaded(service: Service, fields: dict[str, Any]) -> Response:
+def _loaded(model: str, fields: dict[str, Any]) -> Response:
     """The answer to who asks for nothing but that the model is there."""
-    return JSONResponse({**head(service), **fields, "done": True, "done_reason": "load"})
+    return JSONResponse({**head(model), **fields, "done": True, "done_reason": "load"})
 
 
-def _chat_request(fields: ChatFields, service: Service) -> ChatRequest:
+def _chat_request(fields: ChatFields, service: Service, adapter: str | None) -> ChatRequest:
     return ChatRequest(
         messages=conversation(fields, service.settings),
         tools=offered_tools(fields, service.settings),
         template_options=_template_options(fields, service),
         params=_params(fields, service),
-        options=request_options(_sampling(fields)),
+        options=request_options(_sampling(fields), adapter=adapter),
         takes_the_rest=_limit(fields) is None,
     )
 
 
-def _prompt_talk(fields: GenerateFields, prompt: str, service: Service) -> Talk:
+def _prompt_talk(fields: GenerateFields, prompt: str, service: Service, adapter: str | None) -> Talk:
     check_length("prompt", len(prompt) + len(fields.system or ""), service.settings)
-    params, options, takes_the_rest = _params(fields, service), request_options(_sampling(fields)), _limit(fields) is None
+    params, takes_the_rest = _params(fields, service), _limit(fields) is None
+    options = request_options(_sampling(fields), adapter=adapter)
     if fields.raw:
         job = Job(prompt_ids=lambda maker: [maker.prompt_ids(prompt)], params=params, options=options, takes_the_rest=takes_the_rest)
         return _Raw(service.generation, job)

@@ -5,19 +5,24 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.engine.inputs import RequestOptions
 from paceline.outputs import RequestOutput
 from paceline.server.service import Service
 
 DONE = b"data: [DONE]\n\n"
 
 
-def head(service: Service, kind: str, prefix: str) -> dict[str, Any]:
-    """The fields that an answer, or every chunk of one, begins with."""
+def head(service: Service, options: RequestOptions, kind: str, prefix: str) -> dict[str, Any]:
+    """The fields that an answer, or every chunk of one, begins with.
+
+    Args:
+        options: of the request.
+    """
     return {
         "id": f"{prefix}-{secrets.token_hex(12)}",
         "object": kind,
         "created": int(time.time()),
-        "model": service.model,
+        "model": service.name_of(options),
         "system_fingerprint": service.fingerprint,
     }
 

@@ -23,7 +23,7 @@ from paceline.server.parameters import check_prediction, request_options, sampli
 from paceline.server.service import Service
 from paceline.server.token_texts import TokenTexts
 
-_NAMES = {"prompt": "messages", "logprobs": "top_logprobs", "template_options": "chat_template_kwargs"}
+_NAMES = {"prompt": "messages", "logprobs": "top_logprobs", "template_options": "chat_template_kwargs", "adapter": "model"}
 
 
 def chat_routes(service: Service) -> APIRouter:
@@ -34,18 +34,18 @@ def chat_routes(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def chat_completions(fields: ChatFields, request: Request) -> Response:
         """Answer a conversation."""
-        service.check_model(fields.model)
+        adapter = service.adapter_of(fields.model)
         fields.check_refused()
         limit = "max_completion_tokens" if fields.max_completion_tokens is not None else "max_tokens"
         form = "response_format" if fields.response_format is not None else "tools"
         with named({**_NAMES, "max_tokens": limit, "grammar": form}):
-            chat = _Chat(service, fields, texts, _request(fields, service))
+            chat = _Chat(service, fields, texts, _request(fields, service, adapter))
             return await answered(request, chat, is_streamed=fields.stream)
 
     return router
 
 
-def _request(fields: ChatFields, service: Service) -> ChatRequest:
+def _request(fields: ChatFields, service: Service, adapter: str | None) -> ChatRequest:
     messages = conversation(fields, service.settings)
     if fields.top_logprobs is not None and not fields.logprobs:
         raise HttpError(400, "top_logprobs needs logprobs=true: send both, or none", parameter="top_logprobs", code="invalid_value")
@@ -70,7 +70,7 @@ def _request(fields: ChatFields, service: Service) -> ChatRequest:
             grammar=response_grammar(fields.response_format, service.settings),
             logprobs=num_top,
         ),
-        options=request_options(fields, predicted_text(fields.prediction)),
+        options=request_options(fields, predicted_text(fields.prediction), adapter=adapter),
         takes_the_rest=limit is None,
     )
 
@@ -89,7 +89,7 @@ class _Chat:
         answers = await self.service.dialogue.collect(self.request)
         outputs = [answer.output for answer in answers]
         return {
-            **head(self.service, "chat.completion", "chatcmpl"),
+            **head(self.service, self.request.options, "chat.completion", "chatcmpl"),
             "choices": [self._choice(answer) for answer in answers],
             "usage": usage_of(outputs),
             "speculation": speculation_of(outputs, shows_origins=self.fields.shows_origins, texts=self.texts),
@@ -97,7 +97,7 @@ class _Chat:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as events: for each sample its role, what it says and its end; then the usage, if it is asked for."""
-        top = head(self.service, "chat.completion.chunk", "chatcmpl")
+        top = head(self.service, self.request.options, "chat.completion.chunk", "chatcmpl")
         wants_usage = self.fields.stream_options is not None and bool(self.fields.stream_options.include_usage)
         if wants_usage:
             top["usage"] = None

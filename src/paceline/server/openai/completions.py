@@ -58,16 +58,16 @@ def completion_routes(service: Service) -> APIRouter:
     @router.post("/v1/completions")
     async def completions(fields: CompletionFields, request: Request) -> Response:
         """Continue a text, or several."""
-        service.check_model(fields.model)
+        adapter = service.adapter_of(fields.model)
         fields.check_refused()
-        with named({"grammar": "response_format", "prompt_logprobs": "logprobs", "prompt_token_ids": "prompt"}):
-            one = _Completion(service, fields, texts, _job(fields, service))
+        with named({"grammar": "response_format", "prompt_logprobs": "logprobs", "prompt_token_ids": "prompt", "adapter": "model"}):
+            one = _Completion(service, fields, texts, _job(fields, service, adapter))
             return await answered(request, one, is_streamed=fields.stream)
 
     return router
 
 
-def _job(fields: CompletionFields, service: Service) -> Job:
+def _job(fields: CompletionFields, service: Service, adapter: str | None) -> Job:
     prompts, settings = fields.prompts, service.settings
     if not 1 <= len(prompts) <= settings.max_prompts:
         text = f"prompt holds {len(prompts)} prompts: send 1 to {settings.max_prompts}"
@@ -91,7 +91,7 @@ def _job(fields: CompletionFields, service: Service) -> Job:
         prompt_ids=lambda maker: [maker.prompt_ids(prompt) for prompt in prompts],
         num_prompts=len(prompts),
         params=params,
-        options=request_options(fields, fields.prediction),
+        options=request_options(fields, fields.prediction, adapter=adapter),
     )
 
 
@@ -108,7 +108,7 @@ class _Completion:
         """The answer as one object."""
         outputs = await self.service.generation.collect(self.job)
         return {
-            **head(self.service, "text_completion", "cmpl"),
+            **head(self.service, self.job.options, "text_completion", "cmpl"),
             "choices": [self._choice(place, output) for place, output in enumerate(outputs)],
             "usage": usage_of(outputs, counts_output=self._shows_output),
             "speculation": speculation_of(outputs, shows_origins=self.fields.shows_origins, texts=self.texts),
@@ -116,7 +116,7 @@ class _Completion:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as events; the usage is the last one, if it is asked for."""
-        top = head(self.service, "text_completion", "cmpl")
+        top = head(self.service, self.job.options, "text_completion", "cmpl")
         wants_usage = self.fields.stream_options is not None and bool(self.fields.stream_options.include_usage)
         if wants_usage:
             top["usage"] = None

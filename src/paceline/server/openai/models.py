@@ -42,30 +42,33 @@ def model_routes(service: Service) -> APIRouter:
     """The routes that say what is served, and in which tokens."""
     router = APIRouter(tags=["openai"])
     maker = service.engine.opened.maker
-    described = {
-        "id": service.model,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "paceline",
-        "max_model_len": maker.max_context,
-        "drafters": sorted(service.drafters),
-    }
+    started_s = int(time.time())
+
+    def described(adapter: str | None) -> dict[str, Any]:
+        return {
+            "id": adapter or service.model,
+            "object": "model",
+            "created": started_s,
+            "owned_by": "paceline",
+            "max_model_len": maker.max_context,
+            "drafters": sorted(service.drafters),
+            **({} if adapter is None else {"parent": service.model}),
+        }
 
     @router.get("/v1/models")
     async def models() -> Response:
-        """The one model that is served."""
-        return JSONResponse({"object": "list", "data": [described]})
+        """The model that is served, and its adapters, whose parent it is."""
+        return JSONResponse({"object": "list", "data": [described(adapter) for adapter in (None, *service.engine.adapters)]})
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        """The same by its name."""
-        service.check_model(name)
-        return JSONResponse(described)
+        """One of them by its name."""
+        return JSONResponse(described(service.adapter_of(name)))
 
     @router.post("/tokenize")
     async def tokenize(fields: TokenizeFields) -> Response:
         """The token ids of a prompt or a conversation."""
-        service.check_model(fields.model)
+        service.adapter_of(fields.model)
         fields.check_refused()
         with service.gate.admitted(0):
             ids = await asyncio.to_thread(_ids, fields, service)
@@ -74,7 +77,7 @@ def model_routes(service: Service) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(fields: DetokenizeFields) -> Response:
         """The text of token ids, special tokens included."""
-        service.check_model(fields.model)
+        service.adapter_of(fields.model)
         check_length("tokens", len(fields.tokens), service.settings)
         for token_id in fields.tokens:
             if not 0 <= token_id < maker.vocab_size:

@@ -79,7 +79,7 @@ class ResponseAnswer:
             "max_output_tokens": fields.max_output_tokens,
             "max_tool_calls": fields.max_tool_calls,
             "metadata": fields.metadata or {},
-            "model": self.service.model,
+            "model": self.service.name_of(self.request.options),
             "output": [],
             "parallel_tool_calls": self.request.parallel_tool_calls,
             "previous_response_id": None,

@@ -19,6 +19,7 @@ _NAMES = {
     "messages[": "input",
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
+    "adapter": "model",
 }
 
 
@@ -29,17 +30,17 @@ def response_routes(service: Service) -> APIRouter:
     @router.post("/v1/responses")
     async def responses(fields: ResponsesFields, request: Request) -> Response:
         """Answer a conversation, of which nothing is stored."""
-        service.check_model(fields.model)
+        adapter = service.adapter_of(fields.model)
         fields.check_refused()
         form = "tools" if fields.text is None or fields.text.format is None else "text.format"
         with named({**_NAMES, "grammar": form}):
-            answer = ResponseAnswer(service, fields, _chat_request(fields, service))
+            answer = ResponseAnswer(service, fields, _chat_request(fields, service, adapter))
             return await answered(request, answer, is_streamed=fields.stream)
 
     return router
 
 
-def _chat_request(fields: ResponsesFields, service: Service) -> ChatRequest:
+def _chat_request(fields: ResponsesFields, service: Service, adapter: str | None) -> ChatRequest:
     return ChatRequest(
         messages=conversation(fields, service.settings),
         tools=offered_tools(fields, service.settings),
@@ -48,7 +49,7 @@ def _chat_request(fields: ResponsesFields, service: Service) -> ChatRequest:
         params=sampling_params(
             fields, service.settings, max_tokens=fields.max_output_tokens, stop=fields.stop, grammar=_grammar(fields, service)
         ),
-        options=request_options(fields),
+        options=request_options(fields, adapter=adapter),
         takes_the_rest=fields.max_output_tokens is None,
     )
 

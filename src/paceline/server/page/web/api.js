@@ -9,10 +9,11 @@ export class ApiError extends Error {
 
 export class ConnectionLost extends Error {}
 
-// The model that is served: its id and the drafters that a request may name.
+// The model that is served: its id, the drafters that a request may name, and the ids of its adapters, which are asked for as models.
 export async function servedModel(key) {
   const answer = await ask("v1/models", key, {});
-  return (await answer.json()).data[0];
+  const [model, ...adapters] = (await answer.json()).data;
+  return { ...model, adapters: adapters.map(({ id }) => id) };
 }
 
 // The events of one answer, as they come. Leaving the loop, or aborting `signal`, ends the request.

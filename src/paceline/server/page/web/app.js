@@ -149,7 +149,8 @@ class App extends Component {
           ${turns.length === 0 && html`<${Welcome} ask=${this.send} isBusy=${isBusy} />`}
           ${turns.map((turn) => {
             const View = turn.role === "user" ? MessageView : AnswerView;
-            return html`<${View} key=${turn.id} turn=${turn} isBusy=${isBusy} actions=${this.actions} model=${model?.id ?? "Answer"} />`;
+            const name = turn.answer?.fields.model ?? model?.id ?? "Answer";
+            return html`<${View} key=${turn.id} turn=${turn} isBusy=${isBusy} actions=${this.actions} model=${name} />`;
           })}
           <${Composer} field=${this.messageField} isBusy=${isBusy} send=${this.send} stop=${this.stop} />
         </main>

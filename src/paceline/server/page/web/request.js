@@ -4,6 +4,7 @@ export const AS_LOADED = "";
 export const NO_DRAFTER = "none";
 
 export const DEFAULTS = {
+  adapter: "",
   drafter: AS_LOADED,
   maxDraftTokens: "",
   temperature: "0.7",
@@ -15,7 +16,7 @@ export const DEFAULTS = {
 // Without a seed one is drawn here, so that an answer can be repeated; it fits a number of JavaScript, as the server's own would not.
 export function chatFields(model, messages, settings) {
   return {
-    model,
+    model: settings.adapter || model,
     messages,
     stream: true,
     stream_options: { include_usage: true },

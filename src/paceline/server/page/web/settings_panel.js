@@ -1,4 +1,4 @@
-// How answers are made: the drafter, the sampling, and the API key where the server asks for one.
+// How answers are made: the model or an adapter of it, the drafter, the sampling, and the API key where the server asks for one.
 import { html } from "./html.js";
 import { AS_LOADED, NO_DRAFTER } from "./request.js";
 
@@ -14,6 +14,14 @@ export function SettingsPanel({ model, settings, change, asksForKey, apiKey, cha
   const set = (name) => (event) => change({ [name]: event.currentTarget.value });
   return html`<section id="settings" class="settings" aria-label="Settings">
     ${asksForKey && html`<${KeyField} apiKey=${apiKey} changeKey=${changeKey} checkKey=${checkKey} />`}
+    ${model?.adapters.length > 0 &&
+    html`<div class="field">
+      <label for="model">Model</label>
+      <select id="model" value=${settings.adapter} onChange=${set("adapter")}>
+        <option value="">${model.id}</option>
+        ${model.adapters.map((name) => html`<option key=${name} value=${name}>${name}</option>`)}
+      </select>
+    </div>`}
     <div class="field">
       <label for="drafter">Drafter</label>
       <select id="drafter" value=${settings.drafter} onChange=${set("drafter")}>

@@ -1,0 +1,72 @@
+"""Loading and removing adapters while the server runs, as vLLM has it. These requests name directories: they are served on demand alone."""
+
+from fastapi import APIRouter
+from starlette.responses import PlainTextResponse, Response
+
+from paceline.errors import PacelineError
+from paceline.models.adapters.read import MAX_NAME_LEN
+from paceline.server.fields import Fields
+from paceline.server.http_errors import HttpError
+from paceline.server.service import Service
+
+MAX_PATH_LEN = 4096
+
+
+class LoadFields(Fields):
+    """The body of `/v1/load_lora_adapter`."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadFields(Fields):
+    """The body of `/v1/unload_lora_adapter`."""
+
+    lora_name: str
+
+
+def adapter_routes(service: Service) -> APIRouter:
+    """The two routes; none where the settings do not switch them on."""
+    router = APIRouter(tags=["adapters"])
+    if not service.settings.adapter_loading:
+        return router
+
+    @router.post("/v1/load_lora_adapter")
+    async def load(fields: LoadFields) -> Response:
+        """Load the adapter of a directory on the server's machine; requests ask for it by its name as their model."""
+        fields.check_refused()
+        name = fields.lora_name
+        if not name.strip() or not name.isprintable() or len(name) > MAX_NAME_LEN or name == service.model:
+            text = f"lora_name must be a name of 1 to {MAX_NAME_LEN} printable characters that is not the model's own"
+            raise HttpError(400, text, parameter="lora_name", code="invalid_value")
+        if not fields.lora_path or "\0" in fields.lora_path or len(fields.lora_path) > MAX_PATH_LEN:
+            text = f"lora_path must be a directory on the server's machine, of 1 to {MAX_PATH_LEN} characters"
+            raise HttpError(400, text, parameter="lora_path", code="invalid_value")
+        if name in service.engine.adapters:
+            text = f"lora_name: {name!r} is loaded already; unload it first, or give this one another name"
+            raise HttpError(400, text, parameter="lora_name", code="adapter_loaded")
+        service.engine.check_open()
+        with service.gate.admitted(0):
+            try:
+                await service.engine.load_adapter(name, fields.lora_path)
+            except PacelineError as error:
+                raise HttpError(400, str(error), parameter="lora_path", code="adapter_unusable") from error
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    @router.post("/v1/unload_lora_adapter")
+    async def unload(fields: UnloadFields) -> Response:
+        """Refuse requests for an adapter from now on; those that run end with it."""
+        fields.check_refused()
+        known = ", ".join(map(repr, service.engine.adapters)) or "none"
+        missing = HttpError(
+            404, f"lora_name: there is no adapter of this name; loaded: {known}", parameter="lora_name", code="adapter_not_found"
+        )
+        if fields.lora_name not in service.engine.adapters:
+            raise missing
+        try:
+            await service.engine.unload_adapter(fields.lora_name)
+        except PacelineError as error:  # another request was faster
+            raise missing from error
+        return PlainTextResponse(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.")
+
+    return router

@@ -1,0 +1,62 @@
+"""Adapters that PEFT wrote, beside what PEFT computes with them, in an environment of its own (make test-clients)."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from harness import expert_checkpoints, gemma4_checkpoints, hybrid_checkpoints
+from harness.checkpoints import write_checkpoint
+from harness.parity import difference, needs, prompt_logits
+from paceline.models.adapters.merge import MergedWeights, merged_config
+from paceline.models.adapters.read import read_adapter
+from paceline.models.checkpoint import open_weights, read_model_config
+from paceline.models.config import WeightType
+from paceline.models.weights import as_float32
+from paceline.runtimes.decoder import decoder
+
+pytest.importorskip("torch")
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    **{name: (name, {}) for name in ("mistral", "qwen2", "qwen3", "phi3", "glm4", "olmo2", "exaone4", "granite", "seed_oss", "smollm3")},
+    **{name: (name, {"query_pre_attn_scalar": 24, "tie_word_embeddings": True}) for name in ("gemma2", "gemma3_text")},
+    "gemma4": ("gemma4_text", gemma4_checkpoints.GEMMA4),
+    **expert_checkpoints.CASES,
+    **hybrid_checkpoints.CASES,
+}
+WEIGHTS, LOGITS = 1e-6, 1e-4
+
+
+@pytest.fixture(scope="module")
+def written(clients: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    for name, (family, values) in MODELS.items():
+        write_checkpoint(folder / name / "base", family, **values)
+    script = Path(__file__).with_name("write_adapters.py")
+    done = subprocess.run([clients / "peft" / "bin" / "python", script, folder], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_variant_has_the_weights_and_logits_that_peft_makes_of_it(written: Path, model: str) -> None:
+    from paceline.runtimes.native.network import NativeNetwork
+
+    needs("native")
+    base = written / model / "base"
+    config, adapters = read_model_config(base), sorted(path.parent for path in (written / model).glob("*/adapter_config.json"))
+    assert adapters
+    for adapter in adapters:
+        weights = open_weights(base, config)
+        read = read_adapter(adapter, name=adapter.name, config=config, weights=weights)
+        own, merged = merged_config(config, read), MergedWeights(weights, config, read, weight_type=WeightType.F32)
+        if (adapter / "merged").exists():
+            theirs = open_weights(adapter / "merged", read_model_config(adapter / "merged"))
+            assert max(np.abs(as_float32(merged[name]) - as_float32(theirs[name])).max() for name in theirs) <= WEIGHTS, adapter.name
+        expected = load_file(adapter / "expected.safetensors")
+        network = NativeNetwork(decoder(own), own, merged, num_threads=1, max_context=64, round_to=WeightType.F32, panels=None)
+        assert difference(prompt_logits(network, expected["ids"].tolist()), expected["logits"]) <= LOGITS, adapter.name

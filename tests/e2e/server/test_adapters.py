@@ -1,0 +1,176 @@
+"""Adapters are asked for as models, in every dialect, and loaded by requests where that is switched on."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.adapter_files import low_rank, write_adapter
+from harness.http_client import HttpClient
+from paceline import LLM, AsyncEngine, SamplingParams
+from paceline.errors import ConfigError
+from paceline.server.app import create_app
+from paceline.server.settings import ServerSettings
+
+KEY = "k" * 20
+ALLOWED = {"adapter_loading": True, "api_keys": (KEY,)}
+PROMPT = "The quick brown"
+NUM_TOKENS = 8
+
+
+def write_adapter_of_mini(folder: Path, engine: AsyncEngine, *, seed: int) -> Path:
+    """One that makes other tokens likely."""
+    config, rng = engine.opened.engine.runtime.config, np.random.default_rng(seed)
+    tensors = {}
+    for layer in range(config.num_layers):
+        shape = (config.layers[layer].attention.query_size, config.hidden_size)
+        tensors |= {name: 10 * one for name, one in low_rank(rng, f"model.layers.{layer}.self_attn.q_proj", shape).items()}
+    return write_adapter(folder, tensors)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
+    """The mini with one adapter, `first`; the directory of another is `folder / "second"`."""
+    engine = AsyncEngine.open("mini", drafter="ngram", threads=1)
+    folder = tmp_path_factory.mktemp("adapters")
+    asyncio.run(engine.load_adapter("first", write_adapter_of_mini(folder / "first", engine, seed=1)))
+    yield engine
+    asyncio.run(engine.close())
+
+
+@pytest.fixture(scope="module")
+def second(engine: AsyncEngine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_adapter_of_mini(tmp_path_factory.mktemp("second"), engine, seed=2)
+
+
+@pytest.fixture
+def served(engine: AsyncEngine) -> Callable[..., HttpClient]:
+    return lambda headers=None, **settings: HttpClient(create_app(engine, ServerSettings(**settings)), headers)
+
+
+@pytest.fixture
+def client(served: Callable[..., HttpClient]) -> HttpClient:
+    return served()
+
+
+MESSAGES = [{"role": "user", "content": "Hello"}]
+GREEDY = {"temperature": 0, "max_tokens": NUM_TOKENS}
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "completions": ("/v1/completions", {"prompt": PROMPT, **GREEDY}),
+    "chat": ("/v1/chat/completions", {"messages": MESSAGES, **GREEDY}),
+    "responses": ("/v1/responses", {"input": "Hello", "temperature": 0, "max_output_tokens": NUM_TOKENS}),
+    "messages": ("/v1/messages", {"messages": MESSAGES, **GREEDY}),
+    "ollama-chat": ("/api/chat", {"messages": MESSAGES, "stream": False, "options": {"temperature": 0, "num_predict": NUM_TOKENS}}),
+    "ollama": ("/api/generate", {"prompt": PROMPT, "stream": False, "options": {"temperature": 0, "num_predict": NUM_TOKENS}}),
+}
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    """What was written, without what is another one with every answer."""
+    for name in ("choices", "output", "content", "message", "response"):
+        if name in answer:
+            found = answer[name]
+            return str([{**one, "id": None} for one in found] if isinstance(found, list) else found)
+    raise AssertionError(answer)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_an_adapter_answers_by_its_name_in_every_dialect(name: str, client: HttpClient) -> None:
+    path, fields = REQUESTS[name]
+    base, adapted = (client.json(path, {"model": model, **fields}) for model in ("mini", "first"))
+    assert (base["model"], adapted["model"]) == ("mini", "first")
+    assert text_of(base) != text_of(adapted)
+    assert text_of(client.json(path, {"model": "first", **fields})) == text_of(adapted)
+    assert text_of(client.json(path, {"model": "mini", **fields})) == text_of(base)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_an_unknown_model_is_refused_with_the_names_that_are_known(name: str, client: HttpClient) -> None:
+    path, fields = REQUESTS[name]
+    answer = client.post(path, {"model": "second", **fields})
+    assert answer.status_code == 404
+    assert "ask for 'mini', or for its adapter 'first'" in answer.text
+
+
+def test_adapters_are_listed_with_the_model_they_are_of(client: HttpClient) -> None:
+    listed = client.get("/v1/models").json()["data"]
+    assert [(one["id"], one.get("parent")) for one in listed] == [("mini", None), ("first", "mini")]
+    assert client.get("/v1/models/first").json()["parent"] == "mini"
+    of_ollama = client.get("/api/tags").json()["models"]
+    assert [(one["name"], one["details"]["parent_model"]) for one in of_ollama] == [("mini", ""), ("first", "mini")]
+    assert client.json("/api/show", {"model": "first:latest"})["details"]["parent_model"] == "mini"
+
+
+def test_metrics_count_what_adapters_finished(served: Callable[..., HttpClient]) -> None:
+    client = served()
+    for model in ("mini", "first", "first"):
+        client.json("/v1/completions", {"model": model, "prompt": PROMPT, **GREEDY})
+    counted = [line for line in client.get("/metrics").text.splitlines() if line.startswith("paceline:adapter_requests_total")]
+    assert counted == ['paceline:adapter_requests_total{adapter="first",engine="0",finished_reason="length",model_name="mini"} 2.0']
+
+
+def test_requests_load_and_remove_adapters_where_that_is_switched_on(served: Callable[..., HttpClient], second: Path) -> None:
+    client = served({"Authorization": f"Bearer {KEY}"}, **ALLOWED)
+    answer = client.post("/v1/load_lora_adapter", {"lora_name": "second", "lora_path": str(second)})
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'second' added successfully.")
+    assert [one["id"] for one in client.get("/v1/models").json()["data"]] == ["mini", "first", "second"]
+    fields = {"prompt": PROMPT, **GREEDY}
+    texts = [client.json("/v1/completions", {"model": model, **fields})["choices"][0]["text"] for model in ("mini", "first", "second")]
+    assert len(set(texts)) == 3
+    again = client.post("/v1/load_lora_adapter", {"lora_name": "second", "lora_path": str(second)})
+    assert (again.status_code, again.json()["error"]["code"]) == (400, "adapter_loaded")
+    answer = client.post("/v1/unload_lora_adapter", {"lora_name": "second"})
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'second' removed successfully.")
+    assert client.post("/v1/completions", {"model": "second", **fields}).status_code == 404
+
+
+def test_without_the_switch_there_are_no_such_requests(client: HttpClient, second: Path) -> None:
+    for path, fields in (("load", {"lora_name": "second", "lora_path": str(second)}), ("unload", {"lora_name": "first"})):
+        assert client.post(f"/v1/{path}_lora_adapter", fields).status_code == 404
+    assert [one["id"] for one in client.get("/v1/models").json()["data"]] == ["mini", "first"]
+
+
+def test_without_a_key_the_switch_is_refused() -> None:
+    with pytest.raises(ConfigError, match="adapter_loading lets requests read directories of this machine, and there is no key"):
+        ServerSettings(adapter_loading=True)
+
+
+WRONG: dict[str, tuple[str, dict[str, Any], int, str]] = {
+    "own-name": ("load", {"lora_name": "mini", "lora_path": "/x"}, 400, "lora_name"),
+    "no-name": ("load", {"lora_name": " ", "lora_path": "/x"}, 400, "lora_name"),
+    "no-path": ("load", {"lora_name": "x", "lora_path": ""}, 400, "lora_path"),
+    "nowhere": ("load", {"lora_name": "x", "lora_path": "/nowhere/at/all"}, 400, "lora_path"),
+    "zero": ("load", {"lora_name": "x", "lora_path": "a\0b"}, 400, "lora_path"),
+    "more": ("load", {"lora_name": "x", "lora_path": "/x", "lora_rank": 4}, 400, "lora_rank"),
+    "unknown": ("unload", {"lora_name": "second"}, 404, "lora_name"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_request_for_an_adapter_says_what_is_wrong(name: str, served: Callable[..., HttpClient]) -> None:
+    path, fields, status, parameter = WRONG[name]
+    answer = served({"x-api-key": KEY}, **ALLOWED).post(f"/v1/{path}_lora_adapter", fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, parameter)
+
+
+def test_without_the_key_nothing_is_loaded(served: Callable[..., HttpClient], second: Path) -> None:
+    answer = served(**ALLOWED).post("/v1/load_lora_adapter", {"lora_name": "second", "lora_path": str(second)})
+    assert answer.status_code == 401
+
+
+def test_an_adapter_with_the_models_name_is_refused(engine: AsyncEngine) -> None:
+    with pytest.raises(ConfigError, match="an adapter is called 'first', as the model is"):
+        create_app(engine, ServerSettings(served_name="first"))
+
+
+def test_an_adapter_of_the_settings_and_one_that_is_merged_answer_alike(second: Path) -> None:
+    params = SamplingParams(max_tokens=NUM_TOKENS)
+    with LLM("mini", drafter="none", threads=1, dtype="f32", adapters={"second": second}) as llm:
+        beside = llm.generate(PROMPT, params, adapter="second")[0].token_ids
+        assert llm.adapters == ("second",)
+    with LLM("mini", drafter="none", threads=1, dtype="f32", merge_adapter=second) as llm:
+        assert llm.generate(PROMPT, params)[0].token_ids == beside
+        assert any("is merged into the weights: another target" in notice for notice in llm.notices)

@@ -1,0 +1,59 @@
+"""The files of LoRA adapters."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fuzz.damage import Rng, damaged_json_text
+from fuzz.kind import HIDDEN, LAYERS, LLAMA, Kind, damaged_safetensors
+from harness.adapter_files import low_rank, write_adapter
+
+SETTINGS: dict[str, Any] = {
+    "peft_type": "LORA", "base_model_name_or_path": "owner/base", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"],
+    "rank_pattern": {"layers.1.self_attn.q_proj": 4}, "alpha_pattern": {"^model.layers.0.self_attn.q_proj": 2.5}, "use_rslora": True,
+    "layers_to_transform": list(range(LAYERS)), "layers_pattern": "layers", "exclude_modules": ["v_proj"], "bias": "none",
+    "modules_to_save": ["lm_head"], "init_lora_weights": True, "fan_in_fan_out": False, "target_parameters": None,
+}  # fmt: skip
+
+
+def write(folder: Path) -> None:
+    """A whole adapter."""
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for layer in range(LAYERS):
+        tensors |= low_rank(rng, f"model.layers.{layer}.self_attn.q_proj", (HIDDEN, HIDDEN))
+    write_adapter(folder, tensors, **SETTINGS)
+
+
+class AdapterFile(Kind):
+    """A kind that is read beside the config of a model."""
+
+    def prepare(self) -> None:
+        write(self.folder)
+        self.valid = self.path.read_bytes()
+
+    def undamaged(self) -> bytes:
+        return self.valid
+
+    def use(self, index: int) -> None:
+        from paceline.models.adapters.read import read_adapter
+        from paceline.models.config import config_from_values
+
+        found = read_adapter(self.folder, name="a", config=config_from_values(LLAMA, Path("config.json")))
+        assert len(found.key) == 32
+
+
+class AdapterSettingsFile(AdapterFile):
+    name, share = "adapter_config.json", 30
+
+    def make(self, rng: Rng) -> bytes:
+        return damaged_json_text(json.loads(self.valid), rng)
+
+
+class AdapterSafetensorsFile(AdapterFile):
+    name, share = "adapter_model.safetensors", 60
+
+    def make(self, rng: Rng) -> bytes:
+        return damaged_safetensors(self.valid, rng)

@@ -1,0 +1,246 @@
+"""A checkpoint with an adapter merged at load is the checkpoint whose stored matrices were changed by the adapter's definition.
+
+Adapters are written without PEFT (tests/clients/test_peft.py holds the reader to its files), and added to the stored tensors here, so
+that no row order of ours is trusted.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from harness import expert_checkpoints, hybrid_checkpoints
+from harness.adapter_files import added, low_rank, write_adapter
+from harness.checkpoints import write_checkpoint
+from harness.parity import difference, needs, prompt_logits, transformers_output
+from paceline.models.adapters.merge import MergedWeights, merged_config
+from paceline.models.adapters.read import read_adapter
+from paceline.models.checkpoint import open_weights, read_model_config
+from paceline.models.config import WeightType
+from paceline.models.weights import as_float32
+from paceline.runtimes.base import Network
+from paceline.runtimes.decoder import decoder
+
+pytest.importorskip("torch")
+Tensors = dict[str, NDArray[Any]]
+LAYER = "model.layers.1."
+TOLERANCE, LOGITS = 1e-6, 1e-4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, the modules that are adapted, and how.
+
+    Attributes:
+        modules: names behind `model.layers.1.`, as the file of the model has them.
+        settings: what adapter_config.json says.
+        scale: of every product.
+    """
+
+    family: str
+    modules: tuple[str, ...]
+    settings: dict[str, Any]
+    scale: float = 6 / 4
+    overrides: dict[str, Any] | None = None
+    rank: int = 4
+
+
+ONE_LAYER = {"layers_to_transform": [1]}
+ALPHAS = {"mlp.gate_proj": 5, r"layers\.\d+\.mlp\.up_proj": 2}
+MIXTRAL = expert_checkpoints.CASES["mixtral"][1]
+CASES = {
+    "plain": Case("llama", ("self_attn.q_proj", "mlp.down_proj"), {"target_modules": ["q_proj", "down_proj"], **ONE_LAYER}),
+    "regex": Case("llama", ("self_attn.v_proj",), {"target_modules": r".*layers\.1\.(?:.*)v_pro."}),
+    "beside-experts": Case("mixtral", ("self_attn.o_proj",), {"target_modules": ["o_proj"], **ONE_LAYER}, overrides=MIXTRAL),
+    "stabilized": Case("llama", ("self_attn.q_proj",), {"use_rslora": True, **ONE_LAYER}, 6 / math.sqrt(4)),
+    "ranks": Case("llama", ("mlp.up_proj",), {"target_modules": ["up_proj"], "rank_pattern": {"up_proj": 2}, **ONE_LAYER}, 6 / 2, rank=2),
+    "alphas": Case("llama", ("mlp.up_proj",), {"target_modules": ["up_proj"], "alpha_pattern": ALPHAS, **ONE_LAYER}, 2 / 4),
+    "transposed": Case("llama", ("self_attn.q_proj",), {"fan_in_fan_out": True, **ONE_LAYER}),
+    "excluded": Case("llama", ("self_attn.q_proj",), {"exclude_modules": ["layers.0.self_attn.q_proj", "layers.2.self_attn.q_proj"]}),
+    "fused": Case("phi3", ("self_attn.qkv_proj", "mlp.gate_up_proj"), {"target_modules": ["qkv_proj", "gate_up_proj"], **ONE_LAYER}),
+    "interleaved": Case("glm4", ("self_attn.q_proj", "self_attn.k_proj"), {"target_modules": ["q_proj", "k_proj"], **ONE_LAYER}),
+    "gated": Case("qwen3_5_text", ("self_attn.q_proj",), {**ONE_LAYER}, overrides=hybrid_checkpoints.CASES["qwen3_5"][1]),
+    "experts": Case(
+        "qwen3_moe",
+        ("mlp.experts.3.up_proj", "mlp.experts.7.down_proj"),
+        {"target_modules": ["up_proj", "down_proj"], **ONE_LAYER},
+        overrides=expert_checkpoints.CASES["qwen3_moe"][1],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict[str, Any] | None], Path]:
+    known: dict[str, Path] = {}
+
+    def written(family: str, overrides: dict[str, Any] | None = None) -> Path:
+        key = f"{family} {overrides}"
+        if key not in known:
+            known[key] = write_checkpoint(tmp_path_factory.mktemp(family), family, **(overrides or {}))
+        return known[key]
+
+    return written
+
+
+def with_added(model: Path, folder: Path, change: Callable[[Tensors], None]) -> Path:
+    """A copy of a checkpoint with other tensors."""
+    folder.mkdir()
+    for file in model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(model / "model.safetensors")
+    change(tensors)
+    save_file({name: np.ascontiguousarray(values.astype(np.float32)) for name, values in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def merged(model: Path, adapter: Path) -> tuple[Any, MergedWeights]:
+    config = read_model_config(model)
+    weights = open_weights(model, config)
+    read = read_adapter(adapter, name="a", config=config, weights=weights)
+    return merged_config(config, read), MergedWeights(weights, config, read, weight_type=WeightType.F32)
+
+
+def check_same(model: Path, adapter: Path, expected: Path) -> None:
+    """That every matrix is that of a changed checkpoint."""
+    _, ours = merged(model, adapter)
+    theirs = open_weights(expected, read_model_config(expected))
+    assert set(theirs) <= set(ours)
+    for name in theirs:
+        assert np.abs(as_float32(ours[name]) - as_float32(theirs[name])).max() <= TOLERANCE, name
+
+
+def native(config: Any, weights: MergedWeights) -> Network:
+    from paceline.runtimes.native.network import NativeNetwork
+
+    needs("native")
+    return NativeNetwork(decoder(config), config, weights, num_threads=1, max_context=64, round_to=WeightType.F32, panels=None)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_merged_matrices_are_the_stored_ones_with_what_the_adapter_adds(name: str, models: Any, tmp_path: Path) -> None:
+    case, rng = CASES[name], np.random.default_rng(0)
+    model = models(case.family, case.overrides)
+    stored = load_file(model / "model.safetensors")
+    tensors: Tensors = {}
+    layer = LAYER if case.family != "qwen3_5_text" else "model.layers.3."
+    for module in case.modules:
+        tensors |= low_rank(rng, layer + module, stored[f"{layer}{module}.weight"].shape, case.rank)
+    settings = dict(case.settings) | ({"layers_to_transform": [3]} if case.family == "qwen3_5_text" else {})
+    adapter = write_adapter(tmp_path / "adapter", tensors, **settings)
+
+    def change(own: Tensors) -> None:
+        for module in case.modules:
+            own[f"{layer}{module}.weight"] = own[f"{layer}{module}.weight"] + added(tensors, layer + module, case.scale)
+
+    check_same(model, adapter, with_added(model, tmp_path / "changed", change))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_adapted_as_one_parameter_are_adapted_one_by_one(family: str, models: Any, tmp_path: Path) -> None:
+    rng, count, rank = np.random.default_rng(1), 6, 3
+    overrides = {**expert_checkpoints.CASES[family][1], "num_local_experts" if family == "gpt_oss" else "num_experts": count}
+    model = models(family, overrides)
+    config = read_model_config(model)
+    inner, hidden = config.layers[0].mlp.expert.intermediate_size, config.hidden_size  # type: ignore[union-attr]
+    container = LAYER + "mlp.experts"
+    shapes = {f"{container}.base_layer": (hidden, 2 * inner), container: (inner, hidden)}  # columns and outputs, the first inside
+    tensors = {
+        f"{module}.{part}.weight": rng.normal(0, 0.1, shape).astype(np.float32)
+        for module, (columns, outputs) in shapes.items()
+        for part, shape in (("lora_A", (count * rank, columns)), ("lora_B", (outputs, count * rank)))
+    }
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    adapter = write_adapter(tmp_path / "adapter", tensors, r=rank, target_modules=[], target_parameters=targets)
+
+    def delta(module: str, expert: int) -> NDArray[np.float64]:
+        down, up = (tensors[f"{module}.{part}.weight"].astype(np.float64) for part in ("lora_A", "lora_B"))
+        return 6 / rank * (up.reshape(len(up), rank, count)[:, :, expert] @ down.reshape(count, rank, -1)[expert])
+
+    def change(own: Tensors) -> None:
+        for expert in range(count):
+            front, back = delta(f"{container}.base_layer", expert), delta(container, expert)
+            if family == "gpt_oss":
+                own[f"{container}.gate_up_proj"] = own[f"{container}.gate_up_proj"].astype(np.float64)
+                own[f"{container}.gate_up_proj"][expert] += front.T
+                own[f"{container}.down_proj"] = own[f"{container}.down_proj"].astype(np.float64)
+                own[f"{container}.down_proj"][expert] += back.T
+                continue
+            for part, rows in (("gate_proj", front[:inner]), ("up_proj", front[inner:]), ("down_proj", back)):
+                name = f"{container}.{expert}.{part}.weight"
+                own[name] = own[name] + rows
+
+    check_same(model, adapter, with_added(model, tmp_path / "changed", change))
+
+
+def test_biases_take_the_place_of_the_models_and_those_of_low_rank_matrices_are_added(models: Any, tmp_path: Path) -> None:
+    rng, model = np.random.default_rng(2), models("llama", {"attention_bias": True})
+    module = LAYER + "self_attn.q_proj"
+    tensors: Tensors = low_rank(rng, module, (64, 64))
+    tensors[f"{module}.lora_B.bias"] = rng.normal(0, 1, 64).astype(np.float32)
+    tensors[f"{module}.base_layer.bias"] = rng.normal(0, 1, 64).astype(np.float32)
+    tensors[f"{LAYER}self_attn.k_proj.bias"] = rng.normal(0, 1, 32).astype(np.float32)
+    adapter = write_adapter(tmp_path / "adapter", tensors, bias="all", lora_bias=True, **ONE_LAYER)
+
+    def change(own: Tensors) -> None:
+        own[f"{module}.weight"] = own[f"{module}.weight"] + added(tensors, module)
+        own[f"{module}.bias"] = tensors[f"{module}.base_layer.bias"] + 6 / 4 * tensors[f"{module}.lora_B.bias"]
+        own[f"{LAYER}self_attn.k_proj.bias"] = tensors[f"{LAYER}self_attn.k_proj.bias"]
+
+    check_same(model, adapter, with_added(model, tmp_path / "changed", change))
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_an_embedding_that_is_adapted_leaves_the_tied_head_alone_unless_the_adapter_ties_them(
+    ties: bool, models: Any, tmp_path: Path
+) -> None:
+    rng, model = np.random.default_rng(3), models("llama", {"tie_word_embeddings": True})
+    down, up = rng.normal(0, 0.1, (4, 97)).astype(np.float32), rng.normal(0, 0.1, (64, 4)).astype(np.float32)
+    tensors = {"model.embed_tokens.lora_embedding_A": down, "model.embed_tokens.lora_embedding_B": up}
+    settings = {"target_modules": ["embed_tokens"], **({"ensure_weight_tying": True} if ties else {})}
+    config, ours = merged(model, write_adapter(tmp_path / "adapter", tensors, **settings))
+    table = load_file(model / "model.safetensors")["model.embed_tokens.weight"].astype(np.float64)
+    changed = table + 6 / 4 * (up.astype(np.float64) @ down).T
+    assert not config.tied_embeddings
+    assert np.abs(as_float32(ours["embedding.weight"]) - changed).max() <= TOLERANCE
+    assert np.abs(as_float32(ours["lm_head.weight"]) - (changed if ties else table)).max() <= TOLERANCE
+
+
+def test_whole_matrices_take_the_place_of_the_models_and_its_own_are_left_out(models: Any, tmp_path: Path) -> None:
+    rng, model = np.random.default_rng(4), models("llama")
+    stored = load_file(model / "model.safetensors")
+    tensors: Tensors = low_rank(rng, LAYER + "self_attn.q_proj", (64, 64))
+    tensors["lm_head.modules_to_save.weight"] = rng.normal(0, 0.1, (97, 64)).astype(np.float32)
+    tensors["model.embed_tokens.weight"] = stored["model.embed_tokens.weight"]
+    adapter = write_adapter(tmp_path / "adapter", tensors, modules_to_save=["lm_head", "embed_tokens"], **ONE_LAYER)
+    config = read_model_config(model)
+    read = read_adapter(adapter, name="a", config=config, weights=open_weights(model, config))
+    assert set(read.saved) == {"lm_head"}
+    _, ours = merged(model, adapter)
+    assert np.array_equal(as_float32(ours["lm_head.weight"]), tensors["lm_head.modules_to_save.weight"])
+
+
+@pytest.mark.parametrize("name", ["plain", "fused", "interleaved"])
+def test_a_merged_model_computes_what_transformers_computes_of_the_changed_checkpoint(name: str, models: Any, tmp_path: Path) -> None:
+    case, rng = CASES[name], np.random.default_rng(5)
+    model, tensors = models(case.family, case.overrides), dict[str, NDArray[Any]]()
+    stored = load_file(model / "model.safetensors")
+    for module in case.modules:
+        tensors |= low_rank(rng, LAYER + module, stored[f"{LAYER}{module}.weight"].shape)
+
+    def change(own: Tensors) -> None:
+        for module in case.modules:
+            own[f"{LAYER}{module}.weight"] = own[f"{LAYER}{module}.weight"] + added(tensors, LAYER + module)
+
+    changed = with_added(model, tmp_path / "changed", change)
+    config, weights = merged(model, write_adapter(tmp_path / "adapter", tensors, **case.settings))
+    ids = rng.integers(0, 97, 48).tolist()
+    expected, _ = transformers_output(changed, ids)
+    before, _ = transformers_output(model, ids)
+    assert difference(before, expected) > 100 * LOGITS
+    assert difference(prompt_logits(native(config, weights), ids), expected) <= LOGITS

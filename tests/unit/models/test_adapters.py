@@ -1,0 +1,278 @@
+"""Adapter files are used whole or refused by name."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from harness.adapter_files import low_rank, write_adapter
+from harness.model_configs import make_config
+from paceline.config import QuantOptions
+from paceline.errors import CheckpointError, ConfigError
+from paceline.models.adapters import patterns
+from paceline.models.adapters.merge import MergedWeights
+from paceline.models.adapters.patterns import MatchedModules, endings_of
+from paceline.models.adapters.read import read_adapter
+from paceline.models.config import ModelConfig, WeightType
+from paceline.models.quantize import quantize_matrix
+from paceline.models.quantized_cache import quantized_weights
+from paceline.models.tensor_names import tensor_shapes
+from paceline.models.weights import GroupedTensor, Tensor, Weights, as_float32
+
+LAYERS = 2
+CONFIG = make_config(num_layers=LAYERS)
+QUERIES = tuple(f"model.layers.{layer}.self_attn.q_proj" for layer in range(LAYERS))
+Tensors = dict[str, NDArray[Any]]
+
+
+def of_queries(rank: int = 4, before: str = "") -> Tensors:
+    rng = np.random.default_rng(0)
+    return {name: one for module in QUERIES for name, one in low_rank(rng, before + module, (64, 64), rank).items()}
+
+
+def read(directory: Path, config: ModelConfig = CONFIG, **more: Any) -> Any:
+    return read_adapter(directory, name="a", config=config, **more)
+
+
+def random_weights(config: ModelConfig, seed: int = 0) -> Weights:
+    rng = np.random.default_rng(seed)
+    values = {name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in tensor_shapes(config).items()}
+    return Weights({name: Tensor(one, WeightType.F32, one.shape) for name, one in values.items()})
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "dora": ({"use_dora": True}, r"use_dora = True is not supported: it computes something else"),
+    "replication": ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
+    "alora": ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
+    "tokens": ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+    "qalora": ({"use_qalora": True}, "use_qalora"),
+    "blocks": ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
+    "arrow": ({"arrow_config": {"top_k": 3}}, "arrow_config"),
+    "megatron": ({"megatron_config": {"a": 1}}, "megatron_config"),
+    "pissa": ({"init_lora_weights": "pissa_niter_16"}, r"init_lora_weights = 'pissa_niter_16' changed the model's own weights"),
+    "olora": ({"init_lora_weights": "olora"}, "path_initial_model_for_weight_conversion"),
+    "loftq": ({"init_lora_weights": "loftq"}, "init_lora_weights = 'loftq'"),
+    "kind": ({"peft_type": "XLORA"}, "peft_type = 'XLORA' is not supported, only 'LORA' is"),
+    "unknown": ({"use_something_new": True}, "'use_something_new' are set, which no known LoRA adapter has"),
+    "rank": ({"r": 0}, "r = 0, expected an integer from 1"),
+    "ranks": ({"rank_pattern": {"q_proj": 0}}, "rank_pattern gives 'q_proj' the rank 0"),
+    "alpha": ({"lora_alpha": "7"}, "lora_alpha = '7', expected a finite number"),
+    "alphas": ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern gives 'q_proj' the alpha None"),
+    "bias": ({"bias": "some"}, "bias = 'some', expected none, all or lora_only"),
+    "targets": ({"target_modules": {"q_proj": 1}}, "target_modules = .*expected a name or a list"),
+    "layers": ({"layers_to_transform": ["1"]}, "layers_to_transform = .*expected a layer"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_that_is_not_computed_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    settings, text = SETTINGS[name]
+    with pytest.raises(CheckpointError, match=text):
+        read(write_adapter(tmp_path, of_queries(), **settings))
+
+
+@pytest.mark.parametrize("start", [True, False, None, "gaussian", "eva", "orthogonal"])
+def test_starts_that_leave_the_model_as_it_is_are_read(start: object, tmp_path: Path) -> None:
+    assert len(read(write_adapter(tmp_path, of_queries(), init_lora_weights=start)).products) == LAYERS
+
+
+def test_what_says_nothing_of_the_computation_is_read_over(tmp_path: Path) -> None:
+    settings = {
+        "lora_dropout": 0.1,
+        "task_type": "CAUSAL_LM",
+        "peft_version": "0.21.2",
+        "megatron_core": "megatron.core",
+        "inference_mode": True,
+    }
+    assert len(read(write_adapter(tmp_path, of_queries(), new_and_empty=None, **settings)).products) == LAYERS
+
+
+FILES: dict[str, tuple[Tensors, str]] = {
+    "width": (
+        {f"{QUERIES[0]}.lora_A.weight": np.zeros((4, 32), np.float32)},
+        r"layers\.0\.self_attn\.q_proj\.lora_A\.weight \[4, 32\] instead of \[4, 64\]",
+    ),
+    "rank": ({f"{QUERIES[0]}.lora_B.weight": np.zeros((64, 8), np.float32)}, r"lora_B\.weight \[64, 8\] instead of \[64, 4\]"),
+    "layer": (low_rank(np.random.default_rng(0), "model.layers.2.self_attn.q_proj", (64, 64)), "does not have 2 tensors: .*layers.2"),
+    "module": (low_rank(np.random.default_rng(0), "model.layers.0.self_attn.qkv_proj", (64, 64)), "does not have 2 tensors: .*qkv_proj"),
+    "magnitude": (
+        {f"{QUERIES[0]}.lora_magnitude_vector": np.zeros(64, np.float32)},
+        "1 tensor: .*lora_magnitude_vector that no plain",
+    ),
+    "whole": ({"model.norm.weight": np.zeros(64, np.float32)}, r"does not have 1 tensor: base_model\.model\.model\.norm\.weight"),
+    "half": ({"model.layers.0.self_attn.v_proj.lora_A.weight": np.zeros((4, 64), np.float32)}, "v_proj without its lora_B"),
+    "rows": ({"lm_head.weight": np.zeros((98, 64), np.float32)}, r"lm_head\.weight \[98, 64\] instead of \[97, 64\]"),
+    "twice": ({f"{QUERIES[0]}.lora_A.default.weight": np.zeros((4, 64), np.float32)}, "which are the same"),
+    "nan": ({f"{QUERIES[0]}.lora_A.weight": np.full((4, 64), np.nan, np.float32)}, "lora_A.weight holds NaN or infinite values"),
+    "integers": ({f"{QUERIES[0]}.lora_A.weight": np.zeros((4, 64), np.int8)}, "is of type I8, supported are F32, F16, F64, BF16"),
+    "other": (
+        low_rank(np.random.default_rng(0), "model.layers.0.self_attn.o_proj", (64, 64)),
+        "adapts 1 module: .*o_proj that",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_tensor_that_is_not_used_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    more, text = FILES[name]
+    with pytest.raises(CheckpointError, match=text):
+        read(write_adapter(tmp_path, {**of_queries(), **more}, base_model_name_or_path="owner/base"))
+
+
+def test_an_adapter_of_a_longer_or_a_shorter_model_is_refused(tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path, of_queries(), base_model_name_or_path="owner/base")
+    with pytest.raises(CheckpointError, match=r"layers\.1\..* use it with the model it was made for, 'owner/base'"):
+        read(adapter, make_config(num_layers=1))
+    with pytest.raises(CheckpointError, match=r"adapts nothing in 1 module: model\.layers\.2\.self_attn\.q_proj that .* names"):
+        read(adapter, make_config(num_layers=3))
+
+
+def test_a_directory_without_an_adapter_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"holds no adapter_config\.json: give the directory of a LoRA adapter"):
+        read(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"holds neither adapter_model\.safetensors nor adapter_model\.bin"):
+        read(tmp_path)
+    write_adapter(tmp_path, {})
+    with pytest.raises(CheckpointError, match="holds no tensors"):
+        read(tmp_path)
+    write_adapter(tmp_path, {"model.visual.blocks.0.attn.qkv.lora_A.weight": np.zeros((4, 8), np.float32)})
+    with pytest.raises(CheckpointError, match="only tensors of image or audio encoders"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["", " ", "a\nb", "x" * 201])
+def test_a_name_that_requests_cannot_have_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="use 1 to 200 printable characters"):
+        read_adapter(write_adapter(tmp_path, of_queries()), name=name, config=CONFIG)
+
+
+@pytest.mark.parametrize("before", ["model.language_model.", "language_model.model."])
+def test_what_wraps_a_language_model_does_not_matter_and_encoders_are_left_out(before: str, tmp_path: Path) -> None:
+    plain = read(write_adapter(tmp_path / "plain", of_queries()))
+    wrapped = {name.replace("model.", before, 1): one for name, one in of_queries().items()}
+    wrapped["model.visual.blocks.0.attn.qkv.lora_A.weight"] = np.zeros((4, 8), np.float32)
+    found = read(write_adapter(tmp_path / "wrapped", wrapped, target_modules=r"^(?!.*visual).*\.q_proj$"))
+    assert found.key == plain.key
+    assert set(found.products) == {"layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj"}
+
+
+def test_files_of_pytorch_hold_the_same_adapter(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    found = read(write_adapter(tmp_path, of_queries()))
+    torch.save({f"base_model.model.{name}": torch.from_numpy(one) for name, one in of_queries().items()}, tmp_path / "adapter_model.bin")
+    (tmp_path / "adapter_model.safetensors").unlink()
+    assert read(tmp_path).key == found.key
+
+
+def test_the_key_differs_wherever_a_value_does(tmp_path: Path) -> None:
+    tensors = of_queries()
+    keys = [read(write_adapter(tmp_path, tensors, lora_alpha=alpha)).key for alpha in (6, 6, 7)]
+    last = next(reversed(tensors))
+    keys.append(read(write_adapter(tmp_path, {**tensors, last: np.nextafter(tensors[last], np.float32(1))})).key)
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 3
+
+
+def test_biases_without_weights_to_compare_them_with_are_refused(tmp_path: Path) -> None:
+    config = make_config(num_layers=LAYERS, attention={"bias": True})
+    adapter = write_adapter(tmp_path, {**of_queries(), f"{QUERIES[0]}.base_layer.bias": np.ones(64, np.float32)}, bias="lora_only")
+    with pytest.raises(ConfigError, match="which they are compared with: give its weights"):
+        read(adapter, config)
+    weights = random_weights(config)
+    found = read(adapter, config, weights=weights)
+    assert np.allclose(found.biases["layers.0.self_attn.q_proj"] + as_float32(weights["layers.0.q_proj.bias"]), 1, atol=1e-7)
+
+
+def test_matrices_are_quantised_with_what_the_adapter_adds(tmp_path: Path) -> None:
+    base = random_weights(CONFIG)
+    adapter = read(write_adapter(tmp_path, of_queries()))
+    ours = quantized_weights(MergedWeights(base, CONFIG, adapter, weight_type=WeightType.F32), QuantOptions(bits=8, group=64), None)
+    low = adapter.products["layers.0.self_attn.q_proj"]
+    whole = as_float32(base["layers.0.q_proj.weight"]) + low.up @ low.down
+    found, expected = ours["layers.0.q_proj.weight"], quantize_matrix(whole, bits=8, group=64)
+    assert isinstance(found, GroupedTensor)
+    assert np.array_equal(found.matrix.codes, expected.codes)
+    assert not np.array_equal(expected.codes, quantize_matrix(as_float32(base["layers.0.q_proj.weight"]), bits=8, group=64).codes)
+
+
+def test_quantised_matrices_become_floats_with_a_notice_and_others_stay(tmp_path: Path) -> None:
+    plain = random_weights(CONFIG)
+    base = quantized_weights(plain, QuantOptions(bits=8, group=64), None)
+    ours = MergedWeights(base, CONFIG, read(write_adapter(tmp_path, of_queries())), weight_type=WeightType.BF16)
+    assert ours.facts("layers.0.q_proj.weight").bits is None
+    assert isinstance(ours["layers.0.k_proj.weight"], GroupedTensor)
+    assert any("2 quantised matrices become bf16 with the adapter merged" in notice for notice in ours.notices)
+
+
+def test_kept_quantised_weights_are_another_adapters_no_more(tmp_path: Path) -> None:
+    base, options = random_weights(CONFIG), QuantOptions(bits=8, group=64)
+    adapters = [read(write_adapter(tmp_path / str(alpha), of_queries(), lora_alpha=alpha)) for alpha in (6, 7)]
+    for adapter in adapters:
+        merged = MergedWeights(base, CONFIG, adapter, weight_type=WeightType.F32)
+        found = quantized_weights(merged, options, tmp_path / "cache", files=[tmp_path / "6" / "adapter_config.json"])
+        low = adapter.products["layers.0.self_attn.q_proj"]
+        expected = quantize_matrix(as_float32(base["layers.0.q_proj.weight"]) + low.up @ low.down, bits=8, group=64)
+        assert np.array_equal(found["layers.0.q_proj.weight"].matrix.codes, expected.codes)  # type: ignore[union-attr]
+    assert len(os.listdir(tmp_path / "cache" / "quantised")) == 2
+
+
+MODULES = [f"model.layers.{layer}.{part}" for layer in range(12) for part in ("self_attn.q_proj", "mlp.up_proj")] + ["lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"names": ("q_proj",)}, lambda name: name.endswith("q_proj")),
+        ({"names": ("proj",)}, lambda name: False),
+        ({"names": "all-linear"}, lambda name: name != "lm_head"),
+        ({"names": r".*\.layers\.(1|11)\..*"}, lambda name: ".1." in name or ".11." in name),
+        ({"names": ("q_proj", "lm_head"), "layers": (1,)}, lambda name: name in ("model.layers.1.self_attn.q_proj", "lm_head")),
+        ({"names": ("q_proj",), "layers": (1,), "layers_pattern": ("blocks",)}, lambda name: False),
+        ({"names": ("q_proj",), "excluded": r".*\.[0-8]\..*"}, lambda name: name.endswith("q_proj") and int(name.split(".")[2]) > 8),
+        ({"names": "all-linear", "saved": ("mlp",)}, lambda name: name.endswith("q_proj")),
+    ],
+)  # fmt: skip
+def test_modules_are_chosen_as_peft_chooses_them(settings: dict[str, Any], expected: Any) -> None:
+    nothing: dict[str, Any] = {"excluded": (), "saved": (), "layers": (), "layers_pattern": ()}
+    found = MatchedModules(path=Path("adapter_config.json"), **{**nothing, **settings}).of(MODULES)
+    assert sorted(found) == sorted(filter(expected, MODULES))
+
+
+def test_the_first_ending_counts_whether_it_is_a_name_or_an_expression() -> None:
+    endings = ["layers.1.self_attn.q_proj", r".*\.(?:1|2)\..*", "q_proj", "^lm_head"]
+    found = endings_of(endings, MODULES, Path("x"))
+    assert found["model.layers.1.self_attn.q_proj"] == endings[0]
+    assert found["model.layers.2.self_attn.q_proj"] == endings[1]
+    assert found["model.layers.3.self_attn.q_proj"] == endings[2]
+    assert found["lm_head"] == endings[3]
+    assert "model.layers.3.mlp.up_proj" not in found
+
+
+def test_an_expression_that_takes_for_ever_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "_TIMEOUT_S", 0.5)
+    with pytest.raises(CheckpointError, match=r"takes longer than 0\.5 s: name the modules one by one"):
+        read(write_adapter(tmp_path, of_queries(), target_modules=r"(([a-z._0-9]+)*)*X"))
+
+
+def test_an_expression_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"\(q_proj.* cannot be used as regular expressions"):
+        read(write_adapter(tmp_path, of_queries(), rank_pattern={"(q_proj": 4}))
+
+
+def test_settings_are_json_of_any_damage_or_an_error(tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path, of_queries())
+    for value in (None, 0, "", [], {}, "x", [None], {"a": None}, 1e308, -1):
+        for name in json.loads((adapter / "adapter_config.json").read_text()):
+            values = {**json.loads((adapter / "adapter_config.json").read_text()), name: value}
+            (tmp_path / "adapter_config.json").write_text(json.dumps(values))
+            try:
+                read(tmp_path)
+            except CheckpointError:
+                continue
+            finally:
+                write_adapter(tmp_path, of_queries())
