@@ -1,6 +1,8 @@
 """Adapters that PEFT wrote, beside what PEFT computes with them, in an environment of its own (make test-clients)."""
 
 import subprocess
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +34,34 @@ WEIGHTS, LOGITS = 1e-6, 1e-4
 
 
 @pytest.fixture(scope="module")
-def written(clients: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(clients: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
+    """The folder of a model, once its adapters are there."""
     folder = tmp_path_factory.mktemp("adapters")
     for name, (family, values) in MODELS.items():
         write_checkpoint(folder / name / "base", family, **values)
     script = Path(__file__).with_name("write_adapters.py")
-    done = subprocess.run([clients / "peft" / "bin" / "python", script, folder], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return folder
+    with (folder / "errors").open("w+b") as errors:
+        process = subprocess.Popen([clients / "peft" / "bin" / "python", script, folder], stdout=subprocess.DEVNULL, stderr=errors)
+
+        def of(model: str) -> Path:
+            while not (folder / model / "done").exists():
+                assert process.poll() in (None, 0), (folder / "errors").read_text()[-2000:]
+                time.sleep(0.1)
+            return folder / model
+
+        yield of
+        process.kill()
+        process.wait()
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_every_variant_has_the_weights_and_logits_that_peft_makes_of_it(written: Path, model: str) -> None:
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_every_variant_has_the_weights_and_logits_that_peft_makes_of_it(written: Callable[[str], Path], model: str) -> None:
     from paceline.runtimes.native.network import NativeNetwork
 
     needs("native")
-    base = written / model / "base"
-    config, adapters = read_model_config(base), sorted(path.parent for path in (written / model).glob("*/adapter_config.json"))
+    folder = written(model)
+    base = folder / "base"
+    config, adapters = read_model_config(base), sorted(path.parent for path in folder.glob("*/adapter_config.json"))
     assert adapters
     for adapter in adapters:
         weights = open_weights(base, config)

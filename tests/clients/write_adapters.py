@@ -1,7 +1,7 @@
 """Writes LoRA adapters of many kinds with PEFT, and what PEFT computes with each; runs in PEFT's environment.
 
 Arguments: a folder of models, `NAME/base` each. Adapters are written beside the bases, with `expected.safetensors` (ids and logits) and,
-where PEFT can merge them, the merged model in `merged`.
+where PEFT can merge them, the merged model in `merged`; then an empty file `done`, a model after the other in the order of their names.
 """
 
 import sys
@@ -84,3 +84,4 @@ if __name__ == "__main__":
     for base in sorted(Path(sys.argv[1]).glob("*/base")):
         for name, variant in variants_of(base).items():
             write(base, base.parent / name, variant)
+        (base.parent / "done").touch()

@@ -45,10 +45,10 @@ def make_adapter(
 
     products, offsets = dict[str, LowRank](), {}
     for own, shape in shapes.items():
-        part = own.rpartition(".")[2]
-        if own.startswith("layers.") and part in parts and ".experts." not in own:
+        part, in_layer = own.rpartition(".")[2], own.startswith("layers.") and ".experts." not in own
+        if in_layer and part in parts:
             products[own] = low_rank(*shape)
-        if own.startswith("layers.") and part in biases:
+        if in_layer and part in biases:
             offsets[own] = normal(shape[0]) * np.float32(0.1)
     vocab_size, hidden = shapes["embed_tokens"]
     if embedding:

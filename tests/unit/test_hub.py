@@ -231,7 +231,7 @@ def test_a_directory_without_a_model_is_named_as_what_it_is(names: list[str], te
 
 def test_an_adapter_says_for_which_model_it_is(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "owner/base"}')
-    with pytest.raises(CheckpointError, match="holds a LoRA adapter for 'owner/base', not a model: merge the two"):
+    with pytest.raises(CheckpointError, match="holds a LoRA adapter for 'owner/base', not a model: give that as the model"):
         resolve(tmp_path)
 
 

@@ -82,13 +82,17 @@ def doctor(
             probe_arguments=_probe_arguments(engine, speculation) if probe else None,
         )
         if probe and not debug:
-            from paceline.cli.loading import quieten_libraries
-
-            quieten_libraries()
+            _quieten()
         found = diagnose(question)
         _print(found, question, as_json=as_json)
     if not found.works:
         raise typer.Exit(EXIT_FAILURE)
+
+
+def _quieten() -> None:
+    from paceline.cli.loading import quieten_libraries
+
+    quieten_libraries()
 
 
 def _bytes(memory_gb: float) -> int:

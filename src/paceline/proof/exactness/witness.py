@@ -83,6 +83,8 @@ def why_not(directory: Path, engine: EngineConfig) -> str | None:
     stored = _quantised_as(directory)
     if stored is not None:
         return f"its weights are stored quantised ({stored}), which transformers multiplies otherwise"
+    if engine.merge_adapter is not None:
+        return "with an adapter merged it is another model"
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} not installed"

@@ -1,0 +1,141 @@
+"""An adapter beside the weights computes what the model with the adapter merged into them computes, in float32."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.adapters import make_adapter
+from harness.checkpoints import write_checkpoint
+from harness.expert_checkpoints import CASES as EXPERTS
+from harness.gemma4_checkpoints import GEMMA4
+from harness.hybrid_checkpoints import CASES as HYBRIDS
+from paceline import BackendUnavailableError, ConfigError, QuantOptions
+from paceline.models.adapters.adapter import Adapter, LowRank
+from paceline.models.adapters.merge import MergedWeights, merged_config
+from paceline.models.checkpoint import open_weights, read_model_config
+from paceline.models.config import ModelConfig, WeightType
+from paceline.models.quantized_cache import quantized_weights
+from paceline.models.weights import Weights
+from paceline.runtimes.base import FloatArray, Network, assemble
+from paceline.runtimes.decoder import decoder
+from paceline.runtimes.native.library import kernels_path
+from paceline.runtimes.native.network import NativeNetwork
+from paceline.runtimes.torch.network import TorchNetwork
+
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),  # biases on q, k and v
+    "gemma3": ("gemma3_text", {}),  # embedding rows are scaled
+    "glm4": ("glm4", {}),  # rotates pairs side by side, and joins gate and up
+    "phi3": ("phi3", {}),
+    "gemma4": ("gemma4_text", GEMMA4),
+    "qwen3_5": HYBRIDS["qwen3_5"],
+    "granite": HYBRIDS["granite"],
+    "lfm2": HYBRIDS["lfm2"],
+    "qwen3_moe": EXPERTS["qwen3_moe"],
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "projections": {"biases": ("q_proj", "down_proj")},
+    "tables": {"embedding": True, "lm_head": True, "rank": 7},
+    "whole": {"saves": ("embed_tokens", "lm_head")},
+}
+USUAL = {
+    *((target, "projections", "native") for target in ("llama", "qwen2", "glm4", "qwen3_5", "granite", "qwen3_moe")),
+    *((target, kind, "native") for target in ("qwen2", "gemma3") for kind in ("tables", "whole")),
+    ("llama", "projections", "torch"), ("glm4", "tables", "torch"), ("qwen2", "whole", "torch"),
+}  # fmt: skip
+"""What a run with small counts takes; the others come with large ones."""
+LENGTH = 40
+Make = Callable[[ModelConfig, Weights], Network]
+
+
+def native(config: ModelConfig, weights: Weights) -> Network:
+    return NativeNetwork(decoder(config), config, weights, num_threads=2, max_context=128, takes_adapters=True)
+
+
+def by_torch(config: ModelConfig, weights: Weights) -> Network:
+    return TorchNetwork(decoder(config), config, weights)
+
+
+RUNTIMES: dict[str, Make] = {"native": native, "torch": by_torch}
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[ModelConfig, Weights]]:
+    folder, made = tmp_path_factory.mktemp("targets"), dict[str, Path]()
+
+    def of(name: str) -> tuple[ModelConfig, Weights]:
+        if name not in made:
+            family, values = TARGETS[name]
+            write_checkpoint(folder / name, family, **{**values, "dtype": "float32", "seed": 3})
+            made[name] = folder / name
+        config = read_model_config(made[name]).for_context(None)
+        return config, open_weights(made[name], config)
+
+    return of
+
+
+def log_probs(network: Network, adapter: Adapter | None = None) -> FloatArray:
+    """Of all rows of two texts, [2 * LENGTH, V]: in one pass, with an adapter for both; the second one alone has none of another's."""
+    number = 0 if adapter is None else network.load_adapter(adapter)
+    cache = network.new_cache(8)
+    tokens = np.random.default_rng(5).integers(0, network.config.vocab_size, (2, LENGTH)).tolist()
+    plans = [cache.reserve(cache.new_sequence(), range(-1, LENGTH - 1), LENGTH) for _ in tokens]
+    logits = network.forward(*assemble(plans, tokens, [range(LENGTH)] * 2, [number] * 2)).logits.astype(np.float64)
+    logits -= logits.max(axis=1, keepdims=True)
+    return (logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "runtime"),
+    [
+        pytest.param(*case, marks=[] if case in USUAL else pytest.mark.long)
+        for case in ((target, kind, runtime) for target in TARGETS for kind in KINDS for runtime in RUNTIMES)
+    ],
+)
+def test_an_adapter_beside_the_weights_is_the_merged_model(
+    target: str, kind: str, runtime: str, opened: Callable[[str], tuple[ModelConfig, Weights]]
+) -> None:
+    if runtime == "native" and kernels_path() is None:
+        pytest.skip("no native kernels for this machine")
+    config, weights = opened(target)
+    adapter = make_adapter("one", config, seed=11, strength=0.3, **KINDS[kind])
+    merged = MergedWeights(weights, config, adapter, weight_type=WeightType.F32)
+    expected = log_probs(RUNTIMES[runtime](merged_config(config, adapter), merged))
+    network = RUNTIMES[runtime](config, opened(target)[1])
+    found, plain = log_probs(network, adapter), log_probs(network)
+    assert np.abs(expected - plain).max() > 0.05
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
+
+
+def test_quantised_weights_stay_as_they_are_beside_an_adapter(opened: Callable[[str], tuple[ModelConfig, Weights]]) -> None:
+    if kernels_path() is None:
+        pytest.skip("no native kernels for this machine")
+    config, weights = opened("llama")
+    adapter = make_adapter("one", config, seed=11, strength=0.3)
+    quantised = quantized_weights(weights, QuantOptions(bits=8), None)
+    merged = MergedWeights(quantised, config, adapter, weight_type=WeightType.F32)
+    expected = log_probs(native(config, merged))
+    found = log_probs(native(config, quantised), adapter)
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
+
+
+def test_what_cannot_run_beside_the_weights_is_refused_by_name(opened: Callable[[str], tuple[ModelConfig, Weights]]) -> None:
+    config, weights = opened("qwen3_moe")
+    low = LowRank(np.zeros((2, 64), np.float32), np.zeros((32, 2), np.float32))
+    adapter = Adapter("one", b"key", {"layers.0.mlp.experts.3.up_proj": low, "layers.9.nothing": low}, {}, {})
+    for make in RUNTIMES.values() if kernels_path() is not None else [by_torch]:
+        with pytest.raises(ConfigError, match=r"'one' changes layers.0.mlp.experts.3.up_proj, layers.9.nothing, which .*merge_adapter"):
+            make(config, weights).load_adapter(adapter)
+
+
+def test_a_network_made_without_adapters_says_so(opened: Callable[[str], tuple[ModelConfig, Weights]]) -> None:
+    if kernels_path() is None:
+        pytest.skip("no native kernels for this machine")
+    config, weights = opened("llama")
+    network = NativeNetwork(decoder(config), config, weights, num_threads=1, max_context=64)
+    with pytest.raises(BackendUnavailableError, match="the adapter 'one' cannot run on this kind of network"):
+        network.load_adapter(make_adapter("one", config, seed=1))
