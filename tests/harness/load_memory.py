@@ -48,4 +48,4 @@ def measure(model: str, quant: str, context: int, drafts: list[str]) -> dict[str
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:])))
+    sys.stdout.write(json.dumps(measure(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:])) + "\n")
