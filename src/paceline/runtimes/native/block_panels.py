@@ -6,11 +6,13 @@ from paceline.errors import CapacityError
 from paceline.models.gguf.blocks import StoredBlocks, not_finite
 from paceline.models.gguf.header import BLOCK_TYPES
 from paceline.models.grouped import RUN, GroupedMatrix
+from paceline.models.mapped_files import drop_pages
 from paceline.runtimes.native.library import kernels
-from paceline.runtimes.native.panels import Panels, empty_panels, fill, flipped
+from paceline.runtimes.native.panels import OUTPUTS, Panels, empty_panels, fill, flipped
 from paceline.runtimes.native.records import BlocksRecord
 
 _NUMBERS = {block_type.name: number for number, block_type in BLOCK_TYPES.items()}
+_LARGE = 1 << 25  # bytes of a matrix whose pages are given back while it is laid out, not behind it
 _EXPONENTS_OF_HALVES = (104, 143)  # of MXFP4: those whose scales 2^(e - 128) float16 has
 
 
@@ -37,6 +39,8 @@ def blocks_in_panels(blocks: StoredBlocks, num_threads: int) -> Panels:
         if wrong == -2:
             raise CapacityError(f"{blocks.where} cannot be laid out: no memory is left; use a smaller model, or close other programs")
         assert wrong == -1  # the type is one of those that are read
+        if order is None and raw.nbytes > _LARGE:
+            drop_pages([raw[begin * OUTPUTS : end * OUTPUTS]])
 
     fill(panels, fill_range, num_threads)
     return panels

@@ -52,7 +52,9 @@ class NativeWeights:
     def vector(self, name: str, *, exact: bool = False) -> int:
         """Address of a norm weight, a bias or another vector as float32; `exact` = not rounded."""
         values = as_float32(self._weights[name])
-        return self._address(values if exact else rounded(values, self._round_to))
+        values = np.array(values if exact else rounded(values, self._round_to))  # of a file, each would keep megabytes around it in memory
+        self._weights.forget(name)
+        return self._address(values)
 
     def columns(self, name: str) -> int:
         """Address of a matrix as float32, column after column."""
