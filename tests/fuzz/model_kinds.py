@@ -35,6 +35,16 @@ FAMILIES: tuple[dict[str, Any], ...] = (
      "vocab_size_per_layer_input": 120, "attention_k_eq_v": True, "use_double_wide_mlp": True,
      "per_layer_config": {str(layer): {"head_dim": 16, "num_key_value_heads": 1} for layer in range(1, LAYERS, 2)}},
     {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "head_dim": 8, "layer_types": ["full_attention"] * LAYERS},
+    {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "head_dim": 8, "partial_rotary_factor": 0.5,
+     "layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2), "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+     "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4},
+    {"model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], "layer_types": ["conv", "full_attention"] * (LAYERS // 2),
+     "conv_L_cache": 3, "conv_bias": False, "block_auto_adjust_ff_dim": False},
+    {"model_type": "granitemoehybrid", "architectures": ["GraniteMoeHybridForCausalLM"], "mamba_n_heads": 4, "mamba_d_head": 16,
+     "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "num_local_experts": 0,
+     "shared_intermediate_size": 48, "layer_types": ["mamba", "attention"] * (LAYERS // 2)},
+    {"model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M*-M" * (LAYERS // 4),
+     "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1, "ssm_state_size": 8, "conv_kernel": 4, "head_dim": 8},
 )  # fmt: skip
 
 
