@@ -58,14 +58,13 @@ def choose_rows(
             many rows as it has times for may be guessed.
         guessing: per drafter, seconds of its guesses: those it takes in any case, and those for each token of the deepest.
         drafters: number of each request's drafter; empty = the first one for all.
-        others: requests of the step for which nothing can be guessed: they emit a token each, which a longer pass delays.
+        others: requests for which nothing can be guessed: they emit a token each, which a longer pass delays.
         least_gain: what the best choice must be faster by, as a share, before it is taken instead of none.
     """
     size, plain_s = len(gains), times[0]
-    if size == 1:
-        order = [(-gain, depth, 0) for depth, gain in enumerate(gains[0])]
-    else:
-        order = sorted([(-gain, depth, index) for index, own in enumerate(gains) for depth, gain in enumerate(own)])
+    order = [(-gain, depth, index) for index, own in enumerate(gains) for depth, gain in enumerate(own)]
+    if size > 1:
+        order.sort()
     deepest, guessing_s = [0] * len(guessing), 0.0
     plain_tokens = tokens = float(size + others)
     least_rate, most_rate = tokens / plain_s * (1.0 + least_gain), 0.0
