@@ -28,7 +28,7 @@ class DoctorQuestion:
         drafters: as `paceline run` takes them.
         drafter_options: settings of single methods by name, as `paceline run` takes them.
         quant, draft_quant: how they are quantised while they are loaded; None = not at all.
-        kv_type: of the target's keys and values; None = its own.
+        kv_type: of the target's keys and values; "auto" = its own.
         max_context: longest text; None = what the target was made for.
         device: "auto", "cpu" or "cuda"; auto is judged as cpu.
         memory_bytes: memory to assume; None = what this machine has free.
@@ -41,7 +41,7 @@ class DoctorQuestion:
     drafter_options: Mapping[str, object] = field(default_factory=dict)
     quant: QuantOptions | None = None
     draft_quant: QuantOptions | None = None
-    kv_type: KVType | None = None
+    kv_type: str = "auto"
     max_context: int | None = None
     device: str = "auto"
     memory_bytes: int | None = None
@@ -174,7 +174,8 @@ def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) 
     """Memory and numerics, from the facts."""
     device = "cuda" if question.device == "cuda" else "cpu"
     found.notes += target.weights.notices if question.quant is None else ()
-    main = estimate_memory(target, question.quant, device, found.notes, kv_type=question.kv_type)
+    kv_type = None if question.kv_type == "auto" else KVType(question.kv_type)
+    main = estimate_memory(target, question.quant, device, found.notes, kv_type=kv_type)
     drafts = [own for one in found.drafters if (own := draft_memory(one, question, device, found.notes)) is not None]
     context = min(question.max_context or target.config.max_positions, target.config.max_positions)
     available = available_memory_bytes() if question.memory_bytes is None else question.memory_bytes
