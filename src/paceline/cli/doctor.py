@@ -56,10 +56,7 @@ def doctor(
         from paceline.proof.doctor import DoctorQuestion, diagnose
 
         question = DoctorQuestion(
-            model=model,
-            gguf_file=gguf_file,
-            drafters=names,
-            drafter_options=speculation.drafter_options,
+            model=model, gguf_file=gguf_file, drafters=names, drafter_options=speculation.drafter_options,
             quant=quant_options("quant", engine.quant),
             draft_quant=quant_options("draft_quant", speculation.draft_quant),
             kv_type=kv_type,
@@ -67,7 +64,7 @@ def doctor(
             device=device,
             memory_bytes=None if memory_gb is None else _bytes(memory_gb),
             probe_arguments=_probe_arguments(engine, speculation) if probe else None,
-        )
+        )  # fmt: skip
         if probe and not debug:
             from paceline.cli.loading import quieten_libraries
 

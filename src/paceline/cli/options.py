@@ -139,7 +139,7 @@ BATCHING = (REQUESTS, REPLICAS, MODEL, MEMORY, BATCHES, SPECULATION)
 METAVARS = {
     "numerics": "|".join(NUMERICS),
     "dtype": "|".join(DTYPES),
-    "kv_type": "auto|<str>",
+    "kv_type": "<str>",
     "quant": "|".join(QUANT),
     "draft_quant": "|".join(QUANT),
     "acceptance": "|".join(ACCEPTANCE),
