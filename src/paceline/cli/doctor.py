@@ -8,7 +8,7 @@ import typer
 
 from paceline.cli.options import MEMORY, METAVARS, MODEL, SPECULATION, DraftQuant, named_directories, named_values
 from paceline.cli.reporting import EXIT_FAILURE, reported_errors
-from paceline.config import DEVICES, KV_TYPES, QUANT, EngineConfig, SpeculationConfig, quant_options
+from paceline.config import DEVICES, QUANT, EngineConfig, SpeculationConfig, quant_options
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def doctor(
     quant: Annotated[str, typer.Option("--quant", help=MODEL.options["quant"], metavar="|".join(QUANT))] = "none",
     draft_quant: DraftQuant = "auto",
     drafter_options: DrafterOptions = None,
-    kv_type: Annotated[str, typer.Option("--kv-type", help=MEMORY.options["kv_type"], metavar="|".join(KV_TYPES))] = "auto",
+    kv_type: Annotated[str, typer.Option("--kv-type", help=MEMORY.options["kv_type"], metavar=METAVARS["kv_type"])] = "auto",
     adapter: Adapters = None,
     max_context: Annotated[int | None, typer.Option("--max-context", help=MEMORY.options["max_context"])] = None,
     device: Annotated[str, typer.Option("--device", help=MODEL.options["device"], metavar="|".join(DEVICES))] = "auto",
@@ -52,35 +52,25 @@ def doctor(
     with reported_errors(debug=debug):
         names = tuple(drafter or ("auto",))
         engine = EngineConfig(
-            model=model,
-            gguf_file=gguf_file,
-            quant=quant,
-            kv_type=kv_type,
-            max_context=max_context,
-            device=device,
-            threads=threads,
+            model=model, gguf_file=gguf_file, quant=quant, kv_type=kv_type, max_context=max_context, device=device, threads=threads,
             offline=True,
-        )
+        )  # fmt: skip
         speculation = SpeculationConfig(
             drafter=names[0] if len(names) == 1 else names, draft_quant=draft_quant, drafter_options=named_values(drafter_options or ())
         )
-        from paceline.models.kv_type import KVType
         from paceline.proof.doctor import DoctorQuestion, diagnose
 
         question = DoctorQuestion(
-            model=model,
-            gguf_file=gguf_file,
-            drafters=names,
-            drafter_options=speculation.drafter_options,
+            model=model, gguf_file=gguf_file, drafters=names, drafter_options=speculation.drafter_options,
             adapters=named_directories(adapter or ()),
             quant=quant_options("quant", engine.quant),
             draft_quant=speculation.draft_quant,
-            kv_type=None if kv_type == "auto" else KVType(kv_type),
+            kv_type=kv_type,
             max_context=max_context,
             device=device,
             memory_bytes=None if memory_gb is None else _bytes(memory_gb),
             probe_arguments=_probe_arguments(engine, speculation) if probe else None,
-        )
+        )  # fmt: skip
         if probe and not debug:
             _quieten()
         found = diagnose(question)

@@ -9,18 +9,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from paceline.cli.reporting import reported_errors
-from paceline.config import (
-    ACCEPTANCE,
-    DEVICES,
-    DRAFT_QUANT,
-    DTYPES,
-    GGUF_WEIGHTS,
-    KV_TYPES,
-    NUMERICS,
-    QUANT,
-    EngineConfig,
-    SpeculationConfig,
-)
+from paceline.config import ACCEPTANCE, DEVICES, DRAFT_QUANT, DTYPES, GGUF_WEIGHTS, NUMERICS, QUANT, EngineConfig, SpeculationConfig
 from paceline.errors import ConfigError, RequestError
 from paceline.sampling.params import SamplingParams
 from paceline.server.replicas.settings import ClusterSettings
@@ -69,7 +58,7 @@ MEMORY = Panel(
     EngineConfig,
     {
         "max_context": "Longest prompt + output, in tokens. Default: what the model was made for.",
-        "kv_type": "Type of keys and values; auto = that of computation, f16 for quantised GGUF files. Another one is another target.",
+        "kv_type": "Type of keys and values: f32, bf16, f16, int8; auto = that of computation (quantised GGUF: f16). Each: another target.",
         "cache_gb": "Memory for keys and values, in gigabytes. Default: a few full contexts, at most a quarter of the free memory.",
         "prefix_cache": "Keep rows of earlier prompts and answers while there is room, for what begins with the same tokens.",
         "state_stride": "Rows between the states of recurrent layers that are kept for that, a multiple of 32.",
@@ -163,7 +152,7 @@ FLAGS = {"adapters": "--adapter"}
 METAVARS = {
     "numerics": "|".join(NUMERICS),
     "dtype": "|".join(DTYPES),
-    "kv_type": "|".join(KV_TYPES),
+    "kv_type": "<str>",
     "quant": "|".join(QUANT),
     "draft_quant": "|".join(DRAFT_QUANT),
     "acceptance": "|".join(ACCEPTANCE),

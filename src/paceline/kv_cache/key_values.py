@@ -1,11 +1,20 @@
 """Keys and values of all rows, in the blocks of the cache."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.kv_cache.layer_memory import LayerMemory
-from paceline.kv_cache.packed_rows import FILLING, PackedRows
 from paceline.kv_cache.row_plan import Commit, RowPlan
+
+FILLING = 0x3C
+"""A byte that makes small numbers of every type that rows are packed in."""
+
+
+class RowLayout(Protocol):
+    """Where rows lie in storage that a runtime packs."""
+
+    def copy(self, storage: Any, source: tuple[int, int], target: tuple[int, int]) -> None:
+        """Copy one row of all layers and heads; both are a block and a row of it."""
 
 
 class PagedRows(LayerMemory):
@@ -18,7 +27,7 @@ class PagedRows(LayerMemory):
         rows: where rows lie in it; None = row i of a block at index i of axis 3.
     """
 
-    def __init__(self, storage: Any, rows: PackedRows | None = None) -> None:
+    def __init__(self, storage: Any, rows: RowLayout | None = None) -> None:
         self.storage = storage
         self._rows = rows
 

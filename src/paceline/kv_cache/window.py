@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CapacityError
-from paceline.kv_cache.key_values import PagedRows
-from paceline.kv_cache.packed_rows import PackedRows
+from paceline.kv_cache.key_values import PagedRows, RowLayout
 from paceline.kv_cache.prefix_index import Link
 from paceline.kv_cache.row_plan import Commit, RowPlan, blocks_for
 
@@ -64,7 +63,7 @@ class WindowKeyValues(PagedRows):
         window: rows that a row sees, itself included.
     """
 
-    def __init__(self, storage: Any, window: int, block_size: int, rows: PackedRows | None = None) -> None:
+    def __init__(self, storage: Any, window: int, block_size: int, rows: RowLayout | None = None) -> None:
         super().__init__(storage, rows)
         self.window = window
         self._size = block_size

@@ -34,7 +34,7 @@ class DoctorQuestion:
         adapters: directories of LoRA adapters by name.
         quant: how the target is quantised while it is loaded; None = not at all.
         draft_quant: as in `SpeculationConfig`.
-        kv_type: of the target's keys and values; None = its own.
+        kv_type: of the target's keys and values; "auto" = its own.
         max_context: longest text; None = what the target was made for.
         device: "auto", "cpu" or "cuda"; auto is judged as cpu.
         memory_bytes: memory to assume; None = what this machine has free.
@@ -48,7 +48,7 @@ class DoctorQuestion:
     adapters: Mapping[str, str] = field(default_factory=dict)
     quant: QuantOptions | None = None
     draft_quant: Quant = "auto"
-    kv_type: KVType | None = None
+    kv_type: str = "auto"
     max_context: int | None = None
     device: str = "auto"
     memory_bytes: int | None = None
@@ -218,7 +218,8 @@ def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) 
     """Memory and numerics, from the facts."""
     device = "cuda" if question.device == "cuda" else "cpu"
     found.notes += target.weights.notices if question.quant is None else ()
-    main = estimate_memory(target, question.quant, device, found.notes, kv_type=question.kv_type, max_context=question.max_context)
+    kv_type = None if question.kv_type == "auto" else KVType(question.kv_type)
+    main = estimate_memory(target, question.quant, device, found.notes, kv_type=kv_type, max_context=question.max_context)
     drafts = [own for one in found.drafters if (own := draft_memory(one, target, question, device, found.notes)) is not None]
     context = min(question.max_context or target.config.max_positions, target.config.max_positions)
     available = available_memory_bytes() if question.memory_bytes is None else question.memory_bytes

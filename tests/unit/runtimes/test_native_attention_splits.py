@@ -7,12 +7,12 @@ import pytest
 
 from harness.attention_bench import NUM_BLOCKS, Bench, Random, blocks, random_tree
 from harness.native_network import BUILT
-from paceline.kv_cache.packed_rows import PackedRows
 from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.kv_cache.row_plan import path_to, tree_mask
 from paceline.models.kv_type import KVType
 from paceline.runtimes.base import FloatArray, IntArray, RowRange
 from paceline.runtimes.native.library import kernels
+from paceline.runtimes.native.packed_rows import PackedRows
 
 if not BUILT:
     pytest.skip("no native kernels for this machine", allow_module_level=True)

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from paceline.config import MAX_PASS_ROWS
 from paceline.errors import CapacityError, ConfigError
 from paceline.kv_cache.key_values import KeyValues, PagedRows
-from paceline.kv_cache.packed_rows import PackedRows
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.recurrent import DEFAULT_STATES, RecurrentStates, StateLimits
 from paceline.kv_cache.row_plan import TreeLayout
@@ -31,6 +30,7 @@ from paceline.runtimes.decoder import LAYER_ROWS, TOKEN_IDS, Compose, ranked
 from paceline.runtimes.native.adapters import NativeAdapter, Sites
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.library import kernels_path
+from paceline.runtimes.native.packed_rows import PackedRows
 from paceline.runtimes.native.panels import Panels
 from paceline.runtimes.native.program import NativeBlocks, Recorded, share_memory
 from paceline.runtimes.native.records import Rows

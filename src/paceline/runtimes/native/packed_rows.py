@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from paceline.models.kv_type import KVType
 
-FILLING = 0x3C
-"""A byte that makes small numbers of every type."""
 _ITEMS = {KVType.F32: np.float32, KVType.BF16: np.uint16, KVType.F16: np.float16, KVType.INT8: np.int8}
 
 
