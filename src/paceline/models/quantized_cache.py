@@ -260,7 +260,7 @@ def _cached_files(folder: Path) -> list[tuple[float, int, Path]]:
     for path in folder.glob("*.safetensors"):
         with suppress(OSError):  # another process removed it
             status = path.stat()
-            found.append((status.st_mtime, status.st_size, path))
+            found.append((status.st_atime, status.st_size, path))
     return sorted(found)
 
 
@@ -284,7 +284,7 @@ def _make_room(folder: Path, size: int, limit: int) -> None:
 
 def _mark_used(path: Path) -> None:
     with suppress(OSError):  # another process removed it, or it is somebody else's
-        os.utime(path)
+        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 
 def _remove_abandoned(directory: Path) -> None:

@@ -150,7 +150,7 @@ def estimate_memory(
         backend,
         tuple((group.window + _ROWS_BESIDE_WINDOW, group.bytes_per_token(kept)) for group in windows if group.window is not None),
         4 * StateLayout.of(config.recurrents).state_size,
-        _pass_bytes(checkpoint, max_context) if backend == "native" else 0,
+        _pass_bytes(checkpoint, schemes, max_context) if backend == "native" else 0,
     )
 
 
@@ -162,10 +162,10 @@ def _looked_up(checkpoint: CheckpointFacts, schemes: Collection[str]) -> frozens
     return frozenset(name for name in tables if name in checkpoint.weights and name not in schemes)
 
 
-def _pass_bytes(checkpoint: CheckpointFacts, max_context: int | None) -> int:
+def _pass_bytes(checkpoint: CheckpointFacts, schemes: Collection[str], max_context: int | None) -> int:
     from paceline.runtimes.native.pass_memory import pass_bytes
 
     context = min(max_context or checkpoint.config.max_positions, checkpoint.config.max_positions)
     num_rows = min(EngineConfig().chunk_rows, context)
     wanted = min(_WANTED_ROWS, context)
-    return pass_bytes(checkpoint.config, checkpoint.weights, num_rows=num_rows, num_wanted=wanted, num_positions=context)
+    return pass_bytes(checkpoint.config, checkpoint.weights, schemes, num_rows=num_rows, num_wanted=wanted, num_positions=context)
