@@ -14,6 +14,7 @@ from paceline.models.containers.module import Stored
 from paceline.models.families import FAMILIES
 from paceline.models.joined_products import Parts, Rows, gated_delta_by_key_head, joined_in_layer, num_rows
 from paceline.models.layers import GatedDeltaConfig, LayerConfig, Recurrent, ShortConvConfig
+from paceline.models.mapped_files import drop_pages
 from paceline.models.packed import PackedMatrix
 from paceline.models.packed_weights import PackedWeights
 from paceline.models.safetensors_file import StoredTensor
@@ -51,7 +52,10 @@ class HybridWeights(MadeWeights):
 
     def forget(self, name: str) -> None:
         super().forget(name)
-        self._plain.forget(name)
+        if name in self._parts:
+            drop_pages(self._parts[name].arrays)
+        else:
+            self._plain.forget(name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,9 @@ class MergedWeights(MadeWeights):
 
     def forget(self, name: str) -> None:
         super().forget(name)
-        self._base.forget(self._sources.get(name, name))
+        source = self._sources.get(name, name)
+        if self._base.has(source):  # not a bias that the adapter brings
+            self._base.forget(source)
 
     def _is_changed(self, name: str) -> bool:
         return name in self._changed or name in self._biases
