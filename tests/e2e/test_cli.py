@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 import paceline
 from harness.fake_llm import TEXT, FakeLLM
 from paceline.cli import app
-from paceline.cli.options import METAVARS, PANELS, Settings
+from paceline.cli.options import FLAGS, METAVARS, PANELS, Settings
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.errors import (
     BackendUnavailableError,
@@ -144,7 +144,7 @@ def test_options_reach_the_engine(fake_llm: type[FakeLLM]) -> None:
         "max_context": None, "kv_type": "f16", "cache_gb": 0.5, "device": "auto",
         "revision": None, "token": None, "offline": True, "drafter": ("ngram", "d"), "num_draft_tokens": 7, "tree_width": 2,
             "backend": "auto", "quant": "none", "draft_quant": "auto", "gguf_file": None, "gguf_weights": "exact",
-        "prefix_cache": False, "state_stride": 512,
+        "prefix_cache": False, "state_stride": 512, "adapters": {}, "merge_adapter": None,
         "acceptance": "rejection", "drafter_options": {"tree": "accuracy", "boundaries": "2,8,13"},
     }  # fmt: skip
     assert llm.params == SamplingParams(
@@ -301,9 +301,13 @@ def test_a_shell_completes_commands_and_options() -> None:
         assert done.stdout.split() == [expected]
 
 
+def flag_of(name: str) -> str:
+    return FLAGS.get(name, f"--{name.replace('_', '-')}")
+
+
 def test_every_field_a_panel_names_is_in_help() -> None:
     text = _invoke("run", "--help").stdout
-    assert all(f"--{name.replace('_', '-')}" in text for panel in PANELS for name in panel.options)
+    assert all(flag_of(name) in text for panel in PANELS for name in panel.options)
     assert [title for title in ("Prompt", "Model", "Memory", "Sampling", "Speculation", "Output") if f"─ {title} ─" not in text] == []
 
 
@@ -314,8 +318,8 @@ def test_help_cuts_no_name_off_in_80_columns(command: str, monkeypatch: pytest.M
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= 80
     words = set(re.split(r"[\s│]+", text))
-    names = {name for panel in PANELS for name in panel.options if f"--{name.replace('_', '-')}" in words}
-    assert len(names) == (10 if command == "doctor" else sum(len(panel.options) for panel in PANELS))
+    names = {name for panel in PANELS for name in panel.options if flag_of(name) in words}
+    assert len(names) == (11 if command == "doctor" else sum(len(panel.options) for panel in PANELS))
     assert {METAVARS[name] for name in names if name in METAVARS} <= words
     begins = [line.index(word) for line in text.splitlines() for word in ("The target:", "Longest prompt", "Who guesses:") if word in line]
     assert len(begins) == 3

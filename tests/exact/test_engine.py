@@ -367,8 +367,8 @@ def test_a_block_that_is_remembered_before_it_is_full_is_seen(faulty: Faulty, di
 def test_rows_of_another_requests_tree_are_seen(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
     real = step_module.assemble
 
-    def shifted(plans: Any, token_ids: Any, wanted: Any) -> Any:
-        arguments = real(plans, token_ids, wanted)
+    def shifted(plans: Any, token_ids: Any, wanted: Any, adapters: Any) -> Any:
+        arguments = real(plans, token_ids, wanted, adapters)
         has_tree = any(len(plan.parents) > 1 and len(nodes) == len(plan.parents) for plan, nodes in zip(plans, wanted, strict=True))
         if not has_tree or len(plans) == 1:
             return arguments

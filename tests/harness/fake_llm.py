@@ -72,25 +72,27 @@ class FakeLLM:
         self.closed_streams = 0
         self.made.append(self)
 
-    def generate(self, prompt: str, params: SamplingParams) -> list[RequestOutput]:
-        self._remember(prompt, params)
+    def generate(self, prompt: str, params: SamplingParams, *, adapter: str | None = None) -> list[RequestOutput]:
+        self._remember(prompt, params, adapter)
         return [self._output()]
 
-    def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams) -> RequestOutput:
-        self._remember(list(messages), params)
+    def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams, *, adapter: str | None = None) -> RequestOutput:
+        self._remember(list(messages), params, adapter)
         return self._output()
 
-    def stream(self, prompt: str, params: SamplingParams) -> Iterator[StreamChunk]:
-        self._remember(prompt, params)
+    def stream(self, prompt: str, params: SamplingParams, *, adapter: str | None = None) -> Iterator[StreamChunk]:
+        self._remember(prompt, params, adapter)
         return self._stream()
 
-    def stream_chat(self, messages: Sequence[dict[str, str]], params: SamplingParams) -> Iterator[StreamChunk]:
-        self._remember(list(messages), params)
+    def stream_chat(
+        self, messages: Sequence[dict[str, str]], params: SamplingParams, *, adapter: str | None = None
+    ) -> Iterator[StreamChunk]:
+        self._remember(list(messages), params, adapter)
         return self._stream()
 
-    def _remember(self, asked: Any, params: SamplingParams) -> None:
+    def _remember(self, asked: Any, params: SamplingParams, adapter: str | None) -> None:
         self.asked.append(asked)
-        self.params = params
+        self.params, self.adapter = params, adapter
 
     def _stream(self) -> Iterator[StreamChunk]:
         detokenizer, token_id, num_left = FakeDetokenizer(), 0, len(self.text)
@@ -130,8 +132,10 @@ class EchoLLM(FakeLLM):
 
     gate: Path
 
-    def stream_chat(self, messages: Sequence[dict[str, str]], params: SamplingParams) -> Iterator[StreamChunk]:
-        self._remember(list(messages), params)
+    def stream_chat(
+        self, messages: Sequence[dict[str, str]], params: SamplingParams, *, adapter: str | None = None
+    ) -> Iterator[StreamChunk]:
+        self._remember(list(messages), params, adapter)
         self.text = f"you said {messages[-1]['content']!r} to me"
         return self._echo()
 

@@ -47,7 +47,7 @@ class Chat:
     """Reads messages until the end of input, answers each, and remembers what was said."""
 
     def __init__(
-        self, llm: "LLM", conversation: Conversation, source: "MessageInput", *, adapter: str | None, show_drafts: bool, quiet: bool
+        self, llm: "LLM", conversation: Conversation, source: "MessageInput", *, adapter: str | None = None, show_drafts: bool, quiet: bool
     ) -> None:
         self._llm, self._adapter = llm, adapter
         self._conversation = conversation
