@@ -244,7 +244,7 @@ def test_sampling_parameters_in_the_wrong_place_are_told_theirs(ask: Ask, given:
 def test_every_setting_of_an_engine_is_an_argument_with_its_default() -> None:
     settings = {field.name: field.default for kind in (EngineConfig, SpeculationConfig) for field in dataclasses.fields(kind)}
     arguments = {name: one.default for name, one in inspect.signature(LLM).parameters.items()}
-    assert arguments == settings | {"drafter_options": None}
+    assert arguments == settings | {"drafter_options": None, "adapters": None}
     assert "chunk_rows" in arguments
 
 

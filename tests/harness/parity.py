@@ -23,7 +23,7 @@ from paceline.runtimes.native.library import kernels_path
 
 PROMPT_LEN = 300
 ONE_ROW_FACTOR = 3
-BOUNDS = {"torch": 1e-5, "native": 5e-5}
+BOUNDS = {"torch": 1e-5, "native": 1e-4}
 
 
 @dataclass(frozen=True)
