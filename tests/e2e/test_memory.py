@@ -18,6 +18,7 @@ from harness.gguf_checkpoints import byte_level_vocabulary, random_blocks
 
 HIDDEN, INNER, LAYERS, VOCAB, CONTEXT = 1024, 4096, 8, 263, 256
 TOLERANCE = 0.05
+OWN_BYTES = 2_000_000  # by which a process differs from itself
 FLOATS = {"f32": "<f4", "bf16": "<u2"}
 SMALL_COUNTS = ("int8", "Q4_K_M")
 FORMS = ("f32", "bf16", "int8", "int4", "Q8_0", "Q4_0", "Q4_K_M", "Q6_K", "Q3_K")
@@ -123,7 +124,7 @@ def test_a_load_takes_what_doctor_says_at_its_peak_and_after(form: str, tmp_path
         measure(model, quant, tmp_path / "cache")  # quantised once, then read from the cache
     found = measure(model, quant, tmp_path / "cache")
     for name in ("peak", "filled"):
-        assert abs(found[name] / found["told"] - 1.0) <= TOLERANCE, (form, name, found)
+        assert abs(found[name] - found["told"]) <= TOLERANCE * found["told"] + OWN_BYTES, (form, name, found)
     assert found["opened_peak"] <= 1.1 * found["told"]
 
 
@@ -134,4 +135,4 @@ def test_a_draft_model_is_counted(tmp_path: Path, large_counts: bool) -> None:
     target, draft = (write_directory(tmp_path / name, "bf16", layers) for name, layers in (("target", LAYERS), ("draft", 4)))
     found = measure(target, "none", tmp_path / "cache", draft)
     for name in ("peak", "filled"):
-        assert abs(found[name] / found["told"] - 1.0) <= TOLERANCE, (name, found)
+        assert abs(found[name] - found["told"]) <= TOLERANCE * found["told"] + OWN_BYTES, (name, found)

@@ -189,7 +189,7 @@ def test_what_our_kernels_laid_out_is_not_held_twice_and_can_be_read_again(
     weights = load_runtime(path, RuntimeOptions(device="cpu", backend="native", quant=quant)).runtime.weights
     source = getattr(weights, "_weights", weights)  # of what is quantised further
     held = {name for name, tensor in [*weights._tensors.items(), *source._tensors.items()] if isinstance(tensor, GroupedTensor)}
-    # whose rows are looked up: in the file, or a quantised one's in memory; a tied one's in the other form
+    # whose rows are looked up: in panels, or a quantised one's in groups; a tied one's in the other form
     assert held == ({"embedding.weight"} if quant is not None and case in ("llama", "qwen3_moe") else set())
     fresh = open_weights(path, read_model_config(path))
     if quant is not None:

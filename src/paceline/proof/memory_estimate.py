@@ -137,7 +137,7 @@ def estimate_memory(
     backend = choose_backend("auto", device, notices=notices)
     looked_up = _looked_up(checkpoint, schemes) if backend == "native" else frozenset[str]()
     weights = sum(
-        schemes[name].nbytes(checkpoint.weights.facts(name).shape) if name in schemes else checkpoint.weights.facts(name).nbytes
+        schemes[name].nbytes(checkpoint.weights.facts(name).shape) if name in schemes else _stored_bytes(checkpoint, name, backend)
         for name in checkpoint.weights
         if name not in looked_up
     )
@@ -152,6 +152,17 @@ def estimate_memory(
         4 * StateLayout.of(config.recurrents).state_size,
         _pass_bytes(checkpoint, schemes, max_context) if backend == "native" else 0,
     )
+
+
+def _stored_bytes(checkpoint: CheckpointFacts, name: str, backend: str) -> int:
+    """A tensor that stays as it is stored; blocks of a file as the kernels lay them out."""
+    facts = checkpoint.weights.facts(name)
+    blocks = checkpoint.weights.blocks(name) if backend == "native" and facts.bits is not None else None
+    if blocks is None:
+        return facts.nbytes
+    from paceline.runtimes.native.block_panels import bytes_in_panels
+
+    return bytes_in_panels(blocks)
 
 
 def _looked_up(checkpoint: CheckpointFacts, schemes: Collection[str]) -> frozenset[str]:

@@ -46,6 +46,13 @@ def blocks_in_panels(blocks: StoredBlocks, num_threads: int) -> Panels:
     return panels
 
 
+def bytes_in_panels(blocks: StoredBlocks) -> int:
+    """What `blocks_in_panels` makes takes, at most; no weight is read."""
+    example = _example(blocks)
+    has_halves = blocks.block_type.name != "MXFP4" and _has_halves(blocks, example)  # MXFP4's scales would have to be looked at
+    return empty_panels(example, blocks.shape[0], has_halves=has_halves).data.nbytes
+
+
 def _example(blocks: StoredBlocks) -> GroupedMatrix:
     """Groups of one row of zeros: what all rows have in common."""
     zeros = np.zeros((1, blocks.raw.shape[1]), np.uint8)
