@@ -27,7 +27,13 @@ from paceline.runtimes.native.library import levels  # noqa: E402
 COMPILERS = ("clang", *(f"clang-{version}" for version in range(30, 15, -1)))
 TESTS = ("test_native.py", "test_native_attention.py", "test_native_panels.py", "test_native_products.py", "test_native_program.py")
 TESTS += ("test_native_rows.py", "test_native_experts.py", "test_native_recurrent.py", "test_native_super_blocks.py")
-TESTS += ("test_native_walks.py", "test_ranking.py")
+TESTS += (
+    "test_native_walks.py",
+    "test_native_attention_splits.py",
+    "test_native_block_panels.py",
+    "test_native_adapters.py",
+    "test_ranking.py",
+)
 NOT_HERE = ("fork", "callers_of_one_runtime")  # in tests' names: what a sanitizer cannot follow, and what races by intention
 FLAGS_OF = {"address,undefined": (), "thread": ("-fno-builtin-memcpy",)}  # as vectors, loads and stores are not looked at for races
 RUNTIMES = {"address,undefined": "asan", "thread": "tsan"}
