@@ -254,7 +254,8 @@ static void run_split(Task *task, int split, float *parts) {
         last = larger(last, smaller(seen->known, end[row]));
     }
     look_ahead(task, first, last);
-    score_slots(task, 0, task->queries, first, last, task->ahead + AHEAD, task->scores + first / SLOTS * SLOTS - task->base, SPLIT);
+    if (first < last)
+        score_slots(task, 0, task->queries, first, last, task->ahead + AHEAD, task->scores + first / SLOTS * SLOTS - task->base, SPLIT);
     for (int row = 0; row < rows; row++) {
         const Seen *seen = task->seen + row;
         if (from[row] >= end[row]) continue;
