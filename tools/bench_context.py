@@ -9,6 +9,7 @@ the same cached rows; the text must be the same.
 """
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ import numpy as np
 from bench_machine import REPOSITORY, describe_machine, markdown_table
 from bench_models import Shape, write_llama
 
-sys.path[:0] = [str(REPOSITORY / "src")]
+sys.path[:0] = [str(REPOSITORY / "src"), str(REPOSITORY / "tests")]
 
 from paceline.benchmarking.intervals import paired_ratio  # noqa: E402
 from paceline.llm import LLM  # noqa: E402
@@ -117,6 +118,7 @@ def main() -> None:
     if options.model is None and not (model / "config.json").is_file():
         model.mkdir(parents=True, exist_ok=True)
         write_llama(model, SHAPE)
+        importlib.import_module("harness.checkpoints").write_byte_level_tokenizer(model)
     drafter, lines = ScriptedDrafter(), []
     with LLM(options.model or str(model), quant=options.quant, drafter=drafter, threads=options.threads, cache_gb=options.cache_gb) as llm:
         text = [int(token) for token in np.random.default_rng(SEED).integers(17, llm.vocab_size, max(options.lengths))]
