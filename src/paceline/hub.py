@@ -96,11 +96,19 @@ def cached_models() -> dict[str, Path]:
     from huggingface_hub import constants
 
     found: dict[str, Path] = {}
-    for folder in sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*")):
-        commits = [path for path in (folder / "snapshots").glob("*") if path.is_dir()]
+    for folder in _readable(Path(constants.HF_HUB_CACHE)):
+        commits = [path for path in _readable(folder / "snapshots") if os.path.isdir(path)] if folder.match("models--*--*") else []
         if commits:
             found[folder.name.removeprefix("models--").replace("--", "/", 1)] = _commit_in_use(folder, commits)
     return found
+
+
+def _readable(directory: Path) -> list[Path]:
+    """What is in a directory, sorted; nothing where it cannot be read."""
+    try:
+        return sorted(directory.iterdir())
+    except OSError:
+        return []
 
 
 def _commit_in_use(folder: Path, commits: Sequence[Path]) -> Path:

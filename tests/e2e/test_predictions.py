@@ -1,6 +1,7 @@
 """A text the output will resemble, given with a request or on the command line."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from harness.checkpoints import write_checkpoint
 from paceline import LLM, RequestError, SamplingParams
 from paceline.cli import app
+from paceline.cli.run import MAX_PREDICTION_BYTES
 from paceline.drafters.suffix.drafter import SuffixDrafter
 from paceline.drafters.suffix.store import SuffixStore
 from paceline.speculation.draft_length import DraftLengthPolicy
@@ -149,6 +151,20 @@ def test_a_prediction_file_puts_its_drafter_in_front(directory: Path, tmp_path: 
         answer = json.loads(done.stdout)
         assert answer["token_ids"] == plain["token_ids"]
         assert answer["drafter"] == name
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no such files there")
+@pytest.mark.parametrize("kind", ["pipe", "device", "large"])
+def test_a_prediction_file_without_an_end_is_refused(directory: Path, tmp_path: Path, kind: str) -> None:
+    path = Path("/dev/full") if kind == "device" else tmp_path / "expected"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "large":
+        with path.open("wb") as file:
+            file.truncate(MAX_PREDICTION_BYTES + 1)
+    done = run("--model", str(directory), "--prediction-file", str(path))
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert ("more than the 64000000 bytes" if kind == "large" else "is no regular file") in done.stderr
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"], ids=["absent", "no text"])

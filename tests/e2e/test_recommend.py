@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from paceline.proof.doctor import DoctorQuestion, diagnose
 from paceline.proof.recommendation import recommend as recommending
 from paceline.proof.recommendation.advice import Advice, Place, Recommendation
 from paceline.proof.recommendation.costs import DRAFT_LENGTHS, MachineCosts
+from paceline.proof.recommendation.here import drafters_around, unreadable_places
 from paceline.proof.recommendation.read_bytes import head_bytes, model_bytes
 from paceline.proof.recommendation.recommend import RecommendQuestion, recommend
 
@@ -146,6 +148,38 @@ def test_a_directory_that_cannot_be_read_where_the_user_looks_is_named(
     monkeypatch.setattr(Path, "iterdir", refuse)
     advice = recommend(RecommendQuestion(model=str(models / "target"), look_in=(tmp_path,)))
     assert (str(closed), "it cannot be read: Permission denied") in [(one.drafter, one.why) for one in advice.rejections]
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A directory that every user can reach; files of root are closed to this process meanwhile, as they are to others."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder.chmod(0o755)
+    for name, mode in (("closed", 0o000), ("listed", 0o444)):
+        (folder / "around" / name / "inner").mkdir(parents=True)
+        (folder / "around" / name).chmod(mode)
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield folder / "around"
+    finally:
+        if is_root:
+            os.seteuid(0)
+        for name in ("closed", "listed"):
+            (folder / "around" / name).chmod(0o755)
+        shutil.rmtree(folder)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="modes are others there")
+def test_what_others_closed_is_passed_over_beside_the_model_and_named_where_the_user_looks(shared: Path) -> None:
+    assert drafters_around(shared / "model", (shared, shared / "closed")) == drafters_around(shared / "model", ())
+    closed, why = [shared / "closed", shared / "listed"], "it cannot be read: Permission denied"
+    assert unreadable_places((shared,)) == [(path, why) for path in closed]
+    assert unreadable_places((shared / "closed",)) == [(shared / "closed", why)]
+    assert unreadable_places((shared / "closed" / "inner",)) == [(shared / "closed" / "inner", why)]
+    code, said = ask("mini", "--no-load", "--look-in", shared / "closed" / "inner")
+    assert (code, "there is no such directory that can be read" in said) == (2, True)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links need rights there")

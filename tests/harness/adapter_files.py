@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from paceline.models.config import ModelConfig
+
 Floats = NDArray[np.float32]
 SETTINGS: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": ["q_proj"], "bias": "none"}
 
@@ -39,3 +41,12 @@ def added(tensors: Mapping[str, NDArray[Any]], module: str, scale: float = 6 / 4
     down, up = (tensors[f"{module}.{part}.weight"].astype(np.float64) for part in ("lora_A", "lora_B"))
     product: NDArray[np.float64] = scale * (up @ down)
     return product
+
+
+def write_adapter_of(config: ModelConfig, directory: Path, *, seed: int) -> Path:
+    """One for the queries of every layer of a model, that makes other tokens likely."""
+    rng, tensors = np.random.default_rng(seed), dict[str, Floats]()
+    for layer in range(config.num_layers):
+        shape = (config.layers[layer].attention.query_size, config.hidden_size)
+        tensors |= {name: 10 * one for name, one in low_rank(rng, f"model.layers.{layer}.self_attn.q_proj", shape).items()}
+    return write_adapter(directory, tensors)

@@ -1,6 +1,7 @@
 """`paceline recommend`: who should guess for a model on this machine, and with which command."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -51,8 +52,8 @@ def recommend(
 
             quieten_libraries()
         for directory in look_in or ():
-            if not directory.is_dir():
-                raise ConfigError(f"--look-in {directory}: there is no such directory; name one that holds drafters")
+            if not os.path.isdir(directory):
+                raise ConfigError(f"--look-in {directory}: there is no such directory that can be read; name one that holds drafters")
         question = RecommendQuestion(
             model=model,
             gguf_file=gguf_file,

@@ -11,11 +11,13 @@ import typer
 from paceline import __version__
 from paceline.cli.options import OUTPUT, Settings, checked_text, with_settings
 from paceline.cli.reporting import EXIT_INTERRUPTED, say
-from paceline.errors import ConfigError, RequestError
+from paceline.errors import CheckpointError, ConfigError, RequestError
+from paceline.small_files import open_regular
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
 
+MAX_PREDICTION_BYTES = 64_000_000
 SHOW_DRAFTS_HELP = (
     "Show where each token came from: accepted drafts green, bonus tokens bold, plain tokens yellow and underlined. "
     "Without a terminal or with NO_COLOR, accepted runs stand in square brackets and plain ones in curly ones. A legend goes to stderr."
@@ -100,7 +102,17 @@ def _with_prediction(settings: Settings) -> Settings:
 
 def _read_prediction(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8")
+        if path.exists() and not path.is_file():  # a pipe may never end, nor a device
+            text = f"{path} is no regular file, and --prediction-file takes no other: write the text to a file and give that"
+            raise RequestError(text, parameter="prediction")
+        with open_regular(path) as file:
+            content = file.read(MAX_PREDICTION_BYTES + 1)
+        if len(content) > MAX_PREDICTION_BYTES:
+            text = f"{path} has more than the {MAX_PREDICTION_BYTES} bytes that a prediction may have: give the part that matters"
+            raise RequestError(text, parameter="prediction")
+        return content.decode("utf-8")
+    except CheckpointError as error:
+        raise RequestError(str(error), parameter="prediction") from None
     except UnicodeDecodeError as error:
         raise RequestError(f"{path} is not UTF-8 text at byte {error.start}; convert it first", parameter="prediction") from None
     except OSError as error:

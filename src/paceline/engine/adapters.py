@@ -75,7 +75,8 @@ class Adapters:
         Raises:
             ConfigError: no adapter has this name.
         """
-        loaded = self._by_name.pop(name, None)
+        given: object = name
+        loaded = self._by_name.pop(name, None) if isinstance(given, str) else None
         if loaded is None:
             known = ", ".join(map(repr, self._by_name)) or "none"
             raise ConfigError(f"there is no adapter {name!r} to remove; loaded: {known}")

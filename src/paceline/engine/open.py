@@ -18,7 +18,7 @@ from paceline.hub import resolve
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.window import PassLimits
 from paceline.machine import available_memory_bytes
-from paceline.models.adapters.read import read_adapter
+from paceline.models.adapters.read import check_name, read_adapter
 from paceline.models.config import WeightType
 from paceline.models.kv_type import KVType
 from paceline.outputs import RequestOutput, StreamChunk
@@ -90,9 +90,13 @@ class OpenedEngine:
         Raises:
             CheckpointError, ConfigError, BackendUnavailableError: as `LLM.load_adapter`.
         """
+        check_name(name)
+        given: object = directory
+        if not isinstance(given, str | os.PathLike) or not os.fspath(given):
+            raise ConfigError(f"the adapter's directory is {given!r}: give the path of one, such as 'adapters/sql'")
         self.engine.adapters.check_free(name)
         runtime = self.engine.runtime
-        self.engine.add_adapter(read_adapter(Path(directory), name=name, config=runtime.config, weights=runtime.weights))
+        self.engine.add_adapter(read_adapter(Path(os.fsdecode(directory)), name=name, config=runtime.config, weights=runtime.weights))
 
     def chunk(self, request: Request, num_seen: int) -> StreamChunk:
         """What a streamed request got since it had `num_seen` output tokens; with its whole output if it has ended."""

@@ -1,5 +1,8 @@
 """Loading and removing adapters while the server runs, as vLLM has it. These requests name directories: they are served on demand alone."""
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
 
@@ -13,16 +16,21 @@ MAX_PATH_LEN = 4096
 
 
 class LoadFields(Fields):
-    """The body of `/v1/load_lora_adapter`."""
+    """The body of `/v1/load_lora_adapter`. The number is vLLM's own: names tell adapters apart here."""
 
     lora_name: str
     lora_path: str
+    lora_int_id: int | None = None
+    load_inplace: bool | None = None
+
+    refused: ClassVar[Mapping[str, str]] = {"load_inplace": "an adapter is removed first, then another one may have its name"}
 
 
 class UnloadFields(Fields):
     """The body of `/v1/unload_lora_adapter`."""
 
     lora_name: str
+    lora_int_id: int | None = None
 
 
 def adapter_routes(service: Service) -> APIRouter:
@@ -36,7 +44,7 @@ def adapter_routes(service: Service) -> APIRouter:
         """Load the adapter of a directory on the server's machine; requests ask for it by its name as their model."""
         fields.check_refused()
         name = fields.lora_name
-        if not name.strip() or not name.isprintable() or len(name) > MAX_NAME_LEN or name == service.model:
+        if not name.strip() or not name.isprintable() or len(name) > MAX_NAME_LEN or service.is_own_name(name):
             text = f"lora_name must be a name of 1 to {MAX_NAME_LEN} printable characters that is not the model's own"
             raise HttpError(400, text, parameter="lora_name", code="invalid_value")
         if not fields.lora_path or "\0" in fields.lora_path or len(fields.lora_path) > MAX_PATH_LEN:
@@ -48,7 +56,7 @@ def adapter_routes(service: Service) -> APIRouter:
         service.engine.check_open()
         with service.gate.admitted(0):
             try:
-                await service.engine.load_adapter(name, fields.lora_path)
+                await service.gate.finished(service.engine.load_adapter(name, fields.lora_path))
             except PacelineError as error:
                 raise HttpError(400, str(error), parameter="lora_path", code="adapter_unusable") from error
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")

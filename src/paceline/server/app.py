@@ -50,13 +50,13 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
     settings = settings or ServerSettings()
     engine.opened.maker.compiler.trial = GrammarTrial(settings.grammar_timeout_s)
     name = settings.served_name or served_name(engine.opened.config.model)
-    if name in engine.adapters:
-        raise ConfigError(f"an adapter is called {name!r}, as the model is: give it another name, or the model with served_name")
     formats = Formats.of(engine.opened.maker.tokenizer, settings.tools_format, settings.think_format)
     gate = Gate(engine.opened.engine.scheduler.limits.max_num_seqs, settings.max_queue)
     metrics = Metrics(engine.opened, name)
     generation = Generation(engine, settings, gate, metrics)
     service = Service(engine, settings, name, gate, metrics, generation, Dialogue(generation, formats))
+    for adapter in filter(service.is_own_name, engine.adapters):
+        raise ConfigError(f"an adapter is called {adapter!r}, as the model is: give it another name, or the model with served_name")
     # those pages load code from elsewhere, and a redirection would go to whatever the Host header names
     app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service

@@ -2,14 +2,16 @@
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from paceline.server.client_watch import within
 from paceline.server.http_errors import HttpError
 
 MAX_RETRY_S = 60
 _SMOOTHING = 0.2  # weight of the newest request in the mean of their times
+Result = TypeVar("Result")
 
 
 class Gate:
@@ -26,6 +28,8 @@ class Gate:
     def __init__(self, num_running: int, max_queue: int) -> None:
         self._num_running, self._max_queue = num_running, max_queue
         self.num_open = 0
+        self._num_inside = 0  # blocks, those without samples too
+        self._works = set["asyncio.Future[Any]"]()
         self.is_draining = False
         self._mean_s = 1.0
         self._idle: asyncio.Event | None = None
@@ -37,7 +41,7 @@ class Gate:
 
     @contextmanager
     def admitted(self, num_samples: int, parameter: str = "n") -> Iterator[None]:
-        """Samples that are in the server during this block.
+        """Samples that are in the server during this block, which a drain waits for, with none too.
 
         Args:
             parameter: of the request, that says how many.
@@ -46,13 +50,7 @@ class Gate:
             HttpError: 503 while it drains, 429 where the queue is full, 400 where they never fit.
         """
         if self.is_draining:
-            raise HttpError(
-                503,
-                "the server is about to end: ask again later",
-                kind="service_unavailable_error",
-                code="draining",
-                headers={"Retry-After": str(MAX_RETRY_S)},
-            )
+            raise _draining("the server is about to end")
         limit = self.limit
         if num_samples > limit:
             raise HttpError(
@@ -68,25 +66,51 @@ class Gate:
                 headers={"Retry-After": str(retry_s)},
             )
         self.num_open += num_samples
+        self._num_inside += 1
         try:
             yield
         finally:
             self.num_open -= num_samples
-            if not self.num_open and self._idle is not None:
+            self._num_inside -= 1
+            if not self._num_inside and self._idle is not None:
                 self._idle.set()
+
+    async def finished(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """What `work` gives, which the engine's end would not end; it is given up where a drain takes too long.
+
+        Raises:
+            HttpError: 503, it was given up.
+        """
+        working = asyncio.ensure_future(work)
+        self._works.add(working)
+        try:
+            return await working
+        except asyncio.CancelledError:
+            if working in self._works:
+                raise
+            raise _draining("the server ended before this request did") from None
+        finally:
+            self._works.discard(working)
 
     def record(self, seconds: float) -> None:
         """How long a request took; the advice when to ask again follows it."""
         self._mean_s += _SMOOTHING * (seconds - self._mean_s)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take nothing new, and wait until nothing is left; False where that takes longer than `timeout_s`."""
+        """Take nothing new, and wait until nothing is left; False where that takes longer than `timeout_s`: what is left is given up."""
         self.is_draining = True
         self._idle = self._idle or asyncio.Event()
-        if not self.num_open:
+        if not self._num_inside:
             return True
         try:
             await within(timeout_s, self._idle.wait())
         except asyncio.TimeoutError:
+            while self._works:
+                self._works.pop().cancel()
             return False
         return True
+
+
+def _draining(text: str) -> HttpError:
+    headers = {"Retry-After": str(MAX_RETRY_S)}
+    return HttpError(503, f"{text}: ask again later", kind="service_unavailable_error", code="draining", headers=headers)

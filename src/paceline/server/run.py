@@ -136,7 +136,8 @@ class Server(uvicorn.Server):
         if gate.num_open:
             self._say(f"ending: {gate.num_open} samples get {drain_s:g} s to finish")
         if not await gate.drain(drain_s):
-            self._say(f"{gate.num_open} samples were not finished in {drain_s:g} s and are given up")
+            what = f"{gate.num_open} samples" if gate.num_open else "requests"
+            self._say(f"{what} were not finished in {drain_s:g} s and are given up")
         await self._service.engine.close()  # also where nothing is left: clients that are gone may have left work behind
         self.should_exit = True
 

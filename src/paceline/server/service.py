@@ -13,6 +13,9 @@ from paceline.server.http_errors import HttpError
 from paceline.server.metrics import Metrics
 from paceline.server.settings import ServerSettings
 
+LATEST = ":latest"
+"""The tag of Ollama that a name means without one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Service:
@@ -49,6 +52,10 @@ class Service:
         """What an answer calls the model that gave it."""
         adapter = options.get("adapter")
         return adapter if isinstance(adapter, str) else self.model
+
+    def is_own_name(self, name: str) -> bool:
+        """Whether a name means the model itself in some dialect: Ollama's may end with a tag."""
+        return name.removesuffix(LATEST) == self.model.removesuffix(LATEST)
 
     @property
     def drafters(self) -> Collection[str]:

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import httpx
 import pytest
 
-from harness.adapter_files import low_rank, write_adapter
-from harness.http_client import HttpClient
+from harness.adapter_files import write_adapter_of
+from harness.http_client import BASE, HttpClient
 from paceline import LLM, AsyncEngine, SamplingParams
 from paceline.errors import ConfigError
 from paceline.server.app import create_app
@@ -21,29 +21,19 @@ PROMPT = "The quick brown"
 NUM_TOKENS = 8
 
 
-def write_adapter_of_mini(folder: Path, engine: AsyncEngine, *, seed: int) -> Path:
-    """One that makes other tokens likely."""
-    config, rng = engine.opened.engine.runtime.config, np.random.default_rng(seed)
-    tensors = {}
-    for layer in range(config.num_layers):
-        shape = (config.layers[layer].attention.query_size, config.hidden_size)
-        tensors |= {name: 10 * one for name, one in low_rank(rng, f"model.layers.{layer}.self_attn.q_proj", shape).items()}
-    return write_adapter(folder, tensors)
-
-
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
     """The mini with one adapter, `first`; the directory of another is `folder / "second"`."""
     engine = AsyncEngine.open("mini", drafter="ngram", threads=1)
     folder = tmp_path_factory.mktemp("adapters")
-    asyncio.run(engine.load_adapter("first", write_adapter_of_mini(folder / "first", engine, seed=1)))
+    asyncio.run(engine.load_adapter("first", write_adapter_of(engine.opened.engine.runtime.config, folder / "first", seed=1)))
     yield engine
     asyncio.run(engine.close())
 
 
 @pytest.fixture(scope="module")
 def second(engine: AsyncEngine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_adapter_of_mini(tmp_path_factory.mktemp("second"), engine, seed=2)
+    return write_adapter_of(engine.opened.engine.runtime.config, tmp_path_factory.mktemp("second"), seed=2)
 
 
 @pytest.fixture
@@ -114,7 +104,8 @@ def test_metrics_count_what_adapters_finished(served: Callable[..., HttpClient])
 
 def test_requests_load_and_remove_adapters_where_that_is_switched_on(served: Callable[..., HttpClient], second: Path) -> None:
     client = served({"Authorization": f"Bearer {KEY}"}, **ALLOWED)
-    answer = client.post("/v1/load_lora_adapter", {"lora_name": "second", "lora_path": str(second)})
+    fields = {"lora_name": "second", "lora_path": str(second), "lora_int_id": 2, "load_inplace": False}
+    answer = client.post("/v1/load_lora_adapter", fields)
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'second' added successfully.")
     assert [one["id"] for one in client.get("/v1/models").json()["data"]] == ["mini", "first", "second"]
     fields = {"prompt": PROMPT, **GREEDY}
@@ -122,7 +113,7 @@ def test_requests_load_and_remove_adapters_where_that_is_switched_on(served: Cal
     assert len(set(texts)) == 3
     again = client.post("/v1/load_lora_adapter", {"lora_name": "second", "lora_path": str(second)})
     assert (again.status_code, again.json()["error"]["code"]) == (400, "adapter_loaded")
-    answer = client.post("/v1/unload_lora_adapter", {"lora_name": "second"})
+    answer = client.post("/v1/unload_lora_adapter", {"lora_name": "second", "lora_int_id": 2})
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'second' removed successfully.")
     assert client.post("/v1/completions", {"model": "second", **fields}).status_code == 404
 
@@ -145,6 +136,8 @@ WRONG: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "nowhere": ("load", {"lora_name": "x", "lora_path": "/nowhere/at/all"}, 400, "lora_path"),
     "zero": ("load", {"lora_name": "x", "lora_path": "a\0b"}, 400, "lora_path"),
     "more": ("load", {"lora_name": "x", "lora_path": "/x", "lora_rank": 4}, 400, "lora_rank"),
+    "own-tag": ("load", {"lora_name": "mini:latest", "lora_path": "/x"}, 400, "lora_name"),
+    "in-place": ("load", {"lora_name": "x", "lora_path": "/x", "load_inplace": True}, 400, "load_inplace"),
     "unknown": ("unload", {"lora_name": "second"}, 404, "lora_name"),
 }
 
@@ -161,9 +154,50 @@ def test_without_the_key_nothing_is_loaded(served: Callable[..., HttpClient], se
     assert answer.status_code == 401
 
 
-def test_an_adapter_with_the_models_name_is_refused(engine: AsyncEngine) -> None:
+@pytest.mark.parametrize("name", ["first", "first:latest"])
+def test_an_adapter_with_the_models_name_is_refused(name: str, engine: AsyncEngine) -> None:
     with pytest.raises(ConfigError, match="an adapter is called 'first', as the model is"):
-        create_app(engine, ServerSettings(served_name="first"))
+        create_app(engine, ServerSettings(served_name=name))
+
+
+@pytest.mark.parametrize(("drain_s", "status"), [(30.0, 200), (0.05, 503)])
+def test_a_drain_waits_for_an_adapter_that_is_loaded(
+    drain_s: float, status: int, engine: AsyncEngine, second: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, goes_on = create_app(engine, ServerSettings(**ALLOWED)), asyncio.Event()
+
+    async def load(name: str, directory: str) -> None:
+        await goes_on.wait()
+
+    async def work() -> None:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url=BASE, headers={"x-api-key": KEY}) as client:
+            fields = {"lora_name": "second", "lora_path": str(second)}
+            loading = asyncio.ensure_future(client.post("/v1/load_lora_adapter", json=fields))
+            await asyncio.sleep(0.2)
+            draining = asyncio.ensure_future(app.state.service.gate.drain(drain_s))
+            await asyncio.sleep(0.2)
+            assert draining.done() == (status == 503)
+            if status == 200:
+                goes_on.set()
+            answer = await asyncio.wait_for(loading, 10)
+            assert (answer.status_code, await draining) == (status, status == 200)
+            assert status == 200 or answer.json()["error"]["code"] == "draining"
+
+    monkeypatch.setattr(engine, "load_adapter", load)
+    asyncio.run(work())
+
+
+def test_what_is_no_path_or_name_is_said(second: Path) -> None:
+    with LLM("mini", drafter="none", threads=1) as llm:
+        for path in (None, 3, "", b""):
+            with pytest.raises(ConfigError, match="the adapter's directory is "):
+                llm.load_adapter("q", path)  # type: ignore[arg-type]
+        for name in (None, ["q"], ""):
+            with pytest.raises(ConfigError, match="the adapter's name is"):
+                llm.load_adapter(name, second)  # type: ignore[arg-type]
+            with pytest.raises(ConfigError, match="there is no adapter"):
+                llm.unload_adapter(name)  # type: ignore[arg-type]
 
 
 def test_an_adapter_of_the_settings_and_one_that_is_merged_answer_alike(second: Path) -> None:

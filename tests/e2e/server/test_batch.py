@@ -1,5 +1,6 @@
 """`paceline batch`: every request of a file once, as the server would answer it, whatever ends the command."""
 
+import asyncio
 import functools
 import json
 import os
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from harness.adapter_files import write_adapter_of
 from harness.http_client import HttpClient
 from paceline import AsyncEngine
 from paceline.cli import app
@@ -150,6 +152,23 @@ def test_an_output_of_another_model_is_refused(run: Run) -> None:
     run([request(0)])
     with pytest.raises(ConfigError, match="holds answers of the model 'mini', and this is 'other'"):
         run([request(0), request(1)], served_name="other")
+
+
+def test_a_batch_with_adapters_goes_on_where_it_was(run: Run, engine: AsyncEngine, tmp_path: Path) -> None:
+    lines = [{**request(index), "body": {**request(index)["body"], "model": ("mini", "half")[index % 2]}} for index in range(4)]
+    adapter = write_adapter_of(engine.opened.engine.runtime.config, tmp_path / "adapter", seed=1)
+    asyncio.run(engine.load_adapter("half", adapter))
+    try:
+        run(lines)
+        whole = (tmp_path / "out").read_bytes().splitlines(keepends=True)
+        assert {json.loads(line)["response"]["body"]["model"] for line in whole} == {"mini", "half"}
+        (tmp_path / "out").write_bytes(b"".join(whole[:2]))
+        assert run(lines).num_by_status == {200: 4}
+        (tmp_path / "out").write_bytes(b"".join(whole[:2]))
+    finally:
+        asyncio.run(engine.unload_adapter("half"))
+    with pytest.raises(ConfigError, match="the model 'half', and this is 'mini': give another output file, or its adapter"):
+        run(lines)
 
 
 def command(source: Path, target: Path, *more: str) -> list[str]:

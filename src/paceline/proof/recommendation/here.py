@@ -1,5 +1,8 @@
 """Drafters that are on this machine already: in the model's own files, beside them, in the hub's cache."""
 
+import errno
+import os
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +12,7 @@ from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import PacelineError
 from paceline.hub import cached_models, gguf_models
 from paceline.models.checkpoint import is_gguf, read_model_config
+from paceline.small_files import is_file
 
 _MOST_ENTRIES = 200  # of a directory that is looked through
 _OWN = ("auto", HeadKind.LANGUAGE_MODEL.value, HeadKind.MTP.value, HeadKind.MEDUSA.value)
@@ -62,17 +66,8 @@ def drafters_around(model: Path, look_in: Sequence[Path]) -> list[LocalDrafter]:
 
 def unreadable_places(look_in: Sequence[Path]) -> list[tuple[Path, str]]:
     """Directories that were to be looked through and cannot be, themselves or one level below, and why."""
-    found = []
-    for directory in look_in:
-        try:
-            for path in (directory, *(inner for inner in sorted(directory.iterdir())[:_MOST_ENTRIES] if inner.is_dir())):
-                try:
-                    next(path.iterdir(), None)
-                except OSError as error:
-                    found.append((path, f"it cannot be read: {error.strerror or error}"))
-        except OSError as error:
-            found.append((directory, f"it cannot be read: {error.strerror or error}"))
-    return found
+    places = [path for directory in look_in for path in (directory, *_entries(directory))]
+    return [(path, f"it cannot be read: {why}") for path in places if (why := _why_closed(path)) is not None]
 
 
 def why_no_network(path: Path) -> str | None:
@@ -95,14 +90,27 @@ def _networks_in(directory: Path) -> Iterator[Path]:
     yield from networks
     around = {directory.resolve(), *directory.resolve().parents}
     for path in entries:
-        if path not in networks and path.is_dir() and path.resolve() not in around:
+        if path not in networks and os.path.isdir(path) and path.resolve() not in around:
             yield from (inner for inner in _entries(path) if _is_network(inner))
 
 
 def _is_network(path: Path) -> bool:
-    if path.is_dir():
-        return (path / "config.json").is_file() or any(path.glob("medusa_lm_head.*"))
+    if os.path.isdir(path):
+        return is_file(path / "config.json") or any(inner.match("medusa_lm_head.*") for inner in _entries(path))
     return is_gguf(path) and path in _first_parts(path.parent)
+
+
+def _why_closed(path: Path) -> str | None:
+    """Why the system lets nobody see what is there, or what is in it; None = it does, or nothing is there."""
+    try:
+        if stat.S_ISDIR(os.stat(path).st_mode):
+            next(path.iterdir(), None)
+            os.stat(path / "config.json")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        return None if error.errno == errno.ELOOP else error.strerror or str(error)
+    return None
 
 
 def _first_parts(directory: Path) -> list[Path]:

@@ -1,7 +1,7 @@
 """Answering a batch file with one engine."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,14 +94,15 @@ def begin_batch(source: Path, output: OutputFile, settings: ServerSettings, watc
     return plan
 
 
-def check_model(output: OutputFile, model: str) -> None:
-    """That earlier answers are the same model's.
+def check_model(output: OutputFile, model: str, adapters: Iterable[str]) -> None:
+    """That earlier answers are the same model's, or its adapters'.
 
     Raises:
         ConfigError: they are another's.
     """
-    if others := sorted(output.finished.models - {model}):
-        raise ConfigError(f"{output.path} holds answers of the model {others[0]!r}, and this is {model!r}: give another output file")
+    if others := sorted(output.finished.models - {model, *adapters}):
+        found = f"{output.path} holds answers of the model {others[0]!r}, and this is {model!r}"
+        raise ConfigError(f"{found}: give another output file, or its adapter by that name")
 
 
 async def _answer_all(arguments: Mapping[str, Any], settings: ServerSettings, plan: Plan, output: OutputFile, watcher: Watcher) -> None:
@@ -110,7 +111,7 @@ async def _answer_all(arguments: Mapping[str, Any], settings: ServerSettings, pl
         for notice in (*engine.opened.notices, engine.opened.banner):
             watcher.say(notice)
         app = create_app(engine, batch_settings(settings))
-        check_model(output, app.state.service.model)
+        check_model(output, app.state.service.model, engine.adapters)
         num_at_once = _LINES_A_SAMPLE * engine.opened.engine.scheduler.limits.max_num_seqs
         await answer_lines(app, plan.lines(), num_at_once, output, watcher.advance)
     finally:

@@ -8,10 +8,9 @@ from starlette.responses import JSONResponse, Response
 
 from paceline.server.ollama.answers import now
 from paceline.server.ollama.fields import ShowFields
-from paceline.server.service import Service
+from paceline.server.service import LATEST, Service
 
 API_VERSION = "0.12.11"  # the release whose dialect this is; clients look for what it can do
-_LATEST = ":latest"
 
 
 def ollama_model_routes(service: Service) -> APIRouter:
@@ -63,7 +62,7 @@ def adapter_of(service: Service, name: str | None) -> str | None:
         HttpError: 404.
     """
     is_whole = name is None or name == service.model or name in service.engine.adapters
-    return service.adapter_of(name if name is None or is_whole else name.removesuffix(_LATEST))
+    return service.adapter_of(name if name is None or is_whole else name.removesuffix(LATEST))
 
 
 def _all(service: Service) -> list[dict[str, Any]]:

@@ -61,7 +61,7 @@ def run_batch_on_replicas(
     with OutputFile(target) as output:
         plan = begin_batch(source, output, settings, watcher)
         if plan.num_pending:
-            check_model(output, settings.served_name or served_name(arguments["model"]))
+            check_model(output, settings.served_name or served_name(arguments["model"]), arguments.get("adapters", ()))
             with ray_cluster(cluster, arguments, part="data", debug=debug) as ray:
                 for line in _answered(ray, arguments, settings, cluster, plan):
                     output.append(line)
