@@ -88,15 +88,13 @@ def library_errors(text: str, kind: Callable[[str], PacelineError]) -> Iterator[
 
 
 @contextmanager
-def memory_errors(what: str) -> Iterator[None]:
+def memory_errors(what: str, way_out: str = "use quant='int8' or 'int4', a smaller one, or close programs") -> Iterator[None]:
     """Running out of memory in this block becomes a CapacityError; `what` names what did not fit."""
     try:
         yield
     except MemoryError as error:
         detail = f" ({described(error)})" if str(error) else ""
-        raise CapacityError(
-            f"{what} does not fit in memory{detail}: use quant='int8' or 'int4', a smaller one, or close programs"
-        ) from error
+        raise CapacityError(f"{what} does not fit in memory{detail}: {way_out}") from error
 
 
 def described(error: BaseException) -> str:

@@ -287,6 +287,7 @@ class LLM:
             directory: with the adapter_config.json and the safetensors file that PEFT writes.
 
         Raises:
+            CapacityError: it does not fit in memory.
             CheckpointError: the files cannot be used, or are another model's.
             ConfigError: an adapter has this name already, or it changes what cannot be changed here.
             BackendUnavailableError: the target's runtime runs no adapters.

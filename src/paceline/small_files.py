@@ -55,6 +55,18 @@ def open_regular(path: Path) -> BinaryIO:
         raise unreadable(path, error) from error
 
 
+def check_regular(path: Path) -> None:
+    """Check that `open_regular` would open a file.
+
+    Raises:
+        CheckpointError: it is no regular file, or there is none.
+    """
+    try:
+        open_regular(path).close()
+    except FileNotFoundError as error:
+        raise unreadable(path, error) from error
+
+
 def read_small(path: Path, limit: int) -> bytes | None:
     """All bytes of a file, None where there is none.
 
@@ -147,7 +159,7 @@ def _too_large(path: Path, limit: int) -> CheckpointError:
 def _check_regular(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-        raise CheckpointError(f"{path} is {kind}, expected a regular file; download the model again")
+        raise CheckpointError(f"{path} is {kind}, expected a regular file; download it again")
 
 
 def _integer(digits: str) -> int | float:

@@ -57,8 +57,10 @@ def variants_of(base: Path) -> dict[str, dict[str, Any]]:
     stacks = {".".join(name.split(".")[-2:]) for name, one in model.named_parameters() if one.dim() == 3 and "conv" not in name}
     routers = {".".join(name.split(".")[-2:]) for name, _ in model.named_parameters() if name.endswith((".gate.weight", ".router.weight"))}
     experts = {"target_modules": ["q_proj"], "target_parameters": sorted(stacks | routers)}
-    linear = {} if model.config.model_type == "nemotron_h" else {"linear": {"target_modules": "all-linear"}}  # PEFT refuses its out_proj
-    return {**linear, **({"experts": experts} if stacks else {})}
+    linear: dict[str, Any] = {"target_modules": "all-linear"}
+    if model.config.model_type == "nemotron_h":
+        linear["exclude_modules"] = ["out_proj"]  # which PEFT refuses
+    return {"linear": linear, **({"experts": experts} if stacks else {})}
 
 
 def write(base: Path, folder: Path, variant: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
+from harness.adapter_files import low_rank, write_adapter
 from harness.checkpoints import VOCAB_SIZE, write_byte_level_tokenizer, write_checkpoint, write_tokenizer
 from harness.eagle_checkpoints import (
     EAGLE1,
@@ -342,6 +343,22 @@ def test_a_model_too_big_for_memory(target: Path) -> None:
         assert (done.exit_code, "use a size in gigabytes above 0" in done.output) == (2, True)
     code, facts = ask("--model", target, "--memory-gb", "0.0001")
     assert (code, facts["memory"]["fits"], facts["memory"]["context_that_fits"]) == (1, False, 0)
+
+
+def test_adapters_count_in_the_memory_and_one_that_does_not_fit_is_a_problem(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = open_weights(target, read_model_config(target)).facts("layers.0.q_proj.weight").shape
+    tensors = low_rank(np.random.default_rng(0), "model.layers.0.self_attn.q_proj", (shape[0], shape[1]))
+    adapter = write_adapter(tmp_path, tensors, layers_to_transform=[0])
+    plain = diagnose(DoctorQuestion(model=str(target))).memory
+    with_adapter = DoctorQuestion(model=str(target), adapters={"a": str(adapter)})
+    memory = diagnose(with_adapter).memory
+    assert plain is not None
+    assert memory is not None
+    assert memory.weights_bytes - plain.weights_bytes == 4 * 4 * sum(shape) == memory.as_dict()["adapters_bytes"]
+    monkeypatch.setattr("paceline.proof.doctor.available_memory_bytes", lambda: 100)
+    assert any("GB while it is read, 1e-07 GB are free" in problem for problem in diagnose(with_adapter).problems)
 
 
 def test_a_context_too_long_for_memory_is_a_note(target: Path) -> None:

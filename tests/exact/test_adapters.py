@@ -11,7 +11,7 @@ from harness.adapters import make_adapter
 from harness.engine_jobs import BEYOND, HEADS, Solo, open_drafting, write_heads_and_target
 from harness.engine_traffic import check_clean, check_engine
 from harness.exact_targets import skip_without_kernels
-from paceline import LLM, RequestError, SamplingParams
+from paceline import LLM, CheckpointError, RequestError, SamplingParams
 from paceline.engine import engine as engine_module
 from paceline.kv_cache.prefix_index import PrefixIndex
 from paceline.models.adapters.adapter import Adapter
@@ -319,3 +319,13 @@ def test_planted_faults_are_noticed(
     requests = [*run_together(llm, given.asked), *run_together(llm, given.asked)]
     with pytest.raises(AssertionError):
         assert_equal(llm, requests, [*given.asked, *given.asked])
+
+
+def test_an_adapter_whose_values_are_too_large_is_named_and_others_go_on() -> None:
+    with LLM("mini", drafter="none", threads=1) as llm:
+        huge = make_adapter("huge", llm.runtime.config, seed=1, rank=2)
+        llm.engine.add_adapter(replace(huge, products={name: replace(one, up=one.up * 1e20) for name, one in huge.products.items()}))
+        expected = llm.generate("The cat", SamplingParams(max_tokens=4))[0].token_ids
+        with pytest.raises(CheckpointError, match=r"with the adapter 'huge', whose values may be too large, .* wider dtype or kv_type"):
+            llm.generate("The cat", SamplingParams(max_tokens=4), adapter="huge")
+        assert llm.generate("The cat", SamplingParams(max_tokens=4))[0].token_ids == expected

@@ -18,7 +18,9 @@ from safetensors.numpy import load_file, save_file
 from harness import expert_checkpoints, hybrid_checkpoints
 from harness.adapter_files import added, low_rank, write_adapter
 from harness.checkpoints import write_checkpoint
+from harness.gguf_checkpoints import write_gguf
 from harness.parity import difference, needs, prompt_logits, transformers_output
+from paceline.errors import CapacityError
 from paceline.models.adapters.merge import MergedWeights, merged_config
 from paceline.models.adapters.read import read_adapter
 from paceline.models.checkpoint import open_weights, read_model_config
@@ -26,6 +28,7 @@ from paceline.models.config import WeightType
 from paceline.models.weights import as_float32
 from paceline.runtimes.base import Network
 from paceline.runtimes.decoder import decoder
+from paceline.runtimes.load import Loaded, RuntimeOptions, load_runtime
 
 pytest.importorskip("torch")
 Tensors = dict[str, NDArray[Any]]
@@ -244,3 +247,25 @@ def test_a_merged_model_computes_what_transformers_computes_of_the_changed_check
     before, _ = transformers_output(model, ids)
     assert difference(before, expected) > 100 * LOGITS
     assert difference(prompt_logits(native(config, weights), ids), expected) <= LOGITS
+
+
+def test_blocks_of_a_file_become_float16_with_one_notice_and_only_where_there_is_memory(models: Any, tmp_path: Path) -> None:
+    needs("native")
+    file = write_gguf(models("llama"), tmp_path / "model.gguf", "Q8_0")
+    adapter = write_adapter(tmp_path / "adapter", low_rank(np.random.default_rng(6), f"{LAYER}self_attn.q_proj", (64, 64)), **ONE_LAYER)
+
+    def load(**more: Any) -> Loaded:
+        return load_runtime(file, RuntimeOptions(device="cpu", backend="native", max_context=64, merge_adapter=adapter, **more))
+
+    halves, floats = load(), load(dtype=WeightType.F32)
+    for loaded, weight_type in ((halves, "f16"), (floats, "f32")):
+        assert sum(f"1 quantised matrices become {weight_type} with the adapter merged" in notice for notice in loaded.notices) == 1
+        assert loaded.runtime.weights.facts("layers.1.q_proj.weight").weight_type.value == weight_type
+        assert loaded.runtime.weights.blocks("layers.1.q_proj.weight") is None
+        assert loaded.runtime.weights.blocks("layers.1.k_proj.weight") is not None
+    exact = as_float32(floats.runtime.weights["layers.1.q_proj.weight"])
+    assert np.array_equal(as_float32(halves.runtime.weights["layers.1.q_proj.weight"]), exact.astype(np.float16).astype(np.float32))
+    ours, theirs = (prompt_logits(native(one.runtime.config, one.runtime.weights), list(range(1, 33))) for one in (halves, floats))
+    assert 0 < difference(ours, theirs) <= 0.01
+    with pytest.raises(CapacityError, match=r"with the adapter merged take 8\.19e-06 GB, 8e-06 GB are free: use quant='int8'"):
+        load(memory_bytes=8000)

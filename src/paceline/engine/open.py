@@ -13,7 +13,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.inputs import Params, RequestOptions, params_of_each
 from paceline.engine.memory import plan_cache
 from paceline.engine.scheduler import Limits
-from paceline.errors import ConfigError, printable
+from paceline.errors import ConfigError, memory_errors, printable
 from paceline.hub import resolve
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.window import PassLimits
@@ -88,7 +88,7 @@ class OpenedEngine:
         """Let requests ask for the adapter of a directory by this name.
 
         Raises:
-            CheckpointError, ConfigError, BackendUnavailableError: as `LLM.load_adapter`.
+            CapacityError, CheckpointError, ConfigError, BackendUnavailableError: as `LLM.load_adapter`.
         """
         check_name(name)
         given: object = directory
@@ -96,7 +96,10 @@ class OpenedEngine:
             raise ConfigError(f"the adapter's directory is {given!r}: give the path of one, such as 'adapters/sql'")
         self.engine.adapters.check_free(name)
         runtime = self.engine.runtime
-        self.engine.add_adapter(read_adapter(Path(os.fsdecode(directory)), name=name, config=runtime.config, weights=runtime.weights))
+        with memory_errors(f"the adapter {name!r}", "use an adapter of a lower rank, remove others, or close programs"):
+            path, free = Path(os.fsdecode(directory)), available_memory_bytes()
+            read = read_adapter(path, name=name, config=runtime.config, weights=runtime.weights, memory_bytes=free)
+            self.engine.add_adapter(read)
 
     def chunk(self, request: Request, num_seen: int) -> StreamChunk:
         """What a streamed request got since it had `num_seen` output tokens; with its whole output if it has ended."""

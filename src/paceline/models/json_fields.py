@@ -29,16 +29,18 @@ class JsonFields:
         return value
 
     def optional_number(self, name: str) -> float | None:
-        """A finite number, or None where it is absent or null."""
+        """A number that float32 reaches, or None where it is absent or null."""
         value = self.values.get(name)
         if value is None:
             return None
         if not _is_finite(value):
-            raise CheckpointError(f"{self.path}: {name} = {shortened(value)}, expected a finite number")
+            raise CheckpointError(
+                f"{self.path}: {name} = {shortened(value)}, expected a number from -{LARGEST:.3g} to {LARGEST:.3g} (float32)"
+            )
         return float(value)
 
     def number(self, name: str, default: float) -> float:
-        """A finite number."""
+        """A number that float32 reaches."""
         value = self.optional_number(name)
         return default if value is None else value
 

@@ -51,6 +51,11 @@ def read_tensors(path: Path, what: str) -> dict[str, FileTensor]:
     if path.suffix != ".safetensors":
         return _torch_file(path, what)
     stored, file_bytes = read_header(path), map_file(path)
+    end = max((tensor.end for tensor in stored.values()), default=len(file_bytes))
+    if end < len(file_bytes):
+        raise CheckpointError(
+            f"{path} holds {len(file_bytes) - end} bytes behind its last tensor, which no safetensors file does; download the {what} again"
+        )
     return {name: FileTensor(tensor.shape, tensor.dtype, partial(_view, tensor, file_bytes)) for name, tensor in stored.items()}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.config import Quant, QuantOptions, cache_directory, draft_quant_options, weights_cache_bytes
 from paceline.drafters import HeadOptions, prepare_one
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, memory_errors
 from paceline.hub import resolve
 from paceline.machine import available_memory_bytes
 from paceline.models.adapters.read import read_adapter
@@ -180,7 +180,9 @@ def examine_adapter(name: str, directory: Path, target: CheckpointFacts) -> Adap
     Raises:
         PacelineError: it does not, or cannot be read.
     """
-    adapter = read_adapter(directory, name=name, config=target.config, weights=target.weights)
+    with memory_errors(f"the adapter {name!r}", "use an adapter of a lower rank, or close programs"):
+        free = available_memory_bytes()
+        adapter = read_adapter(directory, name=name, config=target.config, weights=target.weights, memory_bytes=free)
     arrays = [array for one in adapter.products.values() for array in (one.down, one.up)]
     arrays += [*adapter.biases.values(), *adapter.saved.values()]
     largest = max((len(one.down) for one in adapter.products.values()), default=0)
@@ -223,7 +225,7 @@ def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) 
     drafts = [own for one in found.drafters if (own := draft_memory(one, target, question, device, found.notes)) is not None]
     context = min(question.max_context or target.config.max_positions, target.config.max_positions)
     available = available_memory_bytes() if question.memory_bytes is None else question.memory_bytes
-    found.memory = memory = MemoryEstimate(main, _together(drafts), context, available)
+    found.memory = memory = MemoryEstimate(main, _together(drafts), context, available, sum(adapter.nbytes for adapter in found.adapters))
     if not memory.fits:
         found.problems.append(
             f"weights take {memory.weights_bytes / _GIGABYTE:.3g} GB and 1000 tokens of cache "

@@ -53,16 +53,18 @@ class MemoryEstimate:
         draft: None without a draft model.
         context: tokens of the longest text, all of whose keys and values `full_context_bytes` includes.
         available_bytes: memory that can be had.
+        adapters_bytes: of adapters beside the target.
     """
 
     target: ModelMemory
     draft: ModelMemory | None
     context: int
     available_bytes: int
+    adapters_bytes: int = 0
 
     @property
     def weights_bytes(self) -> int:
-        return self.target.weights_bytes + (0 if self.draft is None else self.draft.weights_bytes)
+        return self.adapters_bytes + self.target.weights_bytes + (0 if self.draft is None else self.draft.weights_bytes)
 
     @property
     def cache_bytes_per_1k(self) -> int:
@@ -104,6 +106,7 @@ class MemoryEstimate:
             "draft_weights_bytes": None if self.draft is None else self.draft.weights_bytes,
             "draft_cache_bytes_per_1k_tokens": None if self.draft is None else self.draft.cache_bytes_per_1k,
             "draft_backend": None if self.draft is None else self.draft.backend,
+            "adapters_bytes": self.adapters_bytes,
             "full_context_bytes": self.full_context_bytes,
             "context": self.context,
             "context_that_fits": self.context_that_fits,

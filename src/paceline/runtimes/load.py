@@ -90,6 +90,8 @@ def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
     own_head, notices = weights.own_head, list(weights.notices)
     if options.quant is None:
         _check_floats(weights, config, options.memory_bytes)
+    if isinstance(weights, MergedWeights):
+        _check_merged(weights, options.memory_bytes)
     if weights.has_encoders:
         notices.append("the checkpoint's image and audio encoders are left out: texts alone are read")
     if config.max_positions < stored.max_positions and options.max_context is None:
@@ -111,11 +113,34 @@ def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
     return Loaded(runtime, tuple(notices), own_head, matrix_bits(weights))
 
 
-def _with_adapter(directory: Path, config: ModelConfig, weights: Weights, options: RuntimeOptions) -> tuple[ModelConfig, Weights]:
-    """Network and weights with the adapter of a directory merged, in the type they are kept in; in float32 if they are quantised next."""
-    adapter = read_adapter(directory, name=directory.name or "merged", config=config, weights=weights)
-    weight_type = WeightType.F32 if options.quant is not None else options.dtype or config.weight_type
-    return merged_config(config, adapter), MergedWeights(weights, config, adapter, weight_type=weight_type)
+def _with_adapter(directory: Path, config: ModelConfig, weights: Weights, options: RuntimeOptions) -> tuple[ModelConfig, MergedWeights]:
+    """Network and weights with the adapter of a directory merged, in the type they are kept in; in float32 if they are quantised next.
+
+    Files of blocks compute in float32. What was a block becomes float16, whose binary digits are many more than a block's.
+    """
+    adapter = read_adapter(directory, name=directory.name or "merged", config=config, weights=weights, memory_bytes=options.memory_bytes)
+    is_quantised = options.quant is not None
+    weight_type = WeightType.F32 if is_quantised else options.dtype or config.weight_type
+    is_f16 = weight_type is WeightType.F32 and not is_quantised and options.dtype is None
+    merged = MergedWeights(
+        weights,
+        config,
+        adapter,
+        weight_type=weight_type,
+        quantised_type=WeightType.F16 if is_f16 else None,
+        quantised_next=is_quantised,
+    )
+    return merged_config(config, adapter), merged
+
+
+def _check_merged(weights: MergedWeights, memory_bytes: int | None) -> None:
+    """Refuse matrices with an adapter merged that do not fit: the system would end the process."""
+    size = weights.made_bytes
+    if memory_bytes is not None and size > memory_bytes:
+        raise CapacityError(
+            f"matrices with the adapter merged take {size / 1e9:.3g} GB, {memory_bytes / 1e9:.3g} GB are free: use quant='int8' or 'int4', "
+            "or the adapter beside the model (adapters), which leaves the weights as they are stored"
+        )
 
 
 def _check_floats(weights: Weights, config: ModelConfig, memory_bytes: int | None) -> None:

@@ -113,4 +113,6 @@ def _fail(request: Request, error: Exception, cache: KVCache) -> None:
     cache.cancel(request.sequence)
     if isinstance(error, CheckpointError):
         cache.forget(request.sequence)
+        if request.adapter is not None:
+            error = CheckpointError(f"with the adapter {request.adapter!r}, whose values may be too large, {error}")
     request.fail(error)

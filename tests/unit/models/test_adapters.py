@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from harness.adapter_files import low_rank, write_adapter
 from harness.model_configs import make_config
 from paceline.config import QuantOptions
-from paceline.errors import CheckpointError, ConfigError
+from paceline.errors import CapacityError, CheckpointError, ConfigError
 from paceline.models.adapters import patterns
 from paceline.models.adapters.merge import MergedWeights
 from paceline.models.adapters.patterns import MatchedModules, endings_of
@@ -60,7 +60,13 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"use_something_new": True}, "'use_something_new' are set, which no known LoRA adapter has"),
     "rank": ({"r": 0}, "r = 0, expected an integer from 1"),
     "ranks": ({"rank_pattern": {"q_proj": 0}}, "rank_pattern gives 'q_proj' the rank 0"),
-    "alpha": ({"lora_alpha": "7"}, "lora_alpha = '7', expected a finite number"),
+    "alpha": ({"lora_alpha": "7"}, "lora_alpha = '7', expected a number from"),
+    "alpha-beyond": ({"lora_alpha": 1e308}, r"lora_alpha = 1e\+308, expected a number from -3\.4e\+38 to 3\.4e\+38 \(float32\)"),
+    "alphas-beyond": ({"alpha_pattern": {"q_proj": -1e39}}, r"the alpha -1e\+39, expected a number from -3\.4e\+38"),
+    "transposed": ({"fan_in_fan_out": "x"}, "fan_in_fan_out = 'x', expected true or false"),
+    "saved-head": ({"modules_to_save": ["lm_head"]}, "holds no whole matrix for 1 module: lm_head that .*modules_to_save"),
+    "saved-norm": ({"modules_to_save": ["1.input_layernorm"]}, r"1 module: model\.layers\.1\.input_layernorm that .*modules_to_save"),
+    "low-rank-biases": ({"lora_bias": True}, r"q_proj without its lora_B\.bias"),
     "alphas": ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern gives 'q_proj' the alpha None"),
     "bias": ({"bias": "some"}, "bias = 'some', expected none, all or lora_only"),
     "targets": ({"target_modules": {"q_proj": 1}}, "target_modules = .*expected a name or a list"),
@@ -121,6 +127,41 @@ def test_a_tensor_that_is_not_used_is_refused_by_name(name: str, tmp_path: Path)
     more, text = FILES[name]
     with pytest.raises(CheckpointError, match=text):
         read(write_adapter(tmp_path, {**of_queries(), **more}, base_model_name_or_path="owner/base"))
+
+
+def test_a_rank_beyond_both_sides_of_its_matrix_is_refused(tmp_path: Path) -> None:
+    assert len(read(write_adapter(tmp_path, of_queries(64), r=64)).products) == LAYERS
+    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.q_proj of rank 65, a matrix of \[64, 64\] takes at most 64"):
+        read(write_adapter(tmp_path, of_queries(65), r=65))
+
+
+def test_an_adapter_that_does_not_fit_in_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    adapter, size = write_adapter(tmp_path, of_queries()), 2 * 4 * LAYERS * 2 * 4 * 64
+    assert read(adapter, memory_bytes=size).products
+    with pytest.raises(CapacityError, match=r"takes 8\.19e-06 GB while it is read, .* GB are free: use an adapter of a lower rank"):
+        read(adapter, memory_bytes=size - 1)
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin", "adapter_config.json"])
+def test_files_that_are_no_regular_ones_are_named_as_what_they_are(name: str, tmp_path: Path) -> None:
+    path = write_adapter(tmp_path, of_queries()) / name
+    if name.startswith("adapter_model"):
+        (tmp_path / "adapter_model.safetensors").unlink()
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match=rf"{name} is a pipe, expected a regular file; download it again"):
+        read(tmp_path)
+    path.unlink()
+    path.symlink_to(path)
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be read: Too many levels of symbolic links"):
+        read(tmp_path)
+
+
+def test_bytes_behind_the_last_tensor_are_refused(tmp_path: Path) -> None:
+    with (write_adapter(tmp_path, of_queries()) / "adapter_model.safetensors").open("ab") as file:
+        file.write(b"123")
+    with pytest.raises(CheckpointError, match="holds 3 bytes behind its last tensor, which no safetensors file does"):
+        read(tmp_path)
 
 
 def test_an_adapter_of_a_longer_or_a_shorter_model_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from paceline.models.adapters.fit import Fit
 from paceline.models.adapters.modules import LM_HEAD, Stack, modules_of
 from paceline.models.adapters.settings import AdapterSettings
 from paceline.models.config import ModelConfig
+from paceline.models.tensor_names import checkpoint_names
 
 _EXPERTS = ".experts."
 _ROUTERS = (".gate", ".router", ".router.proj", ".router.layer")  # modules of their own kind in newer models, which PEFT then leaves out
@@ -37,6 +38,28 @@ def check_targets(path: Path, entries: Sequence[Entry], fit: Fit, settings: Adap
         raise CheckpointError(
             f"{path} adapts nothing in {listed(missing, 'module')} that {settings.path} names and this model has: the adapter was made "
             "for another model, or its file is not whole"
+        )
+
+
+def check_saved(path: Path, entries: Sequence[Entry], settings: AdapterSettings, config: ModelConfig) -> None:
+    """That a file holds every module which its settings call replaced as a whole; names that the model does not have say nothing.
+
+    Raises:
+        CheckpointError: one is missing.
+    """
+    saved = settings.targets.saved
+    if not saved:
+        return
+    held = {entry.name for entry in entries if Kind.WHOLE in entry.tensors}
+    if settings.ties and config.tied_embeddings and held:
+        held.add(LM_HEAD)
+    parts = [name.split(".") for name in checkpoint_names(config).values()]
+    names = (LM_HEAD, *(".".join(one[:end]) for one in parts for end in range(1, len(one))))
+    missing = [name for name in dict.fromkeys(names) if name.endswith(saved) and name not in held]
+    if missing:
+        raise CheckpointError(
+            f"{path} holds no whole matrix for {listed(missing, 'module')} that {settings.path} names in modules_to_save: the file is not "
+            "whole, or it replaces what no adapter can replace here (the embedding and lm_head alone)"
         )
 
 

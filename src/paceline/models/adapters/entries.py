@@ -1,5 +1,6 @@
 """The tensors of an adapter's file, by the module that each is of."""
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from paceline.errors import CheckpointError
 from paceline.models.expert_stacks import plain_expert_name
 from paceline.models.stored_model import IMAGE_PARTS, NESTINGS, plain_name
 from paceline.models.tensor_file import FileTensor, read_tensors
-from paceline.small_files import is_file
+from paceline.small_files import check_regular, is_file
 
 FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _NAMES_IN_AN_ERROR = 20
@@ -62,11 +63,12 @@ def read_entries(directory: Path) -> tuple[Path, list[Entry]]:
         CheckpointError: there is no file, it is damaged, or it holds tensors that no known LoRA adapter has.
         BackendUnavailableError: it is PyTorch's, and torch is not installed.
     """
-    path = next(iter(adapter_files(directory)), None)
+    path = next(iter((*adapter_files(directory), *(path for name in FILES if os.path.lexists(path := directory / name)))), None)
     if path is None:
         raise CheckpointError(
             f"{directory} holds neither {' nor '.join(FILES)}: give the directory of a LoRA adapter, or download it again"
         )
+    check_regular(path)
     tensors = read_tensors(path, "adapter")
     of_texts = {name: one for name, one in tensors.items() if not _is_of_encoder(_unwrapped(name))}
     if not of_texts:

@@ -38,7 +38,9 @@ class Fit:
                 elif tensor.shape != shapes[kind]:
                     wrong.append(f"{name} {list(tensor.shape)} instead of {list(shapes[kind])}")
             if given & {Kind.DOWN, Kind.UP, Kind.UP_BIAS}:
-                wrong += [f"{entry.in_file} without its {kind.value}" for kind in (Kind.DOWN, Kind.UP) if kind not in given]
+                needed = (Kind.DOWN, Kind.UP, *((Kind.UP_BIAS,) if settings.has_low_rank_biases and Kind.UP_BIAS in shapes else ()))
+                wrong += [f"{entry.in_file} without its {kind.value}" for kind in needed if kind not in given]
+            wrong += self._beyond_rank(entry)
         if not unknown and not wrong:
             return
         problems = [f"a {config.family} model with this config.json does not have {listed(unknown)}"] * bool(unknown)
@@ -75,6 +77,13 @@ class Fit:
             )
             for in_file, name in names.items()
         }
+
+    def _beyond_rank(self, entry: Entry) -> list[str]:
+        """That a module's rank is beyond both sides of its matrix, where it is; PEFT gives small routers more than their few rows."""
+        target = self._found(entry)
+        if target is None or entry.in_file not in self._ranks or (rank := self._ranks[entry.in_file][0]) <= max(target.shape):
+            return []
+        return [f"{entry.in_file} of rank {rank}, a matrix of {list(target.shape)} takes at most {max(target.shape)}"]
 
     def _stack_name(self, entry: Entry) -> str | None:
         """The parameter of experts that a module's matrices adapt, told by their columns and rows."""

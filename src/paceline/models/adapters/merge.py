@@ -11,6 +11,7 @@ from paceline.errors import CheckpointError
 from paceline.models.adapters.adapter import Adapter, LowRank
 from paceline.models.adapters.modules import EMBEDDING, LM_HEAD, places_of
 from paceline.models.config import ModelConfig, WeightType
+from paceline.models.gguf.blocks import StoredBlocks
 from paceline.models.weights import AnyTensor, MadeWeights, Tensor, TensorFacts, Weights, as_float32, to_bf16
 
 _CHUNK_VALUES = 1 << 20
@@ -31,11 +32,23 @@ class MergedWeights(MadeWeights):
         base: of the model.
         config: of the model, tied embeddings as they were.
         adapter: made for it.
-        weight_type: what changed matrices are rounded to, to nearest even; F32 in front of a quantiser.
+        weight_type: what changed matrices are rounded to, to nearest even.
+        quantised_type: likewise, of those that are quantised in `base`; None = `weight_type`.
+        quantised_next: each matrix is quantised as soon as it is made.
     """
 
-    def __init__(self, base: Weights, config: ModelConfig, adapter: Adapter, *, weight_type: WeightType) -> None:
+    def __init__(
+        self,
+        base: Weights,
+        config: ModelConfig,
+        adapter: Adapter,
+        *,
+        weight_type: WeightType,
+        quantised_type: WeightType | None = None,
+        quantised_next: bool = False,
+    ) -> None:
         self._base, self._adapter, self._type = base, adapter, weight_type
+        self._quantised_type, self._quantised_next = quantised_type or weight_type, quantised_next
         is_parted = merged_config(config, adapter).tied_embeddings != config.tied_embeddings
         self._sources = {"lm_head.weight": "embedding.weight"} if is_parted else {}
         places = [(name, place) for name, of_name in places_of(config).items() for place in of_name]
@@ -57,9 +70,17 @@ class MergedWeights(MadeWeights):
         facts = self._base.facts(self._sources.get(name, name))
         if name not in self._changed:
             return facts
-        return replace(
-            facts, weight_type=self._type, bits=None, nbytes=int(np.prod(facts.shape)) * np.dtype(_ITEM_TYPES[self._type]).itemsize
-        )
+        weight_type = self._type if facts.bits is None else self._quantised_type
+        nbytes = int(np.prod(facts.shape)) * np.dtype(_ITEM_TYPES[weight_type]).itemsize
+        return replace(facts, weight_type=weight_type, bits=None, nbytes=nbytes)
+
+    def blocks(self, name: str) -> StoredBlocks | None:
+        return None if self._is_changed(name) else self._base.blocks(self._sources.get(name, name))
+
+    @property
+    def made_bytes(self) -> int:
+        """What the matrices that the adapter changes take in memory, all at once."""
+        return 0 if self._quantised_next else sum(self.facts(name).nbytes for name in self._changed)
 
     def stored(self, name: str) -> tuple[NDArray[Any], ...]:
         source = self._sources.get(name, name)
@@ -79,12 +100,13 @@ class MergedWeights(MadeWeights):
         """That this is another target, and what it costs that quantised matrices become floats."""
         yield f"the adapter {self._adapter.name!r} is merged into the weights: another target than the model with the adapter beside it"
         quantised = [name for name in self._changed if self._base.facts(self._sources.get(name, name)).bits is not None]
-        if quantised and self._type is not WeightType.F32:
+        if quantised and not self._quantised_next:
             size = sum(self.facts(name).nbytes for name in quantised)
             stored = sum(self._base.facts(self._sources.get(name, name)).nbytes for name in quantised)
             yield (
-                f"{len(quantised)} quantised matrices become {self._type.value} with the adapter merged: {size / 1e9:.2g} GB in memory for "
-                f"{stored / 1e9:.2g} GB; quant='int8' or 'int4' makes them smaller, and beside the model (adapter) they stay as they are"
+                f"{len(quantised)} quantised matrices become {self._quantised_type.value} with the adapter merged: {size / 1e9:.2g} GB in "
+                f"memory for {stored / 1e9:.2g} GB; quant='int8' or 'int4' makes them smaller, and beside the model (adapter) they stay as "
+                "they are"
             )
 
     def _tensor(self, name: str) -> AnyTensor:
@@ -108,26 +130,27 @@ class MergedWeights(MadeWeights):
             product = LowRank(product.up.T, product.down.T)
         elif product is not None and place.rows is not None:
             product = LowRank(product.down, product.up[place.rows])
-        found = np.empty(tensor.shape, _ITEM_TYPES[self._type])
+        weight_type = self.facts(name).weight_type
+        found = np.empty(tensor.shape, _ITEM_TYPES[weight_type])
         step = max(1, _CHUNK_VALUES // tensor.shape[1])
         for start in range(0, tensor.shape[0], step):
             rows = np.arange(start, min(start + step, tensor.shape[0]), dtype=np.int32)
             values = as_float32(tensor, rows)
-            found[rows] = self._rounded(values if product is None else values + product.up[rows] @ product.down, name)
-        return Tensor(found, self._type, tensor.shape)
+            found[rows] = self._rounded(values if product is None else values + product.up[rows] @ product.down, name, weight_type)
+        return Tensor(found, weight_type, tensor.shape)
 
     def _added_bias(self, name: str) -> Floats:
         changed, place = self._biases[name]
         own = self._adapter.biases[changed]
         return own if place.rows is None else own[place.rows]
 
-    def _rounded(self, values: Floats, name: str) -> NDArray[Any]:
-        if self._type is WeightType.BF16:
+    def _rounded(self, values: Floats, name: str, weight_type: WeightType) -> NDArray[Any]:
+        if weight_type is WeightType.BF16:
             return to_bf16(values)
         with np.errstate(over="ignore"):
-            own = values.astype(_ITEM_TYPES[self._type])
+            own = values.astype(_ITEM_TYPES[weight_type])
         if not np.isfinite(own).all():
             raise CheckpointError(
-                f"{name} with the adapter {self._adapter.name!r} merged has values that {self._type.value} does not reach: use dtype='f32'"
+                f"{name} with the adapter {self._adapter.name!r} merged has values that {weight_type.value} does not reach: use dtype='f32'"
             )
         return own

@@ -4,15 +4,16 @@ Source: PEFT 0.21, `LoraLayer` and `ParamWrapper`.
 """
 
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import CheckpointError, ConfigError, shortened
+from paceline.errors import CapacityError, CheckpointError, ConfigError, shortened
 from paceline.models.adapters.adapter import Adapter, LowRank
-from paceline.models.adapters.coverage import check_targets
+from paceline.models.adapters.coverage import check_saved, check_targets
 from paceline.models.adapters.entries import Entry, Kind, as_float32, read_entries
 from paceline.models.adapters.fit import Fit
 from paceline.models.adapters.modules import EMBEDDING, LM_HEAD, Module, Stack
@@ -23,17 +24,22 @@ from paceline.models.weights import Weights
 
 MAX_NAME_LEN = 200
 _CHUNK_ROWS = 4096
+_COPIES = 2  # in float32: as it is read, and as a runtime lays it out
 Floats = NDArray[np.float32]
 
 
-def read_adapter(directory: Path, *, name: str, config: ModelConfig, weights: Weights | None = None) -> Adapter:
+def read_adapter(
+    directory: Path, *, name: str, config: ModelConfig, weights: Weights | None = None, memory_bytes: int | None = None
+) -> Adapter:
     """The adapter in a directory, as PEFT writes them, for the target that `config` describes.
 
     Args:
         name: what requests call it.
         weights: the target's, whose biases those of an adapter are compared with; None = an adapter with such biases is refused.
+        memory_bytes: that can be had; what does not fit is refused before it is read. None = no limit.
 
     Raises:
+        CapacityError: there is no memory for it.
         CheckpointError: it cannot be read, asks for something that is not computed here, or was made for another model.
         ConfigError: the name is none, or it has biases and there are no weights.
         BackendUnavailableError: it is in PyTorch's format, and torch is not installed.
@@ -43,12 +49,25 @@ def read_adapter(directory: Path, *, name: str, config: ModelConfig, weights: We
     path, entries = read_entries(directory)
     fit = Fit(path, entries, settings, config)
     check_targets(path, entries, fit, settings, config)
+    check_saved(path, entries, settings, config)
+    if memory_bytes is not None:
+        _check_memory(path, entries, memory_bytes)
     reader = _Reader(path, fit, config, weights)
     for entry in entries:
         reader.take(entry)
     if settings.ties and config.tied_embeddings:
         reader.tie()
     return reader.adapter(name)
+
+
+def _check_memory(path: Path, entries: Sequence[Entry], memory_bytes: int) -> None:
+    """Refuse an adapter that does not fit: the system would end the process."""
+    size = _COPIES * 4 * sum(math.prod(tensor.shape) for entry in entries for _, tensor in entry.tensors.values())
+    if size > memory_bytes:
+        raise CapacityError(
+            f"{path} takes {size / 1e9:.3g} GB while it is read, {memory_bytes / 1e9:.3g} GB are free: use an adapter of a lower rank, "
+            "remove others, or close programs"
+        )
 
 
 def check_name(name: object) -> None:
@@ -109,8 +128,9 @@ class _Reader:
         return as_float32(self._path, name, tensor)
 
     def _scaled(self, entry: Entry, kind: Kind, scale: float) -> Floats:
+        values = self._values(entry, kind)
         with np.errstate(over="ignore", invalid="ignore"):
-            values: Floats = self._values(entry, kind) * np.float32(scale)
+            values *= np.float32(scale)
         if not np.isfinite(values).all():
             raise CheckpointError(
                 f"{self._path}: {entry.tensors[kind][0]} times its scale {scale:g} is beyond float32: use another adapter"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.adapters.patterns import MatchedModules
-from paceline.models.json_fields import JsonFields
+from paceline.models.json_fields import LARGEST, JsonFields
 from paceline.small_files import read_json
 
 CONFIG = "adapter_config.json"
@@ -21,13 +21,13 @@ _OTHER_COMPUTATION = (
 )  # fmt: skip
 _WITHOUT_EFFECT = (
     "auto_mapping", "base_model_name_or_path", "base_model_class", "parent_library", "revision", "task_type", "inference_mode",
-    "peft_version", "lora_dropout", "fan_in_fan_out", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+    "peft_version", "lora_dropout", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
     "runtime_config", "qalora_group_size", "merge_weights", "target_modules_to_tie", "modules_to_tie",
 )  # fmt: skip
-"""`fan_in_fan_out` is of matrices that GPT-2 stores transposed; PEFT ignores it for all others, and we run none of these."""
 _READ = (
     "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules", "exclude_modules", "target_parameters",
     "layers_to_transform", "layers_pattern", "bias", "lora_bias", "modules_to_save", "init_lora_weights", "ensure_weight_tying",
+    "fan_in_fan_out",
 )  # fmt: skip
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 """Values of `init_lora_weights` that leave the model's own weights as they are."""
@@ -45,6 +45,7 @@ class AdapterSettings:
         is_rank_stabilized: scales are alpha / sqrt(rank), else alpha / rank.
         targets: which modules it adapts.
         target_parameters: endings of names of parameters that it adapts besides.
+        has_low_rank_biases: every pair of low-rank matrices has a bias.
         ties: an adapted embedding changes the head of a model with tied embeddings too.
     """
 
@@ -57,6 +58,7 @@ class AdapterSettings:
     is_rank_stabilized: bool
     targets: MatchedModules
     target_parameters: tuple[str, ...]
+    has_low_rank_biases: bool
     ties: bool
 
     def scale(self, rank: int, alpha: float) -> float:
@@ -96,6 +98,7 @@ def read_settings(directory: Path) -> AdapterSettings:
             layers_pattern=tuple(_names(fields, "layers_pattern")),
         ),
         target_parameters=tuple(_names(fields, "target_parameters")),
+        has_low_rank_biases=fields.flag("lora_bias", default=False),
         ties=fields.flag("ensure_weight_tying", default=False),
     )
 
@@ -125,7 +128,7 @@ def _refuse_others(fields: JsonFields) -> None:
     bias = fields.values.get("bias", "none")
     if bias not in ("none", "all", "lora_only", None):
         raise CheckpointError(f"{fields.path}: bias = {shortened(bias)}, expected none, all or lora_only")
-    fields.flag("lora_bias", default=False)
+    fields.flag("fan_in_fan_out", default=False)  # of matrices that GPT-2 stores transposed: PEFT ignores it for all that we run
 
 
 def _name(value: object) -> str | None:
@@ -169,6 +172,9 @@ def _rank(fields: JsonFields, name: str, value: object) -> int:
 
 
 def _alpha(fields: JsonFields, name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise CheckpointError(f"{fields.path}: alpha_pattern gives {shortened(name)} the alpha {shortened(value)}, expected a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
+        raise CheckpointError(
+            f"{fields.path}: alpha_pattern gives {shortened(name)} the alpha {shortened(value)}, expected a number from -{LARGEST:.3g} to "
+            f"{LARGEST:.3g} (float32)"
+        )
     return float(value)
