@@ -24,6 +24,7 @@ def write(folder: Path) -> None:
     tensors = {}
     for layer in range(LAYERS):
         tensors |= low_rank(rng, f"model.layers.{layer}.self_attn.q_proj", (HIDDEN, HIDDEN))
+    tensors["lm_head.weight"] = rng.normal(size=(LLAMA["vocab_size"], HIDDEN)).astype(np.float32)
     write_adapter(folder, tensors, **SETTINGS)
 
 
