@@ -140,7 +140,9 @@ def estimate_memory(
     backend = choose_backend("auto", device, notices=notices)
     looked_up = _looked_up(checkpoint, schemes) if backend == "native" else frozenset[str]()
     weights = sum(
-        schemes[name].nbytes(checkpoint.weights.facts(name).shape) if name in schemes else _stored_bytes(checkpoint, name, backend)
+        schemes[name].nbytes(checkpoint.weights.facts(name).shape)
+        if name in schemes
+        else _stored_bytes(checkpoint, name, in_panels=backend == "native" and not schemes)
         for name in checkpoint.weights
         if name not in looked_up
     )
@@ -157,10 +159,10 @@ def estimate_memory(
     )
 
 
-def _stored_bytes(checkpoint: CheckpointFacts, name: str, backend: str) -> int:
-    """A tensor that stays as it is stored; blocks of a file as the kernels lay them out."""
+def _stored_bytes(checkpoint: CheckpointFacts, name: str, *, in_panels: bool) -> int:
+    """A tensor that stays as it is stored; blocks of a file as the kernels lay them out, where nothing is quantised further."""
     facts = checkpoint.weights.facts(name)
-    blocks = checkpoint.weights.blocks(name) if backend == "native" and facts.bits is not None else None
+    blocks = checkpoint.weights.blocks(name) if in_panels and facts.bits is not None else None
     if blocks is None:
         return facts.nbytes
     from paceline.runtimes.native.block_panels import bytes_in_panels
