@@ -17,7 +17,6 @@ adversary.
 import hashlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +28,21 @@ PageSums = Callable[[NDArray[np.uint8], NDArray[np.uint64]], None]
 _WORDS = PAGE_BYTES // 4
 _STRETCH = 1024  # pages that a thread sums at a time
 _CHUNK = 64  # pages whose products stay in the processor's cache
+
+
+def _factors() -> NDArray[np.uint64]:
+    """[1024] odd numbers without a pattern: splitmix64 of 1, 2, 3 …"""
+    shift = [np.uint64(bits) for bits in (30, 27, 31)]
+    state = np.arange(1, _WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> shift[0])) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> shift[1])) * np.uint64(0x94D049BB133111EB)
+    factors: NDArray[np.uint64] = (state ^ (state >> shift[2])) | np.uint64(1)
+    factors.flags.writeable = False
+    return factors
+
+
+PAGE_FACTORS = _factors()
+"""Made at import: kernels get its address, so it must outlive every call of every thread."""
 
 
 def checksum(data: NDArray[np.uint8], page_sums: PageSums, *, num_threads: int = 1) -> bytes:
@@ -56,17 +70,5 @@ def plain_page_sums(pages: NDArray[np.uint8], sums: NDArray[np.uint64]) -> None:
     """With numpy, where there are no kernels; four times as slow."""
     words = pages.view("<u4")
     for begin in range(0, len(words), _CHUNK):
-        products = words[begin : begin + _CHUNK] * page_factors()
+        products = words[begin : begin + _CHUNK] * PAGE_FACTORS
         products.sum(axis=1, dtype=np.uint64, out=sums[begin : begin + _CHUNK])
-
-
-@cache
-def page_factors() -> NDArray[np.uint64]:
-    """[1024] odd numbers without a pattern: splitmix64 of 1, 2, 3 …"""
-    shift = [np.uint64(bits) for bits in (30, 27, 31)]
-    state = np.arange(1, _WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    state = (state ^ (state >> shift[0])) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> shift[1])) * np.uint64(0x94D049BB133111EB)
-    factors: NDArray[np.uint64] = (state ^ (state >> shift[2])) | np.uint64(1)
-    factors.flags.writeable = False
-    return factors

@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from harness.native_network import BUILT, open_kernels
-from paceline.models.page_sums import PAGE_BYTES, PageSums, checksum, page_factors, plain_page_sums
-from paceline.runtimes.native.checksum import fastest_page_sums
+from paceline.models.page_sums import PAGE_BYTES, PAGE_FACTORS, PageSums, checksum, plain_page_sums
+from paceline.runtimes.native.checksum import fastest_page_sums, native_page_sums
 
 SECTOR = 512
 
@@ -18,7 +19,7 @@ def summed_by(level: str) -> PageSums:
     library = open_kernels(level)
 
     def sums(pages: np.ndarray, out: np.ndarray) -> None:
-        library.paceline_page_sums(pages.ctypes.data, len(pages), page_factors().ctypes.data, out.ctypes.data)
+        library.paceline_page_sums(pages.ctypes.data, len(pages), PAGE_FACTORS.ctypes.data, out.ctypes.data)
 
     return sums
 
@@ -139,7 +140,7 @@ def test_every_single_bit_of_a_page_counts() -> None:
 
 def test_factors_are_odd_and_any_two_of_them_far_from_a_power_of_two_apart() -> None:
     """What makes another word and two exchanged words certain to be noticed."""
-    factors = page_factors()
+    factors = PAGE_FACTORS
     assert np.all(factors % np.uint64(2) == 1)
     assert len(np.unique(factors)) == len(factors) == PAGE_BYTES // 4
     differences = factors[:, None] - factors[None, :]
@@ -158,6 +159,16 @@ def test_all_ways_to_sum_pages_agree(name: str, seed: int) -> None:
     assert checksum(full, SUMS[name]) == checksum(full, plain_page_sums)
     shifted = some_data(seed, 8 * PAGE_BYTES + 64)[64:]  # not at the beginning of a page of memory
     assert checksum(shifted, SUMS[name]) == checksum(shifted.copy(), plain_page_sums)
+
+
+def test_threads_that_begin_together_hand_kernels_factors_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Factors of one thread that another one's replaced in a cache were freed while a kernel read them."""
+    handed: list[int] = []
+    library = SimpleNamespace(paceline_page_sums=lambda pages, num_pages, factors, sums: handed.append(factors))
+    monkeypatch.setattr("paceline.runtimes.native.checksum.kernels", lambda: library)
+    checksum(np.zeros(8192 * PAGE_BYTES, np.uint8), native_page_sums, num_threads=4)
+    assert len(handed) == 8
+    assert set(handed) == {PAGE_FACTORS.ctypes.data}
 
 
 @pytest.mark.skipif(len(SUMS) == 1, reason="no native kernels for this machine")
