@@ -18,7 +18,7 @@ from harness.gguf_checkpoints import byte_level_vocabulary, random_blocks
 
 HIDDEN, INNER, LAYERS, VOCAB, CONTEXT = 1024, 4096, 8, 263, 256
 TOLERANCE = 0.05
-OWN_BYTES = 2_000_000  # by which a process differs from itself
+FILE_LAYERS = {"Q3_K": 16, "Q4_0": 12, "Q4_K_M": 12}  # as many bytes as the others: 5 % of less is what a process differs from itself
 FLOATS = {"f32": "<f4", "bf16": "<u2"}
 SMALL_COUNTS = ("int8", "Q4_K_M")
 FORMS = ("f32", "bf16", "int8", "int4", "Q8_0", "Q4_0", "Q4_K_M", "Q6_K", "Q3_K")
@@ -76,8 +76,8 @@ def write_file(path: Path, form: str, directory: Path) -> Path:
     """The same shapes as a GGUF file of random blocks."""
     gguf = pytest.importorskip("gguf")
     write_byte_level_tokenizer(directory)
-    writer, random = gguf.GGUFWriter(path, "llama"), np.random.default_rng(0)
-    numbers = {"embedding_length": HIDDEN, "feed_forward_length": INNER, "block_count": LAYERS, "context_length": 512, "vocab_size": VOCAB}
+    writer, random, layers = gguf.GGUFWriter(path, "llama"), np.random.default_rng(0), FILE_LAYERS.get(form, LAYERS)
+    numbers = {"embedding_length": HIDDEN, "feed_forward_length": INNER, "block_count": layers, "context_length": 512, "vocab_size": VOCAB}
     numbers |= {"attention.head_count": 16, "attention.head_count_kv": 4, "rope.dimension_count": 64}
     for name, number in numbers.items():
         writer.add_uint32(f"llama.{name}", number)
@@ -87,7 +87,7 @@ def write_file(path: Path, form: str, directory: Path) -> Path:
             writer.add_array(name, value)
         else:
             (writer.add_string if isinstance(value, str) else writer.add_uint32)(name, value)
-    for name, shape in shapes(LAYERS).items():
+    for name, shape in shapes(layers).items():
         if len(shape) == 1:
             writer.add_tensor(f"{name}.weight", np.ones(shape, np.float32))
             continue
@@ -124,7 +124,7 @@ def test_a_load_takes_what_doctor_says_at_its_peak_and_after(form: str, tmp_path
         measure(model, quant, tmp_path / "cache")  # quantised once, then read from the cache
     found = measure(model, quant, tmp_path / "cache")
     for name in ("peak", "filled"):
-        assert abs(found[name] - found["told"]) <= TOLERANCE * found["told"] + OWN_BYTES, (form, name, found)
+        assert abs(found[name] - found["told"]) <= TOLERANCE * found["told"], (form, name, found)
     assert found["opened_peak"] <= 1.1 * found["told"]
 
 
@@ -135,4 +135,4 @@ def test_a_draft_model_is_counted(tmp_path: Path, large_counts: bool) -> None:
     target, draft = (write_directory(tmp_path / name, "bf16", layers) for name, layers in (("target", LAYERS), ("draft", 4)))
     found = measure(target, "none", tmp_path / "cache", draft)
     for name in ("peak", "filled"):
-        assert abs(found[name] - found["told"]) <= TOLERANCE * found["told"] + OWN_BYTES, (name, found)
+        assert abs(found[name] - found["told"]) <= TOLERANCE * found["told"], (name, found)
