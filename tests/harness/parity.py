@@ -23,7 +23,7 @@ from paceline.runtimes.native.library import kernels_path
 
 PROMPT_LEN = 300
 ONE_ROW_FACTOR = 3
-BOUNDS = {"torch": 1e-5, "native": 1e-4}
+BOUNDS = {"torch": 1e-5, "native": 5e-5}
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,13 @@ class Reference:
     logits: FloatArray
     hidden_states: tuple[FloatArray, ...]  # every boundary; the last one after the final norm
     rounding: float  # how far its logits are from what it computes in float64
+
+    def allowed(self, backend: str) -> float:
+        """How far the logits of its whole prompt may be from it: the bound, or its own rounding where that is larger.
+
+        Native kernels add in another order, so both round: twice that.
+        """
+        return max(BOUNDS[backend], self.rounding * (1 if backend == "torch" else 2))
 
 
 def transformers_output(directory: Path, token_ids: list[int], dtype: str = "float32") -> tuple[FloatArray, tuple[FloatArray, ...]]:
@@ -121,7 +128,8 @@ def check_a_prompt(reference: Reference, backend: str, *, max_context: int | Non
         sequence, begin = cache.new_sequence(), 0
         for chunk_len in chunk_lens:
             logits = append(runtime, cache, sequence, reference.token_ids[begin : begin + chunk_len])
-            allowed = bound or max(BOUNDS[backend] * (ONE_ROW_FACTOR if chunk_len == 1 else 1), reference.rounding)
+            one_row = ONE_ROW_FACTOR * BOUNDS[backend] if chunk_len == 1 else 0.0
+            allowed = bound or max(reference.allowed(backend), one_row)
             assert difference(logits, reference.logits[begin : begin + chunk_len]) <= allowed, (chunk_lens, begin)
             begin += chunk_len
         cache.release(sequence)
