@@ -60,6 +60,28 @@ def test_a_text_is_the_same_whatever_is_drafted_and_however_its_prompt_is_cut(
     assert answers(directory, kv_type, params, ChaosDrafter(known, 96, seed=2), threads=1, tree_width=3, prefix_cache=False) == plain
 
 
+@BY_TYPE
+def test_a_text_behind_thousands_of_tokens_is_the_same(kv_type: str, tmp_path: Path, large_counts: bool, drafting: None) -> None:
+    """Its prompt token by token, in chunks, and found again; plainly and with drafts; two of them in one batch."""
+    length = 8190 if large_counts else 1500
+    model = write_checkpoint(tmp_path / "long", "llama", max_position_embeddings=9000, num_hidden_layers=2)
+    random = np.random.default_rng(5)
+    texts = [random.integers(1, 90, length - 700 * number).tolist() for number in range(2)]
+    params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.8, seed=4, logprobs=3)
+
+    def outputs(drafter: str | Drafter, repeats: int = 1, **options: Any) -> list[Any]:
+        given = {"threads": 2, "device": "cpu", "backend": "native", "max_context": length + 64, "cache_gb": 0.05, **options}
+        with LLM(str(model), drafter=drafter, kv_type=kv_type, **given) as llm:
+            found = [llm.generate(texts, params) for _ in range(repeats)]
+        return [[(one.token_ids, one.logprobs) for one in answers] for answers in found]
+
+    (plain,) = outputs("none", threads=1, max_num_seqs=1, chunk_rows=1)
+    known = {(tuple(text), params.seed): answer[0] for text, answer in zip(texts, plain, strict=True)}
+    assert outputs("none", prefix_cache=False) == [plain]
+    assert outputs("ngram", repeats=2, chunk_rows=200) == [plain, plain]
+    assert outputs(ChaosDrafter(known, 96, seed=2), threads=1, tree_width=3) == [plain]
+
+
 def test_another_type_is_another_target(directory: Path) -> None:
     """So the comparisons above would see rows that are not read as they are stored."""
     found = {kv_type: _logprobs(directory, kv_type) for kv_type in ("f32", "bf16", "f16", "int8")}

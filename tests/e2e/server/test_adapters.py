@@ -36,16 +36,6 @@ def second(engine: AsyncEngine, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return write_adapter_of(engine.opened.engine.runtime.config, tmp_path_factory.mktemp("second"), seed=2)
 
 
-@pytest.fixture
-def served(engine: AsyncEngine) -> Callable[..., HttpClient]:
-    return lambda headers=None, **settings: HttpClient(create_app(engine, ServerSettings(**settings)), headers)
-
-
-@pytest.fixture
-def client(served: Callable[..., HttpClient]) -> HttpClient:
-    return served()
-
-
 MESSAGES = [{"role": "user", "content": "Hello"}]
 GREEDY = {"temperature": 0, "max_tokens": NUM_TOKENS}
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
