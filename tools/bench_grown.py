@@ -41,6 +41,10 @@ class Part:
     has_peers: bool = True
     is_gguf: bool = False
 
+    def takes(self, peer: str) -> bool:
+        """Whether a peer runs in it: those that read the part's files."""
+        return self.has_peers and (not self.is_gguf or "gguf" in PEERS[peer].formats)
+
 
 PARTS = (
     Part("int8", "int8", 0.40, workloads=None),
@@ -70,7 +74,7 @@ def run_part(part: Part, options: argparse.Namespace) -> dict[str, Any]:
         ]
         command += [word for name in (*OURS, options.pair / "draft-small") for word in ("--drafter", name)]
         command += ["--workload", part.workloads] if part.workloads else []
-        command += [word for peer in options.peer if part.has_peers for word in ("--peer", peer)]
+        command += [word for peer in options.peer if part.takes(peer) for word in ("--peer", peer)]
         command += ["--temperature", part.temperatures, "--tokens", options.tokens, "--num-prompts", options.num_prompts]
         command += ["--rounds", options.rounds, "--minutes", part.share * options.minutes, "--offline"]
         command += ["--json", file, "--html", file.with_suffix(".html")]
@@ -132,7 +136,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--pair", type=lambda text: Path(text).resolve(), required=True, help="with target, draft-15 and draft-small")
     parser.add_argument("--out", type=lambda text: Path(text).resolve(), required=True, help="for reports")
     parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS], default=[part.name for part in PARTS])
-    parser.add_argument("--peer", action="append", default=[])
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        choices=sorted(PEERS),
+        help="several times for several; a part takes those that read its files",
+    )
     parser.add_argument("--minutes", type=float, default=80.0, help="for all parts")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--num-prompts", type=int, default=2)
