@@ -65,10 +65,10 @@ GivenOf = Callable[[str], Given]
 def some_adapters(solo: Solo) -> list[Adapter]:
     config = solo.llm.runtime.config
     return [
-        make_adapter("plain", config, seed=1, rank=3),
+        make_adapter("plain", config, seed=1, rank=3, experts=True),
         make_adapter("tables", config, seed=2, rank=2, parts=("q_proj", "v_proj"), embedding=True, lm_head=True),
         make_adapter("whole", config, seed=3, parts=("down_proj",), saves=["embed_tokens", "lm_head"], biases=["o_proj"]),
-        make_adapter("wide", config, seed=4, rank=20),
+        make_adapter("wide", config, seed=4, rank=20, experts=True),
     ]
 
 
