@@ -2,8 +2,8 @@
 
     python tools/bench_adapters.py --model DIR --quant int8 --rank 16
 
-Adapters are random, on all projections of attention, MLPs and experts, in values that bfloat16 holds and in others. A ratio is the speed with
-adapters over that without, of the medians; passes have one row a request behind 64 cached ones.
+Adapters are random, on all projections of attention, MLPs and experts, in values that bfloat16 holds and in others. A ratio is the speed
+with adapters over that without, of the medians; passes have one row a request behind 64 cached ones.
 """
 
 import argparse

@@ -319,7 +319,7 @@ def test_help_cuts_no_name_off_in_80_columns(command: str, monkeypatch: pytest.M
     assert max(map(len, text.splitlines())) <= 80
     words = set(re.split(r"[\s│]+", text))
     names = {name for panel in PANELS for name in panel.options if flag_of(name) in words}
-    assert len(names) == (11 if command == "doctor" else sum(len(panel.options) for panel in PANELS))
+    assert len(names) == (13 if command == "doctor" else sum(len(panel.options) for panel in PANELS))
     assert {METAVARS[name] for name in names if name in METAVARS} <= words
     begins = [line.index(word) for line in text.splitlines() for word in ("The target:", "Longest prompt", "Who guesses:") if word in line]
     assert len(begins) == 3

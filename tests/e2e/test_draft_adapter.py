@@ -83,10 +83,10 @@ def test_an_adapter_of_another_model_and_one_without_memory_are_refused(
     open_llm: Open, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = write_checkpoint(tmp_path / "other", "llama", num_hidden_layers=1)
-    with pytest.raises(CheckpointError, match="is no adapter of this model: a llama model with this config.json does not have"):
+    with pytest.raises(CheckpointError, match=r"is no adapter of this model: a llama model with this config\.json does not have"):
         open_llm(drafter=str(other), draft_adapter=adapter)
-    with pytest.raises(CheckpointError, match="holds no adapter_config.json"):
+    with pytest.raises(CheckpointError, match=r"holds no adapter_config\.json"):
         open_llm(draft_adapter=other)
     monkeypatch.setattr("paceline.engine.open.available_memory_bytes", lambda: 100)
-    with pytest.raises(CapacityError, match="takes .* GB while it is read, 1e-07 GB are free"):
+    with pytest.raises(CapacityError, match=r"takes .* GB while it is read, 1e-07 GB are free"):
         open_llm(draft_adapter=adapter)

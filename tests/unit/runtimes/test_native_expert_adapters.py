@@ -144,7 +144,7 @@ def test_an_adapters_factors_are_read_once_for_each_expert_that_its_rows_choose(
     """Every panel of `down` that threads take from the list of work is one reading of it."""
     random = np.random.default_rng(seed)
     network = network_of(make_weights(random), adapters := some_adapters(random))
-    given, numbers = rows_of(random, num_rows), random.integers(0, 5, num_rows).tolist()
+    given, numbers = rows_of(random, num_rows), [1, *random.integers(0, 5, num_rows - 1).tolist()]
     run(network, given, numbers)
     chosen = [np.argsort(-row, kind="stable")[:CHOSEN].tolist() for row in given[1]]
     pairs = {(expert, number) for number, experts in zip(numbers, chosen, strict=True) for expert in experts if number}
