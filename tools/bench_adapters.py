@@ -23,6 +23,7 @@ from paceline.runtimes.base import assemble
 
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CACHED_LEN, MOST = 64, 8
+SPREAD = 7919  # from row to row another token: rows of one would all choose the same experts
 
 
 def random_adapter(name: str, config: ModelConfig, *, rank: int, seed: int, is_narrow: bool) -> Adapter:
@@ -47,7 +48,8 @@ def time_pass(llm: LLM, sequences: Sequence[CachedSequence], adapters: Sequence[
     cache, count = llm.engine.cache, len(adapters)
     start = time.perf_counter()
     plans = [cache.reserve(sequence, [-1]) for sequence in sequences[:count]]
-    llm.runtime.forward(*assemble(plans, [[5]] * count, [[0]] * count, adapters))
+    tokens = [[SPREAD * (1 + row) % llm.runtime.config.vocab_size] for row in range(count)]
+    llm.runtime.forward(*assemble(plans, tokens, [[0]] * count, adapters))
     seconds = time.perf_counter() - start
     for sequence in sequences[:count]:
         cache.cancel(sequence)
