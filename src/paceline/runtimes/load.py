@@ -145,8 +145,8 @@ def _check_merged(weights: MergedWeights, memory_bytes: int | None) -> None:
     size = weights.made_bytes
     if memory_bytes is not None and size > memory_bytes:
         raise CapacityError(
-            f"matrices with the adapter merged take {size / 1e9:.3g} GB, {memory_bytes / 1e9:.3g} GB are free: use quant='int8' or 'int4', "
-            "or the adapter beside the model (adapters), which leaves the weights as they are stored"
+            f"matrices with the adapter merged take {size / 1e9:.3g} GB, {memory_bytes / 1e9:.3g} GB are free: use quant='int8' or 'int4' "
+            "(draft_quant for a draft model), or the adapter beside the target (adapters), which leaves its weights as they are stored"
         )
 
 
