@@ -116,6 +116,31 @@ def test_an_adapter_beside_the_weights_is_the_merged_model(
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("target", MIXTURES)
+def test_texts_of_several_adapters_get_what_each_gets_alone_of_its_experts(
+    target: str, runtime: str, opened: Callable[[str], tuple[ModelConfig, Weights]]
+) -> None:
+    if runtime == "native" and kernels_path() is None:
+        pytest.skip("no native kernels for this machine")
+    config, weights = opened(target)
+    network = RUNTIMES[runtime](config, weights)
+    adapters = [make_adapter(name, config, seed=seed, strength=0.3, experts=True) for seed, name in enumerate("ab")]
+    numbers = [0, *map(network.load_adapter, adapters), 0]
+    tokens = np.random.default_rng(6).integers(0, config.vocab_size, (1, LENGTH)).tolist() * len(numbers)
+
+    def logits(chosen: list[int]) -> FloatArray:
+        cache = network.new_cache(8)
+        plans = [cache.reserve(cache.new_sequence(), range(-1, LENGTH - 1), LENGTH) for _ in chosen]
+        found = network.forward(*assemble(plans, tokens[: len(chosen)], [range(LENGTH)] * len(chosen), chosen)).logits
+        return found.reshape(len(chosen), LENGTH, -1).copy()
+
+    together = logits(numbers)
+    for own, number in zip(together, numbers, strict=True):
+        np.testing.assert_allclose(own, logits([number])[0], atol=1e-4 if runtime == "torch" else 0.0, rtol=0)
+    assert np.abs(together[1] - together[2]).max() > 0.05 < np.abs(together[0] - together[1]).max()
+
+
 def test_quantised_weights_stay_as_they_are_beside_an_adapter(opened: Callable[[str], tuple[ModelConfig, Weights]]) -> None:
     if kernels_path() is None:
         pytest.skip("no native kernels for this machine")
