@@ -2,8 +2,8 @@
 
     python tools/bench_adapters.py --model DIR --quant int8 --rank 16
 
-Adapters are random, on all projections of attention and MLPs, in values that bfloat16 holds and in others. A ratio is the speed with
-adapters over that without, of the medians; passes have one row a request behind 64 cached ones.
+Adapters are random, on all projections of attention, MLPs and experts, in values that bfloat16 holds and in others. A ratio is the speed
+with adapters over that without, of the medians; passes have one row a request behind 64 cached ones.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from paceline.runtimes.base import assemble
 
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CACHED_LEN, MOST = 64, 8
+SPREAD = 7919  # from row to row another token: rows of one would all choose the same experts
 
 
 def random_adapter(name: str, config: ModelConfig, *, rank: int, seed: int, is_narrow: bool) -> Adapter:
@@ -38,7 +39,7 @@ def random_adapter(name: str, config: ModelConfig, *, rank: int, seed: int, is_n
     products = {
         one: LowRank(factor(rank, columns), factor(outputs, rank))
         for one, (outputs, columns) in shapes.items()
-        if one.rpartition(".")[2] in PARTS and ".experts." not in one
+        if one.rpartition(".")[2] in PARTS
     }
     return Adapter(name, name.encode(), products, {}, {})
 
@@ -47,7 +48,8 @@ def time_pass(llm: LLM, sequences: Sequence[CachedSequence], adapters: Sequence[
     cache, count = llm.engine.cache, len(adapters)
     start = time.perf_counter()
     plans = [cache.reserve(sequence, [-1]) for sequence in sequences[:count]]
-    llm.runtime.forward(*assemble(plans, [[5]] * count, [[0]] * count, adapters))
+    tokens = [[SPREAD * (1 + row) % llm.runtime.config.vocab_size] for row in range(count)]
+    llm.runtime.forward(*assemble(plans, tokens, [[0]] * count, adapters))
     seconds = time.perf_counter() - start
     for sequence in sequences[:count]:
         cache.cancel(sequence)

@@ -32,6 +32,7 @@ TESTS += (
     "test_native_attention_splits.py",
     "test_native_block_panels.py",
     "test_native_adapters.py",
+    "test_native_expert_adapters.py",
     "test_ranking.py",
 )
 NOT_HERE = ("fork", "callers_of_one_runtime")  # in tests' names: what a sanitizer cannot follow, and what races by intention

@@ -118,6 +118,7 @@ class SpeculationConfig:
         tree_width: guesses per position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.
         draft_quant: quantise draft models and heads while loading them: "none", "int8", "int4" or `QuantOptions`; "auto": draft models as
             far as their target is, heads not at all.
+        draft_adapter: directory of a LoRA adapter that the draft model computes with; None = it computes as it is.
         drafter_options: settings of single methods by name, such as {"tree": "accuracy"}; see drafters/options.py.
         acceptance: which guesses are kept: "match" (those the target itself draws: a seed gives the same text as without drafting) or
             "rejection" (rejection sampling: keeps more; sampled texts have the target's distribution, but a seed gives other texts than
@@ -128,6 +129,7 @@ class SpeculationConfig:
     num_draft_tokens: int | str = "auto"
     tree_width: int = 1
     draft_quant: Quant = "auto"
+    draft_adapter: str | None = None
     acceptance: str = "match"
     drafter_options: Mapping[str, object] = field(default_factory=dict)
 
@@ -140,6 +142,7 @@ class SpeculationConfig:
             raise ConfigError(f'num_draft_tokens is {count!r}: use "auto" or a whole number from 1 to {MAX_DRAFT_TOKENS}')
         _check_int("tree_width", self.tree_width, 1, 8)
         draft_quant_options(self.draft_quant, None)
+        _check_directory("draft_adapter", self.draft_adapter)
         _check_choice("acceptance", self.acceptance, ACCEPTANCE)
         options: object = self.drafter_options
         if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
@@ -220,8 +223,7 @@ class EngineConfig:
         adapters: object = self.adapters
         if not isinstance(adapters, Mapping) or not all(isinstance(one, str) and one for pair in adapters.items() for one in pair):
             raise ConfigError(f"adapters is {adapters!r}: use a mapping of names to directories, such as {{'sql': 'adapters/sql'}}")
-        if not isinstance(self.merge_adapter, str | None):
-            raise ConfigError(f"merge_adapter is {self.merge_adapter!r}: give the directory of a LoRA adapter")
+        _check_directory("merge_adapter", self.merge_adapter)
         for name in ("prefix_cache", "oversubscribe", "offline"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: use true or false")
@@ -289,6 +291,11 @@ def api_keys_of_environment() -> str:
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name} is {value!r}: use one of {', '.join(choices)}")
+
+
+def _check_directory(name: str, value: object) -> None:
+    if not isinstance(value, str | None) or value == "":
+        raise ConfigError(f"{name} is {value!r}: give the directory of a LoRA adapter")
 
 
 def _is_between(value: object, low: float, high: float) -> bool:

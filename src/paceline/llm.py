@@ -52,6 +52,7 @@ class LLM:
         num_draft_tokens: tokens guessed per step at most, or "auto" (16): how many is decided step by step, by what pays.
         tree_width: guesses per position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.
         draft_quant: as `quant`, for draft models and heads; "auto": draft models as far as their target is, heads not at all.
+        draft_adapter: directory of a LoRA adapter that the draft model computes with; it changes the speed alone.
         drafter_options: settings of single methods: {"tree": "accuracy"} (medusa), {"boundaries": (2, 16, 29)} (eagle3) and others, which
             docs/methods lists.
         acceptance: which guesses are kept: "match" (a seed gives one text, whatever drafts) or "rejection" (sampled texts have the same
@@ -92,6 +93,7 @@ class LLM:
         num_draft_tokens: int | str = "auto",
         tree_width: int = 1,
         draft_quant: Quant = "auto",
+        draft_adapter: str | Path | None = None,
         drafter_options: Mapping[str, object] | None = None,
         acceptance: str = "match",
         max_num_seqs: int = 16,

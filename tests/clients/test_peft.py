@@ -2,7 +2,7 @@
 
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,13 @@ from safetensors.numpy import load_file
 from harness import expert_checkpoints, gemma4_checkpoints, hybrid_checkpoints
 from harness.checkpoints import write_checkpoint
 from harness.parity import difference, needs, prompt_logits
+from paceline.models.adapters.adapter import Adapter
 from paceline.models.adapters.merge import MergedWeights, merged_config
 from paceline.models.adapters.read import read_adapter
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.config import WeightType
 from paceline.models.weights import as_float32
+from paceline.runtimes.base import FloatArray, Network, assemble
 from paceline.runtimes.decoder import decoder
 
 pytest.importorskip("torch")
@@ -54,9 +56,17 @@ def written(clients: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         process.wait()
 
 
+def logits_beside(network: Network, adapter: Adapter, ids: Sequence[int]) -> FloatArray:
+    """Of all rows of a text, with an adapter beside the weights."""
+    number, cache = network.load_adapter(adapter), network.new_cache(8)
+    plan = cache.reserve(cache.new_sequence(), range(-1, len(ids) - 1), len(ids))
+    return network.forward(*assemble([plan], [ids], [range(len(ids))], [number])).logits.copy()
+
+
 @pytest.mark.parametrize("model", sorted(MODELS))
 def test_every_variant_has_the_weights_and_logits_that_peft_makes_of_it(written: Callable[[str], Path], model: str) -> None:
     from paceline.runtimes.native.network import NativeNetwork
+    from paceline.runtimes.torch.network import TorchNetwork
 
     needs("native")
     folder = written(model)
@@ -73,3 +83,9 @@ def test_every_variant_has_the_weights_and_logits_that_peft_makes_of_it(written:
         expected = load_file(adapter / "expected.safetensors")
         network = NativeNetwork(decoder(own), own, merged, num_threads=1, max_context=64, round_to=WeightType.F32, panels=None)
         assert difference(prompt_logits(network, expected["ids"].tolist()), expected["logits"]) <= LOGITS, adapter.name
+        for beside in (
+            NativeNetwork(decoder(config), config, weights, num_threads=1, max_context=64, round_to=WeightType.F32, takes_adapters=True),
+            TorchNetwork(decoder(config), config, weights),
+        ):
+            logits = logits_beside(beside, read, expected["ids"].tolist())
+            assert difference(logits, expected["logits"]) <= LOGITS, (adapter.name, type(beside).__name__)

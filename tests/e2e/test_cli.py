@@ -134,7 +134,7 @@ def test_chat_and_system_make_messages(fake_llm: type[FakeLLM]) -> None:
 def test_options_reach_the_engine(fake_llm: type[FakeLLM]) -> None:
     options = "--model m --threads 3 --oversubscribe --cache-gb 0.5 --offline --num-draft-tokens 7 --drafter ngram --drafter d"
     options += " --tree-width 2 --kv-type f16 --no-prefix-cache --acceptance rejection"
-    options += " --drafter-options tree=accuracy --drafter-options boundaries=2,8,13"
+    options += " --draft-adapter e --drafter-options tree=accuracy --drafter-options boundaries=2,8,13"
     sampling = "--max-tokens 9 --temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --seed 5 --stop A --stop B --ignore-eos"
     penalties = "--repetition-penalty 1.1 --frequency-penalty -0.5 --presence-penalty 0.25"
     assert _invoke("run", "x", *options.split(), *sampling.split(), *penalties.split()).exit_code == 0
@@ -143,7 +143,7 @@ def test_options_reach_the_engine(fake_llm: type[FakeLLM]) -> None:
         "model": "m", "numerics": "exact", "dtype": "auto", "threads": 3, "oversubscribe": True,
         "max_context": None, "kv_type": "f16", "cache_gb": 0.5, "device": "auto",
         "revision": None, "token": None, "offline": True, "drafter": ("ngram", "d"), "num_draft_tokens": 7, "tree_width": 2,
-            "backend": "auto", "quant": "none", "draft_quant": "auto", "gguf_file": None, "gguf_weights": "exact",
+            "backend": "auto", "quant": "none", "draft_quant": "auto", "draft_adapter": "e", "gguf_file": None, "gguf_weights": "exact",
         "prefix_cache": False, "state_stride": 512, "adapters": {}, "merge_adapter": None,
         "acceptance": "rejection", "drafter_options": {"tree": "accuracy", "boundaries": "2,8,13"},
     }  # fmt: skip
@@ -319,7 +319,7 @@ def test_help_cuts_no_name_off_in_80_columns(command: str, monkeypatch: pytest.M
     assert max(map(len, text.splitlines())) <= 80
     words = set(re.split(r"[\s│]+", text))
     names = {name for panel in PANELS for name in panel.options if flag_of(name) in words}
-    assert len(names) == (11 if command == "doctor" else sum(len(panel.options) for panel in PANELS))
+    assert len(names) == (13 if command == "doctor" else sum(len(panel.options) for panel in PANELS))
     assert {METAVARS[name] for name in names if name in METAVARS} <= words
     begins = [line.index(word) for line in text.splitlines() for word in ("The target:", "Longest prompt", "Who guesses:") if word in line]
     assert len(begins) == 3

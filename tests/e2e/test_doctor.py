@@ -137,7 +137,7 @@ def test_a_drafter_named_twice_is_one_problem(target: Path) -> None:
 
 def test_drafters_without_a_model_and_unknown_ones(target: Path) -> None:
     code, facts = ask("--model", target, "--drafter", "ngram")
-    assert (code, facts["drafters"][0]) == (0, {"name": "ngram", "model": None, "head": None, "pair": None})
+    assert (code, facts["drafters"][0]) == (0, {"name": "ngram", "model": None, "head": None, "pair": None, "adapter": None})
     assert ask("--model", target)[1]["drafters"][0]["name"] == "ngram"
     code, facts = ask("--model", target, "--drafter", "no such thing")
     assert code == 1

@@ -44,7 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = write_checkpoint(root / "path/to/model", "llama", **SMALL)
     rng = np.random.default_rng(0)
     queries = [low_rank(rng, f"model.layers.{layer}.self_attn.q_proj", (64, 64)) for layer in range(SMALL["num_hidden_layers"])]
-    write_adapter(root / "path/to/adapter", {name: one for own in queries for name, one in own.items()})
+    for adapter in ("path/to/adapter", "path/to/draft-adapter"):
+        write_adapter(root / adapter, {name: one for own in queries for name, one in own.items()})
     (root / "path/to/heads").mkdir()
     for name in (
         "path/to/draft-model",

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from paceline.kv_cache.prefix_index import PrefixIndex
 from paceline.models.adapters.adapter import Adapter
 from paceline.outputs import RequestOutput
 from paceline.runtimes.native import network as network_module
+from paceline.runtimes.native.adapters import AdapterRows
+from paceline.runtimes.native.records import Pass
 from paceline.speculation.request import Request
 
 NUM_BLOCKS = 11  # less than eight texts take
@@ -65,10 +68,10 @@ GivenOf = Callable[[str], Given]
 def some_adapters(solo: Solo) -> list[Adapter]:
     config = solo.llm.runtime.config
     return [
-        make_adapter("plain", config, seed=1, rank=3),
+        make_adapter("plain", config, seed=1, rank=3, experts=True),
         make_adapter("tables", config, seed=2, rank=2, parts=("q_proj", "v_proj"), embedding=True, lm_head=True),
         make_adapter("whole", config, seed=3, parts=("down_proj",), saves=["embed_tokens", "lm_head"], biases=["o_proj"]),
-        make_adapter("wide", config, seed=4, rank=20),
+        make_adapter("wide", config, seed=4, rank=20, experts=True),
     ]
 
 
@@ -295,6 +298,18 @@ def mix_rows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(adapters, "rows_by_adapter", shifted)
 
 
+def mix_pairs(patch: pytest.MonkeyPatch) -> None:
+    real = AdapterRows.describe
+
+    def describe(rows: AdapterRows, record: Pass, *asked: Any) -> None:
+        real(rows, record, *asked)
+        if record.num_adapters:
+            adapter_of_row: Any = rows._described[-1]
+            adapter_of_row[...] = adapter_of_row[::-1].copy()
+
+    patch.setattr(AdapterRows, "describe", describe)
+
+
 def lose_embedding(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(network_module, "rows_by_adapter", lambda batch: {})
 
@@ -309,11 +324,17 @@ def forget_after_preemption(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine_module.CacheBlocks, "free", free)
 
 
-@pytest.mark.parametrize("plant", [share_blocks, mix_rows, lose_embedding, forget_after_preemption])
+FAULTS = [
+    *(("llama", plant) for plant in (share_blocks, mix_rows, lose_embedding, forget_after_preemption)),
+    ("gpt_oss", mix_pairs),
+]
+
+
+@pytest.mark.parametrize(("target", "plant"), FAULTS)
 def test_planted_faults_are_noticed(
-    plant: Callable[[pytest.MonkeyPatch], None], given_of: GivenOf, monkeypatch: pytest.MonkeyPatch
+    target: str, plant: Callable[[pytest.MonkeyPatch], None], given_of: GivenOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = given_of("llama")
+    given = given_of(target)
     llm = given.open("none")
     plant(monkeypatch)
     requests = [*run_together(llm, given.asked), *run_together(llm, given.asked)]

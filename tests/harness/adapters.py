@@ -24,6 +24,7 @@ def make_adapter(
     lm_head: bool = False,
     saves: Sequence[str] = (),
     biases: Sequence[str] = (),
+    experts: bool = False,
 ) -> Adapter:
     """An adapter of a target that makes other tokens likely.
 
@@ -33,6 +34,7 @@ def make_adapter(
         embedding, lm_head: whether low-rank factors change them.
         saves: "embed_tokens" and "lm_head" taken whole.
         biases: parts that get one besides.
+        experts: whether those of a mixture are changed too.
     """
     random = np.random.default_rng(seed)
     shapes = {name: module.shape for module in modules_of(config).values() for name, rows in module.parts.items() if rows is None}
@@ -45,7 +47,7 @@ def make_adapter(
 
     products, offsets = dict[str, LowRank](), {}
     for own, shape in shapes.items():
-        part, in_layer = own.rpartition(".")[2], own.startswith("layers.") and ".experts." not in own
+        part, in_layer = own.rpartition(".")[2], own.startswith("layers.") and (experts or ".experts." not in own)
         if in_layer and part in parts:
             products[own] = low_rank(*shape)
         if in_layer and part in biases:

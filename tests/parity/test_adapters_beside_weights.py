@@ -36,16 +36,20 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": HYBRIDS["granite"],
     "lfm2": HYBRIDS["lfm2"],
     "qwen3_moe": EXPERTS["qwen3_moe"],
+    "gpt_oss": EXPERTS["gpt_oss"],  # experts as one parameter, gate and up by turns, with biases
 }
+MIXTURES = ("qwen3_moe", "gpt_oss")
 KINDS: dict[str, dict[str, Any]] = {
     "projections": {"biases": ("q_proj", "down_proj")},
     "tables": {"embedding": True, "lm_head": True, "rank": 7},
     "whole": {"saves": ("embed_tokens", "lm_head")},
+    "experts": {"experts": True, "parts": ("gate_proj", "up_proj", "down_proj"), "biases": ("down_proj",)},
 }
 USUAL = {
     *((target, "projections", "native") for target in ("llama", "qwen2", "glm4", "qwen3_5", "granite", "qwen3_moe")),
     *((target, kind, "native") for target in ("qwen2", "gemma3") for kind in ("tables", "whole")),
     ("llama", "projections", "torch"), ("glm4", "tables", "torch"), ("qwen2", "whole", "torch"),
+    *((target, "experts", runtime) for target in MIXTURES for runtime in ("native", "torch")),
 }  # fmt: skip
 """What a run with small counts takes; the others come with large ones."""
 LENGTH = 40
@@ -94,6 +98,7 @@ def log_probs(network: Network, adapter: Adapter | None = None) -> FloatArray:
     [
         pytest.param(*case, marks=[] if case in USUAL else pytest.mark.long)
         for case in ((target, kind, runtime) for target in TARGETS for kind in KINDS for runtime in RUNTIMES)
+        if case[1] != "experts" or case[0] in MIXTURES
     ],
 )
 def test_an_adapter_beside_the_weights_is_the_merged_model(
@@ -111,6 +116,31 @@ def test_an_adapter_beside_the_weights_is_the_merged_model(
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("target", MIXTURES)
+def test_texts_of_several_adapters_get_what_each_gets_alone_of_its_experts(
+    target: str, runtime: str, opened: Callable[[str], tuple[ModelConfig, Weights]]
+) -> None:
+    if runtime == "native" and kernels_path() is None:
+        pytest.skip("no native kernels for this machine")
+    config, weights = opened(target)
+    network = RUNTIMES[runtime](config, weights)
+    adapters = [make_adapter(name, config, seed=seed, strength=0.3, experts=True) for seed, name in enumerate("ab")]
+    numbers = [0, *map(network.load_adapter, adapters), 0]
+    tokens = np.random.default_rng(6).integers(0, config.vocab_size, (1, LENGTH)).tolist() * len(numbers)
+
+    def logits(chosen: list[int]) -> FloatArray:
+        cache = network.new_cache(8)
+        plans = [cache.reserve(cache.new_sequence(), range(-1, LENGTH - 1), LENGTH) for _ in chosen]
+        found = network.forward(*assemble(plans, tokens[: len(chosen)], [range(LENGTH)] * len(chosen), chosen)).logits
+        return found.reshape(len(chosen), LENGTH, -1).copy()
+
+    together = logits(numbers)
+    for own, number in zip(together, numbers, strict=True):
+        np.testing.assert_allclose(own, logits([number])[0], atol=1e-4 if runtime == "torch" else 0.0, rtol=0)
+    assert np.abs(together[1] - together[2]).max() > 0.05 < np.abs(together[0] - together[1]).max()
+
+
 def test_quantised_weights_stay_as_they_are_beside_an_adapter(opened: Callable[[str], tuple[ModelConfig, Weights]]) -> None:
     if kernels_path() is None:
         pytest.skip("no native kernels for this machine")
@@ -126,9 +156,9 @@ def test_quantised_weights_stay_as_they_are_beside_an_adapter(opened: Callable[[
 def test_what_cannot_run_beside_the_weights_is_refused_by_name(opened: Callable[[str], tuple[ModelConfig, Weights]]) -> None:
     config, weights = opened("qwen3_moe")
     low = LowRank(np.zeros((2, 64), np.float32), np.zeros((32, 2), np.float32))
-    adapter = Adapter("one", b"key", {"layers.0.mlp.experts.3.up_proj": low, "layers.9.nothing": low}, {}, {})
+    adapter = Adapter("one", b"key", {"layers.0.mlp.experts.20.up_proj": low, "layers.9.nothing": low}, {}, {})
     for make in RUNTIMES.values() if kernels_path() is not None else [by_torch]:
-        with pytest.raises(ConfigError, match=r"'one' changes layers.0.mlp.experts.3.up_proj, layers.9.nothing, which .*merge_adapter"):
+        with pytest.raises(ConfigError, match=r"'one' changes layers.0.mlp.experts.20.up_proj, layers.9.nothing, which .*merge_adapter"):
             make(config, weights).load_adapter(adapter)
 
 

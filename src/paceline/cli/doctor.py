@@ -34,9 +34,11 @@ def doctor(
     drafter: Drafters = None,
     quant: Annotated[str, typer.Option("--quant", help=MODEL.options["quant"], metavar="|".join(QUANT))] = "none",
     draft_quant: DraftQuant = "auto",
+    draft_adapter: Annotated[str | None, typer.Option("--draft-adapter", help=SPECULATION.options["draft_adapter"])] = None,
     drafter_options: DrafterOptions = None,
     kv_type: Annotated[str, typer.Option("--kv-type", help=MEMORY.options["kv_type"], metavar=METAVARS["kv_type"])] = "auto",
     adapter: Adapters = None,
+    merge_adapter: Annotated[str | None, typer.Option("--merge-adapter", help=MODEL.options["merge_adapter"])] = None,
     max_context: Annotated[int | None, typer.Option("--max-context", help=MEMORY.options["max_context"])] = None,
     device: Annotated[str, typer.Option("--device", help=MODEL.options["device"], metavar="|".join(DEVICES))] = "auto",
     threads: Annotated[int | None, typer.Option("--threads", help=MODEL.options["threads"])] = None,
@@ -53,22 +55,19 @@ def doctor(
         names = tuple(drafter or ("auto",))
         engine = EngineConfig(
             model=model, gguf_file=gguf_file, quant=quant, kv_type=kv_type, max_context=max_context, device=device, threads=threads,
-            offline=True,
+            merge_adapter=merge_adapter, offline=True,
         )  # fmt: skip
         speculation = SpeculationConfig(
-            drafter=names[0] if len(names) == 1 else names, draft_quant=draft_quant, drafter_options=named_values(drafter_options or ())
-        )
+            drafter=names[0] if len(names) == 1 else names, draft_quant=draft_quant, draft_adapter=draft_adapter,
+            drafter_options=named_values(drafter_options or ()),
+        )  # fmt: skip
         from paceline.proof.doctor import DoctorQuestion, diagnose
 
         question = DoctorQuestion(
             model=model, gguf_file=gguf_file, drafters=names, drafter_options=speculation.drafter_options,
-            adapters=named_directories(adapter or ()),
-            quant=quant_options("quant", engine.quant),
-            draft_quant=speculation.draft_quant,
-            kv_type=kv_type,
-            max_context=max_context,
-            device=device,
-            memory_bytes=None if memory_gb is None else _bytes(memory_gb),
+            adapters=named_directories(adapter or ()), merge_adapter=merge_adapter, draft_adapter=draft_adapter,
+            quant=quant_options("quant", engine.quant), draft_quant=speculation.draft_quant, kv_type=kv_type, max_context=max_context,
+            device=device, memory_bytes=None if memory_gb is None else _bytes(memory_gb),
             probe_arguments=_probe_arguments(engine, speculation) if probe else None,
         )  # fmt: skip
         if probe and not debug:
@@ -92,10 +91,11 @@ def _bytes(memory_gb: float) -> int:
 
 
 def _probe_arguments(engine: EngineConfig, speculation: SpeculationConfig) -> dict[str, object]:
-    of_engine = ("model", "gguf_file", "quant", "kv_type", "max_context", "device", "threads", "offline")
+    of_engine = ("model", "gguf_file", "quant", "kv_type", "max_context", "device", "threads", "merge_adapter", "offline")
     return {name: getattr(engine, name) for name in of_engine} | {
         "drafter": speculation.drafter,
         "draft_quant": speculation.draft_quant,
+        "draft_adapter": speculation.draft_adapter,
         "drafter_options": speculation.drafter_options,
     }
 

@@ -63,19 +63,23 @@ def _drafter_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         if drafter["model"] is None:
             rows.append(("drafter", drafter["name"]))
             continue
-        rows += [("drafter", drafter["model"]["path"]), ("", _network(drafter["model"])), ("pair", drafter["pair"]["summary"])]
+        rows += [("drafter", drafter["model"]["path"]), ("", _network(drafter["model"]))]
+        if drafter["adapter"] is not None:
+            rows.append(("", f"with the adapter {_adapter(drafter['adapter'])}"))
+        rows.append(("pair", drafter["pair"]["summary"]))
     return rows
 
 
 def _adapter_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = []
-    for adapter in facts["adapters"]:
-        more = "".join(
-            f", {adapter[key]} {what}" for key, what in (("num_biases", "biases"), ("num_saved", "whole matrices")) if adapter[key]
-        )
-        size = f"{adapter['num_products']} products of rank {adapter['largest_rank']} at most{more} ({_size(adapter['nbytes'])})"
-        rows.append(("adapter", f"{adapter['name']}: fits; {size}"))
-    return rows
+    merged = facts["merged_adapter"]
+    rows = [] if merged is None else [("merged", _adapter(merged))]
+    return rows + [("adapter", _adapter(adapter)) for adapter in facts["adapters"]]
+
+
+def _adapter(adapter: dict[str, Any]) -> str:
+    more = "".join(f", {adapter[key]} {what}" for key, what in (("num_biases", "biases"), ("num_saved", "whole matrices")) if adapter[key])
+    size = f"{adapter['num_products']} products of rank {adapter['largest_rank']} at most{more} ({_size(adapter['nbytes'])})"
+    return f"{adapter['name']}: fits; {size}"
 
 
 def _memory_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:

@@ -94,6 +94,7 @@ SPECULATION = Panel(
         "have the same distribution but depend on what was drafted.",
         "draft_quant": "Quantise draft models and heads while loading; auto: draft models as far as the target is. It changes the speed "
         "alone.",
+        "draft_adapter": "Directory of a LoRA adapter that the draft model computes with. It changes the speed alone.",
         "drafter_options": "A setting of one method, such as tree=accuracy (medusa), boundaries=2,16,29 "
         "(eagle3) or num_ids=32768 (mtp); may be given several times. docs/methods lists them.",
     },

@@ -30,6 +30,7 @@ _DRAFTERS = Panel(
         "drafter": "Who guesses, as for `run`; may be given several times. auto: ngram, suffix, prediction and what comes with the model. "
         "Two adversaries always guess too.",
         "draft_quant": SPECULATION.options["draft_quant"],
+        "draft_adapter": SPECULATION.options["draft_adapter"],
         "drafter_options": SPECULATION.options["drafter_options"],
     },
 )

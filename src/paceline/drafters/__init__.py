@@ -25,7 +25,7 @@ from paceline.drafters.stack import StackDrafter
 from paceline.drafters.suffix.drafter import SuffixDrafter
 from paceline.drafters.target import LoadedTarget
 from paceline.drafters.translate import ByteTokenizer, SharedPieces, TextDrafter
-from paceline.errors import BackendUnavailableError, CapacityError, CheckpointError, IncompatibleDrafterError
+from paceline.errors import BackendUnavailableError, CapacityError, CheckpointError, ConfigError, IncompatibleDrafterError
 from paceline.hub import gguf_models, resolve
 from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.kv_cache.recurrent import StateLimits
@@ -46,6 +46,7 @@ __all__ = [
     "LoadedTarget",
     "PreparedDrafter",
     "PreparedDrafters",
+    "check_draft_adapter",
     "find_head",
     "prepare",
     "prepare_one",
@@ -152,7 +153,7 @@ def prepare(target: Path, engine: EngineConfig, speculation: SpeculationConfig, 
     Raises:
         IncompatibleDrafterError: one can never work with this target.
         CheckpointError: files are damaged.
-        ConfigError: an option was given that none of the drafters reads.
+        ConfigError: an option or an adapter was given that none of the drafters reads.
     """
     if made is not None:
         return PreparedDrafters((), made.needs.layers, made)
@@ -167,8 +168,30 @@ def prepare(target: Path, engine: EngineConfig, speculation: SpeculationConfig, 
         raise IncompatibleDrafterError(f"drafter list {list(names)} holds 'none': name drafters only, or use 'none' alone")
     if len(names) > 1:
         drafters = _distinct(names, drafters)
+    check_draft_adapter(speculation.draft_adapter, [drafter.name for drafter in drafters])
     layers = {layer for drafter in drafters if drafter.head is not None for layer in layers_of(drafter.head, target, options)}
     return PreparedDrafters(drafters, tuple(sorted(layers)))
+
+
+def check_draft_adapter(directory: str | None, drafters: Sequence[str]) -> None:
+    """That an adapter for the draft model has one to compute with.
+
+    Args:
+        directory: of the adapter; None = there is none.
+        drafters: their names.
+
+    Raises:
+        ConfigError: there is no draft model, or there are several.
+    """
+    count = sum(name == DRAFT_MODEL for name in drafters)
+    if directory is None or count == 1:
+        return
+    if count == 0:
+        raise ConfigError(
+            f"draft_adapter is {directory!r}, and the drafter is {', '.join(drafters) or 'none'}: leave it out, or name the draft model it "
+            "was made for (drafter)"
+        )
+    raise ConfigError(f"draft_adapter is {directory!r}, and {count} draft models guess: name the one it was made for alone")
 
 
 def _distinct(names: Sequence[str], drafters: Sequence[PreparedDrafter]) -> tuple[PreparedDrafter, ...]:
@@ -300,6 +323,7 @@ def _open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
     has_all_ids = comparison.is_compatible and comparison.coverage == 1.0
     expansion = 1.0 if has_all_ids else _expansion(target.tokenizer, tokenizer)
     max_context = min(math.ceil(target.max_context * expansion), config.max_positions)
+    adapter = None if target.speculation.draft_adapter is None else Path(target.speculation.draft_adapter)
     options = RuntimeOptions(
         numerics=Numerics.FAST,
         num_threads=target.engine.num_threads,
@@ -307,6 +331,8 @@ def _open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
         device=target.engine.device,
         quant=target.draft_model_quant,
         quant_directory=cache_directory(),
+        memory_bytes=None if adapter is None else target.memory_bytes,
+        merge_adapter=adapter,
     )
     runtime = load_runtime(directory, options).runtime
     num_blocks = 1 + blocks_for(math.ceil(target.cache.max_slots * expansion), BLOCK_SIZE)  # one more for the timed pass
@@ -329,7 +355,7 @@ def _open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
         translation=translation,
         max_context=max_context,
         tree_width=target.speculation.tree_width,
-        note=_note(comparison, max_context, math.ceil(target.max_context * expansion)),
+        note=_note(comparison, max_context, math.ceil(target.max_context * expansion), adapter),
         read_s=passes[READ_ROWS] / READ_ROWS,
     )
     return drafter if by_text is None else TextDrafter(drafter, *by_text)
@@ -341,9 +367,10 @@ def _expansion(target: Tokenizer, draft: Tokenizer) -> float:
     return max(1.0, 1.25 * counts[0] / max(1, counts[1]))
 
 
-def _note(comparison: VocabularyComparison, max_context: int, wanted_context: int) -> str:
-    """What the banner says of a pair that is not an obvious one."""
-    note = "" if comparison.coverage == 1.0 else f"; {comparison.match.value} vocabularies: {comparison.method()}"
+def _note(comparison: VocabularyComparison, max_context: int, wanted_context: int, adapter: Path | None) -> str:
+    """What the banner says of a pair that is not an obvious one, and of an adapter."""
+    note = "" if adapter is None else f"; with the adapter {adapter.name or adapter}"
+    note += "" if comparison.coverage == 1.0 else f"; {comparison.match.value} vocabularies: {comparison.method()}"
     if max_context < wanted_context:
         note += f"; no drafts behind its context of {max_context} tokens"
     return note

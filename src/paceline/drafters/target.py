@@ -25,6 +25,7 @@ class LoadedTarget:
         max_context: prompt + output at most, in tokens.
         collected_layers: layer boundaries that the runtime collects, ascending.
         weight_bits: bits a value of its matrices.
+        memory_bytes: that can be had beside it; None = no limit.
         engine: how it was loaded; drafters compute on the same processors.
         speculation: how to guess.
     """
@@ -37,6 +38,7 @@ class LoadedTarget:
     max_context: int
     collected_layers: tuple[int, ...] = ()
     weight_bits: float = 32.0
+    memory_bytes: int | None = None
     engine: EngineConfig
     speculation: SpeculationConfig
 

@@ -122,7 +122,7 @@ def settings_of(model: str, options: dict[str, Any]) -> tuple[EngineConfig, Spec
         raise ConfigError(f"model is {model!r}: give 'mini', a directory, a GGUF file, or a Hugging Face id such as 'owner/name'")
     drafter = options.get("drafter", "auto")
     made = drafter if isinstance(drafter, Drafter) else None
-    check_options(drafter, options.get("drafter_options"))
+    check_options(drafter, options.get("drafter_options"), options.get("draft_adapter"))
     names = made.name if made else tuple(drafter) if isinstance(drafter, list) else drafter
     given = {**options, "model": os.fsdecode(model), "drafter": names}
     given["drafter_options"] = options.get("drafter_options") or {}
@@ -136,13 +136,17 @@ def settings_of(model: str, options: dict[str, Any]) -> tuple[EngineConfig, Spec
 
 def _adapter_settings(options: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of adapters, paths as texts."""
-    adapters, merged = options.get("adapters") or {}, options.get("merge_adapter")
+    adapters = options.get("adapters") or {}
     if isinstance(adapters, Mapping):
-        adapters = {name: os.fsdecode(path) if isinstance(path, os.PathLike) else path for name, path in adapters.items()}
-    return {"adapters": adapters, "merge_adapter": os.fsdecode(merged) if isinstance(merged, os.PathLike) else merged}
+        adapters = {name: _as_text(path) for name, path in adapters.items()}
+    return {"adapters": adapters, **{name: _as_text(options.get(name)) for name in ("merge_adapter", "draft_adapter")}}
 
 
-def check_options(drafter: object, drafter_options: object) -> None:
+def _as_text(path: Any) -> Any:
+    return os.fsdecode(path) if isinstance(path, os.PathLike) else path
+
+
+def check_options(drafter: object, drafter_options: object, draft_adapter: object) -> None:
     """That options are not for a drafter that is made already.
 
     Raises:
@@ -150,6 +154,8 @@ def check_options(drafter: object, drafter_options: object) -> None:
     """
     if isinstance(drafter, Drafter) and drafter_options:
         raise ConfigError(f"drafter_options {drafter_options!r} came with a drafter that is made already: give them to it when you make it")
+    if isinstance(drafter, Drafter) and draft_adapter is not None:
+        raise ConfigError(f"draft_adapter {draft_adapter!r} came with a drafter that is made already: make it of a model with it merged")
 
 
 def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: Drafter | None = None) -> OpenedEngine:
@@ -180,6 +186,7 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
         max_context=plan.max_context,
         collected_layers=prepared.layers,
         weight_bits=loaded.weight_bits,
+        memory_bytes=available_memory_bytes() if config.device != "cuda" else None,
         engine=config,
         speculation=speculation,
     )

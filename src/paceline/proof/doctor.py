@@ -1,15 +1,16 @@
 """Will this model run here, with this drafter, and how? Told before anything is loaded."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.config import Quant, QuantOptions, cache_directory, draft_quant_options, weights_cache_bytes
-from paceline.drafters import HeadOptions, prepare_one
+from paceline.drafters import HeadOptions, check_draft_adapter, prepare_one
 from paceline.errors import PacelineError, memory_errors
 from paceline.hub import resolve
 from paceline.machine import available_memory_bytes
+from paceline.models.adapters.adapter import Adapter
 from paceline.models.adapters.read import read_adapter
 from paceline.models.kv_type import KVType
 from paceline.models.quantize import matrix_bits
@@ -19,6 +20,7 @@ from paceline.proof.head_pairing import HeadFacts, judge_head
 from paceline.proof.memory_estimate import MemoryEstimate, ModelMemory, estimate_memory
 from paceline.proof.pairing import PairVerdict, judge_pair
 from paceline.proof.probe import ProbeResult, probe
+from paceline.runtimes.load import RuntimeOptions, merged_name, with_adapter
 
 _GIGABYTE = 1e9
 
@@ -32,6 +34,7 @@ class DoctorQuestion:
         drafters: as `paceline run` takes them.
         drafter_options: settings of single methods by name, as `paceline run` takes them.
         adapters: directories of LoRA adapters by name.
+        merge_adapter, draft_adapter: directories of those merged into the target, and into its draft model; None = there is none.
         quant: how the target is quantised while it is loaded; None = not at all.
         draft_quant: as in `SpeculationConfig`.
         kv_type: of the target's keys and values; "auto" = its own.
@@ -46,6 +49,8 @@ class DoctorQuestion:
     drafters: Sequence[str] = ("auto",)
     drafter_options: Mapping[str, object] = field(default_factory=dict)
     adapters: Mapping[str, str] = field(default_factory=dict)
+    merge_adapter: str | None = None
+    draft_adapter: str | None = None
     quant: QuantOptions | None = None
     draft_quant: Quant = "auto"
     kv_type: str = "auto"
@@ -55,28 +60,9 @@ class DoctorQuestion:
     probe_arguments: dict[str, Any] | None = None
 
 
-@dataclass(slots=True)
-class DrafterDiagnosis:
-    """One drafter: its name, and for a draft model or a head its facts and the verdict on the pair."""
-
-    name: str
-    facts: CheckpointFacts | None = None
-    head: HeadFacts | None = None
-    pair: PairVerdict | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "name": self.name,
-            "model": None if self.facts is None else self.facts.as_dict(),
-            "head": None if self.head is None else self.head.as_dict(),
-            "pair": None if self.pair is None else self.pair.as_dict(),
-        }
-
-
 @dataclass(frozen=True, slots=True)
 class AdapterDiagnosis:
-    """An adapter that fits the target: how many products, biases and whole matrices it changes, and its bytes in memory."""
+    """An adapter that fits: how many products, biases and whole matrices it changes, and its bytes in memory."""
 
     name: str
     num_products: int
@@ -85,9 +71,39 @@ class AdapterDiagnosis:
     largest_rank: int
     nbytes: int
 
+    @classmethod
+    def of(cls, adapter: Adapter) -> "AdapterDiagnosis":
+        """What there is to say of an adapter that was read."""
+        arrays = [array for one in adapter.products.values() for array in (one.down, one.up)]
+        arrays += [*adapter.biases.values(), *adapter.saved.values()]
+        largest = max((len(one.down) for one in adapter.products.values()), default=0)
+        counts = len(adapter.products), len(adapter.biases), len(adapter.saved)
+        return cls(adapter.name, *counts, largest, sum(array.nbytes for array in arrays))
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
+
+
+@dataclass(slots=True)
+class DrafterDiagnosis:
+    """One drafter: its name, and for a draft model or a head its facts, the adapter it computes with and the verdict on the pair."""
+
+    name: str
+    facts: CheckpointFacts | None = None
+    head: HeadFacts | None = None
+    pair: PairVerdict | None = None
+    adapter: AdapterDiagnosis | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "name": self.name,
+            "model": None if self.facts is None else self.facts.as_dict(),
+            "head": None if self.head is None else self.head.as_dict(),
+            "pair": None if self.pair is None else self.pair.as_dict(),
+            "adapter": None if self.adapter is None else self.adapter.as_dict(),
+        }
 
 
 @dataclass(slots=True)
@@ -98,6 +114,7 @@ class Diagnosis:
     target: CheckpointFacts | None = None
     drafters: list[DrafterDiagnosis] = field(default_factory=list)
     adapters: list[AdapterDiagnosis] = field(default_factory=list)
+    merged: AdapterDiagnosis | None = None
     memory: MemoryEstimate | None = None
     numerics: str | None = None
     numerics_reason: str = ""
@@ -118,6 +135,7 @@ class Diagnosis:
             "target": None if self.target is None else self.target.as_dict(),
             "drafters": [drafter.as_dict() for drafter in self.drafters],
             "adapters": [adapter.as_dict() for adapter in self.adapters],
+            "merged_adapter": None if self.merged is None else self.merged.as_dict(),
             "memory": None if self.memory is None else self.memory.as_dict(),
             "numerics": self.numerics,
             "numerics_reason": self.numerics_reason,
@@ -136,6 +154,8 @@ def diagnose(question: DoctorQuestion) -> Diagnosis:
     try:
         path = resolve(question.model, gguf_file=question.gguf_file, offline=True)
         found.target = read_checkpoint(path, question.max_context)
+        if question.merge_adapter is not None:
+            found.target, found.merged = with_merged(found.target, question.merge_adapter, question.quant)
     except PacelineError as error:
         found.problems.append(str(error))
         return found
@@ -155,6 +175,7 @@ def diagnose(question: DoctorQuestion) -> Diagnosis:
     if found.works:
         try:
             options.check_read(drafter.name for drafter in found.drafters)
+            check_draft_adapter(question.draft_adapter, [drafter.name for drafter in found.drafters])
         except PacelineError as error:
             found.problems.append(str(error))
     for name, directory in question.adapters.items():
@@ -180,14 +201,27 @@ def examine_adapter(name: str, directory: Path, target: CheckpointFacts) -> Adap
     Raises:
         PacelineError: it does not, or cannot be read.
     """
+    return AdapterDiagnosis.of(_read_adapter(name, directory, target))
+
+
+def with_merged(model: CheckpointFacts, directory: str, quant: QuantOptions | None) -> tuple[CheckpointFacts, AdapterDiagnosis]:
+    """A model with the adapter of a directory merged, and what there is to say of that.
+
+    Args:
+        quant: how the model is quantised behind it; None = not at all.
+
+    Raises:
+        PacelineError: it does not fit the model, or cannot be read.
+    """
+    path = Path(directory)
+    adapter = _read_adapter(merged_name(path), path, model)
+    config, weights = with_adapter(adapter, model.config, model.weights, RuntimeOptions(quant=quant))
+    return replace(model, config=config, weights=weights), AdapterDiagnosis.of(adapter)
+
+
+def _read_adapter(name: str, directory: Path, model: CheckpointFacts) -> Adapter:
     with memory_errors(f"the adapter {name!r}", "use an adapter of a lower rank, or close programs"):
-        free = available_memory_bytes()
-        adapter = read_adapter(directory, name=name, config=target.config, weights=target.weights, memory_bytes=free)
-    arrays = [array for one in adapter.products.values() for array in (one.down, one.up)]
-    arrays += [*adapter.biases.values(), *adapter.saved.values()]
-    largest = max((len(one.down) for one in adapter.products.values()), default=0)
-    counts = len(adapter.products), len(adapter.biases), len(adapter.saved)
-    return AdapterDiagnosis(name, *counts, largest, sum(array.nbytes for array in arrays))
+        return read_adapter(directory, name=name, config=model.config, weights=model.weights, memory_bytes=available_memory_bytes())
 
 
 def examine_drafter(
@@ -206,14 +240,16 @@ def examine_drafter(
         if prepared.head is not None:
             head, pair = judge_head(prepared.head, target, options)
             return DrafterDiagnosis(prepared.name, head=head, pair=pair)
-        facts = read_checkpoint(prepared.path, question.max_context)
+        facts, adapter = read_checkpoint(prepared.path, question.max_context), None
+        if question.draft_adapter is not None:
+            facts, adapter = with_merged(facts, question.draft_adapter, _draft_quant(target, question))
     except PacelineError as error:
         problems.append(str(error))
         return DrafterDiagnosis(name)
     pair = judge_pair(target, facts)
     if not pair.works:
         problems.append(f"the draft model {prepared.path} cannot guess for {target.path}: {pair.summary}")
-    return DrafterDiagnosis(prepared.name, facts, pair=pair)
+    return DrafterDiagnosis(prepared.name, facts, pair=pair, adapter=adapter)
 
 
 def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) -> None:
@@ -262,8 +298,12 @@ def draft_memory(
         return drafter.head.memory(draft_quant_options(question.draft_quant, None))
     if drafter.facts is None:
         return None
-    quant = draft_quant_options(question.draft_quant, matrix_bits(target.weights, question.quant))
+    quant = _draft_quant(target, question)
     return estimate_memory(drafter.facts, quant, device, notes, is_draft=True, max_context=question.max_context)
+
+
+def _draft_quant(target: CheckpointFacts, question: DoctorQuestion) -> QuantOptions | None:
+    return draft_quant_options(question.draft_quant, matrix_bits(target.weights, question.quant))
 
 
 def _together(drafts: Sequence[ModelMemory]) -> ModelMemory | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.config import EngineConfig, QuantOptions
+from paceline.models.adapters.merge import MergedWeights
 from paceline.models.kv_type import KVType
 from paceline.models.quantize import schemes_for
 from paceline.models.state_layout import StateLayout
@@ -172,8 +173,9 @@ def _stored_bytes(checkpoint: CheckpointFacts, name: str, *, in_panels: bool) ->
 
 def _looked_up(checkpoint: CheckpointFacts, schemes: Collection[str]) -> frozenset[str]:
     """Tables of which the rows of a pass are read in the mapped file: no product has them, and they stay as they are stored."""
-    tables = ["layer_embedding.weight"]
-    if not checkpoint.config.tied_embeddings and checkpoint.weights.facts("embedding.weight").bits is None:
+    tables, weights = ["layer_embedding.weight"], checkpoint.weights
+    is_made = isinstance(weights, MergedWeights) and weights.changes("embedding.weight")
+    if not checkpoint.config.tied_embeddings and weights.facts("embedding.weight").bits is None and not is_made:
         tables.append("embedding.weight")
     return frozenset(name for name in tables if name in checkpoint.weights and name not in schemes)
 

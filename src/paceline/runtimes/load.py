@@ -6,6 +6,7 @@ from pathlib import Path
 
 from paceline.config import QuantOptions
 from paceline.errors import BackendUnavailableError, CapacityError, ConfigError, memory_errors
+from paceline.models.adapters.adapter import Adapter
 from paceline.models.adapters.entries import adapter_files
 from paceline.models.adapters.merge import MergedWeights, merged_config
 from paceline.models.adapters.read import read_adapter
@@ -86,7 +87,9 @@ def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
     config = stored.for_context(options.max_context)
     weights = open_weights(path, config, regroup=options.regroup, num_threads=options.num_threads)
     if options.merge_adapter is not None:
-        config, weights = _with_adapter(options.merge_adapter, config, weights, options)
+        name, free = merged_name(options.merge_adapter), options.memory_bytes
+        adapter = read_adapter(options.merge_adapter, name=name, config=config, weights=weights, memory_bytes=free)
+        config, weights = with_adapter(adapter, config, weights, options)
     own_head, notices = weights.own_head, list(weights.notices)
     if options.quant is None:
         _check_floats(weights, config, options.memory_bytes)
@@ -113,12 +116,16 @@ def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
     return Loaded(runtime, tuple(notices), own_head, matrix_bits(weights))
 
 
-def _with_adapter(directory: Path, config: ModelConfig, weights: Weights, options: RuntimeOptions) -> tuple[ModelConfig, MergedWeights]:
-    """Network and weights with the adapter of a directory merged, in the type they are kept in; in float32 if they are quantised next.
+def merged_name(directory: Path) -> str:
+    """What an adapter is called that is merged and that nobody asks for by name."""
+    return directory.name or "merged"
+
+
+def with_adapter(adapter: Adapter, config: ModelConfig, weights: Weights, options: RuntimeOptions) -> tuple[ModelConfig, MergedWeights]:
+    """Network and weights with an adapter merged, in the type they are kept in; in float32 if they are quantised next.
 
     Files of blocks compute in float32. What was a block becomes float16, whose binary digits are many more than a block's.
     """
-    adapter = read_adapter(directory, name=directory.name or "merged", config=config, weights=weights, memory_bytes=options.memory_bytes)
     is_quantised = options.quant is not None
     weight_type = WeightType.F32 if is_quantised else options.dtype or config.weight_type
     is_f16 = weight_type is WeightType.F32 and not is_quantised and options.dtype is None
@@ -138,8 +145,8 @@ def _check_merged(weights: MergedWeights, memory_bytes: int | None) -> None:
     size = weights.made_bytes
     if memory_bytes is not None and size > memory_bytes:
         raise CapacityError(
-            f"matrices with the adapter merged take {size / 1e9:.3g} GB, {memory_bytes / 1e9:.3g} GB are free: use quant='int8' or 'int4', "
-            "or the adapter beside the model (adapters), which leaves the weights as they are stored"
+            f"matrices with the adapter merged take {size / 1e9:.3g} GB, {memory_bytes / 1e9:.3g} GB are free: use quant='int8' or 'int4' "
+            "(draft_quant for a draft model), or the adapter beside the target (adapters), which leaves its weights as they are stored"
         )
 
 

@@ -15,6 +15,8 @@ _MAX_AGE = 1024  # passes since, after which one says nothing of how fast the ma
 _RENEWED = 8  # passes after which times are looked up again
 _SPEED_PASSES = 15  # of all kinds, whose median says how fast the machine is now
 _LEAST_SPEED, _MOST_SPEED = 0.2, 10.0
+_Kind = tuple[bool, int, int]
+"""What passes that take as long have alike: whether rows have adapters, how many there are, and about how many cached ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,33 +92,54 @@ class _Recent:
         return recent[len(recent) // 4] if len(recent) >= _FRESH else None
 
 
+@dataclass(slots=True)
+class _Slowness:
+    """How much longer than in the table passes of one kind took lately, and the last pass that said so; 0 = none has."""
+
+    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=_SPEED_PASSES))
+    ratio: float = 1.0
+    known_at: int = 0
+
+    def observe(self, now: int, ratio: float) -> None:
+        if not self.is_known(now):
+            self.ratios.clear()
+        self.ratios.append(ratio)
+        self.ratio, self.known_at = min(max(median(self.ratios), _LEAST_SPEED), _MOST_SPEED), now
+
+    def is_known(self, now: int) -> bool:
+        return self.known_at > 0 and now - self.known_at <= _MAX_AGE
+
+
 class PassCosts:
     """Expected seconds of a pass.
 
     What was measured lately for as many rows, behind about as many cached ones, counts. For other passes the table does, times how much
-    slower than the table the machine is now: so a pass that has not run for long is not judged by how busy the machine was then.
+    slower than the table the machine is now: so a pass that has not run for long is not judged by how busy the machine was then. Passes in
+    which rows have adapters take longer, and are known apart.
 
     Args:
         table: measured at load.
+
+    Attributes:
+        has_adapters: whether rows have adapters in the passes that are told of and asked for from now on.
     """
 
     def __init__(self, table: PassTable) -> None:
         self.table = table
-        self._recent: dict[tuple[int, int], _Recent] = {}
-        self._speeds: deque[float] = deque(maxlen=_SPEED_PASSES)
-        self._speed = 1.0
+        self.has_adapters = False
+        self._recent: dict[_Kind, _Recent] = {}
+        self._slowness = {has_adapters: _Slowness() for has_adapters in (False, True)}
         self._num_passes = 0
-        self._known: dict[tuple[int, int], float | None] = {}  # of this moment
-        self._times: dict[tuple[int, int], tuple[int, list[float]]] = {}  # by rows and cached ones, with the pass they were looked up at
+        self._known: dict[_Kind, float | None] = {}  # of this moment
+        self._times: dict[_Kind, tuple[int, list[float]]] = {}  # with the pass they were looked up at
 
     def observe(self, num_rows: int, num_cached: float, num_row_cached: float, seconds: float) -> None:
         """Told how long a pass took; arguments as `at`."""
         self._num_passes += 1
         self._known.clear()
         reading_s = self.table.reading_s(num_cached, num_row_cached)
-        self._speeds.append(seconds / max(1e-9, self.table.at(num_rows) + reading_s))
-        self._speed = min(max(median(self._speeds), _LEAST_SPEED), _MOST_SPEED)
-        key = num_rows, _bucket(num_cached)
+        self._slowness[self.has_adapters].observe(self._num_passes, seconds / max(1e-9, self.table.at(num_rows) + reading_s))
+        key = self._kind(num_rows, num_cached)
         recent = self._recent.get(key)
         if recent is None:  # the first pass of its kind does not count: memory and kernels are made ready for it
             self._recent[key] = _Recent()
@@ -130,7 +153,7 @@ class PassCosts:
             num_cached, num_row_cached: what it reads of the cache, as `PassTable.reading_s`.
         """
         reading_s = self._speed * self.table.reading_s(num_cached, num_row_cached)
-        own = self._own(num_rows, _bucket(num_cached))
+        own = self._own(self._kind(num_rows, num_cached))
         return max(1e-9, (self._speed * self.table.at(num_rows) if own is None else own) + reading_s)
 
     def row_times(self, num_rows: int, most: int, num_cached: float, num_row_cached: float) -> tuple[list[float], float]:
@@ -139,7 +162,7 @@ class PassCosts:
         Returns:
             [most + 1] seconds, and those that reading the cache adds to them for each row, by each of the rows it sees.
         """
-        key = num_rows, _bucket(num_cached)
+        key = self._kind(num_rows, num_cached)
         known = self._times.get(key)
         if known is None or len(known[1]) <= most or self._num_passes - known[0] >= _RENEWED:
             times, slowest = [], 0.0
@@ -151,10 +174,18 @@ class PassCosts:
 
     def is_fresh(self, num_rows: int, num_cached: float = 0.0) -> bool:
         """Whether passes of so many rows ran lately."""
-        return self._own(num_rows, _bucket(num_cached)) is not None
+        return self._own(self._kind(num_rows, num_cached)) is not None
 
-    def _own(self, num_rows: int, bucket: int) -> float | None:
-        key = num_rows, bucket
+    @property
+    def _speed(self) -> float:
+        """Of passes of which nothing is known, that of the others."""
+        own, other = self._slowness[self.has_adapters], self._slowness[not self.has_adapters]
+        return other.ratio if other.is_known(self._num_passes) and not own.is_known(self._num_passes) else own.ratio
+
+    def _kind(self, num_rows: int, num_cached: float) -> _Kind:
+        return self.has_adapters, num_rows, _bucket(num_cached)
+
+    def _own(self, key: _Kind) -> float | None:
         if key not in self._known:
             recent = self._recent.get(key)
             self._known[key] = None if recent is None else recent.seconds(self._num_passes)

@@ -6,7 +6,7 @@ from typing import ClassVar
 from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
 
-from paceline.errors import PacelineError
+from paceline.errors import CapacityError, PacelineError
 from paceline.models.adapters.read import MAX_NAME_LEN
 from paceline.server.fields import Fields
 from paceline.server.http_errors import HttpError
@@ -57,6 +57,8 @@ def adapter_routes(service: Service) -> APIRouter:
         with service.gate.admitted(0):
             try:
                 await service.gate.finished(service.engine.load_adapter(name, fields.lora_path))
+            except CapacityError as error:  # the request is right: with less in memory the same one is served
+                raise HttpError(507, str(error), kind="server_error", parameter="lora_path", code="out_of_memory") from error
             except PacelineError as error:
                 raise HttpError(400, str(error), parameter="lora_path", code="adapter_unusable") from error
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")

@@ -79,6 +79,7 @@ class DraftController(DraftLengthPolicy):
         if not open_ones:
             return
         self._work = work = PassWork.of(batch, with_guesses=False)
+        self.costs.has_adapters = work.has_adapters
         most = sum([rows.budget.row_budget - 1 for rows, _ in open_ones if rows.budget is not None])
         most = most if max_rows is None else min(most, max_rows - work.num_rows)
         if most < 1:
@@ -168,6 +169,7 @@ class DraftController(DraftLengthPolicy):
         if not all(rows.is_decoding for rows in batch):
             return
         work = PassWork.of(batch, with_guesses=True)
+        self.costs.has_adapters = work.has_adapters
         self.costs.observe(work.num_rows, work.num_cached, work.num_row_cached, pass_s)
         self.host.observe(len(batch), work.num_rows - len(batch), host_s)
         seconds = host_s + self.costs.at(work.num_rows, work.num_cached, work.num_row_cached)

@@ -9,12 +9,13 @@ from paceline.speculation.request_rows import RequestRows
 
 @dataclass(slots=True)
 class PassWork:
-    """What a pass reads of the cache, as `PassCosts.at` asks."""
+    """What a pass reads of the cache, as `PassCosts.at` asks, and whether any row has an adapter."""
 
     num_rows: int = 0
     num_sequences: int = 0
     num_cached: float = 0.0
     num_row_cached: float = 0.0
+    has_adapters: bool = False
 
     @classmethod
     def of(cls, batch: Sequence[RequestRows], *, with_guesses: bool) -> "PassWork":
@@ -26,6 +27,7 @@ class PassWork:
             work.num_sequences += 1
             work.num_cached += cached
             work.num_row_cached += count * cached
+            work.has_adapters = work.has_adapters or rows.request.adapter_number > 0
         return work
 
 

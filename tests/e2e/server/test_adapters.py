@@ -139,6 +139,21 @@ def test_a_wrong_request_for_an_adapter_says_what_is_wrong(name: str, served: Ca
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, parameter)
 
 
+def test_an_adapter_without_memory_for_it_is_no_mistake_of_the_request(
+    served: Callable[..., HttpClient], second: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, fields = served({"x-api-key": KEY}, **ALLOWED), {"lora_name": "second", "lora_path": str(second)}
+    with monkeypatch.context() as patch:
+        patch.setattr("paceline.engine.open.available_memory_bytes", lambda: 100)
+        answer = client.post("/v1/load_lora_adapter", fields)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["code"]) == (507, "server_error", "out_of_memory")
+    assert "GB while it is read, 1e-07 GB are free: use an adapter of a lower rank, remove others" in error["message"]
+    assert client.post("/v1/load_lora_adapter", fields).status_code == 200
+    assert client.post("/v1/unload_lora_adapter", fields).status_code == 400  # it takes no path
+    assert client.post("/v1/unload_lora_adapter", {"lora_name": "second"}).status_code == 200
+
+
 def test_without_the_key_nothing_is_loaded(served: Callable[..., HttpClient], second: Path) -> None:
     answer = served(**ALLOWED).post("/v1/load_lora_adapter", {"lora_name": "second", "lora_path": str(second)})
     assert answer.status_code == 401

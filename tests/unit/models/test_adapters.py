@@ -112,6 +112,10 @@ FILES: dict[str, tuple[Tensors, str]] = {
     "whole": ({"model.norm.weight": np.zeros(64, np.float32)}, r"does not have 1 tensor: base_model\.model\.model\.norm\.weight"),
     "half": ({"model.layers.0.self_attn.v_proj.lora_A.weight": np.zeros((4, 64), np.float32)}, "v_proj without its lora_B"),
     "rows": ({"lm_head.weight": np.zeros((98, 64), np.float32)}, r"lm_head\.weight \[98, 64\] instead of \[97, 64\]"),
+    "bias": (
+        {f"{QUERIES[1]}.lora_B.bias": np.zeros(64, np.float32)},
+        r"holds 1 tensor: .*layers\.1\.self_attn\.q_proj\.lora_B\.bias that .*adapter_config\.json does not ask for: set lora_bias",
+    ),
     "twice": ({f"{QUERIES[0]}.lora_A.default.weight": np.zeros((4, 64), np.float32)}, "which are the same"),
     "nan": ({f"{QUERIES[0]}.lora_A.weight": np.full((4, 64), np.nan, np.float32)}, "lora_A.weight holds NaN or infinite values"),
     "integers": ({f"{QUERIES[0]}.lora_A.weight": np.zeros((4, 64), np.int8)}, "is of type I8, supported are F32, F16, F64, BF16"),

@@ -48,6 +48,37 @@ def test_the_first_pass_of_its_kind_and_two_are_not_enough() -> None:
     assert costs.at(8) == pytest.approx(1.2)
 
 
+def test_passes_with_adapters_are_known_apart_from_those_without() -> None:
+    costs = PassCosts(STAIRS)
+    for number in range(40):
+        costs.has_adapters = number % 2 > 0
+        costs.observe(1, 0, 0, 1.2 if costs.has_adapters else 1.0)
+    for has_adapters, slower in ((False, 1.0), (True, 1.2)):
+        costs.has_adapters = has_adapters
+        assert costs.at(1) == pytest.approx(slower * 1.0)
+        assert costs.at(8) == pytest.approx(slower * 1.2)
+        assert costs.row_times(1, 7, 0, 0)[0][7] == pytest.approx(slower * 1.2)
+
+
+def test_until_passes_with_adapters_ran_lately_they_are_taken_to_be_as_slow_as_others() -> None:
+    costs = PassCosts(STAIRS)
+    for _ in range(30):
+        costs.observe(1, 0, 0, 3.0)
+    costs.has_adapters = True
+    assert costs.at(8) == pytest.approx(3 * 1.2)
+    assert not costs.is_fresh(1)
+    for _ in range(30):
+        costs.observe(1, 0, 0, 4.0)
+    assert costs.at(8) == pytest.approx(4 * 1.2)
+    costs.has_adapters = False
+    for _ in range(1100):
+        costs.observe(1, 0, 0, 1.0)
+    costs.has_adapters = True
+    assert costs.at(8) == pytest.approx(1.2)
+    costs.observe(8, 0, 0, 2.4)
+    assert costs.at(8) == pytest.approx(2.4)  # what was known before plays no part
+
+
 def test_on_a_machine_that_has_become_slower_what_did_not_run_is_taken_to_be_slower_too() -> None:
     costs = PassCosts(STAIRS)
     for _ in range(30):

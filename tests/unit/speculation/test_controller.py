@@ -9,10 +9,17 @@ import numpy as np
 import pytest
 
 from harness.replay import Costs, Trace, best_fixed, controller, made_up, replay
+from paceline.drafters.ngram import NgramDrafter
+from paceline.kv_cache.paged import CachedSequence
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.pass_costs import PassTable
+from paceline.sampling.params import SamplingParams
+from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.acceptance import HOPED
 from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.drafter import DraftBudget
+from paceline.speculation.request import Request
+from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.stats import PlainReason
 from paceline.speculation.tree import DraftTree
 
@@ -127,6 +134,24 @@ def test_a_table_that_is_wrong_about_drafts_is_put_right_by_the_passes(factor: f
         seconds = replay(controller(costs, table=wrong), traces, costs).seconds
         assert seconds < 1.02 * plain_seconds(traces, costs)
         assert seconds < 1.10 * best_fixed(traces, costs)[1]
+
+
+def test_passes_with_adapters_are_planned_and_learned_apart() -> None:
+    policy, drafter = controller(MACHINES["cheap rows"]), NgramDrafter()
+    params, seconds = SamplingParams(), {0: 0.04, 1: 0.05}
+    for adapter in (0, 1) * 40:
+        request = Request([1], 1, params, LogitsProcessor(params, 4, [1]), CachedSequence(), seed=0, sample_index=0, max_len=10)
+        request.adapter_number = adapter
+        rows = RequestRows.of(request, 1)
+        rows.budget = rows.given = DraftBudget(4, 3, TreeLayout.MASK, wants_draws=False)
+        policy.costs.has_adapters = not adapter
+        policy.plan([rows], [(rows, drafter)], None)
+        assert policy.costs.has_adapters == bool(adapter)
+        policy.costs.has_adapters = not adapter
+        policy.observe_step([rows, rows], seconds[adapter], 0.0)
+    for adapter, expected in seconds.items():
+        policy.costs.has_adapters = bool(adapter)
+        assert policy.costs.at(2) == pytest.approx(expected)
 
 
 def test_guesses_that_were_drawn_are_sent_as_they_are() -> None:

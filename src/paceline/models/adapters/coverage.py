@@ -41,6 +41,20 @@ def check_targets(path: Path, entries: Sequence[Entry], fit: Fit, settings: Adap
         )
 
 
+def check_low_rank_biases(path: Path, entries: Sequence[Entry], settings: AdapterSettings) -> None:
+    """That a file holds biases of low-rank matrices only where its settings ask for them: PEFT leaves others out without a word.
+
+    Raises:
+        CheckpointError: it holds others.
+    """
+    unread = [entry.tensors[Kind.UP_BIAS][0] for entry in entries if Kind.UP_BIAS in entry.tensors]
+    if unread and not settings.has_low_rank_biases:
+        raise CheckpointError(
+            f"{path} holds {listed(unread)} that {settings.path} does not ask for: set lora_bias there to true if the adapter was trained "
+            "with them, else export it again without them"
+        )
+
+
 def check_saved(path: Path, entries: Sequence[Entry], settings: AdapterSettings, config: ModelConfig) -> None:
     """That a file holds every module which its settings call replaced as a whole; names that the model does not have say nothing.
 

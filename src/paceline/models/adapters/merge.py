@@ -61,7 +61,7 @@ class MergedWeights(MadeWeights):
         self.notices = (*base.notices, *self._notices())
 
     def rows(self, name: str, numbers: NDArray[np.int32]) -> Floats:
-        return super().rows(name, numbers) if self._is_changed(name) else self._base.rows(self._sources.get(name, name), numbers)
+        return super().rows(name, numbers) if self.changes(name) else self._base.rows(self._sources.get(name, name), numbers)
 
     def facts(self, name: str) -> TensorFacts:
         if name in self._biases:
@@ -75,7 +75,7 @@ class MergedWeights(MadeWeights):
         return replace(facts, weight_type=weight_type, bits=None, nbytes=nbytes)
 
     def blocks(self, name: str) -> StoredBlocks | None:
-        return None if self._is_changed(name) else self._base.blocks(self._sources.get(name, name))
+        return None if self.changes(name) else self._base.blocks(self._sources.get(name, name))
 
     @property
     def made_bytes(self) -> int:
@@ -85,7 +85,7 @@ class MergedWeights(MadeWeights):
     def stored(self, name: str) -> tuple[NDArray[Any], ...]:
         source = self._sources.get(name, name)
         base = self._base.stored(source) if self._base.has(source) else ()
-        return (*base, np.frombuffer(self._adapter.key, np.uint8)[None]) if self._is_changed(name) else base
+        return (*base, np.frombuffer(self._adapter.key, np.uint8)[None]) if self.changes(name) else base
 
     def forget(self, name: str) -> None:
         super().forget(name)
@@ -93,7 +93,8 @@ class MergedWeights(MadeWeights):
         if self._base.has(source):  # not a bias that the adapter brings
             self._base.forget(source)
 
-    def _is_changed(self, name: str) -> bool:
+    def changes(self, name: str) -> bool:
+        """Whether a tensor is another one than the model's."""
         return name in self._changed or name in self._biases
 
     def _notices(self) -> Iterable[str]:

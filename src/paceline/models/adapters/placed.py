@@ -14,7 +14,6 @@ from paceline.models.config import ModelConfig
 from paceline.models.tensor_names import tensor_shapes
 
 EMBEDDING, LM_HEAD = "embedding", "lm_head"
-_EXPERTS = ".experts."
 _MOST_NAMES = 8  # in an error
 
 
@@ -57,7 +56,7 @@ def placed(adapter: Adapter, config: ModelConfig) -> PlacedAdapter:
     Raises:
         ConfigError: it changes what no adapter can change beside the weights, or has another shape than that; every name is listed.
     """
-    places = {name: own for name, own in places_of(config).items() if not any(_EXPERTS in place.name for place in own)}
+    places = places_of(config)
     saved = {modules.EMBEDDING: EMBEDDING, modules.LM_HEAD: LM_HEAD}
     named = {*adapter.products, *adapter.biases}
     unknown = sorted({*(named - places.keys()), *(adapter.saved.keys() - saved.keys()), *(adapter.saved.keys() & named)})

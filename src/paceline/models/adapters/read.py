@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import CapacityError, CheckpointError, ConfigError, shortened
 from paceline.models.adapters.adapter import Adapter, LowRank
-from paceline.models.adapters.coverage import check_saved, check_targets
+from paceline.models.adapters.coverage import check_low_rank_biases, check_saved, check_targets
 from paceline.models.adapters.entries import Entry, Kind, as_float32, read_entries
 from paceline.models.adapters.fit import Fit
 from paceline.models.adapters.modules import EMBEDDING, LM_HEAD, Module, Stack
@@ -48,6 +48,7 @@ def read_adapter(
     settings = read_settings(directory)
     path, entries = read_entries(directory)
     fit = Fit(path, entries, settings, config)
+    check_low_rank_biases(path, entries, settings)
     check_targets(path, entries, fit, settings, config)
     check_saved(path, entries, settings, config)
     if memory_bytes is not None:

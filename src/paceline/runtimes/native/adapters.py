@@ -17,7 +17,7 @@ from paceline.runtimes.native.records import AdapterProduct, AdapterSite, Matrix
 from paceline.runtimes.native.weights import PLAIN_KINDS
 
 Sites = tuple[tuple[str, ...], ...]
-"""The products of each operation of a network that adapters add to."""
+"""The products of each operation of a network that adapters add to; of experts those of one after those of the other."""
 
 
 _DOWN_OUTPUTS = 8  # as in kernels/low_rank.c
@@ -124,10 +124,12 @@ class AdapterRows:
     Args:
         adapters: by number; what is in it when a pass is described counts.
         sites: of the network.
+        most_chosen: experts of a row at most; 0 = the network has none.
     """
 
-    def __init__(self, adapters: Mapping[int, NativeAdapter], sites: Sequence[tuple[str, ...]]) -> None:
-        self._adapters, self._sites = adapters, tuple(sites)
+    def __init__(self, adapters: Mapping[int, NativeAdapter], sites: Sequence[tuple[str, ...]], most_chosen: int = 0) -> None:
+        self._adapters, self._sites, self._most_chosen = adapters, tuple(sites), most_chosen
+        self._tables: dict[int, Array[AdapterSite]] = {}
         self._described: tuple[object, ...] = ()  # alive until the next pass
         self._low_rank: FloatArray = np.empty(0, np.float32)
 
@@ -137,22 +139,34 @@ class AdapterRows:
         ranges = rows_by_adapter(batch)
         if not ranges or not self._sites:
             return
-        adapter_of_row = np.zeros(len(batch.positions), np.int32)
-        for number, rows in ranges.items():
-            adapter_of_row[rows] = number
+        adapter_of_row = np.full(len(batch.positions), -1, np.int32)
+        for index, rows in enumerate(ranges.values()):
+            adapter_of_row[rows] = index
         adapter_of_wanted = adapter_of_row[wanted.rows]
         pass_adapters, parts, start, num_floats = (PassAdapter * len(ranges))(), list[NDArray[np.int32]](), 0, 1
-        for own, (number, rows) in zip(pass_adapters, ranges.items(), strict=True):
-            adapter = self._adapters[number]
-            own.sites = cast(adapter.table(self._sites), POINTER(AdapterSite))
-            num_floats = max(num_floats, adapter.num_floats)
-            for place, numbers in enumerate((rows, np.flatnonzero(adapter_of_wanted == number).astype(np.int32))):
+        for index, (number, rows) in enumerate(ranges.items()):
+            own = pass_adapters[index]
+            own.sites = cast(self._table(number), POINTER(AdapterSite))
+            num_floats = max(num_floats, self._adapters[number].num_floats)
+            for place, numbers in enumerate((rows, np.flatnonzero(adapter_of_wanted == index).astype(np.int32))):
                 own.first[place], own.count[place], start = start, len(numbers), start + len(numbers)
                 parts.append(numbers)
         numbers = np.concatenate(parts)
-        if len(numbers) * num_floats > len(self._low_rank):
-            self._low_rank = np.empty(len(numbers) * num_floats, np.float32)
+        size = max(len(numbers), len(adapter_of_row) * self._most_chosen) * num_floats
+        if size > len(self._low_rank):
+            self._low_rank = np.empty(size, np.float32)
         self._described = pass_adapters, numbers
+        if self._most_chosen:
+            order = np.concatenate([np.flatnonzero(adapter_of_row < 0).astype(np.int32), *ranges.values()])
+            self._described = *self._described, order, adapter_of_row
+            record.row_order, record.adapter_of_row = order.ctypes.data, adapter_of_row.ctypes.data
         record.adapters, record.adapter_rows = addressof(pass_adapters), numbers.ctypes.data
         record.low_rank, record.low_rank_floats = self._low_rank.ctypes.data, num_floats
         record.num_adapters = len(pass_adapters)
+
+    def _table(self, number: int) -> "Array[AdapterSite]":
+        """What an adapter does at each operation: looked up by its number, since networks with many experts have thousands."""
+        if number not in self._tables:
+            self._tables = {one: table for one, table in self._tables.items() if one in self._adapters}
+            self._tables[number] = self._adapters[number].table(self._sites)
+        return self._tables[number]

@@ -58,7 +58,8 @@ class Execution:
         self._capacity = 0
         self._buffers: list[FloatArray] = []  # [capacity, width] each
         self.memory = PassMemory(tables if any(isinstance(operation, RopeOperation) for operation in operations) else None)
-        self._adapter_rows = None if adapters is None else AdapterRows(adapters, recorded.sites)
+        most_chosen = max((operation.chosen for operation in operations if isinstance(operation, ExpertsOperation)), default=0)
+        self._adapter_rows = None if adapters is None else AdapterRows(adapters, recorded.sites, most_chosen)
         self._program = Program(
             operations=ctypes.addressof(self._operations), num_operations=len(operations), num_threads=num_threads,
             most_columns=self._most_columns, tickets=self._tickets.ctypes.data,

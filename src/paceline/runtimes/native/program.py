@@ -81,7 +81,7 @@ class NativeBlocks:
         self.inputs: dict[str, Value] = {}  # values that the runtime fills
         self.operations: list[Operation] = []
         self._takes_adapters = takes_adapters
-        self.sites: list[tuple[str, ...]] = []  # the products of each operation of adapters
+        self.sites: list[tuple[str, ...]] = []  # the products of each operation of adapters, of experts those of each
         self._num_rankings = 0
         self._shown: dict[int, int] = {}  # floats of values that are wider than what they hold in the end
 
@@ -278,19 +278,22 @@ class NativeBlocks:
             names: of the matrices, with a place for the expert's number.
         """
         outs: list[Value] = []
-        alike: dict[tuple[int, ...], list[Matrix]] = {}
+        alike: dict[tuple[int, ...], list[tuple[str, list[Matrix]]]] = {}
         for name in names:
             matrices = self._weights.matrices([name.format(expert) for expert in range(routing.num_experts)], len(self.values))
             packings = {self._packing(matrix) for matrix in matrices}
             if len(packings) > 1:
                 raise ConfigError(f"the experts' matrices {name.format('*')} are stored in several ways: quantise all of them alike")
             outs.append(self.value(matrices[0].outputs * routing.num_chosen, x.rows))
-            alike.setdefault(packings.pop(), []).extend(matrices)
-        for (packing, *_), matrices in alike.items():
+            alike.setdefault(packings.pop(), []).append((name, matrices))
+        for (packing, *_), own in alike.items():
+            array, site = (Matrix * (len(own) * routing.num_experts))(*(matrix for _, matrices in own for matrix in matrices)), -1
+            if self._takes_adapters:
+                site = len(self.sites)
+                self.sites += [tuple(name.format(expert) for name, _ in own) for expert in range(routing.num_experts)]
             operation = ExpertsOperation(
                 x=x.index, routes=routes.index, chosen=routing.num_chosen, experts=routing.num_experts,
-                num_matrices=len(matrices) // routing.num_experts, packing=packing, of_pairs=of_pairs,
-                matrices=(Matrix * len(matrices))(*matrices),
+                num_matrices=len(own), packing=packing, of_pairs=of_pairs, site=site, matrices=array,
             )  # fmt: skip
             self._record(operation, outs[0])
         return tuple(outs)
@@ -322,7 +325,7 @@ class Recorded:
     Attributes:
         operations: they and their matrices name buffers, not values.
         widths: floats a row of each buffer.
-        sites: the products of each operation of adapters.
+        sites: the products of each operation of adapters, of experts those of each.
     """
 
     operations: list[Operation]

@@ -215,7 +215,7 @@ class ExpertsOperation(Operation):
     CODE, INPUTS = Code.EXPERTS, ("x", "routes")
     _fields_ = (
         ("x", c_int32), ("routes", c_int32), ("chosen", c_int32), ("experts", c_int32), ("num_matrices", c_int32), ("packing", c_int32),
-        ("of_pairs", c_int32), ("matrices", POINTER(Matrix)),
+        ("of_pairs", c_int32), ("site", c_int32), ("matrices", POINTER(Matrix)),
     )  # fmt: skip
 
 
@@ -346,7 +346,8 @@ class Pass(Structure):
         ("rows", c_int32), ("selected_rows", c_int32), ("num_ranges", c_int32), ("blocks_of_tables", c_int32),
         ("ranges", c_void_p), ("range_of_row", c_void_p), ("block_tables", c_void_p), ("masks", c_void_p), ("selected", c_void_p),
         ("cos", c_void_p), ("sin", c_void_p), ("draws", c_void_p), ("states", c_void_p),
-        ("adapters", c_void_p), ("adapter_rows", c_void_p), ("low_rank", c_void_p), ("num_adapters", c_int32), ("low_rank_floats", c_int32),
+        ("adapters", c_void_p), ("adapter_rows", c_void_p), ("row_order", c_void_p), ("adapter_of_row", c_void_p), ("low_rank", c_void_p),
+        ("num_adapters", c_int32), ("low_rank_floats", c_int32),
     )  # fmt: skip
 
 
@@ -361,7 +362,7 @@ class Program(Structure):
     )  # fmt: skip
 
 
-VERSION = 9
+VERSION = 10
 """KERNELS_VERSION of kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (

@@ -72,12 +72,21 @@ class AdaptedRows:
             for number, rows in rows_by_adapter(batch).items()
         ]
 
-    def linear(self, x: torch.Tensor, names: Sequence[str], outs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Products of x as each row's adapter has them."""
+    def linear(
+        self, x: torch.Tensor, names: Sequence[str], outs: tuple[torch.Tensor, ...], chosen: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Products of x as each row's adapter has them.
+
+        Args:
+            chosen: the rows of the pass that x has, in its order; None = all.
+        """
         for own in self._own:
-            for name, out in zip(names, outs, strict=True):
-                if name in own.adapter.products or name in own.adapter.biases:
-                    out[own.rows] = own.adapter.product(name, x[own.rows].float(), out[own.rows].float()).to(out.dtype)
+            changed = [pair for pair in zip(names, outs, strict=True) if pair[0] in own.adapter.products or pair[0] in own.adapter.biases]
+            if not changed:
+                continue
+            rows = own.rows if chosen is None else torch.isin(chosen, own.rows).nonzero().flatten()
+            for name, out in changed:
+                out[rows] = own.adapter.product(name, x[rows].float(), out[rows].float()).to(out.dtype)
         return outs
 
     def lm_head(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

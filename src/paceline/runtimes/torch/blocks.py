@@ -91,7 +91,7 @@ class TorchBlocks:
         return rank_rows(logits, ranking, None if self._draws is None else self._draws[first : self._num_drawn])
 
     def linear(self, x: torch.Tensor, *names: str) -> tuple[torch.Tensor, ...]:
-        return self._adapted.linear(x, names, self._products(x, names))
+        return self._linear(x, names)
 
     def rms_norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """Mean square in float32, then back to the type of x, then times the weight, or these two the other way round."""
@@ -158,9 +158,9 @@ class TorchBlocks:
         for expert in torch.unique(choice.experts).tolist():
             own = f"{prefix}experts.{expert}."
             rows, places = torch.where(choice.experts == expert)
-            *gates, up = self._products(x[rows], (*([own + "gate_proj"] if mlp.expert.has_gate else []), own + "up_proj"))
+            *gates, up = self._linear(x[rows], (*([own + "gate_proj"] if mlp.expert.has_gate else []), own + "up_proj"), rows)
             gate = gates[0] if gates else up
-            (down,) = self._products(self.gated(gate, up, mlp.expert.activation), (own + "down_proj",))
+            (down,) = self._linear(self.gated(gate, up, mlp.expert.activation), (own + "down_proj",), rows)
             mixed.index_add_(0, rows, down * choice.weights[rows, places, None].to(x.dtype))
         return mixed
 
@@ -185,10 +185,11 @@ class TorchBlocks:
     def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         return soft_cap(x, cap)
 
-    def _products(self, x: torch.Tensor, names: tuple[str, ...]) -> tuple[torch.Tensor, ...]:
-        """The target's own."""
+    def _linear(self, x: torch.Tensor, names: tuple[str, ...], chosen: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """The target's products, with what adapters add to them; chosen: the rows of the pass that x has, None = all."""
         fused = self._weights.fused(names)
-        return torch.split(F.linear(x, fused.weight, fused.bias), list(fused.sizes), dim=-1)
+        outs = torch.split(F.linear(x, fused.weight, fused.bias), list(fused.sizes), dim=-1)
+        return self._adapted.linear(x, names, outs, chosen)
 
 
 def _normed(x: torch.Tensor, epsilon: float) -> torch.Tensor:

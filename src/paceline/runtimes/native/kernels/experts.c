@@ -82,8 +82,8 @@ void choose_experts(const RouteOperation *own, const float *logits, int32_t *exp
         weights[i] = scores[experts[i]] / sum * own->factor * (own->scales ? own->scales[experts[i]] : 1.0f);
 }
 
-/* Number the pairs of all rows. */
-void sort_pairs(const RouteOperation *own, const Routes *routes, int rows) {
+/* Number the pairs of all rows; order: of the rows among those of an expert, NULL = as they are. */
+void sort_pairs(const RouteOperation *own, const Routes *routes, const int32_t *order, int rows) {
     const int pairs = rows * own->chosen;
     int32_t next[MAX_EXPERTS] = {0};
     for (int pair = 0; pair < pairs; pair++) next[routes->experts[pair]]++;
@@ -97,9 +97,12 @@ void sort_pairs(const RouteOperation *own, const Routes *routes, int rows) {
         packed += count / MAX_ROWS * MAX_ROWS + tile_rows(count % MAX_ROWS);
     }
     *routes->num_active = active;
-    for (int pair = 0; pair < pairs; pair++) {
-        const int place = next[routes->experts[pair]]++;
-        routes->places[pair] = place;
-        routes->rows[place] = pair / own->chosen;
+    for (int i = 0; i < rows; i++) {
+        const int row = order ? order[i] : i, first_pair = row * own->chosen;
+        for (int pair = first_pair; pair < first_pair + own->chosen; pair++) {
+            const int place = next[routes->experts[pair]]++;
+            routes->places[pair] = place;
+            routes->rows[place] = row;
+        }
     }
 }

@@ -1,8 +1,9 @@
 /* What adapters add to products: y += up (down x), for the rows of each adapter in turn, and for no other row.
  *
  * Both factors are read once a pass, whatever the number of rows; their outputs lie in panels, so that what is read is one stream. `down`
- * gives every number as one sum in 16 lanes over ascending columns, `up` 16 of them side by side, in sums over ascending ranks. So a row's bits depend neither on the other rows of its adapter
- * nor on other adapters. Rows are taken as they are, whatever the product itself makes of them. */
+ * gives every number as one sum in 16 lanes over ascending columns, `up` 16 of them side by side, in sums over ascending ranks. So a row's
+ * bits depend neither on the other rows of its adapter nor on other adapters. Rows are taken as they are, whatever the product itself makes
+ * of them. Of an expert the pairs of one adapter lie side by side (sort_pairs), and are taken together likewise. */
 #include "plain.h"
 #include "work.h"
 
@@ -49,6 +50,9 @@ INLINE void sum_kind(const int kind, const Matrix *matrix, int begin, int end, c
         for (int panel = begin; panel < end; panel++) sum_panel(kind, matrix, panel, own, 2);
 }
 
+/* The place of a row among others; numbers NULL: they are in their order. */
+static size_t place_of(const int32_t *numbers, int number) { return (size_t)(numbers ? numbers[number] : number); }
+
 /* Panels [begin, end) for `count` rows of x; scattered: the results lie where the rows do, else one behind another. */
 static void sum_rows(const Matrix *matrix, int begin, int end, const float *x, const int32_t *numbers, int count, float *to, size_t width,
                      int is_scattered) {
@@ -56,8 +60,8 @@ static void sum_rows(const Matrix *matrix, int begin, int end, const float *x, c
         Rows own = {.real = count - first < 2 ? 1 : 2};
         for (int row = 0; row < own.real; row++) {
             const int place = first + row;
-            own.x[row] = x + (size_t)numbers[place] * (size_t)matrix->columns;
-            own.to[row] = to + (size_t)(is_scattered ? numbers[place] : place) * width;
+            own.x[row] = x + place_of(numbers, place) * (size_t)matrix->columns;
+            own.to[row] = to + place_of(is_scattered ? numbers : NULL, place) * width;
         }
         if (matrix->kind == F32)
             sum_kind(F32, matrix, begin, end, &own);
@@ -103,7 +107,7 @@ static void add_rows(const AdapterProduct *product, int begin, int end, int outp
         for (int row = 0; row < 8; row++) {
             const int place = first + (row < own.real ? row : 0);
             own.x[row] = low_rank + (size_t)place * width + product->first;
-            own.to[row] = y + (size_t)numbers[place] * (size_t)outputs;
+            own.to[row] = y + place_of(numbers, place) * (size_t)outputs;
         }
         if (product->kind == F32)
             add_kind(F32, product, begin, end, outputs, &own);
@@ -143,16 +147,20 @@ void run_down(const Work *work, const LinearOperation *own, int ticket, int skip
     }
 }
 
+/* Ask for `up` of outputs [begin, end). */
+static void prefetch_up(const AdapterProduct *product, int begin, int end) {
+    if (!product->up) return;
+    const size_t panel_bytes = (size_t)product->rank * LANES * (product->kind == F32 ? 4 : 2);
+    const uint8_t *up = product->up + (size_t)(begin / LANES) * panel_bytes;
+    const size_t bytes = (size_t)parts_of(end - begin, LANES) * panel_bytes;
+    for (size_t at = 0; at < bytes; at += CACHE_LINE) __builtin_prefetch(up + at, 0, 2);
+}
+
 /* Ask for what `add_low_rank` is about to read. */
 void prefetch_low_rank(const Work *work, const LinearOperation *own, int matrix, int begin, int end) {
     for (int number = 0; number < work->pass->num_adapters; number++) {
         const AdapterSite *site = site_of(work->pass->adapters + number, own);
-        const AdapterProduct *product = site ? site->products + matrix : NULL;
-        if (!product || !product->up) continue;
-        const size_t panel_bytes = (size_t)product->rank * LANES * (product->kind == F32 ? 4 : 2);
-        const uint8_t *up = product->up + (size_t)(begin / LANES) * panel_bytes;
-        const size_t bytes = (size_t)parts_of(end - begin, LANES) * panel_bytes;
-        for (size_t at = 0; at < bytes; at += CACHE_LINE) __builtin_prefetch(up + at, 0, 2);
+        if (site) prefetch_up(site->products + matrix, begin, end);
     }
 }
 
@@ -174,5 +182,73 @@ void add_low_rank(const Work *work, const LinearOperation *own, int matrix, int 
                      (size_t)outputs, 1);
         if (product->up)
             add_rows(product, begin / LANES, parts_of(end, LANES), outputs, pass->low_rank + (size_t)first * width, width, numbers, count, y);
+    }
+}
+
+/* Pairs [first, first + count) of an expert that have one adapter, and what it does there. */
+typedef struct {
+    const AdapterSite *site;
+    int first, count;
+} OwnPairs;
+
+/* The next such pairs of an expert from one on; count 0: there are no more. */
+static OwnPairs next_pairs(const Pass *pass, const ExpertsOperation *own, const Routes *routes, const struct Active *active, int pair) {
+    const int end = active->first + active->count;
+    while (pair < end) {
+        const int first = pair, number = pass->adapter_of_row[routes->rows[first]];
+        while (pair < end && pass->adapter_of_row[routes->rows[pair]] == number) pair++;
+        const AdapterSite *site = number < 0 ? NULL : pass->adapters[number].sites + own->site + active->expert;
+        if (site && site->products) return (OwnPairs){site, first, pair - first};
+    }
+    return (OwnPairs){NULL, end, 0};
+}
+
+#define EACH_OWN_PAIRS(pairs, active)                                                                 \
+    for (OwnPairs pairs = next_pairs(pass, own, routes, active, (active)->first); pairs.count;        \
+         pairs = next_pairs(pass, own, routes, active, pairs.first + pairs.count))
+
+/* Whether any pair belongs to an adapter that does something to its expert. */
+int has_low_rank_pairs(const Pass *pass, const ExpertsOperation *own, const Routes *routes) {
+    if (own->site < 0 || !pass->num_adapters) return 0;
+    for (int number = 0; number < *routes->num_active; number++) {
+        const struct Active *active = routes->active + number;
+        if (next_pairs(pass, own, routes, active, active->first).count) return 1;
+    }
+    return 0;
+}
+
+/* As run_down, of the pairs of all experts. */
+void run_down_of_pairs(const Work *work, const ExpertsOperation *own, const Routes *routes, int ticket, int skipped) {
+    const Pass *pass = work->pass;
+    const size_t width = (size_t)pass->low_rank_floats;
+    const float *x = buffer(work, own->x);
+    for (int number = 0; number < *routes->num_active; number++)
+        EACH_OWN_PAIRS(pairs, routes->active + number) {
+            const Matrix *down = pairs.site->down;
+            if (!down) continue;
+            const int panels = parts_of(down->outputs, DOWN_OUTPUTS);
+            for (; ticket - skipped < panels; ticket = next_ticket(work, 0))
+                sum_rows(down, ticket - skipped, ticket - skipped + 1, own->of_pairs ? x + (size_t)pairs.first * (size_t)down->columns : x,
+                         own->of_pairs ? NULL : routes->rows + pairs.first, pairs.count, pass->low_rank + (size_t)pairs.first * width, width, 0);
+            skipped += panels;
+        }
+}
+
+/* Ask for what `add_to_pairs` is about to read. */
+void prefetch_pairs(const Work *work, const ExpertsOperation *own, const Routes *routes, const struct Active *active, int matrix, int begin, int end) {
+    const Pass *pass = work->pass;
+    EACH_OWN_PAIRS(pairs, active) prefetch_up(pairs.site->products + matrix, begin, end);
+}
+
+/* As add_low_rank, of the pairs of one expert. */
+void add_to_pairs(const Work *work, const ExpertsOperation *own, const Routes *routes, const struct Active *active, int matrix, int begin, int end) {
+    const Pass *pass = work->pass;
+    const Matrix *like = own->matrices + matrix * own->experts;
+    const size_t width = (size_t)pass->low_rank_floats;
+    EACH_OWN_PAIRS(pairs, active) {
+        const AdapterProduct *product = pairs.site->products + matrix;
+        if (product->up)
+            add_rows(product, begin / LANES, parts_of(end, LANES), like->outputs, pass->low_rank + (size_t)pairs.first * width, width, NULL,
+                     pairs.count, buffer(work, like->out) + (size_t)pairs.first * (size_t)like->outputs);
     }
 }

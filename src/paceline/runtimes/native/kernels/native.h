@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERNELS_VERSION 9 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
+#define KERNELS_VERSION 10 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
 
 /* Rows that share one decoding of a weight: as many as keep their sums in registers. */
 #ifdef __AVX512F__
@@ -174,6 +174,7 @@ typedef struct {
     Operation head;
     int32_t x, routes, chosen, experts, num_matrices, packing;
     int32_t of_pairs;       /* x has a row for each pair of a row and an expert, in their order; else for each row of the pass */
+    int32_t site;           /* as in LinearOperation, of the first expert; those of the others follow */
     const Matrix *matrices; /* [num_matrices][experts] of the same columns; the results have a row for each pair */
 } ExpertsOperation;
 
@@ -308,7 +309,9 @@ typedef struct {
     const StateRange *states;  /* [num_ranges]; NULL = no layer has any */
     const PassAdapter *adapters; /* [num_adapters] */
     const int32_t *adapter_rows;
-    float *low_rank; /* [rows of adapters][low_rank_floats] */
+    const int32_t *row_order;      /* [rows] those of an adapter side by side */
+    const int32_t *adapter_of_row; /* [rows] its number in `adapters`; -1 = none. Both are there for networks with experts alone */
+    float *low_rank; /* [rows of adapters, or pairs of a row and an expert][low_rank_floats] */
     int32_t num_adapters, low_rank_floats;
 } Pass;
 
@@ -353,7 +356,7 @@ void add_silu(const float *x, const float *y, int width, float *out);
 void join(const float *x, int width, const float *y, int begin, int count, float *out);
 
 /* What ROUTE leaves in its buffer, in int32 and floats. A pair is a row and an expert that it has chosen; pairs are in the order of their
- * experts, then of their rows. */
+ * experts, then of the adapters of their rows, then of these. */
 typedef struct {
     int32_t *experts;    /* [rows][chosen], ascending */
     float *weights;      /* [rows][chosen] */
@@ -368,7 +371,7 @@ typedef struct {
 
 Routes routes_of(float *buffer, int rows, int chosen);
 void choose_experts(const RouteOperation *own, const float *logits, int32_t *experts, float *weights);
-void sort_pairs(const RouteOperation *own, const Routes *routes, int rows);
+void sort_pairs(const RouteOperation *own, const Routes *routes, const int32_t *order, int rows);
 
 void convolve(const StateRange *range, const ConvolutionOperation *own, int rows, int channel, int count, const float *x, float *out);
 void prepare_state_row(const StateOperation *own, const float *x, const float *a, const float *b, float *work, float *record);

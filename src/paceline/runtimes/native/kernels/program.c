@@ -80,14 +80,15 @@ static void run_route(const Work *work, const Operation *operation) {
     for (int row; (row = next_ticket(work, 0)) < work->rows;)
         choose_experts(own, x + (size_t)row * (size_t)own->experts, routes.experts + row * own->chosen, routes.weights + row * own->chosen);
     barrier();
-    if (next_ticket(work, 1) == 0) sort_pairs(own, &routes, work->rows);
+    const int32_t *order = work->pass->num_adapters && operation->rows == ALL_ROWS ? work->pass->row_order : NULL;
+    if (next_ticket(work, 1) == 0) sort_pairs(own, &routes, order, work->rows);
 }
 
-/* The rows of each expert, those of one after those of the other. */
-static void pack_pairs(const Work *work, const ExpertsOperation *own, const Routes *routes) {
+/* The rows of each expert, those of one after those of the other. Tickets as in pack_all. */
+static int pack_pairs(const Work *work, const ExpertsOperation *own, const Routes *routes, int ticket, int *pieces) {
     const float *x = buffer(work, own->x);
     const size_t columns = (size_t)own->matrices[0].columns, row_words = packed_row(own->matrices, own->packing);
-    int ticket = next_ticket(work, 0), skipped = 0;
+    int skipped = 0;
     for (int number = 0; number < *routes->num_active; number++) {
         const struct Active *active = routes->active + number;
         const int blocks = parts_of(active->count, MAX_ROWS);
@@ -97,7 +98,8 @@ static void pack_pairs(const Work *work, const ExpertsOperation *own, const Rout
                       active->count, own->packing, ticket - skipped, 0, (int)columns, packed);
         skipped += blocks;
     }
-    barrier();
+    *pieces = skipped;
+    return ticket;
 }
 
 static void run_experts(const Work *work, const Operation *operation) {
@@ -105,21 +107,27 @@ static void run_experts(const Work *work, const Operation *operation) {
     const Routes routes = routes_of(buffer(work, own->routes), work->rows, own->chosen);
     const size_t row_words = packed_row(own->matrices, own->packing);
     const int step = outputs_a_ticket(own->packing), is_one_row = work->rows == 1 && !own->of_pairs;
+    const int has_adapters = has_low_rank_pairs(work->pass, own, &routes);
     const float *x = work->program->packed;
-    if (is_one_row)
-        x = packed_row_of(work, own->matrices, own->packing, buffer(work, own->x));
-    else
-        pack_pairs(work, own, &routes);
+    if (is_one_row) x = packed_row_of(work, own->matrices, own->packing, buffer(work, own->x));
+    if (!is_one_row || has_adapters) {
+        int taken = next_ticket(work, 0), num_pieces = 0;
+        if (!is_one_row) taken = pack_pairs(work, own, &routes, taken, &num_pieces);
+        if (has_adapters) run_down_of_pairs(work, own, &routes, taken, num_pieces);
+        barrier();
+    }
     int ticket = next_ticket(work, 1), skipped = 0;
     for (int number = 0; number < own->num_matrices * *routes.num_active; number++) {
         const struct Active *active = routes.active + number % *routes.num_active;
-        const Matrix *matrix = own->matrices + number / *routes.num_active * own->experts + active->expert;
+        const int kind = number / *routes.num_active;
+        const Matrix *matrix = own->matrices + kind * own->experts + active->expert;
         const int tickets = parts_of(matrix->outputs, step);
         for (; ticket - skipped < tickets; ticket = next_ticket(work, 1)) {
-            const int begin = (ticket - skipped) * step, end = begin + step;
-            multiply(matrix, begin, end < matrix->outputs ? end : matrix->outputs, own->packing,
-                     is_one_row ? x : x + (size_t)active->packed * row_words,
+            const int begin = (ticket - skipped) * step, end = begin + step < matrix->outputs ? begin + step : matrix->outputs;
+            if (has_adapters) prefetch_pairs(work, own, &routes, active, kind, begin, end);
+            multiply(matrix, begin, end, own->packing, is_one_row ? x : x + (size_t)active->packed * row_words,
                      buffer(work, matrix->out) + (size_t)active->first * (size_t)matrix->outputs, active->count);
+            if (has_adapters) add_to_pairs(work, own, &routes, active, kind, begin, end);
         }
         skipped += tickets;
     }

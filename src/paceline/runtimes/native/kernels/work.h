@@ -30,6 +30,10 @@ int has_low_rank(const Pass *pass, const LinearOperation *own);
 void run_down(const Work *work, const LinearOperation *own, int ticket, int skipped);
 void prefetch_low_rank(const Work *work, const LinearOperation *own, int matrix, int begin, int end);
 void add_low_rank(const Work *work, const LinearOperation *own, int matrix, int begin, int end);
+int has_low_rank_pairs(const Pass *pass, const ExpertsOperation *own, const Routes *routes);
+void run_down_of_pairs(const Work *work, const ExpertsOperation *own, const Routes *routes, int ticket, int skipped);
+void prefetch_pairs(const Work *work, const ExpertsOperation *own, const Routes *routes, const struct Active *active, int matrix, int begin, int end);
+void add_to_pairs(const Work *work, const ExpertsOperation *own, const Routes *routes, const struct Active *active, int matrix, int begin, int end);
 void run_attention(const Work *work, const Operation *operation);
 
 #endif
