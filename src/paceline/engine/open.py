@@ -18,7 +18,9 @@ from paceline.hub import resolve
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.window import PassLimits
 from paceline.machine import available_memory_bytes
-from paceline.models.adapters.read import check_name, read_adapter
+from paceline.models.adapters.read import check_name
+from paceline.models.adapters.xlora import read_any_adapter
+from paceline.models.adapters.xlora_settings import is_xlora
 from paceline.models.config import WeightType
 from paceline.models.kv_type import KVType
 from paceline.outputs import RequestOutput, StreamChunk
@@ -98,7 +100,7 @@ class OpenedEngine:
         runtime = self.engine.runtime
         with memory_errors(f"the adapter {name!r}", "use an adapter of a lower rank, remove others, or close programs"):
             path, free = Path(os.fsdecode(directory)), available_memory_bytes()
-            read = read_adapter(path, name=name, config=runtime.config, weights=runtime.weights, memory_bytes=free)
+            read = read_any_adapter(path, name=name, config=runtime.config, weights=runtime.weights, memory_bytes=free)
             self.engine.add_adapter(read)
 
     def chunk(self, request: Request, num_seen: int) -> StreamChunk:
@@ -152,11 +154,14 @@ def check_options(drafter: object, drafter_options: object) -> None:
         raise ConfigError(f"drafter_options {drafter_options!r} came with a drafter that is made already: give them to it when you make it")
 
 
-def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: Drafter | None = None) -> OpenedEngine:
+def open_engine(
+    config: EngineConfig, speculation: SpeculationConfig, drafter: Drafter | None = None, *, takes_mixtures: bool = False
+) -> OpenedEngine:
     """Load what the settings name.
 
     Args:
         drafter: one made by the caller; `speculation.drafter` is then only a name.
+        takes_mixtures: X-LoRA adapters are loaded later, whether or not the settings name one.
 
     Raises:
         CheckpointError, CapacityError, IncompatibleDrafterError, BackendUnavailableError, ConfigError: with the way out.
@@ -167,8 +172,11 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
     loaded = load_runtime(directory, _runtime_options(config, prepared.layers))
     runtime = loaded.runtime
     limits = _pass_limits(config) if runtime.holds_windows else None
-    plan = plan_cache(runtime.config, config, runtime.capabilities.kv_type, limits)
+    takes_mixtures = takes_mixtures or any(is_xlora(Path(adapter)) for adapter in config.adapters.values())
+    plan = plan_cache(runtime.config, config, runtime.capabilities.kv_type, limits, 2 if takes_mixtures else 1)
     cache = runtime.new_cache(plan.num_blocks, limits, plan.states)
+    if takes_mixtures:
+        runtime.keep_scaling_passes(cache)
     cache.prefix_caching = config.prefix_cache
     vocab_size = min(runtime.config.vocab_size, tokenizer.vocab_size)
     target = LoadedTarget(

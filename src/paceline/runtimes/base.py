@@ -29,6 +29,9 @@ FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 Item = TypeVar("Item")
 
+NO_MIXTURES = "X-LoRA adapters are computed by torch alone: open the model with backend='torch' (--backend torch)"
+"""What networks say that compute none."""
+
 
 class Numerics(Enum):
     """Whether a row's bits may depend on what else is in the pass."""
@@ -187,6 +190,29 @@ class Network(ABC):
     version: str = ""
     weights: Weights | None = None
     num_passes: int  # how often `forward` ran, here and in the networks beside it
+
+    @property
+    def num_scaling_passes(self) -> int:
+        """In how many of these passes rows with X-LoRA took one more, in front of the real one, for their scalings."""
+        return 0
+
+    @property
+    def takes_mixtures(self) -> bool:
+        """Whether X-LoRA adapters can be loaded: `keep_scaling_passes` was called."""
+        return False
+
+    def keep_scaling_passes(self, cache: KVCache) -> None:
+        """Let X-LoRA adapters be loaded: what scaling passes remember of a row lies in `cache` too, in memories of its own, from now on.
+
+        Args:
+            cache: as `new_cache` gave it last, still empty.
+
+        Raises:
+            BackendUnavailableError: this kind of network computes no X-LoRA.
+            CapacityError: the memory cannot be had.
+            ConfigError: the model has layers with which X-LoRA cannot be computed.
+        """
+        raise BackendUnavailableError(NO_MIXTURES)
 
     @property
     def holds_windows(self) -> bool:

@@ -27,6 +27,7 @@ from paceline.small_files import is_file
 _TENSOR = re.compile(r"(?:base_model\.)?(?:model\.)?internal_xlora_classifier\.layers\.(\d{1,4})\.(weight|bias)")
 _MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Matrices of a layer in the order in which models hold them, which is that of scalings layer by layer."""
+_OF_LAYER = re.compile(r"layers\.(\d+)\.[a-z_]+\.([a-z_]+)")
 _EXPERTS = ".experts."
 _COPIES = 2  # in float32: as it is read, and as a runtime lays it out
 Floats = NDArray[np.float32]
@@ -101,7 +102,7 @@ def _check_weighed(directory: Path, adapter: Adapter) -> None:
     others = [name for name in adapter.products if name in (EMBEDDING, LM_HEAD) or _EXPERTS in name]
     if others or read_settings(directory).target_parameters:
         raise CheckpointError(
-            f"{directory} changes {listed(others, 'matrix') if others else 'parameters (target_parameters)'}, where X-LoRA is not computed: "
+            f"{directory} changes {listed(others, 'product') if others else 'parameters (target_parameters)'}, where X-LoRA is not computed: "
             "attention and dense MLPs are; use an adapter of these"
         )
 
@@ -110,13 +111,13 @@ def _layers(settings: XLoraSettings, config: ModelConfig, products: Sequence[str
     """The place of each product among the adapted matrices in the order in which the model holds them."""
     places = {}
     for name in products:
-        *front, number, _, part = name.split(".")
-        if front != ["layers"] or part not in _MODULES or FAMILIES[config.family].fuses_projections:
+        found = _OF_LAYER.fullmatch(name)
+        if found is None or found[2] not in _MODULES or FAMILIES[config.family].fuses_projections:
             raise CheckpointError(
                 f"{settings.path}: layerwise_scalings with {name} in a {config.family} model: which scalings are whose is known for "
                 f"{', '.join(_MODULES)} as matrices of their own; train with layerwise_scalings=False, or adapt these alone"
             )
-        places[name] = int(number), _MODULES.index(part)
+        places[name] = int(found[1]), _MODULES.index(found[2])
     return {name: place for place, name in enumerate(sorted(places, key=lambda name: places[name]))}
 
 

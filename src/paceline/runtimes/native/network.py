@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config import MAX_PASS_ROWS
-from paceline.errors import CapacityError, ConfigError
+from paceline.errors import BackendUnavailableError, CapacityError, ConfigError
 from paceline.kv_cache.key_values import KeyValues, PagedRows
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.recurrent import DEFAULT_STATES, RecurrentStates, StateLimits
@@ -185,6 +185,8 @@ class NativeNetwork(Network):
         return self._shared.adapters or {}
 
     def load_adapter(self, adapter: Adapter) -> int:
+        if adapter.mixture is not None:
+            raise BackendUnavailableError(NO_MIXTURES)
         if self._shared.adapters is None:
             return super().load_adapter(adapter)
         loaded = NativeAdapter(placed(adapter, self.config))
