@@ -1,7 +1,7 @@
 """Will this model run here, with this drafter, and how? Told before anything is loaded."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from paceline.drafters import HeadOptions, prepare_one
 from paceline.errors import PacelineError, memory_errors
 from paceline.hub import resolve
 from paceline.machine import available_memory_bytes
-from paceline.models.adapters.read import read_adapter
+from paceline.models.adapters.xlora import read_any_adapter
 from paceline.models.kv_type import KVType
 from paceline.models.quantize import matrix_bits
 from paceline.models.quantized_cache import FOLDER, cached_bytes
@@ -76,7 +76,12 @@ class DrafterDiagnosis:
 
 @dataclass(frozen=True, slots=True)
 class AdapterDiagnosis:
-    """An adapter that fits the target: how many products, biases and whole matrices it changes, and its bytes in memory."""
+    """An adapter that fits the target: how many products, biases and whole matrices it changes, and its bytes in memory.
+
+    Attributes:
+        largest_rank: of X-LoRA, that of all its adapters together.
+        num_mixed: adapters of X-LoRA; 0 = it is a plain one.
+    """
 
     name: str
     num_products: int
@@ -84,6 +89,7 @@ class AdapterDiagnosis:
     num_saved: int
     largest_rank: int
     nbytes: int
+    num_mixed: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -182,12 +188,15 @@ def examine_adapter(name: str, directory: Path, target: CheckpointFacts) -> Adap
     """
     with memory_errors(f"the adapter {name!r}", "use an adapter of a lower rank, or close programs"):
         free = available_memory_bytes()
-        adapter = read_adapter(directory, name=name, config=target.config, weights=target.weights, memory_bytes=free)
+        adapter = read_any_adapter(directory, name=name, config=target.config, weights=target.weights, memory_bytes=free)
     arrays = [array for one in adapter.products.values() for array in (one.down, one.up)]
     arrays += [*adapter.biases.values(), *adapter.saved.values()]
+    mixture = adapter.mixture
+    arrays += [] if mixture is None else [array for layer in mixture.classifier for array in layer]
     largest = max((len(one.down) for one in adapter.products.values()), default=0)
     counts = len(adapter.products), len(adapter.biases), len(adapter.saved)
-    return AdapterDiagnosis(name, *counts, largest, sum(array.nbytes for array in arrays))
+    num_mixed = 0 if mixture is None else mixture.num_adapters
+    return AdapterDiagnosis(name, *counts, largest, sum(array.nbytes for array in arrays), num_mixed)
 
 
 def examine_drafter(
@@ -222,6 +231,12 @@ def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) 
     found.notes += target.weights.notices if question.quant is None else ()
     kv_type = None if question.kv_type == "auto" else KVType(question.kv_type)
     main = estimate_memory(target, question.quant, device, found.notes, kv_type=kv_type, max_context=question.max_context)
+    if mixed := [repr(adapter.name) for adapter in found.adapters if adapter.num_mixed]:
+        main = replace(main, cache_bytes_per_1k=2 * main.cache_bytes_per_1k, windows=())
+        found.notes.append(
+            f"X-LoRA ({', '.join(mixed)}) is computed by torch alone (--backend torch): a step with it takes two passes, and keys and values "
+            "are kept twice"
+        )
     drafts = [own for one in found.drafters if (own := draft_memory(one, target, question, device, found.notes)) is not None]
     context = min(question.max_context or target.config.max_positions, target.config.max_positions)
     available = available_memory_bytes() if question.memory_bytes is None else question.memory_bytes
