@@ -30,7 +30,7 @@ BoolArray = NDArray[np.bool_]
 Item = TypeVar("Item")
 
 NO_MIXTURES = "X-LoRA adapters are computed by torch alone: open the model with backend='torch' (--backend torch)"
-"""What networks say that compute none."""
+NO_MIXTURE_WITH_STATES = "X-LoRA's scaling pass would need states of its own, and the model has recurrent layers: use its adapters one by one"
 
 
 class Numerics(Enum):
@@ -287,6 +287,14 @@ class Pass(NamedTuple):
     inputs: Mapping[str, IntArray]
     batch: ForwardBatch
     wanted: Wanted
+
+
+def no_room_for_mixture(name: str) -> str:
+    """What is wrong where the X-LoRA adapter of this name is loaded and nothing is kept of scaling passes."""
+    return (
+        f"the X-LoRA adapter {name!r} needs a second set of keys and values, which is planned when a model is opened: give it, or another "
+        "X-LoRA adapter, in adapters= (--adapter) then"
+    )
 
 
 def in_parts(items: Iterable[Item], num_rows: Callable[[Item], int]) -> Iterator[list[Item]]:

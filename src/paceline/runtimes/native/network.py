@@ -25,7 +25,7 @@ from paceline.models.mapped_files import MappedFiles
 from paceline.models.state_layout import StateLayout
 from paceline.models.weights import AnyTensor, GroupedTensor, TensorFacts, Weights
 from paceline.runtimes.adapter_rows import rows_by_adapter
-from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, Numerics, Wanted
+from paceline.runtimes.base import NO_MIXTURES, Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, Numerics, Wanted
 from paceline.runtimes.decoder import LAYER_ROWS, TOKEN_IDS, Compose, ranked
 from paceline.runtimes.native.adapters import NativeAdapter, Sites
 from paceline.runtimes.native.execution import Execution

@@ -24,8 +24,20 @@ from paceline.models.config import ModelConfig, WeightType
 from paceline.models.kv_type import KVType
 from paceline.models.state_layout import StateLayout
 from paceline.models.weights import Weights
-from paceline.runtimes.adapter_rows import part_of, rows_by_adapter
-from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, Numerics, RowRange, Wanted
+from paceline.runtimes.adapter_rows import ScalingPart
+from paceline.runtimes.base import (
+    NO_MIXTURE_WITH_STATES,
+    Capabilities,
+    FloatArray,
+    ForwardBatch,
+    ForwardOutput,
+    IntArray,
+    Network,
+    Numerics,
+    RowRange,
+    Wanted,
+    no_room_for_mixture,
+)
 from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, RANKED, Compose, ranked
 from paceline.runtimes.planes import planes_of
 from paceline.runtimes.torch.adapters import TorchAdapter
@@ -94,9 +106,7 @@ class TorchNetwork(Network):
 
     def keep_scaling_passes(self, cache: KVCache) -> None:
         if self.config.recurrents:
-            raise ConfigError(
-                "X-LoRA's scaling pass would need states of its own, and the model has recurrent layers: use its adapters one by one"
-            )
+            raise ConfigError(NO_MIXTURE_WITH_STATES)
         memories, self._shared.scaling_planes = self._allocate(cache.pool.num_blocks)
         for memory in memories:
             cache.add(memory)
@@ -171,22 +181,17 @@ class TorchNetwork(Network):
         }
         if not mixtures:
             return {}
-        own_batch, rows = part_of(batch, mixtures)
-        rows_of = {number: torch.from_numpy(own.astype(np.int64)) for number, own in rows_by_adapter(own_batch).items()}
-        scaled = {number: mixture.constant(len(rows_of[number])) for number, mixture in mixtures.items() if mixture.pass_scaling}
-        ranges = tuple(item if item.adapter in scaled else item._replace(adapter=0) for item in own_batch.ranges)
-        own_batch, own_inputs = ForwardBatch(own_batch.positions, ranges), {name: values[rows] for name, values in inputs.items()}
-        states, nothing = RecurrentPass(self._layout, None, ranges), Wanted(np.zeros(0, np.int32))
-        hidden = self.compose(self._blocks(shared.scaling_planes, states, own_inputs, own_batch, nothing, scaled))[HIDDEN_STATES]
+        part = ScalingPart.of(inputs, batch, {number: mixture.pass_scaling for number, mixture in mixtures.items()})
+        constants = {number: mixtures[number].constant(len(part.rows[number])) for number in part.scaled}
+        states, nothing = RecurrentPass(self._layout, None, part.batch.ranges), Wanted(np.zeros(0, np.int32))
+        hidden = self.compose(self._blocks(shared.scaling_planes, states, part.inputs, part.batch, nothing, constants))[HIDDEN_STATES]
         shared.num_scaling_passes += 1
-        return {number: mixture.scalings(hidden[rows_of[number]]) for number, mixture in mixtures.items()}
+        rows = {number: torch.from_numpy(own.astype(np.int64)) for number, own in part.rows.items()}
+        return {number: mixture.scalings(hidden[rows[number]]) for number, mixture in mixtures.items()}
 
     def load_adapter(self, adapter: Adapter) -> int:
         if adapter.mixture is not None and not self.takes_mixtures:
-            raise ConfigError(
-                f"the X-LoRA adapter {adapter.name!r} needs a second set of keys and values, which is planned when a model is opened: give "
-                "it, or another X-LoRA adapter, in adapters= (--adapter) then"
-            )
+            raise ConfigError(no_room_for_mixture(adapter.name))
         loaded = TorchAdapter(placed(adapter, self.config), self._shared.weights.device)
         number = next(self._shared.adapter_numbers)
         self._shared.adapters[number] = loaded
