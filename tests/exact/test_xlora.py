@@ -157,7 +157,7 @@ def test_x_lora_is_loaded_later_only_where_its_cache_was_planned(given: Given, c
     assert llm.generate([one.prompt], one.params, adapter="again")[0].token_ids == one.answer.token_ids
     llm.requantize("none")
     assert llm.generate([one.prompt], one.params, adapter="again")[0].token_ids == one.answer.token_ids
-    without = LLM(str(given.target), backend="torch", device="cpu", drafter="none", threads=1, max_context=MAX_CONTEXT)
+    without = LLM(str(given.target), backend="torch", device="cpu", dtype="f32", drafter="none", threads=1, max_context=MAX_CONTEXT)
     with pytest.raises(ConfigError, match=r"'mix' needs a second set of keys and values, .* in adapters= \(--adapter\) then"):
         without.load_adapter("mix", directory)
     assert without.adapters == ()

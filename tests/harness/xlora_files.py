@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float32]
 CLASSIFIER = "base_model.internal_xlora_classifier.layers"
-ALPHA, LARGER = 6, 6.0
+ALPHA, LARGER = 6, 2.0
 MODULES = (("self_attn.q_proj", "mlp.down_proj"), ("self_attn.q_proj", "self_attn.v_proj"), ("mlp.up_proj", "mlp.down_proj"))
 """What each adapter changes, in turn: some matrices are changed by all, some by one, and some by none."""
 
@@ -77,7 +77,9 @@ class Definition:
 
         self._model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager").eval()
         self._settings = json.loads((directory / "adapter_config.json").read_text())
-        self._classifier = [torch.from_numpy(one) for _, one in sorted(load_file(directory / "adapter_model.safetensors").items(), key=_order)]
+        self._classifier = [
+            torch.from_numpy(one) for _, one in sorted(load_file(directory / "adapter_model.safetensors").items(), key=_order)
+        ]
         self._adapters = [_read(directory / name) for name in self._settings["adapters"]]
         held = {name for adapter in self._adapters for name in adapter}
         self._modules = [(name, module) for name, module in self._model.named_modules() if name in held]

@@ -17,7 +17,11 @@ from paceline.runtimes.base import FloatArray, assemble
 from paceline.runtimes.decoder import decoder
 from paceline.runtimes.torch.network import TorchNetwork
 
-ONE_EACH = (("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"), ("self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj"), ("mlp.down_proj",))
+ONE_EACH = (
+    ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"),
+    ("self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
 JOINED = (("self_attn.qkv_proj", "mlp.down_proj"), ("self_attn.qkv_proj", "mlp.gate_up_proj"))
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -101,9 +105,11 @@ def test_every_setting_is_computed_as_it_is_defined(name: str, made: Setup) -> N
     check(*made("llama", {"attention_bias": True}, list(VARIANTS).index(name), **VARIANTS[name]))
 
 
-@pytest.mark.parametrize("family", [pytest.param(name, marks=[pytest.mark.long] if number > 4 else []) for number, name in enumerate(FAMILIES)])
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.long] if number > 4 else []) for number, name in enumerate(FAMILIES)]
+)
 def test_scalings_layer_by_layer_come_in_the_order_of_the_models_modules(family: str, made: Setup) -> None:
-    check(*made(family, FAMILIES[family], 20, modules=ONE_EACH, layerwise_scalings=True, enable_softmax=False))
+    check(*made(family, FAMILIES[family], 20, modules=ONE_EACH, layerwise_scalings=True))
 
 
 def test_matrices_that_hold_several_are_adapted_as_one(made: Setup) -> None:

@@ -18,7 +18,6 @@ def rows_by_adapter(batch: ForwardBatch) -> dict[int, NDArray[np.int32]]:
     return {number: np.concatenate(own) for number, own in ranges.items()}
 
 
-
 class ScalingPart(NamedTuple):
     """The rows of a pass that have X-LoRA adapters, as the scaling pass in front of it.
 

@@ -30,7 +30,9 @@ BoolArray = NDArray[np.bool_]
 Item = TypeVar("Item")
 
 NO_MIXTURES = "X-LoRA adapters are computed by torch alone: open the model with backend='torch' (--backend torch)"
-NO_MIXTURE_WITH_STATES = "X-LoRA's scaling pass would need states of its own, and the model has recurrent layers: use its adapters one by one"
+NO_MIXTURE_WITH_STATES = (
+    "X-LoRA's scaling pass would need states of its own, and the model has recurrent layers: use its adapters one by one"
+)
 
 
 class Numerics(Enum):

@@ -95,7 +95,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "top-k": ({"top_k_lora": 4}, "top_k_lora = 4, expected an integer from 1 to 3"),
     "none-chosen": ({"top_k_lora": 0}, "top_k_lora = 0, expected an integer from 1 to 3"),
     "ties": ({"top_k_lora": 2, "scaling_pass_value": 0.5}, "scaling_pass_value = 0.5 with top_k_lora = 2 of 3: .* is not defined"),
-    "no-value": ({"scaling_pass_value": None}, "scaling_pass_value is null, with which PEFT computes nothing: write the number, such as 0.33"),
+    "no-value": (
+        {"scaling_pass_value": None},
+        "scaling_pass_value is null, with which PEFT computes nothing: write the number, such as 0.33",
+    ),
     "depth": ({"xlora_depth": 0}, "xlora_depth = 0, expected an integer from 1"),
     "softmax": ({"enable_softmax": "yes"}, "enable_softmax = 'yes', expected true or false"),
     "weight": ({"global_scaling_weight": 1e39}, r"global_scaling_weight = 1e\+39, expected a number"),
@@ -135,7 +138,9 @@ def test_a_classifier_is_used_whole(name: str, tmp_path: Path) -> None:
 
 def test_a_classifier_that_is_not_there_is_named(tmp_path: Path) -> None:
     (write_xlora(tmp_path, CONFIG, seed=1) / "adapter_model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="holds neither adapter_model.safetensors nor adapter_model.bin, where X-LoRA's classifier is"):
+    with pytest.raises(
+        CheckpointError, match="holds neither adapter_model.safetensors nor adapter_model.bin, where X-LoRA's classifier is"
+    ):
         read(tmp_path)
 
 

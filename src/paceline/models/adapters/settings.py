@@ -111,7 +111,9 @@ def _refuse_others(fields: JsonFields) -> None:
             "X-LoRA adapter; use it beside the model (adapters, --adapter)"
         )
     if kind != "LORA":
-        raise CheckpointError(f"{fields.path}: peft_type = {shortened(kind)} is not supported, only 'LORA' and 'XLORA' are: use a plain LoRA adapter")
+        raise CheckpointError(
+            f"{fields.path}: peft_type = {shortened(kind)} is not supported, only 'LORA' and 'XLORA' are: use a plain LoRA adapter"
+        )
     for name in _OTHER_COMPUTATION:
         if fields.values.get(name):
             raise CheckpointError(

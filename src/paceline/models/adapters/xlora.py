@@ -148,7 +148,9 @@ def _read_classifier(directory: Path, settings: XLoraSettings, num_scalings: int
     for name, tensor in tensors.items():
         found = _TENSOR.fullmatch(name)
         if found is None:
-            raise CheckpointError(f"{path} holds {listed([name])} that is none of X-LoRA's classifier: it may compute something else with it")
+            raise CheckpointError(
+                f"{path} holds {listed([name])} that is none of X-LoRA's classifier: it may compute something else with it"
+            )
         if (key := (int(found[1]), found[2])) in named:
             raise CheckpointError(f"{path} holds {name} and {named[key][0]}, which are the same: export the adapter again")
         named[key] = name, tensor
@@ -159,7 +161,9 @@ def _read_classifier(directory: Path, settings: XLoraSettings, num_scalings: int
         for layer, (columns, rows) in enumerate(zip(sizes, sizes[1:], strict=False))
         for kind, shape in (("weight", (rows, columns)), ("bias", (rows,)))
     }
-    wrong = [f"layers.{number}.{kind} {list(shape)} is missing" for (number, kind), shape in expected.items() if (number, kind) not in named]
+    wrong = [
+        f"layers.{number}.{kind} {list(shape)} is missing" for (number, kind), shape in expected.items() if (number, kind) not in named
+    ]
     wrong += [f"{name} is one too many" for key, (name, _) in named.items() if key not in expected]
     wrong += [
         f"{named[key][0]} is {list(named[key][1].shape)} instead of {list(shape)}"
