@@ -8,7 +8,7 @@ from safetensors.numpy import load_file
 
 from harness.checkpoints import write_checkpoint
 from harness.parity import difference
-from paceline import LLM, SamplingParams
+from paceline import LLM, CheckpointError, SamplingParams
 from paceline.models.adapters.xlora import read_any_adapter
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.runtimes.base import assemble
@@ -61,3 +61,5 @@ def test_every_variant_has_the_logits_and_the_tokens_that_peft_gives(written: Pa
         assert expected["cached_rows"].item() == 2 * len(ids)  # of either pass: what later rows see is not defined
     assert len(answers) > 2
     llm.close()
+    with pytest.raises(CheckpointError, match=r"layers\.0\.weight \[3, 64\] is missing.*PEFT 0\.21\.2 leaves such layers out"):
+        read_any_adapter(written / model / "saved", name="saved", config=config)

@@ -2,6 +2,7 @@
 
 Arguments: a folder of models, `NAME/base` each. Adapters are written beside the bases, with `expected.safetensors`: ids, logits of a pass
 over all of them, ids that PEFT generates (without a cache, as it does by itself), and how many rows a cache holds that is given to it.
+What PEFT itself saves (0.21.2) lies in `NAME/saved`: of the classifier it leaves out layers whose number is also an adapter's.
 """
 
 import sys
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 IDS = [5, 17, 3, 44, 60, 2, 9, 31]
-NUM_NEW = 24
+NUM_NEW = 12
 TARGETS = (["q_proj", "down_proj"], ["q_proj", "v_proj"], ["up_proj", "down_proj"])
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -62,19 +63,26 @@ def write(base: Path, adapters: dict[str, str], folder: Path, variant: dict[str,
     settings = XLoraConfig(task_type="CAUSAL_LM", hidden_size=open_model(base).config.hidden_size, adapters=adapters, **variant)
     model = get_peft_model(open_model(base), settings)
     randomize(model, "internal_xlora_classifier", 0.3, 9)
-    model.save_pretrained(folder)
+    made = model.eval()
+    settings.save_pretrained(folder)
+    classifier = {name: one.contiguous() for name, one in model.state_dict().items() if "internal_xlora_classifier" in name}
+    save_file(classifier, folder / "adapter_model.safetensors")
     model = PeftModel.from_pretrained(open_model(base), folder).eval()
     ids, cache = torch.tensor([IDS]), DynamicCache()
     with torch.no_grad():
         logits = model(ids).logits[0].contiguous()
+        assert torch.equal(logits, made(ids).logits[0])  # PEFT reads what was written
         generated = model.generate(input_ids=ids, max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None)[0, len(IDS) :].contiguous()
         model(ids, past_key_values=cache, use_cache=True)
     values = {"logits": logits, "ids": ids[0], "generated": generated, "cached_rows": torch.tensor([cache.get_seq_length()])}
     save_file(values, folder / "expected.safetensors")
+    if not variant:
+        made.save_pretrained(base.parent / "saved")
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
     for base in sorted(Path(sys.argv[1]).glob("*/base")):
         adapters = write_adapters(base)
         for name, variant in VARIANTS.items():

@@ -121,7 +121,7 @@ def test_a_setting_that_is_not_computed_or_fits_no_classifier_is_refused_by_name
 TENSORS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"base_model.model.lora_A.weight": np.zeros(3, np.float32)}, "holds 1 tensor: .*lora_A.weight that is none of X-LoRA's"),
     "one-too-many": ({f"{CLASSIFIER}.3.bias": np.zeros(3, np.float32)}, r"layers\.3\.bias is one too many"),
-    "missing": ({f"{CLASSIFIER}.0.bias": None}, r"layers\.0\.bias \[3\] is missing"),
+    "missing": ({f"{CLASSIFIER}.0.bias": None}, r"layers\.0\.bias \[3\] is missing; PEFT 0\.21\.2 leaves such layers out"),
     "twice": ({f"{CLASSIFIER.replace('base_model.', '')}.0.bias": np.zeros(3, np.float32)}, "which are the same"),
     "nan": ({f"{CLASSIFIER}.0.bias": np.full(3, np.nan, np.float32)}, r"layers\.0\.bias holds NaN or infinite values"),
 }
@@ -138,9 +138,7 @@ def test_a_classifier_is_used_whole(name: str, tmp_path: Path) -> None:
 
 def test_a_classifier_that_is_not_there_is_named(tmp_path: Path) -> None:
     (write_xlora(tmp_path, CONFIG, seed=1) / "adapter_model.safetensors").unlink()
-    with pytest.raises(
-        CheckpointError, match="holds neither adapter_model.safetensors nor adapter_model.bin, where X-LoRA's classifier is"
-    ):
+    with pytest.raises(CheckpointError, match=r"holds neither .* nor adapter_model\.bin, where X-LoRA's classifier is"):
         read(tmp_path)
 
 
@@ -184,13 +182,13 @@ def test_scalings_layer_by_layer_are_refused_where_the_order_of_matrices_is_not_
     fused = make_config(num_layers=1, family="phi3")
     modules = (("self_attn.qkv_proj",), ("mlp.down_proj",))
     assert read(write_xlora(tmp_path / "plain", fused, seed=1, modules=modules), fused).mixture
-    with pytest.raises(CheckpointError, match="layerwise_scalings with .* in a phi3 model"):
+    with pytest.raises(CheckpointError, match=r"layerwise_scalings with .* in a phi3 model"):
         read(write_xlora(tmp_path / "layers", fused, seed=1, modules=modules, layerwise_scalings=True), fused)
 
 
 def test_what_does_not_fit_in_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
     directory = write_xlora(tmp_path, CONFIG, seed=1)
     first = 2 * 4 * sum(one.size for one in load_file(directory / "0" / "adapter_model.safetensors").values())
-    with pytest.raises(CapacityError, match=r"/1/adapter_model.safetensors takes .* GB while it is read"):
+    with pytest.raises(CapacityError, match=r"/1/adapter_model\.safetensors takes .* GB while it is read"):
         read(directory, memory_bytes=first + 10)
     assert read(directory, memory_bytes=1 << 30).mixture

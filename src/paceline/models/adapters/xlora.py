@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, shortened
 from paceline.models.adapters.adapter import Adapter, LowRank, Mixture
 from paceline.models.adapters.entries import FILES, adapter_files, as_float32, listed
 from paceline.models.adapters.modules import EMBEDDING, LM_HEAD
@@ -46,7 +46,7 @@ def read_xlora(
 ) -> Adapter:
     """The X-LoRA adapter in a directory; arguments and errors as `read_adapter`.
 
-    Its adapters lie in folders of the directory, called by their numbers, as PEFT saves them; else where the settings say.
+    Its adapters lie where the settings say, or in folders of the directory called by their numbers.
     """
     check_name(name)
     settings = read_xlora_settings(directory)
@@ -82,15 +82,14 @@ def read_xlora(
 
 
 def _directory(directory: Path, number: int, given: str) -> Path:
-    """Where an adapter lies: what was saved with the classifier counts, as it may have been trained with it."""
-    saved, elsewhere = directory / str(number), directory / given
-    if is_file(saved / CONFIG):
-        return saved
-    if given and is_file(elsewhere / CONFIG):
-        return elsewhere
+    """Where an adapter lies: where the settings say, from the directory on, or in its folder called by its number."""
+    places = [directory / given] if given else []
+    for place in (*places, directory / str(number)):
+        if is_file(place / CONFIG):
+            return place
     raise CheckpointError(
-        f"{directory} is an X-LoRA adapter of several LoRA adapters, and number {number} ({given!r}) is missing: put its directory there "
-        f"as {saved}"
+        f"{directory} is an X-LoRA adapter of several LoRA adapters, and number {number} ({shortened(given)}) is missing: put its directory "
+        f"there as {directory / str(number)}"
     )
 
 
@@ -161,9 +160,8 @@ def _read_classifier(directory: Path, settings: XLoraSettings, num_scalings: int
         for layer, (columns, rows) in enumerate(zip(sizes, sizes[1:], strict=False))
         for kind, shape in (("weight", (rows, columns)), ("bias", (rows,)))
     }
-    wrong = [
-        f"layers.{number}.{kind} {list(shape)} is missing" for (number, kind), shape in expected.items() if (number, kind) not in named
-    ]
+    missing = {key: shape for key, shape in expected.items() if key not in named}
+    wrong = [f"layers.{number}.{kind} {list(shape)} is missing" for (number, kind), shape in missing.items()]
     wrong += [f"{name} is one too many" for key, (name, _) in named.items() if key not in expected]
     wrong += [
         f"{named[key][0]} is {list(named[key][1].shape)} instead of {list(shape)}"
@@ -171,9 +169,12 @@ def _read_classifier(directory: Path, settings: XLoraSettings, num_scalings: int
         if key in named and named[key][1].shape != shape
     ]
     if wrong:
+        wrong = wrong[:8]
+        if any(number < len(settings.adapters) for number, _ in missing):
+            wrong.append("PEFT 0.21.2 leaves such layers out, whose number is also an adapter's: write the classifier's whole state there")
         raise CheckpointError(
-            f"{path} does not hold the classifier that {settings.path} describes: {'; '.join(wrong[:8])}; one of the two files is another "
-            "adapter's, or the adapters are others than it was made for"
+            f"{path} does not hold the classifier that {settings.path} describes: {'; '.join(wrong)}; or one of the two files is another "
+            "adapter's"
         )
     arrays = {key: as_float32(path, *named[key]) for key in expected}
     numbers = sorted({number for number, _ in expected})
