@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,7 @@ def write_xlora(
     depth, step = values.get("xlora_depth", 1), 3 if values.get("xlora_dropout_p", 0.2) else 2
     sizes = [config.hidden_size, *[values["xlora_size"]] * (depth - 1), num_scalings or num_layers * len(modules)]
     tensors = {}
-    for layer, (columns, rows) in enumerate(zip(sizes, sizes[1:], strict=False)):
+    for layer, (columns, rows) in enumerate(pairwise(sizes)):
         tensors[f"{CLASSIFIER}.{step * layer}.weight"] = rng.normal(0, 2.5 / columns**0.5, (rows, columns)).astype(np.float32)
         tensors[f"{CLASSIFIER}.{step * layer}.bias"] = rng.normal(0, 0.3, rows).astype(np.float32)
     save_file(tensors, directory / "adapter_model.safetensors")

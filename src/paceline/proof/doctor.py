@@ -234,8 +234,8 @@ def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) 
     if mixed := [repr(adapter.name) for adapter in found.adapters if adapter.num_mixed]:
         main = replace(main, cache_bytes_per_1k=2 * main.cache_bytes_per_1k, windows=())
         found.notes.append(
-            f"X-LoRA ({', '.join(mixed)}) is computed by torch alone (--backend torch): a step with it takes two passes, and keys and values "
-            "are kept twice"
+            f"X-LoRA ({', '.join(mixed)}) is computed by torch alone (--backend torch): a step with it takes two passes, and keys and "
+            "values are kept twice"
         )
     drafts = [own for one in found.drafters if (own := draft_memory(one, target, question, device, found.notes)) is not None]
     context = min(question.max_context or target.config.max_positions, target.config.max_positions)

@@ -168,7 +168,7 @@ class DraftController(DraftLengthPolicy):
 
     def _take_costs(self, batch: Sequence[RequestRows]) -> None:
         """From now on passes cost what those with such rows do: X-LoRA's run twice."""
-        self.costs = self._costs[any([rows.request.takes_scaling_passes for rows in batch])]
+        self.costs = self._costs[any(rows.request.takes_scaling_passes for rows in batch)]
 
     def _note_times(self, batch: Sequence[RequestRows], pass_s: float, host_s: float, num_kept: int, *, weight: int) -> None:
         """Learn what a step took and brought, one of `weight` such steps."""

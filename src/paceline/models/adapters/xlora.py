@@ -6,6 +6,7 @@ Source: PEFT 0.21, `XLoraModel`, `XLoraClassifier` and `XLoraLinearLayer`.
 import hashlib
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -88,8 +89,8 @@ def _directory(directory: Path, number: int, given: str) -> Path:
         if is_file(place / CONFIG):
             return place
     raise CheckpointError(
-        f"{directory} is an X-LoRA adapter of several LoRA adapters, and number {number} ({shortened(given)}) is missing: put its directory "
-        f"there as {directory / str(number)}"
+        f"{directory} is an X-LoRA adapter of several LoRA adapters, and number {number} ({shortened(given)}) is missing: put its "
+        f"directory there as {directory / str(number)}"
     )
 
 
@@ -101,8 +102,8 @@ def _check_weighed(directory: Path, adapter: Adapter) -> None:
     others = [name for name in adapter.products if name in (EMBEDDING, LM_HEAD) or _EXPERTS in name]
     if others or read_settings(directory).target_parameters:
         raise CheckpointError(
-            f"{directory} changes {listed(others, 'product') if others else 'parameters (target_parameters)'}, where X-LoRA is not computed: "
-            "attention and dense MLPs are; use an adapter of these"
+            f"{directory} changes {listed(others, 'product') if others else 'parameters (target_parameters)'}, where X-LoRA is not "
+            "computed: attention and dense MLPs are; use an adapter of these"
         )
 
 
@@ -157,7 +158,7 @@ def _read_classifier(directory: Path, settings: XLoraSettings, num_scalings: int
     sizes = [settings.hidden_size, *[settings.size] * (settings.depth - 1), num_scalings]
     expected = {
         (step * layer, kind): shape
-        for layer, (columns, rows) in enumerate(zip(sizes, sizes[1:], strict=False))
+        for layer, (columns, rows) in enumerate(pairwise(sizes))
         for kind, shape in (("weight", (rows, columns)), ("bias", (rows,)))
     }
     missing = {key: shape for key, shape in expected.items() if key not in named}
