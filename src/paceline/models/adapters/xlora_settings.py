@@ -102,7 +102,7 @@ def read_xlora_settings(directory: Path) -> XLoraSettings:
 
 
 def _adapters(fields: JsonFields) -> tuple[str, ...]:
-    """PEFT loads the adapters under their numbers and then asks for them by these names: with others it computes with none of them."""
+    """PEFT loads the adapters under their numbers and then asks for them by these names: others it does not find."""
     found = fields.values.get("adapters")
     if not isinstance(found, Mapping) or not found or len(found) > MAX_ADAPTERS or not all(isinstance(one, str) for one in found.values()):
         raise CheckpointError(
@@ -110,8 +110,8 @@ def _adapters(fields: JsonFields) -> tuple[str, ...]:
         )
     if list(found) != [str(number) for number in range(len(found))]:
         raise CheckpointError(
-            f"{fields.path}: adapters are called {', '.join(map(shortened, list(found)[:20]))}, and PEFT computes with those alone that it "
-            f'finds under their numbers: call them "0" to "{len(found) - 1}", in the order of the classifier\'s outputs'
+            f"{fields.path}: adapters are called {', '.join(map(shortened, list(found)[:20]))}, and PEFT finds those alone that are called by "
+            f'their numbers: call them "0" to "{len(found) - 1}", in the order of the classifier\'s outputs'
         )
     return tuple(found.values())
 
