@@ -110,8 +110,8 @@ def _adapters(fields: JsonFields) -> tuple[str, ...]:
         )
     if list(found) != [str(number) for number in range(len(found))]:
         raise CheckpointError(
-            f"{fields.path}: adapters are called {', '.join(map(shortened, list(found)[:20]))}, and PEFT finds those alone that are called by "
-            f'their numbers: call them "0" to "{len(found) - 1}", in the order of the classifier\'s outputs'
+            f"{fields.path}: adapters are called {', '.join(map(shortened, list(found)[:20]))}, and PEFT finds those alone that are called "
+            f'by their numbers: call them "0" to "{len(found) - 1}", in the order of the classifier\'s outputs'
         )
     return tuple(found.values())
 
