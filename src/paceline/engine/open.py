@@ -11,7 +11,7 @@ from paceline.drafters import NUM_CALIBRATION_TEXTS, LoadedTarget, prepare
 from paceline.engine.batch import RequestMaker
 from paceline.engine.engine import Engine
 from paceline.engine.inputs import Params, RequestOptions, params_of_each
-from paceline.engine.memory import plan_cache
+from paceline.engine.memory import CachePlan, plan_cache
 from paceline.engine.scheduler import Limits
 from paceline.errors import ConfigError, memory_errors, printable
 from paceline.hub import resolve
@@ -171,13 +171,7 @@ def open_engine(
     prepared = prepare(directory, config, speculation, drafter)
     loaded = load_runtime(directory, _runtime_options(config, prepared.layers))
     runtime = loaded.runtime
-    limits = _pass_limits(config) if runtime.holds_windows else None
-    takes_mixtures = takes_mixtures or any(is_xlora(Path(adapter)) for adapter in config.adapters.values())
-    plan = plan_cache(runtime.config, config, runtime.capabilities.kv_type, limits, 2 if takes_mixtures else 1)
-    cache = runtime.new_cache(plan.num_blocks, limits, plan.states)
-    if takes_mixtures:
-        runtime.keep_scaling_passes(cache)
-    cache.prefix_caching = config.prefix_cache
+    plan, cache = _open_cache(runtime, config, takes_mixtures=takes_mixtures or any(map(is_xlora, map(Path, config.adapters.values()))))
     vocab_size = min(runtime.config.vocab_size, tokenizer.vocab_size)
     target = LoadedTarget(
         directory=directory,
@@ -208,6 +202,17 @@ def open_engine(
     for name, adapter in config.adapters.items():
         opened.load_adapter(name, adapter)
     return opened
+
+
+def _open_cache(runtime: Network, config: EngineConfig, *, takes_mixtures: bool) -> tuple[CachePlan, KVCache]:
+    """The target's cache, with room for scaling passes where X-LoRA adapters may be loaded."""
+    limits = _pass_limits(config) if runtime.holds_windows else None
+    plan = plan_cache(runtime.config, config, runtime.capabilities.kv_type, limits, 2 if takes_mixtures else 1)
+    cache = runtime.new_cache(plan.num_blocks, limits, plan.states)
+    if takes_mixtures:
+        runtime.keep_scaling_passes(cache)
+    cache.prefix_caching = config.prefix_cache
+    return plan, cache
 
 
 def _runtime_options(config: EngineConfig, collect_layers: Sequence[int]) -> RuntimeOptions:
