@@ -13,8 +13,10 @@ from harness.xlora_files import Definition, write_xlora
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.models.adapters.xlora import read_any_adapter
 from paceline.models.checkpoint import open_weights, read_model_config
-from paceline.runtimes.base import FloatArray, assemble
+from paceline.runtimes.base import FloatArray, Network, assemble
 from paceline.runtimes.decoder import decoder
+from paceline.runtimes.native.library import kernels_path
+from paceline.runtimes.native.network import NativeNetwork
 from paceline.runtimes.torch.network import TorchNetwork
 
 ONE_EACH = (
@@ -50,25 +52,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {},
 }
 LENGTH, BOUND = 70, 1e-4
-Setup = Callable[..., tuple[TorchNetwork, Path, Path]]
+Made = tuple[Network, Path, Path]
+Setup = Callable[..., Made]
+RUNTIMES = [pytest.param("native", marks=pytest.mark.skipif(kernels_path() is None, reason="no native kernels for this machine")), "torch"]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Setup:
-    """A model in torch that takes X-LoRA, its directory, and that of an adapter for it."""
+    """A model that runs, its directory, and that of an adapter for it."""
     folder, written = tmp_path_factory.mktemp("xlora"), dict[str, Path]()
 
-    def of(family: str, values: dict[str, Any], number: int, **options: Any) -> tuple[TorchNetwork, Path, Path]:
+    def of(runtime: str, family: str, values: dict[str, Any], number: int, **options: Any) -> Made:
         if family not in written:
             written[family] = write_checkpoint(folder / family, family, **{"num_hidden_layers": 2, **values})
         config = read_model_config(written[family]).for_context(None)
         directory = write_xlora(folder / f"{family}-{number}", config, seed=number, **options)
-        return TorchNetwork(decoder(config), config, open_weights(written[family], config)), written[family], directory
+        weights = open_weights(written[family], config)
+        if runtime == "torch":
+            return TorchNetwork(decoder(config), config, weights), written[family], directory
+        native = NativeNetwork(decoder(config), config, weights, num_threads=2, max_context=128, takes_adapters=True)
+        return native, written[family], directory
 
     return of
 
 
-def load(network: TorchNetwork, directory: Path, num_blocks: int = 24) -> tuple[KVCache, int]:
+def load(network: Network, directory: Path, num_blocks: int = 24) -> tuple[KVCache, int]:
     """A cache for scaling passes too, and the number of the adapter."""
     cache = network.new_cache(num_blocks)
     network.keep_scaling_passes(cache)
@@ -76,14 +84,14 @@ def load(network: TorchNetwork, directory: Path, num_blocks: int = 24) -> tuple[
     return cache, network.load_adapter(adapter)
 
 
-def append(network: TorchNetwork, cache: KVCache, sequence: CachedSequence, token_ids: list[int], number: int) -> FloatArray:
+def append(network: Network, cache: KVCache, sequence: CachedSequence, token_ids: list[int], number: int) -> FloatArray:
     plan = cache.reserve(sequence, range(-1, len(token_ids) - 1))
     logits = network.forward(*assemble([plan], [token_ids], [range(len(token_ids))], [number])).logits.copy()
     cache.keep_path(sequence, len(token_ids) - 1)
     return logits
 
 
-def check(network: TorchNetwork, base: Path, directory: Path) -> None:
+def check(network: Network, base: Path, directory: Path) -> None:
     """In one pass, in chunks and row by row a text has the logits of the definition; and they are not those of the model."""
     token_ids = np.random.default_rng(0).integers(1, VOCAB_SIZE, LENGTH).tolist()
     expected = Definition(base, directory).logits(token_ids)
@@ -101,25 +109,28 @@ def check(network: TorchNetwork, base: Path, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_setting_is_computed_as_it_is_defined(name: str, made: Setup) -> None:
-    check(*made("llama", {"attention_bias": True}, list(VARIANTS).index(name), **VARIANTS[name]))
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_every_setting_is_computed_as_it_is_defined(runtime: str, name: str, made: Setup) -> None:
+    check(*made(runtime, "llama", {"attention_bias": True}, list(VARIANTS).index(name), **VARIANTS[name]))
 
 
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=[pytest.mark.long] if number > 4 else []) for number, name in enumerate(FAMILIES)]
 )
 def test_scalings_layer_by_layer_come_in_the_order_of_the_models_modules(family: str, made: Setup) -> None:
-    check(*made(family, FAMILIES[family], 20, modules=ONE_EACH, layerwise_scalings=True))
+    check(*made("torch", family, FAMILIES[family], 20, modules=ONE_EACH, layerwise_scalings=True))
 
 
-def test_matrices_that_hold_several_are_adapted_as_one(made: Setup) -> None:
-    check(*made("phi3", {}, 21, modules=JOINED))
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_matrices_that_hold_several_are_adapted_as_one(runtime: str, made: Setup) -> None:
+    check(*made(runtime, "phi3", {}, 21, modules=JOINED))
 
 
-def test_rows_of_several_adapters_run_in_one_pass_as_alone(made: Setup) -> None:
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_rows_of_several_adapters_run_in_one_pass_as_alone(runtime: str, made: Setup) -> None:
     """Two X-LoRA adapters with other scaling passes, and the model itself; one scaling pass serves both."""
-    network, base, first = made("llama", {}, 30)
-    _, _, second = made("llama", {}, 31, scaling_pass_value=0.3, layerwise_scalings=True)
+    network, base, first = made(runtime, "llama", {}, 30)
+    _, _, second = made(runtime, "llama", {}, 31, scaling_pass_value=0.3, layerwise_scalings=True)
     cache, number = load(network, first)
     numbers = [number, network.load_adapter(read_any_adapter(second, name="other", config=network.config)), 0, number]
     texts = np.random.default_rng(1).integers(1, VOCAB_SIZE, (4, 20)).tolist()
@@ -132,9 +143,10 @@ def test_rows_of_several_adapters_run_in_one_pass_as_alone(made: Setup) -> None:
         assert difference(output[place], definition.logits(texts[place])) <= BOUND
 
 
-def test_a_row_of_a_tree_is_the_row_of_its_path_and_the_kept_path_goes_on(made: Setup) -> None:
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_a_row_of_a_tree_is_the_row_of_its_path_and_the_kept_path_goes_on(runtime: str, made: Setup) -> None:
     """The scaling pass sees the tree as the real one does, and its keys and values move with the kept rows."""
-    network, base, directory = made("llama", {}, 32, scaling_pass_value=0.2, xlora_depth=2)
+    network, base, directory = made(runtime, "llama", {}, 32, scaling_pass_value=0.2, xlora_depth=2)
     definition, random = Definition(base, directory), np.random.default_rng(2)
     cache, number = load(network, directory)
     prompt, sequence = random.integers(1, VOCAB_SIZE, 37).tolist(), cache.new_sequence()

@@ -29,7 +29,6 @@ FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 Item = TypeVar("Item")
 
-NO_MIXTURES = "X-LoRA adapters are computed by torch alone: open the model with backend='torch' (--backend torch)"
 NO_MIXTURE_WITH_STATES = (
     "X-LoRA's scaling pass would need states of its own, and the model has recurrent layers: use its adapters one by one"
 )
@@ -214,7 +213,7 @@ class Network(ABC):
             CapacityError: the memory cannot be had.
             ConfigError: the model has layers with which X-LoRA cannot be computed.
         """
-        raise BackendUnavailableError(NO_MIXTURES)
+        raise BackendUnavailableError("X-LoRA adapters cannot run on this kind of network: use one of LoRA")
 
     @property
     def holds_windows(self) -> bool:
