@@ -1,6 +1,7 @@
 """Promise 1 with X-LoRA, whose rows run twice: however much is drafted and whoever shares batch, prompt and cache, tokens stay the same.
 
-Computed by torch, in float32: rows may differ in their last bits between passes of other shapes, tokens of these texts do not.
+With our kernels so do their logprobs, bit by bit. By torch rows may differ in their last bits between passes of other shapes; tokens of
+these texts do not.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,11 +17,12 @@ from harness.engine_jobs import BEYOND, TREES, make_drafter
 from harness.engine_traffic import check_clean, check_engine
 from harness.exact_targets import skip_without_kernels
 from harness.xlora_files import write_xlora
-from paceline import LLM, BackendUnavailableError, ConfigError, SamplingParams
+from paceline import LLM, ConfigError, SamplingParams
 from paceline.kv_cache.key_values import KeyValues
 from paceline.kv_cache.prefix_index import PrefixIndex
 from paceline.models.checkpoint import read_model_config
 from paceline.outputs import RequestOutput
+from paceline.runtimes.base import Network, Numerics
 from paceline.runtimes.torch.network import TorchNetwork
 from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.request import Request
@@ -44,6 +46,7 @@ class Asked:
 class Given:
     """A target with two X-LoRA adapters and a plain one, and requests for all of them."""
 
+    backend: str
     target: Path
     adapters: dict[str, Path]
     asked: list[Asked]
@@ -57,7 +60,7 @@ class Given:
             drafter=make_drafter(kind, known, config.vocab_size, self.target),
             adapters=self.adapters,
             **{
-                "backend": "torch", "device": "cpu", "dtype": "f32", "threads": 1, "max_context": MAX_CONTEXT, "num_draft_tokens": 4,
+                "backend": self.backend, "device": "cpu", "dtype": "f32", "threads": 1, "max_context": MAX_CONTEXT, "num_draft_tokens": 4,
                 "cache_gb": (num_blocks + 0.5) * BLOCK * row_bytes / 1e9, **options,
             },
         )  # fmt: skip
@@ -67,8 +70,10 @@ class Given:
         return llm
 
 
-@pytest.fixture(scope="module")
-def given(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Given]:
+@pytest.fixture(scope="module", params=["native", "torch"])
+def given(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Given]:
+    if request.param == "native":
+        skip_without_kernels()
     target, folder = checkpoint("llama"), tmp_path_factory.mktemp("xlora")
     config = read_model_config(target)
     adapters = {
@@ -76,12 +81,12 @@ def given(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
         "layers": write_xlora(folder / "layers", config, seed=2, layerwise_scalings=True, scaling_pass_value=0.3, xlora_depth=2),
         "plain": write_adapter_of(config, folder / "plain", seed=3),
     }
-    made, random = Given(target, adapters, []), np.random.default_rng(7)
+    made, random = Given(request.param, target, adapters, []), np.random.default_rng(7)
     llm = made.open(num_blocks=40, prefix_cache=False)
     heads = [random.integers(1, config.vocab_size, 58).tolist() for _ in range(2)]  # answers go into a block of their own
     for number, adapter in enumerate([None, "mix", "layers", "plain", "mix", "layers", "mix", None]):
         prompt = [*heads[number % 3 == 1], *random.integers(1, config.vocab_size, 1 + number % 2).tolist()]
-        params = SamplingParams(max_tokens=12, temperature=0.9 * (number % 2), seed=number, ignore_eos=True)
+        params = SamplingParams(max_tokens=12, temperature=0.9 * (number % 2), seed=number, ignore_eos=True, logprobs=2)
         (answer,) = llm.generate([prompt], params, adapter=adapter)
         (longer,) = llm.generate([prompt], replace(params, max_tokens=12 + BEYOND), adapter=adapter)
         made.asked.append(Asked(prompt, params, adapter, answer, longer.token_ids))
@@ -105,7 +110,10 @@ def run_together(llm: LLM, asked: list[Asked]) -> list[Request]:
 def assert_equal(llm: LLM, requests: list[Request], asked: list[Asked]) -> None:
     for request, one in zip(requests, asked, strict=True):
         assert request.error is None
-        assert llm._opened.output(request).token_ids == one.answer.token_ids, one.adapter
+        found = llm._opened.output(request)
+        assert found.token_ids == one.answer.token_ids, one.adapter
+        if llm.runtime.capabilities.numerics is Numerics.EXACT:
+            assert found.logprobs == one.answer.logprobs, one.adapter
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
@@ -157,23 +165,39 @@ def test_x_lora_is_loaded_later_only_where_its_cache_was_planned(given: Given, c
     assert llm.generate([one.prompt], one.params, adapter="again")[0].token_ids == one.answer.token_ids
     llm.requantize("none")
     assert llm.generate([one.prompt], one.params, adapter="again")[0].token_ids == one.answer.token_ids
-    without = LLM(str(given.target), backend="torch", device="cpu", dtype="f32", drafter="none", threads=1, max_context=MAX_CONTEXT)
+    without = LLM(str(given.target), backend=given.backend, device="cpu", dtype="f32", drafter="none", threads=1, max_context=MAX_CONTEXT)
     with pytest.raises(ConfigError, match=r"'mix' needs a second set of keys and values, .* in adapters= \(--adapter\) then"):
         without.load_adapter("mix", directory)
     assert without.adapters == ()
     assert 2 * without.engine.cache.bytes_per_token == llm.engine.cache.bytes_per_token
 
 
-def test_what_computes_no_x_lora_says_what_to_do(given: Given, checkpoint: Callable[[str], Path]) -> None:
-    skip_without_kernels()
-    options: dict[str, Any] = {"drafter": "none", "threads": 1, "max_context": MAX_CONTEXT, "device": "cpu"}
-    with pytest.raises(BackendUnavailableError, match=r"torch alone: open the model with backend='torch' \(--backend torch\)"):
-        LLM(str(given.target), adapters={"mix": given.adapters["mix"]}, **options)
-    with LLM(str(given.target), **options) as llm, pytest.raises(BackendUnavailableError, match="torch alone"):
-        llm.load_adapter("mix", given.adapters["mix"])
-    recurrent = checkpoint("lfm2")
+def test_models_with_recurrent_layers_take_no_x_lora(given: Given, checkpoint: Callable[[str], Path]) -> None:
+    options: dict[str, Any] = {"drafter": "none", "threads": 1, "max_context": MAX_CONTEXT, "device": "cpu", "backend": given.backend}
     with pytest.raises(ConfigError, match="would need states of its own, and the model has recurrent layers"):
-        LLM(str(recurrent), adapters={"mix": given.adapters["mix"]}, backend="torch", **options)
+        LLM(str(checkpoint("lfm2")), adapters={"mix": given.adapters["mix"]}, **options)
+
+
+def test_layers_with_a_window_give_back_the_rows_of_both_passes(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """A prompt far beyond the window, drafted for and known already, is answered as without a drafter and without a cache."""
+    skip_without_kernels()
+    target = checkpoint("sliding")
+    config = read_model_config(target)
+    directory = write_xlora(tmp_path, config, seed=4, scaling_pass_value=0.2)
+    prompt = np.random.default_rng(1).integers(1, config.vocab_size, 300).tolist()
+    options: dict[str, Any] = {"adapters": {"mix": directory}, "threads": 1, "device": "cpu", "backend": "native", "max_context": 400}
+    params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=1)
+    with LLM(str(target), drafter="none", prefix_cache=False, **options) as llm:
+        (expected,) = llm.generate([prompt], params, adapter="mix")
+    known = {(tuple(prompt), 0): expected.token_ids}
+    with LLM(str(target), drafter=make_drafter("chaos", known, config.vocab_size, target), num_draft_tokens=4, **options) as llm:
+        llm.engine.speculator.policy = DraftLengthPolicy(4, row_budget=12)
+        for _ in range(2):
+            (found,) = llm.generate([prompt], replace(params, seed=0), adapter="mix")
+            assert found.token_ids == expected.token_ids
+            assert found.logprobs == expected.logprobs
+        assert found.usage.num_cached_tokens > 0
+        assert llm.stats().speculation.accepted > 0
 
 
 # Planted faults
@@ -187,7 +211,10 @@ def share_blocks(patch: pytest.MonkeyPatch, llm: LLM) -> None:
 def let_scaling_passes_write_what_real_ones_read(patch: pytest.MonkeyPatch, llm: LLM) -> None:
     """As if there were one cache."""
     shared = llm.runtime._shared  # type: ignore[attr-defined]
-    patch.setattr(shared, "scaling_planes", shared.planes)
+    if isinstance(llm.runtime, TorchNetwork):
+        patch.setattr(shared, "scaling_planes", shared.planes)
+    else:
+        shared.scaling_program.execution.use_cache(*shared._cache, shared.kv_type)
 
 
 def leave_rows_of_scaling_passes_where_they_are(patch: pytest.MonkeyPatch, llm: LLM) -> None:
@@ -202,9 +229,10 @@ def leave_rows_of_scaling_passes_where_they_are(patch: pytest.MonkeyPatch, llm: 
 
 
 def give_guesses_the_scalings_of_the_root(patch: pytest.MonkeyPatch, llm: LLM) -> None:
-    real = TorchNetwork._scalings
+    kind = type(llm.runtime)
+    real = kind._scalings  # type: ignore[attr-defined]
 
-    def scalings(network: TorchNetwork, inputs: Any, batch: Any) -> Any:
+    def scalings(network: Network, inputs: Any, batch: Any) -> Any:
         found = real(network, inputs, batch)
         for number, own in found.items():
             at = 0
@@ -214,7 +242,7 @@ def give_guesses_the_scalings_of_the_root(patch: pytest.MonkeyPatch, llm: LLM) -
                     at += item.num_rows
         return found
 
-    patch.setattr(TorchNetwork, "_scalings", scalings)
+    patch.setattr(kind, "_scalings", scalings)
 
 
 FAULTS = [
