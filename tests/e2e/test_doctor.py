@@ -370,7 +370,7 @@ def test_x_lora_is_named_with_what_it_takes(target: Path, tmp_path: Path) -> Non
     assert mixed.works
     assert mixed.adapters[0].as_dict()["num_mixed"] == 3
     assert mixed.memory.cache_bytes(100) == 2 * plain.memory.cache_bytes(100)
-    assert any("X-LoRA ('mix') is computed by torch alone (--backend torch): a step with it takes two passes" in one for one in mixed.notes)
+    assert any("X-LoRA ('mix'): a step with it takes two passes, and keys and values are kept twice" in one for one in mixed.notes)
     shown = CliRunner().invoke(app, ["doctor", "--model", str(target), "--adapter", f"mix={directory}"])
     assert "mix: fits; X-LoRA of 3 adapters, " in " ".join(shown.stdout.split())
     (directory / "adapter_model.safetensors").unlink()

@@ -232,11 +232,10 @@ def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) 
     kv_type = None if question.kv_type == "auto" else KVType(question.kv_type)
     main = estimate_memory(target, question.quant, device, found.notes, kv_type=kv_type, max_context=question.max_context)
     if mixed := [repr(adapter.name) for adapter in found.adapters if adapter.num_mixed]:
-        main = replace(main, cache_bytes_per_1k=2 * main.cache_bytes_per_1k, windows=())
-        found.notes.append(
-            f"X-LoRA ({', '.join(mixed)}) is computed by torch alone (--backend torch): a step with it takes two passes, and keys and "
-            "values are kept twice"
+        main = replace(
+            main, cache_bytes_per_1k=2 * main.cache_bytes_per_1k, windows=tuple((rows, 2 * row_bytes) for rows, row_bytes in main.windows)
         )
+        found.notes.append(f"X-LoRA ({', '.join(mixed)}): a step with it takes two passes, and keys and values are kept twice")
     drafts = [own for one in found.drafters if (own := draft_memory(one, target, question, device, found.notes)) is not None]
     context = min(question.max_context or target.config.max_positions, target.config.max_positions)
     available = available_memory_bytes() if question.memory_bytes is None else question.memory_bytes
