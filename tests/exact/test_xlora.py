@@ -264,7 +264,7 @@ FAULTS = [
 def test_planted_faults_are_noticed(
     plant: Callable[[pytest.MonkeyPatch, LLM], None], kind: str, given: Given, monkeypatch: pytest.MonkeyPatch, large_counts: bool
 ) -> None:
-    if given.backend == "torch" and kind not in BY_TORCH and not large_counts:
+    if given.backend == "torch" and not large_counts:
         pytest.skip("large counts only")
     llm = given.open(kind)
     plant(monkeypatch, llm)

@@ -78,4 +78,5 @@ def _softmax(values: FloatArray) -> FloatArray:
     total = powers[..., :1].copy()
     for place in range(1, values.shape[-1]):
         total += powers[..., place : place + 1]
-    return powers / np.where(total > 0.0, total, np.float32(1.0))
+    scaled: FloatArray = powers / np.where(total > 0.0, total, np.float32(1.0))
+    return scaled
