@@ -318,7 +318,8 @@ class LLM:
         drafter = self.drafter
         if drafter is not None and (drafter.needs.hidden_states or drafter.needs.layers):  # its rows lie beside the old target's
             drafter = self._given_drafter
-        opened = open_engine(replace(self._opened.config, quant=quant, adapters={}), self._speculation, drafter)
+        without = replace(self._opened.config, quant=quant, adapters={})
+        opened = open_engine(without, self._speculation, drafter, takes_mixtures=self.engine.runtime.takes_mixtures)
         for adapter in self.engine.adapters.all:
             opened.engine.add_adapter(adapter)
         with self.engine.between_steps():

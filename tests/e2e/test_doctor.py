@@ -35,6 +35,7 @@ from harness.gguf_checkpoints import byte_level_vocabulary, write_gguf
 from harness.medusa_checkpoints import perfect_heads, random_heads, write_heads, write_successor_target
 from harness.mtp_checkpoints import add_module, perfect_module, write_speculators
 from harness.vocabulary_pairs import reorder_vocabulary
+from harness.xlora_files import write_xlora
 from paceline.cli import app
 from paceline.config import QuantOptions
 from paceline.installation import install_extra
@@ -359,6 +360,24 @@ def test_adapters_count_in_the_memory_and_one_that_does_not_fit_is_a_problem(
     assert memory.weights_bytes - plain.weights_bytes == 4 * 4 * sum(shape) == memory.as_dict()["adapters_bytes"]
     monkeypatch.setattr("paceline.proof.doctor.available_memory_bytes", lambda: 100)
     assert any("GB while it is read, 1e-07 GB are free" in problem for problem in diagnose(with_adapter).problems)
+
+
+def test_x_lora_is_named_with_what_it_takes(target: Path, tmp_path: Path) -> None:
+    directory = write_xlora(tmp_path / "mix", read_model_config(target), seed=1)
+    plain, mixed = (diagnose(DoctorQuestion(model=str(target), adapters=own)) for own in ({}, {"mix": str(directory)}))
+    assert plain.memory is not None
+    assert mixed.memory is not None
+    assert mixed.works
+    assert mixed.adapters[0].as_dict()["num_mixed"] == 3
+    assert mixed.memory.cache_bytes(100) == 2 * plain.memory.cache_bytes(100)
+    assert any("X-LoRA ('mix'): a step with it takes two passes, and keys and values are kept twice" in one for one in mixed.notes)
+    shown = CliRunner().invoke(app, ["doctor", "--model", str(target), "--adapter", f"mix={directory}"])
+    assert "mix: fits; X-LoRA of 3 adapters, " in " ".join(shown.stdout.split())
+    (directory / "adapter_model.safetensors").unlink()
+    assert any(
+        "where X-LoRA's classifier is" in one
+        for one in diagnose(DoctorQuestion(model=str(target), adapters={"mix": str(directory)})).problems
+    )
 
 
 def test_a_context_too_long_for_memory_is_a_note(target: Path) -> None:

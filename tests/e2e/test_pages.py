@@ -21,7 +21,9 @@ from harness.gemma4_assistants import CLUSTERS, write_assistant, write_target
 from harness.gguf_checkpoints import byte_level_vocabulary, write_gguf
 from harness.medusa_checkpoints import random_heads, write_heads
 from harness.mtp_checkpoints import add_module, random_module
+from harness.xlora_files import write_xlora
 from paceline.cli import app
+from paceline.models.checkpoint import read_model_config
 
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = [str(path.relative_to(REPOSITORY)) for path in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]]
@@ -46,6 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     queries = [low_rank(rng, f"model.layers.{layer}.self_attn.q_proj", (64, 64)) for layer in range(SMALL["num_hidden_layers"])]
     for adapter in ("path/to/adapter", "path/to/draft-adapter"):
         write_adapter(root / adapter, {name: one for own in queries for name, one in own.items()})
+    write_xlora(root / "path/to/x-lora", read_model_config(target), seed=1)
     (root / "path/to/heads").mkdir()
     for name in (
         "path/to/draft-model",

@@ -104,17 +104,20 @@ def replay(
     layout: TreeLayout = TreeLayout.MASK,
     noise: Callable[[], float] = lambda: 1.0,
     drawn: bool = False,
+    takes_scaling_passes: bool = False,
 ) -> Outcome:
     """Run texts through a policy, so many at a time.
 
     Args:
         noise: factor of each pass's time as it is measured; the clock goes by the true one.
         drawn: whether guesses are drawn, for rejection.
+        takes_scaling_passes: whether an X-LoRA adapter answers.
     """
     waiting, running, outcome, player = list(texts), list[tuple[Request, Trace]](), Outcome(), _Player()
     while waiting or running:
         while waiting and len(running) < batch_size:
             running.append((_request(waiting[0]), waiting.pop(0)))
+            running[-1][0].takes_scaling_passes = takes_scaling_passes
         batch = [RequestRows.of(request, 1) for request, _ in running]
         draft_s = _guess(policy, player, batch, running, layout, costs, drawn=drawn)
         policy.select(batch, None)

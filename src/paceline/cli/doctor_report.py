@@ -78,7 +78,8 @@ def _adapter_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _adapter(adapter: dict[str, Any]) -> str:
     more = "".join(f", {adapter[key]} {what}" for key, what in (("num_biases", "biases"), ("num_saved", "whole matrices")) if adapter[key])
-    size = f"{adapter['num_products']} products of rank {adapter['largest_rank']} at most{more} ({_size(adapter['nbytes'])})"
+    mixed = f"X-LoRA of {adapter['num_mixed']} adapters, " if adapter["num_mixed"] else ""
+    size = f"{mixed}{adapter['num_products']} products of rank {adapter['largest_rank']} at most{more} ({_size(adapter['nbytes'])})"
     return f"{adapter['name']}: fits; {size}"
 
 

@@ -49,8 +49,8 @@ ADAPTERS = Panel(
     "Model",
     EngineConfig,
     {
-        "adapters": "A LoRA adapter beside the model: a name and the directory that PEFT wrote. Requests to a server or of a batch ask for "
-        "it as their model, and there may be several; run and chat answer with it.",
+        "adapters": "A LoRA or X-LoRA adapter beside the model: a name and the directory that PEFT wrote. Requests to a server or of a "
+        "batch ask for it as their model, and there may be several; run and chat answer with it.",
     },
 )
 MEMORY = Panel(

@@ -37,12 +37,13 @@ class CachePlan:
     max_num_seqs: int = MAX_NUM_SEQS
 
 
-def plan_cache(model: ModelConfig, config: EngineConfig, kv_type: KVType, limits: PassLimits | None = None) -> CachePlan:
+def plan_cache(model: ModelConfig, config: EngineConfig, kv_type: KVType, limits: PassLimits | None = None, num_sets: int = 1) -> CachePlan:
     """Size the cache: what `cache_gb` says, else enough for `max_num_seqs` full contexts within a quarter of the free memory.
 
     Args:
         kv_type: of the keys and values.
         limits: as `Network.new_cache` gets them; None = layers with a window keep every row.
+        num_sets: of keys and values: 2 where scaling passes keep theirs.
 
     Raises:
         ConfigError: `max_context` is beyond what the model was made for.
@@ -51,7 +52,7 @@ def plan_cache(model: ModelConfig, config: EngineConfig, kv_type: KVType, limits
     if config.max_context is not None and config.max_context > model.max_positions:
         raise ConfigError(f"max_context is {config.max_context}, the model was made for {model.max_positions} tokens: lower max_context")
     context = config.max_context or model.max_positions
-    cache_bytes = _CacheBytes(model, kv_type, limits)
+    cache_bytes = _CacheBytes(model, kv_type, limits, num_sets)
     per_sequence = blocks_for(context, BLOCK_SIZE) + _DRAFT_BLOCKS_PER_SEQUENCE
     wanted = config.max_num_seqs * per_sequence
     total = available_memory_bytes() // 4 if config.cache_gb is None else int(config.cache_gb * 1e9)
@@ -107,12 +108,14 @@ class _CacheBytes:
 
     Args:
         limits: what layers with a window have memory for; None = for every block.
+        num_sets: how often keys and values are kept.
     """
 
-    def __init__(self, model: ModelConfig, kv_type: KVType, limits: PassLimits | None) -> None:
+    def __init__(self, model: ModelConfig, kv_type: KVType, limits: PassLimits | None, num_sets: int) -> None:
         self._block_bytes: dict[int | None, int] = {}
         for group in model.kv_groups():
-            self._block_bytes[group.window] = self._block_bytes.get(group.window, 0) + group.bytes_per_token(kv_type) * BLOCK_SIZE
+            row_bytes = num_sets * group.bytes_per_token(kv_type)
+            self._block_bytes[group.window] = self._block_bytes.get(group.window, 0) + row_bytes * BLOCK_SIZE
         self._limits = limits
 
     def __call__(self, num_blocks: int) -> int:

@@ -11,14 +11,16 @@ from paceline.drafters import NUM_CALIBRATION_TEXTS, LoadedTarget, prepare
 from paceline.engine.batch import RequestMaker
 from paceline.engine.engine import Engine
 from paceline.engine.inputs import Params, RequestOptions, params_of_each
-from paceline.engine.memory import plan_cache
+from paceline.engine.memory import CachePlan, plan_cache
 from paceline.engine.scheduler import Limits
 from paceline.errors import ConfigError, memory_errors, printable
 from paceline.hub import resolve
 from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.window import PassLimits
 from paceline.machine import available_memory_bytes
-from paceline.models.adapters.read import check_name, read_adapter
+from paceline.models.adapters.read import check_name
+from paceline.models.adapters.xlora import read_any_adapter
+from paceline.models.adapters.xlora_settings import is_xlora
 from paceline.models.config import WeightType
 from paceline.models.kv_type import KVType
 from paceline.outputs import RequestOutput, StreamChunk
@@ -98,7 +100,7 @@ class OpenedEngine:
         runtime = self.engine.runtime
         with memory_errors(f"the adapter {name!r}", "use an adapter of a lower rank, remove others, or close programs"):
             path, free = Path(os.fsdecode(directory)), available_memory_bytes()
-            read = read_adapter(path, name=name, config=runtime.config, weights=runtime.weights, memory_bytes=free)
+            read = read_any_adapter(path, name=name, config=runtime.config, weights=runtime.weights, memory_bytes=free)
             self.engine.add_adapter(read)
 
     def chunk(self, request: Request, num_seen: int) -> StreamChunk:
@@ -158,11 +160,14 @@ def check_options(drafter: object, drafter_options: object, draft_adapter: objec
         raise ConfigError(f"draft_adapter {draft_adapter!r} came with a drafter that is made already: make it of a model with it merged")
 
 
-def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: Drafter | None = None) -> OpenedEngine:
+def open_engine(
+    config: EngineConfig, speculation: SpeculationConfig, drafter: Drafter | None = None, *, takes_mixtures: bool = False
+) -> OpenedEngine:
     """Load what the settings name.
 
     Args:
         drafter: one made by the caller; `speculation.drafter` is then only a name.
+        takes_mixtures: X-LoRA adapters are loaded later, whether or not the settings name one.
 
     Raises:
         CheckpointError, CapacityError, IncompatibleDrafterError, BackendUnavailableError, ConfigError: with the way out.
@@ -172,10 +177,7 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
     prepared = prepare(directory, config, speculation, drafter)
     loaded = load_runtime(directory, _runtime_options(config, prepared.layers))
     runtime = loaded.runtime
-    limits = _pass_limits(config) if runtime.holds_windows else None
-    plan = plan_cache(runtime.config, config, runtime.capabilities.kv_type, limits)
-    cache = runtime.new_cache(plan.num_blocks, limits, plan.states)
-    cache.prefix_caching = config.prefix_cache
+    plan, cache = _open_cache(runtime, config, takes_mixtures=takes_mixtures or any(map(is_xlora, map(Path, config.adapters.values()))))
     vocab_size = min(runtime.config.vocab_size, tokenizer.vocab_size)
     target = LoadedTarget(
         directory=directory,
@@ -207,6 +209,17 @@ def open_engine(config: EngineConfig, speculation: SpeculationConfig, drafter: D
     for name, adapter in config.adapters.items():
         opened.load_adapter(name, adapter)
     return opened
+
+
+def _open_cache(runtime: Network, config: EngineConfig, *, takes_mixtures: bool) -> tuple[CachePlan, KVCache]:
+    """The target's cache, with room for scaling passes where X-LoRA adapters may be loaded."""
+    limits = _pass_limits(config) if runtime.holds_windows else None
+    plan = plan_cache(runtime.config, config, runtime.capabilities.kv_type, limits, 2 if takes_mixtures else 1)
+    cache = runtime.new_cache(plan.num_blocks, limits, plan.states)
+    if takes_mixtures:
+        runtime.keep_scaling_passes(cache)
+    cache.prefix_caching = config.prefix_cache
+    return plan, cache
 
 
 def _runtime_options(config: EngineConfig, collect_layers: Sequence[int]) -> RuntimeOptions:

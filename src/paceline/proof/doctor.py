@@ -1,6 +1,6 @@
 """Will this model run here, with this drafter, and how? Told before anything is loaded."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from paceline.hub import resolve
 from paceline.machine import available_memory_bytes
 from paceline.models.adapters.adapter import Adapter
 from paceline.models.adapters.read import read_adapter
+from paceline.models.adapters.xlora import read_any_adapter
 from paceline.models.kv_type import KVType
 from paceline.models.quantize import matrix_bits
 from paceline.models.quantized_cache import FOLDER, cached_bytes
@@ -62,7 +63,12 @@ class DoctorQuestion:
 
 @dataclass(frozen=True, slots=True)
 class AdapterDiagnosis:
-    """An adapter that fits: how many products, biases and whole matrices it changes, and its bytes in memory."""
+    """An adapter that fits: how many products, biases and whole matrices it changes, and its bytes in memory.
+
+    Attributes:
+        largest_rank: of X-LoRA, that of all its adapters together.
+        num_mixed: adapters of X-LoRA; 0 = it is a plain one.
+    """
 
     name: str
     num_products: int
@@ -70,15 +76,19 @@ class AdapterDiagnosis:
     num_saved: int
     largest_rank: int
     nbytes: int
+    num_mixed: int = 0
 
     @classmethod
     def of(cls, adapter: Adapter) -> "AdapterDiagnosis":
         """What there is to say of an adapter that was read."""
         arrays = [array for one in adapter.products.values() for array in (one.down, one.up)]
         arrays += [*adapter.biases.values(), *adapter.saved.values()]
+        mixture = adapter.mixture
+        arrays += [] if mixture is None else [array for layer in mixture.classifier for array in layer]
         largest = max((len(one.down) for one in adapter.products.values()), default=0)
         counts = len(adapter.products), len(adapter.biases), len(adapter.saved)
-        return cls(adapter.name, *counts, largest, sum(array.nbytes for array in arrays))
+        num_mixed = 0 if mixture is None else mixture.num_adapters
+        return cls(adapter.name, *counts, largest, sum(array.nbytes for array in arrays), num_mixed)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -201,7 +211,7 @@ def examine_adapter(name: str, directory: Path, target: CheckpointFacts) -> Adap
     Raises:
         PacelineError: it does not, or cannot be read.
     """
-    return AdapterDiagnosis.of(_read_adapter(name, directory, target))
+    return AdapterDiagnosis.of(_read_adapter(name, directory, target, read_any_adapter))
 
 
 def with_merged(model: CheckpointFacts, directory: str, quant: QuantOptions | None) -> tuple[CheckpointFacts, AdapterDiagnosis]:
@@ -214,14 +224,14 @@ def with_merged(model: CheckpointFacts, directory: str, quant: QuantOptions | No
         PacelineError: it does not fit the model, or cannot be read.
     """
     path = Path(directory)
-    adapter = _read_adapter(merged_name(path), path, model)
+    adapter = _read_adapter(merged_name(path), path, model, read_adapter)
     config, weights = with_adapter(adapter, model.config, model.weights, RuntimeOptions(quant=quant))
     return replace(model, config=config, weights=weights), AdapterDiagnosis.of(adapter)
 
 
-def _read_adapter(name: str, directory: Path, model: CheckpointFacts) -> Adapter:
+def _read_adapter(name: str, directory: Path, model: CheckpointFacts, read: Callable[..., Adapter]) -> Adapter:
     with memory_errors(f"the adapter {name!r}", "use an adapter of a lower rank, or close programs"):
-        return read_adapter(directory, name=name, config=model.config, weights=model.weights, memory_bytes=available_memory_bytes())
+        return read(directory, name=name, config=model.config, weights=model.weights, memory_bytes=available_memory_bytes())
 
 
 def examine_drafter(
@@ -258,6 +268,11 @@ def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) 
     found.notes += target.weights.notices if question.quant is None else ()
     kv_type = None if question.kv_type == "auto" else KVType(question.kv_type)
     main = estimate_memory(target, question.quant, device, found.notes, kv_type=kv_type, max_context=question.max_context)
+    if mixed := [repr(adapter.name) for adapter in found.adapters if adapter.num_mixed]:
+        main = replace(
+            main, cache_bytes_per_1k=2 * main.cache_bytes_per_1k, windows=tuple((rows, 2 * row_bytes) for rows, row_bytes in main.windows)
+        )
+        found.notes.append(f"X-LoRA ({', '.join(mixed)}): a step with it takes two passes, and keys and values are kept twice")
     drafts = [own for one in found.drafters if (own := draft_memory(one, target, question, device, found.notes)) is not None]
     context = min(question.max_context or target.config.max_positions, target.config.max_positions)
     available = available_memory_bytes() if question.memory_bytes is None else question.memory_bytes

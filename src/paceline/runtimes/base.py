@@ -29,6 +29,10 @@ FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 Item = TypeVar("Item")
 
+NO_MIXTURE_WITH_STATES = (
+    "X-LoRA's scaling pass would need states of its own, and the model has recurrent layers: use its adapters one by one"
+)
+
 
 class Numerics(Enum):
     """Whether a row's bits may depend on what else is in the pass."""
@@ -189,6 +193,29 @@ class Network(ABC):
     num_passes: int  # how often `forward` ran, here and in the networks beside it
 
     @property
+    def num_scaling_passes(self) -> int:
+        """In how many of these passes rows with X-LoRA took one more, in front of the real one, for their scalings."""
+        return 0
+
+    @property
+    def takes_mixtures(self) -> bool:
+        """Whether X-LoRA adapters can be loaded: `keep_scaling_passes` was called."""
+        return False
+
+    def keep_scaling_passes(self, cache: KVCache) -> None:
+        """Let X-LoRA adapters be loaded: what scaling passes remember of a row lies in `cache` too, in memories of its own, from now on.
+
+        Args:
+            cache: as `new_cache` gave it last, still empty.
+
+        Raises:
+            BackendUnavailableError: this kind of network computes no X-LoRA.
+            CapacityError: the memory cannot be had.
+            ConfigError: the model has layers with which X-LoRA cannot be computed.
+        """
+        raise BackendUnavailableError("X-LoRA adapters cannot run on this kind of network: use one of LoRA")
+
+    @property
     def holds_windows(self) -> bool:
         """Whether layers with a window keep no more rows than it needs."""
         return False
@@ -261,6 +288,14 @@ class Pass(NamedTuple):
     inputs: Mapping[str, IntArray]
     batch: ForwardBatch
     wanted: Wanted
+
+
+def no_room_for_mixture(name: str) -> str:
+    """What is wrong where the X-LoRA adapter of this name is loaded and nothing is kept of scaling passes."""
+    return (
+        f"the X-LoRA adapter {name!r} needs a second set of keys and values, which is planned when a model is opened: give it, or another "
+        "X-LoRA adapter, in adapters= (--adapter) then"
+    )
 
 
 def in_parts(items: Iterable[Item], num_rows: Callable[[Item], int]) -> Iterator[list[Item]]:

@@ -42,6 +42,10 @@ class PassTable:
             least = seconds[rows] = min(least, measured[rows])
         return cls(dict(sorted(seconds.items())), max(0.0, sequence_s), max(0.0, row_s))
 
+    def twice(self) -> "PassTable":
+        """Of a pass in front of which a scaling pass runs over the same rows."""
+        return PassTable({rows: 2 * value for rows, value in self.seconds.items()}, 2 * self.sequence_s, 2 * self.row_s)
+
     def at(self, num_rows: int) -> float:
         """Seconds of so many rows: between two that were timed a straight line, beyond the last one the line of the last two."""
         known = self.seconds.get(num_rows)

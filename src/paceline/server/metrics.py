@@ -99,6 +99,7 @@ class _EngineCollector(Collector):
         yield self._counter("prefix_cache_hits", "Prompt tokens whose rows were there.", stats.num_cached_tokens)
         yield self._counter("num_preemptions", "How often a request's rows were dropped to make room.", stats.num_preemptions)
         yield self._counter("engine_steps", "Passes of the target.", stats.num_steps)
+        yield self._counter("scaling_passes", "Further passes, for the scalings of X-LoRA adapters.", stats.num_scaling_passes)
         yield self._counter("request_failures", "Samples that failed by themselves.", stats.num_failed)
         yield self._counter("request_aborts", "Samples that were given up.", stats.num_aborted)
         yield self._gaps()

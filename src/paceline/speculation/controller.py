@@ -52,7 +52,8 @@ class DraftController(DraftLengthPolicy):
 
     def __init__(self, num_draft_tokens: int, table: PassTable, *, row_budget: int | None = None) -> None:
         super().__init__(num_draft_tokens, row_budget=row_budget)
-        self.costs = PassCosts(table)
+        self._costs = PassCosts(table), PassCosts(table.twice())  # of passes without a scaling pass, and with one
+        self.costs = self._costs[0]  # of passes like that of the step under way
         self.host = LinearTime()  # by requests and guessed rows of a step
         self.drafters: dict[str, DrafterFacts] = {}
         self._choice: Choice | None = None  # of the step under way, if there was one to make
@@ -75,6 +76,7 @@ class DraftController(DraftLengthPolicy):
 
     def plan(self, batch: Sequence[RequestRows], drafting: Sequence[tuple[RequestRows, Drafter]], max_rows: int | None) -> None:
         self._choice, self._probed, self._asked = None, None, None
+        self._take_costs(batch)
         open_ones = [one for one in drafting if one[0].budget is not None]
         if not open_ones:
             return
@@ -150,6 +152,7 @@ class DraftController(DraftLengthPolicy):
         return True
 
     def observe_step(self, batch: Sequence[RequestRows], pass_s: float, host_s: float, draft_s: float = 0.0) -> None:
+        self._take_costs(batch)
         was_planned, num_kept, self._num_kept = self._work is not None, self._num_kept, 0
         num_guesses = sum([rows.num_guesses for rows in batch]) if was_planned else 0
         if len(batch) == 1 and batch[0].is_decoding:
@@ -163,6 +166,10 @@ class DraftController(DraftLengthPolicy):
             own = rows.request.acceptance
             if own is not None and own.shadow is not None and (facts := self._facts_of(rows.request)) is not None:
                 facts.read_shadow(rows.request, own)
+
+    def _take_costs(self, batch: Sequence[RequestRows]) -> None:
+        """From now on passes cost what those with such rows do: X-LoRA's run twice."""
+        self.costs = self._costs[any(rows.request.takes_scaling_passes for rows in batch)]
 
     def _note_times(self, batch: Sequence[RequestRows], pass_s: float, host_s: float, num_kept: int, *, weight: int) -> None:
         """Learn what a step took and brought, one of `weight` such steps."""

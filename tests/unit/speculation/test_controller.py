@@ -232,6 +232,23 @@ def test_the_first_guesses_of_an_unknown_drafter_are_few() -> None:
     assert 0.5 < HOPED < 0.7
 
 
+def test_passes_with_scaling_passes_cost_two_and_say_nothing_of_others(seed: int) -> None:
+    costs, policy = MACHINES["a draft model"], controller(MACHINES["a draft model"])
+    twice, random = replace(costs, pass_s=lambda rows: 2 * costs.pass_s(rows)), np.random.default_rng(seed)
+    for number in range(4):
+        replay(policy, texts(lambda _: 0.6, random, 1, "nothing"), twice, takes_scaling_passes=True)
+        assert policy.costs.at(5) == pytest.approx(2 * costs.pass_s(5), rel=0.02), number
+        replay(policy, texts(lambda _: 0.6, random, 1, "nothing"), costs)
+        assert policy.costs.at(5) == pytest.approx(costs.pass_s(5), rel=0.02), number
+
+
+def test_what_passes_with_scaling_passes_cost_is_known_before_one_ran() -> None:
+    costs = MACHINES["dear rows"]
+    table = replace(costs.table(), sequence_s=1e-6, row_s=2e-6)
+    assert [table.twice().at(rows) for rows in (1, 7, 100)] == [2 * table.at(rows) for rows in (1, 7, 100)]
+    assert table.twice().reading_s(10, 20) == 2 * table.reading_s(10, 20)
+
+
 def test_a_fixed_length_replays_as_written() -> None:
     costs = Costs(float)
     trace = Trace([1, 2, 3, 4, 5], [DraftTree.chain(0, [token + 1 for token in range(at, at + 3)], "player") for at in range(5)])

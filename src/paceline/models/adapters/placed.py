@@ -1,15 +1,15 @@
 """An adapter under our own names, with its rows in the order in which the network has them."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import ConfigError
 from paceline.models.adapters import modules
-from paceline.models.adapters.adapter import Adapter, LowRank
-from paceline.models.adapters.modules import places_of
+from paceline.models.adapters.adapter import Adapter, LowRank, Mixture
+from paceline.models.adapters.modules import Place, places_of
 from paceline.models.config import ModelConfig
 from paceline.models.tensor_names import tensor_shapes
 
@@ -22,12 +22,13 @@ class PlacedAdapter:
     """What an adapter does, by our names without `.weight`; the vocabulary matrix is `lm_head`, even if the embedding serves for it.
 
     Attributes:
-        products, biases, saved: as in `Adapter`.
+        products, biases, saved, mixture: as in `Adapter`.
     """
 
     products: Mapping[str, LowRank]
     biases: Mapping[str, NDArray[np.float32]]
     saved: Mapping[str, NDArray[np.float32]]
+    mixture: Mixture | None = None
 
     @property
     def changes_embedding(self) -> bool:
@@ -74,9 +75,16 @@ def placed(adapter: Adapter, config: ModelConfig) -> PlacedAdapter:
         },
         {place.name: bias if place.rows is None else bias[place.rows] for name, bias in adapter.biases.items() for place in places[name]},
         {saved[name]: values for name, values in adapter.saved.items()},
+        _placed_mixture(adapter.mixture, places),
     )
     _check_shapes(adapter.name, found, config)
     return found
+
+
+def _placed_mixture(mixture: Mixture | None, places: Mapping[str, Sequence[Place]]) -> Mixture | None:
+    if mixture is None:
+        return None
+    return replace(mixture, columns={place.name: columns for name, columns in mixture.columns.items() for place in places[name]})
 
 
 def _check_shapes(adapter: str, found: PlacedAdapter, config: ModelConfig) -> None:

@@ -105,8 +105,15 @@ def read_settings(directory: Path) -> AdapterSettings:
 
 def _refuse_others(fields: JsonFields) -> None:
     kind = fields.values.get("peft_type", "LORA")
+    if kind == "XLORA":
+        raise CheckpointError(
+            f"{fields.path}: peft_type = 'XLORA': what X-LoRA adds depends on the text, so it can neither be merged nor be part of another "
+            "X-LoRA adapter; use it beside the model (adapters, --adapter)"
+        )
     if kind != "LORA":
-        raise CheckpointError(f"{fields.path}: peft_type = {shortened(kind)} is not supported, only 'LORA' is: use a plain LoRA adapter")
+        raise CheckpointError(
+            f"{fields.path}: peft_type = {shortened(kind)} is not supported, only 'LORA' and 'XLORA' are: use a plain LoRA adapter"
+        )
     for name in _OTHER_COMPUTATION:
         if fields.values.get(name):
             raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Array, addressof, cast, pointer
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ class NativeAdapter:
         lows, biases = self.placed.products, self.placed.biases
         wholes = self._wholes if names == ("lm_head",) else {}
         if not any(name in one for name in names for one in (lows, biases, wholes)):
-            return AdapterSite(None, None)
+            return AdapterSite(None, None, None)
         own = [lows[name] for name in names if name in lows]
         down = self._matrix(np.concatenate([low.down for low in own])) if own else None
         products, first = (AdapterProduct * len(names))(), 0
@@ -72,7 +73,10 @@ class NativeAdapter:
                 product.bias = self._address(np.ascontiguousarray(biases[name], np.float32))
         self.num_floats = max(self.num_floats, first)
         self._records.append((products, down))
-        return AdapterSite(None if down is None else pointer(down), cast(products, POINTER(AdapterProduct)))
+        mixture, columns = self.placed.mixture, None
+        if mixture is not None and own:
+            columns = self._address(np.concatenate([mixture.columns[name] for name in names if name in lows]))
+        return AdapterSite(None if down is None else pointer(down), cast(products, POINTER(AdapterProduct)), columns)
 
     def _matrix(self, values: NDArray[np.float32]) -> Matrix:
         """W [outputs, columns] as [outputs / 8][columns / 16][8][16], the last ones padded with zeros."""
@@ -133,8 +137,14 @@ class AdapterRows:
         self._described: tuple[object, ...] = ()  # alive until the next pass
         self._low_rank: FloatArray = np.empty(0, np.float32)
 
-    def describe(self, record: Pass, batch: ForwardBatch, wanted: Wanted) -> None:
-        """Fill the fields of a pass; they hold until the next call."""
+    def describe(
+        self, record: Pass, batch: ForwardBatch, wanted: Wanted, scalings: Mapping[int, FloatArray] = MappingProxyType({})
+    ) -> None:
+        """Fill the fields of a pass; they hold until the next call.
+
+        Args:
+            scalings: [rows, L * K] of the rows of each X-LoRA adapter, by its number.
+        """
         record.num_adapters = 0
         ranges = rows_by_adapter(batch)
         if not ranges or not self._sites:
@@ -151,11 +161,13 @@ class AdapterRows:
             for place, numbers in enumerate((rows, np.flatnonzero(adapter_of_wanted == index).astype(np.int32))):
                 own.first[place], own.count[place], start = start, len(numbers), start + len(numbers)
                 parts.append(numbers)
+            if number in scalings:
+                own.scalings, own.num_scalings = scalings[number].ctypes.data, scalings[number].shape[1]
         numbers = np.concatenate(parts)
         size = max(len(numbers), len(adapter_of_row) * self._most_chosen) * num_floats
         if size > len(self._low_rank):
             self._low_rank = np.empty(size, np.float32)
-        self._described = pass_adapters, numbers
+        self._described = pass_adapters, numbers, scalings
         if self._most_chosen:
             order = np.concatenate([np.flatnonzero(adapter_of_row < 0).astype(np.int32), *ranges.values()])
             self._described = *self._described, order, adapter_of_row

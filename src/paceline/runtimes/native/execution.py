@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,13 +120,17 @@ class Execution:
         """The first rows of a buffer, [num_rows, width]; None = as wide as it is."""
         return self._buffers[buffer][:num_rows, :width]
 
-    def run(self, batch: ForwardBatch, wanted: Wanted) -> None:
-        """One pass over rows whose inputs have been written."""
+    def run(self, batch: ForwardBatch, wanted: Wanted, scalings: Mapping[int, FloatArray] = MappingProxyType({})) -> None:
+        """One pass over rows whose inputs have been written.
+
+        Args:
+            scalings: [rows, L * K] of the rows of each X-LoRA adapter, by its number.
+        """
         if self._has_states and self.memory.memory is None:
             raise RuntimeError("a network with recurrent layers runs in a cache of its own: make one with new_cache")
         self.memory.describe(batch, wanted)
         if self._adapter_rows is not None:
-            self._adapter_rows.describe(self.memory.record, batch, wanted)
+            self._adapter_rows.describe(self.memory.record, batch, wanted, scalings)
         if self.memory.states.num_slots > self._num_slots:
             self._make_state_scratch(self.memory.states.num_slots)
         self.kernels.paceline_run(*self._arguments)

@@ -24,12 +24,24 @@ from paceline.models.kv_type import KVType
 from paceline.models.mapped_files import MappedFiles
 from paceline.models.state_layout import StateLayout
 from paceline.models.weights import AnyTensor, GroupedTensor, TensorFacts, Weights
-from paceline.runtimes.adapter_rows import rows_by_adapter
-from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, Numerics, Wanted
-from paceline.runtimes.decoder import LAYER_ROWS, TOKEN_IDS, Compose, ranked
+from paceline.runtimes.adapter_rows import ScalingPart, rows_by_adapter
+from paceline.runtimes.base import (
+    NO_MIXTURE_WITH_STATES,
+    Capabilities,
+    FloatArray,
+    ForwardBatch,
+    ForwardOutput,
+    IntArray,
+    Network,
+    Numerics,
+    Wanted,
+    no_room_for_mixture,
+)
+from paceline.runtimes.decoder import HIDDEN_STATES, LAYER_ROWS, TOKEN_IDS, Compose, ranked
 from paceline.runtimes.native.adapters import NativeAdapter, Sites
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.library import kernels_path
+from paceline.runtimes.native.mixture import NativeMixture
 from paceline.runtimes.native.packed_rows import PackedRows
 from paceline.runtimes.native.panels import Panels
 from paceline.runtimes.native.program import NativeBlocks, Recorded, share_memory
@@ -135,6 +147,38 @@ class NativeNetwork(Network):
         return KVCache(memories, num_blocks, self.capabilities.tree_layout)
 
     @property
+    def num_scaling_passes(self) -> int:
+        return self._shared.num_scaling_passes
+
+    @property
+    def takes_mixtures(self) -> bool:
+        return self._shared.scaling_program is not None
+
+    def keep_scaling_passes(self, cache: KVCache) -> None:
+        """As in `Network`: the network is recorded once more, over memories like those of the cache."""
+        if self._shared.adapters is None:
+            super().keep_scaling_passes(cache)
+        if self.config.recurrents:
+            raise ConfigError(NO_MIXTURE_WITH_STATES)
+        memories, windows = list[PagedRows](), list[WindowKeyValues]()
+        for memory in list(cache.memories):
+            assert isinstance(memory, PagedRows)
+            try:
+                storage = np.zeros_like(memory.storage)
+            except MemoryError as error:
+                raise CapacityError("keys and values of X-LoRA's scaling passes do not fit in memory: lower cache_gb") from error
+            if isinstance(memory, WindowKeyValues):
+                windows.append(WindowKeyValues(storage, memory.window, BLOCK_SIZE, self._rows))
+                memories.append(windows[-1])
+            else:
+                memories.append(KeyValues(storage, self._rows))
+            cache.add(memories[-1])
+        planes = planes_of(self.config, self.config.kv_groups(by_window=bool(windows)), memories)
+        program = self._recorded(None)
+        program.execution.use_cache(planes, windows, None, self.capabilities.kv_type)
+        self._shared.scaling_program = program
+
+    @property
     def _rows(self) -> PackedRows:
         return PackedRows(self.capabilities.kv_type, BLOCK_SIZE)
 
@@ -146,14 +190,40 @@ class NativeNetwork(Network):
 
     def forward(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch, wanted: Wanted) -> ForwardOutput:
         program = self._programs.get(wanted.ranking) or self._record(wanted.ranking)
-        num_rows, execution = len(batch.positions), program.execution
         self._shared.files.check()
         self._shared.num_passes += 1
+        return ForwardOutput(self._run(program, inputs, batch, wanted, self._scalings(inputs, batch)))
+
+    def _run(
+        self,
+        program: "_Program",
+        inputs: Mapping[str, NDArray[Any]],
+        batch: ForwardBatch,
+        wanted: Wanted,
+        scalings: Mapping[int, FloatArray],
+    ) -> "_Results":
+        num_rows, execution = len(batch.positions), program.execution
         execution.make_room(num_rows)
         for name, buffer in program.inputs.items():
             execution.rows(buffer, num_rows)[...] = self._input(name, inputs, batch)
-        execution.run(batch, wanted)
-        return ForwardOutput(_Results(program, num_rows, len(wanted.rows)))
+        execution.run(batch, wanted, scalings)
+        return _Results(program, num_rows, len(wanted.rows))
+
+    def _scalings(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch) -> dict[int, FloatArray]:
+        """The scalings of all rows with X-LoRA, by the number of their adapter: what a pass over these rows alone gives.
+
+        That pass sees and writes keys and values of its own, so that a row's scalings depend on the tokens up to it and on nothing else.
+        """
+        shared = self._shared
+        mixtures = {item.adapter: shared.mixtures[item.adapter] for item in batch.ranges if item.adapter in shared.mixtures}
+        program = shared.scaling_program
+        if not mixtures or program is None:
+            return {}
+        part = ScalingPart.of(inputs, batch, {number: mixture.pass_scaling for number, mixture in mixtures.items()})
+        constants = {number: mixtures[number].constant(len(part.rows[number])) for number in part.scaled}
+        hidden = self._run(program, part.inputs, part.batch, Wanted(np.zeros(0, np.int32)), constants)[HIDDEN_STATES]
+        shared.num_scaling_passes += 1
+        return {number: mixture.scalings(hidden[part.rows[number]]) for number, mixture in mixtures.items()}
 
     def _input(self, name: str, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch) -> NDArray[Any]:
         if name == TOKEN_IDS:
@@ -187,15 +257,22 @@ class NativeNetwork(Network):
     def load_adapter(self, adapter: Adapter) -> int:
         if self._shared.adapters is None:
             return super().load_adapter(adapter)
-        loaded = NativeAdapter(placed(adapter, self.config))
+        if adapter.mixture is not None and not self.takes_mixtures:
+            raise ConfigError(no_room_for_mixture(adapter.name))
+        own = placed(adapter, self.config)
+        mixture = None if own.mixture is None else NativeMixture(own.mixture, self.config, self._shared.num_threads)
+        loaded = NativeAdapter(own)
         for program in self._programs.values():
             loaded.table(program.sites)
         number = next(self._shared.adapter_numbers)
+        if mixture is not None:
+            self._shared.mixtures[number] = mixture
         self._shared.adapters[number] = loaded
         return number
 
     def unload_adapter(self, number: int) -> None:
         del self._adapters[number]
+        self._shared.mixtures.pop(number, None)
 
     def beside(self, compose: Compose) -> "NativeNetwork":
         other = NativeNetwork.__new__(NativeNetwork)
@@ -230,20 +307,24 @@ class NativeNetwork(Network):
             self._shared.read_too(self.weights.stored("layer_embedding.weight"))
 
     def _record(self, ranking: Ranking | None) -> "_Program":
+        program = self._recorded(ranking)
+        self._shared.add(program.execution)
+        self._programs[ranking] = program  # last: an interrupt before leaves no program without a cache
+        return program
+
+    def _recorded(self, ranking: Ranking | None) -> "_Program":
+        """A program that has no cache yet."""
         shared = self._shared
         blocks = NativeBlocks(self.config, shared.weights, self._cache_config, takes_adapters=shared.adapters is not None)
         results = ranked(self.compose, ranking)(blocks)
         buffers, widths = share_memory(blocks, {value.index for value in results.values()})
         recorded = Recorded(blocks.operations, widths, blocks.sites)
-        program = _Program(
+        return _Program(
             Execution(recorded, num_threads=shared.num_threads, tables=shared.tables, adapters=shared.adapters),
             {name: buffers[value.index] for name, value in blocks.inputs.items()},
             {name: (buffers[value.index], value.rows, blocks.result_width(value)) for name, value in results.items()},
             tuple(blocks.sites),
         )
-        shared.add(program.execution)
-        self._programs[ranking] = program  # last: an interrupt before leaves no program without a cache
-        return program
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +371,9 @@ class _Shared:
     adapters: dict[int, NativeAdapter] | None = None  # None = there can be none
     adapter_numbers: Iterator[int] = field(default_factory=partial(count, 1))
     num_passes: int = 0
+    mixtures: dict[int, NativeMixture] = field(default_factory=dict)  # of X-LoRA adapters, by their numbers
+    num_scaling_passes: int = 0
+    scaling_program: _Program | None = None  # None = there are no scaling passes
     files: MappedFiles = field(default_factory=lambda: MappedFiles(()))
     _cache: tuple[Sequence[NDArray[np.uint8]], Sequence[WindowKeyValues], RecurrentStates | None] | None = None
     _executions: list[Execution] = field(default_factory=list)

@@ -265,15 +265,17 @@ class AdapterProduct(Structure):
 
 
 class AdapterSite(Structure):
-    """What an adapter does to the products of one operation."""
+    """What an adapter does to the products of one operation; `columns`: of each rank, of X-LoRA."""
 
-    _fields_ = (("down", POINTER(Matrix)), ("products", POINTER(AdapterProduct)))
+    _fields_ = (("down", POINTER(Matrix)), ("products", POINTER(AdapterProduct)), ("columns", c_void_p))
 
 
 class PassAdapter(Structure):
-    """An adapter with rows in a pass: of all of them, and of those whose logits are wanted."""
+    """An adapter with rows in a pass: of all of them, and of those whose logits are wanted; X-LoRA's with scalings of all."""
 
-    _fields_ = (("sites", POINTER(AdapterSite)), ("first", c_int32 * 2), ("count", c_int32 * 2))
+    _fields_ = (
+        ("sites", POINTER(AdapterSite)), ("first", c_int32 * 2), ("count", c_int32 * 2), ("scalings", c_void_p), ("num_scalings", c_int64),
+    )  # fmt: skip
 
 
 class ColumnsOperation(Operation):
@@ -362,7 +364,7 @@ class Program(Structure):
     )  # fmt: skip
 
 
-VERSION = 10
+VERSION = 11
 """KERNELS_VERSION of kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from paceline.models.adapters.placed import EMBEDDING, LM_HEAD, PlacedAdapter
 from paceline.runtimes.adapter_rows import rows_by_adapter
 from paceline.runtimes.base import ForwardBatch, Wanted
+from paceline.runtimes.torch.mixture import TorchMixture
 
 
 class TorchAdapter:
@@ -19,6 +20,7 @@ class TorchAdapter:
         products: down [rank, in] and up [out, rank] by our names.
         biases: [out], likewise.
         saved: matrices in the place of the target's.
+        mixture: of X-LoRA, what makes the scalings of its rows; None = a plain one.
     """
 
     def __init__(self, placed: PlacedAdapter, device: torch.device) -> None:
@@ -28,13 +30,21 @@ class TorchAdapter:
         self.products = {name: (tensor(low.down), tensor(low.up)) for name, low in placed.products.items()}
         self.biases = {name: tensor(values) for name, values in placed.biases.items()}
         self.saved = {name: tensor(values) for name, values in placed.saved.items()}
+        self.mixture = None if placed.mixture is None else TorchMixture(placed.mixture, device)
 
-    def product(self, name: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Rows y of the product `name` with rows x, as the adapter has them, float32."""
+    def product(self, name: str, x: torch.Tensor, y: torch.Tensor, scalings: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows y of the product `name` with rows x, as the adapter has them, float32.
+
+        Args:
+            scalings: [rows, L * K] of X-LoRA.
+        """
         found = x @ self.saved[name].T if name in self.saved else y
         if name in self.products:
             down, up = self.products[name]
-            found = found + (x @ down.T) @ up.T
+            low = x @ down.T
+            if self.mixture is not None and scalings is not None:
+                low = low * scalings[:, self.mixture.columns[name]]
+            found = found + low @ up.T
         return found + self.biases[name] if name in self.biases else found
 
     def embedding(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -49,11 +59,12 @@ class TorchAdapter:
 
 @dataclass(frozen=True, slots=True)
 class _OwnRows:
-    """The rows of one adapter, of all and of those whose logits are wanted."""
+    """The rows of one adapter, of all and of those whose logits are wanted, and the scalings of all where it is X-LoRA's."""
 
     adapter: TorchAdapter
     rows: torch.Tensor
     wanted: torch.Tensor
+    scalings: torch.Tensor | None
 
 
 class AdaptedRows:
@@ -61,14 +72,22 @@ class AdaptedRows:
 
     Args:
         adapters: by number.
+        scalings: of the rows of each X-LoRA adapter, by its number.
     """
 
-    def __init__(self, adapters: Mapping[int, TorchAdapter], batch: ForwardBatch, wanted: Wanted, device: torch.device) -> None:
+    def __init__(
+        self,
+        adapters: Mapping[int, TorchAdapter],
+        batch: ForwardBatch,
+        wanted: Wanted,
+        device: torch.device,
+        scalings: Mapping[int, torch.Tensor],
+    ) -> None:
         def on_device(numbers: NDArray[np.integer]) -> torch.Tensor:
             return torch.from_numpy(numbers.astype(np.int64)).to(device)
 
         self._own = [
-            _OwnRows(adapters[number], on_device(rows), on_device(np.flatnonzero(np.isin(wanted.rows, rows))))
+            _OwnRows(adapters[number], on_device(rows), on_device(np.flatnonzero(np.isin(wanted.rows, rows))), scalings.get(number))
             for number, rows in rows_by_adapter(batch).items()
         ]
 
@@ -86,7 +105,7 @@ class AdaptedRows:
                 continue
             rows = own.rows if chosen is None else torch.isin(chosen, own.rows).nonzero().flatten()
             for name, out in changed:
-                out[rows] = own.adapter.product(name, x[rows].float(), out[rows].float()).to(out.dtype)
+                out[rows] = own.adapter.product(name, x[rows].float(), out[rows].float(), own.scalings).to(out.dtype)
         return outs
 
     def lm_head(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

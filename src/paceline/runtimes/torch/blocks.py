@@ -47,6 +47,7 @@ class TorchBlocks:
         batch: ForwardBatch,
         wanted: Wanted,
         adapters: Mapping[int, TorchAdapter],
+        scalings: Mapping[int, torch.Tensor],
     ) -> None:
         self._config, self._weights, self._planes, self._attention, self._states = config, weights, planes, attention, states
         device = weights.device
@@ -56,7 +57,7 @@ class TorchBlocks:
         self._draws = None if wanted.draws is None else wanted.draws.reshape(-1)
         self._num_drawn = 0  # rows of the rankings so far
         self._batch = batch
-        self._adapted = AdaptedRows(adapters, batch, wanted, device)
+        self._adapted = AdaptedRows(adapters, batch, wanted, device, scalings)
         self._positions = torch.from_numpy(batch.positions).to(device)
         self._rotations: dict[tuple[RopeConfig, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._scales: dict[RopeConfig, torch.Tensor] = {}

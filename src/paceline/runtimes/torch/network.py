@@ -24,8 +24,21 @@ from paceline.models.config import ModelConfig, WeightType
 from paceline.models.kv_type import KVType
 from paceline.models.state_layout import StateLayout
 from paceline.models.weights import Weights
-from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, Numerics, RowRange, Wanted
-from paceline.runtimes.decoder import LOGITS, RANKED, Compose, ranked
+from paceline.runtimes.adapter_rows import ScalingPart
+from paceline.runtimes.base import (
+    NO_MIXTURE_WITH_STATES,
+    Capabilities,
+    FloatArray,
+    ForwardBatch,
+    ForwardOutput,
+    IntArray,
+    Network,
+    Numerics,
+    RowRange,
+    Wanted,
+    no_room_for_mixture,
+)
+from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, RANKED, Compose, ranked
 from paceline.runtimes.planes import planes_of
 from paceline.runtimes.torch.adapters import TorchAdapter
 from paceline.runtimes.torch.attention import PaddedAttention, PlainAttention
@@ -79,7 +92,27 @@ class TorchNetwork(Network):
     def num_passes(self, count: int) -> None:
         self._shared.num_passes = count
 
+    @property
+    def num_scaling_passes(self) -> int:
+        return self._shared.num_scaling_passes
+
+    @property
+    def takes_mixtures(self) -> bool:
+        return bool(self._shared.scaling_planes)
+
     def new_key_values(self, num_blocks: int) -> list[KeyValues]:
+        memories, self._shared.planes = self._allocate(num_blocks)
+        return memories
+
+    def keep_scaling_passes(self, cache: KVCache) -> None:
+        if self.config.recurrents:
+            raise ConfigError(NO_MIXTURE_WITH_STATES)
+        memories, self._shared.scaling_planes = self._allocate(cache.pool.num_blocks)
+        for memory in memories:
+            cache.add(memory)
+
+    def _allocate(self, num_blocks: int) -> tuple[list[KeyValues], Sequence[torch.Tensor]]:
+        """Keys and values of so many blocks, and each layer's planes in them."""
         weights, groups = self._shared.weights, self.config.kv_groups(by_window=False)
         try:
             memories = [
@@ -89,8 +122,7 @@ class TorchNetwork(Network):
             raise CapacityError(
                 f"a cache of {num_blocks} blocks cannot be allocated on {self.capabilities.device!r}: lower cache_gb"
             ) from error
-        self._shared.planes = planes_of(self.config, groups, memories)
-        return memories
+        return memories, planes_of(self.config, groups, memories)
 
     def new_cache(self, num_blocks: int, limits: PassLimits | None = None, states: StateLimits = DEFAULT_STATES) -> KVCache:
         memories: list[LayerMemory] = [*self.new_key_values(num_blocks)]
@@ -112,19 +144,54 @@ class TorchNetwork(Network):
         shared.num_passes += 1
         if not batch.ranges:  # no attention: where rows would be kept plays no part
             batch = ForwardBatch(batch.positions, (RowRange(0, num_rows, 0, np.zeros(-(-num_rows // BLOCK_SIZE), np.int32)),))
-        attention_type = PlainAttention if shared.weights.device.type == "cpu" else PaddedAttention
         with torch.inference_mode():
-            attention = attention_type(batch.ranges, BLOCK_SIZE, shared.weights.device)
+            scalings = self._scalings(inputs, batch)
             states = RecurrentPass(self._layout, self._cache_shared.states, batch.ranges)
-            blocks = TorchBlocks(
-                self.config, shared.weights, self._cache_shared.planes, attention, states, inputs, batch, wanted, shared.adapters
-            )
+            blocks = self._blocks(self._cache_shared.planes, states, inputs, batch, wanted, scalings)
             results = _Results(ranked(self.compose, wanted.ranking)(blocks))
             states.finish()
             results.fetch(LOGITS if wanted.ranking is None else RANKED)
             return ForwardOutput(results)
 
+    def _blocks(
+        self,
+        planes: Sequence[torch.Tensor],
+        states: RecurrentPass,
+        inputs: Mapping[str, NDArray[Any]],
+        batch: ForwardBatch,
+        wanted: Wanted,
+        scalings: Mapping[int, torch.Tensor],
+    ) -> TorchBlocks:
+        """What computes one pass over the keys and values in `planes`."""
+        shared = self._shared
+        attention_type = PlainAttention if shared.weights.device.type == "cpu" else PaddedAttention
+        attention = attention_type(batch.ranges, BLOCK_SIZE, shared.weights.device)
+        return TorchBlocks(self.config, shared.weights, planes, attention, states, inputs, batch, wanted, shared.adapters, scalings)
+
+    def _scalings(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch) -> dict[int, torch.Tensor]:
+        """The scalings of all rows with X-LoRA, by the number of their adapter: what a pass over these rows alone gives.
+
+        That pass sees and writes keys and values of its own, so that a row's scalings depend on the tokens up to it and on nothing else.
+        """
+        shared = self._shared
+        mixtures = {
+            item.adapter: own.mixture
+            for item in batch.ranges
+            if item.adapter and (own := shared.adapters[item.adapter]).mixture is not None
+        }
+        if not mixtures:
+            return {}
+        part = ScalingPart.of(inputs, batch, {number: mixture.pass_scaling for number, mixture in mixtures.items()})
+        constants = {number: mixtures[number].constant(len(part.rows[number])) for number in part.scaled}
+        states, nothing = RecurrentPass(self._layout, None, part.batch.ranges), Wanted(np.zeros(0, np.int32))
+        hidden = self.compose(self._blocks(shared.scaling_planes, states, part.inputs, part.batch, nothing, constants))[HIDDEN_STATES]
+        shared.num_scaling_passes += 1
+        rows = {number: torch.from_numpy(own.astype(np.int64)) for number, own in part.rows.items()}
+        return {number: mixture.scalings(hidden[rows[number]]) for number, mixture in mixtures.items()}
+
     def load_adapter(self, adapter: Adapter) -> int:
+        if adapter.mixture is not None and not self.takes_mixtures:
+            raise ConfigError(no_room_for_mixture(adapter.name))
         loaded = TorchAdapter(placed(adapter, self.config), self._shared.weights.device)
         number = next(self._shared.adapter_numbers)
         self._shared.adapters[number] = loaded
@@ -183,7 +250,9 @@ class _Shared:
     weights: TorchWeights
     planes: Sequence[torch.Tensor] = ()
     states: RecurrentStates | None = None
+    scaling_planes: Sequence[torch.Tensor] = ()
     num_passes: int = 0
+    num_scaling_passes: int = 0
     adapters: dict[int, TorchAdapter] = field(default_factory=dict)
     adapter_numbers: Iterator[int] = field(default_factory=partial(count, 1))
 

@@ -130,6 +130,13 @@ int has_low_rank(const Pass *pass, const LinearOperation *own) {
     return 0;
 }
 
+/* Multiply what `down` gave the rows of an adapter for ranks [begin, end) by their scalings. */
+static void scale_rows(const PassAdapter *adapter, const int32_t *columns, int begin, int end, float *low_rank, size_t width) {
+    for (int row = 0; row < adapter->count[0]; row++)
+        for (int rank = begin; rank < end; rank++)
+            low_rank[(size_t)row * width + (size_t)rank] *= adapter->scalings[(size_t)row * (size_t)adapter->num_scalings + (size_t)columns[rank]];
+}
+
 /* What `down` of each adapter makes of its rows, in tickets behind the first `skipped`; `ticket` is the first one that this thread has. */
 void run_down(const Work *work, const LinearOperation *own, int ticket, int skipped) {
     const Pass *pass = work->pass;
@@ -140,9 +147,14 @@ void run_down(const Work *work, const LinearOperation *own, int ticket, int skip
         const AdapterSite *site = site_of(adapter, own);
         if (!site || !site->down) continue;
         const int first = adapter->first[is_wanted], panels = parts_of(site->down->outputs, DOWN_OUTPUTS);
-        for (; ticket - skipped < panels; ticket = next_ticket(work, 0))
-            sum_rows(site->down, ticket - skipped, ticket - skipped + 1, buffer(work, own->x), pass->adapter_rows + first,
-                     adapter->count[is_wanted], pass->low_rank + (size_t)first * width, width, 0);
+        for (; ticket - skipped < panels; ticket = next_ticket(work, 0)) {
+            const int panel = ticket - skipped, begin = panel * DOWN_OUTPUTS, left = site->down->outputs - begin;
+            float *low_rank = pass->low_rank + (size_t)first * width;
+            sum_rows(site->down, panel, panel + 1, buffer(work, own->x), pass->adapter_rows + first, adapter->count[is_wanted], low_rank, width,
+                     0);
+            if (site->columns && adapter->scalings && !is_wanted)
+                scale_rows(adapter, site->columns, begin, begin + (left < DOWN_OUTPUTS ? left : DOWN_OUTPUTS), low_rank, width);
+        }
         skipped += panels;
     }
 }

@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERNELS_VERSION 10 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
+#define KERNELS_VERSION 11 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
 
 /* Rows that share one decoding of a weight: as many as keep their sums in registers. */
 #ifdef __AVX512F__
@@ -224,12 +224,15 @@ typedef struct {
 typedef struct {
     const Matrix *down;             /* [sum of ranks, columns] in panels (low_rank.c); NULL = nothing is multiplied */
     const AdapterProduct *products; /* [num_matrices]; NULL = nothing at all */
+    const int32_t *columns;         /* [sum of ranks] which of a row's scalings each rank is multiplied by; NULL = there are none */
 } AdapterSite;
 
 /* An adapter with rows in a pass. */
 typedef struct {
     const AdapterSite *sites;   /* by the site of the operation */
     int32_t first[2], count[2]; /* its rows among `adapter_rows`: of all rows, and of those whose logits are wanted */
+    const float *scalings;      /* [count[0]][num_scalings] of X-LoRA; NULL = none */
+    int64_t num_scalings;
 } PassAdapter;
 
 /* Columns [begin, begin + width) of x. */

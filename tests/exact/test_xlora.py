@@ -1,0 +1,273 @@
+"""Promise 1 with X-LoRA, whose rows run twice: however much is drafted and whoever shares batch, prompt and cache, tokens stay the same.
+
+With our kernels so do their logprobs, bit by bit. By torch rows may differ in their last bits between passes of other shapes; tokens of
+these texts do not.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from harness.adapter_files import write_adapter_of
+from harness.engine_jobs import BEYOND, TREES, make_drafter
+from harness.engine_traffic import check_clean, check_engine
+from harness.exact_targets import skip_without_kernels
+from harness.xlora_files import write_xlora
+from paceline import LLM, ConfigError, SamplingParams
+from paceline.kv_cache.key_values import KeyValues
+from paceline.kv_cache.prefix_index import PrefixIndex
+from paceline.models.checkpoint import read_model_config
+from paceline.outputs import RequestOutput
+from paceline.runtimes.base import Network, Numerics
+from paceline.runtimes.torch.network import TorchNetwork
+from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.request import Request
+
+BLOCK, MAX_CONTEXT, NUM_BLOCKS = 32, 128, 11  # fewer blocks than eight texts take
+DRAFTERS = ["none", "ngram", "suffix_tree", "oracle", "chaos"]
+BY_TORCH = ("chaos",)  # with small counts: these passes take long
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request, and what it gets alone, decoded plainly."""
+
+    prompt: list[int]
+    params: SamplingParams
+    adapter: str | None
+    answer: RequestOutput
+    beyond: list[int]
+
+
+@dataclass(frozen=True)
+class Given:
+    """A target with two X-LoRA adapters and a plain one, and requests for all of them."""
+
+    backend: str
+    target: Path
+    adapters: dict[str, Path]
+    asked: list[Asked]
+
+    def open(self, kind: str = "none", *, num_blocks: int = NUM_BLOCKS, **options: Any) -> LLM:
+        config = read_model_config(self.target)
+        row_bytes = 2 * 4 * 2 * config.num_layers * config.attention.kv_size  # two sets of keys and values
+        known = {(tuple(one.prompt), one.params.seed or 0): one.beyond for one in self.asked}
+        llm = LLM(
+            str(self.target),
+            drafter=make_drafter(kind, known, config.vocab_size, self.target),
+            adapters=self.adapters,
+            **{
+                "backend": self.backend, "device": "cpu", "dtype": "f32", "threads": 1, "max_context": MAX_CONTEXT, "num_draft_tokens": 4,
+                "cache_gb": (num_blocks + 0.5) * BLOCK * row_bytes / 1e9, **options,
+            },
+        )  # fmt: skip
+        llm.engine.speculator.policy = DraftLengthPolicy(4, row_budget=12 if kind in TREES else None)
+        scheduler = llm.engine.scheduler
+        scheduler.limits = replace(scheduler.limits, spare_blocks=0, chunk_rows=40)  # so that requests are preempted, and prompts cut
+        return llm
+
+
+@pytest.fixture(scope="module", params=["native", "torch"])
+def given(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Given]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    if request.param == "native":
+        skip_without_kernels()
+    target, folder = checkpoint("llama"), tmp_path_factory.mktemp("xlora")
+    config = read_model_config(target)
+    adapters = {
+        "mix": write_xlora(folder / "mix", config, seed=1),
+        "layers": write_xlora(folder / "layers", config, seed=2, layerwise_scalings=True, scaling_pass_value=0.3, xlora_depth=2),
+        "plain": write_adapter_of(config, folder / "plain", seed=3),
+    }
+    made, random = Given(request.param, target, adapters, []), np.random.default_rng(7)
+    llm = made.open(num_blocks=40, prefix_cache=False)
+    heads = [random.integers(1, config.vocab_size, 58).tolist() for _ in range(2)]  # answers go into a block of their own
+    for number, adapter in enumerate([None, "mix", "layers", "plain", "mix", "layers", "mix", None]):
+        prompt = [*heads[number % 3 == 1], *random.integers(1, config.vocab_size, 1 + number % 2).tolist()]
+        params = SamplingParams(max_tokens=12, temperature=0.9 * (number % 2), seed=number, ignore_eos=True, logprobs=2)
+        (answer,) = llm.generate([prompt], params, adapter=adapter)
+        (longer,) = llm.generate([prompt], replace(params, max_tokens=12 + BEYOND), adapter=adapter)
+        made.asked.append(Asked(prompt, params, adapter, answer, longer.token_ids))
+    assert llm.stats().num_scaling_passes == 12 * 5 + (12 + BEYOND) * 5 + 10  # a further chunk of each prompt
+    yield made
+    llm.close()
+    torch.set_num_threads(num_threads)
+
+
+def run_together(llm: LLM, asked: list[Asked]) -> list[Request]:
+    engine, requests = llm.engine, list[Request]()
+    for one in asked:
+        requests += llm._opened.requests([one.prompt], one.params, {"adapter": one.adapter}, is_streamed=False)
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+        check_engine(engine)
+    return requests
+
+
+def assert_equal(llm: LLM, requests: list[Request], asked: list[Asked]) -> None:
+    for request, one in zip(requests, asked, strict=True):
+        assert request.error is None
+        found = llm._opened.output(request)
+        assert found.token_ids == one.answer.token_ids, one.adapter
+        if llm.runtime.capabilities.numerics is Numerics.EXACT:
+            assert found.logprobs == one.answer.logprobs, one.adapter
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_requests_with_x_lora_a_plain_adapter_and_none_get_what_they_get_alone(kind: str, given: Given, large_counts: bool) -> None:
+    if given.backend == "torch" and kind not in BY_TORCH and not large_counts:
+        pytest.skip("large counts only")
+    assert len({tuple(one.answer.token_ids) for one in given.asked}) > len(given.asked) // 2  # adapters matter
+    llm = given.open(kind)
+    assert_equal(llm, run_together(llm, given.asked), given.asked)
+    again = run_together(llm, given.asked[::-1])  # now their prompts may be known
+    assert_equal(llm, again, given.asked[::-1])
+    stats = llm.stats()
+    assert stats.num_preemptions > 0
+    assert sum(request.num_cached_tokens for request in again) > 0
+    assert 0 < stats.num_scaling_passes <= stats.num_steps
+    check_clean(llm)
+    if kind in ("oracle", "chaos"):
+        assert stats.speculation.accepted > 0
+
+
+def test_a_step_with_x_lora_takes_one_scaling_pass_and_others_take_none(given: Given) -> None:
+    llm = given.open("oracle", num_blocks=40)
+    asked = {one.adapter: one for one in given.asked[:4]}
+    for adapter, one in asked.items():
+        before = llm.stats()
+        (output,) = llm.generate([one.prompt], one.params, adapter=adapter)
+        after = llm.stats()
+        assert output.token_ids == one.answer.token_ids
+        num_steps = after.num_steps - before.num_steps
+        assert num_steps < 12  # guesses were kept
+        assert after.num_scaling_passes - before.num_scaling_passes == (num_steps if adapter in ("mix", "layers") else 0)
+    assert llm.stats().as_dict()["num_scaling_passes"] > 0
+
+
+def test_x_lora_shares_cached_rows_with_itself_alone(given: Given) -> None:
+    llm = given.open(num_blocks=40)
+    prompt, params = given.asked[0].prompt, SamplingParams(max_tokens=2)
+    for name in (None, "mix", "layers"):
+        (output,) = llm.generate([prompt], params, adapter=name)
+        assert output.usage.num_cached_tokens == 0
+        (output,) = llm.generate([prompt], params, adapter=name)
+        assert output.usage.num_cached_tokens == BLOCK
+
+
+def test_x_lora_is_loaded_later_only_where_its_cache_was_planned(given: Given, checkpoint: Callable[[str], Path]) -> None:
+    directory = given.adapters["mix"]
+    llm = given.open(num_blocks=40)
+    one = next(one for one in given.asked if one.adapter == "mix")
+    llm.unload_adapter("mix")
+    llm.load_adapter("again", directory)
+    assert llm.generate([one.prompt], one.params, adapter="again")[0].token_ids == one.answer.token_ids
+    llm.requantize("none")
+    assert llm.generate([one.prompt], one.params, adapter="again")[0].token_ids == one.answer.token_ids
+    without = LLM(str(given.target), backend=given.backend, device="cpu", dtype="f32", drafter="none", threads=1, max_context=MAX_CONTEXT)
+    with pytest.raises(ConfigError, match=r"'mix' needs a second set of keys and values, .* in adapters= \(--adapter\) then"):
+        without.load_adapter("mix", directory)
+    assert without.adapters == ()
+    assert 2 * without.engine.cache.bytes_per_token == llm.engine.cache.bytes_per_token
+
+
+def test_models_with_recurrent_layers_take_no_x_lora(given: Given, checkpoint: Callable[[str], Path]) -> None:
+    options: dict[str, Any] = {"drafter": "none", "threads": 1, "max_context": MAX_CONTEXT, "device": "cpu", "backend": given.backend}
+    with pytest.raises(ConfigError, match="would need states of its own, and the model has recurrent layers"):
+        LLM(str(checkpoint("lfm2")), adapters={"mix": given.adapters["mix"]}, **options)
+
+
+def test_layers_with_a_window_give_back_the_rows_of_both_passes(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """A prompt far beyond the window, drafted for and known already, is answered as without a drafter and without a cache."""
+    skip_without_kernels()
+    target = checkpoint("sliding")
+    config = read_model_config(target)
+    directory = write_xlora(tmp_path, config, seed=4, scaling_pass_value=0.2)
+    prompt = np.random.default_rng(1).integers(1, config.vocab_size, 300).tolist()
+    options: dict[str, Any] = {"adapters": {"mix": directory}, "threads": 1, "device": "cpu", "backend": "native", "max_context": 400}
+    params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=1)
+    with LLM(str(target), drafter="none", prefix_cache=False, **options) as llm:
+        (expected,) = llm.generate([prompt], params, adapter="mix")
+    known = {(tuple(prompt), 0): expected.token_ids}
+    with LLM(str(target), drafter=make_drafter("chaos", known, config.vocab_size, target), num_draft_tokens=4, **options) as llm:
+        llm.engine.speculator.policy = DraftLengthPolicy(4, row_budget=12)
+        for _ in range(2):
+            (found,) = llm.generate([prompt], replace(params, seed=0), adapter="mix")
+            assert found.token_ids == expected.token_ids
+            assert found.logprobs == expected.logprobs
+        assert found.usage.num_cached_tokens > 0
+        assert llm.stats().speculation.accepted > 0
+
+
+# Planted faults
+
+
+def share_blocks(patch: pytest.MonkeyPatch, llm: LLM) -> None:
+    real = PrefixIndex.links
+    patch.setattr(PrefixIndex, "links", lambda index, token_ids, salt, chain, num: real(index, token_ids, b"", chain, num))
+
+
+def let_scaling_passes_write_what_real_ones_read(patch: pytest.MonkeyPatch, llm: LLM) -> None:
+    """As if there were one cache."""
+    shared = llm.runtime._shared  # type: ignore[attr-defined]
+    if isinstance(llm.runtime, TorchNetwork):
+        patch.setattr(shared, "scaling_planes", shared.planes)
+    else:
+        shared.scaling_program.execution.use_cache(*shared._cache, shared.kv_type)
+
+
+def leave_rows_of_scaling_passes_where_they_are(patch: pytest.MonkeyPatch, llm: LLM) -> None:
+    """Kept paths are moved in the real keys and values alone."""
+    real, first = KeyValues.keep_path, llm.engine.cache.memories[0]
+
+    def keep_path(memory: KeyValues, plan: Any, commit: Any) -> None:
+        if memory is first:
+            real(memory, plan, commit)
+
+    patch.setattr(KeyValues, "keep_path", keep_path)
+
+
+def give_guesses_the_scalings_of_the_root(patch: pytest.MonkeyPatch, llm: LLM) -> None:
+    kind = type(llm.runtime)
+    real = kind._scalings  # type: ignore[attr-defined]
+
+    def scalings(network: Network, inputs: Any, batch: Any) -> Any:
+        found = real(network, inputs, batch)
+        for number, own in found.items():
+            at = 0
+            for item in batch.ranges:
+                if item.adapter == number:
+                    own[at : at + item.num_rows] = own[at]
+                    at += item.num_rows
+        return found
+
+    patch.setattr(kind, "_scalings", scalings)
+
+
+FAULTS = [
+    (share_blocks, "none"),
+    (let_scaling_passes_write_what_real_ones_read, "none"),
+    (leave_rows_of_scaling_passes_where_they_are, "chaos"),
+    (give_guesses_the_scalings_of_the_root, "oracle"),
+]
+
+
+@pytest.mark.parametrize(("plant", "kind"), FAULTS)
+def test_planted_faults_are_noticed(
+    plant: Callable[[pytest.MonkeyPatch, LLM], None], kind: str, given: Given, monkeypatch: pytest.MonkeyPatch, large_counts: bool
+) -> None:
+    if given.backend == "torch" and not large_counts:
+        pytest.skip("large counts only")
+    llm = given.open(kind)
+    plant(monkeypatch, llm)
+    requests = [*run_together(llm, given.asked), *run_together(llm, given.asked)]
+    with pytest.raises(AssertionError):
+        assert_equal(llm, requests, [*given.asked, *given.asked])
