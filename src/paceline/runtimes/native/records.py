@@ -361,7 +361,7 @@ class Program(Structure):
     )  # fmt: skip
 
 
-VERSION = 9
+VERSION = 10
 """KERNELS_VERSION of kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (
