@@ -19,8 +19,8 @@ if not BUILT:
 
 BY_LEVEL = pytest.mark.parametrize("level", BUILT)
 BY_TYPE = pytest.mark.parametrize("kv_type", KVType, ids=lambda kv_type: kv_type.value)
-# What rounding q and the weights to bfloat16 costs beside the values as they are stored; else the arithmetic of float32.
-TOLERANCE = {KVType.F32: 3e-6, KVType.BF16: 2e-2, KVType.F16: 5e-6, KVType.INT8: 5e-6}
+# What rounding q and the weights to bfloat16, or q to codes of 8 bits, costs beside the values as they are stored; else the arithmetic of float32.
+TOLERANCE = {KVType.F32: 3e-6, KVType.BF16: 2e-2, KVType.F16: 5e-6, KVType.INT8: 2e-2}
 
 
 def as_stored(bench: Bench, table: Sequence[int], count: int) -> tuple[FloatArray, FloatArray]:
@@ -63,7 +63,7 @@ def test_a_long_text_is_its_definition_over_what_is_stored(
 
 
 @BY_LEVEL
-@BY_TYPE
+@pytest.mark.parametrize("kv_type", [KVType.F32, KVType.BF16, KVType.F16], ids=lambda kv_type: kv_type.value)
 def test_the_weights_of_a_row_sum_up_to_one_as_they_are_rounded(kv_type: KVType, level: str, seed: int) -> None:
     """So a value that all rows have in common comes back as it is, also where weights are rounded to 8 digits in front of products."""
     random = np.random.default_rng(seed)

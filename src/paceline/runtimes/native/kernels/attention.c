@@ -114,56 +114,45 @@ static void pack_queries(const Program *program, const Task *task) {
         default: { enum { KIND = KV_BF16 }; call; break; }      \
     }
 
-/* Scores of queries [first, end) with the rows of a block; `next` is asked for meanwhile, unless it is the same. */
-INLINE void score_queries(const int kind, const Task *task, const uint8_t *keys, const uint8_t *next, int first, int end, float *scores, int room) {
-    const int size = task->size, padded = task->values.padded, eights = (end - first) / SCORED, rest = (end - first) % SCORED;
-    const int fours = SCORED > QUERIES ? rest / QUERIES : 0, tiles = eights + fours + rest - fours * QUERIES, steps = score_steps(kind, size);
-    const size_t bytes = next == keys ? 0 : unit_bytes(kind, size);
-    const float *q = task->packed + first * padded;
-    for (int tile = 0; tile < tiles; tile++) {
-        const Early early = share_of(next, bytes, tile, tiles, steps);
-        const int queries = tile < eights ? SCORED : tile < eights + fours ? QUERIES : 1;
-        if (tile < eights)
-            score_tile(kind, keys, early, q, size, scores, room, SCORED);
-        else if (SCORED > QUERIES && tile < eights + fours)
-            score_tile(kind, keys, early, q, size, scores, room, QUERIES);
-        else
-            score_tile(kind, keys, early, q, size, scores, room, 1);
-        q += queries * padded;
-        scores += queries * room;
-    }
+/* Scores of queries [first, end) with the rows of a block; `next` is asked for meanwhile (NULL = nothing). */
+INLINE void score_queries(const int kind, const Task *task, const uint8_t *keys, const uint8_t *const *next, int first, int end, float *scores, int room) {
+    const int size = task->size, padded = task->values.padded, rest = (end - first) % SCORED, fours = SCORED > QUERIES ? rest / QUERIES : 0;
+    Early early = early_of(next, unit_bytes(kind, size), (end - first) / SCORED + fours + rest - fours * QUERIES, score_steps(kind, size));
+    const float *q = task->packed;
+    int query = first;
+    for (; query + SCORED <= end; query += SCORED)
+        score_tile(kind, keys, &early, q + query * padded, size, scores + (query - first) * room, room, SCORED);
+    for (; SCORED > QUERIES && query + QUERIES <= end; query += QUERIES)
+        score_tile(kind, keys, &early, q + query * padded, size, scores + (query - first) * room, room, QUERIES);
+    for (; query < end; query++) score_tile(kind, keys, &early, q + query * padded, size, scores + (query - first) * room, room, 1);
 }
 
 /* Scores of queries [first, end) with all rows of the blocks that slots [from, stop) are in. */
 static void score_slots(const Task *task, int first, int end, int from, int stop, const uint8_t *const *next, float *scores, int room) {
     for (int slot = from / SLOTS * SLOTS; slot < stop; slot += SLOTS) {
         const uint8_t *keys = task->keys + (size_t)task->values.table[slot / SLOTS] * task->values.stride;
-        const uint8_t *soon = next ? next[slot / SLOTS - from / SLOTS] : keys;
+        const uint8_t *const *soon = next ? next + slot / SLOTS - from / SLOTS : NULL;
         BY_KIND(score_queries(KIND, task, keys, soon, first, end, scores + slot - from / SLOTS * SLOTS, room))
     }
 }
 
-/* Values of slots [from, end), all of one block, onto the sums of queries [first, last): tile by tile while they are in the fastest cache. */
+INLINE void add_columns(const int kind, const Task *task, const uint8_t *unit, Early *early, int from, int end, int query, const int queries) {
+    const int padded = task->values.padded;
+    const float *weights = task->scores + query * SPLIT;
+    float *sums = task->sums + query * (padded + LANES);
+    int begin = 0;
+    for (; begin + PARTS * LANES <= padded; begin += PARTS * LANES)
+        add_tile(kind, unit, padded, early, from, end, task->base, weights, SPLIT, begin, sums, queries, PARTS);
+    for (; begin < padded; begin += LANES) add_tile(kind, unit, padded, early, from, end, task->base, weights, SPLIT, begin, sums, queries, 1);
+}
+
+/* Values of slots [from, end), all of one block, onto the sums of queries [first, last): all of them while it is in the fastest cache. */
 INLINE void add_block(const int kind, const Task *task, const uint8_t *unit, int from, int end, int first, int last) {
-    const Values *values = &task->values;
-    const int padded = values->padded, wide = padded / (PARTS * LANES), narrow = padded / LANES % PARTS, steps = add_steps(kind);
-    const int fours = (last - first) / QUERIES, stacked = fours + (last - first) % QUERIES, tiles = (wide + narrow) * stacked;
-    const uint8_t *next = values->next[from / SLOTS - values->first];
-    for (int tile = 0; tile < tiles; tile++) {
-        const Early early = share_of(next, unit_bytes(task->kind, task->size), tile, tiles, steps);
-        const int beside = tile / stacked, below = tile % stacked, begin = (beside < wide ? beside * PARTS : wide * (PARTS - 1) + beside) * LANES;
-        const int query = first + (below < fours ? below * QUERIES : fours * (QUERIES - 1) + below);
-        const float *weights = task->scores + query * SPLIT;
-        float *sums = task->sums + query * (padded + LANES);
-        if (beside < wide && below < fours)
-            add_tile(kind, unit, padded, early, from, end, task->base, weights, SPLIT, begin, sums, QUERIES, PARTS);
-        else if (beside < wide)
-            add_tile(kind, unit, padded, early, from, end, task->base, weights, SPLIT, begin, sums, 1, PARTS);
-        else if (below < fours)
-            add_tile(kind, unit, padded, early, from, end, task->base, weights, SPLIT, begin, sums, QUERIES, 1);
-        else
-            add_tile(kind, unit, padded, early, from, end, task->base, weights, SPLIT, begin, sums, 1, 1);
-    }
+    const int parts = task->values.padded / LANES, columns = parts / PARTS + parts % PARTS, tiles = columns * ((last - first) / QUERIES + (last - first) % QUERIES);
+    Early early = early_of(task->values.next + from / SLOTS - task->values.first, unit_bytes(task->kind, task->size), tiles, add_steps(kind));
+    int query = first;
+    for (; query + QUERIES <= last; query += QUERIES) add_columns(kind, task, unit, &early, from, end, query, QUERIES);
+    for (; query < last; query++) add_columns(kind, task, unit, &early, from, end, query, 1);
 }
 
 /* Values of slots [from, end) onto the sums of queries [first, last). */
@@ -323,7 +312,7 @@ static void merge(float *running, const float *part, int padded) {
         memcpy(running, part, (size_t)(padded + 2) * sizeof(float));
         return;
     }
-    const float more = told[0] - kept[0], share = power_of_two(broadcast(more > 0.0f ? -more : more), 0)[0];
+    const float more = told[0] - kept[0], share = power_of_two(more > 0.0f ? -more : more);
     const floats old = broadcast(more > 0.0f ? share : 1.0f), new = broadcast(more > 0.0f ? 1.0f : share);
     for (int i = 0; i < padded; i += LANES) store(running + i, fused(load(part + i), new, load(running + i) * old));
     kept[1] = kept[1] * old[0] + told[1] * new[0];
@@ -344,8 +333,8 @@ void finish_attention(const Program *program, const AttentionOperation *own, con
         float *sums = parts + query * floats_a_part, share = 1.0f / sums[padded + 1];
         if (own->sinks) {
             const float sink = own->sinks[head] * LOG2_E, largest = sink > sums[padded] ? sink : sums[padded];
-            const float factor = power_of_two(broadcast(sums[padded] - largest), 0)[0];
-            share = factor / (sums[padded + 1] * factor + power_of_two(broadcast(sink - largest), 0)[0]);
+            const float factor = power_of_two(sums[padded] - largest);
+            share = factor / (sums[padded + 1] * factor + power_of_two(sink - largest));
         }
         scale(sums, own->head_size, share, program->buffers[own->head.out] + (row * (size_t)own->heads + (size_t)head) * (size_t)own->head_size);
     }

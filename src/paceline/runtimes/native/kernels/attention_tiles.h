@@ -40,23 +40,28 @@ INLINE floats load_stored(const int kind, const uint8_t *from) {
     return __builtin_convertvector(__builtin_convertvector(v, ints), floats);
 }
 
-/* What is asked for early while a tile works: bytes [at, end), some lines in each of its steps. Tiles that work on the same block share out
- * what comes next, so that it comes while all of them work. */
+/* What is asked for early while tiles work, some lines in each of their steps: bytes [at, end) of a unit from memory, and those of the unit
+ * before it, which were asked for before, from the second-level cache: `nearer` bytes away. Tiles that work on the same block share out what
+ * comes next, so that it comes while all of them work. */
 typedef struct {
     const uint8_t *at, *end;
-    int lines;
+    ptrdiff_t nearer;
+    int lines; /* of a step */
 } Early;
 
 #define LINE 64
 
-/* The share of tile `number` of `tiles` in `bytes` bytes at `from`; each has so many steps. */
-INLINE Early share_of(const uint8_t *from, size_t bytes, int number, int tiles, int steps) {
-    const int lines = (int)(bytes / LINE), first = lines * number / tiles, end = lines * (number + 1) / tiles;
-    return (Early){from + (size_t)first * LINE, from + (size_t)end * LINE, (end - first + steps - 1) / steps};
+/* For so many tiles of so many steps. `next`: the second of two units of `bytes` bytes; NULL = nothing. */
+INLINE Early early_of(const uint8_t *const *next, size_t bytes, int tiles, int steps) {
+    if (!next) return (Early){0};
+    return (Early){next[0], next[0] + bytes, next[-1] - next[0], ((int)(bytes / LINE) + tiles * steps - 1) / (tiles * steps)};
 }
 
 INLINE void ask_for(Early *early) {
-    for (int i = 0; i < early->lines && early->at < early->end; i++, early->at += LINE) __builtin_prefetch(early->at, 0, 2);
+    for (int i = 0; i < early->lines && early->at < early->end; i++, early->at += LINE) {
+        __builtin_prefetch(early->at, 0, 2);
+        __builtin_prefetch(early->at + early->nearer, 0, 3);
+    }
 }
 
 /* Steps that a tile takes over a block of keys. */
@@ -67,7 +72,7 @@ INLINE int score_steps(const int kind, int size) { return kind == KV_S8 ? (size 
 #define SUM_OF_QUERY(padded) ((padded) - 1)
 
 /* scores[query][slot] = q[query] . keys[slot] for all slots of a block of codes, each lane four columns of a slot: products of whole numbers. */
-INLINE void score_codes(const uint8_t *keys, Early early, const float *q, int size, float *scores, int room, const int queries) {
+INLINE void score_codes(const uint8_t *keys, Early *early, const float *q, int size, float *scores, int room, const int queries) {
     const int padded = padded_columns(size);
     const int32_t *packed = (const int32_t *)q;
     ints sum[SCORED][2];
@@ -76,7 +81,7 @@ INLINE void score_codes(const uint8_t *keys, Early early, const float *q, int si
         weight_codes k[2];
         EACH_HALF k[half] = split_codes(load_words_at(keys + (size_t)(2 * quad + half) * sizeof(words)) ^ 0x80808080u);
         EACH_QUERY EACH_HALF sum[query][half] = dot_bytes(k[half], packed + query * padded + quad * DOT_WORDS, sum[query][half]);
-        ask_for(&early);
+        ask_for(early);
     }
     EACH_QUERY EACH_HALF {
         const floats scale = load(scales_of(keys, size) + half * LANES) * broadcast(q[query * padded + SCALE_OF_QUERY(padded)]);
@@ -85,7 +90,7 @@ INLINE void score_codes(const uint8_t *keys, Early early, const float *q, int si
 }
 
 /* scores[query][slot] = q[query] . keys[slot] for all slots of a block. */
-INLINE void score_tile(const int kind, const uint8_t *keys, Early early, const float *q, int size, float *scores, int room, const int queries) {
+INLINE void score_tile(const int kind, const uint8_t *keys, Early *early, const float *q, int size, float *scores, int room, const int queries) {
     const int padded = padded_columns(size);
     floats sum[SCORED][2];
     if (kind == KV_S8) {
@@ -101,7 +106,7 @@ INLINE void score_tile(const int kind, const uint8_t *keys, Early early, const f
                 const bf16s x = broadcast_pair(q + query * padded + pair * PAIR_FLOATS);
                 EACH_HALF sum[query][half] = dot_bf16(k[half], x, sum[query][half]);
             }
-            ask_for(&early);
+            ask_for(early);
         }
     else
         for (int column = 0; column < size; column++) {
@@ -111,7 +116,7 @@ INLINE void score_tile(const int kind, const uint8_t *keys, Early early, const f
                 const floats x = broadcast(q[query * padded + column]);
                 EACH_HALF sum[query][half] = fused(k[half], x, sum[query][half]);
             }
-            ask_for(&early);
+            ask_for(early);
         }
     EACH_QUERY EACH_HALF store(scores + query * room + half * LANES, sum[query][half]);
 }
@@ -151,7 +156,7 @@ INLINE void add_pair(const uint8_t *columns, uint32_t seen, const float *weights
 
 /* sums[query] += weights[query][slot] values[slot] over slots [from, end) of one block, whose weights lie at [slot - base]; `parts` vectors of
  * columns from `begin` on. Slots of bfloat16 go two by two; of a pair that is not seen whole, the other row counts as nothing. */
-INLINE void add_tile(const int kind, const uint8_t *unit, int padded, Early early, int from, int end, int base, const float *weights, int room, int begin, float *sums, const int queries, const int parts) {
+INLINE void add_tile(const int kind, const uint8_t *unit, int padded, Early *early, int from, int end, int base, const float *weights, int room, int begin, float *sums, const int queries, const int parts) {
     const size_t width = (size_t)padded * item_bytes(kind);
     const uint8_t *columns = unit + (size_t)begin * item_bytes(kind) * (kind == KV_BF16 ? 2 : 1);
     floats sum[QUERIES][PARTS];
@@ -166,7 +171,7 @@ INLINE void add_tile(const int kind, const uint8_t *unit, int padded, Early earl
         }
         for (; slot + 1 < end; slot += 2, at += 2 * width, pair += PAIR_FLOATS) {
             add_pair(at, 0xFFFFFFFFu, pair, room, sum, queries, parts);
-            ask_for(&early);
+            ask_for(early);
         }
         if (slot < end) add_pair(at, 0xFFFFu, pair, room, sum, queries, parts);
     } else
@@ -177,7 +182,7 @@ INLINE void add_tile(const int kind, const uint8_t *unit, int padded, Early earl
                 const floats weight = broadcast(weights[query * room + slot - base]);
                 EACH_PART sum[query][part] = fused(weight, v[part], sum[query][part]);
             }
-            ask_for(&early);
+            ask_for(early);
         }
     EACH_QUERY EACH_PART store(sums + query * (padded + LANES) + begin + part * LANES, sum[query][part]);
 }

@@ -32,6 +32,13 @@ INLINE void pack_pairs(float *x, int from, int end) {
     }
 }
 
+/* Vectors of weights that are made together. */
+#ifdef __AVX512F__
+#define MOST_VECTORS 4
+#else
+#define MOST_VECTORS 2
+#endif
+
 #define LOG2_E 1.44269504088896341f
 
 /* The larger one; b where either is not a number, as the instruction of x86. */
@@ -44,25 +51,31 @@ INLINE floats larger_of(floats a, floats b) {
 #endif
 }
 
-/* 2^x for x <= 0; 0 below -125.5, 1 of 0, NaN of NaN. To about a unit in the last place, or, of what is rounded to bfloat16, to 3e-6: the
- * whole part of x becomes the exponent, of the rest there is a polynomial, twice as large, so that the smallest exponent makes 0. */
-INLINE floats power_of_two(floats x, const int is_rounded) {
+#define EACH_VECTOR _Pragma("unroll") for (int i = 0; i < count; i++)
+
+/* x becomes 2^x, for x <= 0; 0 below -125.5, 1 of 0, NaN of NaN. To about a unit in the last place, or, of what is rounded to bfloat16, to
+ * 3e-6: the whole part of x becomes the exponent, of the rest there is a polynomial, twice as large, so that the smallest exponent makes 0.
+ * Vectors go step by step together: each step waits for the one before. */
+INLINE void powers_of_two(floats *x, const int count, const int is_rounded) {
+    static const float exact[] = {3.0706723639e-4f, 2.6797748891e-3f, 1.9236874717e-2f, 1.1100664942e-1f, 4.8045295827e-1f, 1.3862944057f, 2.0f};
+    static const float rounded[] = {1.9165705731e-2f, 1.1181284985e-1f, 4.8048197234e-1f, 1.3862483867f, 2.0f};
+    const float *of = is_rounded ? rounded : exact;
+    const int degree = is_rounded ? 4 : 6;
     const floats shift = broadcast(12582912.0f + 126.0f); /* 1.5 * 2^23: sums are whole numbers, in the low bits */
-    x = larger_of(broadcast(-126.0f), x);
-    const floats whole = x + shift, r = x - (whole - shift);
-    floats p;
-    if (is_rounded) {
-        p = fused(broadcast(1.9165705731e-2f), r, broadcast(1.1181284985e-1f));
-        p = fused(p, r, broadcast(4.8048197234e-1f));
-        p = fused(p, r, broadcast(1.3862483867f));
-    } else {
-        p = fused(broadcast(3.0706723639e-4f), r, broadcast(2.6797748891e-3f));
-        p = fused(p, r, broadcast(1.9236874717e-2f));
-        p = fused(p, r, broadcast(1.1100664942e-1f));
-        p = fused(p, r, broadcast(4.8045295827e-1f));
-        p = fused(p, r, broadcast(1.3862944057f));
-    }
-    return fused(p, r, broadcast(2.0f)) * (floats)((words)whole << 23);
+    floats whole[MOST_VECTORS], p[MOST_VECTORS];
+    EACH_VECTOR x[i] = larger_of(broadcast(-126.0f), x[i]);
+    EACH_VECTOR whole[i] = x[i] + shift;
+    EACH_VECTOR p[i] = whole[i] - shift;
+    EACH_VECTOR x[i] -= p[i];
+    EACH_VECTOR p[i] = fused(broadcast(of[0]), x[i], broadcast(of[1]));
+    _Pragma("unroll") for (int term = 2; term <= degree; term++) EACH_VECTOR p[i] = fused(p[i], x[i], broadcast(of[term]));
+    EACH_VECTOR x[i] = p[i] * (floats)((words)whole[i] << 23);
+}
+
+INLINE float power_of_two(float x) {
+    floats v = broadcast(x);
+    powers_of_two(&v, 1, 0);
+    return v[0];
 }
 
 INLINE float largest_lane(floats v) {
@@ -99,21 +112,30 @@ INLINE floats keep_pairs(floats a, floats b, floats sum, float *to) {
 #endif
 }
 
+/* Some vectors of weights_of; returns the sum. */
+INLINE floats weigh_vectors(float *scores, int at, const int count, float factor, float largest, floats sum, const int is_rounded) {
+    floats x[MOST_VECTORS];
+    EACH_VECTOR x[i] = load(scores + at + i * LANES) * broadcast(factor);
+    EACH_VECTOR x[i] -= broadcast(largest);
+    powers_of_two(x, count, is_rounded);
+    if (is_rounded)
+        for (int i = 0; i < count; i += 2) sum = keep_pairs(x[i], x[i + 1], sum, scores + (at / 2 + i / 2 * LANES) * PAIR_FLOATS);
+    else
+        EACH_VECTOR {
+            store(scores + at + i * LANES, x[i]);
+            sum += x[i];
+        }
+    return sum;
+}
+
 /* Scores [first, last), multiples of 32, become weights 2^(factor * score - largest), as pairs of bfloat16 where `is_rounded`; their sum, as
  * they are then. */
 INLINE float weights_of(float *scores, int first, int last, float factor, float largest, const int is_rounded) {
     floats sum = broadcast(0.0f);
-    for (int i = first; i < last; i += 2 * LANES) {
-        const floats a = power_of_two(load(scores + i) * broadcast(factor) - broadcast(largest), is_rounded);
-        const floats b = power_of_two(load(scores + i + LANES) * broadcast(factor) - broadcast(largest), is_rounded);
-        if (is_rounded)
-            sum = keep_pairs(a, b, sum, scores + i / 2 * PAIR_FLOATS);
-        else {
-            store(scores + i, a);
-            store(scores + i + LANES, b);
-            sum += a + b;
-        }
-    }
+    int at = first;
+    for (; at + MOST_VECTORS * LANES <= last; at += MOST_VECTORS * LANES)
+        sum = weigh_vectors(scores, at, MOST_VECTORS, factor, largest, sum, is_rounded);
+    for (; at < last; at += 2 * LANES) sum = weigh_vectors(scores, at, 2, factor, largest, sum, is_rounded);
     return lane_sum(sum);
 }
 
