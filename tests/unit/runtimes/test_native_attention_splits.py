@@ -19,7 +19,7 @@ if not BUILT:
 
 BY_LEVEL = pytest.mark.parametrize("level", BUILT)
 BY_TYPE = pytest.mark.parametrize("kv_type", KVType, ids=lambda kv_type: kv_type.value)
-# What rounding q and the weights to bfloat16, or q to codes of 8 bits, costs beside the values as they are stored; else the arithmetic of float32.
+# What rounding q and the weights costs beside the values as they are stored; else the arithmetic of float32.
 TOLERANCE = {KVType.F32: 3e-6, KVType.BF16: 2e-2, KVType.F16: 5e-6, KVType.INT8: 2e-2}
 
 

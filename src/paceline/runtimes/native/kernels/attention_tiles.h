@@ -40,12 +40,11 @@ INLINE floats load_stored(const int kind, const uint8_t *from) {
     return __builtin_convertvector(__builtin_convertvector(v, ints), floats);
 }
 
-/* What is asked for early while tiles work, some lines in each of their steps: bytes [at, end) of a unit from memory, and those of the unit
- * before it, which were asked for before, from the second-level cache: `nearer` bytes away. Tiles that work on the same block share out what
- * comes next, so that it comes while all of them work. */
+/* What is asked for early while tiles work, some lines in each of their steps: bytes [far, end) of a unit from memory, and as many of the unit
+ * before it, which were asked for before, from the second-level cache. Tiles that work on the same block share out what comes next, so that it
+ * comes while all of them work. */
 typedef struct {
-    const uint8_t *at, *end;
-    ptrdiff_t nearer;
+    const uint8_t *far, *end, *near;
     int lines; /* of a step */
 } Early;
 
@@ -54,13 +53,13 @@ typedef struct {
 /* For so many tiles of so many steps. `next`: the second of two units of `bytes` bytes; NULL = nothing. */
 INLINE Early early_of(const uint8_t *const *next, size_t bytes, int tiles, int steps) {
     if (!next) return (Early){0};
-    return (Early){next[0], next[0] + bytes, next[-1] - next[0], ((int)(bytes / LINE) + tiles * steps - 1) / (tiles * steps)};
+    return (Early){next[0], next[0] + bytes, next[-1], ((int)(bytes / LINE) + tiles * steps - 1) / (tiles * steps)};
 }
 
 INLINE void ask_for(Early *early) {
-    for (int i = 0; i < early->lines && early->at < early->end; i++, early->at += LINE) {
-        __builtin_prefetch(early->at, 0, 2);
-        __builtin_prefetch(early->at + early->nearer, 0, 3);
+    for (int i = 0; i < early->lines && early->far < early->end; i++, early->far += LINE, early->near += LINE) {
+        __builtin_prefetch(early->far, 0, 2);
+        __builtin_prefetch(early->near, 0, 3);
     }
 }
 

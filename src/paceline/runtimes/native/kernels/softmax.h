@@ -112,7 +112,7 @@ INLINE floats keep_pairs(floats a, floats b, floats sum, float *to) {
 #endif
 }
 
-/* Some vectors of weights_of; returns the sum. */
+/* `count` vectors of weights_of; returns the sum. */
 INLINE floats weigh_vectors(float *scores, int at, const int count, float factor, float largest, floats sum, const int is_rounded) {
     floats x[MOST_VECTORS];
     EACH_VECTOR x[i] = load(scores + at + i * LANES) * broadcast(factor);
