@@ -179,6 +179,17 @@ def test_a_cache_that_does_not_fit_in_memory_is_a_capacity_error(seed: int, monk
         runtime.new_cache(2)
 
 
+def test_what_passes_read_and_write_begins_at_a_cache_line(token_ids: list[int], seed: int) -> None:
+    """So no vector of the kernels lies across two of them; the arrays are large enough to be mapped, which numpy begins 16 bytes later."""
+    runtime = open_runtime(seed)
+    cache = runtime.new_cache(4000)
+    plan = cache.reserve(cache.new_sequence(), range(-1, 39))
+    runtime.forward(*assemble([plan], [token_ids[:40]], [range(40)]))
+    execution = runtime._programs[None].execution
+    arrays = [*execution._planes, *execution._buffers, *execution._scratch, execution._parts, execution._packed, execution._packed_rows]
+    assert [array.ctypes.data % 64 for array in arrays] == [0] * len(arrays)
+
+
 def test_weights_in_groups_give_the_bits_of_their_values(token_ids: list[int], seed: int) -> None:
     """Codes of 8 and 4 bits against the same network with every value written out, embedding and head included."""
     random = np.random.default_rng(seed)

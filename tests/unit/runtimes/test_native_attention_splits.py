@@ -19,8 +19,8 @@ if not BUILT:
 
 BY_LEVEL = pytest.mark.parametrize("level", BUILT)
 BY_TYPE = pytest.mark.parametrize("kv_type", KVType, ids=lambda kv_type: kv_type.value)
-# What rounding q and the weights to bfloat16 costs beside the values as they are stored; else the arithmetic of float32.
-TOLERANCE = {KVType.F32: 3e-6, KVType.BF16: 2e-2, KVType.F16: 5e-6, KVType.INT8: 5e-6}
+# What rounding q and the weights costs beside the values as they are stored; else the arithmetic of float32.
+TOLERANCE = {KVType.F32: 3e-6, KVType.BF16: 2e-2, KVType.F16: 5e-6, KVType.INT8: 2e-2}
 
 
 def as_stored(bench: Bench, table: Sequence[int], count: int) -> tuple[FloatArray, FloatArray]:
@@ -47,7 +47,7 @@ def read(bench: Bench, rows: Sequence[FloatArray], sizes: Sequence[int], table: 
 
 @BY_LEVEL
 @BY_TYPE
-@pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(4, 2, 64), (6, 1, 24), (2, 2, 5)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(4, 2, 64), (6, 1, 24), (2, 2, 5), (7, 1, 80)])
 def test_a_long_text_is_its_definition_over_what_is_stored(
     heads: int, kv_heads: int, head_size: int, kv_type: KVType, level: str, seed: int
 ) -> None:
@@ -60,6 +60,20 @@ def test_a_long_text_is_its_definition_over_what_is_stored(
     for row in (0, 249, 255, 256, 257, 511, 512, 640, 699):
         expected = bench.expected(rows[0][row], keys[: row + 1], values[: row + 1])
         assert np.abs(found[row] - expected).max() <= TOLERANCE[kv_type] * max(1.0, np.abs(values).max())
+
+
+@BY_LEVEL
+@pytest.mark.parametrize("kv_type", [KVType.F32, KVType.BF16, KVType.F16], ids=lambda kv_type: kv_type.value)
+def test_the_weights_of_a_row_sum_up_to_one_as_they_are_rounded(kv_type: KVType, level: str, seed: int) -> None:
+    """So a value that all rows have in common comes back as it is, also where weights are rounded to 8 digits in front of products."""
+    random = np.random.default_rng(seed)
+    bench = Bench.make(4, 2, 24, level=level, kv_type=kv_type, num_threads=2)
+    table = shuffled(random, 24)
+    q, k, v = bench.rows(random, 560)
+    q *= 3
+    v[...] = np.where(np.arange(v.shape[1]) % 2, 0.75, -0.75)
+    found = read(bench, (q, k, v), (550, 10), table)
+    assert np.abs(found - np.tile(v, 2)).max() <= 2e-6
 
 
 @BY_TYPE

@@ -39,6 +39,7 @@ from paceline.runtimes.base import (
 )
 from paceline.runtimes.decoder import HIDDEN_STATES, LAYER_ROWS, TOKEN_IDS, Compose, ranked
 from paceline.runtimes.native.adapters import NativeAdapter, Sites
+from paceline.runtimes.native.aligned import zero_bytes, zeros
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.native.mixture import NativeMixture
@@ -46,7 +47,6 @@ from paceline.runtimes.native.packed_rows import PackedRows
 from paceline.runtimes.native.panels import Panels
 from paceline.runtimes.native.program import NativeBlocks, Recorded, share_memory
 from paceline.runtimes.native.records import Rows
-from paceline.runtimes.native.states import zeros
 from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.planes import planes_of
 from paceline.runtimes.ranking import Ranking
@@ -184,7 +184,7 @@ class NativeNetwork(Network):
 
     def _new_storage(self, group: KVGroup, num_blocks: int) -> NDArray[np.uint8]:
         try:
-            return np.zeros(group.stored_shape(num_blocks, BLOCK_SIZE, self.capabilities.kv_type), np.uint8)
+            return zero_bytes(group.stored_shape(num_blocks, BLOCK_SIZE, self.capabilities.kv_type))
         except MemoryError as error:
             raise CapacityError(f"a cache of {num_blocks} blocks does not fit in memory: lower cache_gb") from error
 

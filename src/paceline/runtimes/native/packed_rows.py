@@ -16,8 +16,8 @@ _ITEMS = {KVType.F32: np.float32, KVType.BF16: np.uint16, KVType.F16: np.float16
 class PackedRows:
     """Where the rows of a block lie in [2·layers, num_blocks, K, bytes] uint8: keys of the i-th layer at 2·i, values at 2·i + 1.
 
-    Keys are stored column by column, values row by row; bfloat16 in pairs, of two columns of a key and of two rows of values; behind the
-    codes of int8 follow the rows' scales in float32.
+    Keys are stored column by column, values row by row; bfloat16 in pairs, of two columns of a key and of two rows of values; int8 in quads
+    of columns of a key, and behind the codes follow the rows' scales in float32.
     """
 
     kv_type: KVType
@@ -34,7 +34,7 @@ class PackedRows:
         if self.kv_type is KVType.BF16:
             wide = [part.reshape(*part.shape[:2], -1).astype(np.uint32) for part in (keys, values)]
             return (wide[0] << 16).view(np.float32), (wide[1] << 16).view(np.float32)
-        found = [part.astype(np.float32) for part in (keys, values)]
+        found = [part.astype(np.float32).reshape(*part.shape[:2], -1) for part in (keys, values)]
         for part, scale in zip(found, scales, strict=False):
             part *= scale[..., None]
         return found[0], found[1]
@@ -50,7 +50,8 @@ class PackedRows:
             yield keys.reshape(*keys.shape[:2], columns // 2, size, 2)[:, :, :, row]
             yield values.reshape(*values.shape[:2], size // 2, columns, 2)[:, :, row // 2, :, row % 2]
         else:
-            yield keys.reshape(*keys.shape[:2], columns, size)[..., row]
+            together = 4 if self.kv_type is KVType.INT8 else 1
+            yield keys.reshape(*keys.shape[:2], columns // together, size, together)[:, :, :, row]
             yield values.reshape(*values.shape[:2], size, columns)[:, :, row]
         if scales:
             found = storage[:, block, :, -scales:].view(np.float32)[..., row]

@@ -3,6 +3,7 @@
  * their order: a row's bits depend on its own path alone, whoever else is in the pass and however the splits are shared out. */
 #include "attention.h"
 #include "attention_tiles.h"
+#include "row_codes.h"
 
 /* Blocks that are asked for early, for the second-level cache: they lie anywhere in memory. */
 #define AHEAD 2
@@ -23,6 +24,7 @@ typedef struct {
     const uint8_t *keys;
     int kind, group, queries, size, base; /* base: the first position of the split */
     float *packed;  /* [queries][padded] */
+    uint8_t *wide;  /* the values of a block of codes as bfloat16 */
     float *scores;  /* [queries][SPLIT] */
     float *of_range; /* [group][rows of the range, padded to blocks, and one more] */
     int32_t *slots; /* of some positions of one row */
@@ -49,7 +51,7 @@ void splits_of(const AttentionOperation *own, const Chunk *chunk, int *first, in
 /* Floats that a thread works in, for a pass of so many rows. */
 int64_t paceline_attention_floats(int32_t group, int32_t head_size, int32_t rows) {
     const int64_t queries = larger(MOST_QUERIES, group), padded = padded_columns(head_size);
-    return queries * (padded + SPLIT + 2 * (padded + LANES)) + (group + 1) * (int64_t)(whole_blocks(rows) + SLOTS) + SPLIT + 2 * LANES;
+    return queries * (padded + SPLIT + 2 * (padded + LANES)) + SLOTS / 2 * padded + (group + 1) * (int64_t)(whole_blocks(rows) + SLOTS) + SPLIT + 2 * LANES;
 }
 
 static Seen seen_of(const Pass *pass, const AttentionOperation *own, const Range *range, int row) {
@@ -63,15 +65,36 @@ static Seen seen_of(const Pass *pass, const AttentionOperation *own, const Range
     return seen;
 }
 
-/* Queries of the chunk one behind another, with zeros behind each; as pairs of bfloat16 where keys are. */
+/* A query as quads of codes, its scale and their sum, which keys are multiplied with as score_codes does it. */
+static void pack_codes(const float *x, int size, float *to) {
+    const int padded = padded_columns(size);
+    const float scale = scale_of_row(x, size);
+    ints sum = broadcast_int(0);
+    EACH_16(column, count, size) {
+        const ints codes = codes_of(x + column, count, scale);
+        store_quads((int32_t *)to + column / 4 * DOT_WORDS, codes, DOT_WORDS, DOT_WORDS);
+        sum += codes;
+    }
+    int32_t total = 0;
+    for (int lane = 0; lane < LANES; lane++) total += sum[lane];
+    memcpy(to + SUM_OF_QUERY(padded), &total, sizeof total);
+    to[SCALE_OF_QUERY(padded)] = scale;
+}
+
+/* Queries of the chunk one behind another, with zeros behind each; as pairs of bfloat16 or as codes where keys are. */
 static void pack_queries(const Program *program, const Task *task) {
     const int size = task->size, padded = task->values.padded;
     for (int query = 0; query < task->queries; query++) {
         const size_t row = (size_t)(task->chunk->range->start + task->chunk->row + query / task->group);
         const size_t head = row * (size_t)task->own->heads + (size_t)(task->chunk->kv_head * task->group + query % task->group);
+        const float *x = program->buffers[task->own->q] + head * (size_t)size;
         float *to = task->packed + query * padded;
+        if (task->kind == KV_S8) {
+            pack_codes(x, size, to);
+            continue;
+        }
         memset(to, 0, (size_t)whole_blocks(padded) * sizeof(float)); /* and the beginning of the next */
-        memcpy(to, program->buffers[task->own->q] + head * (size_t)size, (size_t)size * sizeof(float));
+        memcpy(to, x, (size_t)size * sizeof(float));
         if (task->kind == KV_BF16) pack_pairs(to, 0, whole_blocks(padded));
     }
 }
@@ -83,45 +106,66 @@ static void pack_queries(const Program *program, const Task *task) {
         case KV_F16: { enum { KIND = KV_F16 }; call; break; }   \
         default: { enum { KIND = KV_S8 }; call; break; }        \
     }
+/* The same where codes are multiplied as bfloat16. */
+#define BY_KIND_OF_SUMS(call)                                   \
+    switch (task->kind) {                                       \
+        case KV_F32: { enum { KIND = KV_F32 }; call; break; }   \
+        case KV_F16: { enum { KIND = KV_F16 }; call; break; }   \
+        default: { enum { KIND = KV_BF16 }; call; break; }      \
+    }
 
-INLINE void score_queries(const int kind, const Task *task, const uint8_t *keys, const uint8_t *next, int first, int end, float *scores, int room) {
+/* Scores of queries [first, end) with the rows of a block; `next` is asked for meanwhile (NULL = nothing). */
+INLINE void score_queries(const int kind, const Task *task, const uint8_t *keys, const uint8_t *const *next, int first, int end, float *scores, int room) {
+    const int size = task->size, padded = task->values.padded, rest = (end - first) % SCORED, fours = SCORED > QUERIES ? rest / QUERIES : 0;
+    Early early = early_of(next, unit_bytes(kind, size), (end - first) / SCORED + fours + rest - fours * QUERIES, score_steps(kind, size));
+    const float *q = task->packed;
     int query = first;
     for (; query + SCORED <= end; query += SCORED)
-        score_tile(kind, keys, next, task->packed + query * task->values.padded, task->size, scores + (query - first) * room, room, SCORED);
+        score_tile(kind, keys, &early, q + query * padded, size, scores + (query - first) * room, room, SCORED);
     for (; SCORED > QUERIES && query + QUERIES <= end; query += QUERIES)
-        score_tile(kind, keys, next, task->packed + query * task->values.padded, task->size, scores + (query - first) * room, room, QUERIES);
-    for (; query < end; query++)
-        score_tile(kind, keys, next, task->packed + query * task->values.padded, task->size, scores + (query - first) * room, room, 1);
+        score_tile(kind, keys, &early, q + query * padded, size, scores + (query - first) * room, room, QUERIES);
+    for (; query < end; query++) score_tile(kind, keys, &early, q + query * padded, size, scores + (query - first) * room, room, 1);
 }
 
 /* Scores of queries [first, end) with all rows of the blocks that slots [from, stop) are in. */
 static void score_slots(const Task *task, int first, int end, int from, int stop, const uint8_t *const *next, float *scores, int room) {
     for (int slot = from / SLOTS * SLOTS; slot < stop; slot += SLOTS) {
         const uint8_t *keys = task->keys + (size_t)task->values.table[slot / SLOTS] * task->values.stride;
-        const uint8_t *soon = next ? next[slot / SLOTS - from / SLOTS] : keys;
+        const uint8_t *const *soon = next ? next + slot / SLOTS - from / SLOTS : NULL;
         BY_KIND(score_queries(KIND, task, keys, soon, first, end, scores + slot - from / SLOTS * SLOTS, room))
     }
 }
 
-INLINE void add_columns(const int kind, const Task *task, int from, int end, int query, const int queries) {
+INLINE void add_columns(const int kind, const Task *task, const uint8_t *unit, Early *early, int from, int end, int query, const int queries) {
     const int padded = task->values.padded;
     const float *weights = task->scores + query * SPLIT;
     float *sums = task->sums + query * (padded + LANES);
     int begin = 0;
     for (; begin + PARTS * LANES <= padded; begin += PARTS * LANES)
-        add_tile(kind, &task->values, from, end, task->base, weights, SPLIT, begin, sums, queries, PARTS);
-    for (; begin < padded; begin += LANES) add_tile(kind, &task->values, from, end, task->base, weights, SPLIT, begin, sums, queries, 1);
+        add_tile(kind, unit, padded, early, from, end, task->base, weights, SPLIT, begin, sums, queries, PARTS);
+    for (; begin < padded; begin += LANES) add_tile(kind, unit, padded, early, from, end, task->base, weights, SPLIT, begin, sums, queries, 1);
 }
 
-INLINE void add_queries(const int kind, const Task *task, int from, int end, int first, int last) {
+/* Values of slots [from, end), all of one block, onto the sums of queries [first, last): all of them while it is in the fastest cache. */
+INLINE void add_block(const int kind, const Task *task, const uint8_t *unit, int from, int end, int first, int last) {
+    const int parts = task->values.padded / LANES, columns = parts / PARTS + parts % PARTS, tiles = columns * ((last - first) / QUERIES + (last - first) % QUERIES);
+    Early early = early_of(task->values.next + from / SLOTS - task->values.first, unit_bytes(task->kind, task->size), tiles, add_steps(kind));
     int query = first;
-    for (; query + QUERIES <= last; query += QUERIES) add_columns(kind, task, from, end, query, QUERIES);
-    for (; query < last; query++) add_columns(kind, task, from, end, query, 1);
+    for (; query + QUERIES <= last; query += QUERIES) add_columns(kind, task, unit, &early, from, end, query, QUERIES);
+    for (; query < last; query++) add_columns(kind, task, unit, &early, from, end, query, 1);
 }
 
 /* Values of slots [from, end) onto the sums of queries [first, last). */
 static void add_slots(const Task *task, int from, int end, int first, int last) {
-    if (from < end) BY_KIND(add_queries(KIND, task, from, end, first, last))
+    for (int slot = from, stop; slot < end; slot = stop) {
+        stop = smaller((slot | (SLOTS - 1)) + 1, end);
+        const uint8_t *unit = task->values.values + (size_t)task->values.table[slot / SLOTS] * task->values.stride;
+        if (task->kind == KV_S8) {
+            widen_codes(unit, task->values.padded, task->wide);
+            unit = task->wide;
+        }
+        BY_KIND_OF_SUMS(add_block(KIND, task, unit, slot, stop, first, last))
+    }
 }
 
 /* The slots of positions [from, end) of a row, in their order. */
@@ -150,7 +194,7 @@ static const float *scales_at(const Task *task, int slot) {
     return scales_of(task->values.values + (size_t)task->values.table[slot / SLOTS] * task->values.stride, task->size);
 }
 
-/* What a row's weights are multiplied with where values have a scale a row. */
+/* Weights times the scales of the values' rows; what is not seen stays nothing, whatever scale it has. */
 static void scale_weights(const Task *task, const Seen *seen, float *weights, int from, int end) {
     const int whole = seen->mask ? smaller(end, seen->known / SLOTS * SLOTS) : end, begin = larger(from, whole);
     for (int slot = from / SLOTS * SLOTS; slot < whole; slot += SLOTS)
@@ -158,6 +202,10 @@ static void scale_weights(const Task *task, const Seen *seen, float *weights, in
             float *to = weights + slot + i - task->base;
             store(to, load(to) * load(scales_at(task, slot) + i));
         }
+    if (from < whole) {
+        for (int slot = from / SLOTS * SLOTS; slot < from; slot++) weights[slot - task->base] = 0.0f;
+        for (int slot = whole; slot < whole_blocks(whole); slot++) weights[slot - task->base] = 0.0f;
+    }
     if (begin >= end) return;
     list_slots(task, seen, begin, end);
     for (int position = begin; position < end; position++) {
@@ -166,37 +214,26 @@ static void scale_weights(const Task *task, const Seen *seen, float *weights, in
     }
 }
 
-static float largest_lane(floats v) {
-    v = __builtin_elementwise_max(v, SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-    v = __builtin_elementwise_max(v, SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-    v = __builtin_elementwise_max(v, SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
-    v = __builtin_elementwise_max(v, SHUFFLE(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
-    return v[0];
-}
-
-/* Scores of positions [from, end) become weights exp(score - largest); the largest and the weights' sum are told. */
+/* Scores of positions [from, end) become weights of base 2; the largest score, as an exponent of it, and the weights' sum are told. */
 static void weigh(const Task *task, const Seen *seen, float *scores, int from, int end, float *told) {
     const int begin = from - task->base, stop = end - task->base, first = begin / SLOTS * SLOTS, last = whole_blocks(stop);
-    const floats factor = broadcast(task->own->scale);
+    float factor = task->own->scale * LOG2_E;
     if (task->own->soft_cap > 0.0f) {
         scale(scores + first, last - first, task->own->scale, scores + first);
         soft_cap(scores + first, last - first, task->own->soft_cap, scores + first);
-    } else
-        for (int i = first; i < last; i += LANES) store(scores + i, load(scores + i) * factor);
+        factor = LOG2_E;
+    }
     for (int i = first; i < begin; i++) scores[i] = -__builtin_inff();
     for (int i = stop; i < last; i++) scores[i] = -__builtin_inff();
-    floats most = load(scores + first), sum = broadcast(0.0f);
-    for (int i = first; i < last; i += LANES) most = __builtin_elementwise_max(most, load(scores + i));
-    const float largest = largest_lane(most);
-    for (int i = first; i < last; i += LANES) {
-        const floats weight = exponential(load(scores + i) - broadcast(largest));
-        store(scores + i, weight);
-        sum += weight;
+    told[0] = largest_score(scores, first, last) * factor;
+    if (task->kind == KV_BF16)
+        told[1] = weights_of(scores, first, last, factor, told[0], 1);
+    else
+        told[1] = weights_of(scores, first, last, factor, told[0], 0);
+    if (task->kind == KV_S8) {
+        scale_weights(task, seen, scores, from, end);
+        pack_pairs(scores, first, last);
     }
-    told[0] = largest;
-    told[1] = lane_sum(sum);
-    if (task->kind == KV_S8) scale_weights(task, seen, scores, from, end);
-    if (task->kind == KV_BF16) pack_pairs(scores, first, last);
 }
 
 /* Values of positions onto the sums of each row: those of the slots that all rows see are read once. `from` and `end`: what each row sees in
@@ -275,11 +312,11 @@ static void merge(float *running, const float *part, int padded) {
         memcpy(running, part, (size_t)(padded + 2) * sizeof(float));
         return;
     }
-    const float largest = told[0] > kept[0] ? told[0] : kept[0];
-    const floats old = exponential(broadcast(kept[0] - largest)), new = exponential(broadcast(told[0] - largest));
+    const float more = told[0] - kept[0], share = power_of_two(more > 0.0f ? -more : more);
+    const floats old = broadcast(more > 0.0f ? share : 1.0f), new = broadcast(more > 0.0f ? 1.0f : share);
     for (int i = 0; i < padded; i += LANES) store(running + i, fused(load(part + i), new, load(running + i) * old));
     kept[1] = kept[1] * old[0] + told[1] * new[0];
-    kept[0] = largest;
+    kept[0] = more > 0.0f ? told[0] : kept[0];
 }
 
 static void merge_all(const AttentionOperation *own, const Chunk *chunk, float *running, const float *parts) {
@@ -295,9 +332,9 @@ void finish_attention(const Program *program, const AttentionOperation *own, con
         const size_t row = (size_t)(chunk->range->start + chunk->row + query / group);
         float *sums = parts + query * floats_a_part, share = 1.0f / sums[padded + 1];
         if (own->sinks) {
-            const float sink = own->sinks[head], largest = sink > sums[padded] ? sink : sums[padded];
-            const float factor = exponential(broadcast(sums[padded] - largest))[0];
-            share = factor / (sums[padded + 1] * factor + exponential(broadcast(sink - largest))[0]);
+            const float sink = own->sinks[head] * LOG2_E, largest = sink > sums[padded] ? sink : sums[padded];
+            const float factor = power_of_two(sums[padded] - largest);
+            share = factor / (sums[padded + 1] * factor + power_of_two(sink - largest));
         }
         scale(sums, own->head_size, share, program->buffers[own->head.out] + (row * (size_t)own->heads + (size_t)head) * (size_t)own->head_size);
     }
@@ -312,7 +349,8 @@ static float *prepare(Task *task, Seen *seen, const Program *program, const Pass
     task->keys = side_of(program, own, 0, chunk->kv_head);
     task->values = (Values){side_of(program, own, 1, chunk->kv_head), NULL, 0, table_of(pass, own, chunk->range), block_bytes(program, own), padded};
     task->packed = scratch;
-    task->scores = task->packed + queries * padded + 2 * LANES;
+    task->wide = (uint8_t *)(task->packed + queries * padded + 2 * LANES);
+    task->scores = task->packed + queries * padded + 2 * LANES + SLOTS / 2 * padded;
     task->of_range = task->scores + queries * SPLIT;
     task->slots = (int32_t *)(task->of_range + (size_t)task->group * of_range);
     for (int row = 0; row < chunk->rows; row++) seen[row] = seen_of(pass, own, chunk->range, chunk->row + row);
@@ -320,11 +358,11 @@ static float *prepare(Task *task, Seen *seen, const Program *program, const Pass
     return (float *)task->slots + SPLIT + of_range;
 }
 
-void attend_split(const Program *program, const Pass *pass, const AttentionOperation *own, const Chunk *chunk, int split, float *scratch, float *parts) {
+void attend_splits(const Program *program, const Pass *pass, const AttentionOperation *own, const Chunk *chunk, int first, int count, float *scratch, float *parts, size_t stride) {
     Task task;
     Seen seen[MOST_QUERIES];
     prepare(&task, seen, program, pass, own, chunk, scratch);
-    run_split(&task, split, parts);
+    for (int i = 0; i < count; i++) run_split(&task, first + i, parts + (size_t)i * stride);
 }
 
 void attend(const Program *program, const Pass *pass, const AttentionOperation *own, const Chunk *chunk, float *scratch) {

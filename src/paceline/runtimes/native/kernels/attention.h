@@ -20,8 +20,9 @@ int chunk_rows(const AttentionOperation *own);
 void splits_of(const AttentionOperation *own, const Chunk *chunk, int *first, int *end);
 /* Floats of what one split gives for one query: the sums of the values, their largest score, the sum of their weights. */
 int part_floats(const AttentionOperation *own);
-/* A part for each query of the chunk, at `parts`. */
-void attend_split(const Program *program, const Pass *pass, const AttentionOperation *own, const Chunk *chunk, int split, float *scratch, float *parts);
+/* A part for each query of the chunk and each of `count` splits from `first` on, at `parts`; those of a split lie `stride` floats behind the
+ * ones before. */
+void attend_splits(const Program *program, const Pass *pass, const AttentionOperation *own, const Chunk *chunk, int first, int count, float *scratch, float *parts, size_t stride);
 /* Merge `count` splits' parts, which lie `stride` floats apart, and write the rows' results. */
 void finish_attention(const Program *program, const AttentionOperation *own, const Chunk *chunk, float *parts, int count, size_t stride);
 /* All splits of a chunk, one after another, and the results. */

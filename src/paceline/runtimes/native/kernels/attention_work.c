@@ -5,6 +5,7 @@
 #include "work.h"
 
 #define PIECES_A_THREAD 4 /* fewer are split up */
+#define LONGEST_RUN 8     /* splits of a piece then: what comes from memory is known early within a run */
 
 /* The chunks of a pass one after another, as the kv heads of some rows: each thread walks over them with its tickets. */
 typedef struct {
@@ -50,18 +51,20 @@ static float *place_of(const Work *work, const Walk *walk, int kv_head, int spli
     return work->program->parts + walk->parts + (size_t)(kv_head * walk->splits + split) * parts_of_head(walk);
 }
 
-static void run_splits(const Work *work, const AttentionOperation *own) {
+/* A piece is a run of so many splits of a chunk. */
+static void run_splits(const Work *work, const AttentionOperation *own, int run) {
     const int heads = own->kv_heads;
     int ticket = next_ticket(work, 1), skipped = 0;
     for (Walk walk = start_walk(work->pass, own); is_there(&walk); go_on(&walk)) {
-        for (; ticket - skipped < walk.splits * heads; ticket = next_ticket(work, 1)) {
-            const int split = (ticket - skipped) / heads, kv_head = (ticket - skipped) % heads;
+        const int runs = (walk.splits + run - 1) / run;
+        for (; ticket - skipped < runs * heads; ticket = next_ticket(work, 1)) {
+            const int split = (ticket - skipped) % runs * run, left = walk.splits - split;
             Chunk chunk = walk.chunk;
-            chunk.kv_head = kv_head;
-            attend_split(work->program, work->pass, own, &chunk, walk.first + split, work->program->scratch[work->thread],
-                         place_of(work, &walk, kv_head, split));
+            chunk.kv_head = (ticket - skipped) / runs;
+            attend_splits(work->program, work->pass, own, &chunk, walk.first + split, run < left ? run : left,
+                          work->program->scratch[work->thread], place_of(work, &walk, chunk.kv_head, split), parts_of_head(&walk));
         }
-        skipped += walk.splits * heads;
+        skipped += runs * heads;
     }
     barrier();
     ticket = next_ticket(work, 2), skipped = 0;
@@ -93,14 +96,17 @@ void run_attention(const Work *work, const Operation *operation) {
         for (int row; (row = next_ticket(work, 0)) < work->rows;) write_kv(work->program, work->pass, own, row);
         barrier();
     }
-    int chunks = 0, most = 0;
+    const int enough = PIECES_A_THREAD * work->program->num_threads;
+    int chunks = 0, most = 0, splits = 0;
     Walk walk = start_walk(work->pass, own);
     for (; is_there(&walk); go_on(&walk)) {
         chunks++;
         most = walk.splits > most ? walk.splits : most;
+        splits += walk.splits;
     }
-    if (chunks * own->kv_heads < PIECES_A_THREAD * work->program->num_threads && most > 1 && walk.parts <= (size_t)work->program->parts_floats)
-        run_splits(work, own);
-    else
+    if (chunks * own->kv_heads < enough && most > 1 && walk.parts <= (size_t)work->program->parts_floats) {
+        const int run = splits * own->kv_heads / enough;
+        run_splits(work, own, run < 1 ? 1 : run > LONGEST_RUN ? LONGEST_RUN : run);
+    } else
         run_chunks(work, own);
 }

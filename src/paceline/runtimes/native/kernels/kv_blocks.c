@@ -1,24 +1,11 @@
 /* Rows of keys and values as the cache keeps them. */
 #include "kv_blocks.h"
-#include "bf16.h"
+#include "row_codes.h"
 
-static uint16_t bf16_bits(float x) {
-    const words bits = (words)round_to_bf16(broadcast(x));
-    return (uint16_t)(bits[0] >> 16);
-}
-
-/* Codes of 8 bits, `stride` apart, and their scale: the largest value's code is 127. A row with a value that is not finite becomes not a number. */
-static float codes_of(const float *x, int size, int8_t *codes, int stride) {
-    float largest = 0.0f;
-    int is_finite = 1;
-    for (int i = 0; i < size; i++) {
-        const float magnitude = __builtin_fabsf(x[i]);
-        is_finite &= magnitude <= 3.40282347e38f;
-        largest = magnitude > largest ? magnitude : largest;
-    }
-    const float scale = largest / 127.0f;
-    for (int i = 0; i < size; i++) codes[i * stride] = is_finite && scale > 0.0f ? (int8_t)__builtin_roundevenf(x[i] / scale) : 0;
-    return is_finite ? scale : __builtin_nanf("");
+/* Up to 16 floats in bfloat16; zeros behind them. */
+static void round_columns(const float *x, int count, uint32_t *bits) {
+    const words rounded = (words)round_to_bf16(load_part(x, count)) >> 16;
+    memcpy(bits, &rounded, sizeof rounded);
 }
 
 static void write_keys(uint8_t *unit, int kind, int slot, const float *k, int size) {
@@ -27,10 +14,18 @@ static void write_keys(uint8_t *unit, int kind, int slot, const float *k, int si
     else if (kind == KV_F16)
         for (int i = 0; i < size; i++) ((_Float16 *)unit)[i * SLOTS + slot] = (_Float16)k[i];
     else if (kind == KV_BF16)
-        for (int i = 0; i < size + size % 2; i++)
-            ((uint16_t *)unit)[i / 2 * 2 * SLOTS + 2 * slot + i % 2] = i < size ? bf16_bits(k[i]) : 0;
-    else
-        ((float *)(unit + SLOTS * padded_columns(size)))[slot] = codes_of(k, size, (int8_t *)unit + slot, SLOTS);
+        EACH_16(column, count, size) {
+            uint32_t bits[LANES];
+            round_columns(k + column, count, bits);
+            for (int i = 0; i < count + count % 2; i++) ((uint16_t *)unit)[(column + i) / 2 * 2 * SLOTS + 2 * slot + i % 2] = (uint16_t)bits[i];
+        }
+    else {
+        const float scale = ((float *)(unit + SLOTS * padded_columns(size)))[slot] = scale_of_row(k, size);
+        EACH_16(column, count, size) {
+            const ints codes = codes_of(k + column, count, scale);
+            for (int i = 0; i < LANES; i++) ((int8_t *)unit)[(column + i) / 4 * 4 * SLOTS + 4 * slot + i % 4] = (int8_t)codes[i];
+        }
+    }
 }
 
 static void write_values(uint8_t *unit, int kind, int slot, const float *v, int size) {
@@ -40,9 +35,19 @@ static void write_values(uint8_t *unit, int kind, int slot, const float *v, int 
     else if (kind == KV_F16)
         for (int i = 0; i < size; i++) ((_Float16 *)unit)[at + (size_t)i] = (_Float16)v[i];
     else if (kind == KV_BF16)
-        for (int i = 0; i < size; i++) ((uint16_t *)unit)[(size_t)(slot / 2) * 2 * padded + (size_t)(2 * i + slot % 2)] = bf16_bits(v[i]);
-    else
-        ((float *)(unit + SLOTS * padded))[slot] = codes_of(v, size, (int8_t *)unit + at, 1);
+        EACH_16(column, count, size) {
+            uint32_t bits[LANES];
+            round_columns(v + column, count, bits);
+            for (int i = 0; i < count; i++)
+                ((uint16_t *)unit)[(size_t)(slot / 2) * 2 * padded + (size_t)(2 * (column + i) + slot % 2)] = (uint16_t)bits[i];
+        }
+    else {
+        const float scale = ((float *)(unit + SLOTS * padded))[slot] = scale_of_row(v, size);
+        EACH_16(column, count, size) {
+            const signed_bytes codes = __builtin_convertvector(codes_of(v + column, count, scale), signed_bytes);
+            memcpy(unit + at + column, &codes, sizeof codes);
+        }
+    }
 }
 
 /* Write one row's k and v [kv_heads * head_size] to its slot. */

@@ -8,8 +8,8 @@
 
 #define SLOTS 32 /* rows of a block */
 
-/* How one number is stored. Bfloat16 lies in pairs, as its products take them: of two columns of a key, of two rows of values. S8 has a
- * scale a row, which lie behind the codes of all rows. */
+/* How one number is stored. Bfloat16 lies in pairs, as its products take them: of two columns of a key, of two rows of values. S8 lies in
+ * quads of columns of a key; it has a scale a row, which lie behind the codes of all rows. */
 enum { KV_F32, KV_BF16, KV_F16, KV_S8 };
 
 /* Columns of a row as it is stored: whole vectors. */
