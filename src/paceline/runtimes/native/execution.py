@@ -11,6 +11,7 @@ from paceline.kv_cache.window import WindowKeyValues
 from paceline.models.kv_type import KVType
 from paceline.runtimes.base import FloatArray, ForwardBatch, Wanted
 from paceline.runtimes.native.adapters import AdapterRows, NativeAdapter
+from paceline.runtimes.native.aligned import empty, zeros
 from paceline.runtimes.native.library import kernels
 from paceline.runtimes.native.passes import PassMemory
 from paceline.runtimes.native.program import Recorded, matrices_of
@@ -24,7 +25,6 @@ from paceline.runtimes.native.records import (
     RopeOperation,
     StateOperation,
 )
-from paceline.runtimes.native.states import zeros
 from paceline.runtimes.rotary import RotaryTables
 
 _MIN_ROWS = 32
@@ -67,9 +67,9 @@ class Execution:
         states = [operation for operation in operations if isinstance(operation, StateOperation)]
         self._block_floats = max((operation.rows_of_state * operation.block for operation in states), default=0)
         self._make_state_scratch(0)
-        self._parts = np.empty(_PARTS_FLOATS if attentions else 0, np.float32)
+        self._parts = empty((_PARTS_FLOATS if attentions else 0,))
         self._program.parts, self._program.parts_floats = self._parts.ctypes.data, self._parts.size
-        self._packed_rows = np.empty(num_threads * self.kernels.paceline_packed_floats(1, self._most_columns), np.float32)
+        self._packed_rows = empty((num_threads * self.kernels.paceline_packed_floats(1, self._most_columns),))
         self._program.packed_rows = self._packed_rows.ctypes.data
         self._arguments = ctypes.pointer(self._program), ctypes.pointer(self.memory.record)
         self.make_room(_MIN_ROWS)
@@ -99,7 +99,7 @@ class Execution:
     def _make_scratch(self, num_rows: int) -> None:
         """What attention of a pass of so many rows works in."""
         room = max((self.kernels.paceline_attention_floats(*heads, num_rows) for heads in self._heads), default=0)
-        self._scratch = [np.empty(room, np.float32) for _ in range(self._program.num_threads)]
+        self._scratch = [empty((room,)) for _ in range(self._program.num_threads)]
         self._scratch_addresses = np.array([part.ctypes.data for part in self._scratch], np.uint64)
         self._program.scratch = self._scratch_addresses.ctypes.data
 
@@ -143,9 +143,9 @@ class Execution:
             return
         self._capacity = 0  # an interrupt below leaves none: made anew next time
         capacity = max(_MIN_ROWS, 1 << (num_rows - 1).bit_length())
-        self._buffers = [np.empty((capacity, width), np.float32) for width in self._recorded.widths]
+        self._buffers = [empty((capacity, width)) for width in self._recorded.widths]
         self._addresses = np.array([buffer.ctypes.data for buffer in self._buffers], np.uint64)
-        self._packed = np.empty(self._packed_floats(capacity), np.float32)
+        self._packed = empty((self._packed_floats(capacity),))
         self._make_scratch(capacity)
         self._program.buffers = self._addresses.ctypes.data
         self._program.packed = self._packed.ctypes.data

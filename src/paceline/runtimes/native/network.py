@@ -28,13 +28,13 @@ from paceline.runtimes.adapter_rows import rows_by_adapter
 from paceline.runtimes.base import Capabilities, FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, Numerics, Wanted
 from paceline.runtimes.decoder import LAYER_ROWS, TOKEN_IDS, Compose, ranked
 from paceline.runtimes.native.adapters import NativeAdapter, Sites
+from paceline.runtimes.native.aligned import zeros
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.native.packed_rows import PackedRows
 from paceline.runtimes.native.panels import Panels
 from paceline.runtimes.native.program import NativeBlocks, Recorded, share_memory
 from paceline.runtimes.native.records import Rows
-from paceline.runtimes.native.states import zeros
 from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.planes import planes_of
 from paceline.runtimes.ranking import Ranking

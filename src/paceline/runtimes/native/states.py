@@ -1,6 +1,5 @@
 """What a pass does to the states of sequences, as kernels/native.h wants it."""
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from struct import Struct
@@ -9,21 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.kv_cache.recurrent import RecurrentStates, StateWork
-from paceline.runtimes.base import BoolArray, FloatArray, ForwardBatch, IntArray
-from paceline.runtimes.native.library import LANES
+from paceline.runtimes.base import BoolArray, ForwardBatch, IntArray
 
 _RANGE = Struct("=8qq4i")  # the fields of `records.StateRange`
 _SAVE = Struct("=2q")
 _LOAD, _UPDATE, _ROW, _SLOT, _FIRST_SAVE, _NUM_SAVES = range(6)  # of `records.Step`
 NONE = -1
-
-
-def zeros(shape: tuple[int, ...]) -> FloatArray:
-    """Zeros that begin where a vector of the kernels does in memory: one that lies across two cache lines takes longer."""
-    count = math.prod(shape)
-    room = np.zeros(count + LANES, np.float32)
-    first = -room.ctypes.data // room.itemsize % LANES
-    return room[first : first + count].reshape(shape)
 
 
 class PassStates:

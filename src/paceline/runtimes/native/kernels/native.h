@@ -372,7 +372,8 @@ void sort_pairs(const RouteOperation *own, const Routes *routes, int rows);
 
 void convolve(const StateRange *range, const ConvolutionOperation *own, int rows, int channel, int count, const float *x, float *out);
 void prepare_state_row(const StateOperation *own, const float *x, const float *a, const float *b, float *work, float *record);
-void run_state_block(const StateRange *range, const StateOperation *own, int number, const float *x, float *work, float *out, float *scratch);
+void run_state_block(const StateRange *range, const StateOperation *own, int number, int has_next, const float *x, float *work, float *out,
+                     float *scratch);
 
 #define PIECE_COLUMNS 4096
 int pieces_of(int columns);
