@@ -237,3 +237,19 @@ def test_what_is_laid_out_serves_the_next_runtime_and_frees_what_it_was_made_of(
     assert forgotten == ["a.weight"]
     plain = NativeWeights(weights, WeightType.F32).matrix("a", 0)
     assert plain.kind != first.kind
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_rows", [1, 4, 5, 9])
+def test_every_piece_of_a_product_is_computed_by_one_thread_once(num_rows: int, num_threads: int, seed: int) -> None:
+    """Threads take runs of pieces: four panels each for few rows, one for more."""
+    random, sizes = np.random.default_rng(seed), {"a": 1000, "b": 16, "c": 53}
+    tensors = {f"{name}.weight": grouped(random, "u4-halves", outputs, 64, 32) for name, outputs in sizes.items()}
+    x, run = rows_of(random, num_rows, 64), network(tensors, num_threads=num_threads)
+    expected = [found.copy() for found in network(tensors)(x)]
+    run(x)
+    for buffer in run.execution._buffers[1:]:
+        buffer[...] = np.nan
+    assert all(np.array_equal(found, wanted) for found, wanted in zip(run(x), expected, strict=True))
+    of_piece = 64 if num_rows <= 4 else 16
+    assert run.execution._tickets[1] == sum(-(-outputs // of_piece) for outputs in sizes.values())

@@ -1,32 +1,51 @@
-"""Arrays that begin where a vector of the kernels does in memory: one that lies across two cache lines takes longer."""
+"""Arrays that begin at a cache line: a vector of the kernels that lies across two of them takes longer to read and to write."""
 
 import math
+from threading import Lock
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-from paceline.runtimes.base import FloatArray
-from paceline.runtimes.native.library import LANES
-
-LINE = 4 * LANES
-"""Bytes of a cache line, and of a vector."""
+_CACHE_LINE = 64
+_PIECE_BYTES = 1 << 25
+_LARGE_BYTES = 1 << 22  # of an array that numpy asks large pages for itself
 
 
-def zeros(shape: tuple[int, ...]) -> FloatArray:
-    """Float32."""
-    return zero_bytes((4 * math.prod(shape),)).view(np.float32).reshape(shape)
+def zeros(shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> NDArray[Any]:
+    """Memory that nobody touches costs nothing."""
+    return _begun(np.zeros(_num_bytes(shape, dtype), np.uint8), shape, dtype)
 
 
-def zero_bytes(shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    return _from_line(np.zeros(math.prod(shape) + LINE, np.uint8), shape)
+def empty(shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> NDArray[Any]:
+    """Whatever is there."""
+    return _begun(np.empty(_num_bytes(shape, dtype), np.uint8), shape, dtype)
 
 
-def empty(shape: tuple[int, ...]) -> FloatArray:
-    """Float32, whatever lies there."""
-    num_bytes = 4 * math.prod(shape)
-    return _from_line(np.empty(num_bytes + LINE, np.uint8), (num_bytes,)).view(np.float32).reshape(shape)
+def _num_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
+    return math.prod(shape) * np.dtype(dtype).itemsize + _CACHE_LINE
 
 
-def _from_line(room: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    first = -room.ctypes.data % LINE
-    return room[first : first + math.prod(shape)].reshape(shape)
+def _begun(room: NDArray[np.uint8], shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+    first = -room.ctypes.data % _CACHE_LINE
+    return room[first : first + _num_bytes(shape, dtype) - _CACHE_LINE].view(dtype).reshape(shape)
+
+
+class Arena:
+    """Room for arrays that live as long as one another, in pieces that the system maps by large pages: with small ones the processor looks up
+    so many that products of several rows wait for it."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._left: NDArray[np.uint8] = np.empty(0, np.uint8)
+
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> NDArray[Any]:
+        """As the function of this name; the piece stays as long as any array in it does."""
+        size = _num_bytes(shape, dtype)
+        if size >= _LARGE_BYTES:
+            return empty(shape, dtype)
+        with self._lock:
+            if size > len(self._left):
+                self._left = np.empty(_PIECE_BYTES, np.uint8)
+            room, self._left = self._left[:size], self._left[size:]
+        return _begun(room, shape, dtype)

@@ -7,6 +7,7 @@ from paceline.models.gguf.blocks import StoredBlocks, not_finite
 from paceline.models.gguf.header import BLOCK_TYPES
 from paceline.models.grouped import RUN, GroupedMatrix
 from paceline.models.mapped_files import drop_pages
+from paceline.runtimes.native.aligned import Arena
 from paceline.runtimes.native.library import kernels
 from paceline.runtimes.native.panels import OUTPUTS, Panels, empty_panels, fill, flipped
 from paceline.runtimes.native.records import BlocksRecord
@@ -16,7 +17,7 @@ _LARGE = 1 << 25  # bytes of a matrix whose pages are given back while it is lai
 _EXPONENTS_OF_HALVES = (104, 143)  # of MXFP4: those whose scales 2^(e - 128) float16 has
 
 
-def blocks_in_panels(blocks: StoredBlocks, num_threads: int) -> Panels:
+def blocks_in_panels(blocks: StoredBlocks, num_threads: int, arena: Arena | None = None) -> Panels:
     """The panels that `in_panels` makes of their groups.
 
     Raises:
@@ -24,7 +25,7 @@ def blocks_in_panels(blocks: StoredBlocks, num_threads: int) -> Panels:
         CapacityError: there is no memory.
     """
     (outputs, columns), example = blocks.shape, _example(blocks)
-    panels = empty_panels(example, outputs, has_halves=_has_halves(blocks, example))
+    panels = empty_panels(example, outputs, has_halves=_has_halves(blocks, example), arena=arena)
     raw = blocks.raw if blocks.raw.strides[1] == 1 else np.ascontiguousarray(blocks.raw)
     order = None if blocks.order is None else np.ascontiguousarray(blocks.order, np.int64)
     places = None if blocks.runs is None else np.argsort(blocks.runs).astype(np.int32)

@@ -39,7 +39,7 @@ from paceline.runtimes.base import (
 )
 from paceline.runtimes.decoder import HIDDEN_STATES, LAYER_ROWS, TOKEN_IDS, Compose, ranked
 from paceline.runtimes.native.adapters import NativeAdapter, Sites
-from paceline.runtimes.native.aligned import zero_bytes, zeros
+from paceline.runtimes.native.aligned import zeros
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.native.mixture import NativeMixture
@@ -184,7 +184,7 @@ class NativeNetwork(Network):
 
     def _new_storage(self, group: KVGroup, num_blocks: int) -> NDArray[np.uint8]:
         try:
-            return zero_bytes(group.stored_shape(num_blocks, BLOCK_SIZE, self.capabilities.kv_type))
+            return zeros(group.stored_shape(num_blocks, BLOCK_SIZE, self.capabilities.kv_type), np.uint8)
         except MemoryError as error:
             raise CapacityError(f"a cache of {num_blocks} blocks does not fit in memory: lower cache_gb") from error
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.models.grouped import GroupedMatrix, SuperBlocks
+from paceline.runtimes.native.aligned import Arena, empty
 from paceline.runtimes.native.library import kernels
 from paceline.runtimes.native.records import Matrix, SuperBlocksRecord
 
@@ -22,7 +23,6 @@ _ZERO_POINTS = {6: 32}  # of unsigned codes, where it is not that of the stored 
 NARROW_KINDS = frozenset((_KINDS[4, False], _KINDS[4, True], _HALVES[_KINDS[4, False]], *range(16, 21)))
 """Whose codes have at most six bits: where there are no dot products of bytes, kernels/byte_dot.h takes their rows otherwise."""
 PANEL_KINDS = frozenset((*_KINDS.values(), _TABLE_KIND, *_HALVES.values(), *_SUPER_BLOCKS.values()))
-_ALIGNMENT = 64
 _PANELS_AT_ONCE = 16
 
 
@@ -84,11 +84,12 @@ class Panels:
         return values.reshape(len(numbers), self.columns)
 
 
-def empty_panels(matrix: GroupedMatrix, outputs: int, *, has_halves: bool) -> Panels:
+def empty_panels(matrix: GroupedMatrix, outputs: int, *, has_halves: bool, arena: Arena | None = None) -> Panels:
     """Room for so many outputs in groups like those of `matrix`, which have at most MAX_GROUP columns.
 
     Args:
         has_halves: scales lose nothing in float16, and can lie in pairs.
+        arena: where; None = in memory of their own.
     """
     _, columns = matrix.shape
     if matrix.super_blocks is not None:
@@ -101,7 +102,7 @@ def empty_panels(matrix: GroupedMatrix, outputs: int, *, has_halves: bool) -> Pa
         panel_bytes = kernels().paceline_panel_bytes(columns, matrix.group, kind)
         zero_point = matrix.zero_point + flipped(matrix)
     zero_point = zero_point if matrix.table is None else -int(matrix.table.min())
-    data = _aligned(-(-outputs // OUTPUTS), panel_bytes)
+    data = (empty if arena is None else arena.empty)((-(-outputs // OUTPUTS), panel_bytes), np.uint8)
     return Panels(kind, data, outputs, columns, matrix.group, zero_point, matrix.table, block)
 
 
@@ -110,11 +111,11 @@ def flipped(matrix: GroupedMatrix) -> int:
     return 128 if matrix.bits == 8 and matrix.codes.dtype == np.int8 else 0
 
 
-def in_panels(matrix: GroupedMatrix, num_threads: int) -> Panels:
+def in_panels(matrix: GroupedMatrix, num_threads: int, arena: Arena | None = None) -> Panels:
     """A copy of `matrix` in panels; its groups have at most MAX_GROUP columns."""
     outputs, columns = matrix.shape
     has_halves = matrix.super_blocks is None and matrix.bits == 4 and matrix.minimums is None and _fit_float16(matrix.scales)
-    panels = empty_panels(matrix, outputs, has_halves=has_halves)
+    panels = empty_panels(matrix, outputs, has_halves=has_halves, arena=arena)
     if matrix.super_blocks is not None:
         _fill_super_blocks(panels, matrix, matrix.super_blocks, num_threads)
         return panels
@@ -159,10 +160,3 @@ def _fit_float16(scales: NDArray[np.float32]) -> bool:
 
 def _whole(array: Any) -> Any:
     return None if array is None else np.ascontiguousarray(array)
-
-
-def _aligned(rows: int, row_bytes: int) -> NDArray[np.uint8]:
-    """[rows, row_bytes] that begins at a cache line."""
-    memory = np.empty(rows * row_bytes + _ALIGNMENT, np.uint8)
-    offset = -memory.ctypes.data % _ALIGNMENT
-    return memory[offset : offset + rows * row_bytes].reshape(rows, row_bytes)

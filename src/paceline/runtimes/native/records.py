@@ -364,7 +364,7 @@ class Program(Structure):
     )  # fmt: skip
 
 
-VERSION = 12
+VERSION = 13
 """KERNELS_VERSION of kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, as_float32, to_bf16
+from paceline.runtimes.native.aligned import Arena
 from paceline.runtimes.native.block_panels import blocks_in_panels
 from paceline.runtimes.native.panels import MAX_GROUP, Panels, in_panels
 from paceline.runtimes.native.records import Matrix
@@ -36,6 +37,7 @@ class NativeWeights:
         self._round_to = round_to
         self._panels = panels
         self._num_threads = num_threads
+        self._arena = Arena()
         self._arrays: list[NDArray[Any]] = []
         self._plain: dict[str, tuple[NDArray[Any], int]] = {}  # what networks beside one another read as well
 
@@ -97,13 +99,13 @@ class NativeWeights:
         if name not in self._panels:
             blocks = self._weights.blocks(name + ".weight")
             if blocks is not None:
-                self._panels[name] = blocks_in_panels(blocks, num_threads)
+                self._panels[name] = blocks_in_panels(blocks, num_threads, self._arena)
                 self._weights.forget(f"{name}.weight")
                 return self._panels[name]
             tensor = self._weights[name + ".weight"]
             if not isinstance(tensor, GroupedTensor) or tensor.matrix.group > MAX_GROUP:
                 return None
-            self._panels[name] = in_panels(tensor.matrix, num_threads)
+            self._panels[name] = in_panels(tensor.matrix, num_threads, self._arena)
             self._weights.forget(f"{name}.weight")
         return self._panels[name]
 

@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERNELS_VERSION 12 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
+#define KERNELS_VERSION 13 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
 
 /* Rows that share one decoding of a weight: as many as keep their sums in registers. */
 #ifdef __AVX512F__
@@ -378,7 +378,8 @@ void sort_pairs(const RouteOperation *own, const Routes *routes, const int32_t *
 
 void convolve(const StateRange *range, const ConvolutionOperation *own, int rows, int channel, int count, const float *x, float *out);
 void prepare_state_row(const StateOperation *own, const float *x, const float *a, const float *b, float *work, float *record);
-void run_state_block(const StateRange *range, const StateOperation *own, int number, const float *x, float *work, float *out, float *scratch);
+void run_state_block(const StateRange *range, const StateOperation *own, int number, int has_next, const float *x, float *work, float *out,
+                     float *scratch);
 
 #define PIECE_COLUMNS 4096
 int pieces_of(int columns);

@@ -48,9 +48,6 @@ INLINE const int32_t *multiply_add(GroupSums *sums, const words *codes, const in
     return quad + rows * DOT_WORDS;
 }
 
-/* For what comes later in a panel, or, where an earlier block of rows has read this panel, for the same place of the next one, `ahead` bytes on. */
-INLINE size_t prefetch_distance(const int rows, size_t ahead) { return ahead ? ahead : rows > 4 ? 4096 : 1024; }
-
 INLINE words load_codes(const uint8_t *from) {
     words codes;
     memcpy(&codes, from, sizeof codes);
@@ -80,6 +77,11 @@ INLINE void store_sums(const Matrix *matrix, int from, const floats *sums, const
 #else
 #define PANELS_OF(rows) ((rows) == 1 ? MOST_PANELS : (rows) == 2 ? 2 : 1)
 #endif
+
+/* For what comes later in a panel, or, where an earlier block of rows has read this panel, for the same place of the next one, `ahead` bytes on.
+ * One stream asks for more than each of several. */
+INLINE size_t prefetch_distance(const int rows, size_t ahead) { return ahead ? ahead : PANELS_OF(rows) > 1 ? 1024 : 4096; }
+
 #define TILE_OF(rows, PRODUCTS)         \
     case rows:                          \
         PRODUCTS(rows, PANELS_OF(rows)) \

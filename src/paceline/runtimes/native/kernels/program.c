@@ -6,7 +6,8 @@
 #include <string.h>
 
 #define OUTPUTS_A_TICKET 48        /* whole tiles of 8, 6, 4 and 3 outputs */
-#define PANELS_OUTPUTS_A_TICKET 64 /* four panels of 16 */
+#define PANELS_OUTPUTS_A_TICKET 64 /* four panels of 16, which few rows take at once */
+#define PANEL_OUTPUTS 16
 #define FLOATS_A_TICKET 4096
 #define PACKED_COLUMNS_A_TICKET 1024
 
@@ -23,7 +24,10 @@ static int rows_of(const Pass *pass, const Operation *operation) {
     return operation->rows == WANTED_ROWS ? pass->selected_rows : pass->rows;
 }
 
-static int outputs_a_ticket(int packing) { return packing == AS_BYTES ? PANELS_OUTPUTS_A_TICKET : OUTPUTS_A_TICKET; }
+static int outputs_a_ticket(int packing, int rows) {
+    if (packing != AS_BYTES) return OUTPUTS_A_TICKET;
+    return rows > 4 ? PANEL_OUTPUTS : PANELS_OUTPUTS_A_TICKET;
+}
 
 /* One row as products take it. Each thread packs it itself: cheaper than a barrier. */
 static const float *packed_row_of(const Work *work, const Matrix *matrix, int packing, const float *x) {
@@ -51,7 +55,7 @@ static void run_linear(const Work *work, const Operation *operation) {
     const LinearOperation *own = (const LinearOperation *)operation;
     const Program *program = work->program;
     const float *x = buffer(work, own->x);
-    const int packing = own->packing, rows = work->rows, step = outputs_a_ticket(packing), has_adapters = has_low_rank(work->pass, own);
+    const int packing = own->packing, rows = work->rows, step = outputs_a_ticket(packing, rows), has_adapters = has_low_rank(work->pass, own);
     if (rows > 1 || has_adapters) {
         int taken = next_ticket(work, 0), num_pieces = 0;
         if (rows > 1) taken = pack_all(work, own->matrices, packing, x, taken, &num_pieces);
@@ -59,11 +63,13 @@ static void run_linear(const Work *work, const Operation *operation) {
         barrier();
     }
     x = rows > 1 ? program->packed : packed_row_of(work, own->matrices, packing, x);
-    int ticket = next_ticket(work, 1), skipped = 0;
+    Share share = {0};
+    for (int number = 0; number < own->num_matrices; number++) share.total += parts_of(own->matrices[number].outputs, step);
+    int ticket = next_of_share(work, 1, &share), skipped = 0;
     for (int number = 0; number < own->num_matrices; number++) {
         const Matrix *matrix = own->matrices + number;
         const int tickets = parts_of(matrix->outputs, step);
-        for (; ticket - skipped < tickets; ticket = next_ticket(work, 1)) {
+        for (; ticket - skipped < tickets; ticket = next_of_share(work, 1, &share)) {
             const int begin = (ticket - skipped) * step, end = begin + step < matrix->outputs ? begin + step : matrix->outputs;
             if (has_adapters) prefetch_low_rank(work, own, number, begin, end);
             multiply(matrix, begin, end, packing, x, buffer(work, matrix->out), rows);
@@ -106,7 +112,7 @@ static void run_experts(const Work *work, const Operation *operation) {
     const ExpertsOperation *own = (const ExpertsOperation *)operation;
     const Routes routes = routes_of(buffer(work, own->routes), work->rows, own->chosen);
     const size_t row_words = packed_row(own->matrices, own->packing);
-    const int step = outputs_a_ticket(own->packing), is_one_row = work->rows == 1 && !own->of_pairs;
+    const int step = outputs_a_ticket(own->packing, 1), is_one_row = work->rows == 1 && !own->of_pairs;
     const int has_adapters = has_low_rank_pairs(work->pass, own, &routes);
     const float *x = work->program->packed;
     if (is_one_row) x = packed_row_of(work, own->matrices, own->packing, buffer(work, own->x));
@@ -116,13 +122,16 @@ static void run_experts(const Work *work, const Operation *operation) {
         if (has_adapters) run_down_of_pairs(work, own, &routes, taken, num_pieces);
         barrier();
     }
-    int ticket = next_ticket(work, 1), skipped = 0;
+    Share share = {0};
+    for (int number = 0; number < own->num_matrices; number++)
+        share.total += *routes.num_active * parts_of(own->matrices[number * own->experts].outputs, step);
+    int ticket = next_of_share(work, 1, &share), skipped = 0;
     for (int number = 0; number < own->num_matrices * *routes.num_active; number++) {
         const struct Active *active = routes.active + number % *routes.num_active;
         const int kind = number / *routes.num_active;
         const Matrix *matrix = own->matrices + kind * own->experts + active->expert;
         const int tickets = parts_of(matrix->outputs, step);
-        for (; ticket - skipped < tickets; ticket = next_ticket(work, 1)) {
+        for (; ticket - skipped < tickets; ticket = next_of_share(work, 1, &share)) {
             const int begin = (ticket - skipped) * step, end = begin + step < matrix->outputs ? begin + step : matrix->outputs;
             if (has_adapters) prefetch_pairs(work, own, &routes, active, kind, begin, end);
             multiply(matrix, begin, end, own->packing, is_one_row ? x : x + (size_t)active->packed * row_words,
@@ -238,9 +247,11 @@ static void run_state(const Work *work, const Operation *operation) {
     barrier();
     const int blocks = own->heads * parts_of(own->columns, own->block);
     float *scratch = work->program->state_scratch + (size_t)work->thread * (size_t)work->program->state_floats;
-    for (int item; (item = next_ticket(work, 1)) < pass->num_ranges * blocks;) {
+    Share share = {.total = pass->num_ranges * blocks};
+    for (int item; (item = next_of_share(work, 1, &share)) < share.total;) {
         const size_t row = (size_t)pass->ranges[item / blocks].start;
-        run_state_block(pass->states + item / blocks, own, item % blocks, x + row * channels, worked + row * floats_a_row,
+        const int has_next = share.next < share.end && (item + 1) % blocks;
+        run_state_block(pass->states + item / blocks, own, item % blocks, has_next, x + row * channels, worked + row * floats_a_row,
                         out + row * heads * (size_t)own->columns, scratch);
     }
 }

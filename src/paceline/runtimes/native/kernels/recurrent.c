@@ -163,8 +163,10 @@ typedef struct {
     floats of_key[MOST_LANES], of_query[MOST_LANES];
 } Sums;
 
-/* One sweep over a block: take in an update, if there is one, then multiply what is there with a key and a query, if they are given. */
-INLINE void sweep(const float *from, float *to, int rows, int lanes, const Update *update, const float *key, const float *query, Sums *sums) {
+/* One sweep over a block: take in an update, if there is one, then multiply what is there with a key and a query, if they are given. What lies
+ * at `soon` is asked for meanwhile. */
+INLINE void sweep(const float *from, float *to, const float *soon, int rows, int lanes, const Update *update, const float *key, const float *query,
+                  Sums *sums) {
     floats added[MOST_LANES], of_key[MOST_LANES], of_query[MOST_LANES], decay = broadcast(0.0f);
     for (int lane = 0; lane < lanes; lane++) {
         of_key[lane] = of_query[lane] = broadcast(0.0f);
@@ -175,6 +177,7 @@ INLINE void sweep(const float *from, float *to, int rows, int lanes, const Updat
 #pragma unroll
         for (int lane = 0; lane < lanes; lane++) {
             const size_t at = (size_t)(row * lanes + lane) * LANES;
+            __builtin_prefetch(soon + at, 0, 2);
             floats v = load(from + at);
             if (update) {
                 v = fused(broadcast(update->key[row]), added[lane], decay * v);
@@ -190,13 +193,14 @@ INLINE void sweep(const float *from, float *to, int rows, int lanes, const Updat
 
 #define SWEEP(lanes)                                                                    \
     if (update && key)                                                                  \
-        sweep(from, to, rows, lanes, update, key, query, sums);                         \
+        sweep(from, to, soon, rows, lanes, update, key, query, sums);                   \
     else if (update)                                                                    \
-        sweep(from, to, rows, lanes, update, NULL, NULL, sums);                         \
+        sweep(from, to, soon, rows, lanes, update, NULL, NULL, sums);                   \
     else                                                                                \
-        sweep(from, to, rows, lanes, NULL, key, query, sums)
+        sweep(from, to, soon, rows, lanes, NULL, key, query, sums)
 
-static void sweep_block(const float *from, float *to, int rows, int lanes, const Update *update, const float *key, const float *query, Sums *sums) {
+static void sweep_block(const float *from, float *to, const float *soon, int rows, int lanes, const Update *update, const float *key,
+                        const float *query, Sums *sums) {
     if (lanes == 1) {
         SWEEP(1);
     } else {
@@ -252,8 +256,9 @@ static Update update_of(const StateRange *range, const StateOperation *own, cons
     return update;
 }
 
-/* All rows of a range, of one block of columns; x, work and out are those of its first row. */
-void run_state_block(const StateRange *range, const StateOperation *own, int number, const float *x, float *work, float *out, float *scratch) {
+/* All rows of a range, of one block of columns; x, work and out are those of its first row. has_next: the caller goes on with the next block. */
+void run_state_block(const StateRange *range, const StateOperation *own, int number, int has_next, const float *x, float *work, float *out,
+                     float *scratch) {
     const int blocks = (own->columns + own->block - 1) / own->block, size = own->rows_of_state, lanes = own->block / LANES;
     const size_t block_floats = (size_t)size * (size_t)own->block;
     Block block = {.head = number / blocks, .column = number % blocks * own->block};
@@ -262,6 +267,7 @@ void run_state_block(const StateRange *range, const StateOperation *own, int num
     block.at = (size_t)own->matrices_at + (size_t)number * block_floats;
     const int channels = own->channels;
     float *now = range->state ? range->state + block.at : scratch, padded[MOST_LANES * LANES];
+    const float *next = range->state && has_next ? now + block_floats : NULL;
     if (!range->state) memset(scratch, 0, block_floats * sizeof(float));
     for (int i = 0; i < range->num_steps; i++) {
         const Step *step = range->steps + i;
@@ -278,7 +284,10 @@ void run_state_block(const StateRange *range, const StateOperation *own, int num
             key = worked.keys + block.key_head * size;
             query = worked.queries + block.key_head * size;
         }
-        if (step->update != -1 || key) sweep_block(from, now, size, lanes, step->update != -1 ? &update : NULL, key, query, &sums);
+        if (step->update != -1 || key) {
+            sweep_block(from, now, next ? next : from, size, lanes, step->update != -1 ? &update : NULL, key, query, &sums);
+            next = NULL;
+        }
         if (step->row >= 0)
             finish_row(own, &block, &sums, x + (size_t)step->row * (size_t)channels, work + (size_t)step->row * (size_t)own->work_floats,
                        record_of(range, range->rows[step->row]), out + (size_t)step->row * (size_t)(own->heads * own->columns));
