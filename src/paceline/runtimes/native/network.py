@@ -194,10 +194,7 @@ class NativeNetwork(Network):
         return _Results(program, num_rows, len(wanted.rows))
 
     def _scalings(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch) -> dict[int, FloatArray]:
-        """The scalings of all rows with X-LoRA, by the number of their adapter: what a pass over these rows alone gives.
-
-        That pass sees and writes keys and values of its own, so that a row's scalings depend on the tokens up to it and on nothing else.
-        """
+        """The scalings of all rows with X-LoRA, by the number of their adapter, from a pass over them with keys and values of its own."""
         shared, program = self._shared, self._shared.scaling_program
         mixtures = {item.adapter: shared.mixtures[item.adapter] for item in batch.ranges if item.adapter in shared.mixtures}
         if not mixtures or program is None:
