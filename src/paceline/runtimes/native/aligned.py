@@ -32,8 +32,8 @@ def _begun(room: NDArray[np.uint8], shape: tuple[int, ...], dtype: DTypeLike) ->
 
 
 class Arena:
-    """Room for arrays that live as long as one another, in pieces that the system maps by large pages: with small ones the processor looks up
-    so many that products of several rows wait for it."""
+    """Room for arrays that live as long as one another, in pieces that the system maps by large pages: small ones are so many that products
+    of several rows wait until the processor has looked them up."""
 
     def __init__(self) -> None:
         self._lock = Lock()

@@ -1,16 +1,21 @@
-"""X-LoRA's scalings on the CPU: a row's have the same bits in every pass, as its other values do.
+"""X-LoRA's scalings on the CPU, a row's with the same bits in every pass as its other values, and what scaling passes keep.
 
 Source: PEFT 0.21, `XLoraClassifier` and `XLoraLayer.get_maybe_topk_scalings`.
 """
 
 import numpy as np
 
+from paceline.errors import CapacityError
+from paceline.kv_cache.key_values import KeyValues, PagedRows
+from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
+from paceline.kv_cache.window import WindowKeyValues
 from paceline.models.adapters.adapter import Mixture
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.layers import Activation
 from paceline.models.weights import Tensor, Weights
 from paceline.runtimes.base import FloatArray, ForwardBatch, Wanted
 from paceline.runtimes.native.execution import Execution
+from paceline.runtimes.native.packed_rows import PackedRows
 from paceline.runtimes.native.program import NativeBlocks, Recorded, share_memory
 from paceline.runtimes.native.weights import NativeWeights
 
@@ -71,6 +76,26 @@ class NativeMixture:
         return np.array(found.reshape(num_rows, width), np.float32, order="C")
 
 
+def add_memories_of_scaling_passes(cache: KVCache, rows: PackedRows) -> list[PagedRows]:
+    """What scaling passes keep of the texts in a cache: a memory like each of its own, in their order.
+
+    Raises:
+        CapacityError: they do not fit in memory.
+    """
+    memories = list[PagedRows]()
+    try:
+        for memory in list(cache.memories):
+            assert isinstance(memory, PagedRows)
+            storage = np.zeros_like(memory.storage)
+            window = memory.window if isinstance(memory, WindowKeyValues) else None
+            memories.append(KeyValues(storage, rows) if window is None else WindowKeyValues(storage, window, BLOCK_SIZE, rows))
+    except MemoryError as error:
+        raise CapacityError("keys and values of X-LoRA's scaling passes do not fit in memory: lower cache_gb") from error
+    for memory in memories:
+        cache.add(memory)
+    return memories
+
+
 def _softmax(values: FloatArray) -> FloatArray:
     """Over the last axis, summed up in its order: so a row's bits do not depend on how many rows there are."""
     largest = values.max(axis=-1, keepdims=True)
@@ -78,5 +103,5 @@ def _softmax(values: FloatArray) -> FloatArray:
     total = powers[..., :1].copy()
     for place in range(1, values.shape[-1]):
         total += powers[..., place : place + 1]
-    scaled: FloatArray = powers / np.where(total > 0.0, total, np.float32(1.0))
-    return scaled
+    total[total == 0.0] = 1.0  # of a row whose scalings are all 0
+    return powers / total

@@ -42,7 +42,7 @@ from paceline.runtimes.native.adapters import NativeAdapter, Sites
 from paceline.runtimes.native.aligned import zeros
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.library import kernels_path
-from paceline.runtimes.native.mixture import NativeMixture
+from paceline.runtimes.native.mixture import NativeMixture, add_memories_of_scaling_passes
 from paceline.runtimes.native.packed_rows import PackedRows
 from paceline.runtimes.native.panels import Panels
 from paceline.runtimes.native.program import NativeBlocks, Recorded, share_memory
@@ -52,6 +52,9 @@ from paceline.runtimes.planes import planes_of
 from paceline.runtimes.ranking import Ranking
 from paceline.runtimes.rotary import LEAST_POSITIONS, RotaryTables
 from paceline.runtimes.rounding import layer_rows, scaled_rows, table_rows
+
+Inputs = Mapping[str, NDArray[Any]]
+Scalings = Mapping[int, FloatArray]
 
 
 class NativeNetwork(Network):
@@ -160,23 +163,11 @@ class NativeNetwork(Network):
             super().keep_scaling_passes(cache)
         if self.config.recurrents:
             raise ConfigError(NO_MIXTURE_WITH_STATES)
-        memories, windows = list[PagedRows](), list[WindowKeyValues]()
-        for memory in list(cache.memories):
-            assert isinstance(memory, PagedRows)
-            try:
-                storage = np.zeros_like(memory.storage)
-            except MemoryError as error:
-                raise CapacityError("keys and values of X-LoRA's scaling passes do not fit in memory: lower cache_gb") from error
-            if isinstance(memory, WindowKeyValues):
-                windows.append(WindowKeyValues(storage, memory.window, BLOCK_SIZE, self._rows))
-                memories.append(windows[-1])
-            else:
-                memories.append(KeyValues(storage, self._rows))
-            cache.add(memories[-1])
+        memories = add_memories_of_scaling_passes(cache, self._rows)
+        windows = [memory for memory in memories if isinstance(memory, WindowKeyValues)]
         planes = planes_of(self.config, self.config.kv_groups(by_window=bool(windows)), memories)
-        program = self._recorded(None)
-        program.execution.use_cache(planes, windows, None, self.capabilities.kv_type)
-        self._shared.scaling_program = program
+        self._shared.scaling_program = self._recorded(None)
+        self._shared.scaling_program.execution.use_cache(planes, windows, None, self.capabilities.kv_type)
 
     @property
     def _rows(self) -> PackedRows:
@@ -194,14 +185,7 @@ class NativeNetwork(Network):
         self._shared.num_passes += 1
         return ForwardOutput(self._run(program, inputs, batch, wanted, self._scalings(inputs, batch)))
 
-    def _run(
-        self,
-        program: "_Program",
-        inputs: Mapping[str, NDArray[Any]],
-        batch: ForwardBatch,
-        wanted: Wanted,
-        scalings: Mapping[int, FloatArray],
-    ) -> "_Results":
+    def _run(self, program: "_Program", inputs: Inputs, batch: ForwardBatch, wanted: Wanted, scalings: Scalings) -> "_Results":
         num_rows, execution = len(batch.positions), program.execution
         execution.make_room(num_rows)
         for name, buffer in program.inputs.items():
@@ -210,13 +194,9 @@ class NativeNetwork(Network):
         return _Results(program, num_rows, len(wanted.rows))
 
     def _scalings(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch) -> dict[int, FloatArray]:
-        """The scalings of all rows with X-LoRA, by the number of their adapter: what a pass over these rows alone gives.
-
-        That pass sees and writes keys and values of its own, so that a row's scalings depend on the tokens up to it and on nothing else.
-        """
-        shared = self._shared
+        """The scalings of all rows with X-LoRA, by the number of their adapter, from a pass over them with keys and values of its own."""
+        shared, program = self._shared, self._shared.scaling_program
         mixtures = {item.adapter: shared.mixtures[item.adapter] for item in batch.ranges if item.adapter in shared.mixtures}
-        program = shared.scaling_program
         if not mixtures or program is None:
             return {}
         part = ScalingPart.of(inputs, batch, {number: mixture.pass_scaling for number, mixture in mixtures.items()})
