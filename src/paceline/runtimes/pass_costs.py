@@ -2,10 +2,12 @@
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
+
+import numpy as np
 
 CACHED_LEN = 64  # cached rows behind which the rows of the table were timed
 
@@ -13,6 +15,7 @@ _RECENT = 8  # passes of as many rows that count
 _FRESH = 3  # from so many on they say more than the table
 _MAX_AGE = 1024  # passes since, after which one says nothing of how fast the machine is now
 _RENEWED = 8  # passes after which times are looked up again
+_LOOKED_UP = 32  # times are looked up so many at once
 _SPEED_PASSES = 15  # of all kinds, whose median says how fast the machine is now
 _LEAST_SPEED, _MOST_SPEED = 0.2, 10.0
 
@@ -106,22 +109,28 @@ class PassCosts:
         self._speeds: deque[float] = deque(maxlen=_SPEED_PASSES)
         self._speed = 1.0
         self._num_passes = 0
+        self._of_table = np.zeros(0)  # seconds by rows
         self._known: dict[tuple[int, int], float | None] = {}  # of this moment
         self._times: dict[tuple[int, int], tuple[int, list[float]]] = {}  # by rows and cached ones, with the pass they were looked up at
 
     def observe(self, num_rows: int, num_cached: float, num_row_cached: float, seconds: float) -> None:
         """Told how long a pass took; arguments as `at`."""
-        self._num_passes += 1
+        self.observe_several(num_rows, num_cached, num_row_cached, (seconds,))
+
+    def observe_several(self, num_rows: int, num_cached: float, num_row_cached: float, times: Sequence[float]) -> None:
+        """Told how long several passes took, one after another, which had the same to do."""
         self._known.clear()
         reading_s = self.table.reading_s(num_cached, num_row_cached)
-        self._speeds.append(seconds / max(1e-9, self.table.at(num_rows) + reading_s))
+        expected_s = max(1e-9, self.table.at(num_rows) + reading_s)
+        self._speeds.extend([seconds / expected_s for seconds in times])
         self._speed = min(max(median(self._speeds), _LEAST_SPEED), _MOST_SPEED)
         key = num_rows, _bucket(num_cached)
         recent = self._recent.get(key)
         if recent is None:  # the first pass of its kind does not count: memory and kernels are made ready for it
-            self._recent[key] = _Recent()
-            return
-        recent.passes.append((self._num_passes, seconds - self._speed * reading_s))
+            recent, self._num_passes, times = self._recent.setdefault(key, _Recent()), self._num_passes + 1, times[1:]
+        added_s = self._speed * reading_s
+        recent.passes.extend([(number, seconds - added_s) for number, seconds in enumerate(times, self._num_passes + 1)])
+        self._num_passes += len(times)
 
     def at(self, num_rows: int, num_cached: float = 0.0, num_row_cached: float = 0.0) -> float:
         """Seconds of a pass of so many rows.
@@ -137,17 +146,27 @@ class PassCosts:
         """Seconds of passes of `num_rows` rows and up to `most` more, none less than the one before, looked up now and then.
 
         Returns:
-            [most + 1] seconds, and those that reading the cache adds to them for each row, by each of the rows it sees.
+            [at least most + 1] seconds, and those that reading the cache adds to them for each row, by each of the rows it sees.
         """
         key = num_rows, _bucket(num_cached)
         known = self._times.get(key)
         if known is None or len(known[1]) <= most or self._num_passes - known[0] >= _RENEWED:
-            times, slowest = [], 0.0
-            for more in range(most + 1):
-                slowest = max(slowest, self.at(num_rows + more, num_cached, num_row_cached))
-                times.append(slowest)
+            times = self._look_up(num_rows, (most + _LOOKED_UP) // _LOOKED_UP * _LOOKED_UP, num_cached, num_row_cached)
             known = self._times[key] = self._num_passes, times
         return known[1], self._speed * self.table.row_s
+
+    def _look_up(self, num_rows: int, count: int, num_cached: float, num_row_cached: float) -> list[float]:
+        """[count] what `at` says of passes of `num_rows` rows on, but none less than the one before."""
+        end, bucket = num_rows + count, _bucket(num_cached)
+        if end > len(self._of_table):
+            self._of_table = np.array([self.table.at(rows) for rows in range(2 * end)])
+        times = self._speed * self._of_table[num_rows:end]
+        for rows, own_bucket in self._recent:
+            if own_bucket == bucket and num_rows <= rows < end and (own := self._own(rows, bucket)) is not None:
+                times[rows - num_rows] = own
+        times += self._speed * self.table.reading_s(num_cached, num_row_cached)
+        found: list[float] = np.maximum.accumulate(np.maximum(times, 1e-9)).tolist()
+        return found
 
     def is_fresh(self, num_rows: int, num_cached: float = 0.0) -> bool:
         """Whether passes of so many rows ran lately."""

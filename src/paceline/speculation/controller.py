@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from paceline.kv_cache.row_plan import TreeLayout, is_chain
-from paceline.runtimes.pass_costs import PassCosts, PassTable
+from paceline.runtimes.pass_costs import PassTable
 from paceline.speculation.acceptance import RequestAcceptance
+from paceline.speculation.batch_rest import BatchRest, RestedSteps, steps_until
 from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.drafter import Drafter
 from paceline.speculation.drafter_facts import DrafterFacts
@@ -21,8 +22,8 @@ from paceline.speculation.request import FinishReason, Request
 from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.row_choice import Choice, choose_rows, worth_keeping
 from paceline.speculation.stats import PlainReason
+from paceline.speculation.step_times import StepTimes
 from paceline.speculation.tree import DraftTree
-from paceline.speculation.work_times import LinearTime
 
 START_GAIN = 0.05  # expected gain from which on drafting begins, so that it does not come and go
 STAY_GAIN = 0.02  # and from which on it goes on: what is expected of the best of several guesses is a little too much
@@ -33,10 +34,10 @@ MOST_CREDITED = 32  # steps for which is saved up at a time
 PROBE_TOKENS = 2
 SHADOW_TOKENS = 4  # of guesses that are not sent: until the text has gone past them nobody is asked again
 NOTED_PLAIN = 4  # of so many steps of a lone request without guesses one is measured
-BROUGHT_MEMORY = 0.97  # of what steps brought, from one to the next
 FIRST_TOKENS, FIRST_ROWS = 4, 16  # guessed of a request and in a pass while nothing is known of a drafter
 CLEAR_GAIN = 1.25  # expected speedup above which no plain pass is run to compare with
 IDLE_INTERVAL = 64  # questions to a drafter after which a step is idle, to know what asking takes
+UNABLE_SHARE, MOST_UNABLE = 16, 7  # of the steps in a row without a guess, those that are rested; at most
 DENIED_IDLE, MOST_DENIED = 3, 7  # steps that a request rests for which drafting was not worth it: at first, and where it never is
 COMPARE_INTERVAL = 16  # steps from one such pass to the next, until enough are known
 
@@ -52,19 +53,19 @@ class DraftController(DraftLengthPolicy):
 
     def __init__(self, num_draft_tokens: int, table: PassTable, *, row_budget: int | None = None) -> None:
         super().__init__(num_draft_tokens, row_budget=row_budget)
-        self.costs = PassCosts(table)
-        self.host = LinearTime()  # by requests and guessed rows of a step
+        self.times = StepTimes(table)
+        self.costs, self.host = self.times.costs, self.times.host
+        self._rest = BatchRest()
         self.drafters: dict[str, DrafterFacts] = {}
         self._choice: Choice | None = None  # of the step under way, if there was one to make
         self._work: PassWork | None = None  # of that step without guesses
         self._rate = 0.0  # tokens a second that time is worth
-        self._brought, self._spent_s = 0.0, 0.0  # tokens of the last steps, and seconds that such steps take
+        self._num_planned = 0  # requests that were planned for in the step under way
         self._num_steps = 0
         self._num_kept = 0  # guesses of the step under way
         self._credit_s, self._credited_at = 0.0, 0  # for probes, and the step up to which it was saved up
         self._probed: Request | None = None
         self._asked: RequestAcceptance | None = None  # of a drafter that takes next to no time, in the step under way
-        self._idle_s: float | None = None  # other work of a step in which nobody is asked
         self._is_drafting = False
         self._num_since_compared = 0
         self._mean_output = 0.0  # tokens of the last outputs, 0 = none yet
@@ -79,6 +80,7 @@ class DraftController(DraftLengthPolicy):
         if not open_ones:
             return
         self._work = work = PassWork.of(batch, with_guesses=False)
+        self._num_planned = len(open_ones)
         most = sum([rows.budget.row_budget - 1 for rows, _ in open_ones if rows.budget is not None])
         most = most if max_rows is None else min(most, max_rows - work.num_rows)
         if most < 1:
@@ -87,9 +89,9 @@ class DraftController(DraftLengthPolicy):
             return
         others = len([rows for rows in batch if rows.tree is not None]) - len(open_ones)
         self._choice = choice = self._choose(open_ones, work, most, others)
-        for rows, _ in open_ones:
-            rows.expected_speedup = choice.speedup if any(choice.counts) else choice.drafted_speedup
         self._is_drafting, self._rate = any(choice.counts), choice.rate
+        for rows, _ in open_ones:
+            rows.expected_speedup = choice.speedup if self._is_drafting else choice.drafted_speedup
         if self._is_drafting and self._must_compare(choice, work):
             return self._refuse(open_ones, PlainReason.COMPARED)
         denied: list[tuple[RequestRows, Drafter]] = []
@@ -99,7 +101,7 @@ class DraftController(DraftLengthPolicy):
         for rows, drafter in denied:
             own = self._own(rows.request, drafter)
             own.denied = min(MOST_DENIED, 2 * own.denied + 1) if own.denied else DENIED_IDLE
-            own.num_idle = own.denied - self._num_steps % (own.denied + 1)  # those of a batch are thought of again together
+            own.num_idle = steps_until(own.denied, self._num_steps + 1)
         if denied:
             self._probe(denied, work, most)
 
@@ -122,7 +124,7 @@ class DraftController(DraftLengthPolicy):
             order = order[: max(0, max_rows - work.num_rows - num_fixed)]
         # nothing is drafted at present where the last plan said so: then more is asked of a guess, as of a plan
         rate = self._rate * (1.0 + (STAY_GAIN if self._is_drafting else START_GAIN))
-        taken = worth_keeping([-one[0] for one in order], self._times(work, num_fixed, len(order)), rate)
+        taken = worth_keeping([-one[0] for one in order], self.times.of_guesses(work, num_fixed, len(order)), rate)
         if self._choice is None:
             self._is_drafting = taken > 0
         kept: list[list[int]] = [[0] for _ in weighed]
@@ -141,59 +143,84 @@ class DraftController(DraftLengthPolicy):
     def observe_draft(self, drafter: Drafter, num_requests: int, depth: int, seconds: float, read_s: float) -> None:
         self._facts(drafter).observe(num_requests, depth, seconds)
 
-    def rests(self, request: Request) -> bool:
+    def rests_together(self, batch: Sequence[RequestRows]) -> bool:
+        rest = self._rest
+        rest.is_under_way = False  # of a step that failed
+        if rest.left > 0 and rest.takes(batch):
+            return True
+        if rest.steps.passes_s:
+            self._note_rest()
+        return False
+
+    def rests(self, request: Request) -> PlainReason | None:
         own = request.acceptance
         if own is None or own.num_idle == 0:
-            return False
+            return None
         own.num_idle -= 1
-        return True
+        return PlainReason.NO_GUESS if own.num_unable else PlainReason.DID_NOT_PAY
 
-    def observe_step(self, batch: Sequence[RequestRows], pass_s: float, host_s: float, draft_s: float = 0.0) -> None:
+    def note_no_guess(self, request: Request, drafter: Drafter) -> None:
+        own = self._own(request, drafter)
+        own.num_unable += 1
+        rest = (1 << (own.num_unable // UNABLE_SHARE + 1).bit_length() - 1) - 1  # a power of 2 less 1, as `steps_until` asks
+        own.num_idle = steps_until(min(rest, MOST_UNABLE), self._num_steps + 1)
+
+    def observe_step(
+        self, batch: Sequence[RequestRows], pass_s: float, host_s: float, draft_s: float = 0.0, plan_s: float = 0.0
+    ) -> None:
+        if self._rest.is_under_way:
+            self._num_steps += 1
+            self._rest.note(pass_s, host_s + draft_s)
+            return
         was_planned, num_kept, self._num_kept = self._work is not None, self._num_kept, 0
         num_guesses = sum([rows.num_guesses for rows in batch]) if was_planned else 0
-        if len(batch) == 1 and batch[0].is_decoding:
-            self._weigh_asking(batch[0], num_guesses, num_kept, host_s + draft_s)
+        is_alone = len(batch) == 1
+        if was_planned and not is_alone:
+            self.times.planning.observe(1.0, self._num_planned, plan_s)
+        if is_alone and batch[0].is_decoding:
+            self._weigh_asking(batch[0], num_guesses, num_kept, host_s + draft_s + plan_s)
         self._probed = self._asked = self._work = None  # nothing of a request that ends is held
         self._num_steps += 1
-        is_rare = num_guesses > 0 or len(batch) > 1
+        is_rare = num_guesses > 0 or not is_alone
         if is_rare or self._num_steps % NOTED_PLAIN == 0:
-            self._note_times(batch, pass_s, host_s, num_kept, weight=1 if is_rare else NOTED_PLAIN)
+            weight = 1.0 if is_rare else float(NOTED_PLAIN)
+            self.times.note(PassWork.of(batch, with_guesses=True), [pass_s], [host_s], weight * (len(batch) + num_kept), weight)
         for rows in batch:
             own = rows.request.acceptance
             if own is not None and own.shadow is not None and (facts := self._facts_of(rows.request)) is not None:
                 facts.read_shadow(rows.request, own)
+                if own.shadow is None and own.is_cheap and not is_alone:  # what the next plan would say
+                    own.num_idle, own.num_resting = max(own.num_idle, steps_until(own.num_resting, self._num_steps)), 0
+        if num_guesses == 0:
+            self._rest.begin(batch)
 
-    def _note_times(self, batch: Sequence[RequestRows], pass_s: float, host_s: float, num_kept: int, *, weight: int) -> None:
-        """Learn what a step took and brought, one of `weight` such steps."""
-        if not all(rows.is_decoding for rows in batch):
-            return
-        work = PassWork.of(batch, with_guesses=True)
-        self.costs.observe(work.num_rows, work.num_cached, work.num_row_cached, pass_s)
-        self.host.observe(len(batch), work.num_rows - len(batch), host_s)
-        seconds = host_s + self.costs.at(work.num_rows, work.num_cached, work.num_row_cached)
-        self._brought = BROUGHT_MEMORY * self._brought + weight * (len(batch) + num_kept)
-        self._spent_s = BROUGHT_MEMORY * self._spent_s + weight * seconds
+    def _note_rest(self) -> None:
+        """Learn what the steps of a rest took."""
+        steps, self._rest.steps = self._rest.steps, RestedSteps()
+        is_alone, count = steps.work.num_sequences == 1, len(steps.passes_s)
+        if is_alone:
+            for seconds in steps.other_s:
+                self.times.note_idle(seconds)
+        noted = slice(None, None, NOTED_PLAIN if is_alone else 1)
+        self.times.note(steps.work, steps.passes_s[noted], steps.other_s[noted], float(count * steps.work.num_sequences), float(count))
 
     def _weigh_asking(self, rows: RequestRows, num_guesses: int, num_kept: int, other_s: float) -> None:
         """Learn what it was worth to ask a drafter that takes next to no time; other work is compared with that of idle steps."""
         if self._asked is None:
             if num_guesses == 0 and rows.plain_reason is PlainReason.DID_NOT_PAY:
-                known = other_s if self._idle_s is None else self._idle_s
-                self._idle_s = 0.9 * known + 0.1 * (other_s if other_s < 2.0 * known else 2.0 * known)
+                self.times.note_idle(other_s)
             return
         own, self._asked = self._asked, None
-        cached = self._work.num_cached if self._work is not None else 0.0
-        plain_s = self.costs.at(1, cached, cached)
-        taken_s = self.costs.at(1 + num_guesses, cached, (1 + num_guesses) * cached) - plain_s
-        asking_s = 0.0 if self._idle_s is None else max(0.0, other_s - self._idle_s)
-        saved_s = num_kept * plain_s - taken_s - min(asking_s, 0.2 * plain_s)
+        saved_s = self.times.saved_s(self._work, num_guesses, num_kept, other_s)
         own.num_idle = own.worth.add(saved_s)
         if (facts := self._facts_of(rows.request)) is not None:
             facts.worth.add(saved_s)
-        if self._idle_s is None or own.worth.num_asked % IDLE_INTERVAL == 0:
+        if self.times.idle_s is None or own.worth.num_asked % IDLE_INTERVAL == 0:
             own.num_idle = max(own.num_idle, 1)
 
     def release(self, request: Request) -> None:
+        if self._rest.holds(request):
+            self._rest.stop()
         request.acceptance = None
         if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             length = float(request.num_output_tokens)
@@ -215,12 +242,12 @@ class DraftController(DraftLengthPolicy):
         times, _ = self.costs.row_times(work.num_rows, 0, work.num_cached, work.num_row_cached)
         if facts.seconds(1, budget.max_depth) >= CHEAP_SHARE * times[0] or drafter.reading_s(rows.request) > 0.0:
             return False
-        self._rate = max(self._brought / self._spent_s if self._spent_s > 0.0 else 0.0, 1.0 / (times[0] + self.host.at(1.0, 0.0)))
+        self._rate = max(self.times.rate, 1.0 / (times[0] + self.host.at(1.0, 0.0)))
         if not own.wants_shadow:
             rows.budget, rows.plain_reason = None, PlainReason.DID_NOT_PAY
             own.num_idle = own.until_shadow()
             return True
-        self._asked = own
+        self._asked, own.num_unable = own, 0
         if not facts.calibration(rows.request).is_known:
             most = min(budget.max_depth, FIRST_TOKENS)
             rows.budget = replace(budget, row_budget=min(budget.row_budget, most + 1), max_depth=most)
@@ -235,19 +262,15 @@ class DraftController(DraftLengthPolicy):
             depth = 0 if budget is None else min(budget.max_depth, budget.row_budget - 1)
             if not calibration.is_known:
                 depth, most = min(depth, FIRST_TOKENS), min(most, FIRST_ROWS)
+            own.num_unable = 0
             gains.append(own.by_depth.paths(calibration.depths(depth), calibration.doubt, LEAST_CHANCE))
         most = min(most, sum(map(len, gains)))
         guessing = [self.drafters[name].parts(len(open_ones)) for name in names]
         numbers = [names.index(drafter.name) for _, drafter in open_ones] if len(names) > 1 else ()
         least_gain = STAY_GAIN if self._is_drafting else START_GAIN
-        return choose_rows(gains, self._times(work, 0, most), guessing, drafters=numbers, others=others, least_gain=least_gain)
-
-    def _times(self, work: PassWork, first: int, most: int) -> list[float]:
-        """Seconds of a step without guessing, by its guessed rows from `first` on, up to `most` more."""
-        times, row_s = self.costs.row_times(work.num_rows, first + most, work.num_cached, work.num_row_cached)
-        row_s = row_s * work.num_cached / max(1, work.num_sequences) + self.host.at(0.0, 1.0)
-        host_s = self.host.at(work.num_sequences, 0.0)
-        return [times[count] + host_s + count * row_s for count in range(first, first + most + 1)]
+        times, plan_s = self.times.of_guesses(work, 0, most), self.times.planning.at(1.0, len(open_ones))
+        times[1:] = [seconds + plan_s for seconds in times[1:]]  # without guesses there would soon be no plan either
+        return choose_rows(gains, times, guessing, drafters=numbers, others=others, least_gain=least_gain)
 
     def _allow(self, rows: RequestRows, drafter: Drafter, count: int, num_requests: int, work: PassWork) -> bool:
         """Set a request's budget; returns whether it may draft, or would without costing anything."""
@@ -257,6 +280,7 @@ class DraftController(DraftLengthPolicy):
         facts, own = self._facts(drafter), self._own(rows.request, drafter)
         deepest = min(budget.max_depth, budget.row_budget - 1)
         is_cheap = facts.seconds(num_requests, deepest) < CHEAP_SHARE * choice.plain_s  # one of which nothing is known is asked, to know
+        own.is_cheap = is_cheap
         if count == 0:
             own.num_plain += 1
             if is_cheap and own.wants_shadow:

@@ -9,7 +9,7 @@ from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.work_times import LinearTime
 
-LONGEST_REST = 16  # steps between two shadows of a request, at most
+LONGEST_REST = 15  # steps between two shadows of a request, at most
 FORCED_CHANCE = 0.98  # of a token that a grammar forces: tokenizers may spell it in another way
 SIBLING_SHARE = 0.3  # chance of a sibling over that of the guess before it, where its drafter says nothing
 

@@ -9,12 +9,17 @@ from paceline.speculation.request_rows import RequestRows
 
 @dataclass(slots=True)
 class PassWork:
-    """What a pass reads of the cache, as `PassCosts.at` asks."""
+    """What a pass reads of the cache, as `PassCosts.at` asks.
+
+    Attributes:
+        is_decoding: whether every request's root is its only known row.
+    """
 
     num_rows: int = 0
     num_sequences: int = 0
     num_cached: float = 0.0
     num_row_cached: float = 0.0
+    is_decoding: bool = True
 
     @classmethod
     def of(cls, batch: Sequence[RequestRows], *, with_guesses: bool) -> "PassWork":
@@ -22,6 +27,7 @@ class PassWork:
         for rows in batch:
             count = rows.num_known + (rows.num_guesses if with_guesses else 0)
             cached = cached_rows(rows)
+            work.is_decoding = work.is_decoding and rows.is_decoding
             work.num_rows += count
             work.num_sequences += 1
             work.num_cached += cached

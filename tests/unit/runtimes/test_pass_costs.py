@@ -91,3 +91,26 @@ def test_a_table_survives_json_and_nonsense_is_none() -> None:
     for kept in (None, 3, {}, {"seconds": {"1": 1.0}}, {"seconds": {"1": "x"}, "sequence_s": 0, "row_s": 0}, {"seconds": [], "row_s": 0}):
         assert PassTable.from_json(kept) is None
     assert PassTable.from_json({"seconds": {"1": -1.0, "2": 1.0}, "sequence_s": 0, "row_s": 0}) is None
+
+
+def test_passes_told_of_together_count_as_if_they_had_been_told_of_one_by_one(seed: int) -> None:
+    random, one_by_one, together = np.random.default_rng(seed), PassCosts(STAIRS), PassCosts(STAIRS)
+    for _ in range(60):
+        rows, cached, count = int(random.integers(1, 12)), 900.0 * int(random.integers(2)), int(random.integers(1, 20))
+        times = [STAIRS.at(rows) * (1.0 + random.random()) for _ in range(count)]
+        for seconds in times:
+            one_by_one.observe(rows, cached, rows * cached, seconds)
+        together.observe_several(rows, cached, rows * cached, times)
+        for asked in range(1, 14):
+            assert together.at(asked, cached, cached) == pytest.approx(one_by_one.at(asked, cached, cached), rel=1e-9)
+
+
+def test_times_of_several_numbers_of_rows_are_those_of_each_but_never_fall(seed: int) -> None:
+    random, costs = np.random.default_rng(seed), PassCosts(PassTable.of({1: 1.0, 8: 1.2, 9: 2.0, 16: 2.2}, 1e-4, 1e-5))
+    for _ in range(40):
+        rows, most, cached = int(random.integers(1, 20)), int(random.integers(0, 70)), 900.0 * int(random.integers(3))
+        for _ in range(9):
+            costs.observe(rows + int(random.integers(4)), cached, rows * cached, 1.0 + 2.0 * random.random())
+        times, _ = costs.row_times(rows, most, cached, rows * cached)
+        expected = np.maximum.accumulate([costs.at(rows + more, cached, rows * cached) for more in range(most + 1)])
+        assert times[: most + 1] == pytest.approx(expected.tolist(), rel=1e-9)

@@ -174,20 +174,25 @@ def planned_for(costs: Costs, traces: list[Trace], batch_size: int, guess_s: flo
     policy, counts = controller(costs), list[int]()
     if guess_s:
         policy.know_time("player", guess_s)
-    plan = policy.plan
+    plan, begin = policy.plan, policy.rests_together
+
+    def begun(batch: Any) -> bool:
+        counts.append(0)
+        return begin(batch)
 
     def counted(batch: Any, drafting: Any, max_rows: int | None) -> None:
-        counts.append(len(drafting))
+        counts[-1] = len(drafting)
         plan(batch, drafting, max_rows)
 
-    policy.plan = counted  # type: ignore[method-assign]
+    policy.plan, policy.rests_together = counted, begun  # type: ignore[method-assign]
     replay(policy, traces, costs, batch_size=batch_size)
     return counts
 
 
 def test_a_request_whose_guesses_are_wrong_is_planned_for_in_few_steps() -> None:
     counts = planned_for(MACHINES["cheap rows"], texts(lambda _: 0.0, np.random.default_rng(0), 4, "nothing", length=500), 2)
-    assert sum(counts) < 400  # of 2,000
+    assert sum(counts) < 200  # of 2,000
+    assert sum(count > 0 for count in counts) < 100  # of 1,000 steps: both are planned for together
 
 
 def test_requests_of_a_batch_are_thought_of_again_together() -> None:
