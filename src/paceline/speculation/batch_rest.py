@@ -12,7 +12,7 @@ from paceline.speculation.request import Request
 from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.stats import PlainReason
 
-LONGEST = 32  # steps: what was measured meanwhile is not known before its end
+LONGEST = 32  # steps: of what is measured meanwhile nothing is known before its end
 
 
 def steps_until(rest: int, step: int) -> int:
@@ -28,38 +28,50 @@ def steps_until(rest: int, step: int) -> int:
 
 
 @dataclass(slots=True)
-class RestedSteps:
-    """What the steps of a rest took.
+class PlainSteps:
+    """What plain steps of the same requests took, one after another.
 
     Attributes:
         work: of the first of them.
         passes_s: seconds of each one's pass.
-        other_s: of its other work.
+        hosts_s: of its other work.
     """
 
     work: PassWork = field(default_factory=PassWork)
     passes_s: list[float] = field(default_factory=list)
-    other_s: list[float] = field(default_factory=list)
+    hosts_s: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class BatchRest:
-    """The rest of the requests that made up the last step; none while `left` is 0.
+    """The rest of the requests that made up the last steps, none while `left` is 0, and what these took.
 
     Attributes:
         left: steps that are still to be rested.
         is_under_way: whether the step under way is one of them.
-        steps: those that were.
+        steps: plain ones of the same requests of which nothing was learned yet.
     """
 
     left: int = 0
     is_under_way: bool = False
-    steps: RestedSteps = field(default_factory=RestedSteps)
+    steps: PlainSteps = field(default_factory=PlainSteps)
     _requests: list[Request] = field(default_factory=list)
     _reasons: list[PlainReason] = field(default_factory=list)
 
+    def is_of(self, batch: Sequence[RequestRows]) -> bool:
+        """Whether these requests made up the last steps, and decode."""
+        return [rows.request for rows in batch if rows.num_known == 1] == self._requests
+
+    def take(self, batch: Sequence[RequestRows]) -> None:
+        """These made up the last step."""
+        self.stop()
+        work = PassWork.of(batch, with_guesses=False)
+        self._requests, self.steps = [rows.request for rows in batch] if work.is_decoding else [], PlainSteps(work)
+
     def begin(self, batch: Sequence[RequestRows]) -> None:
-        """Rest as long as every request of a step that is over may; not at all where one may not."""
+        """Rest as long as every request of the last step may; not at all where one may not."""
+        if not self._requests:
+            return
         least, reasons = LONGEST, []
         for rows in batch:
             request = rows.request
@@ -71,13 +83,12 @@ class BatchRest:
                 return
             reasons.append(PlainReason.NO_GUESS if own.num_unable else PlainReason.DID_NOT_PAY)
             least = min(least, own.num_idle)
-        self._requests, self._reasons, self.left = [rows.request for rows in batch], reasons, least
-        self.steps = RestedSteps(PassWork.of(batch, with_guesses=False))
+        self._reasons, self.left = reasons, least
         self._lengthen(-least)
 
-    def takes(self, batch: Sequence[RequestRows]) -> bool:
+    def begins(self, batch: Sequence[RequestRows]) -> bool:
         """Whether a step is one of the rest, which ends where others take part; its requests are told why they are not thought of."""
-        if [rows.request for rows in batch if rows.num_known == 1] != self._requests:
+        if not self.is_of(batch):
             self.stop()
             return False
         for rows, reason in zip(batch, self._reasons, strict=True):
@@ -87,14 +98,14 @@ class BatchRest:
         return True
 
     def holds(self, request: Request) -> bool:
-        """Whether a request is one of those that rest."""
+        """Whether a request is one of those that made up the last steps."""
         return request in self._requests
 
-    def note(self, pass_s: float, other_s: float) -> None:
+    def note(self, pass_s: float, host_s: float) -> None:
         """Told at its end what the step under way took."""
         self.is_under_way = False
         self.steps.passes_s.append(pass_s)
-        self.steps.other_s.append(other_s)
+        self.steps.hosts_s.append(host_s)
 
     def stop(self) -> None:
         """End it: its requests rest by themselves what is left of it."""

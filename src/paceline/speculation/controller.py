@@ -10,10 +10,10 @@ target says (a shadow: it costs no row). Of one that takes time a share of all t
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.kv_cache.row_plan import TreeLayout, is_chain
 from paceline.runtimes.pass_costs import PassTable
 from paceline.speculation.acceptance import RequestAcceptance
-from paceline.speculation.batch_rest import BatchRest, RestedSteps, steps_until
+from paceline.speculation.batch_rest import LONGEST, BatchRest, PlainSteps, steps_until
+from paceline.speculation.cut import can_cut, cut
 from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.drafter import Drafter
 from paceline.speculation.drafter_facts import DrafterFacts
@@ -32,12 +32,11 @@ LEAST_CHANCE = 0.02  # of a guess with all before it: no row is cheap enough for
 PROBE_SHARE = 0.01  # of all time: what probes may cost where drafting does not pay
 MOST_CREDITED = 32  # steps for which is saved up at a time
 PROBE_TOKENS = 2
-SHADOW_TOKENS = 4  # of guesses that are not sent: until the text has gone past them nobody is asked again
 NOTED_PLAIN = 4  # of so many steps of a lone request without guesses one is measured
 FIRST_TOKENS, FIRST_ROWS = 4, 16  # guessed of a request and in a pass while nothing is known of a drafter
-CLEAR_GAIN = 1.25  # expected speedup above which no plain pass is run to compare with
+CLEAR_GAIN, CLEAR_INTERVALS = 1.25, 4  # expected speedup above which plain passes are run so many times more seldom to compare with
 IDLE_INTERVAL = 64  # questions to a drafter after which a step is idle, to know what asking takes
-UNABLE_SHARE, MOST_UNABLE = 16, 7  # of the steps in a row without a guess, those that are rested; at most
+UNABLE_SHARE, MOST_UNABLE = 8, 7  # of the steps in a row without a guess, those that are rested; at most
 DENIED_IDLE, MOST_DENIED = 3, 7  # steps that a request rests for which drafting was not worth it: at first, and where it never is
 COMPARE_INTERVAL = 16  # steps from one such pass to the next, until enough are known
 
@@ -79,6 +78,8 @@ class DraftController(DraftLengthPolicy):
         open_ones = [one for one in drafting if one[0].budget is not None]
         if not open_ones:
             return
+        if len(self._rest.steps.passes_s) >= (1 if len(batch) > 1 else 2 * NOTED_PLAIN):
+            self._learn_plain_steps()
         self._work = work = PassWork.of(batch, with_guesses=False)
         self._num_planned = len(open_ones)
         most = sum([rows.budget.row_budget - 1 for rows, _ in open_ones if rows.budget is not None])
@@ -109,7 +110,7 @@ class DraftController(DraftLengthPolicy):
         guessed = [rows for rows in batch if rows.num_guesses > 0]
         if not guessed or self._work is None:
             return
-        weighed = [rows for rows in guessed if self._can_cut(rows)]
+        weighed = [rows for rows in guessed if rows.request is not self._probed and can_cut(rows)]
         num_fixed = sum([rows.num_guesses for rows in guessed]) - sum([rows.num_guesses for rows in weighed])
         reached = [self._reached(rows) for rows in weighed]
         order = [
@@ -131,7 +132,7 @@ class DraftController(DraftLengthPolicy):
         for _, _, index, node in order[:taken]:
             kept[index].append(node)
         for rows, nodes, chances in zip(weighed, kept, reached, strict=True):
-            self._cut(rows, sorted(nodes))
+            cut(rows, sorted(nodes))
             if rows.request.speculation.trees and len(nodes) > 1:
                 rows.expected_tokens = sum([chances[node] for node in nodes])
 
@@ -146,11 +147,7 @@ class DraftController(DraftLengthPolicy):
     def rests_together(self, batch: Sequence[RequestRows]) -> bool:
         rest = self._rest
         rest.is_under_way = False  # of a step that failed
-        if rest.left > 0 and rest.takes(batch):
-            return True
-        if rest.steps.passes_s:
-            self._note_rest()
-        return False
+        return rest.left > 0 and rest.begins(batch)
 
     def rests(self, request: Request) -> PlainReason | None:
         own = request.acceptance
@@ -168,23 +165,30 @@ class DraftController(DraftLengthPolicy):
     def observe_step(
         self, batch: Sequence[RequestRows], pass_s: float, host_s: float, draft_s: float = 0.0, plan_s: float = 0.0
     ) -> None:
-        if self._rest.is_under_way:
+        rest, is_alone = self._rest, len(batch) == 1
+        if rest.is_under_way:
             self._num_steps += 1
-            self._rest.note(pass_s, host_s + draft_s)
+            rest.note(pass_s, host_s)
+            if is_alone:
+                self.times.note_idle(host_s)
+            if len(rest.steps.passes_s) >= LONGEST:
+                self._learn_plain_steps()
             return
         was_planned, num_kept, self._num_kept = self._work is not None, self._num_kept, 0
         num_guesses = sum([rows.num_guesses for rows in batch]) if was_planned else 0
-        is_alone = len(batch) == 1
         if was_planned and not is_alone:
             self.times.planning.observe(1.0, self._num_planned, plan_s)
         if is_alone and batch[0].is_decoding:
             self._weigh_asking(batch[0], num_guesses, num_kept, host_s + draft_s + plan_s)
         self._probed = self._asked = self._work = None  # nothing of a request that ends is held
         self._num_steps += 1
-        is_rare = num_guesses > 0 or not is_alone
-        if is_rare or self._num_steps % NOTED_PLAIN == 0:
-            weight = 1.0 if is_rare else float(NOTED_PLAIN)
-            self.times.note(PassWork.of(batch, with_guesses=True), [pass_s], [host_s], weight * (len(batch) + num_kept), weight)
+        if num_guesses > 0 or not rest.is_of(batch):
+            self._learn_plain_steps()
+            rest.take(batch)
+        if num_guesses > 0:
+            self.times.note(PassWork.of(batch, with_guesses=True), [pass_s], [host_s], float(len(batch) + num_kept), 1.0)
+        elif rest.steps.work.is_decoding:
+            rest.note(pass_s, host_s)
         for rows in batch:
             own = rows.request.acceptance
             if own is not None and own.shadow is not None and (facts := self._facts_of(rows.request)) is not None:
@@ -192,17 +196,14 @@ class DraftController(DraftLengthPolicy):
                 if own.shadow is None and own.is_cheap and not is_alone:  # what the next plan would say
                     own.num_idle, own.num_resting = max(own.num_idle, steps_until(own.num_resting, self._num_steps)), 0
         if num_guesses == 0:
-            self._rest.begin(batch)
+            rest.begin(batch)
 
-    def _note_rest(self) -> None:
-        """Learn what the steps of a rest took."""
-        steps, self._rest.steps = self._rest.steps, RestedSteps()
-        is_alone, count = steps.work.num_sequences == 1, len(steps.passes_s)
-        if is_alone:
-            for seconds in steps.other_s:
-                self.times.note_idle(seconds)
-        noted = slice(None, None, NOTED_PLAIN if is_alone else 1)
-        self.times.note(steps.work, steps.passes_s[noted], steps.other_s[noted], float(count * steps.work.num_sequences), float(count))
+    def _learn_plain_steps(self) -> None:
+        """Learn what the last plain steps took: of a lone request's, what some of them did."""
+        steps, self._rest.steps = self._rest.steps, PlainSteps(self._rest.steps.work)
+        noted = slice(None, None, NOTED_PLAIN if steps.work.num_sequences == 1 else 1)
+        count = float(len(steps.passes_s))
+        self.times.note(steps.work, steps.passes_s[noted], steps.hosts_s[noted], count * steps.work.num_sequences, count)
 
     def _weigh_asking(self, rows: RequestRows, num_guesses: int, num_kept: int, other_s: float) -> None:
         """Learn what it was worth to ask a drafter that takes next to no time; other work is compared with that of idle steps."""
@@ -324,7 +325,7 @@ class DraftController(DraftLengthPolicy):
     def _must_compare(self, choice: Choice, work: PassWork) -> bool:
         """Whether a plain pass is due: little is gained, and no plain pass ran lately."""
         self._num_since_compared += 1
-        if choice.speedup >= CLEAR_GAIN or self._num_since_compared < COMPARE_INTERVAL:
+        if self._num_since_compared < COMPARE_INTERVAL * (1 if choice.speedup < CLEAR_GAIN else CLEAR_INTERVALS):
             return False
         if self.costs.is_fresh(work.num_rows, work.num_cached):
             return False
@@ -352,33 +353,10 @@ class DraftController(DraftLengthPolicy):
         own.num_plain, self._probed = 0, request
         rows.budget, rows.plain_reason = replace(rows.given, row_budget=depth + 1, max_depth=depth), None
 
-    def _can_cut(self, rows: RequestRows) -> bool:
-        """Whether single guesses may be left out: not of drawn ones, whose distribution would change, nor of probes, nor where a branch
-        takes rows of its own."""
-        tree, budget = rows.tree, rows.budget
-        if tree is None or budget is None or tree.draft_probs or rows.request is self._probed:
-            return False
-        return rows.request.acceptance is not None and (budget.layout is TreeLayout.MASK or is_chain(tree.parents))
-
     def _reached(self, rows: RequestRows) -> list[float]:
         """Chance of each node of a request's tree, with all before it."""
         own, facts, tree = rows.request.acceptance, self._facts_of(rows.request), rows.tree
         return [] if own is None or facts is None or tree is None else facts.reached(rows.request, own, tree)
-
-    def _cut(self, rows: RequestRows, nodes: Sequence[int]) -> None:
-        """Keep these nodes of a request's tree; what is left out entirely is compared with the text as it comes."""
-        tree, own = rows.tree, rows.request.acceptance
-        if tree is None or len(nodes) == len(tree.parents):
-            return
-        if len(nodes) > 1:
-            rows.tree = tree.part(nodes)
-            return
-        if own is not None:
-            path = tree.first_path()[:SHADOW_TOKENS]
-            probs = [None if tree.probs is None else tree.probs[node] for node in path]
-            own.shadow = len(rows.request.token_ids), [tree.token_ids[node] for node in path], probs
-        rows.make_plain(PlainReason.DID_NOT_PAY)
-        rows.expected_speedup = 1.0  # at best
 
     def _refuse(self, drafting: Sequence[tuple[RequestRows, Drafter]], reason: PlainReason) -> None:
         for rows, _ in drafting:
