@@ -27,6 +27,11 @@ def steps_until(rest: int, step: int) -> int:
     return -step % (rest + 1)
 
 
+def rest_after(num_vain: int, share: int, most: int) -> int:
+    """Steps to rest after so many in vain: about one for each `share` of them, at most `most`; a power of 2, less 1."""
+    return min(most, (1 << (num_vain // share + 1).bit_length() - 1) - 1)
+
+
 @dataclass(slots=True)
 class PlainSteps:
     """What plain steps of the same requests took, one after another.

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from paceline.runtimes.pass_costs import PassTable
 from paceline.speculation.acceptance import RequestAcceptance
-from paceline.speculation.batch_rest import LONGEST, BatchRest, PlainSteps, steps_until
+from paceline.speculation.batch_rest import LONGEST, BatchRest, PlainSteps, rest_after, steps_until
 from paceline.speculation.cut import can_cut, cut
 from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.drafter import Drafter
@@ -36,7 +36,8 @@ NOTED_PLAIN = 4  # of so many steps of a lone request without guesses one is mea
 FIRST_TOKENS, FIRST_ROWS = 4, 16  # guessed of a request and in a pass while nothing is known of a drafter
 CLEAR_GAIN, CLEAR_INTERVALS = 1.25, 4  # expected speedup above which plain passes are run so many times more seldom to compare with
 IDLE_INTERVAL = 64  # questions to a drafter after which a step is idle, to know what asking takes
-UNABLE_SHARE, MOST_UNABLE = 8, 7  # of the steps in a row without a guess, those that are rested; at most
+UNABLE_SHARE, VAIN_SHARE = 8, 4  # questions in a row without a guess, and steps of a batch without one of use, for each step of rest
+MOST_IDLE = 7  # steps of rest for either
 DENIED_IDLE, MOST_DENIED = 3, 7  # steps that a request rests for which drafting was not worth it: at first, and where it never is
 COMPARE_INTERVAL = 16  # steps from one such pass to the next, until enough are known
 
@@ -62,6 +63,7 @@ class DraftController(DraftLengthPolicy):
         self._num_planned = 0  # requests that were planned for in the step under way
         self._num_steps = 0
         self._num_kept = 0  # guesses of the step under way
+        self._num_vain = 0  # steps of batches in which nothing was guessed since a guess was kept
         self._credit_s, self._credited_at = 0.0, 0  # for probes, and the step up to which it was saved up
         self._probed: Request | None = None
         self._asked: RequestAcceptance | None = None  # of a drafter that takes next to no time, in the step under way
@@ -159,8 +161,7 @@ class DraftController(DraftLengthPolicy):
     def note_no_guess(self, request: Request, drafter: Drafter) -> None:
         own = self._own(request, drafter)
         own.num_unable += 1
-        rest = (1 << (own.num_unable // UNABLE_SHARE + 1).bit_length() - 1) - 1  # a power of 2 less 1, as `steps_until` asks
-        own.num_idle = steps_until(min(rest, MOST_UNABLE), self._num_steps + 1)
+        own.num_idle = steps_until(rest_after(own.num_unable, UNABLE_SHARE, MOST_IDLE), self._num_steps + 1)
 
     def observe_step(
         self, batch: Sequence[RequestRows], pass_s: float, host_s: float, draft_s: float = 0.0, plan_s: float = 0.0
@@ -195,8 +196,22 @@ class DraftController(DraftLengthPolicy):
                 facts.read_shadow(rows.request, own)
                 if own.shadow is None and own.is_cheap and not is_alone:  # what the next plan would say
                     own.num_idle, own.num_resting = max(own.num_idle, steps_until(own.num_resting, self._num_steps)), 0
+        if not is_alone:
+            self._rest_together(batch, num_guesses, num_kept)
         if num_guesses == 0:
             rest.begin(batch)
+
+    def _rest_together(self, batch: Sequence[RequestRows], num_guesses: int, num_kept: int) -> None:
+        """Let all requests of a batch rest where no guess of theirs was of use for several steps."""
+        if num_guesses > 0:
+            self._num_vain = 0 if num_kept > 0 else self._num_vain // 2
+            return
+        self._num_vain += 1
+        num_idle = steps_until(rest_after(self._num_vain, VAIN_SHARE, MOST_IDLE), self._num_steps)
+        for rows in batch:
+            own = rows.request.acceptance
+            if own is not None and own.num_idle < num_idle:
+                own.num_idle = num_idle
 
     def _learn_plain_steps(self) -> None:
         """Learn what the last plain steps took: of a lone request's, what some of them did."""

@@ -1,6 +1,5 @@
 """Seconds of work that takes so long a time and so long for each part of it, learned as it is done."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,10 +38,24 @@ class LinearTime:
 
     def observe_several(self, x: float, y: float, times: Sequence[float]) -> None:
         """Told how long (x, y) took each time that it was done."""
-        most = _MOST_OVER * self.at(x, y) + 1e-5 if self.is_known else math.inf
+        first = 0
+        if not self.is_known and times:
+            self._add(x, y, times[:1])
+            first = 1
+        while first < len(times):
+            most = _MOST_OVER * self.at(x, y) + 1e-5
+            end = next((index for index in range(first, len(times)) if times[index] > most), len(times))
+            if end == first:  # what comes next is counted as more, once this was
+                self._add(x, y, (most,))
+                first += 1
+            else:
+                self._add(x, y, times[first:end])
+                first = end
+
+    def _add(self, x: float, y: float, times: Sequence[float]) -> None:
         kept, weight, total = 1.0, 0.0, 0.0
         for seconds in times:
-            kept, weight, total = _KEEP * kept, _KEEP * weight + 1.0, _KEEP * total + min(seconds, most)
+            kept, weight, total = _KEEP * kept, _KEEP * weight + 1.0, _KEEP * total + seconds
         self.is_known = True
         self._xx, self._xy, self._yy = kept * self._xx + weight * x * x, kept * self._xy + weight * x * y, kept * self._yy + weight * y * y
         self._xs, self._ys = kept * self._xs + x * total, kept * self._ys + y * total

@@ -10,7 +10,8 @@ from paceline.kv_cache.paged import CachedSequence
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.acceptance import RequestAcceptance
-from paceline.speculation.batch_rest import LONGEST, BatchRest, steps_until
+from paceline.speculation.batch_rest import LONGEST, BatchRest, rest_after, steps_until
+from paceline.speculation import controller as controller_module
 from paceline.speculation.controller import DraftController
 from paceline.speculation.request import FinishReason, Request, RequestSpeculation
 from paceline.speculation.request_rows import RequestRows
@@ -51,6 +52,11 @@ def test_who_rests_as_long_is_thought_of_again_in_the_same_step(rest: int) -> No
     assert len(ends) <= 2
     assert all(end % (rest + 1) == 0 for end in ends)
     assert all(0 <= steps_until(rest, step) <= rest for step in range(50))
+
+
+def test_rests_grow_with_what_was_in_vain() -> None:
+    assert [rest_after(count, 4, 7) for count in (0, 3, 4, 11, 12, 27, 28, 900)] == [0, 0, 1, 1, 3, 3, 7, 7]
+    assert all(rest_after(count, 8, 7) <= count / 8 for count in range(300))
 
 
 def test_a_batch_rests_as_long_as_everybody_in_it_may() -> None:
@@ -115,7 +121,8 @@ def random_steps(policy: DraftController, seed: int, *, together: bool) -> list[
     return thought_of
 
 
-def test_whether_a_batch_rests_together_changes_nothing_of_who_is_thought_of_when(seed: int) -> None:
+def test_whether_a_batch_rests_together_changes_nothing_of_who_is_thought_of_when(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller_module, "VAIN_SHARE", 10**6)  # else they rest longer by themselves
     alone, plans = random_steps(controller(COSTS), seed, together=False), random_steps(controller(COSTS), seed, together=True)
     assert plans == alone
     assert len(plans) < 600
