@@ -20,7 +20,7 @@ from paceline.speculation.drafter_facts import DrafterFacts
 from paceline.speculation.pass_work import PassWork
 from paceline.speculation.request import FinishReason, Request
 from paceline.speculation.request_rows import RequestRows
-from paceline.speculation.row_choice import Choice, choose_rows, worth_keeping
+from paceline.speculation.row_choice import Choice, choose_rows, worth_keeping, worth_keeping_together
 from paceline.speculation.stats import PlainReason
 from paceline.speculation.step_times import StepTimes
 from paceline.speculation.tree import DraftTree
@@ -114,25 +114,26 @@ class DraftController(DraftLengthPolicy):
             return
         weighed = [rows for rows in guessed if rows.request is not self._probed and can_cut(rows)]
         num_fixed = sum([rows.num_guesses for rows in guessed]) - sum([rows.num_guesses for rows in weighed])
-        reached = [self._reached(rows) for rows in weighed]
-        order = [
-            (-chance, depth, index, node + 1)
-            for index, (rows, chances) in enumerate(zip(weighed, reached, strict=True))
-            for node, (chance, depth) in enumerate(zip(chances[1:], rows.tree.depths[1:] if rows.tree else (), strict=True))
-            if chance >= LEAST_CHANCE
+        reached = [self._reached(rows) or [1.0] for rows in weighed]
+        orders = [
+            sorted([(-chance, depth, node) for node, (chance, depth) in enumerate(zip(chances, depths, strict=False)) if chance >= LEAST_CHANCE])
+            for chances, depths in zip(reached, [rows.tree.depths if rows.tree else () for rows in weighed], strict=True)
         ]
-        order.sort()
-        work = self._work
+        most = sum([len(order) - 1 for order in orders])
         if max_rows is not None:
-            order = order[: max(0, max_rows - work.num_rows - num_fixed)]
+            most = min(most, max(0, max_rows - self._work.num_rows - num_fixed))
+        times = self.times.of_guesses(self._work, num_fixed, most)
+        gains = [[-chance for chance, _, _ in order[1:]] for order in orders]
         # nothing is drafted at present where the last plan said so: then more is asked of a guess, as of a plan
-        rate = self._rate * (1.0 + (STAY_GAIN if self._is_drafting else START_GAIN))
-        taken = worth_keeping([-one[0] for one in order], self.times.of_guesses(work, num_fixed, len(order)), rate)
+        least_gain = STAY_GAIN if self._is_drafting else START_GAIN
+        if len(batch) == 1:
+            counts = [worth_keeping(gains[0][:most], times, self._rate * (1.0 + least_gain))] if gains else []
+        else:
+            others = len([rows for rows in batch if rows.tree is not None]) - len(weighed)
+            counts = worth_keeping_together(gains, times, others, least_gain)
         if self._choice is None:
-            self._is_drafting = taken > 0
-        kept: list[list[int]] = [[0] for _ in weighed]
-        for _, _, index, node in order[:taken]:
-            kept[index].append(node)
+            self._is_drafting = any(counts)
+        kept = [[node for _, _, node in order[: count + 1]] for order, count in zip(orders, counts, strict=True)]
         for rows, nodes, chances in zip(weighed, kept, reached, strict=True):
             cut(rows, sorted(nodes))
             if rows.request.speculation.trees and len(nodes) > 1:
