@@ -4,7 +4,8 @@
     python tools/bench_turns.py --modes plain ngram --batches 4 --profile ngram
 
 Each engine has a drafter and a policy of its own, which go on learning from text to text; plain decoding is there twice, against itself.
-A ratio is that of one batch of texts, plain over the mode: seconds of all steps from the one in which every request has its first token.
+A ratio is that of one text, plain over the mode: seconds of the engine's steps from the one in which every request of its batch has its
+first token to the one in which it ends.
 With one thread seconds of the processor are compared too, which other programs disturb less than the clock, and decisions may go by them
 (`--processor-clock`). All tokens must be the same.
 """
@@ -58,20 +59,19 @@ class WrongDrafter(Drafter):
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         sizes = [min(budget.max_depth, budget.row_budget - 1) for budget in budgets]
-        return [
-            DraftTree.chain(request.token_ids[-1], [UNLIKELY] * size, self.name) for request, size in zip(requests, sizes, strict=True)
-        ]
+        return [DraftTree.chain(request.token_ids[-1], [UNLIKELY] * size, self.name) for request, size in zip(requests, sizes, strict=True)]
 
 
 @dataclass(slots=True)
 class Side:
-    """One engine, and what its steps took: seconds by the clock and of the processor, steps, emitted tokens, by batch of texts."""
+    """One engine, and what its steps took: seconds by the clock and of the processor of each text, steps and emitted tokens, by batch."""
 
     name: str
     engine: Engine
     requests: list[Request] = field(default_factory=list)
-    wall_s: list[float] = field(default_factory=list)
-    cpu_s: list[float] = field(default_factory=list)
+    wall_s: list[list[float]] = field(default_factory=list)
+    cpu_s: list[list[float]] = field(default_factory=list)
+    spent_s: tuple[float, float] = (0.0, 0.0)
     steps: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
 
@@ -85,8 +85,10 @@ class Side:
             self.engine.add(request)
         while not all(request.num_output_tokens for request in requests):
             self.engine.step()
-        for values in (self.wall_s, self.cpu_s, self.steps):
-            values.append(0)
+        self.steps.append(0)
+        self.spent_s = (0.0, 0.0)
+        self.wall_s.append([0.0] * len(requests))
+        self.cpu_s.append([0.0] * len(requests))
         self.tokens.append(-sum(request.num_output_tokens for request in requests))
 
     def step(self, profiler: cProfile.Profile | None) -> None:
@@ -94,8 +96,10 @@ class Side:
             profiler.enable()
         start, start_cpu = time.monotonic(), time.thread_time()
         self.engine.step()
-        self.wall_s[-1] += time.monotonic() - start
-        self.cpu_s[-1] += time.thread_time() - start_cpu
+        self.spent_s = self.spent_s[0] + time.monotonic() - start, self.spent_s[1] + time.thread_time() - start_cpu
+        for index, request in enumerate(self.requests):
+            if request.is_finished and not self.wall_s[-1][index]:
+                self.wall_s[-1][index], self.cpu_s[-1][index] = self.spent_s
         if profiler is not None:
             profiler.disable()
         self.steps[-1] += 1
@@ -174,7 +178,8 @@ def bench_batch(llm: LLM, batch: int, temperature: float, options: argparse.Name
 
 def _line(batch: int, temperature: float, kind: str, plain: Side, side: Side, chosen: Sequence[int]) -> dict[str, Any]:
     def ratio(of: str) -> str:
-        found = paired_ratio([getattr(plain, of)[index] for index in chosen], [getattr(side, of)[index] for index in chosen])
+        seconds = [[own for index in chosen for own in getattr(one, of)[index]] for one in (plain, side)]
+        found = paired_ratio(*seconds)
         return f"{found.median:.3f}" + ("" if found.low is None else f" ({found.low:.3f} to {found.high:.3f})")
 
     steps, tokens = sum(side.steps[index] for index in chosen), sum(side.tokens[index] for index in chosen)
@@ -186,7 +191,7 @@ def _line(batch: int, temperature: float, kind: str, plain: Side, side: Side, ch
         "clock": ratio("wall_s"),
         "processor": ratio("cpu_s"),
         "tokens a step": f"{tokens / max(1, steps) / batch:.2f}",
-        "ms a step": f"{1e3 * sum(side.wall_s[index] for index in chosen) / max(1, steps):.2f}",
+        "ms a step": f"{1e3 * sum(max(side.wall_s[index]) for index in chosen) / max(1, steps):.2f}",
     }
 
 

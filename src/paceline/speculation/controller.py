@@ -11,19 +11,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from paceline.runtimes.pass_costs import PassTable
-from paceline.speculation.acceptance import RequestAcceptance
-from paceline.speculation.batch_rest import LONGEST, BatchRest, PlainSteps, rest_after, steps_until
+from paceline.speculation.batch_rest import steps_until
 from paceline.speculation.cut import can_cut, cut
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.draft_learning import NOTED_PLAIN, DraftLearning
 from paceline.speculation.drafter import Drafter
-from paceline.speculation.drafter_facts import DrafterFacts
 from paceline.speculation.pass_work import PassWork
-from paceline.speculation.request import FinishReason, Request
+from paceline.speculation.request import Request
 from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.row_choice import Choice, choose_rows, worth_keeping, worth_keeping_together
 from paceline.speculation.stats import PlainReason
-from paceline.speculation.step_times import StepTimes
-from paceline.speculation.tree import DraftTree
 
 START_GAIN = 0.05  # expected gain from which on drafting begins, so that it does not come and go
 STAY_GAIN = 0.02  # and from which on it goes on: what is expected of the best of several guesses is a little too much
@@ -32,17 +28,13 @@ LEAST_CHANCE = 0.02  # of a guess with all before it: no row is cheap enough for
 PROBE_SHARE = 0.01  # of all time: what probes may cost where drafting does not pay
 MOST_CREDITED = 32  # steps for which is saved up at a time
 PROBE_TOKENS = 2
-NOTED_PLAIN = 4  # of so many steps of a lone request without guesses one is measured
 FIRST_TOKENS, FIRST_ROWS = 4, 16  # guessed of a request and in a pass while nothing is known of a drafter
 CLEAR_GAIN, CLEAR_INTERVALS = 1.25, 4  # expected speedup above which plain passes are run so many times more seldom to compare with
-IDLE_INTERVAL = 64  # questions to a drafter after which a step is idle, to know what asking takes
-UNABLE_SHARE, VAIN_SHARE = 8, 4  # questions in a row without a guess, and steps of a batch without one of use, for each step of rest
-MOST_IDLE = 7  # steps of rest for either
 DENIED_IDLE, MOST_DENIED = 3, 7  # steps that a request rests for which drafting was not worth it: at first, and where it never is
 COMPARE_INTERVAL = 16  # steps from one such pass to the next, until enough are known
 
 
-class DraftController(DraftLengthPolicy):
+class DraftController(DraftLearning):
     """Chooses how much to draft, step by step.
 
     Args:
@@ -52,31 +44,13 @@ class DraftController(DraftLengthPolicy):
     """
 
     def __init__(self, num_draft_tokens: int, table: PassTable, *, row_budget: int | None = None) -> None:
-        super().__init__(num_draft_tokens, row_budget=row_budget)
-        self.times = StepTimes(table)
-        self.costs, self.host = self.times.costs, self.times.host
-        self._rest = BatchRest()
-        self.drafters: dict[str, DrafterFacts] = {}
-        self._choice: Choice | None = None  # of the step under way, if there was one to make
-        self._work: PassWork | None = None  # of that step without guesses
+        super().__init__(num_draft_tokens, table, row_budget=row_budget)
         self._rate = 0.0  # tokens a second that time is worth
-        self._num_planned = 0  # requests that were planned for in the step under way
-        self._num_steps = 0
-        self._num_kept = 0  # guesses of the step under way
-        self._num_vain = 0  # steps of batches in which nothing was guessed since a guess was kept
         self._credit_s, self._credited_at = 0.0, 0  # for probes, and the step up to which it was saved up
-        self._probed: Request | None = None
-        self._asked: RequestAcceptance | None = None  # of a drafter that takes next to no time, in the step under way
-        self._is_drafting = False
         self._num_since_compared = 0
-        self._mean_output = 0.0  # tokens of the last outputs, 0 = none yet
-
-    def know_time(self, name: str, seconds: float) -> None:
-        """Told at load what a guess of the drafter of this name takes."""
-        self.drafters.setdefault(name, DrafterFacts()).know_time(seconds)
 
     def plan(self, batch: Sequence[RequestRows], drafting: Sequence[tuple[RequestRows, Drafter]], max_rows: int | None) -> None:
-        self._choice, self._probed, self._asked = None, None, None
+        self._choice, self._probed, self._asked, self._asks_together = None, None, None, False
         open_ones = [one for one in drafting if one[0].budget is not None]
         if not open_ones:
             return
@@ -88,14 +62,14 @@ class DraftController(DraftLengthPolicy):
         most = most if max_rows is None else min(most, max_rows - work.num_rows)
         if most < 1:
             return self._refuse(open_ones, PlainReason.FULL_PASS)
-        if len(batch) == 1 and self._asks_without_planning(*open_ones[0], work):
+        if self._asks_without_planning(open_ones, work, is_alone=len(batch) == 1):
             return
         others = len([rows for rows in batch if rows.tree is not None]) - len(open_ones)
         self._choice = choice = self._choose(open_ones, work, most, others)
         self._is_drafting, self._rate = any(choice.counts), choice.rate
         for rows, _ in open_ones:
             rows.expected_speedup = choice.speedup if self._is_drafting else choice.drafted_speedup
-        if self._is_drafting and self._must_compare(choice, work):
+        if self._is_drafting and self._must_compare(choice.speedup, work):
             return self._refuse(open_ones, PlainReason.COMPARED)
         denied: list[tuple[RequestRows, Drafter]] = []
         for (rows, drafter), count in zip(open_ones, choice.counts, strict=True):
@@ -116,7 +90,13 @@ class DraftController(DraftLengthPolicy):
         num_fixed = sum([rows.num_guesses for rows in guessed]) - sum([rows.num_guesses for rows in weighed])
         reached = [self._reached(rows) or [1.0] for rows in weighed]
         orders = [
-            sorted([(-chance, depth, node) for node, (chance, depth) in enumerate(zip(chances, depths, strict=False)) if chance >= LEAST_CHANCE])
+            sorted(
+                [
+                    (-chance, depth, node)
+                    for node, (chance, depth) in enumerate(zip(chances, depths, strict=False))
+                    if chance >= LEAST_CHANCE
+                ]
+            )
             for chances, depths in zip(reached, [rows.tree.depths if rows.tree else () for rows in weighed], strict=True)
         ]
         most = sum([len(order) - 1 for order in orders])
@@ -139,136 +119,46 @@ class DraftController(DraftLengthPolicy):
             if rows.request.speculation.trees and len(nodes) > 1:
                 rows.expected_tokens = sum([chances[node] for node in nodes])
 
-    def observe(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
-        self._num_kept += len(accepted_nodes)
-        if request.acceptance is not None and (facts := self._facts_of(request)) is not None:
-            facts.learn(request, request.acceptance, tree, accepted_nodes)
-
-    def observe_draft(self, drafter: Drafter, num_requests: int, depth: int, seconds: float, read_s: float) -> None:
-        self._facts(drafter).observe(num_requests, depth, seconds)
-
-    def rests_together(self, batch: Sequence[RequestRows]) -> bool:
-        rest = self._rest
-        rest.is_under_way = False  # of a step that failed
-        return rest.left > 0 and rest.begins(batch)
-
-    def rests(self, request: Request) -> PlainReason | None:
-        own = request.acceptance
-        if own is None or own.num_idle == 0:
-            return None
-        own.num_idle -= 1
-        return PlainReason.NO_GUESS if own.num_unable else PlainReason.DID_NOT_PAY
-
-    def note_no_guess(self, request: Request, drafter: Drafter) -> None:
-        own = self._own(request, drafter)
-        own.num_unable += 1
-        own.num_idle = steps_until(rest_after(own.num_unable, UNABLE_SHARE, MOST_IDLE), self._num_steps + 1)
-
-    def observe_step(
-        self, batch: Sequence[RequestRows], pass_s: float, host_s: float, draft_s: float = 0.0, plan_s: float = 0.0
-    ) -> None:
-        rest, is_alone = self._rest, len(batch) == 1
-        if rest.is_under_way:
-            self._num_steps += 1
-            rest.note(pass_s, host_s)
-            if is_alone:
-                self.times.note_idle(host_s)
-            if len(rest.steps.passes_s) >= LONGEST:
-                self._learn_plain_steps()
-            return
-        was_planned, num_kept, self._num_kept = self._work is not None, self._num_kept, 0
-        num_guesses = sum([rows.num_guesses for rows in batch]) if was_planned else 0
-        if was_planned and not is_alone:
-            self.times.planning.observe(1.0, self._num_planned, plan_s)
-        if is_alone and batch[0].is_decoding:
-            self._weigh_asking(batch[0], num_guesses, num_kept, host_s + draft_s + plan_s)
-        self._probed = self._asked = self._work = None  # nothing of a request that ends is held
-        self._num_steps += 1
-        if num_guesses > 0 or not rest.is_of(batch):
-            self._learn_plain_steps()
-            rest.take(batch)
-        if num_guesses > 0:
-            self.times.note(PassWork.of(batch, with_guesses=True), [pass_s], [host_s], float(len(batch) + num_kept), 1.0)
-        elif rest.steps.work.is_decoding:
-            rest.note(pass_s, host_s)
-        for rows in batch:
-            own = rows.request.acceptance
-            if own is not None and own.shadow is not None and (facts := self._facts_of(rows.request)) is not None:
-                facts.read_shadow(rows.request, own)
-                if own.shadow is None and own.is_cheap and not is_alone:  # what the next plan would say
-                    own.num_idle, own.num_resting = max(own.num_idle, steps_until(own.num_resting, self._num_steps)), 0
-        if not is_alone:
-            self._rest_together(batch, num_guesses, num_kept)
-        if num_guesses == 0:
-            rest.begin(batch)
-
-    def _rest_together(self, batch: Sequence[RequestRows], num_guesses: int, num_kept: int) -> None:
-        """Let all requests of a batch rest where no guess of theirs was of use for several steps."""
-        if num_guesses > 0:
-            self._num_vain = 0 if num_kept > 0 else self._num_vain // 2
-            return
-        self._num_vain += 1
-        num_idle = steps_until(rest_after(self._num_vain, VAIN_SHARE, MOST_IDLE), self._num_steps)
-        for rows in batch:
-            own = rows.request.acceptance
-            if own is not None and own.num_idle < num_idle:
-                own.num_idle = num_idle
-
-    def _learn_plain_steps(self) -> None:
-        """Learn what the last plain steps took: of a lone request's, what some of them did."""
-        steps, self._rest.steps = self._rest.steps, PlainSteps(self._rest.steps.work)
-        noted = slice(None, None, NOTED_PLAIN if steps.work.num_sequences == 1 else 1)
-        count = float(len(steps.passes_s))
-        self.times.note(steps.work, steps.passes_s[noted], steps.hosts_s[noted], count * steps.work.num_sequences, count)
-
-    def _weigh_asking(self, rows: RequestRows, num_guesses: int, num_kept: int, other_s: float) -> None:
-        """Learn what it was worth to ask a drafter that takes next to no time; other work is compared with that of idle steps."""
-        if self._asked is None:
-            if num_guesses == 0 and rows.plain_reason is PlainReason.DID_NOT_PAY:
-                self.times.note_idle(other_s)
-            return
-        own, self._asked = self._asked, None
-        saved_s = self.times.saved_s(self._work, num_guesses, num_kept, other_s)
-        own.num_idle = own.worth.add(saved_s)
-        if (facts := self._facts_of(rows.request)) is not None:
-            facts.worth.add(saved_s)
-        if self.times.idle_s is None or own.worth.num_asked % IDLE_INTERVAL == 0:
-            own.num_idle = max(own.num_idle, 1)
-
-    def release(self, request: Request) -> None:
-        if self._rest.holds(request):
-            self._rest.stop()
-        request.acceptance = None
-        if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            length = float(request.num_output_tokens)
-            self._mean_output = 0.75 * self._mean_output + 0.25 * length if self._mean_output else length
-
     def describe(self) -> str:
         rise = self.costs.at(1 + min(4, self.num_draft_tokens)) / self.costs.at(1)
         return f"up to {self.num_draft_tokens} draft tokens a step, as many as pay (5 rows take {rise:.2f} of the time of one)"
 
-    def _asks_without_planning(self, rows: RequestRows, drafter: Drafter, work: PassWork) -> bool:
-        """Whether a lone request's drafter takes next to no time: it is asked at once, and its guesses decide.
+    def _asks_without_planning(self, open_ones: Sequence[tuple[RequestRows, Drafter]], work: PassWork, *, is_alone: bool) -> bool:
+        """Whether all drafters take next to no time: they are asked at once, and their guesses decide.
 
-        After guesses that were not worth a row it rests until they were compared with the text, and a little longer.
+        After guesses that were not worth a row a request rests until they were compared with the text, and a little longer.
         """
-        facts, own = self._facts(drafter), self._own(rows.request, drafter)
-        budget = rows.budget
-        if budget is None or budget.wants_draws or not facts.times:
-            return False
         times, _ = self.costs.row_times(work.num_rows, 0, work.num_cached, work.num_row_cached)
-        if facts.seconds(1, budget.max_depth) >= CHEAP_SHARE * times[0] or drafter.reading_s(rows.request) > 0.0:
-            return False
-        self._rate = max(self.times.rate, 1.0 / (times[0] + self.host.at(1.0, 0.0)))
+        for rows, drafter in open_ones:
+            facts, budget = self._facts(drafter), rows.budget
+            if budget is None or budget.wants_draws or not facts.times or drafter.reading_s(rows.request) > 0.0:
+                return False
+            if facts.seconds(len(open_ones), budget.max_depth) >= CHEAP_SHARE * times[0]:
+                return False
+        if is_alone:
+            self._rate = max(self.times.rate, 1.0 / (times[0] + self.host.at(1.0, 0.0)))
+        elif self._is_drafting and self._must_compare(1.0, work):
+            self._refuse(open_ones, PlainReason.COMPARED)
+            return True
+        self._asks_together = not is_alone
+        for rows, drafter in open_ones:
+            self._ask(rows, drafter, is_alone=is_alone)
+        return True
+
+    def _ask(self, rows: RequestRows, drafter: Drafter, *, is_alone: bool) -> None:
+        """Let a drafter that takes next to no time guess for a request, unless it rests."""
+        own, budget = self._own(rows.request, drafter), rows.budget
+        own.is_cheap = True
         if not own.wants_shadow:
             rows.budget, rows.plain_reason = None, PlainReason.DID_NOT_PAY
             own.num_idle = own.until_shadow()
-            return True
-        self._asked, own.num_unable = own, 0
-        if not facts.calibration(rows.request).is_known:
+            return
+        own.num_unable = 0
+        if is_alone:
+            self._asked = own
+        if budget is not None and not self._facts(drafter).calibration(rows.request).is_known:
             most = min(budget.max_depth, FIRST_TOKENS)
             rows.budget = replace(budget, row_budget=min(budget.row_budget, most + 1), max_depth=most)
-        return True
 
     def _choose(self, open_ones: Sequence[tuple[RequestRows, Drafter]], work: PassWork, most: int, others: int) -> Choice:
         """What is best before anything is guessed, by what is known of depths alone."""
@@ -338,10 +228,10 @@ class DraftController(DraftLengthPolicy):
         expected = max(self._mean_output - num_done, num_done) if self._mean_output else request.num_remaining_tokens
         return max(0.0, saved_s) * min(request.num_remaining_tokens, max(1.0, expected))
 
-    def _must_compare(self, choice: Choice, work: PassWork) -> bool:
+    def _must_compare(self, speedup: float, work: PassWork) -> bool:
         """Whether a plain pass is due: little is gained, and no plain pass ran lately."""
         self._num_since_compared += 1
-        if self._num_since_compared < COMPARE_INTERVAL * (1 if choice.speedup < CLEAR_GAIN else CLEAR_INTERVALS):
+        if self._num_since_compared < COMPARE_INTERVAL * (1 if speedup < CLEAR_GAIN else CLEAR_INTERVALS):
             return False
         if self.costs.is_fresh(work.num_rows, work.num_cached):
             return False
@@ -377,18 +267,3 @@ class DraftController(DraftLengthPolicy):
     def _refuse(self, drafting: Sequence[tuple[RequestRows, Drafter]], reason: PlainReason) -> None:
         for rows, _ in drafting:
             rows.budget, rows.plain_reason = None, reason
-
-    def _facts(self, drafter: Drafter) -> DrafterFacts:
-        facts = self.drafters.get(drafter.name)
-        if facts is None:
-            facts = self.drafters[drafter.name] = DrafterFacts()
-        return facts
-
-    def _facts_of(self, request: Request) -> DrafterFacts | None:
-        return None if request.acceptance is None else self.drafters.get(request.acceptance.drafter)
-
-    def _own(self, request: Request, drafter: Drafter) -> RequestAcceptance:
-        own = request.acceptance
-        if own is None or own.drafter != drafter.name:
-            own = request.acceptance = RequestAcceptance(drafter.name, worth=self._facts(drafter).worth.begun())
-        return own

@@ -46,9 +46,7 @@ class DraftLengthPolicy:
     def observe_draft(self, drafter: Drafter, num_requests: int, depth: int, seconds: float, read_s: float) -> None:
         """Told how long guessing took: `seconds` without the `read_s` for what was not seen before."""
 
-    def observe_step(
-        self, batch: Sequence[RequestRows], pass_s: float, host_s: float, draft_s: float = 0.0, plan_s: float = 0.0
-    ) -> None:
+    def observe_step(self, batch: Sequence[RequestRows], pass_s: float, host_s: float, draft_s: float = 0.0, plan_s: float = 0.0) -> None:
         """Told after a step how long its target pass took, its other work, guessing, and deciding how much to guess."""
 
     def rests_together(self, batch: Sequence[RequestRows]) -> bool:

@@ -62,11 +62,7 @@ def choose_rows(
         least_gain: what the best choice must be faster by, as a share, before it is taken instead of none.
     """
     size, plain_s = len(gains), times[0]
-    order = [
-        (-more, depth, index)
-        for index, own in enumerate(gains)
-        for depth, more in enumerate(_speedups(own))
-    ]
+    order = [(-more, depth, index) for index, own in enumerate(gains) for depth, more in enumerate(_speedups(own))]
     if size > 1:
         order.sort()
     deepest, guessing_s = [0] * len(guessing), 0.0

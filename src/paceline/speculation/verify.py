@@ -47,9 +47,7 @@ def walk_together(asked: Sequence[tuple[DraftTree, FloatArray, Request]]) -> lis
     for index, (tree, logits, request) in enumerate(asked):
         walker = request.processor.walker
         if walker is not None:
-            one = AskedWalk(
-                walker, logits, tree.token_ids, tree.parents, request.seed, request.sample_index, len(request.token_ids)
-            )
+            one = AskedWalk(walker, logits, tree.token_ids, tree.parents, request.seed, request.sample_index, len(request.token_ids))
             groups.setdefault(id(walker.walks), []).append((index, one))
     for group in groups.values():
         found = group[0][1].walker.walks.walk_each([one for _, one in group])

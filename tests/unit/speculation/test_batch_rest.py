@@ -9,9 +9,9 @@ from harness.replay import Costs, controller
 from paceline.kv_cache.paged import CachedSequence
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
+from paceline.speculation import draft_learning
 from paceline.speculation.acceptance import RequestAcceptance
 from paceline.speculation.batch_rest import LONGEST, BatchRest, rest_after, steps_until
-from paceline.speculation import controller as controller_module
 from paceline.speculation.controller import DraftController
 from paceline.speculation.request import FinishReason, Request, RequestSpeculation
 from paceline.speculation.request_rows import RequestRows
@@ -122,7 +122,7 @@ def random_steps(policy: DraftController, seed: int, *, together: bool) -> list[
 
 
 def test_whether_a_batch_rests_together_changes_nothing_of_who_is_thought_of_when(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(controller_module, "VAIN_SHARE", 10**6)  # else they rest longer by themselves
+    monkeypatch.setattr(draft_learning, "VAIN_SHARE", 10**6)  # else they rest longer by themselves
     alone, plans = random_steps(controller(COSTS), seed, together=False), random_steps(controller(COSTS), seed, together=True)
     assert plans == alone
     assert len(plans) < 600

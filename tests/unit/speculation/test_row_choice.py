@@ -56,7 +56,8 @@ def test_of_guesses_that_were_made_for_several_those_are_kept_that_make_them_fas
         counts = worth_keeping_together(gains, times, others)
         ways = [way for way in product(*(range(len(own) + 1) for own in gains)) if sum(way) < len(times)]
         speeds = {
-            way: mean_speed([1.0 + sum(own[:count]) for own, count in zip(gains, way, strict=True)], others, times[sum(way)]) for way in ways
+            way: mean_speed([1.0 + sum(own[:count]) for own, count in zip(gains, way, strict=True)], others, times[sum(way)])
+            for way in ways
         }
         assert speeds[tuple(counts)] == pytest.approx(max(speeds.values()))
     assert worth_keeping_together([[0.5], [0.5]], [1.0, 1.2, 1.4], 0, 0.05) == [1, 1]

@@ -62,7 +62,7 @@ class CompiledWalks:
     def walk_each(self, asked: Sequence[Asked]) -> list[Walked]:
         """As `sampling.walker.Walks` says; none begins where rows are such as the kernels do not read."""
         sizes = [len(one[2]) for one in asked]
-        if not all([self.fits(one[1]) for one in asked]):
+        if not all(self.fits(one[1]) for one in asked):
             return [_LEFT] * len(asked)
         if _WALK.size * len(asked) > len(self._records):
             self._make_records(2 * len(asked))
