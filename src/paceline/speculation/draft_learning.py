@@ -120,9 +120,11 @@ class DraftLearning(DraftLengthPolicy):
             rest.note(pass_s, host_s)
         for rows in batch:
             own = rows.request.acceptance
-            if own is not None and own.shadow is not None and (facts := self._facts_of(rows.request)) is not None:
-                if facts.read_shadow(rows.request, own) and own.is_cheap and not is_alone:  # what the next plan would say
-                    own.num_idle, own.num_resting = max(own.num_idle, steps_until(own.num_resting, self._num_steps)), 0
+            facts = None if own is None or own.shadow is None else self._facts_of(rows.request)
+            if own is None or facts is None or not facts.read_shadow(rows.request, own):
+                continue
+            if own.is_cheap and not is_alone:  # what the next plan would say
+                own.num_idle, own.num_resting = max(own.num_idle, steps_until(own.num_resting, self._num_steps)), 0
         if not is_alone:
             self._rest_together(batch, num_guesses, num_kept)
         if num_guesses == 0:
