@@ -46,9 +46,7 @@ def choose_rows(
 ) -> Choice:
     """As many guesses of each request as make the requests fastest, in the geometric mean of their speeds; none where that is best.
 
-    A guess helps one request and delays all. Most tokens a second in all would be had at the cost of those for which nothing can be
-    guessed; in the mean of speeds nobody's guesses may delay the others by more than they bring. Of one request it is the same.
-
+    A guess helps one request and delays all: in that mean nobody's may delay the others by more than they bring.
     Guesses are taken in the order of what they bring, whosesoever they are, so for each number of rows the best ones are weighed. Every
     number is, because passes get slower in steps: a row may be worth taking only together with the next.
 
@@ -62,9 +60,7 @@ def choose_rows(
         least_gain: what the best choice must be faster by, as a share, before it is taken instead of none.
     """
     size, plain_s = len(gains), times[0]
-    order = [(-more, depth, index) for index, own in enumerate(gains) for depth, more in enumerate(_speedups(own))]
-    if size > 1:
-        order.sort()
+    order = sorted([(-more, depth, index) for index, own in enumerate(gains) for depth, more in enumerate(_speedups(own))])
     deepest, guessing_s = [0] * len(guessing), 0.0
     num_requests, faster = float(size + others), 0.0  # logarithms of the speeds, all together
     best, best_s, best_mean, most_mean, least_mean = 0, plain_s, 0.0, -math.inf, math.log1p(least_gain)
