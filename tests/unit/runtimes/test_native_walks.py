@@ -168,7 +168,7 @@ def test_no_walk_begins_where_rows_are_such_as_the_kernels_do_not_read() -> None
 
 
 EDITS: tuple[dict[str, Any], ...] = (
-    {"repetition_penalty": 1.3}, {"presence_penalty": 0.4, "frequency_penalty": 0.2}, {"logit_bias": {5: 3.0, 9: -100.0}},
+    {"repetition_penalty": 2.0}, {"presence_penalty": 1.0, "frequency_penalty": 2.0}, {"logit_bias": {5: 3.0, 9: -100.0}},
     {"banned_token_ids": (3, 4, 5)}, {"no_repeat_ngram_size": 2}, {"bad_words": ((1, 2), (7,))},
     {"min_tokens": 9, "stop_token_ids": (8, 11)},
 )  # fmt: skip
@@ -183,8 +183,9 @@ def test_a_row_that_is_edited_gives_the_token_of_the_definition(edit: dict[str, 
         processor = LogitsProcessor(params, vocab, [1, 2, 3, 2], walker=walker)
         processor.commit_all([4, 5, 1])
         for index, row in enumerate(rows_of("steep", 12, vocab, pytestconfig.getoption("--seed"))):
-            row[:12] += 4.0  # those that are edited
-            before, path = row.copy(), [2, 1, 7][: index % 4]
+            row[:12] += 9.0  # those that are edited
+            best = int(row.argmax())
+            before, path = row.copy(), [best, 1, best][: index % 4]
             token = processor.draw_edited(row, path, seed=index, sample_index=0, position=11)
             assert np.array_equal(row, before)
             if token is not None:
