@@ -22,7 +22,7 @@ from paceline.kv_cache.block_pool import BlockPool
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.prefix_index import Link, PrefixIndex
 from paceline.runtimes.base import ForwardOutput
-from paceline.runtimes.native.walks import CompiledWalker
+from paceline.runtimes.native.walks import CompiledWalker, CompiledWalks
 from paceline.speculation import speculator as speculator_module
 from paceline.speculation import step as step_module
 from paceline.speculation import verify as verify_module
@@ -321,7 +321,7 @@ def test_prefix_keys_that_ignore_the_block_before_are_seen(faulty: Faulty, diffe
 def test_a_preempted_request_that_draws_at_a_shifted_position_is_seen(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
     real, draw, walk = verify_module.verify, verify_module.draw, CompiledWalker.walk
 
-    def shifted(tree: Any, logits: Any, request: Request) -> Any:
+    def shifted(tree: Any, logits: Any, request: Request, walked: Any = None) -> Any:
         by = request.num_preemptions
         monkeypatch.setattr(CompiledWalker, "walk", lambda self, *rows, position, **keys: walk(self, *rows, position=position + by, **keys))
         monkeypatch.setattr(verify_module, "draw", lambda row, seed, sample, position: draw(row, seed, sample, position + by))
@@ -401,7 +401,8 @@ def test_a_processor_left_by_a_finished_request_is_seen(faulty: Faulty, differs:
 
 
 def test_a_sample_drawn_with_anothers_index_is_seen(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
-    draw, walk = verify_module.draw, CompiledWalker.walk
+    draw, walk, each = verify_module.draw, CompiledWalker.walk, CompiledWalks.walk_each
+    monkeypatch.setattr(CompiledWalks, "walk_each", lambda self, asked: each(self, [(*one[:5], 0, one[6]) for one in asked]))
     monkeypatch.setattr(verify_module, "draw", lambda row, seed, sample, position: draw(row, seed, 0, position))
     monkeypatch.setattr(CompiledWalker, "walk", lambda self, *rows, sample_index, **keys: walk(self, *rows, sample_index=0, **keys))
     with differs:

@@ -53,8 +53,8 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> Walks:
     """Filled by every walk from here on."""
     seen, real = Walks(), speculator_module.verify
 
-    def verify(tree, logits, request):  # type: ignore[no-untyped-def]
-        result = real(tree, logits, request)
+    def verify(tree, logits, request, walked=None):  # type: ignore[no-untyped-def]
+        result = real(tree, logits, request, walked)
         if result.token_ids[-1] in request.end_token_ids:
             seen.stopped += tree.num_draft_tokens > len(result.accepted_nodes)
         elif tree.num_draft_tokens > 0:

@@ -76,8 +76,8 @@ def test_nothing_differs_without_a_fault(prove: Prove) -> None:
 
 
 def accept_one_node_too_many(patch: pytest.MonkeyPatch) -> None:
-    def verify(tree: DraftTree, logits: Any, request: Any) -> VerifyResult:
-        result = verify_module.verify(tree, logits, request)
+    def verify(tree: DraftTree, logits: Any, request: Any, walked: Any = None) -> VerifyResult:
+        result = verify_module.verify(tree, logits, request, walked)
         last = result.accepted_nodes[-1] if result.accepted_nodes else 0
         children = tree.children(last)
         if not children or len(result.token_ids) > 2:
@@ -89,8 +89,8 @@ def accept_one_node_too_many(patch: pytest.MonkeyPatch) -> None:
 
 
 def take_the_bonus_token_from_the_parents_row(patch: pytest.MonkeyPatch) -> None:
-    def verify(tree: DraftTree, logits: Any, request: Any) -> VerifyResult:
-        result = verify_module.verify(tree, logits, request)
+    def verify(tree: DraftTree, logits: Any, request: Any, walked: Any = None) -> VerifyResult:
+        result = verify_module.verify(tree, logits, request, walked)
         if not result.accepted_nodes:
             return result
         row, path = logits[tree.parents[result.accepted_nodes[-1]]], result.token_ids[:-1]
@@ -141,9 +141,9 @@ def key_noise_by_node(patch: pytest.MonkeyPatch) -> None:
     """Every node of a step has the noise of its root."""
     real_verify, real_draw, root = verify_module.verify, verify_module.draw, [0]
 
-    def verify(tree: DraftTree, logits: Any, request: Any) -> VerifyResult:
+    def verify(tree: DraftTree, logits: Any, request: Any, walked: Any = None) -> VerifyResult:
         root[0] = len(request.token_ids)
-        return real_verify(tree, logits, request)
+        return real_verify(tree, logits, request, walked)
 
     patch.setattr(speculator_module, "verify", verify)
     patch.setattr(verify_module, "draw", lambda distribution, seed, sample, _: real_draw(distribution, seed, sample, root[0]))
@@ -152,11 +152,12 @@ def key_noise_by_node(patch: pytest.MonkeyPatch) -> None:
 def process_rows_without_the_path_to_them(patch: pytest.MonkeyPatch) -> None:
     real = LogitsProcessor.process
     patch.setattr(LogitsProcessor, "process", lambda self, logits, path=(): real(self, logits))
+    patch.setattr(LogitsProcessor, "draw_edited", lambda *_, **__: None)
 
 
 def remember_a_rejected_guess_as_output(patch: pytest.MonkeyPatch) -> None:
-    def verify(tree: DraftTree, logits: Any, request: Any) -> VerifyResult:
-        result = verify_module.verify(tree, logits, request)
+    def verify(tree: DraftTree, logits: Any, request: Any, walked: Any = None) -> VerifyResult:
+        result = verify_module.verify(tree, logits, request, walked)
         if len(tree.token_ids) > 1 and not result.accepted_nodes:
             request.processor.commit(tree.token_ids[1])
         return result

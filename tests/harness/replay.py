@@ -171,12 +171,13 @@ def _guess(
     *,
     drawn: bool,
 ) -> float:
+    if policy.rests_together(batch):
+        return 0.0
     drafting = []
     for rows, (request, _) in zip(batch, running, strict=True):
         depth = min(policy.num_draft_tokens, request.num_remaining_tokens - 1)
-        if depth > 0 and request.num_output_tokens and policy.rests(request):
-            rows.plain_reason = PlainReason.DID_NOT_PAY
-        elif depth > 0:
+        rows.plain_reason = policy.rests(request) if depth > 0 and request.num_output_tokens else None
+        if rows.plain_reason is None and depth > 0:
             rows.budget = rows.given = DraftBudget(policy.row_budget, depth, layout, wants_draws=drawn)
             drafting.append((rows, player))
     policy.plan(batch, drafting, None)

@@ -15,6 +15,7 @@ from paceline.speculation.tree import DraftTree
 
 MIN_MATCH = 3
 MAX_MATCH = 6
+MOST_PLACES = 256  # of the shortest run, the latest ones, that are looked at for a longer one
 
 
 class NgramIndex:
@@ -25,33 +26,48 @@ class NgramIndex:
     """
 
     def __init__(self, min_match: int = MIN_MATCH, max_match: int = MAX_MATCH) -> None:
-        self._lengths = range(min_match, max_match + 1)
-        self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in self._lengths]
-        self._num_indexed = 0
+        self._min_match, self._max_match = min_match, max_match
+        self._ends: dict[tuple[int, ...], int] = {}  # of each run of `min_match` tokens
+        self._before: list[int] = [0]  # by the end of such a run, that of the same one before it; 0 = none
         self.match_len = 0  # of the last proposal
 
     def num_unread(self, num_tokens: int) -> int:
         """How many of `num_tokens` tokens are not in the index yet."""
-        return num_tokens - self._num_indexed
+        return num_tokens - len(self._before) + 1
 
     def match(self, token_ids: Sequence[int]) -> int | None:
         """The place behind the latest earlier occurrence of the longest matching end of `token_ids`; None without one.
 
         `token_ids` must begin with what earlier calls saw.
         """
-        size = len(token_ids)
-        for end in range(self._num_indexed + 1, size):  # the run that ends at `size` has nothing behind it yet
-            for ends, length in zip(self._ends, self._lengths, strict=True):
-                if end >= length:
-                    ends[tuple(token_ids[end - length : end])] = end
-        self._num_indexed = max(self._num_indexed, size - 1)
-        place = None
-        for ends, length in zip(self._ends, self._lengths, strict=True):
-            longer = ends.get(tuple(token_ids[size - length :])) if size > length else None
-            if longer is None:  # no longer run occurred before either
+        size, ends, before, length = len(token_ids), self._ends, self._before, self._min_match
+        for end in range(len(before), size):  # the run that ends at `size` has nothing behind it yet
+            if end < length:
+                before.append(0)
+                continue
+            run = tuple(token_ids[end - length : end])
+            before.append(ends.get(run, 0))
+            ends[run] = end
+        place = ends.get(tuple(token_ids[size - length :])) if size > length else None
+        return None if place is None else self._longest(token_ids, place)
+
+    def _longest(self, token_ids: Sequence[int], place: int) -> int:
+        """Of the ends of the run that the text ends with, from `place` back, the first one behind a longest match."""
+        size, before, best, most = len(token_ids), self._before, place, 0
+        end = place
+        for _ in range(MOST_PLACES):
+            length = self._min_match
+            while length < self._max_match and length < end and token_ids[end - 1 - length] == token_ids[size - 1 - length]:
+                length += 1
+            if length > most:
+                best, most = end, length
+                if length == self._max_match:
+                    break
+            end = before[end]
+            if end == 0:
                 break
-            place, self.match_len = longer, length
-        return place
+        self.match_len = most
+        return best
 
     def propose(self, token_ids: Sequence[int], num_draft_tokens: int) -> list[int]:
         """The tokens behind that place; empty without a match. Arguments as for `match`."""

@@ -49,6 +49,7 @@ class RequestMaker:
         way_out: what to do about a longer prompt.
         suppressed_token_ids: that the model's own files forbid.
         compiler: makes what holds an output to its grammar.
+        num_threads: that share the walks of a step.
         walks: draws whole walks; None where there are no kernels.
     """
 
@@ -58,12 +59,13 @@ class RequestMaker:
     eos_token_ids: Sequence[int]
     way_out: str = "shorten the prompt"
     suppressed_token_ids: Sequence[int] = ()
+    num_threads: int = 1
     compiler: GrammarCompiler = field(init=False)
     walks: CompiledWalks | None = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "compiler", GrammarCompiler(self.tokenizer, self.eos_token_ids))
-        object.__setattr__(self, "walks", CompiledWalks.if_there(self.vocab_size))
+        object.__setattr__(self, "walks", CompiledWalks.if_there(self.vocab_size, self.num_threads))
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt.

@@ -202,7 +202,7 @@ def open_engine(
     engine = Engine(runtime, cache, speculator, step_limits)
     ends = tuple(dict.fromkeys((*runtime.config.eos_token_ids, *tokenizer.end_token_ids)))
     suppressed = [token_id for token_id in runtime.config.suppressed_token_ids if token_id < vocab_size]
-    maker = RequestMaker(tokenizer, vocab_size, plan.max_context, ends, plan.way_out, suppressed)
+    maker = RequestMaker(tokenizer, vocab_size, plan.max_context, ends, plan.way_out, suppressed, config.num_threads)
     of_drafter = () if drafter is None else drafter.notices
     notices = (*config.notices, *tokenizer.notices, *loaded.notices, *_unused_head(loaded, directory, drafter), *of_drafter, plan.notice)
     opened = OpenedEngine(engine, maker, tuple(printable(one) for one in notices if one), config)  # they name files and tensors

@@ -148,9 +148,12 @@ class KVCache:
         commit = plan.commit(node)
         for memory in self.memories:
             memory.keep_path(plan, commit)
-        shared = sequence.committed_len // self.block_size  # full blocks before: every path has them
-        kept = set(commit.block_table[shared:])
-        self.pool.release(block for block in (*sequence.block_table[shared:], *plan.fresh_blocks) if block not in kept)
+        if plan.layout is TreeLayout.CHAIN:
+            self.pool.release(plan.paths[0].block_table[len(commit.block_table) :])
+        else:
+            shared = sequence.committed_len // self.block_size  # full blocks before: every path has them
+            kept = set(commit.block_table[shared:])
+            self.pool.release(block for block in (*sequence.block_table[shared:], *plan.fresh_blocks) if block not in kept)
         sequence.block_table = list(commit.block_table)
         sequence.committed_len = commit.committed_len
         sequence.plan = None

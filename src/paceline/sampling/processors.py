@@ -182,6 +182,25 @@ class LogitsProcessor:
         """Whether only the temperature changes the rows behind the committed output, so that they may be read without `process`."""
         return self.leaves_rows and not self.restricts
 
+    def draw_edited(self, logits: ScoreArray, path: Sequence[int], *, seed: int, sample_index: int, position: int) -> int | None:
+        """The token that `process` and `draw` give, drawn by the walker from the edited row; None where it is left to them.
+
+        Args:
+            logits, path: as `process`.
+            seed, sample_index, position: as `draw`.
+        """
+        walker = self._walker
+        if walker is None or self._params.processors or len(logits) != len(walker.row):
+            return None
+        scores = walker.row
+        np.copyto(scores, logits)
+        try:
+            self._edit(scores, path)
+        except RequestError:  # said where a row is processed, behind what may be wrong with it
+            return None
+        tokens, _, is_whole = walker.walk(scores[None], (0,), (-1,), seed=seed, sample_index=sample_index, position=position)
+        return tokens[0] if is_whole else None
+
     def process(self, logits: ScoreArray, path: Sequence[int] = ()) -> Distribution:
         """The distribution of the token that follows prompt + committed output + `path`.
 

@@ -55,13 +55,11 @@ class Calibration:
     gives_probs: bool = False
     _by_depth: list[_Share] = field(default_factory=list)
     _by_prob: dict[tuple[bool, int], _Share] = field(default_factory=dict)
+    _chances: list[float] = field(default_factory=list)  # at depths 1 …, as far as they were asked for since they changed
 
     def at_depth(self, depth: int) -> float:
         """Chance of the first guess at a depth, the root's child being at 1: where little is known, that of the one before it."""
-        chance = HOPED
-        for share in self._by_depth[:depth]:
-            chance = min(share.of(chance), _MOST)
-        return chance
+        return self._up_to(depth)[depth - 1]
 
     @property
     def doubt(self) -> float:
@@ -74,12 +72,15 @@ class Calibration:
 
     def depths(self, count: int) -> list[float]:
         """Chances at depths 1 … count."""
-        chances, chance = [], HOPED
-        for depth in range(count):
-            if depth < len(self._by_depth):
-                chance = min(self._by_depth[depth].of(chance), _MOST)
-            chances.append(chance)
-        return chances
+        return self._up_to(count)[:count]
+
+    def _up_to(self, depth: int) -> list[float]:
+        """The chances at depths 1 … depth, and maybe more."""
+        known, shares = self._chances, self._by_depth
+        while len(known) < depth:
+            chance, index = known[-1] if known else HOPED, len(known)
+            known.append(min(shares[index].of(chance), _MOST) if index < len(shares) else chance)
+        return known
 
     def of_prob(self, prob: float, *, is_first: bool = True) -> float:
         """Chance of a guess to which its drafter gives this probability.
@@ -97,6 +98,7 @@ class Calibration:
             while len(self._by_depth) < depth:
                 self._by_depth.append(_Share())
             self._by_depth[depth - 1].add(was_kept=was_kept)
+            del self._chances[depth - 1 :]
         if prob is not None:
             self.gives_probs = True
             self._by_prob.setdefault((is_first, _bucket(prob)), _Share()).add(was_kept=was_kept)
@@ -187,6 +189,8 @@ class RequestAcceptance:
         num_resting: steps until the next of them.
         worth: what asking the drafter was worth lately, where that takes next to no time.
         num_idle: steps until the request is thought of again.
+        num_unable: steps in a row in which its drafter had nothing to guess from.
+        is_cheap: whether asking its drafter took next to no time when that was last judged.
         denied: steps that it rested last because drafting was not worth it, 0 = it was.
     """
 
@@ -198,6 +202,8 @@ class RequestAcceptance:
     num_resting: int = 0
     worth: Worth = field(default_factory=Worth)
     num_idle: int = 0
+    num_unable: int = 0
+    is_cheap: bool = False
     denied: int = 0
     _rest: int = 0
 

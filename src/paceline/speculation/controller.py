@@ -10,19 +10,16 @@ target says (a shadow: it costs no row). Of one that takes time a share of all t
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.kv_cache.row_plan import TreeLayout, is_chain
-from paceline.runtimes.pass_costs import PassCosts, PassTable
-from paceline.speculation.acceptance import RequestAcceptance
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.runtimes.pass_costs import PassTable
+from paceline.speculation.batch_rest import steps_until
+from paceline.speculation.cut import can_cut, cut
+from paceline.speculation.draft_learning import NOTED_PLAIN, DraftLearning
 from paceline.speculation.drafter import Drafter
-from paceline.speculation.drafter_facts import DrafterFacts
 from paceline.speculation.pass_work import PassWork
-from paceline.speculation.request import FinishReason, Request
+from paceline.speculation.request import Request
 from paceline.speculation.request_rows import RequestRows
-from paceline.speculation.row_choice import Choice, choose_rows, worth_keeping
+from paceline.speculation.row_choice import Choice, choose_rows, worth_keeping, worth_keeping_together
 from paceline.speculation.stats import PlainReason
-from paceline.speculation.tree import DraftTree
-from paceline.speculation.work_times import LinearTime
 
 START_GAIN = 0.05  # expected gain from which on drafting begins, so that it does not come and go
 STAY_GAIN = 0.02  # and from which on it goes on: what is expected of the best of several guesses is a little too much
@@ -31,17 +28,13 @@ LEAST_CHANCE = 0.02  # of a guess with all before it: no row is cheap enough for
 PROBE_SHARE = 0.01  # of all time: what probes may cost where drafting does not pay
 MOST_CREDITED = 32  # steps for which is saved up at a time
 PROBE_TOKENS = 2
-SHADOW_TOKENS = 4  # of guesses that are not sent: until the text has gone past them nobody is asked again
-NOTED_PLAIN = 4  # of so many steps of a lone request without guesses one is measured
-BROUGHT_MEMORY = 0.97  # of what steps brought, from one to the next
 FIRST_TOKENS, FIRST_ROWS = 4, 16  # guessed of a request and in a pass while nothing is known of a drafter
-CLEAR_GAIN = 1.25  # expected speedup above which no plain pass is run to compare with
-IDLE_INTERVAL = 64  # questions to a drafter after which a step is idle, to know what asking takes
+CLEAR_GAIN, CLEAR_INTERVALS = 1.25, 4  # expected speedup above which plain passes are run so many times more seldom to compare with
 DENIED_IDLE, MOST_DENIED = 3, 7  # steps that a request rests for which drafting was not worth it: at first, and where it never is
 COMPARE_INTERVAL = 16  # steps from one such pass to the next, until enough are known
 
 
-class DraftController(DraftLengthPolicy):
+class DraftController(DraftLearning):
     """Chooses how much to draft, step by step.
 
     Args:
@@ -51,49 +44,32 @@ class DraftController(DraftLengthPolicy):
     """
 
     def __init__(self, num_draft_tokens: int, table: PassTable, *, row_budget: int | None = None) -> None:
-        super().__init__(num_draft_tokens, row_budget=row_budget)
-        self._costs = PassCosts(table), PassCosts(table.twice())  # of passes without a scaling pass, and with one
-        self.costs = self._costs[0]  # of passes like that of the step under way
-        self.host = LinearTime()  # by requests and guessed rows of a step
-        self.drafters: dict[str, DrafterFacts] = {}
-        self._choice: Choice | None = None  # of the step under way, if there was one to make
-        self._work: PassWork | None = None  # of that step without guesses
+        super().__init__(num_draft_tokens, table, row_budget=row_budget)
         self._rate = 0.0  # tokens a second that time is worth
-        self._brought, self._spent_s = 0.0, 0.0  # tokens of the last steps, and seconds that such steps take
-        self._num_steps = 0
-        self._num_kept = 0  # guesses of the step under way
         self._credit_s, self._credited_at = 0.0, 0  # for probes, and the step up to which it was saved up
-        self._probed: Request | None = None
-        self._asked: RequestAcceptance | None = None  # of a drafter that takes next to no time, in the step under way
-        self._idle_s: float | None = None  # other work of a step in which nobody is asked
-        self._is_drafting = False
         self._num_since_compared = 0
-        self._mean_output = 0.0  # tokens of the last outputs, 0 = none yet
-
-    def know_time(self, name: str, seconds: float) -> None:
-        """Told at load what a guess of the drafter of this name takes."""
-        self.drafters.setdefault(name, DrafterFacts()).know_time(seconds)
 
     def plan(self, batch: Sequence[RequestRows], drafting: Sequence[tuple[RequestRows, Drafter]], max_rows: int | None) -> None:
-        self._choice, self._probed, self._asked = None, None, None
-        self._take_costs(batch)
+        self._choice, self._probed, self._asked, self._asks_together = None, None, None, False
         open_ones = [one for one in drafting if one[0].budget is not None]
         if not open_ones:
             return
+        if len(self._rest.steps.passes_s) >= (1 if len(batch) > 1 else 2 * NOTED_PLAIN):
+            self._learn_plain_steps()
         self._work = work = PassWork.of(batch, with_guesses=False)
-        self.costs.has_adapters = work.has_adapters
+        self.costs.kind, self._num_planned = work.kind, len(open_ones)
         most = sum([rows.budget.row_budget - 1 for rows, _ in open_ones if rows.budget is not None])
         most = most if max_rows is None else min(most, max_rows - work.num_rows)
         if most < 1:
             return self._refuse(open_ones, PlainReason.FULL_PASS)
-        if len(batch) == 1 and self._asks_without_planning(*open_ones[0], work):
+        if self._asks_without_planning(open_ones, work, is_alone=len(batch) == 1):
             return
         others = len([rows for rows in batch if rows.tree is not None]) - len(open_ones)
         self._choice = choice = self._choose(open_ones, work, most, others)
-        for rows, _ in open_ones:
-            rows.expected_speedup = choice.speedup if any(choice.counts) else choice.drafted_speedup
         self._is_drafting, self._rate = any(choice.counts), choice.rate
-        if self._is_drafting and self._must_compare(choice, work):
+        for rows, _ in open_ones:
+            rows.expected_speedup = choice.speedup if self._is_drafting else choice.drafted_speedup
+        if self._is_drafting and self._must_compare(choice.speedup, work):
             return self._refuse(open_ones, PlainReason.COMPARED)
         denied: list[tuple[RequestRows, Drafter]] = []
         for (rows, drafter), count in zip(open_ones, choice.counts, strict=True):
@@ -102,7 +78,7 @@ class DraftController(DraftLengthPolicy):
         for rows, drafter in denied:
             own = self._own(rows.request, drafter)
             own.denied = min(MOST_DENIED, 2 * own.denied + 1) if own.denied else DENIED_IDLE
-            own.num_idle = own.denied - self._num_steps % (own.denied + 1)  # those of a batch are thought of again together
+            own.num_idle = steps_until(own.denied, self._num_steps + 1)
         if denied:
             self._probe(denied, work, most)
 
@@ -110,130 +86,79 @@ class DraftController(DraftLengthPolicy):
         guessed = [rows for rows in batch if rows.num_guesses > 0]
         if not guessed or self._work is None:
             return
-        weighed = [rows for rows in guessed if self._can_cut(rows)]
+        weighed = [rows for rows in guessed if rows.request is not self._probed and can_cut(rows)]
         num_fixed = sum([rows.num_guesses for rows in guessed]) - sum([rows.num_guesses for rows in weighed])
-        reached = [self._reached(rows) for rows in weighed]
-        order = [
-            (-chance, depth, index, node + 1)
-            for index, (rows, chances) in enumerate(zip(weighed, reached, strict=True))
-            for node, (chance, depth) in enumerate(zip(chances[1:], rows.tree.depths[1:] if rows.tree else (), strict=True))
-            if chance >= LEAST_CHANCE
+        reached = [self._reached(rows) or [1.0] for rows in weighed]
+        orders = [
+            sorted(
+                [
+                    (-chance, depth, node)
+                    for node, (chance, depth) in enumerate(zip(chances, depths, strict=False))
+                    if chance >= LEAST_CHANCE
+                ]
+            )
+            for chances, depths in zip(reached, [rows.tree.depths if rows.tree else () for rows in weighed], strict=True)
         ]
-        order.sort()
-        work = self._work
+        most = sum([len(order) - 1 for order in orders])
         if max_rows is not None:
-            order = order[: max(0, max_rows - work.num_rows - num_fixed)]
+            most = min(most, max(0, max_rows - self._work.num_rows - num_fixed))
+        times = self.times.of_guesses(self._work, num_fixed, most)
+        gains = [[-chance for chance, _, _ in order[1:]] for order in orders]
         # nothing is drafted at present where the last plan said so: then more is asked of a guess, as of a plan
-        rate = self._rate * (1.0 + (STAY_GAIN if self._is_drafting else START_GAIN))
-        taken = worth_keeping([-one[0] for one in order], self._times(work, num_fixed, len(order)), rate)
+        least_gain = STAY_GAIN if self._is_drafting else START_GAIN
+        if len(batch) == 1:
+            counts = [worth_keeping(gains[0][:most], times, self._rate * (1.0 + least_gain))] if gains else []
+        else:
+            others = len([rows for rows in batch if rows.tree is not None]) - len(weighed)
+            counts = worth_keeping_together(gains, times, others, least_gain)
         if self._choice is None:
-            self._is_drafting = taken > 0
-        kept: list[list[int]] = [[0] for _ in weighed]
-        for _, _, index, node in order[:taken]:
-            kept[index].append(node)
+            self._is_drafting = any(counts)
+        kept = [[node for _, _, node in order[: count + 1]] for order, count in zip(orders, counts, strict=True)]
         for rows, nodes, chances in zip(weighed, kept, reached, strict=True):
-            self._cut(rows, sorted(nodes))
+            cut(rows, sorted(nodes))
             if rows.request.speculation.trees and len(nodes) > 1:
                 rows.expected_tokens = sum([chances[node] for node in nodes])
-
-    def observe(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
-        self._num_kept += len(accepted_nodes)
-        if request.acceptance is not None and (facts := self._facts_of(request)) is not None:
-            facts.learn(request, request.acceptance, tree, accepted_nodes)
-
-    def observe_draft(self, drafter: Drafter, num_requests: int, depth: int, seconds: float, read_s: float) -> None:
-        self._facts(drafter).observe(num_requests, depth, seconds)
-
-    def rests(self, request: Request) -> bool:
-        own = request.acceptance
-        if own is None or own.num_idle == 0:
-            return False
-        own.num_idle -= 1
-        return True
-
-    def observe_step(self, batch: Sequence[RequestRows], pass_s: float, host_s: float, draft_s: float = 0.0) -> None:
-        self._take_costs(batch)
-        was_planned, num_kept, self._num_kept = self._work is not None, self._num_kept, 0
-        num_guesses = sum([rows.num_guesses for rows in batch]) if was_planned else 0
-        if len(batch) == 1 and batch[0].is_decoding:
-            self._weigh_asking(batch[0], num_guesses, num_kept, host_s + draft_s)
-        self._probed = self._asked = self._work = None  # nothing of a request that ends is held
-        self._num_steps += 1
-        is_rare = num_guesses > 0 or len(batch) > 1
-        if is_rare or self._num_steps % NOTED_PLAIN == 0:
-            self._note_times(batch, pass_s, host_s, num_kept, weight=1 if is_rare else NOTED_PLAIN)
-        for rows in batch:
-            own = rows.request.acceptance
-            if own is not None and own.shadow is not None and (facts := self._facts_of(rows.request)) is not None:
-                facts.read_shadow(rows.request, own)
-
-    def _take_costs(self, batch: Sequence[RequestRows]) -> None:
-        """From now on passes cost what those with such rows do: X-LoRA's run twice."""
-        self.costs = self._costs[any(rows.request.takes_scaling_passes for rows in batch)]
-
-    def _note_times(self, batch: Sequence[RequestRows], pass_s: float, host_s: float, num_kept: int, *, weight: int) -> None:
-        """Learn what a step took and brought, one of `weight` such steps."""
-        if not all(rows.is_decoding for rows in batch):
-            return
-        work = PassWork.of(batch, with_guesses=True)
-        self.costs.has_adapters = work.has_adapters
-        self.costs.observe(work.num_rows, work.num_cached, work.num_row_cached, pass_s)
-        self.host.observe(len(batch), work.num_rows - len(batch), host_s)
-        seconds = host_s + self.costs.at(work.num_rows, work.num_cached, work.num_row_cached)
-        self._brought = BROUGHT_MEMORY * self._brought + weight * (len(batch) + num_kept)
-        self._spent_s = BROUGHT_MEMORY * self._spent_s + weight * seconds
-
-    def _weigh_asking(self, rows: RequestRows, num_guesses: int, num_kept: int, other_s: float) -> None:
-        """Learn what it was worth to ask a drafter that takes next to no time; other work is compared with that of idle steps."""
-        if self._asked is None:
-            if num_guesses == 0 and rows.plain_reason is PlainReason.DID_NOT_PAY:
-                known = other_s if self._idle_s is None else self._idle_s
-                self._idle_s = 0.9 * known + 0.1 * (other_s if other_s < 2.0 * known else 2.0 * known)
-            return
-        own, self._asked = self._asked, None
-        cached = self._work.num_cached if self._work is not None else 0.0
-        plain_s = self.costs.at(1, cached, cached)
-        taken_s = self.costs.at(1 + num_guesses, cached, (1 + num_guesses) * cached) - plain_s
-        asking_s = 0.0 if self._idle_s is None else max(0.0, other_s - self._idle_s)
-        saved_s = num_kept * plain_s - taken_s - min(asking_s, 0.2 * plain_s)
-        own.num_idle = own.worth.add(saved_s)
-        if (facts := self._facts_of(rows.request)) is not None:
-            facts.worth.add(saved_s)
-        if self._idle_s is None or own.worth.num_asked % IDLE_INTERVAL == 0:
-            own.num_idle = max(own.num_idle, 1)
-
-    def release(self, request: Request) -> None:
-        request.acceptance = None
-        if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            length = float(request.num_output_tokens)
-            self._mean_output = 0.75 * self._mean_output + 0.25 * length if self._mean_output else length
 
     def describe(self) -> str:
         rise = self.costs.at(1 + min(4, self.num_draft_tokens)) / self.costs.at(1)
         return f"up to {self.num_draft_tokens} draft tokens a step, as many as pay (5 rows take {rise:.2f} of the time of one)"
 
-    def _asks_without_planning(self, rows: RequestRows, drafter: Drafter, work: PassWork) -> bool:
-        """Whether a lone request's drafter takes next to no time: it is asked at once, and its guesses decide.
+    def _asks_without_planning(self, open_ones: Sequence[tuple[RequestRows, Drafter]], work: PassWork, *, is_alone: bool) -> bool:
+        """Whether all drafters take next to no time: they are asked at once, and their guesses decide.
 
-        After guesses that were not worth a row it rests until they were compared with the text, and a little longer.
+        After guesses that were not worth a row a request rests until they were compared with the text, and a little longer.
         """
-        facts, own = self._facts(drafter), self._own(rows.request, drafter)
-        budget = rows.budget
-        if budget is None or budget.wants_draws or not facts.times:
-            return False
         times, _ = self.costs.row_times(work.num_rows, 0, work.num_cached, work.num_row_cached)
-        if facts.seconds(1, budget.max_depth) >= CHEAP_SHARE * times[0] or drafter.reading_s(rows.request) > 0.0:
-            return False
-        self._rate = max(self._brought / self._spent_s if self._spent_s > 0.0 else 0.0, 1.0 / (times[0] + self.host.at(1.0, 0.0)))
+        for rows, drafter in open_ones:
+            facts, budget = self._facts(drafter), rows.budget
+            if budget is None or budget.wants_draws or not facts.times or drafter.reading_s(rows.request) > 0.0:
+                return False
+            if facts.seconds(len(open_ones), budget.max_depth) >= CHEAP_SHARE * times[0]:
+                return False
+        if is_alone:
+            self._rate = max(self.times.rate, 1.0 / (times[0] + self.host.at(1.0, 0.0)))
+        elif self._is_drafting and self._must_compare(1.0, work):
+            self._refuse(open_ones, PlainReason.COMPARED)
+            return True
+        self._asks_together = not is_alone
+        for rows, drafter in open_ones:
+            self._ask(rows, drafter, is_alone=is_alone)
+        return True
+
+    def _ask(self, rows: RequestRows, drafter: Drafter, *, is_alone: bool) -> None:
+        """Let a drafter that takes next to no time guess for a request, unless it rests."""
+        own, budget = self._own(rows.request, drafter), rows.budget
+        own.is_cheap = True
         if not own.wants_shadow:
             rows.budget, rows.plain_reason = None, PlainReason.DID_NOT_PAY
             own.num_idle = own.until_shadow()
-            return True
-        self._asked = own
-        if not facts.calibration(rows.request).is_known:
+            return
+        own.num_unable = 0
+        if is_alone:
+            self._asked = own
+        if budget is not None and not self._facts(drafter).calibration(rows.request).is_known:
             most = min(budget.max_depth, FIRST_TOKENS)
             rows.budget = replace(budget, row_budget=min(budget.row_budget, most + 1), max_depth=most)
-        return True
 
     def _choose(self, open_ones: Sequence[tuple[RequestRows, Drafter]], work: PassWork, most: int, others: int) -> Choice:
         """What is best before anything is guessed, by what is known of depths alone."""
@@ -244,19 +169,15 @@ class DraftController(DraftLengthPolicy):
             depth = 0 if budget is None else min(budget.max_depth, budget.row_budget - 1)
             if not calibration.is_known:
                 depth, most = min(depth, FIRST_TOKENS), min(most, FIRST_ROWS)
+            own.num_unable = 0
             gains.append(own.by_depth.paths(calibration.depths(depth), calibration.doubt, LEAST_CHANCE))
         most = min(most, sum(map(len, gains)))
         guessing = [self.drafters[name].parts(len(open_ones)) for name in names]
         numbers = [names.index(drafter.name) for _, drafter in open_ones] if len(names) > 1 else ()
         least_gain = STAY_GAIN if self._is_drafting else START_GAIN
-        return choose_rows(gains, self._times(work, 0, most), guessing, drafters=numbers, others=others, least_gain=least_gain)
-
-    def _times(self, work: PassWork, first: int, most: int) -> list[float]:
-        """Seconds of a step without guessing, by its guessed rows from `first` on, up to `most` more."""
-        times, row_s = self.costs.row_times(work.num_rows, first + most, work.num_cached, work.num_row_cached)
-        row_s = row_s * work.num_cached / max(1, work.num_sequences) + self.host.at(0.0, 1.0)
-        host_s = self.host.at(work.num_sequences, 0.0)
-        return [times[count] + host_s + count * row_s for count in range(first, first + most + 1)]
+        times, plan_s = self.times.of_guesses(work, 0, most), self.times.planning.at(1.0, len(open_ones))
+        times[1:] = [seconds + plan_s for seconds in times[1:]]  # without guesses there would soon be no plan either
+        return choose_rows(gains, times, guessing, drafters=numbers, others=others, least_gain=least_gain)
 
     def _allow(self, rows: RequestRows, drafter: Drafter, count: int, num_requests: int, work: PassWork) -> bool:
         """Set a request's budget; returns whether it may draft, or would without costing anything."""
@@ -266,6 +187,7 @@ class DraftController(DraftLengthPolicy):
         facts, own = self._facts(drafter), self._own(rows.request, drafter)
         deepest = min(budget.max_depth, budget.row_budget - 1)
         is_cheap = facts.seconds(num_requests, deepest) < CHEAP_SHARE * choice.plain_s  # one of which nothing is known is asked, to know
+        own.is_cheap = is_cheap
         if count == 0:
             own.num_plain += 1
             if is_cheap and own.wants_shadow:
@@ -306,10 +228,10 @@ class DraftController(DraftLengthPolicy):
         expected = max(self._mean_output - num_done, num_done) if self._mean_output else request.num_remaining_tokens
         return max(0.0, saved_s) * min(request.num_remaining_tokens, max(1.0, expected))
 
-    def _must_compare(self, choice: Choice, work: PassWork) -> bool:
+    def _must_compare(self, speedup: float, work: PassWork) -> bool:
         """Whether a plain pass is due: little is gained, and no plain pass ran lately."""
         self._num_since_compared += 1
-        if choice.speedup >= CLEAR_GAIN or self._num_since_compared < COMPARE_INTERVAL:
+        if self._num_since_compared < COMPARE_INTERVAL * (1 if speedup < CLEAR_GAIN else CLEAR_INTERVALS):
             return False
         if self.costs.is_fresh(work.num_rows, work.num_cached):
             return False
@@ -337,49 +259,11 @@ class DraftController(DraftLengthPolicy):
         own.num_plain, self._probed = 0, request
         rows.budget, rows.plain_reason = replace(rows.given, row_budget=depth + 1, max_depth=depth), None
 
-    def _can_cut(self, rows: RequestRows) -> bool:
-        """Whether single guesses may be left out: not of drawn ones, whose distribution would change, nor of probes, nor where a branch
-        takes rows of its own."""
-        tree, budget = rows.tree, rows.budget
-        if tree is None or budget is None or tree.draft_probs or rows.request is self._probed:
-            return False
-        return rows.request.acceptance is not None and (budget.layout is TreeLayout.MASK or is_chain(tree.parents))
-
     def _reached(self, rows: RequestRows) -> list[float]:
         """Chance of each node of a request's tree, with all before it."""
         own, facts, tree = rows.request.acceptance, self._facts_of(rows.request), rows.tree
         return [] if own is None or facts is None or tree is None else facts.reached(rows.request, own, tree)
 
-    def _cut(self, rows: RequestRows, nodes: Sequence[int]) -> None:
-        """Keep these nodes of a request's tree; what is left out entirely is compared with the text as it comes."""
-        tree, own = rows.tree, rows.request.acceptance
-        if tree is None or len(nodes) == len(tree.parents):
-            return
-        if len(nodes) > 1:
-            rows.tree = tree.part(nodes)
-            return
-        if own is not None:
-            path = tree.first_path()[:SHADOW_TOKENS]
-            probs = [None if tree.probs is None else tree.probs[node] for node in path]
-            own.shadow = len(rows.request.token_ids), [tree.token_ids[node] for node in path], probs
-        rows.make_plain(PlainReason.DID_NOT_PAY)
-        rows.expected_speedup = 1.0  # at best
-
     def _refuse(self, drafting: Sequence[tuple[RequestRows, Drafter]], reason: PlainReason) -> None:
         for rows, _ in drafting:
             rows.budget, rows.plain_reason = None, reason
-
-    def _facts(self, drafter: Drafter) -> DrafterFacts:
-        facts = self.drafters.get(drafter.name)
-        if facts is None:
-            facts = self.drafters[drafter.name] = DrafterFacts()
-        return facts
-
-    def _facts_of(self, request: Request) -> DrafterFacts | None:
-        return None if request.acceptance is None else self.drafters.get(request.acceptance.drafter)
-
-    def _own(self, request: Request, drafter: Drafter) -> RequestAcceptance:
-        own = request.acceptance
-        if own is None or own.drafter != drafter.name:
-            own = request.acceptance = RequestAcceptance(drafter.name, worth=self._facts(drafter).worth.begun())
-        return own

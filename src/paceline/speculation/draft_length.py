@@ -6,6 +6,7 @@ from paceline.speculation.budgets import share_budgets
 from paceline.speculation.drafter import Drafter
 from paceline.speculation.request import Request
 from paceline.speculation.request_rows import RequestRows
+from paceline.speculation.stats import PlainReason
 from paceline.speculation.tree import DraftTree
 
 
@@ -45,12 +46,20 @@ class DraftLengthPolicy:
     def observe_draft(self, drafter: Drafter, num_requests: int, depth: int, seconds: float, read_s: float) -> None:
         """Told how long guessing took: `seconds` without the `read_s` for what was not seen before."""
 
-    def observe_step(self, batch: Sequence[RequestRows], pass_s: float, host_s: float, draft_s: float = 0.0) -> None:
-        """Told after a step how long its target pass took, its other work, and guessing."""
+    def observe_step(self, batch: Sequence[RequestRows], pass_s: float, host_s: float, draft_s: float = 0.0, plan_s: float = 0.0) -> None:
+        """Told after a step how long its target pass took, its other work, guessing, and deciding how much to guess."""
 
-    def rests(self, request: Request) -> bool:
-        """Whether nothing is to be guessed for a request in this step, before anything else is thought of; asked once a step."""
+    def rests_together(self, batch: Sequence[RequestRows]) -> bool:
+        """Whether nothing is to be guessed for any request in this step, of which each then has the reason; asked first in a step."""
         return False
+
+    def rests(self, request: Request) -> PlainReason | None:
+        """Why nothing is to be guessed for a request in this step, before anything else is thought of; None = it may be. Asked once a
+        step, but for steps that all rest together."""
+        return None
+
+    def note_no_guess(self, request: Request, drafter: Drafter) -> None:
+        """Told that a request's drafter had nothing to guess from in this step."""
 
     def release(self, request: Request) -> None:
         """Forget a request."""

@@ -9,7 +9,7 @@ from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.work_times import LinearTime
 
-LONGEST_REST = 16  # steps between two shadows of a request, at most
+LONGEST_REST = 15  # steps between two shadows of a request, at most
 FORCED_CHANCE = 0.98  # of a token that a grammar forces: tokenizers may spell it in another way
 SIBLING_SHARE = 0.3  # chance of a sibling over that of the guess before it, where its drafter says nothing
 
@@ -95,15 +95,15 @@ class DrafterFacts:
                         _learn(own, calibration, tree.depths[child], prob, is_first=is_first, was_kept=child == then)
                     is_first = False
 
-    def read_shadow(self, request: Request, own: RequestAcceptance) -> None:
-        """Compare what would have been guessed with what was said."""
+    def read_shadow(self, request: Request, own: RequestAcceptance) -> bool:
+        """Compare what would have been guessed with what was said; returns whether that is done."""
         if own.shadow is None:
-            return
+            return False
         start, guessed, probs = own.shadow
         said = request.token_ids[start : start + len(guessed)]
         num_kept = next((index for index, token in enumerate(said) if token != guessed[index]), len(said))
         if num_kept == len(said) < len(guessed) and not request.is_finished:
-            return
+            return False
         calibration = self.calibration(request)
         for index in range(min(len(said), num_kept + 1)):
             was_kept = index < num_kept
@@ -111,6 +111,7 @@ class DrafterFacts:
         own.end_shadow(LONGEST_REST, was_right=num_kept > 0)
         if num_kept == len(guessed) > 1:
             own.worth.rest = 0  # it was judged by guesses that should have been sent
+        return True
 
 
 @dataclass(frozen=True, slots=True)

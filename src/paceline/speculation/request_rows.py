@@ -88,6 +88,11 @@ class RequestRows:
             return range(num_nodes)
         return range(self.root, num_nodes) if self.tree is not None else ()
 
+    @property
+    def first_tree_row(self) -> int:
+        """Of the rows of logits, that of the root."""
+        return self.root if self.wants_prompt_rows else 0
+
     def set_guesses(self, tree: DraftTree | None, num_before: int, if_none_left: PlainReason) -> None:
         """Take what is left of `num_before` guesses, and count those that are not."""
         num_left = 0 if tree is None else tree.num_draft_tokens

@@ -5,6 +5,7 @@ from time import perf_counter
 
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray, ForwardOutput, Network, Pass, PlanOutput
+from paceline.sampling.walker import Walked
 from paceline.speculation.budgets import fit_rows, reason_not_to_draft, within_limits
 from paceline.speculation.constrained import constrain_guesses, fill_with_forced, forced_budget, with_forced
 from paceline.speculation.draft_length import DraftLengthPolicy
@@ -15,7 +16,7 @@ from paceline.speculation.request import Request
 from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.stats import PlainReason
 from paceline.speculation.tree import DraftTree
-from paceline.speculation.verify import VerifyResult, verify
+from paceline.speculation.verify import VerifyResult, verify, walk_together
 
 
 class Speculator:
@@ -41,12 +42,19 @@ class Speculator:
         self.drafter, self.policy, self.acceptance = drafter, policy, acceptance
         self.vocab_size, self._layout = vocab_size, layout
         self._calls = DrafterCalls(vocab_size)
+        self._budgets: dict[tuple[int, int, bool], DraftBudget] = {}  # those that were given so far: there are few
         self._pass_s = 0.0  # of the last pass
+        self._plan_s = 0.0  # of the step under way
 
     @property
     def num_failures(self) -> int:
         """How often a drafter raised or answered nonsense."""
         return self._calls.tolerated.num_failures
+
+    @property
+    def observes(self) -> bool:
+        """Whether anybody is told what passes make permanent."""
+        return self.drafter is not None and type(self.drafter).observe is not Drafter.observe
 
     @property
     def drafters(self) -> dict[str, Drafter]:
@@ -62,6 +70,8 @@ class Speculator:
         Args:
             max_rows: of the pass, known tokens included; None = no limit.
         """
+        if self.drafter is not None and self._rests_together(batch):
+            return
         drafting = []
         for rows in batch:
             if rows.tree is not None:
@@ -70,10 +80,11 @@ class Speculator:
                     drafting.append((rows, drafter))
         if not drafting:
             return
-        is_planned = False
+        is_planned, start_s = False, perf_counter()
         with self._calls.tolerated:  # it asks drafters what they would have to read
             self.policy.plan(batch, drafting, max_rows)
             is_planned = True
+        self._plan_s = perf_counter() - start_s
         for rows, _ in drafting:
             if not is_planned:
                 rows.budget, rows.plain_reason = None, PlainReason.DRAFTER_FAILED
@@ -81,15 +92,32 @@ class Speculator:
         open_rows = [one for one in drafting if one[0].budget is not None and not fill_with_forced(one[0], one[0].budget)]
         for drafter, own in _by_drafter(open_rows):
             self._calls.propose(drafter, own, self.policy)
-        self._constrain([rows for rows, _ in drafting if rows.budget is not None])
+        guessing = [rows for rows, _ in drafting if rows.budget is not None]
+        if not guessing:
+            return
+        self._constrain(guessing)
+        start_s = perf_counter()
         with self._calls.tolerated:
             self.policy.select(batch, max_rows)
+        self._plan_s += perf_counter() - start_s
         if max_rows is not None:
             fit_rows(batch, max_rows - sum(rows.num_known for rows in batch))
 
-    def verify(self, tree: DraftTree, logits: FloatArray, request: Request) -> VerifyResult:
+    def walk_together(self, batch: Sequence[RequestRows], logits: Sequence[FloatArray]) -> Sequence[Walked | None]:
+        """What can be said at once of the walks of all requests, for `verify`.
+
+        Args:
+            logits: of the tree of each.
+        """
+        if len(batch) == 1 or self.acceptance is not Acceptance.MATCH:
+            return [None] * len(batch)
+        asked = [(rows.tree, own, rows.request) for rows, own in zip(batch, logits, strict=True) if rows.tree is not None]
+        walked = iter(walk_together(asked))
+        return [None if rows.tree is None else next(walked) for rows in batch]
+
+    def verify(self, tree: DraftTree, logits: FloatArray, request: Request, walked: Walked | None = None) -> VerifyResult:
         """Walk a tree by the rule in use."""
-        return verify(tree, logits, request) if self.acceptance is Acceptance.MATCH else verify_rejection(tree, logits, request)
+        return verify(tree, logits, request, walked) if self.acceptance is Acceptance.MATCH else verify_rejection(tree, logits, request)
 
     def learn(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
         """Tell the policy what became of a tree."""
@@ -107,16 +135,17 @@ class Speculator:
         """Tell the policy how long a step took: its pass, and its other work but for guessing."""
         if self.drafter is not None:
             drafting_s, self._calls.seconds = self._calls.seconds, 0.0
-            host_s = seconds - self._pass_s - drafting_s
+            plan_s, self._plan_s = self._plan_s, 0.0
+            host_s = seconds - self._pass_s - drafting_s - plan_s
             try:
-                self.policy.observe_step(batch, self._pass_s, host_s if host_s > 0.0 else 0.0, drafting_s)
+                self.policy.observe_step(batch, self._pass_s, host_s if host_s > 0.0 else 0.0, drafting_s, plan_s)
             except BaseException as error:
                 if not self._calls.tolerated.bears(error):
                     raise
 
     def observe(self, committed: Sequence[CommittedRows]) -> None:
         """Tell the drafter what a target pass made permanent, but for requests without speculation."""
-        if self.drafter is not None and type(self.drafter).observe is not Drafter.observe:
+        if self.drafter is not None and self.observes:
             with self._calls.tolerated:
                 self.drafter.observe([one for one in committed if not one.request.speculation.is_off])
 
@@ -163,15 +192,29 @@ class Speculator:
             return None
         wants_draws = self.acceptance is Acceptance.REJECTION and not request.params.is_greedy
         row_budget, max_depth = within_limits(request, self.policy.row_budget, self.policy.num_draft_tokens)
-        return DraftBudget(row_budget, max_depth, self._layout, wants_draws)
+        budget = self._budgets.get((row_budget, max_depth, wants_draws))
+        if budget is None:
+            budget = self._budgets[row_budget, max_depth, wants_draws] = DraftBudget(row_budget, max_depth, self._layout, wants_draws)
+        return budget
 
     def _reason_not_to_ask(self, request: Request) -> PlainReason | None:
         """Why no drafter is thought of for a request; what a grammar forces needs none."""
         if request.processor.constraint is not None:
             return None
-        if self.policy.rests(request):
-            return PlainReason.DID_NOT_PAY
-        return None if self.drafter is None or self.drafter.can_guess(request) else PlainReason.NO_GUESS
+        reason = self.policy.rests(request)
+        if reason is not None or self.drafter is None or self.drafter.can_guess(request):
+            return reason
+        self.policy.note_no_guess(request, self.drafter)
+        return PlainReason.NO_GUESS
+
+    def _rests_together(self, batch: Sequence[RequestRows]) -> bool:
+        """Whether nobody is thought of in this step."""
+        try:
+            return self.policy.rests_together(batch)
+        except BaseException as error:
+            if not self._calls.tolerated.bears(error):
+                raise
+            return False
 
     def _add_forced(self, rows: RequestRows) -> None:
         """Let what a request's grammar forces be guessed, whether or not other guesses pay."""

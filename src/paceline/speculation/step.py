@@ -15,6 +15,7 @@ from time import perf_counter
 from paceline.errors import CheckpointError, as_exception, is_interrupt
 from paceline.kv_cache.paged import KVCache
 from paceline.runtimes.base import FloatArray, ForwardOutput, Network, Pass, assemble
+from paceline.sampling.walker import Walked
 from paceline.speculation.commit import commit
 from paceline.speculation.drafter import CommittedRows
 from paceline.speculation.request import Request
@@ -57,12 +58,17 @@ def step(
     plans, wanted = reserve(batch, cache), [rows.logits_nodes for rows in batch]
     adapters = [request.adapter_number for request in requests]
     output = _forward(requests, assemble(plans, [rows.token_ids for rows in batch], wanted, adapters), target, cache, speculator)
-    committed: list[CommittedRows] = []
-    for rows, own in zip(batch, output.by_plan(plans, wanted), strict=True):
+    committed, observes = list[CommittedRows](), speculator.observes
+    outputs = list(output.by_plan(plans, wanted))
+    logits = [own.logits[rows.first_tree_row :, : speculator.vocab_size] for rows, own in zip(batch, outputs, strict=True)]
+    for rows, own, of_tree, walked in zip(batch, outputs, logits, speculator.walk_together(batch, logits), strict=True):
         request, start = rows.request, rows.request.sequence.committed_len
         try:
-            kept_nodes = _verify_and_commit(rows, own.logits[:, : speculator.vocab_size], cache, speculator)
-            committed.append(speculator.committed_rows(request, start, kept_nodes, own))
+            if rows.wants_prompt_rows:
+                request.prompt_logprobs.extend(prompt_logprobs(request, own.logits[: rows.num_known, : speculator.vocab_size]))
+            kept_nodes = _verify_and_commit(rows, of_tree, walked, cache, speculator)
+            if observes:
+                committed.append(speculator.committed_rows(request, start, kept_nodes, own))
         except BaseException as error:  # its sampling allows no token, its grammar broke, its row is NaN: no other request is concerned
             if is_interrupt(error):
                 raise
@@ -83,15 +89,14 @@ def _forward(requests: Sequence[Request], arguments: Pass, target: Network, cach
         raise
 
 
-def _verify_and_commit(rows: RequestRows, logits: FloatArray, cache: KVCache, speculator: Speculator) -> Sequence[int]:
+def _verify_and_commit(
+    rows: RequestRows, logits: FloatArray, walked: Walked | None, cache: KVCache, speculator: Speculator
+) -> Sequence[int]:
     """Walk one request's tree, commit its tokens and keep their rows; returns the plan's nodes that were kept."""
     request, tree = rows.request, rows.tree
     accepted: Sequence[int] = ()
-    if rows.wants_prompt_rows:
-        request.prompt_logprobs.extend(prompt_logprobs(request, logits[: rows.num_known]))
-        logits = logits[rows.root :]
     if tree is not None:
-        result = speculator.verify(tree, logits, request)
+        result = speculator.verify(tree, logits, request, walked)
         logprobs = token_logprobs(result, logits, request) if request.params.logprobs is not None else ()
         num_accepted, drafted = len(result.accepted_nodes), tree.num_draft_tokens > 0
         num_emitted = commit(request, result.token_ids, num_accepted, drafted=drafted, logprobs=logprobs)

@@ -6,12 +6,14 @@ that plain decoding reaches. No draft probability is needed and any tree is exac
 (sample-and-match; deterministic given the seed).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import is_interrupt
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.draw import draw
 from paceline.sampling.logprobs import TokenLogprobs, processed_logprobs, raw_logprobs
+from paceline.sampling.walker import AskedWalk, Walked
 from paceline.speculation.ending import LookAhead, goes_on_behind
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -34,13 +36,34 @@ class VerifyResult:
         return self.token_ids[-1]
 
 
-def verify(tree: DraftTree, logits: FloatArray, request: Request) -> VerifyResult:
+def walk_together(asked: Sequence[tuple[DraftTree, FloatArray, Request]]) -> list[Walked | None]:
+    """The walks of several requests, as far as they are drawn at once: `walked` of `verify` for each.
+
+    Args:
+        asked: the arguments of `verify` for each.
+    """
+    walked: list[Walked | None] = [None] * len(asked)
+    groups: dict[int, list[tuple[int, AskedWalk]]] = {}
+    for index, (tree, logits, request) in enumerate(asked):
+        walker = request.processor.walker
+        if walker is not None:
+            one = AskedWalk(walker, logits, tree.token_ids, tree.parents, request.seed, request.sample_index, len(request.token_ids))
+            groups.setdefault(id(walker.walks), []).append((index, one))
+    for group in groups.values():
+        found = group[0][1].walker.walks.walk_each([one for _, one in group])
+        for (index, _), walk in zip(group, found, strict=True):
+            walked[index] = walk
+    return walked
+
+
+def verify(tree: DraftTree, logits: FloatArray, request: Request, walked: Walked | None = None) -> VerifyResult:
     """Walk `tree` with the target's rows.
 
     Args:
         tree: rooted at the request's last token.
         logits: [N, V] float32, row i belongs to node i; only rows the walk reaches are read.
         request: gives processors, seed and position. Not changed.
+        walked: what `walk_together` said of them; None = nothing.
 
     Raises:
         PacelineError: the root's row cannot be drawn from. A row behind it that cannot ends the walk in front of it.
@@ -48,14 +71,17 @@ def verify(tree: DraftTree, logits: FloatArray, request: Request) -> VerifyResul
     node = 0
     accepted: list[int] = []
     path: list[int] = []
-    ahead = LookAhead(request)
     walker = request.processor.walker
-    if walker is not None:
-        tokens, nodes, is_whole = walker.walk(
+    if walked is None and walker is not None:
+        walked = walker.walk(
             logits, tree.token_ids, tree.parents, seed=request.seed, sample_index=request.sample_index, position=len(request.token_ids)
         )
+    if walked is not None:
+        tokens, nodes, is_whole = walked
         if is_whole and goes_on_behind(request, tokens[:-1]):
             return VerifyResult(tuple(nodes), tuple(tokens))
+    ahead = LookAhead(request)
+    if walked is not None:
         for token, node in zip(tokens, nodes, strict=False):
             path.append(token)
             if ahead.ends_with(token):
@@ -63,20 +89,31 @@ def verify(tree: DraftTree, logits: FloatArray, request: Request) -> VerifyResul
             accepted.append(node)
         if is_whole:
             return VerifyResult(tuple(accepted), (*path, tokens[-1]))
+    is_edited = walker is None
     while True:
         try:
-            distribution = request.processor.process(logits[node], path)
+            token = _drawn(request, logits[node], path, is_edited=is_edited)
         except BaseException as error:
             if not accepted or is_interrupt(error):
                 raise
             return VerifyResult(tuple(accepted[:-1]), tuple(path))  # what comes before is kept; the next step reaches this row first
-        token = draw(distribution, request.seed, request.sample_index, len(request.token_ids) + len(path))
         path.append(token)
         child = tree.child(node, token)
         if child is None or ahead.ends_with(token):
             return VerifyResult(tuple(accepted), tuple(path))
         accepted.append(child)
         node = child
+
+
+def _drawn(request: Request, row: FloatArray, path: Sequence[int], *, is_edited: bool) -> int:
+    """The target's token behind a path.
+
+    Raises:
+        PacelineError: the row cannot be drawn from.
+    """
+    seed, sample_index, position = request.seed, request.sample_index, len(request.token_ids) + len(path)
+    token = request.processor.draw_edited(row, path, seed=seed, sample_index=sample_index, position=position) if is_edited else None
+    return draw(request.processor.process(row, path), seed, sample_index, position) if token is None else token
 
 
 def token_logprobs(result: VerifyResult, logits: FloatArray, request: Request) -> list[TokenLogprobs]:

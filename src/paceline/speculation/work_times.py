@@ -1,5 +1,6 @@
 """Seconds of work that takes so long a time and so long for each part of it, learned as it is done."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _KEEP = 0.96  # of the weight of all earlier work, whenever some is done
@@ -33,11 +34,31 @@ class LinearTime:
 
     def observe(self, x: float, y: float, seconds: float) -> None:
         """Told how long (x, y) took."""
-        if self.is_known:
-            seconds = min(seconds, _MOST_OVER * self.at(x, y) + 1e-5)
+        self.observe_several(x, y, (seconds,))
+
+    def observe_several(self, x: float, y: float, times: Sequence[float]) -> None:
+        """Told how long (x, y) took each time that it was done."""
+        first = 0
+        if not self.is_known and times:
+            self._add(x, y, times[:1])
+            first = 1
+        while first < len(times):
+            most = _MOST_OVER * self.at(x, y) + 1e-5
+            end = next((index for index in range(first, len(times)) if times[index] > most), len(times))
+            if end == first:  # what comes next is counted as more, once this was
+                self._add(x, y, (most,))
+                first += 1
+            else:
+                self._add(x, y, times[first:end])
+                first = end
+
+    def _add(self, x: float, y: float, times: Sequence[float]) -> None:
+        kept, weight, total = 1.0, 0.0, 0.0
+        for seconds in times:
+            kept, weight, total = _KEEP * kept, _KEEP * weight + 1.0, _KEEP * total + seconds
         self.is_known = True
-        self._xx, self._xy, self._yy = _KEEP * self._xx + x * x, _KEEP * self._xy + x * y, _KEEP * self._yy + y * y
-        self._xs, self._ys = _KEEP * self._xs + x * seconds, _KEEP * self._ys + y * seconds
+        self._xx, self._xy, self._yy = kept * self._xx + weight * x * x, kept * self._xy + weight * x * y, kept * self._yy + weight * y * y
+        self._xs, self._ys = kept * self._xs + x * total, kept * self._ys + y * total
         self._solve()
 
     def at(self, x: float, y: float) -> float:

@@ -173,7 +173,9 @@ def test_a_drafter_may_fail_in_any_way(open_llm: Open, solo: list[list[int]], ki
     run(serve(open_llm, FaultyDrafter(kind, where), None if is_chosen else DraftLengthPolicy(4)), work)
 
 
-@pytest.mark.parametrize("where", ["plan", "select", "rests", "observe", "observe_draft", "observe_step", "release"])
+@pytest.mark.parametrize(
+    "where", ["plan", "select", "rests", "rests_together", "note_no_guess", "observe", "observe_draft", "observe_step", "release"]
+)
 def test_what_decides_how_much_to_draft_may_fail_in_any_way(open_llm: Open, solo: list[list[int]], where: str) -> None:
     """Also a mistake of our own there costs guesses, no request."""
 

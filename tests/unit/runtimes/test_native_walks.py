@@ -135,6 +135,88 @@ def test_a_token_whose_place_sums_of_another_order_could_change_is_left_to_the_d
     assert 5 < sum(not is_whole for _, _, is_whole in found) < 25
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_walks_of_several_requests_are_those_of_each(num_threads: int) -> None:
+    vocab = 70_000  # enough for other threads to be woken
+    walks, random, asked = CompiledWalks(vocab, num_threads), np.random.default_rng(4), list[Any]()
+    for index in range(11):
+        params = SamplingParams(**SAMPLING[index % 5])
+        size = int(random.integers(1, 5))
+        logits = rows_of("flat" if index % 3 else "steep", size, vocab, index)
+        right = [draw(LogitsProcessor(params, vocab, []).process(row), index, 0, 7 + node) for node, row in enumerate(logits)]
+        tree = DraftTree.chain(3, [token + (node == 2) for node, token in enumerate(right[: size - 1])], "one")
+        walker = walks.walker(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+        asked.append((walker, logits, tree.token_ids, tree.parents, index, 0, 7))
+    asked[4][1][0] = np.nan
+    one_by_one = [
+        walker.walk(logits, token_ids, parents, seed=seed, sample_index=sample, position=position)
+        for walker, logits, token_ids, parents, seed, sample, position in asked
+    ]
+    for count in (11, 1, 5):
+        assert walks.walk_each(asked[:count]) == one_by_one[:count]
+    assert sum(is_whole for _, _, is_whole in one_by_one) == 10
+    assert max(len(nodes) for _, nodes, _ in one_by_one) > 1
+    assert walks.walk_each([]) == []
+
+
+def test_no_walk_begins_where_rows_are_such_as_the_kernels_do_not_read() -> None:
+    walks, rows = CompiledWalks(64), rows_of("flat", 2, 64, 1)
+    walker, rest = walks.walker(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0), ((3,), (-1,), 1, 0, 7)
+    assert [is_whole for _, _, is_whole in walks.walk_each([(walker, rows, *rest)] * 2)] == [True, True]  # type: ignore[list-item]
+    for odd in (rows[:, ::2], rows[:, :32], rows.astype(np.float64)):
+        assert walks.walk_each([(walker, rows, *rest), (walker, odd, *rest)]) == [((), (), False)] * 2  # type: ignore[list-item]
+
+
+EDITS: tuple[dict[str, Any], ...] = (
+    {"repetition_penalty": 2.0}, {"presence_penalty": 1.0, "frequency_penalty": 2.0}, {"logit_bias": {5: 3.0, 9: -100.0}},
+    {"banned_token_ids": (3, 4, 5)}, {"no_repeat_ngram_size": 2}, {"bad_words": ((1, 2), (7,))},
+    {"min_tokens": 9, "stop_token_ids": (8, 11)},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: "-".join(edit))
+def test_a_row_that_is_edited_gives_the_token_of_the_definition(edit: dict[str, Any], pytestconfig: pytest.Config) -> None:
+    vocab, decided = 3_000, 0
+    for given in SAMPLING[:6]:
+        params = SamplingParams(**given, **edit)
+        walker = CompiledWalks(vocab).walker(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+        processor = LogitsProcessor(params, vocab, [1, 2, 3, 2], walker=walker)
+        processor.commit_all([4, 5, 1])
+        for index, row in enumerate(rows_of("steep", 12, vocab, pytestconfig.getoption("--seed"))):
+            row[:12] += 9.0  # those that are edited
+            best = int(row.argmax())
+            before, path = row.copy(), [best, 1, best][: index % 4]
+            token = processor.draw_edited(row, path, seed=index, sample_index=0, position=11)
+            assert np.array_equal(row, before)
+            if token is not None:
+                decided += 1
+                assert token == draw(processor.process(row, path), index, 0, 11)
+    assert decided > 40
+
+
+def test_an_edited_row_from_which_nothing_can_be_drawn_is_left_to_what_says_so() -> None:
+    walker = CompiledWalks(64).walker(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    processor = LogitsProcessor(SamplingParams(temperature=1.0, banned_token_ids=tuple(range(64))), 64, [1], walker=walker)
+    row = rows_of("flat", 1, 64, 1)[0]
+    assert processor.draw_edited(row, (), seed=1, sample_index=0, position=3) is None
+    row[5] = np.nan
+    processor = LogitsProcessor(SamplingParams(temperature=1.0, repetition_penalty=1.1), 64, [1], walker=walker)
+    assert processor.draw_edited(row, (), seed=1, sample_index=0, position=3) is None
+
+
+def test_rows_that_a_custom_processor_edits_are_given_to_it_once() -> None:
+    seen: list[int] = []
+
+    def note(token_ids: Any, logits: Any) -> Any:
+        seen.append(len(token_ids))
+        return logits
+
+    walker = CompiledWalks(64).walker(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    processor = LogitsProcessor(SamplingParams(temperature=1.0, processors=(note,)), 64, [1], walker=walker)
+    assert processor.draw_edited(rows_of("flat", 1, 64, 1)[0], (), seed=1, sample_index=0, position=3) is None
+    assert seen == []
+
+
 def test_whoever_edits_rows_has_no_walker() -> None:
     walker = CompiledWalks(64).walker(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     for params in (SamplingParams(repetition_penalty=1.1), SamplingParams(logit_bias={3: 1.0}), SamplingParams(banned_token_ids=(5,))):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from paceline.runtimes.pass_costs import PassCosts, PassTable
+from paceline.runtimes.pass_costs import PassCosts, PassKind, PassTable
 
 STAIRS = PassTable.of({1: 1.0, 8: 1.2, 9: 2.0, 16: 2.2})
 
@@ -51,10 +51,10 @@ def test_the_first_pass_of_its_kind_and_two_are_not_enough() -> None:
 def test_passes_with_adapters_are_known_apart_from_those_without() -> None:
     costs = PassCosts(STAIRS)
     for number in range(40):
-        costs.has_adapters = number % 2 > 0
-        costs.observe(1, 0, 0, 1.2 if costs.has_adapters else 1.0)
-    for has_adapters, slower in ((False, 1.0), (True, 1.2)):
-        costs.has_adapters = has_adapters
+        costs.kind = PassKind.ADAPTERS if number % 2 else PassKind.PLAIN
+        costs.observe(1, 0, 0, 1.2 if number % 2 else 1.0)
+    for kind, slower in ((PassKind.PLAIN, 1.0), (PassKind.ADAPTERS, 1.2)):
+        costs.kind = kind
         assert costs.at(1) == pytest.approx(slower * 1.0)
         assert costs.at(8) == pytest.approx(slower * 1.2)
         assert costs.row_times(1, 7, 0, 0)[0][7] == pytest.approx(slower * 1.2)
@@ -64,16 +64,16 @@ def test_until_passes_with_adapters_ran_lately_they_are_taken_to_be_as_slow_as_o
     costs = PassCosts(STAIRS)
     for _ in range(30):
         costs.observe(1, 0, 0, 3.0)
-    costs.has_adapters = True
+    costs.kind = PassKind.ADAPTERS
     assert costs.at(8) == pytest.approx(3 * 1.2)
     assert not costs.is_fresh(1)
     for _ in range(30):
         costs.observe(1, 0, 0, 4.0)
     assert costs.at(8) == pytest.approx(4 * 1.2)
-    costs.has_adapters = False
+    costs.kind = PassKind.PLAIN
     for _ in range(1100):
         costs.observe(1, 0, 0, 1.0)
-    costs.has_adapters = True
+    costs.kind = PassKind.ADAPTERS
     assert costs.at(8) == pytest.approx(1.2)
     costs.observe(8, 0, 0, 2.4)
     assert costs.at(8) == pytest.approx(2.4)  # what was known before plays no part
@@ -122,3 +122,37 @@ def test_a_table_survives_json_and_nonsense_is_none() -> None:
     for kept in (None, 3, {}, {"seconds": {"1": 1.0}}, {"seconds": {"1": "x"}, "sequence_s": 0, "row_s": 0}, {"seconds": [], "row_s": 0}):
         assert PassTable.from_json(kept) is None
     assert PassTable.from_json({"seconds": {"1": -1.0, "2": 1.0}, "sequence_s": 0, "row_s": 0}) is None
+
+
+def test_passes_told_of_together_count_as_if_they_had_been_told_of_one_by_one(seed: int) -> None:
+    random, one_by_one, together = np.random.default_rng(seed), PassCosts(STAIRS), PassCosts(STAIRS)
+    for _ in range(60):
+        rows, cached, count = int(random.integers(1, 12)), 900.0 * int(random.integers(2)), int(random.integers(1, 20))
+        times = [STAIRS.at(rows) * (1.0 + random.random()) for _ in range(count)]
+        for seconds in times:
+            one_by_one.observe(rows, cached, rows * cached, seconds)
+        together.observe_several(rows, cached, rows * cached, times)
+        for asked in range(1, 14):
+            assert together.at(asked, cached, cached) == pytest.approx(one_by_one.at(asked, cached, cached), rel=1e-9)
+
+
+def test_times_of_several_numbers_of_rows_are_those_of_each_but_never_fall(seed: int) -> None:
+    random, costs = np.random.default_rng(seed), PassCosts(PassTable.of({1: 1.0, 8: 1.2, 9: 2.0, 16: 2.2}, 1e-4, 1e-5))
+    for _ in range(40):
+        rows, most, cached = int(random.integers(1, 20)), int(random.integers(0, 70)), 900.0 * int(random.integers(3))
+        for _ in range(9):
+            costs.observe(rows + int(random.integers(4)), cached, rows * cached, 1.0 + 2.0 * random.random())
+        times, _ = costs.row_times(rows, most, cached, rows * cached)
+        expected = np.maximum.accumulate([costs.at(rows + more, cached, rows * cached) for more in range(most + 1)])
+        assert times[: most + 1] == pytest.approx(expected.tolist(), rel=1e-9)
+
+
+def test_what_passes_with_a_scaling_pass_take_is_known_before_one_ran() -> None:
+    costs = PassCosts(PassTable.of({1: 1.0, 8: 1.2}, 0.001, 0.0001))
+    costs.kind = PassKind.SCALING
+    assert costs.at(8, 1000, 8000) == pytest.approx(2 * (1.2 + 1.0 + 0.8))
+    costs.kind = PassKind.PLAIN
+    for _ in range(4):
+        costs.observe(1, 0, 0, 3.0)
+    costs.kind = PassKind.SCALING
+    assert costs.at(8) == pytest.approx(2 * 3.0 * 1.2)

@@ -27,6 +27,16 @@ def test_chances_by_depth_are_learned_and_deeper_ones_follow_the_last_known(seed
     assert depths == [calibration.at_depth(depth) for depth in (1, 2, 3, 4)]
 
 
+def test_chances_by_depth_are_those_of_all_guesses_so_far_whenever_they_are_asked_for(seed: int) -> None:
+    random, asked, at_the_end = np.random.default_rng(seed), Calibration(), Calibration()
+    for _ in range(300):
+        depth, was_kept = int(random.integers(1, 7)), bool(random.random() < 0.6)
+        asked.add(depth, None, is_first=True, was_kept=was_kept)
+        at_the_end.add(depth, None, is_first=True, was_kept=was_kept)
+        asked.depths(int(random.integers(0, 9)))
+    assert asked.depths(8) == at_the_end.depths(8) == [at_the_end.at_depth(depth) for depth in range(1, 9)]
+
+
 def test_what_was_long_ago_counts_less(seed: int) -> None:
     calibration, random = Calibration(), np.random.default_rng(seed)
     observe(calibration, random, [0.95], 2_000)

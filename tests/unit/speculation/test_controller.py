@@ -12,7 +12,7 @@ from harness.replay import Costs, Trace, best_fixed, controller, made_up, replay
 from paceline.drafters.ngram import NgramDrafter
 from paceline.kv_cache.paged import CachedSequence
 from paceline.kv_cache.row_plan import TreeLayout
-from paceline.runtimes.pass_costs import PassTable
+from paceline.runtimes.pass_costs import PassKind, PassTable
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.acceptance import HOPED
@@ -138,19 +138,17 @@ def test_a_table_that_is_wrong_about_drafts_is_put_right_by_the_passes(factor: f
 
 def test_passes_with_adapters_are_planned_and_learned_apart() -> None:
     policy, drafter = controller(MACHINES["cheap rows"]), NgramDrafter()
-    params, seconds = SamplingParams(), {0: 0.04, 1: 0.05}
+    params, seconds, kinds = SamplingParams(), {0: 0.04, 1: 0.05}, (PassKind.PLAIN, PassKind.ADAPTERS)
     for adapter in (0, 1) * 40:
         request = Request([1], 1, params, LogitsProcessor(params, 4, [1]), CachedSequence(), seed=0, sample_index=0, max_len=10)
         request.adapter_number = adapter
         rows = RequestRows.of(request, 1)
         rows.budget = rows.given = DraftBudget(4, 3, TreeLayout.MASK, wants_draws=False)
-        policy.costs.has_adapters = not adapter
         policy.plan([rows], [(rows, drafter)], None)
-        assert policy.costs.has_adapters == bool(adapter)
-        policy.costs.has_adapters = not adapter
+        assert policy.costs.kind is kinds[adapter]
         policy.observe_step([rows, rows], seconds[adapter], 0.0)
     for adapter, expected in seconds.items():
-        policy.costs.has_adapters = bool(adapter)
+        policy.costs.kind = kinds[adapter]
         assert policy.costs.at(2) == pytest.approx(expected)
 
 
@@ -199,20 +197,25 @@ def planned_for(costs: Costs, traces: list[Trace], batch_size: int, guess_s: flo
     policy, counts = controller(costs), list[int]()
     if guess_s:
         policy.know_time("player", guess_s)
-    plan = policy.plan
+    plan, begin = policy.plan, policy.rests_together
+
+    def begun(batch: Any) -> bool:
+        counts.append(0)
+        return begin(batch)
 
     def counted(batch: Any, drafting: Any, max_rows: int | None) -> None:
-        counts.append(len(drafting))
+        counts[-1] = len(drafting)
         plan(batch, drafting, max_rows)
 
-    policy.plan = counted  # type: ignore[method-assign]
+    policy.plan, policy.rests_together = counted, begun  # type: ignore[method-assign]
     replay(policy, traces, costs, batch_size=batch_size)
     return counts
 
 
 def test_a_request_whose_guesses_are_wrong_is_planned_for_in_few_steps() -> None:
     counts = planned_for(MACHINES["cheap rows"], texts(lambda _: 0.0, np.random.default_rng(0), 4, "nothing", length=500), 2)
-    assert sum(counts) < 400  # of 2,000
+    assert sum(counts) < 200  # of 2,000
+    assert sum(count > 0 for count in counts) < 100  # of 1,000 steps: both are planned for together
 
 
 def test_requests_of_a_batch_are_thought_of_again_together() -> None:
@@ -237,16 +240,11 @@ def test_passes_with_scaling_passes_cost_two_and_say_nothing_of_others(seed: int
     twice, random = replace(costs, pass_s=lambda rows: 2 * costs.pass_s(rows)), np.random.default_rng(seed)
     for number in range(4):
         replay(policy, texts(lambda _: 0.6, random, 1, "nothing"), twice, takes_scaling_passes=True)
+        policy.costs.kind = PassKind.SCALING
         assert policy.costs.at(5) == pytest.approx(2 * costs.pass_s(5), rel=0.02), number
         replay(policy, texts(lambda _: 0.6, random, 1, "nothing"), costs)
+        policy.costs.kind = PassKind.PLAIN
         assert policy.costs.at(5) == pytest.approx(costs.pass_s(5), rel=0.02), number
-
-
-def test_what_passes_with_scaling_passes_cost_is_known_before_one_ran() -> None:
-    costs = MACHINES["dear rows"]
-    table = replace(costs.table(), sequence_s=1e-6, row_s=2e-6)
-    assert [table.twice().at(rows) for rows in (1, 7, 100)] == [2 * table.at(rows) for rows in (1, 7, 100)]
-    assert table.twice().reading_s(10, 20) == 2 * table.reading_s(10, 20)
 
 
 def test_a_fixed_length_replays_as_written() -> None:

@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from paceline.speculation.row_choice import choose_rows, worth_keeping
+from paceline.speculation.row_choice import choose_rows, worth_keeping, worth_keeping_together
 
 
 def path_chances(chances: list[float]) -> list[float]:
@@ -19,18 +19,49 @@ def staircase(random: np.random.Generator, count: int) -> list[float]:
     return heights.tolist()  # type: ignore[no-any-return]
 
 
-def test_no_other_way_to_take_guesses_promises_more_tokens_a_second(seed: int) -> None:
+def mean_speed(tokens: list[float], others: int, seconds: float) -> float:
+    """The geometric mean of requests' speeds, of which those of `others` emit a token each."""
+    return float(np.exp(np.mean(np.log([*tokens, *[1.0] * others])))) / seconds
+
+
+def test_no_other_way_to_take_guesses_promises_that_requests_are_faster(seed: int) -> None:
     random = np.random.default_rng(seed)
     for _ in range(150):
-        size = int(random.integers(1, 4))
+        size, others = int(random.integers(1, 4)), int(random.integers(0, 3))
         gains = [path_chances(random.uniform(0.0, 1.0, int(random.integers(0, 5))).tolist()) for _ in range(size)]
         times = staircase(random, int(random.integers(0, 12)))
-        choice = choose_rows(gains, times, [(0.0, 0.0)])
+        choice = choose_rows(gains, times, [(0.0, 0.0)], others=others)
         assert sum(choice.counts) < len(times)
         ways = [way for way in product(*(range(len(own) + 1) for own in gains)) if sum(way) < len(times)]
-        rates = [(size + sum(sum(own[:count]) for own, count in zip(gains, way, strict=True))) / times[sum(way)] for way in ways]
-        assert choice.rate == pytest.approx(max(rates))
+        tokens = [[1.0 + sum(own[:count]) for own, count in zip(gains, way, strict=True)] for way in ways]
+        speeds = [mean_speed(own, others, times[sum(way)]) for own, way in zip(tokens, ways, strict=True)]
+        assert choice.speedup == pytest.approx(max(speeds) * times[0])
         assert choice.seconds == times[sum(choice.counts)]
+        assert choice.tokens == pytest.approx(sum(tokens[ways.index(tuple(choice.counts))]) + others)
+
+
+def test_nobody_is_delayed_for_anothers_guesses_by_more_than_they_bring() -> None:
+    """Most tokens a second in all would be had: 4 + 4 in 1.6 instead of 4 in 1."""
+    assert choose_rows([[1.0, 1.0, 1.0, 1.0]], [1.0, 1.6, 1.6, 1.6, 1.6], [(0.0, 0.0)], others=3).counts == [0]
+    assert choose_rows([[1.0, 1.0, 1.0, 1.0]], [1.0, 1.4, 1.4, 1.4, 1.4], [(0.0, 0.0)], others=3).counts == [4]
+    assert choose_rows([[1.0] * 4] * 4, [1.0, *[1.6] * 16], [(0.0, 0.0)]).counts == [4] * 4
+
+
+def test_of_guesses_that_were_made_for_several_those_are_kept_that_make_them_fastest(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    for _ in range(150):
+        size, others = int(random.integers(1, 4)), int(random.integers(0, 3))
+        gains = [sorted(random.uniform(0.0, 1.0, int(random.integers(0, 5))).tolist(), reverse=True) for _ in range(size)]
+        times = staircase(random, int(random.integers(0, 14)))
+        counts = worth_keeping_together(gains, times, others)
+        ways = [way for way in product(*(range(len(own) + 1) for own in gains)) if sum(way) < len(times)]
+        speeds = {
+            way: mean_speed([1.0 + sum(own[:count]) for own, count in zip(gains, way, strict=True)], others, times[sum(way)])
+            for way in ways
+        }
+        assert speeds[tuple(counts)] == pytest.approx(max(speeds.values()))
+    assert worth_keeping_together([[0.5], [0.5]], [1.0, 1.2, 1.4], 0, 0.05) == [1, 1]
+    assert worth_keeping_together([[0.5], [0.5]], [1.0, 1.2, 1.4], 0, 0.08) == [0, 0]
 
 
 def test_of_one_request_the_best_length_is_found_whatever_guessing_takes(seed: int) -> None:
@@ -83,4 +114,4 @@ def test_requests_that_guess_nothing_are_delayed_by_rows_all_the_same() -> None:
     beside = choose_rows([[0.5]], times, [(0.0, 0.0)], others=7)
     assert beside.counts == [0]
     assert beside.speedup == 1.0
-    assert beside.drafted_speedup == pytest.approx(8.5 / 8 / 1.1)
+    assert beside.drafted_speedup == pytest.approx(1.5 ** (1 / 8) / 1.1)

@@ -78,6 +78,8 @@ def open_kernels(path: Path) -> ctypes.CDLL:
     library.paceline_ranking_floats.restype = c_int32
     library.paceline_walk.argtypes = [c_void_p, c_int64, POINTER(WalkOptions), c_void_p, c_int32, c_uint64, c_void_p, c_void_p]
     library.paceline_walk.restype = c_int32
+    library.paceline_walk_each.argtypes = [c_void_p, c_int32, c_int32, c_void_p, c_int64]
+    library.paceline_walk_each.restype = None
     return library
 
 

@@ -317,6 +317,15 @@ class WalkOptions(Structure):
     )  # fmt: skip
 
 
+class WalkRecord(Structure):
+    """A walk of several, see kernels/native.h."""
+
+    _fields_ = (
+        ("logits", c_void_p), ("stride", c_int64), ("options", c_void_p), ("tree", c_void_p), ("position", c_uint64), ("found", c_void_p),
+        ("num_nodes", c_int32), ("result", c_int32),
+    )  # fmt: skip
+
+
 class Step(Structure):
     """One sweep over a matrix of a state, see kernels/native.h."""
 
@@ -364,14 +373,14 @@ class Program(Structure):
     )  # fmt: skip
 
 
-VERSION = 13
+VERSION = 14
 """KERNELS_VERSION of kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (
     Matrix, SuperBlocksRecord, BlocksRecord, LinearOperation, NormOperation, RopeOperation, AttentionOperation, GatedOperation,
     AddOperation, SiluResidualOperation, GatherOperation, SoftCapOperation, ConcatOperation, RankOperation, ScaleOperation,
     ColumnsOperation, RouteOperation, ExpertsOperation, CombineOperation, SigmoidGateOperation, ConvolutionOperation,
-    StateOperation, AdapterProduct, AdapterSite, PassAdapter, Range, Draw, WalkOptions, Step, Save, StateRange, Pass, Program,
+    StateOperation, AdapterProduct, AdapterSite, PassAdapter, Range, Draw, WalkOptions, WalkRecord, Step, Save, StateRange, Pass, Program,
 )  # fmt: skip
 LAYOUT = (VERSION, *map(sizeof, _RECORDS), -1)
 """What `paceline_layout` of the kernels answers for 0, 1, …"""

@@ -1,16 +1,28 @@
-"""Walks drawn by the kernels: all rows of a path in one call."""
+"""Walks drawn by the kernels: all rows of a path in one call, and those of all requests of a step."""
 
 from collections.abc import Sequence
-from ctypes import addressof, byref, c_int32
+from ctypes import addressof, byref, c_int32, sizeof
+from struct import Struct
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import BackendUnavailableError
 from paceline.runtimes.native.library import LANES, kernels
-from paceline.runtimes.native.records import WalkOptions
+from paceline.runtimes.native.records import WalkOptions, WalkRecord
+
+Walked: TypeAlias = tuple[Sequence[int], Sequence[int], bool]
+Rows: TypeAlias = NDArray[np.float32]
+Asked: TypeAlias = tuple[Any, Rows, Sequence[int], Sequence[int], int, int, int]
+"""Walker, logits, token ids, parents, seed, sample index and position, as `sampling.walker.AskedWalk`."""
 
 _MOST_INT = 2**31 - 1
+_WALK = Struct("=QqQQQQii")  # the fields of `records.WalkRecord`
+_RESULT = sizeof(WalkRecord) // 4 - 1  # among its 32-bit numbers
+_SHARED = 1 << 18  # floats to read from which on other threads are woken
+_SAMPLED = 8  # times what a greedy row takes, a sampled one takes
+_LEFT: Walked = ((), (), False)
 
 
 class CompiledWalks:
@@ -18,19 +30,23 @@ class CompiledWalks:
 
     Args:
         vocab_size: V of the rows.
+        num_threads: that share the walks of several requests.
     """
 
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        self._scratch = np.empty(2 * -(-vocab_size // LANES) * LANES, np.float32)
+    def __init__(self, vocab_size: int, num_threads: int = 1) -> None:
+        self.vocab_size, self._num_threads = vocab_size, num_threads
+        self._scratch = np.empty((num_threads, 2 * -(-vocab_size // LANES) * LANES), np.float32)
         self.scratch = self._scratch.ctypes.data
-        self.run = kernels().paceline_walk
+        self.run, self._run_each = kernels().paceline_walk, kernels().paceline_walk_each
+        self.row: Rows = np.empty(vocab_size, np.float32)
+        self._make_records(1)
+        self._make_room(1)
 
     @classmethod
-    def if_there(cls, vocab_size: int) -> "CompiledWalks | None":
+    def if_there(cls, vocab_size: int, num_threads: int = 1) -> "CompiledWalks | None":
         """None where there are no kernels for this machine."""
         try:
-            return cls(vocab_size)
+            return cls(vocab_size, num_threads)
         except BackendUnavailableError:
             return None
 
@@ -39,28 +55,82 @@ class CompiledWalks:
         most = min(top_k, _MOST_INT)
         return CompiledWalker(self, WalkOptions(top_p=top_p, min_p=min_p, temperature=temperature, top_k=most, columns=self.vocab_size))
 
+    def fits(self, logits: Rows) -> bool:
+        """Whether rows are such as the kernels read."""
+        return logits.shape[1] == self.vocab_size and logits.strides[1] == 4 and logits.dtype == np.float32
+
+    def walk_each(self, asked: Sequence[Asked]) -> list[Walked]:
+        """As `sampling.walker.Walks` says; none begins where rows are such as the kernels do not read."""
+        sizes = [len(one[2]) for one in asked]
+        if not all(self.fits(one[1]) for one in asked):
+            return [_LEFT] * len(asked)
+        if _WALK.size * len(asked) > len(self._records):
+            self._make_records(2 * len(asked))
+        if 2 * sum(sizes) > len(self._trees):
+            self._make_room(4 * sum(sizes))
+        begin, is_sampled = 0, False
+        for index, (walker, logits, token_ids, parents, seed, sample_index, position) in enumerate(asked):
+            options, size = walker.options, len(token_ids)
+            options.seed, options.sample_index = seed, sample_index
+            is_sampled = is_sampled or options.temperature > 0.0
+            if size > 1:
+                self._trees[begin : begin + size], self._trees[begin + size : begin + 2 * size] = token_ids, parents
+            data, places = logits.__array_interface__["data"][0], (self._trees_at + 4 * begin, position, self._found_at + 4 * begin)
+            _WALK.pack_into(self._view, index * _WALK.size, data, logits.strides[0] // 4, addressof(options), *places, size, 0)
+            begin += 2 * size
+        work = len(asked) * self.vocab_size * (_SAMPLED if is_sampled else 1)
+        num_threads = self._num_threads if work >= _SHARED else 1
+        self._run_each(self._records_at, len(asked), num_threads, self.scratch, self._scratch.shape[1])
+        return self._walked(sizes)
+
+    def _walked(self, sizes: Sequence[int]) -> list[Walked]:
+        """What was found along trees of so many nodes."""
+        results = self._records.view(np.int32)[_RESULT :: _RESULT + 1][: len(sizes)].tolist()
+        found, begin, walked = self._found[: 2 * sum(sizes)].tolist(), 0, list[Walked]()
+        for count, size in zip(results, sizes, strict=True):
+            num_tokens = count if count > 0 else -1 - count
+            nodes = found[begin + size : begin + size + num_tokens - (count > 0)]
+            walked.append((found[begin : begin + num_tokens], nodes, count > 0))
+            begin += 2 * size
+        return walked
+
+    def _make_records(self, num_walks: int) -> None:
+        self._records = np.zeros(num_walks * _WALK.size, np.uint8)
+        self._view, self._records_at = self._records.data, self._records.ctypes.data
+
+    def _make_room(self, num_numbers: int) -> None:
+        """Memory for so many numbers of trees, and of what is found along them."""
+        self._trees, self._found = np.zeros(num_numbers, np.int32), np.zeros(num_numbers, np.int32)
+        self._trees_at, self._found_at = self._trees.ctypes.data, self._found.ctypes.data
+
 
 class CompiledWalker:
     """Draws for one request."""
 
-    __slots__ = ("_options", "_reference", "_walks")
+    __slots__ = ("_reference", "options", "walks")
 
     def __init__(self, walks: CompiledWalks, options: WalkOptions) -> None:
-        self._walks, self._options, self._reference = walks, options, byref(options)
+        self.walks, self.options, self._reference = walks, options, byref(options)
+
+    @property
+    def row(self) -> Rows:
+        """As `sampling.walker.Walker` says."""
+        return self.walks.row
 
     def walk(
-        self, logits: NDArray[np.float32], token_ids: Sequence[int], parents: Sequence[int], *, seed: int, sample_index: int, position: int
-    ) -> tuple[Sequence[int], Sequence[int], bool]:
+        self, logits: Rows, token_ids: Sequence[int], parents: Sequence[int], *, seed: int, sample_index: int, position: int
+    ) -> Walked:
         """As `sampling.walker.Walker` says: tokens, the nodes that hold them, whether the walk is whole."""
-        num_nodes, walks, options = len(token_ids), self._walks, self._options
-        row_bytes, item_bytes = logits.strides
-        if logits.shape[1] != walks.vocab_size or item_bytes != 4 or logits.dtype != np.float32:
-            return (), (), False
+        num_nodes, walks, options = len(token_ids), self.walks, self.options
+        if not walks.fits(logits):
+            return _LEFT
         options.seed, options.sample_index = seed, sample_index
         numbers = c_int32 * (2 * num_nodes)
         tree, found = numbers(*token_ids, *parents), numbers()
         data = logits.__array_interface__["data"][0]
-        count = walks.run(data, row_bytes // 4, self._reference, addressof(tree), num_nodes, position, walks.scratch, addressof(found))
+        count = walks.run(
+            data, logits.strides[0] // 4, self._reference, addressof(tree), num_nodes, position, walks.scratch, addressof(found)
+        )
         num_tokens = count if count > 0 else -1 - count
         num_nodes_found = num_tokens - 1 if count > 0 else num_tokens
         return found[:num_tokens], found[num_nodes : num_nodes + num_nodes_found], count > 0

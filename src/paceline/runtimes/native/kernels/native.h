@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERNELS_VERSION 13 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
+#define KERNELS_VERSION 14 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
 
 /* Rows that share one decoding of a weight: as many as keep their sums in registers. */
 #ifdef __AVX512F__
@@ -264,6 +264,17 @@ typedef struct {
     float temperature;
     int32_t top_k, columns, unused;
 } WalkOptions;
+
+/* A walk of several: the arguments of paceline_walk, and what it returned. */
+typedef struct {
+    const float *logits;
+    int64_t stride;
+    const WalkOptions *options;
+    const int32_t *tree; /* not read where there is one node */
+    uint64_t position;
+    int32_t *found;
+    int32_t num_nodes, result;
+} WalkRecord;
 
 /* Rows [start, start + rows) of the pass: one path. Its block table and its mask begin at these offsets; mask < 0: causal.
  * Cached slots before first_slot are not seen. */

@@ -371,7 +371,7 @@ int32_t paceline_layout(int32_t index) {
         sizeof(AttentionOperation), sizeof(GatedOperation), sizeof(AddOperation), sizeof(SiluResidualOperation), sizeof(GatherOperation), sizeof(SoftCapOperation),
         sizeof(ConcatOperation), sizeof(RankOperation), sizeof(ScaleOperation), sizeof(ColumnsOperation), sizeof(RouteOperation),
         sizeof(ExpertsOperation), sizeof(CombineOperation), sizeof(SigmoidGateOperation), sizeof(ConvolutionOperation),
-        sizeof(StateOperation), sizeof(AdapterProduct), sizeof(AdapterSite), sizeof(PassAdapter), sizeof(Range), sizeof(Draw), sizeof(WalkOptions), sizeof(Step), sizeof(Save), sizeof(StateRange), sizeof(Pass),
+        sizeof(StateOperation), sizeof(AdapterProduct), sizeof(AdapterSite), sizeof(PassAdapter), sizeof(Range), sizeof(Draw), sizeof(WalkOptions), sizeof(WalkRecord), sizeof(Step), sizeof(Save), sizeof(StateRange), sizeof(Pass),
         sizeof(Program),
     };
     return (size_t)index < sizeof LAYOUT / sizeof *LAYOUT ? (int32_t)LAYOUT[index] : -1;

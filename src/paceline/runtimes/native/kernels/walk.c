@@ -2,9 +2,11 @@
  * along a tree. What sampling/processors.py and sampling/draw.py do is the definition. Sums and exponentials here differ from theirs in the
  * last places, so whatever comes too near to a border is left to them: a walk ends in front of a row that it cannot decide. */
 #include "native.h"
+#include "threads.h"
 #include "vectors.h"
 
 #include <math.h>
+#include <stdatomic.h>
 
 #define UNDECIDED (-1)
 #define SUMMED 256       /* columns whose weights are summed in float32 */
@@ -22,9 +24,11 @@ typedef uint64_t wides __attribute__((vector_size(64)));
 typedef struct {
     const float *row;
     float *weights, *ratios; /* [columns, rounded up to 16] */
+    float *heaviest, *lowest; /* by blocks of SUMMED columns: the largest weight, the smallest ratio; they lie where `ratios` do */
     int columns;
     float temperature, peak;
     uint64_t key;
+    float least, refused; /* columns that weigh less, or whose logits are no larger, are in no race */
 } Row;
 
 INLINE floats load_or(const float *from, int count, float rest) {
@@ -152,7 +156,7 @@ static double weigh(const Row *own, float least, float dust) {
     double total = 0.0;
     for (int begin = 0; begin < own->columns; begin += SUMMED) {
         const int end = begin + SUMMED < own->columns ? begin + SUMMED : own->columns;
-        floats sum = broadcast(0.0f);
+        floats sum = broadcast(0.0f), most = broadcast(0.0f);
         for (int column = begin; column < end; column += LANES) {
             const floats logits = load_or(own->row + column, end - column < LANES ? end - column : LANES, -INFINITY);
             const floats scores = own->temperature == 1.0f ? logits : logits / broadcast(own->temperature);
@@ -164,40 +168,66 @@ static double weigh(const Row *own, float least, float dust) {
             const floats kept = (floats)((ints)weights & (ints)(scores >= broadcast(least)));
             store(own->weights + column, kept);
             sum += kept;
+            most = __builtin_elementwise_max(most, kept);
         }
+        own->heaviest[begin / SUMMED] = most_of(most);
         total += (double)lane_sum(sum);
     }
     return total;
 }
 
-/* noise / weight, which bounds E / weight from below, of columns that weigh `least` or more; returns the smallest. */
-static float bound_races(const Row *own, float least) {
-    floats smallest = broadcast(INFINITY);
-    for (int column = 0; column < own->columns; column += LANES) {
-        const floats weights = load(own->weights + column);
-        const ints heavy = (ints)(weights >= broadcast(least)) & (ints)(weights > broadcast(0.0f));
-        if (!__builtin_reduce_or(heavy)) {
-            store(own->ratios + column, broadcast(INFINITY));
-            continue;
-        }
-        const floats noise = __builtin_convertvector(noise_of_16(own->key, column), floats) + broadcast(0.5f);
-        const floats ratios = (floats)(((ints)(noise / weights) & heavy) | ((ints)broadcast(INFINITY) & ~heavy));
-        store(own->ratios + column, ratios);
-        smallest = __builtin_elementwise_min(smallest, ratios);
+/* noise / weight, which bounds E / weight from below, of 16 columns; infinite of those that are in no race. */
+INLINE floats ratios_of_16(const Row *own, int column) {
+    const floats weights = load(own->weights + column);
+    const floats logits = load_or(own->row + column, own->columns - column < LANES ? own->columns - column : LANES, -INFINITY);
+    const ints heavy = (ints)(weights >= broadcast(own->least)) & (ints)(weights > broadcast(0.0f)) & (ints)(logits > broadcast(own->refused));
+    if (!__builtin_reduce_or(heavy)) return broadcast(INFINITY);
+    const floats noise = __builtin_convertvector(noise_of_16(own->key, column), floats) + broadcast(0.5f);
+    return (floats)(((ints)(noise / weights) & heavy) | ((ints)broadcast(INFINITY) & ~heavy));
+}
+
+/* The smallest ratio of all columns, and of each block. */
+static float bound_races(const Row *own) {
+    float smallest = INFINITY;
+    for (int begin = 0; begin < own->columns; begin += SUMMED) {
+        float *lowest = own->lowest + begin / SUMMED;
+        *lowest = INFINITY;
+        if (own->heaviest[begin / SUMMED] < own->least || own->heaviest[begin / SUMMED] == 0.0f) continue;
+        const int end = begin + SUMMED < own->columns ? begin + SUMMED : own->columns;
+        floats least = broadcast(INFINITY);
+        for (int column = begin; column < end; column += LANES) least = __builtin_elementwise_min(least, ratios_of_16(own, column));
+        *lowest = -most_of(-least);
+        if (*lowest < smallest) smallest = *lowest;
     }
-    return -most_of(-smallest);
+    return smallest;
+}
+
+/* The first column with a ratio; it is one of those that `bound_races` saw. */
+static int leader_of(const Row *own, float ratio) {
+    int column = 0;
+    while (own->lowest[column / SUMMED] != ratio) column += SUMMED;
+    for (;; column += LANES) {
+        const floats ratios = ratios_of_16(own, column);
+        for (int lane = 0; lane < LANES; lane++)
+            if (ratios[lane] == ratio) return column + lane;
+    }
 }
 
 /* The column with the largest score - log E; UNDECIDED where the next one is too near. `smallest` is the least of the ratios. */
 static int winner_of(const Row *own, float smallest) {
-    const int leader = first_at(own->ratios, own->columns, smallest);
+    const int leader = leader_of(own, smallest);
     const float limit = (float)(exponential_at(own->key, leader) * 0x1p32 * 1.001) / own->weights[leader];
     double best = -INFINITY, second = -INFINITY;
     int winner = UNDECIDED;
     for (int column = 0; column < own->columns; column += LANES) {
-        if (!__builtin_reduce_or((ints)(load(own->ratios + column) <= broadcast(limit)))) continue;
+        if (own->lowest[column / SUMMED] > limit) {
+            column += SUMMED - LANES;
+            continue;
+        }
+        const floats ratios = ratios_of_16(own, column);
+        if (!__builtin_reduce_or((ints)(ratios <= broadcast(limit)))) continue;
         for (int lane = column; lane < column + LANES && lane < own->columns; lane++) {
-            if (!(own->ratios[lane] <= limit)) continue;
+            if (!(ratios[lane - column] <= limit)) continue;
             const double race = (double)(own->row[lane] / own->temperature) - log(exponential_at(own->key, lane));
             if (race > best) {
                 second = best;
@@ -214,8 +244,10 @@ static int winner_of(const Row *own, float smallest) {
 static int is_kept(const Row *own, int column, double wanted, double total) {
     const float logit = own->row[column], near = fabsf(logit) * NEAR;
     const floats above = broadcast(logit + near), below = broadcast(logit - near);
+    const float light = own->weights[column] * expf(-2.0f * near / own->temperature) * (1.0f - NEAR_WEIGHT); /* a lighter one is below */
     double before = 0.0, tied = -(double)own->weights[column];
     for (int begin = 0; begin < own->columns; begin += SUMMED) {
+        if (own->heaviest[begin / SUMMED] < light) continue;
         const int end = begin + SUMMED < own->columns ? begin + SUMMED : own->columns;
         floats larger = broadcast(0.0f), alike = broadcast(0.0f);
         for (int at = begin; at < end; at += LANES) {
@@ -231,19 +263,6 @@ static int is_kept(const Row *own, int column, double wanted, double total) {
     return before - SLACK * total > wanted ? 0 : UNDECIDED;
 }
 
-/* Leave out columns whose logits are not above `logit`; returns the smallest ratio that is left. */
-static float refuse(const Row *own, float logit) {
-    floats smallest = broadcast(INFINITY);
-    for (int column = 0; column < own->columns; column += LANES) {
-        const floats logits = load_or(own->row + column, own->columns - column < LANES ? own->columns - column : LANES, -INFINITY);
-        const ints left = (ints)(logits > broadcast(logit));
-        const floats ratios = (floats)(((ints)load(own->ratios + column) & left) | ((ints)broadcast(INFINITY) & ~left));
-        store(own->ratios + column, ratios);
-        smallest = __builtin_elementwise_min(smallest, ratios);
-    }
-    return -most_of(-smallest);
-}
-
 static int draw_from(Row *own, const WalkOptions *options) {
     float least = -INFINITY;
     if (options->top_k > 0 && options->top_k < own->columns) {
@@ -257,13 +276,16 @@ static int draw_from(Row *own, const WalkOptions *options) {
     /* all columns lighter than this together weigh less than what top-p leaves out */
     const float light = options->top_p < 1.0 ? (float)((total - wanted) / own->columns * (1.0 - 2e-3)) : 0.0f;
     const float floor_of_min_p = min_p * (1.0f - NEAR_WEIGHT);
-    float smallest = bound_races(own, light > floor_of_min_p ? light : floor_of_min_p);
+    own->least = light > floor_of_min_p ? light : floor_of_min_p;
+    own->refused = -INFINITY;
+    float smallest = bound_races(own);
     while (smallest < INFINITY) {
         const int winner = winner_of(own, smallest);
         if (winner == UNDECIDED || (min_p > 0.0f && fabsf(own->weights[winner] - min_p) <= min_p * NEAR_WEIGHT)) return UNDECIDED;
         const int kept = options->top_p < 1.0 ? is_kept(own, winner, wanted, total) : 1;
         if (kept) return kept == 1 ? winner : UNDECIDED;
-        smallest = refuse(own, own->row[winner]);
+        own->refused = own->row[winner]; /* and with it all that is no larger */
+        smallest = bound_races(own);
     }
     return UNDECIDED;
 }
@@ -287,7 +309,8 @@ int32_t paceline_walk(
     const int columns = options->columns, room = (columns + LANES - 1) / LANES * LANES;
     const int32_t *tokens = tree, *parents = tree + num_nodes;
     for (int node = 0, count = 0;; count++) {
-        Row own = {logits + node * stride, scratch, scratch + room, columns, options->temperature, 0.0f, 0};
+        float *blocks = scratch + room;
+        Row own = {logits + node * stride, scratch, blocks, blocks, blocks + room / 2, columns, options->temperature, 0.0f, 0, 0.0f, 0.0f};
         own.key = options->temperature > 0.0f ? key_of(options->seed, options->sample_index, position + (uint64_t)count) : 0;
         const int token = token_of(&own, options);
         if (token == UNDECIDED) return -1 - count;
@@ -298,4 +321,34 @@ int32_t paceline_walk(
         found[num_nodes + count] = child;
         node = child;
     }
+}
+
+typedef struct {
+    WalkRecord *walks;
+    int32_t count;
+    atomic_int next;
+    float *scratch;
+    int64_t scratch_floats;
+} Walks;
+
+static void take_walks(void *argument, int thread, int num_threads) {
+    Walks *own = argument;
+    float *scratch = own->scratch + thread * own->scratch_floats;
+    (void)num_threads;
+    for (int index; (index = atomic_fetch_add(&own->next, 1)) < own->count;) {
+        WalkRecord *one = own->walks + index;
+        one->result = paceline_walk(one->logits, one->stride, one->options, one->tree, one->num_nodes, one->position, scratch, one->found);
+    }
+}
+
+static void nothing_shared(void *argument) { (void)argument; }
+
+/* Several walks, shared out among the threads, each of which has `scratch_floats` of the scratch. */
+void paceline_walk_each(WalkRecord *walks, int32_t count, int32_t num_threads, float *scratch, int64_t scratch_floats) {
+    Walks own = {.walks = walks, .count = count, .scratch = scratch, .scratch_floats = scratch_floats};
+    atomic_init(&own.next, 0);
+    if (num_threads > 1)
+        run_on_threads(nothing_shared, take_walks, &own, num_threads);
+    else
+        take_walks(&own, 0, 1);
 }

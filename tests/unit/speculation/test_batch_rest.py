@@ -1,0 +1,181 @@
+"""Requests of a batch rest together, each as many steps as it was to rest, and nothing that was measured meanwhile is lost."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.replay import Costs, controller
+from paceline.kv_cache.paged import CachedSequence
+from paceline.sampling.params import SamplingParams
+from paceline.sampling.processors import LogitsProcessor
+from paceline.speculation import draft_learning
+from paceline.speculation.acceptance import RequestAcceptance
+from paceline.speculation.batch_rest import LONGEST, BatchRest, rest_after, steps_until
+from paceline.speculation.controller import DraftController
+from paceline.speculation.request import FinishReason, Request, RequestSpeculation
+from paceline.speculation.request_rows import RequestRows
+from paceline.speculation.stats import PlainReason
+
+COSTS = Costs(lambda rows: 0.010 * (1 + 0.5 * (rows - 1)))
+
+
+def decoding(num_idle: int | None, **fields: Any) -> Request:
+    """A request that is to rest so long; None = of which nothing is known."""
+    params = SamplingParams()
+    sequence = CachedSequence()
+    sequence.committed_len = 99
+    request = Request([1] * 100, 10, params, LogitsProcessor(params, 4, [1]), sequence, seed=0, sample_index=0, max_len=500, **fields)
+    request.acceptance = None if num_idle is None else RequestAcceptance("player", num_idle=num_idle)
+    return request
+
+
+def rows_of(requests: list[Request], num_known: int = 1) -> list[RequestRows]:
+    return [RequestRows.of(request, num_known) for request in requests]
+
+
+def begun(batch: list[RequestRows]) -> BatchRest:
+    """The rest behind a plain step of these."""
+    rest = BatchRest()
+    rest.take(batch)
+    rest.begin(batch)
+    return rest
+
+
+def idle(requests: list[Request]) -> list[int]:
+    return [-1 if request.acceptance is None else request.acceptance.num_idle for request in requests]
+
+
+@pytest.mark.parametrize("rest", [0, 1, 3, 7, 15])
+def test_who_rests_as_long_is_thought_of_again_in_the_same_step(rest: int) -> None:
+    ends = {step + steps_until(rest, step) for step in range(100, 100 + rest + 1)}
+    assert len(ends) <= 2
+    assert all(end % (rest + 1) == 0 for end in ends)
+    assert all(0 <= steps_until(rest, step) <= rest for step in range(50))
+
+
+def test_rests_grow_with_what_was_in_vain() -> None:
+    assert [rest_after(count, 4, 7) for count in (0, 3, 4, 11, 12, 27, 28, 900)] == [0, 0, 1, 1, 3, 3, 7, 7]
+    assert all(rest_after(count, 8, 7) <= count / 8 for count in range(300))
+
+
+def test_a_batch_rests_as_long_as_everybody_in_it_may() -> None:
+    requests = [decoding(5), decoding(3), decoding(None, speculation=RequestSpeculation(enabled=False))]
+    rest = begun(rows_of(requests))
+    for _ in range(3):
+        batch = rows_of(requests)
+        assert rest.left > 0
+        assert rest.begins(batch)
+        assert [rows.plain_reason for rows in batch] == [PlainReason.DID_NOT_PAY, PlainReason.DID_NOT_PAY, PlainReason.OFF]
+    assert rest.left == 0
+    assert idle(requests) == [2, 0, -1]
+
+
+def test_a_batch_of_which_nobody_may_draft_rests_for_a_while() -> None:
+    requests = [decoding(None, speculation=RequestSpeculation(max_draft_tokens=0))] * 2
+    assert begun(rows_of(requests)).left == LONGEST
+
+
+def test_nobody_rests_who_has_a_guess_a_prompt_or_a_grammar_or_has_ended() -> None:
+    held, ended, prompt = decoding(5), decoding(5), decoding(5)
+    held.processor.constraint = object()  # type: ignore[assignment]
+    ended.finish_reason = FinishReason.LENGTH
+    prompt.sequence.committed_len = 90
+    for request in (decoding(0), decoding(None), held, ended):
+        assert begun(rows_of([decoding(5), request])).left == 0
+    assert begun([*rows_of([decoding(5)]), *rows_of([prompt], 10)]).left == 0
+
+
+def test_where_others_take_part_a_rest_ends_and_each_goes_on_with_its_own() -> None:
+    for change in ("one more", "one less", "another", "a prompt"):
+        requests = [decoding(9), decoding(6)]
+        rest = begun(rows_of(requests))
+        assert rest.begins(rows_of(requests))
+        if change == "a prompt":
+            requests[1].sequence.committed_len = 90
+            batch = [*rows_of(requests[:1]), *rows_of(requests[1:], 10)]
+        else:
+            others = {"one more": [*requests, decoding(4)], "one less": requests[:1], "another": [requests[0], decoding(4)]}
+            batch = rows_of(others[change])
+        assert not rest.begins(batch)
+        assert rest.left == 0
+        assert idle(requests) == [8, 5]
+
+
+def random_steps(policy: DraftController, seed: int, *, together: bool) -> list[tuple[int, int]]:
+    """(step, request) of everybody who is thought of, where requests come and go; the same ones whether or not batches rest as a whole."""
+    random, thought_of = np.random.default_rng(seed), list[tuple[int, int]]()
+    requests = [decoding(0) for _ in range(6)]
+    for step in range(400):
+        batch = rows_of([request for request in requests if random.random() < (0.98 if step % 50 else 0.3)])
+        if not together:
+            policy._rest.stop()
+        rests = together and policy.rests_together(batch)
+        for rows in batch:
+            own = rows.request.acceptance
+            if own is not None and not rests and policy.rests(rows.request) is None:
+                number = requests.index(rows.request)
+                thought_of.append((step, number))
+                own.num_idle = (7 * number + step) % 12
+        policy.observe_step(batch, 0.01, 0.001)
+    return thought_of
+
+
+def test_whether_a_batch_rests_together_changes_nothing_of_who_is_thought_of_when(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_learning, "VAIN_SHARE", 10**6)  # else they rest longer by themselves
+    alone, plans = random_steps(controller(COSTS), seed, together=False), random_steps(controller(COSTS), seed, together=True)
+    assert plans == alone
+    assert len(plans) < 600
+
+
+def test_the_steps_of_a_rest_are_learned_of_as_if_they_had_been_noted_one_by_one(seed: int) -> None:
+    random, rested, noted = np.random.default_rng(seed), controller(COSTS), controller(COSTS)
+    for _ in range(12):
+        requests, known = [decoding(7), decoding(7), decoding(9)], [decoding(None)] * 3
+        rested.observe_step(rows_of(requests), 0.012, 0.001)
+        noted.observe_step(rows_of(known), 0.012, 0.001)
+        for _ in range(7):
+            pass_s, host_s = 0.012 * (1.0 + 0.2 * random.random()), 0.001 * (1.0 + random.random())
+            batch = rows_of(requests)
+            assert rested.rests_together(batch)
+            rested.observe_step(batch, pass_s, host_s)
+            noted.observe_step(rows_of(known), pass_s, host_s)
+        assert not rested.rests_together(rows_of(requests))
+    assert rested.host.at(3.0, 0.0) == pytest.approx(noted.host.at(3.0, 0.0), rel=1e-6)
+    assert rested.costs.at(3) == pytest.approx(noted.costs.at(3), rel=1e-6)
+    assert rested.times.rate == pytest.approx(noted.times.rate, rel=0.03)
+
+
+def test_a_request_that_ends_is_held_by_no_rest() -> None:
+    requests, policy = [decoding(9), decoding(9)], controller(COSTS)
+    policy.observe_step(rows_of(requests), 0.01, 0.001)
+    assert policy.rests_together(rows_of(requests))
+    policy.release(requests[0])
+    assert not policy._rest.holds(requests[1])
+    assert idle(requests) == [-1, 8]
+
+
+def test_a_step_that_failed_is_not_taken_for_one_that_was_rested() -> None:
+    requests, policy = [decoding(1), decoding(1)], controller(COSTS)
+    policy.observe_step(rows_of(requests), 0.01, 0.001)
+    assert policy.rests_together(rows_of(requests))  # and its pass fails: nobody says what it took
+    assert not policy.rests_together(rows_of(requests))
+    assert not policy._rest.is_under_way
+
+
+def test_a_request_without_a_guess_for_long_is_looked_at_less_often() -> None:
+    request, policy, looks = decoding(None), controller(COSTS), list[int]()
+    drafter: Any = type("Player", (), {"name": "player"})()
+    for step in range(600):
+        batch = rows_of([request])
+        if not policy.rests_together(batch) and policy.rests(request) is None:
+            looks.append(step)
+            policy.note_no_guess(request, drafter)
+        else:
+            assert request.acceptance is not None
+        policy.observe_step(batch, 0.01, 0.001)
+    assert looks[:8] == list(range(8)), "at first in every step"
+    gaps = np.diff(looks)
+    assert max(gaps) == 8
+    assert all(gap <= 1 + look / 4 for look, gap in zip(looks, gaps, strict=False)), "never for more than a part of what it waited"
+    assert len(looks) < 130
