@@ -130,10 +130,10 @@ def proposals(monkeypatch: pytest.MonkeyPatch) -> list[DraftTree]:
     seen: list[DraftTree] = []
 
     def recording(real: Callable[..., Any]) -> Callable[..., Any]:
-        def walk(tree: DraftTree, logits: Any, request: Any) -> Any:
+        def walk(tree: DraftTree, *others: Any) -> Any:
             if tree.num_draft_tokens > 0:
                 seen.append(tree)
-            return real(tree, logits, request)
+            return real(tree, *others)
 
         return walk
 

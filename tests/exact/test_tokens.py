@@ -344,8 +344,8 @@ def test_a_rejected_draft_kept_in_history_changes_tokens(faulty: Faulty, monkeyp
     """The cache goes on behind the whole first path instead of behind what was accepted."""
     real = verify_module.verify
 
-    def keeps_a_draft(tree: object, logits: object, request: object) -> object:
-        result = real(tree, logits, request)  # type: ignore[arg-type]
+    def keeps_a_draft(tree: object, logits: object, request: object, walked: object = None) -> object:
+        result = real(tree, logits, request, walked)  # type: ignore[arg-type]
         if len(tree.token_ids) > 1:  # type: ignore[attr-defined]
             request.processor.commit(tree.token_ids[1])  # type: ignore[attr-defined]
         return result
@@ -368,7 +368,8 @@ def test_noise_reused_at_two_positions_changes_tokens(faulty: Faulty, monkeypatc
 
 
 def test_a_penalty_that_ignores_the_nodes_path_changes_tokens(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = LogitsProcessor.process
-    monkeypatch.setattr(LogitsProcessor, "process", lambda self, logits, path=(): real(self, logits))
+    process, draw_edited = LogitsProcessor.process, LogitsProcessor.draw_edited
+    monkeypatch.setattr(LogitsProcessor, "process", lambda self, logits, path=(): process(self, logits))
+    monkeypatch.setattr(LogitsProcessor, "draw_edited", lambda self, logits, path, **noise: draw_edited(self, logits, (), **noise))
     with pytest.raises(AssertionError):
         faulty("native")

@@ -117,7 +117,8 @@ def replay(
     while waiting or running:
         while waiting and len(running) < batch_size:
             running.append((_request(waiting[0]), waiting.pop(0)))
-            running[-1][0].takes_scaling_passes = takes_scaling_passes
+            if takes_scaling_passes:
+                running[-1][0].adapter_number, running[-1][0].takes_scaling_passes = 1, True
         batch = [RequestRows.of(request, 1) for request, _ in running]
         draft_s = _guess(policy, player, batch, running, layout, costs, drawn=drawn)
         policy.select(batch, None)
