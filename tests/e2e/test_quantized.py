@@ -112,7 +112,7 @@ def failing_llm(open_llm: Open) -> Iterator[LLM]:
 
 @pytest.mark.parametrize("error", [CapacityError("no memory"), MemoryError(), KeyboardInterrupt()], ids=lambda one: type(one).__name__)
 def test_a_build_that_fails_leaves_the_old_target_running(failing_llm: LLM, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **_options: object) -> None:
         raise error
 
     with monkeypatch.context() as patch:

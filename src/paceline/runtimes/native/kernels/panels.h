@@ -96,6 +96,17 @@ INLINE size_t prefetch_distance(const int rows, size_t ahead) { return ahead ? a
 #define EACH_TILE(PRODUCTS) TILE_OF(1, PRODUCTS) TILE_OF(2, PRODUCTS) TILE_OF(3, PRODUCTS) TILE_OF(4, PRODUCTS)
 #endif
 
+/* Products of one kind of blocks, by a file's own multiply_tile. A function for each kind: compilers take much longer over one of all. */
+#define KIND_TILE(rows, panels)                                             \
+    for (; first + ((panels) - 1) * LANES < end; first += (panels) * LANES) \
+        multiply_tile(matrix, first, x, y, rows, real_rows, ahead, panels, kind);
+#define PRODUCTS_OF_KIND(name, kind_)                                                                                        \
+    static __attribute__((noinline)) void name(const Matrix *matrix, int first, int end, const float *x, float *y, int rows, \
+                                               int real_rows, size_t ahead) {                                                \
+        const int kind = kind_;                                                                                              \
+        switch (rows) { EACH_TILE(KIND_TILE) }                                                                               \
+    }
+
 /* What super_blocks.c leaves to small_blocks.c, by kinds. */
 #define IS_SMALL(kind) ((kind) >= PANELS_Q2_K)
 int64_t small_block_bytes(int32_t columns, int32_t block, int32_t kind);

@@ -118,18 +118,9 @@ INLINE void multiply_tile(const Matrix *matrix, int first, const float *x, float
     EACH_PANEL store_sums(matrix, first + n * LANES, sum[n], rows, y, real_rows);
 }
 
-#define PRODUCTS_OF(rows, panels)                                                   \
-    for (; first + ((panels) - 1) * LANES < end; first += (panels) * LANES)         \
-        multiply_tile(matrix, first, x, y, rows, real_rows, ahead, panels, kind);
-#define FUNCTION_OF(name, kind_)                                                                                                 \
-    static __attribute__((noinline)) void name(const Matrix *matrix, int first, int end, const float *x, float *y, int rows,     \
-                                               int real_rows, size_t ahead) {                                                    \
-        const int kind = kind_;                                                                                                  \
-        switch (rows) { EACH_TILE(PRODUCTS_OF) }                                                                                 \
-    }
-FUNCTION_OF(multiply_q2_k, PANELS_Q2_K)
-FUNCTION_OF(multiply_q3_k, PANELS_Q3_K)
-FUNCTION_OF(multiply_iq4_xs, PANELS_IQ4_XS)
+PRODUCTS_OF_KIND(multiply_q2_k, PANELS_Q2_K)
+PRODUCTS_OF_KIND(multiply_q3_k, PANELS_Q3_K)
+PRODUCTS_OF_KIND(multiply_iq4_xs, PANELS_IQ4_XS)
 
 /* As multiply_block of panels.c. */
 void multiply_small_blocks(const Matrix *matrix, int first, int end, const float *x, float *y, int rows, int real_rows, size_t ahead) {

@@ -116,19 +116,9 @@ INLINE void multiply_tile(const Matrix *matrix, int first, const float *x, float
     EACH_PANEL store_sums(matrix, first + n * LANES, sum[n], rows, y, real_rows);
 }
 
-#define PRODUCTS_OF(rows, panels)                                                   \
-    for (; first + ((panels) - 1) * LANES < end; first += (panels) * LANES)         \
-        multiply_tile(matrix, first, x, y, rows, real_rows, ahead, panels, kind);
-/* A function for each kind: compilers take much longer over one that holds them all. */
-#define FUNCTION_OF(name, kind_)                                                                                                 \
-    static __attribute__((noinline)) void name(const Matrix *matrix, int first, int end, const float *x, float *y, int rows,     \
-                                               int real_rows, size_t ahead) {                                                    \
-        const int kind = kind_;                                                                                                  \
-        switch (rows) { EACH_TILE(PRODUCTS_OF) }                                                                                 \
-    }
-FUNCTION_OF(multiply_q4_k, PANELS_Q4_K)
-FUNCTION_OF(multiply_q5_k, PANELS_Q5_K)
-FUNCTION_OF(multiply_q6_k, PANELS_Q6_K)
+PRODUCTS_OF_KIND(multiply_q4_k, PANELS_Q4_K)
+PRODUCTS_OF_KIND(multiply_q5_k, PANELS_Q5_K)
+PRODUCTS_OF_KIND(multiply_q6_k, PANELS_Q6_K)
 
 /* As multiply_block of panels.c. */
 void multiply_super_blocks(const Matrix *matrix, int first, int end, const float *x, float *y, int rows, int real_rows, size_t ahead) {
