@@ -64,8 +64,8 @@ class BatchRest:
     _reasons: list[PlainReason] = field(default_factory=list)
 
     def is_of(self, batch: Sequence[RequestRows]) -> bool:
-        """Whether these requests made up the last steps, and decode."""
-        return [rows.request for rows in batch if rows.num_known == 1] == self._requests
+        """Whether these requests, and no others, made up the last steps, and decode."""
+        return len(batch) == len(self._requests) and [rows.request for rows in batch if rows.num_known == 1] == self._requests
 
     def take(self, batch: Sequence[RequestRows]) -> None:
         """These made up the last step."""

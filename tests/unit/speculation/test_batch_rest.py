@@ -102,6 +102,18 @@ def test_where_others_take_part_a_rest_ends_and_each_goes_on_with_its_own() -> N
         assert idle(requests) == [8, 5]
 
 
+def test_a_prompt_that_joins_ends_a_rest_and_its_pass_is_no_plain_step_of_the_others() -> None:
+    requests, newcomer = [decoding(9), decoding(6)], decoding(None)
+    newcomer.sequence.committed_len = 90
+    rest = begun(rows_of(requests))
+    assert rest.begins(rows_of(requests))
+    batch = [*rows_of(requests), *rows_of([newcomer], 10)]
+    assert not rest.is_of(batch)
+    assert not rest.begins(batch)
+    assert [rows.plain_reason for rows in batch] == [None] * 3
+    assert (rest.left, idle(requests)) == (0, [8, 5])
+
+
 def random_steps(policy: DraftController, seed: int, *, together: bool) -> list[tuple[int, int]]:
     """(step, request) of everybody who is thought of, where requests come and go; the same ones whether or not batches rest as a whole."""
     random, thought_of = np.random.default_rng(seed), list[tuple[int, int]]()
