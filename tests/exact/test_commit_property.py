@@ -342,18 +342,20 @@ def test_a_stop_string_looked_for_block_by_block_is_seen(faulty: Callable[[], No
 
 
 def test_min_tokens_counted_without_the_nodes_path_is_seen(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    real = LogitsProcessor.process
+    def miscounting(real: Callable[..., Any]) -> Callable[..., Any]:
+        def count(self: LogitsProcessor, logits: FloatArray, path: Sequence[int] = (), **noise: int) -> Any:
+            if not self._min_tokens or not path:
+                return real(self, logits, path, **noise)
+            self.num_output_tokens -= len(path)
+            try:
+                return real(self, logits, path, **noise)
+            finally:
+                self.num_output_tokens += len(path)
 
-    def process(self: LogitsProcessor, logits: FloatArray, path: Sequence[int] = ()) -> Any:
-        if not self._min_tokens or not path:
-            return real(self, logits, path)
-        self.num_output_tokens -= len(path)
-        try:
-            return real(self, logits, path)
-        finally:
-            self.num_output_tokens += len(path)
+        return count
 
-    monkeypatch.setattr(LogitsProcessor, "process", process)
+    for name in ("process", "draw_edited"):
+        monkeypatch.setattr(LogitsProcessor, name, miscounting(getattr(LogitsProcessor, name)))
     with pytest.raises(AssertionError):
         faulty()
 
