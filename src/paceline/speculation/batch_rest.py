@@ -65,7 +65,7 @@ class BatchRest:
 
     def is_of(self, batch: Sequence[RequestRows]) -> bool:
         """Whether these requests made up the last steps, and decode."""
-        return [rows.request for rows in batch] == self._requests and all([rows.num_known == 1 for rows in batch])
+        return [rows.request for rows in batch] == self._requests and all(rows.num_known == 1 for rows in batch)
 
     def take(self, batch: Sequence[RequestRows]) -> None:
         """These made up the last step."""
