@@ -62,7 +62,8 @@ def http_error_of(error: BaseException) -> HttpError:
     if isinstance(error, RequestError) and error.code == BUSY:
         return HttpError(503, str(error), kind="service_unavailable_error", code=BUSY, headers={"Retry-After": "5"})
     if isinstance(error, RequestError):
-        return HttpError(400, str(error), parameter=error.parameter, code=error.code or "invalid_value")
+        status = 404 if error.code == "adapter_not_found" else 400  # removed since the request was read
+        return HttpError(status, str(error), parameter=error.parameter, code=error.code or "invalid_value")
     if isinstance(error, CapacityError):
         return HttpError(400, str(error), parameter="max_tokens", code="context_length_exceeded")
     if isinstance(error, HTTPException) and error.status_code == 404:

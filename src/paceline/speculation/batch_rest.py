@@ -65,7 +65,7 @@ class BatchRest:
 
     def is_of(self, batch: Sequence[RequestRows]) -> bool:
         """Whether these requests, and no others, made up the last steps, and decode."""
-        return len(batch) == len(self._requests) and [rows.request for rows in batch if rows.num_known == 1] == self._requests
+        return [rows.request for rows in batch] == self._requests and all(rows.num_known == 1 for rows in batch)
 
     def take(self, batch: Sequence[RequestRows]) -> None:
         """These made up the last step."""

@@ -75,6 +75,15 @@ def test_an_unknown_model_is_refused_with_the_names_that_are_known(name: str, cl
     assert "ask for 'mini', or for its adapter 'first'" in answer.text
 
 
+@pytest.mark.parametrize("name", REQUESTS)
+def test_an_adapter_that_is_removed_while_a_request_is_read_is_not_there(
+    name: str, client: HttpClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AsyncEngine, "adapters", ("first", "second"))  # what the request saw
+    path, fields = REQUESTS[name]
+    assert client.post(path, {"model": "second", **fields}).status_code == 404
+
+
 def test_adapters_are_listed_with_the_model_they_are_of(client: HttpClient) -> None:
     listed = client.get("/v1/models").json()["data"]
     assert [(one["id"], one.get("parent")) for one in listed] == [("mini", None), ("first", "mini")]

@@ -87,13 +87,17 @@ def test_nobody_rests_who_has_a_guess_a_prompt_or_a_grammar_or_has_ended() -> No
 
 
 def test_where_others_take_part_a_rest_ends_and_each_goes_on_with_its_own() -> None:
-    for change in ("one more", "one less", "another", "a prompt"):
+    for change in ("one more", "one less", "another", "a prompt", "one more with a prompt"):
         requests = [decoding(9), decoding(6)]
         rest = begun(rows_of(requests))
         assert rest.begins(rows_of(requests))
         if change == "a prompt":
             requests[1].sequence.committed_len = 90
             batch = [*rows_of(requests[:1]), *rows_of(requests[1:], 10)]
+        elif change == "one more with a prompt":
+            begins = decoding(None)
+            begins.sequence.committed_len = 90
+            batch = [*rows_of(requests), *rows_of([begins], 10)]
         else:
             others = {"one more": [*requests, decoding(4)], "one less": requests[:1], "another": [requests[0], decoding(4)]}
             batch = rows_of(others[change])
@@ -112,6 +116,15 @@ def test_a_prompt_that_joins_ends_a_rest_and_its_pass_is_no_plain_step_of_the_ot
     assert not rest.begins(batch)
     assert [rows.plain_reason for rows in batch] == [None] * 3
     assert (rest.left, idle(requests)) == (0, [8, 5])
+
+
+def test_steps_of_prompts_alone_are_not_learned_of_as_those_of_requests_that_ended() -> None:
+    requests, prompt, policy = [decoding(9), decoding(9)], decoding(None), controller(COSTS)
+    prompt.sequence.committed_len = 90
+    policy.observe_step(rows_of(requests), 0.01, 0.001)
+    policy.release(requests[0])
+    policy.observe_step(rows_of([prompt], 5), 9.0, 0.001)
+    assert 9.0 not in policy._rest.steps.passes_s
 
 
 def random_steps(policy: DraftController, seed: int, *, together: bool) -> list[tuple[int, int]]:

@@ -12,7 +12,9 @@ from paceline.models.adapters.settings import CONFIG
 from paceline.models.json_fields import JsonFields
 from paceline.small_files import read_json
 
-MAX_DEPTH, MAX_SIZE, MAX_ADAPTERS = 64, 2**20, 4096
+MAX_DEPTH, MAX_SIZE, MAX_ADAPTERS = 64, 2**20, 256
+LEAST_TEMPERATURE = 2.0**-126
+"""Smaller ones are no normal float32, in which scalings are computed."""
 _READ = (
     "peft_type", "hidden_size", "adapters", "enable_softmax", "enable_softmax_topk", "layerwise_scalings", "xlora_depth", "xlora_size",
     "xlora_dropout_p", "softmax_temperature", "top_k_lora", "scaling_pass_value", "global_scaling_weight", "use_bias",
@@ -118,8 +120,10 @@ def _adapters(fields: JsonFields) -> tuple[str, ...]:
 
 def _temperature(fields: JsonFields) -> float:
     temperature = fields.number("softmax_temperature", 1.0)
-    if temperature <= 0.0:
-        raise CheckpointError(f"{fields.path}: softmax_temperature = {temperature:g}, expected a number above 0")
+    if temperature < LEAST_TEMPERATURE:
+        raise CheckpointError(
+            f"{fields.path}: softmax_temperature = {temperature:g}, expected a number of at least {LEAST_TEMPERATURE:.3g}"
+        )
     return temperature
 
 

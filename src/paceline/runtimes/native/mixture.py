@@ -51,6 +51,7 @@ class NativeMixture:
         """The scalings [rows, L * K] of a scaling pass."""
         return np.full((num_rows, self._mixture.num_layers * self._mixture.num_adapters), self.pass_scaling, np.float32)
 
+    @np.errstate(over="ignore", invalid="ignore")  # of a row that is not finite: it is named behind the pass
     def scalings(self, hidden_states: FloatArray) -> FloatArray:
         """The scalings [rows, L * K] of the real pass.
 
