@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 _CACHE_LINE = 64
-_PIECE_BYTES = 1 << 25
+_PIECE_BYTES = 1 << 27  # of which only what is used takes memory: at the end of each a part of a large page is lost
 _LARGE_BYTES = 1 << 22  # of an array that numpy asks large pages for itself
 
 
