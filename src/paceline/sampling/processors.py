@@ -190,7 +190,7 @@ class LogitsProcessor:
             seed, sample_index, position: as `draw`.
         """
         walker = self._walker
-        if walker is None or self._params.processors or len(logits) != len(walker.row):
+        if walker is None or self._params.processors or len(logits) != len(walker.row) or not np.isfinite(logits.max()):
             return None
         scores = walker.row
         np.copyto(scores, logits)

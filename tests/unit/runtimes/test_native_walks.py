@@ -204,6 +204,15 @@ def test_an_edited_row_from_which_nothing_can_be_drawn_is_left_to_what_says_so()
     assert processor.draw_edited(row, (), seed=1, sample_index=0, position=3) is None
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_damaged_row_is_left_to_what_says_so_also_where_the_token_is_banned(value: float) -> None:
+    params, row = SamplingParams(temperature=0.0), np.zeros(97, np.float32)
+    row[7] = value
+    walker = CompiledWalks(97).walker(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+    processor = LogitsProcessor(params, 97, [1], bad_word_ids=[[7]], walker=walker)
+    assert processor.draw_edited(row, (), seed=0, sample_index=0, position=1) is None
+
+
 def test_rows_that_a_custom_processor_edits_are_given_to_it_once() -> None:
     seen: list[int] = []
 
