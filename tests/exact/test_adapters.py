@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.adapters import make_adapter
+from harness.adapters import Asked, make_adapter
 from harness.engine_jobs import BEYOND, HEADS, Solo, open_drafting, write_heads_and_target
 from harness.engine_traffic import check_clean, check_engine
 from harness.exact_targets import skip_without_kernels
@@ -30,17 +30,6 @@ CASES = [
     *((name, "chaos") for name in ("gemma4", "qwen3_5", "gpt_oss")),
 ]
 RARE = {("llama", "ngram"), ("llama", "suffix"), ("llama", "wrong"), ("mean", "eagle"), ("legible", "eagle"), ("gemma4", "chaos")}
-
-
-@dataclass(frozen=True)
-class Asked:
-    """One request, and what it gets alone."""
-
-    prompt: list[int]
-    params: SamplingParams
-    adapter: str | None
-    answer: RequestOutput
-    beyond: list[int]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from harness.adapter_files import write_adapter_of
+from harness.adapters import Asked
 from harness.engine_jobs import BEYOND, TREES, make_drafter
 from harness.engine_traffic import check_clean, check_engine
 from harness.exact_targets import skip_without_kernels
@@ -22,7 +23,6 @@ from paceline import LLM, ConfigError, SamplingParams
 from paceline.kv_cache.key_values import KeyValues
 from paceline.kv_cache.prefix_index import PrefixIndex
 from paceline.models.checkpoint import read_model_config
-from paceline.outputs import RequestOutput
 from paceline.runtimes.base import Network, Numerics
 from paceline.runtimes.torch.network import TorchNetwork
 from paceline.speculation.draft_length import DraftLengthPolicy
@@ -31,17 +31,6 @@ from paceline.speculation.request import Request
 BLOCK, MAX_CONTEXT, NUM_BLOCKS = 32, 128, 11  # fewer blocks than eight texts take
 DRAFTERS = ["none", "ngram", "suffix_tree", "oracle", "chaos"]
 BY_TORCH = ("chaos",)  # with small counts: these passes take long
-
-
-@dataclass(frozen=True)
-class Asked:
-    """One request, and what it gets alone, decoded plainly."""
-
-    prompt: list[int]
-    params: SamplingParams
-    adapter: str | None
-    answer: RequestOutput
-    beyond: list[int]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""LoRA adapters made of random numbers, by the names that checkpoints have."""
+"""LoRA adapters made of random numbers, by the names that checkpoints have, and requests for them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
@@ -8,8 +9,21 @@ import numpy as np
 from paceline.models.adapters.adapter import Adapter, LowRank
 from paceline.models.adapters.modules import modules_of
 from paceline.models.config import ModelConfig
+from paceline.outputs import RequestOutput
+from paceline.sampling.params import SamplingParams
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj_qkv", "in_proj", "out_proj")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request, and what it gets alone, decoded plainly."""
+
+    prompt: list[int]
+    params: SamplingParams
+    adapter: str | None
+    answer: RequestOutput
+    beyond: list[int]  # what drafters may guess
 
 
 def make_adapter(
