@@ -72,6 +72,19 @@ def test_nothing_differs_without_a_fault(prove: Prove) -> None:
     assert compared["by"]["event"]["cold"]["cached_tokens"] == 0
 
 
+def test_batch_size_is_that_of_every_case(prove: Prove) -> None:
+    code, report = prove("--batch-size", 8)
+    assert (code, report["verdict"]) == (0, "equal")
+    assert {level: counts["tokens"] for level, counts in report["compared"]["by"]["batch"].items()} == {"8": report["compared"]["tokens"]}
+
+
+@pytest.mark.parametrize("size", [0, 9])
+def test_a_batch_that_cannot_be_is_refused(size: int) -> None:
+    result = run("--batch-size", size, "--tokens", 100)
+    assert result.exit_code == 2
+    assert f"batch_size is {size}: use 1 to 8 requests at a time" in " ".join(result.output.split())
+
+
 # Planted faults: each must be found, and be called a bug.
 
 

@@ -46,6 +46,10 @@ def prove(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="10000 tokens, or as many as half a minute allows.")] = False,
     seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same cases. Default: a fresh one, printed.")] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option("--batch-size", help="Requests at a time, at most 8. Default: 1, 4 and 8.", show_default=False),
+    ] = None,
     case: Annotated[
         str | None,
         typer.Option("--case", help="Run this case alone: its number, or a JSON file that --json wrote, whose differing cases run again."),
@@ -75,6 +79,7 @@ def prove(
         prompts=prompts,
         num_tokens=(proving.QUICK_TOKENS if quick else proving.DEFAULT_TOKENS) if tokens is None else tokens,
         seed=next(one for one in (seed, given.seed, secrets.randbits(31)) if one is not None),
+        batch_size=batch_size,
         seconds=proving.QUICK_S if quick else None,
         cases=given.cases,
         only=given.only,

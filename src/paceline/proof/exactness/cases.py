@@ -132,10 +132,12 @@ class CaseMaker:
         prompts: where prompts come from.
         drafters: names of those to compare; several are also asked together.
         seed: of all choices.
+        batches: requests at a time, the levels of it.
     """
 
-    def __init__(self, prompts: PromptSource, drafters: Sequence[str], seed: int) -> None:
+    def __init__(self, prompts: PromptSource, drafters: Sequence[str], seed: int, batches: Sequence[str] = BATCHES) -> None:
         self._prompts = prompts
+        self._batches = batches
         self._drafters = [*drafters, TOGETHER] if len(drafters) > 1 else list(drafters)
         self._seed = seed
 
@@ -145,7 +147,7 @@ class CaseMaker:
             "drafter": self._drafters,
             "num_draft_tokens": DRAFT_LENGTHS,
             "shape": SHAPES,
-            "batch": BATCHES,
+            "batch": self._batches,
             "event": EVENTS,
             "sampling": list(SAMPLINGS),
             "prompt": self._prompts.kinds,

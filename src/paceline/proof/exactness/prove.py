@@ -13,7 +13,7 @@ from paceline.errors import ConfigError
 from paceline.hub import resolve
 from paceline.models.checkpoint import read_model_config
 from paceline.proof.exactness.case_run import CaseRunner
-from paceline.proof.exactness.cases import MOST_TOKENS, Case, CaseMaker, CaseRequest
+from paceline.proof.exactness.cases import BATCHES, MOST_TOKENS, Case, CaseMaker, CaseRequest
 from paceline.proof.exactness.compare import Comparison
 from paceline.proof.exactness.findings import Finding, Kind, Status, finite
 from paceline.proof.exactness.noise_bound import FACTOR, ROWS, measure_difference
@@ -47,6 +47,7 @@ class ProofQuestion:
         prompts: a file with a prompt a line; None = cuts of a sample text.
         num_tokens: output tokens to compare.
         seed: of all choices.
+        batch_size: requests at a time in every case; None = 1, 4 and 8 in turns.
         seconds: after which no case is begun any more; None = no limit.
         cases: these alone, as `Case.as_dict` wrote them; empty = those of the seed.
         only: of the seed's cases this one alone.
@@ -59,6 +60,7 @@ class ProofQuestion:
     prompts: Path | None = None
     num_tokens: int = DEFAULT_TOKENS
     seed: int = 0
+    batch_size: int | None = None
     seconds: float | None = None
     cases: Sequence[Case] = ()
     only: int | None = None
@@ -68,6 +70,8 @@ class ProofQuestion:
     def __post_init__(self) -> None:
         if self.num_tokens < 1:
             raise ConfigError(f"tokens is {self.num_tokens}: use a whole number of output tokens to compare, at least 1")
+        if self.batch_size is not None and not 1 <= self.batch_size <= _MOST_REQUESTS:
+            raise ConfigError(f"batch_size is {self.batch_size}: use 1 to {_MOST_REQUESTS} requests at a time, or leave it out for several")
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed is {self.seed}: use a whole number from 0 to {2**32 - 1}")
         if self.speculation.acceptance != "match":
@@ -174,7 +178,8 @@ class Prover:
         self.proof.numerics = subject.opened.numerics
         self.proof.notices = subject.opened.notices
         self.proof.provenance = provenance(subject, self._directory, self._engine, self._speculation, question.command)
-        self._maker = CaseMaker(_prompts(question, subject), subject.drafter_names, question.seed)
+        batches = BATCHES if question.batch_size is None else (str(question.batch_size),)
+        self._maker = CaseMaker(_prompts(question, subject), subject.drafter_names, question.seed, batches)
         self.proof.tally = Tally.of(self._maker.factors())
 
     def run(self) -> Iterator[Tally]:
