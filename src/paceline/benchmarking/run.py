@@ -12,6 +12,7 @@ from paceline.benchmarking.questions import Order, Questions, orders_of
 from paceline.benchmarking.rounds import Size, fitted, in_turn
 from paceline.benchmarking.samples import Sample
 from paceline.benchmarking.worker_process import WorkerError, WorkerProcess
+from paceline.benchmarking.workloads import REWRITING
 from paceline.benchmarking.workloads.made import Encoded, copies
 from paceline.tokenizer.tokenizer import Tokenizer
 
@@ -159,7 +160,8 @@ class Run:
             found = self._ask(plain, Order(workload, 0.0, 0, (prompt,)))
             return prompt.prompt_ids if found is None else found["token_ids"]
 
-        made = copies(prompts, answer, self._tokenizer, vocab_size=self._questions.vocab_size, seed=self._plan.seed)
+        in_prompt, vocab_size = workload == REWRITING, self._questions.vocab_size
+        made = copies(prompts, answer, self._tokenizer, in_prompt=in_prompt, vocab_size=vocab_size, seed=self._plan.seed)
         room = self._questions.context - self.measured.size.tokens
         return [prompt for prompt in made if len(prompt.prompt_ids) <= room] or prompts
 

@@ -23,7 +23,9 @@ DRAFTER_HELP = (
     "A mode for each: ngram, suffix, prediction, draft_model, medusa, mtp, auto, or the directory or id of a draft model or of heads; "
     "a+b guess together. Several times. Default: all that are there."
 )
-WORKLOAD_HELP = "chat, code, arithmetic, json, copying (with edits), random (tokens); several times or with commas. Default: all."
+WORKLOAD_HELP = (
+    "chat, code, arithmetic, json, copying (with edits), rewriting, random (tokens); several times or with commas. Default: all."
+)
 
 
 def _option(*names: str, help_text: str, panel: str, metavar: str | None = None) -> Any:

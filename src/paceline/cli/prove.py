@@ -65,13 +65,10 @@ def prove(
 
     Without --model the embedded mini is compared. Exit codes: 0 all is equal (near-ties are no bugs), 1 a BUG was found, 2 wrong use.
     """
-    from paceline.cli.loading import quieten_libraries
     from paceline.proof.exactness import prove as proving
     from paceline.proof.exactness.cases import read_cases
 
-    if not settings.debug:
-        quieten_libraries()
-    _check_outputs(json_file, html_file)
+    _make_ready(json_file, html_file, debug=settings.debug)
     given = read_cases(case)
     question = proving.ProofQuestion(
         engine=settings.engine,
@@ -87,8 +84,7 @@ def prove(
         command=["paceline", *sys.argv[1:]],
     )
     proof, was_interrupted = _run(question, quiet=settings.quiet)
-    _write(proof, json_file, html_file)
-    _print(proof)
+    _report(proof, json_file, html_file)
     if was_interrupted or proof.bugs:
         raise typer.Exit(EXIT_INTERRUPTED if was_interrupted else EXIT_FAILURE)
 
@@ -142,24 +138,31 @@ def _so_far(tally: "Tally") -> str:
     return f"{tally.all.tokens:,} tokens compared, {tally.all.bugs} bugs, {tally.all.near_ties} near-ties"
 
 
-def _check_outputs(*paths: Path | None) -> None:
-    """That reports can be written, before anything is loaded.
+def _make_ready(*paths: Path | None, debug: bool) -> None:
+    """Quieten libraries, and check that reports can be written, before anything is loaded.
 
     Raises:
         ConfigError: a folder is missing, or a path is none of a file.
     """
+    from paceline.cli.loading import quieten_libraries
+
+    if not debug:
+        quieten_libraries()
     check_distinct(*paths)
     for path in paths:
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise ConfigError(f"{path} cannot be written: give a file in a folder that is there")
 
 
-def _write(proof: "Proof", json_file: Path | None, html_file: Path | None) -> None:
-    """The report as files.
+def _report(proof: "Proof", json_file: Path | None, html_file: Path | None) -> None:
+    """The report as files, and printed.
 
     Raises:
         ConfigError: one cannot be written.
     """
+    from rich.console import Console
+
+    from paceline.cli.prove_report import report
     from paceline.proof.exactness.page import page
 
     facts: dict[str, Any] = proof.as_dict()
@@ -171,11 +174,4 @@ def _write(proof: "Proof", json_file: Path | None, html_file: Path | None) -> No
             path.write_text(f"{text}\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{path} cannot be written ({error}): give another file") from error
-
-
-def _print(proof: "Proof") -> None:
-    from rich.console import Console
-
-    from paceline.cli.prove_report import report
-
     Console(file=sys.stdout, highlight=False).print(report(proof))

@@ -166,20 +166,21 @@ def test_five_per_cent_of_a_prediction_are_other_tokens(length: int, changed: in
     assert all(0 <= token_id < 4096 for token_id in found)
 
 
-def test_copies_are_predicted_and_every_second_prompt_holds_its_text(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("in_prompt", [False, True])
+def test_copies_are_predicted_and_held_by_the_prompt_where_that_is_asked(tokenizer: Tokenizer, in_prompt: bool) -> None:
     prompts = [Encoded((5, 6, 7)), Encoded((8, 9))]
     answers = {
         prompts[0]: tokenizer.encode("A letter is put into a box."),
         prompts[1]: tokenizer.encode("Then it travels by train to town."),
     }
-    found = copies(prompts, answers.__getitem__, tokenizer, vocab_size=4096, seed=2)
-    assert found[0].prompt_ids == prompts[0].prompt_ids
+    found = copies(prompts, answers.__getitem__, tokenizer, in_prompt=in_prompt, vocab_size=4096, seed=2)
     for one, prompt in zip(found, prompts, strict=True):
         differing = [a != b for a, b in zip(one.prediction_ids, answers[prompt], strict=True)]
         assert sum(differing) == 1
-    shown = tokenizer.decode(found[1].prompt_ids)
-    assert "Write the text again without the mistakes" in shown
-    assert tokenizer.decode(found[1].prediction_ids) in shown
+        shown = tokenizer.decode(one.prompt_ids)
+        assert ("Write the text again without the mistakes" in shown) == in_prompt
+        assert (tokenizer.decode(one.prediction_ids) in shown) == in_prompt
+        assert (one.prompt_ids == prompt.prompt_ids) != in_prompt
 
 
 def test_prompts_without_room_are_left_out_and_a_line_says_so(tmp_path: Path, tokenizer: Tokenizer, mini_dir: Path) -> None:

@@ -6,13 +6,14 @@ from pathlib import Path
 from paceline.benchmarking.workloads.prompt_files import Prompt, read_prompts, read_spec_bench
 from paceline.errors import ConfigError
 
-__all__ = ["COPYING", "NAMES", "RANDOM", "Prompt", "Workload", "of_file", "of_spec_bench", "own_workloads"]
+__all__ = ["NAMES", "RANDOM", "REWRITING", "Prompt", "Workload", "of_file", "of_spec_bench", "own_workloads"]
 
 COPYING = "copying"
+REWRITING = "rewriting"
 RANDOM = "random"
-WRITTEN = ("chat", "code", "arithmetic", "json", COPYING)
-"""Workloads whose prompts lie beside this file, one JSON lines file each."""
-NAMES = (*WRITTEN, RANDOM)
+_FILES = {name: f"{name}.jsonl" for name in ("chat", "code", "arithmetic", "json", COPYING)} | {REWRITING: f"{COPYING}.jsonl"}
+"""Prompts that lie beside this file, by workload."""
+NAMES = (*_FILES, RANDOM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Workload:
 
     Attributes:
         prompts: texts, messages or token ids; of the kind `RANDOM` there are none, they are drawn.
-        makes_copies: the target's own answers are made into predictions, and into prompts that hold them.
+        makes_copies: the target's own answers, with edits, are its predictions; in "rewriting" they stand in the prompts too.
     """
 
     name: str
@@ -61,4 +62,4 @@ def _own_workload(name: str) -> Workload:
         raise ConfigError(f"workload is {name!r}: use one of {', '.join(NAMES)}, or name a file with --prompts or --spec-bench")
     if name == RANDOM:
         return Workload(name)
-    return Workload(name, tuple(read_prompts(Path(__file__).with_name(f"{name}.jsonl"))), makes_copies=name == COPYING)
+    return Workload(name, tuple(read_prompts(Path(__file__).with_name(_FILES[name]))), makes_copies=name in (COPYING, REWRITING))

@@ -59,23 +59,28 @@ def edited(token_ids: Sequence[int], vocab_size: int, seed: int) -> tuple[int, .
 
 
 def copies(
-    prompts: Sequence[Encoded], answer: Callable[[Encoded], Sequence[int]], tokenizer: Tokenizer, *, vocab_size: int, seed: int
+    prompts: Sequence[Encoded],
+    answer: Callable[[Encoded], Sequence[int]],
+    tokenizer: Tokenizer,
+    *,
+    in_prompt: bool,
+    vocab_size: int,
+    seed: int,
 ) -> list[Encoded]:
-    """Prompts whose answers resemble a text that is known: the target's own greedy answer with edits.
-
-    In turns a prompt with the edited answer as its prediction, and one that also holds the edited answer and asks for it without mistakes.
+    """Prompts whose answers resemble a text that is known: the target's own greedy answer with edits, as the prediction.
 
     Args:
         answer: the target's greedy answer to a prompt.
+        in_prompt: the prompt holds the edited answer and asks for it without mistakes.
     """
     made = []
     for index, prompt in enumerate(prompts):
         guess = edited(answer(prompt), vocab_size, seed + index)
-        if index % 2 == 0:
-            made.append(Encoded(prompt.prompt_ids, guess))
-            continue
-        message = {"role": "user", "content": REQUEST.format(text=tokenizer.decode(guess))}
-        made.append(Encoded(tuple(_conversation(Prompt(messages=(message,)), tokenizer)), guess))
+        ids = prompt.prompt_ids
+        if in_prompt:
+            message = {"role": "user", "content": REQUEST.format(text=tokenizer.decode(guess))}
+            ids = tuple(_conversation(Prompt(messages=(message,)), tokenizer))
+        made.append(Encoded(ids, guess))
     return made
 
 
