@@ -23,7 +23,9 @@ from typing import Any
 
 from bench_machine import describe_machine, markdown_table
 from bench_models import Shape, write_llama
-from bench_workers import ENGINES, serve
+from bench_workers import ENGINES, VERIFIED, serve
+
+LEVEL = "@"
 
 
 class Worker:
@@ -32,7 +34,16 @@ class Worker:
     def __init__(self, engine: str, python: str, options: argparse.Namespace) -> None:
         self.engine = engine
         self._log = options.work / f"{engine}.log"
-        command = [python, str(Path(__file__).resolve()), "--worker", engine, "--work", str(options.work)]
+        name, _, level = engine.partition(LEVEL)
+        command = [
+            python,
+            str(Path(__file__).resolve()),
+            "--worker",
+            name,
+            "--work",
+            str(options.work),
+            *(["--level", level] if level else []),
+        ]
         command += ["--checkpoint", str(options.checkpoint), "--threads", str(options.threads), "--dtype", options.dtype]
         command += ["--attention", options.attention, "--cached", str(options.cached), *(["--keep"] if options.keep else [])]
         command += [] if options.gguf is None else ["--gguf", str(options.gguf)]
@@ -71,9 +82,13 @@ def time_engines(options: argparse.Namespace) -> dict[str, Any]:
     try:
         for repeat in range(options.repeats):
             for number, (rows, batch) in enumerate(cases):
+                is_prompt = rows > VERIFIED
+                if is_prompt and repeat >= (options.prompt_repeats or options.repeats):
+                    continue
                 turn = (repeat + number) % len(workers)
                 for worker in workers[turn:] + workers[:turn]:
-                    answer = worker.ask({"do": "pass", "rows": rows, "batch": batch, "warm": options.warm})
+                    warm = 0 if is_prompt and repeat else options.warm
+                    answer = worker.ask({"do": "pass", "rows": rows, "batch": batch, "warm": warm})
                     samples[worker.engine].setdefault(_label(rows, batch), []).append(answer["seconds"])
                     if (rows, batch) == (max(options.rows), 1):
                         logits[worker.engine] = answer["logits"]
@@ -223,6 +238,16 @@ def _print_memory(results: Sequence[dict[str, Any]]) -> None:
     print(f"whole process during a 32-row pass: {passes:.3f} GB, after its imports: {results[0]['before']['RssAnon'] / 1e9:.3f} GB")
 
 
+def _engine(name: str) -> str:
+    """One of `ENGINES`, ours maybe with a level of kernels behind it."""
+    if name.partition(LEVEL)[0] not in ENGINES:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(ENGINES)}")
+    return name
+
+
+_ENGINES_HELP = f"{', '.join(ENGINES)}; with {LEVEL}x86_64_v3 ours runs the kernels for AVX2, and so on"
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="directory for the checkpoint, the GGUF file, measured facts and logs")
@@ -233,12 +258,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--gguf", type=Path, help="the file of the engines 'gguf' and 'llama-gguf', of any architecture")
     parser.add_argument("--cached", type=int, default=64, help="rows in the cache in front of the timed ones")
     parser.add_argument("--keep", action="store_true", help="keep the timed rows: llama.cpp cannot drop those of recurrent layers")
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=["exact", "fast", "transformers", "llama"])
+    parser.add_argument("--engines", nargs="+", type=_engine, default=["exact", "fast", "transformers", "llama"], help=_ENGINES_HELP)
     parser.add_argument("--llama-python", help="a Python that has llama-cpp-python, gguf and numpy")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--batches", type=int, nargs="*", default=[4, 8, 16])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--warm", type=int, default=1, help="untimed passes in front of each timed one")
+    parser.add_argument("--prompt-repeats", type=int, help="rounds of cases of more than 16 rows; default: all")
+    parser.add_argument("--warm", type=int, default=1, help="untimed passes in front of each timed one; of a prompt, in the first round")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=("auto", "f32", "bf16"), default="auto", help="paceline's; auto = as stored where the CPU can")
     parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa", help="transformers'")
@@ -246,6 +272,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--cache-blocks", type=int, default=128)
     parser.add_argument("--out", type=Path, help="JSON file for everything measured")
     parser.add_argument("--worker", choices=ENGINES, help=argparse.SUPPRESS)
+    parser.add_argument("--level", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

@@ -59,6 +59,8 @@ class Paceline(Engine):
         from paceline.runtimes.load import RuntimeOptions, load_runtime
 
         importlib.import_module("paceline.runtimes.native.network")  # else its memory would count as the checkpoint's
+        if options.level is not None:
+            importlib.import_module("paceline.runtimes.native.library").__dict__["_LEVELS"] = {options.level: set()}
         self._checkpoint = options.checkpoint
         self._file = options.checkpoint if gguf is None else options.gguf if gguf == "given" else quantised_file(options, gguf)
         self._cached, self._keeps = options.cached, options.keep
