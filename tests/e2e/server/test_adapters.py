@@ -117,6 +117,23 @@ def test_requests_load_and_remove_adapters_where_that_is_switched_on(served: Cal
     assert client.post("/v1/completions", {"model": "second", **fields}).status_code == 404
 
 
+def test_of_two_loads_of_one_name_the_slower_is_told_so(
+    served: Callable[..., HttpClient], engine: AsyncEngine, second: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = engine.load_adapter
+
+    async def slower(name: str, directory: str) -> None:
+        await load(name, directory)
+        await load(name, directory)
+
+    monkeypatch.setattr(engine, "load_adapter", slower)
+    client = served({"Authorization": f"Bearer {KEY}"}, **ALLOWED)
+    answer = client.post("/v1/load_lora_adapter", {"lora_name": "third", "lora_path": str(second)})
+    asyncio.run(engine.unload_adapter("third"))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "adapter_loaded")
+    assert answer.json()["error"]["param"] == "lora_name"
+
+
 def test_without_the_switch_there_are_no_such_requests(client: HttpClient, second: Path) -> None:
     for path, fields in (("load", {"lora_name": "second", "lora_path": str(second)}), ("unload", {"lora_name": "first"})):
         assert client.post(f"/v1/{path}_lora_adapter", fields).status_code == 404
