@@ -251,12 +251,17 @@ class DraftModelDrafter(Drafter):
     def _grown(self, request: Request, budget: DraftBudget) -> Drafting[DraftTree | None]:
         """The same chain plus siblings, the next best tokens of its rows, by expected tokens per row of the target's pass."""
         root: Path | None = ()
-        growth = growing_tree(request.token_ids[-1], budget, root)
+        growth, reached = growing_tree(request.token_ids[-1], budget, root), 1.0
         try:
             path = next(growth)
             while True:
-                row = None if path is None else (yield path)  # siblings get no rows
-                path = growth.send(() if path is None else self._ranked(request, row, path))
+                # neither behind siblings is a row wanted, nor where the chain does not expect it to be worth the time
+                if path is None or reached < budget.least_reach:
+                    path = growth.send(())
+                    continue
+                guesses = self._ranked(request, (yield path), path)
+                reached *= budget.chance(guesses[0][1]) if guesses else 0.0
+                path = growth.send(guesses)
         except StopIteration as end:
             tree: DraftTree | None = end.value
             return tree

@@ -211,6 +211,19 @@ def test_a_wider_tree_has_the_same_chain_and_the_best_others_beside_it(runtime: 
     assert drafter.cache.pool.num_free == NUM_BLOCKS
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_nothing_is_guessed_behind_what_is_too_unlikely_to_be_worth_a_pass(runtime: Network, width: int) -> None:
+    """The chance halves with each token, and what is behind less than a fifth is not wanted: 1/2, 1/4, and 1/8 behind the last pass."""
+    drafter = make_drafter(runtime, tree_width=width)
+    request = make_request([5, 6, 7])
+    budget = DraftBudget(1 + 12 * width, 12, TreeLayout.MASK, least_reach=0.2, chance_of=lambda _: 0.5)
+    (tree,) = drafter.propose([request], [budget])
+    assert tree is not None
+    assert drafter.runtime.num_passes == 3
+    assert tree.tree_depth == 3
+    assert len(tree.token_ids) == 1 + 3 * width
+
+
 @pytest.mark.parametrize("layout", TreeLayout)
 @pytest.mark.parametrize("wants_draws", [False, True], ids=["grown", "drawn"])
 def test_a_tree_fills_its_rows_and_its_chain_goes_no_deeper_than_they_do(runtime: Network, layout: TreeLayout, wants_draws: bool) -> None:
