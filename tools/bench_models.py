@@ -18,7 +18,7 @@ class Shape:
     head_dim: int
     ffn: int
     vocab: int
-    context: int = 4096
+    context: int = 16384
 
     def config(self) -> dict[str, Any]:
         return {

@@ -39,7 +39,7 @@ class Engine(ABC):
 
     @abstractmethod
     def prepare(self, rows: int, batch: int) -> None:
-        """Cache the prompt for `batch` sequences and leave room for `rows` more rows each."""
+        """Cache the prompt, in passes of 512 rows, for `batch` sequences and leave room for `rows` more rows each."""
 
     @abstractmethod
     def run(self, rows: int, batch: int) -> tuple[float, list[float]]:
@@ -301,6 +301,7 @@ def serve(options: argparse.Namespace) -> None:
             answer = engine.cache(order["blocks"])
         elif order["do"] == "prepare":
             engine.prepare(order["rows"], order["batch"])
+            answer["prompt_s"] = round(time.perf_counter() - start, 3)
         elif order["do"] == "pass":
             time.sleep(0.02)  # the engine before this one may still have threads that spin
             for _ in range(order["warm"]):

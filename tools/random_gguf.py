@@ -216,7 +216,7 @@ def llama(layers: int, hidden: int, inner: int, vocab: int, kind: str) -> Model:
         {
             "embedding_length": hidden, "feed_forward_length": inner, "attention.head_count": heads[0], "attention.head_count_kv": heads[1],
             "attention.key_length": head, "attention.value_length": head, "rope.freq_base": 5e5, "rope.dimension_count": head,
-            "context_length": 4096, "vocab_size": vocab, "attention.layer_norm_rms_epsilon": 1e-5, "block_count": layers,
+            "context_length": 16384, "vocab_size": vocab, "attention.layer_norm_rms_epsilon": 1e-5, "block_count": layers,
         },
     )  # fmt: skip
     model.add("token_embd.weight", (vocab, hidden), plain)
