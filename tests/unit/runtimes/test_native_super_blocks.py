@@ -22,7 +22,7 @@ from paceline.runtimes.native.weights import NativeWeights
 gguf = pytest.importorskip("gguf")
 
 KINDS = {"Q4_K": 16, "Q5_K": 17, "Q6_K": 18, "Q2_K": 19, "Q3_K": 20, "IQ4_XS": 21}
-OUTPUTS, COLUMNS, MAX_ROWS = 53, 768, 20
+OUTPUTS, COLUMNS, MAX_ROWS = 53, 768, 43
 BY_TYPE = pytest.mark.parametrize("name", KINDS)
 BY_LEVEL = pytest.mark.parametrize("level", BUILT)
 BY_BLOCK = pytest.mark.parametrize("block", [256, 128])
@@ -76,13 +76,13 @@ def rows_of(random: np.random.Generator, num_rows: int, columns: int = COLUMNS) 
 def test_products_have_the_bits_of_scales_stored_as_float32_whatever_rows_come_together(
     name: str, block: int, level: str, seed: int
 ) -> None:
-    """One to twenty rows, and numbers of outputs that are no whole panels."""
+    """One to 43 rows (of blocks of four, eight at once, then two, and three rows), and numbers of outputs that are no whole panels."""
     random = np.random.default_rng(seed)
     matrix, rows = stored(name, raw_blocks(random, name), block), rows_of(random, MAX_ROWS)
     expected = run(replace(matrix, super_blocks=None), rows, level=level)
     assert np.isfinite(expected).all()
     assert expected.any(axis=0).all()
-    for count in (*range(1, 10), 13, 16, MAX_ROWS):
+    for count in (*range(1, 10), 13, 16, 20, MAX_ROWS):
         first = int(random.integers(0, MAX_ROWS - count + 1))
         assert np.array_equal(run(matrix, rows[first : first + count], level=level), expected[first : first + count]), count
 

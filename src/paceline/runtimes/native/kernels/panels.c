@@ -149,6 +149,15 @@ void multiply_bytes(const Matrix *matrix, int begin, int end, const float *packe
     const size_t row_words = packed_bytes_words(matrix);
     for (int from = begin; from < end; from += step)
         for (int row = 0; row < rows; row += MAX_ROWS) {
+#if SHARES_DECODING
+            const int whole = (rows - row) / MAX_ROWS, blocks = whole < MOST_BLOCKS ? whole : MOST_BLOCKS;
+            if (blocks > 1 && matrix->block && !IS_SMALL(matrix->kind)) {
+                multiply_blocks_of_rows(matrix, from, packed + (size_t)row * row_words, MAX_ROWS * row_words,
+                                        y + (size_t)row * (size_t)matrix->outputs, blocks, row ? (size_t)matrix->row_bytes : 0);
+                row += (blocks - 1) * MAX_ROWS;
+                continue;
+            }
+#endif
             const int real = rows - row < MAX_ROWS ? rows - row : MAX_ROWS, to = from + step < end ? from + step : end;
             multiply_block(matrix, from, to, packed + (size_t)row * row_words, y + (size_t)row * (size_t)matrix->outputs, tile_rows(real), real,
                            row ? (size_t)matrix->row_bytes : 0);

@@ -116,4 +116,9 @@ void multiply_small_blocks(const Matrix *matrix, int first, int end, const float
 
 void multiply_super_blocks(const Matrix *matrix, int first, int end, const float *x, float *y, int rows, int real_rows, size_t ahead);
 
+/* Where few rows fill the registers, several blocks of rows share what is decoded of a super-block. */
+#define SHARES_DECODING (MAX_ROWS == 4)
+#define MOST_BLOCKS 8
+void multiply_blocks_of_rows(const Matrix *matrix, int first, const float *packed, size_t step, float *y, int blocks, size_t ahead);
+
 #endif

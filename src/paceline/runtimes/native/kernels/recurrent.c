@@ -163,9 +163,14 @@ typedef struct {
     floats of_key[MOST_LANES], of_query[MOST_LANES];
 } Sums;
 
-/* One sweep over a block: take in an update, if there is one, then multiply what is there with a key and a query, if they are given. What lies
- * at `soon` is asked for meanwhile. */
-INLINE void sweep(const float *from, float *to, const float *soon, int rows, int lanes, const Update *update, const float *key, const float *query,
+/* What is asked for during a sweep: rows from `at` on, one in every 2^slow rows that the sweep takes. */
+typedef struct {
+    const float *at;
+    int slow;
+} Soon;
+
+/* One sweep over a block: take in an update, if there is one, then multiply what is there with a key and a query, if they are given. */
+INLINE void sweep(const float *from, float *to, const Soon *soon, int rows, int lanes, const Update *update, const float *key, const float *query,
                   Sums *sums) {
     floats added[MOST_LANES], of_key[MOST_LANES], of_query[MOST_LANES], decay = broadcast(0.0f);
     for (int lane = 0; lane < lanes; lane++) {
@@ -177,7 +182,7 @@ INLINE void sweep(const float *from, float *to, const float *soon, int rows, int
 #pragma unroll
         for (int lane = 0; lane < lanes; lane++) {
             const size_t at = (size_t)(row * lanes + lane) * LANES;
-            __builtin_prefetch(soon + at, 0, 2);
+            __builtin_prefetch(soon->at + (size_t)((row >> soon->slow) * lanes + lane) * LANES, 0, 2);
             floats v = load(from + at);
             if (update) {
                 v = fused(broadcast(update->key[row]), added[lane], decay * v);
@@ -199,7 +204,7 @@ INLINE void sweep(const float *from, float *to, const float *soon, int rows, int
     else                                                                                \
         sweep(from, to, soon, rows, lanes, NULL, key, query, sums)
 
-static void sweep_block(const float *from, float *to, const float *soon, int rows, int lanes, const Update *update, const float *key,
+static void sweep_block(const float *from, float *to, const Soon *soon, int rows, int lanes, const Update *update, const float *key,
                         const float *query, Sums *sums) {
     if (lanes == 1) {
         SWEEP(1);
@@ -267,7 +272,10 @@ void run_state_block(const StateRange *range, const StateOperation *own, int num
     block.at = (size_t)own->matrices_at + (size_t)number * block_floats;
     const int channels = own->channels;
     float *now = range->state ? range->state + block.at : scratch, padded[MOST_LANES * LANES];
-    const float *next = range->state && has_next ? now + block_floats : NULL;
+    int slow = 0; /* the next block is asked for during as many sweeps as there are: the memory needs longer for it than one takes */
+    while (2 << slow <= range->num_steps && slow < 3) slow++;
+    int parts = range->state && has_next ? 1 << slow : 0;
+    const float *next = parts ? now + block_floats : now;
     if (!range->state) memset(scratch, 0, block_floats * sizeof(float));
     for (int i = 0; i < range->num_steps; i++) {
         const Step *step = range->steps + i;
@@ -285,8 +293,9 @@ void run_state_block(const StateRange *range, const StateOperation *own, int num
             query = worked.queries + block.key_head * size;
         }
         if (step->update != -1 || key) {
-            sweep_block(from, now, next ? next : from, size, lanes, step->update != -1 ? &update : NULL, key, query, &sums);
-            next = NULL;
+            const Soon soon = {parts ? next : from, slow};
+            sweep_block(from, now, &soon, size, lanes, step->update != -1 ? &update : NULL, key, query, &sums);
+            if (parts) parts--, next += (size_t)((size + (1 << slow) - 1) >> slow) * (size_t)own->block;
         }
         if (step->row >= 0)
             finish_row(own, &block, &sums, x + (size_t)step->row * (size_t)channels, work + (size_t)step->row * (size_t)own->work_floats,

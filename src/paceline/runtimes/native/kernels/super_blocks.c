@@ -63,58 +63,160 @@ INLINE words quad_of(words codes, words high, const int number, const int high_b
     return low | ((at > 4 ? high >> (at - 4) : high << (4 - at)) & (uint32_t)ones);
 }
 
+/* The scales and minimums of a super-block's panels, from its header. */
+INLINE void decode_header(const uint8_t *at, size_t next, int block, floats scales[][MOST_GROUPS], floats minimums[][FACTORS], const int panels,
+                          const int kind) {
+    EACH_PANEL {
+        if (has_minimums(kind))
+            decode_6_bits(at + (size_t)n * next, block, scales[n], minimums[n]);
+        else
+            decode_8_bits(at + (size_t)n * next, scales[n]);
+    }
+}
+
+/* What the sums of a group add to those of the panels' outputs. */
+INLINE void add_group(const GroupSums *sums, const float *x, int g, floats scales[][MOST_GROUPS], floats minimums[][FACTORS],
+                      floats sum[][MAX_ROWS], const int rows, const int panels, const int kind) {
+    EACH_PANEL {
+        EACH_ROW sum[n][row] = fused(__builtin_convertvector(sums->dot[n][row], floats), scales[n][g] * broadcast(x[row]), sum[n][row]);
+        if (has_minimums(kind)) EACH_ROW sum[n][row] = fused(minimums[n][g], broadcast(x[2 * rows + row]), sum[n][row]);
+    }
+}
+
+/* Where the dot products of a group begin; Q4_K and Q5_K have no zero point. */
+INLINE int32_t offset_of(const int32_t *offsets, const int row, const int kind) { return DOT_SHIFT || !has_minimums(kind) ? offsets[row] : 0; }
+
+/* Adds the products of a super-block's codes, which begin at `at`; returns where the next quads are. */
+INLINE const float *add_groups(const uint8_t *at, size_t next, const float *x, floats scales[][MOST_GROUPS], floats minimums[][FACTORS],
+                               floats sum[][MAX_ROWS], const int rows, const int panels, const int kind, size_t distance) {
+    const int high_bits = high_bits_of(kind), group = group_of(kind);
+    for (int g = 0; g < SUPER_BLOCK / group; g++) {
+        const int32_t *offsets = (const int32_t *)x + rows, *quad = (const int32_t *)x + GROUP_HEADER * rows;
+        GroupSums sums;
+        words high[MOST_PANELS] = {{0}};
+        EACH_ROW EACH_PANEL sums.dot[n][row] = broadcast_int(offset_of(offsets, row, kind));
+        if (high_bits) {
+            EACH_PANEL {
+                high[n] = load_codes(at + (size_t)n * next);
+                PREFETCH(at + (size_t)n * next)
+            }
+            at += sizeof(words);
+        }
+        _Pragma("unroll") for (int pair = 0; pair < group / 8; pair++, at += sizeof(words)) {
+            words codes[MOST_PANELS];
+            EACH_PANEL {
+                codes[n] = load_codes(at + (size_t)n * next);
+                PREFETCH(at + (size_t)n * next)
+            }
+            _Pragma("unroll") for (int number = 2 * pair; number < 2 * pair + 2; number++) {
+                words w[MOST_PANELS];
+                EACH_PANEL w[n] = quad_of(codes[n], high[n], number, high_bits);
+                quad = multiply_add(&sums, w, quad, rows, panels, number, QUADS_AT_ONCE(4 + high_bits));
+            }
+        }
+        add_group(&sums, x, g, scales, minimums, sum, rows, panels, kind);
+        x = (const float *)quad;
+    }
+    return x;
+}
+
 /* As multiply_panels of panels.c. */
 INLINE void multiply_tile(const Matrix *matrix, int first, const float *x, float *y, const int rows, int real_rows, size_t ahead,
                           const int panels, const int kind) {
-    const int columns = matrix->columns, block = matrix->block, header = header_bytes(kind, block);
-    const int minimum = has_minimums(kind), high_bits = high_bits_of(kind), group = group_of(kind);
+    const int header = header_bytes(kind, matrix->block), codes = SUPER_BLOCK / 8 * (64 + 16 * high_bits_of(kind));
     const size_t next = (size_t)matrix->row_bytes, distance = prefetch_distance(rows, ahead);
     const uint8_t *at = matrix->codes + (size_t)(first / LANES) * next;
     floats sum[MOST_PANELS][MAX_ROWS];
     EACH_PANEL EACH_ROW sum[n][row] = broadcast(0.0f);
-    for (int begin = 0; begin < columns; begin += SUPER_BLOCK) {
+    for (int begin = 0; begin < matrix->columns; begin += SUPER_BLOCK, at += codes) {
         floats scales[MOST_PANELS][MOST_GROUPS], minimums[MOST_PANELS][FACTORS];
-        EACH_PANEL {
-            if (minimum)
-                decode_6_bits(at + (size_t)n * next, block, scales[n], minimums[n]);
-            else
-                decode_8_bits(at + (size_t)n * next, scales[n]);
-            for (int line = 0; line < header; line += 64) PREFETCH(at + (size_t)n * next + line)
-        }
+        decode_header(at, next, matrix->block, scales, minimums, panels, kind);
+        EACH_PANEL for (int line = 0; line < header; line += 64) PREFETCH(at + (size_t)n * next + line)
         at += header;
-        for (int g = 0; g < SUPER_BLOCK / group; g++) {
-            const int32_t *offsets = (const int32_t *)x + rows, *quad = (const int32_t *)x + GROUP_HEADER * rows;
-            GroupSums sums;
-            words high[MOST_PANELS] = {{0}};
-            EACH_ROW EACH_PANEL sums.dot[n][row] = broadcast_int(DOT_SHIFT || !minimum ? offsets[row] : 0); /* Q4_K and Q5_K have no zero point */
-            if (high_bits) {
-                EACH_PANEL {
-                    high[n] = load_codes(at + (size_t)n * next);
-                    PREFETCH(at + (size_t)n * next)
-                }
-                at += sizeof(words);
-            }
-            _Pragma("unroll") for (int pair = 0; pair < group / 8; pair++, at += sizeof(words)) {
-                words codes[MOST_PANELS];
-                EACH_PANEL {
-                    codes[n] = load_codes(at + (size_t)n * next);
-                    PREFETCH(at + (size_t)n * next)
-                }
-                _Pragma("unroll") for (int number = 2 * pair; number < 2 * pair + 2; number++) {
-                    words w[MOST_PANELS];
-                    EACH_PANEL w[n] = quad_of(codes[n], high[n], number, high_bits);
-                    quad = multiply_add(&sums, w, quad, rows, panels, number, QUADS_AT_ONCE(4 + high_bits));
-                }
-            }
-            EACH_PANEL {
-                EACH_ROW sum[n][row] = fused(__builtin_convertvector(sums.dot[n][row], floats), scales[n][g] * broadcast(x[row]), sum[n][row]);
-                if (minimum) EACH_ROW sum[n][row] = fused(minimums[n][g], broadcast(x[2 * rows + row]), sum[n][row]);
-            }
-            x = (const float *)quad;
-        }
+        x = add_groups(at, next, x, scales, minimums, sum, rows, panels, kind, distance);
     }
     EACH_PANEL store_sums(matrix, first + n * LANES, sum[n], rows, y, real_rows);
 }
+
+#if SHARES_DECODING
+/* The quads of a super-block, whose codes begin at `at`. */
+INLINE void decode_codes(const uint8_t *at, words *quads, const int rows, const int kind, size_t distance) {
+    const int high_bits = high_bits_of(kind), group = group_of(kind);
+    for (int g = 0; g < SUPER_BLOCK / group; g++, quads += group / 4) {
+        words high = {0};
+        if (high_bits) {
+            high = load_codes(at);
+            PREFETCH(at)
+            at += sizeof(words);
+        }
+        _Pragma("unroll") for (int pair = 0; pair < group / 8; pair++, at += sizeof(words)) {
+            const words codes = load_codes(at);
+            PREFETCH(at)
+            quads[2 * pair] = quad_of(codes, high, 2 * pair, high_bits);
+            quads[2 * pair + 1] = quad_of(codes, high, 2 * pair + 1, high_bits);
+        }
+    }
+}
+
+/* As add_groups, of one panel and of quads that are decoded. */
+INLINE const float *add_decoded(const words *w, const float *x, floats scales[][MOST_GROUPS], floats minimums[][FACTORS], floats sum[][MAX_ROWS],
+                                const int rows, const int kind) {
+    const int group = group_of(kind);
+    for (int g = 0; g < SUPER_BLOCK / group; g++, w += group / 4) {
+        const int32_t *offsets = (const int32_t *)x + rows, *quad = (const int32_t *)x + GROUP_HEADER * rows;
+        GroupSums sums;
+        EACH_ROW sums.dot[0][row] = broadcast_int(offset_of(offsets, row, kind));
+        _Pragma("unroll") for (int number = 0; number < group / 4; number++)
+            quad = multiply_add(&sums, w + number, quad, rows, 1, number, QUADS_AT_ONCE(4 + high_bits_of(kind)));
+        add_group(&sums, x, g, scales, minimums, sum, rows, 1, kind);
+        x = (const float *)quad;
+    }
+    return x;
+}
+
+/* As multiply_tile of one panel, for several whole blocks of rows, `step` words apart: what a super-block holds is decoded once for all. */
+INLINE void multiply_blocks(const Matrix *matrix, int first, const float *packed, size_t step, float *y, const int blocks, size_t ahead,
+                            const int kind) {
+    enum { rows = MAX_ROWS };
+    const int header = header_bytes(kind, matrix->block), codes = SUPER_BLOCK / 8 * (64 + 16 * high_bits_of(kind));
+    const size_t distance = prefetch_distance(rows, ahead);
+    const uint8_t *at = matrix->codes + (size_t)(first / LANES) * (size_t)matrix->row_bytes;
+    floats sum[MOST_BLOCKS][1][MAX_ROWS];
+    for (int i = 0; i < blocks; i++) EACH_ROW sum[i][0][row] = broadcast(0.0f);
+    for (int begin = 0; begin < matrix->columns; begin += SUPER_BLOCK, at += codes) {
+        floats scales[1][MOST_GROUPS], minimums[1][FACTORS];
+        words quads[SUPER_BLOCK / 4];
+        decode_header(at, 0, matrix->block, scales, minimums, 1, kind);
+        for (int line = 0; line < header; line += 64) PREFETCH(at + line)
+        at += header;
+        decode_codes(at, quads, rows, kind, distance);
+        const float *x = packed;
+        for (int i = 0; i < blocks; i++) x = add_decoded(quads, packed + (size_t)i * step, scales, minimums, sum[i], rows, kind);
+        packed = x - (size_t)(blocks - 1) * step;
+    }
+    for (int i = 0; i < blocks; i++)
+        store_sums(matrix, first, sum[i][0], rows, y + (size_t)(i * rows) * (size_t)matrix->outputs, rows);
+}
+
+#define BLOCKS_OF_KIND(name, kind)                                                                                            \
+    static __attribute__((noinline)) void name(const Matrix *matrix, int first, const float *packed, size_t step, float *y, int blocks, \
+                                               size_t ahead) {                                                                \
+        multiply_blocks(matrix, first, packed, step, y, blocks, ahead, kind);                                                 \
+    }
+BLOCKS_OF_KIND(blocks_of_q4_k, PANELS_Q4_K)
+BLOCKS_OF_KIND(blocks_of_q5_k, PANELS_Q5_K)
+BLOCKS_OF_KIND(blocks_of_q6_k, PANELS_Q6_K)
+
+/* One panel for `blocks` whole blocks of packed rows. */
+void multiply_blocks_of_rows(const Matrix *matrix, int first, const float *packed, size_t step, float *y, int blocks, size_t ahead) {
+    if (matrix->kind == PANELS_Q4_K)
+        blocks_of_q4_k(matrix, first, packed, step, y, blocks, ahead);
+    else if (matrix->kind == PANELS_Q5_K)
+        blocks_of_q5_k(matrix, first, packed, step, y, blocks, ahead);
+    else
+        blocks_of_q6_k(matrix, first, packed, step, y, blocks, ahead);
+}
+#endif
 
 PRODUCTS_OF_KIND(multiply_q4_k, PANELS_Q4_K)
 PRODUCTS_OF_KIND(multiply_q5_k, PANELS_Q5_K)
