@@ -297,8 +297,8 @@ class NativeNetwork(Network):
         shared = self._shared
         blocks = NativeBlocks(self.config, shared.weights, self._cache_config, takes_adapters=shared.adapters is not None)
         results = dict(ranked(self.compose, ranking)(blocks))
-        if ranking is None and TOKEN_IDS in blocks.inputs and LOGITS in results and (peaks := blocks.keep_peaks(results[LOGITS])) is not None:
-            results[PEAKS] = peaks
+        if ranking is None and TOKEN_IDS in blocks.inputs and LOGITS in results and (own := blocks.keep_peaks(results[LOGITS])) is not None:
+            results[PEAKS] = own
         buffers, widths = share_memory(blocks, {value.index for value in results.values()})
         recorded = Recorded(blocks.operations, widths, blocks.sites)
         return _Program(
