@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from harness.model_configs import make_config
-from harness.native_network import BUILT, Network, make_batch, plain_tensor
+from harness.native_network import BUILT, Network, make_batch, open_kernels, plain_tensor
 from paceline.kv_cache.paged import CachedSequence
 from paceline.models.adapters.adapter import LowRank
 from paceline.models.adapters.placed import LM_HEAD, PlacedAdapter
@@ -16,6 +16,7 @@ from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, WeightType
 from paceline.runtimes.base import FloatArray, ForwardOutput, RowRange, assemble
 from paceline.runtimes.decoder import decoder
+from paceline.runtimes.native import walks as walks_module
 from paceline.runtimes.native.adapters import NativeAdapter
 from paceline.runtimes.native.library import PEAK_COLUMNS, kernels_path
 from paceline.runtimes.native.network import NativeNetwork
@@ -118,6 +119,19 @@ def test_with_them_tokens_are_those_of_the_definition(shape: str, pytestconfig: 
                     decided += 1
                     assert tokens == [draw(processor.process(row[:vocab]), index, 0, 7)], (vocab, given)
     assert decided > 20 * count
+
+
+@pytest.mark.parametrize("level", BUILT)
+def test_every_instruction_set_draws_the_same_tokens(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = np.concatenate([rows_of(shape, 2, 3_001, 5) for shape in SHAPES])
+    each = [(row[None], SamplingParams(**given), index) for index, row in enumerate(rows) for given in SAMPLING]
+
+    def drawn() -> list[Any]:
+        return [walked(row, peaks_of(row), params, DraftTree.root_only(3), index) for row, params, index in each]
+
+    expected = drawn()
+    monkeypatch.setattr(walks_module, "kernels", lambda: open_kernels(level))
+    assert drawn() == expected
 
 
 def test_a_row_of_a_tree_has_its_own() -> None:
