@@ -18,7 +18,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 import numpy as np
@@ -77,7 +77,7 @@ def write_cycling_model(directory: Path, vocab: int, share: float) -> Path:
 @contextmanager
 def opened(vocab: int, logits: str, options: argparse.Namespace) -> Iterator[tuple[LLM, Drafter, TimedKernels]]:
     """The model, its draft model and the clock of the kernels of both."""
-    timed = TimedKernels(execution.kernels())
+    timed = TimedKernels(execution.kernels(), _clock(options))
     original, execution.kernels = execution.kernels, lambda: timed  # type: ignore[assignment,return-value]
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -129,19 +129,24 @@ def time_steps(llm: LLM, made: Drafter | None, case: Case, kernels: TimedKernels
     llm.engine.speculator = speculator_of(llm, made, DraftLengthPolicy(DRAFT_TOKENS))
     requests = requests_of(llm, case, options.max_tokens)
     steps: list[StepTime] = []
+    clock = _clock(options)
     with closing(llm.engine.run(requests)) as run:
         while True:
             emitted, drafted = (_sum(requests, count) for count in (lambda one: one.num_output_tokens, lambda one: one.stats.drafted))
             is_steady = all(request.num_output_tokens > FIRST_TOKENS and not request.is_finished for request in requests)
-            inside, start = kernels.paceline_run.seconds, perf_counter()
+            inside, start = kernels.paceline_run.seconds, clock()
             if next(run, run) is run:
                 return steps
-            wall = perf_counter() - start
+            wall = clock() - start
             inside = kernels.paceline_run.seconds - inside
             drafted = _sum(requests, lambda one: one.stats.drafted) - drafted
             if is_steady:
                 emitted = _sum(requests, lambda one: one.num_output_tokens) - emitted
                 steps.append(StepTime(1e3 * (wall - inside), 1e3 * inside, drafted / case.batch, emitted / case.batch))
+
+
+def _clock(options: argparse.Namespace) -> Callable[[], float]:
+    return thread_time if options.processor_clock else perf_counter
 
 
 def _sum(requests: Sequence[Request], count: Callable[[Request], int]) -> int:
@@ -210,6 +215,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=120)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--processor-clock", action="store_true", help="seconds of this thread on the processor instead of the wall's")
     parser.add_argument("--out", type=Path, help="JSON file for everything measured")
     return parser.parse_args()
 

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,23 +48,23 @@ Answers = dict[tuple[tuple[int, ...], int], list[int]]
 class TimedCall:
     """A function that remembers how long it has been running."""
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
+    def __init__(self, call: Any, clock: Callable[[], float] = perf_counter) -> None:
+        self._call, self._clock = call, clock
         self.seconds = 0.0
 
     def __call__(self, *arguments: Any) -> Any:
-        start = perf_counter()
+        start = self._clock()
         result = self._call(*arguments)
-        self.seconds += perf_counter() - start
+        self.seconds += self._clock() - start
         return result
 
 
 class TimedKernels:
     """The compiled kernels with a clock at the pass."""
 
-    def __init__(self, kernels: Any) -> None:
+    def __init__(self, kernels: Any, clock: Callable[[], float] = perf_counter) -> None:
         self._kernels = kernels
-        self.paceline_run = TimedCall(kernels.paceline_run)
+        self.paceline_run = TimedCall(kernels.paceline_run, clock)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernels, name)

@@ -21,7 +21,7 @@ from paceline.models.adapters.adapter import Adapter
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.kv_type import KVType
 from paceline.models.weights import Weights
-from paceline.runtimes.decoder import COLLECTED, HIDDEN_STATES, LOGITS, RANKED, TOKEN_IDS, Compose
+from paceline.runtimes.decoder import COLLECTED, HIDDEN_STATES, LOGITS, PEAKS, RANKED, TOKEN_IDS, Compose
 from paceline.runtimes.ranking import Draws, RankedRow, Ranking, ranked_rows
 
 IntArray = NDArray[np.int32]
@@ -114,6 +114,11 @@ class ForwardOutput:
         return self.results[LOGITS]
 
     @property
+    def peaks(self) -> FloatArray | None:
+        """[R, blocks] the largest of each block of a row's logits, as the runtime's walks take them; None = they are not known."""
+        return self.results.get(PEAKS)
+
+    @property
     def ranked(self) -> list[RankedRow]:
         """What was found in each row of logits."""
         return ranked_rows(self.results[RANKED])
@@ -131,10 +136,11 @@ class ForwardOutput:
 
     def by_plan(self, plans: Sequence[RowPlan], logits_nodes: Sequence[Sequence[int]]) -> "Iterator[PlanOutput]":
         """The part of each plan; arguments as `assemble` got them."""
-        logits, first_row, first_logits_row = self.logits, 0, 0
+        logits, peaks, first_row, first_logits_row = self.logits, self.peaks, 0, 0
         for plan, wanted in zip(plans, logits_nodes, strict=True):
             end = first_logits_row + len(wanted)
-            yield PlanOutput(self, plan, first_row, logits[first_logits_row:end])
+            own_peaks = None if peaks is None else peaks[first_logits_row:end]
+            yield PlanOutput(self, plan, first_row, logits[first_logits_row:end], own_peaks)
             first_row, first_logits_row = first_row + plan.num_rows, end
 
 
@@ -145,12 +151,14 @@ class PlanOutput(NamedTuple):
         output: of the whole pass.
         first_row: of the plan in the pass.
         logits: [R of the plan, V] float32, in the order its nodes were asked for.
+        peaks: of these, [R of the plan, blocks]; None = they are not known.
     """
 
     output: ForwardOutput
     plan: RowPlan
     first_row: int
     logits: FloatArray
+    peaks: FloatArray | None = None
 
     def hidden_states(self, nodes: Sequence[int]) -> FloatArray:
         """[len(nodes), E] those of the plan's `nodes`; a copy."""

@@ -34,6 +34,9 @@ LAYER_ROWS = "layer_rows"
 LOGITS, RANKED, HIDDEN_STATES, COLLECTED = "logits", "ranked", "hidden_states", "collected"
 """Results."""
 
+PEAKS = "peaks"
+"""What a runtime may add to them: the largest of each block of a row's logits."""
+
 
 class Blocks(Protocol[Value]):
     """The small functions a network is made of. Weights are named as in `models/tensor_names.py`, without `.weight`.

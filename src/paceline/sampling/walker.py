@@ -36,7 +36,7 @@ class Walker(Protocol):
 
 
 class AskedWalk(NamedTuple):
-    """A walk that is asked for: the walker, and the arguments of its `walk`."""
+    """A walk that is asked for: the walker, the arguments of its `walk`, and `peaks`, as the runtime knows them of the logits."""
 
     walker: Walker
     logits: NDArray[np.float32]
@@ -45,6 +45,7 @@ class AskedWalk(NamedTuple):
     seed: int
     sample_index: int
     position: int
+    peaks: NDArray[np.float32] | None = None
 
 
 class Walks(Protocol):

@@ -103,15 +103,18 @@ class Speculator:
         if max_rows is not None:
             fit_rows(batch, max_rows - sum(rows.num_known for rows in batch))
 
-    def walk_together(self, batch: Sequence[RequestRows], logits: Sequence[FloatArray]) -> Sequence[Walked | None]:
+    def walk_together(
+        self, batch: Sequence[RequestRows], logits: Sequence[FloatArray], peaks: Sequence[FloatArray | None]
+    ) -> Sequence[Walked | None]:
         """What can be said at once of the walks of all requests, for `verify`.
 
         Args:
-            logits: of the tree of each.
+            logits, peaks: of the tree of each.
         """
-        if len(batch) == 1 or self.acceptance is not Acceptance.MATCH:
+        if self.acceptance is not Acceptance.MATCH or (len(batch) == 1 and peaks[0] is None):
             return [None] * len(batch)
-        asked = [(rows.tree, own, rows.request) for rows, own in zip(batch, logits, strict=True) if rows.tree is not None]
+        each = zip(batch, logits, peaks, strict=True)
+        asked = [(rows.tree, own, largest, rows.request) for rows, own, largest in each if rows.tree is not None]
         walked = iter(walk_together(asked))
         return [None if rows.tree is None else next(walked) for rows in batch]
 

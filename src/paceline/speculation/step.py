@@ -61,7 +61,8 @@ def step(
     committed, observes = list[CommittedRows](), speculator.observes
     outputs = list(output.by_plan(plans, wanted))
     logits = [own.logits[rows.first_tree_row :, : speculator.vocab_size] for rows, own in zip(batch, outputs, strict=True)]
-    for rows, own, of_tree, walked in zip(batch, outputs, logits, speculator.walk_together(batch, logits), strict=True):
+    peaks = [None if own.peaks is None else own.peaks[rows.first_tree_row :] for rows, own in zip(batch, outputs, strict=True)]
+    for rows, own, of_tree, walked in zip(batch, outputs, logits, speculator.walk_together(batch, logits, peaks), strict=True):
         request, start = rows.request, rows.request.sequence.committed_len
         try:
             if rows.wants_prompt_rows:

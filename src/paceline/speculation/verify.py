@@ -36,18 +36,19 @@ class VerifyResult:
         return self.token_ids[-1]
 
 
-def walk_together(asked: Sequence[tuple[DraftTree, FloatArray, Request]]) -> list[Walked | None]:
+def walk_together(asked: Sequence[tuple[DraftTree, FloatArray, FloatArray | None, Request]]) -> list[Walked | None]:
     """The walks of several requests, as far as they are drawn at once: `walked` of `verify` for each.
 
     Args:
-        asked: the arguments of `verify` for each.
+        asked: the arguments of `verify` for each, and between them the peaks of the logits (`PlanOutput.peaks`).
     """
     walked: list[Walked | None] = [None] * len(asked)
     groups: dict[int, list[tuple[int, AskedWalk]]] = {}
-    for index, (tree, logits, request) in enumerate(asked):
+    for index, (tree, logits, peaks, request) in enumerate(asked):
         walker = request.processor.walker
         if walker is not None:
-            one = AskedWalk(walker, logits, tree.token_ids, tree.parents, request.seed, request.sample_index, len(request.token_ids))
+            noise_of = request.seed, request.sample_index, len(request.token_ids)
+            one = AskedWalk(walker, logits, tree.token_ids, tree.parents, *noise_of, peaks)
             groups.setdefault(id(walker.walks), []).append((index, one))
     for group in groups.values():
         found = group[0][1].walker.walks.walk_each([one for _, one in group])

@@ -26,6 +26,9 @@ _LEVELS = {
 LANES = 16
 """Floats of a vector, as in kernels/vectors.h."""
 
+PEAK_COLUMNS = 192
+"""Logits of a row of which the largest is kept, as in kernels/peaks.h."""
+
 
 @cache
 def kernels() -> ctypes.CDLL:

@@ -22,7 +22,7 @@ from paceline.models.layers import (
 from paceline.models.rope_config import RopeConfig
 from paceline.models.state_layout import StateLayout
 from paceline.runtimes.decoder import LAYER_ROWS, TOKEN_IDS
-from paceline.runtimes.native.library import LANES, kernels
+from paceline.runtimes.native.library import LANES, PEAK_COLUMNS, kernels
 from paceline.runtimes.native.panels import NARROW_KINDS, PANEL_KINDS
 from paceline.runtimes.native.records import (
     AddOperation,
@@ -146,8 +146,18 @@ class NativeBlocks:
             if self._takes_adapters:
                 site = len(self.sites)
                 self.sites.append(tuple(own for _, own in pairs))
-            self._record(LinearOperation(x=x.index, num_matrices=len(array), packing=packing, site=site, matrices=array), outs[0])
+            operation = LinearOperation(x=x.index, num_matrices=len(array), packing=packing, site=site, peaks=-1, matrices=array)
+            self._record(operation, outs[0])
         return tuple(outs)
+
+    def keep_peaks(self, logits: Value) -> Value | None:
+        """The largest of each PEAK_COLUMNS logits of a row, [R, ceil(V / PEAK_COLUMNS)]; None where no single product made the logits."""
+        for operation in self.operations:
+            if isinstance(operation, LinearOperation) and operation.num_matrices == 1 and operation.matrices[0].out == logits.index:
+                peaks = self.value(-(-logits.width // PEAK_COLUMNS), logits.rows)
+                operation.peaks = peaks.index
+                return peaks
+        return None
 
     def rms_norm(self, x: Value, name: str) -> Value:
         return self.head_norm(x, name, 1)
@@ -370,8 +380,9 @@ def _assign_buffers(blocks: NativeBlocks, kept: set[int]) -> tuple[list[int], li
         buffers[value.index] = index
     free: dict[int, list[int]] = {}
     for index, operation in enumerate(blocks.operations):
-        outs = [getattr(operation, field) for field in operation.OUTS]
-        for out in dict.fromkeys([matrix.out for matrix in matrices_of(operation)] or outs):
+        outs = [matrix.out for matrix in matrices_of(operation)] or [operation.out]
+        outs += [out for field in operation.OUTS if field != "out" and (out := getattr(operation, field)) >= 0]
+        for out in dict.fromkeys(outs):
             width = blocks.values[out].width
             if not free.get(width):
                 free.setdefault(width, []).append(len(widths))

@@ -113,10 +113,16 @@ class Operation(Structure):
 
 
 class LinearOperation(Operation):
-    """Products with matrices of the same columns, whose rows are packed alike; `site`: which of those that adapters add to, -1 = none."""
+    """Products with matrices of the same columns, whose rows are packed alike; `site`: which of those that adapters add to, -1 = none.
 
-    CODE, INPUTS = Code.LINEAR, ("x",)
-    _fields_ = (("x", c_int32), ("num_matrices", c_int32), ("packing", c_int32), ("site", c_int32), ("matrices", POINTER(Matrix)))
+    `peaks`: gets the largest of each PEAK_COLUMNS results of a row, where there is one matrix; -1 = nothing does.
+    """
+
+    CODE, INPUTS, OUTS = Code.LINEAR, ("x",), ("out", "peaks")
+    _fields_ = (
+        ("x", c_int32), ("num_matrices", c_int32), ("packing", c_int32), ("site", c_int32), ("peaks", c_int32),
+        ("matrices", POINTER(Matrix)),
+    )  # fmt: skip
 
 
 class NormOperation(Operation):
@@ -321,8 +327,8 @@ class WalkRecord(Structure):
     """A walk of several, see kernels/native.h."""
 
     _fields_ = (
-        ("logits", c_void_p), ("stride", c_int64), ("options", c_void_p), ("tree", c_void_p), ("position", c_uint64), ("found", c_void_p),
-        ("num_nodes", c_int32), ("result", c_int32),
+        ("logits", c_void_p), ("peaks", c_void_p), ("stride", c_int64), ("peaks_stride", c_int64), ("options", c_void_p),
+        ("tree", c_void_p), ("position", c_uint64), ("found", c_void_p), ("num_nodes", c_int32), ("result", c_int32),
     )  # fmt: skip
 
 
@@ -373,7 +379,7 @@ class Program(Structure):
     )  # fmt: skip
 
 
-VERSION = 14
+VERSION = 15
 """KERNELS_VERSION of kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (

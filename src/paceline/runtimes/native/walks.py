@@ -9,19 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import BackendUnavailableError
-from paceline.runtimes.native.library import LANES, kernels
+from paceline.runtimes.native.library import LANES, PEAK_COLUMNS, kernels
 from paceline.runtimes.native.records import WalkOptions, WalkRecord
 
 Walked: TypeAlias = tuple[Sequence[int], Sequence[int], bool]
 Rows: TypeAlias = NDArray[np.float32]
-Asked: TypeAlias = tuple[Any, Rows, Sequence[int], Sequence[int], int, int, int]
-"""Walker, logits, token ids, parents, seed, sample index and position, as `sampling.walker.AskedWalk`."""
+Asked: TypeAlias = tuple[Any, Rows, Sequence[int], Sequence[int], int, int, int, Rows | None]
+"""Walker, logits, token ids, parents, seed, sample index, position and peaks, as `sampling.walker.AskedWalk`."""
 
 _MOST_INT = 2**31 - 1
-_WALK = Struct("=QqQQQQii")  # the fields of `records.WalkRecord`
+_WALK = Struct("=QQqqQQQQii")  # the fields of `records.WalkRecord`
 _RESULT = sizeof(WalkRecord) // 4 - 1  # among its 32-bit numbers
 _SHARED = 1 << 18  # floats to read from which on other threads are woken
-_SAMPLED = 8  # times what a greedy row takes, a sampled one takes
+_SAMPLED = 4  # times what a greedy row without peaks takes, a sampled one takes
 _LEFT: Walked = ((), (), False)
 
 
@@ -35,7 +35,7 @@ class CompiledWalks:
 
     def __init__(self, vocab_size: int, num_threads: int = 1) -> None:
         self.vocab_size, self._num_threads = vocab_size, num_threads
-        self._scratch = np.empty((num_threads, 2 * -(-vocab_size // LANES) * LANES), np.float32)
+        self._scratch = np.empty((num_threads, 3 * -(-vocab_size // LANES) * LANES), np.float32)
         self.scratch = self._scratch.ctypes.data
         self.run, self._run_each = kernels().paceline_walk, kernels().paceline_walk_each
         self.row: Rows = np.empty(vocab_size, np.float32)
@@ -59,6 +59,12 @@ class CompiledWalks:
         """Whether rows are such as the kernels read."""
         return logits.shape[1] == self.vocab_size and logits.strides[1] == 4 and logits.dtype == np.float32
 
+    def _address_of(self, peaks: Rows | None) -> tuple[int, int]:
+        """Where the peaks of rows lie, and how many floats apart; none where there are none that the kernels read."""
+        if peaks is None or peaks.shape[1] * PEAK_COLUMNS < self.vocab_size or peaks.strides[1] != 4:
+            return 0, 0
+        return peaks.__array_interface__["data"][0], peaks.strides[0] // 4
+
     def walk_each(self, asked: Sequence[Asked]) -> list[Walked]:
         """As `sampling.walker.Walks` says; none begins where rows are such as the kernels do not read."""
         sizes = [len(one[2]) for one in asked]
@@ -68,17 +74,20 @@ class CompiledWalks:
             self._make_records(2 * len(asked))
         if 2 * sum(sizes) > len(self._trees):
             self._make_room(4 * sum(sizes))
-        begin, is_sampled = 0, False
-        for index, (walker, logits, token_ids, parents, seed, sample_index, position) in enumerate(asked):
+        begin = work = 0
+        for index, (walker, logits, token_ids, parents, seed, sample_index, position, peaks) in enumerate(asked):
             options, size = walker.options, len(token_ids)
             options.seed, options.sample_index = seed, sample_index
-            is_sampled = is_sampled or options.temperature > 0.0
             if size > 1:
                 self._trees[begin : begin + size], self._trees[begin + size : begin + 2 * size] = token_ids, parents
-            data, places = logits.__array_interface__["data"][0], (self._trees_at + 4 * begin, position, self._found_at + 4 * begin)
-            _WALK.pack_into(self._view, index * _WALK.size, data, logits.strides[0] // 4, addressof(options), *places, size, 0)
+            data, (peaks_at, stride) = logits.__array_interface__["data"][0], self._address_of(peaks)
+            places = self._trees_at + 4 * begin, position, self._found_at + 4 * begin
+            _WALK.pack_into(
+                self._view, index * _WALK.size,
+                data, peaks_at, logits.strides[0] // 4, stride, addressof(options), *places, size, 0,
+            )  # fmt: skip
             begin += 2 * size
-        work = len(asked) * self.vocab_size * (_SAMPLED if is_sampled else 1)
+            work += _SAMPLED * self.vocab_size if options.temperature > 0.0 else PEAK_COLUMNS if peaks_at else self.vocab_size
         num_threads = self._num_threads if work >= _SHARED else 1
         self._run_each(self._records_at, len(asked), num_threads, self.scratch, self._scratch.shape[1])
         return self._walked(sizes)

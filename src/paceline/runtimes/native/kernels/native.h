@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERNELS_VERSION 14 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
+#define KERNELS_VERSION 15 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
 
 /* Rows that share one decoding of a weight: as many as keep their sums in registers. */
 #ifdef __AVX512F__
@@ -98,6 +98,7 @@ typedef struct {
     Operation head;
     int32_t x, num_matrices, packing;
     int32_t site;           /* which of those that adapters add to it is, counted from 0; -1 = none */
+    int32_t peaks;          /* of its one matrix: the largest of each PEAK_COLUMNS results of a row, NaN if one is; -1 = are not kept */
     const Matrix *matrices; /* [num_matrices] of the same columns */
 } LinearOperation;
 
@@ -267,8 +268,8 @@ typedef struct {
 
 /* A walk of several: the arguments of paceline_walk, and what it returned. */
 typedef struct {
-    const float *logits;
-    int64_t stride;
+    const float *logits, *peaks; /* peaks: of the logits, as LinearOperation keeps them; NULL = they are not known */
+    int64_t stride, peaks_stride;
     const WalkOptions *options;
     const int32_t *tree; /* not read where there is one node */
     uint64_t position;

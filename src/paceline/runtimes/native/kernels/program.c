@@ -1,5 +1,6 @@
 /* Runs a network: a list of operations over buffers of rows, one after another, each shared out among the threads by tickets. */
 #include "native.h"
+#include "peaks.h"
 #include "threads.h"
 #include "work.h"
 
@@ -55,7 +56,8 @@ static void run_linear(const Work *work, const Operation *operation) {
     const LinearOperation *own = (const LinearOperation *)operation;
     const Program *program = work->program;
     const float *x = buffer(work, own->x);
-    const int packing = own->packing, rows = work->rows, step = outputs_a_ticket(packing, rows), has_adapters = has_low_rank(work->pass, own);
+    const int packing = own->packing, rows = work->rows, has_adapters = has_low_rank(work->pass, own);
+    const int step = own->peaks < 0 ? outputs_a_ticket(packing, rows) : PEAK_COLUMNS;
     if (rows > 1 || has_adapters) {
         int taken = next_ticket(work, 0), num_pieces = 0;
         if (rows > 1) taken = pack_all(work, own->matrices, packing, x, taken, &num_pieces);
@@ -74,6 +76,7 @@ static void run_linear(const Work *work, const Operation *operation) {
             if (has_adapters) prefetch_low_rank(work, own, number, begin, end);
             multiply(matrix, begin, end, packing, x, buffer(work, matrix->out), rows);
             if (has_adapters) add_low_rank(work, own, number, begin, end);
+            if (own->peaks >= 0) note_peaks(buffer(work, matrix->out), matrix->outputs, rows, begin, buffer(work, own->peaks));
         }
         skipped += tickets;
     }

@@ -1,0 +1,46 @@
+#include "peaks.h"
+
+#include "vectors.h"
+
+#include <math.h>
+
+INLINE floats larger_of(floats a, floats b) { return __builtin_elementwise_max(a, b); }
+INLINE words size_of(floats x) { return (words)x & 0x7FFFFFFFu; } /* as a number it grows with |x|; that of NaN is the largest */
+
+/* The largest of `count` numbers; NaN if there is one. */
+float peak_of(const float *x, int count) {
+    floats most[4] = {broadcast(-INFINITY), broadcast(-INFINITY), broadcast(-INFINITY), broadcast(-INFINITY)};
+    words sizes[4] = {{0}, {0}, {0}, {0}};
+    int at = 0;
+    for (; at + 4 * LANES <= count; at += 4 * LANES)
+        for (int part = 0; part < 4; part++) {
+            const floats numbers = load(x + at + part * LANES);
+            most[part] = larger_of(most[part], numbers);
+            sizes[part] = __builtin_elementwise_max(sizes[part], size_of(numbers));
+        }
+    for (; at < count; at += LANES) {
+        floats numbers = broadcast(-INFINITY);
+        if (count - at >= LANES)
+            numbers = load(x + at);
+        else
+            memcpy(&numbers, x + at, (size_t)(count - at) * sizeof(float));
+        most[0] = larger_of(most[0], numbers);
+        sizes[0] = __builtin_elementwise_max(sizes[0], size_of(numbers));
+    }
+    const words largest =
+        __builtin_elementwise_max(__builtin_elementwise_max(sizes[0], sizes[1]), __builtin_elementwise_max(sizes[2], sizes[3]));
+    if (__builtin_reduce_or((ints)(largest > (words){0} + 0x7F800000u))) return NAN;
+    return __builtin_reduce_max(larger_of(larger_of(most[0], most[1]), larger_of(most[2], most[3])));
+}
+
+/* peak_of each `size` of `count` numbers; the last block may be shorter. */
+void find_peaks(const float *x, int count, int size, float *peaks) {
+    for (int begin = 0; begin < count; begin += size) *peaks++ = peak_of(x + begin, begin + size < count ? size : count - begin);
+}
+
+/* The peaks of one block of PEAK_COLUMNS, from column `begin` on, in each of `rows` rows of `width` numbers. */
+void note_peaks(const float *x, int width, int rows, int begin, float *peaks) {
+    const int count = width - begin < PEAK_COLUMNS ? width - begin : PEAK_COLUMNS, blocks = (width + PEAK_COLUMNS - 1) / PEAK_COLUMNS;
+    for (int row = 0; row < rows; row++)
+        peaks[(size_t)row * (size_t)blocks + (size_t)(begin / PEAK_COLUMNS)] = peak_of(x + (size_t)row * (size_t)width + (size_t)begin, count);
+}

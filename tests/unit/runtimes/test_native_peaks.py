@@ -1,0 +1,179 @@
+"""The largest of blocks of logits: kept by the product that makes them, read by walks, and never believed of other rows."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.model_configs import make_config
+from harness.native_network import BUILT, Network, make_batch, open_kernels, plain_tensor
+from paceline.kv_cache.paged import CachedSequence
+from paceline.models.adapters.adapter import LowRank
+from paceline.models.adapters.placed import LM_HEAD, PlacedAdapter
+from paceline.models.quantize import quantize_matrix
+from paceline.models.tensor_names import tensor_shapes
+from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, WeightType
+from paceline.runtimes.base import FloatArray, ForwardOutput, RowRange, assemble
+from paceline.runtimes.decoder import decoder
+from paceline.runtimes.native import walks as walks_module
+from paceline.runtimes.native.adapters import NativeAdapter
+from paceline.runtimes.native.library import PEAK_COLUMNS, kernels_path
+from paceline.runtimes.native.network import NativeNetwork
+from paceline.runtimes.native.walks import CompiledWalks
+from paceline.sampling.draw import draw
+from paceline.sampling.params import SamplingParams
+from paceline.sampling.processors import LogitsProcessor
+from paceline.speculation import verify as verify_module
+from paceline.speculation.request import Request
+from paceline.speculation.tree import DraftTree
+from unit.runtimes.test_native_walks import EDITS, SAMPLING, SHAPES, rows_of
+
+pytestmark = pytest.mark.skipif(kernels_path() is None, reason="no native kernels for this machine")
+
+COLUMNS = 96
+
+
+def peaks_of(logits: FloatArray) -> FloatArray:
+    """As their definition says: NaN where one is."""
+    return np.stack([logits[:, begin : begin + PEAK_COLUMNS].max(1) for begin in range(0, logits.shape[1], PEAK_COLUMNS)], 1)
+
+
+def head(form: str, outputs: int, **options: Any) -> Network:
+    values = np.random.default_rng(3).standard_normal((outputs, COLUMNS)).astype(np.float32)
+    tensors: Mapping[str, AnyTensor] = {"lm_head.weight": plain_tensor(values)}
+    if form != "f32":
+        tensors = {"lm_head.weight": GroupedTensor(quantize_matrix(values, bits=int(form[-1]), group=32))}
+
+    def build(blocks: Any, inputs: Any) -> Any:
+        logits = blocks.lm_head(inputs[0], "lm_head")
+        return [logits, blocks.keep_peaks(logits)]
+
+    return Network([COLUMNS], build, tensors=tensors, in_panels=form != "f32", **options)
+
+
+@pytest.mark.parametrize("level", BUILT)
+@pytest.mark.parametrize("form", ["f32", "int8", "int4"])
+@pytest.mark.parametrize("outputs", [192, 5, 1000])
+def test_a_product_keeps_the_largest_of_each_block_of_its_logits(form: str, outputs: int, level: str, seed: int) -> None:
+    network, random = head(form, outputs, num_threads=3, level=level), np.random.default_rng(seed)
+    for num_rows in (1, 2, 5, 17):
+        x = random.standard_normal((num_rows, COLUMNS)).astype(np.float32)
+        logits, peaks = network(x)
+        assert np.array_equal(peaks, peaks_of(logits)), num_rows
+        x[-1] = np.nan
+        logits, peaks = network(x)
+        assert np.isnan(peaks[-1]).all()
+        assert np.array_equal(peaks, peaks_of(logits), equal_nan=True), num_rows
+
+
+def test_they_are_those_of_logits_with_what_adapters_add(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    low = LowRank(*(random.standard_normal(shape).astype(np.float32) for shape in ((4, COLUMNS), (1000, 4))))
+    adapters = {1: NativeAdapter(PlacedAdapter({LM_HEAD: low}, {}, {}))}
+    network, x = head("f32", 1000, adapters=adapters), random.standard_normal((2, COLUMNS)).astype(np.float32)
+    table = np.arange(4, dtype=np.int32)
+    logits, peaks = network(x, batch=make_batch([RowRange(0, 1, 0, table), RowRange(1, 1, 0, table, adapter=1)]))
+    assert not np.array_equal(logits[1], network(x)[0][1])
+    assert np.array_equal(peaks, peaks_of(logits))
+
+
+def passed(**fields: Any) -> ForwardOutput:
+    config, random = make_config(num_layers=1, vocab_size=700, **fields), np.random.default_rng(1)
+    weights = {name: random.normal(size=shape).astype(np.float32) for name, shape in tensor_shapes(config).items()}
+    tensors = {name: Tensor(array, WeightType.F32, array.shape) for name, array in weights.items()}
+    network = NativeNetwork(decoder(config), config, Weights(tensors), num_threads=1, max_context=64)
+    cache = network.new_cache(2)
+    plans = [cache.reserve(cache.new_sequence(), range(-1, count - 1)) for count in (3, 2)]
+    output = network.forward(*assemble(plans, [[1, 2, 3], [4, 5]], [range(3), [1]]))
+    for part in output.by_plan(plans, [range(3), [1]]):
+        assert part.peaks is None or np.array_equal(part.peaks, peaks_of(part.logits))
+    return output
+
+
+def test_each_plan_has_those_of_its_rows_and_none_are_told_of_logits_that_are_changed_behind_the_product() -> None:
+    assert passed().peaks is not None
+    assert passed(logit_soft_cap=5.0).peaks is None
+
+
+def walked(logits: FloatArray, peaks: FloatArray | None, params: SamplingParams, tree: DraftTree, index: int) -> Any:
+    walks = CompiledWalks(logits.shape[1])
+    walker = walks.walker(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+    return walks.walk_each([(walker, logits, tree.token_ids, tree.parents, index, 0, 7, peaks)])[0]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_with_them_tokens_are_those_of_the_definition(shape: str, pytestconfig: pytest.Config) -> None:
+    seed, decided = pytestconfig.getoption("--seed"), 0
+    count = 200 if pytestconfig.getoption("--large-counts") else 6
+    for vocab in (190, 3_001, 20_000):
+        wide = rows_of(shape, count, vocab + 400, seed)
+        wide[:, vocab:] = 9_000.0  # padding of a vocabulary, which is larger than all
+        for given in (*SAMPLING, {"temperature": 1.0, "top_p": 0.02}, {"temperature": 3.0, "top_k": 300, "top_p": 0.7, "min_p": 1e-4}):
+            params = SamplingParams(**given)
+            processor = LogitsProcessor(params, vocab, [])
+            for index, row in enumerate(wide):
+                tokens, nodes, is_whole = walked(row[None, :vocab], peaks_of(wide[index, None]), params, DraftTree.root_only(3), index)
+                assert walked(row[None, :vocab], None, params, DraftTree.root_only(3), index) == (tokens, nodes, is_whole)
+                if is_whole:
+                    decided += 1
+                    assert tokens == [draw(processor.process(row[:vocab]), index, 0, 7)], (vocab, given)
+    assert decided > 20 * count
+
+
+@pytest.mark.parametrize("level", BUILT)
+def test_every_instruction_set_draws_the_same_tokens(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = np.concatenate([rows_of(shape, 2, 3_001, 5) for shape in SHAPES])
+    each = [(row[None], SamplingParams(**given), index) for index, row in enumerate(rows) for given in SAMPLING]
+
+    def drawn() -> list[Any]:
+        return [walked(row, peaks_of(row), params, DraftTree.root_only(3), index) for row, params, index in each]
+
+    expected = drawn()
+    monkeypatch.setattr(walks_module, "kernels", lambda: open_kernels(level))
+    assert drawn() == expected
+
+
+def test_a_row_of_a_tree_has_its_own() -> None:
+    logits = rows_of("steep", 3, 5_000, 2)
+    for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, top_p=0.9)):
+        right = [draw(LogitsProcessor(params, 5_000, []).process(row), 1, 0, 7 + depth) for depth, row in enumerate(logits)]
+        tree = DraftTree.chain(3, right[:2], "one")
+        assert walked(logits, peaks_of(logits), params, tree, 1) == (right, [1, 2], True)
+        wide = np.repeat(peaks_of(logits), 2, 0)
+        assert walked(logits, wide[::2], params, tree, 1) == (right, [1, 2], True)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_damaged_row_is_left_to_what_says_so(value: float) -> None:
+    logits = rows_of("steep", 1, 5_000, 2)
+    logits[0, 4_000] = value
+    for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, top_p=0.9)):
+        assert walked(logits, peaks_of(logits), params, DraftTree.root_only(3), 1) == ([], [], False)
+
+
+def test_they_decide_which_blocks_are_read() -> None:
+    logits, params = rows_of("steep", 1, 5_000, 2), SamplingParams(temperature=0.0)
+    peaks, best = peaks_of(logits), int(logits[0].argmax())
+    other = 0 if best >= PEAK_COLUMNS else 5 * PEAK_COLUMNS
+    logits[0, other + 3] = 1e6  # of which the peaks know nothing
+    assert walked(logits, peaks, params, DraftTree.root_only(3), 1) == ([best], [], True)
+    logits[0, best] -= 1.0  # the row is another one, which is seen
+    assert walked(logits, peaks, params, DraftTree.root_only(3), 1) == ([], [], False)
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: "-".join(edit))
+@pytest.mark.parametrize("given", SAMPLING[:3], ids=str)
+def test_an_edited_row_is_drawn_from_without_them(edit: dict[str, Any], given: dict[str, Any]) -> None:
+    vocab, params = 3_000, SamplingParams(**given, **edit)
+    walker = CompiledWalks(vocab).walker(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+    for index, row in enumerate(rows_of("steep", 8, vocab, 3)):
+        row[:12] += 9.0  # those that are edited
+        processor = LogitsProcessor(params, vocab, [1, 2, 3, 2], walker=walker)
+        processor.commit_all([4, 5, 1])
+        request = Request([1, 2, 3, 2, 4, 5, 1], 4, params, processor, CachedSequence(), index, 0, 99)
+        tree = DraftTree.root_only(1)
+        [together] = verify_module.walk_together([(tree, row[None], peaks_of(row[None]), request)])
+        assert together is None
+        [token] = verify_module.verify(tree, row[None], request, together).token_ids
+        assert token == draw(processor.process(row), index, 0, len(request.token_ids))
