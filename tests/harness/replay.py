@@ -31,11 +31,13 @@ class Costs:
         pass_s: of a pass by its rows.
         draft_s: of guessing, whatever the depth, and for each guess.
         host_s: of the other work of a step, for each request and each guess.
+        asking_s: of deciding, for each request that is decided for.
     """
 
     pass_s: Callable[[int], float]
     draft_s: tuple[float, float] = (0.0, 0.0)
     host_s: tuple[float, float] = (0.0, 0.0)
+    asking_s: float = 0.0
 
     def table(self) -> PassTable:
         return PassTable.of({rows: self.pass_s(rows) for rows in (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 33, 64)})
@@ -120,17 +122,17 @@ def replay(
             if takes_scaling_passes:
                 running[-1][0].adapter_number, running[-1][0].takes_scaling_passes = 1, True
         batch = [RequestRows.of(request, 1) for request, _ in running]
-        draft_s = _guess(policy, player, batch, running, layout, costs, drawn=drawn)
+        draft_s, plan_s = _guess(policy, player, batch, running, layout, costs, drawn=drawn)
         policy.select(batch, None)
         num_rows = sum(1 + rows.num_guesses for rows in batch)
         num_guessed = num_rows - len(batch)
         pass_s = costs.pass_s(num_rows)
         host_s = costs.host_s[0] * len(batch) + costs.host_s[1] * num_guessed
-        outcome.seconds += pass_s + draft_s + host_s
+        outcome.seconds += pass_s + draft_s + plan_s + host_s
         outcome.steps += 1
         for rows, (request, trace) in zip(batch, running, strict=True):
             _commit(policy, rows, request, trace, outcome)
-        policy.observe_step(batch, pass_s * noise(), host_s, draft_s)
+        policy.observe_step(batch, pass_s * noise(), host_s, draft_s, plan_s)
         for request, _ in running:
             if request.is_finished:
                 policy.release(request)
@@ -171,9 +173,10 @@ def _guess(
     costs: Costs,
     *,
     drawn: bool,
-) -> float:
+) -> tuple[float, float]:
+    """Guess for all requests that may; returns seconds of guessing and of deciding."""
     if policy.rests_together(batch):
-        return 0.0
+        return 0.0, 0.0
     drafting = []
     for rows, (request, _) in zip(batch, running, strict=True):
         depth = min(policy.num_draft_tokens, request.num_remaining_tokens - 1)
@@ -181,6 +184,7 @@ def _guess(
         if rows.plain_reason is None and depth > 0:
             rows.budget = rows.given = DraftBudget(policy.row_budget, depth, layout, wants_draws=drawn)
             drafting.append((rows, player))
+    plan_s = 0.0 if type(policy) is DraftLengthPolicy else costs.asking_s * len(drafting)
     policy.plan(batch, drafting, None)
     deepest = 0
     asked = [rows for rows in batch if rows.budget is not None]
@@ -194,11 +198,11 @@ def _guess(
         rows.set_guesses(tree, tree.num_draft_tokens, PlainReason.CUT)
         deepest = max(deepest, tree.tree_depth)
     if not asked:
-        return 0.0
+        return 0.0, plan_s
     seconds = costs.draft_s[0] + costs.draft_s[1] * deepest
     if deepest:
         policy.observe_draft(player, len(asked), deepest, seconds, 0.0)
-    return seconds
+    return seconds, plan_s
 
 
 def _drafted(tree: DraftTree, budget: DraftBudget) -> DraftTree:

@@ -40,11 +40,13 @@ class PlainSteps:
         work: of the first of them.
         passes_s: seconds of each one's pass.
         hosts_s: of its other work.
+        rested_s: the same of those that were rested.
     """
 
     work: PassWork = field(default_factory=PassWork)
     passes_s: list[float] = field(default_factory=list)
     hosts_s: list[float] = field(default_factory=list)
+    rested_s: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -108,7 +110,9 @@ class BatchRest:
 
     def note(self, pass_s: float, host_s: float) -> None:
         """Told at its end what the step under way took."""
-        self.is_under_way = False
+        if self.is_under_way:
+            self.is_under_way = False
+            self.steps.rested_s.append(host_s)
         self.steps.passes_s.append(pass_s)
         self.steps.hosts_s.append(host_s)
 

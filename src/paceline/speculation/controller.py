@@ -46,7 +46,7 @@ class DraftController(DraftLearning):
     def __init__(self, num_draft_tokens: int, table: PassTable, *, row_budget: int | None = None) -> None:
         super().__init__(num_draft_tokens, table, row_budget=row_budget)
         self._rate = 0.0  # tokens a second that time is worth
-        self._credit_s, self._credited_at = 0.0, 0  # for probes, and the step up to which it was saved up
+        self._credited_at = 0  # the step up to which was saved up for probes
         self._num_since_compared = 0
 
     def plan(self, batch: Sequence[RequestRows], drafting: Sequence[tuple[RequestRows, Drafter]], max_rows: int | None) -> None:
@@ -254,6 +254,7 @@ class DraftController(DraftLearning):
         if depth < 1 or self._credit_s < cost_s or rows.given is None:
             return
         self._credit_s -= cost_s
+        self._probe_s = cost_s
         own.by_depth.doubt()
         own.by_prob.doubt()
         own.num_plain, self._probed = 0, request

@@ -20,6 +20,7 @@ from paceline.speculation.row_choice import Choice
 from paceline.speculation.stats import PlainReason
 from paceline.speculation.step_times import StepTimes
 from paceline.speculation.tree import DraftTree
+from paceline.speculation.vain_time import VainTime
 
 NOTED_PLAIN = 4  # of so many steps of a lone request without guesses one is measured
 IDLE_INTERVAL = 64  # questions to a drafter after which a step is idle, to know what asking takes
@@ -52,12 +53,14 @@ class DraftLearning(DraftLengthPolicy):
         self._num_planned = 0  # requests that were planned for in it
         self._asked: RequestAcceptance | None = None  # of a drafter that takes next to no time, in a lone request's step
         self._probed: Request | None = None  # one that guesses a little although that was not worth it lately
+        self._credit_s, self._probe_s = 0.0, 0.0  # for probes, and what the last one was expected to take
         self._asks_together = False  # whether such drafters are asked for a batch
         self._num_kept, self._faster = 0, 0.0  # guesses of the step under way, and logarithms of the tokens that they bring
         self._num_steps = 0
         self._is_drafting = False
         self._worth = Worth()  # of asking for a batch, in logarithms of its requests' speeds
         self._num_vain = 0  # steps of batches in which nothing was guessed since a guess was kept
+        self._vain_time = VainTime()
         self._mean_output = 0.0  # tokens of the last outputs, 0 = none yet
 
     def know_time(self, name: str, seconds: float) -> None:
@@ -108,6 +111,7 @@ class DraftLearning(DraftLengthPolicy):
             self._weigh_asking_together(batch, self._work, host_s + draft_s + plan_s)
         if is_alone and batch[0].is_decoding:
             self._weigh_asking(batch[0], num_guesses, num_kept, host_s + draft_s + plan_s)
+        spent = None if is_alone or not self._is_in_vain(batch, num_guesses) else self._spent(batch, num_guesses, host_s, draft_s + plan_s)
         self._asked = self._work = self._choice = self._probed = None  # nothing of a request that ends is held
         self._asks_together, self._faster = False, 0.0
         self._num_steps += 1
@@ -126,7 +130,7 @@ class DraftLearning(DraftLengthPolicy):
             if own.is_cheap and not is_alone:  # what the next plan would say
                 own.num_idle, own.num_resting = max(own.num_idle, steps_until(own.num_resting, self._num_steps)), 0
         if not is_alone:
-            self._rest_together(batch, num_guesses, num_kept)
+            self._rest_together(batch, num_guesses, num_kept, spent)
         if num_guesses == 0:
             rest.begin(batch)
 
@@ -142,13 +146,45 @@ class DraftLearning(DraftLengthPolicy):
             if own is not None and own.num_idle < num_idle:
                 own.num_idle = num_idle
 
-    def _rest_together(self, batch: Sequence[RequestRows], num_guesses: int, num_kept: int) -> None:
-        """Let all requests of a batch rest where no guess of theirs was of use for several steps."""
+    def _is_in_vain(self, batch: Sequence[RequestRows], num_guesses: int) -> bool:
+        """Whether no guess of a step was expected to pay."""
+        return num_guesses == 0 or all(rows.num_guesses == 0 or rows.request is self._probed for rows in batch)
+
+    def _spent(self, batch: Sequence[RequestRows], num_guesses: int, host_s: float, asking_s: float) -> float:
+        """What a batch's step took longer than one in which nobody is thought of, as a share of that, less what its guesses brought."""
+        work = PassWork.of(batch, with_guesses=False)
+        if not work.is_decoding:
+            return 0.0
+        self.costs.kind = work.kind
+        plain_s = self.times.of_guesses(work, 0, 0)[0]
+        more_s = asking_s + self.times.more_than_idle_s(len(batch), host_s)
+        if num_guesses > 0:
+            with_guesses = PassWork.of(batch, with_guesses=True)
+            more_s += self.costs.at(with_guesses.num_rows, work.num_cached, with_guesses.num_row_cached)
+            more_s -= self.costs.at(work.num_rows, work.num_cached, work.num_row_cached)
+        spent = more_s / plain_s - self._faster / len(batch)
+        if self._probed is not None:
+            self._credit_s -= max(0.0, spent * plain_s - self._probe_s)
+        return spent
+
+    def _rest_together(self, batch: Sequence[RequestRows], num_guesses: int, num_kept: int, spent: float | None) -> None:
+        """Let all requests of a batch rest where no guess of theirs was of use for several steps, or where to think of them takes long.
+
+        Args:
+            spent: as `_spent` says; None where guesses were expected to pay.
+        """
         if num_guesses > 0:
             self._num_vain = 0 if num_kept > 0 else self._num_vain // 2
+        else:
+            self._num_vain += 1
+        if spent is None:
+            if num_kept > 0:
+                self._vain_time.forget()
             return
-        self._num_vain += 1
-        num_idle = steps_until(rest_after(self._num_vain, VAIN_SHARE, MOST_IDLE), self._num_steps)
+        num_idle = self._vain_time.add(self._num_steps, spent)
+        if num_guesses == 0:
+            num_idle = max(num_idle, rest_after(self._num_vain, VAIN_SHARE, MOST_IDLE))
+        num_idle = steps_until(num_idle, self._num_steps)
         for rows in batch:
             own = rows.request.acceptance
             if own is not None and own.num_idle < num_idle:
@@ -157,6 +193,7 @@ class DraftLearning(DraftLengthPolicy):
     def _learn_plain_steps(self) -> None:
         """Learn what the last plain steps took: of a lone request's, what some of them did."""
         steps, self._rest.steps = self._rest.steps, PlainSteps(self._rest.steps.work)
+        self.times.note_rested(steps.work.num_sequences, steps.rested_s)
         noted = slice(None, None, NOTED_PLAIN if steps.work.num_sequences == 1 else 1)
         count = float(len(steps.passes_s))
         self.times.note(steps.work, steps.passes_s[noted], steps.hosts_s[noted], count * steps.work.num_sequences, count)

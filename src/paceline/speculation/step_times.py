@@ -19,6 +19,7 @@ class StepTimes:
         costs: of passes.
         host: seconds of the other work, by requests and guessed rows.
         planning: seconds of deciding how much to guess, by requests that are decided for.
+        rested: seconds of the other work of steps that all requests of a batch rest, by these.
         idle_s: other work of a lone request's step in which nobody is asked; None = none was seen.
     """
 
@@ -26,6 +27,7 @@ class StepTimes:
         self.costs = PassCosts(table)
         self.host = LinearTime()
         self.planning = LinearTime()
+        self.rested = LinearTime()
         self.idle_s: float | None = None
         self._brought, self._spent_s = 0.0, 0.0  # tokens of the last steps, and seconds that such steps take
 
@@ -59,6 +61,15 @@ class StepTimes:
         kept = BROUGHT_MEMORY ** len(passes_s)
         self._brought = kept * self._brought + brought
         self._spent_s = kept * self._spent_s + num_steps * seconds
+
+    def note_rested(self, num_requests: int, hosts_s: Sequence[float]) -> None:
+        """Learn what the other work of steps took that all requests rested."""
+        if num_requests > 1:
+            self.rested.observe_several(1.0, num_requests, hosts_s)
+
+    def more_than_idle_s(self, num_requests: int, host_s: float) -> float:
+        """Seconds that the other work of a batch's step took longer than of one that all rest; 0 where none was seen."""
+        return max(0.0, host_s - self.rested.at(1.0, num_requests)) if self.rested.is_known else 0.0
 
     def note_idle(self, other_s: float) -> None:
         """Learn what the other work of a lone request's step took in which nobody was asked."""
