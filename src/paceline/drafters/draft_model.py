@@ -255,12 +255,9 @@ class DraftModelDrafter(Drafter):
         try:
             path = next(growth)
             while True:
-                # neither behind siblings is a row wanted, nor where the chain does not expect it to be worth the time
-                if path is None or reached < budget.least_reach:
-                    path = growth.send(())
-                    continue
-                guesses = self._ranked(request, (yield path), path)
-                reached *= budget.chance(guesses[0][1]) if guesses else 0.0
+                # no row is wanted behind siblings, nor where a chain would end
+                guesses = self._ranked(request, (yield path), path) if path is not None and reached >= budget.least_reach else []
+                reached *= budget.chance(guesses[0][1]) if guesses else 1.0
                 path = growth.send(guesses)
         except StopIteration as end:
             tree: DraftTree | None = end.value
@@ -271,8 +268,7 @@ class DraftModelDrafter(Drafter):
         token_ids: list[int] = []
         parents: list[int] = []
         draft_probs: dict[int, TokenProbs] = {}
-        path: list[int] = []
-        node = 0
+        path, node = list[int](), 0
         key = request.seed, request.sample_index, len(request.token_ids)
         for count in _fan(self._tree_width, budget.max_depth, budget.row_budget, budget.layout):
             distribution = self._process(request, (yield path), path)
@@ -314,8 +310,7 @@ class DraftModelDrafter(Drafter):
         walker = request.processor.walker
         if walker is None or width > 1:
             return None
-        position = len(request.token_ids) + len(path)
-        seed, sample_index = request.seed, request.sample_index
+        seed, sample_index, position = request.seed, request.sample_index, len(request.token_ids) + len(path)
         rows = self._as_target_row(logits)[None]
         tokens, _, is_whole = walker.walk(rows, (0,), (-1,), seed=seed, sample_index=sample_index, position=position)
         return Guessed(tokens, (FAR_PROB,)) if is_whole else None

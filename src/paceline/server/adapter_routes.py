@@ -50,14 +50,8 @@ def adapter_routes(service: Service) -> APIRouter:
         if not fields.lora_path or "\0" in fields.lora_path or len(fields.lora_path) > MAX_PATH_LEN:
             text = f"lora_path must be a directory on the server's machine, of 1 to {MAX_PATH_LEN} characters"
             raise HttpError(400, text, parameter="lora_path", code="invalid_value")
-        loaded = HttpError(
-            400,
-            f"lora_name: {name!r} is loaded already; unload it first, or give this one another name",
-            parameter="lora_name",
-            code="adapter_loaded",
-        )
         if name in service.engine.adapters:
-            raise loaded
+            raise _is_loaded(name)
         service.engine.check_open()
         with service.gate.admitted(0):
             try:
@@ -66,7 +60,7 @@ def adapter_routes(service: Service) -> APIRouter:
                 raise HttpError(507, str(error), kind="server_error", parameter="lora_path", code="out_of_memory") from error
             except PacelineError as error:
                 if name in service.engine.adapters:  # another request was faster
-                    raise loaded from error
+                    raise _is_loaded(name) from error
                 raise HttpError(400, str(error), parameter="lora_path", code="adapter_unusable") from error
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
@@ -87,3 +81,8 @@ def adapter_routes(service: Service) -> APIRouter:
         return PlainTextResponse(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.")
 
     return router
+
+
+def _is_loaded(name: str) -> HttpError:
+    text = f"lora_name: {name!r} is loaded already; unload it first, or give this one another name"
+    return HttpError(400, text, parameter="lora_name", code="adapter_loaded")
