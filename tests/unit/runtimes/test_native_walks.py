@@ -48,6 +48,17 @@ def walk(logits: Rows, tree: DraftTree, params: SamplingParams, *, seed: int = 1
     return walker.walk(logits, tree.token_ids, tree.parents, seed=seed, sample_index=sample_index, position=position)
 
 
+@pytest.mark.parametrize("given", [{"top_p": 0.3}, {"top_p": 0.5, "top_k": 20}, {"top_p": 0.4, "min_p": 0.1}], ids=str)
+def test_logits_that_are_equal_only_behind_the_temperature_are_ties(given: dict[str, Any]) -> None:
+    """Denormal ones: what is between two of them is gone when they are divided."""
+    params = SamplingParams(temperature=5.0, **given)
+    processor = LogitsProcessor(params, 64, [])
+    for seed in range(300):
+        row = np.random.default_rng(seed).normal(size=64).astype(np.float32) * np.float32(1e-45)
+        tokens, _, is_whole = walk(row[None], DraftTree.root_only(3), params, seed=seed)
+        assert not is_whole or tokens == [draw(processor.process(row), seed, 0, 7)], seed
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tokens_are_those_of_the_definition(shape: str, pytestconfig: pytest.Config) -> None:
     count = 400 if pytestconfig.getoption("--large-counts") else 8

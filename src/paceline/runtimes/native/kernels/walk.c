@@ -6,6 +6,7 @@
 #include "threads.h"
 #include "vectors.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdatomic.h>
 
@@ -221,7 +222,7 @@ static double weight_below(const Row *own, float border) {
 /* Whether top-p keeps a column: 1, 0, or UNDECIDED. The weight before it counts, that of larger logits. The blocks that hold such are summed
  * first; they often say enough. */
 static int is_kept(Row *own, int column, double top_p) {
-    const float logit = own->row[column], near = fabsf(logit) * NEAR;
+    const float logit = own->row[column], near = fmaxf(fabsf(logit) * NEAR, FLT_MIN); /* denormals become equal too */
     const floats above = broadcast(logit + near), below = broadcast(logit - near);
     double before = 0.0, tied = 0.0, seen = 0.0;
     for (int block = 0; block < own->blocks; block++) {
