@@ -1,8 +1,8 @@
 """States of layers that keep something of a fixed size for a whole text: the last inputs of a convolution, and recurrent matrices.
 
-A state is that behind the first rows of a text. The committed rows behind these are pending: of each there is a record, what the layers'
-updates need of it. A pass brings the state forward by pending rows and goes on from there; a tree's rows each start from their parent's. So
-a rejection costs nothing, and no state is copied for a row.
+A state is that behind the first rows of a text, a multiple of the grid's. The committed rows behind these are pending: of each there is a
+record, what the layers' updates need of it. A pass brings the state forward by pending rows and goes on from there; a tree's rows each start
+from their parent's. So a rejection costs nothing, and no state is copied for a row.
 """
 
 from collections import OrderedDict
@@ -19,7 +19,8 @@ from paceline.kv_cache.prefix_index import Link
 from paceline.kv_cache.row_plan import Commit, RowPlan
 
 KNOWN_ROWS = 16
-"""A plan with so many known rows leaves no record of them: they are kept or cancelled together, and the state behind them is made apart."""
+"""A plan with so many known rows leaves no record of those that a state can be behind: they are kept or cancelled together, and the state
+behind them is made apart."""
 NO_RECORD = -1
 
 
@@ -80,7 +81,7 @@ class _Text:
     """One sequence. `length`: rows that `state` has taken in.
 
     Attributes:
-        num_known: known rows of the plan under way, if they leave no records.
+        num_known: known rows of the plan under way that leave no records.
         saves: of the plan under way: behind how many rows of the text, and where to.
         links: of the text's full blocks, by their index, as far as the state is not behind them.
         crossed: states behind blocks that nobody has named yet, by their index.
@@ -113,12 +114,14 @@ class RecurrentStates(LayerMemory):
     Args:
         state_size, record_size: numbers of a state, and of what a row leaves.
         make: an array of zeros of a shape, of whatever the runtime computes with: only indexing is used here.
+        grid: states are those behind multiples of so many rows, and take in as many at a time; a divisor of `block_size`, `KNOWN_ROWS`
+            at most.
     """
 
     def __init__(
-        self, state_size: int, record_size: int, block_size: int, make: Callable[[tuple[int, ...]], Any], limits: StateLimits
+        self, state_size: int, record_size: int, block_size: int, make: Callable[[tuple[int, ...]], Any], limits: StateLimits, grid: int = 1
     ) -> None:
-        self.limits = limits
+        self.limits, self._grid = limits, grid
         self.state_size, self.record_size = state_size, record_size
         self._block_size, self._make = block_size, make
         self._texts: dict[int, _Text] = {}
@@ -153,12 +156,13 @@ class RecurrentStates(LayerMemory):
             raise RuntimeError(f"the state of a sequence is not that behind its {plan.committed_len} committed rows")
         firm = plan.committed_len if plan.num_firm is None else plan.num_firm
         num_known = plan.num_known if plan.num_known >= KNOWN_ROWS and firm == plan.committed_len else 0
+        num_known = max(0, self._last_border(plan.committed_len + num_known) - plan.committed_len)
         try:
             if num_known:
                 num_folded = 0
                 self._plan_saves(text, plan.committed_len + num_known, end=plan.committed_len + num_known)
             else:
-                num_folded = min(max(0, firm - text.length), len(text.pending))
+                num_folded = self._last_border(min(max(0, firm - text.length), len(text.pending)))
                 if text.state is None:
                     text.state = self._new_state(is_zero=True)
                 self._plan_saves(text, text.length + num_folded)
@@ -266,6 +270,10 @@ class RecurrentStates(LayerMemory):
         owned = [id(state) for state in self._states()]
         if len(set(owned)) < len(owned):
             raise RuntimeError("a state has two owners")
+
+    def _last_border(self, length: int) -> int:
+        """Of the grid, in so many rows."""
+        return length // self._grid * self._grid
 
     def _states(self) -> Iterator[Any]:
         yield from self._spare

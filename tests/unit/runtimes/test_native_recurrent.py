@@ -19,7 +19,6 @@ from paceline.models.weights import Weights, as_float32
 from paceline.runtimes.base import FloatArray, assemble
 from paceline.runtimes.decoder import HIDDEN_STATES, Compose, decoder, recurrent_part
 from paceline.runtimes.native.network import NativeNetwork
-from paceline.runtimes.native.states import chain_schedule, tree_schedule
 
 if not BUILT:
     pytest.skip("no native kernels for this machine", allow_module_level=True)
@@ -428,13 +427,3 @@ def test_what_is_not_a_number_stays_so(mixer: Recurrent, part: str, seed: int) -
     cache = network.new_cache(2)
     logits = network.forward(*assemble([cache.reserve(cache.new_sequence(), range(-1, 2))], [[1, 2, 3]], [range(3)])).logits
     assert np.isnan(logits[1:]).all()
-
-
-@pytest.mark.parametrize("num_pending", [0, 1, 3])
-@pytest.mark.parametrize("num_rows", [1, 2, 9])
-def test_a_chain_is_a_tree_that_does_not_branch(num_pending: int, num_rows: int) -> None:
-    for counts in ((), (num_pending + 1,), (num_pending + num_rows,), (num_pending + 1, num_pending + num_rows)):
-        chain = chain_schedule(num_pending, num_rows, counts)
-        tree = tree_schedule(num_pending, tuple(range(-1, num_rows - 1)), counts)
-        np.testing.assert_array_equal(chain.steps, tree.steps)
-        np.testing.assert_array_equal(chain.parents, tree.parents)

@@ -106,9 +106,9 @@ class Execution:
         self._program.scratch = self._scratch_addresses.ctypes.data
 
     def _make_state_scratch(self, num_slots: int) -> None:
-        """Room for each thread's block of a state and for so many copies."""
+        """Room for each thread's blocks of states: zeros, one of its own, and so many slots."""
         self._num_slots = num_slots
-        self._state_scratch = zeros((self._program.num_threads, self._block_floats * (1 + num_slots)))
+        self._state_scratch = zeros((self._program.num_threads, self._block_floats * (2 + num_slots)))
         self._program.state_scratch, self._program.state_floats = self._state_scratch.ctypes.data, self._state_scratch.shape[1]
 
     def input_rows(self, num_rows: int, buffer: int = 0) -> FloatArray:

@@ -46,7 +46,7 @@ from paceline.runtimes.native.mixture import NativeMixture, add_memories_of_scal
 from paceline.runtimes.native.packed_rows import PackedRows
 from paceline.runtimes.native.panels import Panels
 from paceline.runtimes.native.program import NativeBlocks, Recorded, share_memory
-from paceline.runtimes.native.records import Rows
+from paceline.runtimes.native.records import GRID, Rows
 from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.planes import planes_of
 from paceline.runtimes.ranking import Ranking
@@ -132,7 +132,7 @@ class NativeNetwork(Network):
             if self.capabilities.tree_layout is TreeLayout.PATHS:
                 raise ConfigError("layers with a recurrent state take no trees as paths")
             layout = StateLayout.of(self.config.recurrents)
-            memory = RecurrentStates(layout.state_size, layout.record_size, BLOCK_SIZE, zeros, states)
+            memory = RecurrentStates(layout.state_size, layout.record_size, BLOCK_SIZE, zeros, states, grid=GRID)
             self._shared.use_states(memory)
             cache.add(memory)
         return cache

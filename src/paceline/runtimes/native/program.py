@@ -25,6 +25,7 @@ from paceline.runtimes.decoder import LAYER_ROWS, TOKEN_IDS
 from paceline.runtimes.native.library import LANES, PEAK_COLUMNS, kernels
 from paceline.runtimes.native.panels import NARROW_KINDS, PANEL_KINDS
 from paceline.runtimes.native.records import (
+    GRID,
     AddOperation,
     AttentionOperation,
     ColumnsOperation,
@@ -254,7 +255,7 @@ class NativeBlocks:
 
     def _state(self, x: Value, a: Value, b: Value | None, mixer: GatedDeltaConfig | Mamba2Config, layer: int) -> Value:
         state, place, prefix = mixer.state, self._states.places[layer], f"layers.{layer}."
-        work = self.value(2 * state.key_width + state.value_width + 2 * state.heads + state.key_heads)
+        work = self.value(4 * state.key_width + state.value_width + 2 * state.heads + 2 * GRID * state.key_heads)
         least, most = mixer.dt_limits if isinstance(mixer, Mamba2Config) else (0.0, float("inf"))
         operation = StateOperation(
             x=x.index, a=a.index, b=-1 if b is None else b.index, work=work.index, channels=mixer.channels, heads=state.heads,

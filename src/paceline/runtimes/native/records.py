@@ -250,7 +250,7 @@ class ConvolutionOperation(Operation):
 
 
 class StateOperation(Operation):
-    """Recurrent matrices: a gated delta rule, or Mamba-2. See kernels/recurrent.c."""
+    """Recurrent matrices: a gated delta rule, or Mamba-2. See kernels/state_blocks.c."""
 
     CODE, INPUTS, OUTS = Code.STATE, ("x", "a", "b", "work"), ("out", "work")
     _fields_ = (
@@ -332,11 +332,16 @@ class WalkRecord(Structure):
     )  # fmt: skip
 
 
+GRID = 8
+"""Rows that states take in at a time: a state is that behind a multiple of so many rows of its text."""
+
+
 class Step(Structure):
-    """One sweep over a matrix of a state, see kernels/native.h."""
+    """What is done with a state, see kernels/native.h."""
 
     _fields_ = (
-        ("load", c_int32), ("update", c_int32), ("row", c_int32), ("slot", c_int32), ("first_save", c_int32), ("num_saves", c_int32),
+        ("from", c_int32), ("to", c_int32), ("path", c_int32), ("first_row", c_int32), ("num_rows", c_int32), ("first_save", c_int32),
+        ("num_saves", c_int32),
     )  # fmt: skip
 
 
@@ -347,12 +352,12 @@ class Save(Structure):
 
 
 class StateRange(Structure):
-    """What the rows of a range do to the state of their sequence; numbers of records, parents and steps lie in arrays of the pass."""
+    """What the rows of a range do to the state of their sequence; what is numbered lies in arrays of the pass."""
 
     _fields_ = (
-        ("state", c_void_p), ("records", c_void_p), ("pending", c_void_p), ("rows", c_void_p), ("parents", c_void_p), ("steps", c_void_p),
-        ("saves", c_void_p), ("has_run", c_void_p), ("record_floats", c_int64), ("num_pending", c_int32), ("num_folded", c_int32),
-        ("num_steps", c_int32), ("num_saves", c_int32),
+        ("state", c_void_p), ("records", c_void_p), ("pending", c_void_p), ("rows", c_void_p), ("parents", c_void_p), ("order", c_void_p),
+        ("ancestors", c_void_p), ("paths", c_void_p), ("steps", c_void_p), ("saves", c_void_p), ("has_run", c_void_p),
+        ("record_floats", c_int64), ("num_pending", c_int32), ("num_folded", c_int32), ("num_steps", c_int32), ("num_saves", c_int32),
     )  # fmt: skip
 
 
@@ -379,7 +384,7 @@ class Program(Structure):
     )  # fmt: skip
 
 
-VERSION = 15
+VERSION = 16
 """KERNELS_VERSION of kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (

@@ -9,11 +9,13 @@ from numpy.typing import NDArray
 
 from paceline.kv_cache.recurrent import RecurrentStates, StateWork
 from paceline.runtimes.base import BoolArray, ForwardBatch, IntArray
+from paceline.runtimes.native.records import GRID
 
-_RANGE = Struct("=8qq4i")  # the fields of `records.StateRange`
+_RANGE = Struct("=11qq4i")  # the fields of `records.StateRange`
 _SAVE = Struct("=2q")
-_LOAD, _UPDATE, _ROW, _SLOT, _FIRST_SAVE, _NUM_SAVES = range(6)  # of `records.Step`
+_FROM, _TO, _PATH, _FIRST_ROW, _NUM_ROWS, _FIRST_SAVE, _NUM_SAVES = range(7)  # of `records.Step`
 NONE = -1
+IN_PLACE, NOWHERE = -1, -2
 
 
 class PassStates:
@@ -36,19 +38,17 @@ class PassStates:
             work = memory.work(item.sequence_id)
             if len(work.rows) != item.num_rows:  # the kernels would read what is not there
                 raise RuntimeError(f"{item.num_rows} rows run of a plan of {len(work.rows)}: reserve what runs")
-            counts = tuple(count for count, _ in work.saves)
-            schedule = chain_schedule(len(work.pending), item.num_rows, counts)
-            if item.mask is not None:
-                schedule = tree_schedule(len(work.pending), parents_of(item.mask), counts)
+            parents = tuple(range(-1, item.num_rows - 1)) if item.mask is None else parents_of(item.mask)
+            schedule = schedule_of(len(work.pending), work.num_folded, parents, tuple(count for count, _ in work.saves))
             num_slots = max(num_slots, schedule.num_slots)
             records, saves = np.array([*work.pending, *work.rows], np.int32), _saves(work)
             kept += [work, schedule, records, saves]
+            arrays = schedule.parents, schedule.order, schedule.ancestors, schedule.paths, schedule.steps, saves, work.has_run
             _RANGE.pack_into(
                 ranges.data, index * _RANGE.size,
                 0 if work.state is None else work.state.ctypes.data, 0 if work.records is None else work.records.ctypes.data,
-                records.ctypes.data, records.ctypes.data + 4 * len(work.pending), schedule.parents.ctypes.data,
-                schedule.steps.ctypes.data, saves.ctypes.data, work.has_run.ctypes.data, memory.record_size,
-                len(work.pending), work.num_folded, len(schedule.steps), len(work.saves),
+                records.ctypes.data, records.ctypes.data + 4 * len(work.pending), *(array.ctypes.data for array in arrays),
+                memory.record_size, len(work.pending), work.num_folded, len(schedule.steps), len(work.saves),
             )  # fmt: skip
         self._kept, self.num_slots = kept, num_slots
         return int(ranges.ctypes.data)
@@ -56,17 +56,23 @@ class PassStates:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """In which order a range's rows run through a state.
+    """In which order a range's rows run through a state. Nodes are rows, and -2 - i the pending row i.
 
     Attributes:
         parents: [num_rows] of each row; -1 = the last pending row.
-        steps: [num_steps, 6] `records.Step`.
-        num_slots: copies that are alive at a time.
+        order: [num_rows] rows, those of a step side by side.
+        ancestors: [num_rows, GRID] nodes before a row that the state of its step has not taken in, the first of them first; then -1.
+        paths: [num_paths, GRID] nodes that steps take in.
+        steps: [num_steps, 7] `records.Step`.
+        num_slots: states of a block that are alive at a time, besides the one kept in place.
     """
 
     parents: IntArray
+    order: IntArray
+    ancestors: IntArray
+    paths: IntArray
     steps: IntArray
-    num_slots: int = 0
+    num_slots: int
 
 
 def parents_of(mask: BoolArray) -> tuple[int, ...]:
@@ -76,65 +82,100 @@ def parents_of(mask: BoolArray) -> tuple[int, ...]:
     return tuple(np.where(before.any(axis=1), last, NONE).tolist())
 
 
-@lru_cache(maxsize=256)
-def chain_schedule(num_pending: int, num_rows: int, counts: tuple[int, ...]) -> Schedule:
-    """Rows that follow one another: each update is taken in on the way to the row behind it.
+@lru_cache(maxsize=512)
+def schedule_of(num_pending: int, num_folded: int, parents: tuple[int, ...], counts: tuple[int, ...]) -> Schedule:
+    """The schedule of a range whose state is behind a multiple of GRID rows.
 
     Args:
-        counts: of updates, behind which the state is saved.
+        num_folded: pending rows that the state takes in, in place; a multiple of GRID.
+        parents: of each row; -1 = the last pending row.
+        counts: of pending rows and rows, which are a chain so far, behind which the state is saved; multiples of GRID.
     """
-    updates = [*range(-2, -2 - num_pending, -1), *range(num_rows)]
-    num_updates = max(num_pending + num_rows - 1, *counts) if counts else num_pending + num_rows - 1
-    steps = np.zeros((num_updates + (num_pending == 0), 6), np.int32)
-    steps[:, :_FIRST_SAVE] = NONE
-    first = int(num_pending == 0)  # a step without an update
-    steps[first:, _UPDATE] = updates[:num_updates]
-    rows = np.arange(len(steps)) + (1 - first - num_pending)
-    steps[:, _ROW] = np.where((rows >= 0) & (rows < num_rows), rows, NONE)
-    for number, count in enumerate(counts):
-        _add_save(steps[count - 1 + first], number)
-    return Schedule(np.arange(-1, num_rows - 1, dtype=np.int32), steps)
+    return _Planner(num_pending, num_folded, parents, counts).schedule()
 
 
-@lru_cache(maxsize=256)
-def tree_schedule(num_pending: int, parents: tuple[int, ...], counts: tuple[int, ...]) -> Schedule:
-    """Rows of a tree, its deepest first; a state from which several paths go on is copied.
+class _Planner:
+    """Makes a schedule. Here nodes are numbered from the first pending row on; the root, number -1, is the state as it is found.
 
-    Args:
-        counts: as in `chain_schedule`; rows behind the pending ones up to the last of them are a chain.
+    Nodes of one stretch of GRID rows that go on from one state are run together; the state is that behind their `base`.
     """
-    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]  # those of the pending rows are the last
-    for row, parent in enumerate(parents):
-        children[parent].append(row)
-    saved = {count - num_pending - 1 for count in counts}
-    steps = [[NONE, -2 - number, NONE, NONE, 0, 0] for number in range(num_pending)] or [[NONE, NONE, NONE, NONE, 0, 0]]
-    num_slots = 0
-    todo: list[tuple[int, int, int]] = [(NONE, NONE, 0)]  # a row, the slot with the state behind its parent, the first free slot
-    while todo:
-        row, slot, free = todo.pop()
-        if row != NONE:
-            steps.append([slot, row, NONE, NONE, 0, 0])
-        first, *others = children[row] or [NONE]
-        steps[-1][_ROW] = first
-        steps += [[NONE, NONE, other, NONE, 0, 0] for other in others]
-        inner = [child for child in children[row] if children[child] or child in saved]
-        if len(inner) > 1:
-            steps[-1][_SLOT] = free
-            num_slots = max(num_slots, free + 1)
-        for place, child in reversed(list(enumerate(inner))):
-            is_last = place == len(inner) - 1
-            todo.append((child, free if place else NONE, free if is_last else free + 1))
-    array = np.array(steps, np.int32)
-    for number, count in enumerate(counts):
-        update = -1 - count if count <= num_pending else count - num_pending - 1
-        _add_save(array[int(np.flatnonzero(array[:, _UPDATE] == update)[0])], number)
-    return Schedule(np.array(parents, np.int32), array, num_slots)
 
+    def __init__(self, num_pending: int, num_folded: int, parents: tuple[int, ...], counts: tuple[int, ...]) -> None:
+        self._num_pending, self._num_folded, self._counts = num_pending, num_folded, counts
+        self._parents = [*range(-1, num_pending - 1), *(num_pending + parent for parent in parents)]
+        self._bases: list[int] = []
+        self._before: list[list[int]] = []  # of each node, those behind its base
+        for parent in self._parents:
+            is_first = parent < 0 or len(self._before[parent]) == GRID - 1
+            self._bases.append(parent if is_first else self._bases[parent])
+            self._before.append([] if is_first else [*self._before[parent], parent])
+        self._rows: dict[int, list[int]] = {}
+        for node in range(num_pending, len(self._parents)):
+            self._rows.setdefault(self._bases[node], []).append(node)
+        self._children: dict[int, list[int]] = {}
+        seen = {-1}
+        for base in [*(count - 1 for count in counts), *self._rows]:
+            while base not in seen:
+                seen.add(base)
+                self._children.setdefault(self._bases[base], []).append(base)
+                base = self._bases[base]
+        self._steps: list[list[int]] = []
+        self._order: list[int] = []
+        self._paths: list[list[int]] = []
+        self._num_slots = 0
 
-def _add_save(step: IntArray, number: int) -> None:
-    if not step[_NUM_SAVES]:
-        step[_FIRST_SAVE] = number
-    step[_NUM_SAVES] += 1
+    def schedule(self) -> Schedule:
+        num_rows, base, place = len(self._parents) - self._num_pending, -1, IN_PLACE
+        self._run_rows(base, place)
+        todo = self._below(base, place, 0)
+        while todo:  # depth first
+            base, place, free = todo.pop()
+            todo += self._below(base, *self._enter(base, place, free))
+        ancestors = np.full((num_rows, GRID), NONE, np.int32)
+        for row in range(num_rows):
+            before = self._before[self._num_pending + row]
+            ancestors[row, : len(before)] = self._named(before)
+        return Schedule(
+            np.array(self._named(self._parents[self._num_pending :], is_parent=True), np.int32), np.array(self._order, np.int32),
+            ancestors, np.array(self._paths, np.int32).reshape(-1, GRID), np.array(self._steps, np.int32), self._num_slots,
+        )  # fmt: skip
+
+    def _below(self, base: int, place: int, free: int) -> list[tuple[int, int, int]]:
+        """The bases that go on from one, the last first; the last of all may take its place."""
+        children = self._children.get(base, [])
+        return [(child, place, free - (not number and place >= 0)) for number, child in enumerate(reversed(children))]
+
+    def _enter(self, base: int, place: int, free: int) -> tuple[int, int]:
+        """Take in the path to a base, and run its rows; where its state is kept, and the first free slot behind that."""
+        rows = self._rows.get(base, [])
+        saves = [number for number, count in enumerate(self._counts) if count - 1 == base]
+        to = NOWHERE
+        if base < self._num_folded:
+            to = IN_PLACE
+        elif saves or len(rows) > GRID or self._children.get(base):
+            to = free
+            self._num_slots = max(self._num_slots, free + 1)
+        self._paths.append(self._named([*self._before[base], base]))
+        self._run_rows(base, place, to, len(self._paths) - 1)
+        if saves:
+            index = len(self._steps) - max(1, -(-len(rows) // GRID))
+            self._steps[index][_FIRST_SAVE:] = [saves[0], len(saves)]
+        return to, free + (to >= 0)
+
+    def _run_rows(self, base: int, place: int, to: int = NOWHERE, path: int = NONE) -> None:
+        """Steps of the rows behind a base, the first of which takes the path to it in; none where there is nothing to do."""
+        rows = self._rows.get(base, [])
+        for first in range(0, max(len(rows), path != NONE), GRID):
+            part = rows[first : first + GRID]
+            self._steps.append([place, to, path, len(self._order), len(part), 0, 0])
+            self._order += [node - self._num_pending for node in part]
+            if path != NONE:
+                place, to, path = to, NOWHERE, NONE
+
+    def _named(self, nodes: list[int], *, is_parent: bool = False) -> list[int]:
+        """Nodes as the kernels number them; a parent that is pending is -1."""
+        first = self._num_pending
+        return [node - first if node >= first else NONE if is_parent else -2 - node for node in nodes]
 
 
 def _saves(work: StateWork) -> NDArray[np.uint8]:

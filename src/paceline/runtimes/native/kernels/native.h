@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERNELS_VERSION 15 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
+#define KERNELS_VERSION 16 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
 
 /* Rows that share one decoding of a weight: as many as keep their sums in registers. */
 #ifdef __AVX512F__
@@ -283,12 +283,18 @@ typedef struct {
     int32_t start, rows, cached_len, table, mask, first_slot;
 } Range;
 
-/* One sweep over a matrix: take in an update, multiply the state then with a row, save it. */
+/* Rows of a text that its matrices take in at a time; a multiple of so many rows is behind a state. */
+#define GRID 8
+#define NO_NODE -1
+#define IN_PLACE -1
+#define NOWHERE -2
+
+/* What is done with a state: take in a path, multiply it with rows that go on from there, save it. */
 typedef struct {
-    int32_t load;   /* the slot to go on from; -1 = from where the last step was */
-    int32_t update; /* a row of the range; -2 - i = pending row i; -1 = none */
-    int32_t row;    /* that starts from here; -1 = none */
-    int32_t slot;   /* to keep a copy in for later steps; -1 = none */
+    int32_t from;                /* a slot, or IN_PLACE: the state itself */
+    int32_t to;                  /* where the state behind the path is kept: a slot, IN_PLACE or NOWHERE */
+    int32_t path;                /* -1 = none */
+    int32_t first_row, num_rows; /* in `order`; GRID at most */
     int32_t first_save, num_saves;
 } Step;
 
@@ -303,7 +309,11 @@ typedef struct {
     float *records; /* of `record_floats` each */
     const int32_t *pending; /* [num_pending] the records of rows that the state has not taken in; the first num_folded are, in place */
     const int32_t *rows;    /* of each row of the range the record it leaves; -1 = none */
-    const int32_t *parents; /* of each row; -1 = the last pending row */
+    /* Nodes are rows of the range, and -2 - i the pending row i. */
+    const int32_t *parents;   /* of each row; -1 = the last pending row */
+    const int32_t *order;     /* [rows], those of a step side by side */
+    const int32_t *ancestors; /* [rows][GRID] nodes that a row's step has not taken in, then NO_NODE */
+    const int32_t *paths;     /* [][GRID] nodes */
     const Step *steps;
     const Save *saves;
     int32_t *has_run; /* set to 1 behind the pass */
@@ -389,9 +399,11 @@ void choose_experts(const RouteOperation *own, const float *logits, int32_t *exp
 void sort_pairs(const RouteOperation *own, const Routes *routes, const int32_t *order, int rows);
 
 void convolve(const StateRange *range, const ConvolutionOperation *own, int rows, int channel, int count, const float *x, float *out);
-void prepare_state_row(const StateOperation *own, const float *x, const float *a, const float *b, float *work, float *record);
-void run_state_block(const StateRange *range, const StateOperation *own, int number, int has_next, const float *x, float *work, float *out,
-                     float *scratch);
+void prepare_gates(const StateOperation *own, const float *a, const float *b, float *work, float *record);
+void prepare_keys(const StateRange *range, const StateOperation *own, int rows, int head, const float *x, float *work);
+const float *ask_for_state_block(const StateRange *range, const StateOperation *own, int rows, int number, const float *x, float *out);
+void run_state_block(const StateRange *range, const StateOperation *own, int rows, int number, const float *next, const float *x, float *work,
+                     float *out, float *scratch);
 
 #define PIECE_COLUMNS 4096
 int pieces_of(int columns);

@@ -1,5 +1,6 @@
 /* Runs a network: a list of operations over buffers of rows, one after another, each shared out among the threads by tickets. */
 #include "native.h"
+#include "state_rows.h"
 #include "peaks.h"
 #include "threads.h"
 #include "work.h"
@@ -233,29 +234,51 @@ static void run_convolution(const Work *work, const Operation *operation) {
     }
 }
 
+/* Where the block of a state begins that a thread is to run next, whose rows are asked for; NULL = none, or that of a new text. */
+static const float *ask_for_block(const Work *work, const StateOperation *own, int item) {
+    const Pass *pass = work->pass;
+    const int blocks = own->heads * parts_of(own->columns, own->block);
+    if (item >= pass->num_ranges * blocks) return NULL;
+    const Range *range = pass->ranges + item / blocks;
+    const size_t row = (size_t)range->start;
+    return ask_for_state_block(pass->states + item / blocks, own, range->rows, item % blocks, buffer(work, own->x) + row * (size_t)own->channels,
+                               buffer(work, own->head.out) + row * (size_t)own->heads * (size_t)own->columns);
+}
+
 static void run_state(const Work *work, const Operation *operation) {
     const StateOperation *own = (const StateOperation *)operation;
     const Pass *pass = work->pass;
     const float *x = buffer(work, own->x), *a = buffer(work, own->a), *b = own->b < 0 ? NULL : buffer(work, own->b);
     float *worked = buffer(work, own->work), *out = buffer(work, operation->out);
     const size_t channels = (size_t)own->channels, heads = (size_t)own->heads, floats_a_row = (size_t)own->work_floats;
-    for (int item; (item = next_ticket(work, 0)) < work->rows;) {
-        const size_t row = (size_t)item;
-        const Range *range = pass->ranges + pass->range_of_row[item];
-        const StateRange *states = pass->states + pass->range_of_row[item];
-        const int record = states->rows[item - range->start];
-        prepare_state_row(own, x + row * channels, a + row * heads, b ? b + row * heads : NULL, worked + row * floats_a_row,
-                          record < 0 ? NULL : states->records + (size_t)record * (size_t)states->record_floats);
-    }
-    barrier();
-    const int blocks = own->heads * parts_of(own->columns, own->block);
+    const int blocks = own->heads * parts_of(own->columns, own->block), num_keys = pass->num_ranges * own->key_heads;
     float *scratch = work->program->state_scratch + (size_t)work->thread * (size_t)work->program->state_floats;
     Share share = {.total = pass->num_ranges * blocks};
-    for (int item; (item = next_of_share(work, 1, &share)) < share.total;) {
-        const size_t row = (size_t)pass->ranges[item / blocks].start;
-        const int has_next = share.next < share.end && (item + 1) % blocks;
-        run_state_block(pass->states + item / blocks, own, item % blocks, has_next, x + row * channels, worked + row * floats_a_row,
-                        out + row * heads * (size_t)own->columns, scratch);
+    int next = next_of_share(work, 1, &share); /* before the keys, so that the memory brings its first block meanwhile */
+    const float *block = ask_for_block(work, own, next);
+    if (block) ask_for(block, own->rows_of_state * own->block, 0);
+    for (int item; (item = next_ticket(work, 0)) < num_keys + work->rows;) {
+        if (item < num_keys) {
+            const Range *range = pass->ranges + item / own->key_heads;
+            const size_t row = (size_t)range->start;
+            prepare_keys(pass->states + item / own->key_heads, own, range->rows, item % own->key_heads, x + row * channels,
+                         worked + row * floats_a_row);
+            continue;
+        }
+        const size_t row = (size_t)(item - num_keys);
+        const Range *range = pass->ranges + pass->range_of_row[row];
+        const StateRange *states = pass->states + pass->range_of_row[row];
+        const int place = (int)row - range->start;
+        prepare_gates(own, a + row * heads, b ? b + row * heads : NULL, work_of(own, worked + (size_t)range->start * floats_a_row, place),
+                      record_of(states, states->rows[place]));
+    }
+    barrier();
+    for (int item = next; item < share.total; item = next) {
+        const Range *range = pass->ranges + item / blocks;
+        const size_t row = (size_t)range->start;
+        next = next_of_share(work, 1, &share);
+        run_state_block(pass->states + item / blocks, own, range->rows, item % blocks, ask_for_block(work, own, next), x + row * channels,
+                        worked + row * floats_a_row, out + row * heads * (size_t)own->columns, scratch);
     }
 }
 

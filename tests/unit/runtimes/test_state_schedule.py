@@ -1,0 +1,81 @@
+"""In which order rows run through a state: every row must start from the rows before it, whatever else is in the pass."""
+
+import numpy as np
+import pytest
+
+from paceline.runtimes.native.records import GRID
+from paceline.runtimes.native.states import IN_PLACE, NOWHERE, Schedule, schedule_of
+
+Path = tuple[int, ...]
+
+
+def paths_of(num_pending: int, parents: tuple[int, ...]) -> list[Path]:
+    """Of each row the nodes before it, pending ones as -2 - i."""
+    pending = tuple(-2 - number for number in range(num_pending))
+    paths: list[Path] = []
+    for parent in parents:
+        paths.append(pending if parent < 0 else (*paths[parent], parent))
+    return paths
+
+
+def run(schedule: Schedule, num_folded: int, parents: tuple[int, ...]) -> tuple[dict[int, Path], dict[int, Path]]:
+    """What the kernels would do: of each row the nodes it starts from, and of each save the nodes it has taken in."""
+    places: dict[int, Path] = {IN_PLACE: ()}
+    rows, saves = dict[int, Path](), dict[int, Path]()
+    for origin, to, path, first_row, num_rows, first_save, num_saves in schedule.steps.tolist():
+        state = places[origin]
+        if path >= 0:
+            state = (*state, *schedule.paths[path].tolist())
+            if to != NOWHERE:
+                places[to] = state
+        else:
+            assert to == NOWHERE
+        assert to < schedule.num_slots
+        assert num_rows <= GRID
+        assert to != NOWHERE or not num_saves
+        saves |= dict.fromkeys(range(first_save, first_save + num_saves), state)
+        for row in schedule.order[first_row : first_row + num_rows].tolist():
+            own = schedule.ancestors[row]
+            assert own[-1] == -1
+            known = own[own != -1].tolist()
+            assert own[: len(known)].tolist() == known
+            assert parents[row] == -1 or parents[row] in rows
+            rows[row] = (*state, *known)
+    assert len(places[IN_PLACE]) == num_folded
+    return rows, saves
+
+
+def trees(random: np.random.Generator, num_rows: int) -> tuple[int, ...]:
+    """Parents of rows: a chain, or each behind any of the last ones."""
+    if random.random() < 0.3:
+        return tuple(range(-1, num_rows - 1))
+    return tuple(int(random.integers(max(-1, row - 6), row)) for row in range(num_rows))
+
+
+def test_rows_start_from_the_rows_before_them(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    for _ in range(400):
+        num_pending, num_rows = int(random.integers(0, 40)), int(random.integers(1, 40))
+        num_folded = int(random.integers(0, num_pending // GRID + 1)) * GRID
+        known = int(random.integers(0, num_rows))  # a chain in front of the tree
+        parents = (*range(-1, known - 1), *(known + parent for parent in trees(random, num_rows - known)))
+        borders = range(GRID, num_pending + known + 1, GRID)
+        counts = tuple(sorted(random.choice(borders, random.integers(0, len(borders) + 1), replace=False).tolist())) if borders else ()
+        found, saves = run(schedule_of(num_pending, num_folded, parents, counts), num_folded, parents)
+        wanted = paths_of(num_pending, parents)
+        assert [found[row] for row in range(num_rows)] == wanted
+        whole = [*(-2 - number for number in range(num_pending)), *range(known)]
+        assert [saves[number] for number in range(len(counts))] == [tuple(whole[:count]) for count in counts]
+
+
+@pytest.mark.parametrize("num_pending", [0, 3, 7, 8, 12])
+@pytest.mark.parametrize("num_rows", [1, 8, 9, 512])
+def test_what_a_step_has_not_taken_in_depends_on_the_place_alone(num_pending: int, num_rows: int) -> None:
+    schedule = schedule_of(num_pending, 0, tuple(range(-1, num_rows - 1)), ())
+    counts = (schedule.ancestors != -1).sum(axis=1)
+    assert counts.tolist() == [(num_pending + row) % GRID for row in range(num_rows)]
+
+
+def test_a_chain_keeps_one_state_beside_its_own() -> None:
+    assert schedule_of(5, 0, tuple(range(-1, 511)), (512,)).num_slots == 1
+    assert schedule_of(5, 0, tuple(range(-1, 7)), ()).num_slots == 0
