@@ -1,8 +1,8 @@
 """States of layers that keep something of a fixed size for a whole text: the last inputs of a convolution, and recurrent matrices.
 
 A state is that behind the first rows of a text, a multiple of the grid's. The committed rows behind these are pending: of each there is a
-record, what the layers' updates need of it. A pass brings the state forward by pending rows and goes on from there; a tree's rows each start
-from their parent's. So a rejection costs nothing, and no state is copied for a row.
+record, what the layers' updates need of it. A pass brings the state forward by pending rows and goes on from there; rows of a tree start
+from their parents. So a rejection costs nothing, and no state is copied for a row.
 """
 
 from collections import OrderedDict

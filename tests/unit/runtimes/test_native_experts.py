@@ -15,7 +15,7 @@ from paceline.models.quantize import quantize_matrix
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, as_float32, to_bf16
 from paceline.runtimes.base import FloatArray
 from paceline.runtimes.native.program import NativeBlocks, Value
-from paceline.runtimes.native.records import PHASES, ExpertsOperation
+from paceline.runtimes.native.records import ExpertsOperation
 
 BY_LEVEL = pytest.mark.parametrize("level", BUILT)
 WIDTH, INNER, COUNT = 64, 96, 11
@@ -195,6 +195,6 @@ def test_each_chosen_expert_is_read_once_a_pass_and_no_other(num_rows: int, seed
     operations = run._blocks.operations
     for index, operation in enumerate(operations):
         if isinstance(operation, ExpertsOperation):
-            taken = int(run.execution._tickets[PHASES * index + 1])
+            taken = run.execution.pieces_taken(index, 1)
             outputs = operation.matrices[0].outputs
             assert taken == active * operation.num_matrices * -(-outputs // 48)

@@ -29,6 +29,7 @@ from paceline.runtimes.native.records import (
 from paceline.runtimes.rotary import RotaryTables
 
 _MIN_ROWS = 32
+_COUNTS_OF_A_LINE = 16  # of the caches: two lines, which some processors fetch together
 _PARTS_FLOATS = 1 << 22  # for what splits of long contexts give; untouched memory costs nothing
 
 
@@ -52,6 +53,8 @@ class Execution:
         self._recorded, operations = recorded, recorded.operations
         self._operations = (ctypes.c_void_p * len(operations))(*map(ctypes.addressof, operations))
         self._tickets = np.zeros(PHASES * len(operations), np.int32)
+        taken_a_thread = -(-PHASES * len(operations) // _COUNTS_OF_A_LINE) * _COUNTS_OF_A_LINE
+        self._taken = zeros((num_threads, taken_a_thread), np.int64)
         attentions = [operation for operation in operations if isinstance(operation, AttentionOperation)]
         self._heads = {(operation.heads // operation.kv_heads, operation.head_size) for operation in attentions}
         self._most_columns = max([matrix.columns for operation in operations for matrix in matrices_of(operation)], default=0)
@@ -64,6 +67,7 @@ class Execution:
         self._program = Program(
             operations=ctypes.addressof(self._operations), num_operations=len(operations), num_threads=num_threads,
             most_columns=self._most_columns, tickets=self._tickets.ctypes.data,
+            taken=self._taken.ctypes.data, taken_a_thread=taken_a_thread,
         )  # fmt: skip
         self._has_states = any(isinstance(operation, ConvolutionOperation) for operation in operations)
         states = [operation for operation in operations if isinstance(operation, StateOperation)]
@@ -97,6 +101,11 @@ class Execution:
         self._plane_addresses = np.array([plane.ctypes.data for plane in self._planes], np.uint64)
         self._program.planes = self._plane_addresses.ctypes.data
         self._program.kv_kind = KVKind[kv_type.name]
+
+    def pieces_taken(self, index: int, phase: int) -> int:
+        """Pieces of an operation that threads have taken in the last pass by their places."""
+        counts = self._taken[:, PHASES * index + phase]
+        return int((counts & 0xFFFFFFFF).sum() + (counts >> 32).sum())
 
     def _make_scratch(self, num_rows: int) -> None:
         """What attention of a pass of so many rows works in."""

@@ -47,7 +47,7 @@ class KVKind(IntEnum):
 
 
 PHASES = 3
-"""Of an operation, whose tickets count apart."""
+"""Of an operation, whose pieces count apart."""
 
 
 class Rows(IntEnum):
@@ -380,11 +380,11 @@ class Program(Structure):
         ("operations", c_void_p), ("num_operations", c_int32), ("num_threads", c_int32),
         ("buffers", c_void_p), ("packed", c_void_p), ("packed_rows", c_void_p), ("scratch", c_void_p), ("planes", c_void_p),
         ("parts", c_void_p), ("parts_floats", c_int64), ("kv_kind", c_int32), ("most_columns", c_int32), ("tickets", c_void_p),
-        ("state_scratch", c_void_p), ("state_floats", c_int64),
+        ("taken", c_void_p), ("taken_a_thread", c_int64), ("state_scratch", c_void_p), ("state_floats", c_int64),
     )  # fmt: skip
 
 
-VERSION = 16
+VERSION = 17
 """KERNELS_VERSION of kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (

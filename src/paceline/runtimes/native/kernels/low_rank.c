@@ -137,26 +137,34 @@ static void scale_rows(const PassAdapter *adapter, const int32_t *columns, int b
             low_rank[(size_t)row * width + (size_t)rank] *= adapter->scalings[(size_t)row * (size_t)adapter->num_scalings + (size_t)columns[rank]];
 }
 
-/* What `down` of each adapter makes of its rows, in tickets behind the first `skipped`; `ticket` is the first one that this thread has. */
-void run_down(const Work *work, const LinearOperation *own, int ticket, int skipped) {
+/* Pieces of `run_down`. */
+int pieces_of_down(const Work *work, const LinearOperation *own) {
+    int pieces = 0;
+    for (int number = 0; number < work->pass->num_adapters; number++) {
+        const AdapterSite *site = site_of(work->pass->adapters + number, own);
+        if (site && site->down) pieces += parts_of(site->down->outputs, DOWN_OUTPUTS);
+    }
+    return pieces;
+}
+
+/* What a panel of an adapter's `down` makes of its rows. */
+void run_down(const Work *work, const LinearOperation *own, int piece) {
     const Pass *pass = work->pass;
     const int is_wanted = own->head.rows == WANTED_ROWS;
     const size_t width = (size_t)pass->low_rank_floats;
-    for (int number = 0; number < pass->num_adapters; number++) {
-        const PassAdapter *adapter = pass->adapters + number;
+    const PassAdapter *adapter = pass->adapters;
+    for (;; adapter++) {
         const AdapterSite *site = site_of(adapter, own);
-        if (!site || !site->down) continue;
-        const int first = adapter->first[is_wanted], panels = parts_of(site->down->outputs, DOWN_OUTPUTS);
-        for (; ticket - skipped < panels; ticket = next_ticket(work, 0)) {
-            const int panel = ticket - skipped, begin = panel * DOWN_OUTPUTS, left = site->down->outputs - begin;
-            float *low_rank = pass->low_rank + (size_t)first * width;
-            sum_rows(site->down, panel, panel + 1, buffer(work, own->x), pass->adapter_rows + first, adapter->count[is_wanted], low_rank, width,
-                     0);
-            if (site->columns && adapter->scalings && !is_wanted)
-                scale_rows(adapter, site->columns, begin, begin + (left < DOWN_OUTPUTS ? left : DOWN_OUTPUTS), low_rank, width);
-        }
-        skipped += panels;
+        const int panels = site && site->down ? parts_of(site->down->outputs, DOWN_OUTPUTS) : 0;
+        if (piece < panels) break;
+        piece -= panels;
     }
+    const AdapterSite *site = site_of(adapter, own);
+    const int first = adapter->first[is_wanted], begin = piece * DOWN_OUTPUTS, left = site->down->outputs - begin;
+    float *low_rank = pass->low_rank + (size_t)first * width;
+    sum_rows(site->down, piece, piece + 1, buffer(work, own->x), pass->adapter_rows + first, adapter->count[is_wanted], low_rank, width, 0);
+    if (site->columns && adapter->scalings && !is_wanted)
+        scale_rows(adapter, site->columns, begin, begin + (left < DOWN_OUTPUTS ? left : DOWN_OUTPUTS), low_rank, width);
 }
 
 /* Ask for `up` of outputs [begin, end). */

@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERNELS_VERSION 16 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
+#define KERNELS_VERSION 17 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
 
 /* Rows that share one decoding of a weight: as many as keep their sums in registers. */
 #ifdef __AVX512F__
@@ -193,7 +193,7 @@ typedef struct {
 
 /* A causal convolution of each channel over the rows of a text, each row behind its parent. */
 #define MAX_KERNEL_SIZE 16
-#define PIECE_CHANNELS 256 /* of a ticket */
+#define PIECE_CHANNELS 256
 typedef struct {
     Operation head;
     int32_t x, channels, kernel_size, is_activated; /* by SiLU */
@@ -352,6 +352,8 @@ typedef struct {
     int64_t parts_floats;
     int32_t kv_kind, most_columns; /* kv_kind: how keys and values are stored */
     int32_t *tickets; /* [PHASES * num_operations] */
+    int64_t *taken;   /* [num_threads][taken_a_thread], see work.h */
+    int64_t taken_a_thread;
     float *state_scratch; /* per thread: state_floats */
     int64_t state_floats;
 } Program;

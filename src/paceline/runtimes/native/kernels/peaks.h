@@ -2,7 +2,7 @@
 #ifndef PACELINE_PEAKS_H
 #define PACELINE_PEAKS_H
 
-#define PEAK_COLUMNS 192 /* of a block, and of a ticket of a product that keeps peaks: whole tiles and panels */
+#define PEAK_COLUMNS 192 /* of a block, and of a piece of a product that keeps peaks: whole tiles and panels */
 
 float peak_of(const float *x, int count);
 void find_peaks(const float *x, int count, int size, float *peaks);

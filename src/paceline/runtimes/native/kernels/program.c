@@ -1,17 +1,16 @@
-/* Runs a network: a list of operations over buffers of rows, one after another, each shared out among the threads by tickets. */
+/* Runs a network: a list of operations over buffers of rows, one after another, each shared out among the threads in pieces. */
 #include "native.h"
-#include "state_rows.h"
 #include "peaks.h"
 #include "threads.h"
 #include "work.h"
 
 #include <string.h>
 
-#define OUTPUTS_A_TICKET 48        /* whole tiles of 8, 6, 4 and 3 outputs */
-#define PANELS_OUTPUTS_A_TICKET 64 /* four panels of 16, which few rows take at once */
+#define OUTPUTS_A_PIECE 48        /* whole tiles of 8, 6, 4 and 3 outputs */
+#define PANELS_OUTPUTS_A_PIECE 64 /* four panels of 16, which few rows take at once */
 #define PANEL_OUTPUTS 16
-#define FLOATS_A_TICKET 4096
-#define PACKED_COLUMNS_A_TICKET 1024
+#define FLOATS_A_PIECE 512
+#define PACKED_COLUMNS_A_PIECE 512
 
 /* A pass under way has copies of the records: if another thread describes the next pass meanwhile, the threads of this one still agree on
  * the number of rows, so that none waits at a barrier for ever. */
@@ -26,9 +25,9 @@ static int rows_of(const Pass *pass, const Operation *operation) {
     return operation->rows == WANTED_ROWS ? pass->selected_rows : pass->rows;
 }
 
-static int outputs_a_ticket(int packing, int rows) {
-    if (packing != AS_BYTES) return OUTPUTS_A_TICKET;
-    return rows > 4 ? PANEL_OUTPUTS : PANELS_OUTPUTS_A_TICKET;
+static int outputs_a_piece(int packing, int rows) {
+    if (packing != AS_BYTES) return OUTPUTS_A_PIECE;
+    return rows > 4 ? PANEL_OUTPUTS : PANELS_OUTPUTS_A_PIECE;
 }
 
 /* One row as products take it. Each thread packs it itself: cheaper than a barrier. */
@@ -40,46 +39,49 @@ static const float *packed_row_of(const Work *work, const Matrix *matrix, int pa
     return packed;
 }
 
-/* All rows, in blocks of rows and pieces of columns: eight rows are one block, but all threads pack them. From a ticket on; returns the
- * first one behind the pieces, of which there are `pieces`. */
-static int pack_all(const Work *work, const Matrix *matrix, int packing, const float *x, int ticket, int *pieces) {
-    const int columns = matrix->columns, group = packing == AS_BYTES ? matrix->group : 1;
-    const int step = PACKED_COLUMNS_A_TICKET / group * group, of_columns = parts_of(columns, step);
-    *pieces = parts_of(work->rows, MAX_ROWS) * of_columns;
-    for (; ticket < *pieces; ticket = next_ticket(work, 0)) {
-        const int begin = ticket % of_columns * step, end = begin + step < columns ? begin + step : columns;
-        pack_rows(matrix, x, NULL, work->rows, packing, ticket / of_columns, begin, end, work->program->packed);
-    }
-    return ticket;
+/* Columns of a piece that all rows of a block are packed of. */
+static int packed_columns(const Matrix *matrix, int packing) {
+    const int group = packing == AS_BYTES ? matrix->group : 1;
+    return PACKED_COLUMNS_A_PIECE / group * group;
+}
+
+/* One of the blocks of rows of one of the pieces of columns: eight rows are one block, but all threads pack them. */
+static void pack_piece(const Work *work, const Matrix *matrix, int packing, const float *x, int blocks, int piece) {
+    const int columns = matrix->columns, step = packed_columns(matrix, packing);
+    const int begin = piece / blocks * step, end = begin + step < columns ? begin + step : columns;
+    pack_rows(matrix, x, NULL, work->rows, packing, piece % blocks, begin, end, work->program->packed);
+}
+
+static void prepare_linear(const Work *work, const LinearOperation *own, const float *x, int has_adapters) {
+    const int blocks = parts_of(work->rows, MAX_ROWS);
+    const int pieces[] = {work->rows > 1 ? parts_of(own->matrices->columns, packed_columns(own->matrices, own->packing)) * blocks : 0,
+                          has_adapters ? pieces_of_down(work, own) : 0};
+    for (Share share = {.totals = pieces, .count = 2}; take(work, 0, &share);)
+        if (share.run)
+            run_down(work, own, share.piece);
+        else
+            pack_piece(work, own->matrices, own->packing, x, blocks, share.piece);
 }
 
 static void run_linear(const Work *work, const Operation *operation) {
     const LinearOperation *own = (const LinearOperation *)operation;
-    const Program *program = work->program;
     const float *x = buffer(work, own->x);
     const int packing = own->packing, rows = work->rows, has_adapters = has_low_rank(work->pass, own);
-    const int step = own->peaks < 0 ? outputs_a_ticket(packing, rows) : PEAK_COLUMNS;
+    const int step = own->peaks < 0 ? outputs_a_piece(packing, rows) : PEAK_COLUMNS;
     if (rows > 1 || has_adapters) {
-        int taken = next_ticket(work, 0), num_pieces = 0;
-        if (rows > 1) taken = pack_all(work, own->matrices, packing, x, taken, &num_pieces);
-        if (has_adapters) run_down(work, own, taken, num_pieces);
+        prepare_linear(work, own, x, has_adapters);
         barrier();
     }
-    x = rows > 1 ? program->packed : packed_row_of(work, own->matrices, packing, x);
-    Share share = {0};
-    for (int number = 0; number < own->num_matrices; number++) share.total += parts_of(own->matrices[number].outputs, step);
-    int ticket = next_of_share(work, 1, &share), skipped = 0;
-    for (int number = 0; number < own->num_matrices; number++) {
-        const Matrix *matrix = own->matrices + number;
-        const int tickets = parts_of(matrix->outputs, step);
-        for (; ticket - skipped < tickets; ticket = next_of_share(work, 1, &share)) {
-            const int begin = (ticket - skipped) * step, end = begin + step < matrix->outputs ? begin + step : matrix->outputs;
-            if (has_adapters) prefetch_low_rank(work, own, number, begin, end);
-            multiply(matrix, begin, end, packing, x, buffer(work, matrix->out), rows);
-            if (has_adapters) add_low_rank(work, own, number, begin, end);
-            if (own->peaks >= 0) note_peaks(buffer(work, matrix->out), matrix->outputs, rows, begin, buffer(work, own->peaks));
-        }
-        skipped += tickets;
+    x = rows > 1 ? work->program->packed : packed_row_of(work, own->matrices, packing, x);
+    int totals[own->num_matrices];
+    for (int number = 0; number < own->num_matrices; number++) totals[number] = parts_of(own->matrices[number].outputs, step);
+    for (Share share = {.totals = totals, .count = own->num_matrices}; take(work, 1, &share);) {
+        const Matrix *matrix = own->matrices + share.run;
+        const int begin = share.piece * step, end = begin + step < matrix->outputs ? begin + step : matrix->outputs;
+        if (has_adapters) prefetch_low_rank(work, own, share.run, begin, end);
+        multiply(matrix, begin, end, packing, x, buffer(work, matrix->out), rows);
+        if (has_adapters) add_low_rank(work, own, share.run, begin, end);
+        if (own->peaks >= 0) note_peaks(buffer(work, matrix->out), matrix->outputs, rows, begin, buffer(work, own->peaks));
     }
 }
 
@@ -112,11 +114,33 @@ static int pack_pairs(const Work *work, const ExpertsOperation *own, const Route
     return ticket;
 }
 
+/* Some outputs of one expert's matrix of one of the kinds, which lie one behind another, those of the active experts each. */
+typedef struct {
+    const struct Active *active;
+    const Matrix *matrix;
+    int kind, begin, end;
+} Tile;
+
+static Tile tile_of(const ExpertsOperation *own, const Routes *routes, int step, int piece) {
+    Tile tile = {.kind = 0};
+    for (;; tile.kind++) {
+        const int outputs = own->matrices[tile.kind * own->experts].outputs, pieces = parts_of(outputs, step);
+        if (piece < *routes->num_active * pieces) {
+            tile.active = routes->active + piece / pieces;
+            tile.matrix = own->matrices + tile.kind * own->experts + tile.active->expert;
+            tile.begin = piece % pieces * step;
+            tile.end = tile.begin + step < outputs ? tile.begin + step : outputs;
+            return tile;
+        }
+        piece -= *routes->num_active * pieces;
+    }
+}
+
 static void run_experts(const Work *work, const Operation *operation) {
     const ExpertsOperation *own = (const ExpertsOperation *)operation;
     const Routes routes = routes_of(buffer(work, own->routes), work->rows, own->chosen);
     const size_t row_words = packed_row(own->matrices, own->packing);
-    const int step = outputs_a_ticket(own->packing, 1), is_one_row = work->rows == 1 && !own->of_pairs;
+    const int step = outputs_a_piece(own->packing, 1), is_one_row = work->rows == 1 && !own->of_pairs;
     const int has_adapters = has_low_rank_pairs(work->pass, own, &routes);
     const float *x = work->program->packed;
     if (is_one_row) x = packed_row_of(work, own->matrices, own->packing, buffer(work, own->x));
@@ -126,39 +150,35 @@ static void run_experts(const Work *work, const Operation *operation) {
         if (has_adapters) run_down_of_pairs(work, own, &routes, taken, num_pieces);
         barrier();
     }
-    Share share = {0};
+    int total = 0;
     for (int number = 0; number < own->num_matrices; number++)
-        share.total += *routes.num_active * parts_of(own->matrices[number * own->experts].outputs, step);
-    int ticket = next_of_share(work, 1, &share), skipped = 0;
-    for (int number = 0; number < own->num_matrices * *routes.num_active; number++) {
-        const struct Active *active = routes.active + number % *routes.num_active;
-        const int kind = number / *routes.num_active;
-        const Matrix *matrix = own->matrices + kind * own->experts + active->expert;
-        const int tickets = parts_of(matrix->outputs, step);
-        for (; ticket - skipped < tickets; ticket = next_of_share(work, 1, &share)) {
-            const int begin = (ticket - skipped) * step, end = begin + step < matrix->outputs ? begin + step : matrix->outputs;
-            if (has_adapters) prefetch_pairs(work, own, &routes, active, kind, begin, end);
-            multiply(matrix, begin, end, own->packing, is_one_row ? x : x + (size_t)active->packed * row_words,
-                     buffer(work, matrix->out) + (size_t)active->first * (size_t)matrix->outputs, active->count);
-            if (has_adapters) add_to_pairs(work, own, &routes, active, kind, begin, end);
-        }
-        skipped += tickets;
+        total += *routes.num_active * parts_of(own->matrices[number * own->experts].outputs, step);
+    for (Share share = {.totals = &total, .count = 1}; take(work, 1, &share);) {
+        const Tile tile = tile_of(own, &routes, step, share.piece);
+        const struct Active *active = tile.active;
+        if (has_adapters) prefetch_pairs(work, own, &routes, active, tile.kind, tile.begin, tile.end);
+        multiply(tile.matrix, tile.begin, tile.end, own->packing, is_one_row ? x : x + (size_t)active->packed * row_words,
+                 buffer(work, tile.matrix->out) + (size_t)active->first * (size_t)tile.matrix->outputs, active->count);
+        if (has_adapters) add_to_pairs(work, own, &routes, active, tile.kind, tile.begin, tile.end);
     }
 }
 
-/* The next heads of the rows: [*item, *end). */
-static int next_heads(const Work *work, int heads, int at_once, int *item, int *end) {
-    const int total = work->rows * heads;
-    *item = next_ticket(work, 0) * at_once;
-    *end = *item + at_once < total ? *item + at_once : total;
-    return *item < total;
+/* The next heads of a row: [*item, *end), counted over all rows. */
+static int next_heads(const Work *work, int heads, int at_once, Share *share, int *item, int *end) {
+    const int total = parts_of(heads, at_once) * work->rows, piece = next_of(work, 0, total, share);
+    if (piece == total) return 0;
+    const int head = piece / work->rows * at_once, first = piece % work->rows * heads;
+    *item = first + head;
+    *end = first + (head + at_once < heads ? head + at_once : heads);
+    return 1;
 }
 
 static void run_norm(const Work *work, const Operation *operation) {
     const NormOperation *own = (const NormOperation *)operation;
     const float *x = buffer(work, own->x);
     float *out = buffer(work, operation->out);
-    for (int item, end; next_heads(work, own->heads, own->heads == 1 ? 1 : 8, &item, &end);)
+    Share share = {0};
+    for (int item, end; next_heads(work, own->heads, 8, &share, &item, &end);)
         for (; item < end; item++) {
             const size_t at = (size_t)item * (size_t)own->head_size;
             const size_t weight = (size_t)(item % own->weighted_heads) * (size_t)own->head_size;
@@ -170,7 +190,8 @@ static void run_rope(const Work *work, const Operation *operation) {
     const RopeOperation *own = (const RopeOperation *)operation;
     const float *x = buffer(work, own->x), *cos = work->pass->cos[own->table], *sin = work->pass->sin[own->table];
     float *out = buffer(work, operation->out);
-    for (int item, end; next_heads(work, own->heads, 8, &item, &end);)
+    Share share = {0};
+    for (int item, end; next_heads(work, own->heads, 8, &share, &item, &end);)
         for (; item < end; item++) {
             const size_t at = (size_t)item * (size_t)own->head_size, angles = (size_t)(item / own->heads) * (size_t)own->rotary_half;
             rotate_head(x + at, cos + angles, sin + angles, own->head_size, own->rotary_half, out + at);
@@ -179,24 +200,26 @@ static void run_rope(const Work *work, const Operation *operation) {
 
 /* Columns [begin, begin + count) of a row, which lie `at` floats behind the beginning of the buffer. */
 typedef struct {
+    Share share;
     size_t row, at;
     int begin, count;
 } Piece;
 
+/* Columns of all rows, then the next columns: whoever has made them takes them. */
 static int next_piece(const Work *work, int width, Piece *piece) {
-    const int pieces = parts_of(width, FLOATS_A_TICKET), ticket = next_ticket(work, 0);
-    piece->row = (size_t)(ticket / pieces);
-    piece->begin = ticket % pieces * FLOATS_A_TICKET;
-    piece->count = width - piece->begin < FLOATS_A_TICKET ? width - piece->begin : FLOATS_A_TICKET;
+    const int total = parts_of(width, FLOATS_A_PIECE) * work->rows, number = next_of(work, 0, total, &piece->share);
+    piece->row = (size_t)(number % work->rows);
+    piece->begin = number / work->rows * FLOATS_A_PIECE;
+    piece->count = width - piece->begin < FLOATS_A_PIECE ? width - piece->begin : FLOATS_A_PIECE;
     piece->at = piece->row * (size_t)width + (size_t)piece->begin;
-    return ticket < work->rows * pieces;
+    return number < total;
 }
 
 static void run_gated(const Work *work, const Operation *operation) {
     const GatedOperation *own = (const GatedOperation *)operation;
     const float *x = buffer(work, own->x), *up = buffer(work, own->up);
     float *out = buffer(work, operation->out);
-    for (Piece piece; next_piece(work, own->width, &piece);)
+    for (Piece piece = {{0}}; next_piece(work, own->width, &piece);)
         gate(own, x + piece.at, up + piece.at, piece.count, out + piece.at);
 }
 
@@ -205,7 +228,7 @@ static void run_combine(const Work *work, const Operation *operation) {
     const Routes routes = routes_of(buffer(work, own->routes), work->rows, own->chosen);
     const float *x = buffer(work, own->x);
     float *out = buffer(work, operation->out);
-    for (Piece piece; next_piece(work, own->width, &piece);) {
+    for (Piece piece = {{0}}; next_piece(work, own->width, &piece);) {
         memset(out + piece.at, 0, (size_t)piece.count * sizeof(float));
         for (int i = 0; i < own->chosen; i++) {
             const size_t pair = piece.row * (size_t)own->chosen + (size_t)i, place = (size_t)routes.places[pair];
@@ -218,96 +241,35 @@ static void run_sigmoid_gate(const Work *work, const Operation *operation) {
     const SigmoidGateOperation *own = (const SigmoidGateOperation *)operation;
     const float *x = buffer(work, own->x), *y = buffer(work, own->y);
     float *out = buffer(work, operation->out);
-    for (Piece piece; next_piece(work, own->width, &piece);) scale(x + piece.at, piece.count, sigmoid_of(y[piece.row]), out + piece.at);
-}
-
-static void run_convolution(const Work *work, const Operation *operation) {
-    const ConvolutionOperation *own = (const ConvolutionOperation *)operation;
-    const Pass *pass = work->pass;
-    const int pieces = parts_of(own->channels, PIECE_CHANNELS);
-    for (int item; (item = next_ticket(work, 0)) < pass->num_ranges * pieces;) {
-        const Range *range = pass->ranges + item / pieces;
-        const size_t at = (size_t)range->start * (size_t)own->channels;
-        const int channel = item % pieces * PIECE_CHANNELS, left = own->channels - channel;
-        convolve(pass->states + item / pieces, own, range->rows, channel, left < PIECE_CHANNELS ? left : PIECE_CHANNELS,
-                 buffer(work, own->x) + at, buffer(work, operation->out) + at);
-    }
-}
-
-/* Where the block of a state begins that a thread is to run next, whose rows are asked for; NULL = none, or that of a new text. */
-static const float *ask_for_block(const Work *work, const StateOperation *own, int item) {
-    const Pass *pass = work->pass;
-    const int blocks = own->heads * parts_of(own->columns, own->block);
-    if (item >= pass->num_ranges * blocks) return NULL;
-    const Range *range = pass->ranges + item / blocks;
-    const size_t row = (size_t)range->start;
-    return ask_for_state_block(pass->states + item / blocks, own, range->rows, item % blocks, buffer(work, own->x) + row * (size_t)own->channels,
-                               buffer(work, own->head.out) + row * (size_t)own->heads * (size_t)own->columns);
-}
-
-static void run_state(const Work *work, const Operation *operation) {
-    const StateOperation *own = (const StateOperation *)operation;
-    const Pass *pass = work->pass;
-    const float *x = buffer(work, own->x), *a = buffer(work, own->a), *b = own->b < 0 ? NULL : buffer(work, own->b);
-    float *worked = buffer(work, own->work), *out = buffer(work, operation->out);
-    const size_t channels = (size_t)own->channels, heads = (size_t)own->heads, floats_a_row = (size_t)own->work_floats;
-    const int blocks = own->heads * parts_of(own->columns, own->block), num_keys = pass->num_ranges * own->key_heads;
-    float *scratch = work->program->state_scratch + (size_t)work->thread * (size_t)work->program->state_floats;
-    Share share = {.total = pass->num_ranges * blocks};
-    int next = next_of_share(work, 1, &share); /* before the keys, so that the memory brings its first block meanwhile */
-    const float *block = ask_for_block(work, own, next);
-    if (block) ask_for(block, own->rows_of_state * own->block, 0);
-    for (int item; (item = next_ticket(work, 0)) < num_keys + work->rows;) {
-        if (item < num_keys) {
-            const Range *range = pass->ranges + item / own->key_heads;
-            const size_t row = (size_t)range->start;
-            prepare_keys(pass->states + item / own->key_heads, own, range->rows, item % own->key_heads, x + row * channels,
-                         worked + row * floats_a_row);
-            continue;
-        }
-        const size_t row = (size_t)(item - num_keys);
-        const Range *range = pass->ranges + pass->range_of_row[row];
-        const StateRange *states = pass->states + pass->range_of_row[row];
-        const int place = (int)row - range->start;
-        prepare_gates(own, a + row * heads, b ? b + row * heads : NULL, work_of(own, worked + (size_t)range->start * floats_a_row, place),
-                      record_of(states, states->rows[place]));
-    }
-    barrier();
-    for (int item = next; item < share.total; item = next) {
-        const Range *range = pass->ranges + item / blocks;
-        const size_t row = (size_t)range->start;
-        next = next_of_share(work, 1, &share);
-        run_state_block(pass->states + item / blocks, own, range->rows, item % blocks, ask_for_block(work, own, next), x + row * channels,
-                        worked + row * floats_a_row, out + row * heads * (size_t)own->columns, scratch);
-    }
+    for (Piece piece = {{0}}; next_piece(work, own->width, &piece);) scale(x + piece.at, piece.count, sigmoid_of(y[piece.row]), out + piece.at);
 }
 
 static void run_add(const Work *work, const Operation *operation) {
     const AddOperation *own = (const AddOperation *)operation;
     const float *x = buffer(work, own->x), *y = buffer(work, own->y);
     float *out = buffer(work, operation->out);
-    for (Piece piece; next_piece(work, own->width, &piece);) add(x + piece.at, y + piece.at, piece.count, out + piece.at);
+    for (Piece piece = {{0}}; next_piece(work, own->width, &piece);) add(x + piece.at, y + piece.at, piece.count, out + piece.at);
 }
 
 static void run_silu_residual(const Work *work, const Operation *operation) {
     const SiluResidualOperation *own = (const SiluResidualOperation *)operation;
     const float *x = buffer(work, own->x), *y = buffer(work, own->y);
     float *out = buffer(work, operation->out);
-    for (Piece piece; next_piece(work, own->width, &piece);) add_silu(x + piece.at, y + piece.at, piece.count, out + piece.at);
+    for (Piece piece = {{0}}; next_piece(work, own->width, &piece);) add_silu(x + piece.at, y + piece.at, piece.count, out + piece.at);
 }
 
 static void run_soft_cap(const Work *work, const Operation *operation) {
     const SoftCapOperation *own = (const SoftCapOperation *)operation;
     const float *x = buffer(work, own->x);
     float *out = buffer(work, operation->out);
-    for (Piece piece; next_piece(work, own->width, &piece);) soft_cap(x + piece.at, piece.count, own->cap, out + piece.at);
+    for (Piece piece = {{0}}; next_piece(work, own->width, &piece);) soft_cap(x + piece.at, piece.count, own->cap, out + piece.at);
 }
 
 static void run_scale(const Work *work, const Operation *operation) {
     const ScaleOperation *own = (const ScaleOperation *)operation;
     const float *x = buffer(work, own->x);
     float *out = buffer(work, operation->out);
-    for (Piece piece; next_piece(work, own->width, &piece);) scale(x + piece.at, piece.count, own->factor, out + piece.at);
+    for (Piece piece = {{0}}; next_piece(work, own->width, &piece);) scale(x + piece.at, piece.count, own->factor, out + piece.at);
 }
 
 static void run_concat(const Work *work, const Operation *operation) {
@@ -315,7 +277,7 @@ static void run_concat(const Work *work, const Operation *operation) {
     const size_t x_width = (size_t)own->x_width, y_width = (size_t)own->y_width;
     const float *x = buffer(work, own->x), *y = buffer(work, own->y);
     float *out = buffer(work, operation->out);
-    for (Piece piece; next_piece(work, own->x_width + own->y_width, &piece);)
+    for (Piece piece = {{0}}; next_piece(work, own->x_width + own->y_width, &piece);)
         join(x + piece.row * x_width, own->x_width, y + piece.row * y_width, piece.begin, piece.count, out + piece.at);
 }
 
@@ -323,7 +285,7 @@ static void run_columns(const Work *work, const Operation *operation) {
     const ColumnsOperation *own = (const ColumnsOperation *)operation;
     const float *x = buffer(work, own->x) + own->begin;
     float *out = buffer(work, operation->out);
-    for (Piece piece; next_piece(work, own->width, &piece);)
+    for (Piece piece = {{0}}; next_piece(work, own->width, &piece);)
         memcpy(out + piece.at, x + piece.row * (size_t)own->x_width + (size_t)piece.begin, (size_t)piece.count * sizeof(float));
 }
 
@@ -332,7 +294,7 @@ static void run_gather(const Work *work, const Operation *operation) {
     const int32_t *numbers = work->pass->selected;
     const float *x = buffer(work, own->x);
     float *out = buffer(work, operation->out);
-    for (Piece piece; next_piece(work, own->width, &piece);)
+    for (Piece piece = {{0}}; next_piece(work, own->width, &piece);)
         memcpy(out + piece.at, x + (size_t)numbers[piece.row] * (size_t)own->width + (size_t)piece.begin, (size_t)piece.count * sizeof(float));
 }
 
@@ -360,15 +322,21 @@ static Function *const FUNCTIONS[] = {
     [CONVOLUTION] = run_convolution, [STATE] = run_state,
 };
 
+/* The first operation with rows from a number on. */
+static int first_with_rows(const Program *program, const Pass *pass, int index) {
+    while (index < program->num_operations && !rows_of(pass, program->operations[index])) index++;
+    return index;
+}
+
 static void run_operations(void *argument, int thread, int num_threads) {
     const Program *program = &((Run *)argument)->program;
     const Pass *pass = &((Run *)argument)->pass;
-    (void)num_threads;
-    for (int index = 0; index < program->num_operations; index++) {
+    int64_t *taken = program->taken + (size_t)thread * (size_t)program->taken_a_thread;
+    for (int index = first_with_rows(program, pass, 0), next; index < program->num_operations; index = next) {
         const Operation *operation = program->operations[index];
-        const Work work = {program, pass, index, rows_of(pass, operation), thread};
-        if (!work.rows) continue;
-        FUNCTIONS[operation->code](&work, operation);
+        next = first_with_rows(program, pass, index + 1);
+        if (next < program->num_operations) memset(taken + PHASES * next, 0, PHASES * sizeof *taken);
+        FUNCTIONS[operation->code](&(Work){program, pass, index, rows_of(pass, operation), thread, num_threads}, operation);
         barrier();
     }
 }
@@ -378,6 +346,9 @@ static void prepare(void *argument) {
     own->program = *own->given_program;
     own->pass = *own->given_pass;
     memset(own->program.tickets, 0, PHASES * (size_t)own->program.num_operations * sizeof(int32_t));
+    const int first = first_with_rows(&own->program, &own->pass, 0);
+    for (int thread = 0; thread < own->program.num_threads && first < own->program.num_operations; thread++)
+        memset(own->program.taken + (size_t)thread * (size_t)own->program.taken_a_thread + PHASES * first, 0, PHASES * sizeof(int64_t));
 }
 
 /* One pass; the results are in the buffers. */

@@ -23,16 +23,23 @@ static void keep_inputs(const StateRange *range, const ConvolutionOperation *own
                (size_t)count * sizeof(float));
 }
 
-static void convolve_row(const ConvolutionOperation *own, const float *const *inputs, int channel, int count, float *out) {
+INLINE void convolve_row_of(const ConvolutionOperation *own, const float *const *inputs, int channel, int count, float *out, int size) {
     EACH_16(column, left, count) {
         floats sum = own->bias ? load_part(own->bias + channel + column, left) : broadcast(0.0f);
-        for (int i = 0; i < own->kernel_size; i++) {
+        for (int i = 0; i < size; i++) {
             const float *weight = own->weight + (size_t)i * (size_t)own->channels + channel + column;
             sum = fused(load_part(weight, left), load_part(inputs[i] + column, left), sum);
         }
         if (own->is_activated) sum = sum * sigmoid(sum);
         store_part(out + column, sum, left);
     }
+}
+
+static void convolve_row(const ConvolutionOperation *own, const float *const *inputs, int channel, int count, float *out) {
+    if (own->kernel_size == 4)
+        convolve_row_of(own, inputs, channel, count, out, 4);
+    else
+        convolve_row_of(own, inputs, channel, count, out, own->kernel_size);
 }
 
 /* Channels [channel, channel + count) of the rows of a range; x and out are those of its first row. */
@@ -45,10 +52,6 @@ void convolve(const StateRange *range, const ConvolutionOperation *own, int rows
     for (int i = 0; i < range->num_saves; i++)
         keep_inputs(range, own, x, kept, (int)range->saves[i].count, channel, count, range->saves[i].state);
     if (range->num_folded) keep_inputs(range, own, x, kept, range->num_folded, channel, count, range->state);
-    for (int row = 0; row < rows && rows <= 2 * GRID; row++) {
-        ask_for(x + (size_t)row * (size_t)own->channels + channel, count, 0);
-        if (range->rows[row] >= 0) ask_for(record_of(range, range->rows[row]) + own->record_at + channel, count, 1);
-    }
     for (int row = 0; row < rows; row++) {
         const float *inputs[MAX_KERNEL_SIZE], *now = x + (size_t)row * (size_t)own->channels + channel;
         inputs[behind] = now;
