@@ -9,7 +9,9 @@
 #define OUTPUTS_A_PIECE 48        /* whole tiles of 8, 6, 4 and 3 outputs */
 #define PANELS_OUTPUTS_A_PIECE 64 /* four panels of 16, which few rows take at once */
 #define PANEL_OUTPUTS 16
-#define FLOATS_A_PIECE 512
+#define FLOATS_A_PIECE 512 /* of few rows, so that threads keep to their columns; of many, which no cache keeps, more */
+#define FLOATS_OF_MANY_ROWS 4096
+#define MANY_ROWS 64
 #define PACKED_COLUMNS_A_PIECE 512
 
 /* A pass under way has copies of the records: if another thread describes the next pass meanwhile, the threads of this one still agree on
@@ -207,10 +209,11 @@ typedef struct {
 
 /* Columns of all rows, then the next columns: whoever has made them takes them. */
 static int next_piece(const Work *work, int width, Piece *piece) {
-    const int total = parts_of(width, FLOATS_A_PIECE) * work->rows, number = next_of(work, 0, total, &piece->share);
+    const int step = work->rows < MANY_ROWS ? FLOATS_A_PIECE : FLOATS_OF_MANY_ROWS;
+    const int total = parts_of(width, step) * work->rows, number = next_of(work, 0, total, &piece->share);
     piece->row = (size_t)(number % work->rows);
-    piece->begin = number / work->rows * FLOATS_A_PIECE;
-    piece->count = width - piece->begin < FLOATS_A_PIECE ? width - piece->begin : FLOATS_A_PIECE;
+    piece->begin = number / work->rows * step;
+    piece->count = width - piece->begin < step ? width - piece->begin : step;
     piece->at = piece->row * (size_t)width + (size_t)piece->begin;
     return number < total;
 }
