@@ -7,7 +7,7 @@
 #define PIECES_A_THREAD 4 /* fewer are split up */
 #define LONGEST_RUN 8     /* splits of a piece then: what comes from memory is known early within a run */
 
-/* The chunks of a pass one after another, as the kv heads of some rows: each thread walks over them with its tickets. */
+/* The chunks of a pass one after another, as the kv heads of some rows. */
 typedef struct {
     const Pass *pass;
     const AttentionOperation *own;
@@ -51,49 +51,52 @@ static float *place_of(const Work *work, const Walk *walk, int kv_head, int spli
     return work->program->parts + walk->parts + (size_t)(kv_head * walk->splits + split) * parts_of_head(walk);
 }
 
-/* A piece is a run of so many splits of a chunk. */
-static void run_splits(const Work *work, const AttentionOperation *own, int run) {
-    const int heads = own->kv_heads;
-    int ticket = next_ticket(work, 1), skipped = 0;
-    for (Walk walk = start_walk(work->pass, own); is_there(&walk); go_on(&walk)) {
-        const int runs = (walk.splits + run - 1) / run;
-        for (; ticket - skipped < runs * heads; ticket = next_ticket(work, 1)) {
-            const int split = (ticket - skipped) % runs * run, left = walk.splits - split;
-            Chunk chunk = walk.chunk;
-            chunk.kv_head = (ticket - skipped) / runs;
-            attend_splits(work->program, work->pass, own, &chunk, walk.first + split, run < left ? run : left,
-                          work->program->scratch[work->thread], place_of(work, &walk, chunk.kv_head, split), parts_of_head(&walk));
-        }
-        skipped += runs * heads;
+static int runs_of(const Walk *walk, int run) { return (walk->splits + run - 1) / run; }
+
+/* A piece is a run of so many splits of a chunk, of which a head has `runs`; a head's pieces lie side by side, as its columns do. */
+static void run_splits(const Work *work, const AttentionOperation *own, int run, int runs, int chunks) {
+    const int total = runs * own->kv_heads;
+    Share share = {0}, merges = {0};
+    for (int piece; (piece = next_of(work, 1, total, &share)) < total;) {
+        int left = piece % runs;
+        Walk walk = start_walk(work->pass, own);
+        for (; left >= runs_of(&walk, run); go_on(&walk)) left -= runs_of(&walk, run);
+        const int split = left * run, splits = walk.splits - split;
+        Chunk chunk = walk.chunk;
+        chunk.kv_head = piece / runs;
+        attend_splits(work->program, work->pass, own, &chunk, walk.first + split, run < splits ? run : splits,
+                      work->program->scratch[work->thread], place_of(work, &walk, chunk.kv_head, split), parts_of_head(&walk));
     }
     barrier();
-    ticket = next_ticket(work, 2), skipped = 0;
-    for (Walk walk = start_walk(work->pass, own); is_there(&walk); go_on(&walk)) {
-        for (; ticket - skipped < heads; ticket = next_ticket(work, 2)) {
-            Chunk chunk = walk.chunk;
-            chunk.kv_head = ticket - skipped;
-            finish_attention(work->program, own, &chunk, place_of(work, &walk, chunk.kv_head, 0), walk.splits, parts_of_head(&walk));
-        }
-        skipped += heads;
+    for (int piece; (piece = next_of(work, 2, chunks * own->kv_heads, &merges)) < chunks * own->kv_heads;) {
+        Walk walk = start_walk(work->pass, own);
+        for (int i = 0; i < piece % chunks; i++) go_on(&walk);
+        Chunk chunk = walk.chunk;
+        chunk.kv_head = piece / chunks;
+        finish_attention(work->program, own, &chunk, place_of(work, &walk, chunk.kv_head, 0), walk.splits, parts_of_head(&walk));
     }
 }
 
-static void run_chunks(const Work *work, const AttentionOperation *own) {
-    int ticket = next_ticket(work, 1), skipped = 0;
-    for (Walk walk = start_walk(work->pass, own); is_there(&walk); go_on(&walk)) {
-        for (; ticket - skipped < own->kv_heads; ticket = next_ticket(work, 1)) {
-            Chunk chunk = walk.chunk;
-            chunk.kv_head = ticket - skipped;
-            attend(work->program, work->pass, own, &chunk, work->program->scratch[work->thread]);
-        }
-        skipped += own->kv_heads;
+/* All chunks of a head, then those of the next: whoever has made its columns takes them. */
+static void run_chunks(const Work *work, const AttentionOperation *own, int chunks) {
+    const int total = chunks * own->kv_heads;
+    Walk walk = start_walk(work->pass, own);
+    int at = 0;
+    Share share = {0};
+    for (int piece; (piece = next_of(work, 1, total, &share)) < total;) {
+        if (at > piece % chunks) walk = start_walk(work->pass, own), at = 0;
+        for (; at < piece % chunks; at++) go_on(&walk);
+        Chunk chunk = walk.chunk;
+        chunk.kv_head = piece / chunks;
+        attend(work->program, work->pass, own, &chunk, work->program->scratch[work->thread]);
     }
 }
 
 void run_attention(const Work *work, const Operation *operation) {
     const AttentionOperation *own = (const AttentionOperation *)operation;
     if (own->k >= 0) {
-        for (int row; (row = next_ticket(work, 0)) < work->rows;) write_kv(work->program, work->pass, own, row);
+        Share share = {0};
+        for (int row; (row = next_of(work, 0, work->rows, &share)) < work->rows;) write_kv(work->program, work->pass, own, row);
         barrier();
     }
     const int enough = PIECES_A_THREAD * work->program->num_threads;
@@ -105,8 +108,10 @@ void run_attention(const Work *work, const Operation *operation) {
         splits += walk.splits;
     }
     if (chunks * own->kv_heads < enough && most > 1 && walk.parts <= (size_t)work->program->parts_floats) {
-        const int run = splits * own->kv_heads / enough;
-        run_splits(work, own, run < 1 ? 1 : run > LONGEST_RUN ? LONGEST_RUN : run);
+        int run = splits * own->kv_heads / enough, runs = 0;
+        run = run < 1 ? 1 : run > LONGEST_RUN ? LONGEST_RUN : run;
+        for (walk = start_walk(work->pass, own); is_there(&walk); go_on(&walk)) runs += runs_of(&walk, run);
+        run_splits(work, own, run, runs, chunks);
     } else
-        run_chunks(work, own);
+        run_chunks(work, own, chunks);
 }
