@@ -31,7 +31,7 @@ FORMS = {
     "u4-table-halves": (4, np.uint8, 0, False),
 }
 TABLE = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
-SIZES = [(96, 16), (96, 32), (192, 64), (256, 128), (512, 256)]
+SIZES = [(96, 16), (96, 32), (192, 64), (576, 96), (256, 128), (512, 256)]
 CASES = [pytest.param(form, *size, id=f"{form}-{size[1]}") for form, size in product(FORMS, SIZES)]
 BY_CASE = pytest.mark.parametrize(("form", "columns", "group"), CASES)
 BY_LEVEL = pytest.mark.parametrize("level", BUILT)
@@ -150,15 +150,33 @@ def test_matrices_of_all_kinds_share_one_input(seed: int) -> None:
 
 
 @BY_LEVEL
-def test_codes_of_four_and_of_eight_bits_with_one_zero_point_get_their_rows_each_in_its_way(level: str, seed: int) -> None:
+@pytest.mark.parametrize(("form", "zero_point"), [("u4", 8), ("u4-table", 127)])
+def test_codes_of_four_and_of_eight_bits_with_one_zero_point_get_their_rows_each_in_its_way(
+    form: str, zero_point: int, level: str, seed: int
+) -> None:
     random = np.random.default_rng(seed)
-    narrow = grouped(random, "u4", 40, 96, 32)
+    narrow = grouped(random, form, 40, 96, 32)
     codes = random.integers(0, 256, (40, 96), dtype=np.uint8)
-    wide = GroupedTensor(GroupedMatrix(codes, narrow.matrix.scales, None, 8, narrow.matrix.zero_point))
+    wide = GroupedTensor(GroupedMatrix(codes, narrow.matrix.scales, None, 8, zero_point))
     rows = rows_of(random, 9, 96)
     for found, tensor in zip(network({"a.weight": narrow, "b.weight": wide}, level=level)(rows), (narrow, wide), strict=True):
         wanted, worst = expected(rows, tensor)
         assert (np.abs(found - wanted) <= worst + EPSILON * np.abs(wanted)).all()
+
+
+@BY_LEVEL
+def test_the_smallest_and_the_largest_values_of_a_table_times_the_largest_rows_lose_nothing(level: str) -> None:
+    codes = np.array([[0], [15], [0], [15]], np.uint8) * np.ones((4, 512), np.uint8)
+    codes[2, ::2] = 15
+    codes[3, 256:] = 0
+    table = np.linspace(-128, 127, 16).round().astype(np.int8)
+    weight = GroupedTensor(GroupedMatrix(pack_nibbles(codes), np.ones((4, 2), np.float32), None, 4, 0, table))
+    rows = np.ones((9, 512), np.float32) * 127.0
+    rows[1::2] *= -1.0
+    rows[4:6, 1::2] *= -1.0
+    wanted = rows.astype(np.int64) @ table[codes].T.astype(np.int64)
+    for count in (9, 8, 4, 2, 1):
+        assert np.array_equal(network({"a.weight": weight}, level=level)(rows[9 - count :])[0], wanted[9 - count :]), count
 
 
 @BY_LEVEL

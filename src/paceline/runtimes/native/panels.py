@@ -22,6 +22,8 @@ _SUPER_BLOCKS = {(4, True): 16, (5, True): 17, (6, False): 18, (2, True): 19, (3
 _ZERO_POINTS = {6: 32}  # of unsigned codes, where it is not that of the stored ones
 NARROW_KINDS = frozenset((_KINDS[4, False], _KINDS[4, True], _HALVES[_KINDS[4, False]], *range(16, 21)))
 """Whose codes have at most six bits: where there are no dot products of bytes, kernels/byte_dot.h takes their rows otherwise."""
+TABLE_KINDS = frozenset((_TABLE_KIND, _HALVES[_TABLE_KIND], _SUPER_BLOCKS[4, False]))
+"""Whose codes stand for values of a table: there rows are taken in a third way."""
 PANEL_KINDS = frozenset((*_KINDS.values(), _TABLE_KIND, *_HALVES.values(), *_SUPER_BLOCKS.values()))
 _PANELS_AT_ONCE = 16
 

@@ -23,7 +23,7 @@ from paceline.models.rope_config import RopeConfig
 from paceline.models.state_layout import StateLayout
 from paceline.runtimes.decoder import LAYER_ROWS, TOKEN_IDS
 from paceline.runtimes.native.library import LANES, PEAK_COLUMNS, kernels
-from paceline.runtimes.native.panels import NARROW_KINDS, PANEL_KINDS
+from paceline.runtimes.native.panels import NARROW_KINDS, PANEL_KINDS, TABLE_KINDS
 from paceline.runtimes.native.records import (
     GRID,
     AddOperation,
@@ -316,7 +316,7 @@ class NativeBlocks:
         those with panels.
         """
         if matrix.kind in PANEL_KINDS:
-            return Packing.BYTES, matrix.group, matrix.zero_point, matrix.kind in NARROW_KINDS
+            return Packing.BYTES, matrix.group, matrix.zero_point, matrix.kind in NARROW_KINDS, matrix.kind in TABLE_KINDS
         return (Packing.BF16 if self._weights.rounds_to_bf16 and matrix.kind == BF16_KIND else Packing.FLOATS,)
 
     def _add(self, operation: Operation, like: Value, width: int | None = None) -> Value:

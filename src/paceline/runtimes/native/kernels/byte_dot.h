@@ -2,7 +2,8 @@
  * Integers are exact, so every instruction set has the same sums. Arm's instruction takes signed weights: they are lowered by DOT_SHIFT, and
  * sums begin higher to make up for it. Where there is no such instruction, 16-bit numbers are multiplied, the even bytes and the odd ones
  * apart, and a packed quad takes two words. Narrow codes, of at most six bits, are multiplied as bytes there too (HAS_PAIRS): two products
- * are added in 16 bits, which hold several such sums before they are widened. */
+ * are added in 16 bits, which hold several such sums before they are widened. Of values of a table 16 bits hold one such sum, of their sizes
+ * and a row's codes with their signs (HAS_SIGNS). */
 #ifndef PACELINE_BYTE_DOT_H
 #define PACELINE_BYTE_DOT_H
 
@@ -15,21 +16,29 @@
 #endif
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
-#define DOT_WORDS 1
+#define HAS_DOT 1
 #else
-#define DOT_WORDS 2
+#define HAS_DOT 0
 #endif
-#if DOT_WORDS == 2 && (defined(__AVX2__) || defined(__AVX512BW__))
+#if !HAS_DOT && (defined(__AVX2__) || defined(__AVX512BW__))
 #define HAS_PAIRS 1
 #else
 #define HAS_PAIRS 0
 #endif
+#if HAS_PAIRS && !defined(__AVX512BW__)
+#define HAS_SIGNS 1
+#else
+#define HAS_SIGNS 0
+#endif
+#define DOT_WORDS (HAS_DOT ? 1 : 2)
 #define NARROW_WORDS (HAS_PAIRS ? 1 : DOT_WORDS) /* of a quad for narrow codes */
+#define TABLE_WORDS (HAS_SIGNS ? 1 : DOT_WORDS)  /* for values of a table */
 #if defined(__ARM_FEATURE_DOTPROD)
 #define DOT_SHIFT 128
 #else
 #define DOT_SHIFT 0
 #endif
+#define TABLE_SHIFT (HAS_SIGNS ? 128 : DOT_SHIFT)
 
 typedef int16_t shorts __attribute__((vector_size(64)));
 
@@ -81,6 +90,39 @@ INLINE weight_codes split_codes(words codes) {
     return (weight_codes){{codes}};
 #else
     return (weight_codes){{codes & 0x00FF00FFu, codes >> 8 & 0x00FF00FFu}};
+#endif
+}
+
+/* The values of a table, unsigned, as they are; or, lowered by TABLE_SHIFT, their sizes, and what a row's codes take over: signs, in one
+ * instruction, of which two units make one each cycle, or (TURNED) all bits of negative values. Codes whose bits are turned over, which four
+ * units do, are -q - 1 instead of -q; what is missing, `count_negative`, is the same for all rows and worth its while for many. */
+enum { SIGNED, TURNED };
+typedef struct {
+    bytes part[2];
+} code_table;
+
+INLINE code_table split_table(bytes values, const int form) {
+#if HAS_SIGNS
+    const signed_bytes lowered = (signed_bytes)(values ^ 0x80), negative = lowered < 0;
+    return (code_table){{(bytes)((lowered ^ negative) - negative), (bytes)(form == TURNED ? negative : lowered)}};
+#else
+    (void)form;
+    return (code_table){{values}};
+#endif
+}
+
+typedef struct {
+    words part[HAS_SIGNS ? 2 : DOT_WORDS];
+} table_values;
+
+INLINE table_values look_up_values(words codes, code_table table) {
+#if HAS_SIGNS
+    return (table_values){{look_up(codes, table.part[0]), look_up(codes, table.part[1])}};
+#else
+    const weight_codes w = split_codes(look_up(codes, table.part[0]));
+    table_values values;
+    memcpy(&values, &w, sizeof w);
+    return values;
 #endif
 }
 
@@ -162,6 +204,58 @@ INLINE ints dot_bytes(weight_codes w, const int32_t *packed, ints sum) {
     return sum;
 #else
     return sum + multiply_shorts(w.part[0], broadcast_int(packed[0])) + multiply_shorts(w.part[1], broadcast_int(packed[1]));
+#endif
+}
+
+/* The same of values of a table. */
+INLINE ints dot_values(table_values w, const int32_t *packed, ints sum, const int form) {
+#if HAS_SIGNS
+    __m256i sums[2], size[2], sign[2];
+    memcpy(sums, &sum, sizeof sum);
+    memcpy(size, &w.part[0], sizeof size);
+    memcpy(sign, &w.part[1], sizeof sign);
+    const __m256i x = _mm256_set1_epi32(packed[0]);
+    for (int i = 0; i < 2; i++) {
+        const __m256i turned = form == TURNED ? _mm256_xor_si256(x, sign[i]) : _mm256_sign_epi8(x, sign[i]);
+        sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(_mm256_maddubs_epi16(size[i], turned), _mm256_set1_epi16(1)));
+        __asm__("" : "+x"(sums[i])); /* as in add_pairs */
+    }
+    memcpy(&sum, sums, sizeof sum);
+    return sum;
+#else
+    (void)form;
+    weight_codes codes;
+    memcpy(&codes, &w, sizeof codes);
+    return dot_bytes(codes, packed, sum);
+#endif
+}
+
+/* Minus the sizes of negative values (TURNED): what `dot_values` of them has too much. 16 bits hold sums of 256 values. */
+typedef struct {
+#if HAS_SIGNS
+    pair_sums pairs;
+#else
+    int unused;
+#endif
+} negative_sums;
+
+INLINE void count_negative(negative_sums *sums, table_values w) {
+#if HAS_SIGNS
+    pair_sums size, sign;
+    memcpy(&size, &w.part[0], sizeof size);
+    memcpy(&sign, &w.part[1], sizeof sign);
+    for (int i = 0; i < 2; i++) sums->pairs.part[i] = ADD_PAIRS(sums->pairs.part[i], MULTIPLY_PAIRS(size.part[i], sign.part[i]));
+#else
+    (void)sums, (void)w;
+#endif
+}
+
+INLINE ints sum_of_negative(const negative_sums *sums) {
+#if HAS_SIGNS
+    return widen_pairs(&sums->pairs);
+#else
+    (void)sums;
+    return broadcast_int(0);
 #endif
 }
 

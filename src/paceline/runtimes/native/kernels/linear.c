@@ -109,6 +109,34 @@ INLINE void finish(const Matrix *matrix, int first, const floats *sums, const in
 #undef PRODUCT
 #undef TILE
 
+/* Outputs that one row packed as bfloat16 is multiplied with at once: nothing but memory is waited for, which is fastest where it is read in
+ * the order it lies in. Two sums hide how long one addition takes. */
+#ifdef __AVX512BF16__
+#define ROW_OUTPUTS 2
+#else
+#define ROW_OUTPUTS 4
+#endif
+
+/* sums [outputs] of one row. The next outputs' weights are asked for meanwhile, in that order. */
+INLINE void bf16_row(const Matrix *matrix, int first, const float *x, floats (*sums)[1], const int outputs) {
+    const int columns = matrix->columns;
+    const size_t row_bytes = (size_t)matrix->row_bytes;
+    const uint8_t *const codes = matrix->codes + (size_t)first * row_bytes, *next = codes + (size_t)outputs * row_bytes;
+    _Pragma("unroll") for (int n = 0; n < outputs; n++) sums[n][0] = broadcast(0.0f);
+    int column = 0;
+    for (; column + BF16_STEP <= columns; column += BF16_STEP, x += BF16_STEP_FLOATS)
+        _Pragma("unroll") for (int n = 0; n < outputs; n++, next += sizeof(words)) {
+            __builtin_prefetch(next, 0, 2);
+            const bf16s w = bf16_of(load_words(codes + (size_t)n * row_bytes + 2 * (size_t)column, BF16_STEP));
+            sums[n][0] = dot_bf16(w, load_bf16(x), sums[n][0]);
+        }
+    if (column < columns)
+        _Pragma("unroll") for (int n = 0; n < outputs; n++) {
+            const bf16s w = bf16_of(load_words(codes + (size_t)n * row_bytes + 2 * (size_t)column, columns - column));
+            sums[n][0] = dot_bf16(w, load_bf16(x), sums[n][0]);
+        }
+}
+
 #define PRODUCT bf16
 #define TILE "bf16_tile.h"
 #define KIND BF16

@@ -18,7 +18,8 @@ static int has_halves(int kind) { return kind >= PANELS_4_BITS_HALVES; }
 static int has_table(int kind) { return kind == PANELS_4_BITS_TABLE || kind == PANELS_4_BITS_TABLE_HALVES; }
 
 /* Codes of a table can be as large as a byte. */
-static int quad_words(int kind) { return is_narrow(kind) && !has_table(kind) && kind != PANELS_IQ4_XS ? NARROW_WORDS : DOT_WORDS; }
+static int is_by_table(int kind) { return has_table(kind) || kind == PANELS_IQ4_XS; }
+static int quad_words(int kind) { return is_by_table(kind) ? TABLE_WORDS : is_narrow(kind) ? NARROW_WORDS : DOT_WORDS; }
 static size_t group_words(const Matrix *matrix) { return (size_t)(GROUP_HEADER + matrix->group / 4 * quad_words(matrix->kind)); }
 
 size_t packed_bytes_words(const Matrix *matrix) { return (size_t)(matrix->columns / matrix->group) * group_words(matrix); }
@@ -50,6 +51,7 @@ INLINE float quantize(const float *x, int group, int32_t *to, size_t step, int n
  * as in pack_rows. */
 void pack_bytes(const Matrix *matrix, const float *x, const int32_t *numbers, int first, int real, int padded, int begin, int end, float *packed) {
     const int columns = matrix->columns, group = matrix->group, num_words = quad_words(matrix->kind);
+    const int shift = (is_by_table(matrix->kind) ? TABLE_SHIFT : DOT_SHIFT) - matrix->zero_point;
     const size_t step = (size_t)(padded * num_words), words_a_group = group_words(matrix) * (size_t)padded;
     packed += (size_t)(begin / group) * words_a_group;
     for (; begin < end; begin += group, packed += words_a_group)
@@ -58,7 +60,7 @@ void pack_bytes(const Matrix *matrix, const float *x, const int32_t *numbers, in
             const int place = first + (row < real ? row : 0);
             const float *from = x + (size_t)(numbers ? numbers[place] : place) * (size_t)columns + begin;
             const float scale = num_words == 1 ? quantize(from, group, quads, step, 1, &total) : quantize(from, group, quads, step, 2, &total);
-            const int32_t offset = (DOT_SHIFT - matrix->zero_point) * total;
+            const int32_t offset = shift * total;
             packed[row] = scale;
             memcpy(packed + padded + row, &offset, sizeof offset);
             packed[2 * padded + row] = scale * (float)total;
@@ -73,8 +75,7 @@ INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, flo
     const size_t next = (size_t)matrix->row_bytes, distance = prefetch_distance(rows, ahead);
     const uint8_t *at = matrix->codes + (size_t)(first / LANES) * next, *header = at;
     floats sum[MOST_PANELS][MAX_ROWS];
-    bytes table = {0};
-    for (int i = 0; by_table && i < 16; i++) table[i] = (uint8_t)(matrix->table[i] + matrix->zero_point);
+    const code_table table = by_table ? table_of(matrix, SIGNED) : (code_table){0};
     EACH_PANEL EACH_ROW sum[n][row] = broadcast(0.0f);
     for (int begin = 0; begin < columns; begin += group) {
         const int32_t *offsets = (const int32_t *)x + rows, *quad = (const int32_t *)x + GROUP_HEADER * rows;
@@ -92,11 +93,9 @@ INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, flo
                     PREFETCH(at + (size_t)n * next)
                 }
                 _Pragma("unroll") for (int part = 0; part < (narrow ? 2 : 1); part++) {
-                    EACH_PANEL {
-                        own[n] = narrow ? codes[n] >> 4 * part & 0x0F0F0F0Fu : codes[n];
-                        if (by_table) own[n] = look_up(own[n], table);
-                    }
-                    quad = multiply_add(&sums, own, quad, rows, panels, number + part, at_once);
+                    EACH_PANEL own[n] = narrow ? codes[n] >> 4 * part & 0x0F0F0F0Fu : codes[n];
+                    quad = by_table ? multiply_values(&sums, own, table, quad, rows, panels)
+                                    : multiply_add(&sums, own, quad, rows, panels, number + part, at_once);
                 }
             }
         EACH_PANEL {
@@ -142,18 +141,32 @@ static void multiply_block(const Matrix *matrix, int first, int end, const float
     switch (rows) { EACH_TILE(PRODUCTS_OF) }
 }
 
+#if SHARES_DECODING
+/* One panel for several whole blocks of packed rows. */
+typedef void BlocksProduct(const Matrix *matrix, int first, const float *packed, size_t step, float *y, int blocks, size_t ahead);
+
+/* NULL: there is nothing to share. */
+static BlocksProduct *blocks_product_of(const Matrix *matrix) {
+    if (is_by_table(matrix->kind)) return multiply_table_blocks;
+    return matrix->block && !IS_SMALL(matrix->kind) ? multiply_blocks_of_rows : NULL;
+}
+#endif
+
 /* Outputs [begin, end) of every row, panel after panel where there are more blocks of rows than one: the blocks behind the first find a panel in
  * the second-level cache, and the memory has their time to bring the next one. */
 void multiply_bytes(const Matrix *matrix, int begin, int end, const float *packed, float *y, int rows) {
     const int step = rows > MAX_ROWS ? LANES : end - begin;
     const size_t row_words = packed_bytes_words(matrix);
+#if SHARES_DECODING
+    BlocksProduct *const share = blocks_product_of(matrix);
+#endif
     for (int from = begin; from < end; from += step)
         for (int row = 0; row < rows; row += MAX_ROWS) {
 #if SHARES_DECODING
             const int whole = (rows - row) / MAX_ROWS, blocks = whole < MOST_BLOCKS ? whole : MOST_BLOCKS;
-            if (blocks > 1 && matrix->block && !IS_SMALL(matrix->kind)) {
-                multiply_blocks_of_rows(matrix, from, packed + (size_t)row * row_words, MAX_ROWS * row_words,
-                                        y + (size_t)row * (size_t)matrix->outputs, blocks, row ? (size_t)matrix->row_bytes : 0);
+            if (blocks > 1 && share) {
+                share(matrix, from, packed + (size_t)row * row_words, MAX_ROWS * row_words, y + (size_t)row * (size_t)matrix->outputs, blocks,
+                      row ? (size_t)matrix->row_bytes : 0);
                 row += (blocks - 1) * MAX_ROWS;
                 continue;
             }

@@ -6,7 +6,7 @@
 #include "native.h"
 
 #define MOST_PANELS 4
-#define GROUP_HEADER 3 /* of a packed row's group: its scale, (DOT_SHIFT - zero_point) sum q, scale sum q */
+#define GROUP_HEADER 3 /* of a packed row's group: its scale, (shift of the weights - zero_point) sum q, scale sum q */
 #define EACH_ROW _Pragma("unroll") for (int row = 0; row < rows; row++)
 #define EACH_PANEL _Pragma("unroll") for (int n = 0; n < panels; n++)
 /* The processor's own prefetching stops at every page, so ask early, `distance` bytes on; more rows than four take so long that what comes next
@@ -48,10 +48,25 @@ INLINE const int32_t *multiply_add(GroupSums *sums, const words *codes, const in
     return quad + rows * DOT_WORDS;
 }
 
+/* The same of codes that stand for values of a table. */
+INLINE const int32_t *multiply_values(GroupSums *sums, const words *codes, code_table table, const int32_t *quad, const int rows, const int panels) {
+    table_values w[MOST_PANELS];
+    EACH_PANEL w[n] = look_up_values(codes[n], table);
+    EACH_ROW EACH_PANEL sums->dot[n][row] = dot_values(w[n], quad + row * TABLE_WORDS, sums->dot[n][row], SIGNED);
+    return quad + rows * TABLE_WORDS;
+}
+
 INLINE words load_codes(const uint8_t *from) {
     words codes;
     memcpy(&codes, from, sizeof codes);
     return codes;
+}
+
+/* The values of a kind with a table, unsigned at first. */
+INLINE code_table table_of(const Matrix *matrix, const int form) {
+    bytes table = {0};
+    for (int i = 0; i < 16; i++) table[i] = (uint8_t)(matrix->table[i] + matrix->zero_point);
+    return split_table(table, form);
 }
 
 INLINE floats load_halves(const uint8_t *from) {
@@ -119,6 +134,8 @@ void multiply_super_blocks(const Matrix *matrix, int first, int end, const float
 /* Where few rows fill the registers, several blocks of rows share what is decoded of a super-block. */
 #define SHARES_DECODING (MAX_ROWS == 4)
 #define MOST_BLOCKS 8
+int decode_iq4_xs(const uint8_t *header, int block, floats *scales);
 void multiply_blocks_of_rows(const Matrix *matrix, int first, const float *packed, size_t step, float *y, int blocks, size_t ahead);
+void multiply_table_blocks(const Matrix *matrix, int first, const float *packed, size_t step, float *y, int blocks, size_t ahead);
 
 #endif

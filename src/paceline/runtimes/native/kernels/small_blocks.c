@@ -57,6 +57,14 @@ INLINE void decode(const uint8_t *header, int block, floats *scales, floats *min
         scales[g] = halves[g / (groups / 2)] * signed_factor(load_codes(packed + (size_t)(g / 8) * sizeof(words)), high, g % 8, g);
 }
 
+#if SHARES_DECODING
+/* The scales of a super-block's groups; returns the bytes of its header. */
+int decode_iq4_xs(const uint8_t *header, int block, floats *scales) {
+    decode(header, block, scales, NULL, PANELS_IQ4_XS);
+    return header_bytes(PANELS_IQ4_XS, block);
+}
+#endif
+
 /* As multiply_panels of panels.c. */
 INLINE void multiply_tile(const Matrix *matrix, int first, const float *x, float *y, const int rows, int real_rows, size_t ahead,
                           const int panels, const int kind) {
@@ -64,8 +72,7 @@ INLINE void multiply_tile(const Matrix *matrix, int first, const float *x, float
     const size_t next = (size_t)matrix->row_bytes, distance = prefetch_distance(rows, ahead);
     const uint8_t *at = matrix->codes + (size_t)(first / LANES) * next;
     floats sum[MOST_PANELS][MAX_ROWS];
-    bytes table = {0};
-    for (int i = 0; kind == PANELS_IQ4_XS && i < 16; i++) table[i] = (uint8_t)(matrix->table[i] + matrix->zero_point);
+    const code_table table = kind == PANELS_IQ4_XS ? table_of(matrix, SIGNED) : (code_table){0};
     EACH_PANEL EACH_ROW sum[n][row] = broadcast(0.0f);
     for (int begin = 0; begin < columns; begin += SUPER_BLOCK) {
         floats scales[MOST_PANELS][MOST_GROUPS], minimums[MOST_PANELS][MOST_GROUPS];
@@ -99,13 +106,11 @@ INLINE void multiply_tile(const Matrix *matrix, int first, const float *x, float
                     }
                     words own[MOST_PANELS];
                     EACH_PANEL {
-                        if (kind == PANELS_IQ4_XS)
-                            own[n] = look_up(codes[n] >> (number % 2 * 4) & 0x0F0F0F0Fu, table);
-                        else
-                            own[n] = codes[n] >> (2 * number) & 0x03030303u;
+                        own[n] = kind == PANELS_IQ4_XS ? codes[n] >> (number % 2 * 4) & 0x0F0F0F0Fu : codes[n] >> (2 * number) & 0x03030303u;
                         if (kind == PANELS_Q3_K) own[n] |= (third_bits[n] >> (4 * half + number) & 0x01010101u) << 2;
                     }
-                    quad = multiply_add(&sums, own, quad, rows, panels, number, kind == PANELS_IQ4_XS ? 0 : 4);
+                    quad = kind == PANELS_IQ4_XS ? multiply_values(&sums, own, table, quad, rows, panels)
+                                                 : multiply_add(&sums, own, quad, rows, panels, number, 4);
                 }
                 EACH_PANEL {
                     EACH_ROW sum[n][row] = fused(__builtin_convertvector(sums.dot[n][row], floats), scales[n][g] * broadcast(x[row]), sum[n][row]);
