@@ -63,18 +63,19 @@ class DrafterFacts:
 
     def reached(self, request: Request, own: RequestAcceptance, tree: DraftTree) -> list[float]:
         """Chance of each node of a request's tree, with all before it."""
-        calibration = self.calibration(request)
+        calibration, probs = self.calibration(request), tree.probs
         depths, reached, last_child = calibration.depths(tree.tree_depth), [1.0], dict[int, float]()
-        for node in range(1, len(tree.parents)):
-            parent = tree.parents[node]
-            if tree.sources[node] == FORCED:
+        for node, (parent, depth, source) in enumerate(zip(tree.parents, tree.depths, tree.sources, strict=True)):
+            if node == 0:
+                continue
+            if source == FORCED:
                 chance = FORCED_CHANCE
-            elif tree.probs is not None:
-                chance = own.by_prob.chance(calibration.of_prob(tree.probs[node], is_first=parent not in last_child))
+            elif probs is not None:
+                chance = own.by_prob.chance(calibration.of_prob(probs[node], is_first=parent not in last_child))
             elif parent in last_child:
                 chance = SIBLING_SHARE * last_child[parent]
             else:
-                chance = own.by_depth.chance(depths[tree.depths[node] - 1])
+                chance = own.by_depth.chance(depths[depth - 1])
             last_child[parent] = chance
             reached.append(reached[parent] * chance)
         return reached
@@ -83,17 +84,18 @@ class DrafterFacts:
         """Told what became of a tree."""
         calibration = self.calibration(request)
         calibration.is_known = True
-        next_nodes = [*accepted_nodes, -1]
+        depths, next_nodes = calibration.depths(tree.tree_depth), [*accepted_nodes, -1]
         if request.is_finished:  # where it ended, the guesses behind were not looked at
             next_nodes.pop()
         for node, then in zip([0, *accepted_nodes], next_nodes, strict=False):
             is_first = True
-            for child in range(node + 1, len(tree.parents)):
-                if tree.parents[child] == node:
-                    if tree.sources[child] != FORCED:
-                        prob = None if tree.probs is None else tree.probs[child]
-                        _learn(own, calibration, tree.depths[child], prob, is_first=is_first, was_kept=child == then)
-                    is_first = False
+            for child in tree.children(node):
+                if tree.sources[child] != FORCED:
+                    prob, depth, was_kept = None if tree.probs is None else tree.probs[child], tree.depths[child], child == then
+                    if is_first:
+                        _adjust(own, calibration, depths[depth - 1], prob, was_kept=was_kept)
+                    calibration.add(depth, prob, is_first=is_first, was_kept=was_kept)
+                is_first = False
 
     def read_shadow(self, request: Request, own: RequestAcceptance) -> bool:
         """Compare what would have been guessed with what was said; returns whether that is done."""
@@ -105,9 +107,11 @@ class DrafterFacts:
         if num_kept == len(said) < len(guessed) and not request.is_finished:
             return False
         calibration = self.calibration(request)
+        depths = calibration.depths(len(guessed))
         for index in range(min(len(said), num_kept + 1)):
             was_kept = index < num_kept
-            _learn(own, calibration, index + 1, probs[index], is_first=True, was_kept=was_kept)
+            _adjust(own, calibration, depths[index], probs[index], was_kept=was_kept)
+            calibration.add(index + 1, probs[index], is_first=True, was_kept=was_kept)
         own.end_shadow(LONGEST_REST, was_right=num_kept > 0)
         if num_kept == len(guessed) > 1:
             own.worth.rest = 0  # it was judged by guesses that should have been sent
@@ -125,9 +129,8 @@ class _Chance:
         return self.own.by_prob.chance(self.calibration.of_prob(prob))
 
 
-def _learn(own: RequestAcceptance, calibration: Calibration, depth: int, prob: float | None, *, is_first: bool, was_kept: bool) -> None:
-    if is_first:
-        own.by_depth.add(calibration.at_depth(depth), was_kept=was_kept)
-        if prob is not None:
-            own.by_prob.add(calibration.of_prob(prob), was_kept=was_kept)
-    calibration.add(depth, prob, is_first=is_first, was_kept=was_kept)
+def _adjust(own: RequestAcceptance, calibration: Calibration, at_depth: float, prob: float | None, *, was_kept: bool) -> None:
+    """Learn how one request differs from others by a guess that was the first of its siblings; over all requests it has `at_depth`."""
+    own.by_depth.add(at_depth, was_kept=was_kept)
+    if prob is not None:
+        own.by_prob.add(calibration.of_prob(prob), was_kept=was_kept)

@@ -104,19 +104,17 @@ class Speculator:
             fit_rows(batch, max_rows - sum(rows.num_known for rows in batch))
 
     def walk_together(
-        self, batch: Sequence[RequestRows], logits: Sequence[FloatArray], peaks: Sequence[FloatArray | None]
+        self, batch: Sequence[RequestRows], first_rows: Sequence[int], logits: FloatArray, peaks: FloatArray | None
     ) -> Sequence[Walked | None]:
         """What can be said at once of the walks of all requests, for `verify`.
 
         Args:
-            logits, peaks: of the tree of each.
+            first_rows: of each request's tree, among the pass's.
+            logits, peaks: of the pass.
         """
-        if self.acceptance is not Acceptance.MATCH or (len(batch) == 1 and peaks[0] is None):
+        if self.acceptance is not Acceptance.MATCH or (len(batch) == 1 and peaks is None):
             return [None] * len(batch)
-        each = zip(batch, logits, peaks, strict=True)
-        asked = [(rows.tree, own, largest, rows.request) for rows, own, largest in each if rows.tree is not None]
-        walked = iter(walk_together(asked))
-        return [None if rows.tree is None else next(walked) for rows in batch]
+        return walk_together([(rows.tree, first, rows.request) for rows, first in zip(batch, first_rows, strict=True)], logits, peaks)
 
     def verify(self, tree: DraftTree, logits: FloatArray, request: Request, walked: Walked | None = None) -> VerifyResult:
         """Walk a tree by the rule in use."""
