@@ -13,7 +13,7 @@ from dataclasses import replace
 from paceline.runtimes.pass_costs import PassTable
 from paceline.speculation.batch_rest import steps_until
 from paceline.speculation.cut import can_cut, cut
-from paceline.speculation.draft_learning import NOTED_PLAIN, DraftLearning
+from paceline.speculation.draft_learning import NOTED, DraftLearning
 from paceline.speculation.drafter import Drafter
 from paceline.speculation.pass_work import PassWork
 from paceline.speculation.request import Request
@@ -54,7 +54,7 @@ class DraftController(DraftLearning):
         open_ones = [one for one in drafting if one[0].budget is not None]
         if not open_ones:
             return
-        if len(self._rest.steps.passes_s) >= (1 if len(batch) > 1 else 2 * NOTED_PLAIN):
+        if len(self._rest.steps.passes_s) >= (1 if len(batch) > 1 else 2 * NOTED):
             self._learn_plain_steps()
         self._work = work = PassWork.of(batch, with_guesses=False)
         self.costs.kind, self._num_planned = work.kind, len(open_ones)
@@ -108,6 +108,7 @@ class DraftController(DraftLearning):
         least_gain = STAY_GAIN if self._is_drafting else START_GAIN
         if len(batch) == 1:
             counts = [worth_keeping(gains[0][:most], times, self._rate * (1.0 + least_gain))] if gains else []
+            self._guesses_s = times[sum(counts)] - (times[0] if num_fixed == 0 else self.times.of_guesses(self._work, 0, 0)[0])
         else:
             others = len([rows for rows in batch if rows.tree is not None]) - len(weighed)
             counts = worth_keeping_together(gains, times, others, least_gain)
@@ -135,6 +136,7 @@ class DraftController(DraftLearning):
                 return False
             if facts.seconds(len(open_ones), budget.max_depth) >= CHEAP_SHARE * times[0]:
                 return False
+        self._plain_s = times[0]
         if is_alone:
             self._rate = max(self.times.rate, 1.0 / (times[0] + self.host.at(1.0, 0.0)))
         elif self._is_drafting and self._must_compare(1.0, work):

@@ -9,6 +9,7 @@ from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.work_times import LinearTime
 
+TIMED = 4  # of so many proposals one is timed, once so many were
 LONGEST_REST = 15  # steps between two shadows of a request, at most
 FORCED_CHANCE = 0.98  # of a token that a grammar forces: tokenizers may spell it in another way
 SIBLING_SHARE = 0.3  # chance of a sibling over that of the guess before it, where its drafter says nothing
@@ -52,9 +53,9 @@ class DrafterFacts:
         self.times[1] = LinearTime.of_each(seconds)
 
     def observe(self, num_requests: int, depth: int, seconds: float) -> None:
-        """Told how long it took. The first time does not count: memory and kernels are made ready for it."""
+        """Told how long it took, whereof some is learned. The first time does not count: memory and kernels are made ready for it."""
         self.num_asked += 1
-        if self.num_asked > 1:
+        if 1 < self.num_asked <= TIMED * TIMED or self.num_asked % TIMED == 0:
             self.times.setdefault(num_requests.bit_length(), LinearTime()).observe(1.0, depth, seconds)
 
     def chance_of(self, request: Request, own: RequestAcceptance) -> Callable[[float], float]:

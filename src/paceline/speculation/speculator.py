@@ -85,17 +85,20 @@ class Speculator:
             self.policy.plan(batch, drafting, max_rows)
             is_planned = True
         self._plan_s = perf_counter() - start_s
-        for rows, _ in drafting:
-            if not is_planned:
+        if not is_planned:
+            for rows, _ in drafting:
                 rows.budget, rows.plain_reason = None, PlainReason.DRAFTER_FAILED
+        constrained = [rows for rows, _ in drafting if rows.request.processor.constraint is not None]
+        for rows in constrained:
             self._add_forced(rows)
-        open_rows = [one for one in drafting if one[0].budget is not None and not fill_with_forced(one[0], one[0].budget)]
+        open_rows = [one for one in drafting if one[0].budget is not None]
+        if not open_rows:
+            return
+        if constrained:
+            open_rows = [one for one in open_rows if one[0].budget is not None and not fill_with_forced(one[0], one[0].budget)]
         for drafter, own in _by_drafter(open_rows):
             self._calls.propose(drafter, own, self.policy)
-        guessing = [rows for rows, _ in drafting if rows.budget is not None]
-        if not guessing:
-            return
-        self._constrain(guessing)
+        self._constrain(constrained)
         start_s = perf_counter()
         with self._calls.tolerated:
             self.policy.select(batch, max_rows)
@@ -220,7 +223,7 @@ class Speculator:
     def _add_forced(self, rows: RequestRows) -> None:
         """Let what a request's grammar forces be guessed, whether or not other guesses pay."""
         given = rows.given
-        if given is None or rows.request.processor.constraint is None or rows.plain_reason is PlainReason.FULL_PASS:
+        if given is None or rows.plain_reason is PlainReason.FULL_PASS:
             return
         if rows.budget is not None:
             rows.budget = with_forced(rows.budget, rows.request)
@@ -235,7 +238,7 @@ class Speculator:
     def _constrain(self, batch: Sequence[RequestRows]) -> None:
         """Hold the guesses of requests with a grammar to it."""
         for rows in batch:
-            if rows.request.processor.constraint is not None and rows.budget is not None:
+            if rows.budget is not None:
                 with self._calls.tolerated:  # the walk obeys the grammar in any case; if that cannot go on it will say so
                     constrain_guesses(rows, rows.budget)
 

@@ -132,7 +132,7 @@ class _Angles:
             offset = position * self._row_bytes
             self._cos[self._index], self._sin[self._index] = self._addresses[0] + offset, self._addresses[1] + offset
             return
-        if count and (last := int(positions.max())) >= self._end:
+        if count and (last := max(positions.tolist())) >= self._end:
             self._all.reach(last)
             self._look()
             self.of(positions)
