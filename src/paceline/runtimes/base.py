@@ -136,7 +136,8 @@ class ForwardOutput:
 
     def by_plan(self, plans: Sequence[RowPlan], logits_nodes: Sequence[Sequence[int]]) -> "list[PlanOutput]":
         """The part of each plan; arguments as `assemble` got them."""
-        parts, first_row, first_logits_row = list[PlanOutput](), 0, 0
+        parts: list[PlanOutput] = []
+        first_row = first_logits_row = 0
         for plan, wanted in zip(plans, logits_nodes, strict=True):
             end = first_logits_row + len(wanted)
             parts.append(PlanOutput(self, plan, first_row, first_logits_row, end))

@@ -91,7 +91,10 @@ class Calibration:
         """
         assumed = prob if _LEAST <= prob <= _MOST else _clipped(prob)
         share = self._by_prob.get((is_first, bisect_right(_BORDERS, prob)))
-        return assumed if share is None else share.of(assumed)
+        if share is None:
+            return assumed
+        chance = share.of(assumed)
+        return chance if _LEAST <= chance <= _MOST else _clipped(chance)
 
     def add(self, depth: int, prob: float | None, *, is_first: bool, was_kept: bool) -> None:
         """A guess whose place was reached was kept or not."""
@@ -101,12 +104,26 @@ class Calibration:
             self._by_depth[depth - 1].add(was_kept=was_kept)
             del self._chances[depth - 1 :]
         if prob is not None:
-            self.gives_probs = True
-            key = is_first, bisect_right(_BORDERS, prob)
-            share = self._by_prob.get(key)
-            if share is None:
-                share = self._by_prob[key] = _Share()
-            share.add(was_kept=was_kept)
+            self._add_prob(prob, is_first=is_first, was_kept=was_kept)
+
+    def add_chain(self, probs: Sequence[float] | None, count: int, num_kept: int) -> None:
+        """`add` of the first `count` guesses of a chain, which were reached; the first `num_kept` were kept."""
+        shares = self._by_depth
+        while len(shares) < count:
+            shares.append(_Share())
+        for index in range(count):
+            shares[index].add(was_kept=index < num_kept)
+            if probs is not None:
+                self._add_prob(probs[index], is_first=True, was_kept=index < num_kept)
+        self._chances.clear()
+
+    def _add_prob(self, prob: float, *, is_first: bool, was_kept: bool) -> None:
+        self.gives_probs = True
+        key = is_first, bisect_right(_BORDERS, prob)
+        share = self._by_prob.get(key)
+        if share is None:
+            share = self._by_prob[key] = _Share()
+        share.add(was_kept=was_kept)
 
 
 @dataclass(slots=True)
@@ -146,7 +163,10 @@ class Offset:
 
     def add(self, of_all: float, *, was_kept: bool) -> None:
         """A guess that has this chance over all requests was kept or not."""
-        chance = self.chance(of_all)
+        if not _LEAST <= of_all <= _MOST:
+            of_all = _clipped(of_all)
+        odds = of_all / (1.0 - of_all) * math.exp(self.value)
+        chance = odds / (1.0 + odds)
         if (chance if was_kept else 1.0 - chance) < _SURPRISE:
             self.doubt()
         if self.num_seen < _OWN_MEMORY:
@@ -207,7 +227,7 @@ class RequestAcceptance:
     by_depth: Offset = field(default_factory=Offset)
     by_prob: Offset = field(default_factory=Offset)
     num_plain: int = 0
-    shadow: tuple[int, list[int], list[float | None]] | None = None
+    shadow: tuple[int, list[int], list[float] | None] | None = None
     num_resting: int = 0
     worth: Worth = field(default_factory=Worth)
     num_idle: int = 0

@@ -65,6 +65,11 @@ class DrafterFacts:
     def reached(self, request: Request, own: RequestAcceptance, tree: DraftTree) -> list[float]:
         """Chance of each node of a request's tree, with all before it."""
         calibration, probs = self.calibration(request), tree.probs
+        if _is_own_chain(request, tree):
+            chances, offset = calibration.depths(tree.tree_depth), own.by_depth
+            if probs is not None:
+                chances, offset = [calibration.of_prob(prob) for prob in probs[1:]], own.by_prob
+            return [1.0, *offset.paths(chances, 0.0, 0.0)]
         depths, reached, last_child = calibration.depths(tree.tree_depth), [1.0], dict[int, float]()
         for node, (parent, depth, source) in enumerate(zip(tree.parents, tree.depths, tree.sources, strict=True)):
             if node == 0:
@@ -85,6 +90,11 @@ class DrafterFacts:
         """Told what became of a tree."""
         calibration = self.calibration(request)
         calibration.is_known = True
+        if _is_own_chain(request, tree):  # where it ended, the guesses behind were not looked at
+            num_kept = len(accepted_nodes)
+            count = num_kept if request.is_finished else min(tree.num_draft_tokens, num_kept + 1)
+            _learn_chain(own, calibration, None if tree.probs is None else tree.probs[1:], count, num_kept)
+            return
         depths, next_nodes = calibration.depths(tree.tree_depth), [*accepted_nodes, -1]
         if request.is_finished:  # where it ended, the guesses behind were not looked at
             next_nodes.pop()
@@ -94,7 +104,9 @@ class DrafterFacts:
                 if tree.sources[child] != FORCED:
                     prob, depth, was_kept = None if tree.probs is None else tree.probs[child], tree.depths[child], child == then
                     if is_first:
-                        _adjust(own, calibration, depths[depth - 1], prob, was_kept=was_kept)
+                        own.by_depth.add(depths[depth - 1], was_kept=was_kept)
+                        if prob is not None:
+                            own.by_prob.add(calibration.of_prob(prob), was_kept=was_kept)
                     calibration.add(depth, prob, is_first=is_first, was_kept=was_kept)
                 is_first = False
 
@@ -107,12 +119,7 @@ class DrafterFacts:
         num_kept = next((index for index, token in enumerate(said) if token != guessed[index]), len(said))
         if num_kept == len(said) < len(guessed) and not request.is_finished:
             return False
-        calibration = self.calibration(request)
-        depths = calibration.depths(len(guessed))
-        for index in range(min(len(said), num_kept + 1)):
-            was_kept = index < num_kept
-            _adjust(own, calibration, depths[index], probs[index], was_kept=was_kept)
-            calibration.add(index + 1, probs[index], is_first=True, was_kept=was_kept)
+        _learn_chain(own, self.calibration(request), probs, min(len(said), num_kept + 1), num_kept)
         own.end_shadow(LONGEST_REST, was_right=num_kept > 0)
         if num_kept == len(guessed) > 1:
             own.worth.rest = 0  # it was judged by guesses that should have been sent
@@ -130,8 +137,15 @@ class _Chance:
         return self.own.by_prob.chance(self.calibration.of_prob(prob))
 
 
-def _adjust(own: RequestAcceptance, calibration: Calibration, at_depth: float, prob: float | None, *, was_kept: bool) -> None:
-    """Learn how one request differs from others by a guess that was the first of its siblings; over all requests it has `at_depth`."""
-    own.by_depth.add(at_depth, was_kept=was_kept)
-    if prob is not None:
-        own.by_prob.add(calibration.of_prob(prob), was_kept=was_kept)
+def _is_own_chain(request: Request, tree: DraftTree) -> bool:
+    """Whether a tree is a chain, as nearly always, of which a grammar forces nothing."""
+    return isinstance(tree.parents, range) and request.processor.constraint is None
+
+
+def _learn_chain(own: RequestAcceptance, calibration: Calibration, probs: Sequence[float] | None, count: int, num_kept: int) -> None:
+    """Learn of the first `count` guesses of a chain, which were reached; the first `num_kept` were kept."""
+    for index, at_depth in enumerate(calibration.depths(count)):
+        own.by_depth.add(at_depth, was_kept=index < num_kept)
+        if probs is not None:
+            own.by_prob.add(calibration.of_prob(probs[index]), was_kept=index < num_kept)
+    calibration.add_chain(probs, count, num_kept)

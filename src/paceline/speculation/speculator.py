@@ -245,7 +245,7 @@ class Speculator:
 
 def _by_drafter(drafting: Sequence[tuple[RequestRows, Drafter]]) -> Sequence[tuple[Drafter, Sequence[RequestRows]]]:
     """The requests of each drafter."""
-    groups = dict[str, tuple[Drafter, list[RequestRows]]]()
+    groups: dict[str, tuple[Drafter, list[RequestRows]]] = {}
     for rows, drafter in drafting:
         groups.setdefault(drafter.name, (drafter, []))[1].append(rows)
     return list(groups.values())

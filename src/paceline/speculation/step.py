@@ -58,7 +58,8 @@ def step(
     plans, wanted = reserve(batch, cache), [rows.logits_nodes for rows in batch]
     adapters = [request.adapter_number for request in requests]
     output = _forward(requests, assemble(plans, [rows.token_ids for rows in batch], wanted, adapters), target, cache, speculator)
-    committed, observes = list[CommittedRows](), speculator.observes
+    committed: list[CommittedRows] = []
+    observes = speculator.observes
     outputs, logits = output.by_plan(plans, wanted), output.logits[:, : speculator.vocab_size]
     first_rows = [own.first_logits_row + rows.first_tree_row for rows, own in zip(batch, outputs, strict=True)]
     walks = speculator.walk_together(batch, first_rows, logits, output.peaks)

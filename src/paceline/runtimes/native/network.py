@@ -196,6 +196,8 @@ class NativeNetwork(Network):
     def _scalings(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch) -> dict[int, FloatArray]:
         """The scalings of all rows with X-LoRA, by the number of their adapter, from a pass over them with keys and values of its own."""
         shared, program = self._shared, self._shared.scaling_program
+        if not shared.mixtures:
+            return {}
         mixtures = {item.adapter: shared.mixtures[item.adapter] for item in batch.ranges if item.adapter in shared.mixtures}
         if not mixtures or program is None:
             return {}
@@ -222,6 +224,8 @@ class NativeNetwork(Network):
     def _embed_adapted(self, token_ids: IntArray, batch: ForwardBatch) -> FloatArray:
         """As `embed`, each row with its adapter."""
         embedded = self.embed(token_ids)
+        if not self._shared.adapters:
+            return embedded
         for number, rows in rows_by_adapter(batch).items():
             adapter = self._adapters[number].placed
             if adapter.changes_embedding:

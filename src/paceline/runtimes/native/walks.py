@@ -98,7 +98,8 @@ class CompiledWalks:
     def _walked(self, sizes: Sequence[int]) -> list[Walked]:
         """What was found along trees of so many nodes."""
         results = self._results[: len(sizes)].tolist()
-        found, begin, walked = self._found[: 2 * sum(sizes)].tolist(), 0, list[Walked]()
+        found, begin = self._found[: 2 * sum(sizes)].tolist(), 0
+        walked: list[Walked] = []
         for count, size in zip(results, sizes, strict=True):
             num_tokens = count if count > 0 else -1 - count
             nodes = found[begin + size : begin + size + num_tokens - (count > 0)]
