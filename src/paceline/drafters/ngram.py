@@ -89,6 +89,7 @@ class NgramDrafter(Drafter):
     """Proposes a chain copied from the request's own tokens; needs no model and no memory to speak of."""
 
     name = "ngram"
+    stops_early = False
 
     def __init__(self, min_match: int = MIN_MATCH, max_match: int = MAX_MATCH) -> None:
         self._match = (min_match, max_match)

@@ -138,6 +138,7 @@ class PredictionDrafter(Drafter):
 
     name = "prediction"
     reads_predictions = True
+    stops_early = False
 
     def __init__(self) -> None:
         self._predictions = RequestState[Prediction]()

@@ -203,10 +203,10 @@ class DraftController(DraftLearning):
         calibration = facts.calibration(rows.request)
         if not is_cheap or budget.wants_draws or not calibration.is_known:
             stops_early = calibration.gives_probs and not budget.wants_draws
-            if not stops_early or num_requests > 1:
+            if count < budget.max_depth and (not stops_early or num_requests > 1):
                 width = max(1, (budget.row_budget - 1) // max(1, budget.max_depth))
                 rows.budget = budget = replace(budget, row_budget=1 + count * width, max_depth=count)
-            if stops_early:
+            if stops_early and drafter.stops_early:
                 least_reach = self._least_reach(rows.request, drafter, count, num_requests, work)
                 rows.budget = replace(budget, least_reach=least_reach, chance_of=facts.chance_of(rows.request, own))
         if drafter.reading_s(rows.request) > 0.0 and rows.budget is not None:
