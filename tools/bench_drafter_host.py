@@ -1,10 +1,12 @@
 """Host time of a step by drafter: its wall time less the kernels' runs, with drafters that need no network and with a draft model.
 
     python tools/bench_drafter_host.py --vocabs 8192 32000 152064 --batches 1 16
+    python tools/bench_drafter_host.py --controller --drafters ngram --vocabs 152064
     python tools/bench_drafter_host.py --profile suffix --batches 1 --vocabs 152064 --sampled
 
 The model says a cycle of tokens, so that every drafter finds what to guess, and a share of other tokens where it is sampled. Cases take
-turns in one process; medians over all steps that had guesses are reported, and plain steps beside them.
+turns in one process; medians over all steps that had guesses are reported, and plain steps beside them. With `--controller` its thinking of
+how much to draft is part of the steps; else the same number is drafted always.
 """
 
 import argparse
@@ -32,6 +34,7 @@ from paceline.drafters.stack import StackDrafter
 from paceline.drafters.suffix.drafter import SuffixDrafter
 from paceline.runtimes.native import execution
 from paceline.sampling.params import SamplingParams
+from paceline.speculation.controller import DraftController
 from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.drafter import Drafter
 from paceline.speculation.request import Request
@@ -124,9 +127,17 @@ def requests_of(llm: LLM, case: Case, max_tokens: int) -> list[Request]:
     return llm._opened.requests(prompts, params, options, is_streamed=False)  # type: ignore[arg-type]
 
 
-def time_steps(llm: LLM, made: Drafter | None, case: Case, kernels: TimedKernels, options: argparse.Namespace) -> list[StepTime]:
+def policy_of(llm: LLM, options: argparse.Namespace) -> Callable[[], DraftLengthPolicy]:
+    """What makes a policy; to be asked for before the one that the model was opened with is replaced."""
+    known: Any = llm.engine.speculator.policy
+    return partial(DraftController, DRAFT_TOKENS, known.costs.table) if options.controller else partial(DraftLengthPolicy, DRAFT_TOKENS)
+
+
+def time_steps(
+    llm: LLM, made: Drafter | None, case: Case, kernels: TimedKernels, options: argparse.Namespace, policy: DraftLengthPolicy
+) -> list[StepTime]:
     """The steps in which all requests took part."""
-    llm.engine.speculator = speculator_of(llm, made, DraftLengthPolicy(DRAFT_TOKENS))
+    llm.engine.speculator = speculator_of(llm, made, policy)
     requests = requests_of(llm, case, options.max_tokens)
     steps: list[StepTime] = []
     clock = _clock(options)
@@ -163,9 +174,11 @@ def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
                 cases = [Case(name, batch, s) for batch in options.batches for s in (False, True) for name in options.drafters]
                 cases = [case for case in cases if case.is_sampled or logits == options.logits[0]]  # greedy rows cost the same
                 own: dict[Case, list[StepTime]] = {case: [] for case in cases}
+                make_policy = policy_of(llm, options)
+                policies = {case: make_policy() for case in cases}
                 for _ in range(options.repeats):
                     for case in cases:
-                        own[case] += time_steps(llm, made[case.drafter], case, kernels, options)
+                        own[case] += time_steps(llm, made[case.drafter], case, kernels, options, policies[case])
             rows = [_row(vocab, logits, case, steps) for case, steps in own.items()]
             print(f"\n{markdown_table(list(rows[0]), [list(row.values()) for row in rows])}", flush=True)
             results += rows
@@ -193,11 +206,12 @@ def profile(options: argparse.Namespace) -> None:
     with opened(options.vocabs[0], options.logits[0], options) as (llm, draft_model, kernels):
         made = draft_model if options.profile == "draft_model" else WITHOUT_NETWORK.get(options.profile, lambda: None)()
         case = Case(options.profile, options.batches[0], options.sampled)
-        time_steps(llm, made, case, kernels, options)
+        policy = policy_of(llm, options)()
+        time_steps(llm, made, case, kernels, options, policy)
         profiler = cProfile.Profile()
         profiler.enable()
         for _ in range(options.repeats):
-            steps = time_steps(llm, made, case, kernels, options)
+            steps = time_steps(llm, made, case, kernels, options, policy)
         profiler.disable()
         print(f"{len(steps)} steps a round, {np.median([step.host_ms for step in steps]):.3f} ms with the profiler")
         pstats.Stats(profiler).sort_stats("tottime").print_stats(options.lines)
@@ -212,6 +226,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--profile", choices=DRAFTERS, help="print a profile of this drafter's steps instead, of the first of everything")
     parser.add_argument("--sampled", action="store_true", help="for --profile: top-p instead of greedy")
     parser.add_argument("--lines", type=int, default=40, help="for --profile: functions listed")
+    parser.add_argument("--controller", action="store_true", help="let it decide how much to draft, up to as many tokens")
     parser.add_argument("--max-tokens", type=int, default=120)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)

@@ -215,8 +215,8 @@ def give_the_rows_of_another_request(patch: pytest.MonkeyPatch) -> None:
     def by_plan(output: ForwardOutput, plans: Any, nodes: Any) -> Any:
         parts = list(real(output, plans, nodes))
         if len(parts) > 1 and len(parts[-1].logits) == 1:
-            parts[-1] = parts[-1]._replace(logits=output.logits[:1])
-        return iter(parts)
+            parts[-1] = parts[-1]._replace(first_logits_row=0, end_logits_row=1)
+        return parts
 
     patch.setattr(ForwardOutput, "by_plan", by_plan)
 

@@ -29,7 +29,8 @@ class NgramIndex:
         self._min_match, self._max_match = min_match, max_match
         self._ends: dict[tuple[int, ...], int] = {}  # of each run of `min_match` tokens
         self._before: list[int] = [0]  # by the end of such a run, that of the same one before it; 0 = none
-        self.match_len = 0  # of the last proposal
+        self.match_len = 0  # of the last match
+        self._matched: tuple[int, int | None] = 0, None  # tokens of the text that was matched last, and what was found
 
     def num_unread(self, num_tokens: int) -> int:
         """How many of `num_tokens` tokens are not in the index yet."""
@@ -41,6 +42,8 @@ class NgramIndex:
         `token_ids` must begin with what earlier calls saw.
         """
         size, ends, before, length = len(token_ids), self._ends, self._before, self._min_match
+        if size == self._matched[0]:  # asked whether there is a guess, then for it
+            return self._matched[1]
         for end in range(len(before), size):  # the run that ends at `size` has nothing behind it yet
             if end < length:
                 before.append(0)
@@ -49,7 +52,9 @@ class NgramIndex:
             before.append(ends.get(run, 0))
             ends[run] = end
         place = ends.get(tuple(token_ids[size - length :])) if size > length else None
-        return None if place is None else self._longest(token_ids, place)
+        found = None if place is None else self._longest(token_ids, place)
+        self._matched = size, found
+        return found
 
     def _longest(self, token_ids: Sequence[int], place: int) -> int:
         """Of the ends of the run that the text ends with, from `place` back, the first one behind a longest match."""
@@ -84,6 +89,7 @@ class NgramDrafter(Drafter):
     """Proposes a chain copied from the request's own tokens; needs no model and no memory to speak of."""
 
     name = "ngram"
+    stops_early = False
 
     def __init__(self, min_match: int = MIN_MATCH, max_match: int = MAX_MATCH) -> None:
         self._match = (min_match, max_match)

@@ -48,7 +48,7 @@ class Prediction:
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = token_ids
-        self._ends: list[dict[tuple[int, ...], list[int]]] | None = None
+        self._ends: list[dict[tuple[int, ...], list[int]]] = []  # of runs, the shortest first, as far as they were needed
         self.num_read = 0
         self._tail: list[int] = []  # the output's last tokens, as many as a match may need
         self._anchor = 0  # place behind the last token on which the two agreed
@@ -113,15 +113,15 @@ class Prediction:
 
     def _behind_longest_run(self) -> int | None:
         """The place behind the longest run that the output ends with; of several, the first behind the anchor, else the last one."""
-        if self._ends is None:
-            self._ends = [_places(self._token_ids, length) for length in MATCHES]
         best = None
-        for places, length in zip(reversed(self._ends), reversed(MATCHES), strict=True):
-            found = places.get(tuple(self._tail[-length:])) if len(self._tail) >= length else None
+        for index, length in enumerate(reversed(MATCHES)):
+            if index == len(self._ends):
+                self._ends.append(_places(self._token_ids, length))
+            found = self._ends[index].get(tuple(self._tail[-length:])) if len(self._tail) >= length else None
             if not found:  # no longer run occurs either
                 break
-            index = bisect_left(found, self._anchor)
-            best = found[index] if index < len(found) else found[-1]
+            first = bisect_left(found, self._anchor)
+            best = found[first] if first < len(found) else found[-1]
         return best
 
 
@@ -138,6 +138,7 @@ class PredictionDrafter(Drafter):
 
     name = "prediction"
     reads_predictions = True
+    stops_early = False
 
     def __init__(self) -> None:
         self._predictions = RequestState[Prediction]()

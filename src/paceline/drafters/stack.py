@@ -90,6 +90,7 @@ class StackDrafter(Drafter):
         self.cache_bytes_per_token = sum(drafter.cache_bytes_per_token for drafter in drafters)
         self.notices = [notice for drafter in drafters for notice in drafter.notices]
         self.reads_predictions = any(drafter.reads_predictions for drafter in drafters)
+        self.stops_early = any(drafter.stops_early for drafter in drafters)
         self.needs = DrafterNeeds(
             hidden_states=any(drafter.needs.hidden_states for drafter in drafters),
             layers=tuple(sorted({layer for drafter in drafters for layer in drafter.needs.layers})),

@@ -295,7 +295,7 @@ class Engine:
             if not request.started_s:
                 request.started_s = now
         self._stats.num_steps += 1
-        num_before = [request.num_output_tokens for request in picked]
+        num_before = [len(request.token_ids) for request in picked]
         try:
             step(picked, num_rows, self.runtime, self.cache, self.speculator, max_rows=self.scheduler.limits.max_step_rows)
         except PassInterrupted as error:  # nothing was changed
@@ -309,7 +309,7 @@ class Engine:
             raise
         now = time.perf_counter()
         for request, num_tokens in zip(picked, num_before, strict=True):
-            if request.num_output_tokens == num_tokens:
+            if len(request.token_ids) == num_tokens:
                 continue
             if request.first_token_s:
                 self._stats.token_gaps.add(now - request.last_token_s)

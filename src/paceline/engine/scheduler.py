@@ -14,7 +14,7 @@ at a time than a pass has rows.
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 
 class Schedulable(Protocol):
@@ -71,8 +71,7 @@ class Limits:
     spare_blocks: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled(Generic[Request]):
+class Scheduled(NamedTuple, Generic[Request]):
     """A request of the next pass, and how many of its known tokens run in it."""
 
     request: Request

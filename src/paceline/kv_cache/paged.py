@@ -112,6 +112,8 @@ class KVCache:
 
     def num_needed(self, sequence: CachedSequence, parents: Sequence[int]) -> int:
         """Blocks that `reserve` takes for such a tree."""
+        if isinstance(parents, range):  # a chain, as nearly always
+            return blocks_for(sequence.committed_len + len(parents), self.block_size) - len(sequence.block_table)
         return fresh_blocks_needed(parents, sequence.committed_len, len(sequence.block_table), self.layout, self.block_size)
 
     def reserve(self, sequence: CachedSequence, parents: Sequence[int], num_known: int = 1, *, num_firm: int | None = None) -> RowPlan:
@@ -127,7 +129,8 @@ class KVCache:
         if sequence.plan is not None:
             raise RuntimeError("a pass is under way for this sequence: keep a path or cancel it first")
         length, table = sequence.committed_len, sequence.block_table
-        fresh = self.pool.allocate(self.num_needed(sequence, parents))
+        num_needed = self.num_needed(sequence, parents)
+        fresh = self.pool.allocate(num_needed) if num_needed > 0 else ()
         plan = plan_rows(parents, length, table, fresh, self.layout, self.block_size, sequence.id)
         if num_known != 1 or num_firm is not None:
             plan = replace(plan, num_known=num_known, num_firm=num_firm)
@@ -149,7 +152,8 @@ class KVCache:
         for memory in self.memories:
             memory.keep_path(plan, commit)
         if plan.layout is TreeLayout.CHAIN:
-            self.pool.release(plan.paths[0].block_table[len(commit.block_table) :])
+            if plan.fresh_blocks:
+                self.pool.release(plan.paths[0].block_table[len(commit.block_table) :])
         else:
             shared = sequence.committed_len // self.block_size  # full blocks before: every path has them
             kept = set(commit.block_table[shared:])

@@ -52,9 +52,9 @@ class Commit(NamedTuple):
     moves: Sequence[tuple[int, int]] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowPlan:
-    """Rows of one sequence in a pass.
+    """Rows of one sequence in a pass. Not changed once it is made; to say so to Python takes longer than to make it.
 
     Attributes:
         layout: the layout in use.
@@ -94,6 +94,9 @@ class RowPlan:
         """What keeping the path from the root to `node` does."""
         if not 0 <= node < len(self.parents):
             raise ValueError(f"node {node} is not in the tree of {len(self.parents)} nodes")
+        if self.layout is TreeLayout.CHAIN:
+            new_len = self.committed_len + node + 1
+            return Commit(self.paths[0].block_table[: blocks_for(new_len, self.block_size)], new_len, range(node + 1))
         if self.layout is TreeLayout.MASK:
             kept = path_to(self.parents, node)
             moves = [(self.committed_len + row, self.committed_len + depth) for depth, row in enumerate(kept) if row != depth]
@@ -138,10 +141,10 @@ def num_rows(parents: Sequence[int], layout: TreeLayout) -> int:
 
 def fresh_blocks_needed(parents: Sequence[int], committed_len: int, num_blocks: int, layout: TreeLayout, block_size: int) -> int:
     """Blocks to allocate before `plan_rows`; `num_blocks` is the length of the sequence's own table."""
-    if layout is TreeLayout.CHAIN and not is_chain(parents):  # said here, before blocks are taken
-        raise ValueError("a branching tree cannot be laid out as a chain")
-    if layout is not TreeLayout.PATHS or is_chain(parents):
+    if layout is TreeLayout.MASK or is_chain(parents):
         return blocks_for(committed_len + len(parents), block_size) - num_blocks
+    if layout is TreeLayout.CHAIN:  # said here, before blocks are taken
+        raise ValueError("a branching tree cannot be laid out as a chain")
     lengths = [len(path) for path in root_paths(parents)]
     shared = committed_len // block_size
     own = blocks_for(committed_len + lengths[0], block_size) - num_blocks

@@ -134,14 +134,15 @@ class ForwardOutput:
         names = [name for name in self.results if name.startswith(f"{COLLECTED}.")]
         return np.stack([self.results[name] for name in names]) if names else None
 
-    def by_plan(self, plans: Sequence[RowPlan], logits_nodes: Sequence[Sequence[int]]) -> "Iterator[PlanOutput]":
+    def by_plan(self, plans: Sequence[RowPlan], logits_nodes: Sequence[Sequence[int]]) -> "list[PlanOutput]":
         """The part of each plan; arguments as `assemble` got them."""
-        logits, peaks, first_row, first_logits_row = self.logits, self.peaks, 0, 0
+        parts: list[PlanOutput] = []
+        first_row = first_logits_row = 0
         for plan, wanted in zip(plans, logits_nodes, strict=True):
             end = first_logits_row + len(wanted)
-            own_peaks = None if peaks is None else peaks[first_logits_row:end]
-            yield PlanOutput(self, plan, first_row, logits[first_logits_row:end], own_peaks)
-            first_row, first_logits_row = first_row + plan.num_rows, end
+            parts.append(PlanOutput(self, plan, first_row, first_logits_row, end))
+            first_row, first_logits_row = first_row + len(plan.row_nodes), end
+        return parts
 
 
 class PlanOutput(NamedTuple):
@@ -150,15 +151,25 @@ class PlanOutput(NamedTuple):
     Attributes:
         output: of the whole pass.
         first_row: of the plan in the pass.
-        logits: [R of the plan, V] float32, in the order its nodes were asked for.
-        peaks: of these, [R of the plan, blocks]; None = they are not known.
+        first_logits_row, end_logits_row: of the pass's rows of logits, those of the plan.
     """
 
     output: ForwardOutput
     plan: RowPlan
     first_row: int
-    logits: FloatArray
-    peaks: FloatArray | None = None
+    first_logits_row: int
+    end_logits_row: int
+
+    @property
+    def logits(self) -> FloatArray:
+        """[R of the plan, V], in the order its nodes were asked for."""
+        return self.output.logits[self.first_logits_row : self.end_logits_row]
+
+    @property
+    def peaks(self) -> FloatArray | None:
+        """Of these, [R of the plan, blocks]; None = they are not known."""
+        peaks = self.output.peaks
+        return None if peaks is None else peaks[self.first_logits_row : self.end_logits_row]
 
     def hidden_states(self, nodes: Sequence[int]) -> FloatArray:
         """[len(nodes), E] those of the plan's `nodes`; a copy."""
@@ -342,10 +353,9 @@ def assemble(
         base, is_straight = len(token_ids), isinstance(plan.row_nodes, range)  # then row i is node i
         token_ids.extend(tokens if is_straight else (tokens[node] for node in plan.row_nodes))
         positions.extend(plan.row_positions)
-        for path in plan.paths:
-            table, start = np.asarray(path.block_table, np.int32), base + path.first_row
-            own = (plan.sequence_id, path.first_row, adapter)
-            ranges.append(RowRange(start, path.num_rows, plan.committed_len, table, path.mask, 0, *own))
+        for first_row, num_rows, _, block_table, mask in plan.paths:
+            table = np.asarray(block_table, np.int32)
+            ranges.append(RowRange(base + first_row, num_rows, plan.committed_len, table, mask, 0, plan.sequence_id, first_row, adapter))
         if is_straight and isinstance(wanted, range):
             logits_rows.extend(range(base + wanted.start, base + wanted.stop, wanted.step))
         else:

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import IntEnum, auto
 from statistics import median
 from typing import Any
 
@@ -21,8 +21,8 @@ _SPEED_PASSES = 15  # of all kinds, whose median says how fast the machine is no
 _LEAST_SPEED, _MOST_SPEED = 0.2, 10.0
 
 
-class PassKind(Enum):
-    """What passes over as many rows differ in."""
+class PassKind(IntEnum):
+    """What passes over as many rows differ in. Numbers, because they are looked up by it several times a step."""
 
     PLAIN = auto()
     ADAPTERS = auto()  # rows have adapters

@@ -36,7 +36,9 @@ class Walker(Protocol):
 
 
 class AskedWalk(NamedTuple):
-    """A walk that is asked for: the walker, the arguments of its `walk`, and `peaks`, as the runtime knows them of the logits."""
+    """A walk that is asked for: the walker, the arguments of its `walk`, and `peaks`, as the runtime knows them of the logits.
+
+    Node i's row is row `first_row + i` of both, which several walks may have in common."""
 
     walker: Walker
     logits: NDArray[np.float32]
@@ -46,6 +48,7 @@ class AskedWalk(NamedTuple):
     sample_index: int
     position: int
     peaks: NDArray[np.float32] | None = None
+    first_row: int = 0
 
 
 class Walks(Protocol):

@@ -6,6 +6,7 @@ guesses: one step of Newton's method for a logistic regression with one weight, 
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +21,7 @@ _BENEFIT = 1.0  # of the doubt, in standard deviations of the log-odds: what is 
 _LEAST, _MOST = 0.004, 0.985
 _MOST_ODDS = _MOST / (1.0 - _MOST)
 _WORTH_KNOWN, _WORTH_MEMORY, _LONGEST_IDLE = 8, 16, 31  # questions to a drafter, and steps without one
-_BUCKETS, _BUCKET_WIDTH, _FIRST_LOGIT = 24, 0.5, -5.0
+_BORDERS = [1.0 / (1.0 + math.exp(5.0 - 0.5 * index)) for index in range(1, 24)]  # between probabilities that are learned of together
 
 
 @dataclass(slots=True)
@@ -88,9 +89,12 @@ class Calibration:
         Args:
             is_first: whether it is the first of its siblings.
         """
-        share = self._by_prob.get((is_first, _bucket(prob)))
-        assumed = min(max(prob, _LEAST), _MOST)
-        return assumed if share is None else share.of(assumed)
+        assumed = prob if _LEAST <= prob <= _MOST else _clipped(prob)
+        share = self._by_prob.get((is_first, bisect_right(_BORDERS, prob)))
+        if share is None:
+            return assumed
+        chance = share.of(assumed)
+        return chance if _LEAST <= chance <= _MOST else _clipped(chance)
 
     def add(self, depth: int, prob: float | None, *, is_first: bool, was_kept: bool) -> None:
         """A guess whose place was reached was kept or not."""
@@ -100,8 +104,26 @@ class Calibration:
             self._by_depth[depth - 1].add(was_kept=was_kept)
             del self._chances[depth - 1 :]
         if prob is not None:
-            self.gives_probs = True
-            self._by_prob.setdefault((is_first, _bucket(prob)), _Share()).add(was_kept=was_kept)
+            self._add_prob(prob, is_first=is_first, was_kept=was_kept)
+
+    def add_chain(self, probs: Sequence[float] | None, count: int, num_kept: int) -> None:
+        """`add` of the first `count` guesses of a chain, which were reached; the first `num_kept` were kept."""
+        shares = self._by_depth
+        while len(shares) < count:
+            shares.append(_Share())
+        for index in range(count):
+            shares[index].add(was_kept=index < num_kept)
+            if probs is not None:
+                self._add_prob(probs[index], is_first=True, was_kept=index < num_kept)
+        self._chances.clear()
+
+    def _add_prob(self, prob: float, *, is_first: bool, was_kept: bool) -> None:
+        self.gives_probs = True
+        key = is_first, bisect_right(_BORDERS, prob)
+        share = self._by_prob.get(key)
+        if share is None:
+            share = self._by_prob[key] = _Share()
+        share.add(was_kept=was_kept)
 
 
 @dataclass(slots=True)
@@ -118,11 +140,14 @@ class Offset:
 
     def chance(self, of_all: float, more: float = 0.0) -> float:
         """The chance of a guess that has this one over all requests; `more` log-odds are added to it."""
-        of_all = min(max(of_all, _LEAST), _MOST)
-        if self.value + more == 0.0:
+        if not _LEAST <= of_all <= _MOST:
+            of_all = _clipped(of_all)
+        log_odds = self.value + more
+        if log_odds == 0.0:
             return of_all
-        odds = of_all / (1.0 - of_all) * math.exp(self.value + more)
-        return min(max(odds / (1.0 + odds), _LEAST), _MOST)
+        odds = of_all / (1.0 - of_all) * math.exp(log_odds)
+        chance = odds / (1.0 + odds)
+        return chance if _LEAST <= chance <= _MOST else _clipped(chance)
 
     def paths(self, of_all: Sequence[float], more: float, least: float) -> list[float]:
         """Chance that a guess and all before it are kept, by depth, of guesses that have these chances over all requests: what one more
@@ -138,12 +163,16 @@ class Offset:
 
     def add(self, of_all: float, *, was_kept: bool) -> None:
         """A guess that has this chance over all requests was kept or not."""
-        chance = self.chance(of_all)
+        if not _LEAST <= of_all <= _MOST:
+            of_all = _clipped(of_all)
+        odds = of_all / (1.0 - of_all) * math.exp(self.value)
+        chance = odds / (1.0 + odds)
         if (chance if was_kept else 1.0 - chance) < _SURPRISE:
             self.doubt()
-        self.num_seen = min(self.num_seen + 1.0, _OWN_MEMORY)
+        if self.num_seen < _OWN_MEMORY:
+            self.num_seen += 1.0
         moved = self.value + _NEWTON / (_OWN_PRIOR + self.num_seen) * (was_kept - chance)
-        self.value = min(max(moved, -_MOST_OFFSET), _MOST_OFFSET)
+        self.value = moved if -_MOST_OFFSET <= moved <= _MOST_OFFSET else math.copysign(_MOST_OFFSET, moved)
 
     def doubt(self) -> None:
         """What was learned may be out of date: the next guesses weigh more."""
@@ -198,7 +227,7 @@ class RequestAcceptance:
     by_depth: Offset = field(default_factory=Offset)
     by_prob: Offset = field(default_factory=Offset)
     num_plain: int = 0
-    shadow: tuple[int, list[int], list[float | None]] | None = None
+    shadow: tuple[int, list[int], list[float] | None] | None = None
     num_resting: int = 0
     worth: Worth = field(default_factory=Worth)
     num_idle: int = 0
@@ -239,7 +268,6 @@ def expected_accepted(chance: float, depth: float) -> float:
     return depth if chance == 1.0 else chance * (1.0 - chance**depth) / (1.0 - chance)
 
 
-def _bucket(prob: float) -> int:
-    clipped = min(max(prob, 1e-4), 1.0 - 1e-4)
-    logit = math.log(clipped / (1.0 - clipped))
-    return min(max(int((logit - _FIRST_LOGIT) / _BUCKET_WIDTH), 0), _BUCKETS - 1)
+def _clipped(chance: float) -> float:
+    """A chance that is neither taken for certain nor for impossible."""
+    return _LEAST if chance < _LEAST else min(chance, _MOST)

@@ -23,8 +23,9 @@ def commit(request: Request, token_ids: Sequence[int], num_accepted: int, *, dra
         count = len(token_ids)
         request.token_ids.extend(token_ids)
         request.processor.commit_all(token_ids)
-        rest = TokenOrigin.BONUS if drafted else TokenOrigin.PLAIN
-        request.origins.extend([*[TokenOrigin.ACCEPTED] * num_accepted, *[rest] * (count - num_accepted)])
+        if num_accepted > 0:
+            request.origins.extend([TokenOrigin.ACCEPTED] * num_accepted)
+        request.origins.extend([TokenOrigin.BONUS if drafted else TokenOrigin.PLAIN] * (count - num_accepted))
         if logprobs:
             request.logprobs.extend(logprobs)
         return count

@@ -13,7 +13,7 @@ from dataclasses import replace
 from paceline.runtimes.pass_costs import PassTable
 from paceline.speculation.batch_rest import steps_until
 from paceline.speculation.cut import can_cut, cut
-from paceline.speculation.draft_learning import NOTED_PLAIN, DraftLearning
+from paceline.speculation.draft_learning import NOTED, DraftLearning
 from paceline.speculation.drafter import Drafter
 from paceline.speculation.pass_work import PassWork
 from paceline.speculation.request import Request
@@ -26,6 +26,7 @@ STAY_GAIN = 0.02  # and from which on it goes on: what is expected of the best o
 CHEAP_SHARE = 0.05  # of a plain pass: a drafter that takes less is asked whatever is expected, and its guesses are weighed
 LEAST_CHANCE = 0.02  # of a guess with all before it: no row is cheap enough for less
 PROBE_SHARE = 0.01  # of all time: what probes may cost where drafting does not pay
+SHARE_TOGETHER = 0.005  # the same in batches, where one request's probe delays all
 MOST_CREDITED = 32  # steps for which is saved up at a time
 PROBE_TOKENS = 2
 FIRST_TOKENS, FIRST_ROWS = 4, 16  # guessed of a request and in a pass while nothing is known of a drafter
@@ -54,7 +55,7 @@ class DraftController(DraftLearning):
         open_ones = [one for one in drafting if one[0].budget is not None]
         if not open_ones:
             return
-        if len(self._rest.steps.passes_s) >= (1 if len(batch) > 1 else 2 * NOTED_PLAIN):
+        if len(self._rest.steps.passes_s) >= (1 if len(batch) > 1 else 2 * NOTED):
             self._learn_plain_steps()
         self._work = work = PassWork.of(batch, with_guesses=False)
         self.costs.kind, self._num_planned = work.kind, len(open_ones)
@@ -108,6 +109,7 @@ class DraftController(DraftLearning):
         least_gain = STAY_GAIN if self._is_drafting else START_GAIN
         if len(batch) == 1:
             counts = [worth_keeping(gains[0][:most], times, self._rate * (1.0 + least_gain))] if gains else []
+            self._guesses_s = times[sum(counts)] - (times[0] if num_fixed == 0 else self.times.of_guesses(self._work, 0, 0)[0])
         else:
             others = len([rows for rows in batch if rows.tree is not None]) - len(weighed)
             counts = worth_keeping_together(gains, times, others, least_gain)
@@ -135,6 +137,7 @@ class DraftController(DraftLearning):
                 return False
             if facts.seconds(len(open_ones), budget.max_depth) >= CHEAP_SHARE * times[0]:
                 return False
+        self._plain_s = times[0]
         if is_alone:
             self._rate = max(self.times.rate, 1.0 / (times[0] + self.host.at(1.0, 0.0)))
         elif self._is_drafting and self._must_compare(1.0, work):
@@ -200,10 +203,10 @@ class DraftController(DraftLearning):
         calibration = facts.calibration(rows.request)
         if not is_cheap or budget.wants_draws or not calibration.is_known:
             stops_early = calibration.gives_probs and not budget.wants_draws
-            if not stops_early or num_requests > 1:
+            if count < budget.max_depth and (not stops_early or num_requests > 1):
                 width = max(1, (budget.row_budget - 1) // max(1, budget.max_depth))
                 rows.budget = budget = replace(budget, row_budget=1 + count * width, max_depth=count)
-            if stops_early:
+            if stops_early and drafter.stops_early:
                 least_reach = self._least_reach(rows.request, drafter, count, num_requests, work)
                 rows.budget = replace(budget, least_reach=least_reach, chance_of=facts.chance_of(rows.request, own))
         if drafter.reading_s(rows.request) > 0.0 and rows.budget is not None:
@@ -242,7 +245,8 @@ class DraftController(DraftLearning):
         """Let the request that has rested longest guess a little, if that has been saved up for."""
         if self._choice is None:
             return
-        self._credit_s += PROBE_SHARE * min(self._num_steps - self._credited_at, MOST_CREDITED) * self._choice.plain_s
+        share = PROBE_SHARE if work.num_sequences == 1 else SHARE_TOGETHER
+        self._credit_s += share * min(self._num_steps - self._credited_at, MOST_CREDITED) * self._choice.plain_s
         self._credited_at = self._num_steps
         rows, drafter = max(denied, key=lambda one: self._own(one[0].request, one[1]).num_plain)
         request, own = rows.request, self._own(rows.request, drafter)

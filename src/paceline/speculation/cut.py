@@ -28,7 +28,7 @@ def cut(rows: RequestRows, nodes: Sequence[int]) -> None:
         return
     if own is not None:
         path = tree.first_path()[:SHADOW_TOKENS]
-        probs = [None if tree.probs is None else tree.probs[node] for node in path]
+        probs = None if tree.probs is None else [tree.probs[node] for node in path]
         own.shadow = len(rows.request.token_ids), [tree.token_ids[node] for node in path], probs
     rows.make_plain(PlainReason.DID_NOT_PAY)
     rows.expected_speedup = 1.0  # at best

@@ -22,7 +22,7 @@ from paceline.speculation.step_times import StepTimes
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.vain_time import VainTime
 
-NOTED_PLAIN = 4  # of so many steps of a lone request without guesses one is measured
+NOTED = 4  # of so many steps of a lone request one is measured
 IDLE_INTERVAL = 64  # questions to a drafter after which a step is idle, to know what asking takes
 UNABLE_SHARE, VAIN_SHARE = 8, 4  # questions in a row without a guess, and steps of a batch without one of use, for each step of rest
 MOST_IDLE = 7  # steps of rest for either
@@ -56,6 +56,8 @@ class DraftLearning(DraftLengthPolicy):
         self._credit_s, self._probe_s = 0.0, 0.0  # for probes, and what the last one was expected to take
         self._asks_together = False  # whether such drafters are asked for a batch
         self._num_kept, self._faster = 0, 0.0  # guesses of the step under way, and logarithms of the tokens that they bring
+        self._plain_s, self._guesses_s = 0.0, 0.0  # of that step: a pass without guesses, and what those that are sent make it longer
+        self._unnoted = 0, 0.0  # drafted steps of a lone request of which nothing was learned yet, and their tokens
         self._num_steps = 0
         self._is_drafting = False
         self._worth = Worth()  # of asking for a batch, in logarithms of its requests' speeds
@@ -115,13 +117,16 @@ class DraftLearning(DraftLengthPolicy):
         self._asked = self._work = self._choice = self._probed = None  # nothing of a request that ends is held
         self._asks_together, self._faster = False, 0.0
         self._num_steps += 1
-        if num_guesses > 0 or not rest.is_of(batch):
-            self._learn_plain_steps()
-            rest.take(batch)
         if num_guesses > 0:
-            self.times.note(PassWork.of(batch, with_guesses=True), [pass_s], [host_s], float(len(batch) + num_kept), 1.0)
-        elif rest.steps.work.is_decoding:
-            rest.note(pass_s, host_s)
+            self._learn_plain_steps()
+            rest.stop()
+            self._note_drafted(batch, num_kept, pass_s, host_s)
+        else:
+            if not rest.is_of(batch):
+                self._learn_plain_steps()
+                rest.take(batch)
+            if rest.steps.work.is_decoding:
+                rest.note(pass_s, host_s)
         for rows in batch:
             own = rows.request.acceptance
             facts = None if own is None or own.shadow is None else self._facts_of(rows.request)
@@ -190,11 +195,23 @@ class DraftLearning(DraftLengthPolicy):
             if own is not None and own.num_idle < num_idle:
                 own.num_idle = num_idle
 
+    def _note_drafted(self, batch: Sequence[RequestRows], num_kept: int, pass_s: float, host_s: float) -> None:
+        """Learn what a step with guesses took: of a lone request's, what some of them did, and those that are new."""
+        count, brought = self._unnoted[0] + 1, self._unnoted[1] + len(batch) + num_kept
+        work = PassWork.of(batch, with_guesses=True)
+        if len(batch) == 1 and count < NOTED and self.costs.is_fresh(work.num_rows, work.num_cached):
+            self._unnoted = count, brought
+            return
+        self._unnoted = 0, 0.0
+        self.times.note(work, [pass_s], [host_s], brought, float(count))
+
     def _learn_plain_steps(self) -> None:
         """Learn what the last plain steps took: of a lone request's, what some of them did."""
         steps, self._rest.steps = self._rest.steps, PlainSteps(self._rest.steps.work)
         self.times.note_rested(steps.work.num_sequences, steps.rested_s)
-        noted = slice(None, None, NOTED_PLAIN if steps.work.num_sequences == 1 else 1)
+        if not steps.passes_s:
+            return
+        noted = slice(None, None, NOTED if steps.work.num_sequences == 1 else 1)
         count = float(len(steps.passes_s))
         self.times.note(steps.work, steps.passes_s[noted], steps.hosts_s[noted], count * steps.work.num_sequences, count)
 
@@ -205,7 +222,7 @@ class DraftLearning(DraftLengthPolicy):
                 self.times.note_idle(other_s)
             return
         own, self._asked = self._asked, None
-        saved_s = self.times.saved_s(self._work, num_guesses, num_kept, other_s)
+        saved_s = self.times.saved_s(self._plain_s, self._guesses_s if num_guesses > 0 else 0.0, num_kept, other_s)
         own.num_idle = own.worth.add(saved_s)
         if (facts := self._facts_of(rows.request)) is not None:
             facts.worth.add(saved_s)

@@ -114,6 +114,8 @@ class Drafter(ABC):
     cache_bytes_per_token: int = 0
     reads_predictions: bool = False
     """Whether a request's `hints.prediction_token_ids` are of use; requests that carry some are refused where they are not."""
+    stops_early: bool = True
+    """Whether it stops guessing by `DraftBudget.least_reach` and `chance`; where not, these are not worked out for it."""
     notices: Sequence[str] = ()
     """Lines a user should see at load."""
 

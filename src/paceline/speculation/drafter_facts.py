@@ -9,6 +9,7 @@ from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.work_times import LinearTime
 
+TIMED = 4  # of so many proposals one is timed, once so many were
 LONGEST_REST = 15  # steps between two shadows of a request, at most
 FORCED_CHANCE = 0.98  # of a token that a grammar forces: tokenizers may spell it in another way
 SIBLING_SHARE = 0.3  # chance of a sibling over that of the guess before it, where its drafter says nothing
@@ -52,9 +53,9 @@ class DrafterFacts:
         self.times[1] = LinearTime.of_each(seconds)
 
     def observe(self, num_requests: int, depth: int, seconds: float) -> None:
-        """Told how long it took. The first time does not count: memory and kernels are made ready for it."""
+        """Told how long it took, whereof some is learned. The first time does not count: memory and kernels are made ready for it."""
         self.num_asked += 1
-        if self.num_asked > 1:
+        if 1 < self.num_asked <= TIMED * TIMED or self.num_asked % TIMED == 0:
             self.times.setdefault(num_requests.bit_length(), LinearTime()).observe(1.0, depth, seconds)
 
     def chance_of(self, request: Request, own: RequestAcceptance) -> Callable[[float], float]:
@@ -63,18 +64,24 @@ class DrafterFacts:
 
     def reached(self, request: Request, own: RequestAcceptance, tree: DraftTree) -> list[float]:
         """Chance of each node of a request's tree, with all before it."""
-        calibration = self.calibration(request)
+        calibration, probs = self.calibration(request), tree.probs
+        if _is_own_chain(request, tree):
+            chances, offset = calibration.depths(tree.tree_depth), own.by_depth
+            if probs is not None:
+                chances, offset = [calibration.of_prob(prob) for prob in probs[1:]], own.by_prob
+            return [1.0, *offset.paths(chances, 0.0, 0.0)]
         depths, reached, last_child = calibration.depths(tree.tree_depth), [1.0], dict[int, float]()
-        for node in range(1, len(tree.parents)):
-            parent = tree.parents[node]
-            if tree.sources[node] == FORCED:
+        for node, (parent, depth, source) in enumerate(zip(tree.parents, tree.depths, tree.sources, strict=True)):
+            if node == 0:
+                continue
+            if source == FORCED:
                 chance = FORCED_CHANCE
-            elif tree.probs is not None:
-                chance = own.by_prob.chance(calibration.of_prob(tree.probs[node], is_first=parent not in last_child))
+            elif probs is not None:
+                chance = own.by_prob.chance(calibration.of_prob(probs[node], is_first=parent not in last_child))
             elif parent in last_child:
                 chance = SIBLING_SHARE * last_child[parent]
             else:
-                chance = own.by_depth.chance(depths[tree.depths[node] - 1])
+                chance = own.by_depth.chance(depths[depth - 1])
             last_child[parent] = chance
             reached.append(reached[parent] * chance)
         return reached
@@ -83,17 +90,25 @@ class DrafterFacts:
         """Told what became of a tree."""
         calibration = self.calibration(request)
         calibration.is_known = True
-        next_nodes = [*accepted_nodes, -1]
+        if _is_own_chain(request, tree):  # where it ended, the guesses behind were not looked at
+            num_kept = len(accepted_nodes)
+            count = num_kept if request.is_finished else min(tree.num_draft_tokens, num_kept + 1)
+            _learn_chain(own, calibration, None if tree.probs is None else tree.probs[1:], count, num_kept)
+            return
+        depths, next_nodes = calibration.depths(tree.tree_depth), [*accepted_nodes, -1]
         if request.is_finished:  # where it ended, the guesses behind were not looked at
             next_nodes.pop()
         for node, then in zip([0, *accepted_nodes], next_nodes, strict=False):
             is_first = True
-            for child in range(node + 1, len(tree.parents)):
-                if tree.parents[child] == node:
-                    if tree.sources[child] != FORCED:
-                        prob = None if tree.probs is None else tree.probs[child]
-                        _learn(own, calibration, tree.depths[child], prob, is_first=is_first, was_kept=child == then)
-                    is_first = False
+            for child in tree.children(node):
+                if tree.sources[child] != FORCED:
+                    prob, depth, was_kept = None if tree.probs is None else tree.probs[child], tree.depths[child], child == then
+                    if is_first:
+                        own.by_depth.add(depths[depth - 1], was_kept=was_kept)
+                        if prob is not None:
+                            own.by_prob.add(calibration.of_prob(prob), was_kept=was_kept)
+                    calibration.add(depth, prob, is_first=is_first, was_kept=was_kept)
+                is_first = False
 
     def read_shadow(self, request: Request, own: RequestAcceptance) -> bool:
         """Compare what would have been guessed with what was said; returns whether that is done."""
@@ -104,10 +119,7 @@ class DrafterFacts:
         num_kept = next((index for index, token in enumerate(said) if token != guessed[index]), len(said))
         if num_kept == len(said) < len(guessed) and not request.is_finished:
             return False
-        calibration = self.calibration(request)
-        for index in range(min(len(said), num_kept + 1)):
-            was_kept = index < num_kept
-            _learn(own, calibration, index + 1, probs[index], is_first=True, was_kept=was_kept)
+        _learn_chain(own, self.calibration(request), probs, min(len(said), num_kept + 1), num_kept)
         own.end_shadow(LONGEST_REST, was_right=num_kept > 0)
         if num_kept == len(guessed) > 1:
             own.worth.rest = 0  # it was judged by guesses that should have been sent
@@ -125,9 +137,15 @@ class _Chance:
         return self.own.by_prob.chance(self.calibration.of_prob(prob))
 
 
-def _learn(own: RequestAcceptance, calibration: Calibration, depth: int, prob: float | None, *, is_first: bool, was_kept: bool) -> None:
-    if is_first:
-        own.by_depth.add(calibration.at_depth(depth), was_kept=was_kept)
-        if prob is not None:
-            own.by_prob.add(calibration.of_prob(prob), was_kept=was_kept)
-    calibration.add(depth, prob, is_first=is_first, was_kept=was_kept)
+def _is_own_chain(request: Request, tree: DraftTree) -> bool:
+    """Whether a tree is a chain, as nearly always, of which a grammar forces nothing."""
+    return isinstance(tree.parents, range) and request.processor.constraint is None
+
+
+def _learn_chain(own: RequestAcceptance, calibration: Calibration, probs: Sequence[float] | None, count: int, num_kept: int) -> None:
+    """Learn of the first `count` guesses of a chain, which were reached; the first `num_kept` were kept."""
+    for index, at_depth in enumerate(calibration.depths(count)):
+        own.by_depth.add(at_depth, was_kept=index < num_kept)
+        if probs is not None:
+            own.by_prob.add(calibration.of_prob(probs[index]), was_kept=index < num_kept)
+    calibration.add_chain(probs, count, num_kept)

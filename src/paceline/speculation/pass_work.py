@@ -25,20 +25,22 @@ class PassWork:
 
     @classmethod
     def of(cls, batch: Sequence[RequestRows], *, with_guesses: bool) -> "PassWork":
-        work = cls()
+        num_rows, num_cached, num_row_cached, is_decoding, kind = 0, 0.0, 0.0, True, PassKind.PLAIN
         for rows in batch:
-            count = rows.num_known + (rows.num_guesses if with_guesses else 0)
-            cached = cached_rows(rows)
-            work.is_decoding = work.is_decoding and rows.is_decoding
-            work.num_rows += count
-            work.num_sequences += 1
-            work.num_cached += cached
-            work.num_row_cached += count * cached
-            if rows.request.adapter_number > 0 and work.kind is not PassKind.SCALING:
-                work.kind = PassKind.SCALING if rows.request.takes_scaling_passes else PassKind.ADAPTERS
-        return work
+            count, cached = rows.num_known, cached_rows(rows)
+            if count != 1 or rows.tree is None:
+                is_decoding = False
+            elif with_guesses:
+                count = len(rows.tree.token_ids)
+            num_rows += count
+            num_cached += cached
+            num_row_cached += count * cached
+            if rows.request.adapter_number > 0 and kind is not PassKind.SCALING:
+                kind = PassKind.SCALING if rows.request.takes_scaling_passes else PassKind.ADAPTERS
+        return cls(num_rows, len(batch), num_cached, num_row_cached, is_decoding, kind)
 
 
 def cached_rows(rows: RequestRows) -> float:
     """Cached rows of a request beyond those behind which passes were timed."""
-    return max(0.0, float(rows.request.sequence.committed_len - CACHED_LEN))
+    num_more = rows.request.sequence.committed_len - CACHED_LEN
+    return float(num_more) if num_more > 0 else 0.0

@@ -63,7 +63,7 @@ class RequestRows:
     @property
     def parents(self) -> Sequence[int]:
         """The plan's parents."""
-        if self.tree is None or self.tree.num_draft_tokens == 0:
+        if self.tree is None or len(self.tree.token_ids) == 1:
             return range(-1, self.num_known - 1)
         return self.parents_with(self.tree.parents)
 
@@ -78,15 +78,15 @@ class RequestRows:
         """The token of each of the plan's nodes."""
         start = self.request.sequence.committed_len
         known = self.request.token_ids[start : start + self.num_known]
-        return known if self.tree is None else [*known, *self.tree.token_ids[1:]]
+        return known if self.tree is None or len(self.tree.token_ids) == 1 else [*known, *self.tree.token_ids[1:]]
 
     @property
     def logits_nodes(self) -> Sequence[int]:
         """The plan's nodes whose logits are wanted."""
-        num_nodes = self.num_known + self.num_guesses
+        num_nodes = self.num_known if self.tree is None else self.num_known + len(self.tree.token_ids) - 1
         if self.wants_prompt_rows:
             return range(num_nodes)
-        return range(self.root, num_nodes) if self.tree is not None else ()
+        return range(self.num_known - 1, num_nodes) if self.tree is not None else ()
 
     @property
     def first_tree_row(self) -> int:

@@ -85,17 +85,20 @@ class Speculator:
             self.policy.plan(batch, drafting, max_rows)
             is_planned = True
         self._plan_s = perf_counter() - start_s
-        for rows, _ in drafting:
-            if not is_planned:
+        if not is_planned:
+            for rows, _ in drafting:
                 rows.budget, rows.plain_reason = None, PlainReason.DRAFTER_FAILED
+        constrained = [rows for rows, _ in drafting if rows.request.processor.constraint is not None]
+        for rows in constrained:
             self._add_forced(rows)
-        open_rows = [one for one in drafting if one[0].budget is not None and not fill_with_forced(one[0], one[0].budget)]
+        open_rows = [one for one in drafting if one[0].budget is not None]
+        if not open_rows:
+            return
+        if constrained:
+            open_rows = [one for one in open_rows if one[0].budget is not None and not fill_with_forced(one[0], one[0].budget)]
         for drafter, own in _by_drafter(open_rows):
             self._calls.propose(drafter, own, self.policy)
-        guessing = [rows for rows, _ in drafting if rows.budget is not None]
-        if not guessing:
-            return
-        self._constrain(guessing)
+        self._constrain(constrained)
         start_s = perf_counter()
         with self._calls.tolerated:
             self.policy.select(batch, max_rows)
@@ -104,19 +107,17 @@ class Speculator:
             fit_rows(batch, max_rows - sum(rows.num_known for rows in batch))
 
     def walk_together(
-        self, batch: Sequence[RequestRows], logits: Sequence[FloatArray], peaks: Sequence[FloatArray | None]
+        self, batch: Sequence[RequestRows], first_rows: Sequence[int], logits: FloatArray, peaks: FloatArray | None
     ) -> Sequence[Walked | None]:
         """What can be said at once of the walks of all requests, for `verify`.
 
         Args:
-            logits, peaks: of the tree of each.
+            first_rows: of each request's tree, among the pass's.
+            logits, peaks: of the pass.
         """
-        if self.acceptance is not Acceptance.MATCH or (len(batch) == 1 and peaks[0] is None):
+        if self.acceptance is not Acceptance.MATCH or (len(batch) == 1 and peaks is None):
             return [None] * len(batch)
-        each = zip(batch, logits, peaks, strict=True)
-        asked = [(rows.tree, own, largest, rows.request) for rows, own, largest in each if rows.tree is not None]
-        walked = iter(walk_together(asked))
-        return [None if rows.tree is None else next(walked) for rows in batch]
+        return walk_together([(rows.tree, first, rows.request) for rows, first in zip(batch, first_rows, strict=True)], logits, peaks)
 
     def verify(self, tree: DraftTree, logits: FloatArray, request: Request, walked: Walked | None = None) -> VerifyResult:
         """Walk a tree by the rule in use."""
@@ -222,7 +223,7 @@ class Speculator:
     def _add_forced(self, rows: RequestRows) -> None:
         """Let what a request's grammar forces be guessed, whether or not other guesses pay."""
         given = rows.given
-        if given is None or rows.request.processor.constraint is None or rows.plain_reason is PlainReason.FULL_PASS:
+        if given is None or rows.plain_reason is PlainReason.FULL_PASS:
             return
         if rows.budget is not None:
             rows.budget = with_forced(rows.budget, rows.request)
@@ -237,14 +238,14 @@ class Speculator:
     def _constrain(self, batch: Sequence[RequestRows]) -> None:
         """Hold the guesses of requests with a grammar to it."""
         for rows in batch:
-            if rows.request.processor.constraint is not None and rows.budget is not None:
+            if rows.budget is not None:
                 with self._calls.tolerated:  # the walk obeys the grammar in any case; if that cannot go on it will say so
                     constrain_guesses(rows, rows.budget)
 
 
 def _by_drafter(drafting: Sequence[tuple[RequestRows, Drafter]]) -> Sequence[tuple[Drafter, Sequence[RequestRows]]]:
     """The requests of each drafter."""
-    groups = dict[str, tuple[Drafter, list[RequestRows]]]()
+    groups: dict[str, tuple[Drafter, list[RequestRows]]] = {}
     for rows, drafter in drafting:
         groups.setdefault(drafter.name, (drafter, []))[1].append(rows)
     return list(groups.values())

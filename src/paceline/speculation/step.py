@@ -58,12 +58,14 @@ def step(
     plans, wanted = reserve(batch, cache), [rows.logits_nodes for rows in batch]
     adapters = [request.adapter_number for request in requests]
     output = _forward(requests, assemble(plans, [rows.token_ids for rows in batch], wanted, adapters), target, cache, speculator)
-    committed, observes = list[CommittedRows](), speculator.observes
-    outputs = list(output.by_plan(plans, wanted))
-    logits = [own.logits[rows.first_tree_row :, : speculator.vocab_size] for rows, own in zip(batch, outputs, strict=True)]
-    peaks = [None if own.peaks is None else own.peaks[rows.first_tree_row :] for rows, own in zip(batch, outputs, strict=True)]
-    for rows, own, of_tree, walked in zip(batch, outputs, logits, speculator.walk_together(batch, logits, peaks), strict=True):
+    committed: list[CommittedRows] = []
+    observes = speculator.observes
+    outputs, logits = output.by_plan(plans, wanted), output.logits[:, : speculator.vocab_size]
+    first_rows = [own.first_logits_row + rows.first_tree_row for rows, own in zip(batch, outputs, strict=True)]
+    walks = speculator.walk_together(batch, first_rows, logits, output.peaks)
+    for rows, own, first_row, walked in zip(batch, outputs, first_rows, walks, strict=True):
         request, start = rows.request, rows.request.sequence.committed_len
+        of_tree = logits[first_row : own.end_logits_row]
         try:
             if rows.wants_prompt_rows:
                 request.prompt_logprobs.extend(prompt_logprobs(request, own.logits[: rows.num_known, : speculator.vocab_size]))
@@ -95,11 +97,11 @@ def _verify_and_commit(
 ) -> Sequence[int]:
     """Walk one request's tree, commit its tokens and keep their rows; returns the plan's nodes that were kept."""
     request, tree = rows.request, rows.tree
-    accepted: Sequence[int] = ()
+    kept_nodes: Sequence[int] = range(rows.num_known)
     if tree is not None:
         result = speculator.verify(tree, logits, request, walked)
         logprobs = token_logprobs(result, logits, request) if request.params.logprobs is not None else ()
-        num_accepted, drafted = len(result.accepted_nodes), tree.num_draft_tokens > 0
+        num_accepted, drafted = len(result.accepted_nodes), len(tree.token_ids) > 1
         num_emitted = commit(request, result.token_ids, num_accepted, drafted=drafted, logprobs=logprobs)
         accepted = result.accepted_nodes[:num_emitted]
         request.stats.record(tree.depths[1:], len(accepted), num_emitted, rows.plain_reason)
@@ -108,7 +110,7 @@ def _verify_and_commit(
             request.steps.append(StepRecord.of(rows, tree, accepted, start, result.token_ids[:num_emitted]))
         if drafted:
             speculator.learn(request, tree, result.accepted_nodes)
-    kept_nodes = [*range(rows.num_known), *(rows.root + node for node in accepted)]
+            kept_nodes = [*kept_nodes, *[rows.root + node for node in accepted]]
     cache.keep_path(request.sequence, kept_nodes[-1])
     cache.remember(request.sequence, request.token_ids)
     return kept_nodes

@@ -144,14 +144,14 @@ class DraftTree:
 
     def child(self, node: int, token_id: int) -> int | None:
         """The child of `node` that holds `token_id`."""
-        for candidate in range(node + 1, len(self.token_ids)):
-            if self.parents[candidate] == node and self.token_ids[candidate] == token_id:
-                return candidate
-        return None
+        return next((child for child in self.children(node) if self.token_ids[child] == token_id), None)
 
     def children(self, node: int) -> Sequence[int]:
         """The children of `node`, in order."""
-        return [child for child in range(node + 1, len(self.parents)) if self.parents[child] == node]
+        count = len(self.parents)
+        if isinstance(self.parents, range):  # a chain
+            return range(node + 1, min(node + 2, count))
+        return [child for child in range(node + 1, count) if self.parents[child] == node]
 
     def trim(self, *, vocab_size: int, max_depth: int, row_budget: int, layout: TreeLayout) -> "DraftTree":
         """The tree without ids that do not exist, nodes deeper than `max_depth`, and what exceeds `row_budget` rows in `layout`.

@@ -7,20 +7,19 @@ that plain decoding reaches. No draft probability is needed and any tree is exac
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.errors import is_interrupt
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.draw import draw
 from paceline.sampling.logprobs import TokenLogprobs, processed_logprobs, raw_logprobs
-from paceline.sampling.walker import AskedWalk, Walked
+from paceline.sampling.walker import AskedWalk, Walked, Walks
 from paceline.speculation.ending import LookAhead, goes_on_behind
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyResult:
+class VerifyResult(NamedTuple):
     """Outcome of one walk.
 
     Attributes:
@@ -36,24 +35,29 @@ class VerifyResult:
         return self.token_ids[-1]
 
 
-def walk_together(asked: Sequence[tuple[DraftTree, FloatArray, FloatArray | None, Request]]) -> list[Walked | None]:
+def walk_together(
+    asked: Sequence[tuple[DraftTree | None, int, Request]], logits: FloatArray, peaks: FloatArray | None
+) -> Sequence[Walked | None]:
     """The walks of several requests, as far as they are drawn at once: `walked` of `verify` for each.
 
     Args:
-        asked: the arguments of `verify` for each, and between them the peaks of the logits (`PlanOutput.peaks`).
+        asked: of each the tree, None where nothing is to be walked, and the row of its root.
+        logits, peaks: of the whole pass (`ForwardOutput`).
     """
     walked: list[Walked | None] = [None] * len(asked)
-    groups: dict[int, list[tuple[int, AskedWalk]]] = {}
-    for index, (tree, logits, peaks, request) in enumerate(asked):
-        walker = request.processor.walker
-        if walker is not None:
-            noise_of = request.seed, request.sample_index, len(request.token_ids)
-            one = AskedWalk(walker, logits, tree.token_ids, tree.parents, *noise_of, peaks)
-            groups.setdefault(id(walker.walks), []).append((index, one))
-    for group in groups.values():
-        found = group[0][1].walker.walks.walk_each([one for _, one in group])
-        for (index, _), walk in zip(group, found, strict=True):
-            walked[index] = walk
+    groups: dict[Walks, tuple[list[int], list[AskedWalk]]] = {}
+    for index, (tree, first_row, request) in enumerate(asked):
+        walker = None if tree is None else request.processor.walker
+        if tree is not None and walker is not None:
+            walk = AskedWalk(
+                walker, logits, tree.token_ids, tree.parents, request.seed, request.sample_index, len(request.token_ids), peaks, first_row
+            )
+            indices, walks = groups.setdefault(walker.walks, ([], []))
+            indices.append(index)
+            walks.append(walk)
+    for together, (indices, walks) in groups.items():
+        for index, found in zip(indices, together.walk_each(walks), strict=True):
+            walked[index] = found
     return walked
 
 
@@ -79,7 +83,7 @@ def verify(tree: DraftTree, logits: FloatArray, request: Request, walked: Walked
         )
     if walked is not None:
         tokens, nodes, is_whole = walked
-        if is_whole and goes_on_behind(request, tokens[:-1]):
+        if is_whole and (not nodes or goes_on_behind(request, tokens[:-1])):
             return VerifyResult(tuple(nodes), tuple(tokens))
     ahead = LookAhead(request)
     if walked is not None:

@@ -99,7 +99,7 @@ def test_each_plan_has_those_of_its_rows_and_none_are_told_of_logits_that_are_ch
 def walked(logits: FloatArray, peaks: FloatArray | None, params: SamplingParams, tree: DraftTree, index: int) -> Any:
     walks = CompiledWalks(logits.shape[1])
     walker = walks.walker(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
-    return walks.walk_each([(walker, logits, tree.token_ids, tree.parents, index, 0, 7, peaks)])[0]
+    return walks.walk_each([(walker, logits, tree.token_ids, tree.parents, index, 0, 7, peaks, 0)])[0]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -173,7 +173,7 @@ def test_an_edited_row_is_drawn_from_without_them(edit: dict[str, Any], given: d
         processor.commit_all([4, 5, 1])
         request = Request([1, 2, 3, 2, 4, 5, 1], 4, params, processor, CachedSequence(), index, 0, 99)
         tree = DraftTree.root_only(1)
-        [together] = verify_module.walk_together([(tree, row[None], peaks_of(row[None]), request)])
+        [together] = verify_module.walk_together([(tree, 0, request)], row[None], peaks_of(row[None]))
         assert together is None
         [token] = verify_module.verify(tree, row[None], request, together).token_ids
         assert token == draw(processor.process(row), index, 0, len(request.token_ids))

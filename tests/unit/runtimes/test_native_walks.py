@@ -157,11 +157,11 @@ def test_walks_of_several_requests_are_those_of_each(num_threads: int) -> None:
         right = [draw(LogitsProcessor(params, vocab, []).process(row), index, 0, 7 + node) for node, row in enumerate(logits)]
         tree = DraftTree.chain(3, [token + (node == 2) for node, token in enumerate(right[: size - 1])], "one")
         walker = walks.walker(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
-        asked.append((walker, logits, tree.token_ids, tree.parents, index, 0, 7, None))
+        asked.append((walker, logits, tree.token_ids, tree.parents, index, 0, 7, None, 0))
     asked[4][1][0] = np.nan
     one_by_one = [
         walker.walk(logits, token_ids, parents, seed=seed, sample_index=sample, position=position)
-        for walker, logits, token_ids, parents, seed, sample, position, _ in asked
+        for walker, logits, token_ids, parents, seed, sample, position, _, _ in asked
     ]
     for count in (11, 1, 5):
         assert walks.walk_each(asked[:count]) == one_by_one[:count]
@@ -172,7 +172,7 @@ def test_walks_of_several_requests_are_those_of_each(num_threads: int) -> None:
 
 def test_no_walk_begins_where_rows_are_such_as_the_kernels_do_not_read() -> None:
     walks, rows = CompiledWalks(64), rows_of("flat", 2, 64, 1)
-    walker, rest = walks.walker(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0), ((3,), (-1,), 1, 0, 7, None)
+    walker, rest = walks.walker(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0), ((3,), (-1,), 1, 0, 7, None, 0)
     assert [is_whole for _, _, is_whole in walks.walk_each([(walker, rows, *rest)] * 2)] == [True, True]  # type: ignore[list-item]
     for odd in (rows[:, ::2], rows[:, :32], rows.astype(np.float64)):
         assert walks.walk_each([(walker, rows, *rest), (walker, odd, *rest)]) == [((), (), False)] * 2  # type: ignore[list-item]

@@ -61,6 +61,7 @@ class SuffixDrafter(Drafter):
     """
 
     name = "suffix"
+    stops_early = False
 
     def __init__(self, min_match: int = MIN_MATCH, max_match: int = MAX_MATCH, store: SuffixStore | None = None) -> None:
         if not 1 <= min_match <= max_match:

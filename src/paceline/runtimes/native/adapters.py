@@ -146,7 +146,7 @@ class AdapterRows:
             scalings: [rows, L * K] of the rows of each X-LoRA adapter, by its number.
         """
         record.num_adapters = 0
-        ranges = rows_by_adapter(batch)
+        ranges = rows_by_adapter(batch) if self._adapters else {}
         if not ranges or not self._sites:
             return
         adapter_of_row = np.full(len(batch.positions), -1, np.int32)

@@ -180,10 +180,11 @@ class NativeNetwork(Network):
             raise CapacityError(f"a cache of {num_blocks} blocks does not fit in memory: lower cache_gb") from error
 
     def forward(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch, wanted: Wanted) -> ForwardOutput:
-        program = self._programs.get(wanted.ranking) or self._record(wanted.ranking)
-        self._shared.files.check()
-        self._shared.num_passes += 1
-        return ForwardOutput(self._run(program, inputs, batch, wanted, self._scalings(inputs, batch)))
+        program, shared = self._programs.get(wanted.ranking) or self._record(wanted.ranking), self._shared
+        shared.files.check()
+        shared.num_passes += 1
+        scalings = self._scalings(inputs, batch) if shared.mixtures else {}
+        return ForwardOutput(self._run(program, inputs, batch, wanted, scalings))
 
     def _run(self, program: "_Program", inputs: Inputs, batch: ForwardBatch, wanted: Wanted, scalings: Scalings) -> "_Results":
         num_rows, execution = len(batch.positions), program.execution
@@ -207,7 +208,7 @@ class NativeNetwork(Network):
 
     def _input(self, name: str, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch) -> NDArray[Any]:
         if name == TOKEN_IDS:
-            return self._embed_adapted(inputs[TOKEN_IDS], batch)
+            return self._embed_adapted(inputs[TOKEN_IDS], batch) if self._shared.adapters else self.embed(inputs[TOKEN_IDS])
         if name == LAYER_ROWS:
             return layer_rows(self.weights, inputs[TOKEN_IDS], self.config, self._round_to)
         return inputs[name]
@@ -223,9 +224,8 @@ class NativeNetwork(Network):
         """As `embed`, each row with its adapter."""
         embedded = self.embed(token_ids)
         for number, rows in rows_by_adapter(batch).items():
-            adapter = self._adapters[number].placed
+            adapter, ids = self._adapters[number].placed, token_ids[rows]
             if adapter.changes_embedding:
-                ids = token_ids[rows]
                 own = adapter.embedding_rows(self._table_rows(ids), ids)
                 embedded[rows] = scaled_rows(own, self.config, self._round_to)
         return embedded

@@ -70,14 +70,15 @@ class PassMemory:
         record.rows, record.selected_rows, record.num_ranges = num_rows, num_selected, num_ranges
         self.selected[:num_selected] = wanted.rows
         table = mask = 0
+        ranges, range_of_row, block_tables = self.ranges.data, self.range_of_row, self.block_tables
         for index, item in enumerate(batch.ranges):
             end = table + len(item.block_table)
             _RANGE.pack_into(
-                self.ranges.data, index * _RANGE.size,
+                ranges, index * _RANGE.size,
                 item.start, item.num_rows, item.cached_len, table, -1 if item.mask is None else mask, item.first_slot,
             )  # fmt: skip
-            self.range_of_row[item.start : item.start + item.num_rows] = index
-            self.block_tables[table:end] = item.block_table
+            range_of_row[item.start : item.start + item.num_rows] = index
+            block_tables[table:end] = item.block_table
             table = end
             if item.mask is not None:
                 self.masks[mask : mask + item.mask.size].reshape(item.mask.shape)[...] = item.mask
@@ -131,7 +132,7 @@ class _Angles:
             offset = position * self._row_bytes
             self._cos[self._index], self._sin[self._index] = self._addresses[0] + offset, self._addresses[1] + offset
             return
-        if count and (last := int(positions.max())) >= self._end:
+        if count and (last := max(positions.tolist())) >= self._end:
             self._all.reach(last)
             self._look()
             self.of(positions)

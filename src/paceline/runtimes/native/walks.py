@@ -14,8 +14,8 @@ from paceline.runtimes.native.records import WalkOptions, WalkRecord
 
 Walked: TypeAlias = tuple[Sequence[int], Sequence[int], bool]
 Rows: TypeAlias = NDArray[np.float32]
-Asked: TypeAlias = tuple[Any, Rows, Sequence[int], Sequence[int], int, int, int, Rows | None]
-"""Walker, logits, token ids, parents, seed, sample index, position and peaks, as `sampling.walker.AskedWalk`."""
+Asked: TypeAlias = tuple[Any, Rows, Sequence[int], Sequence[int], int, int, int, Rows | None, int]
+"""Walker, logits, token ids, parents, seed, sample index, position, peaks and first row, as `sampling.walker.AskedWalk`."""
 
 _MOST_INT = 2**31 - 1
 _WALK = Struct("=QQqqQQQQii")  # the fields of `records.WalkRecord`
@@ -68,23 +68,26 @@ class CompiledWalks:
     def walk_each(self, asked: Sequence[Asked]) -> list[Walked]:
         """As `sampling.walker.Walks` says; none begins where rows are such as the kernels do not read."""
         sizes = [len(one[2]) for one in asked]
-        if not all(self.fits(one[1]) for one in asked):
-            return [_LEFT] * len(asked)
         if _WALK.size * len(asked) > len(self._records):
             self._make_records(2 * len(asked))
         if 2 * sum(sizes) > len(self._trees):
             self._make_room(4 * sum(sizes))
-        begin = work = 0
-        for index, (walker, logits, token_ids, parents, seed, sample_index, position, peaks) in enumerate(asked):
-            options, size = walker.options, len(token_ids)
+        begin = work = data = stride = peaks_at = peaks_stride = 0
+        known: Rows | None = None
+        for index, (walker, logits, token_ids, parents, seed, sample_index, position, peaks, first_row) in enumerate(asked):
+            options, size = walker.options, sizes[index]
+            if logits is not known:  # most are of one pass
+                if not self.fits(logits):
+                    return [_LEFT] * len(asked)
+                known, data, stride = logits, logits.__array_interface__["data"][0], logits.strides[0] // 4
+                peaks_at, peaks_stride = self._address_of(peaks)
             options.seed, options.sample_index = seed, sample_index
             if size > 1:
                 self._trees[begin : begin + size], self._trees[begin + size : begin + 2 * size] = token_ids, parents
-            data, (peaks_at, stride) = logits.__array_interface__["data"][0], self._address_of(peaks)
-            places = self._trees_at + 4 * begin, position, self._found_at + 4 * begin
             _WALK.pack_into(
                 self._view, index * _WALK.size,
-                data, peaks_at, logits.strides[0] // 4, stride, addressof(options), *places, size, 0,
+                data + 4 * stride * first_row, peaks_at and peaks_at + 4 * peaks_stride * first_row, stride, peaks_stride,
+                walker.options_at, self._trees_at + 4 * begin, position, self._found_at + 4 * begin, size, 0,
             )  # fmt: skip
             begin += 2 * size
             work += _SAMPLED * self.vocab_size if options.temperature > 0.0 else PEAK_COLUMNS if peaks_at else self.vocab_size
@@ -94,8 +97,9 @@ class CompiledWalks:
 
     def _walked(self, sizes: Sequence[int]) -> list[Walked]:
         """What was found along trees of so many nodes."""
-        results = self._records.view(np.int32)[_RESULT :: _RESULT + 1][: len(sizes)].tolist()
-        found, begin, walked = self._found[: 2 * sum(sizes)].tolist(), 0, list[Walked]()
+        results = self._results[: len(sizes)].tolist()
+        found, begin = self._found[: 2 * sum(sizes)].tolist(), 0
+        walked: list[Walked] = []
         for count, size in zip(results, sizes, strict=True):
             num_tokens = count if count > 0 else -1 - count
             nodes = found[begin + size : begin + size + num_tokens - (count > 0)]
@@ -106,6 +110,7 @@ class CompiledWalks:
     def _make_records(self, num_walks: int) -> None:
         self._records = np.zeros(num_walks * _WALK.size, np.uint8)
         self._view, self._records_at = self._records.data, self._records.ctypes.data
+        self._results = self._records.view(np.int32)[_RESULT :: _RESULT + 1]
 
     def _make_room(self, num_numbers: int) -> None:
         """Memory for so many numbers of trees, and of what is found along them."""
@@ -116,10 +121,10 @@ class CompiledWalks:
 class CompiledWalker:
     """Draws for one request."""
 
-    __slots__ = ("_reference", "options", "walks")
+    __slots__ = ("_reference", "options", "options_at", "walks")
 
     def __init__(self, walks: CompiledWalks, options: WalkOptions) -> None:
-        self.walks, self.options, self._reference = walks, options, byref(options)
+        self.walks, self.options, self.options_at, self._reference = walks, options, addressof(options), byref(options)
 
     @property
     def row(self) -> Rows:
