@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from paceline.speculation.acceptance import Calibration, RequestAcceptance, Worth
+from paceline.speculation.acceptance import Calibration, Offset, RequestAcceptance, Worth
 from paceline.speculation.constrained import SOURCE as FORCED
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -11,6 +11,7 @@ from paceline.speculation.work_times import LinearTime
 
 LONGEST_REST = 15  # steps between two shadows of a request, at most
 FORCED_CHANCE = 0.98  # of a token that a grammar forces: tokenizers may spell it in another way
+UNLIKELY = 0.05  # chance of a whole shadow, all of which was right, from which on what was learned of its request is out of date
 SIBLING_SHARE = 0.3  # chance of a sibling over that of the guess before it, where its drafter says nothing
 
 
@@ -104,13 +105,16 @@ class DrafterFacts:
         num_kept = next((index for index, token in enumerate(said) if token != guessed[index]), len(said))
         if num_kept == len(said) < len(guessed) and not request.is_finished:
             return False
-        calibration = self.calibration(request)
+        calibration, chance = self.calibration(request), 1.0
         for index in range(min(len(said), num_kept + 1)):
             was_kept = index < num_kept
+            chance *= own.by_depth.chance(calibration.at_depth(index + 1))
             _learn(own, calibration, index + 1, probs[index], is_first=True, was_kept=was_kept)
-        own.end_shadow(LONGEST_REST, was_right=num_kept > 0)
+        own.end_shadow(LONGEST_REST, was_right=num_kept > 0, num_since=len(request.token_ids) - start - len(guessed))
         if num_kept == len(guessed) > 1:
             own.worth.rest = 0  # it was judged by guesses that should have been sent
+            if chance < UNLIKELY:
+                own.by_depth, own.by_prob = Offset(), Offset()
         return True
 
 
