@@ -222,7 +222,7 @@ class DraftController(DraftLearning):
         facts, own = self._facts(drafter), self._own(request, drafter)
         deeper_s = facts.seconds(1, count + 1) - facts.seconds(1, count) if num_requests == 1 else 0.0
         chances = facts.calibration(request).depths(count + 1)  # of the deepest alone little is known
-        next_chance = max(0.2, sum(map(own.by_depth.chance, chances)) / len(chances))
+        next_chance = max(0.2, sum([own.by_depth.chance(chance) for chance in chances]) / len(chances))
         more = self.costs.at(work.num_rows + 8 * num_requests, work.num_cached, work.num_row_cached) - self._choice.plain_s
         row_s = max(0.0, more) / (8 * num_requests)
         return min(0.9, self._choice.rate * (deeper_s + row_s) / next_chance)
