@@ -3,6 +3,7 @@
 So a policy is judged exactly and repeatably: by the seconds that it takes for the text, beside those of every fixed draft length.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -87,7 +88,11 @@ class _Player(Drafter):
 
 @dataclass
 class Outcome:
-    """What a replay took."""
+    """What a replay took.
+
+    Attributes:
+        lasted_s: seconds of each text from its first step to its last, in the order in which they ended.
+    """
 
     seconds: float = 0.0
     steps: int = 0
@@ -95,6 +100,12 @@ class Outcome:
     accepted: int = 0
     plain: dict[PlainReason, int] = field(default_factory=dict)
     emitted: int = 0
+    lasted_s: list[float] = field(default_factory=list)
+
+    @property
+    def mean_s(self) -> float:
+        """Geometric mean of what texts took, which decides how much is drafted in batches."""
+        return math.exp(sum(map(math.log, self.lasted_s)) / len(self.lasted_s))
 
 
 def replay(
@@ -105,6 +116,7 @@ def replay(
     batch_size: int = 1,
     layout: TreeLayout = TreeLayout.MASK,
     noise: Callable[[], float] = lambda: 1.0,
+    other_noise: Callable[[], float] = lambda: 1.0,
     drawn: bool = False,
     takes_scaling_passes: bool = False,
 ) -> Outcome:
@@ -112,17 +124,20 @@ def replay(
 
     Args:
         noise: factor of each pass's time as it is measured; the clock goes by the true one.
+        other_noise: the same of guessing, deciding and the other work of a step.
         drawn: whether guesses are drawn, for rejection.
         takes_scaling_passes: whether an X-LoRA adapter answers.
     """
     waiting, running, outcome, player = list(texts), list[tuple[Request, Trace]](), Outcome(), _Player()
+    began = dict[int, float]()
     while waiting or running:
         while waiting and len(running) < batch_size:
             running.append((_request(waiting[0]), waiting.pop(0)))
+            began[id(running[-1][0])] = outcome.seconds
             if takes_scaling_passes:
                 running[-1][0].adapter_number, running[-1][0].takes_scaling_passes = 1, True
         batch = [RequestRows.of(request, 1) for request, _ in running]
-        draft_s, plan_s = _guess(policy, player, batch, running, layout, costs, drawn=drawn)
+        draft_s, plan_s = _guess(policy, player, batch, running, layout, costs, other_noise, drawn=drawn)
         policy.select(batch, None)
         num_rows = sum(1 + rows.num_guesses for rows in batch)
         num_guessed = num_rows - len(batch)
@@ -132,20 +147,19 @@ def replay(
         outcome.steps += 1
         for rows, (request, trace) in zip(batch, running, strict=True):
             _commit(policy, rows, request, trace, outcome)
-        policy.observe_step(batch, pass_s * noise(), host_s, draft_s, plan_s)
+        policy.observe_step(batch, pass_s * noise(), host_s * other_noise(), draft_s * other_noise(), plan_s * other_noise())
         for request, _ in running:
             if request.is_finished:
                 policy.release(request)
+                outcome.lasted_s.append(outcome.seconds - began[id(request)])
         running = [one for one in running if not one[0].is_finished]
     return outcome
 
 
 def best_fixed(texts: Sequence[Trace], costs: Costs, *, batch_size: int = 1, deepest: int = DEEPEST) -> tuple[int, float]:
-    """The fixed draft length that takes least time, 0 = none, and its seconds."""
-    times = {0: sum(len(text.token_ids) for text in texts)}
-    plain = replay(
-        DraftLengthPolicy(1), [replace(text, guesses=[None] * len(text.guesses)) for text in texts], costs, batch_size=batch_size
-    )
+    """The fixed draft length that takes least time, 0 = none, in which nobody is asked, and its seconds."""
+    silent = [replace(text, guesses=[None] * len(text.guesses)) for text in texts]
+    plain = replay(DraftLengthPolicy(1), silent, replace(costs, draft_s=(0.0, 0.0)), batch_size=batch_size)
     times = {0: plain.seconds}
     for depth in range(1, deepest + 1):
         times[depth] = replay(DraftLengthPolicy(depth), texts, costs, batch_size=batch_size).seconds
@@ -171,6 +185,7 @@ def _guess(
     running: Sequence[tuple[Request, Trace]],
     layout: TreeLayout,
     costs: Costs,
+    noise: Callable[[], float],
     *,
     drawn: bool,
 ) -> tuple[float, float]:
@@ -201,7 +216,7 @@ def _guess(
         return 0.0, plan_s
     seconds = costs.draft_s[0] + costs.draft_s[1] * deepest
     if deepest:
-        policy.observe_draft(player, len(asked), deepest, seconds, 0.0)
+        policy.observe_draft(player, len(asked), deepest, seconds * noise(), 0.0)
     return seconds, plan_s
 
 

@@ -15,6 +15,7 @@ CACHED_LEN = 64  # cached rows behind which the rows of the table were timed
 _RECENT = 8  # passes of as many rows that count
 _FRESH = 3  # from so many on they say more than the table
 _MAX_AGE = 1024  # passes since, after which one says nothing of how fast the machine is now
+_DOUBTED_AGE, _DOUBTED = 32, 1.5  # passes after which a time is doubted that is so many times what passes run lately lead to expect
 _RENEWED = 8  # passes after which times are looked up again
 _LOOKED_UP = 32  # times are looked up so many at once
 _SPEED_PASSES = 15  # of all kinds, whose median says how fast the machine is now
@@ -208,6 +209,14 @@ class PassCosts:
     def is_fresh(self, num_rows: int, num_cached: float = 0.0) -> bool:
         """Whether passes of so many rows ran lately."""
         return self._own(self._key(num_rows, num_cached)) is not None
+
+    def is_doubted(self, num_rows: int, num_cached: float = 0.0) -> bool:
+        """Whether passes of so many rows ran some time ago only, when the machine may have been slower than it is now."""
+        key = self._key(num_rows, num_cached)
+        own, recent = self._own(key), self._recent.get(key)
+        if own is None or recent is None or self._num_passes - recent.passes[-_FRESH][0] <= _DOUBTED_AGE:
+            return False
+        return own > _DOUBTED * self._speed * self.table.at(num_rows)
 
     @property
     def _speed(self) -> float:

@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 HOPED = 0.6  # chance of a guess before any was seen
-_PRIOR_WEIGHT = 6.0  # of what is assumed, in guesses
+_FIRST_WEIGHT, _DEEPER_WEIGHT = 4.0, 12.0  # of what is assumed of first guesses, in guesses, and of deeper ones
+_PROB_WEIGHT = 6.0  # and of those of a probability
 _MEMORY = 512.0  # guesses a chance of all requests looks back on
 _OWN_PRIOR, _OWN_MEMORY = 12.0, 64.0  # the same of one request's offset
 _SURPRISE = 0.06  # chance below which what happened makes what was learned doubtful
 _NEWTON = 5.0  # 1 / (p (1 - p)) of a chance neither small nor great
 _MOST_OFFSET = 6.0
 _BENEFIT = 1.0  # of the doubt, in standard deviations of the log-odds: what is judged too early is not tried again for long
-_LEAST, _MOST = 0.004, 0.985
+_LEAST, _MOST = 0.004, 0.995
 _MOST_ODDS = _MOST / (1.0 - _MOST)
 _WORTH_KNOWN, _WORTH_MEMORY, _LONGEST_IDLE = 8, 16, 31  # questions to a drafter, and steps without one
 _BORDERS = [1.0 / (1.0 + math.exp(5.0 - 0.5 * index)) for index in range(1, 24)]  # between probabilities that are learned of together
@@ -38,9 +39,9 @@ class _Share:
         self.tried += 1.0
         self.kept += was_kept
 
-    def of(self, assumed: float) -> float:
-        """The share of them that was kept; what is assumed where few were seen."""
-        return (self.kept + _PRIOR_WEIGHT * assumed) / (self.tried + _PRIOR_WEIGHT)
+    def of(self, assumed: float, weight: float) -> float:
+        """The share of them that was kept; what is assumed, as of `weight` guesses, where few were seen."""
+        return (self.kept + weight * assumed) / (self.tried + weight)
 
 
 @dataclass(slots=True)
@@ -68,8 +69,8 @@ class Calibration:
         if not self._by_depth:
             return 0.0
         first = self._by_depth[0]
-        chance = min(max(first.of(HOPED), _LEAST), _MOST)
-        return _BENEFIT / math.sqrt((first.tried + _PRIOR_WEIGHT) * chance * (1.0 - chance))
+        chance = min(max(first.of(HOPED, _FIRST_WEIGHT), _LEAST), _MOST)
+        return _BENEFIT / math.sqrt((first.tried + _FIRST_WEIGHT) * chance * (1.0 - chance))
 
     def depths(self, count: int) -> list[float]:
         """Chances at depths 1 … count."""
@@ -80,7 +81,8 @@ class Calibration:
         known, shares = self._chances, self._by_depth
         while len(known) < depth:
             chance, index = known[-1] if known else HOPED, len(known)
-            known.append(min(shares[index].of(chance), _MOST) if index < len(shares) else chance)
+            weight = _DEEPER_WEIGHT if index else _FIRST_WEIGHT
+            known.append(min(shares[index].of(chance, weight), _MOST) if index < len(shares) else chance)
         return known
 
     def of_prob(self, prob: float, *, is_first: bool = True) -> float:
@@ -91,10 +93,7 @@ class Calibration:
         """
         assumed = prob if _LEAST <= prob <= _MOST else _clipped(prob)
         share = self._by_prob.get((is_first, bisect_right(_BORDERS, prob)))
-        if share is None:
-            return assumed
-        chance = share.of(assumed)
-        return chance if _LEAST <= chance <= _MOST else _clipped(chance)
+        return assumed if share is None else share.of(assumed, _PROB_WEIGHT)
 
     def add(self, depth: int, prob: float | None, *, is_first: bool, was_kept: bool) -> None:
         """A guess whose place was reached was kept or not."""
@@ -197,11 +196,11 @@ class Worth:
         return Worth(min(self.num_asked, _WORTH_KNOWN // 2), 0 if self._saved_s >= 0.0 else 1, self._saved_s)
 
     def add(self, saved_s: float) -> int:
-        """A question saved so many seconds; returns the steps to rest: more and more while it is not worth asking."""
+        """A question saved so many seconds; returns the steps to rest: more and more while it is not worth asking, fewer once one was."""
         self.num_asked += 1
         self._saved_s += (saved_s - self._saved_s) / min(self.num_asked, _WORTH_MEMORY)
         is_worth_it = self.num_asked < _WORTH_KNOWN or self._saved_s >= 0.0
-        self.rest = 0 if is_worth_it else min(_LONGEST_IDLE, 2 * self.rest + 1)
+        self.rest = 0 if is_worth_it else self.rest // 2 if saved_s > 0.0 else min(_LONGEST_IDLE, 2 * self.rest + 1)
         return self.rest
 
 
@@ -251,11 +250,15 @@ class RequestAcceptance:
         self.num_resting -= 1
         return self.num_resting < 0
 
-    def end_shadow(self, longest_rest: int, *, was_right: bool) -> None:
-        """A shadow was compared with the text; after wrong ones there is a rest, each time a longer one."""
+    def end_shadow(self, longest_rest: int, *, was_right: bool, num_since: int = 0) -> None:
+        """A shadow was compared with the text; after wrong ones there is a rest, each time a longer one.
+
+        Args:
+            num_since: tokens said since it ended, which is then some way off.
+        """
         self.shadow = None
         self._rest = 0 if was_right else min(longest_rest, 2 * self._rest + 1)
-        self.num_resting = self._rest
+        self.num_resting = max(0, self._rest - max(0, num_since))
 
 
 def match_confidence(length: int, count: int) -> list[float]:

@@ -55,6 +55,8 @@ class DraftController(DraftLearning):
         open_ones = [one for one in drafting if one[0].budget is not None]
         if not open_ones:
             return
+        for rows, _ in open_ones:
+            self._read_shadow(rows.request)  # which may have ended while its request rested
         if len(self._rest.steps.passes_s) >= (1 if len(batch) > 1 else 2 * NOTED):
             self._learn_plain_steps()
         self._work = work = PassWork.of(batch, with_guesses=False)
@@ -214,12 +216,16 @@ class DraftController(DraftLearning):
         return True
 
     def _least_reach(self, request: Request, drafter: Drafter, count: int, num_requests: int, work: PassWork) -> float:
-        """Chance of a whole path below which what one more guess behind it takes is not worth it."""
+        """Chance of a whole path below which what one more guess behind it takes is not worth it.
+
+        In a batch that is its row alone: guessing takes as long as the deepest of all, and how deep that is was planned.
+        """
         if self._choice is None:
             return 0.0
         facts, own = self._facts(drafter), self._own(request, drafter)
-        deeper_s = (facts.seconds(num_requests, count + 1) - facts.seconds(num_requests, count)) / num_requests
-        next_chance = max(0.2, own.by_depth.chance(facts.calibration(request).at_depth(count + 1)))
+        deeper_s = facts.seconds(1, count + 1) - facts.seconds(1, count) if num_requests == 1 else 0.0
+        chances = facts.calibration(request).depths(count + 1)  # of the deepest alone little is known
+        next_chance = max(0.2, sum([own.by_depth.chance(chance) for chance in chances]) / len(chances))
         more = self.costs.at(work.num_rows + 8 * num_requests, work.num_cached, work.num_row_cached) - self._choice.plain_s
         row_s = max(0.0, more) / (8 * num_requests)
         return min(0.9, self._choice.rate * (deeper_s + row_s) / next_chance)
@@ -232,12 +238,15 @@ class DraftController(DraftLearning):
         return max(0.0, saved_s) * min(request.num_remaining_tokens, max(1.0, expected))
 
     def _must_compare(self, speedup: float, work: PassWork) -> bool:
-        """Whether a plain pass is due: little is gained, and no plain pass ran lately."""
+        """Whether a plain pass is due: little is gained, or its time is doubted, and no plain pass ran lately."""
         self._num_since_compared += 1
-        if self._num_since_compared < COMPARE_INTERVAL * (1 if speedup < CLEAR_GAIN else CLEAR_INTERVALS):
+        if self._num_since_compared < COMPARE_INTERVAL:
             return False
-        if self.costs.is_fresh(work.num_rows, work.num_cached):
-            return False
+        if not self.costs.is_doubted(work.num_rows, work.num_cached):
+            if speedup >= CLEAR_GAIN and self._num_since_compared < COMPARE_INTERVAL * CLEAR_INTERVALS:
+                return False
+            if self.costs.is_fresh(work.num_rows, work.num_cached):
+                return False
         self._num_since_compared = 0
         return True
 
@@ -253,7 +262,8 @@ class DraftController(DraftLearning):
         depth = min(PROBE_TOKENS, most, request.num_remaining_tokens - 1, self.num_draft_tokens)
         allowed = request.speculation.max_draft_tokens
         depth = depth if allowed is None else min(depth, allowed)
-        more_s = self.costs.at(work.num_rows + depth, work.num_cached, work.num_row_cached) - self._choice.plain_s
+        plain_s = self.costs.at(work.num_rows, work.num_cached, work.num_row_cached)
+        more_s = self.costs.at(work.num_rows + depth, work.num_cached, work.num_row_cached) - plain_s
         cost_s = max(0.0, more_s) + self._facts(drafter).seconds(1, depth) + drafter.reading_s(request)
         if depth < 1 or self._credit_s < cost_s or rows.given is None:
             return

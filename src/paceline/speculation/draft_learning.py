@@ -23,6 +23,7 @@ from paceline.speculation.tree import DraftTree
 from paceline.speculation.vain_time import VainTime
 
 NOTED = 4  # of so many steps of a lone request one is measured
+MOST_ASKING = 0.25  # of a plain step, that asking for a batch may count as
 IDLE_INTERVAL = 64  # questions to a drafter after which a step is idle, to know what asking takes
 UNABLE_SHARE, VAIN_SHARE = 8, 4  # questions in a row without a guess, and steps of a batch without one of use, for each step of rest
 MOST_IDLE = 7  # steps of rest for either
@@ -128,16 +129,20 @@ class DraftLearning(DraftLengthPolicy):
             if rest.steps.work.is_decoding:
                 rest.note(pass_s, host_s)
         for rows in batch:
-            own = rows.request.acceptance
-            facts = None if own is None or own.shadow is None else self._facts_of(rows.request)
-            if own is None or facts is None or not facts.read_shadow(rows.request, own):
-                continue
-            if own.is_cheap and not is_alone:  # what the next plan would say
+            own = self._read_shadow(rows.request)
+            if own is not None and own.is_cheap and not is_alone:  # what the next plan would say
                 own.num_idle, own.num_resting = max(own.num_idle, steps_until(own.num_resting, self._num_steps)), 0
         if not is_alone:
             self._rest_together(batch, num_guesses, num_kept, spent)
         if num_guesses == 0:
             rest.begin(batch)
+
+    def _read_shadow(self, request: Request) -> RequestAcceptance | None:
+        """Compare a request's guesses that were not sent with the text; what is known of it if that is done now."""
+        own = request.acceptance
+        if own is None or own.shadow is None or (facts := self._facts_of(request)) is None:
+            return None
+        return own if facts.read_shadow(request, own) else None
 
     def _weigh_asking_together(self, batch: Sequence[RequestRows], work: PassWork, other_s: float) -> None:
         """Learn what it was worth to ask drafters that take next to no time for a batch, which rests while that slows it down."""
@@ -145,6 +150,8 @@ class DraftLearning(DraftLengthPolicy):
             return
         with_guesses, plain_s = PassWork.of(batch, with_guesses=True), self.times.of_guesses(work, 0, 0)[0]
         pass_s = self.costs.at(with_guesses.num_rows, work.num_cached, with_guesses.num_row_cached)
+        expected_s = self.host.at(work.num_sequences, with_guesses.num_rows - work.num_rows)
+        other_s = min(other_s, expected_s + MOST_ASKING * plain_s)  # one step that other programs held up says little
         num_idle = self._worth.add(self._faster / len(batch) - math.log((pass_s + other_s) / plain_s))
         for rows in batch:
             own = rows.request.acceptance

@@ -1,9 +1,10 @@
 """What was learned of one drafter: how long its guesses take, and what becomes of them."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from paceline.speculation.acceptance import Calibration, RequestAcceptance, Worth
+from paceline.speculation.acceptance import Calibration, Offset, RequestAcceptance, Worth
 from paceline.speculation.constrained import SOURCE as FORCED
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -12,6 +13,7 @@ from paceline.speculation.work_times import LinearTime
 TIMED = 4  # of so many proposals one is timed, once so many were
 LONGEST_REST = 15  # steps between two shadows of a request, at most
 FORCED_CHANCE = 0.98  # of a token that a grammar forces: tokenizers may spell it in another way
+UNLIKELY = 0.05  # chance of a whole shadow, all of which was right, from which on what was learned of its request is out of date
 SIBLING_SHARE = 0.3  # chance of a sibling over that of the guess before it, where its drafter says nothing
 
 
@@ -119,10 +121,14 @@ class DrafterFacts:
         num_kept = next((index for index, token in enumerate(said) if token != guessed[index]), len(said))
         if num_kept == len(said) < len(guessed) and not request.is_finished:
             return False
-        _learn_chain(own, self.calibration(request), probs, min(len(said), num_kept + 1), num_kept)
-        own.end_shadow(LONGEST_REST, was_right=num_kept > 0)
+        calibration, count = self.calibration(request), min(len(said), num_kept + 1)
+        chance = math.prod(own.by_depth.chance(at_depth) for at_depth in calibration.depths(count))
+        _learn_chain(own, calibration, probs, count, num_kept)
+        own.end_shadow(LONGEST_REST, was_right=num_kept > 0, num_since=len(request.token_ids) - start - len(guessed))
         if num_kept == len(guessed) > 1:
             own.worth.rest = 0  # it was judged by guesses that should have been sent
+            if chance < UNLIKELY:
+                own.by_depth, own.by_prob = Offset(), Offset()
         return True
 
 

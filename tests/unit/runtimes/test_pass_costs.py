@@ -156,3 +156,21 @@ def test_what_passes_with_a_scaling_pass_take_is_known_before_one_ran() -> None:
         costs.observe(1, 0, 0, 3.0)
     costs.kind = PassKind.SCALING
     assert costs.at(8) == pytest.approx(2 * 3.0 * 1.2)
+
+
+def test_a_time_of_some_passes_ago_is_doubted_where_others_are_much_quicker_now() -> None:
+    costs = PassCosts(STAIRS)
+    for _ in range(8):
+        costs.observe(1, 0, 0, 3.0)
+    assert not costs.is_doubted(1), "it was measured just now"
+    for _ in range(40):
+        costs.observe(8, 0, 0, 3.0 * STAIRS.at(8))
+    assert not costs.is_doubted(1), "all are as slow"
+    for _ in range(10):
+        costs.observe(8, 0, 0, STAIRS.at(8))
+    assert costs.is_doubted(1)
+    assert not costs.is_doubted(8)
+    for _ in range(3):
+        costs.observe(1, 0, 0, 1.0)
+    assert not costs.is_doubted(1)
+    assert costs.at(1) == pytest.approx(1.0)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from paceline.speculation.acceptance import HOPED, Calibration, Offset, RequestAcceptance, expected_accepted
+from paceline.speculation.acceptance import HOPED, Calibration, Offset, RequestAcceptance, Worth, expected_accepted
 
 
 def observe(calibration: Calibration, random: np.random.Generator, chances: list[float], count: int) -> None:
@@ -125,3 +125,18 @@ def test_a_path_is_as_likely_as_all_its_guesses() -> None:
     assert expected_accepted(0.5, 3) == pytest.approx(sum(offset.paths([0.5] * 3, 0.0, 0.0)))
     assert expected_accepted(1.0, 3) == 3
     assert math.isclose(expected_accepted(0.999999, 3), 3.0, rel_tol=1e-4)
+
+
+def test_a_question_that_was_worth_it_shortens_a_rest() -> None:
+    worth = Worth()
+    rests = [worth.add(saved) for saved in [-1.0] * 12 + [0.5] * 3]
+    assert rests[-4:] == [31, 15, 7, 3]
+
+
+def test_rests_between_shadows_begin_where_these_end() -> None:
+    own = RequestAcceptance("player")
+    for _ in range(4):
+        own.end_shadow(15, was_right=False)
+    assert own.num_resting == 15
+    own.end_shadow(15, was_right=False, num_since=9)
+    assert own.num_resting == 6

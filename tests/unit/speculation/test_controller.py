@@ -73,6 +73,14 @@ def test_in_a_batch_it_is_never_slower_than_plain_decoding(case: tuple[float, st
     assert seconds <= 1.03 * plain_seconds(traces, costs, 8)
 
 
+@pytest.mark.parametrize("machine", ["a draft model", "a dear draft model"])
+def test_in_a_batch_guesses_go_as_deep_as_was_planned_for_all_of_them(machine: str, seed: int) -> None:
+    """Guessing takes as long as the deepest of all: to stop earlier saves nothing."""
+    costs, random = MACHINES[machine], np.random.default_rng(seed)
+    traces = texts(lambda _: 0.9, random, 32, "too much")
+    assert replay(controller(costs), traces, costs, batch_size=8).seconds < 1.06 * best_fixed(traces, costs, batch_size=8)[1]
+
+
 @pytest.mark.parametrize("machine", MACHINES)
 def test_where_confident_guesses_are_better_only_they_are_sent(machine: str, seed: int) -> None:
     """Passages of 64 tokens that are easy, then hard, which the drafter knows: no fixed length does as well."""
@@ -247,8 +255,15 @@ def test_passes_with_scaling_passes_cost_two_and_say_nothing_of_others(seed: int
         assert policy.costs.at(5) == pytest.approx(costs.pass_s(5), rel=0.02), number
 
 
+def test_plain_decoding_is_replayed_without_asking_anybody() -> None:
+    costs = Costs(float, (9.0, 9.0))
+    assert best_fixed([Trace([1, 2, 3], [None] * 3)], costs, deepest=0) == (0, 3.0)
+
+
 def test_a_fixed_length_replays_as_written() -> None:
     costs = Costs(float)
     trace = Trace([1, 2, 3, 4, 5], [DraftTree.chain(0, [token + 1 for token in range(at, at + 3)], "player") for at in range(5)])
     outcome = replay(DraftLengthPolicy(3), [trace], costs)
     assert (outcome.steps, outcome.accepted, outcome.seconds) == (2, 3, 4.0 + 1.0)
+    assert outcome.lasted_s == [5.0]
+    assert outcome.mean_s == pytest.approx(5.0)

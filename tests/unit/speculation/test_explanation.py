@@ -37,7 +37,7 @@ def test_the_costs_behind_decisions_are_shown_and_what_is_kept() -> None:
     lines = "\n".join(explain_policy(policy))
     assert "a pass of 1 row 10.00 ms, 2 rows 11.00 ms" in lines
     assert "player: guessing 1 token 2.00 ms, 4 tokens 8.00 ms" in lines
-    assert "player: kept at temperature 0, by depth, once those before are: 0.8" in lines
+    assert "player: kept at temperature 0, by depth, once those before are: 0.9" in lines
     assert "above 0" not in lines, "nothing was drafted there"
 
 

@@ -39,3 +39,30 @@ def test_work_that_takes_longer_for_good_is_soon_known_to() -> None:
     times.observe_several(1.0, 4.0, [0.001] * 20)
     times.observe_several(1.0, 4.0, [0.1] * 60)
     assert times.at(1.0, 4.0) > 0.05
+
+
+def test_a_slow_first_call_is_forgotten_after_a_few_quick_ones() -> None:
+    time = LinearTime()
+    for seconds in (50.0, 1.0, 1.0, 1.0):
+        time.observe(1.0, 4.0, seconds)
+    assert time.at(1.0, 4.0) < 3.0
+
+
+def test_three_quick_calls_in_a_row_say_that_those_before_were_held_up() -> None:
+    time = LinearTime()
+    for seconds in (9.0,) * 40 + (1.0,) * 2:
+        time.observe(1.0, 4.0, seconds)
+    assert time.at(1.0, 4.0) > 7.0, "two may be chance"
+    time.observe(1.0, 4.0, 1.0)
+    assert time.at(1.0, 4.0) < 4.0
+
+
+def test_what_parts_take_is_forgotten_where_there_were_none_for_long() -> None:
+    """A time that keeps everybody from having parts would stay for ever."""
+    time = LinearTime()
+    time.observe(4.0, 4.0, 0.1)
+    time.observe_several(4.0, 0.0, (0.001,) * 100)
+    assert time.at(0.0, 1.0) > 0.01
+    time.observe_several(4.0, 0.0, (0.001,) * 100)
+    assert time.at(0.0, 1.0) == 0.0
+    assert time.at(4.0, 0.0) == pytest.approx(0.001, rel=0.01)
