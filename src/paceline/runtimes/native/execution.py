@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from threading import Lock
 from types import MappingProxyType
 
 import numpy as np
@@ -51,6 +52,7 @@ class Execution:
         adapters: Mapping[int, NativeAdapter] | None = None,
     ) -> None:
         self._recorded, operations = recorded, recorded.operations
+        self._one_caller = Lock()  # who runs one network from two threads gets nothing of worth, but nobody reads freed memory
         self._operations = (ctypes.c_void_p * len(operations))(*map(ctypes.addressof, operations))
         self._tickets = np.zeros(PHASES * len(operations), np.int32)
         taken_a_thread = -(-PHASES * len(operations) // _COUNTS_OF_A_LINE) * _COUNTS_OF_A_LINE
@@ -137,12 +139,13 @@ class Execution:
         """
         if self._has_states and self.memory.memory is None:
             raise RuntimeError("a network with recurrent layers runs in a cache of its own: make one with new_cache")
-        self.memory.describe(batch, wanted)
-        if self._adapter_rows is not None:
-            self._adapter_rows.describe(self.memory.record, batch, wanted, scalings)
-        if self.memory.states.num_slots > self._num_slots:
-            self._make_state_scratch(self.memory.states.num_slots)
-        self.kernels.paceline_run(*self._arguments)
+        with self._one_caller:
+            self.memory.describe(batch, wanted)
+            if self._adapter_rows is not None:
+                self._adapter_rows.describe(self.memory.record, batch, wanted, scalings)
+            if self.memory.states.num_slots > self._num_slots:
+                self._make_state_scratch(self.memory.states.num_slots)
+            self.kernels.paceline_run(*self._arguments)
 
     def _packed_floats(self, num_rows: int) -> int:
         """Memory for the rows of any product as its kernel takes them. Five rows of one expert take as much as six, seven as eight."""
@@ -156,6 +159,10 @@ class Execution:
         """Buffers for at least so many rows; memory that no pass has touched costs nothing."""
         if num_rows <= self._capacity:
             return
+        with self._one_caller:
+            self._make_buffers(num_rows)
+
+    def _make_buffers(self, num_rows: int) -> None:
         self._capacity = 0  # an interrupt below leaves none: made anew next time
         capacity = max(_MIN_ROWS, 1 << (num_rows - 1).bit_length())
         self._buffers = [empty((capacity, width)) for width in self._recorded.widths]
