@@ -1,5 +1,6 @@
 /* Dot products of bfloat16: 32 values in 16 lanes of two, and their products added to 16 sums, bit for bit as the instruction vdpbf16ps does
- * it: first the second values' product, then the first ones', each with one rounding (a product of two bfloat16 is exact in float32). */
+ * it: first the second values' product, then the first ones', each with one rounding (a product of two bfloat16 is exact in float32). Only what is
+ * below the normal numbers of float32 differs: the instruction takes it for zero. */
 #ifndef PACELINE_BF16_H
 #define PACELINE_BF16_H
 
