@@ -22,6 +22,7 @@ from paceline.speculation.step_times import StepTimes
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.vain_time import VainTime
 
+UNREADY = 4  # steps with guesses whose time is not learned of
 NOTED = 4  # of so many steps of a lone request one is measured
 MOST_ASKING = 0.25  # of a plain step, that asking for a batch may count as
 IDLE_INTERVAL = 64  # questions to a drafter after which a step is idle, to know what asking takes
@@ -58,6 +59,7 @@ class DraftLearning(DraftLengthPolicy):
         self._asks_together = False  # whether such drafters are asked for a batch
         self._num_kept, self._faster = 0, 0.0  # guesses of the step under way, and logarithms of the tokens that they bring
         self._plain_s, self._guesses_s = 0.0, 0.0  # of that step: a pass without guesses, and what those that are sent make it longer
+        self._num_drafted = 0
         self._unnoted = 0, 0.0  # drafted steps of a lone request of which nothing was learned yet, and their tokens
         self._num_steps = 0
         self._is_drafting = False
@@ -203,10 +205,16 @@ class DraftLearning(DraftLengthPolicy):
                 own.num_idle = num_idle
 
     def _note_drafted(self, batch: Sequence[RequestRows], num_kept: int, pass_s: float, host_s: float) -> None:
-        """Learn what a step with guesses took: of a lone request's, what some of them did, and those that are new."""
+        """Learn what a step with guesses took: of a lone request's, what some of them did once many were seen, and those that are new.
+
+        The first ones do not count: memory and code are made ready for them, and a great time of theirs would forbid all others.
+        """
+        self._num_drafted += 1
+        if self._num_drafted <= UNREADY:
+            return
         count, brought = self._unnoted[0] + 1, self._unnoted[1] + len(batch) + num_kept
         work = PassWork.of(batch, with_guesses=True)
-        if len(batch) == 1 and count < NOTED and self.costs.is_fresh(work.num_rows, work.num_cached):
+        if len(batch) == 1 and count < NOTED and self._num_drafted > NOTED * NOTED and self.costs.is_fresh(work.num_rows, work.num_cached):
             self._unnoted = count, brought
             return
         self._unnoted = 0, 0.0
