@@ -59,3 +59,19 @@ def test_plain_passes_that_were_held_up_do_not_make_drafting_look_worthwhile_for
     assert outcome.plain[PlainReason.COMPARED] >= 3
     assert policy.costs.at(4) == pytest.approx(SMALL.pass_s(4)), "it is known again what they take"
     assert outcome.drafted < 2_300
+
+
+@pytest.mark.parametrize("slow", [5.0, 20.0])
+@pytest.mark.parametrize("count", [3, 6, 12])
+def test_slow_first_steps_do_not_leave_a_short_text_without_guesses(count: int, slow: float) -> None:
+    """Memory and code are made ready in them."""
+    left = [count]
+
+    def noise() -> float:
+        left[0] -= 1
+        return slow if left[0] >= 0 else 1.0
+
+    traces = [made_up(60, lambda _: 0.8, np.random.default_rng(1), confident=lambda chance: chance**0.5)]
+    policy = controller(SMALL_DRAFT)
+    policy.know_time("player", 3e-4)
+    assert replay(policy, traces, SMALL_DRAFT, other_noise=noise).steps < 35  # 59 where one slow step decides
