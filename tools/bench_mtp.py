@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--accuracy", type=float, default=0.7, help="probability that a guess is right")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prompt", type=int, default=64, help="tokens")
-    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--max-tokens", type=int, default=256, help="which guesses are right is drawn: few tokens say little")
     parser.add_argument("--repeats", type=int, default=7, help="rounds")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="JSON file for what was measured")

@@ -15,7 +15,7 @@ DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "native", "torch")
 QUANT = ("none", "int8", "int4")
 DRAFT_QUANT = ("auto", *QUANT)
-_MOST_BITS_OF_4, _MOST_BITS_OF_8 = 6.0, 10.0  # a value, scales included, of what counts as quantised to 4 and to 8 bits
+_MOST_BITS_OF_4, _MOST_BITS_OF_8, _MOST_BITS_OF_16 = 6.0, 10.0, 20.0  # a value, scales included, of what counts as 4, 8, 16 bits
 GGUF_WEIGHTS = ("exact", "regroup")
 ACCEPTANCE = ("match", "rejection")
 MAX_DRAFT_TOKENS = 64
@@ -89,11 +89,12 @@ def quant_options(name: str, quant: Quant) -> QuantOptions | None:
     return None if quant == "none" else QuantOptions(bits=int(quant.removeprefix("int")))
 
 
-def draft_quant_options(quant: Quant, target_bits: float | None) -> QuantOptions | None:
+def draft_quant_options(quant: Quant, target_bits: float | None, *, device: str = "cpu") -> QuantOptions | None:
     """The options that `draft_quant` stands for; None = no quantisation.
 
     Args:
         target_bits: bits a value of the target's matrices, which a draft model follows; None for heads, which follow nobody.
+        device: where both run: on a GPU nothing is gained by 8 bits beside 16.
 
     Raises:
         ConfigError: it is unknown.
@@ -102,7 +103,7 @@ def draft_quant_options(quant: Quant, target_bits: float | None) -> QuantOptions
         if not isinstance(quant, QuantOptions):
             _check_choice("draft_quant", quant, DRAFT_QUANT)
         return quant_options("draft_quant", quant)
-    if target_bits is None or target_bits > _MOST_BITS_OF_8:
+    if target_bits is None or target_bits > (_MOST_BITS_OF_16 if device == "cpu" else _MOST_BITS_OF_8):
         return None
     return QuantOptions(bits=4 if target_bits <= _MOST_BITS_OF_4 else 8)
 
@@ -116,8 +117,8 @@ class SpeculationConfig:
             guess together.
         num_draft_tokens: tokens to draft per step at most, or "auto" (16): how many is decided step by step, by what pays.
         tree_width: guesses per position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.
-        draft_quant: quantise draft models and heads while loading them: "none", "int8", "int4" or `QuantOptions`; "auto": draft models as
-            far as their target is, heads not at all.
+        draft_quant: quantise draft models and heads while loading them: "none", "int8", "int4" or `QuantOptions`; "auto": draft models to
+            4 bits beside a target of at most 6 bits a value, to 8 beside one of at most 16, heads not at all.
         draft_adapter: directory of a LoRA adapter that the draft model computes with; None = it computes as it is.
         drafter_options: settings of single methods by name, such as {"tree": "accuracy"}; see drafters/options.py.
         acceptance: which guesses are kept: "match" (those the target itself draws: a seed gives the same text as without drafting) or

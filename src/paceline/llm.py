@@ -51,7 +51,7 @@ class LLM:
             "mtp" of the model's own directory, the directory or id of a draft model or of heads, or several of them together.
         num_draft_tokens: tokens guessed per step at most, or "auto" (16): how many is decided step by step, by what pays.
         tree_width: guesses per position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.
-        draft_quant: as `quant`, for draft models and heads; "auto": draft models as far as their target is, heads not at all.
+        draft_quant: as `quant`, for draft models and heads; "auto": as `SpeculationConfig` says, 8 bits or 4.
         draft_adapter: directory of a LoRA adapter that the draft model computes with; it changes the speed alone.
         drafter_options: settings of single methods: {"tree": "accuracy"} (medusa), {"boundaries": (2, 16, 29)} (eagle3) and others, which
             docs/methods lists.

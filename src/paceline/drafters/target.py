@@ -55,7 +55,7 @@ class LoadedTarget:
     @property
     def draft_model_quant(self) -> QuantOptions | None:
         """How to quantise draft models; None = they stay as they are stored."""
-        return draft_quant_options(self.speculation.draft_quant, self.weight_bits)
+        return draft_quant_options(self.speculation.draft_quant, self.weight_bits, device=self.device)
 
     @property
     def head_options(self) -> HeadOptions:

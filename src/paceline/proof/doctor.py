@@ -264,7 +264,7 @@ def examine_drafter(
 
 def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) -> None:
     """Memory and numerics, from the facts."""
-    device = "cuda" if question.device == "cuda" else "cpu"
+    device = _device(question)
     found.notes += target.weights.notices if question.quant is None else ()
     kv_type = None if question.kv_type == "auto" else KVType(question.kv_type)
     main = estimate_memory(target, question.quant, device, found.notes, kv_type=kv_type, max_context=question.max_context)
@@ -317,8 +317,13 @@ def draft_memory(
     return estimate_memory(drafter.facts, quant, device, notes, is_draft=True, max_context=question.max_context)
 
 
+def _device(question: DoctorQuestion) -> str:
+    return "cuda" if question.device == "cuda" else "cpu"
+
+
 def _draft_quant(target: CheckpointFacts, question: DoctorQuestion) -> QuantOptions | None:
-    return draft_quant_options(question.draft_quant, matrix_bits(target.weights, question.quant))
+    bits = matrix_bits(target.weights, question.quant)
+    return draft_quant_options(question.draft_quant, bits, device=_device(question))
 
 
 def _together(drafts: Sequence[ModelMemory]) -> ModelMemory | None:
