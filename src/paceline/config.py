@@ -108,6 +108,17 @@ def draft_quant_options(quant: Quant, target_bits: float | None, *, device: str 
     return QuantOptions(bits=4 if target_bits <= _MOST_BITS_OF_4 else 8)
 
 
+def copy_quant_options(draft: QuantOptions | None, target: QuantOptions | None) -> QuantOptions | None:
+    """How a head quantises rows that it copies of its target's vocabulary matrix; None = it reads them where they lie.
+
+    Args:
+        draft: how a draft model of this target is quantised.
+        target: how the target is while it is loaded.
+    """
+    bits = None if target is None else target.lm_head_bits
+    return None if draft is not None and bits is not None and bits <= draft.bits else draft
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
     """How to guess.

@@ -9,10 +9,11 @@ import pytest
 from numpy.typing import NDArray
 
 from harness.checkpoints import write_checkpoint
+from harness.gemma4_assistants import edit_tensors
 from harness.hybrid_gguf import write_hybrid_gguf
 from harness.hybrid_mtp import DELTA, add_module, module_tensors, write_donor
 from paceline import LLM, ConfigError, SamplingParams
-from paceline.config import quant_options
+from paceline.config import QuantOptions, quant_options
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.mtp import MtpModule, load_mtp, open_gguf_module, open_mtp_head, with_first_ids
 from paceline.drafters.pairs.cache import TrueRows
@@ -130,6 +131,54 @@ def test_the_rows_are_those_of_the_whole_matrix(tmp_path: Path, stored: str) -> 
         assert isinstance(part, GroupedTensor)
         for ours, theirs in zip(part.matrix.arrays, whole.matrix.arrays, strict=True):
             assert np.shares_memory(ours, theirs)
+
+
+@pytest.mark.parametrize(("stored", "bits"), [("float32", 8), ("bfloat16", 8), ("bfloat16", 4), ("Q8_0", 4), ("int8", 4)])
+def test_more_bits_than_a_draft_model_has_become_a_copy(tmp_path: Path, stored: str, bits: int) -> None:
+    module, quant = load(write_stored(tmp_path, stored, tied=False), stored), QuantOptions(bits=bits)
+    copy = with_first_ids(module, FIRST, quant, num_threads=2)
+    facts = copy.weights.facts("lm_head.weight")
+    assert (copy.is_copy, facts.bits, facts.shape) == (True, bits, (FIRST, 64))
+    assert list(copy.weights) == list(module.weights)
+    for name in module.weights:
+        assert name == "lm_head.weight" or copy.weights[name] is module.weights[name]
+    exact = run(open_mtp_head(with_first_ids(module, FIRST), num_threads=2, max_context=128), ranks=False).logits.copy()
+    head = open_mtp_head(copy, num_threads=2, max_context=128)
+    assert isinstance(head.runtime, NativeNetwork)
+    assert isinstance(head.runtime._shared.weights.table("lm_head"), Panels), "rows are rounded to bytes"
+    found = run(head, ranks=False).logits
+    assert 0 < np.abs(found - exact).mean() < (0.02 if bits == 8 else 0.15) * exact.std()
+
+
+@pytest.mark.parametrize(("stored", "bits"), [("Q8_0", 8), ("int8", 8), ("Q4_0", 4), ("Q4_0", 8)])
+def test_no_more_bits_stay_where_they_lie(tmp_path: Path, stored: str, bits: int) -> None:
+    module = load(write_stored(tmp_path, stored, tied=False), stored)
+    found, view = with_first_ids(module, FIRST, QuantOptions(bits=bits)), with_first_ids(module, FIRST)
+    assert not found.is_copy
+    for ours, theirs in zip(*(one.weights["lm_head.weight"].matrix.arrays for one in (found, view)), strict=True):
+        assert np.shares_memory(ours, theirs)
+
+
+def test_a_target_in_16_bits_has_its_first_ids_copied_and_says_the_same(tmp_path: Path) -> None:
+    """And doctor counts the copy; --draft-quant none, and a target that is quantised itself, keep the view."""
+    target = write_checkpoint(tmp_path / "model", "qwen3_5_text", dtype="float16", **{**DELTA, "vocab_size": VOCABULARY})
+    tensors = module_tensors(write_donor(tmp_path / "donor", "qwen3_5"))
+    edit_tensors(target, lambda stored: stored.update({name: tensor.astype(np.float16) for name, tensor in tensors.items()}))
+    num_ids = {"num_ids": ASKED}
+    plain, llm = open_llm(target, "none"), open_llm(target, "mtp", drafter_options=num_ids)
+    kept = open_llm(target, "mtp", drafter_options=num_ids, draft_quant="none")
+    both = [open_llm(target, "mtp", drafter_options=num_ids, quant=quant) for quant in ("int8", "int4")]
+    tables = [one.drafter.head.runtime._shared.weights.table("lm_head") for one in (llm, kept, *both)]
+    assert [isinstance(table, Panels) for table in tables] == [True, False, True, True]
+    assert np.shares_memory(tables[2].data, both[0].runtime.vocabulary_panels(VOCABULARY).data)
+    assert not np.shares_memory(tables[3].data, both[1].runtime.vocabulary_panels(VOCABULARY).data)
+    for params in (GREEDY, SAMPLED):
+        assert [one.token_ids for one in llm.generate(PROMPTS, params)] == [one.token_ids for one in plain.generate(PROMPTS, params)]
+    facts = [
+        diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), drafter_options=num_ids, draft_quant=quant)).memory
+        for quant in ("auto", "none")
+    ]
+    assert facts[0].draft.weights_bytes - facts[1].draft.weights_bytes == FIRST * 64 + FIRST * 4
 
 
 @pytest.mark.parametrize("tied", [False, True])

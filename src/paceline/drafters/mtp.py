@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from paceline.config import QuantOptions
 from paceline.drafters.head_experts import with_single_experts
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_gates import GATE, with_gates
@@ -34,6 +35,7 @@ from paceline.models.gguf.config import gguf_config
 from paceline.models.gguf.file import open_gguf, split_parts
 from paceline.models.gguf.weights import num_modules, open_module
 from paceline.models.layers import ExpertMLP
+from paceline.models.quantized_cache import quantized_weights
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 from paceline.models.weights import AnyTensor, MadeWeights, Tensor, Weights, as_float32, first_rows
 from paceline.runtimes.base import Network
@@ -123,6 +125,7 @@ class MtpModule:
         notices: lines a user should see.
         with_copies: the same with the file's copies of the target's matrices, where these are no longer the same.
         num_ids: it guesses ids below it alone; None = all.
+        is_copy: `lm_head.weight` is a quantised copy of the rows of these ids.
     """
 
     config: PairConfig
@@ -134,6 +137,7 @@ class MtpModule:
     notices: tuple[str, ...]
     with_copies: "MtpModule | None" = None
     num_ids: int | None = None
+    is_copy: bool = False
 
 
 def load_mtp(files: HeadFiles, target: ModelConfig, target_weights: Weights, *, num_threads: int = 1) -> MtpModule:
@@ -216,13 +220,20 @@ def _with_own_matrices(module: MtpModule, own: Mapping[str, Tensor]) -> MtpModul
     )
 
 
-def with_first_ids(module: MtpModule, count: int) -> MtpModule:
+def with_first_ids(module: MtpModule, count: int, quant: QuantOptions | None = None, *, num_threads: int = 1) -> MtpModule:
     """The module that guesses ids below `count` alone: the frequent ones, where the vocabulary is in the order of its merges.
 
-    The vocabulary matrix is a view of its first rows. Guesses are drawn from the distribution over these ids.
+    Guesses are drawn from the distribution over these ids.
+
+    Args:
+        quant: to so many bits the rows of the vocabulary matrix are copied; None, or where they take no more: they are a view.
     """
-    lm_head = first_rows(module.weights["lm_head.weight"], count)
-    return replace(module, weights=Weights({**module.weights, "lm_head.weight": lm_head}), num_ids=count)
+    first = Weights({**module.weights, "lm_head.weight": first_rows(module.weights["lm_head.weight"], count)})
+    weights = first
+    if quant is not None:
+        others_stay = replace(quant, overrides=(("lm_head.weight", quant.bits), ("*", None)))
+        weights = quantized_weights(first, others_stay, None, num_threads=num_threads)
+    return replace(module, weights=weights, num_ids=count, is_copy=weights is not first)
 
 
 def open_gguf_module(path: Path) -> HeadFiles | None:
@@ -320,7 +331,8 @@ def open_mtp_head(
         max_context=max_context,
         backend=backend,
         device=device,
-        lm_head_of=None if module.config.own_lm_head else lm_head_of,
+        lm_head_of=None if module.config.own_lm_head or module.is_copy else lm_head_of,
+        rounds_rows=module.is_copy,
     )
     return PairHead(module.config, runtime, runtime, module.embedding, target_ids=None, num_ids=module.num_ids, notices=module.notices)
 
@@ -352,7 +364,8 @@ def open_mtp(files: HeadFiles, target: LoadedTarget) -> PairDrafter:
         own = config.own_embedding, config.own_lm_head
         one = next(one for one in modules if (one.config.own_embedding, one.config.own_lm_head) == own)
         one, num_threads = replace(one, config=config), target.engine.num_threads
-        one = one if num_ids is None else with_first_ids(one, num_ids)
+        if num_ids is not None:
+            one = with_first_ids(one, num_ids, target.copy_quant, num_threads=num_threads)
         shared = target.lm_head_of
         return open_mtp_head(one, num_threads=num_threads, max_context=max_context, device=target.device, lm_head_of=shared)
 

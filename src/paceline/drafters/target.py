@@ -4,7 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config import EngineConfig, QuantOptions, SpeculationConfig, cache_directory, draft_quant_options
+from paceline.config import (
+    EngineConfig,
+    QuantOptions,
+    SpeculationConfig,
+    cache_directory,
+    copy_quant_options,
+    draft_quant_options,
+    quant_options,
+)
 from paceline.drafters.options import HeadOptions
 from paceline.kv_cache.paged import KVCache
 from paceline.models.quantized_cache import quantized_weights
@@ -56,6 +64,11 @@ class LoadedTarget:
     def draft_model_quant(self) -> QuantOptions | None:
         """How to quantise draft models; None = they stay as they are stored."""
         return draft_quant_options(self.speculation.draft_quant, self.weight_bits, device=self.device)
+
+    @property
+    def copy_quant(self) -> QuantOptions | None:
+        """How to quantise rows that a head copies of the vocabulary matrix; None = it reads them where they lie."""
+        return copy_quant_options(self.draft_model_quant, quant_options("quant", self.engine.quant))
 
     @property
     def head_options(self) -> HeadOptions:

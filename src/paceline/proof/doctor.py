@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Quant, QuantOptions, cache_directory, draft_quant_options, weights_cache_bytes
+from paceline.config import Quant, QuantOptions, cache_directory, copy_quant_options, draft_quant_options, weights_cache_bytes
 from paceline.drafters import HeadOptions, check_draft_adapter, prepare_one
 from paceline.errors import PacelineError, memory_errors
 from paceline.hub import resolve
@@ -248,7 +248,7 @@ def examine_drafter(
         if prepared is None or prepared.path is None:
             return DrafterDiagnosis(name if prepared is None else prepared.name)
         if prepared.head is not None:
-            head, pair = judge_head(prepared.head, target, options)
+            head, pair = judge_head(prepared.head, target, options, copy_quant_options(_draft_quant(target, question), question.quant))
             return DrafterDiagnosis(prepared.name, head=head, pair=pair)
         facts, adapter = read_checkpoint(prepared.path, question.max_context), None
         if question.draft_adapter is not None:

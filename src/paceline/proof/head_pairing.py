@@ -1,7 +1,7 @@
 """Can this drafting head guess for this target? From the shapes of its tensors: no matrix is read."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from paceline.drafters.gemma4_assistant.checkpoint import load_assistant
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.checkpoint import load_medusa
-from paceline.drafters.mtp import load_mtp
+from paceline.drafters.mtp import load_mtp, with_first_ids
 from paceline.drafters.pairs.config import PairConfig
 from paceline.models.config import WeightType
 from paceline.models.kv_type import KVType
@@ -36,18 +36,20 @@ class HeadFacts:
     Attributes:
         weights: its own tensors, without those it shares with the target.
         cache_bytes_per_1k: keys and values of 1000 tokens beside the target's.
+        copied_bytes: of the rows that it copies, quantised, of the target's vocabulary matrix.
     """
 
     path: Path
     kind: HeadKind
     weights: Mapping[str, AnyTensor]
     cache_bytes_per_1k: int
+    copied_bytes: int = 0
 
     def memory(self, quant: QuantOptions | None) -> ModelMemory:
         """The memory it takes once loaded."""
         schemes = {} if quant is None else schemes_for(Weights(self.weights), quant)
         num_bytes = sum(schemes[name].nbytes(tensor.shape) if name in schemes else tensor.nbytes for name, tensor in self.weights.items())
-        return ModelMemory(num_bytes, self.cache_bytes_per_1k, "native")
+        return ModelMemory(num_bytes + self.copied_bytes, self.cache_bytes_per_1k, "native")
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -59,8 +61,13 @@ class HeadFacts:
         }
 
 
-def judge_head(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) -> tuple[HeadFacts, PairVerdict]:
+def judge_head(
+    files: HeadFiles, target: CheckpointFacts, options: HeadOptions, copy_quant: QuantOptions | None = None
+) -> tuple[HeadFacts, PairVerdict]:
     """The facts of a head and the verdict on it.
+
+    Args:
+        copy_quant: how rows are quantised that it copies of the target's vocabulary matrix.
 
     Raises:
         CheckpointError, IncompatibleDrafterError: it cannot guess for this target.
@@ -69,7 +76,7 @@ def judge_head(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) 
         return _judge_medusa(files, target, options)
     if files.kind is HeadKind.GEMMA4_ASSISTANT:
         return _judge_assistant(files, target)
-    return _judge_mtp(files, target, options) if files.kind is HeadKind.MTP else _judge_eagle(files, target, options)
+    return _judge_mtp(files, target, options, copy_quant) if files.kind is HeadKind.MTP else _judge_eagle(files, target, options)
 
 
 def _judge_assistant(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, PairVerdict]:
@@ -104,7 +111,9 @@ def _judge_eagle(files: HeadFiles, target: CheckpointFacts, options: HeadOptions
     return _pair_facts(files, configs[0], opened.weights), PairVerdict(True, summary, None, _open_question(configs))
 
 
-def _judge_mtp(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) -> tuple[HeadFacts, PairVerdict]:
+def _judge_mtp(
+    files: HeadFiles, target: CheckpointFacts, options: HeadOptions, copy_quant: QuantOptions | None
+) -> tuple[HeadFacts, PairVerdict]:
     num_ids = options.guessed_ids(target.config.vocab_size)
     module = load_mtp(files, target.config, target.weights)
     shared = () if module.config.own_lm_head else ("lm_head.weight",)
@@ -112,7 +121,11 @@ def _judge_mtp(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) 
     place = "a file of its own" if files.is_speculators else "the target's own checkpoint"
     limit = "" if num_ids is None else f" that guesses ids below {num_ids}"
     summary = f"mtp module of {place}{limit}; {_sizes_fit(target.config.hidden_size)}"
-    return _pair_facts(files, module.config, weights), PairVerdict(True, summary, None, module.notices)
+    facts = _pair_facts(files, module.config, weights)
+    if num_ids is not None:
+        first = with_first_ids(module, num_ids, copy_quant)
+        facts = replace(facts, copied_bytes=first.weights.facts("lm_head.weight").nbytes if first.is_copy else 0)
+    return facts, PairVerdict(True, summary, None, module.notices)
 
 
 def _pair_facts(files: HeadFiles, config: PairConfig, weights: Weights) -> HeadFacts:

@@ -240,6 +240,7 @@ def open_head(
     backend: str = "auto",
     device: str = "cpu",
     lm_head_of: Network | None = None,
+    rounds_rows: bool = False,
 ) -> Network:
     """A network that guesses from a target's activations, computed in float32 from the weights as they are stored.
 
@@ -254,6 +255,7 @@ def open_head(
         backend: "native", "torch" or "auto": native where there are kernels and the device is no GPU.
         device: of torch, "cpu" or "cuda".
         lm_head_of: whose vocabulary matrix `lm_head.weight` is, or its first rows; None = the head's own.
+        rounds_rows: multiply quantised matrices with rounded rows also where it is the head's own.
 
     Raises:
         BackendUnavailableError: the backend is not one of these, or cannot run here.
@@ -266,7 +268,7 @@ def open_head(
         shared = None
         if isinstance(lm_head_of, NativeNetwork):
             shared = lm_head_of.vocabulary_panels(weights.facts("lm_head.weight").shape[0])
-        panels = None if shared is None else {"lm_head": shared}
+        panels = {"lm_head": shared} if shared is not None else {} if rounds_rows else None
         return NativeNetwork(compose, config, weights, num_threads=num_threads, max_context=max_context, panels=panels)
     if backend == "torch":
         from paceline.runtimes.torch.network import TorchNetwork
