@@ -15,7 +15,7 @@ DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "native", "torch")
 QUANT = ("none", "int8", "int4")
 DRAFT_QUANT = ("auto", *QUANT)
-_MOST_BITS_OF_4, _MOST_BITS_OF_8, _MOST_BITS_OF_16 = 6.0, 10.0, 20.0  # a value, scales included, of what counts as 4, 8, 16 bits
+_MOST_BITS_OF_8, _MOST_BITS_OF_16 = 10.0, 20.0  # a value, scales included, of what counts as 8 and as 16 bits
 GGUF_WEIGHTS = ("exact", "regroup")
 ACCEPTANCE = ("match", "rejection")
 MAX_DRAFT_TOKENS = 64
@@ -93,8 +93,8 @@ def draft_quant_options(quant: Quant, target_bits: float | None, *, device: str 
     """The options that `draft_quant` stands for; None = no quantisation.
 
     Args:
-        target_bits: bits a value of the target's matrices, which a draft model follows; None for heads, which follow nobody.
-        device: where both run: on a GPU nothing is gained by 8 bits beside 16.
+        target_bits: bits a value of the target's matrices: a draft model takes about half as many; None for heads, which follow nobody.
+        device: where both run: on a GPU quantised weights are expanded while they are loaded.
 
     Raises:
         ConfigError: it is unknown.
@@ -103,9 +103,9 @@ def draft_quant_options(quant: Quant, target_bits: float | None, *, device: str 
         if not isinstance(quant, QuantOptions):
             _check_choice("draft_quant", quant, DRAFT_QUANT)
         return quant_options("draft_quant", quant)
-    if target_bits is None or target_bits > (_MOST_BITS_OF_16 if device == "cpu" else _MOST_BITS_OF_8):
+    if target_bits is None or target_bits > _MOST_BITS_OF_16 or device != "cpu":
         return None
-    return QuantOptions(bits=4 if target_bits <= _MOST_BITS_OF_4 else 8)
+    return QuantOptions(bits=4 if target_bits <= _MOST_BITS_OF_8 else 8)
 
 
 def copy_quant_options(draft: QuantOptions | None, target: QuantOptions | None) -> QuantOptions | None:
@@ -128,8 +128,8 @@ class SpeculationConfig:
             guess together.
         num_draft_tokens: tokens to draft per step at most, or "auto" (16): how many is decided step by step, by what pays.
         tree_width: guesses per position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.
-        draft_quant: quantise draft models and heads while loading them: "none", "int8", "int4" or `QuantOptions`; "auto": draft models to
-            4 bits beside a target of at most 6 bits a value, to 8 beside one of at most 16, heads not at all.
+        draft_quant: quantise draft models and heads while loading them: "none", "int8", "int4" or `QuantOptions`; "auto": draft models on
+            the CPU, to 4 bits beside a target of at most 10 bits a value, to 8 beside one of 16, heads not at all.
         draft_adapter: directory of a LoRA adapter that the draft model computes with; None = it computes as it is.
         drafter_options: settings of single methods by name, such as {"tree": "accuracy"}; see drafters/options.py.
         acceptance: which guesses are kept: "match" (those the target itself draws: a seed gives the same text as without drafting) or

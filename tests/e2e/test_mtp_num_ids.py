@@ -160,14 +160,14 @@ def test_no_more_bits_stay_where_they_lie(tmp_path: Path, stored: str, bits: int
 
 
 def test_a_target_in_16_bits_has_its_first_ids_copied_and_says_the_same(tmp_path: Path) -> None:
-    """And doctor counts the copy; --draft-quant none, and a target that is quantised itself, keep the view."""
+    """And doctor counts the copy; --draft-quant none keeps the view."""
     target = write_checkpoint(tmp_path / "model", "qwen3_5_text", dtype="float16", **{**DELTA, "vocab_size": VOCABULARY})
     tensors = module_tensors(write_donor(tmp_path / "donor", "qwen3_5"))
     edit_tensors(target, lambda stored: stored.update({name: tensor.astype(np.float16) for name, tensor in tensors.items()}))
     num_ids = {"num_ids": ASKED}
     plain, llm = open_llm(target, "none"), open_llm(target, "mtp", drafter_options=num_ids)
     kept = open_llm(target, "mtp", drafter_options=num_ids, draft_quant="none")
-    both = [open_llm(target, "mtp", drafter_options=num_ids, quant=quant) for quant in ("int8", "int4")]
+    both = [open_llm(target, "mtp", drafter_options=num_ids, quant="int8", draft_quant=quant) for quant in ("none", "auto")]
     tables = [one.drafter.head.runtime._shared.weights.table("lm_head") for one in (llm, kept, *both)]
     assert [isinstance(table, Panels) for table in tables] == [True, False, True, True]
     assert np.shares_memory(tables[2].data, both[0].runtime.vocabulary_panels(VOCABULARY).data)

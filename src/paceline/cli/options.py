@@ -92,8 +92,8 @@ SPECULATION = Panel(
         "tree_width": "Guesses for one position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.",
         "acceptance": "match: a seed has one text, whatever drafts. rejection: more guesses are kept at high temperatures; sampled texts "
         "have the same distribution but depend on what was drafted.",
-        "draft_quant": "Quantise draft models and heads while loading; auto: draft models, to 4 bits beside a target of 6 bits or fewer, "
-        "to 8 beside others up to 16. It changes the speed alone.",
+        "draft_quant": "Quantise draft models and heads while loading; auto: draft models on the CPU, to 4 bits beside a quantised target, "
+        "to 8 beside one in 16. It changes the speed alone.",
         "draft_adapter": "Directory of a LoRA adapter that the draft model computes with. It changes the speed alone.",
         "drafter_options": "A setting of one method, such as tree=accuracy (medusa), boundaries=2,16,29 "
         "(eagle3) or num_ids=32768 (mtp); may be given several times. docs/methods lists them.",
