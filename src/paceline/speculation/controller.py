@@ -197,6 +197,9 @@ class DraftController(DraftLearning):
             own.num_plain += 1
             if is_cheap and own.wants_shadow:
                 return True
+            if not is_cheap and not budget.wants_draws and drafter.can_copy(rows.request) and own.wants_shadow:
+                rows.budget = replace(budget, copies_only=True)
+                return True
             if is_cheap:
                 own.num_idle = own.until_shadow()
             rows.budget, rows.plain_reason = None, PlainReason.DID_NOT_PAY

@@ -160,6 +160,19 @@ def test_passes_with_adapters_are_planned_and_learned_apart() -> None:
         assert policy.costs.at(2) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("can_copy", [True, False])
+def test_where_a_draft_model_does_not_pay_who_copies_is_asked_all_the_same(can_copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, drafter = controller(MACHINES["cheap rows"]), NgramDrafter()
+    monkeypatch.setattr(drafter, "can_copy", lambda request: can_copy)
+    policy.know_time(drafter.name, 1.0)  # of a guess: 25 passes
+    params = SamplingParams()
+    request = Request([1], 1, params, LogitsProcessor(params, 4, [1]), CachedSequence(), seed=0, sample_index=0, max_len=50)
+    rows = RequestRows.of(request, 1)
+    rows.budget = rows.given = DraftBudget(4, 3, TreeLayout.MASK)
+    policy.plan([rows], [(rows, drafter)], None)
+    assert (rows.budget is not None and rows.budget.copies_only) == can_copy
+
+
 def test_guesses_that_were_drawn_are_sent_as_they_are() -> None:
     """To leave out those that seem unlikely would change the distribution that rejection keeps."""
     costs, policy = MACHINES["dear rows"], controller(MACHINES["dear rows"])
