@@ -89,6 +89,16 @@ def test_where_confident_guesses_are_better_only_they_are_sent(machine: str, see
     assert replay(controller(costs), traces, costs).seconds < 1.03 * best_fixed(traces, costs)[1]
 
 
+@pytest.mark.parametrize(("machine", "batch_size", "count"), [("cheap rows", 8, 32), ("dear rows", 1, 8)])
+@pytest.mark.parametrize("number", range(6))
+def test_what_is_worth_little_is_not_given_up_for_a_few_unlucky_guesses(machine: str, batch_size: int, count: int, number: int) -> None:
+    """Guesses right at 0.3, of which one is worth 6 to 14 %: what single steps bring says nothing for long."""
+    costs, random = MACHINES[machine], np.random.default_rng(number)
+    traces = texts(lambda _: 0.3, random, count, "too much")
+    best = best_fixed(traces, costs, batch_size=batch_size, deepest=4)[1]
+    assert replay(controller(costs), traces, costs, batch_size=batch_size).seconds < 1.05 * best
+
+
 def test_a_drafter_that_is_always_wrong_soon_rests_and_costs_one_part_in_a_hundred() -> None:
     costs, policy = MACHINES["a draft model"], controller(MACHINES["a draft model"])
     traces = texts(lambda _: 0.0, np.random.default_rng(0), 1, "nothing", length=3_000)
