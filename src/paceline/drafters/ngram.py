@@ -90,6 +90,7 @@ class NgramDrafter(Drafter):
 
     name = "ngram"
     stops_early = False
+    is_copier = True
 
     def __init__(self, min_match: int = MIN_MATCH, max_match: int = MAX_MATCH) -> None:
         self._match = (min_match, max_match)

@@ -139,6 +139,7 @@ class PredictionDrafter(Drafter):
     name = "prediction"
     reads_predictions = True
     stops_early = False
+    is_copier = True
 
     def __init__(self) -> None:
         self._predictions = RequestState[Prediction]()

@@ -1,8 +1,9 @@
 """Several drafters at once: measured acceptance and cost decide which are asked, and their answers become one tree.
 
 They are asked in the order given. The next one is asked where its guesses are expected to be worth its time, or where those before
-have none. Answers are merged token by token, the likely ones first, within the row budget; the acceptance of every answer is
-measured, whether or not it had a place in the tree.
+have none. How likely an answer is follows from its drafter's own probabilities, which are learned of for each drafter by itself: a long
+copy that is nearly sure keeps a draft model from being asked, a short one does not. Answers are merged token by token, the likely ones
+first, within the row budget; the acceptance of every answer is measured, whether or not it had a place in the tree.
 """
 
 import logging
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from paceline.errors import as_exception, is_interrupt
+from paceline.speculation.acceptance import Calibration, Offset
 from paceline.speculation.backoff import Backoff
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, RequestState
 from paceline.speculation.request import Request
@@ -39,12 +41,14 @@ class _Acceptance:
         examined, accepted: guessed tokens, older ones counting less.
         has_read: whether the drafter was asked before; its first answer also takes reading the prompt.
         num_skipped: steps since it was asked.
+        offset: by how much one request's guesses are likelier than others' of the same probability.
     """
 
     examined: float = FIRST_WEIGHT
     accepted: float = FIRST_WEIGHT * FIRST_RATE
     has_read: bool = False
     num_skipped: int = 0
+    offset: Offset = field(default_factory=Offset)
 
     @property
     def rate(self) -> float:
@@ -66,6 +70,7 @@ class _Asked:
 
     Attributes:
         trees: by member.
+        chances: of their nodes, by member: that one is accepted if its parent is.
         num_tokens: tokens of the request when it was asked.
         gain: expected accepted tokens of the best answer.
     """
@@ -73,6 +78,7 @@ class _Asked:
     budget: DraftBudget
     num_tokens: int
     trees: dict[int, DraftTree] = field(default_factory=dict)
+    chances: dict[int, list[float]] = field(default_factory=dict)
     gain: float = 0.0
     draft_s: float = 0.0
 
@@ -95,6 +101,7 @@ class StackDrafter(Drafter):
             hidden_states=any(drafter.needs.hidden_states for drafter in drafters),
             layers=tuple(sorted({layer for drafter in drafters for layer in drafter.needs.layers})),
         )
+        self._calibrations = [(Calibration(), Calibration()) for _ in drafters]  # at temperature 0, and of others
         self._lately = [_Acceptance() for _ in drafters]  # over all requests: new ones start from it
         self._acceptance = RequestState[list[_Acceptance]]()
         self._asked = RequestState[_Asked]()
@@ -127,6 +134,8 @@ class StackDrafter(Drafter):
         trees = [self._merge(request, one) for request, one in zip(requests, asked, strict=True)]
         for request, one in zip(requests, asked, strict=True):
             self._asked[request] = one
+        computed = [tree.tree_depth for one in asked for member, tree in one.trees.items() if not self._drafters[member].is_copier]
+        self.computed_depth = max(computed, default=0)
         self._proposed_at = time.perf_counter()
         return trees
 
@@ -146,6 +155,9 @@ class StackDrafter(Drafter):
 
     def can_guess(self, request: Request) -> bool:
         return any(drafter.can_guess(request) for drafter in self._drafters)
+
+    def can_copy(self, request: Request) -> bool:
+        return any(drafter.is_copier and drafter.can_guess(request) for drafter in self._drafters)
 
     def may_guess(self, request: Request, max_reading_s: float) -> bool:
         return any(drafter.may_guess(request, max_reading_s) for drafter in self._drafters)
@@ -170,7 +182,8 @@ class StackDrafter(Drafter):
 
     def _is_worth_asking(self, member: int, request: Request, one: _Asked) -> bool:
         """Whether tokens per second are expected to rise by what this member may add; one that costs next to nothing always is."""
-        if not self._drafters[member].may_guess(request, one.budget.max_reading_s):
+        drafter = self._drafters[member]
+        if not drafter.may_guess(request, one.budget.max_reading_s) or (one.budget.copies_only and not drafter.is_copier):
             return False
         depth = min(one.budget.max_depth, one.budget.row_budget - 1)
         draft_s = self._draft_s[member]
@@ -192,11 +205,12 @@ class StackDrafter(Drafter):
         """Collect one member's answers; what it raises is returned, so that the others' answers stay."""
         start = time.perf_counter()
         try:
-            guesses = self._drafters[member].propose(requests, [one.budget for one in asked])
-            answers = list(zip(requests, asked, guesses, strict=True))
-            for tree in guesses:
+            budgets = [self._budget_of(member, request, one.budget) for request, one in zip(requests, asked, strict=True)]
+            answers: list[tuple[Request, _Asked, DraftTree | None, list[float]]] = []
+            for request, one, tree in zip(requests, asked, self._drafters[member].propose(requests, budgets), strict=True):
                 if tree is not None:
                     tree.check()
+                answers.append((request, one, tree, [] if tree is None else self._chances(member, request, tree)))
         except BaseException as error:
             if is_interrupt(error):
                 raise
@@ -206,32 +220,53 @@ class StackDrafter(Drafter):
         seconds = time.perf_counter() - start
         if all(self._rates(request)[member].has_read for request in requests):
             self._draft_s[member] = _smooth(self._draft_s[member], seconds)
-        for request, one, tree in answers:
+        for request, one, tree, chances in answers:
             acceptance = self._rates(request)[member]
             acceptance.has_read, acceptance.num_skipped = True, 0
             one.draft_s += seconds
             if tree is not None and tree.num_draft_tokens > 0:
-                one.trees[member] = tree
-                depth = min(one.budget.max_depth, max(tree.depths))
-                one.gain = max(one.gain, acceptance.expected(depth))
+                one.trees[member], one.chances[member] = tree, chances
+                one.gain = max(one.gain, _expected(tree, chances, one.budget.max_depth))
         return None
+
+    def _budget_of(self, member: int, request: Request, budget: DraftBudget) -> DraftBudget:
+        """The budget with the chance of a guess by this member's own probability."""
+        if budget.least_reach <= 0.0:
+            return budget
+        calibration, offset = self._calibration(member, request), self._rates(request)[member].offset
+        return replace(budget, chance_of=lambda prob: budget.chance(offset.chance(calibration.of_prob(prob))))
+
+    def _calibration(self, member: int, request: Request) -> Calibration:
+        return self._calibrations[member][not request.params.is_greedy]
+
+    def _chances(self, member: int, request: Request, tree: DraftTree) -> list[float]:
+        """[N] of each node that it is accepted if its parent is: by its probability, or by how often the member is right."""
+        acceptance, calibration = self._rates(request)[member], self._calibration(member, request)
+        chances, last = [1.0], dict[int, float]()
+        for node in range(1, len(tree.parents)):
+            parent = tree.parents[node]
+            if tree.probs is not None:
+                chance = acceptance.offset.chance(calibration.of_prob(tree.probs[node], is_first=parent not in last))
+            else:
+                chance = last[parent] * SIBLING_SHARE if parent in last else acceptance.rate
+            last[parent] = chance
+            chances.append(chance)
+        return chances
 
     def _merge(self, request: Request, one: _Asked) -> DraftTree | None:
         """All answers as one tree: siblings with the same token are one node, the likely ones come first."""
         if len(one.trees) <= 1:
-            return next(iter(one.trees.values()), None)
-        rates = self._rates(request)
+            return next((_with_chances(tree, one.chances[member]) for member, tree in one.trees.items()), None)
         children = {member: _children(tree) for member, tree in one.trees.items()}
 
         def expand(places: Places) -> Sequence[Guess[Places]]:
             found: dict[int, Guess[Places]] = {}
             for member, node in places:
-                tree, prob = one.trees[member], rates[member].rate
+                tree = one.trees[member]
                 for child in children[member][node]:
-                    token = tree.token_ids[child]
+                    token, prob = tree.token_ids[child], one.chances[member][child]
                     _, best, source, others = found.get(token, (token, -1.0, "", ()))
                     found[token] = (token, max(best, prob), tree.sources[child] if prob > best else source, (*others, (member, child)))
-                    prob *= SIBLING_SHARE
             return list(found.values())
 
         return grow_tree(request.token_ids[-1], one.budget, tuple((member, 0) for member in one.trees), expand)
@@ -245,15 +280,27 @@ class StackDrafter(Drafter):
         for member, tree in one.trees.items():
             node, num_examined, num_accepted = 0, 0, 0
             for token in emitted:
-                if node not in tree.parents:
+                if not tree.children(node):
                     break
                 num_examined += 1
                 child = tree.child(node, token)
+                if tree.probs is not None:
+                    self._learn(member, request, tree, node, child)
                 if child is None:
                     break
                 node, num_accepted = child, num_accepted + 1
             for acceptance in (self._rates(request)[member], self._lately[member]):
                 acceptance.add(num_examined, num_accepted)
+
+    def _learn(self, member: int, request: Request, tree: DraftTree, node: int, kept: int | None) -> None:
+        """Learn of the guesses behind a node that was reached; `kept` is the accepted one."""
+        calibration, is_first = self._calibration(member, request), True
+        for child in tree.children(node):
+            prob = tree.probs[child] if tree.probs is not None else 0.0
+            if is_first:
+                self._rates(request)[member].offset.add(calibration.of_prob(prob), was_kept=child == kept)
+            calibration.add(tree.depths[child], prob, is_first=is_first, was_kept=child == kept)
+            is_first = False
 
     def _for_member(self, drafter: Drafter, rows: CommittedRows) -> CommittedRows:
         """The rows with only the boundaries this member asked for, in its order; the target collects those of all members."""
@@ -268,6 +315,19 @@ class StackDrafter(Drafter):
             name = self._drafters[member].name
             log.warning("the drafter failed (%s, %s: %s); the others guess without it", name, type(error).__name__, error)
             self._has_warned[member] = True
+
+
+def _expected(tree: DraftTree, chances: Sequence[float], max_depth: int) -> float:
+    """Accepted tokens to be expected of a tree."""
+    reached = [1.0]
+    for node in range(1, len(tree.parents)):
+        reached.append(reached[tree.parents[node]] * chances[node])
+    return sum([chance for chance, depth in zip(reached, tree.depths, strict=True) if 0 < depth <= max_depth])
+
+
+def _with_chances(tree: DraftTree, chances: Sequence[float]) -> DraftTree:
+    """The tree with these as its probabilities; not one that was drawn, which stays as it is."""
+    return tree if tree.draft_probs or tree.probs is None else replace(tree, probs=list(chances))
 
 
 def _children(tree: DraftTree) -> list[list[int]]:

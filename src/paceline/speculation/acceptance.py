@@ -15,6 +15,7 @@ _FIRST_WEIGHT, _DEEPER_WEIGHT = 4.0, 12.0  # of what is assumed of first guesses
 _PROB_WEIGHT = 6.0  # and of those of a probability
 _MEMORY = 512.0  # guesses a chance of all requests looks back on
 _OWN_PRIOR, _OWN_MEMORY = 12.0, 64.0  # the same of one request's offset
+_LIKELY, _LIKELY_PRIOR = 0.75, 36.0  # chance above which one wrong guess says less, and that prior for it
 _SURPRISE = 0.06  # chance below which what happened makes what was learned doubtful
 _NEWTON = 5.0  # 1 / (p (1 - p)) of a chance neither small nor great
 _MOST_OFFSET = 6.0
@@ -75,6 +76,14 @@ class Calibration:
     def depths(self, count: int) -> list[float]:
         """Chances at depths 1 … count."""
         return self._up_to(count)[:count]
+
+    def depths_together(self, count: int) -> list[float]:
+        """The same to plan for a batch, in which all guess as deep as the deepest: beyond the first, none is likelier than all these are in
+        the mean. Of single depths few are seen, and luck at one would count for all behind it."""
+        deeper = self._by_depth[1:]
+        tried = sum([share.tried for share in deeper]) + _DEEPER_WEIGHT
+        mean = (sum([share.kept for share in deeper]) + _DEEPER_WEIGHT * self.at_depth(1)) / tried
+        return [min(chance, mean) if index else chance for index, chance in enumerate(self.depths(count))]
 
     def _up_to(self, depth: int) -> list[float]:
         """The chances at depths 1 … depth, and maybe more."""
@@ -166,11 +175,14 @@ class Offset:
             of_all = _clipped(of_all)
         odds = of_all / (1.0 - of_all) * math.exp(self.value)
         chance = odds / (1.0 + odds)
+        prior = _OWN_PRIOR
         if (chance if was_kept else 1.0 - chance) < _SURPRISE:
             self.doubt()
+        elif chance > _LIKELY:
+            prior = _LIKELY_PRIOR
         if self.num_seen < _OWN_MEMORY:
             self.num_seen += 1.0
-        moved = self.value + _NEWTON / (_OWN_PRIOR + self.num_seen) * (was_kept - chance)
+        moved = self.value + _NEWTON / (prior + self.num_seen) * (was_kept - chance)
         self.value = moved if -_MOST_OFFSET <= moved <= _MOST_OFFSET else math.copysign(_MOST_OFFSET, moved)
 
     def doubt(self) -> None:

@@ -117,6 +117,7 @@ class DraftController(DraftLearning):
             counts = worth_keeping_together(gains, times, others, least_gain)
         if self._choice is None:
             self._is_drafting = any(counts)
+        self._expected_kept = [sum(own[:count]) for own, count in zip(gains, counts, strict=True)] if num_fixed == 0 else None
         kept = [[node for _, _, node in order[: count + 1]] for order, count in zip(orders, counts, strict=True)]
         for rows, nodes, chances in zip(weighed, kept, reached, strict=True):
             cut(rows, sorted(nodes))
@@ -175,7 +176,8 @@ class DraftController(DraftLearning):
             if not calibration.is_known:
                 depth, most = min(depth, FIRST_TOKENS), min(most, FIRST_ROWS)
             own.num_unable = 0
-            gains.append(own.by_depth.paths(calibration.depths(depth), calibration.doubt, LEAST_CHANCE))
+            chances = calibration.depths(depth) if len(open_ones) == 1 else calibration.depths_together(depth)
+            gains.append(own.by_depth.paths(chances, calibration.doubt, LEAST_CHANCE))
         most = min(most, sum(map(len, gains)))
         guessing = [self.drafters[name].parts(len(open_ones)) for name in names]
         numbers = [names.index(drafter.name) for _, drafter in open_ones] if len(names) > 1 else ()
@@ -196,6 +198,9 @@ class DraftController(DraftLearning):
         if count == 0:
             own.num_plain += 1
             if is_cheap and own.wants_shadow:
+                return True
+            if not is_cheap and not budget.wants_draws and drafter.can_copy(rows.request) and own.wants_shadow:
+                rows.budget = replace(budget, copies_only=True)
                 return True
             if is_cheap:
                 own.num_idle = own.until_shadow()

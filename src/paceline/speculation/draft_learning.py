@@ -25,6 +25,7 @@ from paceline.speculation.vain_time import VainTime
 UNREADY = 4  # steps with guesses whose time is not learned of
 NOTED = 4  # of so many steps of a lone request one is measured
 MOST_ASKING = 0.25  # of a plain step, that asking for a batch may count as
+MUCH_MORE = 1.8  # times what was expected of a batch's guesses: what brings more is believed
 IDLE_INTERVAL = 64  # questions to a drafter after which a step is idle, to know what asking takes
 UNABLE_SHARE, VAIN_SHARE = 8, 4  # questions in a row without a guess, and steps of a batch without one of use, for each step of rest
 MOST_IDLE = 7  # steps of rest for either
@@ -58,6 +59,7 @@ class DraftLearning(DraftLengthPolicy):
         self._credit_s, self._probe_s = 0.0, 0.0  # for probes, and what the last one was expected to take
         self._asks_together = False  # whether such drafters are asked for a batch
         self._num_kept, self._faster = 0, 0.0  # guesses of the step under way, and logarithms of the tokens that they bring
+        self._expected_kept: Sequence[float] | None = None  # of each request with guesses in it; None = not all were weighed
         self._plain_s, self._guesses_s = 0.0, 0.0  # of that step: a pass without guesses, and what those that are sent make it longer
         self._num_drafted = 0
         self._unnoted = 0, 0.0  # drafted steps of a lone request of which nothing was learned yet, and their tokens
@@ -118,7 +120,7 @@ class DraftLearning(DraftLengthPolicy):
             self._weigh_asking(batch[0], num_guesses, num_kept, host_s + draft_s + plan_s)
         spent = None if is_alone or not self._is_in_vain(batch, num_guesses) else self._spent(batch, num_guesses, host_s, draft_s + plan_s)
         self._asked = self._work = self._choice = self._probed = None  # nothing of a request that ends is held
-        self._asks_together, self._faster = False, 0.0
+        self._asks_together, self._faster, self._expected_kept = False, 0.0, None
         self._num_steps += 1
         if num_guesses > 0:
             self._learn_plain_steps()
@@ -147,14 +149,20 @@ class DraftLearning(DraftLengthPolicy):
         return own if facts.read_shadow(request, own) else None
 
     def _weigh_asking_together(self, batch: Sequence[RequestRows], work: PassWork, other_s: float) -> None:
-        """Learn what it was worth to ask drafters that take next to no time for a batch, which rests while that slows it down."""
+        """Learn what it was worth to ask drafters that take next to no time for a batch, which rests while that slows it down.
+
+        What their guesses were expected to bring counts, not what became of them: of a few steps that is chance. Where they brought far
+        more, what was expected is out of date.
+        """
         if not work.is_decoding:
             return
         with_guesses, plain_s = PassWork.of(batch, with_guesses=True), self.times.of_guesses(work, 0, 0)[0]
         pass_s = self.costs.at(with_guesses.num_rows, work.num_cached, with_guesses.num_row_cached)
         expected_s = self.host.at(work.num_sequences, with_guesses.num_rows - work.num_rows)
         other_s = min(other_s, expected_s + MOST_ASKING * plain_s)  # one step that other programs held up says little
-        num_idle = self._worth.add(self._faster / len(batch) - math.log((pass_s + other_s) / plain_s))
+        faster = self._faster if self._expected_kept is None else sum(map(math.log1p, self._expected_kept))
+        faster = self._faster if self._faster > MUCH_MORE * faster else faster
+        num_idle = self._worth.add(faster / len(batch) - math.log((pass_s + other_s) / plain_s))
         for rows in batch:
             own = rows.request.acceptance
             if own is not None and own.num_idle < num_idle:
@@ -231,13 +239,15 @@ class DraftLearning(DraftLengthPolicy):
         self.times.note(steps.work, steps.passes_s[noted], steps.hosts_s[noted], count * steps.work.num_sequences, count)
 
     def _weigh_asking(self, rows: RequestRows, num_guesses: int, num_kept: int, other_s: float) -> None:
-        """Learn what it was worth to ask a drafter that takes next to no time; other work is compared with that of idle steps."""
+        """Learn what it was worth to ask a drafter that takes next to no time, by what its guesses were expected to bring; other work is
+        compared with that of idle steps."""
         if self._asked is None:
             if num_guesses == 0 and rows.plain_reason is PlainReason.DID_NOT_PAY:
                 self.times.note_idle(other_s)
             return
         own, self._asked = self._asked, None
-        saved_s = self.times.saved_s(self._plain_s, self._guesses_s if num_guesses > 0 else 0.0, num_kept, other_s)
+        brought = num_kept if self._expected_kept is None else sum(self._expected_kept)
+        saved_s = self.times.saved_s(self._plain_s, self._guesses_s if num_guesses > 0 else 0.0, brought, other_s)
         own.num_idle = own.worth.add(saved_s)
         if (facts := self._facts_of(rows.request)) is not None:
             facts.worth.add(saved_s)

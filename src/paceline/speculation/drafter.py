@@ -28,6 +28,7 @@ class DraftBudget:
         least_reach: chance of a path below which guessing further behind it is not worth the time; not for drawn guesses, which may not
             depend on what was drawn.
         chance_of: the chance of a guess by the drafter's own probability for it; None = that is the chance.
+        copies_only: nothing but a copy, which takes next to no time, is worth its time now.
     """
 
     row_budget: int
@@ -37,6 +38,7 @@ class DraftBudget:
     max_reading_s: float = math.inf
     least_reach: float = 0.0
     chance_of: Callable[[float], float] | None = None
+    copies_only: bool = False
 
     def chance(self, prob: float) -> float:
         """The chance that a guess is kept, once those before it are, by the drafter's own probability for it."""
@@ -116,6 +118,10 @@ class Drafter(ABC):
     """Whether a request's `hints.prediction_token_ids` are of use; requests that carry some are refused where they are not."""
     stops_early: bool = True
     """Whether it stops guessing by `DraftBudget.least_reach` and `chance`; where not, these are not worked out for it."""
+    is_copier: bool = False
+    """Whether it copies what was said before, in next to no time."""
+    computed_depth: int | None = None
+    """Depth of the deepest guess of the last proposal that was not copied; None = nothing was copied."""
     notices: Sequence[str] = ()
     """Lines a user should see at load."""
 
@@ -140,6 +146,10 @@ class Drafter(ABC):
     def can_guess(self, request: Request) -> bool:
         """Whether it may guess for a request now; where not, it is not asked. Asked in every step, so it must cost next to nothing."""
         return True
+
+    def can_copy(self, request: Request) -> bool:
+        """Whether it can guess for a request in next to no time, although its other guesses take longer."""
+        return False
 
     def may_guess(self, request: Request, max_reading_s: float) -> bool:
         """Whether it can guess for a request without reading for longer than this."""

@@ -76,13 +76,13 @@ class StepTimes:
         known = other_s if self.idle_s is None else self.idle_s
         self.idle_s = 0.9 * known + 0.1 * (other_s if other_s < 2.0 * known else 2.0 * known)
 
-    def saved_s(self, plain_s: float, taken_s: float, num_kept: int, other_s: float) -> float:
+    def saved_s(self, plain_s: float, taken_s: float, num_kept: float, other_s: float) -> float:
         """Seconds that a lone request's step saved by asking a drafter that takes next to no time.
 
         Args:
             plain_s: of a pass without guesses.
             taken_s: that its guesses made the pass longer.
-            num_kept: of them.
+            num_kept: of them, or how many were expected to be.
             other_s: all but the pass; what it is longer than that of idle steps was taken by asking.
         """
         asking_s = 0.0 if self.idle_s is None else max(0.0, other_s - self.idle_s)

@@ -76,6 +76,11 @@ def chain(*tokens: int, source: str = "x") -> Callable[[Request], DraftTree]:
     return lambda request: DraftTree.chain(request.token_ids[-1], tokens, source)
 
 
+def sure(prob: float, *tokens: int, source: str = "x") -> Callable[[Request], DraftTree]:
+    """A chain whose drafter gives each guess this probability."""
+    return lambda request: DraftTree.chain(request.token_ids[-1], tokens, source, [prob] * len(tokens))
+
+
 def fail(request: Request) -> DraftTree:
     raise RuntimeError("broken")
 
@@ -218,6 +223,78 @@ def test_a_new_request_begins_with_what_was_measured_lately(clock: Clock) -> Non
         play(stack, request, [5, 6, 1], clock, DraftBudget(3, 2))
     (tree,) = stack.propose([make_request(3)], [DraftBudget(3, 2)])
     assert set(paths(tree).values()) == {"good"}
+
+
+def test_a_dear_drafter_is_asked_where_a_copy_is_unlikely_by_its_own_probability_and_not_where_it_is_likely(clock: Clock) -> None:
+    """The copy is right half of the time; what tells the two cases apart is its probability alone."""
+    step = [0]
+    copy = Scripted("copy", lambda request: sure(0.9 if step[0] % 2 else 0.6, *((5, 6) if step[0] % 2 else (8, 8)))(request), clock, 1e-5)
+    dear = Scripted("dear", sure(0.7, 5, 6, source="dear"), clock, 0.02)
+    stack, asked = StackDrafter([copy, dear]), [0, 0]
+    request = make_request(0)
+    for step[0] in range(200):
+        before = dear.num_asked
+        play(stack, request, [5, 6, 1], clock, DraftBudget(3, 2))
+        asked[step[0] % 2] += (dear.num_asked > before) * (step[0] >= 40)
+    assert asked[0] == 80
+    assert asked[1] <= 5
+
+
+def test_what_drafters_say_is_put_right_for_each_by_itself(clock: Clock) -> None:
+    """All say 0.8: one is always wrong, one always right."""
+    step, request = [0], make_request(0)
+    wrong = Scripted("wrong", lambda request: None if step[0] % 2 else sure(0.8, 8, 8)(request), clock, 1e-5)
+    right = Scripted("right", lambda request: sure(0.8, 5, 6)(request) if step[0] % 2 else None, clock)
+    stack = StackDrafter([wrong, right])
+    for step[0] in range(80):
+        play(stack, request, [5, 6, 1], clock, DraftBudget(5, 2))
+    for step[0], least, most in ((0, 0.0, 0.2), (1, 0.9, 1.0)):
+        (tree,) = stack.propose([request], [DraftBudget(5, 2)])
+        assert tree is not None
+        assert tree.probs is not None
+        assert least < tree.probs[1] < most
+
+
+def test_a_member_stops_by_the_chances_of_its_own_guesses(clock: Clock) -> None:
+    """The copy's probabilities say nothing of the draft model's."""
+    seen: list[float] = []
+    copy, model = Scripted("copy", sure(0.8, 8, 8), clock, 1e-5), Scripted("model", sure(0.8, 5, 6), clock)
+    stack, request = StackDrafter([copy, model]), make_request(0)
+    for _ in range(40):
+        play(stack, request, [5, 6, 1], clock, DraftBudget(3, 2))
+    propose = model.propose
+
+    def listening(requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
+        seen.extend(budget.chance(0.8) for budget in budgets)
+        return propose(requests, budgets)
+
+    model.propose = listening  # type: ignore[method-assign]
+    stack.propose([request], [DraftBudget(3, 2, least_reach=0.3, chance_of=lambda prob: prob / 2)])
+    assert 0.45 < seen[0] < 0.5, "then what is known of all of them together"
+
+
+def test_only_who_copies_is_asked_where_nothing_else_is_worth_its_time(clock: Clock) -> None:
+    copy, model = Scripted("copy", lambda request: chain(7)(request) if request.token_ids[-1] == 1 else None), Scripted("model", chain(5))
+    copy.is_copier = True
+    stack, requests = StackDrafter([copy, model]), [make_request(1), make_request(2)]
+    budgets = [DraftBudget(3, 2, copies_only=True)] * 2
+    assert [tree is not None for tree in stack.propose(requests, budgets)] == [True, False]
+    assert model.num_asked == 0
+    assert stack.can_copy(requests[0])
+    copy.can_guess = lambda request: False  # type: ignore[method-assign]
+    assert not stack.can_copy(requests[0])
+    assert not model.can_copy(requests[0])
+
+
+def test_the_depth_that_took_time_is_that_of_guesses_that_were_not_copied(clock: Clock) -> None:
+    copy, model = Scripted("copy", chain(7, 8, 9)), Scripted("model", lambda request: None)
+    copy.is_copier = True
+    stack = StackDrafter([copy, model])
+    stack.propose([make_request(1)], [DraftBudget(9, 5)])
+    assert stack.computed_depth == 0
+    copy.answer, model.answer = lambda request: None, chain(5, 6)
+    stack.propose([make_request(1)], [DraftBudget(9, 5)])
+    assert stack.computed_depth == 2
 
 
 def test_each_member_sees_the_boundaries_it_asked_for() -> None:

@@ -37,6 +37,27 @@ def test_chances_by_depth_are_those_of_all_guesses_so_far_whenever_they_are_aske
     assert asked.depths(8) == at_the_end.depths(8) == [at_the_end.at_depth(depth) for depth in range(1, 9)]
 
 
+def test_luck_at_one_depth_does_not_send_a_whole_batch_deeper() -> None:
+    calibration = Calibration()
+    for depth, num_kept, count in ((1, 60, 100), (2, 48, 60), (3, 33, 48), (4, 33, 33)):
+        for index in range(count):
+            calibration.add(depth, None, is_first=True, was_kept=index < num_kept)
+    alone, together = calibration.depths(8), calibration.depths_together(8)
+    assert alone[7] == alone[3] > 0.9
+    assert together[:3] == alone[:3]
+    assert alone[2] < together[3] == together[7] < 0.8
+
+
+def test_at_a_high_chance_a_wrong_guess_counts_less_until_it_is_a_surprise() -> None:
+    likely, even = Offset(), Offset()
+    likely.add(0.9, was_kept=False)
+    even.add(0.7, was_kept=False)
+    assert 0.0 > likely.value > 0.65 * even.value
+    surprised = Offset()
+    surprised.add(0.97, was_kept=False)
+    assert surprised.value < 1.5 * likely.value
+
+
 def test_what_was_long_ago_counts_less(seed: int) -> None:
     calibration, random = Calibration(), np.random.default_rng(seed)
     observe(calibration, random, [0.95], 2_000)

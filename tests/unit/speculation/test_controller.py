@@ -89,6 +89,16 @@ def test_where_confident_guesses_are_better_only_they_are_sent(machine: str, see
     assert replay(controller(costs), traces, costs).seconds < 1.03 * best_fixed(traces, costs)[1]
 
 
+@pytest.mark.parametrize(("machine", "batch_size", "count"), [("cheap rows", 8, 32), ("dear rows", 1, 8)])
+@pytest.mark.parametrize("number", range(6))
+def test_what_is_worth_little_is_not_given_up_for_a_few_unlucky_guesses(machine: str, batch_size: int, count: int, number: int) -> None:
+    """Guesses right at 0.3, of which one is worth 6 to 14 %: what single steps bring says nothing for long."""
+    costs, random = MACHINES[machine], np.random.default_rng(number)
+    traces = texts(lambda _: 0.3, random, count, "too much")
+    best = best_fixed(traces, costs, batch_size=batch_size, deepest=4)[1]
+    assert replay(controller(costs), traces, costs, batch_size=batch_size).seconds < 1.05 * best
+
+
 def test_a_drafter_that_is_always_wrong_soon_rests_and_costs_one_part_in_a_hundred() -> None:
     costs, policy = MACHINES["a draft model"], controller(MACHINES["a draft model"])
     traces = texts(lambda _: 0.0, np.random.default_rng(0), 1, "nothing", length=3_000)
@@ -158,6 +168,19 @@ def test_passes_with_adapters_are_planned_and_learned_apart() -> None:
     for adapter, expected in seconds.items():
         policy.costs.kind = kinds[adapter]
         assert policy.costs.at(2) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("can_copy", [True, False])
+def test_where_a_draft_model_does_not_pay_who_copies_is_asked_all_the_same(can_copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, drafter = controller(MACHINES["cheap rows"]), NgramDrafter()
+    monkeypatch.setattr(drafter, "can_copy", lambda request: can_copy)
+    policy.know_time(drafter.name, 1.0)  # of a guess: 25 passes
+    params = SamplingParams()
+    request = Request([1], 1, params, LogitsProcessor(params, 4, [1]), CachedSequence(), seed=0, sample_index=0, max_len=50)
+    rows = RequestRows.of(request, 1)
+    rows.budget = rows.given = DraftBudget(4, 3, TreeLayout.MASK)
+    policy.plan([rows], [(rows, drafter)], None)
+    assert (rows.budget is not None and rows.budget.copies_only) == can_copy
 
 
 def test_guesses_that_were_drawn_are_sent_as_they_are() -> None:

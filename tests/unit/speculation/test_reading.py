@@ -140,6 +140,16 @@ def test_a_step_whose_drafter_may_not_read_is_plain_because_drafting_does_not_pa
     assert speculator.num_failures == 0
 
 
+def test_copies_say_nothing_of_what_other_guesses_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    speculator, drafter = open_speculator(3, 0.0, monkeypatch)
+    depths: list[int] = []
+    monkeypatch.setattr(speculator.policy, "observe_draft", lambda who, count, depth, *_: depths.append(depth))
+    for drafter.computed_depth in (None, 0, 2):
+        rows = RequestRows.of(make_request(), 1)
+        speculator.propose([rows])
+    assert depths == [3, 2]
+
+
 def test_reading_time_follows_what_was_measured_and_few_tokens_cost_nothing(seed: int) -> None:
     reading = ReadingTime()
     assert reading.of(1000) == 0.0

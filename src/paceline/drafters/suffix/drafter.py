@@ -62,6 +62,7 @@ class SuffixDrafter(Drafter):
 
     name = "suffix"
     stops_early = False
+    is_copier = True
 
     def __init__(self, min_match: int = MIN_MATCH, max_match: int = MAX_MATCH, store: SuffixStore | None = None) -> None:
         if not 1 <= min_match <= max_match:
