@@ -103,10 +103,11 @@ class ForwardOutput:
 
     Args:
         results: float32, by the names that the network's composition gives them; looked up only when asked for.
+        address_of: where the first row of a result lies, by its name, for a runtime that knows without asking the array; 0 = it does not.
     """
 
-    def __init__(self, results: Mapping[str, FloatArray]) -> None:
-        self.results = results
+    def __init__(self, results: Mapping[str, FloatArray], address_of: Callable[[str], int] = lambda _: 0) -> None:
+        self.results, self.address_of = results, address_of
 
     @property
     def logits(self) -> FloatArray:
