@@ -173,15 +173,17 @@ class PlanOutput(NamedTuple):
         return None if peaks is None else peaks[self.first_logits_row : self.end_logits_row]
 
     def hidden_states(self, nodes: Sequence[int]) -> FloatArray:
-        """[len(nodes), E] those of the plan's `nodes`; a copy."""
+        """[len(nodes), E] those of the plan's `nodes`, until the next pass."""
         return self.output.hidden_states[self._rows(nodes)]
 
     def collected_hidden_states(self, nodes: Sequence[int]) -> FloatArray | None:
-        """[num_collected, len(nodes), E] those of the plan's `nodes`; a copy, None where nothing was collected."""
+        """[num_collected, len(nodes), E] those of the plan's `nodes`; None where nothing was collected."""
         collected = self.output.collected_hidden_states
         return None if collected is None else collected[:, self._rows(nodes)]
 
-    def _rows(self, nodes: Sequence[int]) -> list[int]:
+    def _rows(self, nodes: Sequence[int]) -> slice | list[int]:
+        if isinstance(nodes, range) and isinstance(self.plan.row_of_node, range):  # then row i is node i
+            return slice(self.first_row + nodes.start, self.first_row + nodes.stop, nodes.step)
         return [self.first_row + self.plan.row_of_node[node] for node in nodes]
 
 

@@ -112,7 +112,8 @@ def _verify_and_commit(
             request.steps.append(StepRecord.of(rows, tree, accepted, start, result.token_ids[:num_emitted]))
         if drafted:
             speculator.learn(request, tree, result.accepted_nodes)
-            kept_nodes = [*kept_nodes, *[rows.root + node for node in accepted]]
+            is_chain = isinstance(tree.parents, range)
+            kept_nodes = range(rows.num_known + len(accepted)) if is_chain else [*kept_nodes, *[rows.root + node for node in accepted]]
     cache.keep_path(request.sequence, kept_nodes[-1])
     cache.remember(request.sequence, request.token_ids)
     return kept_nodes
