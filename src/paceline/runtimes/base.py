@@ -107,7 +107,7 @@ class ForwardOutput:
     """
 
     def __init__(self, results: Mapping[str, FloatArray], address_of: Callable[[str], int] = lambda _: 0) -> None:
-        self.results, self.address_of = results, address_of
+        self.results, self._address_of = results, address_of
 
     @property
     def logits(self) -> FloatArray:
@@ -118,6 +118,16 @@ class ForwardOutput:
     def peaks(self) -> FloatArray | None:
         """[R, blocks] the largest of each block of a row's logits, as the runtime's walks take them; None = they are not known."""
         return self.results.get(PEAKS)
+
+    @property
+    def logits_at(self) -> int:
+        """Where the first row of logits lies; 0 = the runtime does not know."""
+        return self._address_of(LOGITS)
+
+    @property
+    def peaks_at(self) -> int:
+        """The same of the peaks."""
+        return self._address_of(PEAKS)
 
     @property
     def ranked(self) -> list[RankedRow]:

@@ -15,7 +15,6 @@ from time import perf_counter
 from paceline.errors import CheckpointError, as_exception, is_interrupt
 from paceline.kv_cache.paged import KVCache
 from paceline.runtimes.base import FloatArray, ForwardOutput, Network, Pass, assemble
-from paceline.runtimes.decoder import LOGITS, PEAKS
 from paceline.sampling.walker import DrawnRows, Walked
 from paceline.speculation.commit import commit
 from paceline.speculation.drafter import CommittedRows
@@ -62,7 +61,7 @@ def step(
     committed: list[CommittedRows] = []
     observes = speculator.observes
     outputs, logits = output.by_plan(plans, wanted), output.logits[:, : speculator.vocab_size]
-    drawn = DrawnRows(logits, output.peaks, output.address_of(LOGITS), output.address_of(PEAKS))
+    drawn = DrawnRows(logits, output.peaks, output.logits_at, output.peaks_at)
     first_rows = [own.first_logits_row + rows.first_tree_row for rows, own in zip(batch, outputs, strict=True)]
     walks = speculator.walk_together(batch, first_rows, drawn)
     for rows, own, first_row, walked in zip(batch, outputs, first_rows, walks, strict=True):

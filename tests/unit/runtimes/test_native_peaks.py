@@ -15,7 +15,7 @@ from paceline.models.quantize import quantize_matrix
 from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, WeightType
 from paceline.runtimes.base import FloatArray, ForwardOutput, RowRange, assemble
-from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, PEAKS, decoder
+from paceline.runtimes.decoder import decoder
 from paceline.runtimes.native import walks as walks_module
 from paceline.runtimes.native.adapters import NativeAdapter
 from paceline.runtimes.native.library import PEAK_COLUMNS, kernels_path
@@ -94,9 +94,10 @@ def passed(**fields: Any) -> ForwardOutput:
 
 def test_a_pass_knows_where_its_rows_lie() -> None:
     output = passed()
-    for name in (LOGITS, PEAKS, HIDDEN_STATES):
-        assert output.address_of(name) == output.results[name].ctypes.data
-    assert passed(logit_soft_cap=5.0).address_of(PEAKS) == 0
+    assert output.peaks is not None
+    assert (output.logits_at, output.peaks_at) == (output.logits.ctypes.data, output.peaks.ctypes.data)
+    assert passed(logit_soft_cap=5.0).peaks_at == 0
+    assert ForwardOutput({**output.results}).logits_at == 0
 
 
 def test_each_plan_has_those_of_its_rows_and_none_are_told_of_logits_that_are_changed_behind_the_product() -> None:
