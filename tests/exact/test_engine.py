@@ -402,7 +402,7 @@ def test_a_processor_left_by_a_finished_request_is_seen(faulty: Faulty, differs:
 
 def test_a_sample_drawn_with_anothers_index_is_seen(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
     draw, walk, each = verify_module.draw, CompiledWalker.walk, CompiledWalks.walk_each
-    monkeypatch.setattr(CompiledWalks, "walk_each", lambda self, asked: each(self, [(*one[:5], 0, *one[6:]) for one in asked]))
+    monkeypatch.setattr(CompiledWalks, "walk_each", lambda self, asked, rows: each(self, [(*one[:4], 0, *one[5:]) for one in asked], rows))
     monkeypatch.setattr(verify_module, "draw", lambda row, seed, sample, position: draw(row, seed, 0, position))
     monkeypatch.setattr(CompiledWalker, "walk", lambda self, *rows, sample_index, **keys: walk(self, *rows, sample_index=0, **keys))
     with differs:

@@ -155,12 +155,14 @@ class GroupedMatrix:
     def values(self, rows: NDArray[np.int32] | slice = slice(None)) -> NDArray[np.float32]:
         """The exact values of `rows`, [len(rows), K] float32."""
         codes = unpack_nibbles(self.codes[rows].view(np.uint8)) if self.bits == 4 else self.codes[rows]
-        shifted = codes.astype(np.int32) - np.int32(self.zero_point) if self.table is None else self.table[codes]
         scales = self.scales[rows]
-        values = shifted.astype(np.float32).reshape(*scales.shape, self.group) * scales[..., None]
+        values = (codes if self.table is None else self.table[codes]).astype(np.float32).reshape(*scales.shape, -1)
+        if self.table is None and self.zero_point:
+            values -= np.float32(self.zero_point)  # exact, as both are whole numbers
+        values *= scales[..., None]
         if self.minimums is not None:
             values += self.minimums[rows][..., None]
-        return values.reshape(len(codes), self.shape[1])
+        return values.reshape(codes.shape)
 
 
 def pack_nibbles(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -103,10 +103,11 @@ class ForwardOutput:
 
     Args:
         results: float32, by the names that the network's composition gives them; looked up only when asked for.
+        address_of: where the first row of a result lies, by its name, for a runtime that knows without asking the array; 0 = it does not.
     """
 
-    def __init__(self, results: Mapping[str, FloatArray]) -> None:
-        self.results = results
+    def __init__(self, results: Mapping[str, FloatArray], address_of: Callable[[str], int] = lambda _: 0) -> None:
+        self.results, self._address_of = results, address_of
 
     @property
     def logits(self) -> FloatArray:
@@ -117,6 +118,16 @@ class ForwardOutput:
     def peaks(self) -> FloatArray | None:
         """[R, blocks] the largest of each block of a row's logits, as the runtime's walks take them; None = they are not known."""
         return self.results.get(PEAKS)
+
+    @property
+    def logits_at(self) -> int:
+        """Where the first row of logits lies; 0 = the runtime does not know."""
+        return self._address_of(LOGITS)
+
+    @property
+    def peaks_at(self) -> int:
+        """The same of the peaks."""
+        return self._address_of(PEAKS)
 
     @property
     def ranked(self) -> list[RankedRow]:
@@ -172,15 +183,17 @@ class PlanOutput(NamedTuple):
         return None if peaks is None else peaks[self.first_logits_row : self.end_logits_row]
 
     def hidden_states(self, nodes: Sequence[int]) -> FloatArray:
-        """[len(nodes), E] those of the plan's `nodes`; a copy."""
+        """[len(nodes), E] those of the plan's `nodes`, until the next pass."""
         return self.output.hidden_states[self._rows(nodes)]
 
     def collected_hidden_states(self, nodes: Sequence[int]) -> FloatArray | None:
-        """[num_collected, len(nodes), E] those of the plan's `nodes`; a copy, None where nothing was collected."""
+        """[num_collected, len(nodes), E] those of the plan's `nodes`; None where nothing was collected."""
         collected = self.output.collected_hidden_states
         return None if collected is None else collected[:, self._rows(nodes)]
 
-    def _rows(self, nodes: Sequence[int]) -> list[int]:
+    def _rows(self, nodes: Sequence[int]) -> slice | list[int]:
+        if isinstance(nodes, range) and isinstance(self.plan.row_of_node, range):  # then row i is node i
+            return slice(self.first_row + nodes.start, self.first_row + nodes.stop, nodes.step)
         return [self.first_row + self.plan.row_of_node[node] for node in nodes]
 
 

@@ -35,24 +35,35 @@ class Walker(Protocol):
         """
 
 
-class AskedWalk(NamedTuple):
-    """A walk that is asked for: the walker, the arguments of its `walk`, and `peaks`, as the runtime knows them of the logits.
+class DrawnRows(NamedTuple):
+    """The rows that walks read.
 
-    Node i's row is row `first_row + i` of both, which several walks may have in common."""
+    Attributes:
+        logits: [R, V].
+        peaks: [R, blocks] as the runtime knows them of the logits; None = it does not.
+        logits_at, peaks_at: addresses of both, where the runtime knows them; 0 = the arrays are to be asked, which takes longer.
+    """
+
+    logits: NDArray[np.float32]
+    peaks: NDArray[np.float32] | None = None
+    logits_at: int = 0
+    peaks_at: int = 0
+
+
+class AskedWalk(NamedTuple):
+    """A walk that is asked for: the walker, and the arguments of its `walk` but for the logits. Node i's row is row `first_row + i`."""
 
     walker: Walker
-    logits: NDArray[np.float32]
     token_ids: Sequence[int]
     parents: Sequence[int]
     seed: int
     sample_index: int
     position: int
-    peaks: NDArray[np.float32] | None = None
     first_row: int = 0
 
 
 class Walks(Protocol):
     """Draws for several requests at once."""
 
-    def walk_each(self, asked: Sequence[AskedWalk]) -> list[Walked]:
+    def walk_each(self, asked: Sequence[AskedWalk], rows: DrawnRows) -> list[Walked]:
         """What `walk` of each one's walker says, in order."""

@@ -45,6 +45,11 @@ class _Share:
         return (self.kept + weight * assumed) / (self.tried + weight)
 
 
+def _shares() -> list[_Share]:
+    """One for each range of probabilities."""
+    return [_Share() for _ in range(len(_BORDERS) + 1)]
+
+
 @dataclass(slots=True)
 class Calibration:
     """Chances of one drafter's guesses, given that those before them are right, over all requests.
@@ -57,7 +62,7 @@ class Calibration:
     is_known: bool = False
     gives_probs: bool = False
     _by_depth: list[_Share] = field(default_factory=list)
-    _by_prob: dict[tuple[bool, int], _Share] = field(default_factory=dict)
+    _by_prob: tuple[list[_Share], list[_Share]] = field(default_factory=lambda: (_shares(), _shares()))  # of later siblings, of first ones
     _chances: list[float] = field(default_factory=list)  # at depths 1 …, as far as they were asked for since they changed
 
     def at_depth(self, depth: int) -> float:
@@ -101,8 +106,8 @@ class Calibration:
             is_first: whether it is the first of its siblings.
         """
         assumed = prob if _LEAST <= prob <= _MOST else _clipped(prob)
-        share = self._by_prob.get((is_first, bisect_right(_BORDERS, prob)))
-        return assumed if share is None else share.of(assumed, _PROB_WEIGHT)
+        share = self._by_prob[is_first][bisect_right(_BORDERS, prob)]
+        return share.of(assumed, _PROB_WEIGHT) if share.tried else assumed
 
     def add(self, depth: int, prob: float | None, *, is_first: bool, was_kept: bool) -> None:
         """A guess whose place was reached was kept or not."""
@@ -127,11 +132,7 @@ class Calibration:
 
     def _add_prob(self, prob: float, *, is_first: bool, was_kept: bool) -> None:
         self.gives_probs = True
-        key = is_first, bisect_right(_BORDERS, prob)
-        share = self._by_prob.get(key)
-        if share is None:
-            share = self._by_prob[key] = _Share()
-        share.add(was_kept=was_kept)
+        self._by_prob[is_first][bisect_right(_BORDERS, prob)].add(was_kept=was_kept)
 
 
 @dataclass(slots=True)
@@ -171,19 +172,26 @@ class Offset:
 
     def add(self, of_all: float, *, was_kept: bool) -> None:
         """A guess that has this chance over all requests was kept or not."""
-        if not _LEAST <= of_all <= _MOST:
-            of_all = _clipped(of_all)
-        odds = of_all / (1.0 - of_all) * math.exp(self.value)
-        chance = odds / (1.0 + odds)
-        prior = _OWN_PRIOR
-        if (chance if was_kept else 1.0 - chance) < _SURPRISE:
-            self.doubt()
-        elif chance > _LIKELY:
-            prior = _LIKELY_PRIOR
-        if self.num_seen < _OWN_MEMORY:
-            self.num_seen += 1.0
-        moved = self.value + _NEWTON / (prior + self.num_seen) * (was_kept - chance)
-        self.value = moved if -_MOST_OFFSET <= moved <= _MOST_OFFSET else math.copysign(_MOST_OFFSET, moved)
+        self.add_chain((of_all,), int(was_kept))
+
+    def add_chain(self, of_all: Sequence[float], num_kept: int) -> None:
+        """`add` of guesses one behind the other, the first `num_kept` of which were kept."""
+        value, num_seen = self.value, self.num_seen
+        for index, given in enumerate(of_all):
+            before = given if _LEAST <= given <= _MOST else _clipped(given)
+            odds = before / (1.0 - before) * math.exp(value)
+            chance = odds / (1.0 + odds)
+            was_kept, prior = index < num_kept, _OWN_PRIOR
+            if (chance if was_kept else 1.0 - chance) < _SURPRISE:
+                num_seen = 0.0  # as `doubt`
+            elif chance > _LIKELY:
+                prior = _LIKELY_PRIOR
+            if num_seen < _OWN_MEMORY:
+                num_seen += 1.0
+            value += _NEWTON / (prior + num_seen) * (was_kept - chance)
+            if not -_MOST_OFFSET <= value <= _MOST_OFFSET:
+                value = math.copysign(_MOST_OFFSET, value)
+        self.value, self.num_seen = value, num_seen
 
     def doubt(self) -> None:
         """What was learned may be out of date: the next guesses weigh more."""

@@ -92,21 +92,12 @@ class DraftController(DraftLearning):
         weighed = [rows for rows in guessed if rows.request is not self._probed and can_cut(rows)]
         num_fixed = sum([rows.num_guesses for rows in guessed]) - sum([rows.num_guesses for rows in weighed])
         reached = [self._reached(rows) or [1.0] for rows in weighed]
-        orders = [
-            sorted(
-                [
-                    (-chance, depth, node)
-                    for node, (chance, depth) in enumerate(zip(chances, depths, strict=False))
-                    if chance >= LEAST_CHANCE
-                ]
-            )
-            for chances, depths in zip(reached, [rows.tree.depths if rows.tree else () for rows in weighed], strict=True)
-        ]
+        orders = [_likeliest(chances) for chances in reached]
         most = sum([len(order) - 1 for order in orders])
         if max_rows is not None:
             most = min(most, max(0, max_rows - self._work.num_rows - num_fixed))
         times = self.times.of_guesses(self._work, num_fixed, most)
-        gains = [[-chance for chance, _, _ in order[1:]] for order in orders]
+        gains = [[chances[node] for node in order[1:]] for order, chances in zip(orders, reached, strict=True)]
         # nothing is drafted at present where the last plan said so: then more is asked of a guess, as of a plan
         least_gain = STAY_GAIN if self._is_drafting else START_GAIN
         if len(batch) == 1:
@@ -118,8 +109,8 @@ class DraftController(DraftLearning):
         if self._choice is None:
             self._is_drafting = any(counts)
         self._expected_kept = [sum(own[:count]) for own, count in zip(gains, counts, strict=True)] if num_fixed == 0 else None
-        kept = [[node for _, _, node in order[: count + 1]] for order, count in zip(orders, counts, strict=True)]
-        for rows, nodes, chances in zip(weighed, kept, reached, strict=True):
+        for rows, order, count, chances in zip(weighed, orders, counts, reached, strict=True):
+            nodes = order[: count + 1]
             cut(rows, sorted(nodes))
             if rows.request.speculation.trees and len(nodes) > 1:
                 rows.expected_tokens = sum([chances[node] for node in nodes])
@@ -287,3 +278,9 @@ class DraftController(DraftLearning):
     def _refuse(self, drafting: Sequence[tuple[RequestRows, Drafter]], reason: PlainReason) -> None:
         for rows, _ in drafting:
             rows.budget, rows.plain_reason = None, reason
+
+
+def _likeliest(chances: Sequence[float]) -> list[int]:
+    """The nodes of a tree that may be worth a row, the likeliest first; of those as likely the one nearer to the root, where they are
+    numbered level by level."""
+    return sorted([node for node, chance in enumerate(chances) if chance >= LEAST_CHANCE], key=chances.__getitem__, reverse=True)

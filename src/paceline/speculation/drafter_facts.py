@@ -68,10 +68,9 @@ class DrafterFacts:
         """Chance of each node of a request's tree, with all before it."""
         calibration, probs = self.calibration(request), tree.probs
         if _is_own_chain(request, tree):
-            chances, offset = calibration.depths(tree.tree_depth), own.by_depth
-            if probs is not None:
-                chances, offset = [calibration.of_prob(prob) for prob in probs[1:]], own.by_prob
-            return [1.0, *offset.paths(chances, 0.0, 0.0)]
+            if probs is None:
+                return [1.0, *own.by_depth.paths(calibration.depths(tree.tree_depth), 0.0, 0.0)]
+            return [1.0, *own.by_prob.paths([calibration.of_prob(prob) for prob in probs[1:]], 0.0, 0.0)]
         depths, reached, last_child = calibration.depths(tree.tree_depth), [1.0], dict[int, float]()
         for node, (parent, depth, source) in enumerate(zip(tree.parents, tree.depths, tree.sources, strict=True)):
             if node == 0:
@@ -150,8 +149,7 @@ def _is_own_chain(request: Request, tree: DraftTree) -> bool:
 
 def _learn_chain(own: RequestAcceptance, calibration: Calibration, probs: Sequence[float] | None, count: int, num_kept: int) -> None:
     """Learn of the first `count` guesses of a chain, which were reached; the first `num_kept` were kept."""
-    for index, at_depth in enumerate(calibration.depths(count)):
-        own.by_depth.add(at_depth, was_kept=index < num_kept)
-        if probs is not None:
-            own.by_prob.add(calibration.of_prob(probs[index]), was_kept=index < num_kept)
+    own.by_depth.add_chain(calibration.depths(count), num_kept)
+    if probs is not None:
+        own.by_prob.add_chain([calibration.of_prob(prob) for prob in probs[:count]], num_kept)
     calibration.add_chain(probs, count, num_kept)

@@ -15,7 +15,7 @@ from time import perf_counter
 from paceline.errors import CheckpointError, as_exception, is_interrupt
 from paceline.kv_cache.paged import KVCache
 from paceline.runtimes.base import FloatArray, ForwardOutput, Network, Pass, assemble
-from paceline.sampling.walker import Walked
+from paceline.sampling.walker import DrawnRows, Walked
 from paceline.speculation.commit import commit
 from paceline.speculation.drafter import CommittedRows
 from paceline.speculation.request import Request
@@ -61,8 +61,9 @@ def step(
     committed: list[CommittedRows] = []
     observes = speculator.observes
     outputs, logits = output.by_plan(plans, wanted), output.logits[:, : speculator.vocab_size]
+    drawn = DrawnRows(logits, output.peaks, output.logits_at, output.peaks_at)
     first_rows = [own.first_logits_row + rows.first_tree_row for rows, own in zip(batch, outputs, strict=True)]
-    walks = speculator.walk_together(batch, first_rows, logits, output.peaks)
+    walks = speculator.walk_together(batch, first_rows, drawn)
     for rows, own, first_row, walked in zip(batch, outputs, first_rows, walks, strict=True):
         request, start = rows.request, rows.request.sequence.committed_len
         of_tree = logits[first_row : own.end_logits_row]
@@ -110,7 +111,8 @@ def _verify_and_commit(
             request.steps.append(StepRecord.of(rows, tree, accepted, start, result.token_ids[:num_emitted]))
         if drafted:
             speculator.learn(request, tree, result.accepted_nodes)
-            kept_nodes = [*kept_nodes, *[rows.root + node for node in accepted]]
+            is_chain = isinstance(tree.parents, range)
+            kept_nodes = range(rows.num_known + len(accepted)) if is_chain else [*kept_nodes, *[rows.root + node for node in accepted]]
     cache.keep_path(request.sequence, kept_nodes[-1])
     cache.remember(request.sequence, request.token_ids)
     return kept_nodes

@@ -13,7 +13,7 @@ from paceline.errors import is_interrupt
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.draw import draw
 from paceline.sampling.logprobs import TokenLogprobs, processed_logprobs, raw_logprobs
-from paceline.sampling.walker import AskedWalk, Walked, Walks
+from paceline.sampling.walker import AskedWalk, DrawnRows, Walked, Walks
 from paceline.speculation.ending import LookAhead, goes_on_behind
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -35,28 +35,24 @@ class VerifyResult(NamedTuple):
         return self.token_ids[-1]
 
 
-def walk_together(
-    asked: Sequence[tuple[DraftTree | None, int, Request]], logits: FloatArray, peaks: FloatArray | None
-) -> Sequence[Walked | None]:
+def walk_together(asked: Sequence[tuple[DraftTree | None, int, Request]], rows: DrawnRows) -> Sequence[Walked | None]:
     """The walks of several requests, as far as they are drawn at once: `walked` of `verify` for each.
 
     Args:
         asked: of each the tree, None where nothing is to be walked, and the row of its root.
-        logits, peaks: of the whole pass (`ForwardOutput`).
+        rows: of the whole pass.
     """
     walked: list[Walked | None] = [None] * len(asked)
     groups: dict[Walks, tuple[list[int], list[AskedWalk]]] = {}
     for index, (tree, first_row, request) in enumerate(asked):
         walker = None if tree is None else request.processor.walker
         if tree is not None and walker is not None:
-            walk = AskedWalk(
-                walker, logits, tree.token_ids, tree.parents, request.seed, request.sample_index, len(request.token_ids), peaks, first_row
-            )
+            position = len(request.token_ids)
             indices, walks = groups.setdefault(walker.walks, ([], []))
             indices.append(index)
-            walks.append(walk)
+            walks.append(AskedWalk(walker, tree.token_ids, tree.parents, request.seed, request.sample_index, position, first_row))
     for together, (indices, walks) in groups.items():
-        for index, found in zip(indices, together.walk_each(walks), strict=True):
+        for index, found in zip(indices, together.walk_each(walks, rows), strict=True):
             walked[index] = found
     return walked
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from paceline.runtimes.native.aligned import Arena, empty, zeros
+from paceline.runtimes.native.aligned import Arena, address_of, empty, zeros
 
 SHAPES = [(1,), (3, 5), (17, 64), (1000, 7)]
 
@@ -19,6 +19,16 @@ def test_arrays_begin_at_cache_lines_whatever_their_size(shape: tuple[int, ...])
             assert array.flags.c_contiguous
             assert array.ctypes.data % 64 == 0
     assert not zeros(shape).any()
+
+
+def test_an_array_is_asked_where_it_lies_unless_it_has_gaps_or_may_not_be_written_to() -> None:
+    array = np.arange(12, dtype=np.float32).reshape(4, 3)
+    for one in (array, array[2:], np.zeros(1, np.int32), np.empty(0, np.uint8)):
+        assert address_of(one) == one.ctypes.data
+    array.flags.writeable = False
+    for one in (array, np.zeros((4, 4))[:, 1:]):
+        with pytest.raises((TypeError, ValueError)):
+            address_of(one)
 
 
 def test_arrays_of_an_arena_share_pieces_and_nothing_else() -> None:

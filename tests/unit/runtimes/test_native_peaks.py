@@ -24,6 +24,7 @@ from paceline.runtimes.native.walks import CompiledWalks
 from paceline.sampling.draw import draw
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
+from paceline.sampling.walker import DrawnRows
 from paceline.speculation import verify as verify_module
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -91,6 +92,14 @@ def passed(**fields: Any) -> ForwardOutput:
     return output
 
 
+def test_a_pass_knows_where_its_rows_lie() -> None:
+    output = passed()
+    assert output.peaks is not None
+    assert (output.logits_at, output.peaks_at) == (output.logits.ctypes.data, output.peaks.ctypes.data)
+    assert passed(logit_soft_cap=5.0).peaks_at == 0
+    assert ForwardOutput({**output.results}).logits_at == 0
+
+
 def test_each_plan_has_those_of_its_rows_and_none_are_told_of_logits_that_are_changed_behind_the_product() -> None:
     assert passed().peaks is not None
     assert passed(logit_soft_cap=5.0).peaks is None
@@ -99,7 +108,7 @@ def test_each_plan_has_those_of_its_rows_and_none_are_told_of_logits_that_are_ch
 def walked(logits: FloatArray, peaks: FloatArray | None, params: SamplingParams, tree: DraftTree, index: int) -> Any:
     walks = CompiledWalks(logits.shape[1])
     walker = walks.walker(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
-    return walks.walk_each([(walker, logits, tree.token_ids, tree.parents, index, 0, 7, peaks, 0)])[0]
+    return walks.walk_each([(walker, tree.token_ids, tree.parents, index, 0, 7, 0)], DrawnRows(logits, peaks))[0]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -173,7 +182,7 @@ def test_an_edited_row_is_drawn_from_without_them(edit: dict[str, Any], given: d
         processor.commit_all([4, 5, 1])
         request = Request([1, 2, 3, 2, 4, 5, 1], 4, params, processor, CachedSequence(), index, 0, 99)
         tree = DraftTree.root_only(1)
-        [together] = verify_module.walk_together([(tree, 0, request)], row[None], peaks_of(row[None]))
+        [together] = verify_module.walk_together([(tree, 0, request)], DrawnRows(row[None], peaks_of(row[None])))
         assert together is None
         [token] = verify_module.verify(tree, row[None], request, together).token_ids
         assert token == draw(processor.process(row), index, 0, len(request.token_ids))

@@ -12,6 +12,7 @@ from paceline.runtimes.native.walks import CompiledWalks
 from paceline.sampling.draw import draw
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
+from paceline.sampling.walker import DrawnRows
 from paceline.speculation.tree import DraftTree
 
 pytestmark = pytest.mark.skipif(kernels_path() is None, reason="no kernels for this machine")
@@ -149,7 +150,7 @@ def test_a_token_whose_place_sums_of_another_order_could_change_is_left_to_the_d
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_walks_of_several_requests_are_those_of_each(num_threads: int) -> None:
     vocab = 70_000  # enough for other threads to be woken
-    walks, random, asked = CompiledWalks(vocab, num_threads), np.random.default_rng(4), list[Any]()
+    walks, random, asked, blocks = CompiledWalks(vocab, num_threads), np.random.default_rng(4), list[Any](), list[Rows]()
     for index in range(11):
         params = SamplingParams(**SAMPLING[index % 5])
         size = int(random.integers(1, 5))
@@ -157,25 +158,28 @@ def test_walks_of_several_requests_are_those_of_each(num_threads: int) -> None:
         right = [draw(LogitsProcessor(params, vocab, []).process(row), index, 0, 7 + node) for node, row in enumerate(logits)]
         tree = DraftTree.chain(3, [token + (node == 2) for node, token in enumerate(right[: size - 1])], "one")
         walker = walks.walker(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
-        asked.append((walker, logits, tree.token_ids, tree.parents, index, 0, 7, None, 0))
-    asked[4][1][0] = np.nan
+        asked.append((walker, tree.token_ids, tree.parents, index, 0, 7, sum(map(len, blocks))))
+        blocks.append(logits)
+    blocks[4][0] = np.nan
+    rows = np.concatenate(blocks)
     one_by_one = [
-        walker.walk(logits, token_ids, parents, seed=seed, sample_index=sample, position=position)
-        for walker, logits, token_ids, parents, seed, sample, position, _, _ in asked
+        walker.walk(rows[first:], token_ids, parents, seed=seed, sample_index=sample, position=position)
+        for walker, token_ids, parents, seed, sample, position, first in asked
     ]
     for count in (11, 1, 5):
-        assert walks.walk_each(asked[:count]) == one_by_one[:count]
+        for address in (0, rows.ctypes.data):
+            assert walks.walk_each(asked[:count], DrawnRows(rows, None, address)) == one_by_one[:count]
     assert sum(is_whole for _, _, is_whole in one_by_one) == 10
     assert max(len(nodes) for _, nodes, _ in one_by_one) > 1
-    assert walks.walk_each([]) == []
+    assert walks.walk_each([], DrawnRows(rows)) == []
 
 
 def test_no_walk_begins_where_rows_are_such_as_the_kernels_do_not_read() -> None:
     walks, rows = CompiledWalks(64), rows_of("flat", 2, 64, 1)
-    walker, rest = walks.walker(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0), ((3,), (-1,), 1, 0, 7, None, 0)
-    assert [is_whole for _, _, is_whole in walks.walk_each([(walker, rows, *rest)] * 2)] == [True, True]  # type: ignore[list-item]
+    walker, rest = walks.walker(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0), ((3,), (-1,), 1, 0, 7, 0)
+    assert [is_whole for _, _, is_whole in walks.walk_each([(walker, *rest)] * 2, DrawnRows(rows))] == [True, True]
     for odd in (rows[:, ::2], rows[:, :32], rows.astype(np.float64)):
-        assert walks.walk_each([(walker, rows, *rest), (walker, odd, *rest)]) == [((), (), False)] * 2  # type: ignore[list-item]
+        assert walks.walk_each([(walker, *rest)] * 2, DrawnRows(odd)) == [((), (), False)] * 2  # type: ignore[arg-type]
 
 
 EDITS: tuple[dict[str, Any], ...] = (

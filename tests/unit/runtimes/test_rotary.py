@@ -2,6 +2,7 @@
 
 import time
 import tracemalloc
+from ctypes import c_float, c_void_p
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from paceline.models.rope_config import RopeConfig, RopeType
 from paceline.models.weights import Tensor, Weights
 from paceline.runtimes.base import ForwardBatch, RowRange, Wanted
 from paceline.runtimes.decoder import decoder
+from paceline.runtimes.native.passes import PassMemory
 from paceline.runtimes.rotary import LEAST_POSITIONS, RotaryTables
 
 ROPES = {
@@ -114,3 +116,28 @@ def test_a_model_made_for_a_hundred_million_positions_loads_like_any_other(direc
         texts.append(llm.generate([5, 6, 7], SamplingParams(max_tokens=300, ignore_eos=True))[0].token_ids)
     assert len(texts[0]) == 300
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    "positions", [[7], [5, 6, 7], [0, 1, 2, 3], [7, 6, 5], [3, 4, 4], [250, 1, 2], [298, 299, 300, 301], [5000]], ids=str
+)
+@pytest.mark.skipif(not BUILT, reason="no compiled kernels for this machine")
+def test_a_pass_names_the_rows_of_its_positions(positions: list[int]) -> None:
+    tables = RotaryTables(config_of(RopeConfig()), ABSURD)
+    memory, count = PassMemory(tables), len(positions)
+    at = np.array(positions, np.int32)
+    for _ in range(2):
+        memory.describe(ForwardBatch(at, (RowRange(0, count, 0, np.zeros(200, np.int32)),)), Wanted(np.zeros(0, np.int32)))
+        for table, field in zip(tables.pairs[0], (memory.record.cos, memory.record.sin), strict=True):
+            rows = (c_float * (count * 32)).from_address(c_void_p.from_address(field).value or 0)
+            assert np.array_equal(np.array(rows).reshape(count, 32), table[at])
+
+
+@pytest.mark.skipif(not BUILT, reason="no compiled kernels for this machine")
+def test_rows_of_a_run_of_positions_are_not_copied() -> None:
+    tables = RotaryTables(config_of(RopeConfig()), ABSURD)
+    memory = PassMemory(tables)
+    for positions in ([9], [4, 5, 6]):
+        batch = ForwardBatch(np.array(positions, np.int32), (RowRange(0, len(positions), 0, np.zeros(1, np.int32)),))
+        memory.describe(batch, Wanted(np.zeros(0, np.int32)))
+        assert c_void_p.from_address(memory.record.cos).value == tables.pairs[0][0][positions[0] :].ctypes.data

@@ -145,15 +145,11 @@ class PairCache:
         end = min(begin + len(token_ids), len(table) * size)
         if end == begin:
             return
-        if end == begin + 1:  # nearly always
-            mark = ((int(token_ids[0]) + 1) * _STEP_NUMBER * self._one_power[begin] + pairs.mark) & _WORD  # `_marks_of` a single slot
-            self._one_mark[0, table[begin // size], begin % size] = pairs.mark = mark
-        else:
-            marks = self._marks_of(token_ids[: end - begin], begin, pairs.mark)
-            slots = np.arange(begin, end)
-            self._marks[0, np.array(table[begin // size : blocks_for(end, size)])[slots // size - begin // size], slots % size] = marks
-            pairs.mark = int(marks[-1])
-        pairs.num_pairs = end
+        mark, powers, marks = pairs.mark, self._one_power, self._one_mark
+        for slot, token in zip(range(begin, end), token_ids, strict=False):  # as `_marks_of` says, which takes longer for the usual few
+            mark = ((int(token) + 1) * _STEP_NUMBER * powers[slot] + mark) & _WORD
+            marks[0, table[slot // size], slot % size] = mark
+        pairs.mark, pairs.num_pairs = mark, end
         if end > pairs.num_seen:  # the root's was the last one
             pairs.waiting = []
         else:

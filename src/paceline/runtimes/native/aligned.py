@@ -1,6 +1,7 @@
 """Arrays that begin at a cache line: a vector of the kernels that lies across two of them takes longer to read and to write."""
 
 import math
+from ctypes import addressof, c_char
 from threading import Lock
 from typing import Any
 
@@ -10,6 +11,7 @@ from numpy.typing import DTypeLike, NDArray
 _CACHE_LINE = 64
 _PIECE_BYTES = 1 << 27  # of which only what is used takes memory: at the end of each a part of a large page is lost
 _LARGE_BYTES = 1 << 22  # of an array that numpy asks large pages for itself
+_BYTES = c_char * 0
 
 
 def zeros(shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> NDArray[Any]:
@@ -29,6 +31,11 @@ def _num_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
 def _begun(room: NDArray[np.uint8], shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
     first = -room.ctypes.data % _CACHE_LINE
     return room[first : first + _num_bytes(shape, dtype) - _CACHE_LINE].view(dtype).reshape(shape)
+
+
+def address_of(array: NDArray[Any]) -> int:
+    """Where an array without gaps lies that can be written to: as `ctypes.data`, in a third of the time."""
+    return addressof(_BYTES.from_buffer(array))  # type: ignore[arg-type]  # numpy does not say that it has one
 
 
 class Arena:

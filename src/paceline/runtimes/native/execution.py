@@ -131,6 +131,10 @@ class Execution:
         """The first rows of a buffer, [num_rows, width]; None = as wide as it is."""
         return self._buffers[buffer][:num_rows, :width]
 
+    def address(self, buffer: int) -> int:
+        """Of a buffer's first row, until there are more rows in a pass than ever before."""
+        return self._starts[buffer]
+
     def run(self, batch: ForwardBatch, wanted: Wanted, scalings: Mapping[int, FloatArray] = MappingProxyType({})) -> None:
         """One pass over rows whose inputs have been written.
 
@@ -166,7 +170,8 @@ class Execution:
         self._capacity = 0  # an interrupt below leaves none: made anew next time
         capacity = max(_MIN_ROWS, 1 << (num_rows - 1).bit_length())
         self._buffers = [empty((capacity, width)) for width in self._recorded.widths]
-        self._addresses = np.array([buffer.ctypes.data for buffer in self._buffers], np.uint64)
+        self._starts = [buffer.ctypes.data for buffer in self._buffers]
+        self._addresses = np.array(self._starts, np.uint64)
         self._packed = empty((self._packed_floats(capacity),))
         self._make_scratch(capacity)
         self._program.buffers = self._addresses.ctypes.data

@@ -46,7 +46,8 @@ from paceline.runtimes.native.mixture import NativeMixture, add_memories_of_scal
 from paceline.runtimes.native.packed_rows import PackedRows
 from paceline.runtimes.native.panels import Panels
 from paceline.runtimes.native.program import NativeBlocks, Recorded, share_memory
-from paceline.runtimes.native.records import GRID, Rows
+from paceline.runtimes.native.records import GRID
+from paceline.runtimes.native.results import Place, Results
 from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.planes import planes_of
 from paceline.runtimes.ranking import Ranking
@@ -184,15 +185,16 @@ class NativeNetwork(Network):
         shared.files.check()
         shared.num_passes += 1
         scalings = self._scalings(inputs, batch) if shared.mixtures else {}
-        return ForwardOutput(self._run(program, inputs, batch, wanted, scalings))
+        results = self._run(program, inputs, batch, wanted, scalings)
+        return ForwardOutput(results, results.address_of)
 
-    def _run(self, program: "_Program", inputs: Inputs, batch: ForwardBatch, wanted: Wanted, scalings: Scalings) -> "_Results":
+    def _run(self, program: "_Program", inputs: Inputs, batch: ForwardBatch, wanted: Wanted, scalings: Scalings) -> Results:
         num_rows, execution = len(batch.positions), program.execution
         execution.make_room(num_rows)
         for name, buffer in program.inputs.items():
             execution.rows(buffer, num_rows)[...] = self._input(name, inputs, batch)
         execution.run(batch, wanted, scalings)
-        return _Results(program, num_rows, len(wanted.rows))
+        return Results(execution, program.results, num_rows, len(wanted.rows))
 
     def _scalings(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch) -> dict[int, FloatArray]:
         """The scalings of all rows with X-LoRA, by the number of their adapter, from a pass over them with keys and values of its own."""
@@ -315,31 +317,12 @@ class _Program:
 
     execution: Execution
     inputs: Mapping[str, int]
-    results: Mapping[str, tuple[int, Rows, int]]
+    results: Mapping[str, Place]
     sites: Sites
 
 
 def _bits(facts: TensorFacts) -> str:
     return "" if facts.bits is None else f" in {facts.bits} bits"
-
-
-class _Results(Mapping[str, FloatArray]):
-    """Views of results, made when they are asked for."""
-
-    __slots__ = ("_num_rows", "_program")
-
-    def __init__(self, program: _Program, num_rows: int, num_wanted: int) -> None:
-        self._program, self._num_rows = program, (num_rows, num_wanted)
-
-    def __getitem__(self, name: str) -> FloatArray:
-        buffer, rows, width = self._program.results[name]
-        return self._program.execution.rows(buffer, self._num_rows[rows], width)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._program.results)
-
-    def __len__(self) -> int:
-        return len(self._program.results)
 
 
 @dataclass(slots=True)

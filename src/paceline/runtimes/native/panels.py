@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.models.grouped import GroupedMatrix, SuperBlocks
-from paceline.runtimes.native.aligned import Arena, empty
+from paceline.runtimes.native.aligned import Arena, address_of, empty
 from paceline.runtimes.native.library import kernels
 from paceline.runtimes.native.records import Matrix, SuperBlocksRecord
 
@@ -48,6 +48,10 @@ class Panels:
     zero_point: int
     table: NDArray[np.int8] | None = None
     block: int = 0
+    _record: Matrix = field(init=False, repr=False, compare=False)  # for reading rows
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_record", self.matrix(0, None))
 
     def matrix(self, out: int, bias: int | None) -> Matrix:
         """For products that go to buffer `out`; `bias`: address of the bias."""
@@ -63,9 +67,8 @@ class Panels:
     def rows(self, numbers: NDArray[np.int32]) -> NDArray[np.float32]:
         """The exact values of some rows, [len(numbers), columns], as `GroupedMatrix.values` computes them."""
         if self.block:
-            found = np.empty((len(numbers), self.columns), np.float32)
-            wanted = np.ascontiguousarray(numbers, np.int32)
-            kernels().paceline_super_block_rows(self.matrix(0, None), wanted.ctypes.data, len(wanted), found.ctypes.data)
+            wanted, found = np.array(numbers, np.int32), np.empty((len(numbers), self.columns), np.float32)
+            kernels().paceline_super_block_rows(self._record, address_of(wanted), len(wanted), address_of(found))
             return found
         bits, has_minimums = next((key for key, kind in _KINDS.items() if kind == self.kind), (4, False))
         has_halves, groups = self.kind in _HALVES.values(), self.columns // self.group

@@ -111,7 +111,7 @@ class PassMemory:
 
 
 class _Angles:
-    """The rows of one rope's tables that a pass needs: a single one is named where it lies, more are collected.
+    """The rows of one rope's tables that a pass needs: those of a run of positions are named where they lie, others are collected.
 
     Args:
         cos, sin: addresses, by rope.
@@ -127,15 +127,15 @@ class _Angles:
 
     def of(self, positions: IntArray) -> None:
         """Raises IndexError: a position is beyond what the tables may hold."""
-        count = len(positions)
-        if count == 1 and 0 <= (position := int(positions[0])) < self._end:
-            offset = position * self._row_bytes
-            self._cos[self._index], self._sin[self._index] = self._addresses[0] + offset, self._addresses[1] + offset
-            return
-        if count and (last := max(positions.tolist())) >= self._end:
+        count, numbers = len(positions), positions.tolist()
+        if count and (last := max(numbers)) >= self._end:
             self._all.reach(last)
             self._look()
             self.of(positions)
+            return
+        if count and numbers[0] >= 0 and numbers == list(range(numbers[0], numbers[0] + count)):
+            offset = numbers[0] * self._row_bytes
+            self._cos[self._index], self._sin[self._index] = self._addresses[0] + offset, self._addresses[1] + offset
             return
         if count > len(self._collected[0]):
             self._collected = [table[:0] for table in self._tables]  # as in `_grow`

@@ -1,6 +1,6 @@
 """What a pass does to the states of sequences, as kernels/native.h wants it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from struct import Struct
 
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from paceline.kv_cache.recurrent import RecurrentStates, StateWork
 from paceline.runtimes.base import BoolArray, ForwardBatch, IntArray
+from paceline.runtimes.native.aligned import address_of
 from paceline.runtimes.native.records import GRID
 
 _RANGE = Struct("=11qq4i")  # the fields of `records.StateRange`
@@ -43,15 +44,15 @@ class PassStates:
             num_slots = max(num_slots, schedule.num_slots)
             records, saves = np.array([*work.pending, *work.rows], np.int32), _saves(work)
             kept += [work, schedule, records, saves]
-            arrays = schedule.parents, schedule.order, schedule.ancestors, schedule.paths, schedule.steps, saves, work.has_run
+            numbers_at = address_of(records)
             _RANGE.pack_into(
                 ranges.data, index * _RANGE.size,
-                0 if work.state is None else work.state.ctypes.data, 0 if work.records is None else work.records.ctypes.data,
-                records.ctypes.data, records.ctypes.data + 4 * len(work.pending), *(array.ctypes.data for array in arrays),
+                0 if work.state is None else address_of(work.state), 0 if work.records is None else address_of(work.records),
+                numbers_at, numbers_at + 4 * len(work.pending), *schedule.addresses, address_of(saves), address_of(work.has_run),
                 memory.record_size, len(work.pending), work.num_folded, len(schedule.steps), len(work.saves),
             )  # fmt: skip
         self._kept, self.num_slots = kept, num_slots
-        return int(ranges.ctypes.data)
+        return address_of(ranges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class Schedule:
         paths: [num_paths, GRID] nodes that steps take in.
         steps: [num_steps, 7] `records.Step`.
         num_slots: states of a block that are alive at a time, besides the one kept in place.
+        addresses: of the arrays, in this order.
     """
 
     parents: IntArray
@@ -73,6 +75,11 @@ class Schedule:
     paths: IntArray
     steps: IntArray
     num_slots: int
+    addresses: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        arrays = self.parents, self.order, self.ancestors, self.paths, self.steps
+        object.__setattr__(self, "addresses", tuple(map(address_of, arrays)))
 
 
 def parents_of(mask: BoolArray) -> tuple[int, ...]:

@@ -14,8 +14,10 @@ from paceline.runtimes.native.records import WalkOptions, WalkRecord
 
 Walked: TypeAlias = tuple[Sequence[int], Sequence[int], bool]
 Rows: TypeAlias = NDArray[np.float32]
-Asked: TypeAlias = tuple[Any, Rows, Sequence[int], Sequence[int], int, int, int, Rows | None, int]
-"""Walker, logits, token ids, parents, seed, sample index, position, peaks and first row, as `sampling.walker.AskedWalk`."""
+Asked: TypeAlias = tuple[Any, Sequence[int], Sequence[int], int, int, int, int]
+"""Walker, token ids, parents, seed, sample index, position and first row, as `sampling.walker.AskedWalk`."""
+Drawn: TypeAlias = tuple[Rows, Rows | None, int, int]
+"""Logits, peaks and the addresses of both, as `sampling.walker.DrawnRows`."""
 
 _MOST_INT = 2**31 - 1
 _WALK = Struct("=QQqqQQQQii")  # the fields of `records.WalkRecord`
@@ -59,34 +61,33 @@ class CompiledWalks:
         """Whether rows are such as the kernels read."""
         return logits.shape[1] == self.vocab_size and logits.strides[1] == 4 and logits.dtype == np.float32
 
-    def _address_of(self, peaks: Rows | None) -> tuple[int, int]:
-        """Where the peaks of rows lie, and how many floats apart; none where there are none that the kernels read."""
+    def _place_of(self, peaks: Rows | None, address: int) -> tuple[int, int]:
+        """Where the peaks of rows lie, and how many bytes apart; none where there are none that the kernels read."""
         if peaks is None or peaks.shape[1] * PEAK_COLUMNS < self.vocab_size or peaks.strides[1] != 4:
             return 0, 0
-        return peaks.__array_interface__["data"][0], peaks.strides[0] // 4
+        return address or _address_of(peaks), peaks.strides[0]
 
-    def walk_each(self, asked: Sequence[Asked]) -> list[Walked]:
+    def walk_each(self, asked: Sequence[Asked], rows: Drawn) -> list[Walked]:
         """As `sampling.walker.Walks` says; none begins where rows are such as the kernels do not read."""
-        sizes = [len(one[2]) for one in asked]
+        logits, peaks, data, peaks_at = rows
+        if not self.fits(logits):
+            return [_LEFT] * len(asked)
+        data, row_bytes = data or _address_of(logits), logits.strides[0]
+        peaks_at, peaks_bytes = self._place_of(peaks, peaks_at)
+        sizes = [len(one[1]) for one in asked]
         if _WALK.size * len(asked) > len(self._records):
             self._make_records(2 * len(asked))
         if 2 * sum(sizes) > len(self._trees):
             self._make_room(4 * sum(sizes))
-        begin = work = data = stride = peaks_at = peaks_stride = 0
-        known: Rows | None = None
-        for index, (walker, logits, token_ids, parents, seed, sample_index, position, peaks, first_row) in enumerate(asked):
+        begin = work = 0
+        for index, (walker, token_ids, parents, seed, sample_index, position, first_row) in enumerate(asked):
             options, size = walker.options, sizes[index]
-            if logits is not known:  # most are of one pass
-                if not self.fits(logits):
-                    return [_LEFT] * len(asked)
-                known, data, stride = logits, logits.__array_interface__["data"][0], logits.strides[0] // 4
-                peaks_at, peaks_stride = self._address_of(peaks)
             options.seed, options.sample_index = seed, sample_index
             if size > 1:
                 self._trees[begin : begin + size], self._trees[begin + size : begin + 2 * size] = token_ids, parents
             _WALK.pack_into(
                 self._view, index * _WALK.size,
-                data + 4 * stride * first_row, peaks_at and peaks_at + 4 * peaks_stride * first_row, stride, peaks_stride,
+                data + row_bytes * first_row, peaks_at and peaks_at + peaks_bytes * first_row, row_bytes // 4, peaks_bytes // 4,
                 walker.options_at, self._trees_at + 4 * begin, position, self._found_at + 4 * begin, size, 0,
             )  # fmt: skip
             begin += 2 * size
@@ -141,10 +142,13 @@ class CompiledWalker:
         options.seed, options.sample_index = seed, sample_index
         numbers = c_int32 * (2 * num_nodes)
         tree, found = numbers(*token_ids, *parents), numbers()
-        data = logits.__array_interface__["data"][0]
-        count = walks.run(
-            data, logits.strides[0] // 4, self._reference, addressof(tree), num_nodes, position, walks.scratch, addressof(found)
-        )
+        data, stride = _address_of(logits), logits.strides[0] // 4
+        count = walks.run(data, stride, self._reference, addressof(tree), num_nodes, position, walks.scratch, addressof(found))
         num_tokens = count if count > 0 else -1 - count
         num_nodes_found = num_tokens - 1 if count > 0 else num_tokens
         return found[:num_tokens], found[num_nodes : num_nodes + num_nodes_found], count > 0
+
+
+def _address_of(rows: Rows) -> int:
+    address: int = rows.__array_interface__["data"][0]
+    return address
