@@ -145,11 +145,12 @@ def test_threads_do_not_change_a_bit(name: str, num_rows: int, seed: int, round_
 
 
 @BY_LEVEL
-@pytest.mark.parametrize("name", ["f32", "bf16"])
-def test_rows_longer_than_a_block_of_columns_have_the_same_bits_alone_and_together(name: str, level: str, seed: int) -> None:
-    """Blocks of columns are computed, and pieces of them packed by several threads; the last ones are shorter."""
+@pytest.mark.parametrize(("name", "outputs"), [("f32", 53), ("bf16", 53), ("bf16", 523)])
+def test_rows_longer_than_a_block_of_columns_have_the_same_bits_alone_and_together(name: str, outputs: int, level: str, seed: int) -> None:
+    """Blocks of columns are computed, and pieces of them packed by several threads; the last ones are shorter. A row alone reads matrices
+    of 2 MB and more output by output."""
     random, columns = np.random.default_rng(seed), 2100
-    weight, x = PLAIN[name](random, 53, columns, 0), random.normal(size=(9, columns)).astype(np.float32)
+    weight, x = PLAIN[name](random, outputs, columns, 0), random.normal(size=(9, columns)).astype(np.float32)
     run = network({"a.weight": weight}, level=level, num_threads=3, round_to=WeightType.BF16)
     alone = np.concatenate([run(x[row : row + 1])[0] for row in range(len(x))])
     check(alone, as_computed(run, x), as_stored(weight, WeightType.BF16), None)

@@ -110,18 +110,21 @@ INLINE void finish(const Matrix *matrix, int first, const floats *sums, const in
 #undef TILE
 
 /* Outputs that one row packed as bfloat16 is multiplied with at once: nothing but memory is waited for, which is fastest where it is read in
- * the order it lies in. Two sums hide how long one addition takes. */
+ * the order it lies in. Two sums hide how long one addition takes, which counts where weights are in a cache. */
 #ifdef __AVX512BF16__
 #define ROW_OUTPUTS 2
 #else
 #define ROW_OUTPUTS 4
 #endif
 
-/* sums [outputs] of one row. The next outputs' weights are asked for meanwhile, in that order. */
+#define BYTES_AHEAD 3072 /* of what is asked for where one output follows another */
+
+/* sums [outputs] of one row. What comes next is asked for meanwhile, in the order it lies in. */
 INLINE void bf16_row(const Matrix *matrix, int first, const float *x, floats (*sums)[1], const int outputs) {
     const int columns = matrix->columns;
     const size_t row_bytes = (size_t)matrix->row_bytes;
-    const uint8_t *const codes = matrix->codes + (size_t)first * row_bytes, *next = codes + (size_t)outputs * row_bytes;
+    const uint8_t *const codes = matrix->codes + (size_t)first * row_bytes;
+    const uint8_t *next = codes + (outputs > 1 ? (size_t)outputs * row_bytes : BYTES_AHEAD);
     _Pragma("unroll") for (int n = 0; n < outputs; n++) sums[n][0] = broadcast(0.0f);
     int column = 0;
     for (; column + BF16_STEP <= columns; column += BF16_STEP, x += BF16_STEP_FLOATS)
@@ -135,6 +138,28 @@ INLINE void bf16_row(const Matrix *matrix, int first, const float *x, floats (*s
             const bf16s w = bf16_of(load_words(codes + (size_t)n * row_bytes + 2 * (size_t)column, columns - column));
             sums[n][0] = dot_bf16(w, load_bf16(x), sums[n][0]);
         }
+}
+
+/* With one instruction a cache line a lone sum keeps up with memory: a row of a pass alone then reads a large matrix, which one expects in no
+ * cache, output by output. */
+#ifdef __AVX512BF16__
+#define IN_ORDER(matrix, rows) ((rows) == 1 && (size_t)(matrix)->outputs * (size_t)(matrix)->row_bytes >= 2 << 20)
+#else
+#define IN_ORDER(matrix, rows) 0
+#endif
+
+/* Outputs [n, end) of one row. */
+static void bf16_in_order(const Matrix *matrix, int n, int end, const float *x, float *y) {
+    enum { outputs = 8 };
+    floats sums[outputs][1];
+    for (; n + outputs <= end; n += outputs) {
+        _Pragma("unroll") for (int i = 0; i < outputs; i++) bf16_row(matrix, n + i, x, sums + i, 1);
+        finish(matrix, n, &sums[0][0], outputs, 1, y, 1);
+    }
+    for (; n < end; n++) {
+        bf16_row(matrix, n, x, sums, 1);
+        finish(matrix, n, &sums[0][0], 1, 1, y, 1);
+    }
 }
 
 #define PRODUCT bf16
@@ -218,6 +243,10 @@ void pack_rows(const Matrix *matrix, const float *x, const int32_t *numbers, int
 void multiply(const Matrix *matrix, int begin, int end, int packing, const float *packed, float *y, int rows) {
     if (packing == AS_BYTES) {
         multiply_bytes(matrix, begin, end, packed, y, rows);
+        return;
+    }
+    if (packing == AS_BF16 && IN_ORDER(matrix, rows)) {
+        bf16_in_order(matrix, begin, end, packed, y);
         return;
     }
     for (int first = 0; first < rows; first += MAX_ROWS) {
