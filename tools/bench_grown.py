@@ -26,7 +26,7 @@ from paceline.benchmarking.peers.environment import environment_python  # noqa: 
 
 EXPORT = REPOSITORY / "src/paceline/benchmarking/peers/export_gguf.py"
 FEW = "chat,code,copying"
-OURS = ("ngram", "suffix", "prediction", "draft_model")
+OURS = ("ngram", "suffix", "prediction", "draft_model", "suffix+draft_model")
 
 
 @dataclass(frozen=True, slots=True)
