@@ -18,6 +18,7 @@ from paceline import LLM, SamplingParams
 from paceline.outputs import RequestOutput
 from paceline.speculation import speculator as speculator_module
 from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.tree import DraftTree
 
 PlainOf = Callable[[str], "Plain"]
 GREEDY = SamplingParams(max_tokens=45, ignore_eos=True)
@@ -30,7 +31,7 @@ TREES_IN_A_NORMAL_RUN = ("eagle listening safetensors", "eagle3 midlayer", "peag
 
 @dataclass(slots=True)
 class Walks:
-    """What became of the drafts of every step that had any: tokens kept, and how many could be.
+    """What became of the drafts of every step that had any: tokens kept of those the head held likeliest, and how many these were.
 
     Attributes:
         stopped: steps that a stop token ended, left out of the others.
@@ -48,6 +49,14 @@ class Walks:
         assert self.kept == self.possible > 0, self
 
 
+def likeliest_path(tree: DraftTree) -> list[int]:
+    """The nodes a head holds likeliest one behind the other; a tree of paths that are likely as a whole may go deeper elsewhere."""
+    path = [0]
+    while children := tree.children(path[-1]):
+        path.append(children[0])
+    return path[1:]
+
+
 @pytest.fixture
 def walks(monkeypatch: pytest.MonkeyPatch) -> Walks:
     """Filled by every walk from here on."""
@@ -58,8 +67,9 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> Walks:
         if result.token_ids[-1] in request.end_token_ids:
             seen.stopped += tree.num_draft_tokens > len(result.accepted_nodes)
         elif tree.num_draft_tokens > 0:
-            seen.kept += len(result.accepted_nodes)
-            seen.possible += tree.tree_depth
+            path = likeliest_path(tree)
+            seen.kept += len({*path} & {*result.accepted_nodes})
+            seen.possible += len(path)
             seen.branches += tree.num_draft_tokens - tree.tree_depth
         return result
 
@@ -183,7 +193,7 @@ def play(scene: Scene, plain: Plain, walks: Walks, *, seed: int) -> None:
 
     scene.limit(chunk_rows=256, max_step_rows=512)
     walks.stopped = 0
-    for number in range(20):
+    for number in range(200):  # few answers have a new token so late
         (text,) = prompts(80, seed=seed + 1000 + number)
         for stop in plain.stops(text)[number % 4 : 1 + number % 4]:
             (output,) = scene.ask([text], replace(GREEDY, stop_token_ids=(stop,)))
