@@ -388,9 +388,9 @@ def test_a_processor_left_by_a_finished_request_is_seen(faulty: Faulty, differs:
 
     def make(self: RequestMaker, prompt: Sequence[int], params: Any, **options: Any) -> Request:
         request = real_make(self, prompt, params, **options)
-        alike = replace(params, seed=0, max_tokens=99)
+        alike = replace(params, seed=0, max_tokens=1000)
         for other in released:
-            if replace(other.params, seed=0, max_tokens=99) == alike and other.finish_reason is not FinishReason.ABORT:
+            if replace(other.params, seed=0, max_tokens=1000) == alike and other.finish_reason is not FinishReason.ABORT:
                 request.processor = other.processor
         return request
 
