@@ -15,7 +15,7 @@ from harness.hybrid_mtp import DELTA, add_module, module_tensors, write_donor
 from paceline import LLM, ConfigError, SamplingParams
 from paceline.config import QuantOptions, quant_options
 from paceline.drafters.head_files import HeadFiles
-from paceline.drafters.mtp import MtpModule, load_mtp, open_gguf_module, open_mtp_head, with_first_ids
+from paceline.drafters.mtp import MtpModule, load_mtp, open_gguf_module, open_mtp_head, with_ids
 from paceline.drafters.pairs.cache import TrueRows
 from paceline.drafters.pairs.drafter import PairDrafter
 from paceline.drafters.pairs.guesses import Guesses
@@ -102,7 +102,7 @@ def test_guesses_are_the_best_of_the_first_ids(tmp_path: Path, stored: str, tied
     """Their logits are those of all ids, cut off; drawn tokens and the sum of probabilities are over these alone."""
     module = load(write_stored(tmp_path, stored, tied=tied), stored)
     whole = open_mtp_head(module, num_threads=2, max_context=128, backend=backend)
-    part = open_mtp_head(with_first_ids(module, FIRST), num_threads=2, max_context=128, backend=backend)
+    part = open_mtp_head(with_ids(module, range(FIRST)), num_threads=2, max_context=128, backend=backend)
     logits: NDArray[np.float32] = run(whole, ranks=False).logits.copy()
     assert logits.shape == (20, VOCABULARY)
     assert (logits.argmax(axis=1) >= FIRST).any(), "some guesses are others"
@@ -119,10 +119,26 @@ def test_guesses_are_the_best_of_the_first_ids(tmp_path: Path, stored: str, tied
         assert 0 <= row.drawn < FIRST
 
 
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8", "Q8_0", "Q4_0"])
+def test_guesses_are_the_best_of_chosen_ids(tmp_path: Path, stored: str, backend: str) -> None:
+    module, ids = load(write_stored(tmp_path, stored, tied=False), stored), np.arange(5, VOCABULARY, 5)
+    whole = open_mtp_head(module, num_threads=2, max_context=128, backend=backend)
+    part = open_mtp_head(with_ids(module, ids), num_threads=2, max_context=128, backend=backend)
+    logits: NDArray[np.float32] = run(whole, ranks=False).logits[:, ids].copy()
+    found = run(part, ranks=False).logits.copy()
+    assert found.shape == (20, len(ids))
+    error = np.abs(found - logits)
+    if backend == "native" and stored in ("float32", "bfloat16"):
+        assert error.max() == 0
+    assert error.mean() < (0.05 if backend == "native" else 1e-4) * logits.std(), "rows are rounded to bytes, nothing else"
+    assert part.target_ids is ids
+
+
 @pytest.mark.parametrize("stored", ["bfloat16", "int8", "Q8_0"])
 def test_the_rows_are_those_of_the_whole_matrix(tmp_path: Path, stored: str) -> None:
     module = load(write_stored(tmp_path, stored, tied=False), stored)
-    whole, part = module.weights["lm_head.weight"], with_first_ids(module, FIRST).weights["lm_head.weight"]
+    whole, part = module.weights["lm_head.weight"], with_ids(module, range(FIRST)).weights["lm_head.weight"]
     assert part.shape == (FIRST, 64)
     if isinstance(whole, Tensor) and isinstance(part, Tensor):
         assert np.shares_memory(whole.array, part.array)
@@ -136,13 +152,13 @@ def test_the_rows_are_those_of_the_whole_matrix(tmp_path: Path, stored: str) -> 
 @pytest.mark.parametrize(("stored", "bits"), [("float32", 8), ("bfloat16", 8), ("bfloat16", 4), ("Q8_0", 4), ("int8", 4)])
 def test_more_bits_than_a_draft_model_has_become_a_copy(tmp_path: Path, stored: str, bits: int) -> None:
     module, quant = load(write_stored(tmp_path, stored, tied=False), stored), QuantOptions(bits=bits)
-    copy = with_first_ids(module, FIRST, quant, num_threads=2)
+    copy = with_ids(module, range(FIRST), quant, num_threads=2)
     facts = copy.weights.facts("lm_head.weight")
     assert (copy.is_copy, facts.bits, facts.shape) == (True, bits, (FIRST, 64))
     assert list(copy.weights) == list(module.weights)
     for name in module.weights:
         assert name == "lm_head.weight" or copy.weights[name] is module.weights[name]
-    exact = run(open_mtp_head(with_first_ids(module, FIRST), num_threads=2, max_context=128), ranks=False).logits.copy()
+    exact = run(open_mtp_head(with_ids(module, range(FIRST)), num_threads=2, max_context=128), ranks=False).logits.copy()
     head = open_mtp_head(copy, num_threads=2, max_context=128)
     assert isinstance(head.runtime, NativeNetwork)
     assert isinstance(head.runtime._shared.weights.table("lm_head"), Panels), "rows are rounded to bytes"
@@ -153,7 +169,7 @@ def test_more_bits_than_a_draft_model_has_become_a_copy(tmp_path: Path, stored: 
 @pytest.mark.parametrize(("stored", "bits"), [("Q8_0", 8), ("int8", 8), ("Q4_0", 4), ("Q4_0", 8)])
 def test_no_more_bits_stay_where_they_lie(tmp_path: Path, stored: str, bits: int) -> None:
     module = load(write_stored(tmp_path, stored, tied=False), stored)
-    found, view = with_first_ids(module, FIRST, QuantOptions(bits=bits)), with_first_ids(module, FIRST)
+    found, view = with_ids(module, range(FIRST), QuantOptions(bits=bits)), with_ids(module, range(FIRST))
     assert not found.is_copy
     for ours, theirs in zip(*(one.weights["lm_head.weight"].matrix.arrays for one in (found, view)), strict=True):
         assert np.shares_memory(ours, theirs)
@@ -187,7 +203,7 @@ def test_a_quantised_targets_matrix_is_read_where_it_lies(tmp_path: Path, stored
     path = write_stored(tmp_path, stored, tied=tied)
     module, target = load(path, stored), load_runtime(path, RuntimeOptions(num_threads=2, max_context=128)).runtime
     assert isinstance(target, NativeNetwork)
-    first = with_first_ids(module, FIRST)
+    first = with_ids(module, range(FIRST))
     apart = run(open_mtp_head(first, num_threads=2, max_context=128), ranks=False).logits.copy()
     head = open_mtp_head(first, num_threads=2, max_context=128, lm_head_of=target)
     assert isinstance(head.runtime, NativeNetwork)
@@ -245,6 +261,51 @@ def test_no_token_changes(
             assert probs.is_normalised()
             assert probs.values[FIRST:].sum() == 0 if probs.token_ids is None else probs.token_ids[-1] < FIRST
     assert llm.stats().drafter_failures == 0
+
+
+@pytest.mark.usefixtures("always_drafts")
+@pytest.mark.parametrize(("backend", "tree_width", "quant"), [("native", 1, "auto"), ("native", 3, "none"), ("torch", 1, "none")])
+def test_a_text_says_which_ids_are_guessed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, tree_width: int, quant: str
+) -> None:
+    """The ids of its words, and no others; no token changes, and doctor counts the rows that are copied."""
+    proposed: set[int] = set()
+    propose = PairDrafter.propose
+
+    def kept(self: PairDrafter, *given: Any) -> list[DraftTree | None]:
+        found = propose(self, *given)
+        proposed.update(token for tree in found if tree is not None for token in tree.token_ids[1:])
+        return found
+
+    monkeypatch.setattr(PairDrafter, "propose", kept)
+    target, text, ids = write_whole(tmp_path), tmp_path / "text", range(VOCABULARY - FIRST, VOCABULARY)
+    text.write_text(" ".join(f"w{token}" for token in ids), encoding="utf-8")
+    options = {"num_ids": FIRST, "ids_of": str(text)}
+    plain = open_llm(target, "none", backend=backend)
+    llm = open_llm(target, "mtp", tree_width=tree_width, draft_quant=quant, drafter_options=options, backend=backend)
+    assert f"{FIRST} draft ids" in llm.banner
+    assert isinstance(llm.drafter, PairDrafter)
+    assert llm.drafter.head.target_ids is not None
+    assert llm.drafter.head.target_ids.tolist() == list(ids)
+    for params in (GREEDY, SAMPLED, PENALISED):
+        assert [one.token_ids for one in llm.generate(PROMPTS, params)] == [one.token_ids for one in plain.generate(PROMPTS, params)]
+    assert len(proposed) > 3
+    assert proposed <= set(ids)
+    assert llm.stats().drafter_failures == 0
+    found = diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), drafter_options=options, draft_quant="none"))
+    whole = diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), draft_quant="none"))
+    assert found.memory.draft.weights_bytes - whole.memory.draft.weights_bytes == FIRST * 64 * 4
+    assert f"guesses the {FIRST} most frequent ids of {text}" in str(found.as_dict())
+
+
+def test_a_text_that_is_not_there_is_an_error_before_the_target_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, options = write_whole(tmp_path), {"ids_of": str(tmp_path / "none")}
+    text = "which does not exist: give a text like those you generate"
+    found = diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), drafter_options=options))
+    assert any(text in problem for problem in found.problems)
+    monkeypatch.setattr("paceline.engine.open.load_runtime", lambda *given, **named: pytest.fail("the target was loaded"))
+    with pytest.raises(ConfigError, match=text):
+        open_llm(target, "mtp", drafter_options=options)
 
 
 def test_all_ids_are_guessed_where_nothing_is_said(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from paceline.config import EngineConfig, SpeculationConfig, cache_directory
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.eagle import layers_of, open_eagle_drafter, open_gguf_head
+from paceline.drafters.frequent_ids import read_text
 from paceline.drafters.gemma4_assistant import open_assistant, open_gguf_assistant, suits
 from paceline.drafters.head_files import HeadFiles, is_head_file
 from paceline.drafters.head_kinds import HeadKind
@@ -164,6 +165,8 @@ def prepare(target: Path, engine: EngineConfig, speculation: SpeculationConfig, 
     options.check_read(drafter.name for drafter in drafters)
     if options.num_ids is not None:
         options.guessed_ids(read_model_config(target).vocab_size)
+    if options.ids_of is not None:
+        read_text(options.ids_of)
     if len(names) > 1 and len(drafters) < len(names):
         raise IncompatibleDrafterError(f"drafter list {list(names)} holds 'none': name drafters only, or use 'none' alone")
     if len(names) > 1:

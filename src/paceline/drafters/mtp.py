@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from paceline.config import QuantOptions
+from paceline.drafters.frequent_ids import GuessedIds, guessed_ids
 from paceline.drafters.head_experts import with_single_experts
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_gates import GATE, with_gates
@@ -37,7 +38,7 @@ from paceline.models.gguf.weights import num_modules, open_module
 from paceline.models.layers import ExpertMLP
 from paceline.models.quantized_cache import quantized_weights
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
-from paceline.models.weights import AnyTensor, MadeWeights, Tensor, Weights, as_float32, first_rows
+from paceline.models.weights import AnyTensor, MadeWeights, Tensor, Weights, as_float32, some_rows
 from paceline.runtimes.base import Network
 from paceline.runtimes.decoder import LOGITS, Blocks, Compose, Value, decoder_layer
 from paceline.runtimes.load import open_head
@@ -124,8 +125,8 @@ class MtpModule:
         may_be_plain: the next feature may be the output in front of the final norm.
         notices: lines a user should see.
         with_copies: the same with the file's copies of the target's matrices, where these are no longer the same.
-        num_ids: it guesses ids below it alone; None = all.
-        is_copy: `lm_head.weight` is a quantised copy of the rows of these ids.
+        ids: that it guesses alone, ascending: the first ones (a range), or others, [Vd]; None = all.
+        is_copy: `lm_head.weight` is a copy of the rows of these ids.
     """
 
     config: PairConfig
@@ -136,7 +137,7 @@ class MtpModule:
     may_be_plain: bool
     notices: tuple[str, ...]
     with_copies: "MtpModule | None" = None
-    num_ids: int | None = None
+    ids: GuessedIds | None = None
     is_copy: bool = False
 
 
@@ -220,20 +221,22 @@ def _with_own_matrices(module: MtpModule, own: Mapping[str, Tensor]) -> MtpModul
     )
 
 
-def with_first_ids(module: MtpModule, count: int, quant: QuantOptions | None = None, *, num_threads: int = 1) -> MtpModule:
-    """The module that guesses ids below `count` alone: the frequent ones, where the vocabulary is in the order of its merges.
+def with_ids(module: MtpModule, ids: GuessedIds, quant: QuantOptions | None = None, *, num_threads: int = 1) -> MtpModule:
+    """The module that guesses some ids alone: frequent ones, which the first are, where the vocabulary is in the order of its merges.
 
     Guesses are drawn from the distribution over these ids.
 
     Args:
-        quant: to so many bits the rows of the vocabulary matrix are copied; None, or where they take no more: they are a view.
+        ids: ascending; a range begins at 0, and its rows of the vocabulary matrix are read where they lie.
+        quant: to so many bits these rows are copied; None, or where they take no more: they stay as they are stored.
     """
-    first = Weights({**module.weights, "lm_head.weight": first_rows(module.weights["lm_head.weight"], count)})
-    weights = first
+    rows = some_rows(module.weights["lm_head.weight"], slice(ids.stop) if isinstance(ids, range) else ids)
+    stored = Weights({**module.weights, "lm_head.weight": rows})
+    weights = stored
     if quant is not None:
         others_stay = replace(quant, overrides=(("lm_head.weight", quant.bits), ("*", None)))
-        weights = quantized_weights(first, others_stay, None, num_threads=num_threads)
-    return replace(module, weights=weights, num_ids=count, is_copy=weights is not first)
+        weights = quantized_weights(stored, others_stay, None, num_threads=num_threads)
+    return replace(module, weights=weights, ids=ids, is_copy=weights is not stored or not isinstance(ids, range))
 
 
 def open_gguf_module(path: Path) -> HeadFiles | None:
@@ -334,7 +337,8 @@ def open_mtp_head(
         lm_head_of=None if module.config.own_lm_head or module.is_copy else lm_head_of,
         rounds_rows=module.is_copy,
     )
-    return PairHead(module.config, runtime, runtime, module.embedding, target_ids=None, num_ids=module.num_ids, notices=module.notices)
+    first, chosen = (len(module.ids), None) if isinstance(module.ids, range) else (None, module.ids)
+    return PairHead(module.config, runtime, runtime, module.embedding, target_ids=chosen, num_ids=first, notices=module.notices)
 
 
 def candidates(module: MtpModule) -> tuple[PairConfig, ...]:
@@ -356,16 +360,16 @@ def open_mtp(files: HeadFiles, target: LoadedTarget) -> PairDrafter:
         ConfigError: it is to guess more ids than there are.
     """
     sizes = target.runtime.config
-    num_ids = target.head_options.guessed_ids(sizes.vocab_size)
+    ids = guessed_ids(target.head_options, target.tokenizer, sizes.vocab_size)
     module = load_mtp(files, sizes, open_weights(target.directory, sizes), num_threads=target.engine.num_threads)
     modules = [replace(one, weights=target.quantized(one.weights, files.files)) for one in (module, module.with_copies) if one is not None]
 
-    def opened(config: PairConfig, max_context: int, num_ids: int | None = None) -> PairHead:
+    def opened(config: PairConfig, max_context: int, ids: GuessedIds | None = None) -> PairHead:
         own = config.own_embedding, config.own_lm_head
         one = next(one for one in modules if (one.config.own_embedding, one.config.own_lm_head) == own)
         one, num_threads = replace(one, config=config), target.engine.num_threads
-        if num_ids is not None:
-            one = with_first_ids(one, num_ids, target.copy_quant, num_threads=num_threads)
+        if ids is not None:
+            one = with_ids(one, ids, target.copy_quant, num_threads=num_threads)
         shared = target.lm_head_of
         return open_mtp_head(one, num_threads=num_threads, max_context=max_context, device=target.device, lm_head_of=shared)
 
@@ -376,7 +380,7 @@ def open_mtp(files: HeadFiles, target: LoadedTarget) -> PairDrafter:
         flag = module.config.normed_recurrence if named.normed_recurrence is None else named.normed_recurrence
         admitted = (replace(module.config, normed_recurrence=flag),)
     config, notices = settle(files, admitted, opened, target, target.vocab_size)
-    head = opened(config, target.max_context, num_ids)
+    head = opened(config, target.max_context, ids)
     return PairDrafter(head, target.cache, vocab_size=target.vocab_size, tree_width=target.speculation.tree_width, notices=notices)
 
 

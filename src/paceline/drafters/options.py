@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.trees import GROWN_TREES, STATIC_TREES
@@ -34,12 +35,14 @@ class HeadOptions:
     Attributes:
         medusa_tree: see `MedusaDrafter`; None = its default.
         variant: conventions that an EAGLE or MTP head's files lack or have wrong; None = found by calibration.
-        num_ids: an MTP head guesses ids below it alone; None = all.
+        num_ids: an MTP head guesses so many ids alone, the first ones unless `ids_of` says which; None = all, or a usual number.
+        ids_of: a text, whose most frequent ids these are; None = there is none.
     """
 
     medusa_tree: str | None = None
     variant: PairVariant | None = None
     num_ids: int | None = None
+    ids_of: Path | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> "HeadOptions":
@@ -81,7 +84,7 @@ class HeadOptions:
             ConfigError: the target has fewer than were asked for.
         """
         if self.num_ids is None:
-            return None
+            return None if self.ids_of is None else min(USUAL_IDS, vocab_size)
         if self.num_ids > vocab_size:
             raise ConfigError(
                 f"drafter_options: {NUM_IDS} is {self.num_ids} and the target has {vocab_size} ids: "
@@ -154,10 +157,17 @@ def _read_num_ids(value: object) -> int:
     return count
 
 
-TREE, NUM_IDS = "tree", "num_ids"
+def _read_path(value: object) -> Path:
+    if not isinstance(value, str | Path) or not str(value).strip():
+        raise ValueError(value)
+    return Path(value).expanduser()
+
+
+TREE, NUM_IDS, IDS_OF = "tree", "num_ids", "ids_of"
 LEAST_IDS = 256
+USUAL_IDS = 16384  # of a text
 _SIDE_BY_SIDE = 16  # outputs in the kernels: numbers of ids are rounded up to a multiple of it
-_FIELDS = {TREE: "medusa_tree", NUM_IDS: "num_ids"}
+_FIELDS = {TREE: "medusa_tree", NUM_IDS: "num_ids", IDS_OF: "ids_of"}
 TREES = (*GROWN_TREES, *STATIC_TREES)
 _LATER = (HeadKind.EAGLE3, HeadKind.PEAGLE)
 OPTIONS: Mapping[str, Option] = {
@@ -168,5 +178,6 @@ OPTIONS: Mapping[str, Option] = {
     "normed_recurrence": Option((HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.MTP), "true or false", _read_flag),
     "mask_token_id": Option((HeadKind.PEAGLE,), "a token id", _read_id),
     NUM_IDS: Option((HeadKind.MTP,), f"a number of ids from {LEAST_IDS} to the size of the target's vocabulary", _read_num_ids),
+    IDS_OF: Option((HeadKind.MTP,), "a text file", _read_path),
 }
 """All options by name; those that are no fields of `HeadOptions` are fields of `PairVariant`."""

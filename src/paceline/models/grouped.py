@@ -136,11 +136,11 @@ class GroupedMatrix:
         rows, columns = self.shape
         return super_blocks_size(rows * columns, own.code_bits, columns // own.scales.shape[1], has_minimums=own.minimums is not None)
 
-    def first_rows(self, count: int) -> "GroupedMatrix":
-        """The matrix of the first `count` rows: a view."""
-        minimums = None if self.minimums is None else self.minimums[:count]
-        blocks = None if self.super_blocks is None else self.super_blocks.of(lambda array: array[:count])
-        return replace(self, codes=self.codes[:count], scales=self.scales[:count], minimums=minimums, super_blocks=blocks)
+    def some_rows(self, rows: NDArray[np.int64] | slice) -> "GroupedMatrix":
+        """The matrix of some rows: of a slice a view, else a copy."""
+        minimums = None if self.minimums is None else self.minimums[rows]
+        blocks = None if self.super_blocks is None else self.super_blocks.of(lambda array: array[rows])
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows], minimums=minimums, super_blocks=blocks)
 
     def with_runs(self, runs: NDArray[np.int64]) -> "GroupedMatrix":
         """With runs of 32 columns in another order, for groups no longer than a run.

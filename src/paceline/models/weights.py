@@ -270,11 +270,12 @@ def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     return ((bits + (np.uint32(0x7FFF) + ((bits >> _BF16_SHIFT) & np.uint32(1)))) >> _BF16_SHIFT).astype(np.uint16)
 
 
-def first_rows(tensor: AnyTensor, count: int) -> AnyTensor:
-    """The matrix of the first `count` rows: a view."""
+def some_rows(tensor: AnyTensor, rows: NDArray[np.int64] | slice) -> AnyTensor:
+    """The matrix of some rows: of a slice a view, else a copy."""
     if isinstance(tensor, GroupedTensor):
-        return replace(tensor, matrix=tensor.matrix.first_rows(count))
-    return Tensor(tensor.array[:count], tensor.weight_type, (count, *tensor.shape[1:]))
+        return replace(tensor, matrix=tensor.matrix.some_rows(rows))
+    array = tensor.array[rows]
+    return Tensor(array, tensor.weight_type, array.shape)
 
 
 def _is_offset(name: str) -> bool:

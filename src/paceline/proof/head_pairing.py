@@ -12,11 +12,12 @@ from paceline.config import QuantOptions
 from paceline.drafters import HeadOptions
 from paceline.drafters.eagle.checkpoint import check_embedded, open_eagle
 from paceline.drafters.eagle.variants import admitted
+from paceline.drafters.frequent_ids import read_text
 from paceline.drafters.gemma4_assistant.checkpoint import load_assistant
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.checkpoint import load_medusa
-from paceline.drafters.mtp import load_mtp, with_first_ids
+from paceline.drafters.mtp import load_mtp, with_ids
 from paceline.drafters.pairs.config import PairConfig
 from paceline.models.config import WeightType
 from paceline.models.kv_type import KVType
@@ -71,6 +72,7 @@ def judge_head(
 
     Raises:
         CheckpointError, IncompatibleDrafterError: it cannot guess for this target.
+        ConfigError: an option has a value it does not take.
     """
     if files.kind is HeadKind.MEDUSA:
         return _judge_medusa(files, target, options)
@@ -119,12 +121,15 @@ def _judge_mtp(
     shared = () if module.config.own_lm_head else ("lm_head.weight",)
     weights = Weights({name: tensor for name, tensor in module.weights.items() if name not in shared})
     place = "a file of its own" if files.is_speculators else "the target's own checkpoint"
-    limit = "" if num_ids is None else f" that guesses ids below {num_ids}"
+    if options.ids_of is not None:
+        read_text(options.ids_of)
+    chosen = "" if options.ids_of is None else f"the {num_ids} most frequent ids of {options.ids_of}"
+    limit = "" if num_ids is None else f" that guesses {chosen or f'ids below {num_ids}'}"
     summary = f"mtp module of {place}{limit}; {_sizes_fit(target.config.hidden_size)}"
     facts = _pair_facts(files, module.config, weights)
     if num_ids is not None:
-        first = with_first_ids(module, num_ids, copy_quant)
-        facts = replace(facts, copied_bytes=first.weights.facts("lm_head.weight").nbytes if first.is_copy else 0)
+        own = with_ids(module, np.arange(num_ids) if chosen else range(num_ids), copy_quant)  # as many as those it will guess
+        facts = replace(facts, copied_bytes=own.weights.facts("lm_head.weight").nbytes if own.is_copy else 0)
     return facts, PairVerdict(True, summary, None, module.notices)
 
 

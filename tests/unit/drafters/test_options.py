@@ -31,6 +31,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
         ({"boundaries": "2, 8,13"}, HeadOptions(variant=PairVariant(boundaries=(2, 8, 13)))),
         ({"boundaries": [2, 8, 13]}, HeadOptions(variant=PairVariant(boundaries=(2, 8, 13)))),
         ({"num_ids": "32768"}, HeadOptions(num_ids=32768)),
+        ({"num_ids": 512, "ids_of": "a.txt"}, HeadOptions(num_ids=512, ids_of=Path("a.txt"))),
         ({"num_ids": 256, "normed_recurrence": True}, HeadOptions(num_ids=256, variant=PairVariant(normed_recurrence=True))),
         ({"norm_before_residual": "true"}, HeadOptions(variant=PairVariant(norm_before_residual=True))),
         (
@@ -46,7 +47,7 @@ def test_options_are_values_or_their_text(given: Mapping[str, object], expected:
 
 
 def test_every_convention_of_a_head_is_an_option() -> None:
-    assert set(OPTIONS) - {"tree", "num_ids"} == set(PairVariant.__dataclass_fields__)
+    assert set(OPTIONS) - {"tree", "num_ids", "ids_of"} == set(PairVariant.__dataclass_fields__)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,8 @@ def test_every_convention_of_a_head_is_an_option() -> None:
         ({"num_ids": 300.0}, "num_ids is 300.0"),
         ({"num_ids": True}, "num_ids is True"),
         ({"num_ids": 0}, "num_ids is 0"),
+        ({"ids_of": 3}, "ids_of is 3: use a text file"),
+        ({"ids_of": " "}, "ids_of is ' '"),
         ({"branches": 2}, "'branches' is unknown; there are tree \\(medusa\\), boundaries \\(eagle3 and peagle\\)"),
     ],
 )
@@ -87,6 +90,8 @@ def test_each_kind_of_head_is_told_what_it_knows_and_no_more() -> None:
 def test_a_number_of_ids_is_rounded_up_but_not_beyond_the_vocabulary(asked: int, expected: int) -> None:
     assert HeadOptions(num_ids=asked).guessed_ids(600) == expected
     assert HeadOptions().guessed_ids(600) is None
+    assert HeadOptions(ids_of=Path("a.txt")).guessed_ids(600) == 600
+    assert HeadOptions(ids_of=Path("a.txt")).guessed_ids(248320) == 16384
     with pytest.raises(ConfigError, match="num_ids is 601 and the target has 600 ids: use at most 600, or leave it out"):
         HeadOptions(num_ids=601).guessed_ids(600)
 

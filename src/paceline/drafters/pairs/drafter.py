@@ -100,7 +100,7 @@ class PairDrafter(Drafter):
         if config.boundaries:
             parts.append(f"features of layers {', '.join(map(str, config.boundaries))}")
         if self.head.target_ids is not None:
-            parts.append(f"{layers.vocab_size} draft ids")
+            parts.append(f"{len(self.head.target_ids)} draft ids")
         if self.head.num_ids is not None:
             parts.append(f"guesses ids below {self.head.num_ids}")
         if self._tree_width > 1:

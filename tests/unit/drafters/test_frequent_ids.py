@@ -1,0 +1,76 @@
+"""Which ids a text has most."""
+
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from paceline import ConfigError
+from paceline.drafters import frequent_ids as module
+from paceline.drafters.frequent_ids import frequent_ids, guessed_ids, read_text
+from paceline.drafters.options import HeadOptions
+from paceline.tokenizer.tokenizer import Tokenizer
+
+
+class Letters:
+    """Ids are the letters' places, a = 0; 25 ends a text."""
+
+    end_token_ids = (25, 600)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [ord(letter) - ord("a") for letter in text]
+
+
+LETTERS = cast(Tokenizer, Letters())
+
+
+def test_the_most_frequent_and_the_end_are_taken_then_the_lowest() -> None:
+    text = "xxxxwwwqq" + "t"
+    assert frequent_ids(text, LETTERS, 4, 26).tolist() == [16, 22, 23, 25]
+    assert frequent_ids(text, LETTERS, 8, 26).tolist() == [0, 1, 2, 16, 19, 22, 23, 25], "of ids without a use the lowest"
+    assert frequent_ids("ba", LETTERS, 2, 26).tolist() == [0, 25], "of ids as frequent the lowest"
+    assert frequent_ids("", LETTERS, 26, 26).tolist() == list(range(26))
+
+
+def test_ids_that_the_matrix_lacks_are_left_out() -> None:
+    assert frequent_ids("zzzzc", LETTERS, 2, 10).tolist() == [0, 2]
+
+
+def test_a_long_text_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CHUNK", 3)
+    assert frequent_ids("abcdexyxyxy", LETTERS, 3, 26).tolist() == [23, 24, 25]
+
+
+def test_a_text_makes_a_set_and_no_text_the_first_ids(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_text("x" * 9, encoding="utf-8")
+    assert guessed_ids(HeadOptions(), LETTERS, 600) is None
+    assert guessed_ids(HeadOptions(num_ids=256), LETTERS, 600) == range(256)
+    found = guessed_ids(HeadOptions(num_ids=256, ids_of=path), LETTERS, 600)
+    assert found is not None
+    assert list(found) == list(range(256)), "both are among the first"
+    with pytest.raises(ConfigError, match="num_ids is 601 and the target has 600"):
+        guessed_ids(HeadOptions(num_ids=601, ids_of=path), LETTERS, 600)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "ids_of is '.*text', which does not exist: give a text like those you generate"),
+        (b"", "which is empty"),
+        (b"ab\xff", "which is not UTF-8 at byte 2: convert it first"),
+        (b"x" * 41, "ids_of cannot be read: .*text"),
+    ],
+)
+def test_what_is_no_text_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, message: str) -> None:
+    monkeypatch.setattr(module, "MAX_TEXT_BYTES", 40)
+    if content is not None:
+        (tmp_path / "text").write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        read_text(tmp_path / "text")
+
+
+def test_a_directory_is_no_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ids_of cannot be read: .* directory"):
+        read_text(tmp_path)
