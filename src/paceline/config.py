@@ -129,7 +129,8 @@ class SpeculationConfig:
         num_draft_tokens: tokens to draft per step at most, or "auto" (16): how many is decided step by step, by what pays.
         tree_width: guesses per position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.
         draft_quant: quantise draft models and heads while loading them: "none", "int8", "int4" or `QuantOptions`; "auto": draft models on
-            the CPU, to 4 bits beside a target of at most 10 bits a value, to 8 beside one of 16, heads not at all.
+            the CPU, to 4 bits beside a target of at most 10 bits a value, to 8 beside one of 16, and rows that a
+            head copies of the target's vocabulary matrix likewise; nothing else of heads.
         draft_adapter: directory of a LoRA adapter that the draft model computes with; None = it computes as it is.
         drafter_options: settings of single methods by name, such as {"tree": "accuracy"}; see drafters/options.py.
         acceptance: which guesses are kept: "match" (those the target itself draws: a seed gives the same text as without drafting) or

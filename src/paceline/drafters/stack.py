@@ -106,6 +106,7 @@ class StackDrafter(Drafter):
         self._acceptance = RequestState[list[_Acceptance]]()
         self._asked = RequestState[_Asked]()
         self._draft_s = [0.0 for _ in drafters]  # of one call to `propose`
+        self._timed_depth: int | None = None  # of guesses that were not copied, in the last proposal; None = nobody was asked for some
         self._pass_s = 0.0  # from the end of a proposal until its rows are observed
         self._proposed_at: float | None = None
         self._has_warned = [False for _ in drafters]
@@ -120,6 +121,7 @@ class StackDrafter(Drafter):
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         asked = [_Asked(budget, len(request.token_ids)) for request, budget in zip(requests, budgets, strict=True)]
         failed: dict[int, Exception] = {}
+        self._timed_depth = None
         for member in range(len(self._drafters)):
             if not self._backoffs[member].is_due():
                 failed[member] = self._last_errors[member]
@@ -134,8 +136,6 @@ class StackDrafter(Drafter):
         trees = [self._merge(request, one) for request, one in zip(requests, asked, strict=True)]
         for request, one in zip(requests, asked, strict=True):
             self._asked[request] = one
-        computed = [tree.tree_depth for one in asked for member, tree in one.trees.items() if not self._drafters[member].is_copier]
-        self.computed_depth = max(computed, default=0)
         self._proposed_at = time.perf_counter()
         return trees
 
@@ -158,6 +158,9 @@ class StackDrafter(Drafter):
 
     def can_copy(self, request: Request) -> bool:
         return any(drafter.is_copier and drafter.can_guess(request) for drafter in self._drafters)
+
+    def timed_depth(self, deepest: int) -> int | None:
+        return deepest if all(drafter.is_copier for drafter in self._drafters) else self._timed_depth
 
     def may_guess(self, request: Request, max_reading_s: float) -> bool:
         return any(drafter.may_guess(request, max_reading_s) for drafter in self._drafters)
@@ -218,6 +221,8 @@ class StackDrafter(Drafter):
             return as_exception(error)
         self._backoffs[member].note(failed=False)
         seconds = time.perf_counter() - start
+        if not self._drafters[member].is_copier:
+            self._timed_depth = max([self._timed_depth or 0, *[tree.tree_depth for _, _, tree, _ in answers if tree is not None]])
         if all(self._rates(request)[member].has_read for request in requests):
             self._draft_s[member] = _smooth(self._draft_s[member], seconds)
         for request, one, tree, chances in answers:
@@ -245,7 +250,7 @@ class StackDrafter(Drafter):
         chances, last = [1.0], dict[int, float]()
         for node in range(1, len(tree.parents)):
             parent = tree.parents[node]
-            if tree.probs is not None:
+            if tree.probs is not None and not tree.draft_probs:  # of what was drawn for rejection no choice may depend
                 chance = acceptance.offset.chance(calibration.of_prob(tree.probs[node], is_first=parent not in last))
             else:
                 chance = last[parent] * SIBLING_SHARE if parent in last else acceptance.rate

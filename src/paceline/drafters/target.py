@@ -77,7 +77,7 @@ class LoadedTarget:
 
     @property
     def lm_head_of(self) -> Network | None:
-        """Whose vocabulary matrix heads without one may read where it lies; None = heads are quantised anew."""
+        """Whose vocabulary matrix heads without one may read where it lies, or copy rows of; None = heads are quantised anew."""
         return self.runtime if self.head_quant is None else None
 
     def quantized(self, weights: Weights, files: Sequence[Path]) -> Weights:

@@ -156,7 +156,7 @@ class GroupedMatrix:
         """The exact values of `rows`, [len(rows), K] float32."""
         codes = unpack_nibbles(self.codes[rows].view(np.uint8)) if self.bits == 4 else self.codes[rows]
         scales = self.scales[rows]
-        values = (codes if self.table is None else self.table[codes]).astype(np.float32).reshape(*scales.shape, -1)
+        values = (codes if self.table is None else self.table[codes]).astype(np.float32).reshape(*scales.shape, self.group)
         if self.table is None and self.zero_point:
             values -= np.float32(self.zero_point)  # exact, as both are whole numbers
         values *= scales[..., None]

@@ -37,7 +37,7 @@ class HeadFacts:
     Attributes:
         weights: its own tensors, without those it shares with the target.
         cache_bytes_per_1k: keys and values of 1000 tokens beside the target's.
-        copied_bytes: of the rows that it copies, quantised, of the target's vocabulary matrix.
+        copied_bytes: of the rows of the vocabulary matrix that it copies.
     """
 
     path: Path
@@ -129,7 +129,10 @@ def _judge_mtp(
     facts = _pair_facts(files, module.config, weights)
     if num_ids is not None:
         own = with_ids(module, np.arange(num_ids) if chosen else range(num_ids), copy_quant)  # as many as those it will guess
-        facts = replace(facts, copied_bytes=own.weights.facts("lm_head.weight").nbytes if own.is_copy else 0)
+        if own.is_copy:
+            weights = Weights({name: tensor for name, tensor in weights.items() if name != "lm_head.weight"})
+            copied = own.weights.facts("lm_head.weight").nbytes
+            facts = replace(_pair_facts(files, module.config, weights), copied_bytes=copied)
     return facts, PairVerdict(True, summary, None, module.notices)
 
 

@@ -52,6 +52,7 @@ class DraftController(DraftLearning):
 
     def plan(self, batch: Sequence[RequestRows], drafting: Sequence[tuple[RequestRows, Drafter]], max_rows: int | None) -> None:
         self._choice, self._probed, self._asked, self._asks_together = None, None, None, False
+        self._expected_kept, self._num_kept, self._faster = None, 0, 0.0  # of a step that failed
         open_ones = [one for one in drafting if one[0].budget is not None]
         if not open_ones:
             return

@@ -120,8 +120,6 @@ class Drafter(ABC):
     """Whether it stops guessing by `DraftBudget.least_reach` and `chance`; where not, these are not worked out for it."""
     is_copier: bool = False
     """Whether it copies what was said before, in next to no time."""
-    computed_depth: int | None = None
-    """Depth of the deepest guess of the last proposal that was not copied; None = nothing was copied."""
     notices: Sequence[str] = ()
     """Lines a user should see at load."""
 
@@ -150,6 +148,11 @@ class Drafter(ABC):
     def can_copy(self, request: Request) -> bool:
         """Whether it can guess for a request in next to no time, although its other guesses take longer."""
         return False
+
+    def timed_depth(self, deepest: int) -> int | None:
+        """The depth of guesses that the last proposal's time is of, whose deepest guess was `deepest`; None = only copies were asked for,
+        whose time says nothing of other guesses."""
+        return deepest
 
     def may_guess(self, request: Request, max_reading_s: float) -> bool:
         """Whether it can guess for a request without reading for longer than this."""

@@ -89,9 +89,8 @@ class DrafterCalls:
         self.seconds += seconds
         read_s = max(0.0, unread_s - sum(map(drafter.reading_s, unread)))
         deepest = max([rows.tree.tree_depth for rows, _ in asked if rows.tree is not None], default=0)
-        computed = drafter.computed_depth
-        if computed is None or computed > 0:
-            policy.observe_draft(drafter, len(asked), deepest if computed is None else computed, max(0.0, seconds - read_s), read_s)
+        if (depth := drafter.timed_depth(deepest)) is not None:
+            policy.observe_draft(drafter, len(asked), depth, max(0.0, seconds - read_s), read_s)
 
     def _take(self, rows: RequestRows, budget: DraftBudget, tree: DraftTree | None) -> None:
         """Hang a tree without what cannot be used: ids that do not exist, nodes too deep or over budget.

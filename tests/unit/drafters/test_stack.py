@@ -291,10 +291,24 @@ def test_the_depth_that_took_time_is_that_of_guesses_that_were_not_copied(clock:
     copy.is_copier = True
     stack = StackDrafter([copy, model])
     stack.propose([make_request(1)], [DraftBudget(9, 5)])
-    assert stack.computed_depth == 0
+    assert stack.timed_depth(3) == 0, "the model was asked, and took its time to say nothing"
     copy.answer, model.answer = lambda request: None, chain(5, 6)
     stack.propose([make_request(1)], [DraftBudget(9, 5)])
-    assert stack.computed_depth == 2
+    assert stack.timed_depth(2) == 2
+    copy.answer = chain(7, 8, 9)
+    stack.propose([make_request(1)], [DraftBudget(9, 5)])
+    assert stack.timed_depth(3) == 2, "the copy is deeper"
+    stack.propose([make_request(1)], [DraftBudget(9, 5, copies_only=True)])
+    assert stack.timed_depth(3) is None, "the model was not asked"
+
+
+def test_where_all_copy_their_time_is_that_of_their_guesses(clock: Clock) -> None:
+    members = [Scripted("first", chain(7, 8, 9)), Scripted("second", lambda request: None)]
+    for member in members:
+        member.is_copier = True
+    stack = StackDrafter(members)
+    stack.propose([make_request(1)], [DraftBudget(9, 5)])
+    assert (stack.timed_depth(3), stack.timed_depth(0)) == (3, 0)
 
 
 def test_each_member_sees_the_boundaries_it_asked_for() -> None:

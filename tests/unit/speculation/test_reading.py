@@ -144,10 +144,11 @@ def test_copies_say_nothing_of_what_other_guesses_take(monkeypatch: pytest.Monke
     speculator, drafter = open_speculator(3, 0.0, monkeypatch)
     depths: list[int] = []
     monkeypatch.setattr(speculator.policy, "observe_draft", lambda who, count, depth, *_: depths.append(depth))
-    for drafter.computed_depth in (None, 0, 2):
+    for timed in (3, None, 0, 2):
+        monkeypatch.setattr(drafter, "timed_depth", lambda deepest, timed=timed: timed)
         rows = RequestRows.of(make_request(), 1)
         speculator.propose([rows])
-    assert depths == [3, 2]
+    assert depths == [3, 0, 2]
 
 
 def test_reading_time_follows_what_was_measured_and_few_tokens_cost_nothing(seed: int) -> None:
