@@ -273,6 +273,24 @@ def test_a_path_is_a_model_and_the_banner_says_what_speculation_does(directory: 
     assert open_llm(drafter=["ngram"]).drafter_name == "ngram"
 
 
+@pytest.mark.usefixtures("always_drafts")
+def test_draft_models_have_names_of_their_own(open_llm: Open, directory: Path, tmp_path: Path) -> None:
+    """The second is never the first one: the target itself is always right, the other nearly never."""
+    other = write_checkpoint(tmp_path / "other", "llama", num_hidden_layers=1)
+    for paths in ([directory, other], [other, directory]):
+        llm = open_llm(drafter=["suffix", *map(str, paths)])
+        assert llm.drafter_name == "suffix+draft_model+draft_model_2"
+        rates = {}
+        for name in ("draft_model", "draft_model_2"):
+            (output,) = llm.generate("the cat", GREEDY, speculation={"drafter": name, "trees": True})
+            assert output.drafter == name
+            assert {source for step in output.steps for source in step.sources} == {name}
+            rates[name] = output.speculation.acceptance_rate
+        own = "draft_model" if paths[0] == directory else "draft_model_2"
+        assert rates.pop(own) == 1.0
+        assert max(rates.values()) < 0.5
+
+
 def test_a_context_shorter_than_what_is_timed_at_load_is_no_obstacle(open_llm: Open) -> None:
     for options in ({"max_context": 2, "num_draft_tokens": 64}, {"max_context": 40}, {"cache_gb": 16384 / 1e9}):
         llm = open_llm(**options)

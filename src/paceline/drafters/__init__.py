@@ -142,6 +142,10 @@ class PreparedDrafters:
         if self.made is not None:
             return self.made
         opened = [drafter.open(target) for drafter in self.drafters]
+        names = [drafter.name for drafter in opened]
+        for index, drafter in enumerate(opened):  # requests ask for one by its name, and what is learned of it goes by that
+            if (number := names[:index].count(drafter.name)) > 0:
+                drafter.name = f"{drafter.name}_{number + 1}"
         return StackDrafter(opened) if len(opened) > 1 else next(iter(opened), None)
 
 

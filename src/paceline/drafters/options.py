@@ -88,7 +88,7 @@ class HeadOptions:
         if self.num_ids > vocab_size:
             raise ConfigError(
                 f"drafter_options: {NUM_IDS} is {self.num_ids} and the target has {vocab_size} ids: "
-                f"use at most {vocab_size}, or leave it out to guess all ids"
+                f"{f'use at most {vocab_size}, or ' if vocab_size >= LEAST_IDS else ''}leave it out to guess all ids"
             )
         return min(-(-self.num_ids // _SIDE_BY_SIDE) * _SIDE_BY_SIDE, vocab_size)
 
@@ -166,6 +166,7 @@ def _read_path(value: object) -> Path:
 TREE, NUM_IDS, IDS_OF = "tree", "num_ids", "ids_of"
 LEAST_IDS = 256
 USUAL_IDS = 16384  # of a text
+_NUM_IDS_WANTED = f"a number of ids from {LEAST_IDS} to the size of the target's vocabulary, or leave it out to guess all ids"
 _SIDE_BY_SIDE = 16  # outputs in the kernels: numbers of ids are rounded up to a multiple of it
 _FIELDS = {TREE: "medusa_tree", NUM_IDS: "num_ids", IDS_OF: "ids_of"}
 TREES = (*GROWN_TREES, *STATIC_TREES)
@@ -177,7 +178,7 @@ OPTIONS: Mapping[str, Option] = {
     "rope_theta": Option((HeadKind.EAGLE, *_LATER), "the base of the rotations, such as 10000", _read_base),
     "normed_recurrence": Option((HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.MTP), "true or false", _read_flag),
     "mask_token_id": Option((HeadKind.PEAGLE,), "a token id", _read_id),
-    NUM_IDS: Option((HeadKind.MTP,), f"a number of ids from {LEAST_IDS} to the size of the target's vocabulary", _read_num_ids),
+    NUM_IDS: Option((HeadKind.MTP,), _NUM_IDS_WANTED, _read_num_ids),
     IDS_OF: Option((HeadKind.MTP,), "a text file", _read_path),
 }
 """All options by name; those that are no fields of `HeadOptions` are fields of `PairVariant`."""

@@ -78,7 +78,7 @@ class RequestSpeculation:
             )
         limit: object = self.max_draft_tokens
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or not 0 <= limit <= MAX_DRAFT_TOKENS):
-            text = f"it must be in [0, {MAX_DRAFT_TOKENS}]; left out, it is what the model was loaded with"
+            text = f"it must be a whole number in [0, {MAX_DRAFT_TOKENS}]; left out, it is what the model was loaded with"
             raise RequestError(f"speculation.max_draft_tokens is {limit!r}: {text}", parameter="speculation.max_draft_tokens")
 
     @classmethod

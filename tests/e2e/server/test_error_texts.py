@@ -67,7 +67,7 @@ SAID: list[tuple[Spoken, dict[str, Any], str]] = [
     (MESSAGES, {"messages": result_of([{"type": "image"}])}, 'messages[2].content[0].content[0].type is "image", which is not served here'),
     (RESPONSES, {"include": ["message.input_image.image_url"]}, "this server reads and writes text only"),
     (RESPONSES, {"include": ["all"]}, 'include[0] is "all", which is not served: send reasoning.encrypted_content'),
-    (CHAT, {"speculation": {"max_draft_tokens": 65}}, "speculation.max_draft_tokens is 65: it must be in [0, 64]"),
+    (CHAT, {"speculation": {"max_draft_tokens": 65}}, "speculation.max_draft_tokens is 65: it must be a whole number in [0, 64]"),
 ]
 
 
