@@ -81,6 +81,7 @@ INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, flo
         const int32_t *offsets = (const int32_t *)x + rows, *quad = (const int32_t *)x + GROUP_HEADER * rows;
         const int is_second = halves && begin / group % 2;
         GroupSums sums;
+        if (rows > 2 && at_once) leave_in_memory(sum, rows, panels);
         EACH_ROW EACH_PANEL sums.dot[n][row] = broadcast_int(offsets[row]);
         EACH_PANEL for (int line = 0; line < (minimum ? 2 : 1); line++) PREFETCH(at + (size_t)n * next + line * sizeof(floats))
         header = is_second ? header + sizeof(halfs) : at;

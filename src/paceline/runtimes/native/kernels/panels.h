@@ -25,6 +25,11 @@ typedef struct {
 #endif
 } GroupSums;
 
+/* Sums of all groups stay in memory where those of one group need the registers: compilers would move them there and back several times. */
+INLINE void leave_in_memory(floats sum[][MAX_ROWS], const int rows, const int panels) {
+    if (HAS_SIGNS) EACH_PANEL EACH_ROW __asm__("" : "+m"(sum[n][row]));
+}
+
 /* Quads of narrow codes whose pairs 16 bits hold: 8 of 4 bits, 4 of 5, 2 of 6. */
 #define QUADS_AT_ONCE(bits) (8 >> ((bits) - 4))
 

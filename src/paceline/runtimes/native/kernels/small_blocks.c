@@ -94,6 +94,7 @@ INLINE void multiply_tile(const Matrix *matrix, int first, const float *x, float
                 const int g = 2 * pair + half;
                 const int32_t *offsets = (const int32_t *)x + rows, *quad = (const int32_t *)x + GROUP_HEADER * rows;
                 GroupSums sums;
+                if (rows > 2 && kind != PANELS_IQ4_XS) leave_in_memory(sum, rows, panels);
                 words codes[MOST_PANELS];
                 EACH_ROW EACH_PANEL sums.dot[n][row] = broadcast_int(offsets[row]);
                 _Pragma("unroll") for (int number = 0; number < group / 4; number++) {

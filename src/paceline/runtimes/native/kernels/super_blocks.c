@@ -94,6 +94,7 @@ INLINE const float *add_groups(const uint8_t *at, size_t next, const float *x, f
         const int32_t *offsets = (const int32_t *)x + rows, *quad = (const int32_t *)x + GROUP_HEADER * rows;
         GroupSums sums;
         words high[MOST_PANELS] = {{0}};
+        leave_in_memory(sum, rows, panels);
         EACH_ROW EACH_PANEL sums.dot[n][row] = broadcast_int(offset_of(offsets, row, kind));
         if (high_bits) {
             EACH_PANEL {
