@@ -212,8 +212,10 @@ class Worth:
     _saved_s: float = 0.0
 
     def begun(self) -> "Worth":
-        """That of a new request, of which nothing is known but this of others: it is judged sooner."""
-        return Worth(min(self.num_asked, _WORTH_KNOWN // 2), 0 if self._saved_s >= 0.0 else 1, self._saved_s)
+        """That of a new request, of which nothing is known but this of others: it is judged sooner, and at once where they lost by it."""
+        if self._saved_s >= 0.0:
+            return Worth(min(self.num_asked, _WORTH_KNOWN // 2), 0, self._saved_s)
+        return Worth(min(self.num_asked, _WORTH_KNOWN - 1), 1, self._saved_s)
 
     def add(self, saved_s: float) -> int:
         """A question saved so many seconds; returns the steps to rest: more and more while it is not worth asking, fewer once one was."""
