@@ -298,6 +298,29 @@ def test_a_text_says_which_ids_are_guessed(
     assert f"guesses the {FIRST} most frequent ids of {text}" in str(found.as_dict())
 
 
+def test_a_matrix_of_the_modules_own_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By doctor: its copied rows take the place of all of them."""
+    target, found = write_whole(tmp_path), load_mtp
+
+    def with_own(*given: Any, **named: Any) -> MtpModule:
+        module = found(*given, **named)
+        return replace(module, config=replace(module.config, own_lm_head=True))
+
+    def bytes_of(**options: int) -> int:
+        question = DoctorQuestion(
+            model=str(target), drafters=("mtp",), drafter_options=options, quant=quant_options("quant", "int8"), draft_quant="auto"
+        )
+        memory = diagnose(question).memory
+        assert memory is not None
+        assert memory.draft is not None
+        return memory.draft.weights_bytes
+
+    shared = bytes_of(num_ids=FIRST)
+    monkeypatch.setattr("paceline.proof.head_pairing.load_mtp", with_own)
+    assert bytes_of(num_ids=FIRST) == shared
+    assert bytes_of() > shared
+
+
 def test_a_text_that_is_not_there_is_an_error_before_the_target_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, options = write_whole(tmp_path), {"ids_of": str(tmp_path / "none")}
     text = "which does not exist: give a text like those you generate"

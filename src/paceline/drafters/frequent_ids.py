@@ -37,7 +37,8 @@ def read_text(path: Path) -> str:
     try:
         content = read_small(path, MAX_TEXT_BYTES)
     except CheckpointError as error:
-        raise ConfigError(f"drafter_options: ids_of cannot be read: {error}") from None
+        reason = str(error).partition(";")[0]  # behind it is what to do about a checkpoint's file
+        raise ConfigError(f"drafter_options: ids_of cannot be read: {reason}; give a text file of at most {MAX_TEXT_BYTES} bytes") from None
     if not content:
         found = "does not exist" if content is None else "is empty"
         raise ConfigError(f"drafter_options: ids_of is {str(path)!r}, which {found}: give a text like those you generate")

@@ -357,7 +357,7 @@ def open_mtp(files: HeadFiles, target: LoadedTarget) -> PairDrafter:
 
     Raises:
         CheckpointError, IncompatibleDrafterError: the files hold no complete module.
-        ConfigError: it is to guess more ids than there are.
+        ConfigError: it is to guess more ids than there are, or those of a text that cannot be read.
     """
     sizes = target.runtime.config
     ids = guessed_ids(target.head_options, target.tokenizer, sizes.vocab_size)

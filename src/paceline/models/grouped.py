@@ -174,7 +174,7 @@ def pack_nibbles(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 def unpack_nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """The inverse of `pack_nibbles`: [N, K / 2] bytes to [N, K] codes."""
-    halves = packed.reshape(len(packed), -1, 1, RUN // 2)
+    halves = packed.reshape(len(packed), packed.shape[1] * 2 // RUN, 1, RUN // 2)
     return np.concatenate([halves & np.uint8(15), halves >> np.uint8(4)], axis=2).reshape(len(packed), packed.shape[1] * 2)
 
 

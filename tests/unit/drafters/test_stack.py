@@ -1,6 +1,7 @@
 """Who is asked, whose guess counts, and that what one lacks or breaks costs nothing where another has the answer."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from paceline.kv_cache.paged import CachedSequence
 from paceline.kv_cache.row_plan import TreeLayout, is_chain, num_rows
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
+from paceline.sampling.residual import TokenProbs
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -309,6 +311,19 @@ def test_where_all_copy_their_time_is_that_of_their_guesses(clock: Clock) -> Non
     stack = StackDrafter(members)
     stack.propose([make_request(1)], [DraftBudget(9, 5)])
     assert (stack.timed_depth(3), stack.timed_depth(0)) == (3, 0)
+
+
+def test_no_chance_depends_on_guesses_that_were_drawn(clock: Clock) -> None:
+    """With rejection a tree's shape alone may decide who is asked next: probabilities would tell which tokens were drawn."""
+    drawn = TokenProbs(np.full(9, 1 / 9), None)
+
+    def tree(prob: float) -> DraftTree:
+        return replace(DraftTree.grow(1, [5], [0], "x", {0: drawn}), probs=[1.0, prob])
+
+    stack, request = StackDrafter([Scripted("one", chain(5)), Scripted("other", chain(6))]), make_request(1)
+    assert stack._chances(0, request, tree(0.9)) == stack._chances(0, request, tree(0.1))
+    plain = [DraftTree.chain(1, [5], "x", [prob]) for prob in (0.9, 0.1)]
+    assert stack._chances(0, request, plain[0]) != stack._chances(0, request, plain[1])
 
 
 def test_each_member_sees_the_boundaries_it_asked_for() -> None:

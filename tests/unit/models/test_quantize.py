@@ -75,6 +75,12 @@ def test_codes_are_those_the_format_names() -> None:
 
 
 @every_kind
+def test_no_rows_have_no_values(bits: int, symmetric: bool) -> None:
+    matrix = quantize_matrix(normal(3, 64), bits=bits, group=32, symmetric=symmetric)
+    assert matrix.values(np.zeros(0, np.int32)).shape == (0, 64)
+
+
+@every_kind
 def test_a_group_of_zeros_has_scale_one_and_stays_zero(bits: int, symmetric: bool) -> None:
     values = normal(4, 128)
     values[1, 32:64] = 0
