@@ -215,7 +215,7 @@ class Worth:
         """That of a new request, of which nothing is known but this of others: it is judged sooner, and at once where they lost by it."""
         if self._saved_s >= 0.0:
             return Worth(min(self.num_asked, _WORTH_KNOWN // 2), 0, self._saved_s)
-        return Worth(min(self.num_asked, _WORTH_KNOWN - 1), 1, self._saved_s)
+        return Worth(min(self.num_asked, _WORTH_KNOWN - 1), max(1, self.rest // 2), self._saved_s)
 
     def add(self, saved_s: float) -> int:
         """A question saved so many seconds; returns the steps to rest: more and more while it is not worth asking, fewer once one was."""
@@ -239,7 +239,8 @@ class RequestAcceptance:
         num_resting: steps until the next of them.
         worth: what asking the drafter was worth lately, where that takes next to no time.
         num_idle: steps until the request is thought of again.
-        num_unable: steps in a row in which its drafter had nothing to guess from.
+        num_unable: steps in a row in which its drafter had nothing to guess from; guesses that were of no use halve it.
+        is_unable: whether that was so when it was thought of last.
         is_cheap: whether asking its drafter took next to no time when that was last judged.
         denied: steps that it rested last because drafting was not worth it, 0 = it was.
     """
@@ -253,6 +254,7 @@ class RequestAcceptance:
     worth: Worth = field(default_factory=Worth)
     num_idle: int = 0
     num_unable: int = 0
+    is_unable: bool = False
     is_cheap: bool = False
     denied: int = 0
     _rest: int = 0

@@ -88,7 +88,7 @@ class BatchRest:
             own = request.acceptance
             if own is None or own.num_idle == 0 or not rows.is_decoding or request.is_finished or request.processor.constraint is not None:
                 return
-            reasons.append(PlainReason.NO_GUESS if own.num_unable else PlainReason.DID_NOT_PAY)
+            reasons.append(PlainReason.NO_GUESS if own.is_unable else PlainReason.DID_NOT_PAY)
             least = min(least, own.num_idle)
         self._reasons, self.left = reasons, least
         self._lengthen(-least)

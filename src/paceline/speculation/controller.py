@@ -151,7 +151,7 @@ class DraftController(DraftLearning):
             rows.budget, rows.plain_reason = None, PlainReason.DID_NOT_PAY
             own.num_idle = own.until_shadow()
             return
-        own.num_unable = 0
+        own.num_unable, own.is_unable = own.num_unable // 2, False
         if is_alone:
             self._asked = own
         if budget is not None and not self._facts(drafter).calibration(rows.request).is_known:
@@ -167,7 +167,7 @@ class DraftController(DraftLearning):
             depth = 0 if budget is None else min(budget.max_depth, budget.row_budget - 1)
             if not calibration.is_known:
                 depth, most = min(depth, FIRST_TOKENS), min(most, FIRST_ROWS)
-            own.num_unable = 0
+            own.num_unable, own.is_unable = own.num_unable // 2, False
             chances = calibration.depths(depth) if len(open_ones) == 1 else calibration.depths_together(depth)
             gains.append(own.by_depth.paths(chances, calibration.doubt, LEAST_CHANCE))
         most = min(most, sum(map(len, gains)))

@@ -20,7 +20,7 @@ from paceline.speculation.row_choice import Choice
 from paceline.speculation.stats import PlainReason
 from paceline.speculation.step_times import StepTimes
 from paceline.speculation.tree import DraftTree
-from paceline.speculation.vain_time import VainTime
+from paceline.speculation.vain_time import OF_COPIES, OF_OTHERS, VainTime
 
 UNREADY = 4  # steps with guesses whose time is not learned of
 NOTED = 4  # of so many steps of a lone request one is measured
@@ -29,6 +29,7 @@ MUCH_MORE = 1.8  # times what was expected of a batch's guesses: what brings mor
 IDLE_INTERVAL = 64  # questions to a drafter after which a step is idle, to know what asking takes
 UNABLE_SHARE, VAIN_SHARE = 8, 4  # questions in a row without a guess, and steps of a batch without one of use, for each step of rest
 MOST_IDLE = 7  # steps of rest for either
+MOST_UNABLE = 32  # questions in a row without a guess, that a new request is taken to have had before
 
 
 class DraftLearning(DraftLengthPolicy):
@@ -78,6 +79,8 @@ class DraftLearning(DraftLengthPolicy):
         self._num_kept += len(accepted_nodes)
         self._faster += math.log1p(len(accepted_nodes))
         if request.acceptance is not None and (facts := self._facts_of(request)) is not None:
+            if accepted_nodes:
+                request.acceptance.num_unable = 0
             facts.learn(request, request.acceptance, tree, accepted_nodes)
 
     def observe_draft(self, drafter: Drafter, num_requests: int, depth: int, seconds: float, read_s: float) -> None:
@@ -93,11 +96,11 @@ class DraftLearning(DraftLengthPolicy):
         if own is None or own.num_idle == 0:
             return None
         own.num_idle -= 1
-        return PlainReason.NO_GUESS if own.num_unable else PlainReason.DID_NOT_PAY
+        return PlainReason.NO_GUESS if own.is_unable else PlainReason.DID_NOT_PAY
 
     def note_no_guess(self, request: Request, drafter: Drafter) -> None:
         own = self._own(request, drafter)
-        own.num_unable += 1
+        own.num_unable, own.is_unable = own.num_unable + 1, True
         own.num_idle = steps_until(rest_after(own.num_unable, UNABLE_SHARE, MOST_IDLE), self._num_steps + 1)
 
     def observe_step(self, batch: Sequence[RequestRows], pass_s: float, host_s: float, draft_s: float = 0.0, plan_s: float = 0.0) -> None:
@@ -203,7 +206,8 @@ class DraftLearning(DraftLengthPolicy):
             if num_kept > 0:
                 self._vain_time.forget()
             return
-        num_idle = self._vain_time.add(self._num_steps, spent)
+        copies = any(own.is_cheap or own.is_unable for rows in batch if (own := rows.request.acceptance) is not None)
+        num_idle = self._vain_time.add(self._num_steps, spent, OF_COPIES if copies else OF_OTHERS)
         if num_guesses == 0:
             num_idle = max(num_idle, rest_after(self._num_vain, VAIN_SHARE, MOST_IDLE))
         num_idle = steps_until(num_idle, self._num_steps)
@@ -257,6 +261,8 @@ class DraftLearning(DraftLengthPolicy):
     def release(self, request: Request) -> None:
         if self._rest.holds(request):
             self._rest.stop()
+        if request.acceptance is not None and (facts := self._facts_of(request)) is not None:
+            facts.num_unable = min(MOST_UNABLE, (facts.num_unable + request.acceptance.num_unable) // 2)
         request.acceptance = None
         if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             length = float(request.num_output_tokens)
@@ -274,5 +280,6 @@ class DraftLearning(DraftLengthPolicy):
     def _own(self, request: Request, drafter: Drafter) -> RequestAcceptance:
         own = request.acceptance
         if own is None or own.drafter != drafter.name:
-            own = request.acceptance = RequestAcceptance(drafter.name, worth=self._facts(drafter).worth.begun())
+            facts = self._facts(drafter)
+            own = request.acceptance = RequestAcceptance(drafter.name, worth=facts.worth.begun(), num_unable=facts.num_unable)
         return own

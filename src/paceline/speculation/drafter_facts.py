@@ -26,12 +26,14 @@ class DrafterFacts:
         times: by requests it guesses for at once (powers of 2), seconds of guessing by depth.
         num_asked: proposals so far.
         worth: of asking it for lone requests, where that takes next to no time.
+        num_unable: steps in a row at the end of requests in which it had nothing to guess from, the mean of the last ones.
     """
 
     calibrations: tuple[Calibration, Calibration] = field(default_factory=lambda: (Calibration(), Calibration()))
     times: dict[int, LinearTime] = field(default_factory=dict)
     num_asked: int = 0
     worth: Worth = field(default_factory=Worth)
+    num_unable: int = 0
 
     def calibration(self, request: Request) -> Calibration:
         """The one for guesses of this request."""

@@ -5,10 +5,28 @@ What a step takes besides its pass does not shrink with the model: of one that t
 takes 100 ms next to nothing.
 """
 
-SHARE = 0.005  # of all time
+from typing import NamedTuple
+
 FREE = 0.25  # steps' worth of it that may be spent at once
-MOST = 0.125  # that one step may count as: the first guesses of a drafter are asked for before anything is known of it
-LONGEST_REST = 31  # steps
+MOST = 0.25  # that one step may count as: the first guesses of a drafter are asked for before anything is known of it
+
+
+class Limits(NamedTuple):
+    """What may be spent in vain.
+
+    Attributes:
+        share: of all time.
+        longest_rest: in steps, a power of 2, less 1.
+    """
+
+    share: float
+    longest_rest: int
+
+
+OF_COPIES = Limits(0.004, 31)
+"""Where a drafter takes next to no time: a copy may begin at any token."""
+OF_OTHERS = Limits(0.002, 63)
+"""Where all take some: what is expected of their guesses changes with probes alone."""
 
 
 class VainTime:
@@ -17,7 +35,7 @@ class VainTime:
     def __init__(self) -> None:
         self._spent, self._step = 0.0, 0
 
-    def add(self, step: int, spent: float) -> int:
+    def add(self, step: int, spent: float, limits: Limits = OF_COPIES) -> int:
         """Told in a step what it took longer than a plain one for nothing, as a share of that.
 
         Args:
@@ -27,10 +45,10 @@ class VainTime:
         Returns:
             steps to rest, a power of 2, less 1.
         """
-        most = FREE + LONGEST_REST * SHARE
-        self._spent = min(max(0.0, self._spent - SHARE * (step - self._step)) + min(spent, MOST), most)
-        self._step = step
-        due = int((self._spent - FREE) / SHARE) if self._spent > FREE else 0
+        share, longest = limits
+        left = max(0.0, self._spent - share * (step - self._step))
+        self._spent, self._step = min(left + min(spent, MOST), FREE + longest * share), step
+        due = int((self._spent - FREE) / share) if self._spent > FREE else 0
         return (1 << (due + 1).bit_length() - 1) - 1
 
     def forget(self) -> None:

@@ -157,10 +157,14 @@ def test_a_question_that_was_worth_it_shortens_a_rest() -> None:
 def test_where_others_lost_by_asking_a_new_request_is_judged_at_once() -> None:
     """One question that brings much is enough to go on; where others gained, four are asked first."""
     others = Worth()
-    for _ in range(12):
+    for _ in range(8):
+        others.add(-0.1)
+    few = others.begun()
+    assert [few.add(-0.1) for _ in range(3)] == [3, 7, 15]
+    for _ in range(4):
         others.add(-0.1)
     lost, found, gained = others.begun(), others.begun(), Worth(12, 0, 0.1).begun()
-    assert [lost.add(-0.1) for _ in range(4)] == [3, 7, 15, 31]
+    assert [lost.add(-0.1) for _ in range(2)] == [31, 31], "half the rest of the others, which had 31, and one more question"
     assert [found.add(saved) for saved in (2.0, -0.1, -0.1)] == [0, 0, 0]
     assert [gained.add(-1.0) for _ in range(5)] == [0, 0, 0, 1, 3]
     assert [Worth().begun().add(-1.0) for _ in range(2)] == [0, 0], "nothing is known of others"

@@ -13,9 +13,12 @@ from paceline.speculation import draft_learning
 from paceline.speculation.acceptance import RequestAcceptance
 from paceline.speculation.batch_rest import LONGEST, BatchRest, rest_after, steps_until
 from paceline.speculation.controller import DraftController
+from paceline.speculation.drafter import DraftBudget, Drafter
 from paceline.speculation.request import FinishReason, Request, RequestSpeculation
 from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.stats import PlainReason
+from paceline.speculation.tree import DraftTree
+from paceline.speculation.vain_time import VainTime
 
 COSTS = Costs(lambda rows: 0.010 * (1 + 0.5 * (rows - 1)))
 
@@ -148,6 +151,7 @@ def random_steps(policy: DraftController, seed: int, *, together: bool) -> list[
 
 def test_whether_a_batch_rests_together_changes_nothing_of_who_is_thought_of_when(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_learning, "VAIN_SHARE", 10**6)  # else they rest longer by themselves
+    monkeypatch.setattr(VainTime, "add", lambda *_: 0)
     alone, plans = random_steps(controller(COSTS), seed, together=False), random_steps(controller(COSTS), seed, together=True)
     assert plans == alone
     assert len(plans) < 600
@@ -188,19 +192,63 @@ def test_a_step_that_failed_is_not_taken_for_one_that_was_rested() -> None:
     assert not policy._rest.is_under_way
 
 
-def test_a_request_without_a_guess_for_long_is_looked_at_less_often() -> None:
-    request, policy, looks = decoding(None), controller(COSTS), list[int]()
-    drafter: Any = type("Player", (), {"name": "player"})()
-    for step in range(600):
+class Player(Drafter):
+    name = "player"
+
+    def propose(self, requests: Any, budgets: Any) -> Any:
+        return [None] * len(requests)
+
+
+PLAYER = Player()
+
+
+def looks_at(policy: DraftController, request: Request, num_steps: int) -> list[int]:
+    """Steps in which a request's drafter is thought of, which has nothing to guess from."""
+    looks = []
+    for step in range(num_steps):
         batch = rows_of([request])
         if not policy.rests_together(batch) and policy.rests(request) is None:
             looks.append(step)
-            policy.note_no_guess(request, drafter)
+            policy.note_no_guess(request, PLAYER)
         else:
             assert request.acceptance is not None
         policy.observe_step(batch, 0.01, 0.001)
+    return looks
+
+
+def test_a_request_without_a_guess_for_long_is_looked_at_less_often() -> None:
+    looks = looks_at(controller(COSTS), decoding(None), 600)
     assert looks[:8] == list(range(8)), "at first in every step"
     gaps = np.diff(looks)
     assert max(gaps) == 8
     assert all(gap <= 1 + look / 4 for look, gap in zip(looks, gaps, strict=False)), "never for more than a part of what it waited"
     assert len(looks) < 130
+
+
+def test_a_new_request_is_looked_at_as_seldom_as_others_at_their_ends() -> None:
+    policy, counts = controller(COSTS), list[int]()
+    for _ in range(6):
+        request = decoding(None)
+        counts.append(len(looks_at(policy, request, 96)))
+        policy.release(request)
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > 36
+    assert counts[-1] == 96 // 4, "in one of four steps from the first one on"
+
+
+def test_one_kept_guess_ends_that_for_the_request_and_useless_ones_halve_it() -> None:
+    policy, request = controller(COSTS), decoding(None)
+    looks_at(policy, request, 96)
+    own = request.acceptance
+    assert own is not None
+    assert own.is_unable
+    num_unable = own.num_unable
+    plan = rows_of([request])
+    plan[0].budget = plan[0].given = DraftBudget(5, 4)
+    policy.plan(plan, [(plan[0], PLAYER)], None)
+    assert (own.num_unable, own.is_unable) == (num_unable // 2, False)
+    tree = DraftTree.chain(1, [1, 1], PLAYER.name)
+    policy.observe(request, tree, [])
+    assert own.num_unable == num_unable // 2
+    policy.observe(request, tree, [1])
+    assert own.num_unable == 0

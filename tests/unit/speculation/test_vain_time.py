@@ -4,44 +4,45 @@ import numpy as np
 import pytest
 
 from harness.replay import Costs, Trace, controller, made_up, replay
-from paceline.speculation.vain_time import FREE, LONGEST_REST, MOST, SHARE, VainTime
+from paceline.speculation.vain_time import FREE, OF_COPIES, OF_OTHERS, Limits, VainTime
 
 SMALL = Costs(lambda rows: 0.0010 * (1 + 0.22 * (rows - 1)), (5e-5, 0.0), (8e-5, 2e-5), 1e-4)
 """A pass of a millisecond, beside which asking counts."""
 SMALL_DRAFT = Costs(SMALL.pass_s, (3e-4, 3e-4), SMALL.host_s, SMALL.asking_s)
 
 
-def vain_share(spent: float, num_steps: int = 4_000) -> float:
+def vain_share(spent: float, limits: Limits, num_steps: int = 4_000) -> float:
     """The share of all time that is spent, where each time takes so much and one rests as told."""
     vain, step, total = VainTime(), 0, 0.0
     while step < num_steps:
         total += spent
-        step += 1 + vain.add(step, spent)
+        step += 1 + vain.add(step, spent, limits)
     return total / num_steps
 
 
+@pytest.mark.parametrize("limits", [OF_COPIES, OF_OTHERS])
 @pytest.mark.parametrize("spent", [0.001, 0.01, 0.05, 0.12])
-def test_little_of_all_time_is_spent_in_vain(spent: float) -> None:
-    assert vain_share(spent) <= 2.0 * SHARE + FREE / 4_000
+def test_little_of_all_time_is_spent_in_vain(spent: float, limits: Limits) -> None:
+    assert vain_share(spent, limits) <= 2.0 * limits.share + FREE / 4_000
 
 
 def test_where_it_takes_next_to_nothing_nobody_rests() -> None:
     vain = VainTime()
-    assert not any(vain.add(step, 0.9 * SHARE) for step in range(1_000))
+    assert not any(vain.add(step, 0.9 * OF_COPIES.share) for step in range(1_000))
 
 
 def test_the_first_questions_are_free_and_the_longest_rest_is_bounded() -> None:
-    vain = VainTime()
-    assert vain.add(0, 9.0) == 0, "one step says little"
-    assert vain.add(1, 0.9 * (FREE - MOST)) == 0
-    assert max(vain.add(step, 1.0) for step in range(2, 100)) == LONGEST_REST
+    for limits in (OF_COPIES, OF_OTHERS):
+        vain = VainTime()
+        assert vain.add(0, 9.0, limits) == 0, "one step says little"
+        assert max(vain.add(step, 1.0, limits) for step in range(1, 100)) == limits.longest_rest
 
 
 def test_what_was_of_use_is_set_off_and_a_rest_wears_off() -> None:
     vain = VainTime()
     for step in range(4):
         rest = vain.add(step, 1.0)
-    assert rest == LONGEST_REST
+    assert rest == OF_COPIES.longest_rest
     assert vain.add(4, -1.0) == 0
     for step in range(5, 9):
         vain.add(step, 1.0)
