@@ -47,11 +47,11 @@ class Part:
 
 
 PARTS = (
-    Part("int8", "int8", 0.40, workloads=None),
-    Part("int8-sampled", "int8", 0.27, workloads=None, temperatures="0.7,1", has_peers=False),
-    Part("bf16", "none", 0.13),
-    Part("int4", "int4", 0.09),
-    Part("q4_k_m", "none", 0.11, is_gguf=True),
+    Part("int8", "int8", 0.30, workloads=None),
+    Part("int8-sampled", "int8", 0.22, workloads=None, temperatures="0.7,1", has_peers=False),
+    Part("bf16", "none", 0.20),
+    Part("int4", "int4", 0.13),
+    Part("q4_k_m", "none", 0.15, is_gguf=True),
 )
 
 

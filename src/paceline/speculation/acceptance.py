@@ -204,7 +204,7 @@ class Worth:
 
     Attributes:
         num_asked: questions so far.
-        rest: steps that the request rested last, 0 = it does not.
+        rest: steps that the request rested last, of a new one half of what it is to rest first; 0 = it does not.
     """
 
     num_asked: int = 0
@@ -212,10 +212,11 @@ class Worth:
     _saved_s: float = 0.0
 
     def begun(self) -> "Worth":
-        """That of a new request, of which nothing is known but this of others: it is judged sooner, and at once where they lost by it."""
+        """That of a new request, of which nothing is known but this of others: it is judged sooner; at once where they lost by it, and then
+        it rests half as long as they did."""
         if self._saved_s >= 0.0:
             return Worth(min(self.num_asked, _WORTH_KNOWN // 2), 0, self._saved_s)
-        return Worth(min(self.num_asked, _WORTH_KNOWN - 1), max(1, self.rest // 2), self._saved_s)
+        return Worth(min(self.num_asked, _WORTH_KNOWN - 1), max(1, self.rest // 4), self._saved_s)
 
     def add(self, saved_s: float) -> int:
         """A question saved so many seconds; returns the steps to rest: more and more while it is not worth asking, fewer once one was."""
@@ -232,6 +233,7 @@ class RequestAcceptance:
 
     Attributes:
         drafter: its name.
+        copies: whether it copies, or one that it asks does.
         by_depth: of guesses of which nothing but the depth is known, so of all that are still to be made.
         by_prob: of guesses with a probability. They need not agree: where hard passages come with small probabilities, those are right.
         num_plain: steps without drafts since drafting stopped to pay.
@@ -239,13 +241,14 @@ class RequestAcceptance:
         num_resting: steps until the next of them.
         worth: what asking the drafter was worth lately, where that takes next to no time.
         num_idle: steps until the request is thought of again.
-        num_unable: steps in a row in which its drafter had nothing to guess from; guesses that were of no use halve it.
-        is_unable: whether that was so when it was thought of last.
+        num_unable: questions in which its drafter had nothing to guess from since a guess was kept, at first those of others.
+        is_unable: whether it rests for that.
         is_cheap: whether asking its drafter took next to no time when that was last judged.
         denied: steps that it rested last because drafting was not worth it, 0 = it was.
     """
 
     drafter: str = ""
+    copies: bool = False
     by_depth: Offset = field(default_factory=Offset)
     by_prob: Offset = field(default_factory=Offset)
     num_plain: int = 0

@@ -12,7 +12,7 @@ from paceline.speculation.request import Request
 from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.stats import PlainReason
 
-LONGEST = 32  # steps: of what is measured meanwhile nothing is known before its end
+LONGEST = 64  # steps: of what is measured meanwhile nothing is known before its end
 
 
 def steps_until(rest: int, step: int) -> int:
@@ -62,22 +62,22 @@ class BatchRest:
     left: int = 0
     is_under_way: bool = False
     steps: PlainSteps = field(default_factory=PlainSteps)
-    _requests: list[Request] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
     _reasons: list[PlainReason] = field(default_factory=list)
 
     def is_of(self, batch: Sequence[RequestRows]) -> bool:
         """Whether these requests, and no others, made up the last steps, and decode."""
-        return [rows.request for rows in batch] == self._requests and all(rows.num_known == 1 for rows in batch)
+        return [rows.request for rows in batch] == self.requests and all(rows.num_known == 1 for rows in batch)
 
     def take(self, batch: Sequence[RequestRows]) -> None:
         """These made up the last step."""
         self.stop()
         work = PassWork.of(batch, with_guesses=False)
-        self._requests, self.steps = [rows.request for rows in batch] if work.is_decoding else [], PlainSteps(work)
+        self.requests, self.steps = [rows.request for rows in batch] if work.is_decoding else [], PlainSteps(work)
 
     def begin(self, batch: Sequence[RequestRows]) -> None:
         """Rest as long as every request of the last step may; not at all where one may not."""
-        if not self._requests:
+        if not self.requests:
             return
         least, reasons = LONGEST, []
         for rows in batch:
@@ -106,7 +106,7 @@ class BatchRest:
 
     def holds(self, request: Request) -> bool:
         """Whether a request is one of those that made up the last steps."""
-        return request in self._requests
+        return request in self.requests
 
     def note(self, pass_s: float, host_s: float) -> None:
         """Told at its end what the step under way took."""
@@ -120,10 +120,10 @@ class BatchRest:
         """End it: its requests rest by themselves what is left of it."""
         self._lengthen(self.left)
         self.left = 0
-        self._requests, self._reasons = [], []
+        self.requests, self._reasons = [], []
 
     def _lengthen(self, num_steps: int) -> None:
         """Let each request rest so many steps more by itself."""
-        for request in self._requests:
+        for request in self.requests:
             if request.acceptance is not None:
                 request.acceptance.num_idle += num_steps

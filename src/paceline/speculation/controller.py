@@ -27,7 +27,7 @@ CHEAP_SHARE = 0.05  # of a plain pass: a drafter that takes less is asked whatev
 LEAST_CHANCE = 0.02  # of a guess with all before it: no row is cheap enough for less
 PROBE_SHARE = 0.01  # of all time: what probes may cost where drafting does not pay
 SHARE_TOGETHER = 0.005  # the same in batches, where one request's probe delays all
-MOST_CREDITED = 32  # steps for which is saved up at a time
+MOST_CREDITED = 64  # steps for which is saved up at a time
 PROBE_TOKENS = 2
 FIRST_TOKENS, FIRST_ROWS = 4, 16  # guessed of a request and in a pass while nothing is known of a drafter
 CLEAR_GAIN, CLEAR_INTERVALS = 1.25, 4  # expected speedup above which plain passes are run so many times more seldom to compare with
@@ -57,7 +57,9 @@ class DraftController(DraftLearning):
         if not open_ones:
             return
         for rows, _ in open_ones:
-            self._read_shadow(rows.request)  # which may have ended while its request rested
+            if (own := rows.request.acceptance) is not None:
+                own.is_unable = False
+                self._read_shadow(rows.request)  # which may have ended while its request rested
         if len(self._rest.steps.passes_s) >= (1 if len(batch) > 1 else 2 * NOTED):
             self._learn_plain_steps()
         self._work = work = PassWork.of(batch, with_guesses=False)
@@ -151,7 +153,6 @@ class DraftController(DraftLearning):
             rows.budget, rows.plain_reason = None, PlainReason.DID_NOT_PAY
             own.num_idle = own.until_shadow()
             return
-        own.num_unable, own.is_unable = own.num_unable // 2, False
         if is_alone:
             self._asked = own
         if budget is not None and not self._facts(drafter).calibration(rows.request).is_known:
@@ -167,7 +168,6 @@ class DraftController(DraftLearning):
             depth = 0 if budget is None else min(budget.max_depth, budget.row_budget - 1)
             if not calibration.is_known:
                 depth, most = min(depth, FIRST_TOKENS), min(most, FIRST_ROWS)
-            own.num_unable, own.is_unable = own.num_unable // 2, False
             chances = calibration.depths(depth) if len(open_ones) == 1 else calibration.depths_together(depth)
             gains.append(own.by_depth.paths(chances, calibration.doubt, LEAST_CHANCE))
         most = min(most, sum(map(len, gains)))

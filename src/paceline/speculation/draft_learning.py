@@ -206,7 +206,7 @@ class DraftLearning(DraftLengthPolicy):
             if num_kept > 0:
                 self._vain_time.forget()
             return
-        copies = any(own.is_cheap or own.is_unable for rows in batch if (own := rows.request.acceptance) is not None)
+        copies = any(own.copies or own.is_cheap for rows in batch if (own := rows.request.acceptance) is not None)
         num_idle = self._vain_time.add(self._num_steps, spent, OF_COPIES if copies else OF_OTHERS)
         if num_guesses == 0:
             num_idle = max(num_idle, rest_after(self._num_vain, VAIN_SHARE, MOST_IDLE))
@@ -214,7 +214,7 @@ class DraftLearning(DraftLengthPolicy):
         for rows in batch:
             own = rows.request.acceptance
             if own is not None and own.num_idle < num_idle:
-                own.num_idle = num_idle
+                own.num_idle, own.is_unable = num_idle, False
 
     def _note_drafted(self, batch: Sequence[RequestRows], num_kept: int, pass_s: float, host_s: float) -> None:
         """Learn what a step with guesses took: of a lone request's, what some of them did once many were seen, and those that are new.
@@ -260,13 +260,20 @@ class DraftLearning(DraftLengthPolicy):
 
     def release(self, request: Request) -> None:
         if self._rest.holds(request):
-            self._rest.stop()
+            self._end_rest(request)
         if request.acceptance is not None and (facts := self._facts_of(request)) is not None:
-            facts.num_unable = min(MOST_UNABLE, (facts.num_unable + request.acceptance.num_unable) // 2)
+            facts.num_unable = (facts.num_unable + min(MOST_UNABLE, request.acceptance.num_unable)) // 2
         request.acceptance = None
         if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             length = float(request.num_output_tokens)
             self._mean_output = 0.75 * self._mean_output + 0.25 * length if self._mean_output else length
+
+    def _end_rest(self, ended: Request) -> None:
+        """One of those that rest together ended. A last one is soon thought of: what is in vain for several may pay for one."""
+        left = [request for request in self._rest.requests if request is not ended]
+        self._rest.stop()
+        if len(left) == 1 and (own := left[0].acceptance) is not None:
+            own.num_idle = min(own.num_idle, MOST_IDLE)
 
     def _facts(self, drafter: Drafter) -> DrafterFacts:
         facts = self.drafters.get(drafter.name)
@@ -281,5 +288,7 @@ class DraftLearning(DraftLengthPolicy):
         own = request.acceptance
         if own is None or own.drafter != drafter.name:
             facts = self._facts(drafter)
-            own = request.acceptance = RequestAcceptance(drafter.name, worth=facts.worth.begun(), num_unable=facts.num_unable)
+            copies = drafter.is_copier or any(one.is_copier for one in getattr(drafter, "members", ()))
+            own = RequestAcceptance(drafter.name, copies, worth=facts.worth.begun(), num_unable=facts.num_unable)
+            request.acceptance = own
         return own

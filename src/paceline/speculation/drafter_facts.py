@@ -26,7 +26,8 @@ class DrafterFacts:
         times: by requests it guesses for at once (powers of 2), seconds of guessing by depth.
         num_asked: proposals so far.
         worth: of asking it for lone requests, where that takes next to no time.
-        num_unable: steps in a row at the end of requests in which it had nothing to guess from, the mean of the last ones.
+        num_unable: questions at the ends of requests in which it had nothing to guess from, since a guess was kept, at most 32; the mean
+            of the last requests.
     """
 
     calibrations: tuple[Calibration, Calibration] = field(default_factory=lambda: (Calibration(), Calibration()))

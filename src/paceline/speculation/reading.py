@@ -2,7 +2,7 @@
 
 NO_EXTRA_TOKENS = 16
 """As many tokens are read along with a guess: a pass over them costs what a pass over one does, or next to it."""
-MOST_CAUGHT_UP = 64
+MOST_CAUGHT_UP = 128
 """As many tokens a drafter without a network reads whenever it is looked at; more it reads when it guesses."""
 _SHARE_OF_NEW = 0.25
 

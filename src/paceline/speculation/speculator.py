@@ -203,10 +203,10 @@ class Speculator:
         """Why no drafter is thought of for a request; what a grammar forces needs none."""
         if request.processor.constraint is not None:
             return None
-        reason = self.policy.rests(request)
-        if reason is not None or self.drafter is None or self.drafter.can_guess(request):
+        reason, drafter = self.policy.rests(request), self._drafter_of(request)
+        if reason is not None or drafter is None or drafter.can_guess(request):
             return reason
-        self.policy.note_no_guess(request, self.drafter)
+        self.policy.note_no_guess(request, drafter)
         return PlainReason.NO_GUESS
 
     def _rests_together(self, batch: Sequence[RequestRows]) -> bool:

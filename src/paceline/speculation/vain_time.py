@@ -24,9 +24,9 @@ class Limits(NamedTuple):
 
 
 OF_COPIES = Limits(0.004, 31)
-"""Where a drafter takes next to no time: a copy may begin at any token."""
+"""Where a drafter copies, or takes next to no time: a copy may begin at any token."""
 OF_OTHERS = Limits(0.002, 63)
-"""Where all take some: what is expected of their guesses changes with probes alone."""
+"""Where none does: what is expected of their guesses changes with probes alone."""
 
 
 class VainTime:
@@ -35,12 +35,13 @@ class VainTime:
     def __init__(self) -> None:
         self._spent, self._step = 0.0, 0
 
-    def add(self, step: int, spent: float, limits: Limits = OF_COPIES) -> int:
+    def add(self, step: int, spent: float, limits: Limits) -> int:
         """Told in a step what it took longer than a plain one for nothing, as a share of that.
 
         Args:
             step: its number.
             spent: less than 0 where it was of use.
+            limits: of now.
 
         Returns:
             steps to rest, a power of 2, less 1.

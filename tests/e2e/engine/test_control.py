@@ -281,6 +281,17 @@ def test_a_request_may_name_one_of_several_drafters(open_llm: Open) -> None:
     assert_clean(llm)
 
 
+def test_only_the_one_that_a_request_names_is_looked_at(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    members, looked_at = [Spy("first"), Spy("second")], list[str]()
+    for one in members:
+        monkeypatch.setattr(one, "can_guess", lambda request, name=one.name: looked_at.append(name) or name == "first")
+    llm = open_llm(40, StackDrafter(members))
+    llm.generate([[5]], GREEDY, speculation={"drafter": "second"})
+    assert set(looked_at) == {"second"}
+    assert members[1].asked == [], "it cannot guess"
+    assert_clean(llm)
+
+
 def test_a_drafter_that_is_not_loaded_is_refused_by_name(open_llm: Open) -> None:
     llm = open_llm(40, StackDrafter([NgramDrafter(), Spy()]))
     for wanted, loaded in (("eagle", "ngram, ngram\\+spy, spy"), ("", "ngram, ngram\\+spy, spy")):

@@ -164,7 +164,9 @@ def test_where_others_lost_by_asking_a_new_request_is_judged_at_once() -> None:
     for _ in range(4):
         others.add(-0.1)
     lost, found, gained = others.begun(), others.begun(), Worth(12, 0, 0.1).begun()
-    assert [lost.add(-0.1) for _ in range(2)] == [31, 31], "half the rest of the others, which had 31, and one more question"
+    assert [lost.add(-0.1) for _ in range(3)] == [15, 31, 31], "at first half as long as the others did"
+    worthy = others.begun()
+    assert [worthy.add(saved) for saved in (0.3, 0.3, 0.3)] == [3, 1, 0], "others lost 0.1 a question"
     assert [found.add(saved) for saved in (2.0, -0.1, -0.1)] == [0, 0, 0]
     assert [gained.add(-1.0) for _ in range(5)] == [0, 0, 0, 1, 3]
     assert [Worth().begun().add(-1.0) for _ in range(2)] == [0, 0], "nothing is known of others"

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.replay import Costs, controller
+from harness.replay import Costs, controller, made_up, replay
+from paceline.drafters.stack import StackDrafter
 from paceline.kv_cache.paged import CachedSequence
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
@@ -13,14 +14,25 @@ from paceline.speculation import draft_learning
 from paceline.speculation.acceptance import RequestAcceptance
 from paceline.speculation.batch_rest import LONGEST, BatchRest, rest_after, steps_until
 from paceline.speculation.controller import DraftController
+from paceline.speculation.draft_learning import MOST_IDLE
 from paceline.speculation.drafter import DraftBudget, Drafter
 from paceline.speculation.request import FinishReason, Request, RequestSpeculation
 from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.stats import PlainReason
 from paceline.speculation.tree import DraftTree
-from paceline.speculation.vain_time import VainTime
+from paceline.speculation.vain_time import OF_COPIES, OF_OTHERS, Limits, VainTime
 
 COSTS = Costs(lambda rows: 0.010 * (1 + 0.5 * (rows - 1)))
+
+
+class Player(Drafter):
+    name = "player"
+
+    def propose(self, requests: Any, budgets: Any) -> Any:
+        return [None] * len(requests)
+
+
+PLAYER = Player()
 
 
 def decoding(num_idle: int | None, **fields: Any) -> Request:
@@ -176,12 +188,56 @@ def test_the_steps_of_a_rest_are_learned_of_as_if_they_had_been_noted_one_by_one
 
 
 def test_a_request_that_ends_is_held_by_no_rest() -> None:
-    requests, policy = [decoding(9), decoding(9)], controller(COSTS)
+    requests, policy = [decoding(6), decoding(6), decoding(6)], controller(COSTS)
     policy.observe_step(rows_of(requests), 0.01, 0.001)
     assert policy.rests_together(rows_of(requests))
     policy.release(requests[0])
     assert not policy._rest.holds(requests[1])
-    assert idle(requests) == [-1, 8]
+    assert idle(requests) == [-1, 5, 5]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_what_was_in_vain_for_several_is_soon_thought_of_for_the_last_one(count: int) -> None:
+    requests, policy = [decoding(60) for _ in range(count)], controller(COSTS)
+    policy.observe_step(rows_of(requests), 0.01, 0.001)
+    assert policy.rests_together(rows_of(requests))
+    policy.release(requests[0])
+    assert idle(requests)[1:] == ([MOST_IDLE] if count == 2 else [59, 59])
+
+
+@pytest.mark.parametrize(("names", "limits"), [(("player", "suffix"), OF_COPIES), (("player", "second"), OF_OTHERS)])
+def test_who_copies_is_thought_of_more_often(names: tuple[str, str], limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafters that take half of a pass, for two requests: nothing is expected of them."""
+    members = [type("Member", (Player,), {"name": name, "is_copier": name == "suffix"})() for name in names]
+    policy, stack, used = controller(COSTS), StackDrafter(members), set[Limits]()
+    policy.know_time(stack.name, 0.005)
+    monkeypatch.setattr(VainTime, "add", lambda _, step, spent, limits: used.add(limits) or 31)
+    requests, reasons = [decoding(None), decoding(None)], list[PlainReason | None]()
+    for _ in range(12):
+        batch = rows_of(requests)
+        if not policy.rests_together(batch):
+            reasons += [policy.rests(request) for request in requests]
+            drafting: list[tuple[RequestRows, Drafter]] = [(rows, stack) for rows in batch if policy.rests(rows.request) is None]
+            for rows, _ in drafting:
+                rows.budget = rows.given = DraftBudget(3, 2)
+            policy.plan(batch, drafting, None)
+        policy.observe_step(batch, 0.01, 0.001)
+    assert used == {limits}
+
+
+def test_a_request_is_told_whether_it_rests_for_want_of_a_guess_or_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, requests = controller(COSTS), [decoding(None), decoding(None)]
+    for request in requests:
+        policy.note_no_guess(request, PLAYER)
+        own = request.acceptance
+        assert own is not None
+        own.num_idle = 2
+    assert [policy.rests(request) for request in requests] == [PlainReason.NO_GUESS] * 2
+    monkeypatch.setattr(VainTime, "add", lambda *_: 31)  # thinking of them takes too long
+    policy.observe_step(rows_of(requests), 0.01, 0.001)
+    batch = rows_of(requests)
+    assert policy.rests_together(batch)
+    assert [rows.plain_reason for rows in batch] == [PlainReason.DID_NOT_PAY] * 2
 
 
 def test_a_step_that_failed_is_not_taken_for_one_that_was_rested() -> None:
@@ -190,16 +246,6 @@ def test_a_step_that_failed_is_not_taken_for_one_that_was_rested() -> None:
     assert policy.rests_together(rows_of(requests))  # and its pass fails: nobody says what it took
     assert not policy.rests_together(rows_of(requests))
     assert not policy._rest.is_under_way
-
-
-class Player(Drafter):
-    name = "player"
-
-    def propose(self, requests: Any, budgets: Any) -> Any:
-        return [None] * len(requests)
-
-
-PLAYER = Player()
 
 
 def looks_at(policy: DraftController, request: Request, num_steps: int) -> list[int]:
@@ -236,19 +282,37 @@ def test_a_new_request_is_looked_at_as_seldom_as_others_at_their_ends() -> None:
     assert counts[-1] == 96 // 4, "in one of four steps from the first one on"
 
 
-def test_one_kept_guess_ends_that_for_the_request_and_useless_ones_halve_it() -> None:
+def test_one_kept_guess_ends_that_for_the_request_and_for_those_behind_it() -> None:
     policy, request = controller(COSTS), decoding(None)
     looks_at(policy, request, 96)
     own = request.acceptance
     assert own is not None
-    assert own.is_unable
     num_unable = own.num_unable
-    plan = rows_of([request])
-    plan[0].budget = plan[0].given = DraftBudget(5, 4)
-    policy.plan(plan, [(plan[0], PLAYER)], None)
-    assert (own.num_unable, own.is_unable) == (num_unable // 2, False)
+    assert num_unable > 20
     tree = DraftTree.chain(1, [1, 1], PLAYER.name)
     policy.observe(request, tree, [])
-    assert own.num_unable == num_unable // 2
+    assert own.num_unable == num_unable
     policy.observe(request, tree, [1])
     assert own.num_unable == 0
+    policy.release(request)
+    own = policy._own(decoding(None), PLAYER)
+    assert own.num_unable == 0
+
+
+def test_what_guesses_of_a_failed_step_were_to_bring_is_not_credited_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs, request = Costs(lambda rows: 0.010 * (1 + 0.01 * (rows - 1))), decoding(None)
+    policy, credited = controller(costs), list[float]()
+    replay(policy, [made_up(64, lambda _: 1.0, np.random.default_rng(0))], costs)  # guesses are worth a lot
+    monkeypatch.setattr(policy.times, "saved_s", lambda plain_s, taken_s, brought, other_s: credited.append(brought) or 0.0)
+
+    def begin_step(guessed: list[int]) -> list[RequestRows]:
+        batch = rows_of([request])
+        batch[0].budget = batch[0].given = DraftBudget(17, 16)
+        policy.plan(batch, [(batch[0], PLAYER)], None)
+        batch[0].set_guesses(DraftTree.chain(1, guessed, PLAYER.name), len(guessed), PlainReason.CUT)
+        policy.select(batch, None)
+        return batch
+
+    assert begin_step([1] * 8)[0].num_guesses > 0  # and its pass fails
+    policy.observe_step(begin_step([]), 0.010, 0.0)
+    assert credited == [0]

@@ -26,9 +26,10 @@ def test_little_of_all_time_is_spent_in_vain(spent: float, limits: Limits) -> No
     assert vain_share(spent, limits) <= 2.0 * limits.share + FREE / 4_000
 
 
-def test_where_it_takes_next_to_nothing_nobody_rests() -> None:
+@pytest.mark.parametrize("limits", [OF_COPIES, OF_OTHERS])
+def test_where_it_takes_next_to_nothing_nobody_rests(limits: Limits) -> None:
     vain = VainTime()
-    assert not any(vain.add(step, 0.9 * OF_COPIES.share) for step in range(1_000))
+    assert not any(vain.add(step, 0.9 * limits.share, limits) for step in range(1_000))
 
 
 def test_the_first_questions_are_free_and_the_longest_rest_is_bounded() -> None:
@@ -38,19 +39,20 @@ def test_the_first_questions_are_free_and_the_longest_rest_is_bounded() -> None:
         assert max(vain.add(step, 1.0, limits) for step in range(1, 100)) == limits.longest_rest
 
 
-def test_what_was_of_use_is_set_off_and_a_rest_wears_off() -> None:
+@pytest.mark.parametrize("limits", [OF_COPIES, OF_OTHERS])
+def test_what_was_of_use_is_set_off_and_a_rest_wears_off(limits: Limits) -> None:
     vain = VainTime()
     for step in range(4):
-        rest = vain.add(step, 1.0)
-    assert rest == OF_COPIES.longest_rest
-    assert vain.add(4, -1.0) == 0
+        rest = vain.add(step, 1.0, limits)
+    assert rest == limits.longest_rest
+    assert vain.add(4, -1.0, limits) == 0
     for step in range(5, 9):
-        vain.add(step, 1.0)
-    assert vain.add(1_000, 0.0) == 0
+        vain.add(step, 1.0, limits)
+    assert vain.add(1_000, 0.0, limits) == 0
     for step in range(1_001, 1_005):
-        vain.add(step, 1.0)
+        vain.add(step, 1.0, limits)
     vain.forget()
-    assert vain.add(1_005, 0.5 * FREE) == 0
+    assert vain.add(1_005, 0.5 * FREE, limits) == 0
 
 
 def over_plain(costs: Costs, traces: list[Trace], batch_size: int) -> float:
@@ -68,8 +70,9 @@ def test_batches_of_a_small_model_lose_little(costs: Costs, batch_size: int, see
     assert over_plain(costs, traces, batch_size) <= (1.013 if costs is SMALL else 1.028)
 
 
-def test_batches_whose_guesses_become_right_are_soon_drafted_for(seed: int) -> None:
-    costs = Costs(lambda rows: 0.0010 * (1 + 0.05 * (rows - 1)), SMALL.draft_s, SMALL.host_s, SMALL.asking_s)
+@pytest.mark.parametrize(("draft_s", "length"), [(SMALL.draft_s, 400), ((3e-4, 1e-4), 1_000)], ids=["cheap guesses", "a draft model"])
+def test_batches_whose_guesses_become_right_are_soon_drafted_for(draft_s: tuple[float, float], length: int, seed: int) -> None:
+    costs = Costs(lambda rows: 0.0010 * (1 + 0.05 * (rows - 1)), draft_s, SMALL.host_s, SMALL.asking_s)
     random = np.random.default_rng(seed)
-    late = [made_up(400, lambda at: 0.0 if at < 100 else 1.0, random) for _ in range(4)]
-    assert over_plain(costs, late, 4) <= 0.85
+    late = [made_up(length, lambda at: 0.0 if at < 100 else 1.0, random) for _ in range(4)]
+    assert over_plain(costs, late, 4) <= 0.8
