@@ -27,7 +27,7 @@ CHEAP_SHARE = 0.05  # of a plain pass: a drafter that takes less is asked whatev
 LEAST_CHANCE = 0.02  # of a guess with all before it: no row is cheap enough for less
 PROBE_SHARE = 0.01  # of all time: what probes may cost where drafting does not pay
 SHARE_TOGETHER = 0.005  # the same in batches, where one request's probe delays all
-MOST_CREDITED = 64  # steps for which is saved up at a time
+MOST_CREDITED, CREDITED_TOGETHER = 32, 64  # steps for which is saved up at a time, and in batches, which rest longer
 PROBE_TOKENS = 2
 FIRST_TOKENS, FIRST_ROWS = 4, 16  # guessed of a request and in a pass while nothing is known of a drafter
 CLEAR_GAIN, CLEAR_INTERVALS = 1.25, 4  # expected speedup above which plain passes are run so many times more seldom to compare with
@@ -251,8 +251,8 @@ class DraftController(DraftLearning):
         """Let the request that has rested longest guess a little, if that has been saved up for."""
         if self._choice is None:
             return
-        share = PROBE_SHARE if work.num_sequences == 1 else SHARE_TOGETHER
-        self._credit_s += share * min(self._num_steps - self._credited_at, MOST_CREDITED) * self._choice.plain_s
+        share, most_steps = (PROBE_SHARE, MOST_CREDITED) if work.num_sequences == 1 else (SHARE_TOGETHER, CREDITED_TOGETHER)
+        self._credit_s += share * min(self._num_steps - self._credited_at, most_steps) * self._choice.plain_s
         self._credited_at = self._num_steps
         rows, drafter = max(denied, key=lambda one: self._own(one[0].request, one[1]).num_plain)
         request, own = rows.request, self._own(rows.request, drafter)
