@@ -27,9 +27,9 @@ NOTED = 4  # of so many steps of a lone request one is measured
 MOST_ASKING = 0.25  # of a plain step, that asking for a batch may count as
 MUCH_MORE = 1.8  # times what was expected of a batch's guesses: what brings more is believed
 IDLE_INTERVAL = 64  # questions to a drafter after which a step is idle, to know what asking takes
-UNABLE_SHARE, VAIN_SHARE = 8, 4  # questions in a row without a guess, and steps of a batch without one of use, for each step of rest
+UNABLE_SHARE, VAIN_SHARE = 8, 4  # questions without a guess since one was kept, and steps of a batch in vain, for each step of rest
 MOST_IDLE = 7  # steps of rest for either
-MOST_UNABLE = 32  # questions in a row without a guess, that a new request is taken to have had before
+MOST_UNABLE = 32  # such questions that a new request is taken to have had before
 
 
 class DraftLearning(DraftLengthPolicy):

@@ -162,8 +162,8 @@ def random_steps(policy: DraftController, seed: int, *, together: bool) -> list[
 
 
 def test_whether_a_batch_rests_together_changes_nothing_of_who_is_thought_of_when(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_learning, "VAIN_SHARE", 10**6)  # else they rest longer by themselves
-    monkeypatch.setattr(VainTime, "add", lambda *_: 0)
+    monkeypatch.setattr(draft_learning, "VAIN_SHARE", 10**6)  # else they rest longer by themselves,
+    monkeypatch.setattr(VainTime, "add", lambda *_: 0)  # and where their other work, the same for any number, is not as it was learned
     alone, plans = random_steps(controller(COSTS), seed, together=False), random_steps(controller(COSTS), seed, together=True)
     assert plans == alone
     assert len(plans) < 600
@@ -212,11 +212,10 @@ def test_who_copies_is_thought_of_more_often(names: tuple[str, str], limits: Lim
     policy, stack, used = controller(COSTS), StackDrafter(members), set[Limits]()
     policy.know_time(stack.name, 0.005)
     monkeypatch.setattr(VainTime, "add", lambda _, step, spent, limits: used.add(limits) or 31)
-    requests, reasons = [decoding(None), decoding(None)], list[PlainReason | None]()
+    requests = [decoding(None), decoding(None)]
     for _ in range(12):
         batch = rows_of(requests)
         if not policy.rests_together(batch):
-            reasons += [policy.rests(request) for request in requests]
             drafting: list[tuple[RequestRows, Drafter]] = [(rows, stack) for rows in batch if policy.rests(rows.request) is None]
             for rows, _ in drafting:
                 rows.budget = rows.given = DraftBudget(3, 2)

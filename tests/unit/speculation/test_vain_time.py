@@ -21,7 +21,7 @@ def vain_share(spent: float, limits: Limits, num_steps: int = 4_000) -> float:
 
 
 @pytest.mark.parametrize("limits", [OF_COPIES, OF_OTHERS])
-@pytest.mark.parametrize("spent", [0.001, 0.01, 0.05, 0.12])
+@pytest.mark.parametrize("spent", [0.001, 0.01, 0.05, 0.12, 0.24])
 def test_little_of_all_time_is_spent_in_vain(spent: float, limits: Limits) -> None:
     assert vain_share(spent, limits) <= 2.0 * limits.share + FREE / 4_000
 
