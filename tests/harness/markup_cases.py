@@ -4,10 +4,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.parsing.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart, merged
+from paceline.parsing.registry import Formats
+from paceline.parsing.tools import Tool
 from paceline.sampling.params import SamplingParams
-from paceline.server.dialogue.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart, merged
-from paceline.server.dialogue.request import ChatRequest, Tool
-from paceline.server.markup.formats import Formats
+from paceline.server.dialogue.request import ChatRequest
 
 WEATHER = {
     "type": "object",
@@ -52,8 +53,8 @@ def events_of(case: Case, pieces: Iterable[str], tools: Sequence[Tool] = TOOLS) 
     """The events of an answer that arrives in pieces, and how many of its calls are complete."""
     request = ChatRequest(messages=[], tools=tools, params=SamplingParams(), parallel_tool_calls=case.parallel)
     formats = Formats(*case.formats)
-    writer = formats.writer(request, 0)
-    reading = formats.reading(request, writer, has_opened=case.is_opened)
+    writer = formats.writer(0, request.offered_tools, several=request.parallel_tool_calls)
+    reading = formats.reading(request.offered_tools, writer, has_opened=case.is_opened)
     events: list[Event] = []
     for piece in pieces:
         reading.push(piece)

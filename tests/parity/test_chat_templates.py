@@ -13,7 +13,7 @@ from harness.checkpoints import write_byte_level_tokenizer
 from harness.markup_cases import TOOLS, Case, events_of, said
 from harness.tool_model import TEMPLATE
 from paceline.errors import RequestError
-from paceline.server.markup.formats import TOOL_FORMATS, Formats
+from paceline.parsing.registry import TOOL_FORMATS, Formats
 from paceline.tokenizer.chat_template import ChatTemplate
 from paceline.tokenizer.template_process import BROKEN
 

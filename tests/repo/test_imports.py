@@ -25,7 +25,7 @@ ENGINE = {
     "outputs",
     "hub",
 }
-LLM = {*ENGINE, "engine"}
+LLM = {*ENGINE, "engine", "parsing"}
 ABOVE_LLM = {*LLM, "llm"}
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
@@ -41,6 +41,7 @@ ARROWS: dict[str, set[str]] = {
     "kv_cache": LEAVES,
     "runtimes": {*LEAVES, "models", "kv_cache"},
     "sampling": {*LEAVES, "tokenizer"},
+    "parsing": {*LEAVES, "tokenizer", "sampling", "outputs"},
     "speculation": SPECULATION,
     "drafters": DRAFTERS,
     "engine": ENGINE,

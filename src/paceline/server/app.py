@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from paceline import __version__
 from paceline.engine.async_engine import AsyncEngine
 from paceline.errors import ConfigError
+from paceline.parsing.registry import Formats
 from paceline.sampling.grammar_trial import GrammarTrial
 from paceline.server.adapter_routes import adapter_routes
 from paceline.server.anthropic.routes import message_routes
@@ -16,7 +17,6 @@ from paceline.server.dialogue.dialogue import Dialogue
 from paceline.server.door import Door
 from paceline.server.gate import Gate
 from paceline.server.generation import Generation
-from paceline.server.markup.formats import Formats
 from paceline.server.metrics import Metrics
 from paceline.server.ollama.models import ollama_model_routes
 from paceline.server.ollama.routes import ollama_routes

@@ -13,12 +13,12 @@ from starlette.types import ASGIApp
 
 from paceline.engine.async_engine import AsyncEngine
 from paceline.errors import ConfigError
+from paceline.parsing.registry import check_names
 from paceline.server.app import create_app
 from paceline.server.connection import connection_class
 from paceline.server.end_watch import EndWatch
 from paceline.server.gate import Gate
 from paceline.server.log_lines import log_to_stderr
-from paceline.server.markup.formats import check_names
 from paceline.server.settings import MAX_HEAD_BYTES, ServerSettings
 
 Say = Callable[[str], None]

@@ -47,7 +47,7 @@ class ServerSettings:
         insecure: listen beyond the loopback although there is no key.
         adapter_loading: whether requests may load LoRA adapters from directories of this machine, and remove them; it takes a key.
         tools_format, think_format: how the model writes calls of tools, and thoughts; "auto" = as its chat template shows, "none" =
-            they are text, else a name of the table in `server/markup/formats.py`.
+            they are text, else a name of the table in `parsing/registry.py`.
         max_queue: samples that wait while as many as the engine runs at a time are running; more are refused for now.
         max_body_mb: megabytes of a request.
         max_messages: of one conversation.

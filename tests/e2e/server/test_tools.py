@@ -12,10 +12,11 @@ from harness.http_client import HttpClient
 from harness.markup_cases import CASES, TOOLS, Case, Said
 from harness.tool_model import answering, write_tool_model
 from paceline import AsyncEngine
+from paceline.parsing import registry as formats
+from paceline.parsing.output_parser import Markers
+from paceline.parsing.tool_calls import hermes
 from paceline.sampling.grammar import Grammar
 from paceline.server.app import create_app
-from paceline.server.markup import formats, hermes
-from paceline.server.markup.answer import Markers
 from paceline.server.settings import ServerSettings
 
 PATH = "/v1/chat/completions"

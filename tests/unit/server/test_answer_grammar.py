@@ -11,12 +11,13 @@ from tokenizers import Tokenizer as Library
 
 from harness.markup_cases import Case, events_of, said
 from paceline.errors import RequestError
+from paceline.parsing.registry import TOOL_FORMATS, Formats
+from paceline.parsing.tools import Tool, ToolUse
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.matcher import GrammarCompiler
 from paceline.sampling.params import SamplingParams
-from paceline.server.dialogue.request import ChatRequest, Tool, ToolUse
-from paceline.server.markup.answer_grammar import answer_grammar
-from paceline.server.markup.formats import TOOL_FORMATS, Formats
+from paceline.server.dialogue.answer_grammar import answer_grammar
+from paceline.server.dialogue.request import ChatRequest
 from paceline.tokenizer.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")

@@ -12,11 +12,11 @@ import pytest
 
 from harness.markup_cases import CASES, GEMMA, HARMONY, HERMES, LLAMA, MISTRAL, TOOLS, XML, Case, Said, events_of, said
 from paceline.errors import ConfigError, RequestError
+from paceline.parsing.argument_types import value_text
+from paceline.parsing.events import ToolCallStart
+from paceline.parsing.registry import Formats
 from paceline.sampling.params import SamplingParams
-from paceline.server.dialogue.events import ToolCallStart
 from paceline.server.dialogue.request import ChatRequest
-from paceline.server.markup.formats import Formats
-from paceline.server.markup.typed_values import value_text
 
 
 def cut(text: str, places: tuple[int, ...]) -> list[str]:
@@ -127,8 +127,8 @@ AT_ONCE = [
 @pytest.mark.parametrize(("formats", "arrived", "expected"), AT_ONCE, ids=[arrived for _, arrived, _ in AT_ONCE])
 def test_nothing_is_held_back_that_need_not_be(formats: tuple[str, str], arrived: str, expected: Said) -> None:
     request = ChatRequest(messages=[], tools=TOOLS, params=SamplingParams())
-    writer = Formats(*formats).writer(request, 0)
-    reading = Formats(*formats).reading(request, writer, has_opened=False)
+    writer = Formats(*formats).writer(0, request.offered_tools, several=request.parallel_tool_calls)
+    reading = Formats(*formats).reading(request.offered_tools, writer, has_opened=False)
     reading.push(arrived)
     assert said(writer.take()) == expected
 

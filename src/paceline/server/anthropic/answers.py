@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.outputs import RequestOutput, Usage
+from paceline.parsing.events import Event, Finished, Reasoning, Text, ToolCall, ToolCallArguments, ToolCallStart
 from paceline.server.answering import speculation_of
-from paceline.server.dialogue.events import Event, Finished, Reasoning, Text, ToolCall, ToolCallArguments, ToolCallStart
 from paceline.server.dialogue.request import ChatRequest
 from paceline.server.framing import named_event
 from paceline.server.service import Service

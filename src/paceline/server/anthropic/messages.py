@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from paceline.parsing.tools import Tool as OfferedTool
+from paceline.parsing.tools import ToolUse
 from paceline.server.anthropic.fields import ConversationFields, Tool
-from paceline.server.dialogue.request import Tool as OfferedTool
-from paceline.server.dialogue.request import ToolUse
 from paceline.server.dialogue.tools import checked_tools
 from paceline.server.dialogue.turns import Turns
 from paceline.server.fields import Fields, read_fields

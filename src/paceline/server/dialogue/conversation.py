@@ -7,7 +7,8 @@ from typing import Any, NoReturn
 from paceline.engine.batch import RequestMaker
 from paceline.engine.inputs import with_plain_texts
 from paceline.errors import RequestError
-from paceline.server.dialogue.request import ChatRequest, ToolUse
+from paceline.parsing.tools import ToolUse
+from paceline.server.dialogue.request import ChatRequest
 from paceline.tokenizer.tokenizer import Tokenizer
 
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt")  # to templates, by fields of their own

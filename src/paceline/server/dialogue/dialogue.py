@@ -10,17 +10,17 @@ from paceline.engine.batch import RequestMaker
 from paceline.engine.inputs import RequestOptions
 from paceline.errors import RequestError
 from paceline.outputs import RequestOutput
+from paceline.parsing.event_sink import Writer
+from paceline.parsing.events import TOOL_CALLS, Answer, Event, Finished, Step
+from paceline.parsing.registry import NONE, Formats
+from paceline.parsing.text_stream import Waiting
 from paceline.sampling.grammar import Grammar
+from paceline.server.dialogue.answer_grammar import answer_grammar
 from paceline.server.dialogue.conversation import check_template, check_tools, conversation_ids
-from paceline.server.dialogue.events import TOOL_CALLS, Answer, Event, Finished, Step
 from paceline.server.dialogue.request import ChatRequest
 from paceline.server.dialogue.thinking import thinking_options
 from paceline.server.dialogue.tools import schema_error
 from paceline.server.generation import Generation, Job
-from paceline.server.markup.answer_grammar import answer_grammar
-from paceline.server.markup.formats import NONE, Formats
-from paceline.server.markup.source import Waiting
-from paceline.server.markup.writer import Writer
 from paceline.tokenizer.tokenizer import Tokenizer
 
 _PROMPT_TAIL = 16  # tokens of a prompt's end that are looked at for thoughts it begins
@@ -103,7 +103,7 @@ class _Turn:
 
     def job(self) -> Job:
         """What the engine is to do."""
-        shown = [self.tokenizer.added_token_id(token) for token in self.formats.tokens(self.request)]
+        shown = [self.tokenizer.added_token_id(token) for token in self.formats.tokens(self.request.offered_tools)]
         options = RequestOptions(**self.request.options)
         if ids := [token_id for token_id in shown if token_id is not None]:
             options["shown_token_ids"] = ids
@@ -131,8 +131,8 @@ class _Turn:
 
     def _sample(self, sample: int) -> tuple[Writer, Waiting]:
         if sample not in self.samples:
-            writer = self.formats.writer(self.request, sample)
-            self.samples[sample] = writer, self.formats.reading(self.request, writer, has_opened=self.has_opened)
+            writer = self.formats.writer(sample, self.request.offered_tools, several=self.request.parallel_tool_calls)
+            self.samples[sample] = writer, self.formats.reading(self.request.offered_tools, writer, has_opened=self.has_opened)
         return self.samples[sample]
 
     def _prompt_ids(self, maker: RequestMaker) -> list[list[int]]:

@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import NoReturn, TypeVar
 
 from paceline.errors import RequestError
+from paceline.parsing.tool_call_grammar import arguments_schema
+from paceline.parsing.tools import Tool
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.matcher import GrammarCompiler
-from paceline.server.dialogue.request import ChatRequest, Tool
+from paceline.server.dialogue.request import ChatRequest
 from paceline.server.http_errors import HttpError
-from paceline.server.markup.call_grammar import arguments_schema
 from paceline.server.settings import ServerSettings
 
 Given = TypeVar("Given")

@@ -7,9 +7,9 @@ from datetime import datetime, timezone
 from typing import Any, Protocol
 
 from paceline.outputs import RequestOutput
+from paceline.parsing.events import Answer, Event, Finished, Reasoning, Step, Text, ToolCall, ToolCallArguments, ToolCallStart
 from paceline.sampling.logprobs import TokenLogprobs
 from paceline.server.answering import speculation_of
-from paceline.server.dialogue.events import Answer, Event, Finished, Reasoning, Step, Text, ToolCall, ToolCallArguments, ToolCallStart
 from paceline.server.framing import line
 from paceline.server.ollama.fields import RequestFields
 from paceline.server.token_texts import LEAST_LOGPROB, TokenTexts

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from paceline.server.dialogue.request import Tool as OfferedTool
+from paceline.parsing.tools import Tool as OfferedTool
 from paceline.server.dialogue.tools import checked_tools
 from paceline.server.dialogue.turns import Turns
 from paceline.server.fields import Fields, read_fields

@@ -9,10 +9,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from paceline.parsing.events import Answer, Event, Finished, Step, Text
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.params import MAX_INT, SamplingParams
 from paceline.server.answering import answered, named
-from paceline.server.dialogue.events import Answer, Event, Finished, Step, Text
 from paceline.server.dialogue.request import ChatRequest
 from paceline.server.fields import SamplingFields
 from paceline.server.generation import Generation, Job

@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from paceline.outputs import RequestOutput
+from paceline.parsing.events import Answer, Event, Finished, Reasoning, Step, Text
 from paceline.server.answering import answered, chunk_origins, named, speculation_of
-from paceline.server.dialogue.events import Answer, Event, Finished, Reasoning, Step, Text
 from paceline.server.dialogue.request import ChatRequest
 from paceline.server.framing import data_event
 from paceline.server.http_errors import HttpError

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
-from paceline.server.dialogue.events import ToolCall, ToolCallArguments, ToolCallStart
-from paceline.server.dialogue.request import Tool, ToolUse
+from paceline.parsing.events import ToolCall, ToolCallArguments, ToolCallStart
+from paceline.parsing.tools import Tool, ToolUse
 from paceline.server.dialogue.thinking import thinking_options
 from paceline.server.dialogue.tools import checked_tools
 from paceline.server.fields import Fields

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.outputs import RequestOutput
+from paceline.parsing.events import Finished
 from paceline.server.answering import speculation_of
-from paceline.server.dialogue.events import Finished
 from paceline.server.dialogue.request import ChatRequest
 from paceline.server.framing import named_event
 from paceline.server.http_errors import http_error_of

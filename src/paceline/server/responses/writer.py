@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from paceline.server.dialogue.events import Answer, Event, Finished, Reasoning, Text, ToolCall, ToolCallArguments, ToolCallStart
+from paceline.parsing.events import Answer, Event, Finished, Reasoning, Text, ToolCall, ToolCallArguments, ToolCallStart
 
 Fields = dict[str, Any]
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}

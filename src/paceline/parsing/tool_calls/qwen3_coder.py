@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.server.dialogue.request import Tool
-from paceline.server.markup.answer import Markers
-from paceline.server.markup.call_grammar import CallGrammar, arguments_schema
-from paceline.server.markup.json_text import inside
-from paceline.server.markup.source import MalformedError, Reading, Source
-from paceline.server.markup.typed_values import parameter_schema
-from paceline.server.markup.writer import Writer
-from paceline.server.markup.written_value import read_value, value_grammar
+from paceline.parsing.argument_types import parameter_schema
+from paceline.parsing.argument_value import read_value, value_grammar
+from paceline.parsing.event_sink import Writer
+from paceline.parsing.lenient_json import inside
+from paceline.parsing.output_parser import Markers
+from paceline.parsing.text_stream import MalformedError, Reading, Source
+from paceline.parsing.tool_call_grammar import CallGrammar, arguments_schema
+from paceline.parsing.tools import Tool
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"

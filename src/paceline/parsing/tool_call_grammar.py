@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.server.dialogue.request import Tool
+from paceline.parsing.tools import Tool
 from paceline.tokenizer.tokenizer import Tokenizer
 
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

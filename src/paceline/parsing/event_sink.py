@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from paceline.server.dialogue.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
-from paceline.server.dialogue.request import Tool
+from paceline.parsing.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
+from paceline.parsing.tools import Tool
 
 _ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 

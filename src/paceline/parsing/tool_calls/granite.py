@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from paceline.server.dialogue.request import Tool
-from paceline.server.markup.answer import Markers
-from paceline.server.markup.call_grammar import CallGrammar
-from paceline.server.markup.envelope import envelope_head
-from paceline.server.markup.mistral import read_list
-from paceline.server.markup.source import Reading, Source
-from paceline.server.markup.writer import Writer
+from paceline.parsing.event_sink import Writer
+from paceline.parsing.json_call import envelope_head
+from paceline.parsing.output_parser import Markers
+from paceline.parsing.text_stream import Reading, Source
+from paceline.parsing.tool_call_grammar import CallGrammar
+from paceline.parsing.tool_calls.mistral import read_list
+from paceline.parsing.tools import Tool
 
 OPEN = "<|tool_call|>"
 

@@ -1,8 +1,8 @@
 """Thoughts between two markers, as most models that think write them."""
 
-from paceline.server.markup.answer import Markers, ReadMarkup
-from paceline.server.markup.source import Reading, Source
-from paceline.server.markup.writer import Writer
+from paceline.parsing.event_sink import Writer
+from paceline.parsing.output_parser import Markers, ReadMarkup
+from paceline.parsing.text_stream import Reading, Source
 
 THINK = ("<think>", "</think>")
 MISTRAL = ("[THINK]", "[/THINK]")

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from paceline.errors import RequestError
+from paceline.parsing.registry import HARMONY, NONE, THINK_FORMATS, TOOL_FORMATS, Formats
+from paceline.parsing.tool_call_grammar import ANYTHING, CallGrammar
+from paceline.parsing.tools import Tool, ToolUse
 from paceline.sampling.grammar import Grammar, GrammarKind
-from paceline.server.dialogue.request import ChatRequest, Tool, ToolUse
-from paceline.server.markup.call_grammar import ANYTHING, CallGrammar
-from paceline.server.markup.formats import HARMONY, NONE, THINK_FORMATS, TOOL_FORMATS, Formats
+from paceline.server.dialogue.request import ChatRequest
 from paceline.tokenizer.tokenizer import Tokenizer
 
 _SPACE = "/[ \\n]{0,4}/"
@@ -30,7 +31,7 @@ def answer_grammar(request: ChatRequest, formats: Formats, tokenizer: Tokenizer,
     if not tools or (given is None and request.tool_use is ToolUse.AUTO and not any(tool.strict for tool in tools)):
         return given if given is None or not has_opened else replace(given, reasoning_end=given.reasoning_end or formats.think_end)
     chosen = TOOL_FORMATS[formats.tools]
-    grammar = CallGrammar(tokenizer, formats.tokens(request))
+    grammar = CallGrammar(tokenizer, formats.tokens(request.offered_tools))
     calls = chosen.grammar(grammar, tools, several=request.parallel_tool_calls and request.tool_name is None)
     if given is not None:
         calls = grammar.one_of([calls, _text_rule(grammar, given)])

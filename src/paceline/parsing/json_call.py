@@ -2,9 +2,9 @@
 
 import json
 
-from paceline.server.markup.json_text import json_object, short_string, skipped_value
-from paceline.server.markup.source import MalformedError, Reading, Source
-from paceline.server.markup.writer import Writer
+from paceline.parsing.event_sink import Writer
+from paceline.parsing.lenient_json import json_object, short_string, skipped_value
+from paceline.parsing.text_stream import MalformedError, Reading, Source
 
 _ARGUMENTS = ("arguments", "parameters")
 

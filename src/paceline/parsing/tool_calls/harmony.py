@@ -4,11 +4,11 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from paceline.server.dialogue.request import Tool
-from paceline.server.markup.call_grammar import CallGrammar
-from paceline.server.markup.json_text import json_object
-from paceline.server.markup.source import SPACE, MalformedError, Reading, Source
-from paceline.server.markup.writer import Writer
+from paceline.parsing.event_sink import Writer
+from paceline.parsing.lenient_json import json_object
+from paceline.parsing.text_stream import SPACE, MalformedError, Reading, Source
+from paceline.parsing.tool_call_grammar import CallGrammar
+from paceline.parsing.tools import Tool
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")

@@ -3,7 +3,7 @@
 import json
 import re
 
-from paceline.server.markup.source import MAX_NAME, SPACE, MalformedError, Reading, Say, Source
+from paceline.parsing.text_stream import MAX_NAME, SPACE, MalformedError, Reading, Say, Source
 
 MAX_DEPTH = 200
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')

@@ -2,10 +2,10 @@
 
 import re
 
-from paceline.server.markup.answer import Markers
-from paceline.server.markup.json_text import MAX_DEPTH, inside, json_word, short_string
-from paceline.server.markup.source import MalformedError, Reading, Source
-from paceline.server.markup.writer import Writer
+from paceline.parsing.event_sink import Writer
+from paceline.parsing.lenient_json import MAX_DEPTH, inside, json_word, short_string
+from paceline.parsing.output_parser import Markers
+from paceline.parsing.text_stream import MalformedError, Reading, Source
 
 OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 _NAME = re.compile(r"[\w.\-]")

@@ -3,13 +3,13 @@
 import re
 from collections.abc import Sequence
 
-from paceline.server.dialogue.request import Tool
-from paceline.server.markup.answer import Markers
-from paceline.server.markup.call_grammar import CallGrammar
-from paceline.server.markup.envelope import envelope_head, read_envelope
-from paceline.server.markup.json_text import json_object
-from paceline.server.markup.source import MalformedError, Reading, Source
-from paceline.server.markup.writer import Writer
+from paceline.parsing.event_sink import Writer
+from paceline.parsing.json_call import envelope_head, read_envelope
+from paceline.parsing.lenient_json import json_object
+from paceline.parsing.output_parser import Markers
+from paceline.parsing.text_stream import MalformedError, Reading, Source
+from paceline.parsing.tool_call_grammar import CallGrammar
+from paceline.parsing.tools import Tool
 
 OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _NAME = re.compile(r"[\w.\-]")

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.server.markup.call_grammar import CallGrammar
-from paceline.server.markup.json_text import inside
-from paceline.server.markup.source import MalformedError, Reading, Source
-from paceline.server.markup.typed_values import is_text, value_text
-from paceline.server.markup.writer import Writer
+from paceline.parsing.argument_types import is_text, value_text
+from paceline.parsing.event_sink import Writer
+from paceline.parsing.lenient_json import inside
+from paceline.parsing.text_stream import MalformedError, Reading, Source
+from paceline.parsing.tool_call_grammar import CallGrammar
 
 
 def read_value(source: Source, writer: Writer, schema: Mapping[str, Any] | None, ends: Sequence[str]) -> Reading[None]:

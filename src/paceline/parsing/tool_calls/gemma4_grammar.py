@@ -4,10 +4,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.server.dialogue.request import Tool
-from paceline.server.markup.call_grammar import CallGrammar, arguments_schema
-from paceline.server.markup.gemma4 import CLOSE, OPEN, QUOTE
-from paceline.server.markup.typed_values import followed
+from paceline.parsing.argument_types import followed
+from paceline.parsing.tool_call_grammar import CallGrammar, arguments_schema
+from paceline.parsing.tool_calls.gemma4 import CLOSE, OPEN, QUOTE
+from paceline.parsing.tools import Tool
 
 _PLAIN = ("integer", "number", "boolean", "null")
 _MAX_DEPTH = 8  # schemas that hold themselves are followed so far

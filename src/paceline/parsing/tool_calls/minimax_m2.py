@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from paceline.server.dialogue.request import Tool
-from paceline.server.markup.answer import Markers
-from paceline.server.markup.call_grammar import CallGrammar
-from paceline.server.markup.source import MalformedError, Reading, Source
-from paceline.server.markup.writer import Writer
-from paceline.server.markup.xml import Tags, parameters_grammar, read_function
+from paceline.parsing.event_sink import Writer
+from paceline.parsing.output_parser import Markers
+from paceline.parsing.text_stream import MalformedError, Reading, Source
+from paceline.parsing.tool_call_grammar import CallGrammar
+from paceline.parsing.tool_calls.qwen3_coder import Tags, parameters_grammar, read_function
+from paceline.parsing.tools import Tool
 
 OPEN, CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
 TAGS = Tags('<invoke name="', '<parameter name="', '">', "", "</parameter>", "</invoke>")

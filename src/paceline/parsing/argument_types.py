@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.server.markup.json_text import NUMBER, inside
+from paceline.parsing.lenient_json import NUMBER, inside
 
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
 _MAX_REFERENCES = 8

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from paceline.server.markup.source import SPACE, MalformedError, Reading, Source
-from paceline.server.markup.writer import Writer
+from paceline.parsing.event_sink import Writer
+from paceline.parsing.text_stream import SPACE, MalformedError, Reading, Source
 
 ReadMarkup = Callable[[Source, Writer], Reading[None]]
 """Reads what stands behind a marker, and tells it. Raises MalformedError: what was not told by then is text, the marker included."""

@@ -8,12 +8,25 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.errors import ConfigError, RequestError
-from paceline.server.dialogue.request import ChatRequest, Tool
-from paceline.server.markup import gemma4, gemma4_grammar, glm, granite3, harmony, hermes, kimi, llama3, minimax, mistral, thoughts, xml
-from paceline.server.markup.answer import AnswerReader, Markers, ReadMarkup
-from paceline.server.markup.call_grammar import CallGrammar
-from paceline.server.markup.source import Source, Waiting
-from paceline.server.markup.writer import Writer, call_id, short_call_id
+from paceline.parsing import reasoning
+from paceline.parsing.event_sink import Writer, call_id, short_call_id
+from paceline.parsing.output_parser import AnswerReader, Markers, ReadMarkup
+from paceline.parsing.text_stream import Source, Waiting
+from paceline.parsing.tool_call_grammar import CallGrammar
+from paceline.parsing.tool_calls import (
+    gemma4,
+    gemma4_grammar,
+    glm,
+    granite,
+    harmony,
+    hermes,
+    kimi_k2,
+    llama3_json,
+    minimax_m2,
+    mistral,
+    qwen3_coder,
+)
+from paceline.parsing.tools import Tool
 from paceline.tokenizer.tokenizer import Tokenizer
 
 AUTO, NONE, HARMONY = "auto", "none", "harmony"
@@ -79,25 +92,33 @@ TOOL_FORMATS = {
         mistral.OPEN,
         new_id=short_call_id,
     ),
-    "kimi": ToolFormat(kimi.MARKERS, (kimi.OPEN, kimi.ARGUMENTS), kimi.TOKENS, kimi.calls_grammar, kimi.OPEN),
+    "kimi": ToolFormat(kimi_k2.MARKERS, (kimi_k2.OPEN, kimi_k2.ARGUMENTS), kimi_k2.TOKENS, kimi_k2.calls_grammar, kimi_k2.OPEN),
     "minimax": ToolFormat(
-        minimax.MARKERS,
-        (minimax.OPEN, minimax.TAGS.function),
-        (minimax.OPEN, minimax.CLOSE),
-        minimax.calls_grammar,
-        minimax.OPEN,
+        minimax_m2.MARKERS,
+        (minimax_m2.OPEN, minimax_m2.TAGS.function),
+        (minimax_m2.OPEN, minimax_m2.CLOSE),
+        minimax_m2.calls_grammar,
+        minimax_m2.OPEN,
     ),
-    "granite3": ToolFormat(granite3.MARKERS, (granite3.OPEN,), (granite3.OPEN,), granite3.calls_grammar, granite3.OPEN),
-    "xml": ToolFormat(xml.MARKERS, (xml.FUNCTION, xml.PARAMETER, "!<seed:"), (xml.OPEN, xml.CLOSE), xml.calls_grammar, xml.OPEN),
+    "granite3": ToolFormat(granite.MARKERS, (granite.OPEN,), (granite.OPEN,), granite.calls_grammar, granite.OPEN),
+    "xml": ToolFormat(
+        qwen3_coder.MARKERS,
+        (qwen3_coder.FUNCTION, qwen3_coder.PARAMETER, "!<seed:"),
+        (qwen3_coder.OPEN, qwen3_coder.CLOSE),
+        qwen3_coder.calls_grammar,
+        qwen3_coder.OPEN,
+    ),
     "glm": ToolFormat(glm.MARKERS, (glm.OPEN, glm.KEY), glm.TOKENS, glm.calls_grammar, glm.OPEN),
     "hermes": ToolFormat(hermes.MARKERS, (hermes.OPEN, *_OTHER_CALLS), (hermes.OPEN, hermes.CLOSE), hermes.calls_grammar, hermes.OPEN),
-    "llama3": ToolFormat(llama3.MARKERS, ("<|start_header_id|>", '"parameters"'), (llama3.PYTHON_TAG,), llama3.calls_grammar),
+    "llama3": ToolFormat(
+        llama3_json.MARKERS, ("<|start_header_id|>", '"parameters"'), (llama3_json.PYTHON_TAG,), llama3_json.calls_grammar
+    ),
 }
 THINK_FORMATS = {
     HARMONY: ThinkFormat(Markers(), (harmony.CHANNEL, harmony.MESSAGE), HARMONY_TOKENS),
-    "gemma4": ThinkFormat(thoughts.GEMMA4_MARKERS, thoughts.GEMMA4[:1], thoughts.GEMMA4, "<|channel>thought\n", "<channel|>"),
-    "mistral": ThinkFormat(thoughts.MISTRAL_MARKERS, thoughts.MISTRAL[:1], thoughts.MISTRAL, *thoughts.MISTRAL, thoughts.mistral),
-    "think": ThinkFormat(thoughts.THINK_MARKERS, thoughts.THINK[1:], thoughts.THINK, *thoughts.THINK, thoughts.think),
+    "gemma4": ThinkFormat(reasoning.GEMMA4_MARKERS, reasoning.GEMMA4[:1], reasoning.GEMMA4, "<|channel>thought\n", "<channel|>"),
+    "mistral": ThinkFormat(reasoning.MISTRAL_MARKERS, reasoning.MISTRAL[:1], reasoning.MISTRAL, *reasoning.MISTRAL, reasoning.mistral),
+    "think": ThinkFormat(reasoning.THINK_MARKERS, reasoning.THINK[1:], reasoning.THINK, *reasoning.THINK, reasoning.think),
 }
 TOOLS_CHOICES = (AUTO, NONE, *TOOL_FORMATS)
 THINK_CHOICES = (AUTO, NONE, *THINK_FORMATS)
@@ -150,28 +171,28 @@ class Formats:
         """What ends thoughts; None where it does not end them by a text."""
         return (THINK_FORMATS[self.think].close or None) if self.think != NONE else None
 
-    def tokens(self, request: ChatRequest) -> tuple[str, ...]:
+    def tokens(self, tools: Sequence[Tool]) -> tuple[str, ...]:
         """Special tokens that the reader of an answer has to see."""
-        tools = TOOL_FORMATS[self.tools].tokens if self._reads_calls(request) else ()
-        return tools + (THINK_FORMATS[self.think].tokens if self.think != NONE else ())
+        of_calls = TOOL_FORMATS[self.tools].tokens if self._reads_calls(tools) else ()
+        return of_calls + (THINK_FORMATS[self.think].tokens if self.think != NONE else ())
 
     def has_opened_thoughts(self, prompt: str) -> bool:
-        """Whether a prompt, of which the end is enough, has begun thoughts."""
+        """Whether a prompt, of which the end is enough, has begun reasoning."""
         think = THINK_FORMATS[self.think] if self.think != NONE else None
         return think is not None and think.opened is not None and prompt.rstrip().endswith(think.open)
 
-    def writer(self, request: ChatRequest, sample: int) -> Writer:
+    def writer(self, sample: int, tools: Sequence[Tool], *, several: bool = True) -> Writer:
         """Takes down a sample."""
         new_id = call_id if self.tools == NONE else TOOL_FORMATS[self.tools].new_id
-        return Writer(sample, request.offered_tools, None if request.parallel_tool_calls else 1, new_id)
+        return Writer(sample, tools, None if several else 1, new_id)
 
-    def reading(self, request: ChatRequest, writer: Writer, *, has_opened: bool) -> Waiting:
+    def reading(self, tools: Sequence[Tool], writer: Writer, *, has_opened: bool) -> Waiting:
         """Reads one sample.
 
         Args:
-            has_opened: whether the prompt has begun thoughts.
+            has_opened: whether the prompt has begun reasoning.
         """
-        source, has_calls, has_thoughts = Source(), self._reads_calls(request), self.think != NONE
+        source, has_calls, has_thoughts = Source(), self._reads_calls(tools), self.think != NONE
         if (has_calls and self.tools == HARMONY) or self.think == HARMONY:
             return Waiting(source, harmony.HarmonyReader(has_thoughts=has_thoughts, has_calls=has_calls).read(source, writer))
         think = THINK_FORMATS[self.think] if has_thoughts else None
@@ -182,8 +203,8 @@ class Formats:
         )
         return Waiting(source, reader.read(source, writer))
 
-    def _reads_calls(self, request: ChatRequest) -> bool:
-        return self.tools != NONE and bool(request.offered_tools)
+    def _reads_calls(self, tools: Sequence[Tool]) -> bool:
+        return self.tools != NONE and bool(tools)
 
 
 def _found(formats: "dict[str, ToolFormat] | dict[str, ThinkFormat]", template: str) -> str:

@@ -1,0 +1,36 @@
+"""The functions that a model may call."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function that the model may call.
+
+    Attributes:
+        parameters: JSON schema of the object that its arguments are; None = it takes none.
+        strict: whether arguments must match the schema, at the price of holding the model to it.
+        place: where the schema stands in the request, for errors; empty = nowhere.
+    """
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] | None = None
+    strict: bool = False
+    place: str = ""
+
+    def as_template(self) -> dict[str, Any]:
+        """The tool as chat templates know it, which is as OpenAI describes it."""
+        described = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": {name: value for name, value in described.items() if value is not None}}
+
+
+class ToolUse(Enum):
+    """Whether tools are called."""
+
+    NONE = "none"  # the model does not see them
+    AUTO = "auto"  # as the model likes
+    REQUIRED = "required"  # at least one call; which one `ChatRequest.tool_name` may say
