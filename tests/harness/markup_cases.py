@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.parsing.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart, merged
-from paceline.parsing.registry import Formats
+from paceline.parsing.registry import OutputFormat
 from paceline.parsing.tools import Tool
 from paceline.sampling.params import SamplingParams
 from paceline.server.dialogue.request import ChatRequest
@@ -52,16 +52,16 @@ class Case:
 def events_of(case: Case, pieces: Iterable[str], tools: Sequence[Tool] = TOOLS) -> tuple[list[Event], int]:
     """The events of an answer that arrives in pieces, and how many of its calls are complete."""
     request = ChatRequest(messages=[], tools=tools, params=SamplingParams(), parallel_tool_calls=case.parallel)
-    formats = Formats(*case.formats)
-    writer = formats.writer(0, request.offered_tools, several=request.parallel_tool_calls)
-    reading = formats.reading(request.offered_tools, writer, has_opened=case.is_opened)
+    formats = OutputFormat(*case.formats)
+    sink = formats.sink(0, request.offered_tools, several=request.parallel_tool_calls)
+    reading = formats.reading(request.offered_tools, sink, in_reasoning=case.is_opened)
     events: list[Event] = []
     for piece in pieces:
         reading.push(piece)
-        events += writer.take()
+        events += sink.take()
     reading.finish()
     assert reading.is_done
-    return events + writer.take(), writer.num_complete
+    return events + sink.take(), sink.num_complete
 
 
 def said(events: Sequence[Event]) -> Said:

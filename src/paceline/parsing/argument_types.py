@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.parsing.lenient_json import NUMBER, inside
+from paceline.parsing.lenient_json import NUMBER, escape_json
 
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
 _MAX_REFERENCES = 8
@@ -13,10 +13,10 @@ _ALL_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "objec
 
 
 def parameter_schema(schema: Mapping[str, Any] | None, name: str) -> Mapping[str, Any] | None:
-    """The schema of one argument, references within the tool's schema followed; None where nothing is said of it."""
+    """The schema of one argument, references within the tool's schema resolve_ref; None where nothing is said of it."""
     properties = (schema or {}).get("properties")
     found = properties.get(name) if isinstance(properties, Mapping) else None
-    return followed(found, schema or {}) if isinstance(found, Mapping) else None
+    return resolve_ref(found, schema or {}) if isinstance(found, Mapping) else None
 
 
 def is_text(schema: Mapping[str, Any] | None) -> bool:
@@ -24,7 +24,7 @@ def is_text(schema: Mapping[str, Any] | None) -> bool:
     return schema is None or _types(schema) == {"string"}
 
 
-def value_text(written: str, schema: Mapping[str, Any] | None) -> str:
+def coerce_argument(written: str, schema: Mapping[str, Any] | None) -> str:
     """The JSON text of a value; what fits no type that the schema allows is a text."""
     types, text = {"string"} if schema is None else _types(schema), written.strip()
     if "null" in types and text in ("null", "None"):
@@ -43,7 +43,7 @@ def value_text(written: str, schema: Mapping[str, Any] | None) -> str:
         kinds = {"object": dict, "array": list, "string": str}
         if any(isinstance(value, kind) for name, kind in kinds.items() if name in types):
             return json.dumps(value, ensure_ascii=False)
-    return f'"{inside(written)}"'
+    return f'"{escape_json(written)}"'
 
 
 def _types(schema: Mapping[str, Any]) -> frozenset[str]:
@@ -66,7 +66,7 @@ def _is_string(value: object) -> bool:
     return isinstance(value, str)
 
 
-def followed(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+def resolve_ref(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a schema means that may be a reference within `root`; nothing where that leads nowhere."""
     for _ in range(_MAX_REFERENCES):
         reference = schema.get("$ref")

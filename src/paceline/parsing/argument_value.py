@@ -3,41 +3,41 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.parsing.argument_types import is_text, value_text
-from paceline.parsing.event_sink import Writer
-from paceline.parsing.lenient_json import inside
-from paceline.parsing.text_stream import MalformedError, Reading, Source
-from paceline.parsing.tool_call_grammar import CallGrammar
+from paceline.parsing.argument_types import coerce_argument, is_text
+from paceline.parsing.event_sink import EventSink
+from paceline.parsing.lenient_json import escape_json
+from paceline.parsing.text_stream import MalformedError, Parse, TextStream
+from paceline.parsing.tool_call_grammar import ToolCallGrammar
 
 
-def read_value(source: Source, writer: Writer, schema: Mapping[str, Any] | None, ends: Sequence[str]) -> Reading[None]:
+def read_value(stream: TextStream, sink: EventSink, schema: Mapping[str, Any] | None, ends: Sequence[str]) -> Parse[None]:
     """Pass a value and one of `ends`, and tell it: a text as it comes, anything else when it is whole.
 
     Raises:
         MalformedError: the text ends within it.
     """
-    source.settle()
+    stream.mark_emitted()
     streams = is_text(schema)
     parts: list[str] = []
 
     def tell(part: str) -> None:
         if streams:
-            writer.arguments(inside(part))
+            sink.arguments(escape_json(part))
         else:
             parts.append(part)
 
     if streams:
-        writer.arguments('"')
-    end = yield from source.told_until(ends, tell)
+        sink.arguments('"')
+    end = yield from stream.emit_until(ends, tell)
     if end is None:
-        writer.text("".join(parts))
+        sink.text("".join(parts))
         raise MalformedError
-    source.at += len(end)
-    writer.arguments('"' if streams else value_text("".join(parts), schema))
-    source.settle()
+    stream.at += len(end)
+    sink.arguments('"' if streams else coerce_argument("".join(parts), schema))
+    stream.mark_emitted()
 
 
-def value_grammar(grammar: CallGrammar, root: Mapping[str, Any], schema: Mapping[str, Any], end: str) -> str:
+def value_grammar(grammar: ToolCallGrammar, root: Mapping[str, Any], schema: Mapping[str, Any], end: str) -> str:
     """What matches a value and `end`; a text is held to its `enum` alone.
 
     Args:

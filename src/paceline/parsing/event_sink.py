@@ -21,7 +21,7 @@ def short_call_id() -> str:
     return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
 
-class Writer:
+class EventSink:
     """Takes down one sample.
 
     Args:
@@ -69,7 +69,7 @@ class Writer:
         return self._tools[name].parameters if name in self._tools else None
 
     @property
-    def may_call(self) -> bool:
+    def can_call(self) -> bool:
         """Whether one more call may be told."""
         return self._max_calls is None or self.num_calls < self._max_calls
 

@@ -2,14 +2,14 @@
 
 import json
 
-from paceline.parsing.event_sink import Writer
-from paceline.parsing.lenient_json import json_object, short_string, skipped_value
-from paceline.parsing.text_stream import MalformedError, Reading, Source
+from paceline.parsing.event_sink import EventSink
+from paceline.parsing.lenient_json import emit_json_object, read_json_value, read_short_string
+from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 
 _ARGUMENTS = ("arguments", "parameters")
 
 
-def read_envelope(source: Source, writer: Writer, *, only_known: bool = False) -> Reading[None]:
+def read_json_call(stream: TextStream, sink: EventSink, *, only_known: bool = False) -> Parse[None]:
     """Pass {"name": …, "arguments": {…}} and tell the call; "parameters" is another name of the arguments.
 
     Behind the arguments a missing brace is forgiven. Without arguments there is a call with none.
@@ -20,49 +20,49 @@ def read_envelope(source: Source, writer: Writer, *, only_known: bool = False) -
     Raises:
         MalformedError: it is no call.
     """
-    yield from source.skip()
-    yield from source.expect("{")
+    yield from stream.skip()
+    yield from stream.expect("{")
     name = held = None
     while True:
-        yield from source.skip()
-        key = yield from short_string(source)
-        yield from source.skip()
-        yield from source.expect(":")
-        yield from source.skip()
+        yield from stream.skip()
+        key = yield from read_short_string(stream)
+        yield from stream.skip()
+        yield from stream.expect(":")
+        yield from stream.skip()
         if key == "name":
-            name = yield from short_string(source)
-            if not name or (only_known and name not in writer.tool_names):
+            name = yield from read_short_string(stream)
+            if not name or (only_known and name not in sink.tool_names):
                 raise MalformedError
         elif key in _ARGUMENTS and name is not None:
-            yield from _tell_arguments(source, writer, name)
-            yield from _pass_rest(source)
+            yield from _tell_arguments(stream, sink, name)
+            yield from _pass_rest(stream)
             return
         elif key in _ARGUMENTS:
-            held = _object_text((yield from skipped_value(source)))
+            held = _object_text((yield from read_json_value(stream)))
         else:
-            yield from skipped_value(source)
-        yield from source.skip()
-        if (yield from source.take("}")):
+            yield from read_json_value(stream)
+        yield from stream.skip()
+        if (yield from stream.take("}")):
             break
-        yield from source.expect(",")
+        yield from stream.expect(",")
     if name is None or (held is None and only_known):
         raise MalformedError
-    with writer.call(name):
-        writer.arguments("{}" if held is None else held)
-    source.settle()
+    with sink.call(name):
+        sink.arguments("{}" if held is None else held)
+    stream.mark_emitted()
 
 
-def _tell_arguments(source: Source, writer: Writer, name: str) -> Reading[None]:
-    char = yield from source.peek()
+def _tell_arguments(stream: TextStream, sink: EventSink, name: str) -> Parse[None]:
+    char = yield from stream.peek()
     if char == "{":
-        source.settle()
-        with writer.call(name):
-            yield from json_object(source, writer.arguments)
+        stream.mark_emitted()
+        with sink.call(name):
+            yield from emit_json_object(stream, sink.arguments)
         return
-    text = _object_text((yield from skipped_value(source)))
-    source.settle()
-    with writer.call(name):
-        writer.arguments(text)
+    text = _object_text((yield from read_json_value(stream)))
+    stream.mark_emitted()
+    with sink.call(name):
+        sink.arguments(text)
 
 
 def _object_text(value: str) -> str:
@@ -82,22 +82,22 @@ def _object_text(value: str) -> str:
     return value
 
 
-def _pass_rest(source: Source) -> Reading[None]:
+def _pass_rest(stream: TextStream) -> Parse[None]:
     """What follows the arguments up to the brace, if it is as it should be; else nothing is passed."""
-    yield from source.skip()
-    while (yield from source.take(",")):
-        yield from source.skip()
-        yield from short_string(source)
-        yield from source.skip()
-        yield from source.expect(":")
-        yield from source.skip()
-        yield from skipped_value(source)
-        yield from source.skip()
-    if not (yield from source.take("}")):
+    yield from stream.skip()
+    while (yield from stream.take(",")):
+        yield from stream.skip()
+        yield from read_short_string(stream)
+        yield from stream.skip()
+        yield from stream.expect(":")
+        yield from stream.skip()
+        yield from read_json_value(stream)
+        yield from stream.skip()
+    if not (yield from stream.take("}")):
         return
-    source.settle()
+    stream.mark_emitted()
 
 
-def envelope_head(name: str, arguments: str = "arguments") -> str:
+def json_call_head(name: str, arguments: str = "arguments") -> str:
     """What stands in front of the arguments."""
     return f'{{"name": {json.dumps(name)}, "{arguments}": '

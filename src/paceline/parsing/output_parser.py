@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from paceline.parsing.event_sink import Writer
-from paceline.parsing.text_stream import SPACE, MalformedError, Reading, Source
+from paceline.parsing.event_sink import EventSink
+from paceline.parsing.text_stream import WHITESPACE, MalformedError, Parse, TextStream
 
-ReadMarkup = Callable[[Source, Writer], Reading[None]]
+ParseMarkup = Callable[[TextStream, EventSink], Parse[None]]
 """Reads what stands behind a marker, and tells it. Raises MalformedError: what was not told by then is text, the marker included."""
 
 
@@ -19,12 +19,12 @@ class Markers:
         first: those that do so only in front of all text.
     """
 
-    anywhere: Mapping[str, ReadMarkup] = field(default_factory=dict)
-    first: Mapping[str, ReadMarkup] = field(default_factory=dict)
+    anywhere: Mapping[str, ParseMarkup] = field(default_factory=dict)
+    first: Mapping[str, ParseMarkup] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerReader:
+class OutputParser:
     """Reads a whole answer.
 
     White space between markers, and between a marker and text, is markup.
@@ -36,51 +36,51 @@ class AnswerReader:
 
     thoughts: Markers
     calls: Markers
-    opened: ReadMarkup | None = None
+    opened: ParseMarkup | None = None
 
-    def read(self, source: Source, writer: Writer) -> Reading[None]:
+    def read(self, stream: TextStream, sink: EventSink) -> Parse[None]:
         """Read to the end."""
-        is_behind = self.opened is not None and (yield from _read(self.opened, source, writer))
+        is_behind = self.opened is not None and (yield from _read(self.opened, stream, sink))
         while True:
-            reader = yield from self._first(source, writer, is_behind=is_behind)
+            reader = yield from self._first(stream, sink, is_behind=is_behind)
             if reader is None:
-                readers = self._anywhere(writer)
-                marker = yield from source.told_until(tuple(readers), writer.text, held=SPACE if readers else "")
+                readers = self._anywhere(sink)
+                marker = yield from stream.emit_until(tuple(readers), sink.text, held=WHITESPACE if readers else "")
                 if marker is None:
                     return
-                source.at += len(marker)
+                stream.at += len(marker)
                 reader = readers[marker]
-            is_behind = yield from _read(reader, source, writer)
+            is_behind = yield from _read(reader, stream, sink)
 
-    def _first(self, source: Source, writer: Writer, *, is_behind: bool) -> Reading[ReadMarkup | None]:
+    def _first(self, stream: TextStream, sink: EventSink, *, is_behind: bool) -> Parse[ParseMarkup | None]:
         """The reader of the marker in front of the text, which is passed; behind markup, so is white space in front of text."""
-        readers = self._anywhere(writer)
-        if not writer.has_text and not writer.num_calls:
+        readers = self._anywhere(sink)
+        if not sink.has_text and not sink.num_calls:
             readers |= {} if is_behind else self.thoughts.first
-            readers |= self.calls.first if writer.may_call else {}
+            readers |= self.calls.first if sink.can_call else {}
         if not readers and not is_behind:
             return None
-        yield from source.skip()
-        marker = yield from source.one_of(tuple(readers))
+        yield from stream.skip()
+        marker = yield from stream.one_of(tuple(readers))
         if is_behind:
-            source.settle()
+            stream.mark_emitted()
         if marker is None:
-            source.at = source.told
+            stream.at = stream.num_emitted
             return None
-        source.at += len(marker)
+        stream.at += len(marker)
         return readers[marker]
 
-    def _anywhere(self, writer: Writer) -> dict[str, ReadMarkup]:
-        return {**self.thoughts.anywhere, **(self.calls.anywhere if writer.may_call else {})}
+    def _anywhere(self, sink: EventSink) -> dict[str, ParseMarkup]:
+        return {**self.thoughts.anywhere, **(self.calls.anywhere if sink.can_call else {})}
 
 
-def _read(reader: ReadMarkup, source: Source, writer: Writer) -> Reading[bool]:
+def _read(reader: ParseMarkup, stream: TextStream, sink: EventSink) -> Parse[bool]:
     """Whether markup was read; else it was told as text."""
     try:
-        yield from reader(source, writer)
+        yield from reader(stream, sink)
         return True
     except MalformedError:
-        writer.text(source.untold)
+        sink.text(stream.unemitted)
         return False
     finally:
-        source.settle()
+        stream.mark_emitted()

@@ -11,12 +11,12 @@ from functools import cache
 from typing import TypeVar
 
 Result = TypeVar("Result")
-Reading = Generator[None, None, Result]
+Parse = Generator[None, None, Result]
 """Yields to wait for more text."""
-Say = Callable[[str], None]
+Emit = Callable[[str], None]
 
-SPACE = " \t\r\n"
-MAX_NAME = 256
+WHITESPACE = " \t\r\n"
+MAX_NAME_LEN = 256
 """Characters of a name of a tool or an argument."""
 
 
@@ -25,43 +25,43 @@ class MalformedError(Exception):
 
 
 @dataclass(slots=True)
-class Source:
+class TextStream:
     """What has arrived and may still matter.
 
     Attributes:
         text: its beginning is dropped when more arrives, so that no index in it holds while a reader waits.
-        told: index of the first character that was neither told nor found to be markup.
+        num_emitted: index of the first character that was neither told nor found to be markup.
         at: index at which the reader stands.
         has_ended: whether nothing more comes.
     """
 
     text: str = ""
-    told: int = 0
+    num_emitted: int = 0
     at: int = 0
     has_ended: bool = False
 
     def add(self, text: str) -> None:
         """More has arrived."""
-        self.text = self.text[self.told :] + text
-        self.at -= self.told
-        self.told = 0
+        self.text = self.text[self.num_emitted :] + text
+        self.at -= self.num_emitted
+        self.num_emitted = 0
 
     @property
-    def untold(self) -> str:
+    def unemitted(self) -> str:
         """What was passed and not told."""
-        return self.text[self.told : self.at]
+        return self.text[self.num_emitted : self.at]
 
-    def settle(self) -> None:
+    def mark_emitted(self) -> None:
         """Everything passed so far was told, or is markup."""
-        self.told = self.at
+        self.num_emitted = self.at
 
-    def peek(self) -> Reading[str]:
+    def peek(self) -> Parse[str]:
         """The next character; empty at the end."""
         while self.at >= len(self.text) and not self.has_ended:
             yield
         return self.text[self.at : self.at + 1]
 
-    def take(self, literal: str) -> Reading[bool]:
+    def take(self, literal: str) -> Parse[bool]:
         """Whether `literal` comes next; then it is passed."""
         while True:
             found = self.text[self.at : self.at + len(literal)]
@@ -72,7 +72,7 @@ class Source:
                 return False
             yield
 
-    def take_end(self, literal: str) -> Reading[bool]:
+    def take_or_end(self, literal: str) -> Parse[bool]:
         """The same, where the text may also end within `literal`."""
         if (yield from self.take(literal)):
             return True
@@ -82,7 +82,7 @@ class Source:
             return True
         return False
 
-    def expect(self, literal: str) -> Reading[None]:
+    def expect(self, literal: str) -> Parse[None]:
         """Pass `literal`.
 
         Raises:
@@ -91,7 +91,7 @@ class Source:
         if not (yield from self.take(literal)):
             raise MalformedError
 
-    def one_of(self, literals: Sequence[str]) -> Reading[str | None]:
+    def one_of(self, literals: Sequence[str]) -> Parse[str | None]:
         """Which of `literals` comes next, without passing it; None of them."""
         while True:
             rest = self.text[self.at : self.at + max(map(len, literals), default=0)]
@@ -102,7 +102,7 @@ class Source:
                 return None
             yield
 
-    def skip(self, characters: str = SPACE) -> Reading[None]:
+    def skip(self, characters: str = WHITESPACE) -> Parse[None]:
         """Pass any number of `characters`."""
         while True:
             while self.at < len(self.text) and self.text[self.at] in characters:
@@ -111,7 +111,7 @@ class Source:
                 return
             yield
 
-    def until(self, literal: str, limit: int = MAX_NAME) -> Reading[str]:
+    def until(self, literal: str, limit: int = MAX_NAME_LEN) -> Parse[str]:
         """What stands in front of `literal`; both are passed.
 
         Raises:
@@ -126,7 +126,7 @@ class Source:
                 raise MalformedError
             yield
 
-    def matching(self, characters: "re.Pattern[str]") -> Reading[str]:
+    def matching(self, characters: "re.Pattern[str]") -> Parse[str]:
         """All characters that `characters`, a pattern of one of them, matches.
 
         Raises:
@@ -137,13 +137,13 @@ class Source:
             while self.at < len(self.text) and characters.match(self.text, self.at):
                 self.at += 1
                 num_passed += 1
-                if num_passed > MAX_NAME:
+                if num_passed > MAX_NAME_LEN:
                     raise MalformedError
             if self.at < len(self.text) or self.has_ended:
                 return self.text[self.at - num_passed : self.at]
             yield
 
-    def told_until(self, markers: Sequence[str], say: Say, *, held: str = "") -> Reading[str | None]:
+    def emit_until(self, markers: Sequence[str], say: Emit, *, held: str = "") -> Parse[str | None]:
         """Tell what comes until one of `markers`, which is not passed; returns it, None at the end.
 
         Args:
@@ -160,7 +160,7 @@ class Source:
             if told:
                 say(told)
             self.at += len(told)
-            self.settle()
+            self.mark_emitted()
             if found:
                 self.at = found.start()
                 return found[0]
@@ -183,22 +183,22 @@ def _open_from(text: str, start: int, markers: Sequence[str], longest: int) -> i
 
 
 @dataclass(slots=True)
-class Waiting:
+class StreamParser:
     """A reader and the text it waits for."""
 
-    source: Source
-    reading: Reading[None]
+    stream: TextStream
+    reading: Parse[None]
     is_done: bool = field(default=False, init=False)
 
     def push(self, text: str) -> None:
         """Let it read on."""
         if text:
-            self.source.add(text)
+            self.stream.add(text)
             self._go_on()
 
     def finish(self) -> None:
         """Let it read to the end."""
-        self.source.has_ended = True
+        self.stream.has_ended = True
         self._go_on()
 
     def _go_on(self) -> None:

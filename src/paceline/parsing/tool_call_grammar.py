@@ -17,7 +17,7 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fal
 ANYTHING = "/(?s:.*)/"
 
 
-class CallGrammar:
+class ToolCallGrammar:
     """Rules of one grammar.
 
     Args:

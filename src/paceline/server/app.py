@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from paceline import __version__
 from paceline.engine.async_engine import AsyncEngine
 from paceline.errors import ConfigError
-from paceline.parsing.registry import Formats
+from paceline.parsing.registry import OutputFormat
 from paceline.sampling.grammar_trial import GrammarTrial
 from paceline.server.adapter_routes import adapter_routes
 from paceline.server.anthropic.routes import message_routes
@@ -50,7 +50,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
     settings = settings or ServerSettings()
     engine.opened.maker.compiler.trial = GrammarTrial(settings.grammar_timeout_s)
     name = settings.served_name or served_name(engine.opened.config.model)
-    formats = Formats.of(engine.opened.maker.tokenizer, settings.tools_format, settings.think_format)
+    formats = OutputFormat.of(engine.opened.maker.tokenizer, settings.tools_format, settings.think_format)
     gate = Gate(engine.opened.engine.scheduler.limits.max_num_seqs, settings.max_queue)
     metrics = Metrics(engine.opened, name)
     generation = Generation(engine, settings, gate, metrics)

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from paceline.engine.async_engine import AsyncEngine
 from paceline.errors import ConfigError
-from paceline.parsing.registry import check_names
+from paceline.parsing.registry import check_parser_names
 from paceline.server.app import create_app
 from paceline.server.connection import connection_class
 from paceline.server.end_watch import EndWatch
@@ -38,7 +38,7 @@ def run(arguments: Mapping[str, Any], settings: ServerSettings, *, say: Say, qui
     Raises:
         PacelineError: the address cannot be listened on, or the model cannot be loaded.
     """
-    check_names(settings.tools_format, settings.think_format)
+    check_parser_names(settings.tools_format, settings.think_format)
     with listening_socket(settings) as listening, EndWatch() as watch:
         engine = AsyncEngine.open(**arguments)
         try:

@@ -152,9 +152,9 @@ def test_a_stop_text_ends_an_answer_within_its_markup(tooled: Callable[..., Http
 
 def test_markup_of_special_tokens_is_seen(tooled: Callable[..., HttpClient], monkeypatch: pytest.MonkeyPatch) -> None:
     reads = Markers(anywhere={"<|im_start|>": hermes.read_call})
-    special = formats.ToolFormat(reads, (), ("<|im_start|>",), hermes.calls_grammar)
-    monkeypatch.setitem(formats.TOOL_FORMATS, "special", special)
-    monkeypatch.setattr(formats, "TOOLS_CHOICES", ("special",))
+    special = formats.ToolCallFormat(reads, (), ("<|im_start|>",), hermes.calls_grammar)
+    monkeypatch.setitem(formats.TOOL_CALL_FORMATS, "special", special)
+    monkeypatch.setattr(formats, "TOOL_CALL_PARSERS", ("special",))
     client = tooled(tools_format="special", think_format="none")
     written = Grammar.lark(f'start: "a" <[1]> {json.dumps(json.dumps({"name": "cancel"}) + "</tool_call>")}')
     with answering(written):

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Library
 
 from harness.markup_cases import Case, events_of, said
 from paceline.errors import RequestError
-from paceline.parsing.registry import TOOL_FORMATS, Formats
+from paceline.parsing.registry import TOOL_CALL_FORMATS, OutputFormat
 from paceline.parsing.tools import Tool, ToolUse
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.matcher import GrammarCompiler
@@ -98,12 +98,12 @@ THOUGHT = {
 }
 
 
-@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 @pytest.mark.parametrize("has_tokens", [False, True])
 def test_a_required_call_is_written_as_the_model_writes_it(mini_dir: Path, name: str, has_tokens: bool) -> None:
-    formats, asked = Formats(name, THINKING[name]), request()
+    formats, asked = OutputFormat(name, THINKING[name]), request()
     tokenizer = with_tokens(mini_dir, formats.tokens(asked) if has_tokens else ())
-    grammar = answer_grammar(asked, formats, tokenizer, has_opened=False)
+    grammar = answer_grammar(asked, formats, tokenizer, in_reasoning=False)
     call = WRITTEN[name] if has_tokens or name != "mistral" else f'[TOOL_CALLS][{{"name": "book", "arguments": {ARGUMENTS}}}]'
     assert said(events_of(Case("", (name, THINKING[name]), "", []), [call], TOOLS)[0]) == [("call", "book", ARGUMENTS)]
     assert allows(tokenizer, grammar, call)
@@ -112,21 +112,21 @@ def test_a_required_call_is_written_as_the_model_writes_it(mini_dir: Path, name:
     assert not allows(tokenizer, grammar, call.replace("2", "5"))
     assert not allows(tokenizer, grammar, call.replace("book", "look"))
     assert not allows(tokenizer, grammar, "Yes." + call)
-    named = answer_grammar(request(tool_name="cancel"), formats, tokenizer, has_opened=False)
+    named = answer_grammar(request(tool_name="cancel"), formats, tokenizer, in_reasoning=False)
     assert not allows(tokenizer, named, call)
 
 
-@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_whatever_the_grammar_allows_is_read_as_calls_that_match_the_schemas(
     mini_dir: Path, name: str, seed: int, large_counts: bool
 ) -> None:
     """A model of random taste, which likes to come to an end."""
     random = np.random.default_rng(seed)
-    formats = Formats(name, "harmony" if name == "harmony" else "none")
+    formats = OutputFormat(name, "harmony" if name == "harmony" else "none")
     asked = request()
     tokenizer = with_tokens(mini_dir, formats.tokens(asked))
     compiler = GrammarCompiler(tokenizer, [END])
-    grammar = answer_grammar(asked, formats, tokenizer, has_opened=False)
+    grammar = answer_grammar(asked, formats, tokenizer, in_reasoning=False)
     assert grammar is not None
     ends = [token_id for text in ('"', "}", "]", ",", "\n", "</", "1") for token_id in tokenizer.encode(text, add_special_tokens=False)]
     shown = [token_id for token in formats.tokens(asked) if (token_id := tokenizer.added_token_id(token)) is not None]
@@ -165,45 +165,45 @@ def check_arguments(name: str, given: dict[str, Any]) -> None:
 
 
 def test_thoughts_that_the_prompt_began_come_first(mini_dir: Path) -> None:
-    tokenizer, formats = with_tokens(mini_dir, ("<think>", "</think>")), Formats("hermes", "think")
-    grammar = answer_grammar(request(), formats, tokenizer, has_opened=True)
+    tokenizer, formats = with_tokens(mini_dir, ("<think>", "</think>")), OutputFormat("hermes", "think")
+    grammar = answer_grammar(request(), formats, tokenizer, in_reasoning=True)
     assert allows(tokenizer, grammar, "Hm. {\n</think>\n\n" + WRITTEN["hermes"], "<think>\n")
     assert not allows(tokenizer, grammar, "Hm.", "<think>\n")
     assert not allows(tokenizer, grammar, "Hm.</think>Yes.", "<think>\n")
 
 
 def test_a_form_of_the_text_begins_behind_thoughts(mini_dir: Path) -> None:
-    tokenizer, formats = with_tokens(mini_dir, ("<think>", "</think>")), Formats("hermes", "think")
+    tokenizer, formats = with_tokens(mini_dir, ("<think>", "</think>")), OutputFormat("hermes", "think")
     asked = request(tools=(), tool_use=ToolUse.AUTO, params=SamplingParams(grammar=Grammar.json_object()))
-    behind = answer_grammar(asked, formats, tokenizer, has_opened=True)
+    behind = answer_grammar(asked, formats, tokenizer, in_reasoning=True)
     assert allows(tokenizer, behind, 'Hm.</think>{"a": 1}', "<think>\n")
     assert not allows(tokenizer, behind, '{"a": 1}', "<think>\n")
-    assert answer_grammar(asked, formats, tokenizer, has_opened=False) is asked.params.grammar
+    assert answer_grammar(asked, formats, tokenizer, in_reasoning=False) is asked.params.grammar
 
 
 def test_strict_tools_that_may_be_called_leave_the_text_free(mini_dir: Path) -> None:
     tools = (Tool(name="book", parameters=BOOK, strict=True), TOOLS[1])
     for name in ("hermes", "xml", "glm", "mistral", "gemma4", "kimi", "minimax", "granite3"):
-        formats, asked = Formats(name, THINKING[name]), request(tools=tools, tool_use=ToolUse.AUTO)
+        formats, asked = OutputFormat(name, THINKING[name]), request(tools=tools, tool_use=ToolUse.AUTO)
         tokenizer = with_tokens(mini_dir, formats.tokens(asked))
-        grammar = answer_grammar(asked, formats, tokenizer, has_opened=False)
+        grammar = answer_grammar(asked, formats, tokenizer, in_reasoning=False)
         thought = THOUGHT.get(name, "")
         assert allows(tokenizer, grammar, thought + "Yes, {.")
         assert allows(tokenizer, grammar, thought + "I book. " + WRITTEN[name])
         assert not allows(tokenizer, grammar, WRITTEN[name].replace("taxi", "ship"))
-        assert answer_grammar(request(tool_use=ToolUse.AUTO), formats, tokenizer, has_opened=False) is None
+        assert answer_grammar(request(tool_use=ToolUse.AUTO), formats, tokenizer, in_reasoning=False) is None
 
 
 def test_a_form_of_the_text_leaves_calls_possible(mini_dir: Path) -> None:
-    tokenizer, formats = with_tokens(mini_dir, ("<tool_call>", "</tool_call>")), Formats("hermes", "none")
+    tokenizer, formats = with_tokens(mini_dir, ("<tool_call>", "</tool_call>")), OutputFormat("hermes", "none")
     form = SamplingParams(grammar=Grammar.json_object())
-    grammar = answer_grammar(request(tool_use=ToolUse.AUTO, params=form), formats, tokenizer, has_opened=False)
+    grammar = answer_grammar(request(tool_use=ToolUse.AUTO, params=form), formats, tokenizer, in_reasoning=False)
     assert allows(tokenizer, grammar, WRITTEN["hermes"])
     assert allows(tokenizer, grammar, '{"a": 1}')
     assert not allows(tokenizer, grammar, "Yes.")
     with pytest.raises(RequestError, match="exclude"):
-        answer_grammar(request(params=form), formats, tokenizer, has_opened=False)
+        answer_grammar(request(params=form), formats, tokenizer, in_reasoning=False)
     with pytest.raises(RequestError, match="exclude"):
         answer_grammar(
-            request(tool_use=ToolUse.AUTO, params=SamplingParams(grammar=Grammar.regex("a"))), formats, tokenizer, has_opened=False
+            request(tool_use=ToolUse.AUTO, params=SamplingParams(grammar=Grammar.regex("a"))), formats, tokenizer, in_reasoning=False
         )

@@ -12,9 +12,9 @@ import pytest
 
 from harness.markup_cases import CASES, GEMMA, HARMONY, HERMES, LLAMA, MISTRAL, TOOLS, XML, Case, Said, events_of, said
 from paceline.errors import ConfigError, RequestError
-from paceline.parsing.argument_types import value_text
+from paceline.parsing.argument_types import coerce_argument
 from paceline.parsing.events import ToolCallStart
-from paceline.parsing.registry import Formats
+from paceline.parsing.registry import OutputFormat
 from paceline.sampling.params import SamplingParams
 from paceline.server.dialogue.request import ChatRequest
 
@@ -127,10 +127,10 @@ AT_ONCE = [
 @pytest.mark.parametrize(("formats", "arrived", "expected"), AT_ONCE, ids=[arrived for _, arrived, _ in AT_ONCE])
 def test_nothing_is_held_back_that_need_not_be(formats: tuple[str, str], arrived: str, expected: Said) -> None:
     request = ChatRequest(messages=[], tools=TOOLS, params=SamplingParams())
-    writer = Formats(*formats).writer(0, request.offered_tools, several=request.parallel_tool_calls)
-    reading = Formats(*formats).reading(request.offered_tools, writer, has_opened=False)
+    sink = OutputFormat(*formats).sink(0, request.offered_tools, several=request.parallel_tool_calls)
+    reading = OutputFormat(*formats).reading(request.offered_tools, sink, in_reasoning=False)
     reading.push(arrived)
-    assert said(writer.take()) == expected
+    assert said(sink.take()) == expected
 
 
 def test_a_long_answer_is_read_in_time_that_grows_with_its_length() -> None:
@@ -147,13 +147,13 @@ def test_a_long_answer_is_read_in_time_that_grows_with_its_length() -> None:
 
 
 def test_values_are_typed_as_the_schema_says() -> None:
-    assert value_text("None", {"type": ["integer", "null"]}) == "null"
-    assert value_text(" 3 ", {"type": "number"}) == "3"
-    assert value_text("3.5", {"type": "integer"}) == '"3.5"'
-    assert value_text('{"a": 1}', {"type": "string"}) == '"{\\"a\\": 1}"'
-    assert value_text('{"a": 1}', {}) == '{"a": 1}'
-    assert value_text("true", {"enum": ["true", "no"]}) == '"true"'
-    assert value_text("[1", {"type": "array"}) == '"[1"'
+    assert coerce_argument("None", {"type": ["integer", "null"]}) == "null"
+    assert coerce_argument(" 3 ", {"type": "number"}) == "3"
+    assert coerce_argument("3.5", {"type": "integer"}) == '"3.5"'
+    assert coerce_argument('{"a": 1}', {"type": "string"}) == '"{\\"a\\": 1}"'
+    assert coerce_argument('{"a": 1}', {}) == '{"a": 1}'
+    assert coerce_argument("true", {"enum": ["true", "no"]}) == '"true"'
+    assert coerce_argument("[1", {"type": "array"}) == '"[1"'
 
 
 TEMPLATES = [
@@ -174,8 +174,8 @@ TEMPLATES = [
 @pytest.mark.parametrize(("template", "found"), TEMPLATES, ids=[found[0] for _, found in TEMPLATES])
 def test_a_chat_template_shows_the_formats_of_its_model(template: str, found: tuple[str, str]) -> None:
     tokenizer: Any = SimpleNamespace(template_source=lambda *, has_tools: template)
-    assert Formats.of(tokenizer) == Formats(*found)
-    assert Formats.of(tokenizer, "none", "none") == Formats("none", "none")
+    assert OutputFormat.of(tokenizer) == OutputFormat(*found)
+    assert OutputFormat.of(tokenizer, "none", "none") == OutputFormat("none", "none")
 
 
 def test_an_id_that_the_model_wrote_is_the_calls() -> None:
@@ -190,11 +190,11 @@ def test_a_chat_template_that_is_no_text_shows_no_format() -> None:
         raise RequestError("no text")
 
     tokenizer: Any = SimpleNamespace(template_source=refuse)
-    assert Formats.of(tokenizer) == Formats("none", "none")
+    assert OutputFormat.of(tokenizer) == OutputFormat("none", "none")
 
 
 def test_formats_that_do_not_exist_or_go_together_are_refused() -> None:
     tokenizer: Any = SimpleNamespace(template_source=lambda *, has_tools: "<tool_call>")
     for tools, think in (("json", "auto"), ("auto", "thoughts"), ("harmony", "think"), ("auto", "harmony")):
         with pytest.raises(ConfigError, match="format"):
-            Formats.of(tokenizer, tools, think)
+            OutputFormat.of(tokenizer, tools, think)

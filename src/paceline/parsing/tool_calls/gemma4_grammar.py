@@ -4,16 +4,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.parsing.argument_types import followed
-from paceline.parsing.tool_call_grammar import CallGrammar, arguments_schema
+from paceline.parsing.argument_types import resolve_ref
+from paceline.parsing.tool_call_grammar import ToolCallGrammar, arguments_schema
 from paceline.parsing.tool_calls.gemma4 import CLOSE, OPEN, QUOTE
 from paceline.parsing.tools import Tool
 
 _PLAIN = ("integer", "number", "boolean", "null")
-_MAX_DEPTH = 8  # schemas that hold themselves are followed so far
+_MAX_DEPTH = 8  # schemas that hold themselves are resolve_ref so far
 
 
-def calls_grammar(grammar: CallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     """Texts are held to their `enum` alone, lists to no length. Properties are in alphabetical order, as the model has learnt them."""
     calls = []
     for tool in tools:
@@ -26,12 +26,12 @@ def calls_grammar(grammar: CallGrammar, tools: Sequence[Tool], *, several: bool)
 class _Values:
     """Rules for the values of one tool."""
 
-    def __init__(self, grammar: CallGrammar, root: Mapping[str, Any]) -> None:
+    def __init__(self, grammar: ToolCallGrammar, root: Mapping[str, Any]) -> None:
         self._grammar, self._root = grammar, root
 
     def of(self, schema: Any, depth: int) -> str:
         """What matches one value."""
-        schema = followed(schema, self._root) if isinstance(schema, Mapping) else {}
+        schema = resolve_ref(schema, self._root) if isinstance(schema, Mapping) else {}
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(values, list) and values:
             return self._grammar.one_of([self._constant(value) for value in values])

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 from paceline.parsing.argument_types import parameter_schema
 from paceline.parsing.argument_value import read_value, value_grammar
-from paceline.parsing.event_sink import Writer
-from paceline.parsing.lenient_json import inside
+from paceline.parsing.event_sink import EventSink
+from paceline.parsing.lenient_json import escape_json
 from paceline.parsing.output_parser import Markers
-from paceline.parsing.text_stream import MalformedError, Reading, Source
-from paceline.parsing.tool_call_grammar import CallGrammar, arguments_schema
+from paceline.parsing.text_stream import MalformedError, Parse, TextStream
+from paceline.parsing.tool_call_grammar import ToolCallGrammar, arguments_schema
 from paceline.parsing.tools import Tool
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -20,43 +20,43 @@ _NAME = re.compile(r"[\w.\-]")
 _LINE_END = '"\\n"?'
 
 
-def read_call(source: Source, writer: Writer) -> Reading[None]:
+def read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     """One call; its name must be a tool's, for it may be any word."""
-    yield from source.skip()
-    name = yield from source.matching(_NAME)
-    if name not in writer.tool_names:
+    yield from stream.skip()
+    name = yield from stream.matching(_NAME)
+    if name not in sink.tool_names:
         raise MalformedError
-    yield from source.skip()
-    if (yield from source.one_of((KEY, CLOSE))) is None:
+    yield from stream.skip()
+    if (yield from stream.one_of((KEY, CLOSE))) is None:
         raise MalformedError
-    source.settle()
-    with writer.call(name):
-        writer.arguments("{")
+    stream.mark_emitted()
+    with sink.call(name):
+        sink.arguments("{")
         before = ""
-        while (yield from source.take(KEY)):
-            key = yield from source.until(KEY_END)
-            yield from source.skip()
-            yield from source.expect(VALUE)
-            writer.arguments(f'{before}"{inside(key)}": ')
-            yield from read_value(source, writer, parameter_schema(writer.schema_of(name), key), (VALUE_END,))
-            yield from source.skip()
+        while (yield from stream.take(KEY)):
+            key = yield from stream.until(KEY_END)
+            yield from stream.skip()
+            yield from stream.expect(VALUE)
+            sink.arguments(f'{before}"{escape_json(key)}": ')
+            yield from read_value(stream, sink, parameter_schema(sink.schema_of(name), key), (VALUE_END,))
+            yield from stream.skip()
             before = ", "
-        if not (yield from source.take_end(CLOSE)):
+        if not (yield from stream.take_or_end(CLOSE)):
             raise MalformedError
-        writer.arguments("}")
-        source.settle()
+        sink.arguments("}")
+        stream.mark_emitted()
 
 
 MARKERS = Markers(anywhere={OPEN: read_call})
 
 
-def calls_grammar(grammar: CallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     """Arguments come in the schema's order; texts are held to their `enum` alone."""
     calls = [f"{grammar.text(OPEN + tool.name)} {_LINE_END} {_arguments(grammar, tool)} {grammar.text(CLOSE)}" for tool in tools]
     return grammar.listed(calls, "\n", several=several)
 
 
-def _arguments(grammar: CallGrammar, tool: Tool) -> str:
+def _arguments(grammar: ToolCallGrammar, tool: Tool) -> str:
     root = arguments_schema(tool)
     required, parts = root.get("required") or (), []
     for name in root.get("properties") or ():

@@ -2,26 +2,26 @@
 
 from collections.abc import Sequence
 
-from paceline.parsing.event_sink import Writer
-from paceline.parsing.json_call import envelope_head
+from paceline.parsing.event_sink import EventSink
+from paceline.parsing.json_call import json_call_head
 from paceline.parsing.output_parser import Markers
-from paceline.parsing.text_stream import Reading, Source
-from paceline.parsing.tool_call_grammar import CallGrammar
+from paceline.parsing.text_stream import Parse, TextStream
+from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tool_calls.mistral import read_list
 from paceline.parsing.tools import Tool
 
 OPEN = "<|tool_call|>"
 
 
-def read_calls(source: Source, writer: Writer) -> Reading[None]:
-    yield from source.skip()
-    yield from source.expect("[")
-    yield from read_list(source, writer)
+def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
+    yield from stream.skip()
+    yield from stream.expect("[")
+    yield from read_list(stream, sink)
 
 
 MARKERS = Markers(anywhere={OPEN: read_calls})
 
 
-def calls_grammar(grammar: CallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    calls = [grammar.call(envelope_head(tool.name), tool, "}") for tool in tools]
+def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+    calls = [grammar.call(json_call_head(tool.name), tool, "}") for tool in tools]
     return f'{grammar.text(OPEN + "[")} {grammar.listed(calls, ", ", several=several)} "]"'

@@ -4,10 +4,10 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from paceline.parsing.event_sink import Writer
-from paceline.parsing.lenient_json import json_object
-from paceline.parsing.text_stream import SPACE, MalformedError, Reading, Source
-from paceline.parsing.tool_call_grammar import CallGrammar
+from paceline.parsing.event_sink import EventSink
+from paceline.parsing.lenient_json import emit_json_object
+from paceline.parsing.text_stream import WHITESPACE, MalformedError, Parse, TextStream
+from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -29,59 +29,59 @@ class HarmonyReader:
     has_thoughts: bool
     has_calls: bool
 
-    def read(self, source: Source, writer: Writer) -> Reading[None]:
+    def read(self, stream: TextStream, sink: EventSink) -> Parse[None]:
         """Read to the end."""
         while True:
-            yield from source.skip()
-            opening = yield from source.one_of((CHANNEL, "to=", START))
+            yield from stream.skip()
+            opening = yield from stream.one_of((CHANNEL, "to=", START))
             if opening is None:
-                source.at = source.told
-                if (yield from source.told_until((START, CHANNEL), writer.text)) is None:
+                stream.at = stream.num_emitted
+                if (yield from stream.emit_until((START, CHANNEL), sink.text)) is None:
                     return
                 continue
-            source.settle()
-            source.at += len(opening)
+            stream.mark_emitted()
+            stream.at += len(opening)
             try:
-                yield from self._message(opening, source, writer)
+                yield from self._message(opening, stream, sink)
             except MalformedError:
-                writer.text(source.untold)
-            source.settle()
+                sink.text(stream.unemitted)
+            stream.mark_emitted()
 
-    def _message(self, opening: str, source: Source, writer: Writer) -> Reading[None]:
-        header = opening + (yield from source.until(MESSAGE))
+    def _message(self, opening: str, stream: TextStream, sink: EventSink) -> Parse[None]:
+        header = opening + (yield from stream.until(MESSAGE))
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
-        if recipient is not None and self.has_calls and recipient[1].startswith(_FUNCTIONS) and writer.may_call:
-            yield from _call(source, writer, recipient[1].removeprefix(_FUNCTIONS))
+        if recipient is not None and self.has_calls and recipient[1].startswith(_FUNCTIONS) and sink.can_call:
+            yield from _call(stream, sink, recipient[1].removeprefix(_FUNCTIONS))
         elif recipient is None and channel is not None and channel[1] in ("analysis", "commentary", "final"):
-            source.settle()
+            stream.mark_emitted()
             is_thought = self.has_thoughts and channel[1] == "analysis"
-            yield from _told_to_the_end(source, writer.reasoning if is_thought else writer.text)
+            yield from _told_to_the_end(stream, sink.reasoning if is_thought else sink.text)
         else:  # to somebody we do not know
-            yield from _told_to_the_end(source, writer.text)
+            yield from _told_to_the_end(stream, sink.text)
 
 
-def _call(source: Source, writer: Writer, name: str) -> Reading[None]:
-    yield from source.skip()
-    if not name or (yield from source.peek()) != "{":
+def _call(stream: TextStream, sink: EventSink, name: str) -> Parse[None]:
+    yield from stream.skip()
+    if not name or (yield from stream.peek()) != "{":
         raise MalformedError
-    source.settle()
-    with writer.call(name):
-        yield from json_object(source, writer.arguments)
-    source.settle()
-    yield from source.skip(SPACE)
-    yield from source.take_end(ENDS[1])
+    stream.mark_emitted()
+    with sink.call(name):
+        yield from emit_json_object(stream, sink.arguments)
+    stream.mark_emitted()
+    yield from stream.skip(WHITESPACE)
+    yield from stream.take_or_end(ENDS[1])
 
 
-def _told_to_the_end(source: Source, say: Callable[[str], None]) -> Reading[None]:
-    if source.untold:
-        say(source.untold)
-        source.settle()
-    end = yield from source.told_until((*ENDS, START), say)
+def _told_to_the_end(stream: TextStream, say: Callable[[str], None]) -> Parse[None]:
+    if stream.unemitted:
+        say(stream.unemitted)
+        stream.mark_emitted()
+    end = yield from stream.emit_until((*ENDS, START), say)
     if end is not None and end != START:
-        source.at += len(end)
+        stream.at += len(end)
 
 
-def calls_grammar(grammar: CallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     """One call, which ends the answer, perhaps with thoughts in front of it."""
     opening, closing = grammar.text(f"{CHANNEL}analysis{MESSAGE}"), grammar.text(f"{START}assistant")
     thoughts = f"{opening} {grammar.until(ENDS[0])} {closing}"

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from paceline.parsing.event_sink import Writer
+from paceline.parsing.event_sink import EventSink
 from paceline.parsing.output_parser import Markers
-from paceline.parsing.text_stream import MalformedError, Reading, Source
-from paceline.parsing.tool_call_grammar import CallGrammar
+from paceline.parsing.text_stream import MalformedError, Parse, TextStream
+from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tool_calls.qwen3_coder import Tags, parameters_grammar, read_function
 from paceline.parsing.tools import Tool
 
@@ -13,22 +13,22 @@ OPEN, CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
 TAGS = Tags('<invoke name="', '<parameter name="', '">', "", "</parameter>", "</invoke>")
 
 
-def read_calls(source: Source, writer: Writer) -> Reading[None]:
-    yield from source.skip()
-    yield from source.expect(TAGS.function)
-    yield from read_function(source, writer, TAGS)
-    yield from source.skip()
-    while writer.may_call and (yield from source.take(TAGS.function)):
-        yield from read_function(source, writer, TAGS)
-        yield from source.skip()
-    if not (yield from source.take_end(CLOSE)):
+def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
+    yield from stream.skip()
+    yield from stream.expect(TAGS.function)
+    yield from read_function(stream, sink, TAGS)
+    yield from stream.skip()
+    while sink.can_call and (yield from stream.take(TAGS.function)):
+        yield from read_function(stream, sink, TAGS)
+        yield from stream.skip()
+    if not (yield from stream.take_or_end(CLOSE)):
         raise MalformedError
 
 
 MARKERS = Markers(anywhere={OPEN: read_calls})
 
 
-def calls_grammar(grammar: CallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     """As `xml.calls_grammar`, with all calls between one pair of markers."""
     heads = [grammar.text(f"{TAGS.function}{tool.name}{TAGS.name_end}\n") for tool in tools]
     end = grammar.text(f"{TAGS.function_end}\n")

@@ -3,62 +3,62 @@
 import re
 from collections.abc import Sequence
 
-from paceline.parsing.event_sink import Writer
-from paceline.parsing.json_call import envelope_head, read_envelope
-from paceline.parsing.lenient_json import json_object
+from paceline.parsing.event_sink import EventSink
+from paceline.parsing.json_call import json_call_head, read_json_call
+from paceline.parsing.lenient_json import emit_json_object
 from paceline.parsing.output_parser import Markers
-from paceline.parsing.text_stream import MalformedError, Reading, Source
-from paceline.parsing.tool_call_grammar import CallGrammar
+from paceline.parsing.text_stream import MalformedError, Parse, TextStream
+from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
 
 OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _NAME = re.compile(r"[\w.\-]")
 
 
-def read_calls(source: Source, writer: Writer) -> Reading[None]:
-    yield from source.skip()
-    char = yield from source.peek()
+def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
+    yield from stream.skip()
+    char = yield from stream.peek()
     if char == "[":
-        source.at += 1
-        yield from read_list(source, writer)
+        stream.at += 1
+        yield from read_list(stream, sink)
     elif char == "{":
-        yield from read_envelope(source, writer)
+        yield from read_json_call(stream, sink)
     else:
-        yield from _read_named(source, writer)
+        yield from _read_named(stream, sink)
 
 
-def read_list(source: Source, writer: Writer) -> Reading[None]:
+def read_list(stream: TextStream, sink: EventSink) -> Parse[None]:
     """The calls of a list, whose bracket is passed."""
     while True:
-        yield from read_envelope(source, writer)
-        source.settle()
-        yield from source.skip()
-        if not (writer.may_call and (yield from source.take(","))):
+        yield from read_json_call(stream, sink)
+        stream.mark_emitted()
+        yield from stream.skip()
+        if not (sink.can_call and (yield from stream.take(","))):
             break
-    if not (yield from source.take_end("]")):
+    if not (yield from stream.take_or_end("]")):
         raise MalformedError
 
 
-def _read_named(source: Source, writer: Writer) -> Reading[None]:
-    name = yield from source.matching(_NAME)
+def _read_named(stream: TextStream, sink: EventSink) -> Parse[None]:
+    name = yield from stream.matching(_NAME)
     if not name:
         raise MalformedError
-    if (yield from source.take(CALL_ID)):
-        yield from source.matching(_NAME)
-    yield from source.take(ARGS)
-    yield from source.skip()
-    if (yield from source.peek()) != "{":
+    if (yield from stream.take(CALL_ID)):
+        yield from stream.matching(_NAME)
+    yield from stream.take(ARGS)
+    yield from stream.skip()
+    if (yield from stream.peek()) != "{":
         raise MalformedError
-    source.settle()
-    with writer.call(name):
-        yield from json_object(source, writer.arguments)
+    stream.mark_emitted()
+    with sink.call(name):
+        yield from emit_json_object(stream, sink.arguments)
 
 
 MARKERS = Markers(anywhere={OPEN: read_calls})
 
 
-def calls_grammar(grammar: CallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     if grammar.has(ARGS):
         return grammar.listed([grammar.call(f"{OPEN}{tool.name}{ARGS}", tool) for tool in tools], "", several=several)
-    calls = [grammar.call(envelope_head(tool.name), tool, "}") for tool in tools]
+    calls = [grammar.call(json_call_head(tool.name), tool, "}") for tool in tools]
     return f'{grammar.text(OPEN + "[")} {grammar.listed(calls, ", ", several=several)} "]"'

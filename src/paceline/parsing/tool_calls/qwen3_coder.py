@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from paceline.parsing.argument_types import parameter_schema
 from paceline.parsing.argument_value import read_value, value_grammar
-from paceline.parsing.event_sink import Writer
-from paceline.parsing.lenient_json import inside
+from paceline.parsing.event_sink import EventSink
+from paceline.parsing.lenient_json import escape_json
 from paceline.parsing.output_parser import Markers
-from paceline.parsing.text_stream import MalformedError, Reading, Source
-from paceline.parsing.tool_call_grammar import CallGrammar, arguments_schema
+from paceline.parsing.text_stream import MalformedError, Parse, TextStream
+from paceline.parsing.tool_call_grammar import ToolCallGrammar, arguments_schema
 from paceline.parsing.tools import Tool
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -39,45 +39,45 @@ class Tags:
 TAGS = Tags(FUNCTION, PARAMETER, ">", "\n", PARAMETER_END, FUNCTION_END)
 
 
-def read_calls(source: Source, writer: Writer) -> Reading[None]:
-    yield from source.skip()
-    yield from source.expect(FUNCTION)
-    yield from read_function(source, writer, TAGS)
-    yield from source.skip()
-    while writer.may_call and (yield from source.take(FUNCTION)):
-        yield from read_function(source, writer, TAGS)
-        yield from source.skip()
-    if not (yield from source.take_end(CLOSE)):
+def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
+    yield from stream.skip()
+    yield from stream.expect(FUNCTION)
+    yield from read_function(stream, sink, TAGS)
+    yield from stream.skip()
+    while sink.can_call and (yield from stream.take(FUNCTION)):
+        yield from read_function(stream, sink, TAGS)
+        yield from stream.skip()
+    if not (yield from stream.take_or_end(CLOSE)):
         raise MalformedError
 
 
-def read_bare_call(source: Source, writer: Writer) -> Reading[None]:
+def read_bare_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     """Without <tool_call>, which these models leave out now and then."""
-    yield from read_function(source, writer, TAGS)
-    yield from source.skip()
-    yield from source.take_end(CLOSE)
+    yield from read_function(stream, sink, TAGS)
+    yield from stream.skip()
+    yield from stream.take_or_end(CLOSE)
 
 
-def read_function(source: Source, writer: Writer, tags: Tags) -> Reading[None]:
+def read_function(stream: TextStream, sink: EventSink, tags: Tags) -> Parse[None]:
     """A call whose beginning, in front of its name, is passed."""
-    name = _checked((yield from source.until(tags.name_end)))
-    source.settle()
-    with writer.call(name):
-        writer.arguments("{")
-        yield from source.skip()
+    name = _checked((yield from stream.until(tags.name_end)))
+    stream.mark_emitted()
+    with sink.call(name):
+        sink.arguments("{")
+        yield from stream.skip()
         before = ""
-        while (yield from source.take(tags.parameter)):
-            key = _checked((yield from source.until(tags.name_end)))
-            writer.arguments(f'{before}"{inside(key)}": ')
-            yield from source.take(tags.border)  # at the borders of a value it is markup
+        while (yield from stream.take(tags.parameter)):
+            key = _checked((yield from stream.until(tags.name_end)))
+            sink.arguments(f'{before}"{escape_json(key)}": ')
+            yield from stream.take(tags.border)  # at the borders of a value it is markup
             ends = tuple(dict.fromkeys((tags.border + tags.parameter_end, tags.parameter_end)))
-            yield from read_value(source, writer, parameter_schema(writer.schema_of(name), key), ends)
-            yield from source.skip()
+            yield from read_value(stream, sink, parameter_schema(sink.schema_of(name), key), ends)
+            yield from stream.skip()
             before = ", "
-        if not (yield from source.take_end(tags.function_end)):
+        if not (yield from stream.take_or_end(tags.function_end)):
             raise MalformedError
-        writer.arguments("}")
-        source.settle()
+        sink.arguments("}")
+        stream.mark_emitted()
 
 
 def _checked(name: str) -> str:
@@ -89,7 +89,7 @@ def _checked(name: str) -> str:
 MARKERS = Markers(anywhere={OPEN: read_calls, FUNCTION: read_bare_call})
 
 
-def calls_grammar(grammar: CallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     """Parameters come in the schema's order; texts are held to their `enum` alone."""
     closing = grammar.text(f"{FUNCTION_END}\n{CLOSE}")
     heads = [grammar.text(f"{OPEN}\n{FUNCTION}{tool.name}>\n") for tool in tools]
@@ -97,7 +97,7 @@ def calls_grammar(grammar: CallGrammar, tools: Sequence[Tool], *, several: bool)
     return grammar.listed(calls, "\n", several=several)
 
 
-def parameters_grammar(grammar: CallGrammar, tool: Tool, tags: Tags) -> str:
+def parameters_grammar(grammar: ToolCallGrammar, tool: Tool, tags: Tags) -> str:
     """All parameters of a tool, each on a line of its own."""
     root = arguments_schema(tool)
     required, parts = root.get("required") or (), []

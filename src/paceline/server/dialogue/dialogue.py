@@ -10,10 +10,10 @@ from paceline.engine.batch import RequestMaker
 from paceline.engine.inputs import RequestOptions
 from paceline.errors import RequestError
 from paceline.outputs import RequestOutput
-from paceline.parsing.event_sink import Writer
+from paceline.parsing.event_sink import EventSink
 from paceline.parsing.events import TOOL_CALLS, Answer, Event, Finished, Step
-from paceline.parsing.registry import NONE, Formats
-from paceline.parsing.text_stream import Waiting
+from paceline.parsing.registry import NONE, OutputFormat
+from paceline.parsing.text_stream import StreamParser
 from paceline.sampling.grammar import Grammar
 from paceline.server.dialogue.answer_grammar import answer_grammar
 from paceline.server.dialogue.conversation import check_template, check_tools, conversation_ids
@@ -33,7 +33,7 @@ class Dialogue:
         formats: how the model writes calls and thoughts.
     """
 
-    def __init__(self, generation: Generation, formats: Formats) -> None:
+    def __init__(self, generation: Generation, formats: OutputFormat) -> None:
         self._generation = generation
         self.formats = formats
 
@@ -96,10 +96,10 @@ class _Turn:
     """One request on its way: what its prompt has begun, and how far its samples were read."""
 
     request: ChatRequest
-    formats: Formats
+    formats: OutputFormat
     tokenizer: Tokenizer
-    has_opened: bool = False
-    samples: dict[int, tuple[Writer, Waiting]] = field(default_factory=dict)
+    in_reasoning: bool = False
+    samples: dict[int, tuple[EventSink, StreamParser]] = field(default_factory=dict)
 
     def job(self) -> Job:
         """What the engine is to do."""
@@ -117,31 +117,31 @@ class _Turn:
 
     def events(self, sample: int, text: str, output: RequestOutput | None) -> list[Event]:
         """What a sample's next text says, and its end if `output` is given."""
-        writer, reading = self._sample(sample)
+        sink, reading = self._sample(sample)
         reading.push(text)
         if output is None:
-            return writer.take()
+            return sink.take()
         reading.finish()
-        called = writer.num_complete > 0 and output.finish_reason == "stop"
-        return [*writer.take(), Finished(sample, output, TOOL_CALLS if called else output.finish_reason)]
+        called = sink.num_complete > 0 and output.finish_reason == "stop"
+        return [*sink.take(), Finished(sample, output, TOOL_CALLS if called else output.finish_reason)]
 
     def answer(self, output: RequestOutput) -> Answer:
         """The whole of a sample."""
         return Answer.of(self.events(output.sample_index, output.text, output))
 
-    def _sample(self, sample: int) -> tuple[Writer, Waiting]:
+    def _sample(self, sample: int) -> tuple[EventSink, StreamParser]:
         if sample not in self.samples:
-            writer = self.formats.writer(sample, self.request.offered_tools, several=self.request.parallel_tool_calls)
-            self.samples[sample] = writer, self.formats.reading(self.request.offered_tools, writer, has_opened=self.has_opened)
+            sink = self.formats.sink(sample, self.request.offered_tools, several=self.request.parallel_tool_calls)
+            self.samples[sample] = sink, self.formats.reading(self.request.offered_tools, sink, in_reasoning=self.in_reasoning)
         return self.samples[sample]
 
     def _prompt_ids(self, maker: RequestMaker) -> list[list[int]]:
         ids = maker.prompt_ids(conversation_ids(self.request, maker))
-        self.has_opened = self.formats.has_opened_thoughts(self._text(ids[-_PROMPT_TAIL:]))
+        self.in_reasoning = self.formats.has_opened_thoughts(self._text(ids[-_PROMPT_TAIL:]))
         return [ids]
 
     def _grammar(self) -> Grammar | None:
-        return answer_grammar(self.request, self.formats, self.tokenizer, has_opened=self.has_opened)
+        return answer_grammar(self.request, self.formats, self.tokenizer, in_reasoning=self.in_reasoning)
 
     def _text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
