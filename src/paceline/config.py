@@ -183,7 +183,7 @@ class EngineConfig:
         backend: what computes: "native" (our kernels) or "torch"; "auto" = the faster one for this machine.
         max_num_seqs: requests that run at a time, at most as many as a pass has rows.
         max_step_rows: rows of one pass, known tokens and drafts of all requests.
-        chunk_rows: prompt rows of one request in one pass; fewer where other requests leave fewer of `max_step_rows`.
+        chunk_rows: prompt rows of a pass, of all requests together; fewer where decoding requests leave fewer of `max_step_rows`.
         prefix_cache: whether rows of earlier requests are kept while there is room, for those that begin with the same tokens.
         state_stride: rows between the states of recurrent layers that are kept for that, a multiple of 32; a text also has one behind
             the last 32 rows it filled.

@@ -59,7 +59,7 @@ class LLM:
             distribution but depend on what was drafted).
         max_num_seqs: requests that run at a time; others wait their turn.
         max_step_rows: rows of one pass, known tokens and drafts of all requests.
-        chunk_rows: prompt rows of one request in one pass; smaller ones let others' answers go on more evenly.
+        chunk_rows: prompt rows of a pass, of all requests together; fewer make the gaps between tokens of other requests shorter.
         prefix_cache: whether rows of earlier requests are kept while there is room, for those that begin with the same tokens.
         state_stride: rows between the states of recurrent layers that are kept for that, a multiple of 32; a text also has one behind
             the last 32 rows it filled.

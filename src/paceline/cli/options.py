@@ -105,7 +105,7 @@ BATCHES = Panel(
     {
         "max_num_seqs": "Samples that run at a time; others wait.",
         "max_step_rows": "Rows of one pass, known tokens and drafts of all.",
-        "chunk_rows": "Prompt rows of one request in one pass; fewer let others' answers go on more evenly.",
+        "chunk_rows": "Prompt rows of a pass, of all requests together; fewer make the gaps between other requests' tokens shorter.",
     },
 )
 SERVER = Panel(

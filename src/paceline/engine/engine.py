@@ -73,6 +73,9 @@ class CacheBlocks:
     def num_needed(self, request: Request, num_rows: int) -> int:
         return self._engine.cache.num_needed(request.sequence, range(-1, num_rows - 1))
 
+    def count_prefix(self, request: Request) -> int:
+        return 0 if request.wants_prompt_rows else self._engine.cache.count_prefix(request.sequence, request.token_ids)
+
     def adopt_prefix(self, request: Request) -> None:
         if request.wants_prompt_rows:
             return

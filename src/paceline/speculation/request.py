@@ -201,10 +201,14 @@ class Request:
         """Whether log-probabilities of prompt tokens are still missing; their rows must run, so none may be adopted."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
 
+    @property
+    def num_uncached(self) -> int:
+        """Known tokens without rows in the cache; 1 while decoding: the root."""
+        return len(self.token_ids) - self.sequence.committed_len
+
     def num_due(self, max_rows: int) -> int:
         """Known tokens that run in its next pass, at most `max_rows`; 1 while decoding: the root."""
-        uncached = len(self.token_ids) - self.sequence.committed_len
-        return min(uncached, max_rows, PROMPT_LOGPROBS_ROWS) if self.wants_prompt_rows else min(uncached, max_rows)
+        return min(self.num_uncached, max_rows, PROMPT_LOGPROBS_ROWS) if self.wants_prompt_rows else min(self.num_uncached, max_rows)
 
     def fail(self, error: Exception) -> None:
         """End it with an error that is raised to its own caller."""

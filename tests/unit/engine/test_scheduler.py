@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.scheduler import MAX_OVERTAKEN, Limits, Scheduler, share_rows
 
 BLOCK_SIZE = 4
 
@@ -26,8 +26,12 @@ class Job:
     def __post_init__(self) -> None:
         self.end = self.num_known + self.num_output
 
+    @property
+    def num_uncached(self) -> int:
+        return self.num_known - self.num_cached
+
     def num_due(self, max_rows: int) -> int:
-        return min(self.num_known - self.num_cached, max_rows)
+        return min(self.num_uncached, max_rows)
 
     def run(self, num_rows: int) -> None:
         """What a pass does: rows for known tokens, one more token behind the last of them."""
@@ -54,11 +58,13 @@ class CountedBlocks:
     def num_needed(self, job: Job, num_rows: int) -> int:
         return -(-(job.num_cached + num_rows) // BLOCK_SIZE) - job.num_blocks
 
+    def count_prefix(self, job: Job) -> int:
+        return min(self.shared, job.num_known - 1, self.num_free * BLOCK_SIZE) // BLOCK_SIZE * BLOCK_SIZE
+
     def adopt_prefix(self, job: Job) -> None:
         self.begun.append(job.name)
-        count = min(self.shared, job.num_known - 1, self.num_free * BLOCK_SIZE) // BLOCK_SIZE
-        job.num_cached = count * BLOCK_SIZE
-        self.take(job, count)
+        job.num_cached = self.count_prefix(job)
+        self.take(job, job.num_cached // BLOCK_SIZE)
 
     def take(self, job: Job, count: int) -> None:
         job.num_blocks += count
@@ -95,6 +101,8 @@ class Simulation:
     def run_already(self, *jobs: Job) -> None:
         """Jobs that have begun, oldest first, with blocks for the rows they have."""
         for job in jobs:
+            self.scheduler.add(job)
+            self.scheduler._unqueue(job)
             self.scheduler.running.append(job)
             self.blocks.take(job, -(-job.num_cached // BLOCK_SIZE))
 
@@ -130,15 +138,13 @@ def test_requests_begin_in_the_order_they_came_and_no_more_than_may():
     assert simulation.passes == [["a", "b"], ["a", "c"], ["a", "c"], ["d"]]
 
 
-def test_prompts_run_in_chunks_beside_those_that_decode_and_only_as_many_as_a_pass_holds():
+def test_prompts_share_the_chunk_rows_that_a_pass_has_next_to_decoding():
     simulation = Simulation(100)
-    decoding = Job("decoding", 1, num_output=20)
-    simulation.add(decoding, Job("long", 20, num_output=2), Job("other", 20, num_output=2))
-    for _ in range(5):
+    simulation.add(Job("decoding", 1, num_output=20), Job("long", 20, num_output=2), Job("other", 20, num_output=2))
+    for _ in range(6):
         simulation.step()
-    both = ["decoding", "long", "other"]
-    assert simulation.passes == [both, both, both, both, ["decoding"]]
-    assert simulation.rows == [[1, 8, 7], [1, 8, 7], [1, 4, 6], [1, 1, 1], [1]], "1 + 8 + 8 rows are more than 16"
+    assert simulation.rows == [[1, 7], [1, 8], [1, 5, 3], [1, 1, 8], [1, 8], [1, 1]]
+    assert simulation.passes[0] == ["decoding", "long"], "of two equal prompts the older one runs first"
 
 
 def test_a_chunk_shrinks_to_the_rows_that_are_left():
@@ -233,7 +239,7 @@ def test_who_finds_no_room_and_has_nobody_younger_keeps_what_it_has():
 
 @pytest.mark.parametrize(("spare_blocks", "begin"), [(0, "abc"), (1, "ab"), (2, "a")])
 def test_blocks_are_left_for_those_that_run_when_others_begin(spare_blocks, begin):
-    simulation = Simulation(6, spare_blocks=spare_blocks, max_step_rows=100)
+    simulation = Simulation(6, spare_blocks=spare_blocks, max_step_rows=100, chunk_rows=100)
     simulation.add(*(Job(name, 7, num_output=9) for name in "abcd"))
     simulation.step()
     assert simulation.passes == [list(begin)]
@@ -246,18 +252,19 @@ def test_who_would_run_alone_needs_to_leave_nothing():
     assert simulation.passes == [["a"]]
 
 
-def test_a_request_that_does_not_fit_is_looked_up_again_only_when_something_came_free():
+def test_a_request_that_lacks_blocks_is_looked_up_again_after_one_is_freed():
     simulation = Simulation(4, shared=4, max_step_rows=100, chunk_rows=100)
     first, large, small = Job("first", 7, num_output=5), Job("large", 15), Job("small", 1)
     simulation.add(first, large, small)
-    for _ in range(4):
+    assert simulation.step() == [first, small]
+    for _ in range(3):
         assert simulation.step() == [first]
         assert large.num_blocks == 0, "what it had adopted was given back"
-    assert simulation.blocks.begun == ["first", "large"]
+    assert simulation.blocks.begun == ["first", "large", "small"], "a small request overtakes"
     simulation.step()
     assert first.is_finished
     assert simulation.step() == [large]
-    assert simulation.blocks.begun == ["first", "large", "large", "small"], "nobody overtakes"
+    assert simulation.blocks.begun == ["first", "large", "small", "large"]
 
 
 def test_who_is_not_ready_is_passed_by_the_others():
@@ -268,7 +275,7 @@ def test_who_is_not_ready_is_passed_by_the_others():
     assert simulation.passes == [["a"]]
     sibling.is_ready = True
     simulation.step()
-    assert simulation.passes[-1] == ["a", "sibling"]
+    assert simulation.passes[-1] == ["sibling", "a"], "in the order of arrival"
 
 
 def test_a_pass_is_empty_where_others_hold_all_blocks():
@@ -317,8 +324,9 @@ def test_whatever_comes_everybody_comes_to_an_end_and_the_oldest_always_goes_on(
             if oldest is not None:
                 assert oldest in picked
                 assert (oldest.num_known, oldest.num_cached) != before
-            order = [jobs.index(job) for job in (*simulation.scheduler.running, *simulation.scheduler.waiting)]
-            assert order == sorted(order), "first come, first served"
+            for group in (simulation.scheduler.running, simulation.scheduler.waiting):
+                order = [jobs.index(job) for job in group]
+                assert order == sorted(order), "by arrival"
         assert all(job.is_finished for job in jobs)
         assert simulation.blocks.num_taken == 0
         num_preemptions += simulation.scheduler.num_preemptions
@@ -328,3 +336,163 @@ def test_whatever_comes_everybody_comes_to_an_end_and_the_oldest_always_goes_on(
 def _lengths(generator: np.random.Generator, largest: int) -> tuple[int, int]:
     num_prompt = int(generator.integers(1, largest - 1))
     return num_prompt, int(generator.integers(1, largest - num_prompt + 1))
+
+
+# Fair rows
+
+
+DEFAULTS = {"max_num_seqs": 16, "max_step_rows": 512, "chunk_rows": 256, "spare_blocks": 1}
+
+
+def _passes_until_begun(simulation: Simulation, job: Job) -> int:
+    """Passes until the first token of a job that was just added."""
+    for count in range(1, 10_000):
+        simulation.step()
+        if job.num_known > job.end - job.num_output:
+            return count
+    raise AssertionError("it never gets a token")
+
+
+@pytest.mark.parametrize("order", ["equal", "growing", "shrinking"])
+@pytest.mark.parametrize("num_long", [1, 2, 8, 40])
+def test_a_short_prompt_runs_in_one_pass_next_to_any_number_of_long_ones(num_long, order):
+    lengths = {"equal": [6000] * num_long, "growing": range(3000, 3000 + num_long), "shrinking": range(3000 + num_long, 3000, -1)}[order]
+    simulation = Simulation(1_000_000, **DEFAULTS)
+    for index, length in enumerate(lengths):
+        simulation.add(Job(f"long {index}", length))
+        simulation.step()
+    for index in range(12):
+        short = Job(f"short {index}", 35)
+        simulation.add(short)
+        assert _passes_until_begun(simulation, short) == 1
+        assert sum(simulation.rows[-1]) <= 256 + 16, "a pass takes no longer however many prompts there are"
+
+
+def test_several_short_prompts_take_half_of_the_rows_until_all_have_run():
+    simulation = Simulation(1_000_000, **DEFAULTS)
+    simulation.add(Job("a", 6000), Job("b", 6000))
+    simulation.step()
+    shorts = [Job(f"short {index}", 100) for index in range(10)]
+    simulation.add(*shorts)
+    for _ in range(-(-10 * 100 // 128)):
+        simulation.step()
+    assert all(job.is_finished for job in shorts)
+
+
+def test_long_prompts_keep_half_of_the_rows_under_a_stream_of_short_ones():
+    simulation = Simulation(1_000_000, **DEFAULTS)
+    longs = [Job(f"long {index}", 2000) for index in range(3)]
+    simulation.add(*longs)
+    for count in range(1, 1000):
+        simulation.add(*(Job(f"{count}/{index}", 60) for index in range(6)))  # more than the other half of the rows
+        simulation.step()
+        if all(job.is_finished for job in longs):
+            break
+    assert count <= 3 * -(-2000 // 128)
+
+
+def test_a_prompt_between_the_oldest_and_the_shortest_runs_after_the_older_ones():
+    simulation = Simulation(1_000_000, **DEFAULTS)
+    old, middle = Job("old", 2000), Job("middle", 1000)
+    simulation.add(old, middle)
+    for count in range(1, 1000):
+        simulation.add(*(Job(f"{count}/{index}", 60) for index in range(6)))
+        simulation.step()
+        if middle.is_finished:
+            break
+    assert count <= -(-3000 // 128) + 1
+
+
+def test_all_prompt_rows_of_a_pass_are_used_while_there_are_prompts(seed):
+    generator = np.random.default_rng(seed)
+    lengths = [int(length) for length in generator.integers(1, 2000, 40)]
+    simulation = Simulation(1_000_000, **DEFAULTS)
+    simulation.add(*(Job(str(index), length) for index, length in enumerate(lengths)))
+    while simulation.scheduler.running or simulation.scheduler.waiting:
+        simulation.step()
+    assert len(simulation.passes) == -(-sum(lengths) // 256)
+
+
+def test_the_wait_of_a_short_prompt_does_not_depend_on_when_it_arrives():
+    for place in range(5):
+        simulation = Simulation(1_000_000, **DEFAULTS)
+        jobs = [Job(f"long {index}", 3000) for index in range(4)]
+        short = Job("short", 35)
+        jobs.insert(place, short)
+        simulation.add(*jobs)
+        assert _passes_until_begun(simulation, short) == 1
+
+
+def test_half_of_the_seats_are_left_to_short_prompts():
+    simulation = Simulation(1_000_000, **{**DEFAULTS, "max_num_seqs": 4})
+    for length in range(3000, 800, -400):  # each shorter than what is left of the one before
+        simulation.add(Job(str(length), length))
+        simulation.step()
+    unfinished = [job for job in simulation.scheduler.running if job.num_uncached > 1]
+    assert len(unfinished) == 2
+    short = Job("short", 35)
+    simulation.add(short)
+    assert _passes_until_begun(simulation, short) == 1
+
+
+def test_prefixes_in_the_cache_make_a_long_prompt_a_short_one():
+    simulation = Simulation(1_000_000, **DEFAULTS)
+    simulation.add(Job("a", 6000), Job("b", 5000))
+    simulation.step()
+    simulation.blocks.shared = 4000
+    again = Job("again", 4030)
+    simulation.add(again)
+    assert _passes_until_begun(simulation, again) == 1
+
+
+def test_further_samples_begin_once_the_rows_of_the_first_are_there():
+    simulation = Simulation(1_000_000, **DEFAULTS)
+    sample = Job("sample", 4030, is_ready=False)
+    simulation.add(Job("a", 3000), sample, Job("b", 2000))
+    simulation.step()
+    simulation.blocks.shared, sample.is_ready = 4000, True
+    assert _passes_until_begun(simulation, sample) == 1
+
+
+def test_a_request_that_lacks_blocks_is_overtaken_a_bounded_number_of_times():
+    simulation = Simulation(40, max_num_seqs=4, max_step_rows=256, chunk_rows=128, spare_blocks=0)
+    holder, large = Job("holder", 60, num_output=90), Job("large", 100, num_output=4)  # 25 blocks while 15 of 40 are held
+    simulation.add(holder)
+    simulation.step()
+    simulation.add(Job("other", 20, num_output=60), large)
+    simulation.step()
+    while large in simulation.scheduler.waiting:
+        simulation.add(Job("small", 4, num_output=2))
+        simulation.step()
+        assert len(simulation.passes) < 300
+    last = len(simulation.blocks.begun) - simulation.blocks.begun[::-1].index("large")
+    assert simulation.blocks.begun[:last].count("small") == MAX_OVERTAKEN
+    while not large.is_finished:
+        simulation.step()
+
+
+def test_a_queue_of_many_is_served_in_the_same_order_every_time(seed):
+    def passes() -> list[list[str]]:
+        generator = np.random.default_rng(seed)
+        simulation = Simulation(400, **DEFAULTS)
+        simulation.add(*(Job(str(index), int(generator.integers(1, 300)), int(generator.integers(1, 20))) for index in range(200)))
+        while simulation.scheduler.running or simulation.scheduler.waiting:
+            simulation.step()
+        return simulation.passes
+
+    assert passes() == passes()
+
+
+@pytest.mark.parametrize(
+    ("num_uncached", "shares"),
+    [
+        ([6000, 6000, 35], [221, 0, 35]),
+        ([6000, 5000, 35], [128, 93, 35]),
+        ([100, 6000, 100], [100, 56, 100]),
+        ([200, 6000], [200, 56]),
+        ([10, 10], [10, 10]),
+        ([], []),
+    ],
+)
+def test_rows_go_half_to_the_oldest_and_half_to_the_shortest(num_uncached, shares):
+    assert share_rows(num_uncached, [min(count, 256) for count in num_uncached], 256) == shares
