@@ -178,7 +178,8 @@ class EngineConfig:
         max_context: longest prompt + output; None = what the model was made for.
         kv_type: type of keys and values in the cache: "f32", "bf16", "f16" or "int8" (a scale a row and head); "auto" = that of
             computation, f16 for quantised GGUF files.
-        cache_gb: memory for keys and values; None = enough for a few full contexts, at most a quarter of the free memory.
+        cache_gb: memory for keys and values at most, taken as it is used; None = enough for 4 full contexts or 2048 tokens of each of
+            `max_num_seqs`, at most a quarter of the machine's memory and half of what is free.
         device: "auto", "cpu" or "cuda".
         backend: what computes: "native" (our kernels) or "torch"; "auto" = the faster one for this machine.
         max_num_seqs: requests that run at a time, at most as many as a pass has rows.

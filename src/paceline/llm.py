@@ -44,7 +44,7 @@ class LLM:
         max_context: longest prompt + output.
         kv_type: type of keys and values in the cache: "f32", "bf16", "f16" or "int8"; "auto" = that of computation, f16 for
             quantised GGUF files.
-        cache_gb: memory for keys and values.
+        cache_gb: memory for keys and values at most, taken as it is used.
         device: "auto", "cpu" or "cuda".
         backend: "native" (our own CPU kernels) or "torch"; "auto" = the faster one for this machine.
         drafter: "auto" (what comes with the model, else ngram), "none", "ngram", "suffix", "prediction", "draft_model", "medusa" or

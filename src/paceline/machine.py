@@ -24,6 +24,13 @@ def available_memory_bytes() -> int:
     return min(amount for amount in (UNKNOWN_MEMORY if free is None else free, left) if amount is not None)
 
 
+def total_memory_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
+    """Memory of the machine, or the limit of a cgroup of this process where that is less; 8 GiB where the system does not tell."""
+    installed = _field(Path("/proc/meminfo"), "MemTotal:", 1024)
+    limits = [limit for limit, _, _ in _memory_limits(cgroups, membership)]
+    return min([UNKNOWN_MEMORY if installed is None else installed, *limits])
+
+
 def processor_quota(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
     """Processors' worth of time that the cgroups of this process allow, 1.5 say; None without a quota.
 
@@ -39,7 +46,12 @@ def processor_quota(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> f
 
 def memory_left_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
     """Bytes until the first of this process's cgroups meets its limit, file pages that can be dropped not counted; None without one."""
-    left = []
+    left = [limit - usage + cached for limit, usage, cached in _memory_limits(cgroups, membership)]
+    return max(0, min(left)) if left else None
+
+
+def _memory_limits(cgroups: Path, membership: Path) -> Iterator[tuple[int, int, int]]:
+    """Limit, usage and file pages that can be dropped, in bytes, of each cgroup of this process that limits memory."""
     for directory in _directories("memory", cgroups, membership):
         for limit_name, usage_name, cached in (
             ("memory.max", "memory.current", "inactive_file"),
@@ -47,8 +59,7 @@ def memory_left_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) ->
         ):
             limit, usage = _words(directory / limit_name), _words(directory / usage_name)
             if limit and usage and limit[0].isdigit() and usage[0].isdigit() and int(limit[0]) < 1 << 60:
-                left.append(int(limit[0]) - int(usage[0]) + (_field(directory / "memory.stat", cached, 1) or 0))
-    return max(0, min(left)) if left else None
+                yield int(limit[0]), int(usage[0]), _field(directory / "memory.stat", cached, 1) or 0
 
 
 def _directories(controller: str, cgroups: Path, membership: Path) -> Iterator[Path]:

@@ -253,14 +253,12 @@ def test_a_request_with_everything_banned_is_refused_by_name(llm: LLM) -> None:
 
 def test_a_request_larger_than_the_cache_is_refused_before_anything_runs(directory: Path) -> None:
     llm = open_llm(directory, cache_gb=2 * BLOCK_BYTES / 1e9)
-    assert llm.max_context == 64
+    assert llm.max_context == 512
     assert "raise cache_gb" in llm.notices[-1]
-    llm.engine._blocks_of = lambda request: 3  # a cache smaller than the context cannot be asked for
     passes = llm.runtime.num_passes
-    with raises(CapacityError, "15 tokens", "64", "lower max_tokens or raise cache_gb"):
-        llm.generate([5, 6, 7], GREEDY)
+    with raises(CapacityError, "82 tokens", "64", "shorten the prompt, lower max_tokens or raise cache_gb"):
+        llm.generate([[5] * 70], GREEDY)
     assert llm.runtime.num_passes == passes
-    del llm.engine._blocks_of
     assert_usable(llm)
 
 
@@ -455,7 +453,7 @@ def test_a_text_too_long_is_told_the_one_way_out_that_there_is(directory: Path) 
     with raises(RequestError, "the context holds 64", "shorten the prompt or raise max_context"):
         open_llm(directory, max_context=64).generate([[5] * 64])
     assert len(open_llm(directory, max_context=65).generate([[5] * 64], GREEDY)[0].token_ids) == 1
-    with raises(RequestError, "the context holds 64", "shorten the prompt or raise cache_gb"):
+    with raises(CapacityError, "the cache of 64 tokens", "shorten the prompt, lower max_tokens or raise cache_gb"):
         open_llm(directory, cache_gb=2 * BLOCK_BYTES / 1e9).generate([[5] * 64])
 
 

@@ -14,7 +14,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from harness.checkpoints import write_byte_level_tokenizer
+from harness.exact_targets import skip_without_kernels
 from harness.gguf_checkpoints import byte_level_vocabulary, random_blocks
+from paceline import LLM, SamplingParams
 
 HIDDEN, INNER, LAYERS, VOCAB, CONTEXT = 1024, 4096, 8, 263, 256
 TOLERANCE = 0.05
@@ -136,3 +138,21 @@ def test_a_draft_model_is_counted(tmp_path: Path, large_counts: bool) -> None:
     found = measure(target, "none", tmp_path / "cache", draft)
     for name in ("peak", "filled"):
         assert abs(found[name] - found["told"]) <= TOLERANCE * found["told"], (name, found)
+
+
+@needs_linux
+def test_the_cache_takes_memory_as_it_is_used(mini_dir: Path) -> None:
+    def resident() -> int:
+        return 4096 * int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+
+    skip_without_kernels()
+    before = resident()
+    llm = LLM(str(mini_dir), drafter="none", backend="native", cache_gb=1.5, max_context=512, max_num_seqs=512, threads=1)
+    num_bytes = llm.engine.cache.num_bytes
+    opened = resident() - before
+    row_bytes = llm.engine.cache.bytes_per_token
+    llm.generate([[index, *range(400)] for index in range(8)], SamplingParams(max_tokens=1))
+    used = resident() - before
+    assert num_bytes > 2.5e8 > 10 * 8 * 400 * row_bytes
+    assert opened < 0.3 * num_bytes
+    assert used - opened < 8 * 512 * row_bytes + 5e7

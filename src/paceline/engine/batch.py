@@ -45,6 +45,7 @@ class RequestMaker:
     Attributes:
         vocab_size: ids that may stand in a prompt and be drawn.
         max_context: prompt + output at most.
+        cache_tokens: that the cache holds, where that may be less: outputs end there; None = no less.
         eos_token_ids: ids that end an output.
         way_out: what to do about a longer prompt.
         suppressed_token_ids: that the model's own files forbid.
@@ -60,6 +61,7 @@ class RequestMaker:
     way_out: str = "shorten the prompt"
     suppressed_token_ids: Sequence[int] = ()
     num_threads: int = 1
+    cache_tokens: int | None = None
     compiler: GrammarCompiler = field(init=False)
     walks: CompiledWalks | None = field(init=False)
 
@@ -157,7 +159,7 @@ class RequestMaker:
             sequence=CachedSequence(),  # the engine gives it one of its cache
             seed=resolve_seed(params) if seed is None else seed,
             sample_index=0,
-            max_len=min(self.max_context, len(prompt) + params.max_tokens),
+            max_len=min(self._max_len(len(prompt)), len(prompt) + params.max_tokens),
             end_token_ids=frozenset(ends),
             text_stop=text_stop,
             hints=control.hints,
@@ -269,6 +271,12 @@ class RequestMaker:
         ids = as_ids(prediction, "prediction")
         self._check_ids(ids, "prediction")
         return tuple(ids)
+
+    def _max_len(self, num_prompt_tokens: int) -> int:
+        """Prompt + output at most. `Engine.check` refuses a prompt that fills the cache."""
+        if self.cache_tokens is None or num_prompt_tokens >= self.cache_tokens:
+            return self.max_context
+        return min(self.max_context, self.cache_tokens)
 
     def _too_long(self, num_tokens: int) -> RequestError:
         text = f"the prompt has {num_tokens} tokens, the context holds {self.max_context} and at least one must be left for the output"

@@ -189,7 +189,7 @@ class Engine:
         if self._blocks_of(request) > self.cache.pool.num_blocks:
             raise CapacityError(
                 f"prompt and output of {request.max_len} tokens do not fit the cache of {self.cache.max_slots} tokens: "
-                "lower max_tokens or raise cache_gb"
+                "shorten the prompt, lower max_tokens or raise cache_gb"
             )
         self.adapters.check_known(request.adapter)
         wanted = request.speculation.drafter

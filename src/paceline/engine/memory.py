@@ -1,4 +1,10 @@
-"""How much memory keys and values get, and how long a context that allows."""
+"""How much memory keys and values get. The context depends on the model or `max_context` alone, never on the memory.
+
+    cache_gb given   as many blocks as that holds
+    else             a few full contexts, within a share of the machine's memory and of what is free
+
+Blocks are reserved, not filled: on the CPU the system provides a block's memory when a row is first written to it.
+"""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -9,36 +15,56 @@ from paceline.kv_cache.paged import BLOCK_SIZE, blocks_in
 from paceline.kv_cache.recurrent import DEFAULT_STATES, StateLimits
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.kv_cache.window import PassLimits, window_blocks
-from paceline.machine import available_memory_bytes
+from paceline.machine import available_memory_bytes, total_memory_bytes
 from paceline.models.config import ModelConfig
 from paceline.models.kv_type import KVType
 from paceline.models.state_layout import StateLayout
 
+DEFAULT_CONTEXTS = 4
+"""Full contexts that the cache holds where `cache_gb` is not given."""
+DEFAULT_TOKENS_PER_SEQUENCE = 2048
+"""Tokens that it then holds at least of each request that may run, where the context is that long."""
+
 _DRAFT_BLOCKS_PER_SEQUENCE = 2  # room for drafts beyond the longest a request may become
 _RECORDS_PER_SEQUENCE = 32  # rows of a tree and those committed before it, of layers with a state
-_MOST_KEPT_STATES = 64
+_MAX_KEPT_STATES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """Blocks to allocate, the longest context they serve, and a notice if that is short.
+    """The size of a cache.
 
     Attributes:
-        way_out: what somebody can do whose prompt is longer.
-        states: how those of recurrent layers are used.
-        max_num_seqs: texts that there are states for; no more can run at a time.
+        num_blocks: to allocate.
+        max_context: prompt and output of a request, at most.
+        way_out: for the error of a prompt that is longer.
+        num_bytes: that the cache may take, states of recurrent layers included.
+        notice: on what does not fit; None = everything does.
+        states: how many states of recurrent layers are kept, and where.
+        max_num_seqs: requests that there are states for; no more can run at a time.
     """
 
     num_blocks: int
     max_context: int
     way_out: str
+    num_bytes: int = 0
     notice: str | None = None
     states: StateLimits = DEFAULT_STATES
     max_num_seqs: int = MAX_NUM_SEQS
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the cache holds, of all requests together."""
+        return self.num_blocks * BLOCK_SIZE
+
+    def describe(self) -> str:
+        """One line on the size, for the user."""
+        contexts = f"{self.num_tokens / self.max_context:.3g} contexts of {self.max_context:,}"
+        return f"cache: up to {self.num_bytes / 1e9:.2g} GB ({self.num_tokens:,} tokens, {contexts}), memory is taken as it is used"
+
 
 def plan_cache(model: ModelConfig, config: EngineConfig, kv_type: KVType, limits: PassLimits | None = None, num_sets: int = 1) -> CachePlan:
-    """Size the cache: what `cache_gb` says, else enough for `max_num_seqs` full contexts within a quarter of the free memory.
+    """Size the cache: `cache_gb`, else `DEFAULT_CONTEXTS` full contexts within what `_default_bytes` allows.
 
     Args:
         kv_type: of the keys and values.
@@ -47,36 +73,65 @@ def plan_cache(model: ModelConfig, config: EngineConfig, kv_type: KVType, limits
 
     Raises:
         ConfigError: `max_context` is beyond what the model was made for.
-        CapacityError: `cache_gb` is too small for the context asked for, or for any.
+        CapacityError: there is no room for one block, or for one context although `max_context` is given.
     """
     if config.max_context is not None and config.max_context > model.max_positions:
         raise ConfigError(f"max_context is {config.max_context}, the model was made for {model.max_positions} tokens: lower max_context")
     context = config.max_context or model.max_positions
     cache_bytes = _CacheBytes(model, kv_type, limits, num_sets)
-    per_sequence = blocks_for(context, BLOCK_SIZE) + _DRAFT_BLOCKS_PER_SEQUENCE
-    wanted = config.max_num_seqs * per_sequence
-    total = available_memory_bytes() // 4 if config.cache_gb is None else int(config.cache_gb * 1e9)
-    states, max_num_seqs, state_bytes = _plan_states(model, config, total)
-    num_bytes = total - state_bytes
+    per_context = blocks_for(context, BLOCK_SIZE) + _DRAFT_BLOCKS_PER_SEQUENCE
+    limit = int(config.cache_gb * 1e9) if config.cache_gb is not None else _default_bytes(config, cache_bytes(per_context))
+    states, max_num_seqs, state_bytes = _plan_states(model, config, limit)
+    blocks_in(limit - state_bytes, cache_bytes(1))
     if config.cache_gb is None:
-        num_blocks = max(1, cache_bytes.blocks_in(num_bytes, most=wanted))
+        wanted = _default_blocks(context, config.max_num_seqs)
     else:
-        blocks_in(num_bytes, cache_bytes(1))
-        num_blocks = cache_bytes.blocks_in(num_bytes, most=cache_bytes.most_in(num_bytes, wanted))
-    slots = num_blocks * BLOCK_SIZE
-    few = None
-    if max_num_seqs < config.max_num_seqs:
-        few = f"the states of recurrent layers leave room for {max_num_seqs} of {config.max_num_seqs} requests at a time: raise cache_gb"
-    if slots >= context:
-        return CachePlan(num_blocks, context, _way_out(model, context), few, states, max_num_seqs)
-    if config.max_context is not None:
+        wanted = cache_bytes.most_in(limit - state_bytes, config.max_num_seqs * per_context)
+    num_blocks = cache_bytes.blocks_in(limit - state_bytes, most=wanted)
+    num_tokens = num_blocks * BLOCK_SIZE
+    if num_tokens < context and config.max_context is not None:
         raise CapacityError(
-            f"a context of {context} tokens needs {cache_bytes(per_sequence) / 1e9:.2g} GB of cache, "
+            f"a context of {context} tokens needs {cache_bytes(per_context) / 1e9:.2g} GB of cache, "
             f"{cache_bytes(num_blocks) / 1e9:.2g} GB are to be had: lower max_context or raise cache_gb"
         )
-    notice = f"the cache limits the context to {slots} of the model's {context} tokens: raise cache_gb"
-    notice = notice if few is None else f"{notice}; {few}"
-    return CachePlan(num_blocks, slots, "shorten the prompt or raise cache_gb", notice, states, max_num_seqs)
+    notices = _notices(context, num_tokens, max_num_seqs, config.max_num_seqs)
+    num_bytes = cache_bytes(num_blocks) + state_bytes
+    return CachePlan(num_blocks, context, _way_out(model, context), num_bytes, "; ".join(notices) or None, states, max_num_seqs)
+
+
+def _default_bytes(config: EngineConfig, context_bytes: int) -> int:
+    """Bytes that the cache may take: a quarter of the machine's memory and half of what is free, so that it can be filled.
+
+    One context of a length that the user gave may take three quarters of what is free.
+    """
+    free = available_memory_bytes()
+    allowed = min(total_memory_bytes() // 4, free // 2)
+    return allowed if config.max_context is None else max(allowed, min(context_bytes, free // 4 * 3))
+
+
+def _default_blocks(context: int, max_num_seqs: int) -> int:
+    """Blocks of a few contexts, and of a part of each request that may run."""
+    per_sequence = min(context, DEFAULT_TOKENS_PER_SEQUENCE)
+    of_contexts, of_sequences = (
+        count * (blocks_for(length, BLOCK_SIZE) + _DRAFT_BLOCKS_PER_SEQUENCE)
+        for count, length in ((min(DEFAULT_CONTEXTS, max_num_seqs), context), (max_num_seqs, per_sequence))
+    )
+    return max(of_contexts, of_sequences)
+
+
+def _notices(context: int, num_tokens: int, max_num_seqs: int, wanted_num_seqs: int) -> list[str]:
+    """Lines on what the cache does not hold."""
+    found = []
+    if num_tokens < context:
+        found.append(
+            f"the cache holds {num_tokens} tokens, less than the context of {context}: longer prompts are refused, longer outputs end "
+            "there; raise cache_gb or lower max_context"
+        )
+    if max_num_seqs < wanted_num_seqs:
+        found.append(
+            f"the states of recurrent layers leave room for {max_num_seqs} of {wanted_num_seqs} requests at a time: raise cache_gb"
+        )
+    return found
 
 
 def _plan_states(model: ModelConfig, config: EngineConfig, num_bytes: int) -> tuple[StateLimits, int, int]:
@@ -99,7 +154,7 @@ def _plan_states(model: ModelConfig, config: EngineConfig, num_bytes: int) -> tu
         )
     count = min(config.max_num_seqs, max(1, (num_bytes // 2 - of_state) // of_text))
     running = of_state + count * of_text
-    kept = min(_MOST_KEPT_STATES, (num_bytes - running) // 4 // of_state) if config.prefix_cache else 0
+    kept = min(_MAX_KEPT_STATES, (num_bytes - running) // 4 // of_state) if config.prefix_cache else 0
     return StateLimits(stride=config.state_stride, max_kept=kept), count, running + kept * of_state
 
 

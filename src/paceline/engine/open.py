@@ -44,12 +44,17 @@ DEFAULT_DRAFT_TOKENS = 16  # at most: how many pay is decided step by step
 
 @dataclass(frozen=True, slots=True)
 class OpenedEngine:
-    """An engine, how requests for it are made, one-line notices its user should see, and the settings it was opened with."""
+    """An engine, how requests for it are made, one-line notices its user should see, and the settings it was opened with.
+
+    Attributes:
+        cache_banner: one line on how large the cache may become.
+    """
 
     engine: Engine
     maker: RequestMaker
     notices: tuple[str, ...]
     config: EngineConfig
+    cache_banner: str
 
     @property
     def numerics(self) -> str:
@@ -202,10 +207,11 @@ def open_engine(
     engine = Engine(runtime, cache, speculator, step_limits)
     ends = tuple(dict.fromkeys((*runtime.config.eos_token_ids, *tokenizer.end_token_ids)))
     suppressed = [token_id for token_id in runtime.config.suppressed_token_ids if token_id < vocab_size]
-    maker = RequestMaker(tokenizer, vocab_size, plan.max_context, ends, plan.way_out, suppressed, config.num_threads)
+    maker = RequestMaker(tokenizer, vocab_size, plan.max_context, ends, plan.way_out, suppressed, config.num_threads, plan.num_tokens)
     of_drafter = () if drafter is None else drafter.notices
     notices = (*config.notices, *tokenizer.notices, *loaded.notices, *_unused_head(loaded, directory, drafter), *of_drafter, plan.notice)
-    opened = OpenedEngine(engine, maker, tuple(printable(one) for one in notices if one), config)  # they name files and tensors
+    shown = tuple(printable(one) for one in notices if one)  # they name files and tensors
+    opened = OpenedEngine(engine, maker, shown, config, plan.describe())
     for name, adapter in config.adapters.items():
         opened.load_adapter(name, adapter)
     return opened

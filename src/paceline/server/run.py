@@ -47,6 +47,7 @@ def run(arguments: Mapping[str, Any], settings: ServerSettings, *, say: Say, qui
             app = create_app(engine, settings)
             if not quiet:
                 say(engine.opened.banner)
+                say(engine.opened.cache_banner)
             serve_application(app, app.state.service, listening, watch, quiet=quiet)
         finally:
             asyncio.run(engine.close())

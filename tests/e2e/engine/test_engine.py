@@ -173,9 +173,9 @@ def test_guesses_take_what_known_tokens_leave_of_a_pass(
     assert all(output.speculation.drafted > 0 for output in outputs) or max_step_rows == 5
 
 
-def test_a_short_cache_plan_is_noticed_and_a_long_one_is_not(open_llm: Open) -> None:
-    assert open_llm(4).max_context == 128
-    assert "limits the context to 128 of the model's 512" in open_llm(4).notices[-1]
+def test_a_cache_smaller_than_the_context_is_noticed(open_llm: Open) -> None:
+    assert open_llm(4).max_context == 512
+    assert "the cache holds 128 tokens, less than the context of 512" in open_llm(4).notices[-1]
     plenty = open_llm(16)
     assert plenty.max_context == 512
     assert [notice for notice in plenty.notices if not notice.startswith("threads is 2")] == []
@@ -191,6 +191,15 @@ def test_a_request_finds_no_room_only_where_others_than_requests_hold_it(open_ll
     assert llm.generate([[8]], replace(GREEDY, max_tokens=4))[0].finish_reason == "length"
     llm.engine.cache.release(held)
     assert llm.generate([[8] * 40], GREEDY)[0].token_ids == expected.token_ids
+    assert_clean(llm)
+
+
+@pytest.mark.parametrize("num_prompt", [1, 100, 127])
+def test_an_output_ends_where_the_cache_is_full(open_llm: Open, num_prompt: int) -> None:
+    llm = open_llm(4, "ngram")
+    (expected,) = open_llm(40).generate([[5] * num_prompt], replace(GREEDY, max_tokens=128 - num_prompt))
+    (output,) = llm.generate([[5] * num_prompt], replace(GREEDY, max_tokens=400))
+    assert (output.token_ids, output.finish_reason) == (expected.token_ids, "length")
     assert_clean(llm)
 
 

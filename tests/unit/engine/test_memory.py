@@ -1,4 +1,4 @@
-"""How many blocks a cache gets where some layers see a window."""
+"""How many blocks a cache gets, from the model, the settings and the memory of the machine."""
 
 from dataclasses import replace
 
@@ -6,7 +6,8 @@ import pytest
 
 from harness.model_configs import make_config, with_attention
 from paceline.config import EngineConfig
-from paceline.engine.memory import plan_cache
+from paceline.engine import memory
+from paceline.engine.memory import CachePlan, plan_cache
 from paceline.errors import CapacityError
 from paceline.kv_cache.window import PassLimits
 from paceline.models.kv_type import KVType
@@ -26,10 +27,83 @@ def test_a_window_takes_what_runs_at_a_time_and_leaves_the_rest_to_longer_contex
     mixed = replace(FULL, layers=(FULL.layers[0], SLIDING.layers[0]))
     full, half, windows = (plan_of(config, 0.01) for config in (FULL, mixed, SLIDING))
     assert full.num_blocks < half.num_blocks < 2.01 * full.num_blocks
-    assert windows.max_context == 100_000 > half.max_context > full.max_context
+    assert windows.num_tokens >= 100_000 > half.num_tokens > full.num_tokens
     assert plan_of(SLIDING, 0.01, limits=None) == full
 
 
 def test_a_cache_too_small_for_one_block_is_refused():
     with pytest.raises(CapacityError, match="holds no block"):
         plan_of(SLIDING, 1e-6)
+
+
+# Without cache_gb
+
+
+GB = 10**9
+LONG_TEXT = make_config(num_layers=2, max_positions=8192)
+ROW_BYTES = LONG_TEXT.kv_bytes_per_token(KVType.F32)
+
+
+@pytest.fixture
+def default_plan(monkeypatch: pytest.MonkeyPatch):
+    """The plan of a machine with so many bytes of memory, of which so many are free."""
+
+    def plan(model=LONG_TEXT, *, total: float = 1000 * GB, free: float = 1000 * GB, **settings: object) -> CachePlan:
+        monkeypatch.setattr(memory, "total_memory_bytes", lambda: int(total))
+        monkeypatch.setattr(memory, "available_memory_bytes", lambda: int(free))
+        return plan_cache(model, EngineConfig(model="", **settings), KVType.F32)
+
+    return plan
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 4, 16])
+def test_the_default_cache_holds_a_few_full_contexts(default_plan, max_num_seqs):
+    plan = default_plan(max_num_seqs=max_num_seqs)
+    wanted = max(min(4, max_num_seqs) * 8192, max_num_seqs * 2048)
+    assert wanted <= plan.num_tokens <= wanted + 64 * max_num_seqs
+    assert plan.notice is None
+    assert plan.num_bytes == plan.num_tokens * ROW_BYTES
+
+
+def test_the_default_cache_holds_all_contexts_of_a_short_model(default_plan):
+    assert default_plan(make_config(num_layers=2, max_positions=512)).num_tokens == 16 * (512 + 64)
+
+
+@pytest.mark.parametrize("free", [1000 * GB, 1e8, 1e7, 1e6])
+@pytest.mark.parametrize("max_num_seqs", [1, 16])
+def test_the_context_does_not_depend_on_memory_or_batch_settings(default_plan, free, max_num_seqs):
+    plan = default_plan(free=free, total=4 * free, max_num_seqs=max_num_seqs)
+    assert plan.max_context == 8192
+    assert plan.num_bytes <= free / 2
+    assert (plan.notice is not None) == (plan.num_tokens < 8192)
+
+
+def test_the_default_cache_takes_a_quarter_of_the_memory_and_half_of_what_is_free(default_plan):
+    context_bytes = 8192 * ROW_BYTES
+    assert 0.99 * context_bytes <= default_plan(total=4 * context_bytes).num_bytes <= context_bytes
+    assert 0.99 * context_bytes <= default_plan(free=2 * context_bytes).num_bytes <= context_bytes
+
+
+def test_a_context_that_the_user_gave_takes_more_where_it_is_needed(default_plan):
+    context_bytes = (8192 + 64) * ROW_BYTES
+    plan = default_plan(total=2 * context_bytes, free=1.5 * context_bytes, max_context=8192)
+    assert 8192 <= plan.num_tokens <= 8192 + 64
+    with pytest.raises(CapacityError, match=r"a context of 8192 tokens needs .* lower max_context or raise cache_gb"):
+        default_plan(free=context_bytes, max_context=8192)
+
+
+def test_memory_for_less_than_a_block_is_refused(default_plan):
+    with pytest.raises(CapacityError, match="holds no block"):
+        default_plan(free=40 * ROW_BYTES)
+
+
+def test_a_cache_smaller_than_the_context_is_noticed_with_the_way_out():
+    plan = plan_of(FULL, 0.01)
+    assert plan.notice is not None
+    assert f"the cache holds {plan.num_tokens} tokens, less than the context of 100000" in plan.notice
+    assert plan.notice.endswith("raise cache_gb or lower max_context")
+
+
+def test_the_banner_names_the_most_that_the_cache_takes(default_plan):
+    line = default_plan(max_num_seqs=1).describe()
+    assert line.startswith(f"cache: up to {8256 * ROW_BYTES / 1e9:.2g} GB (8,256 tokens, 1.01 contexts of 8,192)")
