@@ -296,7 +296,7 @@ def test_a_context_shorter_than_what_is_timed_at_load_is_no_obstacle(open_llm: O
         llm = open_llm(**options)
         assert llm.generate([5], GREEDY)[0].finish_reason == "length"
         assert_clean(llm)
-    assert "limits the context to 32" in llm.notices[-1]
+    assert "the cache holds 32 tokens" in llm.notices[-1]
 
 
 def test_the_cache_of_facts_lies_where_the_setting_says(shared_llm: LLM, measured_facts: Path) -> None:

@@ -59,7 +59,7 @@ MEMORY = Panel(
     {
         "max_context": "Longest prompt + output, in tokens. Default: what the model was made for.",
         "kv_type": "Type of keys and values: f32, bf16, f16, int8; auto = that of computation (quantised GGUF: f16). Each: another target.",
-        "cache_gb": "Memory for keys and values at most, in gigabytes. Default: 4 full contexts, a quarter of the machine's memory at most.",
+        "cache_gb": "Memory for keys and values at most, in gigabytes. Default: 4 full contexts, at most a quarter of the memory.",
         "prefix_cache": "Keep rows of earlier prompts and answers while there is room, for what begins with the same tokens.",
         "state_stride": "Rows between the states of recurrent layers that are kept for that, a multiple of 32.",
     },
