@@ -20,6 +20,7 @@ DESCRIBED = {"type": "function", "function": {"name": "book", "description": "Bo
 BARE = {"type": "function", "function": {"name": "cancel"}}
 LIMIT = 300
 GREEDY = {"temperature": 0}
+ONE_CALL: Any = {"type": "any", "disable_parallel_tool_use": True}
 
 
 class Book(BaseModel):
@@ -37,7 +38,7 @@ class Reply(BaseModel):
 def chat_loop(url: str, key: str, *, is_streamed: bool = False, tools: tuple[Any, ...] = (DESCRIBED, BARE)) -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
     messages: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
-    ask = {"model": "mini", "tools": list(tools), "max_tokens": LIMIT, "temperature": 0}
+    ask = {"model": "mini", "tools": list(tools), "max_tokens": LIMIT, "temperature": 0, "parallel_tool_calls": False}
     if is_streamed:
         with client.chat.completions.stream(messages=messages, tool_choice="required", **ask) as stream:
             message = stream.get_final_completion().choices[0].message
@@ -58,7 +59,7 @@ def parsed_loop(url: str, key: str) -> None:
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     tool = openai.pydantic_function_tool(Book)
     ask = {"model": "mini", "max_tokens": LIMIT, "temperature": 0}
-    message = client.chat.completions.parse(messages=messages, tools=[tool], tool_choice="required", **ask).choices[0].message
+    message = client.chat.completions.parse(messages=messages, tools=[tool], tool_choice="required", parallel_tool_calls=False, **ask).choices[0].message
     messages += [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "done"}]
     reply = client.chat.completions.parse(messages=messages, response_format=Reply, **ask).choices[0].message
     messages += [reply, {"role": "user", "content": "And now?"}]
@@ -70,7 +71,7 @@ def responses_loop(url: str, key: str) -> None:
     items: list[Any] = [{"role": "user", "content": QUESTION}]
     tools = [{"type": "function", **DESCRIBED["function"]}, {"type": "function", "name": "cancel", "parameters": None, "strict": None}]
     ask = {"model": "mini", "tools": tools, "temperature": 0, "max_output_tokens": LIMIT}
-    response = client.responses.create(input=items, tool_choice="required", **ask)
+    response = client.responses.create(input=items, tool_choice="required", parallel_tool_calls=False, **ask)
     items += response.output
     calls = [item for item in response.output if item.type == "function_call"]
     assert calls, response.output
@@ -86,10 +87,10 @@ def anthropic_loop(url: str, key: str, *, is_streamed: bool = False) -> None:
     tools = [{"name": "book", "description": "Books a ride.", "input_schema": SCHEMA}, {"name": "cancel", "input_schema": {"type": "object"}}]
     ask: dict[str, Any] = {"model": "mini", "tools": tools, "system": "Be brief.", "max_tokens": LIMIT, "extra_body": GREEDY}
     if is_streamed:
-        with client.messages.stream(messages=messages, tool_choice={"type": "any"}, **ask) as stream:
+        with client.messages.stream(messages=messages, tool_choice=ONE_CALL, **ask) as stream:
             answer = stream.get_final_message()
     else:
-        answer = client.messages.create(messages=messages, tool_choice={"type": "any"}, **ask)
+        answer = client.messages.create(messages=messages, tool_choice=ONE_CALL, **ask)
     calls = [block for block in answer.content if block.type == "tool_use"]
     assert calls, answer.content
     messages.append({"role": "assistant", "content": answer.content})
