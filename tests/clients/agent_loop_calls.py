@@ -1,4 +1,6 @@
-"""Two-turn agent loops by the official clients, which echo their own objects. Reads server addresses from stdin, writes a line of JSON for each.
+"""Two-turn agent loops by the official clients, which echo their own objects.
+
+Reads server addresses from stdin and writes a line of JSON for each: the loops that failed.
 
 Run in the environment of the clients: `agent_loop_calls.py KEY`.
 """
@@ -59,7 +61,8 @@ def parsed_loop(url: str, key: str) -> None:
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     tool = openai.pydantic_function_tool(Book)
     ask = {"model": "mini", "max_tokens": LIMIT, "temperature": 0}
-    message = client.chat.completions.parse(messages=messages, tools=[tool], tool_choice="required", parallel_tool_calls=False, **ask).choices[0].message
+    forced = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    message = client.chat.completions.parse(messages=messages, **forced, **ask).choices[0].message
     messages += [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "done"}]
     reply = client.chat.completions.parse(messages=messages, response_format=Reply, **ask).choices[0].message
     messages += [reply, {"role": "user", "content": "And now?"}]
@@ -84,7 +87,8 @@ def responses_loop(url: str, key: str) -> None:
 def anthropic_loop(url: str, key: str, *, is_streamed: bool = False) -> None:
     client = anthropic.Anthropic(base_url=url, api_key=key, max_retries=0)
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
-    tools = [{"name": "book", "description": "Books a ride.", "input_schema": SCHEMA}, {"name": "cancel", "input_schema": {"type": "object"}}]
+    book = {"name": "book", "description": "Books a ride.", "input_schema": SCHEMA}
+    tools = [book, {"name": "cancel", "input_schema": {"type": "object"}}]
     ask: dict[str, Any] = {"model": "mini", "tools": tools, "system": "Be brief.", "max_tokens": LIMIT, "extra_body": GREEDY}
     if is_streamed:
         with client.messages.stream(messages=messages, tool_choice=ONE_CALL, **ask) as stream:
@@ -137,7 +141,8 @@ def main() -> None:
                 loop(line.strip(), key)
             except Exception as error:
                 failures[name] = f"{type(error).__name__}: {error}"[:400] + traceback.format_exc()[-200:]
-        print(json.dumps(failures), flush=True)
+        sys.stdout.write(json.dumps(failures) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

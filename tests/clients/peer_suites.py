@@ -1,7 +1,7 @@
 """Reads the parser tests of other projects out of their sources: what a model wrote, and what that project makes of it.
 
-llama.cpp's tests are chains of C++ calls (`tst.test("…").tools({…}).expect(…)`), Ollama's are tables of Go literals. Both are read by one small
-reader of C-like expressions. A test whose expressions need more than literals is left out and counted.
+llama.cpp's tests are chains of C++ calls (`tst.test("…").tools({…}).expect(…)`), Ollama's are tables of Go literals. One small reader of
+C-like expressions reads both. A test whose expressions need more than literals is left out and counted.
 """
 
 import json

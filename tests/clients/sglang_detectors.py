@@ -1,4 +1,4 @@
-"""Runs SGLang's own tool-call detectors, from its wheel, on outputs given as lines of JSON. Run in the environment `parsers` of the clients.
+"""Runs SGLang's own tool-call detectors, from its wheel, on outputs given as lines of JSON.
 
 Only the detectors are imported: what they import of the rest of SGLang (a server, CUDA kernels) is replaced by empty modules.
 Usage: `sglang_detectors.py FOLDER_OF_THE_UNPACKED_WHEEL < cases > results`.
@@ -101,7 +101,8 @@ def detected(case: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     prepare(Path(sys.argv[1]))
     for line in sys.stdin:
-        print(json.dumps(detected(json.loads(line))), flush=True)
+        sys.stdout.write(json.dumps(detected(json.loads(line))) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
