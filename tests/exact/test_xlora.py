@@ -89,7 +89,7 @@ def given(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp
     torch.set_num_threads(num_threads)
 
 
-def run_together(llm: LLM, asked: list[Asked]) -> list[Request]:
+def run_together(llm: LLM, asked: list[Asked], *, preempt_every: int | None = None) -> list[Request]:
     engine, requests = llm.engine, list[Request]()
     for one in asked:
         requests += llm._opened.requests([one.prompt], one.params, {"adapter": one.adapter}, is_streamed=False)
@@ -97,6 +97,8 @@ def run_together(llm: LLM, asked: list[Asked]) -> list[Request]:
         engine.add(request)
     while engine.has_work:
         engine.step()
+        if preempt_every is not None and engine.stats.num_steps % preempt_every == 0 and engine.scheduler.running:
+            engine.scheduler.preempt(engine.scheduler.running[-1])
         check_engine(engine)
     return requests
 
@@ -116,7 +118,7 @@ def test_requests_with_x_lora_a_plain_adapter_and_none_get_what_they_get_alone(k
         pytest.skip("large counts only")
     assert len({tuple(one.answer.token_ids) for one in given.asked}) > len(given.asked) // 2  # adapters matter
     llm = given.open(kind)
-    assert_equal(llm, run_together(llm, given.asked), given.asked)
+    assert_equal(llm, run_together(llm, given.asked, preempt_every=6), given.asked)
     again = run_together(llm, given.asked[::-1])  # now their prompts may be known
     assert_equal(llm, again, given.asked[::-1])
     stats = llm.stats()
