@@ -14,6 +14,9 @@ from paceline.parsing.output_parser import Markers, OutputParser, ParseMarkup
 from paceline.parsing.text_stream import StreamParser, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tool_calls import (
+    apertus,
+    functiongemma,
+    gemma3,
     gemma4,
     gemma4_grammar,
     glm,
@@ -21,10 +24,17 @@ from paceline.parsing.tool_calls import (
     harmony,
     hermes,
     kimi_k2,
+    lfm2,
     llama3_json,
+    minicpm5,
     minimax_m2,
     mistral,
+    muse_glimmer,
+    olmo3,
+    pythonic,
     qwen3_coder,
+    seed_oss,
+    smollm3,
 )
 from paceline.parsing.tools import Tool
 from paceline.tokenizer.tokenizer import Tokenizer
@@ -45,6 +55,7 @@ class ToolCallFormat:
     Attributes:
         markers: where they begin, and who reads them.
         signs: texts of which a chat template has all where its model writes so, but for those that begin with "!": it has none of these.
+            Of several in brackets one is enough.
         tokens: special tokens that belong to the markup, where the model has them.
         grammar: what matches calls.
         opening: the token that begins each call, or all of them; empty where there is none.
@@ -52,7 +63,7 @@ class ToolCallFormat:
     """
 
     markers: Markers
-    signs: tuple[str, ...]
+    signs: tuple[str | tuple[str, ...], ...]
     tokens: tuple[str, ...]
     grammar: BuildCallGrammar
     opening: str = ""
@@ -109,7 +120,24 @@ TOOL_CALL_FORMATS = {
         qwen3_coder.OPEN,
     ),
     "glm": ToolCallFormat(glm.MARKERS, (glm.OPEN, glm.KEY), glm.TOKENS, glm.calls_grammar, glm.OPEN),
+    "lfm2": ToolCallFormat(lfm2.MARKERS, lfm2.SIGNS, (lfm2.OPEN, lfm2.CLOSE), lfm2.calls_grammar, lfm2.OPEN),
+    "functiongemma": ToolCallFormat(
+        functiongemma.MARKERS,
+        (functiongemma.OPEN,),
+        (functiongemma.OPEN, functiongemma.CLOSE, functiongemma.QUOTE),
+        functiongemma.calls_grammar,
+        functiongemma.OPEN,
+    ),
+    "gemma3": ToolCallFormat(gemma3.MARKERS, (gemma3.TOOL_CODE,), (), gemma3.calls_grammar),
+    "seed_oss": ToolCallFormat(seed_oss.MARKERS, (seed_oss.OPEN,), (seed_oss.OPEN, seed_oss.CLOSE), seed_oss.calls_grammar, seed_oss.OPEN),
+    "muse_glimmer": ToolCallFormat(muse_glimmer.MARKERS, (muse_glimmer.OPEN,), muse_glimmer.TOKENS, muse_glimmer.calls_grammar),
+    "olmo3": ToolCallFormat(olmo3.MARKERS, (olmo3.OPEN, "!<invoke"), (), olmo3.calls_grammar),
+    "minicpm5": ToolCallFormat(minicpm5.MARKERS, minicpm5.SIGNS, (), minicpm5.calls_grammar),
+    "apertus": ToolCallFormat(apertus.MARKERS, (apertus.OPEN,), (apertus.OPEN, apertus.CLOSE), apertus.calls_grammar, apertus.OPEN),
+    "smollm3": ToolCallFormat(smollm3.MARKERS, (hermes.OPEN, smollm3.CODE), (hermes.OPEN, hermes.CLOSE), hermes.calls_grammar, hermes.OPEN),
     "hermes": ToolCallFormat(hermes.MARKERS, (hermes.OPEN, *_OTHER_CALLS), (hermes.OPEN, hermes.CLOSE), hermes.calls_grammar, hermes.OPEN),
+    "llama4_pythonic": ToolCallFormat(pythonic.LLAMA4_MARKERS, pythonic.LLAMA4_SIGNS, pythonic.LLAMA4_TOKENS, pythonic.calls_grammar),
+    "pythonic": ToolCallFormat(pythonic.MARKERS, pythonic.SIGNS, (llama3_json.PYTHON_TAG,), pythonic.calls_grammar),
     "llama3": ToolCallFormat(
         llama3_json.MARKERS, ("<|start_header_id|>", '"parameters"'), (llama3_json.PYTHON_TAG,), llama3_json.calls_grammar
     ),
@@ -118,6 +146,18 @@ REASONING_FORMATS = {
     HARMONY: ReasoningFormat(Markers(), (harmony.CHANNEL, harmony.MESSAGE), HARMONY_TOKENS),
     "gemma4": ReasoningFormat(reasoning.GEMMA4_MARKERS, reasoning.GEMMA4[:1], reasoning.GEMMA4, "<|channel>thought\n", "<channel|>"),
     "mistral": ReasoningFormat(reasoning.MISTRAL_MARKERS, reasoning.MISTRAL[:1], reasoning.MISTRAL, *reasoning.MISTRAL, reasoning.mistral),
+    "seed_oss": ReasoningFormat(
+        seed_oss.THINK_MARKERS, seed_oss.THINK[:1], (*seed_oss.THINK, *seed_oss.BUDGET), *seed_oss.THINK, seed_oss.read_thoughts
+    ),
+    "muse_glimmer": ReasoningFormat(
+        muse_glimmer.THINK_MARKERS,
+        ("to=self", muse_glimmer.MESSAGE),
+        muse_glimmer.TOKENS,
+        muse_glimmer.THINK_OPEN,
+        muse_glimmer.ENDS[0],
+        muse_glimmer.read_thoughts,
+    ),
+    "apertus": ReasoningFormat(apertus.THINK_MARKERS, apertus.THINK[:1], apertus.THINK, *apertus.THINK, apertus.read_thoughts),
     "think": ReasoningFormat(reasoning.THINK_MARKERS, reasoning.THINK[1:], reasoning.THINK, *reasoning.THINK, reasoning.think),
 }
 TOOL_CALL_PARSERS = (AUTO, NONE, *TOOL_CALL_FORMATS)
@@ -208,7 +248,9 @@ class OutputFormat:
 
 
 def _found(formats: "dict[str, ToolCallFormat] | dict[str, ReasoningFormat]", template: str) -> str:
-    def has(sign: str) -> bool:
+    def has(sign: str | tuple[str, ...]) -> bool:
+        if isinstance(sign, tuple):
+            return any(map(has, sign))
         return sign[1:] not in template if sign.startswith("!") else sign in template
 
     return next((name for name, one in formats.items() if all(map(has, one.signs))), NONE)
