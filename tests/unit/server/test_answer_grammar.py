@@ -46,6 +46,17 @@ THINKING = {
     "kimi": "think",
     "minimax": "think",
     "granite3": "none",
+    "lfm2": "think",
+    "pythonic": "none",
+    "llama4_pythonic": "none",
+    "olmo3": "think",
+    "gemma3": "none",
+    "functiongemma": "none",
+    "seed_oss": "seed_oss",
+    "minicpm5": "think",
+    "muse_glimmer": "muse_glimmer",
+    "apertus": "apertus",
+    "smollm3": "think",
 }
 
 
@@ -85,6 +96,19 @@ WRITTEN = {
     "minimax": '<minimax:tool_call>\n<invoke name="book">\n<parameter name="kind">taxi</parameter>\n<parameter name="seats">2</parameter>\n'
     "</invoke>\n</minimax:tool_call>",
     "granite3": f'<|tool_call|>[{{"name": "book", "arguments": {ARGUMENTS}}}]',
+    "lfm2": '<|tool_call_start|>[book(kind="taxi", seats=2)]<|tool_call_end|>',
+    "pythonic": '[book(kind="taxi", seats=2)]',
+    "llama4_pythonic": '[book(kind="taxi", seats=2)]',
+    "olmo3": '<function_calls>\nbook(kind="taxi", seats=2)\n</function_calls>',
+    "gemma3": '```tool_code\nbook(kind="taxi", seats=2)\n```',
+    "functiongemma": "<start_function_call>call:book{kind:<escape>taxi<escape>,seats:2}<end_function_call>",
+    "seed_oss": "<seed:tool_call>\n<function=book>\n<parameter=kind>taxi</parameter>\n<parameter=seats>2</parameter>\n</function>\n"
+    "</seed:tool_call>",
+    "minicpm5": '<function name="book"><param name="kind">taxi</param><param name="seats">2</param></function>',
+    "muse_glimmer": ' to=book<|message|><atem:function_calls>\n<atem:invoke name="book">\n<atem:parameter name="kind">taxi'
+    '</atem:parameter>\n<atem:parameter name="seats">2</atem:parameter>\n</atem:invoke>\n</atem:function_calls>',
+    "apertus": f'<|tools_prefix|>[{{"book": {ARGUMENTS}}}]<|tools_suffix|>',
+    "smollm3": f'<tool_call>\n{{"name": "book", "arguments": {ARGUMENTS}}}\n</tool_call>',
 }
 THOUGHT = {
     "hermes": "<think>\nHm.\n</think>\n\n",
@@ -95,6 +119,13 @@ THOUGHT = {
     "mistral": "[THINK]Hm.[/THINK]",
     "gemma4": "<|channel>thought\nHm.<channel|>",
     "harmony": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant",
+    "lfm2": "<think>Hm.</think>",
+    "olmo3": "<think>Hm.</think>",
+    "seed_oss": "<seed:think>Hm.</seed:think>\n",
+    "minicpm5": "<think>\nHm.\n</think>\n\n",
+    "muse_glimmer": " to=self<|message|>Hm.<|eom|><|start|>assistant",
+    "apertus": "<|inner_prefix|>Hm.<|inner_suffix|>",
+    "smollm3": "<think>\nHm.\n</think>\n",
 }
 
 
@@ -183,7 +214,20 @@ def test_a_form_of_the_text_begins_behind_thoughts(mini_dir: Path) -> None:
 
 def test_strict_tools_that_may_be_called_leave_the_text_free(mini_dir: Path) -> None:
     tools = (Tool(name="book", parameters=BOOK, strict=True), TOOLS[1])
-    for name in ("hermes", "xml", "glm", "mistral", "gemma4", "kimi", "minimax", "granite3"):
+    for name in (
+        "hermes",
+        "xml",
+        "glm",
+        "mistral",
+        "gemma4",
+        "kimi",
+        "minimax",
+        "granite3",
+        "lfm2",
+        "seed_oss",
+        "functiongemma",
+        "apertus",
+    ):
         formats, asked = OutputFormat(name, THINKING[name]), request(tools=tools, tool_use=ToolUse.AUTO)
         tokenizer = with_tokens(mini_dir, formats.tokens(asked))
         grammar = answer_grammar(asked, formats, tokenizer, in_reasoning=False)
