@@ -55,7 +55,7 @@ class ToolCallFormat:
     Attributes:
         markers: where they begin, and who reads them.
         signs: texts of which a chat template has all where its model writes so, but for those that begin with "!": it has none of these.
-            Of several in brackets one is enough.
+            Of texts separated by " | " one is enough.
         tokens: special tokens that belong to the markup, where the model has them.
         grammar: what matches calls.
         opening: the token that begins each call, or all of them; empty where there is none.
@@ -63,7 +63,7 @@ class ToolCallFormat:
     """
 
     markers: Markers
-    signs: tuple[str | tuple[str, ...], ...]
+    signs: tuple[str, ...]
     tokens: tuple[str, ...]
     grammar: BuildCallGrammar
     opening: str = ""
@@ -248,9 +248,7 @@ class OutputFormat:
 
 
 def _found(formats: "dict[str, ToolCallFormat] | dict[str, ReasoningFormat]", template: str) -> str:
-    def has(sign: str | tuple[str, ...]) -> bool:
-        if isinstance(sign, tuple):
-            return any(map(has, sign))
-        return sign[1:] not in template if sign.startswith("!") else sign in template
+    def has(sign: str) -> bool:
+        return sign[1:] not in template if sign.startswith("!") else any(part in template for part in sign.split(" | "))
 
     return next((name for name, one in formats.items() if all(map(has, one.signs))), NONE)

@@ -114,13 +114,13 @@ LFM2: list[Row] = [
     ("<|tool_call_start|>[weather(city='A)]<|tool_call_end|>ok", text("<|tool_call_start|>[weather(city='A)]<|tool_call_end|>ok")),
     ("<|tool_call_start|>[]<|tool_call_end|>", text("<|tool_call_start|>[]<|tool_call_end|>")),
     ("<|tool_call_start|>later", text("<|tool_call_start|>later")),
-    ("<|tool_call_start|>[weather(city='Kö", [weather(city="Kö")], 0),
-    ("<|tool_call_start|>[weather(tags=['a', 'b", [weather(tags=["a", "b"])], 0),
-    ("<|tool_call_start|>[weather(any={'a': [1, ", [weather(any={"a": [1]})], 0),
-    ("<|tool_call_start|>[weather(any={'a': ", [weather(any={})], 0),
-    ("<|tool_call_start|>[weather(city='A', da", [weather(city="A")], 0),
+    ("<|tool_call_start|>[weather(city='Kö", [weather(city="Kö")]),
+    ("<|tool_call_start|>[weather(tags=['a', 'b", [weather(tags=["a", "b"])]),
+    ("<|tool_call_start|>[weather(any={'a': [1, ", [weather(any={"a": [1]})]),
+    ("<|tool_call_start|>[weather(any={'a': ", [weather(any={})]),
+    ("<|tool_call_start|>[weather(city='A', da", [weather(city="A")]),
     ("<|tool_call_start|>[weather(city='A'), wea", [weather(city="A")]),
-    (f"<|tool_call_start|>[weather(city='{LONG}it's', note='x'), now()]<|tool_call_end|>", [weather(city=f"{LONG}it"), *text("now()")], 0),
+    (f"<|tool_call_start|>[weather(city='{LONG}it's', note='x'), now()]<|tool_call_end|>", [weather(city=f"{LONG}it"), *text("now()")]),
 ]
 PYTHONIC: list[Row] = [
     ("[weather(city='A'), now()]", [weather(city="A"), NOW]),
@@ -129,7 +129,7 @@ PYTHONIC: list[Row] = [
     ("[now(),\n now(),]", [NOW, NOW]),
     ("[now()", [NOW]),
     ("[weather(city='A'", [weather(city="A")]),
-    ("[weather(city='A", [weather(city="A")], 0),
+    ("[weather(city='A", [weather(city="A")]),
     ('[{"name": "now", "parameters": {}}]', [NOW]),
     ('{"name": "now", "parameters": {}}', [NOW]),
     ("See [now()]", text("See [now()]")),
@@ -157,7 +157,7 @@ OLMO3: list[Row] = [
     ('<function_calls>\nweather(city="</function_calls>")\n</function_calls>', [weather(city="</function_calls>")]),
     ('<function_calls>\nweather(city="a "b"")\nnow()\n</function_calls>', [weather(city='a "b"'), NOW]),
     ('<function_calls>\nweather("A")\nnow()\n</function_calls>', [*text('weather("A")'), NOW]),
-    ('<function_calls>\nweather(city="A', [weather(city="A")], 0),
+    ('<function_calls>\nweather(city="A', [weather(city="A")]),
     ("<function_calls>\nnow()\nwea", [NOW]),
     ("<function_calls></function_calls>", text("<function_calls></function_calls>")),
     ("<function_calls>none</function_calls>", text("<function_calls>none</function_calls>")),
@@ -177,7 +177,7 @@ GEMMA3: list[Row] = [
     ("```tool_code\nx = now()\n```", text("```tool_code\nx = now()\n```")),
     ("```python\nprint(1)\n```", text("```python\nprint(1)\n```")),
     ('```json\n{"a": 1}\n```', text('```json\n{"a": 1}\n```')),
-    ("```tool_code\nweather(city='A", [weather(city="A")], 0),
+    ("```tool_code\nweather(city='A", [weather(city="A")]),
 ]
 SMOLLM3: list[Row] = [
     ('<tool_call>\n{"name": "weather", "arguments": {"city": "A"}}\n</tool_call>', [weather(city="A")]),
@@ -246,4 +246,4 @@ TEMPLATES = [
 @pytest.mark.parametrize(("template", "expected"), TEMPLATES)
 def test_a_template_shows_its_python_format(template: str, expected: str) -> None:
     tokenizer: Any = SimpleNamespace(template_source=lambda *, has_tools: template)
-    assert OutputFormat.of(tokenizer).tools == expected
+    assert OutputFormat.of(tokenizer) == OutputFormat(expected, "none")

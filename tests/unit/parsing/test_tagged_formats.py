@@ -8,7 +8,7 @@ import pytest
 
 from harness.markup_cases import Case, Said, events_of, said
 from harness.split_cases import Row, case_id, cases, check
-from paceline.parsing.registry import OutputFormat
+from paceline.parsing.registry import REASONING_FORMATS, OutputFormat
 
 
 def weather(**arguments: Any) -> tuple[str, ...]:
@@ -41,9 +41,9 @@ FUNCTIONGEMMA: list[Row] = [
     (gemma("weather{city:<escape>Paris<escape>"), [weather(city="Paris")]),
     (gemma("weather{city:<escape>Paris"), [weather(city="Paris")]),
     (gemma("weather{city:<escape>A<escape>}")[:-3], [weather(city="A")]),
-    ("<start_function_call>call:weather{city:<escape>Par", [weather(city="Par")], 0),
-    ("<start_function_call>call:weather{at:{x:1.5,", [weather(at={"x": 1.5})], 0),
-    ("<start_function_call>call:weather{days:3", [weather()], 0),
+    ("<start_function_call>call:weather{city:<escape>Par", [weather(city="Par")]),
+    ("<start_function_call>call:weather{at:{x:1.5,", [weather(at={"x": 1.5})]),
+    ("<start_function_call>call:weather{days:3", [weather()]),
     (gemma("now"), text(gemma("now"))),
     (gemma("weather{city}"), text(gemma("weather{city}"))),
 ]  # fmt: skip
@@ -97,9 +97,9 @@ MINICPM5: list[Row] = [
         weather(metric=True, note=None)
     ]),
     ('<function name="weather"><param name="city">A</param>', [weather(city="A")]),
-    ('<function name="weather"><param name="city">Kö', [weather(city="Kö")], 0),
-    ('<function name="weather"><param name="city">A</param><param name="days">3', [weather(city="A")], 0),
-    ('<function name="weather"><param name="city">A</param>?', [weather(city="A"), *text("?")], 0),
+    ('<function name="weather"><param name="city">Kö', [weather(city="Kö")]),
+    ('<function name="weather"><param name="city">A</param><param name="days">3', [weather(city="A")]),
+    ('<function name="weather"><param name="city">A</param>?', [weather(city="A"), *text("?")]),
     ('The tag <function name="x"> begins it', text('The tag <function name="x"> begins it')),
     ("a <function b", text("a <function b")),
 ]  # fmt: skip
@@ -134,7 +134,7 @@ MUSE: list[Row] = [
     (atem('name="weather"><atem:parameter name="tags">["a"]</atem:parameter>'), [weather(tags=["a"])]),
     ('<atem:function_calls><atem:invoke name="now"></atem:invoke>', [NOW]),
     (atem(city("A")).replace("</atem:parameter>", ""), [weather(city="A\n")]),
-    ('<atem:function_calls><atem:invoke name="weather"><atem:parameter name="city">Kö', [weather(city="Kö")], 0),
+    ('<atem:function_calls><atem:invoke name="weather"><atem:parameter name="city">Kö', [weather(city="Kö")]),
     ("<atem:function_calls>x", text("<atem:function_calls>x")),
 ]
 APERTUS: list[Row] = [
@@ -176,7 +176,7 @@ OPENED = [
 
 @pytest.mark.parametrize(("name", "prompt", "written"), OPENED, ids=[name for name, _, _ in OPENED])
 def test_thoughts_begun_by_the_prompt_are_thoughts(name: str, prompt: str, written: str) -> None:
-    assert OutputFormat(name, name).has_opened_thoughts(prompt)
+    assert prompt.rstrip().endswith(REASONING_FORMATS[name].open)
     events, _ = events_of(Case("", (name, name), written, [], is_opened=True), [written])
     assert said(events) == [("thought", "so"), ("text", "Yes")]
 

@@ -12,7 +12,7 @@ from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
 
 OPEN, CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
-SIGNS = ((OPEN, "List of tools: "),)
+SIGNS = (f"{OPEN} | List of tools: ",)  # some of its templates show no call
 _READER = CallListReader((CLOSE,), ends_strings=True)
 
 
