@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from harness.markup_cases import TOOLS, Case, Said, events_of, said
-from harness.split_cases import Row, case_id, cases, check
+from harness.format_rows import FormatCase, Parsed, Row, cases, check, parse, parsed
+from harness.markup_cases import TOOLS
 from paceline.parsing.json_writer import MAX_HELD_CHARS
 from paceline.parsing.registry import OutputFormat
 
@@ -21,7 +21,7 @@ NOW = ("call", "now", "{}")
 LONG = "long " * (MAX_HELD_CHARS // 4)
 
 
-def text(*texts: str) -> Said:
+def text(*texts: str) -> Parsed:
     return [("text", one) for one in texts]
 
 
@@ -79,14 +79,14 @@ FRAMES = {
 @pytest.mark.parametrize(("arguments", "expected"), ARGUMENTS, ids=[ascii(arguments[:40]) for arguments, _ in ARGUMENTS])
 def test_python_arguments_become_json_in_every_split(name: str, arguments: str, expected: tuple[str, ...]) -> None:
     written = FRAMES[name].replace("{}", f"weather({arguments})")
-    check(Case("", (name, "none"), written, [expected] if expected else text(written)))
+    check(FormatCase((name, "none"), written, [expected] if expected else text(written)))
 
 
 @pytest.mark.parametrize("name", FRAMES)
 @pytest.mark.parametrize("arguments", FAULTS)
 def test_a_call_that_is_no_literal_call_is_text(name: str, arguments: str) -> None:
     written = FRAMES[name].replace("{}", f"weather({arguments})")
-    check(Case("", (name, "none"), written, text(written)))
+    check(FormatCase((name, "none"), written, text(written)))
 
 
 LFM2: list[Row] = [
@@ -94,7 +94,7 @@ LFM2: list[Row] = [
         "I look.\n<|tool_call_start|>[now(), weather(city='A')]<|tool_call_end|>Done.",
         [*text("I look."), NOW, weather(city="A"), *text("Done.")],
     ),
-    ("<think>Hm.</think><|tool_call_start|>now()<|tool_call_end|>", [("thought", "Hm."), NOW]),
+    ("<think>Hm.</think><|tool_call_start|>now()<|tool_call_end|>", [("reasoning", "Hm."), NOW]),
     ("<|tool_call_start|>[now()]<|tool_call_end|> and <|tool_call_start|>[now()]<|tool_call_end|>", [NOW, *text("and"), NOW]),
     ('<|tool_call_start|>[{"name": "weather", "arguments": {"city": "A"}}, {"name": "now"}]<|tool_call_end|>', [weather(city="A"), NOW]),
     ('<|tool_call_start|>{"name": "now", "arguments": {}}<|tool_call_end|>', [NOW]),
@@ -150,7 +150,7 @@ OLMO3: list[Row] = [
     ('<function_calls>\nweather(city="A")\nnow()\n</function_calls>', [weather(city="A"), NOW]),
     (
         '<think>Hm.</think>I look.\n<function_calls>weather(city="A")</function_calls>',
-        [("thought", "Hm."), *text("I look."), weather(city="A")],
+        [("reasoning", "Hm."), *text("I look."), weather(city="A")],
     ),
     ("<function_calls>[now(), now()]</function_calls> ok", [NOW, NOW, *text("ok")]),
     ("<function_calls>\nnow();\n\nnow()", [NOW, NOW]),
@@ -181,7 +181,7 @@ GEMMA3: list[Row] = [
 ]
 SMOLLM3: list[Row] = [
     ('<tool_call>\n{"name": "weather", "arguments": {"city": "A"}}\n</tool_call>', [weather(city="A")]),
-    ("<think>\nHm.\n</think>\n<code>\nnow()\n</code>", [("thought", "Hm."), NOW]),
+    ("<think>\nHm.\n</think>\n<code>\nnow()\n</code>", [("reasoning", "Hm."), NOW]),
     ("<code>weather(city='A')\nprint(now())</code>ok", [weather(city="A"), NOW, *text("ok")]),
     ("<code>x = 1</code>", text("<code>x = 1</code>")),
     ("Write <code>other(1)</code>.", text("Write <code>other(1)</code>.")),
@@ -196,24 +196,23 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_a_python_answer_says_the_same_in_every_split(case: Case) -> None:
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_python_answer_says_the_same_in_every_split(case: FormatCase) -> None:
     check(case)
 
 
 def test_one_call_alone_is_read_if_no_more_are_allowed() -> None:
     written = "<|tool_call_start|>[now(), now()]<|tool_call_end|>"
-    found = said(events_of(Case("", ("lfm2", "none"), written, [], parallel=False), [written])[0])
-    assert found == [NOW, ("text", ", now()]<|tool_call_end|>")]
+    assert parse(("lfm2", "none"), [written], parallel=False) == [NOW, ("text", ", now()]<|tool_call_end|>")]
     single = "<|tool_call_start|>[now()]<|tool_call_end|>"
-    assert said(events_of(Case("", ("lfm2", "none"), single, [], parallel=False), [single])[0]) == [NOW]
+    assert parse(("lfm2", "none"), [single], parallel=False) == [NOW]
 
 
 def test_a_long_text_argument_is_passed_on_as_it_comes() -> None:
     sink = OutputFormat("lfm2", "none").sink(0, TOOLS)
     reading = OutputFormat("lfm2", "none").reading(TOOLS, sink, in_reasoning=False)
     reading.push(f"<|tool_call_start|>[weather(city='{LONG}")
-    assert said(sink.take()) == [("call", "weather", f'{{"city": "{LONG}')]
+    assert parsed(sink.take()) == [("call", "weather", f'{{"city": "{LONG}')]
     reading.push("x")
     assert [event.json for event in sink.take() if hasattr(event, "json")] == ["x"]
 
@@ -227,8 +226,8 @@ def test_time_to_read_faulty_quotes_grows_with_the_length() -> None:
         "f('a'" * 20_000,
     ):
         framed = f"<|tool_call_start|>[{written}]<|tool_call_end|>"
-        case = Case("", ("lfm2", "none"), framed, [])
-        assert said(events_of(case, [framed])[0]) == said(events_of(case, [framed[at : at + 7] for at in range(0, len(framed), 7)])[0])
+        pieces = [framed[at : at + 7] for at in range(0, len(framed), 7)]
+        assert parse(("lfm2", "none"), [framed]) == parse(("lfm2", "none"), pieces)
     assert time.process_time() - start_s < 10
 
 

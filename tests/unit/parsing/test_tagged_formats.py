@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.markup_cases import Case, Said, events_of, said
-from harness.split_cases import Row, case_id, cases, check
+from harness.format_rows import FormatCase, Parsed, Row, cases, check, parse
 from paceline.parsing.registry import REASONING_FORMATS, OutputFormat
 
 
@@ -18,7 +17,7 @@ def weather(**arguments: Any) -> tuple[str, ...]:
 NOW = ("call", "now", "{}")
 
 
-def text(*texts: str) -> Said:
+def text(*texts: str) -> Parsed:
     return [("text", one) for one in texts]
 
 
@@ -31,9 +30,10 @@ FUNCTIONGEMMA: list[Row] = [
     (gemma("now{}") + gemma("now{}"), [NOW, NOW]),
     (f"I look. {gemma('now{}')} Done.", [*text("I look."), NOW, *text("Done.")]),
     (gemma('weather{city:<escape>a "b" \\ {c},d:[1]\n<escape>}'), [weather(city='a "b" \\ {c},d:[1]\n')]),
-    (gemma("weather{metric:true,tags:[<escape>a<escape>,<escape>b<escape>],at:{x:1.5},note:null}"), [
-        weather(metric=True, tags=["a", "b"], at={"x": 1.5}, note=None)
-    ]),
+    (
+        gemma("weather{metric:true,tags:[<escape>a<escape>,<escape>b<escape>],at:{x:1.5},note:null}"),
+        [weather(metric=True, tags=["a", "b"], at={"x": 1.5}, note=None)],
+    ),
     (gemma("weather{days:<escape>3<escape>,metric:<escape>true<escape>}"), [weather(days=3, metric=True)]),
     (gemma("weather{city:<escape>3<escape>,any:4}"), [weather(city="3", any=4)]),
     (gemma("weather{city:Paris,days: 3 }"), [weather(city="Paris", days=3)]),
@@ -46,16 +46,16 @@ FUNCTIONGEMMA: list[Row] = [
     ("<start_function_call>call:weather{days:3", [weather()]),
     (gemma("now"), text(gemma("now"))),
     (gemma("weather{city}"), text(gemma("weather{city}"))),
-]  # fmt: skip
+]
 SEED_OSS: list[Row] = [
     (
         '<seed:think>Hm.</seed:think>\nI look.\n<seed:tool_call>\n<function=weather>\n<parameter=city>Köln\n"b"</parameter>\n'
         "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>",
-        [("thought", "Hm."), *text("I look."), weather(city='Köln\n"b"', days=3)],
+        [("reasoning", "Hm."), *text("I look."), weather(city='Köln\n"b"', days=3)],
     ),
     (
         "<seed:think>a<seed:cot_budget_reflect>5 of 9</seed:cot_budget_reflect>b</seed:think>Yes",
-        [("thought", "a<seed:cot_budget_reflect>5 of 9</seed:cot_budget_reflect>b"), *text("Yes")],
+        [("reasoning", "a<seed:cot_budget_reflect>5 of 9</seed:cot_budget_reflect>b"), *text("Yes")],
     ),
     ("<seed:tool_call><function=now></function></seed:tool_call>", [NOW]),
     ("<seed:tool_call><function=now></function><function=now></function></seed:tool_call>", [NOW, NOW]),
@@ -74,7 +74,7 @@ SEED_OSS: list[Row] = [
     ("<seed:tool_call><function=weather><parameter=city></parameter></function></seed:tool_call>", [weather(city="")]),
     ("<seed:tool_call>\n<function=now>\n</function>", [NOW]),
     ("<seed:tool_call>now</seed:tool_call>", text("<seed:tool_call>now</seed:tool_call>")),
-    ("<seed:think>no end", [("thought", "no end")]),
+    ("<seed:think>no end", [("reasoning", "no end")]),
     ("a <seed:think>b", text("a <seed:think>b")),
     ("Hello", text("Hello")),
 ]
@@ -82,7 +82,7 @@ MINICPM5: list[Row] = [
     (
         '<think>\nHm.\n</think>\n\nI look.\n<function name="weather"><param name="city">Köln</param><param name="days">3</param>'
         "</function>",
-        [("thought", "Hm."), *text("I look."), weather(city="Köln", days=3)],
+        [("reasoning", "Hm."), *text("I look."), weather(city="Köln", days=3)],
     ),
     ('<function name="now"></function>\n<function name="now"></function>', [NOW, NOW]),
     ('<function name="weather"><param name="city">\n  A b \n</param></function>', [weather(city="A b")]),
@@ -93,16 +93,17 @@ MINICPM5: list[Row] = [
     ("<functionname='weather'><paramname=city>A</param></function>", [weather(city="A")]),
     ('<function  name="weather" id="1">\n<param  name="city" >A</param>\n</function>', [weather(city="A")]),
     ('<function name="weather"><param name="city">A<param name="days">3</function>', [weather(city="A", days=3)]),
-    ('<function name="weather"><param name="metric">True</param><param name="note">null</param></function>', [
-        weather(metric=True, note=None)
-    ]),
+    (
+        '<function name="weather"><param name="metric">True</param><param name="note">null</param></function>',
+        [weather(metric=True, note=None)],
+    ),
     ('<function name="weather"><param name="city">A</param>', [weather(city="A")]),
     ('<function name="weather"><param name="city">Kö', [weather(city="Kö")]),
     ('<function name="weather"><param name="city">A</param><param name="days">3', [weather(city="A")]),
     ('<function name="weather"><param name="city">A</param>?', [weather(city="A"), *text("?")]),
     ('The tag <function name="x"> begins it', text('The tag <function name="x"> begins it')),
     ("a <function b", text("a <function b")),
-]  # fmt: skip
+]
 
 
 def atem(*invokes: str) -> str:
@@ -119,14 +120,14 @@ MUSE: list[Row] = [
         " to=self<|message|>Hm.\n<|eom|><|start|>assistant to=weather<|message|>"
         + atem(city("Köln") + '\n<atem:parameter name="days">3</atem:parameter>')
         + "<|eot|>",
-        [("thought", "Hm."), weather(city="Köln", days=3)],
+        [("reasoning", "Hm."), weather(city="Köln", days=3)],
     ),
     (" to=user<|message|>Hello.<|eot|>", text("Hello.")),
     ("<|message|>Hello.", text("Hello.")),
     ("Hello to=me.", text("Hello to=me.")),
-    (" to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Yes.", [("thought", "Hm."), *text("Yes.")]),
-    (" to=self<|message|>Hm.<|start|>assistant to=user<|message|>Yes.", [("thought", "Hm."), *text("Yes.")]),
-    (f" to=self<|message|>I could {NOW_INVOKED}.<|eom|>", [("thought", f"I could {NOW_INVOKED}.")]),
+    (" to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Yes.", [("reasoning", "Hm."), *text("Yes.")]),
+    (" to=self<|message|>Hm.<|start|>assistant to=user<|message|>Yes.", [("reasoning", "Hm."), *text("Yes.")]),
+    (f" to=self<|message|>I could {NOW_INVOKED}.<|eom|>", [("reasoning", f"I could {NOW_INVOKED}.")]),
     (" to=now.now<|message|>" + atem('name="now.now">'), [NOW]),
     (" to=a.b<|message|>" + atem('name="a.b">'), [("call", "a.b", "{}")]),
     (atem('name="now">', 'name="now">'), [NOW, NOW]),
@@ -140,19 +141,19 @@ MUSE: list[Row] = [
 APERTUS: list[Row] = [
     ('<|tools_prefix|>[{"weather": {"city": "Köln"}}]<|tools_suffix|>', [weather(city="Köln")]),
     ('I look.<|tools_prefix|>[{"now": {}}, {"now": {}}]<|tools_suffix|>Done.', [*text("I look."), NOW, NOW, *text("Done.")]),
-    ('<|inner_prefix|>Hm.<|inner_suffix|>Yes.', [("thought", "Hm."), *text("Yes.")]),
-    ('<|inner_prefix|>\nHm.\n<|tools_prefix|>[{"now": {}}]<|tools_suffix|><|inner_suffix|>Yes.', [("thought", "Hm."), NOW, *text("Yes.")]),
-    ('<|inner_prefix|>Hm.', [("thought", "Hm.")]),
+    ("<|inner_prefix|>Hm.<|inner_suffix|>Yes.", [("reasoning", "Hm."), *text("Yes.")]),
+    ('<|inner_prefix|>\nHm.\n<|tools_prefix|>[{"now": {}}]<|tools_suffix|><|inner_suffix|>Y', [("reasoning", "Hm."), NOW, *text("Y")]),
+    ("<|inner_prefix|>Hm.", [("reasoning", "Hm.")]),
     ('<|tools_prefix|>{"now": {}}<|tools_suffix|>', [NOW]),
     ('<|tools_prefix|> [ {"now" : {} } ] <|tools_suffix|>', [NOW]),
     ('<|tools_prefix|>[{"now": {}},]<|tools_suffix|>', [NOW]),
     ('<|tools_prefix|>[{"now": {}]<|tools_suffix|>', [NOW]),
     ('<|tools_prefix|>[{"now": {}}', [NOW]),
     ('<|tools_prefix|>[{"weather": {"city": "]<|tools_suffix|>"}}]<|tools_suffix|>', [weather(city="]<|tools_suffix|>")]),
-    ('<|tools_prefix|>[]<|tools_suffix|>', text("<|tools_prefix|>[]<|tools_suffix|>")),
+    ("<|tools_prefix|>[]<|tools_suffix|>", text("<|tools_prefix|>[]<|tools_suffix|>")),
     ('<|tools_prefix|>[{"now": 3}]<|tools_suffix|>', text('<|tools_prefix|>[{"now": 3}]<|tools_suffix|>')),
-    ('<|tools_prefix|>later', text("<|tools_prefix|>later")),
-]  # fmt: skip
+    ("<|tools_prefix|>later", text("<|tools_prefix|>later")),
+]
 CASES = [
     *cases("functiongemma", "none", FUNCTIONGEMMA),
     *cases("seed_oss", "seed_oss", SEED_OSS),
@@ -162,8 +163,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_a_tagged_answer_says_the_same_in_every_split(case: Case) -> None:
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_tagged_answer_says_the_same_in_every_split(case: FormatCase) -> None:
     check(case)
 
 
@@ -177,8 +178,7 @@ OPENED = [
 @pytest.mark.parametrize(("name", "prompt", "written"), OPENED, ids=[name for name, _, _ in OPENED])
 def test_thoughts_begun_by_the_prompt_are_thoughts(name: str, prompt: str, written: str) -> None:
     assert prompt.rstrip().endswith(REASONING_FORMATS[name].open)
-    events, _ = events_of(Case("", (name, name), written, [], is_opened=True), [written])
-    assert said(events) == [("thought", "so"), ("text", "Yes")]
+    assert parse((name, name), [written], is_opened=True) == [("reasoning", "so"), ("text", "Yes")]
 
 
 TEMPLATES = [
