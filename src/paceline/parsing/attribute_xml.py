@@ -14,6 +14,7 @@ from paceline.parsing.tool_call_grammar import ToolCallGrammar, arguments_schema
 from paceline.parsing.tools import Tool
 
 _CDATA, _CDATA_END = "<![CDATA[", "]]>"
+_LIST, _LIST_END = "<arguments>", "</arguments>"
 _ENTITIES = {"&lt;": "<", "&gt;": ">", "&amp;": "&", "&quot;": '"', "&apos;": "'"}
 _NAME_CHARACTER = re.compile(r"[^\s\"'<>]")
 
@@ -41,7 +42,7 @@ class AttributeXml:
             MalformedError: it is none.
         """
         name = _tool_name((yield from self._read_name(stream)), sink)
-        yield from stream.skip()
+        yield from self._skip(stream, _LIST)
         if (yield from stream.one_of((self.parameter, self.function_end))) is None and (yield from stream.peek()) != "":
             raise MalformedError
         stream.mark_emitted()
@@ -73,8 +74,15 @@ class AttributeXml:
                 writer.emit(coerce_argument("".join(parts), schema))
             stream.mark_emitted()
             yield from stream.skip()
+        yield from self._skip(stream, _LIST_END)
         if not (yield from stream.take_or_end(self.function_end)):
             raise MalformedError
+
+    def _skip(self, stream: TextStream, tag: str) -> Parse[None]:
+        """Pass white space and, in XML, a tag that some models write around the parameters."""
+        yield from stream.skip()
+        if self.is_xml and (yield from stream.take(tag)):
+            yield from stream.skip()
 
     def _read_name(self, stream: TextStream) -> Parse[str]:
         """Pass the rest of an opening tag; returns the attribute, with or without its quotes."""

@@ -287,6 +287,9 @@ def _number(word: str) -> str | None:
 
 def admits_text(schema: Mapping[str, Any]) -> bool:
     """Whether a value may be a text."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list) and values:
+        return any(isinstance(value, str) for value in values)
     named = schema.get("type")
     if isinstance(named, str | list):
         return "string" in ([named] if isinstance(named, str) else named)

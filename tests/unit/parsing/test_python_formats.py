@@ -114,6 +114,8 @@ LFM2: list[Row] = [
     ("<|tool_call_start|>[weather(city='A)]<|tool_call_end|>ok", text("<|tool_call_start|>[weather(city='A)]<|tool_call_end|>ok")),
     ("<|tool_call_start|>[]<|tool_call_end|>", text("<|tool_call_start|>[]<|tool_call_end|>")),
     ("<|tool_call_start|>later", text("<|tool_call_start|>later")),
+    ("[weather(city='A')]", [weather(city="A")]),
+    ("[other(city='A')]", text("[other(city='A')]")),
     ("<|tool_call_start|>[weather(city='Kö", [weather(city="Kö")]),
     ("<|tool_call_start|>[weather(tags=['a', 'b", [weather(tags=["a", "b"])]),
     ("<|tool_call_start|>[weather(any={'a': [1, ", [weather(any={"a": [1]})]),

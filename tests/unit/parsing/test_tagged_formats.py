@@ -102,6 +102,7 @@ MINICPM5: list[Row] = [
     ('<function name="weather"><param name="city">A</param><param name="days">3', [weather(city="A")]),
     ('<function name="weather"><param name="city">A</param>?', [weather(city="A"), *text("?")]),
     ('The tag <function name="x"> begins it', text('The tag <function name="x"> begins it')),
+    ('<function name="weather"><arguments><param name="city">A</param></arguments></function>', [weather(city="A")]),
     ("a <function b", text("a <function b")),
 ]
 

@@ -9,6 +9,7 @@ from paceline.parsing.python_call_grammar import python_call_grammar
 from paceline.parsing.python_calls import CallListReader
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
+from paceline.parsing.tool_calls.pythonic import read_list
 from paceline.parsing.tools import Tool
 
 OPEN, CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
@@ -39,7 +40,8 @@ def _read_json_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
         raise MalformedError
 
 
-MARKERS = Markers(anywhere={OPEN: read_calls})
+# a list of known tools is read without its token too, which the model leaves out now and then
+MARKERS = Markers(anywhere={OPEN: read_calls}, first={"[": read_list})
 
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
