@@ -132,16 +132,16 @@ class AttributeXml:
 
 
 def _tool_name(name: str, sink: EventSink) -> str:
-    """The tool's name, which some models write twice: f.f."""
+    """Return the tool's name, which some models write twice: f.f."""
     head, _, tail = name.partition(".")
     return head if head == tail and name not in sink.tool_names and head in sink.tool_names else name
 
 
 def attribute_xml_grammar(grammar: ToolCallGrammar, tags: AttributeXml, tool: Tool, line_end: str = "") -> str:
-    """A call with its parameters in the schema's order; texts are held to their `enum` alone.
+    """Return a grammar of a call with its parameters in the schema's order. Of texts only their `enum` is enforced.
 
     Args:
-        line_end: what stands after each tag.
+        line_end: the text after each tag.
     """
     root = arguments_schema(tool)
     required, parts = root.get("required") or (), [grammar.text(f'{tags.function} name="{tool.name}">{line_end}')]

@@ -17,10 +17,10 @@ class JsonWriter:
     Keys and commas are written together with the value after them. The missing end is therefore always made of closing characters alone.
 
     Args:
-        say: takes the pieces.
+        output: takes the pieces.
     """
 
-    say: Emit
+    output: Emit
     _ends: list[str] = field(default_factory=list, init=False)
     _before: str = field(default="", init=False)
 
@@ -30,7 +30,7 @@ class JsonWriter:
 
     def emit(self, text: str) -> None:
         """Write a whole value, or a part of an open string."""
-        self.say(self._before + text)
+        self.output(self._before + text)
         self._before = ""
 
     def open(self, text: str, end: str) -> None:
@@ -45,7 +45,7 @@ class JsonWriter:
 
     @property
     def missing_end(self) -> str:
-        """The characters that make the JSON whole."""
+        """Return the characters that make the JSON whole."""
         return "".join(reversed(self._ends))
 
 
@@ -58,7 +58,7 @@ class HeldCall:
     Attributes:
         name: the tool's.
         is_open: whether the sink has the beginning of the call.
-        num_said: characters of JSON that the sink has.
+        num_emitted: number of characters of JSON that the sink has.
     """
 
     def __init__(self, stream: TextStream, sink: EventSink, stack: ExitStack) -> None:
@@ -66,11 +66,11 @@ class HeldCall:
         self._start = len(stream.unemitted)
         self._held: list[str] = []
         self._source: list[str] = []
-        self._num_held = self.num_said = 0
+        self._num_held = self.num_emitted = 0
         self.name = ""
         self.is_open = False
 
-    def say(self, json: str) -> None:
+    def emit(self, json: str) -> None:
         """Take the next characters of the arguments."""
         self._held.append(json)
         self._num_held += len(json)
@@ -83,13 +83,17 @@ class HeldCall:
             self._stack.enter_context(self._sink.call(self.name))
             self.is_open = True
         self._sink.arguments("".join(self._held))
-        self.num_said += self._num_held
+        self.num_emitted += self._num_held
         self._held, self._num_held = [], 0
         self._source.append(self._stream.unemitted[self._start :])
         self._start = 0
         self._stream.mark_emitted()
 
+    def end(self) -> None:
+        """End the call in the sink."""
+        self._stack.close()
+
     @property
     def source(self) -> str:
-        """The text of the call up to where the stream is read."""
+        """Return the text of the call that was passed so far."""
         return "".join(self._source) + self._stream.unemitted[self._start :]

@@ -12,7 +12,7 @@ _CONSTANTS = {"boolean": '("True" | "False")', "null": '"None"'}
 
 
 def python_call_grammar(grammar: ToolCallGrammar, tool: Tool) -> str:
-    """f(a="x", n=3), with arguments in the schema's order.
+    """Return a grammar of f(a="x", n=3), with arguments in the schema's order.
 
     Texts, numbers, lists and objects are as in JSON; alone, true, false and null are as in Python.
     """

@@ -1,7 +1,7 @@
 """Calls written as Python, f(a='x', n=3), alone or in a list.
 
-A call is read while it arrives. Where that fails, the rest of its block is read as a whole: a quote within a string is then accepted if
-exactly one reading of the call is possible, and a call that cannot be read does not take the others with it.
+A call is read while it arrives. Where that fails, the rest of its block is read as a whole. A quote within a string is then accepted if
+exactly one reading of the call is possible, and the other calls are read even if one cannot be.
 """
 
 import json
@@ -37,7 +37,7 @@ class CallListReader:
         ends: what ends a block; none = the answer's end.
         ends_strings: whether `ends` end a block within a string as well, as special tokens do.
         only_known: whether calls of unknown tools are text.
-        is_code: whether calls may stand within print() and after a module's name.
+        is_code: whether calls may be within print() and after a module's name.
     """
 
     ends: Sequence[str] = ()
@@ -46,13 +46,13 @@ class CallListReader:
     is_code: bool = False
 
     def read(self, stream: TextStream, sink: EventSink, *, is_bracketed: bool = False) -> Parse[None]:
-        """Pass the calls and the end of the block, and tell the calls.
+        """Pass the calls and the end of the block, and emit the calls.
 
         Args:
             is_bracketed: whether the bracket of the list is passed.
 
         Raises:
-            MalformedError: there is no call, or text stands between calls.
+            MalformedError: there is no call, or there is text between calls.
         """
         yield from stream.skip()
         is_bracketed = is_bracketed or (yield from stream.take("["))
@@ -104,7 +104,7 @@ class CallListReader:
             yield from stream.take(")")
             return
         call.name = self._tool_name(name, sink)
-        writer = JsonWriter(call.say)
+        writer = JsonWriter(call.emit)
         try:
             yield from _read_arguments(stream, writer, sink.schema_of(call.name), LiteralReader(self.ends, self.ends_strings))
             call.open()
@@ -116,14 +116,14 @@ class CallListReader:
             yield from self._recover(stream, sink, call, writer, num_calls)
 
     def _tool_name(self, name: str, sink: EventSink) -> str:
-        """The name of the tool; the module in front of it is left out in code.
+        """Return the name of the tool; in code the module before it is left out.
 
         Raises:
             MalformedError: the tool is unknown and would have to be known.
         """
         if self.is_code and name not in sink.tool_names:
             name = name.rpartition(".")[2]
-        if self.only_known and name not in sink.tool_names:
+        if self.only_known and sink.tool_names and name not in sink.tool_names:
             raise MalformedError
         return name
 
@@ -135,13 +135,14 @@ class CallListReader:
             if not num_calls and not any(found for _, found in segments):
                 raise MalformedError
             stream.mark_emitted()
-            self._tell(segments, sink)
+            self._emit_segments(segments, sink)
             return
         (_, first), *others = segments
         stream.mark_emitted()
         if first:
-            sink.arguments(first[1][call.num_said :])
-            self._tell(others, sink)
+            sink.arguments(first[1][call.num_emitted :])
+            call.end()
+            self._emit_segments(others, sink)
             return
         sink.arguments(writer.missing_end)
         sink.text(", ".join(text for text, _ in others))
@@ -150,13 +151,13 @@ class CallListReader:
         raise MalformedError
 
     def _best_split(self, block: str, sink: EventSink) -> list[Segment]:
-        """The calls of a block: brackets within strings count or do not, whichever gives more calls."""
+        """Return the calls of a block: brackets within strings count or do not, whichever gives more calls."""
         if len(block) > _MAX_REPAIR_CHARS:
             return [(block, None)]
         splits = [[(text, self._repaired(text, sink)) for text in _split(block, in_strings=in_strings)] for in_strings in (True, False)]
         return max(splits, key=lambda segments: sum(found is not None for _, found in segments))
 
-    def _tell(self, segments: Sequence[Segment], sink: EventSink) -> None:
+    def _emit_segments(self, segments: Sequence[Segment], sink: EventSink) -> None:
         for text, found in segments:
             if found and sink.can_call:
                 with sink.call(found[0]):
@@ -165,7 +166,7 @@ class CallListReader:
                 sink.text(text)
 
     def _repaired(self, text: str, sink: EventSink) -> tuple[str, str] | None:
-        """The name and the arguments of a call, if it can be read in exactly one way."""
+        """Return the name and the arguments of a call, if it can be read in exactly one way."""
         try:
             return self._parse(text, sink, is_strict=True)
         except MalformedError:
@@ -197,7 +198,7 @@ class CallListReader:
 
 
 def _read_arguments(stream: TextStream, writer: JsonWriter, schema: Mapping[str, Any] | None, literals: LiteralReader) -> Parse[None]:
-    """Pass what stands in a call's parentheses, the last one included, and write it as an object.
+    """Pass the arguments of a call and the parenthesis after them, and write them as an object.
 
     The parenthesis may be missing before the end of the block.
     """
@@ -287,7 +288,7 @@ def _split(block: str, *, in_strings: bool) -> Iterator[str]:
 
 
 def _requoted(text: str, start: int) -> Iterator[str]:
-    """The text with the string at `start` ended at each quote that may end it, and the quotes before it escaped."""
+    """Yield the text with the string at `start` ended at each quote that may end it, and the quotes before it escaped."""
     quote, places, at = text[start], list[int](), start + 1
     while at < len(text):
         if text[at] == "\\":
@@ -303,7 +304,7 @@ def _requoted(text: str, start: int) -> Iterator[str]:
 
 
 def _run(reading: Generator[None, None, Result]) -> Result:
-    """The result of a reading whose text is all there."""
+    """Return the result of a reading whose text has all arrived."""
     try:
         next(reading)
     except StopIteration as end:

@@ -116,7 +116,7 @@ class LiteralReader:
         writer.close()
 
     def _read_bracket(self, stream: TextStream, writer: JsonWriter, depth: int) -> Parse[None]:
-        """A tuple, a set, an object, or one value in parentheses: what comes after the first value decides."""
+        """Read a tuple, a set, an object, or one value in parentheses: the mark after the first value decides."""
         end = ")" if stream.text[stream.at] == "(" else "}"
         stream.at += 1
         yield from stream.skip()
@@ -137,7 +137,7 @@ class LiteralReader:
         writer.emit(first if end == ")" else f"[{first}]")
 
     def _read_pairs(self, stream: TextStream, writer: JsonWriter, depth: int, key: str) -> Parse[None]:
-        """The pairs of an object, after the first key and its colon."""
+        """Read the pairs of an object, after the first key and its colon."""
         before = ""
         while True:
             if key[0] in "[{":
@@ -157,15 +157,15 @@ class LiteralReader:
             yield from stream.skip()
             yield from stream.expect(":")
 
-    def _read_string(self, stream: TextStream, say: Emit, prefix: str) -> Parse[None]:
-        """A string and, in strict mode, those next to it."""
+    def _read_string(self, stream: TextStream, emit: Emit, prefix: str) -> Parse[None]:
+        """Read a string and, in strict mode, those next to it."""
         while True:
             quote = stream.text[stream.at]
             stream.at += 1
             if (yield from stream.take(quote * 2)):
-                yield from self._read_characters(stream, say, prefix, quote * 3)
+                yield from self._read_characters(stream, emit, prefix, quote * 3)
             else:
-                yield from self._read_characters(stream, say, prefix, quote)
+                yield from self._read_characters(stream, emit, prefix, quote)
             if not self.is_strict:
                 return
             yield from stream.skip()
@@ -173,7 +173,7 @@ class LiteralReader:
                 return
             prefix = ""
 
-    def _read_characters(self, stream: TextStream, say: Emit, prefix: str, end: str) -> Parse[None]:
+    def _read_characters(self, stream: TextStream, emit: Emit, prefix: str, end: str) -> Parse[None]:
         stops = self.ends if self.ends_strings else ()
         braces = "{}" if "f" in prefix else ""
         plain = re.compile(f"[^\\\\{re.escape(end[0] + braces + ''.join(stop[0] for stop in stops))}]+")
@@ -185,10 +185,10 @@ class LiteralReader:
             if found := plain.match(stream.text, stream.at):
                 stream.at = found.end()
                 num_chars += len(found[0])
-                say(escape_json(found[0]))
+                emit(escape_json(found[0]))
             elif char == "\\":
                 stream.at += 1
-                num_chars += 1 + (yield from _read_escape(stream, say, is_raw="r" in prefix))
+                num_chars += 1 + (yield from _read_escape(stream, emit, is_raw="r" in prefix))
             elif char == end[0] and (yield from stream.take(end)):
                 if self.is_strict or len(end) == 3 or (yield from self._ends_after(stream)):
                     return
@@ -196,16 +196,16 @@ class LiteralReader:
             elif char in braces:
                 yield from stream.expect(char * 2)
                 num_chars += 2
-                say(char)
+                emit(char)
             elif (yield from stream.one_of(stops)) is not None:
                 raise MalformedError
             else:
                 stream.at += 1
                 num_chars += 1
-                say(escape_json(char))
+                emit(escape_json(char))
 
     def _ends_after(self, stream: TextStream) -> Parse[bool]:
-        """Whether what follows a quote lets it end its string; nothing is passed."""
+        """Return whether what follows a quote lets it end its string; nothing is passed."""
         num_blank = 0
         while True:
             while stream.at + num_blank < len(stream.text) and stream.text[stream.at + num_blank] in WHITESPACE:
@@ -223,32 +223,32 @@ class LiteralReader:
         return end is not None
 
 
-def _read_escape(stream: TextStream, say: Emit, *, is_raw: bool) -> Parse[int]:
+def _read_escape(stream: TextStream, emit: Emit, *, is_raw: bool) -> Parse[int]:
     """Write what a backslash and the characters after it mean; returns how many these are."""
     char = yield from stream.peek()
     if char == "":
         raise MalformedError
     if is_raw and char not in QUOTES:
-        say("\\\\")
+        emit("\\\\")
         return 0
     if is_raw or char in _ESCAPES:
         stream.at += 1
-        say(("\\\\" if is_raw else "") + _ESCAPES[char])
+        emit(("\\\\" if is_raw else "") + _ESCAPES[char])
         return 1
     num_digits = _NUM_HEX.get(char, 2 if char in "01234567" else 0)
     while len(stream.text) <= stream.at + num_digits and not stream.has_ended:
         yield
     if octal := _OCTAL.match(stream.text, stream.at):
         stream.at = octal.end()
-        say(escape_json(chr(int(octal[0], 8))))
+        emit(escape_json(chr(int(octal[0], 8))))
         return len(octal[0])
     digits = stream.text[stream.at + 1 : stream.at + 1 + num_digits]
     if not num_digits or len(digits) < num_digits or not _HEX.fullmatch(digits) or int(digits, 16) > 0x10FFFF:
-        say("\\\\")
+        emit("\\\\")
         return 0
     stream.at += 1 + num_digits
-    # two halves of a surrogate pair come one after the other: escaped, they are one character again
-    say(f"\\u{digits}" if char == "u" else escape_json(chr(int(digits, 16))))
+    # the halves of a surrogate pair are escaped one by one; JSON joins them again
+    emit(f"\\u{digits}" if char == "u" else escape_json(chr(int(digits, 16))))
     return 1 + num_digits
 
 
@@ -265,7 +265,7 @@ def _scalar(word: str, schema: Mapping[str, Any] | None) -> str:
 
 
 def _number(word: str) -> str | None:
-    """A number as JSON writes it; None for other words."""
+    """Return a number as JSON writes it; None for other words."""
     sign, digits = ("-" if word.startswith("-") else ""), word.replace("_", "")
     digits = digits[1:] if digits[:1] in ("-", "+") else digits
     if digits[:2].lower() in ("0x", "0o", "0b"):
@@ -286,7 +286,7 @@ def _number(word: str) -> str | None:
 
 
 def admits_text(schema: Mapping[str, Any]) -> bool:
-    """Whether a value may be a text."""
+    """Return whether a value may be a text."""
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list) and values:
         return any(isinstance(value, str) for value in values)

@@ -147,7 +147,7 @@ REASONING_FORMATS = {
     "gemma4": ReasoningFormat(reasoning.GEMMA4_MARKERS, reasoning.GEMMA4[:1], reasoning.GEMMA4, "<|channel>thought\n", "<channel|>"),
     "mistral": ReasoningFormat(reasoning.MISTRAL_MARKERS, reasoning.MISTRAL[:1], reasoning.MISTRAL, *reasoning.MISTRAL, reasoning.mistral),
     "seed_oss": ReasoningFormat(
-        seed_oss.THINK_MARKERS, seed_oss.THINK[:1], (*seed_oss.THINK, *seed_oss.BUDGET), *seed_oss.THINK, seed_oss.read_thoughts
+        seed_oss.THINK_MARKERS, seed_oss.THINK[:1], (*seed_oss.THINK, *seed_oss.BUDGET), *seed_oss.THINK, seed_oss.read_reasoning
     ),
     "muse_glimmer": ReasoningFormat(
         muse_glimmer.THINK_MARKERS,
@@ -155,9 +155,9 @@ REASONING_FORMATS = {
         muse_glimmer.TOKENS,
         muse_glimmer.THINK_OPEN,
         muse_glimmer.ENDS[0],
-        muse_glimmer.read_thoughts,
+        muse_glimmer.read_reasoning,
     ),
-    "apertus": ReasoningFormat(apertus.THINK_MARKERS, apertus.THINK[:1], apertus.THINK, *apertus.THINK, apertus.read_thoughts),
+    "apertus": ReasoningFormat(apertus.THINK_MARKERS, apertus.THINK[:1], apertus.THINK, *apertus.THINK, apertus.read_reasoning),
     "think": ReasoningFormat(reasoning.THINK_MARKERS, reasoning.THINK[1:], reasoning.THINK, *reasoning.THINK, reasoning.think),
 }
 TOOL_CALL_PARSERS = (AUTO, NONE, *TOOL_CALL_FORMATS)

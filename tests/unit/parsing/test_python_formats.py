@@ -25,7 +25,7 @@ def text(*texts: str) -> Parsed:
     return [("text", one) for one in texts]
 
 
-# what may stand between the parentheses of a call, in every format
+# between the parentheses of a call, in every format
 ARGUMENTS: list[tuple[str, tuple[str, ...]]] = [
     ("city='x', days=3", weather(city="x", days=3)),
     ('city="Köln 😀", days=-3', weather(city="Köln 😀", days=-3)),
@@ -113,6 +113,7 @@ LFM2: list[Row] = [
     ),
     ("<|tool_call_start|>[weather(city='A)]<|tool_call_end|>ok", text("<|tool_call_start|>[weather(city='A)]<|tool_call_end|>ok")),
     ("<|tool_call_start|>[]<|tool_call_end|>", text("<|tool_call_start|>[]<|tool_call_end|>")),
+    (f"<|tool_call_start|>[weather(city='{LONG}it's'), now()]<|tool_call_end|>", [weather(city=f"{LONG}it's"), NOW]),
     ("<|tool_call_start|>later", text("<|tool_call_start|>later")),
     ("[weather(city='A')]", [weather(city="A")]),
     ("[other(city='A')]", text("[other(city='A')]")),

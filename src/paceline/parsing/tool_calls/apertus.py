@@ -1,6 +1,6 @@
 """<|tools_prefix|>[{"f": {…}}, {"g": {}}]<|tools_suffix|>: Apertus.
 
-Thoughts are between <|inner_prefix|> and <|inner_suffix|>; a call within them ends them.
+Reasoning is between <|inner_prefix|> and <|inner_suffix|>; a call within it ends it.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     stream.mark_emitted()
 
 
-def read_thoughts(stream: TextStream, sink: EventSink) -> Parse[None]:
+def read_reasoning(stream: TextStream, sink: EventSink) -> Parse[None]:
     yield from stream.skip("\n")
     stream.mark_emitted()
     if (yield from stream.emit_until((THINK[1], OPEN), sink.reasoning, held="\n")) == THINK[1]:
@@ -61,12 +61,12 @@ def read_thoughts(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 
 def _skip(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """The end of thoughts that a call ended says nothing."""
+    """Ignore the end of reasoning that a call ended."""
     yield from ()
 
 
 MARKERS = Markers(anywhere={OPEN: read_calls})
-THINK_MARKERS = Markers(anywhere={THINK[0]: read_thoughts, THINK[1]: _skip})
+THINK_MARKERS = Markers(anywhere={THINK[0]: read_reasoning, THINK[1]: _skip})
 
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:

@@ -33,7 +33,7 @@ def read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
         yield from stream.skip()
         if not call.name or (yield from stream.peek()) != "{":
             raise MalformedError
-        writer = JsonWriter(call.say)
+        writer = JsonWriter(call.emit)
         try:
             yield from _read_object(stream, writer, sink.schema_of(call.name), 0)
         except MalformedError:
@@ -118,7 +118,7 @@ def _read_list(stream: TextStream, writer: JsonWriter, depth: int) -> Parse[None
 
 
 def _read_text(stream: TextStream, writer: JsonWriter, schema: Mapping[str, Any] | None) -> Parse[None]:
-    """A text up to the next mark; nothing in it is escaped. Where the schema allows no text, it holds the value."""
+    """Read a text up to the next mark; nothing in it is escaped. Where the schema allows no text, it is the text of another value."""
     parts: list[str] = []
     streams = schema is None or admits_text(schema)
     if streams:
@@ -143,7 +143,7 @@ MARKERS = Markers(anywhere={OPEN: read_call})
 
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    """Texts are held to their `enum` alone, lists to no length. Properties are in the schema's order."""
+    """Return a grammar of calls with properties in the schema's order. Of texts only their `enum` is enforced, of lists no length."""
     calls = []
     for tool in tools:
         schema = arguments_schema(tool)
@@ -177,7 +177,7 @@ def _typed_rule(grammar: ToolCallGrammar, name: str, schema: Mapping[str, Any], 
 
 
 def _object_rule(grammar: ToolCallGrammar, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
-    """Properties in order, separated by commas; from the last one to the first, as each rule names the next."""
+    """Return a rule for properties in order, built from the last one to the first, because each rule names the next."""
     properties, required = schema.get("properties") or {}, schema.get("required") or ()
     first = following = '""'
     for name in reversed(list(properties)):

@@ -40,7 +40,7 @@ def _read_json_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
         raise MalformedError
 
 
-# a list of known tools is read without its token too, which the model leaves out now and then
+# the model sometimes leaves out the token
 MARKERS = Markers(anywhere={OPEN: read_calls}, first={"[": read_list})
 
 

@@ -15,7 +15,7 @@ _ATTRIBUTE = "name="
 
 
 def read_joined(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """Without the space in the tag, which some models leave out."""
+    """Read a call whose tag has no space, which some models leave out."""
     stream.at -= len(_ATTRIBUTE)
     yield from TAGS.read(stream, sink)
 

@@ -1,6 +1,6 @@
 """Messages with a recipient, whose calls are <atem:invoke> elements: Muse Glimmer.
 
-Thoughts are to `self`, the answer is to `user`, calls are to the tool.
+Reasoning is to `self`, the answer is to `user`, calls are to the tool.
 """
 
 from collections.abc import Sequence
@@ -32,8 +32,8 @@ def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
         raise MalformedError
 
 
-def read_thoughts(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """A message to `self`, up to its end or the next message."""
+def read_reasoning(stream: TextStream, sink: EventSink) -> Parse[None]:
+    """Read a message to `self`, up to its end or the next message."""
     stream.mark_emitted()
     end = yield from stream.emit_until((*ENDS, START), sink.reasoning, held="\n")
     if end is not None and end != START:
@@ -41,14 +41,14 @@ def read_thoughts(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 
 def read_header(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """The header of a message, and the message if it is thoughts."""
+    """Read the header of a message, and the message if it is reasoning."""
     recipient = yield from stream.until(MESSAGE)
     if recipient.strip().endswith(_SELF):
-        yield from read_thoughts(stream, sink)
+        yield from read_reasoning(stream, sink)
 
 
 def _skip(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """A mark between messages says nothing."""
+    """Ignore a mark between messages."""
     yield from ()
 
 
@@ -59,7 +59,7 @@ THINK_MARKERS = Markers(anywhere=_HEADERS, first={"to=": read_header})
 
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    """One call, which ends the answer."""
+    """Return a grammar of one call, which ends the answer."""
     calls = []
     for tool in tools:
         head = grammar.text(f" to={tool.name}{MESSAGE}{OPEN}\n")

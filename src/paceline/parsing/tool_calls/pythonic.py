@@ -21,7 +21,7 @@ _MARKED = CallListReader(LLAMA4_TOKENS[1:], ends_strings=True, only_known=True)
 
 
 def read_list(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """The calls of a list, whose bracket is passed. Only known tools are called, for an answer may be any list."""
+    """Read the calls of a list, whose bracket is passed. Only known tools are called, because an answer may be any list."""
     yield from stream.skip()
     if (yield from stream.peek()) == "{":
         yield from read_json_calls(stream, sink)

@@ -1,6 +1,6 @@
 """<seed:tool_call><function=f><parameter=a>x</parameter></function></seed:tool_call>: Seed-OSS.
 
-Thoughts are between <seed:think> and </seed:think>. Remarks on the thinking budget are part of them.
+Reasoning is between <seed:think> and </seed:think>. Remarks on the thinking budget are part of it.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ OPEN, CLOSE = "<seed:tool_call>", "</seed:tool_call>"
 THINK = ("<seed:think>", "</seed:think>")
 BUDGET = ("<seed:cot_budget_reflect>", "</seed:cot_budget_reflect>")
 TAGS = Tags(FUNCTION, PARAMETER, ">", "", PARAMETER_END, FUNCTION_END)
-read_thoughts = reasoning_until(THINK[1])
-THINK_MARKERS = Markers(first={THINK[0]: read_thoughts})
+read_reasoning = reasoning_until(THINK[1])
+THINK_MARKERS = Markers(first={THINK[0]: read_reasoning})
 
 
 def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
@@ -45,7 +45,7 @@ MARKERS = Markers(anywhere={OPEN: read_calls})
 
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    """As in `qwen3_coder`, with no line ends around values."""
+    """Return a grammar as that of `qwen3_coder`, with no line ends around values."""
     closing = grammar.text(f"{FUNCTION_END}\n{CLOSE}")
     heads = [grammar.text(f"{OPEN}\n{FUNCTION}{tool.name}>\n") for tool in tools]
     calls = [f"{head} {parameters_grammar(grammar, tool, TAGS)} {closing}" for head, tool in zip(heads, tools, strict=True)]
