@@ -36,6 +36,7 @@ FUNCTIONGEMMA: list[Row] = [
     ),
     (gemma("weather{days:<escape>3<escape>,metric:<escape>true<escape>}"), [weather(days=3, metric=True)]),
     (gemma("weather{city:<escape>3<escape>,any:4}"), [weather(city="3", any=4)]),
+    (gemma("weather{city:3,note:true}"), [weather(city="3", note="true")]),
     (gemma("weather{city:Paris,days: 3 }"), [weather(city="Paris", days=3)]),
     (gemma('weather{"city":"Paris",}'), [weather(city="Paris")]),
     (gemma("weather{city:<escape>Paris<escape>"), [weather(city="Paris")]),

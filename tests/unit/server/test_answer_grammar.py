@@ -251,3 +251,13 @@ def test_a_form_of_the_text_leaves_calls_possible(mini_dir: Path) -> None:
         answer_grammar(
             request(tool_use=ToolUse.AUTO, params=SamplingParams(grammar=Grammar.regex("a"))), formats, tokenizer, in_reasoning=False
         )
+
+
+def test_a_required_python_call_has_the_constants_of_python(mini_dir: Path) -> None:
+    formats = OutputFormat("pythonic", "none")
+    tokenizer = with_tokens(mini_dir, ())
+    grammar = answer_grammar(request(), formats, tokenizer, in_reasoning=False)
+    for constant in ("True", "False", "None"):
+        assert allows(tokenizer, grammar, f'[book(kind="bus", seats=1, wait={constant})]')
+    assert not allows(tokenizer, grammar, '[book(kind="bus", seats=1, wait=true)]')
+    assert allows(tokenizer, grammar, '[book(kind="bus", note="a\\n", seats=1, via=[{"x": 1}]), cancel()]')
