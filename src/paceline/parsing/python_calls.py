@@ -21,7 +21,7 @@ from paceline.parsing.text_stream import WHITESPACE, MalformedError, Parse, Text
 _NAME = re.compile(r"[\w.\-]")
 _KEY = re.compile(r"[^\s=,()'\"\[\]{}*]")
 _BETWEEN = WHITESPACE + ",;"
-_MAX_REPAIR_CHARS = 32768
+_MAX_REPAIR_CHARS = 16384
 _MAX_CANDIDATES = 16  # each one costs a pass over the call
 _PRINT = "print"
 Result = TypeVar("Result")
