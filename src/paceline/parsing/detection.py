@@ -1,8 +1,8 @@
 """Finds the formats of a model: in its chat template, or in a text that it wrote.
 
-A template shows how calls and reasoning of earlier turns are written, which is how the model writes them. Each format has signs: texts that
-all are in the template. A sign that begins with "!" is a text that must not be in it, because it belongs to another format with the
-same marks. The tables are searched in their order, and the first format whose signs are found is the model's.
+A template shows how calls and reasoning of earlier turns are written, which is how the model writes them. Each format has signs: texts
+that all are in the template. A sign that begins with "!" is a text that must not be in it, because it belongs to another format with the
+same marks. A sign may name alternatives, separated by " | ". The tables are searched in their order; the first format found is the model's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,11 @@ def shows_format(template: str, signs: Sequence[str]) -> bool:
     """Return whether a chat template has the signs of a format."""
     wanted = [sign for sign in signs if not sign.startswith("!")]
     unwanted = [sign.removeprefix("!") for sign in signs if sign.startswith("!")]
-    return bool(wanted) and all(sign in template for sign in wanted) and not any(sign in template for sign in unwanted)
+    return (
+        bool(wanted)
+        and all(any(part in template for part in sign.split(" | ")) for sign in wanted)
+        and not any(sign in template for sign in unwanted)
+    )
 
 
 def format_of_template(formats: Mapping[str, ToolCallFormat] | Mapping[str, ReasoningFormat], template: str) -> str | None:

@@ -16,6 +16,9 @@ from paceline.parsing.formats import ToolCallFormat as ToolCallFormat
 from paceline.parsing.output_parser import Markers, OutputParser
 from paceline.parsing.text_stream import StreamParser, TextStream
 from paceline.parsing.tool_calls import (
+    apertus,
+    functiongemma,
+    gemma3,
     gemma4,
     gemma4_grammar,
     generic,
@@ -24,10 +27,17 @@ from paceline.parsing.tool_calls import (
     harmony,
     hermes,
     kimi_k2,
+    lfm2,
     llama3_json,
+    minicpm5,
     minimax_m2,
     mistral,
+    muse_glimmer,
+    olmo3,
+    pythonic,
     qwen3_coder,
+    seed_oss,
+    smollm3,
 )
 from paceline.parsing.tools import Tool
 from paceline.tokenizer.tokenizer import Tokenizer
@@ -69,7 +79,24 @@ TOOL_CALL_FORMATS = {
         qwen3_coder.OPEN,
     ),
     "glm45": ToolCallFormat(glm.MARKERS, (glm.OPEN, glm.KEY), glm.TOKENS, glm.calls_grammar, glm.OPEN),
+    "lfm2": ToolCallFormat(lfm2.MARKERS, lfm2.SIGNS, (lfm2.OPEN, lfm2.CLOSE), lfm2.calls_grammar, lfm2.OPEN),
+    "functiongemma": ToolCallFormat(
+        functiongemma.MARKERS,
+        (functiongemma.OPEN,),
+        (functiongemma.OPEN, functiongemma.CLOSE, functiongemma.QUOTE),
+        functiongemma.calls_grammar,
+        functiongemma.OPEN,
+    ),
+    "gemma3": ToolCallFormat(gemma3.MARKERS, (gemma3.TOOL_CODE,), (), gemma3.calls_grammar),
+    "seed_oss": ToolCallFormat(seed_oss.MARKERS, (seed_oss.OPEN,), (seed_oss.OPEN, seed_oss.CLOSE), seed_oss.calls_grammar, seed_oss.OPEN),
+    "muse_glimmer": ToolCallFormat(muse_glimmer.MARKERS, (muse_glimmer.OPEN,), muse_glimmer.TOKENS, muse_glimmer.calls_grammar),
+    "olmo3": ToolCallFormat(olmo3.MARKERS, (olmo3.OPEN, "!<invoke"), (), olmo3.calls_grammar),
+    "minicpm5": ToolCallFormat(minicpm5.MARKERS, minicpm5.SIGNS, (), minicpm5.calls_grammar),
+    "apertus": ToolCallFormat(apertus.MARKERS, (apertus.OPEN,), (apertus.OPEN, apertus.CLOSE), apertus.calls_grammar, apertus.OPEN),
+    "smollm3": ToolCallFormat(smollm3.MARKERS, (hermes.OPEN, smollm3.CODE), (hermes.OPEN, hermes.CLOSE), hermes.calls_grammar, hermes.OPEN),
     "hermes": ToolCallFormat(hermes.MARKERS, (hermes.OPEN, *_OTHER_CALLS), (hermes.OPEN, hermes.CLOSE), hermes.calls_grammar, hermes.OPEN),
+    "llama4_pythonic": ToolCallFormat(pythonic.LLAMA4_MARKERS, pythonic.LLAMA4_SIGNS, pythonic.LLAMA4_TOKENS, pythonic.calls_grammar),
+    "pythonic": ToolCallFormat(pythonic.MARKERS, pythonic.SIGNS, (llama3_json.PYTHON_TAG,), pythonic.calls_grammar),
     "llama3_json": ToolCallFormat(
         llama3_json.MARKERS, ("<|start_header_id|>", '"parameters"'), (llama3_json.PYTHON_TAG,), llama3_json.calls_grammar
     ),
@@ -79,6 +106,18 @@ REASONING_FORMATS = {
     HARMONY_REASONING: ReasoningFormat(Markers(), (harmony.CHANNEL, harmony.MESSAGE), HARMONY_TOKENS),
     "gemma4": ReasoningFormat(reasoning.GEMMA4_MARKERS, reasoning.GEMMA4[:1], reasoning.GEMMA4, "<|channel>thought\n", "<channel|>"),
     "mistral": ReasoningFormat(reasoning.MISTRAL_MARKERS, reasoning.MISTRAL[:1], reasoning.MISTRAL, *reasoning.MISTRAL, reasoning.mistral),
+    "seed_oss": ReasoningFormat(
+        seed_oss.THINK_MARKERS, seed_oss.THINK[:1], (*seed_oss.THINK, *seed_oss.BUDGET), *seed_oss.THINK, seed_oss.read_reasoning
+    ),
+    "muse_glimmer": ReasoningFormat(
+        muse_glimmer.THINK_MARKERS,
+        ("to=self", muse_glimmer.MESSAGE),
+        muse_glimmer.TOKENS,
+        muse_glimmer.THINK_OPEN,
+        muse_glimmer.ENDS[0],
+        muse_glimmer.read_reasoning,
+    ),
+    "apertus": ReasoningFormat(apertus.THINK_MARKERS, apertus.THINK[:1], apertus.THINK, *apertus.THINK, apertus.read_reasoning),
     "qwen3": ReasoningFormat(reasoning.THINK_MARKERS, reasoning.THINK[1:], reasoning.THINK, *reasoning.THINK, reasoning.think),
 }
 TOOL_CALL_SYNONYMS = {

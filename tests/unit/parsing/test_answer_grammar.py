@@ -45,7 +45,21 @@ REASONING_PARSERS = {
     "kimi_k2": "qwen3",
     "minimax_m2": "qwen3",
     "granite": "none",
+    "lfm2": "qwen3",
+    "pythonic": "none",
+    "llama4_pythonic": "none",
+    "olmo3": "qwen3",
+    "gemma3": "none",
+    "functiongemma": "none",
+    "seed_oss": "seed_oss",
+    "minicpm5": "qwen3",
+    "muse_glimmer": "muse_glimmer",
+    "apertus": "apertus",
+    "smollm3": "qwen3",
 }
+
+STRICT = ("hermes", "qwen3_coder", "glm45", "mistral", "gemma4", "kimi_k2", "minimax_m2", "granite")
+STRICT += ("lfm2", "seed_oss", "functiongemma", "apertus")
 
 
 def grammar_of(formats: OutputFormat, tokenizer: Tokenizer, tools: tuple[Tool, ...] = TOOLS, **choices: Any) -> Grammar | None:
@@ -86,6 +100,19 @@ WRITTEN = {
     '<parameter name="seats">2</parameter>\n</invoke>\n</minimax:tool_call>',
     "generic": f'{{"tool_call": {{"name": "book", "arguments": {ARGUMENTS}}}}}',
     "granite": f'<|tool_call|>[{{"name": "book", "arguments": {ARGUMENTS}}}]',
+    "lfm2": '<|tool_call_start|>[book(kind="taxi", seats=2)]<|tool_call_end|>',
+    "pythonic": '[book(kind="taxi", seats=2)]',
+    "llama4_pythonic": '[book(kind="taxi", seats=2)]',
+    "olmo3": '<function_calls>\nbook(kind="taxi", seats=2)\n</function_calls>',
+    "gemma3": '```tool_code\nbook(kind="taxi", seats=2)\n```',
+    "functiongemma": "<start_function_call>call:book{kind:<escape>taxi<escape>,seats:2}<end_function_call>",
+    "seed_oss": "<seed:tool_call>\n<function=book>\n<parameter=kind>taxi</parameter>\n<parameter=seats>2</parameter>\n</function>\n"
+    "</seed:tool_call>",
+    "minicpm5": '<function name="book"><param name="kind">taxi</param><param name="seats">2</param></function>',
+    "muse_glimmer": ' to=book<|message|><atem:function_calls>\n<atem:invoke name="book">\n<atem:parameter name="kind">taxi'
+    '</atem:parameter>\n<atem:parameter name="seats">2</atem:parameter>\n</atem:invoke>\n</atem:function_calls>',
+    "apertus": f'<|tools_prefix|>[{{"book": {ARGUMENTS}}}]<|tools_suffix|>',
+    "smollm3": f'<tool_call>\n{{"name": "book", "arguments": {ARGUMENTS}}}\n</tool_call>',
 }
 REASONING = {
     "hermes": "<think>\nHm.\n</think>\n\n",
@@ -96,6 +123,13 @@ REASONING = {
     "mistral": "[THINK]Hm.[/THINK]",
     "gemma4": "<|channel>thought\nHm.<channel|>",
     "openai": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant",
+    "lfm2": "<think>Hm.</think>",
+    "olmo3": "<think>Hm.</think>",
+    "seed_oss": "<seed:think>Hm.</seed:think>\n",
+    "minicpm5": "<think>\nHm.\n</think>\n\n",
+    "muse_glimmer": " to=self<|message|>Hm.<|eom|><|start|>assistant",
+    "apertus": "<|inner_prefix|>Hm.<|inner_suffix|>",
+    "smollm3": "<think>\nHm.\n</think>\n",
 }
 
 
@@ -182,7 +216,20 @@ def test_a_grammar_of_the_text_begins_after_reasoning(mini_dir: Path) -> None:
 
 def test_strict_tools_that_may_be_called_leave_the_text_free(mini_dir: Path) -> None:
     tools = (Tool(name="book", parameters=BOOK, strict=True), TOOLS[1])
-    for name in ("hermes", "qwen3_coder", "glm45", "mistral", "gemma4", "kimi_k2", "minimax_m2", "granite"):
+    for name in (
+        "hermes",
+        "qwen3_coder",
+        "glm45",
+        "mistral",
+        "gemma4",
+        "kimi_k2",
+        "minimax_m2",
+        "granite",
+        "lfm2",
+        "seed_oss",
+        "functiongemma",
+        "apertus",
+    ):
         formats = OutputFormat(name, REASONING_PARSERS[name])
         tokenizer = with_tokens(mini_dir, formats.tokens(tools))
         grammar = answer_grammar(formats, tokenizer, tools)
@@ -204,3 +251,13 @@ def test_a_grammar_of_the_text_allows_calls(mini_dir: Path) -> None:
         grammar_of(formats, tokenizer, grammar=form)
     with pytest.raises(RequestError, match="exclude"):
         answer_grammar(formats, tokenizer, TOOLS, grammar=Grammar.regex("a"))
+
+
+def test_a_required_python_call_has_the_constants_of_python(mini_dir: Path) -> None:
+    formats = OutputFormat("pythonic", "none")
+    tokenizer = with_tokens(mini_dir, ())
+    grammar = grammar_of(formats, tokenizer)
+    for constant in ("True", "False", "None"):
+        assert allows(tokenizer, grammar, f'[book(kind="bus", seats=1, wait={constant})]')
+    assert not allows(tokenizer, grammar, '[book(kind="bus", seats=1, wait=true)]')
+    assert allows(tokenizer, grammar, '[book(kind="bus", note="a\\n", seats=1, via=[{"x": 1}]), cancel()]')

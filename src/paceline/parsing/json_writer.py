@@ -1,0 +1,99 @@
+"""JSON that is put together while its source arrives, and can be closed at any time."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from paceline.parsing.event_sink import EventSink
+from paceline.parsing.text_stream import Emit, TextStream
+
+MAX_HELD_CHARS = 256
+"""Arguments up to this size are passed on with the end of their call: until then a faulty call can still become text."""
+
+
+@dataclass(slots=True)
+class JsonWriter:
+    """Write JSON piece by piece.
+
+    Keys and commas are written together with the value after them. The missing end is therefore always made of closing characters alone.
+
+    Args:
+        output: takes the pieces.
+    """
+
+    output: Emit
+    _ends: list[str] = field(default_factory=list, init=False)
+    _before: str = field(default="", init=False)
+
+    def put(self, text: str) -> None:
+        """Write `text` before the next value, if one comes."""
+        self._before = text
+
+    def emit(self, text: str) -> None:
+        """Write a whole value, or a part of an open string."""
+        self.output(self._before + text)
+        self._before = ""
+
+    def open(self, text: str, end: str) -> None:
+        """Begin an object, a list or a string; `end` closes it."""
+        self.emit(text)
+        self._ends.append(end)
+
+    def close(self) -> None:
+        """End what was opened last."""
+        self._before = ""
+        self.emit(self._ends.pop())
+
+    @property
+    def missing_end(self) -> str:
+        """Return the characters that make the JSON whole."""
+        return "".join(reversed(self._ends))
+
+
+class HeldCall:
+    """Hold a call back until it is whole or long.
+
+    Args:
+        stack: keeps the call open in the sink.
+
+    Attributes:
+        name: the tool's.
+        is_open: whether the sink has the beginning of the call.
+        num_emitted: number of characters of JSON that the sink has.
+    """
+
+    def __init__(self, stream: TextStream, sink: EventSink, stack: ExitStack) -> None:
+        self._stream, self._sink, self._stack = stream, sink, stack
+        self._start = len(stream.unemitted)
+        self._held: list[str] = []
+        self._source: list[str] = []
+        self._num_held = self.num_emitted = 0
+        self.name = ""
+        self.is_open = False
+
+    def emit(self, json: str) -> None:
+        """Take the next characters of the arguments."""
+        self._held.append(json)
+        self._num_held += len(json)
+        if self.is_open or self._num_held > MAX_HELD_CHARS:
+            self.open()
+
+    def open(self) -> None:
+        """Pass on everything held."""
+        if not self.is_open:
+            self._stack.enter_context(self._sink.call(self.name))
+            self.is_open = True
+        self._sink.arguments("".join(self._held))
+        self.num_emitted += self._num_held
+        self._held, self._num_held = [], 0
+        self._source.append(self._stream.unemitted[self._start :])
+        self._start = 0
+        self._stream.mark_emitted()
+
+    def end(self) -> None:
+        """End the call in the sink."""
+        self._stack.close()
+
+    @property
+    def source(self) -> str:
+        """Return the text of the call that was passed so far."""
+        return "".join(self._source) + self._stream.unemitted[self._start :]

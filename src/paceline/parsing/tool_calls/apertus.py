@@ -1,0 +1,74 @@
+"""<|tools_prefix|>[{"f": {…}}, {"g": {}}]<|tools_suffix|>: Apertus.
+
+Reasoning is between <|inner_prefix|> and <|inner_suffix|>; a call within it ends it.
+"""
+
+from collections.abc import Sequence
+
+from paceline.parsing.event_sink import EventSink
+from paceline.parsing.lenient_json import emit_json_object, read_short_string
+from paceline.parsing.output_parser import Markers
+from paceline.parsing.text_stream import MalformedError, Parse, TextStream
+from paceline.parsing.tool_call_grammar import ToolCallGrammar
+from paceline.parsing.tools import Tool
+
+OPEN, CLOSE = "<|tools_prefix|>", "<|tools_suffix|>"
+THINK = ("<|inner_prefix|>", "<|inner_suffix|>")
+
+
+def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
+    yield from stream.skip()
+    is_list = yield from stream.take("[")
+    while True:
+        yield from _read_call(stream, sink)
+        yield from stream.skip()
+        if not sink.can_call or not (yield from stream.take(",")):
+            break
+        yield from stream.skip()
+        if (yield from stream.peek()) in ("]", ""):
+            break
+    if is_list:
+        yield from stream.take("]")
+        yield from stream.skip()
+    if not (yield from stream.take_or_end(CLOSE)):
+        raise MalformedError
+
+
+def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
+    yield from stream.skip()
+    yield from stream.expect("{")
+    yield from stream.skip()
+    name = yield from read_short_string(stream)
+    yield from stream.skip()
+    yield from stream.expect(":")
+    yield from stream.skip()
+    if not name or (yield from stream.peek()) != "{":
+        raise MalformedError
+    stream.mark_emitted()
+    with sink.call(name):
+        yield from emit_json_object(stream, sink.arguments)
+    stream.mark_emitted()
+    yield from stream.skip()
+    yield from stream.take("}")
+    stream.mark_emitted()
+
+
+def read_reasoning(stream: TextStream, sink: EventSink) -> Parse[None]:
+    yield from stream.skip("\n")
+    stream.mark_emitted()
+    if (yield from stream.emit_until((THINK[1], OPEN), sink.reasoning, held="\n")) == THINK[1]:
+        stream.at += len(THINK[1])
+
+
+def _skip(stream: TextStream, sink: EventSink) -> Parse[None]:
+    """Ignore the end of reasoning that a call ended."""
+    yield from ()
+
+
+MARKERS = Markers(anywhere={OPEN: read_calls})
+THINK_MARKERS = Markers(anywhere={THINK[0]: read_reasoning, THINK[1]: _skip})
+
+
+def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+    calls = [grammar.call(f'{{"{tool.name}": ', tool, "}") for tool in tools]
+    return f"{grammar.text(f'{OPEN}[')} {grammar.listed(calls, ', ', several=several)} {grammar.text(f']{CLOSE}')}"

@@ -1,0 +1,43 @@
+"""Calls in a code fence, as Python in ```tool_code or as JSON in ```json, or as a bare list: Gemma 3."""
+
+from collections.abc import Sequence
+
+from paceline.parsing.event_sink import EventSink
+from paceline.parsing.output_parser import Markers
+from paceline.parsing.python_call_grammar import python_call_grammar
+from paceline.parsing.python_calls import CallListReader
+from paceline.parsing.text_stream import MalformedError, Parse, TextStream
+from paceline.parsing.tool_call_grammar import ToolCallGrammar
+from paceline.parsing.tool_calls.llama3_json import read_bare_calls, read_calls
+from paceline.parsing.tool_calls.pythonic import read_list
+from paceline.parsing.tools import Tool
+
+FENCE = "```"
+TOOL_CODE, PYTHON, JSON = f"{FENCE}tool_code", f"{FENCE}python", f"{FENCE}json"
+_READER = CallListReader((FENCE,), only_known=True, is_code=True)
+
+
+def read_json_fence(stream: TextStream, sink: EventSink) -> Parse[None]:
+    yield from stream.skip()
+    is_list = yield from stream.take("[")
+    yield from read_calls(stream, sink)
+    yield from stream.skip()
+    while is_list and sink.can_call and (yield from stream.take(",")):
+        yield from read_calls(stream, sink)
+        yield from stream.skip()
+    if is_list:
+        yield from stream.take("]")
+        yield from stream.skip()
+    if not (yield from stream.take_or_end(FENCE)):
+        raise MalformedError
+
+
+MARKERS = Markers(
+    anywhere={TOOL_CODE: _READER.read, PYTHON: _READER.read, JSON: read_json_fence}, first={"[": read_list, "{": read_bare_calls}
+)
+
+
+def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+    calls = [python_call_grammar(grammar, tool) for tool in tools]
+    newline = "\n"
+    return f"{grammar.text(TOOL_CODE + newline)} {grammar.listed(calls, newline, several=several)} {grammar.text(newline + FENCE)}"

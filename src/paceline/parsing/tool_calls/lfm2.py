@@ -1,0 +1,49 @@
+"""<|tool_call_start|>[f(a='x', n=3), g()]<|tool_call_end|>, or a JSON list between the tokens: LFM2 and LFM2.5."""
+
+from collections.abc import Sequence
+
+from paceline.parsing.event_sink import EventSink
+from paceline.parsing.json_call import read_json_call
+from paceline.parsing.output_parser import Markers
+from paceline.parsing.python_call_grammar import python_call_grammar
+from paceline.parsing.python_calls import CallListReader
+from paceline.parsing.text_stream import MalformedError, Parse, TextStream
+from paceline.parsing.tool_call_grammar import ToolCallGrammar
+from paceline.parsing.tool_calls.pythonic import read_list
+from paceline.parsing.tools import Tool
+
+OPEN, CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
+SIGNS = (f"{OPEN} | List of tools: ",)  # some of its templates show no call
+_READER = CallListReader((CLOSE,), ends_strings=True)
+
+
+def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
+    yield from stream.skip()
+    is_bracketed = yield from stream.take("[")
+    yield from stream.skip()
+    if (yield from stream.peek()) == "{":
+        yield from _read_json_calls(stream, sink)
+    else:
+        yield from _READER.read(stream, sink, is_bracketed=is_bracketed)
+
+
+def _read_json_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
+    while True:
+        yield from read_json_call(stream, sink)
+        stream.mark_emitted()
+        yield from stream.skip(" \t\r\n,;")
+        if not sink.can_call or (yield from stream.peek()) != "{":
+            break
+    yield from stream.take("]")
+    yield from stream.skip()
+    if not (yield from stream.take_or_end(CLOSE)):
+        raise MalformedError
+
+
+# the model sometimes leaves out the token
+MARKERS = Markers(anywhere={OPEN: read_calls}, first={"[": read_list})
+
+
+def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+    calls = [python_call_grammar(grammar, tool) for tool in tools]
+    return f"{grammar.text(f'{OPEN}[')} {grammar.listed(calls, ', ', several=several)} {grammar.text(f']{CLOSE}')}"

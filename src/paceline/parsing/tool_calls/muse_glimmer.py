@@ -1,0 +1,67 @@
+"""Messages with a recipient, whose calls are <atem:invoke> elements: Muse Glimmer.
+
+Reasoning is to `self`, the answer is to `user`, calls are to the tool.
+"""
+
+from collections.abc import Sequence
+
+from paceline.parsing.attribute_xml import AttributeXml, attribute_xml_grammar
+from paceline.parsing.event_sink import EventSink
+from paceline.parsing.output_parser import Markers
+from paceline.parsing.text_stream import MalformedError, Parse, TextStream
+from paceline.parsing.tool_call_grammar import ToolCallGrammar
+from paceline.parsing.tools import Tool
+
+OPEN, CLOSE = "<atem:function_calls>", "</atem:function_calls>"
+START, MESSAGE, ENDS = "<|start|>", "<|message|>", ("<|eom|>", "<|eot|>")
+TOKENS = (START, MESSAGE, *ENDS)
+TAGS = AttributeXml("<atem:invoke", "<atem:parameter", "</atem:invoke>", "</atem:parameter>")
+_SELF = "self"
+THINK_OPEN = f" to={_SELF}{MESSAGE}"
+
+
+def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
+    yield from stream.skip()
+    yield from stream.expect(TAGS.function)
+    yield from TAGS.read(stream, sink)
+    yield from stream.skip()
+    while sink.can_call and (yield from stream.take(TAGS.function)):
+        yield from TAGS.read(stream, sink)
+        yield from stream.skip()
+    if not (yield from stream.take_or_end(CLOSE)):
+        raise MalformedError
+
+
+def read_reasoning(stream: TextStream, sink: EventSink) -> Parse[None]:
+    """Read a message to `self`, up to its end or the next message."""
+    stream.mark_emitted()
+    end = yield from stream.emit_until((*ENDS, START), sink.reasoning, held="\n")
+    if end is not None and end != START:
+        stream.at += len(end)
+
+
+def read_header(stream: TextStream, sink: EventSink) -> Parse[None]:
+    """Read the header of a message, and the message if it is reasoning."""
+    recipient = yield from stream.until(MESSAGE)
+    if recipient.strip().endswith(_SELF):
+        yield from read_reasoning(stream, sink)
+
+
+def _skip(stream: TextStream, sink: EventSink) -> Parse[None]:
+    """Ignore a mark between messages."""
+    yield from ()
+
+
+_HEADERS = {START: read_header, **dict.fromkeys((*ENDS, MESSAGE), _skip)}
+# the first header begins in the prompt
+MARKERS = Markers(anywhere={OPEN: read_calls, **_HEADERS}, first={"to=": read_header})
+THINK_MARKERS = Markers(anywhere=_HEADERS, first={"to=": read_header})
+
+
+def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+    """Return a grammar of one call, which ends the answer."""
+    calls = []
+    for tool in tools:
+        head = grammar.text(f" to={tool.name}{MESSAGE}{OPEN}\n")
+        calls.append(f"{head} {attribute_xml_grammar(grammar, TAGS, tool, chr(10))} {grammar.text(chr(10) + CLOSE)}")
+    return f"({grammar.text(START + 'assistant')})? {grammar.one_of(calls)}"
