@@ -8,23 +8,35 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.errors import ConfigError, RequestError
-from paceline.parsing import reasoning
+from paceline.parsing import answer_tags, reasoning
 from paceline.parsing.event_sink import EventSink, call_id, short_call_id
+from paceline.parsing.json_call_list import JsonCallList
 from paceline.parsing.output_parser import Markers, OutputParser, ParseMarkup
 from paceline.parsing.text_stream import StreamParser, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tool_calls import (
+    cohere,
+    deepseek,
+    deepseek_dsml,
+    functionary,
     gemma4,
     gemma4_grammar,
     glm,
     granite,
+    granite_20b,
     harmony,
     hermes,
+    hunyuan_a13b,
+    hy_v3,
+    internlm2,
     kimi_k2,
     llama3_json,
     minimax_m2,
     mistral,
+    nemotron_nano,
+    phi4_mini,
     qwen3_coder,
+    xlam,
 )
 from paceline.parsing.tools import Tool
 from paceline.tokenizer.tokenizer import Tokenizer
@@ -76,6 +88,11 @@ class ReasoningFormat:
     opened: ParseMarkup | None = None
 
 
+def _json_list(calls: JsonCallList, signs: tuple[str, ...], tokens: tuple[str, ...]) -> ToolCallFormat:
+    """Return the format of JSON calls after the first of `tokens`."""
+    return ToolCallFormat(calls.markers, signs, tokens, calls.calls_grammar, tokens[0])
+
+
 HARMONY_TOKENS = (harmony.START, harmony.CHANNEL, harmony.MESSAGE, harmony.CONSTRAIN, *harmony.ENDS)
 _OTHER_CALLS = ("!<arg_key>", "!<invoke", "!<tool_calls>")  # what others write behind <tool_call>
 # in the order in which they are looked for: the signs of later ones may stand in templates of earlier ones
@@ -100,6 +117,24 @@ TOOL_CALL_FORMATS = {
         minimax_m2.calls_grammar,
         minimax_m2.OPEN,
     ),
+    "phi4_mini_json": _json_list(phi4_mini.TAGGED, ("<|/tool|>",), phi4_mini.TOKENS),
+    "functools": ToolCallFormat(phi4_mini.FUNCTOOLS.markers, ("functools[",), phi4_mini.TOKENS, phi4_mini.FUNCTOOLS.calls_grammar),
+    "nemotron_json": _json_list(nemotron_nano.CALLS, (nemotron_nano.OPEN,), (nemotron_nano.OPEN, nemotron_nano.CLOSE)),
+    "deepseek_v3": ToolCallFormat(deepseek.MARKERS, (deepseek.OPEN, "```json"), deepseek.TOKENS, deepseek.calls_grammar_v3, deepseek.OPEN),
+    "deepseek_v31": ToolCallFormat(deepseek.MARKERS, (deepseek.OPEN,), deepseek.TOKENS, deepseek.calls_grammar_v31, deepseek.OPEN),
+    "deepseek_v4": ToolCallFormat(
+        deepseek_dsml.MARKERS, (deepseek_dsml.DSML, "tool_calls>"), (deepseek_dsml.DSML,), deepseek_dsml.calls_grammar_v4
+    ),
+    "deepseek_v32": ToolCallFormat(deepseek_dsml.MARKERS, (deepseek_dsml.DSML,), (deepseek_dsml.DSML,), deepseek_dsml.calls_grammar_v32),
+    "cohere_command3": ToolCallFormat(cohere.CALLS.markers, (cohere.OPEN,), (cohere.OPEN, cohere.CLOSE), cohere.calls_grammar, cohere.OPEN),
+    "command_r": ToolCallFormat(cohere.COMMAND_R.markers, ("json-formatted list of actions",), (), cohere.COMMAND_R.calls_grammar),
+    "internlm": _json_list(internlm2.CALLS, (internlm2.START, internlm2.PLUGIN), internlm2.TOKENS),
+    "hy_v3": ToolCallFormat(hy_v3.MARKERS, (hy_v3.OPEN, hy_v3.SEPARATOR), hy_v3.TOKENS, hy_v3.calls_grammar, hy_v3.OPEN),
+    "jamba": _json_list(hunyuan_a13b.JAMBA_CALLS, (hunyuan_a13b.OPEN, "<|bom|>"), hunyuan_a13b.TOKENS),
+    "hunyuan_a13b": ToolCallFormat(
+        hunyuan_a13b.MARKERS, (hunyuan_a13b.OPEN,), hunyuan_a13b.TOKENS, hunyuan_a13b.CALLS.calls_grammar, hunyuan_a13b.OPEN
+    ),
+    "xlam": ToolCallFormat(xlam.MARKERS, ("make calls in a single JSON array",), (), xlam.CALLS.calls_grammar),
     "granite3": ToolCallFormat(granite.MARKERS, (granite.OPEN,), (granite.OPEN,), granite.calls_grammar, granite.OPEN),
     "xml": ToolCallFormat(
         qwen3_coder.MARKERS,
@@ -108,8 +143,13 @@ TOOL_CALL_FORMATS = {
         qwen3_coder.calls_grammar,
         qwen3_coder.OPEN,
     ),
+    "functionary_v31": ToolCallFormat(
+        functionary.MARKERS_V31, (functionary.FUNCTION, "!<parameter=", "!<seed:"), (), functionary.calls_grammar_v31
+    ),
+    "functionary_v32": ToolCallFormat(functionary.MARKERS_V32, (">>>all",), (), functionary.calls_grammar_v32),
     "glm": ToolCallFormat(glm.MARKERS, (glm.OPEN, glm.KEY), glm.TOKENS, glm.calls_grammar, glm.OPEN),
     "hermes": ToolCallFormat(hermes.MARKERS, (hermes.OPEN, *_OTHER_CALLS), (hermes.OPEN, hermes.CLOSE), hermes.calls_grammar, hermes.OPEN),
+    "granite-20b-fc": _json_list(granite_20b.CALLS, (granite_20b.OPEN,), (granite_20b.OPEN,)),
     "llama3": ToolCallFormat(
         llama3_json.MARKERS, ("<|start_header_id|>", '"parameters"'), (llama3_json.PYTHON_TAG,), llama3_json.calls_grammar
     ),
@@ -118,6 +158,28 @@ REASONING_FORMATS = {
     HARMONY: ReasoningFormat(Markers(), (harmony.CHANNEL, harmony.MESSAGE), HARMONY_TOKENS),
     "gemma4": ReasoningFormat(reasoning.GEMMA4_MARKERS, reasoning.GEMMA4[:1], reasoning.GEMMA4, "<|channel>thought\n", "<channel|>"),
     "mistral": ReasoningFormat(reasoning.MISTRAL_MARKERS, reasoning.MISTRAL[:1], reasoning.MISTRAL, *reasoning.MISTRAL, reasoning.mistral),
+    "cohere_command3": ReasoningFormat(
+        answer_tags.COHERE_MARKERS,
+        answer_tags.COHERE[:1],
+        (*answer_tags.COHERE, *answer_tags.COHERE_ANSWER),
+        *answer_tags.COHERE,
+        answer_tags.cohere,
+    ),
+    "granite": ReasoningFormat(answer_tags.GRANITE_MARKERS, answer_tags.GRANITE[:1], (), *answer_tags.GRANITE, answer_tags.granite),
+    "ernie45": ReasoningFormat(
+        answer_tags.RESPONSE_MARKERS,
+        (reasoning.THINK[1], answer_tags.RESPONSE[0]),
+        (*reasoning.THINK, *answer_tags.RESPONSE),
+        *reasoning.THINK,
+        answer_tags.response,
+    ),
+    "hunyuan_a13b": ReasoningFormat(
+        answer_tags.ANSWER_MARKERS,
+        (reasoning.THINK[1], answer_tags.ANSWER[0]),
+        (*reasoning.THINK, *answer_tags.ANSWER),
+        *reasoning.THINK,
+        answer_tags.answer,
+    ),
     "think": ReasoningFormat(reasoning.THINK_MARKERS, reasoning.THINK[1:], reasoning.THINK, *reasoning.THINK, reasoning.think),
 }
 TOOL_CALL_PARSERS = (AUTO, NONE, *TOOL_CALL_FORMATS)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer as Library
 
+from harness import json_formats
 from harness.markup_cases import Case, events_of, said
 from paceline.errors import RequestError
 from paceline.parsing.registry import TOOL_CALL_FORMATS, OutputFormat
@@ -96,6 +97,9 @@ THOUGHT = {
     "gemma4": "<|channel>thought\nHm.<channel|>",
     "harmony": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant",
 }
+WRITTEN |= json_formats.written_calls(ARGUMENTS)
+THINKING |= json_formats.THINKING
+THOUGHT |= json_formats.THOUGHT
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
