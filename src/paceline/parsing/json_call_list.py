@@ -144,10 +144,11 @@ def read_keyed_call(stream: TextStream, sink: EventSink, name_key: str, known: C
         yield from stream.skip()
     if has_arguments:
         return
-    if name is None or not _is_object(held):
+    if name is None:
         raise MalformedError
+    arguments = "{}" if held is None else _object_text(held)
     with sink.call(name):
-        sink.arguments(held or "{}")
+        sink.arguments(arguments)
 
 
 def _read_key(stream: TextStream) -> Parse[str]:
@@ -158,11 +159,20 @@ def _read_key(stream: TextStream) -> Parse[str]:
     return key
 
 
-def _is_object(held: str | None) -> bool:
+def _object_text(held: str) -> str:
+    """Return the JSON of an object, which may be written within a string.
+
+    Raises:
+        MalformedError: it is no object.
+    """
     try:
-        return held is None or isinstance(json.loads(held), dict)
+        value = json.loads(held)
+        value = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
-        return False
+        raise MalformedError from None
+    if not isinstance(value, dict):
+        raise MalformedError
+    return json.dumps(value, ensure_ascii=False)
 
 
 def take_fence(stream: TextStream) -> Parse[bool]:

@@ -9,11 +9,11 @@ from typing import Any
 
 from paceline.parsing.argument_types import is_text, parameter_schema
 from paceline.parsing.argument_value import value_grammar
+from paceline.parsing.closed_value import read_closed_value
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.json_call_list import take_any
 from paceline.parsing.lenient_json import escape_json
 from paceline.parsing.output_parser import Markers
-from paceline.parsing.tagged_value import read_tagged_value
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar, arguments_schema
 from paceline.parsing.tools import Tool
@@ -56,12 +56,12 @@ def _read_invoke(stream: TextStream, sink: EventSink) -> Parse[None]:
 def _read_parameters(stream: TextStream, sink: EventSink, root: Mapping[str, Any] | None) -> Parse[None]:
     before = ""
     yield from stream.skip()
+    stream.mark_emitted()
     while (yield from stream.take(_PARAMETER)):
         key = yield from stream.until('"')
         schema = yield from _read_attribute(stream, parameter_schema(root, key))
-        sink.arguments(f'{before}"{escape_json(key)}": ')
+        yield from read_closed_value(stream, sink, f'{before}"{escape_json(key)}": ', schema, _PARAMETER_END, (_PARAMETER, _INVOKE_END))
         before = ", "
-        yield from read_tagged_value(stream, sink, schema, _PARAMETER_END, (_PARAMETER, _INVOKE_END))
         yield from stream.skip()
 
 
