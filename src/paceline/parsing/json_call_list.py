@@ -72,7 +72,8 @@ class JsonCallList:
         yield from stream.skip()
         if is_fenced and (yield from stream.take_or_end("```")):
             yield from stream.skip()
-        yield from take_any(stream, self.close_marks)
+        while (yield from stream.peek()) != "" and (yield from take_any(stream, self.close_marks)):  # models also write it twice
+            yield from stream.skip()
 
     def _read_each(self, stream: TextStream, sink: EventSink, *, is_list: bool) -> Parse[None]:
         """Parse calls up to something that is none. Missing commas, trailing commas and doubled braces are accepted."""

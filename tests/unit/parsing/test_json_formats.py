@@ -3,9 +3,11 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from harness.json_formats import THINKING
@@ -105,6 +107,9 @@ def json_cases(style: Style) -> Iterator[Case]:
     yield style.case("text after", f"{style.open}{first}{style.close}\nDone.", [*one, ("text", "Done.")])
     if style.name != "xlam":  # a list within text is no call
         yield style.case("text before", f"I look. {style.open}{first}{style.close}", [("text", "I look."), *one])
+    mark = style.close.removeprefix("]")
+    if mark and style.name != "command_r":
+        yield style.case("a doubled end mark", f"{style.open}{first}{style.close}{mark}", one)
     if style.close:
         yield style.case("no end mark", f"{style.open}{first}", one)
         yield style.case("half an end mark", f"{style.open}{first}{style.close[:-1]}", one)
@@ -442,6 +447,21 @@ def assert_beginning(part: dict[str, Any], whole: dict[str, Any]) -> None:
     for key, value in part.items():
         text = whole[key] if isinstance(whole[key], str) else json.dumps(whole[key])
         assert value == whole[key] or text.startswith(value.lower() if text == "true" else value)
+
+
+def test_long_answers_cut_at_random_have_the_same_text_and_calls(seed: int, large_counts: bool) -> None:
+    """Answers of one format in a row, some of them cut off."""
+    random = np.random.default_rng(seed)
+    kinds = sorted({one.formats for one in CASES})
+    for count in range(5_000 if large_counts else 100):
+        formats = kinds[count % len(kinds)]
+        written = [one.written for one in CASES if one.formats == formats]
+        parts = [written[random.integers(len(written))] for _ in range(8)]
+        text = "".join(part[: random.integers(len(part) + 1)] if random.integers(3) == 0 else part + " 😀" for part in parts)
+        case = Case("long", formats, text, [], is_opened=bool(random.integers(2)), parallel=bool(random.integers(4)))
+        places = sorted(random.integers(0, len(text) + 1, int(random.integers(1, 40))).tolist())
+        pieces = [text[start:end] for start, end in pairwise((0, *places, len(text)))]
+        assert said(events_of(case, pieces)[0]) == said(events_of(case, [text])[0]), pieces
 
 
 @pytest.mark.parametrize("name", THINKING)
