@@ -143,9 +143,7 @@ TOOL_CALL_FORMATS = {
         qwen3_coder.calls_grammar,
         qwen3_coder.OPEN,
     ),
-    "functionary_v31": ToolCallFormat(
-        functionary.MARKERS_V31, (functionary.FUNCTION, "!<parameter=", "!<seed:"), (), functionary.calls_grammar_v31
-    ),
+    "functionary_v31": ToolCallFormat(functionary.MARKERS_V31, (functionary.FUNCTION, "!<seed:"), (), functionary.calls_grammar_v31),
     "functionary_v32": ToolCallFormat(functionary.MARKERS_V32, (">>>all",), (), functionary.calls_grammar_v32),
     "glm": ToolCallFormat(glm.MARKERS, (glm.OPEN, glm.KEY), glm.TOKENS, glm.calls_grammar, glm.OPEN),
     "hermes": ToolCallFormat(hermes.MARKERS, (hermes.OPEN, *_OTHER_CALLS), (hermes.OPEN, hermes.CLOSE), hermes.calls_grammar, hermes.OPEN),
