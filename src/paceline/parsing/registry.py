@@ -134,7 +134,6 @@ TOOL_CALL_FORMATS = {
     "hunyuan_a13b": ToolCallFormat(
         hunyuan_a13b.MARKERS, (hunyuan_a13b.OPEN,), hunyuan_a13b.TOKENS, hunyuan_a13b.CALLS.calls_grammar, hunyuan_a13b.OPEN
     ),
-    "xlam": ToolCallFormat(xlam.MARKERS, ("make calls in a single JSON array",), (), xlam.CALLS.calls_grammar),
     "granite3": _json_list(granite.CALLS, (granite.OPEN,), (granite.OPEN,)),
     "xml": ToolCallFormat(
         qwen3_coder.MARKERS,
@@ -148,6 +147,7 @@ TOOL_CALL_FORMATS = {
     "glm": ToolCallFormat(glm.MARKERS, (glm.OPEN, glm.KEY), glm.TOKENS, glm.calls_grammar, glm.OPEN),
     "hermes": ToolCallFormat(hermes.MARKERS, (hermes.OPEN, *_OTHER_CALLS), (hermes.OPEN, hermes.CLOSE), hermes.calls_grammar, hermes.OPEN),
     "granite-20b-fc": _json_list(granite_20b.CALLS, (granite_20b.OPEN,), (granite_20b.OPEN,)),
+    "xlam": ToolCallFormat(xlam.MARKERS, ("make calls in a single JSON array",), (), xlam.CALLS.calls_grammar),
     "llama3": ToolCallFormat(
         llama3_json.MARKERS, ("<|start_header_id|>", '"parameters"'), (llama3_json.PYTHON_TAG,), llama3_json.calls_grammar
     ),
